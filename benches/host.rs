@@ -1,7 +1,7 @@
-//! The oracle on the host, which CPU training runs on: bytes a second against a copy on the same
-//! cores, timed in the same process. `cargo bench --bench host`.
+//! Benchmark of the oracle on the host, which CPU training runs on: bytes per second compared with
+//! a copy on the same cores, timed in the same process. `cargo bench --bench host`.
 //!
-//! Bytes are those that must move: the input once, codes and scales once.
+//! Bytes are the minimum traffic: the input once, codes and scales once.
 
 use std::{
     collections::BTreeMap, hint::black_box, sync::Mutex, thread, time::Duration, time::Instant,
@@ -18,10 +18,10 @@ use nvfp4::kernels::{
 const SIDE: usize = 4096;
 const ELEMENTS: usize = SIDE * SIDE;
 
-/// Bytes of codes and scales for each element.
+/// Bytes of codes and scales per element.
 const PACKED: f64 = 0.5 + 1.0 / 16.0;
 
-/// Bytes that a benchmark moves, and its seconds for each call.
+/// Bytes that a benchmark moves, and seconds of each call.
 #[derive(Default)]
 struct Record {
     bytes: f64,
@@ -29,7 +29,7 @@ struct Record {
 }
 
 impl Record {
-    /// Bytes a second, by the median.
+    /// Median bytes per second.
     fn rate(&self) -> f64 {
         let mut seconds = self.seconds.clone();
         seconds.sort_by(f64::total_cmp);
@@ -39,7 +39,7 @@ impl Record {
 
 static RECORDS: Mutex<BTreeMap<String, Record>> = Mutex::new(BTreeMap::new());
 
-/// Times `call` under `name`; it moves `bytes` for each element.
+/// Times `call` under `name`; it moves `bytes` per element.
 fn time(criterion: &mut Criterion, name: &str, bytes: f64, mut call: impl FnMut()) {
     let bytes = bytes * ELEMENTS as f64;
     let mut group = criterion.benchmark_group("host");
@@ -63,7 +63,7 @@ fn time(criterion: &mut Criterion, name: &str, bytes: f64, mut call: impl FnMut(
     group.finish();
 }
 
-/// A copy by all cores.
+/// Copies with all cores.
 fn copy(from: &[f32], to: &mut [f32]) {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let chunk = from.len().div_ceil(cores);
@@ -118,7 +118,7 @@ fn bench<T: Element>(criterion: &mut Criterion, kind: &str, x: &[T]) {
         let usage = Usage::Rowwise;
         black_box(reference::quantize(x, SIDE, SIDE, usage, &plain, &policy, 0).unwrap());
     });
-    // The rowwise and the columnwise tensor each read the input.
+    // The row-wise and the column-wise tensor each read the input.
     run("tile 16x16, both", 2.0 * (read + PACKED), &mut || {
         let layouts = [ScaleLayout::Compact; 2];
         let scaling = BlockScaling::Standard;

@@ -1,5 +1,6 @@
-//! Lets the command start without cargo where CubeCL's LLVM is a shared library: its folder becomes
-//! the run path of the binary. Does nothing for the default features, which link no LLVM.
+//! Lets the command start without cargo when CubeCL's LLVM is a shared library, by setting the
+//! binary's run path to the folder of that library. Does nothing for the default features, which
+//! link no LLVM.
 
 use std::{env, path::PathBuf};
 
@@ -19,7 +20,7 @@ fn main() {
             None => return,
         },
     };
-    // The prefix that `cargo xtask setup` or CubeCL's build script installs.
+    // Prefix installed by `cargo xtask setup` or by CubeCL's build script.
     let libraries = data.join("tracel/tracel-llvm-23.1.0-4/lib");
     if libraries.join("libLLVM.so.23.1").exists() {
         println!(

@@ -1,18 +1,18 @@
 //! NVFP4 training for [Burn](burn) models.
 //!
-//! NVFP4 stores a tensor in 4-bit floating-point numbers with an 8-bit scale for each block of 16
-//! and one global scale. This crate trains with it: the GEMMs of linear layers, forward and
-//! backward, take NVFP4 operands, while master weights and optimizer state stay in f32.
+//! NVFP4 stores a tensor as 4-bit floating-point numbers with an 8-bit scale per block of 16 and
+//! one global scale. This crate trains with it: the forward and backward GEMMs of linear layers
+//! take NVFP4 operands, while master weights and optimizer state stay in f32.
 //!
 //! The crate is a facade:
 //!
-//! - at its root, everything of [`burn_nvfp4`]: [`Nvfp4Linear`], which stands in for Burn's
-//!   `Linear`, and [`Nvfp4Recipe`], which says what is quantized and how;
+//! - at its root, everything of [`burn_nvfp4`]: [`Nvfp4Linear`], which replaces Burn's `Linear`,
+//!   and [`Nvfp4Recipe`], which configures the quantization;
 //! - [`kernels`], the formats, the reference numerics on the host and the CubeCL kernels, for use
 //!   without Burn.
 //!
-//! The command `nvfp4` is the crate `nvfp4-cli`, and the language model that it trains is the crate
-//! `nvfp4-lm`. Neither is a dependency of this crate.
+//! The command `nvfp4` is in the crate `nvfp4-cli`, and the language model that it trains in the
+//! crate `nvfp4-lm`. Neither is a dependency of this crate.
 //!
 //! # Example
 //!
@@ -32,15 +32,15 @@
 //! # Features
 //!
 //! `flex` (default) runs on Burn's pure-Rust CPU backend, `cpu` on CubeCL's CPU runtime, `cuda` on
-//! NVIDIA GPUs. All can be on at once; the device is chosen at run time. `train` adds telemetry as
-//! metrics of burn-train.
+//! NVIDIA GPUs. All can be enabled at once; the device is chosen at run time. `train` adds
+//! telemetry as metrics of burn-train.
 
 pub use burn_nvfp4::*;
 
 /// Formats, reference numerics and CubeCL kernels; independent of Burn.
 pub use nvfp4_kernels as kernels;
 
-/// The examples of the book compile and run, those of the decorator on a Cube device alone.
+/// Compiles and runs the examples of the book; those of the decorator only on a Cube device.
 /// Examples with burn-train are in `train_tests`.
 #[cfg(all(doctest, feature = "flex"))]
 mod book {

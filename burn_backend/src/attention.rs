@@ -1,4 +1,4 @@
-//! Attention on plain tensors, for any Burn model: no matrix of tokens by tokens is ever in memory,
+//! Attention on plain tensors, for any Burn model. No tokens × tokens matrix is ever in memory,
 //! forward or backward.
 //!
 //! ```
@@ -17,12 +17,12 @@
 //! # }
 //! ```
 //!
-//! [`attention`] takes queries, keys and values; [`attention_qkv`] the output of one projection to
-//! all of them, rotates queries and keys on the way, and gives its gradient in one buffer. Scores,
-//! weights and sums are `f32`; the output, the gradients and (where matrix instructions run) the
-//! weights of a block are rounded to the type of the operands. What autodiff keeps: the operands,
-//! the output, and one `f32` for each row and head. Results repeat bit for bit, and those of a
-//! sequence do not depend on what else is in the call.
+//! [`attention`] takes queries, keys and values. [`attention_qkv`] takes the output of one fused
+//! projection, rotates queries and keys, and returns the gradient in one buffer. Scores, attention
+//! weights and accumulators are `f32`. The output, the gradients and (with tensor-core
+//! instructions) the attention weights of a block are rounded to the dtype of the operands.
+//! Autodiff keeps the operands, the output, and one `f32` per row and head. Results are bitwise
+//! reproducible, and those of a sequence do not depend on other sequences in the call.
 //!
 //! A row that sees no key has output 0 and gradient 0.
 
@@ -39,33 +39,34 @@ use crate::ops::attention::{
 use crate::ops::layers::OutputAmax;
 use crate::validate;
 
-/// The widest head.
+/// Maximum head size.
 pub const MAX_HEAD: usize = 256;
 
-/// Which tokens belong together; queries see keys of their own sequence. Positions count from 0 in
-/// every sequence.
+/// Grouping of tokens into sequences; queries see only keys of their own sequence. Positions count
+/// from 0 in every sequence.
 #[derive(Clone, Debug)]
 #[allow(
     clippy::large_enum_variant,
     reason = "a tensor's handle, cloned once a call"
 )]
 pub enum Sequences {
-    /// So many sequences of equal length, one after another. Lengths of queries and keys may
+    /// This number of sequences of equal length, concatenated. The lengths of queries and keys may
     /// differ.
     Equal(usize),
-    /// Sequences of any lengths, 0 included: `u32[count + 1]`, token numbers that ascend from 0.
-    /// Sequence `s` is the tokens from entry `s` to entry `s + 1`; tokens behind the last entry
-    /// belong to nobody, and their outputs and gradients are 0. The host does not read them.
+    /// Sequences of any lengths, including 0: `u32[count + 1]`, token indices that ascend from 0.
+    /// Sequence `s` is the tokens from entry `s` to entry `s + 1`. Tokens after the last entry
+    /// belong to no sequence; their outputs and gradients are 0. The host does not read the
+    /// offsets.
     Offsets {
-        /// For queries.
+        /// Offsets of queries.
         q: Tensor<1, Int>,
-        /// For keys and values.
+        /// Offsets of keys and values.
         k: Tensor<1, Int>,
     },
 }
 
 impl Sequences {
-    /// Sequences of tokens that are queries, keys and values.
+    /// Creates sequences of tokens that are queries, keys and values.
     pub fn packed(offsets: Tensor<1, Int>) -> Self {
         Self::Offsets {
             k: offsets.clone(),
@@ -122,18 +123,18 @@ impl Sequences {
     }
 }
 
-/// Tables of rotary positions: elements `i` and `i + head / 2` of a head are a pair, which position
-/// `p` turns by the angle of entry `(p, i)`.
+/// Tables of rotary positions: elements `i` and `i + head / 2` of a head form a pair, which
+/// position `p` rotates by the angle of entry `(p, i)`.
 #[derive(Clone, Debug)]
 pub struct RotaryTables {
     /// Cosines, `f32[positions, head / 2]`.
     cos: Tensor<2>,
-    /// Sines.
+    /// Sines, `f32[positions, head / 2]`.
     sin: Tensor<2>,
 }
 
 impl RotaryTables {
-    /// Of the backend.
+    /// Converts to tables of the backend.
     pub(crate) fn into_dispatch(tables: Option<Self>) -> AttentionRope<Dispatch> {
         match tables {
             None => AttentionRope::Absent,
@@ -144,10 +145,10 @@ impl RotaryTables {
         }
     }
 
-    /// Position `p` turns pair `i` by `p · base^(-2i / head)`.
+    /// Computes tables in which position `p` rotates pair `i` by `p · base^(-2i / head)`.
     ///
     /// # Errors
-    /// When there is no position, `head` is not even, or `base` is not positive.
+    /// Returns an error if there is no position, `head` is not even, or `base` is not positive.
     pub fn try_new(
         positions: usize,
         head: usize,
@@ -188,10 +189,11 @@ impl RotaryTables {
         })
     }
 
-    /// Tables over existing tensors.
+    /// Creates tables from existing tensors.
     ///
     /// # Errors
-    /// When a table is not `f32`, is empty, or both differ in shape or device.
+    /// Returns an error if a table is not `f32` or is empty, or the tables differ in shape or
+    /// device.
     pub fn try_from_parts(cos: Tensor<2>, sin: Tensor<2>) -> Result<Self, Nvfp4Error> {
         let [positions, half] = cos.dims();
         validate::buffer("cos", &cos, [positions.max(1), half.max(1)], DType::F32)?;
@@ -200,12 +202,12 @@ impl RotaryTables {
         Ok(Self { cos, sin })
     }
 
-    /// Positions that there are.
+    /// Number of positions.
     pub fn positions(&self) -> usize {
         self.cos.dims()[0]
     }
 
-    /// Cosines and sines.
+    /// Returns cosines and sines.
     pub(crate) fn into_parts(self) -> (Tensor<2>, Tensor<2>) {
         (self.cos, self.sin)
     }
@@ -229,17 +231,18 @@ impl RotaryTables {
     }
 }
 
-/// `softmax(mask(scale · q kᵀ)) v` within each of `sequences`, differentiable in all three.
+/// Computes `softmax(mask(scale · q kᵀ)) v` within each of `sequences`, differentiable by `q`, `k`
+/// and `v`.
 ///
 /// # Shapes
 ///
-/// - `q`: `[q_tokens, heads, head]`, `k` and `v`: `[k_tokens, kv_heads, head]`, of one type, `f32`,
-///   `bf16` or `f16`. Head `h` of `q` reads head `h / (heads / kv_heads)` of `k` and `v`.
-/// - output: as `q`
+/// - `q`: `[q_tokens, heads, head]`, `k` and `v`: `[k_tokens, kv_heads, head]`, of one dtype,
+///   `f32`, `bf16` or `f16`. Head `h` of `q` reads head `h / (heads / kv_heads)` of `k` and `v`.
+/// - output: same as `q`
 ///
 /// # Errors
-/// When the device has no implementation, devices, types or shapes do not fit, a head is wider than
-/// [`MAX_HEAD`], or a parameter cannot be.
+/// Returns an error if the device has no implementation, devices, dtypes or shapes do not fit, a
+/// head is wider than [`MAX_HEAD`], or a parameter is out of range.
 pub fn try_attention(
     q: Tensor<3>,
     k: Tensor<3>,
@@ -280,7 +283,7 @@ pub fn try_attention(
     Ok(Tensor::<2>::from_dispatch(out).reshape([q_tokens, heads, head]))
 }
 
-/// [`try_attention`], panicking where it fails.
+/// Panicking version of [`try_attention`].
 pub fn attention(
     q: Tensor<3>,
     k: Tensor<3>,
@@ -291,22 +294,23 @@ pub fn attention(
     or_panic("attention", try_attention(q, k, v, sequences, params))
 }
 
-/// Attention of the output of one projection, with rotary positions if there are tables: queries
-/// and keys are rotated in place where nobody else holds `qkv`, and the gradient of `qkv` is one
-/// buffer, rotated back.
+/// Computes attention from the output of one fused projection, with rotary positions if tables are
+/// given. Queries and keys are rotated in place if nothing else holds `qkv`. The gradient of `qkv`
+/// is one buffer, rotated back.
 ///
 /// # Shapes
 ///
-/// - `qkv`: `[tokens, (heads + 2 kv_heads) head]`, of type `f32`, `bf16` or `f16`: the heads of
-///   queries, of keys, of values. `heads` and `kv_heads` are the two numbers of heads.
-/// - output: `[tokens, heads head]`, of the type of `qkv`
+/// - `qkv`: `[tokens, (heads + 2 kv_heads) head]`, of dtype `f32`, `bf16` or `f16`: the heads of
+///   queries, of keys, of values. The numbers of heads are `heads` and `kv_heads`.
+/// - output: `[tokens, heads head]`, in the dtype of `qkv`
 ///
-/// Queries and keys have the same sequences: of [`Sequences::Offsets`] both must be equal, as
-/// [`Sequences::packed`] makes them.
+/// Queries and keys must have the same sequences: both offsets of [`Sequences::Offsets`] must be
+/// equal, as created by [`Sequences::packed`].
 ///
 /// # Errors
-/// When the device has no implementation, devices, types or shapes do not fit, a head is wider than
-/// [`MAX_HEAD`], a sequence of known length is longer than the tables, or a parameter cannot be.
+/// Returns an error if the device has no implementation, devices, dtypes or shapes do not fit, a
+/// head is wider than [`MAX_HEAD`], a sequence of known length is longer than the tables, or a
+/// parameter is out of range.
 pub fn try_attention_qkv(
     qkv: Tensor<2>,
     [heads, kv_heads]: [usize; 2],
@@ -317,10 +321,10 @@ pub fn try_attention_qkv(
     try_attention_qkv_with_amax(qkv, [heads, kv_heads], sequences, rotary, params, None)
 }
 
-/// [`try_attention_qkv`], which also finds the amax values that the layer behind it needs.
+/// Version of [`try_attention_qkv`] that also computes the amax values that the next layer needs.
 ///
 /// # Errors
-/// As there.
+/// Same as [`try_attention_qkv`].
 pub(crate) fn try_attention_qkv_with_amax(
     qkv: Tensor<2>,
     [heads, kv_heads]: [usize; 2],
@@ -346,7 +350,7 @@ pub(crate) fn try_attention_qkv_with_amax(
     sequences.check(&device, tokens, tokens)?;
     let longest = match sequences {
         Sequences::Equal(count) => tokens / count,
-        // Not known here: positions behind the tables are turned as the last.
+        // Lengths are not known here: positions beyond the tables are rotated like the last one.
         Sequences::Offsets { .. } => 1,
     };
     if let Some(rotary) = rotary {
@@ -360,7 +364,7 @@ pub(crate) fn try_attention_qkv_with_amax(
     ))
 }
 
-/// [`try_attention_qkv`], panicking where it fails.
+/// Panicking version of [`try_attention_qkv`].
 pub fn attention_qkv(
     qkv: Tensor<2>,
     heads: [usize; 2],
@@ -372,7 +376,7 @@ pub fn attention_qkv(
     or_panic("attention_qkv", found)
 }
 
-/// [`try_attention_qkv`] of checked arguments.
+/// Runs [`try_attention_qkv`] on checked arguments.
 fn attention_qkv_unchecked(
     qkv: Tensor<2>,
     sequences: Sequences,

@@ -2,8 +2,8 @@
 //!
 //! burn-train saves the records of the model, the optimizer and the scheduler. They do not include
 //! an [`Nvfp4State`]: a run resumed from them (`SupervisedTraining::checkpoint`) draws from its
-//! first offsets again and forgets the modes of its layers. [`Nvfp4Checkpoints::register`] replaces
-//! `with_default_checkpointers` and saves the state in a file beside the records:
+//! first offsets again and loses the modes of its layers. [`Nvfp4Checkpoints::register`] replaces
+//! `with_default_checkpointers` and saves the state in a file next to the records:
 //!
 //! ```no_run
 //! # use burn_core::module::Module;
@@ -37,20 +37,21 @@ use crate::state::{self, FoundLayer, Nvfp4State};
 /// Saves the [`Nvfp4State`] of a model with burn-train's checkpoints, and restores it.
 ///
 /// burn-train writes records on other threads while training continues and layers advance their
-/// offsets. So the state is collected earlier, when burn-train asks the
-/// [`strategy`](Self::strategy) whether to save. The parts are public for checkpoints that are not
-/// files: give burn-train both the strategy and the checkpointer that [`model`](Self::model) wraps.
+/// offsets. Therefore the state is collected earlier, when burn-train asks the
+/// [`strategy`](Self::strategy) whether to save. Both components are public for checkpoints that
+/// are not files: pass burn-train both the strategy and the checkpointer that
+/// [`model`](Self::model) wraps.
 #[derive(Debug, Clone)]
 pub struct Nvfp4Checkpoints {
     directory: PathBuf,
     layers: Arc<Vec<FoundLayer>>,
-    /// States of epochs that are about to be saved.
+    /// States of epochs whose checkpoints are about to be saved.
     collected: Arc<Mutex<BTreeMap<usize, Nvfp4State>>>,
 }
 
 impl Nvfp4Checkpoints {
-    /// For `model`, and for all clones and forks of it, with a file `nvfp4-EPOCH.json` for each
-    /// checkpoint in `directory`, which is made when it is needed.
+    /// Creates checkpoints of `model` and all its clones and forks, with a file `nvfp4-EPOCH.json`
+    /// per checkpoint in `directory`, which is created when needed.
     pub fn new<M: Module>(model: &M, directory: impl AsRef<Path>) -> Self {
         Self {
             directory: directory.as_ref().into(),
@@ -59,10 +60,10 @@ impl Nvfp4Checkpoints {
         }
     }
 
-    /// Save checkpoints to files in the directory, those of the model, the optimizer and the
-    /// scheduler under the names that burn-train gives them, when `strategy` says so.
+    /// Saves checkpoints of the model, the optimizer and the scheduler to files in the directory,
+    /// with burn-train's file names, at the epochs that `strategy` selects.
     ///
-    /// It replaces checkpointers and the strategy that `training` has.
+    /// Replaces the checkpointers and the strategy of `training`.
     pub fn register<M: LearnerModel>(
         &self,
         training: SupervisedTraining<M>,
@@ -74,11 +75,11 @@ impl Nvfp4Checkpoints {
             .with_checkpointing_strategy(self.strategy(strategy))
     }
 
-    /// What saves and restores the state together with the model's record, which is left to
-    /// `inner`.
+    /// Returns a checkpointer that saves and restores the state together with the model's record,
+    /// which `inner` handles.
     ///
-    /// Saving fails without the [`strategy`](Self::strategy), and restoring where the file of the
-    /// state is missing, or is that of another model.
+    /// Saving fails without the [`strategy`](Self::strategy). Restoring fails if the file of the
+    /// state is missing or belongs to another model.
     pub fn model<C: Checkpointer<ModuleRecord>>(&self, inner: C) -> StateCheckpointer<C> {
         StateCheckpointer {
             inner,
@@ -86,7 +87,7 @@ impl Nvfp4Checkpoints {
         }
     }
 
-    /// `inner`, whose checkpoints have the state of the moment in which it asks for them.
+    /// Wraps `inner`: a checkpoint contains the state at the moment when `inner` requests it.
     pub fn strategy<S: CheckpointingStrategy>(&self, inner: S) -> StateStrategy<S> {
         StateStrategy {
             inner,
@@ -126,7 +127,7 @@ impl Nvfp4Checkpoints {
     }
 }
 
-/// See [`Nvfp4Checkpoints::model`].
+/// Checkpointer created by [`Nvfp4Checkpoints::model`].
 #[derive(Debug)]
 pub struct StateCheckpointer<C> {
     inner: C,
@@ -135,7 +136,7 @@ pub struct StateCheckpointer<C> {
 
 impl<C: Checkpointer<ModuleRecord>> Checkpointer<ModuleRecord> for StateCheckpointer<C> {
     fn save(&self, epoch: usize, record: ModuleRecord) -> Result<(), CheckpointerError> {
-        // First, so that there is no record without a state.
+        // The state is saved first, so that no record exists without a state.
         self.checkpoints.save(epoch)?;
         self.inner.save(epoch, record)
     }
@@ -156,7 +157,7 @@ impl<C: Checkpointer<ModuleRecord>> Checkpointer<ModuleRecord> for StateCheckpoi
     }
 }
 
-/// See [`Nvfp4Checkpoints::strategy`].
+/// Strategy created by [`Nvfp4Checkpoints::strategy`].
 #[derive(Debug)]
 pub struct StateStrategy<S> {
     inner: S,

@@ -1,13 +1,14 @@
-//! Decoding: attention over a cache of keys and values that is written in place, and the choice of
-//! the next token on the device.
+//! Decoding: attention over a key-value cache that is updated in place, and selection of the next
+//! token on the device.
 //!
-//! A [`KvLayer`] has the keys and values of one layer in memory of a fixed size. Where the new tokens
-//! of a call lie is in device memory, too ([`Places`]), so no shape and no argument of a launch
-//! depends on the length of a sequence: on a CUDA GPU a step of decoding can be captured as a graph
-//! and replayed for every token.
+//! A [`KvLayer`] holds the keys and values of one layer in memory of a fixed size. The positions of
+//! the new tokens are in device memory too ([`Places`]), so no shape and no launch argument depends
+//! on the length of a sequence: on a CUDA GPU, a decoding step can be captured as a graph and
+//! replayed for every token.
 //!
-//! [`KvLayer::attend`] is for few new tokens; [`KvLayer::append`] writes those of a prompt, whose
-//! attention is [`try_attention`](crate::attention::try_attention) of [`KvLayer::keys_and_values`].
+//! [`KvLayer::attend`] is for a small number of new tokens. For a prompt, [`KvLayer::append`]
+//! writes the keys and values, and [`try_attention`](crate::attention::try_attention) of
+//! [`KvLayer::keys_and_values`] computes the attention.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
@@ -19,45 +20,45 @@ use crate::ops::attention::{AttentionInputs, AttentionSpec};
 use crate::ops::decode::{ChunkPlaces, DecodeOps, DecodeSpec, KvTensors, TokenState};
 use crate::validate;
 
-/// How keys and values are stored.
+/// Storage format of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum KvFormat {
-    /// In the type of the activations.
+    /// Dtype of the activations.
     Float(FloatDType),
-    /// In E4M3, a factor for all keys and one for all values: an element is rounded from the value
-    /// over the factor, and saturates.
+    /// E4M3 with one scale for all keys and one for all values: an element is the value divided by
+    /// the scale, rounded with saturation.
     E4m3 {
-        /// What elements of keys are multiplied by.
+        /// Scale that dequantizes keys.
         k_scale: f32,
-        /// What elements of values are multiplied by.
+        /// Scale that dequantizes values.
         v_scale: f32,
     },
 }
 
-/// The sizes of a cache.
+/// Sizes of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvShape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens that each has room for.
+    /// Maximum number of tokens per sequence.
     pub capacity: usize,
-    /// Heads of keys and of values.
+    /// Number of key and value heads.
     pub kv_heads: usize,
-    /// Elements of a head, a multiple of 8.
+    /// Head size, a multiple of 8.
     pub head: usize,
 }
 
-/// Where the new tokens of a call lie in their sequences.
+/// Positions of the new tokens of a call in their sequences.
 #[derive(Debug, Clone)]
 pub struct Places {
-    /// Tokens that each sequence has: `u32[batch]`.
+    /// Number of tokens already in each sequence, `u32[batch]`.
     pub starts: Tensor<1, Int>,
-    /// New tokens of each; the rest of its rows is padding: `u32[batch]`.
+    /// Number of new tokens of each sequence, `u32[batch]`; its remaining rows are padding.
     pub counts: Tensor<1, Int>,
 }
 
 impl Places {
-    /// Of these numbers, on `device`.
+    /// Copies these numbers to `device`.
     pub fn new(starts: &[u32], counts: &[u32], device: &Device) -> Self {
         let words = |values: &[u32]| {
             let data = TensorData::new(values.to_vec(), [values.len()]);
@@ -78,16 +79,16 @@ impl Places {
     }
 }
 
-/// Queries, keys and values of new tokens, those of a sequence one after another.
+/// Queries, keys and values of new tokens; the tokens of a sequence are contiguous.
 #[derive(Debug, Clone)]
 #[allow(
     clippy::large_enum_variant,
     reason = "handles of tensors, one set a call"
 )]
 pub enum NewTokens {
-    /// The output of one projection, `[tokens, (heads + 2 kv_heads) head]`.
+    /// Output of one fused projection, `[tokens, (heads + 2 kv_heads) head]`.
     Qkv(Tensor<2>),
-    /// Three tensors, `[tokens, heads, head]`.
+    /// Three separate tensors, `[tokens, heads, head]`.
     Separate([Tensor<3>; 3]),
 }
 
@@ -103,15 +104,16 @@ pub struct KvLayer {
 enum Memory {
     Float([Tensor<1>; 2]),
     E4m3([Tensor<1, Int>; 2]),
-    /// Only while an operation has it.
+    /// Only while an operation owns the memory.
     Taken,
 }
 
 impl KvLayer {
-    /// Room for `shape`, zeros.
+    /// Allocates a cache of `shape`, filled with zeros.
     ///
     /// # Errors
-    /// When a size is zero, heads are no multiple of 8, or a factor is not positive.
+    /// Returns an error if a size is zero, the head size is not a multiple of 8, or a scale is not
+    /// positive.
     pub fn try_new(shape: KvShape, format: KvFormat, device: &Device) -> Result<Self, Nvfp4Error> {
         let KvShape {
             batch,
@@ -153,16 +155,17 @@ impl KvLayer {
         })
     }
 
-    /// Its sizes.
+    /// Returns the sizes of the cache.
     pub fn shape(&self) -> KvShape {
         self.shape
     }
 
-    /// Writes new keys, turned by their positions, and values behind those of their sequences, and
-    /// gives the turned queries, `[tokens, heads, head]`. What exceeds the capacity is not written.
+    /// Rotates new keys by their positions and appends them and the new values to their sequences.
+    /// Returns the rotated queries, `[tokens, heads, head]`. Tokens beyond the capacity are not
+    /// written.
     ///
     /// # Errors
-    /// When types, shapes or devices do not fit.
+    /// Returns an error if dtypes, shapes or devices do not fit.
     pub fn append(
         &mut self,
         new: NewTokens,
@@ -176,12 +179,12 @@ impl KvLayer {
         Ok(out.reshape([tokens, heads, self.shape.head]))
     }
 
-    /// [`append`](Self::append), and the attention of the new queries over all keys of their
-    /// sequences that are not behind them: `[tokens, heads * head]`, 0 for padding.
+    /// Calls [`append`](Self::append), and computes the causal attention of the new queries over
+    /// the keys of their sequences: `[tokens, heads * head]`, 0 for padding.
     ///
     /// # Errors
-    /// As [`append`](Self::append), and when a parameter is out of range, or is not of a causal
-    /// softmax that is not quiet.
+    /// Same as [`append`](Self::append); also if a parameter is out of range, or the softmax is not
+    /// causal or is quiet.
     pub fn attend(
         &mut self,
         new: NewTokens,
@@ -199,8 +202,9 @@ impl KvLayer {
         self.run(new, places, rotary, (heads, params), true)
     }
 
-    /// All keys and values, `[batch * capacity, kv_heads, head]`, as attention takes them: what is
-    /// behind a sequence has no meaning. E4M3 elements are multiplied and rounded to `dtype`.
+    /// Returns all keys and values, `[batch * capacity, kv_heads, head]`, in the layout that
+    /// attention takes. The contents after the end of a sequence are undefined. E4M3 elements are
+    /// dequantized to `dtype`.
     pub fn keys_and_values(&self, dtype: FloatDType) -> [Tensor<3>; 2] {
         let KvShape {
             batch,
@@ -351,27 +355,29 @@ impl KvLayer {
     }
 }
 
-/// The next tokens of a batch in device memory, and what a step of decoding changes: all of it is
-/// written in place.
+/// Next tokens of a batch and the other state of a decoding step, in device memory that is written
+/// in place.
 #[derive(Debug, Clone)]
 pub struct NextTokens {
-    /// The token that comes next in each sequence: `i32[batch]`.
+    /// Next token of each sequence, `i32[batch]`.
     pub tokens: Tensor<1, Int>,
-    /// Tokens that each sequence has, and how many a step adds: 1, or 0 to those that rest.
+    /// Number of tokens in each sequence, and number that a step adds: 1, or 0 for inactive
+    /// sequences.
     pub places: Places,
-    /// The tokens of the last steps, `i32[length, batch]`: row `step % length` of each. -1 where
-    /// logits were not numbers.
+    /// Tokens of the last steps, `i32[length, batch]`: row `step % length` of each. -1 if the
+    /// logits were NaN.
     pub ring: Tensor<2, Int>,
-    /// Steps so far, for each sequence: `u32[batch]`.
+    /// Number of steps so far of each sequence, `u32[batch]`.
     step: Tensor<1, Int>,
 }
 
 impl NextTokens {
-    /// Of sequences that have `starts` tokens, behind which comes one of `tokens` each; the ring has
-    /// the tokens of `length` steps.
+    /// Creates the state of sequences that have `starts` tokens each, followed by one of `tokens`
+    /// each. The ring holds the tokens of `length` steps.
     ///
     /// # Errors
-    /// When there is no sequence, numbers differ, or the ring has no room.
+    /// Returns an error if there is no sequence, the numbers of `tokens` and `starts` differ, or
+    /// `length` is zero.
     pub fn try_new(
         tokens: &[u32],
         starts: &[u32],
@@ -396,18 +402,18 @@ impl NextTokens {
         Ok(Self {
             tokens: Tensor::from_data(data, (device, DType::I32)),
             places: Places::new(starts, counts, device),
-            // A matrix of its own may have rows that are padded, on CUDA.
+            // Created flat and reshaped: on CUDA, a matrix may have padded rows.
             ring: Tensor::<1, Int>::zeros([length * batch], (device, DType::I32))
                 .reshape([length, batch]),
             step: Tensor::zeros([batch], (device, DType::U32)),
         })
     }
 
-    /// From now on `tokens` come next, and a step adds `counts`: written where they are, so that a
-    /// captured graph takes its next step with them.
+    /// Sets the next `tokens` and the number `counts` that a step adds. Both are written in place,
+    /// so that the next step of a captured graph uses them.
     ///
     /// # Errors
-    /// When there are not as many as sequences.
+    /// Returns an error if their numbers differ from the number of sequences.
     pub fn set(self, tokens: &[u32], counts: &[u32]) -> Result<Self, Nvfp4Error> {
         let [batch] = self.tokens.dims();
         if tokens.len() != batch || counts.len() != batch {
@@ -437,11 +443,11 @@ impl NextTokens {
         })
     }
 
-    /// Takes the most probable tokens of `logits`, `[batch, vocab]` of floats: of equal ones the first.
-    /// They come next, and those before are in their sequences.
+    /// Selects the most probable tokens of `logits`, `[batch, vocab]` of a float dtype; on ties the
+    /// first. They become the next tokens, and the previous ones part of their sequences.
     ///
     /// # Errors
-    /// When type, shape or device do not fit.
+    /// Returns an error if dtype, shape or device do not fit.
     pub fn choose_greedy(self, logits: Tensor<2>) -> Result<Self, Nvfp4Error> {
         let [batch] = self.tokens.dims();
         let [_, vocab] = logits.dims();

@@ -1,7 +1,7 @@
-//! Operations on tokens that are sorted by expert.
+//! Operations on tokens sorted by expert.
 //!
 //! The offsets of each expert's tokens stay in device memory; no shape depends on them. An expert
-//! may have no tokens, all of them, or any number between.
+//! may have any number of tokens, from none to all.
 
 use std::ops::Range;
 
@@ -15,26 +15,27 @@ use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors, WindowTensor
 use crate::ops::{LinearContext, LinearSpec, Named, Nvfp4Ops, RowGroups};
 use crate::validate::{self, Weight};
 
-/// The most experts of one layer: so many offsets fit into shared memory.
+/// Maximum number of experts of one layer: their offsets must fit into shared memory.
 pub const MAX_EXPERTS: usize = 512;
 
-/// The offsets of each expert's tokens among tokens sorted by expert.
+/// Offsets of each expert's tokens among tokens sorted by expert.
 #[derive(Clone, Debug)]
 pub struct ExpertOffsets {
-    /// `u32[experts + 1]`, ascending from 0, none above `tokens`.
+    /// `u32[experts + 1]`, ascending from 0, at most `tokens`.
     offsets: Tensor<1, Int>,
     tokens: usize,
 }
 
 impl ExpertOffsets {
-    /// The offsets of experts with `counts` (`[experts]`, any integer type) tokens each, of
-    /// `tokens` in all.
+    /// Computes the offsets of experts that have `counts` (`[experts]`, any integer dtype) tokens
+    /// each, out of `tokens` tokens in total.
     ///
-    /// The host does not read `counts`. A negative count is zero, and counts beyond `tokens` are
-    /// cut off. Remaining tokens belong to no expert: layers give zeros for them.
+    /// The host does not read `counts`. A negative count is treated as zero, and counts beyond
+    /// `tokens` are truncated. Remaining tokens belong to no expert: layers return zeros for them.
     ///
     /// # Errors
-    /// When there is no count, more than [`MAX_EXPERTS`], or more than 2^31 - 1 tokens.
+    /// Returns an error if the number of experts is zero or more than [`MAX_EXPERTS`], or there are
+    /// more than 2^31 - 1 tokens.
     pub fn try_from_counts(counts: Tensor<1, Int>, tokens: usize) -> Result<Self, Nvfp4Error> {
         let [experts] = counts.dims();
         check_experts("counts", experts)?;
@@ -46,7 +47,7 @@ impl ExpertOffsets {
             ));
         }
         let device = counts.device();
-        // 64 bits, as only the sum is cut off to what fits 32.
+        // 64 bits, because only the sum is clamped to 32 bits.
         let ends = counts
             .cast(DType::I64)
             .clamp(0, tokens as i64)
@@ -59,7 +60,7 @@ impl ExpertOffsets {
         })
     }
 
-    /// [`try_from_counts`](Self::try_from_counts), panicking where it fails.
+    /// Panicking version of [`try_from_counts`](Self::try_from_counts).
     pub fn from_counts(counts: Tensor<1, Int>, tokens: usize) -> Self {
         or_panic(
             "ExpertOffsets::from_counts",
@@ -67,8 +68,8 @@ impl ExpertOffsets {
         )
     }
 
-    /// The offsets of experts with so many tokens each, 1 to 512 experts and fewer than 2^31
-    /// tokens.
+    /// Computes the offsets of experts with these numbers of tokens: 1 to 512 experts and fewer
+    /// than 2^31 tokens.
     pub(crate) fn of_counts(counts: &[usize], device: &Device) -> Self {
         let mut offsets = vec![0u32];
         let mut tokens = 0;
@@ -83,7 +84,8 @@ impl ExpertOffsets {
         }
     }
 
-    /// The offsets, `u32[experts + 1]`: expert `e` has the tokens from entry `e` to entry `e + 1`.
+    /// Returns the offsets, `u32[experts + 1]`: expert `e` has the tokens from entry `e` to entry
+    /// `e + 1`.
     pub fn offsets(&self) -> &Tensor<1, Int> {
         &self.offsets
     }
@@ -93,13 +95,13 @@ impl ExpertOffsets {
         self.offsets.dims()[0] - 1
     }
 
-    /// Number of tokens, those of no expert included.
+    /// Number of tokens, including those of no expert.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 }
 
-/// Fails unless a layer can have this many experts.
+/// Returns an error if a layer cannot have this many experts.
 pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<(), Nvfp4Error> {
     if (1..=MAX_EXPERTS).contains(&experts) {
         Ok(())
@@ -112,17 +114,19 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
     }
 }
 
-/// `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`, differentiable in `x`,
-/// `weight` and `bias`, with the operands of `spec` forward and backward; see
-/// [`ops`](crate::ops) for how groups are quantized.
+/// Grouped linear layer: `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`,
+/// differentiable by `x`, `weight` and `bias`. `spec` gives the operands of the forward and
+/// backward; see [`ops`](crate::ops) for the quantization of groups.
 ///
-/// `x` is `[tokens, d_in]`, sorted by expert as `experts` says; `weight` `[experts, d_in, d_out]`;
-/// `bias` `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output is `[tokens, d_out]` in the
-/// type of `x`, zero for tokens of no expert; each gradient has the type of its tensor.
+/// `x` is `[tokens, d_in]`, sorted by expert according to `experts`; `weight` is
+/// `[experts, d_in, d_out]`; `bias` is `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output
+/// is `[tokens, d_out]` in the dtype of `x`, zero for tokens of no expert. Each gradient has the
+/// dtype of its tensor.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, `d_in` or `d_out` is no positive multiple of 16, or no kernel computes a GEMM of `spec`.
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// a shape does not fit, `d_in` or `d_out` is not a positive multiple of 16, or no kernel computes
+/// a GEMM of `spec`.
 pub fn try_grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -138,7 +142,7 @@ pub fn try_grouped_linear(
     ))
 }
 
-/// [`try_grouped_linear`], panicking where it fails.
+/// Panicking version of [`try_grouped_linear`].
 pub fn grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -152,7 +156,7 @@ pub fn grouped_linear(
     )
 }
 
-/// The layer, after [`check_grouped_linear`].
+/// Runs the layer after [`check_grouped_linear`].
 pub(crate) fn grouped_linear_unchecked(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -171,7 +175,7 @@ pub(crate) fn grouped_linear_unchecked(
     ))
 }
 
-/// Fails unless the arguments of a grouped layer fit each other.
+/// Returns an error if the arguments of a grouped layer do not match.
 pub(crate) fn check_grouped_linear<W: Weight<3>, B: Weight<2>>(
     x: &Tensor<2>,
     weight: &W,
@@ -203,8 +207,8 @@ pub(crate) fn check_grouped_linear<W: Weight<3>, B: Weight<2>>(
     Ok(())
 }
 
-/// Fails unless the weight and bias of a grouped layer, called `names`, fit each other and an `x`
-/// on `device`.
+/// Returns an error if the weight and bias of a grouped layer, called `names`, do not match each
+/// other and an `x` on `device`.
 pub(crate) fn check_grouped_parameters<W: Weight<3>, B: Weight<2>>(
     device: &Device,
     names: [&'static str; 2],
@@ -224,31 +228,32 @@ pub(crate) fn check_grouped_parameters<W: Weight<3>, B: Weight<2>>(
     Ok(())
 }
 
-/// What [`moe_route`] gives.
+/// Result of [`moe_route`].
 #[derive(Clone, Debug)]
 pub struct MoeRoute {
-    /// The experts of each token, `i32[tokens, top_k]`, those of the largest logits, the largest
-    /// first.
+    /// Experts of each token, `i32[tokens, top_k]`: those with the largest logits, in descending
+    /// order.
     pub chosen: Tensor<2, Int>,
-    /// Their weights, `f32[tokens, top_k]`: their probabilities, divided by their sum where the
-    /// router normalizes. Differentiable.
+    /// Weights of these experts, `f32[tokens, top_k]`: their probabilities, divided by their sum if
+    /// the router normalizes. Differentiable.
     pub weights: Tensor<2>,
-    /// `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each
-    /// expert (no gradient passes) and `P` the mean probabilities. Differentiable.
+    /// Load-balancing loss, `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices
+    /// that went to each expert (no gradient passes) and `P` the mean probabilities.
+    /// Differentiable.
     pub balance_loss: Tensor<1>,
-    /// `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`. Differentiable.
+    /// Router z-loss, `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`. Differentiable.
     pub z_loss: Tensor<1>,
-    /// Number of choices that went to each expert, `i32[experts]`.
+    /// Number of choices per expert, `i32[experts]`.
     pub counts: Tensor<1, Int>,
 }
 
-/// Softmax of `logits` (`f32[tokens, experts]`), the choice of each token's experts, their weights,
-/// and the losses that keep a router balanced: two kernels forward and one backward. The bits are
-/// those of [`reference::route`](nvfp4_kernels::reference::route) on every device.
+/// Computes the softmax of `logits` (`f32[tokens, experts]`), the choice of each token's experts,
+/// their weights, and the router losses, by two kernels in the forward and one in the backward. The
+/// bits are those of [`reference::route`](nvfp4_kernels::reference::route) on every device.
 ///
 /// # Errors
-/// When the device has no implementation, `logits` is not `f32`, there is no token, a number of
-/// `router` is not in its range, or `logits` has not a column for each expert.
+/// Returns an error if the device has no implementation, `logits` is not `f32`, there is no token,
+/// a number in `router` is out of range, or `logits` does not have one column per expert.
 pub fn try_moe_route(logits: Tensor<2>, router: Router) -> Result<MoeRoute, Nvfp4Error> {
     router.check()?;
     validate::operand("logits", &logits)?;
@@ -284,45 +289,45 @@ pub fn try_moe_route(logits: Tensor<2>, router: Router) -> Result<MoeRoute, Nvfp
     })
 }
 
-/// [`try_moe_route`], panicking where it fails.
+/// Panicking version of [`try_moe_route`].
 pub fn moe_route(logits: Tensor<2>, router: Router) -> MoeRoute {
     or_panic("moe_route", try_moe_route(logits, router))
 }
 
-/// Choices in the order of their experts.
+/// Choices sorted by expert.
 #[derive(Clone, Debug)]
 pub(crate) struct SortedChoices {
-    /// Where the choices of each expert lie among the sorted ones.
+    /// Offsets of each expert's choices in sorted order.
     pub experts: ExpertOffsets,
-    /// Choices of each expert, `i32[experts]`.
+    /// Number of choices per expert, `i32[experts]`.
     pub counts: Tensor<1, Int>,
-    /// The sorted place of each choice, `i32[slots]`.
+    /// Sorted position of each choice, `i32[slots]`.
     pub places: Tensor<1, Int>,
-    /// The choice at each sorted place, `i32[slots]`.
+    /// Choice at each sorted position, `i32[slots]`.
     pub choices: Tensor<1, Int>,
 }
 
-/// The choices of some experts in the order of these. Numbers of choices and places that are none
-/// are the number of all choices.
+/// Choices of a range of experts, sorted by expert. Entries for choices and positions outside the
+/// range are the total number of choices.
 #[derive(Clone, Debug)]
 pub(crate) struct ChoiceWindow {
-    /// Where the choices of each of these experts lie among the places of all choices.
+    /// Offsets of the choices of each of these experts among the positions of all choices.
     pub experts: ExpertOffsets,
-    /// What the choices of earlier experts take, as in [`RowGroups::Window`].
+    /// Extent of the choices of earlier experts, as in [`RowGroups::Window`].
     pub earlier: Tensor<1, Int>,
-    /// Choices of each expert, of all of them, `i32[experts]`.
+    /// Number of choices per expert, for all experts, `i32[experts]`.
     pub counts: Tensor<1, Int>,
-    /// The place of each choice, `i32[tokens, top_k]`.
+    /// Position of each choice, `i32[tokens, top_k]`.
     pub places: Tensor<2, Int>,
-    /// The choice at each place, `i32[slots]`.
+    /// Choice at each position, `i32[slots]`.
     pub choices: Tensor<1, Int>,
 }
 
-/// The order of `chosen` (`i32[tokens, top_k]`, numbers of experts below `experts`) by expert, of
-/// the choices of the experts `held` alone.
+/// Sorts `chosen` (`i32[tokens, top_k]`, expert indices below `experts`) by expert, keeping only
+/// the choices of the experts `held`.
 ///
 /// # Errors
-/// As [`sort_choices`].
+/// Same as [`sort_choices`].
 pub(crate) fn sort_window(
     chosen: Tensor<2, Int>,
     experts: usize,
@@ -350,11 +355,11 @@ pub(crate) fn sort_window(
 }
 
 impl ChoiceWindow {
-    /// The tokens `x` (`[tokens, width]`), once for each choice of these experts, at their places:
-    /// `[slots, width]`, undefined behind the last. Differentiable.
+    /// Copies each token of `x` (`[tokens, width]`) once per choice of these experts to its
+    /// position: `[slots, width]`, undefined after the last position. Differentiable.
     pub fn dispatch(&self, x: Tensor<2>) -> Tensor<2> {
         let [_, top_k] = self.places.dims();
-        // A choice that is none is of a token that is none.
+        // An invalid choice gives an invalid token.
         let token = self.choices.clone().div_scalar(top_k as i64);
         Tensor::from_dispatch(Dispatch::nvfp4_moe_permute(
             x.into_dispatch(),
@@ -364,9 +369,9 @@ impl ChoiceWindow {
         ))
     }
 
-    /// What these experts add to each token: their results `y` (`[slots, width]`) with the weights
-    /// of all choices (`f32[tokens, top_k]`), `[tokens, width]`, in the type of `y`. Differentiable
-    /// in both.
+    /// Combines the results `y` (`[slots, width]`) of these experts per token, weighted by the
+    /// weights of all choices (`f32[tokens, top_k]`), to `[tokens, width]` in the dtype of `y`.
+    /// Differentiable in both.
     pub fn combine(&self, y: Tensor<2>, weights: Tensor<2>) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::nvfp4_moe_unpermute(
             y.into_dispatch(),
@@ -377,7 +382,7 @@ impl ChoiceWindow {
         ))
     }
 
-    /// The rows of these experts among those of all.
+    /// Returns the rows of these experts among those of all experts.
     pub fn groups(&self) -> RowGroups<Dispatch> {
         RowGroups::Window {
             offsets: self.experts.offsets.clone().into_dispatch(),
@@ -386,10 +391,10 @@ impl ChoiceWindow {
     }
 }
 
-/// The number of choices in `chosen`.
+/// Returns the number of choices in `chosen`.
 ///
 /// # Errors
-/// As [`sort_choices`].
+/// Same as [`sort_choices`].
 fn check_choices(chosen: &Tensor<2, Int>, experts: usize) -> Result<usize, Nvfp4Error> {
     check_experts("experts", experts)?;
     validate::device("chosen", &chosen.device())?;
@@ -405,12 +410,12 @@ fn check_choices(chosen: &Tensor<2, Int>, experts: usize) -> Result<usize, Nvfp4
     Ok(slots)
 }
 
-/// The order of `chosen` (`[tokens, top_k]`, numbers of experts below `experts`, any integer type)
-/// by expert, those of one expert in their own order.
+/// Sorts `chosen` (`[tokens, top_k]`, expert indices below `experts`, any integer dtype) by expert;
+/// the sort is stable.
 ///
 /// # Errors
-/// When the device has no implementation, there is no choice or 2^31 or more, or `experts` is not 1
-/// to 512.
+/// Returns an error if the device has no implementation, the number of choices is zero or at least
+/// 2^31, or `experts` is not 1 to 512.
 pub(crate) fn sort_choices(
     chosen: Tensor<2, Int>,
     experts: usize,
@@ -433,17 +438,17 @@ pub(crate) fn sort_choices(
     })
 }
 
-/// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]`, `[slots, width]`, for `index`
-/// `[slots]`; differentiable in `x`.
+/// Gathers rows of `x` (`[tokens, width]`): `out[s] = x[index[s]]`, `[slots, width]`, for `index`
+/// `[slots]`; differentiable by `x`.
 ///
-/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots that each row of `x`
-/// went to, every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`,
-/// added in `f32` in the order of `j`, where the backward of a plain selection scatters.
+/// `inverse` (`[tokens, copies]`, `tokens * copies = slots`) holds the slots of each row of `x`,
+/// every slot once. With it the backward gathers too, `dx[t] = Σⱼ dout[inverse[t, j]]`, accumulated
+/// in `f32` in the order of `j`, whereas the backward of a plain selection scatters.
 ///
-/// The contents of `index` and `inverse` are not checked: that would wait for the device.
+/// The contents of `index` and `inverse` are not checked: that would synchronize with the device.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ or a shape does not fit.
+/// Returns an error if the device has no implementation, devices differ or a shape does not fit.
 pub fn try_moe_permute(
     x: Tensor<2>,
     index: Tensor<1, Int>,
@@ -469,20 +474,21 @@ pub fn try_moe_permute(
     )))
 }
 
-/// [`try_moe_permute`], panicking where it fails.
+/// Panicking version of [`try_moe_permute`].
 pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
     or_panic("moe_permute", try_moe_permute(x, index, inverse))
 }
 
-/// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, computed in `f32` and rounded once to the type of
-/// `y`; differentiable in `y` (`[slots, width]`) and `weights` (`f32[tokens, copies]`).
+/// Computes `out[t] = Σⱼ weights[t, j] · y[places[t, j]]` in `f32`, rounded once to the dtype of
+/// `y`; differentiable by `y` (`[slots, width]`) and `weights` (`f32[tokens, copies]`).
 ///
 /// `places` (`[tokens, copies]`) holds every slot once, and `choices` (`[slots]`) is its inverse:
-/// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would wait for the device.
+/// `choices[places[t, j]] = t * copies + j`. Neither is checked: that would synchronize with the
+/// device.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, or a shape does
-/// not fit.
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// or a shape does not fit.
 pub fn try_moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,
@@ -526,7 +532,7 @@ pub fn try_moe_unpermute(
     )))
 }
 
-/// [`try_moe_unpermute`], panicking where it fails.
+/// Panicking version of [`try_moe_unpermute`].
 pub fn moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,

@@ -1,8 +1,8 @@
-//! The operations on plain tensors.
+//! Operations on plain tensors.
 //!
 //! Each function has two forms. `try_*` returns an [`Nvfp4Error`] that names the argument. The
-//! plain name panics with the same message, as Burn's own operations do. When a check fails,
-//! nothing has been queued.
+//! plain name panics with the same message, as Burn's own operations do. If a check fails, nothing
+//! has been queued.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
@@ -20,7 +20,7 @@ pub use crate::layers::{
 };
 pub use crate::ops::layers::Gelu;
 
-/// A matrix in NVFP4: 4-bit codes, a scale for each block of 16, and the amax values.
+/// Matrix in NVFP4: 4-bit codes, one scale per block of 16, and the amax values.
 ///
 /// It is a constant for autodiff.
 #[derive(Clone, Debug)]
@@ -32,12 +32,12 @@ pub struct Nvfp4Tensor {
 }
 
 impl Nvfp4Tensor {
-    /// A quantized matrix from its buffers: `codes` `u32[outer, blocks * 2]`, `scales`
+    /// Creates a quantized matrix from its buffers: `codes` `u32[outer, blocks * 2]`, `scales`
     /// `u8[outer, blocks]`, `amax` `f32[amax_len]`.
     ///
     /// # Errors
-    /// When `layout` is not that of a packed NVFP4 tensor with compact scales, or a buffer has
-    /// another shape, type or device than `layout` asks for.
+    /// Returns an error if `layout` is not that of a packed NVFP4 tensor with compact scales, or a
+    /// buffer's shape, dtype or device does not match `layout`.
     pub fn try_from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
@@ -68,22 +68,23 @@ impl Nvfp4Tensor {
         })
     }
 
-    /// The codes, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest four bits.
+    /// Returns the codes, `u32[outer, blocks * 2]`: eight codes per word, the first in the lowest
+    /// four bits.
     pub fn codes(&self) -> &Tensor<2, Int> {
         &self.codes
     }
 
-    /// The block scales, `u8[outer, blocks]`: E4M3 bytes.
+    /// Returns the block scales, `u8[outer, blocks]`: E4M3 bytes.
     pub fn scales(&self) -> &Tensor<2, Int> {
         &self.scales
     }
 
-    /// The largest magnitude of the source, or of each stored row: `f32[amax_len]`.
+    /// Returns the amax of the source, or of each stored row: `f32[amax_len]`.
     pub fn amax(&self) -> &Tensor<1> {
         &self.amax
     }
 
-    /// What the buffers mean.
+    /// Returns the layout of the buffers.
     pub fn layout(&self) -> Layout {
         self.layout
     }
@@ -113,11 +114,11 @@ impl Nvfp4Tensor {
 }
 
 /// Quantizes the matrix `x` (`[rows, cols]`, `f32`, `bf16` or `f16`) in 1x16 blocks along `usage`,
-/// after `hadamard` along the same axis if there is one.
+/// after the transform `hadamard` along the same axis, if given.
 ///
 /// # Errors
-/// When the device or the type is not supported, when `cols` is no multiple of 16 for
-/// [`Usage::Rowwise`], or when a transform is asked for along [`Usage::Rowwise`].
+/// Returns an error if the device or the dtype is not supported, `cols` is not a multiple of 16 for
+/// [`Usage::Rowwise`], or a transform is requested along [`Usage::Rowwise`].
 pub fn try_quantize(
     x: Tensor<2>,
     usage: Usage,
@@ -130,7 +131,7 @@ pub fn try_quantize(
     Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
 }
 
-/// How [`try_quantize`] quantizes `x`, after its checks.
+/// Returns the quantization parameters of [`try_quantize`] for `x`, after its checks.
 pub(crate) fn quantize_params(
     x: &Tensor<2>,
     usage: Usage,
@@ -155,7 +156,7 @@ pub(crate) fn quantize_params(
     })
 }
 
-/// [`try_quantize`], panicking where it fails.
+/// Panicking version of [`try_quantize`].
 pub fn quantize(
     x: Tensor<2>,
     usage: Usage,
@@ -165,11 +166,12 @@ pub fn quantize(
     or_panic("quantize", try_quantize(x, usage, rounding, hadamard))
 }
 
-/// Quantizes the matrix `x` (`[rows, cols]`) in 16x16 blocks, rounded to nearest: the rowwise and
-/// the columnwise tensor, exact transposes of each other.
+/// Quantizes the matrix `x` (`[rows, cols]`) in 16x16 blocks, rounded to nearest. Returns the
+/// row-wise and the column-wise tensor, exact transposes of each other.
 ///
 /// # Errors
-/// When the device or the type is not supported, or a dimension is no multiple of 16.
+/// Returns an error if the device or the dtype is not supported, or a dimension is not a multiple
+/// of 16.
 pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nvfp4Error> {
     validate::operand("x", &x)?;
     let [rows, cols] = x.dims();
@@ -185,16 +187,16 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     ))
 }
 
-/// [`try_quantize_tiles`], panicking where it fails.
+/// Panicking version of [`try_quantize_tiles`].
 pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
     or_panic("quantize_tiles", try_quantize_tiles(x))
 }
 
-/// The values of `packed` in the orientation of its source (`[rows, cols]`), as `dtype`. With a
-/// transform they stay in the rotated domain.
+/// Dequantizes `packed` in the orientation of its source (`[rows, cols]`) to `dtype`. The values of
+/// a transformed tensor stay in the rotated domain.
 ///
 /// # Errors
-/// When `dtype` is not one of `F32`, `BF16` and `F16`.
+/// Returns an error if `dtype` is not one of `F32`, `BF16` and `F16`.
 pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2>, Nvfp4Error> {
     validate::float("dtype", dtype.into())?;
     Ok(Tensor::from_dispatch(Dispatch::nvfp4_dequantize(
@@ -204,17 +206,17 @@ pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2
     )))
 }
 
-/// [`try_dequantize`], panicking where it fails.
+/// Panicking version of [`try_dequantize`].
 pub fn dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Tensor<2> {
     or_panic("dequantize", try_dequantize(packed, dtype))
 }
 
-/// `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both operands,
-/// accumulated in `f32` and rounded once to `dtype`.
+/// Computes `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both
+/// operands, accumulated in `f32` and rounded once to `dtype`.
 ///
 /// # Errors
-/// When the contractions differ in length or transform, when the bias is not `[b's stored rows]`,
-/// when devices differ, or when a type is not supported.
+/// Returns an error if the operands differ in K or transform, the shape of the bias is not
+/// `[b's stored rows]`, devices differ, or a dtype is not supported.
 pub fn try_matmul(
     a: Nvfp4Tensor,
     b: Nvfp4Tensor,
@@ -254,7 +256,7 @@ pub fn try_matmul(
     Ok(Tensor::from_dispatch(out))
 }
 
-/// [`try_matmul`], panicking where it fails.
+/// Panicking version of [`try_matmul`].
 pub fn matmul(
     a: Nvfp4Tensor,
     b: Nvfp4Tensor,
@@ -264,16 +266,17 @@ pub fn matmul(
     or_panic("matmul", try_matmul(a, b, bias, dtype))
 }
 
-/// `y = Q(x) Q(weight) + bias`, differentiable in all three, with forward and backward in NVFP4.
+/// Linear layer `y = Q(x) Q(weight) + bias`, differentiable by `x`, `weight` and `bias`, with
+/// forward and backward in NVFP4.
 ///
-/// `x` is `[..., d_in]` (leading axes are folded to rows, any number of them, none included),
-/// `weight` `[d_in, d_out]`, `bias` `[d_out]`; each may be `f32`, `bf16` or `f16`. The output has
-/// the type of `x`; each gradient has the type of its tensor.
+/// `x` is `[..., d_in]` (any number of leading axes, including none, is flattened to rows),
+/// `weight` is `[d_in, d_out]`, and `bias` is `[d_out]`; each may be `f32`, `bf16` or `f16`. The
+/// output has the dtype of `x`; each gradient has the dtype of its tensor.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does
-/// not fit, `d_in` or `d_out` is no positive multiple of 16, or `spec` asks for operands that no
-/// kernel makes or multiplies.
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// a shape does not fit, `d_in` or `d_out` is not a positive multiple of 16, or no kernel supports
+/// the operands of `spec`.
 pub fn try_linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -291,7 +294,7 @@ pub fn try_linear<const D: usize>(
     ))
 }
 
-/// [`try_linear`], panicking where it fails.
+/// Panicking version of [`try_linear`].
 pub fn linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -301,7 +304,7 @@ pub fn linear<const D: usize>(
     or_panic("linear", try_linear(x, weight, bias, spec))
 }
 
-/// The layer, after [`validate::linear`].
+/// Runs the layer after [`validate::linear`].
 pub(crate) fn linear_unchecked<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -312,7 +315,7 @@ pub(crate) fn linear_unchecked<const D: usize>(
     let [_, d_out] = weight.dims();
     let mut dims = x.dims();
     let rows = dims[..D - 1].iter().product();
-    // The weight may be a rank's rows of it.
+    // `d_in` is taken from `x`, because the weight may be a rank's shard of its rows.
     let d_in = dims[D - 1];
     let x: Tensor<2> = x.reshape([rows, d_in]);
     let y = linear_of_rows(x, weight, bias, spec, context);
@@ -320,7 +323,8 @@ pub(crate) fn linear_unchecked<const D: usize>(
     y.reshape(dims)
 }
 
-/// The same for rows; of a layer that is sharded by tokens, the output has another number of them.
+/// Version of [`linear_unchecked`] for rows. If the layer is sharded by tokens, the number of
+/// output rows differs.
 pub(crate) fn linear_of_rows(
     x: Tensor<2>,
     weight: Tensor<2>,
@@ -342,18 +346,18 @@ pub(crate) fn into_bias<const D: usize>(bias: Option<Tensor<D>>) -> MaybeTensor<
     bias.map(Tensor::into_dispatch).into()
 }
 
-/// Burn's convention for operations: bad arguments panic, before anything is queued.
+/// Follows Burn's convention for operations: invalid arguments panic before anything is queued.
 #[track_caller]
 pub(crate) fn or_panic<T>(operation: &str, result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 {operation}: {error}"))
 }
 
-/// The logits `x weight` of few rows, in `f32` and rounded once: `x` is `[rows, d_model]`, `weight`
-/// `[d_model, vocab]`, best as the transpose of what lies in memory; both `f32`, `bf16` or `f16`. A
-/// constant to autodiff.
+/// Computes the logits `x weight` for small M, accumulated in `f32` and rounded once. `x` is
+/// `[rows, d_model]`, and `weight` is `[d_model, vocab]`, fastest as a transposed view of a
+/// `[vocab, d_model]` buffer; both `f32`, `bf16` or `f16`. A constant for autodiff.
 ///
 /// # Errors
-/// When shapes, types or devices do not fit.
+/// Returns an error if shapes, dtypes or devices do not fit.
 pub fn try_logits(x: Tensor<2>, weight: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
     validate::operand("x", &x)?;
     validate::operand("weight", &weight)?;

@@ -1,20 +1,21 @@
-//! A training step as a CUDA graph: captured once, replayed by one launch.
+//! Training steps as CUDA graphs: captured once, replayed by one launch.
 //!
-//! A step of a small model is hundreds of launches, each of which takes the host longer than the
-//! GPU. A graph has them recorded: a replay launches them all at once, with the buffers and the
-//! scalar arguments of the recording. So what changes from step to step has to be in device memory:
+//! A step of a small model consists of hundreds of launches, each of which takes longer on the host
+//! than on the GPU. A graph records them: a replay launches all of them at once, with the recorded
+//! buffers and scalar arguments. Therefore everything that changes from step to step must be in
+//! device memory:
 //!
 //! - the batch: in tensors that [`copy_into`] fills;
 //! - the numbers of the optimizer: [`AdamW::begin_step`](crate::optim::AdamW::begin_step) writes
-//!   them before each step, and [`AdamW::try_step_begun`](crate::optim::AdamW::try_step_begun) is
-//!   in it;
+//!   them before each step, and the step calls
+//!   [`AdamW::try_step_begun`](crate::optim::AdamW::try_step_begun);
 //! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances
-//!   it at the end of each step; the kernels of MS-EDEN draw the signs of their transform from it.
+//!   it at the end of each step; the MS-EDEN kernels draw the signs of their transform from it.
 //!
-//! Replayed steps have the bits of ordinary ones.
+//! Replayed steps have the bits of ordinary steps.
 //!
-//! `nvfp4 train --graph` takes its steps so. Tests compare replayed steps with ordinary ones on
-//! GPUs, and steps kernel by kernel on CubeCL's CPU runtime, which has no graphs.
+//! `nvfp4 train --graph` uses these steps. Tests compare replayed steps with ordinary ones on GPUs,
+//! and launched steps on CubeCL's CPU runtime, which has no graphs.
 //!
 //! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would
 //! draw the same bits at each replay.
@@ -30,49 +31,50 @@ use crate::ops::graph::GraphOps;
 use crate::state::{FoundLayer, layers};
 use crate::validate;
 
-/// Ordinary steps before the captured one: allocations, tuning and what fusion finds out have
-/// settled by then. Burn's `capture` takes as many.
+/// Number of ordinary steps before the captured one: allocations, autotuning and fusion have
+/// settled by then. Burn's `capture` uses the same number.
 const WARM_UP: usize = 3;
 
-/// How [`GraphSteps::step`] took a step.
+/// Execution mode of a step of [`GraphSteps::step`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TakenBy {
-    /// By the closure, kernel by kernel.
+    /// The closure ran, kernel by kernel.
     Launches,
-    /// By the closure, whose launches were captured and then replayed.
+    /// The closure ran; its launches were captured and then replayed.
     Capture,
-    /// By a replay; the closure was not called.
+    /// The graph was replayed; the closure was not called.
     Replay,
 }
 
-/// Steps of one model, from ordinary ones over a captured one to replays.
+/// Steps of one model: first ordinary steps, then a captured one, then replays.
 ///
-/// Everything that the step reads and writes has to stay alive, and where it is, as long as this:
-/// parameters and their optimizer's state are updated in place, and the batch is in tensors of
+/// All memory that the step reads or writes must stay alive at its address as long as this value:
+/// parameters and optimizer state are updated in place, and the batch is in tensors of
 /// [`copy_into`].
 ///
 /// No other thread should use the device while the step is captured: CubeCL captures in CUDA's
-/// global mode, in which neither the capture nor an allocation by another thread succeeds then.
+/// global mode, in which both the capture and an allocation by another thread then fail.
 pub struct GraphSteps {
     _busy: Busy,
-    /// Without autodiff.
+    /// Device without autodiff.
     device: Device,
     layers: Vec<FoundLayer>,
-    /// `u32[2]`: forwards of each layer since the beginning.
+    /// Number of forwards of each layer since the beginning, `u32[2]`.
     offset: Tensor<1, Int>,
-    /// Forwards of each layer in a step.
+    /// Number of forwards of each layer in a step.
     forwards: Option<u64>,
     ordinary: usize,
-    /// Whether kernels of the graph overlap.
+    /// True if kernels of the graph overlap.
     overlaps: bool,
     graph: Option<BackendGraph<Dispatch>>,
 }
 
 impl GraphSteps {
-    /// Begins: the device's allocations are those of a capture from now on.
+    /// Begins: from now on, the device allocates as during a capture.
     ///
     /// # Errors
-    /// On Flex, and while other steps on the device are captured or replayed: it has one offset.
+    /// Returns an error on Flex, or while other steps on the device are captured or replayed,
+    /// because a device has one offset.
     pub fn begin<M: Module>(model: &M, device: &Device) -> Result<Self, Nvfp4Error> {
         let device = device.clone().without_autodiff();
         cubecl_only(&device)?;
@@ -96,33 +98,34 @@ impl GraphSteps {
         })
     }
 
-    /// Has kernels of the graph begin before those in front of them have ended, where they can
-    /// (programmatic dependent launch, from compute capability 9.0 on): the steps of decoding, whose
+    /// Lets kernels of the graph begin before their predecessors have ended, where possible
+    /// (programmatic dependent launch, from compute capability 9.0 on). For decoding steps, whose
     /// kernels take a few microseconds each. Call it before the capture.
     ///
     /// # Safety
-    /// No step writes a packed weight of a GEMM, or, before the attention of a layer, the cache of
-    /// that layer or where its sequences begin: kernels read these before they wait.
+    /// A step must not write a packed weight of a GEMM. Before the attention of a layer, it must
+    /// not write the cache of that layer or the starts of its sequences. Kernels read these before
+    /// they wait.
     pub unsafe fn overlap_kernels(&mut self) {
         self.overlaps = true;
     }
 
-    /// Whether steps are replays by now.
+    /// Returns true if steps are replays from now on.
     pub fn is_captured(&self) -> bool {
         self.graph.is_some()
     }
 
-    /// Whether the next step is ordinary, and the one after it is captured.
+    /// Returns true if the next step is ordinary, and the one after it is captured.
     pub fn is_before_capture(&self) -> bool {
         !self.is_captured() && self.ordinary + 1 == WARM_UP
     }
 
-    /// Takes a step: by `step`, or by a replay of what `step` did when it was captured. `step` may
-    /// read nothing back and must not copy to the device.
+    /// Takes a step: calls `step`, or replays the captured `step`. `step` must not read back from
+    /// the device or copy to it.
     ///
     /// # Errors
-    /// When the device cannot capture or replay, or when the layers of the model have not all run
-    /// equally often: their offsets are one number.
+    /// Returns an error if the device cannot capture or replay, or the layers of the model have run
+    /// different numbers of times: they share one offset.
     pub fn step(&mut self, step: impl FnOnce()) -> Result<TakenBy, Nvfp4Error> {
         if let (Some(graph), Some(forwards)) = (&self.graph, self.forwards) {
             // SAFETY: by this type's contract, which `begin`'s caller keeps, every tensor of the
@@ -159,15 +162,15 @@ impl GraphSteps {
         self.graph = Some(graph);
         let offset = Dispatch::nvfp4_give_back_room(self.offset.clone().into_dispatch());
         self.offset = Tensor::from_dispatch(offset);
-        // Now, and not when something else is queued: replays queue nothing.
+        // Now, because later other work may be queued: replays queue nothing.
         let _ = self.device.sync();
         Ok(TakenBy::Capture)
     }
 
-    /// Takes a step kernel by kernel, whatever was captured: to look at what it does.
+    /// Takes a step kernel by kernel even after the capture, to inspect it.
     ///
     /// # Errors
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn launch(&mut self, step: impl FnOnce()) -> Result<(), Nvfp4Error> {
         for layer in &self.layers {
             layer.state.begin_step();
@@ -208,30 +211,30 @@ impl GraphSteps {
         Ok(())
     }
 
-    /// Tells the device where a step begins, or ends.
+    /// Marks the begin or the end of a step on the device.
     fn mark(&mut self, begins: bool) {
         let offset = Dispatch::nvfp4_mark_step(self.offset.clone().into_dispatch(), begins);
         self.offset = Tensor::from_dispatch(offset);
     }
 }
 
-/// Offsets are counts of the host again.
+/// Makes offsets counts of the host again.
 impl Drop for GraphSteps {
     fn drop(&mut self) {
         for layer in &self.layers {
             layer.state.unpin();
         }
-        // The result is dropped with the queue's work done: the offset is forgotten in its turn.
+        // Resets the offset in queue order; the tensor is dropped after the queue is drained.
         let offset = Dispatch::nvfp4_draw_at(self.offset.clone().into_dispatch(), false);
         self.offset = Tensor::from_dispatch(offset);
         let _ = self.device.sync();
     }
 }
 
-/// The devices that have a [`GraphSteps`].
+/// Devices that have a [`GraphSteps`].
 static BUSY: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
-/// The entry of one of them.
+/// Entry of a device in [`BUSY`].
 struct Busy(Device);
 
 impl Busy {
@@ -253,11 +256,11 @@ impl Drop for Busy {
     }
 }
 
-/// Copies `from` into the memory of `out`, which is nobody else's: a graph that reads `out` reads
-/// `from` at its next replay.
+/// Copies `from` into the memory of `out`, which nothing else may hold: a graph that reads `out`
+/// reads `from` at its next replay.
 ///
 /// # Errors
-/// When shapes, types or devices differ, or on Flex.
+/// Returns an error if shapes, dtypes or devices differ, or on Flex.
 pub fn copy_into<const D: usize>(
     out: Tensor<D, Int>,
     from: Tensor<D, Int>,
@@ -280,7 +283,7 @@ pub fn copy_into<const D: usize>(
     Ok(Tensor::from_dispatch(made))
 }
 
-/// Only the backends of CubeCL have memory that stays where it is.
+/// Returns an error for other backends than CubeCL's: only these have memory at constant addresses.
 fn cubecl_only(device: &Device) -> Result<(), Nvfp4Error> {
     match device.as_dispatch() {
         DispatchDevice::Cube(_) => Ok(()),

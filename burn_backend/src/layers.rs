@@ -1,8 +1,8 @@
-//! Norms and activations of plain tensors; [`functions`](crate::functions) gives them out.
+//! Norms and activations on plain tensors, re-exported by [`functions`](crate::functions).
 //!
-//! All take `f32`, `bf16` or `f16`, compute in `f32`, round each element of their result once, and
-//! are differentiable. Sums have an order that depends on the shape alone, so results are the same
-//! on every device and in every run.
+//! All functions take `f32`, `bf16` or `f16`, compute in `f32`, round each element of the result
+//! once, and are differentiable. The order of sums depends only on the shape, so results are the
+//! same on every device and in every run.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
@@ -12,7 +12,7 @@ use crate::functions::{into_bias, or_panic};
 use crate::ops::layers::{Activation, ActivationOps, Gelu, Norm, NormOps, NormSpec, OutputAmax};
 use crate::validate;
 
-/// Fails unless `x` is a tensor that norms and activations take, of rows of at least one element.
+/// Returns an error if norms and activations do not accept `x`, or its rows are empty.
 fn check_input<const D: usize>(name: &'static str, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
     const { assert!(D > 0, "the input needs at least one axis") };
     validate::operand(name, x)?;
@@ -26,7 +26,7 @@ fn check_input<const D: usize>(name: &'static str, x: &Tensor<D>) -> Result<(), 
     }
 }
 
-/// Fails unless a factor for each column fits `x`.
+/// Returns an error if a factor per column does not match `x`.
 fn check_factors<const D: usize>(
     name: &'static str,
     factors: &Tensor<1>,
@@ -40,7 +40,7 @@ fn check_factors<const D: usize>(
     })
 }
 
-/// Fails unless a residual fits `x`.
+/// Returns an error if a residual does not match `x`.
 fn check_residual<const D: usize>(residual: &Tensor<D>, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
     let name = "residual";
     validate::operand(name, residual)?;
@@ -67,7 +67,7 @@ fn check_epsilon(epsilon: f64) -> Result<(), Nvfp4Error> {
     }
 }
 
-/// Fails unless RMSNorm takes `x`, with a residual or not.
+/// Returns an error if RMSNorm does not accept `x`, with or without a residual.
 pub(crate) fn check_rms_norm<const D: usize>(
     x: &Tensor<D>,
     residual: Option<&Tensor<D>>,
@@ -82,16 +82,16 @@ pub(crate) fn check_rms_norm<const D: usize>(
     check_epsilon(epsilon)
 }
 
-/// The amax values that the layers beside a norm need.
+/// Amax values that the layers before and after a norm need.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct NormAmax {
-    /// Of its output, for the layer behind it.
+    /// Amax of the output, for the layer after the norm.
     pub output: Option<OutputAmax>,
-    /// Of the gradient of `x`, for the layer that gave `x`.
+    /// Amax of the gradient of `x`, for the layer that computed `x`.
     pub grad: Option<OutputAmax>,
 }
 
-/// `x + residual` and its norm, or `x` and its norm, after the checks.
+/// Computes `x + residual` and its norm, or `x` and its norm, after the checks.
 fn norm_unchecked<const D: usize>(
     (norm, epsilon): (Norm, f64),
     amax: NormAmax,
@@ -125,14 +125,14 @@ fn norm_unchecked<const D: usize>(
     (sum.reshape(dims), normed.reshape(dims))
 }
 
-/// `x / sqrt(mean(x²) + epsilon) · gain` over the last axis of `x` (`[..., width]`), with `gain`
-/// `[width]`: of the shape and type of `x`.
+/// RMSNorm: `x / sqrt(mean(x²) + epsilon) · gain` over the last axis of `x` (`[..., width]`), with
+/// `gain` `[width]`. The result has the shape and dtype of `x`.
 ///
-/// What is kept for the backward is `x` and a number for each row.
+/// The backward keeps `x` and one number per row.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, the last axis is
-/// empty or not that of `gain`, or `epsilon` is negative.
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// the last axis is empty or differs from that of `gain`, or `epsilon` is negative.
 pub fn try_rms_norm<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -143,19 +143,19 @@ pub fn try_rms_norm<const D: usize>(
     Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, None).1)
 }
 
-/// [`try_rms_norm`], panicking where it fails.
+/// Panicking version of [`try_rms_norm`].
 pub fn rms_norm<const D: usize>(x: Tensor<D>, gain: Tensor<1>, epsilon: f64) -> Tensor<D> {
     or_panic("rms_norm", try_rms_norm(x, gain, epsilon))
 }
 
-/// `x + residual`, rounded to their type, and the [`rms_norm`] of that, in one pass: both of the
-/// shape and type of `x`.
+/// Computes `x + residual`, rounded to their dtype, and the [`rms_norm`] of that, in one pass. Both
+/// results have the shape and dtype of `x`.
 ///
-/// The gradients of both results are added in the pass of the backward. What is kept for it is the
-/// sum and a number for each row.
+/// The backward adds the gradients of both results in its pass. It keeps the sum and one number per
+/// row.
 ///
 /// # Errors
-/// As [`try_rms_norm`], and when `residual` has not the shape, type and device of `x`.
+/// Same as [`try_rms_norm`]; also if `residual` differs from `x` in shape, dtype or device.
 pub fn try_add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
@@ -165,10 +165,11 @@ pub fn try_add_rms_norm<const D: usize>(
     try_add_rms_norm_with_amax(x, residual, gain, epsilon, NormAmax::default())
 }
 
-/// [`try_add_rms_norm`], which also finds the amax values that the layers beside it need.
+/// Version of [`try_add_rms_norm`] that also computes the amax values that the adjacent layers
+/// need.
 ///
 /// # Errors
-/// As there.
+/// Same as [`try_add_rms_norm`].
 pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
@@ -181,7 +182,7 @@ pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
     Ok(norm_unchecked(norm, amax, x, Some(residual), gain, None))
 }
 
-/// [`try_add_rms_norm`], panicking where it fails.
+/// Panicking version of [`try_add_rms_norm`].
 pub fn add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
@@ -191,11 +192,11 @@ pub fn add_rms_norm<const D: usize>(
     or_panic("add_rms_norm", try_add_rms_norm(x, residual, gain, epsilon))
 }
 
-/// `x` and its [`rms_norm`], whose gradients are added in the pass of the backward; the amax values
-/// that the layers beside it need are found with it.
+/// Returns `x` and its [`rms_norm`]. The backward adds their gradients in its pass. Also computes
+/// the amax values that the adjacent layers need.
 ///
 /// # Errors
-/// As [`try_rms_norm`].
+/// Same as [`try_rms_norm`].
 pub(crate) fn try_norm_of_stream<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -207,13 +208,13 @@ pub(crate) fn try_norm_of_stream<const D: usize>(
     Ok(norm_unchecked(norm, amax, x, None, gain, None))
 }
 
-/// `(x - mean(x)) / sqrt(variance(x) + epsilon) · gain + bias` over the last axis of `x`
-/// (`[..., width]`), with `gain` and `bias` `[width]`: of the shape and type of `x`.
+/// LayerNorm: `(x - mean(x)) / sqrt(variance(x) + epsilon) · gain + bias` over the last axis of `x`
+/// (`[..., width]`), with `gain` and `bias` `[width]`. The result has the shape and dtype of `x`.
 ///
-/// What is kept for the backward is `x` and two numbers for each row.
+/// The backward keeps `x` and two numbers per row.
 ///
 /// # Errors
-/// As [`try_rms_norm`], and when `bias` does not fit.
+/// Same as [`try_rms_norm`]; also if `bias` does not match.
 pub fn try_layer_norm<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -230,7 +231,7 @@ pub fn try_layer_norm<const D: usize>(
     Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, bias).1)
 }
 
-/// [`try_layer_norm`], panicking where it fails.
+/// Panicking version of [`try_layer_norm`].
 pub fn layer_norm<const D: usize>(
     x: Tensor<D>,
     gain: Tensor<1>,
@@ -240,7 +241,7 @@ pub fn layer_norm<const D: usize>(
     or_panic("layer_norm", try_layer_norm(x, gain, bias, epsilon))
 }
 
-/// An activation of the last axis, after the checks.
+/// Applies an activation along the last axis, after the checks.
 fn activation_unchecked<const D: usize>(activation: Activation, x: Tensor<D>) -> Tensor<D> {
     let mut dims = x.dims();
     let cols = dims[D - 1];
@@ -250,14 +251,14 @@ fn activation_unchecked<const D: usize>(activation: Activation, x: Tensor<D>) ->
     Tensor::<2>::from_dispatch(out).reshape(dims)
 }
 
-/// `silu(gate) · up` of both halves of the last axis of `gate_up` (`[..., 2 * width]`):
-/// `[..., width]`, in its type.
+/// SwiGLU: `silu(gate) · up` of the two halves of the last axis of `gate_up` (`[..., 2 * width]`),
+/// to `[..., width]` of the same dtype.
 ///
-/// What is kept for the backward is `gate_up`.
+/// The backward keeps `gate_up`.
 ///
 /// # Errors
-/// When the device has no implementation, the type is not supported, or the last axis is odd or
-/// empty.
+/// Returns an error if the device has no implementation, the dtype is not supported, or the last
+/// axis is odd or empty.
 pub fn try_swiglu<const D: usize>(gate_up: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
     check_input("gate_up", &gate_up)?;
     let dims = gate_up.dims();
@@ -271,24 +272,25 @@ pub fn try_swiglu<const D: usize>(gate_up: Tensor<D>) -> Result<Tensor<D>, Nvfp4
     Ok(activation_unchecked(Activation::SwiGlu, gate_up))
 }
 
-/// [`try_swiglu`], panicking where it fails.
+/// Panicking version of [`try_swiglu`].
 pub fn swiglu<const D: usize>(gate_up: Tensor<D>) -> Tensor<D> {
     or_panic("swiglu", try_swiglu(gate_up))
 }
 
-/// GELU of each element of `x`, in its shape and type, by the distribution function or the form
-/// with `tanh`.
+/// GELU of each element of `x`, in its shape and dtype. `form` selects the exact form (normal
+/// distribution function) or the `tanh` approximation.
 ///
-/// What is kept for the backward is `x`.
+/// The backward keeps `x`.
 ///
 /// # Errors
-/// When the device has no implementation, the type is not supported, or the last axis is empty.
+/// Returns an error if the device has no implementation, the dtype is not supported, or the last
+/// axis is empty.
 pub fn try_gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Result<Tensor<D>, Nvfp4Error> {
     check_input("x", &x)?;
     Ok(activation_unchecked(Activation::Gelu(form), x))
 }
 
-/// [`try_gelu`], panicking where it fails.
+/// Panicking version of [`try_gelu`].
 pub fn gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Tensor<D> {
     or_panic("gelu", try_gelu(x, form))
 }

@@ -1,20 +1,20 @@
-//! NVFP4 training for [Burn](burn_core): a backend extension, and the linear layer built on it.
+//! NVFP4 training for [Burn](burn_core): a backend extension, and the layers built on it.
 //!
-//! - [`recipe`] says what to do: [`Nvfp4Recipe`], a Burn `Config`. No tensors.
-//! - [`nn`] holds [`Nvfp4Linear`], which stands in for `burn_nn::Linear` (the same parameters, ids
-//!   and record layout), [`Nvfp4GroupedLinear`] for experts, and what is built on them: attention,
+//! - [`recipe`] configures quantization: [`Nvfp4Recipe`], a Burn `Config`. It contains no tensors.
+//! - [`nn`] contains [`Nvfp4Linear`], which replaces `burn_nn::Linear` (same parameters, ids and
+//!   record layout), [`Nvfp4GroupedLinear`] for experts, and the modules built on them: attention,
 //!   feed-forwards, [`Nvfp4Moe`], a transformer block.
-//! - [`state`] holds the RNG state of a layer, and [`Nvfp4State`], which saves and restores it with
-//!   the model.
+//! - [`state`] contains the RNG state of a layer, and [`Nvfp4State`], which saves and restores it
+//!   with the model.
 //! - [`attention`](mod@attention) is attention on plain tensors, for models without NVFP4 too.
-//! - [`functions`] are the same operations on plain tensors, and [`experts`] those on tokens sorted
-//!   by expert.
-//! - [`loss`] has the cross entropy, with the head before it, and embeddings.
+//! - [`functions`] are these operations on plain tensors, and [`experts`] those on tokens sorted by
+//!   expert.
+//! - [`loss`] contains the cross entropy, with or without the output head, and embeddings.
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
-//! - `checkpoint` (feature `train`) has burn-train save that state too.
-//! - [`parallel`] averages gradients over the ranks of a data-parallel run.
-//! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, on the oracle's
-//!   arithmetic), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
+//! - `checkpoint` (feature `train`) adds that state to the checkpoints of burn-train.
+//! - [`parallel`] trains on several ranks: data parallelism, FSDP and differentiable collectives.
+//! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, with the
+//!   arithmetic of the oracle), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
 //!
 //! ```
 //! # use burn_core as burn;
@@ -46,22 +46,22 @@
 //!
 //! # Numerics
 //!
-//! A weight is `[d_in, d_out]`, as in Burn. With `Q` a quantization to NVFP4, in blocks of 16 along
-//! the contraction of the GEMM:
+//! A weight is `[d_in, d_out]`, as in Burn. `Q` is the quantization to NVFP4, in blocks of 16 along
+//! the K dimension of the GEMM:
 //!
 //! | GEMM | operands | rounding |
 //! |---|---|---|
 //! | `y = Q(x) Q(w)` | `x` in 1x16 blocks, `w` in 16x16 tiles | nearest |
-//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the same `Q(w)` rowwise | stochastic for `dy` |
+//! | `dx = Q(dy) Q(w)ᵀ` | `dy` in 1x16 blocks, the same `Q(w)` row-wise | stochastic for `dy` |
 //! | `dw = Q(H x)ᵀ Q(H dy)` | both in 16x1 blocks along the tokens | stochastic for `dy` |
 //!
-//! `H` is the random Hadamard transform along the tokens. `x` of the last row is rounded to
+//! `H` is the random Hadamard transform along the tokens. In the last row `x` is rounded to
 //! nearest.
 //!
-//! Between forward and backward only packed 4-bit tensors are saved: the columnwise quantized `x`
-//! if `w` needs a gradient, the rowwise quantized `w` if `x` needs one. GEMMs accumulate in `f32`
-//! and round once to the output's type: `y` and `dx` have the type of `x`, `dw` that of `w`. The
-//! gradient of a bias is the `f32` sum of `dy`, in the bias's type.
+//! Between forward and backward only packed 4-bit tensors are saved: the column-wise quantized `x`
+//! if `w` needs a gradient, and the row-wise quantized `w` if `x` needs one. GEMMs accumulate in
+//! `f32` and round once to the dtype of the output: `y` and `dx` have the dtype of `x`, `dw` that
+//! of `w`. The gradient of a bias is the `f32` sum of `dy`, in the dtype of the bias.
 
 pub mod attention;
 #[cfg(feature = "train")]

@@ -1,7 +1,7 @@
-//! Cross entropy, with or without the head before it, and embeddings, on plain tensors.
+//! Cross entropy, with or without the output head, and embeddings, on plain tensors.
 //!
 //! As in [`functions`](crate::functions), `try_*` returns an error that names the argument, and the
-//! plain name panics with its message. When a check fails, nothing has been queued.
+//! plain name panics with its message. If a check fails, nothing has been queued.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
@@ -12,21 +12,21 @@ use crate::functions::or_panic;
 use crate::ops::loss::{LinearKl, LinearLossRequest, LossOps, TablePart};
 use crate::validate;
 
-/// Bytes for the logits of a chunk of tokens, by default: at a vocabulary of 131072 in bf16 2048
-/// tokens, with which the GEMM that adds to the weight's gradient takes a sixth longer for the
-/// `f32` that it adds to.
+/// Default limit for the logits of a chunk of tokens, in bytes. With a vocabulary of 131072 in bf16
+/// it is 2048 tokens; at that size, accumulating the weight's gradient in `f32` makes its GEMM a
+/// sixth slower.
 pub const CHUNK_BYTES: usize = 1 << 29;
 
-/// The cross entropy, `f32[1]`, of `logits` (`[rows, vocab]`; `f32`, `bf16` or `f16`) with
-/// `targets` (`[rows]`), differentiable in the logits. It is computed in `f32`; the gradient has
-/// the type of the logits, and takes their memory where nobody else has them.
+/// Computes the cross entropy, `f32[1]`, of `logits` (`[rows, vocab]`; `f32`, `bf16` or `f16`)
+/// against `targets` (`[rows]`), differentiable by the logits. It is computed in `f32`. The
+/// gradient has the dtype of the logits, and reuses their memory if nothing else holds it.
 ///
-/// A target of [`CrossEntropy::ignore`] leaves its row out. Nothing reads the targets on the host:
-/// another one that is no class makes the loss NaN, and the gradient of its row.
+/// Rows whose target is [`CrossEntropy::ignore`] are excluded. The host does not read the targets:
+/// any other target that is no class makes the loss, and the gradient of its row, NaN.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, there are rows and no class, or `params` do not pass [`CrossEntropy::check`].
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// a shape does not fit, there are rows but no class, or [`CrossEntropy::check`] fails.
 pub fn try_cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -40,7 +40,7 @@ pub fn try_cross_entropy(
     Ok(Tensor::from_dispatch(loss))
 }
 
-/// [`try_cross_entropy`], panicking where it fails.
+/// Panicking version of [`try_cross_entropy`].
 pub fn cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -49,16 +49,17 @@ pub fn cross_entropy(
     or_panic("cross_entropy", try_cross_entropy(logits, targets, params))
 }
 
-/// The cross entropy, `f32[1]`, of the logits `x w`, for `x` (`[rows, d]`), `w` (`[d, vocab]`) and
-/// `targets` (`[rows]`), as [`try_cross_entropy`] computes it; differentiable in `x` and `w`.
+/// Computes the cross entropy, `f32[1]`, of the logits `x w`, for `x` (`[rows, d]`), `w`
+/// (`[d, vocab]`) and `targets` (`[rows]`), as by [`try_cross_entropy`]; differentiable by `x` and
+/// `w`.
 ///
-/// `w` is rounded to the type of `x`, in which the logits are; sums are in `f32`. Rows go through
-/// in chunks, whose logits take `chunk_bytes` at most (or 128 rows: [`CHUNK_BYTES`] is a good
-/// number), whatever the number of rows. Where gradients are asked for they are computed in the
-/// forward: what is kept for the backward is these, in the types of `x` and `w`.
+/// `w` is rounded to the dtype of `x`, which is also that of the logits; sums are in `f32`. Rows
+/// are processed in chunks whose logits take at most `chunk_bytes` (or 128 rows), for any number of
+/// rows; [`CHUNK_BYTES`] is a good value. If gradients are required, they are computed in the
+/// forward and kept for the backward, in the dtypes of `x` and `w`.
 ///
 /// # Errors
-/// As [`try_cross_entropy`], and when `chunk_bytes` is 0.
+/// Same as [`try_cross_entropy`]; also if `chunk_bytes` is 0.
 pub fn try_linear_cross_entropy(
     x: Tensor<2>,
     w: Tensor<2>,
@@ -92,7 +93,7 @@ pub fn try_linear_cross_entropy(
     Ok(Tensor::from_dispatch(loss))
 }
 
-/// [`try_linear_cross_entropy`] with [`CHUNK_BYTES`], panicking where it fails.
+/// Panicking version of [`try_linear_cross_entropy`] with [`CHUNK_BYTES`].
 pub fn linear_cross_entropy(
     x: Tensor<2>,
     w: Tensor<2>,
@@ -103,29 +104,29 @@ pub fn linear_cross_entropy(
     or_panic("linear_cross_entropy", loss)
 }
 
-/// Features and head of a model: their product is its logits.
+/// Features and output head of a model, with logits `features · weight`.
 #[derive(Debug, Clone)]
 pub struct Head {
-    /// `[rows, d]`.
+    /// Features, `[rows, d]`.
     pub features: Tensor<2>,
-    /// `[d, vocab]`.
+    /// Weight of the head, `[d, vocab]`.
     pub weight: Tensor<2>,
 }
 
-/// The KL divergence, `f32[1]`, of the logits of `student` to those of `teacher`, as
-/// [`KlDivergence`] defines it: summed over the rows whose `targets` (`[rows]`) count, and times
-/// `scale` (`f32[1]`). Differentiable in the student's features and weight; teacher and scale are
-/// constants, and the teacher may have another width.
+/// Computes the KL divergence, `f32[1]`, of the logits of `student` to those of `teacher`, as
+/// defined by [`KlDivergence`]: summed over the rows whose `targets` (`[rows]`) are not ignored,
+/// times `scale` (`f32[1]`). Differentiable by the student's features and weight. Teacher and scale
+/// are constants; the width of the teacher may differ.
 ///
-/// The weights and the teacher's features are rounded to the type of the student's features, in
-/// which the logits are; sums are in `f32`. Rows go through in chunks, whose logits take
-/// `chunk_bytes` at most (or 128 rows), both models' together, whatever the number of rows.
+/// The weights and the teacher's features are rounded to the dtype of the student's features, which
+/// is also that of the logits; sums are in `f32`. Rows are processed in chunks whose logits, of
+/// both models together, take at most `chunk_bytes` (or 128 rows), for any number of rows.
 /// Gradients are computed in the forward, as by [`try_linear_cross_entropy`].
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, a shape does not
-/// fit, there are rows and no class, `chunk_bytes` is 0, or `params` do not pass
-/// [`KlDivergence::check`].
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// a shape does not fit, there are rows but no class, `chunk_bytes` is 0, or
+/// [`KlDivergence::check`] fails.
 pub fn try_linear_kl_divergence(
     student: Head,
     teacher: Head,
@@ -189,16 +190,16 @@ pub fn try_linear_kl_divergence(
     Ok(Tensor::from_dispatch(loss))
 }
 
-/// The rows `ids` (`[tokens]`) of `table` (`[vocab, d]`), rounded to `dtype`: `[tokens, d]`.
-/// Differentiable in the table, whose gradient is added up in `f32` and in an order that the ids
-/// alone decide.
+/// Looks up the rows `ids` (`[tokens]`) of `table` (`[vocab, d]`), rounded to `dtype`:
+/// `[tokens, d]`. Differentiable by the table; its gradient is accumulated in `f32` in an order
+/// that depends only on the ids.
 ///
-/// Nothing reads the ids on the host: one that is no row gives a row of NaN, and counts for nothing
-/// in the gradient.
+/// The host does not read the ids: an id out of range gives a row of NaN, and is ignored in the
+/// gradient.
 ///
 /// # Errors
-/// When the device has no implementation, devices differ, a type is not supported, or there are ids
-/// and no row.
+/// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
+/// or there are ids but the table is empty.
 pub fn try_embedding(
     table: Tensor<2>,
     ids: Tensor<1, Int>,
@@ -208,8 +209,8 @@ pub fn try_embedding(
     try_embedding_part(table, whole, ids, dtype)
 }
 
-/// [`try_embedding`] with a `table` that is this `part` of a larger one: rows that are not in it are
-/// zeros.
+/// Version of [`try_embedding`] for a `table` that is the shard `part` of a larger one: rows
+/// outside the shard are zero.
 pub(crate) fn try_embedding_part(
     table: Tensor<2>,
     part: TablePart,
@@ -232,12 +233,13 @@ pub(crate) fn try_embedding_part(
     Ok(Tensor::from_dispatch(rows))
 }
 
-/// [`try_embedding`], panicking where it fails.
+/// Panicking version of [`try_embedding`].
 pub fn embedding(table: Tensor<2>, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
     or_panic("embedding", try_embedding(table, ids, dtype))
 }
 
-/// Fails unless `targets` and `params` fit `rows` rows of `vocab` classes, which `argument` says.
+/// Returns an error if `targets` and `params` do not match `rows` rows of `vocab` classes;
+/// `argument` names the argument for messages.
 fn check_targets(
     like: &Tensor<2>,
     argument: &'static str,
@@ -259,7 +261,7 @@ fn check_targets(
     Ok(())
 }
 
-/// Fails unless `numbers` are of a type that the kernels take.
+/// Returns an error if the kernels do not support the dtype of `numbers`.
 fn check_numbers(argument: &'static str, numbers: &Tensor<1, Int>) -> Result<(), Nvfp4Error> {
     match numbers.dtype() {
         DType::I64 | DType::I32 | DType::U32 | DType::U8 => Ok(()),

@@ -1,23 +1,23 @@
-//! Modules without parameters: what Burn's traversals carry along and do not see.
+//! Modules without parameters, which Burn's traversals carry along but do not see.
 
 use burn_core::module::{Content, ModuleVisitor};
 use burn_core::tensor::Device;
 
-/// What such modules do not all do alike.
+/// Behavior that differs between such modules.
 pub(crate) trait Parameterless: Sized {
-    /// A traversal passes.
+    /// Called when a traversal visits the module.
     fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {}
 
-    /// The module for `device`, of data-parallel training.
+    /// Returns the module for `device`, in data-parallel training.
     fn forked(self, _device: &Device) -> Self {
         self
     }
 
-    /// How it is displayed.
+    /// Returns the display of the module.
     fn show(&self, content: Content) -> Option<Content>;
 }
 
-/// `$module`, a [`Parameterless`] type, as Burn's module.
+/// Implements Burn's module traits for `$module`, a [`Parameterless`] type.
 macro_rules! parameterless_module {
     ($module:ty) => {
         impl burn_core::module::Module for $module {

@@ -7,7 +7,7 @@ use nvfp4_kernels::{BLOCK, Nvfp4Error};
 
 use crate::parallel::whole_dims;
 
-/// What the crate was built to run on, for messages.
+/// Devices that the crate was built for, for messages.
 const DEVICES: &str = if cfg!(feature = "flex") {
     if cfg!(feature = "cuda") {
         if cfg!(feature = "cpu") {
@@ -32,7 +32,7 @@ const DEVICES: &str = if cfg!(feature = "flex") {
     "none: burn-nvfp4 was built without the features `flex`, `cpu` and `cuda`"
 };
 
-/// Fail unless the extension has an implementation for `device`.
+/// Returns an error if the extension has no implementation for `device`.
 pub(crate) fn device(argument: &'static str, device: &Device) -> Result<(), Nvfp4Error> {
     if is_supported(device.as_dispatch()) {
         Ok(())
@@ -59,7 +59,7 @@ fn is_supported(device: &DispatchDevice) -> bool {
     }
 }
 
-/// Fail unless `second` is on the device of `first`.
+/// Returns an error if `second` is not on the device of `first`.
 pub(crate) fn same_device(
     first: (&'static str, &Device),
     second: (&'static str, &Device),
@@ -75,7 +75,7 @@ pub(crate) fn same_device(
     }
 }
 
-/// Fail unless `dtype` is one of the three supported float types.
+/// Returns an error if `dtype` is not one of the three supported float dtypes.
 pub(crate) fn float(argument: &'static str, dtype: DType) -> Result<(), Nvfp4Error> {
     match dtype {
         DType::F32 | DType::BF16 | DType::F16 => Ok(()),
@@ -87,7 +87,7 @@ pub(crate) fn float(argument: &'static str, dtype: DType) -> Result<(), Nvfp4Err
     }
 }
 
-/// Fail unless a dimension is a positive multiple of the block.
+/// Returns an error if a dimension is not a positive multiple of the block size.
 pub(crate) fn blocks(
     argument: &'static str,
     name: &str,
@@ -104,7 +104,7 @@ pub(crate) fn blocks(
     }
 }
 
-/// Device and float type of one operand.
+/// Checks the device and the float dtype of one operand.
 pub(crate) fn operand<const D: usize>(
     argument: &'static str,
     tensor: &Tensor<D>,
@@ -113,12 +113,12 @@ pub(crate) fn operand<const D: usize>(
     float(argument, tensor.dtype())
 }
 
-/// A weight or a bias: a tensor, or a parameter, of which a rank may hold a part.
+/// Weight or bias: a tensor, or a parameter, which may be sharded.
 pub(crate) trait Weight<const D: usize> {
-    /// The tensor, or this rank's part of it.
+    /// Returns the tensor, or this rank's shard of it.
     fn held(&self) -> &Tensor<D>;
 
-    /// The shape of the whole.
+    /// Returns the unsharded shape.
     fn whole_dims(&self) -> [usize; D];
 }
 
@@ -142,7 +142,7 @@ impl<const D: usize> Weight<D> for Param<Tensor<D>> {
     }
 }
 
-/// Fails unless the tensors of a linear layer fit each other.
+/// Returns an error if the tensors of a linear layer do not match.
 pub(crate) fn linear<const D: usize, W: Weight<2>, B: Weight<1>>(
     x: &Tensor<D>,
     weight: &W,
@@ -163,8 +163,8 @@ pub(crate) fn linear<const D: usize, W: Weight<2>, B: Weight<1>>(
     Ok(())
 }
 
-/// Fails unless the weight and bias of a linear layer, called `names`, fit each other and an `x`
-/// on `device`.
+/// Returns an error if the weight and bias of a linear layer, called `names`, do not match each
+/// other and an `x` on `device`.
 pub(crate) fn linear_parameters<W: Weight<2>, B: Weight<1>>(
     device: &Device,
     names: [&'static str; 2],
@@ -184,7 +184,8 @@ pub(crate) fn linear_parameters<W: Weight<2>, B: Weight<1>>(
     Ok(())
 }
 
-/// Fails unless a weight or bias is on `device`, that of `x`, and of a supported type.
+/// Returns an error if a weight or bias is not on `device`, that of `x`, or its dtype is not
+/// supported.
 pub(crate) fn held<const D: usize>(
     device: &Device,
     name: &'static str,
@@ -194,8 +195,8 @@ pub(crate) fn held<const D: usize>(
     same_device(("x", device), (name, &weight.held().device()))
 }
 
-/// Fail unless a parameter is on the device of `x`, or will be. The value of a lazy parameter is
-/// not asked for, because that would create it.
+/// Returns an error if a parameter is not on the device of `x`, and will not be. Does not read the
+/// value of a lazy parameter, because that would create it.
 pub(crate) fn parameter<const D: usize>(
     device: &Device,
     name: &'static str,
@@ -204,7 +205,7 @@ pub(crate) fn parameter<const D: usize>(
     same_device(("x", device), (name, &parameter.lazy_device()))
 }
 
-/// Fail unless a shape is the one that is wanted, which is `why`.
+/// Returns an error if a shape is not the expected one; `why` describes that.
 pub(crate) fn shape<const D: usize>(
     argument: &'static str,
     found: [usize; D],
@@ -218,7 +219,7 @@ pub(crate) fn shape<const D: usize>(
     Err(Nvfp4Error::shape(argument, format!("{found:?}"), expected))
 }
 
-/// Shape and type of one buffer of a quantized matrix.
+/// Checks the shape and dtype of one buffer of a quantized matrix.
 pub(crate) fn buffer<const D: usize, K: Basic>(
     argument: &'static str,
     tensor: &Tensor<D, K>,

@@ -20,59 +20,59 @@ pub(crate) struct Command {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Train a language model in NVFP4, and compare it with high precision or other recipes
+    /// Train a language model in NVFP4 and compare it with high precision or other recipes
     ///
-    /// Without options it trains a model that takes minutes on two CPU cores, on the Rust sources
-    /// that cargo has downloaded.
+    /// Without options it trains a small model on the Rust sources in cargo's registry, which takes
+    /// minutes on two CPU cores.
     Train(Box<train::Train>),
-    /// Start `train`, `finetune` or `pretrain` as several ranks, a process with a GPU each, and end
-    /// all when one fails
+    /// Start `train`, `finetune` or `pretrain` on several ranks, one process per GPU
     ///
-    /// For example `nvfp4 launch --gpus 2 -- train --fsdp`, or with --tp 2 in place of --fsdp. On a
-    /// cluster torchrun (--no-python), Slurm, MPI or Kubernetes start the ranks, with MASTER_ADDR,
-    /// MASTER_PORT and NVFP4_TOKEN.
+    /// All ranks end when one fails. Example: `nvfp4 launch --gpus 2 -- train --fsdp`, or --tp 2
+    /// instead of --fsdp. On a cluster, start the ranks with torchrun (--no-python), Slurm, MPI or
+    /// Kubernetes, and set MASTER_ADDR, MASTER_PORT and NVFP4_TOKEN.
     Launch(launch::LaunchRanks),
-    /// Launch many short runs of several ranks, kill ranks of some, and compare what all leave
+    /// Launch many short multi-rank runs, kill ranks in some of them, and compare the results
     ///
-    /// For example `nvfp4 soak --gpus 2 --out soak -- train --preset 10m --fsdp`. The exit code is
-    /// 3 where a launch did not end in time, 4 where one failed, 5 where one ended with other bytes
-    /// than the first, and 0 otherwise.
+    /// Example: `nvfp4 soak --gpus 2 --out soak -- train --preset 10m --fsdp`. Exit codes: 3 if a
+    /// launch hung, 4 if one failed, 5 if the bytes of a run differ from those of the first, 0
+    /// otherwise.
     Soak(soak::Soak),
-    /// Train with several recipes and seeds, and report the losses; resumes an unfinished study
+    /// Train with several recipes and seeds and report the losses; resumes an unfinished study
     Study(study::Study),
-    /// Measure training steps with each recipe: bytes a second, memory, and time by kernel
+    /// Benchmark a training step per recipe: throughput, memory and kernel times
     ///
-    /// With --telemetry-every N it also measures steps that telemetry samples, and what sampling
-    /// one step in N adds to the mean step.
+    /// With --telemetry-every N, also measure steps that sample telemetry, and the mean overhead of
+    /// sampling one step in N.
     Cost(Box<cost::CostOfSteps>),
-    /// Measure prefill and decoding with packed weights: time, kernels, the share of memory's speed
+    /// Benchmark prefill and decoding with packed weights: time, kernels, share of the memory
+    /// bandwidth
     DecodeCost(Box<decode_cost::CostOfDecoding>),
-    /// Compare undocumented behaviour of a device with the CPU oracle
+    /// Compare undocumented device behaviour with the CPU oracle
     Oracle(oracle::Oracle),
-    /// Train a model in a Hugging Face folder further, in NVFP4 or high precision
+    /// Fine-tune a Hugging Face model, in NVFP4 or high precision
     ///
-    /// All of its parameters; to serve it in NVFP4, with --qat, and with --distill to stay close to
-    /// what it was.
+    /// Trains all parameters by default. With --qat, trains for serving in NVFP4; with --distill,
+    /// stays close to the original model.
     Finetune(Box<finetune::Finetune>),
-    /// Train a decoder of random weights on tokens
+    /// Pre-train a decoder from random weights
     Pretrain(Box<pretrain::Pretrain>),
-    /// Write the tokens of texts to a file that `finetune` and `pretrain` read
+    /// Tokenize texts into a file that `finetune` and `pretrain` read
     Tokenize(tokenize::Tokenize),
-    /// Quantize a model folder to NVFP4, for vLLM, SGLang, TensorRT-LLM or transformers
+    /// Quantize a model to NVFP4 for vLLM, SGLang, TensorRT-LLM or transformers
     ///
-    /// Layer by layer, without a device: memory holds one layer at a time.
+    /// Works without a device, and holds one layer in memory at a time.
     Quantize(quantize::Quantize),
-    /// List the tensors of a model folder, how they are quantized, and what is wrong with them
+    /// List the tensors of a model, their quantization, and any problems
     Inspect(inspect::Inspect),
-    /// Convert a quantized model between the dialects of ModelOpt and compressed-tensors
+    /// Convert a quantized model between the ModelOpt and compressed-tensors dialects
     Convert(convert::Convert),
-    /// Generate text with a model in a Hugging Face folder, or one that `train` has trained
+    /// Generate text with a Hugging Face model, or with one trained by `train`
     Generate(Box<generate::Generate>),
-    /// Make a model folder of a GGUF file
+    /// Convert a GGUF file to a model folder
     Import(import::Import),
-    /// Give the perplexity of texts, and the share of right answers to questions
+    /// Report perplexity on texts, and accuracy on multiple-choice questions
     Eval(eval::Eval),
-    /// List the devices, their element types, and the kernel of each operation
+    /// List devices, their element types, and the kernel selected for each operation
     Doctor(doctor::Doctor),
 }
 

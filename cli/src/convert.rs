@@ -13,7 +13,7 @@ pub(crate) struct Convert {
     /// Convert the quantized model in this folder
     #[arg(value_name = "DIR")]
     model: PathBuf,
-    /// Write it for the readers of this dialect
+    /// Write it in this dialect
     #[arg(long, value_name = "DIALECT")]
     to: Dialect,
     /// Write it to this folder, which must be empty or absent

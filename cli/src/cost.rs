@@ -19,16 +19,16 @@ use serde::Serialize;
 use crate::device::{hardware, install_decorator};
 use crate::options::Options;
 
-/// The name, in this command, of the model of Burn's own layers in high precision.
+/// Name for the high-precision model built from Burn's own layers.
 const BURN: &str = "burn";
 
 #[derive(Args)]
 pub(crate) struct CostOfSteps {
-    /// Measure these recipes; `burn` is the model of Burn's own layers [default: burn, the
-    /// baseline, and every preset that quantizes]
+    /// Measure these recipes; `burn` is the high-precision model of Burn's own layers [default:
+    /// burn, the baseline, and every preset that quantizes]
     #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
     recipes: Vec<String>,
-    /// Measure this many rounds of steps, of which the median counts
+    /// Measure this many rounds of steps and report the median
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Take this many steps in a round
@@ -40,18 +40,18 @@ pub(crate) struct CostOfSteps {
     /// Print this many of the costliest kernels of each recipe
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     kernels: usize,
-    /// Write all figures to this file [default: none]
+    /// Write all measurements to this JSON file [default: none]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Lock this file: commands that share it warm up at the same time and measure one after the
-    /// other [default: none]
+    /// Lock this file: commands that share it warm up together and measure one at a time [default:
+    /// none]
     #[arg(long, value_name = "FILE")]
     lock: Option<PathBuf>,
     #[command(flatten)]
     options: Options,
 }
 
-/// What the file of `--json` holds.
+/// Contents of the file given by `--json`.
 #[derive(Serialize)]
 struct Figures {
     config: RunConfig,
@@ -59,18 +59,19 @@ struct Figures {
     results: Vec<Figure>,
 }
 
-/// A recipe, and what it costs.
+/// Measurements of one recipe.
 #[derive(Serialize)]
 struct Figure {
     recipe: String,
-    /// Active weights, without the head.
+    /// Number of active weights, without the head.
     weights: usize,
     #[serde(flatten)]
     cost: Cost,
 }
 
 impl Figure {
-    /// TFLOP/s of the linear layers, forward and backward: six operations a weight and byte.
+    /// TFLOP/s of the linear layers, forward and backward: six operations per weight per token
+    /// (byte).
     fn tera(&self) -> f64 {
         6.0 * self.weights as f64 * self.cost.tokens_per_s() / 1e12
     }
@@ -142,7 +143,7 @@ impl CostOfSteps {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The lock on the file of `--lock`; waits for commands whose locks exclude it.
+    /// Locks the file given by `--lock`; waits for commands that hold a conflicting lock.
     fn lock(&self, how: DeviceLock) -> Result<Option<File>> {
         let Some(path) = &self.lock else {
             return Ok(None);
@@ -160,13 +161,13 @@ impl CostOfSteps {
         Ok(Some(file))
     }
 
-    /// The recipes to measure.
+    /// Returns the recipes to measure.
     fn chosen(&self, config: &RunConfig) -> Vec<String> {
         if !self.recipes.is_empty() {
             return self.recipes.clone();
         }
         let mut names = vec![config.baseline().to_string()];
-        // Burn has no experts, and a decorated model is compared with itself.
+        // Burn has no experts, and a decorated model would be compared with itself.
         if config.model.experts.is_none() && config.decorate.is_none() {
             names.insert(0, BURN.into());
         }
@@ -176,7 +177,7 @@ impl CostOfSteps {
     }
 }
 
-/// Measure one recipe, with the device under `lock`.
+/// Measures one recipe; `lock` takes the device lock.
 fn figure<T>(
     config: &RunConfig,
     name: String,
@@ -206,7 +207,7 @@ fn figure<T>(
     })
 }
 
-/// The columns of the table, those of telemetry among them if it samples a step in `every`, not 0.
+/// Returns the header of the table. Includes the telemetry columns if `every` is not 0.
 fn header(every: u64) -> String {
     let mut text = format!(
         "{:<32} {:>9} {:>9} {:>7} {:>8} {:>9} {:>10} {:>8}",

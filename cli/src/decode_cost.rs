@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::device::{ComputeType, DeviceName, hardware};
 use crate::kernels;
 
-/// A shape by name.
+/// Named shape.
 #[derive(Clone, Copy, ValueEnum)]
 enum ShapeName {
     /// Llama 3.2 1B
@@ -36,12 +36,12 @@ impl ShapeName {
     }
 }
 
-/// How keys and values are stored, by name.
+/// Named storage format of keys and values.
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum KvName {
-    /// In the type of the activations
+    /// The type of the activations
     Bf16,
-    /// In E4M3, with the factors of the model's folder, or 1
+    /// E4M3, with the scale factors of the model's folder, or 1
     Fp8,
 }
 
@@ -63,34 +63,34 @@ pub(crate) struct CostOfDecoding {
         default_value = "llama-3.2-1b,llama-3.1-8b"
     )]
     shapes: Vec<ShapeName>,
-    /// Begin with a prompt of this many tokens
+    /// Prefill a prompt of this many tokens
     #[arg(long, value_name = "N", default_value_t = 2048)]
     prompt: usize,
-    /// Decode this many texts at a time
+    /// Decode this many sequences at a time
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
-    /// Take this many steps in a round
+    /// Decode this many tokens in a round
     #[arg(long, value_name = "N", default_value_t = 128)]
     tokens: usize,
-    /// Measure this many rounds, of which the median counts
+    /// Measure this many rounds and report the median
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Store keys and values so
+    /// Store keys and values in this format
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     kv: KvName,
-    /// Store the head so
+    /// Store the output head in this precision
     #[arg(long, value_name = "TYPE", default_value = "stored")]
     head: HeadPrecision,
-    /// Launch the kernels of a step one by one, and not as a CUDA graph
+    /// Launch the kernels of a step one by one instead of as a CUDA graph
     #[arg(long)]
     no_graph: bool,
     /// Print this many of the costliest kernels of a step
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     kernels: usize,
-    /// Write all figures to this file [default: none]
+    /// Write all measurements to this JSON file [default: none]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Compute in this type [default: bf16 on a GPU, f32 else]
+    /// Compute in this type [default: bf16 on a GPU, else f32]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ComputeType>,
     /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
@@ -98,7 +98,7 @@ pub(crate) struct CostOfDecoding {
     device: Option<DeviceName>,
 }
 
-/// What the file of `--json` holds.
+/// Contents of the file given by `--json`.
 #[derive(Serialize)]
 struct Figures {
     hardware: Option<String>,

@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, FloatDType};
 use clap::ValueEnum;
 
-/// The name of a device.
+/// Name of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DeviceName {
     /// Burn's pure-Rust CPU backend.
@@ -47,21 +47,21 @@ impl FromStr for DeviceName {
 }
 
 impl DeviceName {
-    /// The one that was asked for, else [`best`](Self::best).
+    /// Returns the requested device, or [`best`](Self::best) if there is none.
     pub(crate) fn or_best(asked: Option<Self>) -> Result<Self> {
         asked.map_or_else(Self::best, Ok)
     }
 
-    /// `device`, which the configuration at `path` names.
+    /// Parses `device`, which the configuration at `path` names.
     ///
     /// # Errors
-    /// When there is no such kind of device.
+    /// Returns an error if no such kind of device exists.
     pub(crate) fn of_config(path: &Path, device: &str) -> Result<Self> {
         let parsed = device.parse();
         parsed.map_err(|error| anyhow!("device in {} is {device:?}, but {error}", path.display()))
     }
 
-    /// The first GPU if there is one, else the CPU.
+    /// Returns the first GPU if there is one, else the CPU.
     pub(crate) fn best() -> Result<Self> {
         if cuda_count() > 0 {
             return Ok(Self::Cuda(0));
@@ -80,7 +80,8 @@ impl DeviceName {
         }
     }
 
-    /// The device of this name, if it was compiled in and exists.
+    /// Opens the device of this name. Fails if support for it was not compiled in or it does not
+    /// exist.
     pub(crate) fn open(self) -> Result<Device> {
         match self {
             Self::Flex => {
@@ -119,7 +120,7 @@ impl DeviceName {
     }
 }
 
-/// The type of weights and activations.
+/// Type of weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ComputeType {
     F32,
@@ -127,7 +128,7 @@ pub(crate) enum ComputeType {
 }
 
 impl ComputeType {
-    /// The one that was asked for, else the best that the device computes in.
+    /// Returns the requested type, or the best type that the device supports.
     pub(crate) fn or_of(asked: Option<Self>, device: DeviceName) -> FloatDType {
         match (asked, device) {
             (Some(Self::Bf16), _) | (None, DeviceName::Cuda(_)) => FloatDType::BF16,
@@ -136,7 +137,7 @@ impl ComputeType {
     }
 }
 
-/// Make decorated models possible in this process; before the first tensor.
+/// Installs the decorator in this process. Call it before the first tensor is made.
 pub(crate) fn install_decorator() -> Result<()> {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     nvfp4::decorate::install()?;
@@ -151,7 +152,7 @@ pub(crate) fn cuda_count() -> usize {
     0
 }
 
-/// The hardware's own name, if it has one.
+/// Returns the hardware's name, if it has one.
 pub(crate) fn hardware(device: &Device) -> Option<String> {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     return device

@@ -1,9 +1,8 @@
-//! Rows of `nvfp4 doctor` that do not come from the kernels' own descriptions: Flex, and operations
-//! of Burn.
+//! Rows of `nvfp4 doctor` that kernels do not describe themselves: Flex, and operations of Burn.
 
 use nvfp4::kernels::describe::CodePath;
 
-/// The rows of Flex: it has one kernel for everything.
+/// Returns the rows of Flex, which has one kernel for everything.
 pub(crate) fn flex() -> Vec<CodePath> {
     let reference = "reference on all threads, AVX2 where there is";
     let host = "Flex tensors are host memory, so operations run the reference itself";
@@ -40,7 +39,7 @@ pub(crate) fn flex() -> Vec<CodePath> {
     ]
 }
 
-/// What every device leaves to Burn's operations.
+/// Describes the prologue that every device leaves to Burn's operations.
 fn burns_prologue() -> CodePath {
     CodePath::new(
         "RMSNorm, SwiGLU",
@@ -51,7 +50,7 @@ fn burns_prologue() -> CodePath {
     )
 }
 
-/// The rows of a CubeCL device.
+/// Returns the rows of a CubeCL device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodePath> {
     use nvfp4::kernels::{

@@ -1,4 +1,4 @@
-//! `nvfp4 doctor`: the devices, their element types, and the kernel of each operation.
+//! `nvfp4 doctor`: lists devices, their element types, and the kernel of each operation.
 
 use std::str::FromStr;
 
@@ -10,25 +10,25 @@ use crate::device::{DeviceName, cuda_count, hardware};
 use crate::dispatch;
 use crate::wrap::wrapped;
 
-/// Columns of the report.
+/// Width of the report in characters.
 const WIDTH: usize = 100;
 
 /// Options of `nvfp4 doctor`.
 #[derive(clap::Args)]
 pub(crate) struct Doctor {
-    /// Print why each operation takes its kernel
+    /// Print why each operation uses its kernel
     #[arg(long)]
     why: bool,
     /// Print the kernel of a GEMM of this shape on each device, for example 64,8192,8192
     #[arg(long, value_name = "M,N,K")]
     shape: Option<Shape>,
-    /// Divide the rows of the shape into this many groups (experts) [default: 1]
+    /// Divide the rows (M) of the shape into this many groups (experts) [default: 1]
     #[arg(long, value_name = "COUNT", default_value_t = 1, hide_default_value = true,
           requires = "shape", value_parser = clap::value_parser!(u32).range(1..))]
     groups: u32,
 }
 
-/// The shape of a GEMM.
+/// Shape of a GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Shape {
     m: usize,
@@ -152,7 +152,7 @@ fn show(name: DeviceName, rows: fn(&Device) -> Vec<CodePath>, why: bool) -> Resu
     Ok(())
 }
 
-/// One operation of the table, and the reason where it is asked for.
+/// Prints one operation of the table, and the reason for its kernel if `why` is set.
 fn show_row(row: &CodePath, why: bool) {
     println!("  {row}");
     if why {
@@ -161,12 +161,12 @@ fn show_row(row: &CodePath, why: bool) {
     }
 }
 
-/// The rows of Flex.
+/// Returns the rows of Flex.
 fn flex(_device: &Device) -> Vec<CodePath> {
     dispatch::flex()
 }
 
-/// The rows of a CubeCL device.
+/// Returns the rows of a CubeCL device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn cube(device: &Device) -> Vec<CodePath> {
     use burn::backend::DispatchDevice;
@@ -177,7 +177,7 @@ fn cube(device: &Device) -> Vec<CodePath> {
     dispatch::cube(&device.client())
 }
 
-/// Which kernels the shape that was asked for takes on a CubeCL device.
+/// Prints which kernels the requested shape uses on a CubeCL device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn show_shape(name: DeviceName, options: &Doctor) -> Result<()> {
     use burn::backend::DispatchDevice;
@@ -198,7 +198,7 @@ fn show_shape(name: DeviceName, options: &Doctor) -> Result<()> {
     Ok(())
 }
 
-/// Without CubeCL there are no such devices.
+/// Without CubeCL, no device can show a shape.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 fn show_shape(_name: DeviceName, _options: &Doctor) -> Result<()> {
     Ok(())

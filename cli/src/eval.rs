@@ -16,33 +16,32 @@ use crate::layers::LayerBar;
 
 #[derive(Args)]
 pub(crate) struct Eval {
-    /// Evaluate the model in this folder: in high precision, or quantized to NVFP4
+    /// Evaluate the model in this folder, in high precision or quantized to NVFP4
     ///
-    /// Weights in NVFP4 stay packed; GEMMs read the codes.
+    /// NVFP4 weights stay packed; GEMMs read the codes.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Give the perplexity of these text files, each of them a text of its own
+    /// Report the perplexity of these text files, each evaluated separately
     #[arg(long, value_name = "FILE", num_args = 1..)]
     data: Vec<PathBuf>,
-    /// Give the share of right answers to the questions in this file
+    /// Report the accuracy on the questions in this file
     ///
     /// Each line is JSON: {"context": TEXT, "choices": [TEXT, ..], "answer": NUMBER FROM 0}. White
-    /// space between context and choice belongs to the choice.
+    /// space between the context and a choice belongs to the choice.
     #[arg(long, value_name = "FILE")]
     choices: Option<PathBuf>,
-    /// Read texts in windows of this many tokens [default: 2048, or the positions that the model is
-    /// meant for]
+    /// Evaluate in windows of this many tokens [default: 2048, or the model's maximum context]
     #[arg(long, value_name = "N")]
     length: Option<usize>,
-    /// Begin a window this many tokens after the one before; each token counts once, in the first
-    /// window that has it [default: half a window]
+    /// Advance the window by this many tokens; each token counts once, in the first window that
+    /// contains it [default: half a window]
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
-    /// Quantize activations of a quantized model (w4a4) or leave them as they are (w4a16) [default:
-    /// what the model's folder says]
+    /// Quantize weights and activations (w4a4) or weights only (w4a16) of a quantized model
+    /// [default: from the model's folder]
     #[arg(long, value_name = "SCHEME")]
     scheme: Option<Scheme>,
-    /// Compute in this type [default: bf16 on a GPU, f32 else]
+    /// Compute in this type [default: bf16 on a GPU, else f32]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ComputeType>,
     /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
@@ -76,7 +75,7 @@ impl Eval {
     }
 }
 
-/// The contents of `files`.
+/// Reads the contents of `files`.
 pub(crate) fn read_texts(files: &[PathBuf]) -> Result<Vec<String>> {
     let texts = files
         .iter()
@@ -84,16 +83,17 @@ pub(crate) fn read_texts(files: &[PathBuf]) -> Result<Vec<String>> {
     texts.collect()
 }
 
-/// The tokenizer in `folder`, from which `model` is.
+/// Loads the tokenizer in `folder`, the folder of `model`.
 pub(crate) fn tokenizer(folder: &Path, model: &Decoder) -> Result<Tokenizer> {
     let settings = GenerationConfig::read(folder, model.config())?;
     Tokenizer::read(folder, model.config().vocab, &settings.eos)
 }
 
-/// Tokens of a window unless said otherwise, or unless the model is meant for fewer.
+/// Default number of tokens per window, unless the model's maximum context is shorter.
 const WINDOW: usize = 2048;
 
-/// Windows of as many tokens as the option `name` says, by `stride` or half of them, for a model.
+/// Returns the evaluation windows of a model: the length that the option `name` gives, and `stride`
+/// or half the length.
 pub(crate) fn windows(
     name: &str,
     length: Option<usize>,
@@ -110,7 +110,7 @@ pub(crate) fn windows(
     Ok(windows)
 }
 
-/// The cross entropy of `texts`, with a bar.
+/// Computes the cross entropy of `texts` and shows a progress bar.
 pub(crate) fn perplexity(
     model: &Decoder,
     tokenizer: &Tokenizer,
@@ -126,7 +126,7 @@ pub(crate) fn perplexity(
     Ok(found)
 }
 
-/// A line that says what `found` is.
+/// Formats `found` as one line.
 pub(crate) fn describe(found: &CrossEntropy, windows: Windows) -> String {
     format!(
         "perplexity {:.4} ± {:.4}; {:.5} ± {:.5} nats a token, {} tokens in windows of {} by {}",

@@ -22,69 +22,69 @@ use nvfp4_lm::tokens::chat::Message;
 use crate::decode_cost::KvName;
 use crate::device::{ComputeType, DeviceName, install_decorator};
 
-/// Tokens that are generated at most unless said otherwise.
+/// Default limit on the number of generated tokens.
 const TOKENS: usize = 256;
 
 #[derive(Args)]
 pub(crate) struct Generate {
-    /// Load the model from this folder: one as Hugging Face has them, in high precision or
-    /// quantized to NVFP4; or that of a run of `train`, of one of its recipes, or of a checkpoint
+    /// Load the model from this folder: a Hugging Face folder, in high precision or quantized to
+    /// NVFP4, or the folder of a `train` run, of one of its recipes, or of a checkpoint
     ///
-    /// A model of `train` goes on byte by byte: its tokens are bytes.
+    /// The tokens of a model trained by `train` are bytes.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
     /// Continue this text
     #[arg(long, value_name = "TEXT")]
     prompt: String,
-    /// Take the prompt for what a user says, in the chat template of the model's folder
+    /// Treat the prompt as a user message, in the chat template of the model's folder
     #[arg(long, conflicts_with = "no_special_tokens")]
     chat: bool,
-    /// Put no special tokens around the prompt
+    /// Do not add special tokens to the prompt
     ///
-    /// Without it a prompt begins with the token that starts texts, once, where the tokenizer has one.
+    /// By default, a prompt begins with one start-of-text token if the tokenizer has one.
     #[arg(long)]
     no_special_tokens: bool,
-    /// Generate at most this many tokens [default: what the model's folder says, else 256; no more
-    /// than the positions that the model is meant for]
+    /// Generate at most this many tokens [default: from the model's folder, else 256; limited by
+    /// the model's maximum context]
     #[arg(long, value_name = "N")]
     tokens: Option<usize>,
-    /// Divide the logits: 0 takes the most probable token [default: what the model's folder says,
-    /// else 0]
+    /// Divide the logits by this temperature; 0 takes the most probable token [default: from the
+    /// model's folder, else 0]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Draw from this many most probable tokens [default: what the model's folder says, else all]
+    /// Sample from this many most probable tokens [default: from the model's folder, else all]
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
-    /// Draw from the most probable tokens that have this probability together [default: what the
-    /// model's folder says, else 1]
+    /// Sample from the most probable tokens whose probabilities sum to this value [default: from
+    /// the model's folder, else 1]
     #[arg(long, value_name = "P")]
     top_p: Option<f64>,
-    /// Make tokens that the text has less probable; 1 changes nothing [default: what the model's
-    /// folder says, else 1]
+    /// Penalize tokens that already occur in the text; 1 disables the penalty [default: from the
+    /// model's folder, else 1]
     #[arg(long, value_name = "R")]
     repetition_penalty: Option<f64>,
-    /// End before this text; may be given several times
+    /// Stop before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Seed the choices
+    /// Seed the sampling
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Quantize activations of a quantized model (w4a4) or leave them as they are (w4a16) [default:
-    /// what the model's folder says]
+    /// Quantize weights and activations (w4a4) or weights only (w4a16) of a quantized model
+    /// [default: from the model's folder]
     #[arg(long, value_name = "SCHEME")]
     scheme: Option<Scheme>,
-    /// Store keys and values so [default: fp8 where the model's folder quantizes the cache, else
-    /// bf16]
+    /// Store keys and values in this format [default: fp8 if the model's folder quantizes the
+    /// cache, else bf16]
     #[arg(long, value_name = "TYPE")]
     kv: Option<KvName>,
-    /// Compute logits with the head in this precision: faster decoding, logits that differ a little
-    /// [default: stored]
+    /// Compute the logits with the head in this precision; a lower one decodes faster and changes
+    /// the logits slightly [default: stored]
     #[arg(long, value_name = "TYPE")]
     head: Option<HeadPrecision>,
-    /// Launch the kernels of a step one by one on a GPU, and not as a CUDA graph
+    /// Launch the kernels of a step one by one on a GPU, instead of as a CUDA graph
     #[arg(long)]
     no_graph: bool,
-    /// Compute in this type [default: bf16 on a GPU, f32 else]
+    /// Compute in this type [default: bf16 on a GPU, else f32]
     #[arg(long, value_name = "TYPE")]
     dtype: Option<ComputeType>,
     /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
@@ -101,7 +101,7 @@ impl Generate {
         }
     }
 
-    /// Text of a byte language model.
+    /// Generates text with a byte language model.
     fn with_checkpoint(self, name: DeviceName) -> Result<()> {
         for (option, is_given) in [
             ("scheme", self.scheme.is_some()),
@@ -140,7 +140,7 @@ impl Generate {
         });
         let (mut characters, mut stops) = (Characters::default(), StopStrings::new(&self.stop)?);
         let mut out = std::io::stdout().lock();
-        // With the first byte: by then everything has been checked.
+        // Print the prompt with the first byte: by then everything has been checked.
         let mut begin = Some(&self.prompt);
         let chosen = (self.tokens.unwrap_or(TOKENS), &sampling);
         generate(model, device, self.prompt.as_bytes(), chosen, |byte| {
@@ -158,7 +158,7 @@ impl Generate {
         Ok(out.flush()?)
     }
 
-    /// Text of a model in Hugging Face's layout.
+    /// Generates text with a model in Hugging Face format.
     fn with_decoder(self, name: DeviceName) -> Result<()> {
         let dtype = ComputeType::or_of(self.dtype, name);
         let device: Device = name.open()?.without_autodiff();
@@ -179,7 +179,7 @@ impl Generate {
         };
         let mut text = TextStream::new(&tokenizer, &self.stop)?;
         let mut out = std::io::stdout().lock();
-        // With the first token: by then everything has been checked.
+        // Print the prompt with the first token: by then everything has been checked.
         let mut begin = Some(&self.prompt);
         let added = model.generate(&[prompt], &generation, |_, token| {
             if let Some(prompt) = begin.take() {
@@ -192,14 +192,14 @@ impl Generate {
         let is_stopped = text.is_stopped();
         writeln!(out, "{}", text.finish()?)?;
         out.flush()?;
-        // Cut by no wish of the user.
+        // The text was cut by the model's limit, not by an option.
         if self.tokens.is_none() && added[0].len() == most && most < TOKENS && !is_stopped {
             eprintln!("ended after {most} tokens: the model or its folder allows no more");
         }
         Ok(())
     }
 
-    /// The tokens of the prompt.
+    /// Returns the tokens of the prompt.
     fn prompt_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         if self.no_special_tokens {
             return tokenizer.encode(&self.prompt, false);
@@ -221,7 +221,7 @@ impl Generate {
         tokenizer.encode(&template.render(&[message], true)?, false)
     }
 
-    /// Tokens that are added to a prompt of `prompt` tokens at most.
+    /// Returns the maximum number of tokens to add to a prompt of `prompt` tokens.
     fn most(
         &self,
         settings: &GenerationConfig,
@@ -241,7 +241,7 @@ impl Generate {
         Ok(asked.min(longest.min(config.longest()).saturating_sub(prompt)))
     }
 
-    /// What the folder of the model asks for, with the options over it.
+    /// Returns the sampling parameters of the model's folder, overridden by the options.
     fn sampling(&self, of_folder: &SamplingConfig) -> SamplingConfig {
         let mut config = of_folder.clone();
         config.temperature = self.temperature.unwrap_or(config.temperature);

@@ -8,18 +8,18 @@ use nvfp4_lm::hf::{Dtype, gguf};
 
 #[derive(Args)]
 pub(crate) struct Import {
-    /// Import this GGUF file: a Llama of F32, F16, BF16, Q8_0 and Q4_1 tensors
+    /// Import this GGUF file: a Llama model with F32, F16, BF16, Q8_0 and Q4_1 tensors
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Write it to this folder, which must be empty or absent
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Write tensors of this type
+    /// Write tensors in this type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: StoredType,
 }
 
-/// The type of tensors in a folder.
+/// Type of the tensors in a folder.
 #[derive(Clone, Copy, ValueEnum)]
 enum StoredType {
     F32,

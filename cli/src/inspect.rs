@@ -11,7 +11,7 @@ use crate::table::table;
 
 #[derive(Args)]
 pub(crate) struct Inspect {
-    /// Look at the model in this folder
+    /// Inspect the model in this folder
     #[arg(value_name = "DIR")]
     model: PathBuf,
 }
@@ -32,7 +32,7 @@ impl Inspect {
     }
 }
 
-/// What is in the folder, line by line.
+/// Describes the contents of the folder, one line per item.
 fn describe(checkpoint: &Checkpoint) -> Vec<String> {
     let mut lines = Vec::new();
     match checkpoint.config() {

@@ -1,4 +1,5 @@
-//! Compiled kernels: kept for the next start, and counted while the first step waits for them.
+//! Compiled kernels: keeps them for the next start, and counts them while the first step waits for
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -9,20 +10,20 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
 
-/// Names the folder of compiled kernels; empty, none are kept.
+/// Environment variable with the folder of compiled kernels; if empty, none are kept.
 #[cfg(feature = "cuda")]
 const FOLDER: &str = "NVFP4_KERNEL_CACHE";
 
-/// How often [`Waiting`] reports.
+/// Interval between reports of [`Waiting`].
 const EVERY: Duration = Duration::from_secs(5);
 
-/// The file with compiled kernels, where they are kept.
+/// File of compiled kernels, if they are kept.
 static FILE: OnceLock<Option<PathBuf>> = OnceLock::new();
 
-/// Kernels that this process has compiled.
+/// Number of kernels that this process has compiled.
 static COMPILED: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps compiled kernels, and counts them. Before the first device is opened.
+/// Keeps and counts compiled kernels. Call it before the first device is opened.
 #[cfg(feature = "cuda")]
 pub(crate) fn keep() {
     use nvfp4::kernels::kernel_cache::{configure, default_folder};
@@ -42,26 +43,26 @@ pub(crate) fn keep() {
     let _ = FILE.set(file);
 }
 
-/// Hands the messages of the crate `log` on to `tracing`.
+/// Forwards messages of the crate `log` to `tracing`.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn keep() {
     tracing_log::LogTracer::init().expect(NO_LOGGER);
 }
 
-/// Why a logger can be set.
+/// Reason why setting a logger cannot fail.
 const NO_LOGGER: &str = "`main` has set no logger";
 
-/// The file with compiled kernels, where they are kept.
+/// Returns the file of compiled kernels, if they are kept.
 fn file() -> Option<&'static Path> {
     FILE.get()?.as_deref()
 }
 
-/// Kernels that this process has compiled.
+/// Returns the number of kernels that this process has compiled.
 pub(crate) fn compiled() -> usize {
     COMPILED.load(Ordering::Relaxed)
 }
 
-/// Where compiled kernels are, for people.
+/// Describes where compiled kernels are kept.
 pub(crate) fn place() -> String {
     match file() {
         Some(file) => format!("kept in {}", file.display()),
@@ -69,8 +70,8 @@ pub(crate) fn place() -> String {
     }
 }
 
-/// Counts the kernels that CubeCL compiles, of which it tells the crate `log`, and hands all other
-/// messages on to `tracing`.
+/// Counts the kernels that CubeCL compiles, from CubeCL's messages to the crate `log`, and forwards
+/// all other messages to `tracing`.
 #[cfg(feature = "cuda")]
 struct Counter(tracing_log::LogTracer);
 
@@ -90,18 +91,18 @@ impl log::Log for Counter {
     fn flush(&self) {}
 }
 
-/// The time until the first step is done, in which kernels are compiled. Says every few seconds how
-/// many are.
+/// The wait for the first step, during which kernels are compiled. Reports their number every few
+/// seconds.
 pub(crate) struct Waiting {
     device: Device,
     started: Instant,
     before: usize,
-    /// Ends the reports when it is dropped.
+    /// Dropping the sender ends the reports.
     reports: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 impl Waiting {
-    /// Begins to wait for `device`; `report` shows how many kernels were compiled.
+    /// Starts waiting for `device`; `report` shows the number of compiled kernels.
     pub(crate) fn new(device: &Device, report: impl Fn(usize) + Send + 'static) -> Self {
         let before = compiled();
         let (sender, receiver) = channel::<()>();
@@ -118,9 +119,10 @@ impl Waiting {
         }
     }
 
-    /// Waits for the device, on which the first step was queued; what the time went to.
+    /// Waits until the device has finished the first step. Returns a description of what took the
+    /// time.
     pub(crate) fn finish(mut self) -> String {
-        // A failure shows where the loss is read.
+        // An error is reported where the loss is read.
         let _ = self.device.sync();
         self.stop();
         let place = place();

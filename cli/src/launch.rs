@@ -10,36 +10,37 @@ use nvfp4_parallel::launch::{Launch, Show};
 
 use crate::device::cuda_count;
 
-/// Ranks have so long to end by themselves once one has failed.
+/// Time that the other ranks have to exit after one has failed.
 const GRACE: Duration = Duration::from_secs(12);
 
 #[derive(Args)]
 pub(crate) struct LaunchRanks {
-    /// Start this many ranks, each with a GPU [default: the GPUs of this machine]
+    /// Start this many ranks, each with one GPU [default: all GPUs of this machine]
     #[arg(long, visible_alias = "ranks", value_name = "RANKS")]
     gpus: Option<usize>,
-    /// Show the output of all ranks, with the rank before each line [default: that of rank 0]
+    /// Show the output of all ranks, each line prefixed with its rank [default: output of rank 0
+    /// only]
     #[arg(long)]
     all_output: bool,
-    /// The command of nvfp4 that each rank runs, after `--`, with its options
+    /// The nvfp4 command that each rank runs, after `--`, with its options
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 
-/// Returns an error, before ranks start, for a command line that each of them would refuse. `C` is
+/// Returns an error, before any rank starts, for a command line that each rank would refuse. `C` is
 /// the parser of command lines.
 fn check<C: Parser>(command: &[OsString]) -> Result<()> {
     let name = OsString::from("nvfp4");
     match C::try_parse_from([&name].into_iter().chain(command)) {
         Ok(_) => Ok(()),
-        // Asked for help, one process writes it as well as several.
+        // A request for help needs one process only.
         Err(error) if !error.use_stderr() => error.exit(),
         Err(error) => bail!("the command of the ranks is refused: {}", error.render()),
     }
 }
 
 impl LaunchRanks {
-    /// `C` is the parser of the ranks' command lines.
+    /// Launches the ranks. `C` is the parser of their command lines.
     pub(crate) fn run<C: Parser>(self) -> Result<ExitCode> {
         let processes = match self.gpus {
             Some(ranks) => ranks,

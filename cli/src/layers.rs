@@ -1,13 +1,13 @@
-//! The progress of work that goes layer by layer.
+//! Progress bar for layer-by-layer work.
 
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// What the bar shows.
+/// Template of the bar.
 const TEMPLATE: &str = "{prefix} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
 
-/// A bar on a terminal, nothing elsewhere: the command prints what it did when it has done it.
+/// Bar on a terminal, nothing elsewhere: the command prints a summary at its end.
 pub(crate) struct LayerBar(Option<ProgressBar>);
 
 impl LayerBar {
@@ -18,7 +18,7 @@ impl LayerBar {
         }))
     }
 
-    /// `done` layers of `total` are done, and this one is worked on.
+    /// Shows that `done` of `total` layers are finished, and that `layer` is in progress.
     pub(crate) fn show(&mut self, done: usize, total: usize, layer: &str) {
         if let Some(bar) = &self.0 {
             bar.set_length(total as u64);
@@ -27,7 +27,7 @@ impl LayerBar {
         }
     }
 
-    /// Take the bar away.
+    /// Removes the bar.
     pub(crate) fn finish(self) {
         if let Some(bar) = self.0 {
             bar.finish_and_clear();

@@ -1,4 +1,5 @@
-//! The command `nvfp4`: train language models in NVFP4, generate text, and look at the machine.
+//! The command `nvfp4`: trains language models in NVFP4, generates text, and reports on the
+//! machine.
 
 mod command;
 mod convert;
@@ -34,8 +35,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// What is logged where `RUST_LOG` says nothing. CubeCL warns of every allocation that it tries
-/// again, and of every kernel that the failed one takes with it: one error says all of it
+/// Log filter used if `RUST_LOG` is not set. CubeCL warns about each allocation that it retries and
+/// about each kernel that a failed allocation takes down; one error reports all of it
 /// (`nvfp4_lm::memory`).
 const LOG_FILTER: &str = "warn,cubecl_server::command=error,cubecl_runtime::logging=error";
 
@@ -46,7 +47,7 @@ fn main() -> ExitCode {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .finish();
-    // Not by `init`, which would take the logger of the crate `log`: `kernels` counts by it.
+    // `init` would take the logger of the crate `log`, which `kernels` uses to count.
     tracing::subscriber::set_global_default(subscriber).expect("a process has one `main`");
     nvfp4_lm::memory::mute_memory_panics();
     match command::Command::parse().run() {

@@ -1,4 +1,4 @@
-//! `loss.svg`.
+//! Draws `loss.svg`.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use nvfp4_lm::metrics::Row;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);
-/// One per curve. Where there are more curves, the dots of the next round are hollow.
+/// One color per curve. Further curves reuse the colors with hollow dots.
 const COLORS: [RGBColor; 16] = [
     RGBColor(31, 119, 180),
     RGBColor(214, 69, 65),
@@ -28,13 +28,14 @@ const COLORS: [RGBColor; 16] = [
 ];
 const GRAY: RGBColor = RGBColor(110, 110, 110);
 
-/// Draw the losses of each recipe over the steps to `path`: thin for training, thick with dots for
-/// validation, and the unigram entropy as a level.
+/// Draws the losses of each recipe over the steps to `path`: a thin line for training, a thick one
+/// with dots for validation, and a level line for the unigram entropy.
 pub(crate) fn loss(path: &Path, curves: &[(&str, &[Row])], unigram: f64) -> Result<()> {
     write(path, curves, Some(unigram))
 }
 
-/// Draw the validation losses alone, from a tenth of the way on, where curves can be told apart.
+/// Draws only the validation losses, without the first tenth of the steps, so that the curves can
+/// be told apart.
 pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
     let late: Vec<(&str, Vec<Row>)> = curves
         .iter()
@@ -52,8 +53,7 @@ pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
     write(path, &curves, None)
 }
 
-/// The colour of curve number `index`, and how its dots are drawn: no two of the first 32 look
-/// alike.
+/// Returns the color and the dot style of curve number `index`; the first 32 are distinct.
 fn style(index: usize) -> (RGBColor, ShapeStyle) {
     let color = COLORS[index % COLORS.len()];
     let dot = match (index / COLORS.len()).is_multiple_of(2) {
@@ -169,7 +169,7 @@ mod tests {
             .collect();
         let mut svg = String::new();
         draw(&mut svg, &curves, None).unwrap();
-        // What a curve looks like: the line, and the dots after it.
+        // Style of a curve: the line, and the dots after it.
         let lines: Vec<&str> = svg.lines().collect();
         let mut looks: Vec<(String, bool)> = lines
             .windows(2)

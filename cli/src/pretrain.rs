@@ -15,27 +15,28 @@ use nvfp4_lm::tokens::bpe;
 use crate::finetune::{Defaults, Session, Start, TrainingOptions};
 use crate::ranks::Ranks;
 
-/// Defaults where they differ between the commands.
+/// Defaults of `pretrain` that differ from those of `finetune`.
 const DEFAULTS: Defaults = Defaults {
     lr: 3e-4,
     weight_decay: 0.1,
 };
 
-/// Where a trained tokenizer is, in the folder of the run.
+/// Subfolder of a trained tokenizer.
 const TOKENIZER: &str = "tokenizer";
-/// Where the untrained model is, in the folder of the run.
+/// Subfolder of the untrained model.
 const INIT: &str = "init";
 
 #[derive(Args)]
 pub(crate) struct Pretrain {
-    /// Build the decoder that this config.json describes, of a family that `generate` runs
+    /// Build the decoder described by this config.json; its family must be one that `generate`
+    /// supports
     #[arg(long, value_name = "FILE", required_unless_present = "resume")]
     config: Option<PathBuf>,
-    /// Take the tokenizer from this folder
+    /// Use the tokenizer in this folder
     #[arg(long, value_name = "DIR", required_unless_present_any = ["resume", "train_tokenizer"])]
     tokenizer: Option<PathBuf>,
-    /// Train a tokenizer on the texts of --data: byte-level BPE, with as many tokens as config.json
-    /// says, at most
+    /// Train a byte-level BPE tokenizer on the texts of --data, with at most the vocabulary size of
+    /// config.json
     #[arg(long, conflicts_with = "tokenizer")]
     train_tokenizer: bool,
     #[command(flatten)]
@@ -58,7 +59,7 @@ impl Pretrain {
         }
         let made = on_first_at_length(ranks.group(), || self.model())?;
         let start = Start {
-            // Rank 0 says what is trained.
+            // Only rank 0 prints the model.
             model: made.unwrap_or_default(),
             objective: Objective::CrossEntropy,
             lora: None,
@@ -69,7 +70,7 @@ impl Pretrain {
         Session::begin(start, options, "pretrain", ranks)?.run(ranks)
     }
 
-    /// The folder of the model of random weights, which is made.
+    /// Creates the model with random weights and returns its folder.
     fn model(&self) -> Result<PathBuf> {
         let options = &self.options;
         let config = self.config.as_deref().context("config is not given")?;

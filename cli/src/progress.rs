@@ -1,4 +1,4 @@
-//! The progress of a run: a bar on a terminal, else a line for each row.
+//! Progress of a run: a bar on a terminal, else one line per row of metrics.
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -15,16 +15,17 @@ use nvfp4_lm::train::Observer;
 
 use crate::kernels::Waiting;
 
-/// Exit code after an interrupt, as shells have it for SIGINT.
+/// Exit code after an interrupt, as shells use it for SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// A flag that Ctrl-C sets; the second time, the process ends.
+/// Returns a flag that Ctrl-C sets; a second Ctrl-C ends the process.
 pub(crate) fn watch_interrupts() -> Result<Arc<AtomicBool>> {
     let interrupt = Arc::new(AtomicBool::new(false));
     let flag = interrupt.clone();
     ctrlc::set_handler(move || {
         if flag.swap(true, Ordering::Relaxed) {
-            // The second time it is meant at once. Checkpoints are whole or not there.
+            // A second Ctrl-C exits at once. This is safe because checkpoints are written
+            // atomically.
             std::process::exit(INTERRUPTED.into());
         }
         eprintln!("\nstopping after this step; once more to stop at once");
@@ -33,26 +34,26 @@ pub(crate) fn watch_interrupts() -> Result<Arc<AtomicBool>> {
     Ok(interrupt)
 }
 
-/// What the bar shows; the message is [`figures`].
+/// Template of the bar; the message is [`figures`].
 const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
 
-/// Shows the progress of one recipe, and passes on that the user wants to stop.
+/// Shows the progress of one recipe, and reports whether the user wants to stop.
 pub(crate) struct Progress {
     recipe: RecipeName,
     steps: u64,
-    /// Steps that were done when the bar was made.
+    /// Steps already done when the bar was made.
     first: u64,
-    /// On a terminal.
+    /// Progress bar, on a terminal only.
     bar: Option<ProgressBar>,
     started: Instant,
     valid_loss: Option<f64>,
     interrupt: Arc<AtomicBool>,
-    /// Until the first step is done, on devices that compile kernels.
+    /// Set until the first step is done, on devices that compile kernels.
     waiting: Option<Waiting>,
 }
 
 impl Progress {
-    /// Of step `first` of `steps`. `compiles` says whether `device` compiles kernels.
+    /// Starts at step `first` of `steps`. `compiles` is true if `device` compiles kernels.
     pub(crate) fn new(
         recipe: RecipeName,
         (first, steps): (u64, u64),
@@ -84,14 +85,14 @@ impl Progress {
         }
     }
 
-    /// Take the bar away.
+    /// Removes the bar.
     pub(crate) fn finish(self) {
         if let Some(bar) = self.bar {
             bar.finish();
         }
     }
 
-    /// The estimated time to the end, at the speed of the steps so far.
+    /// Estimates the remaining time from the speed of the steps so far.
     fn remaining(&self, step: u64) -> String {
         let done = step.saturating_sub(self.first);
         if done == 0 {
@@ -105,7 +106,7 @@ impl Progress {
     }
 }
 
-/// Shows a line above `bar`, or on its own.
+/// Prints a line above `bar`, or to the terminal if there is no bar.
 fn show(bar: Option<&ProgressBar>, text: &str) {
     match bar {
         Some(bar) => bar.println(text),
@@ -113,7 +114,7 @@ fn show(bar: Option<&ProgressBar>, text: &str) {
     }
 }
 
-/// A bar at step `first` of `steps`.
+/// Makes a bar at step `first` of `steps`.
 fn bar(recipe: &RecipeName, steps: u64, first: u64, target: ProgressDrawTarget) -> ProgressBar {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
     let bar = ProgressBar::with_draw_target(Some(steps), target)
@@ -124,7 +125,7 @@ fn bar(recipe: &RecipeName, steps: u64, first: u64, target: ProgressDrawTarget) 
     bar
 }
 
-/// The losses and the speed of `row`, with `valid_loss` for that on the validation text.
+/// Formats the losses and the speed of `row`; `valid_loss` is the loss on the validation text.
 fn figures(row: &Row, valid_loss: Option<f64>) -> String {
     let parts = [
         row.train_loss.map(|loss| format!("loss {loss:.4}")),
@@ -149,7 +150,7 @@ impl Observer for Progress {
         self.valid_loss = row.valid_loss.or(self.valid_loss);
         match &self.bar {
             Some(bar) => bar.set_message(figures(row, self.valid_loss)),
-            // Only what this very row has measured.
+            // Print only values that this row has measured.
             None => eprintln!(
                 "{:>6}  step {}/{}  {}  ETA {}",
                 self.recipe.name(),
@@ -179,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// A terminal of 120 columns that keeps what is written to it.
+    /// A 120-column terminal that records its output.
     #[derive(Debug, Clone, Default)]
     struct Screen(Arc<Mutex<String>>);
 

@@ -25,10 +25,10 @@ use crate::eval::{describe, perplexity, read_texts, tokenizer, windows};
 use crate::layers::LayerBar;
 use crate::table::table;
 
-/// Tokens of a sequence of the calibration unless said otherwise, or unless the model is meant for
-/// fewer.
+/// Default number of tokens per calibration sequence, unless the model's maximum context is
+/// shorter.
 const CALIBRATION_LENGTH: usize = 512;
-/// Tokens of a calibration below which the report warns.
+/// Number of calibration tokens below which the report warns.
 const FEW_TOKENS: u64 = 512;
 
 #[derive(Args)]
@@ -39,67 +39,68 @@ pub(crate) struct Quantize {
     /// Write it to this folder, which must be empty or absent
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Write it for the readers of this dialect
+    /// Write it in this dialect
     #[arg(long, value_name = "DIALECT", default_value = "compressed-tensors")]
     dialect: Dialect,
-    /// Quantize weights only, or activations too
+    /// Quantize weights only, or weights and activations
     #[arg(long, value_name = "SCHEME", default_value = "w4a16")]
     scheme: Scheme,
     /// Quantize weights by this method
     #[arg(long, value_name = "METHOD", default_value = "search")]
     method: Method,
-    /// Multiply weights by the size of their input features first, and divide the inputs
+    /// Multiply weights by a power of their input features' size before quantization, and divide
+    /// the inputs by it
     ///
-    /// `awq` tries powers from 0 to 1 of the size for each input and keeps the one with the
-    /// smallest error. Norms and the layers before take the division over: the model computes the
-    /// same, at no cost. This needs --calibration. With --kv fp8 the input of o_proj stays as it
-    /// is, because the values before it are cached.
+    /// `awq` tries powers from 0 to 1 for each input and keeps the one with the smallest error. The
+    /// division is folded into the preceding norms and layers, so the model computes the same
+    /// function at no cost. Requires --calibration. With --kv fp8 the input of o_proj is not
+    /// smoothed, because the values before it are cached.
     #[arg(long, value_name = "SMOOTHING", default_value = "none")]
     smooth: Smoothing,
-    /// Go on with a run into the same folder that was killed
+    /// Resume an interrupted run into the same folder
     ///
-    /// Model and options must be those of that run. What is written is the same, byte for byte.
+    /// Model and options must match the interrupted run. The output is identical byte for byte.
     #[arg(long)]
     resume: bool,
-    /// Leave modules whose name this regular expression matches as they are; may be repeated
+    /// Skip modules whose name matches this regular expression; may be given several times
     ///
-    /// Routers and the output head are always left. What readers fuse with a projection that is left
-    /// (q/k/v, gate/up, the experts of a layer) is left too.
+    /// Routers and the output head are never quantized. Projections that readers fuse with a
+    /// skipped one (q/k/v, gate/up, the experts of a layer) are skipped too.
     #[arg(long, value_name = "REGEX")]
     exclude: Vec<String>,
-    /// Dequantize every quantized input by this factor, instead of calibrating one for each layer
+    /// Use this input scale for every quantized layer, instead of calibrating one per layer
     #[arg(long, value_name = "FACTOR")]
     input_scale: Option<f32>,
-    /// Write scales for keys and values that readers cache in this format
+    /// Write scales for a KV cache in this format
     ///
-    /// Of FP8 they are amax / 448 for each layer, of keys after the rotary embedding. This needs
+    /// FP8 scales are amax / 448 per layer; keys are measured after the rotary embedding. Requires
     /// --calibration.
     #[arg(long, value_name = "FORMAT", default_value = "none")]
     kv: KvFormat,
-    /// Calibrate on the text of this file: the model reads it, in f32
+    /// Calibrate on the text of this file, with an f32 forward pass
     ///
-    /// It gives the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
-    /// the scales of activations (`w4a4`) and those of the cache (`--kv fp8`). The whole model is in
-    /// memory for it.
+    /// Provides the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
+    /// activation scales (`w4a4`) and cache scales (`--kv fp8`). Holds the whole model in memory.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
-    /// Cut the calibration's text into sequences of this many tokens [default: 512, or the positions
-    /// that the model is meant for]
+    /// Cut the calibration text into sequences of this many tokens [default: 512, or the model's
+    /// maximum context]
     #[arg(long, value_name = "N")]
     calibration_length: Option<usize>,
-    /// Read at most this many sequences of it
+    /// Use at most this many sequences
     #[arg(long, value_name = "N", default_value_t = 128)]
     calibration_sequences: usize,
-    /// Give the perplexity of these text files before and after, each of them a text of its own
+    /// Report the perplexity of these text files before and after quantization, each evaluated
+    /// separately
     ///
-    /// The whole model is in memory for it, as `nvfp4 eval` has it: weights in NVFP4 stay packed.
+    /// Holds the whole model in memory, as `nvfp4 eval` does: NVFP4 weights stay packed.
     #[arg(long, value_name = "FILE", num_args = 1..)]
     eval: Vec<PathBuf>,
-    /// Read the texts of --eval in windows of this many tokens [default: 2048, or the positions that
-    /// the model is meant for]
+    /// Evaluate the texts of --eval in windows of this many tokens [default: 2048, or the model's
+    /// maximum context]
     #[arg(long, value_name = "N")]
     eval_length: Option<usize>,
-    /// Begin such a window this many tokens after the one before [default: half a window]
+    /// Advance the window by this many tokens [default: half a window]
     #[arg(long, value_name = "N")]
     eval_stride: Option<usize>,
     /// Calibrate and evaluate on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
@@ -107,12 +108,12 @@ pub(crate) struct Quantize {
     device: Option<DeviceName>,
 }
 
-/// How keys and values are cached.
+/// Storage format of cached keys and values.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum KvFormat {
-    /// In the type of the activations
+    /// The type of the activations
     None,
-    /// In FP8 (E4M3), a scale for the keys and one for the values of each layer
+    /// FP8 (E4M3), with one scale for the keys and one for the values per layer
     Fp8,
 }
 
@@ -187,7 +188,7 @@ impl Quantize {
         Ok(())
     }
 
-    /// What calibration depends on, by the names of the options.
+    /// Returns the inputs that calibration depends on, by option name.
     fn calibrates_on(&self, text: Option<&str>, length: usize) -> MadeFrom {
         let Some(text) = text else {
             return MadeFrom::new();
@@ -202,7 +203,7 @@ impl Quantize {
         reads.map(|(name, value)| (name.to_owned(), value)).into()
     }
 
-    /// The tokens of the calibration's text, of which it must have some of its own.
+    /// Tokenizes the calibration text. Fails if it has only special tokens.
     fn tokens(&self, text: &str, config: &DecoderConfig) -> Result<Vec<u32>> {
         let settings = GenerationConfig::read(&self.model, config)?;
         let tokenizer = Tokenizer::read(&self.model, config.vocab, &settings.eos)?;
@@ -216,7 +217,7 @@ impl Quantize {
         tokenizer.encode_text(text)
     }
 
-    /// The calibration of a resumed run, or of the model as it reads `tokens`.
+    /// Returns the calibration of a resumed run, or calibrates the model on `tokens`.
     fn calibration(
         &self,
         run: &Quantization,
@@ -231,7 +232,7 @@ impl Quantize {
         Ok(found)
     }
 
-    /// What the model's linear layers read while it reads `tokens`.
+    /// Records the inputs of the model's linear layers during a forward pass over `tokens`.
     fn calibrate(&self, tokens: &[u32], length: usize) -> Result<Calibration> {
         let device = DeviceName::or_best(self.device)?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
@@ -248,7 +249,7 @@ impl Quantize {
         Ok(found)
     }
 
-    /// The cross entropy of `texts` by the model in `folder`, if there are any.
+    /// Returns the cross entropy of `texts` under the model in `folder`, if there are any texts.
     fn perplexity(
         &self,
         folder: &Path,
@@ -292,7 +293,7 @@ impl Quantize {
     }
 }
 
-/// What was quantized and what was not.
+/// Lists the quantized and the skipped modules.
 fn report(done: &Quantized) -> Vec<String> {
     let head = ["layer", "shape", "before", "after", "SQNR dB", "by E[x²]"];
     let mut rows = vec![head.map(String::from).to_vec()];

@@ -1,4 +1,4 @@
-//! The processes of a run: this one among them.
+//! The processes of a run.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,41 +15,41 @@ use nvfp4_parallel::{Environment, World};
 
 use crate::device::DeviceName;
 
-/// Name of the variable that says how tensors travel between ranks.
+/// Environment variable that selects the transport of tensors between ranks.
 const COLLECTIVES: &str = "NVFP4_COLLECTIVES";
-/// Through the memory of the host.
+/// Through host memory.
 const HOST: &str = "host";
-/// From GPU to GPU.
+/// From GPU to GPU, by NCCL.
 const NCCL: &str = "nccl";
-/// The same, tokens of experts on other ranks beside kernels.
+/// NCCL; the exchange of expert tokens overlaps with kernels.
 const TOKENS_OVERLAPPED: &str = "nccl-overlap-tokens";
-/// The same, gradients too, while the backward goes on.
+/// NCCL; the exchanges of expert tokens and of gradients overlap with kernels.
 const OVERLAPPED: &str = "nccl-overlap";
 
-/// This process in its run.
+/// This process as a rank of its run.
 pub(crate) struct Ranks {
-    /// None where nothing has started several.
+    /// None if no launcher started several processes.
     world: Option<World>,
     group: ProcessGroup,
 }
 
 impl Ranks {
-    /// What `work` makes of this process in its run, which it joins before and leaves behind: the
-    /// others end with this rank if that is an error.
+    /// Joins the run, calls `work`, and leaves the run. If `work` fails, the other ranks end too.
     ///
     /// # Errors
-    /// Those of `work`, when the variables of a launcher are not whole, or when another rank does
-    /// not come or fails.
+    /// Returns the error of `work`. Also returns an error if the launcher's variables are
+    /// incomplete, or if another rank does not join or fails.
     pub(crate) fn run<T>(work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
         let ranks = Self::join()?;
         let result = work(&ranks);
         ranks.leave(result)
     }
 
-    /// Joins the processes that a launcher has started with this one, if one has.
+    /// Joins the processes that a launcher has started, if any.
     ///
     /// # Errors
-    /// When the variables of a launcher are not whole, or another rank does not come.
+    /// Returns an error if the launcher's variables are incomplete, or if another rank does not
+    /// join.
     fn join() -> Result<Self> {
         let world = match Environment::detect()? {
             Some(environment) => Some(World::join(environment, Settings::default())?),
@@ -62,18 +62,18 @@ impl Ranks {
         Ok(Self { world, group })
     }
 
-    /// All ranks.
+    /// Returns the group of all ranks.
     pub(crate) fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Whether this rank writes and prints.
+    /// Returns true on the rank that writes and prints (rank 0).
     pub(crate) fn is_first(&self) -> bool {
         self.group.rank() == 0
     }
 
-    /// The device of this rank where each has its own: the first GPU stands for the one with the
-    /// number of the rank on its machine.
+    /// Returns the device of this rank if each rank has one: `cuda:0` stands for the GPU whose
+    /// index is the local rank.
     pub(crate) fn device(&self, name: DeviceName) -> DeviceName {
         match (&self.world, name) {
             (Some(world), DeviceName::Cuda(0)) => DeviceName::Cuda(world.environment().local_rank),
@@ -81,13 +81,13 @@ impl Ranks {
         }
     }
 
-    /// The groups of the run `config`, whose tensors on `device`, which it names, travel as the
-    /// variable [`COLLECTIVES`] says. Without it, those of GPUs go by NCCL, and those of CPUs
-    /// through the memory of the host.
+    /// Returns the process groups of the run `config`. The variable [`COLLECTIVES`] selects the
+    /// transport of tensors on `device`, which `config` names. The default is NCCL for GPUs and
+    /// host memory for CPUs.
     ///
     /// # Errors
-    /// When the variable has another value, NCCL is not to be had, or the configuration does not
-    /// fit the number of ranks.
+    /// Returns an error if the variable has an invalid value, if NCCL is not available, or if the
+    /// configuration does not fit the number of ranks.
     pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ParallelGroups> {
         let groups = ParallelGroups::new(&self.group, config)?;
         match self.travel(&config.device)? {
@@ -96,11 +96,11 @@ impl Ranks {
         }
     }
 
-    /// All ranks, whose tensors on `device`, called `name`, travel as [`connected`](Self::connected)
-    /// says.
+    /// Returns the group of all ranks, with the transport of [`connected`](Self::connected) for
+    /// tensors on `device`, whose name is `name`.
     ///
     /// # Errors
-    /// When the variable has another value, or NCCL is not to be had.
+    /// Returns an error if the variable has an invalid value, or if NCCL is not available.
     pub(crate) fn connected_world(&self, device: &Device, name: &str) -> Result<ProcessGroup> {
         let world = self.group.clone();
         match self.travel(name)? {
@@ -109,7 +109,7 @@ impl Ranks {
         }
     }
 
-    /// How tensors on `device` travel.
+    /// Returns the transport for tensors on `device`.
     fn travel(&self, device: &str) -> Result<Travel> {
         let is_gpu = device.starts_with("cuda");
         let default = if is_gpu { NCCL } else { HOST };
@@ -135,15 +135,15 @@ impl Ranks {
         }
     }
 
-    /// What the watchdog says that this rank does between collectives.
+    /// Sets the activity that the watchdog reports for this rank between collectives.
     pub(crate) fn label(&self, doing: &str) {
         self.group.collective().label(doing);
     }
 
-    /// Leaves the run with a result: the others end with this rank if it is an error.
+    /// Leaves the run with a result. If it is an error, the other ranks end too.
     ///
     /// # Errors
-    /// That one, or that another rank has failed.
+    /// Returns the error of `result`, or an error if another rank has failed.
     fn leave<T>(self, result: Result<T>) -> Result<T> {
         match (self.world, result) {
             (Some(world), Ok(made)) => {
@@ -159,21 +159,21 @@ impl Ranks {
     }
 }
 
-/// How tensors travel between ranks.
+/// Transport of tensors between ranks.
 enum Travel {
     Host,
     Nccl(Overlap),
 }
 
-/// What to do where NCCL fails.
+/// Returns a hint for errors of NCCL.
 fn without() -> String {
     format!("{COLLECTIVES}={HOST} does without NCCL")
 }
 
-/// Fails where a launcher has started several processes of a command that runs in one.
+/// Refuses a command that runs in one process if a launcher has started several.
 ///
 /// # Errors
-/// Names the command.
+/// Returns an error that names the command.
 pub(crate) fn refuse(command: &str) -> Result<()> {
     let several = std::env::var(WORLD_SIZE).is_ok_and(|ranks| ranks != "1");
     if several && std::env::var_os(TOKEN).is_some() {
@@ -182,7 +182,7 @@ pub(crate) fn refuse(command: &str) -> Result<()> {
     Ok(())
 }
 
-/// How a command begins that runs in `ranks` processes.
+/// Returns the prefix of a command that runs in `ranks` processes.
 pub(crate) fn launch(ranks: usize) -> String {
     match ranks {
         1 => String::new(),
@@ -190,7 +190,7 @@ pub(crate) fn launch(ranks: usize) -> String {
     }
 }
 
-/// Passes on that the user wants to stop, and shows nothing.
+/// Observer that reports the user's interrupt and shows nothing.
 pub(crate) struct Quiet(pub(crate) Arc<AtomicBool>);
 
 impl Observer for Quiet {

@@ -1,6 +1,6 @@
-//! Words of a shell, for commands that a user pastes.
+//! Quotes words for shell commands that a user pastes.
 
-/// How this program was called, as the first word of a command to paste into a shell.
+/// Returns the name by which this program was called, quoted for a shell.
 pub(crate) fn program() -> String {
     let name = std::env::args_os().next();
     quoted(&name.map_or_else(
@@ -9,7 +9,7 @@ pub(crate) fn program() -> String {
     ))
 }
 
-/// `text` as one word of a shell.
+/// Returns `text` as one shell word.
 pub(crate) fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/\\._-:+=,@".contains(c);
     if !text.is_empty() && text.chars().all(plain) {

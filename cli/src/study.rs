@@ -1,4 +1,4 @@
-//! `nvfp4 study`: several recipes and seeds on the same model, and the report of their losses.
+//! `nvfp4 study`: trains the same model with several recipes and seeds, and reports the losses.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -38,18 +38,18 @@ pub(crate) struct Study {
     /// Train on this device: flex, cpu or cuda:N [default: the file's `device`]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Train part I of N of the runs, so that several processes share a study
+    /// Train part I of N of the runs, so that several processes can share a study
     #[arg(long, value_name = "I/N", default_value = "1/1")]
     part: Part,
     /// Stop after this many seconds, with checkpoints to resume [default: never]
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<u64>,
-    /// Write the report of the finished runs, without training
+    /// Write the report of the finished runs without training
     #[arg(long)]
     report: bool,
 }
 
-/// Which of the runs a process does: every `of`-th, from the `index`-th.
+/// Share of the runs that this process does: every `of`-th, starting with number `index`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Part {
     index: usize,
@@ -74,23 +74,23 @@ impl FromStr for Part {
     }
 }
 
-/// The file of a study.
+/// Contents of a study's file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Plan {
-    /// What all runs share.
+    /// Options shared by all runs.
     options: Options,
     runs: Vec<PlannedRuns>,
 }
 
-/// The runs of one recipe.
+/// Runs of one recipe.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PlannedRuns {
     recipe: String,
     #[serde(default = "one_seed")]
     seeds: Vec<u64>,
-    /// Runs that share the first part of the plain one, and stop quantizing then.
+    /// Runs that share the first part of the plain run and then stop quantizing.
     #[serde(default)]
     healing: Vec<HealingOption>,
 }
@@ -99,7 +99,7 @@ fn one_seed() -> Vec<u64> {
     vec![0]
 }
 
-/// A plain run and those that branch off it.
+/// A plain run, and the runs that branch off it.
 struct Job {
     plain: Planned,
     healed: Vec<Planned>,
@@ -108,9 +108,9 @@ struct Job {
 /// One run.
 #[derive(Clone)]
 struct Planned {
-    /// Name of its folder.
+    /// Name of the run's folder.
     name: String,
-    /// What is compared: the recipe, with its healing.
+    /// Group for comparison: the recipe with its healing.
     group: String,
     config: RunConfig,
 }
@@ -129,7 +129,7 @@ impl Planned {
         }
     }
 
-    /// The first step that is not quantized.
+    /// Returns the first step that is not quantized.
     fn heals_at(&self) -> u64 {
         let steps = self.config.steps;
         let share = self
@@ -140,7 +140,7 @@ impl Planned {
     }
 }
 
-/// What the runs of one process share.
+/// State shared by the runs of one process.
 struct Session<'a> {
     out: &'a Path,
     corpus: &'a Corpus,
@@ -150,13 +150,13 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Whether no more is to be trained.
+    /// Returns true if training must stop.
     fn is_over(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() >= until)
             || self.interrupt.load(Ordering::Relaxed)
     }
 
-    /// Start or resume a run, to its end or to step `stop_at`. Prints the report of a decorated
+    /// Starts or resumes a run, to its end or to step `stop_at`. Prints the report of a decorated
     /// model.
     fn train<M: LanguageModel>(&self, planned: &Planned, stop_at: Option<u64>) -> Result<Outcome> {
         let Planned { name, config, .. } = planned;
@@ -273,7 +273,7 @@ impl Study {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The runs, and the device for them.
+    /// Returns the runs and their device.
     fn jobs(&self) -> Result<(Vec<Job>, DeviceName)> {
         let path = &self.file;
         let context = || format!("study {} is not valid", path.display());
@@ -325,7 +325,8 @@ impl Study {
         Ok((jobs, device))
     }
 
-    /// Start `healed` from where `plain` is: up to there the two are one run.
+    /// Copies the state of `plain` as the start of `healed`: the two runs are identical up to the
+    /// branch.
     fn branch(&self, plain: &Planned, healed: &Planned) -> Result<()> {
         let (from, to) = (self.out.join(&plain.name), self.out.join(&healed.name));
         let Some(path) = checkpoint::latest(&from)? else {
@@ -333,7 +334,7 @@ impl Study {
         };
         let checkpoint = Checkpoint::load(&path)?;
         if checkpoint.state.step > healed.heals_at() {
-            // The plain run is past the branch: this one starts anew.
+            // The plain run is past the branch, so this run starts from scratch.
             return Ok(());
         }
         fs::create_dir_all(&to).with_context(|| format!("cannot make {}", to.display()))?;
@@ -345,7 +346,7 @@ impl Study {
     }
 }
 
-/// What came of one run.
+/// Result of one run.
 #[derive(Debug, Serialize)]
 struct Finished {
     name: String,
@@ -359,7 +360,7 @@ struct Finished {
     tokens_per_s: Option<f64>,
 }
 
-/// Write `report.md`, `results.json` and `loss.svg` from the runs that are finished.
+/// Writes `report.md`, `results.json` and `loss.svg` from the finished runs.
 fn report(out: &Path, all: &[&Planned]) -> Result<()> {
     let mut rows: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
     let mut unfinished = Vec::new();
@@ -384,8 +385,8 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
         let rows = rows.get(planned.name.as_str())?;
         rows.last()?.valid_loss
     };
-    // The baseline of a seed is the high-precision run with the same seed: the same weights and
-    // batches. Without one, the mean of those that there are.
+    // The baseline of a seed is the high-precision run with the same seed, and so the same weights
+    // and batches. If there is none, it is the mean of the existing high-precision runs.
     let baselines: Vec<(u64, f64)> = all
         .iter()
         .filter(|planned| planned.config.recipe.is_high_precision())

@@ -1,7 +1,7 @@
-//! Tables of text.
+//! Text tables.
 
-/// The rows of a table, its columns aligned: those whose letter in `align` is `r` to the right, all
-/// others to the left.
+/// Aligns the columns of `rows`: a letter `r` in `align` aligns its column to the right, any other
+/// to the left.
 pub(crate) fn table(align: &str, rows: &[Vec<String>]) -> Vec<String> {
     let width = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));

@@ -10,14 +10,14 @@ use nvfp4_lm::tokens::encode::is_shard;
 
 #[derive(Args)]
 pub(crate) struct Tokenize {
-    /// Take the tokenizer of the model in this folder
+    /// Use the tokenizer of the model in this folder
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Read these files and folders: each line of a file that ends in .jsonl, and every other file of
-    /// text, is a document
+    /// Read these files and folders; each line of a .jsonl file and every other text file is one
+    /// document
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     data: Vec<PathBuf>,
-    /// Write the tokens to this new file, which ends in .tokens
+    /// Write the tokens to this new .tokens file
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 }

@@ -29,7 +29,7 @@ use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
 use crate::ranks::{Quiet, Ranks, launch};
 use crate::shell::{program, quoted};
 
-/// Folder in which runs without `--out` get theirs.
+/// Parent folder for runs without `--out`.
 const DEFAULT_OUT: &str = "nvfp4-out";
 
 #[derive(Args)]
@@ -50,47 +50,47 @@ pub(crate) struct Train {
     options: Options,
 }
 
-/// What `summary.json` holds. Losses are in nats per byte.
+/// Contents of `summary.json`. Losses are in nats per byte.
 #[derive(Debug, Serialize)]
 struct Summary {
     recipe: RecipeName,
     final_valid_loss: f64,
     baseline_recipe: Option<RecipeName>,
     baseline_valid_loss: Option<f64>,
-    /// How much higher the loss is than the baseline's, in percent of it.
+    /// Difference between the loss and the baseline's, in percent of the baseline's.
     gap_percent: Option<f64>,
-    /// Every recipe that was trained.
+    /// Results of every trained recipe.
     results: Vec<RecipeResult>,
-    /// Loss of the best model that looks at no context.
+    /// Loss of the best model that uses no context.
     unigram_entropy: f64,
     preset: Preset,
     parameters: usize,
     steps: u64,
-    /// Bytes of text that the model was trained on.
+    /// Bytes of training text.
     tokens: u64,
-    /// Seconds of the run with `recipe`, with its evaluations and checkpoints.
+    /// Seconds of the run with `recipe`, including evaluations and checkpoints.
     seconds: f64,
     baseline_seconds: Option<f64>,
     /// Median over the rows of metrics.csv.
     tokens_per_s: Option<f64>,
     baseline_tokens_per_s: Option<f64>,
-    /// Of the steps of several ranks, with `recipe`, the share in which compute waited for
-    /// collectives; none if it was not measured.
+    /// Percentage of the time of multi-rank steps with `recipe` in which compute waits for
+    /// collectives; none if not measured.
     exposed_communication_percent: Option<f64>,
-    /// Bytes of device memory, with `recipe`, on the rank with most: the most that tensors had at
-    /// once in a step; none if it was not measured.
+    /// Peak bytes of device memory held by tensors in a step with `recipe`, on the rank with the
+    /// most; none if not measured.
     peak_tensor_bytes: Option<u64>,
-    /// What the memory pools held at the end.
+    /// Bytes held by the memory pools at the end.
     pool_bytes: Option<u64>,
-    /// Of rank 0.
+    /// Device of rank 0.
     device: String,
-    /// The hardware's own name.
+    /// Name of the hardware.
     hardware: Option<String>,
     train_bytes: usize,
     valid_bytes: usize,
 }
 
-/// What `summary.json` holds of each recipe.
+/// Contents of `summary.json` for each recipe.
 #[derive(Debug, Serialize)]
 struct RecipeResult {
     recipe: RecipeName,
@@ -99,25 +99,25 @@ struct RecipeResult {
     seconds: f64,
     tokens_per_s: Option<f64>,
     exposed_communication_percent: Option<f64>,
-    /// Steps that this was measured in.
+    /// Number of steps in which this was measured.
     exposed_communication_steps: u64,
     peak_tensor_bytes: Option<u64>,
     pool_bytes: Option<u64>,
 }
 
-/// How much higher a loss is than the baseline's, in percent of it.
+/// Returns the difference between a loss and the baseline's, in percent of the baseline's.
 pub(crate) fn gap(loss: f64, baseline: f64) -> f64 {
     100.0 * (loss - baseline) / baseline
 }
 
-/// The median of the speeds that `rows` have.
+/// Returns the median of the speeds measured in `rows`.
 pub(crate) fn median_speed(rows: &[Row]) -> Option<f64> {
     let mut speeds: Vec<f64> = rows.iter().filter_map(|row| row.tokens_per_s).collect();
     speeds.sort_by(f64::total_cmp);
     speeds.get(speeds.len() / 2).copied()
 }
 
-/// What is left of the run of one recipe.
+/// Result of the run of one recipe.
 struct Trained {
     recipe: RecipeName,
     rows: Vec<Row>,
@@ -160,7 +160,7 @@ impl Train {
             corpus.check(config.model.context)?;
             if self.resume.is_none() {
                 check_models(&config, &device, &connected)?;
-                // The run can be resumed from another folder.
+                // Absolute, so that the run can be resumed from another working directory.
                 for path in &mut config.data {
                     *path = std::path::absolute(&path)
                         .with_context(|| format!("data {}", path.display()))?;
@@ -219,13 +219,13 @@ impl Train {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The configuration on these ranks, and the folder of the run as this rank would choose it:
-    /// that of rank 0 counts.
+    /// Returns the configuration on these ranks, its device, and the folder of the run. Only rank 0
+    /// chooses the folder; it is empty on other ranks.
     fn place(&self, ranks: &Ranks) -> Result<(RunConfig, DeviceName, PathBuf)> {
         let size = ranks.group().size();
         let (mut config, device) = self.configuration()?;
         if self.resume.is_some() {
-            // A run may be resumed on other ranks.
+            // A run may be resumed on a different number of ranks.
             config.dp = None;
         }
         config.check_ranks(size)?;
@@ -239,7 +239,7 @@ impl Train {
         Ok((config, device, folder))
     }
 
-    /// The configuration, of the resumed run or of a new one, and its device.
+    /// Returns the configuration of the resumed run or of a new one, and its device.
     fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
         if let Some(folder) = &self.resume {
             let path = folder.join(CONFIG);
@@ -267,8 +267,8 @@ impl Train {
         self.options.clone().over(file).resolve()
     }
 
-    /// The folder of the run. That of a new one holds none, and need not exist yet: a run that
-    /// cannot start leaves nothing behind.
+    /// Returns the folder of the run. The folder of a new run must not hold a run, and need not
+    /// exist: a run that fails to start leaves nothing on disk.
     fn folder(&self, preset: Preset) -> Result<PathBuf> {
         if let Some(folder) = &self.resume {
             return Ok(folder.clone());
@@ -288,8 +288,8 @@ impl Train {
     }
 }
 
-/// Fail unless the model can be built with every recipe, and split over the ranks: what a recipe
-/// names may not be in it.
+/// Returns an error unless the model can be built with every recipe and split over the ranks. A
+/// recipe may name layers that the model does not have.
 fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) -> Result<()> {
     for recipe in config.all_recipes() {
         MemoryBudget::new(config, recipe).check(device)?;
@@ -303,7 +303,7 @@ fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) ->
     Ok(())
 }
 
-/// Fail unless the model `M` can be built, and split.
+/// Returns an error unless the model `M` can be built and split.
 fn fits<M: LanguageModel>(
     config: &RunConfig,
     recipe: &RecipeName,
@@ -313,7 +313,7 @@ fn fits<M: LanguageModel>(
     M::part_of(M::build(config, recipe, device)?, config, groups).map(drop)
 }
 
-/// What the runs of all recipes share.
+/// State shared by the runs of all recipes.
 struct Training<'a> {
     config: &'a RunConfig,
     corpus: &'a Corpus,
@@ -322,12 +322,12 @@ struct Training<'a> {
     stop_at: Option<u64>,
     interrupt: &'a Arc<AtomicBool>,
     ranks: &'a Ranks,
-    /// Their groups, with the connections that tensors take.
+    /// Process groups of the ranks, connected by their transport.
     groups: &'a ParallelGroups,
 }
 
 impl Training<'_> {
-    /// Train a model with each recipe, one after the other, until the last step or an interrupt.
+    /// Trains a model with each recipe, one after the other, until the last step or an interrupt.
     fn all<M: LanguageModel>(&self) -> Result<Vec<Trained>> {
         let mut results = Vec::new();
         for recipe in self.config.all_recipes() {
@@ -359,7 +359,8 @@ impl Training<'_> {
             if let Some(report) = run.model().report()? {
                 println!("{recipe}: GEMMs by backend\n{report}");
             }
-            // With --stop-at every recipe goes that far. Any rank may have been interrupted.
+            // With --stop-at, every recipe trains up to that step. Any rank may have been
+            // interrupted.
             let is_early = self.stop_at.is_none_or(|stop| run.step() < stop);
             if outcome == Outcome::Stopped && is_early {
                 self.interrupt.store(true, Ordering::Relaxed);
@@ -433,7 +434,7 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
     }
 }
 
-/// Write `summary.json` and `loss.svg`, and print the outcome.
+/// Writes `summary.json` and `loss.svg`, and prints the outcome.
 fn report(
     config: &RunConfig,
     corpus: &Corpus,
@@ -442,7 +443,7 @@ fn report(
     hardware: Option<String>,
 ) -> Result<()> {
     let main = results.first().context("nothing was trained")?;
-    // Gaps are those to high precision, where it was trained, else to the recipe that came last.
+    // Gaps are relative to high precision if it was trained, else to the last recipe.
     let baseline = results[1..]
         .iter()
         .find(|result| result.recipe.is_high_precision())
@@ -543,7 +544,7 @@ fn report(
     Ok(())
 }
 
-/// What was measured of the communication of several ranks.
+/// Describes the measured communication of several ranks.
 fn communication(config: &RunConfig, result: &Trained) -> String {
     let (measured, recipe) = (&result.communication, &result.recipe);
     let steps = match (config.graph, measured.steps) {

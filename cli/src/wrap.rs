@@ -1,6 +1,7 @@
-//! Text in lines.
+//! Wraps text.
 
-/// `text` in lines of at most `width` columns, broken between words, or in a word that is longer.
+/// Breaks `text` into lines of at most `width` columns, between words, or inside a word that is
+/// longer.
 pub(crate) fn wrapped(text: &str, width: usize) -> impl Iterator<Item = String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {

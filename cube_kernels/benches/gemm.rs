@@ -1,24 +1,24 @@
-//! Products on a GPU in operations a second: dense, few rows, model shapes, groups, the six
-//! products and quantizations of a linear layer's forward and backward pass, and what a call of
-//! cuBLASLt costs; the same products with tiles of every width, whole and shared (stream-K); and
-//! gradients by the input of packed weights.
+//! GEMM throughput on a GPU: dense, small M, model shapes, and groups. Also measures the six GEMMs
+//! and the quantizations of a linear layer's forward and backward, the cost of a cuBLASLt call,
+//! tiles of every width with and without stream-K, and dgrad with packed weights.
 //!
-//! `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter behind `--` chooses, such
-//! as `-- few`. The bf16 product of cuBLAS (its cuBLASLt) is timed beside ours in the same process,
-//! on the same values and the same stream: the clock follows the temperature. Random operands,
-//! since zeros draw less power, rotate among sets that together exceed the L2 cache. Products are
-//! captured into a graph that is replayed, so that the host does not count; what a call costs the
-//! host is `calls`. Products that packed bytes bound, few rows and groups, are compared with a copy
-//! of the same process, groups with the dense product of the same operations too.
+//! Run `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter after `--` selects,
+//! such as `-- few`. cuBLAS's bf16 GEMM (through cuBLASLt) is timed in the same process, on the
+//! same values and the same stream, because the clock depends on the temperature. Operands are
+//! random, since zeros draw less power, and rotate among sets that together exceed the L2 cache.
+//! GEMMs are captured into a graph that is replayed, which excludes host time; `calls` measures the
+//! host cost of a call. GEMMs that are bound by packed bytes, with small M or groups, are compared
+//! with a copy in the same process. Groups are compared with the dense GEMM of as many operations,
+//! too.
 //!
-//! A table goes to standard output, and the same as a results file, which `cargo xtask results`
-//! reads, to `nvfp4-bench-gemm.json` in the target folder (or the file that `NVFP4_BENCH_JSON`
-//! names).
+//! A table is printed to standard output. The same figures are written as a results file, which
+//! `cargo xtask results` reads, to `nvfp4-bench-gemm.json` in the target folder (or to the file in
+//! `NVFP4_BENCH_JSON`).
 //!
-//! Beside each product of packed operands the table has what a B200 should take, by a roofline and
-//! by NVIDIA's model. Neither is measured.
+//! For each GEMM of packed operands the table includes estimates for a B200, by a roofline and by
+//! NVIDIA's model. Neither is measured.
 //!
-//! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed: for a profiler.
+//! If `NVFP4_BENCH_ONCE` is set, everything runs once and nothing is timed, for a profiler.
 
 mod common;
 mod dgrad;
@@ -51,24 +51,23 @@ use nvfp4_kernels::{
     },
 };
 
-/// What cuBLAS's GEMMs are called.
+/// Name of cuBLAS's GEMMs.
 const CUBLAS: &str = "cuBLAS bf16";
 
-/// What the copy is called.
+/// Name of the copy.
 const COPY: &str = "copy";
 
-/// What was timed.
+/// Timing of one benchmark.
 #[derive(Clone)]
 struct Record {
     name: String,
-    /// Floating-point operations.
+    /// Number of floating-point operations.
     operations: f64,
-    /// Bytes of packed weights, where they are what bounds the product; of a copy all that it
-    /// moves.
+    /// Bytes of packed weights, if they bound the GEMM; for a copy, all bytes read and written.
     bytes: Option<f64>,
-    /// The shape of a product of packed operands, for what a B200 should take.
+    /// Shape of a GEMM of packed operands, for the B200 estimates.
     shape: Option<Shape>,
-    /// Seconds of each batch, for each launch.
+    /// Seconds per launch, for each batch.
     seconds: Vec<f64>,
 }
 
@@ -83,7 +82,8 @@ impl Record {
         }
     }
 
-    /// A product of packed operands, whose weight has `groups * n` x `k` elements.
+    /// Returns the record of a GEMM of packed operands, whose weight has `groups * n` x `k`
+    /// elements.
     fn of_packed(name: String, shape: Shape) -> Self {
         let Shape {
             m, n, k, groups, ..
@@ -104,7 +104,7 @@ impl Record {
 
 static RECORDS: Mutex<Vec<Record>> = Mutex::new(Vec::new());
 
-/// Whether a profiler looks on.
+/// True if everything runs once, for a profiler.
 fn is_run_once() -> bool {
     std::env::var_os("NVFP4_BENCH_ONCE").is_some()
 }
@@ -113,10 +113,10 @@ fn sync(client: &Client) {
     futures_lite::future::block_on(client.sync()).expect("a kernel failed");
 }
 
-/// Times `launch(i)` under `name`, in batches between two synchronisations, each after a pause in
+/// Times `launch(i)` as `name`, in batches between two synchronizations, each after a pause in
 /// which the chip cools down.
 fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: impl FnMut(usize)) {
-    // Kernels are compiled and memory pools grow outside of the samples.
+    // Compile kernels and grow memory pools before the samples.
     (0..2).for_each(&mut launch);
     sample(criterion, client, record, |launches| {
         (0..launches).for_each(&mut launch);
@@ -124,8 +124,7 @@ fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: 
     });
 }
 
-/// [`time`] of what the device does: `launch(i)` is captured into a graph, and the graph is
-/// replayed.
+/// Times device work like [`time`]: captures `launch(i)` into a graph and replays it.
 fn time_on_device(
     criterion: &mut Criterion,
     client: &Client,
@@ -143,8 +142,8 @@ fn time_on_device(
     client.graph_prepare().expect("a graph");
     (0..2).for_each(&mut launch);
     sync(client);
-    // Two milliseconds at a petaflop a second: short products come in numbers that hide what a
-    // replay costs.
+    // Two milliseconds at a petaflop per second: short GEMMs are batched to hide the cost of a
+    // replay.
     let count = ((2e12 / record.operations) as usize).clamp(2, 32);
     client.start_capture().expect("a graph");
     (0..count).for_each(&mut launch);
@@ -159,7 +158,8 @@ fn time_on_device(
     });
 }
 
-/// Samples of `launch(count)`, which launches at least `count` times and says how often.
+/// Samples `launch(count)`, which launches at least `count` times and returns the number of
+/// launches.
 fn sample(
     criterion: &mut Criterion,
     client: &Client,
@@ -168,15 +168,14 @@ fn sample(
 ) {
     let mut group = criterion.benchmark_group("gemm");
     group.sample_size(10);
-    // The table below has medians; criterion's own intervals are not worth seconds for each
-    // product.
+    // The table below has medians; criterion's intervals are not worth seconds per GEMM.
     group.nresamples(1001);
     group.warm_up_time(Duration::from_millis(50));
     group.measurement_time(Duration::from_millis(200));
     group.bench_function(&record.name, |bencher| {
         bencher.iter_custom(|iterations| {
             std::thread::sleep(Duration::from_millis(20));
-            // The clock rises first.
+            // Let the clock rise first.
             launch(1);
             sync(client);
             let start = Instant::now();
@@ -184,7 +183,7 @@ fn sample(
             sync(client);
             let elapsed = start.elapsed();
             let seconds = elapsed.as_secs_f64() / launches as f64;
-            // Short batches measure the synchronisation.
+            // Short batches measure the synchronization.
             if elapsed > Duration::from_micros(500) {
                 let mut records = RECORDS.lock().unwrap();
                 let known = records.iter().position(|other| other.name == record.name);
@@ -200,14 +199,15 @@ fn sample(
     group.finish();
 }
 
-/// Whether the command line asks for what `name` begins: its operands need not be made otherwise.
+/// True if the command line selects names that start with `name`; otherwise its operands are not
+/// made.
 fn is_wanted(name: &str) -> bool {
     let mut filters = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
     let first = filters.next();
     first.is_none_or(|filter| name.contains(&filter) || filter.contains(name))
 }
 
-/// Pseudorandom words, a stretch of them again and again from another place.
+/// Pseudorandom words, repeated from different offsets.
 struct Noise(Vec<u32>);
 
 impl Noise {
@@ -225,7 +225,7 @@ impl Noise {
         )
     }
 
-    /// `count` values from the word at `seed` on.
+    /// Returns `count` values from the word at `seed` on.
     fn fill<T: Copy>(&self, seed: usize, count: usize, value: impl Fn(u32) -> T) -> Vec<T> {
         let stretch: Vec<T> = self.0.iter().map(|&word| value(word)).collect();
         let mut filled = Vec::with_capacity(count);
@@ -238,7 +238,7 @@ impl Noise {
         filled
     }
 
-    /// Any codes, block scales between 2^-2 and 2^3.
+    /// Returns an operand of arbitrary codes, with block scales between 2^-2 and 2^3.
     fn packed(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
         let codes = self.fill(seed, rows * k / 8, |word| word);
         let scales = self.fill(seed + 1, rows * k / 16, |word| {
@@ -250,9 +250,10 @@ impl Noise {
         DeviceQuantized::new(Layout::nvfp4(rows, k, Usage::Rowwise), parts)
     }
 
-    /// Any MXFP8 codes but NaN, block scales between 2^-4 and 2^3.
+    /// Returns an operand of arbitrary MXFP8 codes except NaN, with block scales between 2^-4 and
+    /// 2^3.
     fn mxfp8(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
-        // No code has all of its lower seven bits.
+        // No code has all of its lower seven bits set.
         let codes = self.fill(seed, rows * k / 4, |word| word & 0xbfbf_bfbf);
         let scales = self.fill(seed + 1, rows * k / 32, |word| 123 + (word >> 9 & 7) as u8);
         let upload = |bytes: &[u8]| client.create_from_slice(bytes);
@@ -262,7 +263,7 @@ impl Noise {
         DeviceQuantized::new(layout, parts)
     }
 
-    /// Operands in `format`.
+    /// Returns an operand in `format`.
     fn operand(
         &self,
         client: &Client,
@@ -276,7 +277,7 @@ impl Noise {
         }
     }
 
-    /// Sums of two uniform values, between -1 and 1, as bf16.
+    /// Returns sums of two uniform values, between -1 and 1, as bf16.
     fn matrix(&self, client: &Client, rows: usize, k: usize, seed: usize) -> Matrix {
         let values = self.fill(seed, rows * k, |word| {
             let (x, y) = ((word & 0xffff) as f32, (word >> 16) as f32);
@@ -287,7 +288,7 @@ impl Noise {
     }
 }
 
-/// Cubes and other shapes whose both operands are large.
+/// Cubes and other shapes with two large operands.
 const LARGE: [(usize, usize, usize); 6] = [
     (8192, 8192, 8192),
     (4096, 4096, 4096),
@@ -314,7 +315,7 @@ const UNEVEN: [(usize, usize, usize); 9] = [
 /// Rows of a decoding step.
 const FEW: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
-/// Weights of the linear layers of a model: name, rows, columns.
+/// Weights of the linear layers of models: name, rows, columns.
 const MODELS: [(&str, usize, usize); 13] = [
     ("Llama-3 8B qkv", 6144, 4096),
     ("Llama-3 8B o", 4096, 4096),
@@ -342,13 +343,13 @@ const EXPERTS: [(usize, usize, usize, usize); 7] = [
     (32768, 4096, 7168, 128),
 ];
 
-/// The elements of a packed operand in bf16, without the factor of the tensor.
+/// Decodes the elements of a packed operand to bf16, without the global scale.
 fn decoded(client: &Client, packed: &DeviceQuantized) -> Matrix {
     let (rows, cols) = (packed.outer(), packed.inner());
     Matrix::new(decode(client, packed), rows, cols, FloatKind::Bf16).unwrap()
 }
 
-/// cuBLAS's GEMM of two bf16 matrices.
+/// Runs cuBLAS's GEMM of two bf16 matrices.
 fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
     let out = Matrix::empty(client, a.rows, b.rows, FloatKind::Bf16);
     let side = |matrix: &Matrix, data| CublasLtOperand {
@@ -370,12 +371,12 @@ fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kerne
     Ok(out)
 }
 
-/// Our GEMM.
+/// Runs our GEMM.
 fn multiply(client: &Client, request: Gemm) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
     gemm::gemm(client, &request).map(|output| output.matrix)
 }
 
-/// Our GEMM of two bf16 matrices.
+/// Runs our GEMM of two bf16 matrices.
 fn bf16(client: &Client, a: Elements, b: Elements) -> Matrix {
     let [a, b] = [a, b].map(|elements| Operand {
         elements,
@@ -390,7 +391,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             return;
         }
         let operations = 2.0 * (m * n * k) as f64;
-        // Enough that the operands of one do not stay in the L2 cache until its next turn.
+        // Enough sets that the operands of one leave the L2 cache before their next use.
         let sets = |bytes: usize| (100_000_000 / bytes).clamp(1, 7) + 1;
         let packed = sets(n * k / 2);
         let (a, b): (Vec<_>, Vec<_>) = (0..packed)
@@ -423,7 +424,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let (a, b) = (&a[i % packed], &b[i % packed]);
             multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
         });
-        // As the backward of recipes with MXFP8 gradients multiplies, which has many tokens.
+        // As in the backward of recipes with MXFP8 gradients, which has many tokens.
         if m > 256 {
             let sets = sets(n * k).min(packed);
             let (a, b): (Vec<_>, Vec<_>) = (0..sets)
@@ -448,7 +449,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
                 .collect()
         };
         let (x_columns, y_columns) = (columns(&x), columns(&y));
-        // As a layer's forward and its weight gradient have them.
+        // As in a layer's forward and its weight gradient.
         run("bf16 with b in columns", &|i| {
             let (x, y) = (&x[i % plain], &y_columns[i % plain]);
             bf16(client, Elements::Bf16(x), Elements::Bf16MnMajor(y));
@@ -477,7 +478,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     }
 }
 
-/// Whole tiles and tiles shared out along the contraction, of every width.
+/// Times data-parallel and stream-K tiles of every width.
 fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (m, n, k) in UNEVEN {
         let name = format!("tiles/{m} x {n} x {k}");
@@ -511,7 +512,7 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
                 queue(i).unwrap();
             });
         }
-        // Both packed, as a weight gradient may have them.
+        // Both packed, as in some weight gradients.
         let [a, b] = [(m, 1), (n, 2)].map(|(rows, seed)| {
             let packed = |i: usize| noise.packed(client, rows, k, seed + 2 * i);
             [packed(0), packed(1)]
@@ -547,8 +548,8 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     }
 }
 
-/// What a call of the library costs: queued behind CubeCL's work as it is, between two host
-/// synchronisations, and a call of our kernel, all of one small product.
+/// Times calls for one small GEMM: a cuBLASLt call queued on CubeCL's stream, the same call between
+/// two host synchronizations, and a launch of our kernel.
 fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     let (m, n, k) = (128, 128, 128);
     let (a, b) = (noise.matrix(client, m, k, 1), noise.matrix(client, n, k, 2));
@@ -556,7 +557,7 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         println!("calls: {error}");
         return;
     }
-    // Many at a time: one is shorter than the synchronisation behind it.
+    // Many calls per batch: one call is shorter than the synchronization after it.
     const CALLS: usize = 256;
     let mut run = |kind: &str, launch: &dyn Fn()| {
         let name = format!("calls/{CALLS} of {m} x {n} x {k}, {kind}");
@@ -578,7 +579,8 @@ fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     });
 }
 
-/// Sizes of `groups` groups of `rows` rows: equal, or from a fifth to nine fifths of that.
+/// Returns the sizes of `groups` groups with `rows` rows in total: equal, or from a fifth to nine
+/// fifths of the mean.
 fn sizes(rows: usize, groups: usize, skewed: bool) -> Vec<usize> {
     let mut sizes = vec![rows / groups; groups];
     if skewed {
@@ -591,7 +593,7 @@ fn sizes(rows: usize, groups: usize, skewed: bool) -> Vec<usize> {
     sizes
 }
 
-/// Rows of a bf16 matrix, in its memory.
+/// Returns a view of rows of a bf16 matrix.
 fn view(matrix: &Matrix, first: usize, rows: usize) -> Matrix {
     let bytes = |rows: usize| (rows * matrix.cols * matrix.dtype.size()) as u64;
     let behind = matrix.rows - first - rows;
@@ -600,8 +602,8 @@ fn view(matrix: &Matrix, first: usize, rows: usize) -> Matrix {
     Matrix::new(handle, rows, matrix.cols, matrix.dtype).unwrap()
 }
 
-/// Times a copy of more than the L2 cache holds, all of whose bytes are read and written. Whatever
-/// the filter is: products are compared with it.
+/// Times a copy of more bytes than the L2 cache holds, all of which are read and written. Runs with
+/// any filter, because GEMMs are compared with it.
 fn copy(client: &Client) {
     const COPIES: usize = 8;
     let bytes = 1 << 29;
@@ -613,7 +615,7 @@ fn copy(client: &Client) {
         sync(client);
         start.elapsed().as_secs_f64() / COPIES as f64
     };
-    // The first compiles the kernel.
+    // The first run compiles the kernel.
     let seconds = (0..6).map(batch).skip(1).collect();
     RECORDS.lock().unwrap().push(Record {
         name: COPY.into(),
@@ -624,8 +626,8 @@ fn copy(client: &Client) {
     });
 }
 
-/// The dense product with as many operations as groups of `rows` rows have, by the kernel that it
-/// takes and by that of groups.
+/// Times the dense GEMM with as many operations as the groups, by the kernel that it normally uses
+/// and by the grouped kernel.
 fn ungrouped(
     criterion: &mut Criterion,
     client: &Client,
@@ -654,7 +656,7 @@ fn ungrouped(
     }
 }
 
-/// What the dense product of groups is called.
+/// Returns the name of the dense GEMM of groups.
 fn dense_of(rows: usize, n: usize, k: usize) -> String {
     format!("grouped/{rows} x {n} x {k}, dense")
 }
@@ -703,7 +705,7 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
                     multiply(client, request).unwrap();
                 });
             }
-            // A call of cuBLAS for each expert, which needs to know the sizes.
+            // One cuBLAS call per expert, which requires the sizes on the host.
             let mut first = 0;
             let experts: Vec<_> = sizes(rows, groups, skewed)
                 .into_iter()
@@ -730,10 +732,11 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     }
 }
 
-/// A linear layer as the `nvfp4` recipe trains it: every maximum, copy and product of forward and
-/// backward pass, weights in 16x16 tiles, gradients rounded stochastically, both operands of the
-/// weight gradient transformed. And the three products of a bf16 layer, whose weight is `inputs` x
-/// `outputs`: on matrices as they are, and on copies that have every contraction along rows.
+/// Times a linear layer as the `nvfp4` recipe trains it: all amax values, quantized copies and
+/// GEMMs of forward and backward, with weights in 16x16 tiles, stochastically rounded gradients,
+/// and both operands of the weight gradient transformed. Also times the three GEMMs of a bf16
+/// layer, whose weight is `inputs` x `outputs`: on the matrices in their original layout, and on
+/// copies with every K dimension along rows.
 fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (tokens, inputs, outputs) in [(8192, 4096, 4096), (8192, 4096, 14336)] {
         let x = noise.matrix(client, tokens, inputs, 1);
@@ -827,7 +830,7 @@ fn main() {
     }
 }
 
-/// The results file.
+/// Writes the results file.
 fn write(client: &Client, rows: Vec<Row>) {
     let results = Results {
         bench: "gemm",
@@ -848,7 +851,8 @@ fn write(client: &Client, rows: Vec<Row>) {
     results.write().expect("the results could not be written");
 }
 
-/// What a B200 should take for a product of packed operands: the roofline, and what is `modelled`.
+/// Returns the B200 estimates of a GEMM of packed operands: the roofline, and the value in
+/// `modelled`.
 fn of_b200(record: &Record, modelled: &[(Shape, f64)]) -> [String; 2] {
     let roofline = record.shape.map(Shape::roofline);
     let known = modelled
@@ -858,7 +862,7 @@ fn of_b200(record: &Record, modelled: &[(Shape, f64)]) -> [String; 2] {
     [roofline, model].map(|us| us.map_or("-".into(), |us| format!("{us:.1}")))
 }
 
-/// Prints the table of all that was timed; returns its rows.
+/// Prints the table of all records and returns its rows.
 fn print(records: &[Record]) -> Vec<Row> {
     let find = |name: &str| records.iter().find(|record| record.name == name);
     let copy = find(COPY).map(|copy| copy.bytes.unwrap() / copy.median());
@@ -876,7 +880,7 @@ fn print(records: &[Record]) -> Vec<Row> {
         let product = name.rsplit_once(", ").map_or(name, |(product, _)| product);
         let faster = |name: String| find(&name).map(|other| 100.0 * other.median() / median);
         let cublas = faster(format!("{product}, {CUBLAS}"));
-        // Its shape, without the groups.
+        // Shape without the groups.
         let shape = product
             .rsplit_once(", ")
             .map_or(product, |(shape, _)| shape);

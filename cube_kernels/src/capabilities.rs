@@ -1,4 +1,4 @@
-//! What a device can do, and which backends that selects.
+//! Capabilities of a device, and the backends that they select.
 
 use std::any::TypeId;
 use std::sync::{Mutex, PoisonError};
@@ -17,44 +17,45 @@ use crate::{
     environment::{Environment, GemmChoice},
 };
 
-/// What decides which code path an operation takes on a device.
+/// Properties of a device that decide which code path an operation takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
-    /// The runtime's name for the device.
+    /// Name of the device, as the runtime reports it.
     pub device: String,
-    /// The runtime: "cpu", "cuda" or another of CubeCL's.
+    /// CubeCL runtime, such as "cpu" or "cuda".
     pub runtime: &'static str,
-    /// CUDA compute capability as major * 10 + minor, where the device is a CUDA GPU.
+    /// CUDA compute capability as major * 10 + minor; `None` if the device is not a CUDA GPU.
     pub compute_capability: Option<u32>,
-    /// How scaled values become codes.
+    /// Conversion of scaled values to codes.
     pub conversion: Conversion,
-    /// How packed operands are multiplied.
+    /// GEMM backend for packed operands.
     pub gemm: GemmBackend,
 }
 
-/// How packed operands are multiplied.
+/// Backend that multiplies packed operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GemmBackend {
-    /// Compute capability 9.0: operands dequantized to bf16 and multiplied by `wgmma`, or small M
-    /// with a packed weight that is dequantized in registers.
+    /// Compute capability 9.0: `wgmma` on operands dequantized to bf16. At small M, a kernel that
+    /// dequantizes the packed weight in registers.
     Sm90Wgmma,
     /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
-    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)), and grouped, per-row and MXFP8 GEMMs by the
+    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Grouped, per-row and MXFP8 GEMMs run on the
     /// kernel of [`Sm100Tcgen05`](Self::Sm100Tcgen05) if its self-check passes. Never run on
     /// hardware.
     CublasLt,
-    /// Compute capability 10.0 and 10.3, where the environment variable `NVFP4_GEMM=tcgen05` or a
-    /// request asks for it: FP4 and FP8 tensor cores by a kernel of this crate. What it does not
-    /// take goes where [`CublasLt`](Self::CublasLt) sends it. Never run on hardware.
+    /// Compute capability 10.0 and 10.3, if the environment variable `NVFP4_GEMM=tcgen05` or a
+    /// request asks for it: FP4 and FP8 tensor cores through a kernel of this crate. Requests that
+    /// the kernel does not support fall back to [`CublasLt`](Self::CublasLt). Never run on
+    /// hardware.
     Sm100Tcgen05,
-    /// Compute capability 12.0 and 12.1: codes and block scales go to block-scaled matrix
-    /// instructions as they are (never run on hardware), or small M with a packed weight that is
-    /// dequantized in registers.
+    /// Compute capability 12.0 and 12.1: block-scaled matrix instructions on codes and block scales
+    /// (never run on hardware). At small M, a kernel that dequantizes the packed weight in
+    /// registers.
     Sm120BlockScaled,
-    /// Tiles dequantized in shared memory, multiplied by 16x16x16 matrix instructions; small M with
-    /// a packed weight, where the device can, by a kernel of their own.
+    /// Tiles dequantized in shared memory and multiplied by 16x16x16 matrix instructions. At small
+    /// M, a dedicated kernel for packed weights, if the device supports it.
     Cmma,
-    /// One unit for each output element.
+    /// One unit per output element.
     Scalar,
 }
 
@@ -123,8 +124,8 @@ impl Capabilities {
     }
 }
 
-/// How packed operands are multiplied on a device with or without 16x16x16 bf16 matrix instructions
-/// (in planes of 32) and block-scaled ones.
+/// Returns the GEMM backend of a device with or without 16x16x16 bf16 matrix instructions (in
+/// planes of 32) and block-scaled ones.
 fn gemm_backend(
     has_matrix: bool,
     has_block_scaled: bool,
@@ -139,7 +140,7 @@ fn gemm_backend(
     }
 }
 
-/// `backend`, or the kernel that needs to be `asked` for.
+/// Replaces [`GemmBackend::CublasLt`] by [`GemmBackend::Sm100Tcgen05`] if that is `asked` for.
 fn with_tcgen05(backend: GemmBackend, asked: bool) -> GemmBackend {
     match backend {
         GemmBackend::CublasLt if asked => GemmBackend::Sm100Tcgen05,
@@ -158,8 +159,8 @@ fn conversion(compute_capability: Option<u32>) -> Conversion {
     conversion.or_emulated()
 }
 
-/// Who converts on the device behind `client`: [`Capabilities::conversion`] without the rest, which
-/// costs an allocation.
+/// Returns [`Capabilities::conversion`] for the device of `client`, without the allocation that
+/// [`Capabilities::of`] makes.
 pub(crate) fn conversion_of(client: &Client) -> Conversion {
     if client.name() != "cuda" {
         return Conversion::Software;
@@ -169,14 +170,14 @@ pub(crate) fn conversion_of(client: &Client) -> Conversion {
     ))
 }
 
-/// Whether kernels can begin before the one in front of them has ended (programmatic dependent
-/// launch): from compute capability 9.0 on.
+/// True if a kernel can start before the previous one has ended (programmatic dependent launch):
+/// compute capability 9.0 and later.
 pub(crate) fn overlaps_kernels(client: &Client) -> bool {
     client.name() == "cuda"
         && compute_capability(&client.properties().identity.fingerprint) >= Some(90)
 }
 
-/// The number behind `sm` in CubeCL's name for what it compiles to, such as `ptx_sm90`.
+/// Parses the number after `sm` in CubeCL's name of the compilation target, such as `ptx_sm90`.
 fn compute_capability(fingerprint: &str) -> Option<u32> {
     let (_, rest) = fingerprint.rsplit_once("sm")?;
     let digits: String = rest
@@ -207,14 +208,14 @@ mod tests {
         for capability in [80, 86, 89, 110] {
             assert_eq!(path(capability), GemmBackend::Cmma, "{capability}");
         }
-        // CubeCL's LLVM path has matrix instructions and no block-scaled ones.
+        // CubeCL's LLVM path has matrix instructions, but no block-scaled ones.
         let llvm = gemm_backend(true, false, Some(120));
         assert_eq!(llvm, GemmBackend::Cmma);
         assert_eq!(gemm_backend(false, false, Some(75)), GemmBackend::Scalar);
         assert_eq!(gemm_backend(false, false, None), GemmBackend::Scalar);
     }
 
-    /// The kernel for `tcgen05` is taken where it is asked for, on the GPUs that have it.
+    /// The `tcgen05` kernel is selected if it is asked for and the GPU has it.
     #[test]
     fn tcgen05_is_asked_for() {
         let library = GemmBackend::CublasLt;

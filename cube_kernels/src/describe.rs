@@ -1,25 +1,25 @@
-//! How operations run on a device, as the crates tell it to a user.
+//! Describes to the user how operations run on a device.
 
 use std::fmt;
 
-/// How one operation runs on a device: a row of `nvfp4 doctor`.
+/// Code path of one operation on a device: one row of `nvfp4 doctor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CodePath {
-    /// What is computed.
+    /// Operation.
     pub operation: &'static str,
-    /// What computes it.
+    /// Backend that computes it.
     pub backend: String,
-    /// The kernel, in a few words.
+    /// Short name of the kernel.
     pub kernel: String,
-    /// Why this one.
+    /// Reason for this choice.
     pub reason: String,
 }
 
 impl CodePath {
-    /// Columns of the table for the operation, for the backend and for the kernel.
+    /// Widths of the table's columns: operation, backend and kernel.
     pub const WIDTHS: [usize; 3] = [26, 16, 53];
 
-    /// A row.
+    /// Returns a row.
     pub fn new(
         operation: &'static str,
         backend: impl Into<String>,
@@ -34,7 +34,7 @@ impl CodePath {
         }
     }
 
-    /// Whether the row fits its columns.
+    /// True if every text fits its column.
     pub fn fits(&self) -> bool {
         let texts = [self.operation, &self.backend, &self.kernel];
         let mut columns = texts.iter().zip(Self::WIDTHS);
@@ -42,7 +42,7 @@ impl CodePath {
     }
 }
 
-/// The row of the table, without its reason.
+/// Writes the row of the table without its reason.
 impl fmt::Display for CodePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [operation, backend, _] = Self::WIDTHS;

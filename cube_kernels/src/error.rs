@@ -1,68 +1,68 @@
-//! The one error type of the crate: it names the argument, what it was and what it may be.
+//! The crate's error type: it names the argument, the value found and the values accepted.
 
-/// What is wrong with the arguments of an operation, or with the device that should run it.
+/// Invalid arguments of an operation, or a device that cannot run it.
 ///
-/// Every variant about an argument carries its name, what was found and what is accepted, so that
-/// a caller can fix the call from the message alone.
+/// Every variant about an argument carries the argument's name, the value found and the values
+/// accepted, so that the message alone is enough to fix the call.
 #[derive(thiserror::Error, Debug, Clone, PartialEq, Eq)]
 pub enum Nvfp4Error {
-    /// A shape, or the length of a buffer, does not fit.
+    /// A shape or buffer length does not fit.
     #[error("shape of `{argument}`: found {found}, expected {expected}")]
     Shape {
         /// Name of the argument.
         argument: &'static str,
-        /// What it was.
+        /// Value found.
         found: String,
-        /// What it may be.
+        /// Values accepted.
         expected: String,
     },
-    /// An element type that the operation does not take.
+    /// The operation does not support an element type.
     #[error("element type of `{argument}`: found {found}, expected {expected}")]
     DType {
         /// Name of the argument.
         argument: &'static str,
-        /// What it was.
+        /// Type found.
         found: String,
-        /// What it may be.
+        /// Types accepted.
         expected: String,
     },
-    /// A value, option or combination of options outside what the operation takes.
+    /// The operation does not support a value, an option or a combination of options.
     #[error("value of `{argument}`: found {found}, expected {expected}")]
     Value {
         /// Name of the argument.
         argument: &'static str,
-        /// What it was.
+        /// Value found.
         found: String,
-        /// What it may be.
+        /// Values accepted.
         expected: String,
     },
-    /// A device or backend that cannot run the operation.
+    /// The device or backend cannot run the operation.
     #[error("device of `{argument}`: found {found}, expected {expected}")]
     Device {
         /// Name of the argument.
         argument: &'static str,
-        /// What it was.
+        /// Device or backend found.
         found: String,
-        /// What it may be.
+        /// Devices or backends accepted.
         expected: String,
     },
-    /// A library that is not there, or that does not do what it was asked for on this device.
+    /// A library is missing, or fails a request on this device.
     #[error("{library} does not take {problem}: {reason}")]
     Unsupported {
         /// Name of the library.
         library: &'static str,
-        /// What it was asked for, and where.
+        /// Request, and where it was made.
         problem: String,
-        /// What it answered.
+        /// Answer of the library.
         reason: String,
     },
-    /// The runtime refused to launch a kernel.
+    /// The runtime failed to launch a kernel.
     #[error("kernel launch: {0}")]
     Launch(String),
 }
 
 impl Nvfp4Error {
-    /// An error about the shape of `argument`.
+    /// Returns an error about the shape of `argument`.
     pub fn shape(
         argument: &'static str,
         found: impl Into<String>,
@@ -75,7 +75,7 @@ impl Nvfp4Error {
         }
     }
 
-    /// An error about the value of `argument`.
+    /// Returns an error about the value of `argument`.
     pub fn value(
         argument: &'static str,
         found: impl Into<String>,

@@ -1,9 +1,9 @@
-//! Work of other libraries on CubeCL's own stream, in the order of its launches.
+//! Queues work of other libraries on CubeCL's own stream, in launch order.
 //!
-//! CubeCL hands out no stream, but a task on its device thread may ask the server for it
-//! ([`WriteScoped::write_streams`], then `MultiStream::resolve`). The task does what CubeCL's own
-//! launch does: it waits for every other stream whose memory is used, notes how it ends on what it
-//! writes, keeps memory of other streams alive, and tells a graph that is being captured which
+//! CubeCL does not expose its stream, but a task on its device thread may ask the server for it
+//! ([`WriteScoped::write_streams`], then `MultiStream::resolve`). The task does the same as a
+//! CubeCL launch: it waits for every other stream whose memory is used, records its outcome on the
+//! output buffers, keeps memory of other streams alive, and tells a graph under capture which
 //! memory it uses.
 
 mod span;
@@ -33,17 +33,17 @@ use cudarc::driver::sys::{
 
 pub use span::{StreamSpan, mark};
 
-/// The service behind a CUDA client, which alone names its type.
+/// Server of a CUDA client; only this alias names its type.
 pub(crate) type CudaServer = <CudaRuntime as Runtime>::Server;
 
-/// The memory that foreign work uses.
+/// Memory that foreign work uses.
 #[derive(Debug, Default)]
 pub struct ForeignMemory {
-    /// What it reads.
+    /// Buffers read.
     pub reads: Vec<BufferBinding>,
-    /// What it writes. What it both reads and writes stands in both lists.
+    /// Buffers written. A buffer that is both read and written is in both lists.
     pub writes: Vec<BufferBinding>,
-    /// What it uses, and nobody reads before or after.
+    /// Scratch buffers, whose contents nothing reads before or after the work.
     pub scratch: Vec<BufferBinding>,
 }
 
@@ -54,28 +54,30 @@ impl ForeignMemory {
     }
 }
 
-/// Where foreign work is queued.
+/// Stream and addresses for queueing foreign work.
 #[derive(Debug)]
 pub struct ForeignPlace {
-    /// The device; its context is the current one.
+    /// The device; its context is current.
     pub device: DeviceId,
     /// The stream, a `CUstream`.
     pub stream: *mut c_void,
-    /// Device addresses of the memory: what is read, what is written, scratch, in their orders.
+    /// Device addresses of the buffers read, the buffers written and the scratch buffers, in this
+    /// order.
     pub addresses: Vec<u64>,
-    /// Whether a graph is being captured on the stream.
+    /// True if a graph is being captured on the stream.
     pub is_captured: bool,
 }
 
-/// Whether `client` is of a CUDA device, on which [`submit`] works.
+/// True if `client` belongs to a CUDA device, as [`submit`] requires.
 pub fn is_cuda(client: &Client) -> bool {
     client.service_id().service == std::any::TypeId::of::<CudaServer>()
 }
 
-/// Runs `work` on the device thread of `client`, with the context of the device, and waits for it.
+/// Runs `work` on the device thread of `client`, in the context of the device, and waits for it.
 ///
 /// # Errors
-/// When the client is not of a CUDA device or its thread is gone, or `work` fails.
+/// Returns an error if the client does not belong to a CUDA device, its thread is gone, or `work`
+/// fails.
 pub fn run<T: Send + 'static>(
     client: &Client,
     work: impl FnOnce() -> Result<T, String> + Send + 'static,
@@ -96,19 +98,19 @@ pub fn run<T: Send + 'static>(
         .unwrap_or_else(|error| Err(format!("{error:?}")))
 }
 
-/// A second stream of a device, on which foreign work runs beside what CubeCL launches.
+/// A second stream of a device, on which foreign work runs concurrently with CubeCL's launches.
 ///
-/// [`fork`](Self::fork) has it wait for all that was launched before, [`join`](Self::join) has
-/// CubeCL's stream wait for all that was queued on it, [`wait_for`](Self::wait_for) for what was
-/// queued before a [`point`](Self::point). A graph that is captured between a fork and its join has
-/// both. CubeCL does not know of the stream: whoever forks keeps the memory that the work uses, both
-/// what it reads and what it writes, until a wait for it is queued.
+/// [`fork`](Self::fork) makes it wait for all earlier launches, [`join`](Self::join) makes CubeCL's
+/// stream wait for all work queued on it, and [`wait_for`](Self::wait_for) for the work queued
+/// before a [`point`](Self::point). A graph captured across a fork and its join contains both.
+/// CubeCL does not know this stream: the caller of `fork` must keep all memory that the work reads
+/// or writes alive until a wait for the work is queued.
 #[derive(Debug)]
 pub struct SideStream {
     stream: CUstream,
-    /// How often it was forked.
+    /// Number of forks so far.
     forks: AtomicU64,
-    /// The forks behind which a stream waits already: the first so many.
+    /// Number of leading forks for which a stream waits already.
     waited: AtomicU64,
 }
 
@@ -118,10 +120,10 @@ unsafe impl Send for SideStream {}
 unsafe impl Sync for SideStream {}
 
 impl SideStream {
-    /// A stream of the current context: [`run`] this.
+    /// Creates a stream of the current context. Call it through [`run`].
     ///
     /// # Errors
-    /// When the driver makes none.
+    /// Returns an error if the driver cannot create a stream.
     pub fn new() -> Result<Self, String> {
         let mut stream: CUstream = ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
@@ -136,10 +138,10 @@ impl SideStream {
         })
     }
 
-    /// `place` on this stream, behind what was launched at `place` before.
+    /// Returns `place` on this stream, which waits for the work launched at `place` so far.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// Returns an error if a driver call fails.
     pub fn fork(&self, place: &ForeignPlace) -> Result<ForeignPlace, String> {
         wait(self.stream, place.stream.cast())?;
         self.forks.fetch_add(1, Ordering::Relaxed);
@@ -151,16 +153,16 @@ impl SideStream {
         })
     }
 
-    /// Whether work was queued that no stream waits for yet.
+    /// True if work was queued that no stream waits for yet.
     pub fn is_forked(&self) -> bool {
         self.waited.load(Ordering::Relaxed) < self.forks.load(Ordering::Relaxed)
     }
 
-    /// Has the stream of `place` wait for what was queued on this one, if no stream waits for all
-    /// of it yet. (A stream that is not part of a capture must not be waited for in one.)
+    /// Makes the stream of `place` wait for the work queued on this one, unless a stream waits for
+    /// all of it already. (A stream outside a capture must not be waited for inside one.)
     ///
     /// # Errors
-    /// When the driver fails.
+    /// Returns an error if a driver call fails.
     pub fn join(&self, place: &ForeignPlace) -> Result<(), String> {
         if !self.is_forked() {
             return Ok(());
@@ -171,11 +173,11 @@ impl SideStream {
     }
 }
 
-/// What was queued on a [`SideStream`] until now.
+/// The work queued on a [`SideStream`] up to some moment.
 #[derive(Debug)]
 pub struct SidePoint {
     event: CUevent,
-    /// The forks before it.
+    /// Number of forks before it.
     forks: u64,
 }
 
@@ -183,10 +185,10 @@ pub struct SidePoint {
 unsafe impl Send for SidePoint {}
 
 impl SideStream {
-    /// The point behind all that was queued on this stream.
+    /// Returns a point after all work queued on this stream so far.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// Returns an error if a driver call fails.
     pub fn point(&self) -> Result<SidePoint, String> {
         let point = SidePoint {
             event: new_event()?,
@@ -198,11 +200,11 @@ impl SideStream {
         Ok(point)
     }
 
-    /// Has the stream of `place` wait for what was queued on this one before `point`. If more was
-    /// queued since, a join or the wait for a later point has to follow.
+    /// Makes the stream of `place` wait for the work queued on this one before `point`. If more
+    /// work was queued since, a join or a wait for a later point must follow.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// Returns an error if a driver call fails.
     pub fn wait_for(&self, point: &SidePoint, place: &ForeignPlace) -> Result<(), String> {
         // SAFETY: stream and event are alive.
         let waiting = unsafe { cuStreamWaitEvent(place.stream.cast(), point.event, 0) }.result();
@@ -232,12 +234,12 @@ impl Drop for SideStream {
     }
 }
 
-/// Has `work` queue kernels of its own on the stream `stream` of `client`, behind what was launched
-/// before. `N` is what CubeCL's reports call it; `what` begins the error that a read of its output
-/// finds when `work` fails.
+/// Queues kernels through `work` on the stream `stream` of `client`, after the earlier launches.
+/// `N` is the name in CubeCL's reports. If `work` fails, a read of its output returns an error that
+/// begins with `what`.
 ///
-/// `work` runs on the device thread. It must queue all that it does on the stream that it is given,
-/// use no memory beyond the addresses that it is given, and not wait for the device.
+/// `work` runs on the device thread. It must queue everything on the stream that it receives, use
+/// no memory beyond the addresses that it receives, and not wait for the device.
 pub fn submit<N: 'static>(
     client: &Client,
     stream: StreamId,
@@ -251,7 +253,7 @@ pub fn submit<N: 'static>(
         (memory.writes.iter()).for_each(|binding| written.push(binding.clone()));
         let kernel = KernelId::new::<N>();
         let reads = memory.reads.iter();
-        // How it ends is noted on the output, where a read finds it.
+        // The outcome is recorded on the output buffers, where a read finds it.
         ExecuteScope::launching(server, kernel, stream, reads, written).execute(|server| {
             queue(server, stream, device, &memory, work).map_err(|reason| ServerError::Generic {
                 reason: format!("{what}: {reason}"),
@@ -261,8 +263,8 @@ pub fn submit<N: 'static>(
     });
 }
 
-/// Whether a graph is being recorded on the stream of the calling thread, behind what the thread has
-/// launched. Waits for the device thread, not for the device.
+/// True if a graph is being recorded on the stream of the calling thread, after the thread's
+/// earlier launches. Waits for the device thread, not for the device.
 pub(crate) fn is_recording(client: &Client) -> bool {
     if !is_cuda(client) {
         return false;
@@ -280,8 +282,8 @@ pub(crate) fn is_recording(client: &Client) -> bool {
         .is_ok_and(|recording| recording == Some(true))
 }
 
-/// Has `visit` look at the stream of the calling thread, behind what the thread has launched. It
-/// queues nothing that uses memory.
+/// Calls `visit` with the stream of the calling thread, after the thread's earlier launches.
+/// `visit` must not queue anything that uses memory.
 pub(crate) fn visit(
     client: &Client,
     visit: impl FnOnce(&ForeignPlace) -> Result<(), String> + Send + 'static,
@@ -310,7 +312,7 @@ pub(crate) fn visit(
     });
 }
 
-/// On the device thread: finds the stream and the addresses.
+/// Runs on the device thread: finds the stream and the addresses, then calls `work`.
 fn queue(
     server: &mut CudaServer,
     stream_id: StreamId,
@@ -318,7 +320,7 @@ fn queue(
     memory: &ForeignMemory,
     work: impl FnOnce(&ForeignPlace) -> Result<(), String>,
 ) -> Result<(), String> {
-    // Held until the kernels are queued: what it keeps alive is released behind them.
+    // Held until the kernels are queued, so that the memory it keeps alive is released after them.
     let mut streams = server
         .write_streams()
         .resolve(stream_id, memory.all())
@@ -338,7 +340,7 @@ fn queue(
     }
     let mut addresses = Vec::new();
     for binding in memory.all() {
-        // A graph that is being captured keeps the pages that it was recorded with.
+        // A graph under capture keeps the pages that it was recorded with.
         let location = binding.memory.descriptor().location();
         let capturing = &mut streams.current().capturing;
         capturing.touch(binding.stream, location);
@@ -357,11 +359,11 @@ fn queue(
     })
 }
 
-/// Makes `stream` wait for what was queued on `origin` until now.
+/// Makes `stream` wait for the work queued on `origin` so far.
 ///
 /// CubeCL's `resolve` waits for another stream unless it has done so since the buffer was
-/// *allocated*: a kernel that writes the buffer later, behind that wait, is missed. A graph that is
-/// being captured takes no such wait: it would draw the other stream into the capture.
+/// *allocated*, so it misses a kernel that writes the buffer after that wait. A graph under capture
+/// must not contain such a wait: it would draw the other stream into the capture.
 fn wait(stream: CUstream, origin: CUstream) -> Result<(), String> {
     let event = new_event()?;
     // SAFETY: both streams are alive. An event may be destroyed as soon as the wait for it is
@@ -375,7 +377,7 @@ fn wait(stream: CUstream, origin: CUstream) -> Result<(), String> {
     .map_err(|error| error.to_string())
 }
 
-/// An event without a time.
+/// Creates an event without timing.
 fn new_event() -> Result<CUevent, String> {
     let mut event: CUevent = ptr::null_mut();
     let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
@@ -386,7 +388,7 @@ fn new_event() -> Result<CUevent, String> {
     Ok(event)
 }
 
-/// Makes the context of a stream the current one, as CubeCL does before each of its own launches.
+/// Makes the context of a stream current, as CubeCL does before each launch.
 fn make_current(stream: CUstream) -> Result<(), String> {
     let mut context: CUcontext = ptr::null_mut();
     // SAFETY: the stream is alive, and so is its context.

@@ -1,5 +1,5 @@
-//! The choice of the most probable token on the device, for decoding in captured graphs: the token
-//! goes to where the next step reads it, and no shape and no argument depends on the step.
+//! Greedy choice of the next token on the device, for decoding in captured graphs: the token is
+//! written to the buffer that the next step reads, and no shape or argument depends on the step.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -18,34 +18,34 @@ use crate::{
     zeroed::counters,
 };
 
-/// Logits that a cube looks at.
+/// Logits per cube.
 const CHUNK: usize = 1024;
-/// Units of a cube on a GPU.
+/// Units per cube on a GPU.
 const UNITS: usize = 256;
 
-/// What a step reads and writes, for each of the sequences of a batch.
+/// Buffers that a step reads and writes, with one entry per sequence of a batch.
 #[derive(Debug, Clone)]
 pub struct Greedy {
-    /// The token that comes next: `i32[batch]`.
+    /// Next token: `i32[batch]`.
     pub tokens: Handle,
-    /// Tokens of each sequence so far: `u32[batch]`.
+    /// Number of tokens of each sequence so far: `u32[batch]`.
     pub starts: Handle,
-    /// How many a step adds: `u32[batch]`.
+    /// Number of tokens that a step adds: `u32[batch]`.
     pub counts: Handle,
-    /// The tokens of the last steps: `i32[ring_len, batch]`.
+    /// Tokens of the last steps: `i32[ring_len, batch]`.
     pub ring: Handle,
-    /// Its rows.
+    /// Number of rows of `ring`.
     pub ring_len: usize,
-    /// Steps so far: `u32[batch]`.
+    /// Number of steps so far: `u32[batch]`.
     pub step: Handle,
 }
 
-/// Writes the number of the largest of each row of `logits`, of equal ones the first, to `tokens`
-/// and to row `step % ring_len` of the ring, and raises `starts` by `counts` and `step` by 1. A row
-/// with NaN, or with nothing above `-inf`, gives -1.
+/// Writes the argmax of each row of `logits` (the first one among equals) to `tokens` and to row
+/// `step % ring_len` of the ring. Then adds `counts` to `starts` and 1 to `step`. A row that
+/// contains NaN, or nothing above `-inf`, gives -1.
 ///
 /// # Errors
-/// When there are no logits, or memory is too small.
+/// Returns an error if there are no logits or a buffer is too small.
 pub fn choose(client: &Client, logits: &Matrix, greedy: &Greedy) -> Result<(), Nvfp4Error> {
     let (batch, vocab) = (logits.rows, logits.cols);
     logits.check("logits")?;
@@ -107,46 +107,46 @@ pub fn choose(client: &Client, logits: &Matrix, greedy: &Greedy) -> Result<(), N
     Ok(())
 }
 
-/// The comptime choices of the kernel.
+/// Comptime choices of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GreedyPlan {
-    /// Type of the logits.
+    /// Element type of the logits.
     pub kind: FloatKind,
-    /// Whether cubes run at the same time, and not one after another.
+    /// True if cubes run concurrently, not one after another.
     pub concurrent: bool,
-    /// Whether the kernel can begin before the one in front of it has ended.
+    /// True if the kernel can start before the previous one has ended.
     pub overlaps: bool,
 }
 
-/// The chunks that the rows of the logits are cut into.
+/// Chunks of the rows of the logits.
 #[derive(CubeType, CubeLaunch)]
 pub struct Chunks {
-    /// The largest of each, and where it is, `[row, chunk]`.
+    /// Largest logit of each chunk and its column, `[row, chunk]`.
     pub parts: Box<[u32]>,
-    /// Chunks of each row that are finished: zero before the launch and behind it.
+    /// Number of finished chunks per row: zero before and after the launch.
     pub finished: Box<[u32]>,
-    /// Logits of a row.
+    /// Logits per row.
     pub vocab: u32,
 }
 
 /// [`Greedy`] in a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct Step {
-    /// The token that comes next.
+    /// Next token.
     pub tokens: Box<[i32]>,
-    /// Tokens so far.
+    /// Number of tokens so far.
     pub starts: Box<[u32]>,
-    /// How many are added.
+    /// Number of tokens added.
     pub counts: Box<[u32]>,
-    /// The last tokens.
+    /// Tokens of the last steps.
     pub ring: Box<[i32]>,
-    /// How many rows these are.
+    /// Number of rows of `ring`.
     pub ring_len: u32,
-    /// Steps so far.
+    /// Number of steps so far.
     pub step: Box<[u32]>,
 }
 
-/// Integers in the order of floats: both zeros are equal, and NaN is the largest.
+/// Maps floats to integers in the same order: both zeros are equal, and NaN is the largest.
 #[cube]
 fn ordered(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
@@ -157,7 +157,8 @@ fn ordered(value: f32) -> u32 {
     select(magnitude > INFINITY, 0xFFFF_FFFFu32, key)
 }
 
-/// Makes the largest of the keys of all units, and of equal ones the first place, entry 0.
+/// Reduces the keys of all units: entry 0 becomes the largest, of equal keys the one with the first
+/// place.
 #[cube]
 fn largest_of_cube(key: u32, place: u32, keys: &mut Shared<[u32]>, places: &mut Shared<[u32]>) {
     keys[UNIT_POS as usize] = key;
@@ -179,8 +180,8 @@ fn largest_of_cube(key: u32, place: u32, keys: &mut Shared<[u32]>, places: &mut 
     }
 }
 
-/// The largest logit of each row, as its next token: the cube that finishes the last chunk of a row
-/// looks at those of all. Cubes are `[chunk, row]`.
+/// Finds the largest logit of each row. The cube that finishes the last chunk of a row reduces the
+/// results of all its chunks and writes the next token. Cubes are `[chunk, row]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn greedy_kernel<F: Numeric, N: Size>(
     logits: &[Vector<F, N>],
@@ -209,7 +210,7 @@ pub fn greedy_kernel<F: Numeric, N: Size>(
         #[unroll]
         for e in 0..N::value() {
             let this = ordered(load::<F>(vector.extract(e), plan.kind));
-            // Ascending: of equal ones the first stays.
+            // Ascending order: among equal logits the first one wins.
             if this > key {
                 key = this;
                 place = at + comptime!(e as u32);
@@ -249,11 +250,11 @@ pub fn greedy_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Makes the largest of a row its next token.
+/// Writes the argmax of a row as its next token.
 #[cube]
 fn take_step(keys: &Shared<[u32]>, places: &Shared<[u32]>, step: &mut Step, row: usize) {
     if UNIT_POS == 0u32 {
-        // -inf, and NaN.
+        // -inf and NaN.
         let nothing = keys[0] <= comptime!(!0xFF80_0000u32) || keys[0] == 0xFFFF_FFFFu32;
         let token = select(nothing, i32::new(-1), i32::cast_from(places[0]));
         let sequences = CUBE_COUNT_Y as usize;
@@ -267,7 +268,7 @@ fn take_step(keys: &Shared<[u32]>, places: &Shared<[u32]>, step: &mut Step, row:
     }
 }
 
-/// For the registry of kernels.
+/// Instances for the registry of kernels.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = || device.buffer(1 << 12);
     let mut all = Vec::new();

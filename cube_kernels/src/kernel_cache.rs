@@ -1,19 +1,20 @@
-//! Compiled kernels that outlive the process.
+//! Cache of compiled kernels that outlives the process.
 //!
-//! CubeCL compiles a kernel by NVRTC when it is first launched, and one after the other on each
-//! GPU. A training step takes a hundred kernels and more, which is seconds of each start.
-//! [`configure`] switches CubeCL's store of compiled kernels on, in a folder that all processes
-//! share. What is stored is PTX; the driver keeps what it makes of it itself.
+//! CubeCL compiles a kernel through NVRTC at its first launch, one after the other on each GPU. A
+//! training step uses more than a hundred kernels, which takes seconds at each start. [`configure`]
+//! enables CubeCL's store of compiled kernels, in a folder that all processes share. The store
+//! contains PTX; the driver caches the machine code itself.
 //!
-//! Entries are found by CubeCL's version, the architecture of the GPU, the kernel with everything
-//! that it is specialized for, and the build of the program. A program that is built anew finds
-//! what it compiled before by the CUDA source. The file is one for each version of this crate and
-//! of the driver, because PTX of a newer driver may not load in an older one. Files may be deleted
-//! at any time. Where the file cannot be written, kernels are compiled as without it.
+//! The key of an entry is CubeCL's version, the architecture of the GPU, the kernel with all its
+//! comptime arguments, and the build of the program. A rebuilt program finds earlier entries by
+//! their CUDA source. Each version of this crate and of the driver has its own file, because PTX of
+//! a newer driver may not load in an older one. Files may be deleted at any time. If the file
+//! cannot be written, kernels are compiled as without a cache.
 //!
-//! CubeCL finds an entry by a hash alone, which leaves out the variant of an enum among a kernel's
-//! arguments. This crate's kernels have a comptime number beside each such variant, and a test
-//! compares the hashes of all of them. Kernels of others that take enums may not.
+//! CubeCL looks up entries by hash only, and the hash leaves out the variant of an enum among a
+//! kernel's arguments. Each such variant in this crate's kernels is accompanied by a comptime
+//! number, and a test compares the hashes of all of them. Kernels of other crates that take enums
+//! may collide.
 
 use std::path::{Path, PathBuf};
 
@@ -25,45 +26,44 @@ use cubecl::{
 };
 use cubecl_environment::config::logger::LogCrateLevel;
 
-/// Target of the messages of the crate `log` with which CubeCL reports each kernel that it
-/// compiles, at level info, once [`configure`] was called: one message a kernel, before it is
-/// compiled.
+/// Target of the `log` messages with which CubeCL reports each kernel that it compiles, once
+/// [`configure`] was called: one message per kernel at level info, before it is compiled.
 pub const COMPILATION_TARGET: &str = "cubecl::compilation";
 
-/// Why kernels cannot be kept.
+/// Reason why kernels cannot be cached.
 #[derive(thiserror::Error, Debug)]
 pub enum KernelCacheError {
-    /// CubeCL was used before, and reads its configuration once.
+    /// CubeCL was used before; it reads its configuration only once.
     #[error("CubeCL has been started: keep kernels before the first tensor is made")]
     Started,
-    /// The folder cannot be made.
+    /// The folder cannot be created.
     #[error("the folder {} cannot be made: {error}", folder.display())]
     Folder {
         /// The folder.
         folder: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         error: std::io::Error,
     },
 }
 
-/// The folder `nvfp4` in the user's folder of caches (`$XDG_CACHE_HOME`, or `~/.cache`).
+/// Returns the folder `nvfp4` in the user's cache folder (`$XDG_CACHE_HOME`, or `~/.cache`).
 pub fn default_folder() -> PathBuf {
     CacheConfig::Global.root().with_file_name("nvfp4")
 }
 
-/// Keeps compiled kernels in `folder`, or only reports each one that is compiled to the crate `log`
-/// where there is none. To be called before anything else uses CubeCL: before the first device is
+/// Caches compiled kernels in `folder`. If `folder` is `None`, only reports each compiled kernel to
+/// the crate `log`. Call it before anything else uses CubeCL, that is, before the first device is
 /// opened.
 ///
-/// The file is returned where kernels are kept. They are not where there is no CUDA driver, and
-/// where the crate was built without the feature `kernel-cache`.
+/// Returns the cache file, or `None` if kernels are not cached: without a `folder`, without a CUDA
+/// driver, or if the crate was built without the feature `kernel-cache`.
 ///
-/// Everything else of CubeCL's configuration is as without: from `cubecl.toml` or `burn.toml` in
-/// the current folder or above it, and from the environment. Where that file switches the store on
-/// itself (`compilation.cache`), its place and name stay, too.
+/// The rest of CubeCL's configuration is unchanged: it is read from `cubecl.toml` or `burn.toml` in
+/// the current folder or above it, and from the environment. If that file enables the store itself
+/// (`compilation.cache`), its location and name are kept, too.
 ///
 /// # Errors
-/// When CubeCL is in use already, or `folder` cannot be made.
+/// Returns an error if CubeCL is in use already, or `folder` cannot be created.
 pub fn configure(folder: Option<&Path>) -> Result<Option<PathBuf>, KernelCacheError> {
     let Some(driver) = driver_version() else {
         return Ok(None);
@@ -84,7 +84,7 @@ pub fn configure(folder: Option<&Path>) -> Result<Option<PathBuf>, KernelCacheEr
     }
 }
 
-/// Switches the store on in `folder`; whether there is one.
+/// Enables the store in `folder`. Returns true if kernels are cached.
 #[cfg(feature = "kernel-cache")]
 fn keep(
     config: &mut CubeClRuntimeConfig,
@@ -109,19 +109,19 @@ fn keep(_: &mut CubeClRuntimeConfig, _: &Path, _: i32) -> Result<bool, KernelCac
     Ok(false)
 }
 
-/// The name of the file, without its ending: the version of this crate and that of the driver.
+/// Returns the file name without its extension: the version of this crate and that of the driver.
 #[cfg(feature = "kernel-cache")]
 fn name(driver: i32) -> String {
     let mut name = format!("kernels-{}-cuda{driver}", env!("CARGO_PKG_VERSION"));
     let no_build_id = cubecl::hash::StableHasher::hash_one(&None::<&'static [u8]>);
     if cubecl_server::compiler::build_id_hash() == no_build_id {
-        // The linker left no build id, by which CubeCL tells the builds of a program apart.
+        // The linker left no build id, which CubeCL uses to distinguish builds of a program.
         name += &format!("-{:x}", program());
     }
     name
 }
 
-/// The version of the CUDA driver, such as 13000.
+/// Returns the version of the CUDA driver, such as 13000.
 fn driver_version() -> Option<i32> {
     // SAFETY: the library is there, and writes one number.
     unsafe {
@@ -134,7 +134,8 @@ fn driver_version() -> Option<i32> {
     }
 }
 
-/// A number for the file of this program: its length and when it was written.
+/// Returns a number that identifies this program's executable, from its length and modification
+/// time.
 #[cfg(feature = "kernel-cache")]
 fn program() -> u64 {
     let metadata = std::env::current_exe().and_then(std::fs::metadata);

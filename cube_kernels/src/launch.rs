@@ -1,4 +1,4 @@
-//! The geometry of launches: cubes, units, vectors, words.
+//! Launch geometry: cubes, units, vectors, words.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -13,22 +13,22 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Units of a cube on a GPU.
+/// Units per cube on a GPU.
 const UNITS: usize = 256;
 
-/// Set by [`set_units`]; 0 leaves the choice to the device.
+/// Set by [`set_units`]; 0 means that the device decides.
 static ASKED_UNITS: AtomicUsize = AtomicUsize::new(0);
 
-/// From now on the kernels of [`ops`](crate::quantize) run with this many units in a cube, or as
-/// many as the device is given otherwise for 0. On a GPU it is a multiple of 32, at most 256. For
-/// tests, in a process of their own: no result depends on it.
+/// Sets the number of units per cube for the kernels of [`quantize`](crate::quantize); 0 restores
+/// the device's default. On a GPU it must be a multiple of 32, at most 256. For tests that run in
+/// their own process: no result depends on it.
 #[doc(hidden)]
 pub fn set_units(units: usize) {
     ASKED_UNITS.store(units, Ordering::Relaxed);
 }
 
-/// Units of a cube: one on the CPU, where barriers between more of them than cores are thousands of
-/// times slower.
+/// Returns the units per cube: one on the CPU, where barriers between more units than cores are
+/// thousands of times slower.
 pub(crate) fn units(client: &Client) -> usize {
     match ASKED_UNITS.load(Ordering::Relaxed) {
         0 if is_cpu(client) => 1,
@@ -37,24 +37,25 @@ pub(crate) fn units(client: &Client) -> usize {
     }
 }
 
-/// Cubes of 256 units that stay on an SM together, where 32 registers a unit suffice.
+/// Cubes of 256 units that are resident on an SM together, if a unit needs at most 32 registers.
 const RESIDENT_CUBES: usize = 8;
 
-/// Cubes for each SM in kernels that stride over the grid: what a unit computes once is still
-/// spread over many items, and there are enough that the hardware evens out what does not fit
-/// together. With eight, a kernel of 40 registers, of which six fit, takes a third longer: two wait
-/// until the six have ended.
+/// Cubes per SM in kernels that stride over the grid. Work that a unit does once is still amortized
+/// over many items, and there are enough cubes to even out the tail. With eight, a kernel of 40
+/// registers, of which six cubes fit, takes a third longer: two cubes wait until the six have
+/// ended.
 const CUBES_PER_MULTIPROCESSOR: usize = 32;
 
-/// Cubes with a tile of 128 rows in shared memory that fit into an SM of an H100.
+/// Cubes with a 128-row tile in shared memory that fit on an SM of an H100.
 const TILES_PER_MULTIPROCESSOR: usize = 4;
 
-/// Cubes and units for `items` independent pieces of work, in a kernel that strides over the grid.
+/// Returns cubes and units for `items` independent work items in a kernel that strides over the
+/// grid.
 pub(crate) fn grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     strided(client, items, CUBES_PER_MULTIPROCESSOR)
 }
 
-/// [`grid`] where each cube ends in atomic operations: no more cubes than run at once.
+/// Returns [`grid`] with at most as many cubes as run at once, for cubes that end in atomics.
 pub(crate) fn resident_grid(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     strided(client, items, RESIDENT_CUBES)
 }
@@ -63,14 +64,14 @@ fn strided(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCou
     spread(client, items.div_ceil(units(client)), per_multiprocessor)
 }
 
-/// Cubes and units for `items` pieces of work that a whole cube shares.
+/// Returns cubes and units for `items` work items, each processed by a whole cube.
 pub(crate) fn cubes(client: &Client, items: usize) -> (CubeCount, CubeDim) {
     spread(client, items, RESIDENT_CUBES)
 }
 
-/// [`cubes`] that are many and short: what a cube does before its first tile is a tenth of the work
-/// on one, so that it should have several, and several times more cubes than run at once even out
-/// their ends.
+/// Returns [`cubes`] for many short cubes. The setup of a cube costs a tenth of the work on one
+/// tile, so a cube should process several tiles; several times more cubes than run at once even out
+/// the tail.
 pub(crate) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     spread(client, tiles, CUBES_PER_MULTIPROCESSOR)
 }
@@ -78,7 +79,7 @@ pub(crate) fn tile_grid(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
 fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCount, CubeDim) {
     let hardware = &client.properties().hardware;
     let most = if is_cpu(client) {
-        // As many cubes as cores have any use for: each costs a call.
+        // No more cubes than the cores can use: each costs a call.
         4 * hardware.num_cpu_cores.unwrap_or(1) as usize
     } else {
         per_multiprocessor * multiprocessors(client)
@@ -89,19 +90,19 @@ fn spread(client: &Client, items: usize, per_multiprocessor: usize) -> (CubeCoun
     )
 }
 
-/// SMs of a GPU.
+/// Returns the number of SMs of a GPU.
 pub(crate) fn multiprocessors(client: &Client) -> usize {
     let hardware = &client.properties().hardware;
     hardware.num_streaming_multiprocessors.unwrap_or(128) as usize
 }
 
-/// Units of a GPU that run at once, of `cubes` cubes on each SM.
+/// Returns the number of units of a GPU that run at once, with `cubes` cubes on each SM.
 pub(crate) fn resident_units(client: &Client, cubes: usize) -> usize {
     cubes * multiprocessors(client) * units(client)
 }
 
-/// [`cubes`] for tiles in shared memory, of which four fit into an SM: as many cubes as run at
-/// once, since what a cube does before its first tile is a good part of a tile's work.
+/// Returns [`cubes`] for tiles in shared memory, of which four fit on an SM. There are as many
+/// cubes as run at once, since the setup of a cube costs a substantial fraction of a tile's work.
 pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = cubes(client, tiles);
     if is_cpu(client) {
@@ -114,8 +115,9 @@ pub(crate) fn tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) 
     )
 }
 
-/// The same for tiles that are computed while they are loaded, in a kernel that strides over the
-/// grid: how many fit depends on the registers that this takes, so cubes are more and shorter.
+/// Returns [`tile_cubes`] for tiles that are computed while they are loaded, in a kernel that
+/// strides over the grid. The number of resident cubes depends on the registers that this takes, so
+/// there are more and shorter cubes.
 pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = tile_cubes(client, tiles);
     match count {
@@ -127,11 +129,11 @@ pub(crate) fn computed_tile_cubes(client: &Client, tiles: usize) -> (CubeCount, 
     }
 }
 
-/// Tiles that a cube takes one after another in kernels whose cubes are many and short.
+/// Tiles that a cube processes one after another in kernels with many short cubes.
 const TILES_PER_CUBE: usize = 4;
 
-/// The same where a cube stays in one row of tiles: along the first axis of the grid the cubes of a
-/// row, along the others the rows.
+/// Returns cubes for computed tiles if each cube stays in one row of tiles. The first axis of the
+/// grid counts the cubes of a row, the other axes count the rows.
 pub(crate) fn tile_runs(
     client: &Client,
     row_tiles: usize,
@@ -149,14 +151,14 @@ pub(crate) fn tile_runs(
     )
 }
 
-/// A number of cubes along the second axis of a grid, which is short, and the third.
+/// Splits a number of cubes over the second axis of a grid, which is short, and the third.
 pub(crate) fn two_axes(count: usize) -> (u32, u32) {
     let highest = usize::from(u16::MAX);
     let count = count.max(1);
     (count.min(highest) as u32, count.div_ceil(highest) as u32)
 }
 
-/// The widest vector of at most 16 bytes that divides `len` elements.
+/// Returns the widest vector of at most 16 bytes that divides `len` elements.
 pub(crate) fn vector_size(dtype: FloatKind, len: usize) -> usize {
     let mut size = 16 / dtype.size();
     while !len.is_multiple_of(size) {
@@ -165,19 +167,19 @@ pub(crate) fn vector_size(dtype: FloatKind, len: usize) -> usize {
     size
 }
 
-/// How a kernel loads a matrix; see [`cube::words`](crate::cube::words).
+/// Load width and buffer of a matrix in a kernel; see [`cube::words`](crate::cube::words).
 pub(crate) struct Words {
-    /// Type of one loaded scalar: a word, or an element where rows have no whole words.
+    /// Type of one loaded scalar: a word, or an element if rows are not whole words.
     pub elem: ElemType,
-    /// Scalars that a load takes.
+    /// Scalars per load.
     pub width: usize,
-    /// Scalars in the matrix.
+    /// Number of scalars in the matrix.
     len: usize,
     handle: Handle,
 }
 
 impl Words {
-    /// The widest loads of `x` that its row length and its place in memory allow.
+    /// Returns the widest loads of `x` that its row length and its offset in memory allow.
     pub fn of(x: &Matrix) -> Self {
         let row = x.cols * x.dtype.size();
         let start = x.handle.offset_start.unwrap_or(0) as usize;
@@ -194,7 +196,7 @@ impl Words {
         }
     }
 
-    /// The same in loads of no more than `most` scalars, a power of two.
+    /// Limits loads to `most` scalars, a power of two.
     pub fn of_at_most(self, most: usize) -> Self {
         Self {
             width: self.width.min(most),
@@ -208,7 +210,7 @@ impl Words {
     }
 }
 
-/// A buffer of `len` items of a kernel's argument type.
+/// Returns a buffer of `len` items of a kernel's argument type.
 ///
 /// # Safety
 /// As `BufferArg::from_raw_parts`: the memory must hold them.
@@ -217,7 +219,7 @@ pub(crate) unsafe fn buffer(handle: &Handle, len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
 }
 
-/// Elements of 16 bits in a word, or 1.
+/// Returns the elements per 32-bit word: 2 for 16-bit types, otherwise 1.
 pub(crate) const fn per_word(kind: FloatKind) -> usize {
     4 / kind.size()
 }

@@ -1,14 +1,15 @@
-//! NVFP4 tensors: formats, the numerics on the host, and the CubeCL kernels that match them.
+//! NVFP4 tensors: formats, host reference numerics, and the CubeCL kernels that match them.
 //!
-//! NVFP4 stores a tensor as 4-bit E2M1 codes, one E4M3 scale for each block of 16 codes along the
+//! NVFP4 stores a tensor as 4-bit E2M1 codes, one E4M3 scale per block of 16 codes along the
 //! contraction axis, and one `f32` maximum (`amax`) from which the global scale derives.
 //!
-//! - [`format`](mod@format) names the bits: the two codecs, and [`QuantizedTensor`], a packed
+//! - [`format`](mod@format) defines the bits: the two codecs, and [`QuantizedTensor`], a packed
 //!   matrix on the host.
-//! - [`policy`] names the choices: how to round, which bits to draw, which transform to apply.
+//! - [`policy`] defines the choices: rounding, random bits, transform.
 //! - [`reference`](mod@reference) computes everything on the CPU, without CubeCL. It is the oracle
-//!   to which every kernel is compared byte for byte, and what CPU training runs on.
-//! - `ops` and `gemm` (feature `cube`) launch the kernels, on any CubeCL runtime.
+//!   against which every kernel is compared byte for byte, and CPU training runs on it.
+//! - `quantize`, `gemm` and other modules (feature `cube`) launch the kernels, on any CubeCL
+//!   runtime.
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 

@@ -4,7 +4,8 @@ use cubecl::{client::Client, ir::AddressType, server::Handle};
 
 use crate::{Nvfp4Error, graph::hold_for_branch};
 
-/// Index width for kernels that address up to `elements` elements: 64 bits from 2^31 on.
+/// Returns the index width for kernels that address up to `elements` elements: 64 bits from 2^31
+/// on.
 pub(crate) fn address_type(elements: usize) -> AddressType {
     if elements > i32::MAX as usize {
         AddressType::U64
@@ -13,14 +14,14 @@ pub(crate) fn address_type(elements: usize) -> AddressType {
     }
 }
 
-/// Memory of `bytes`, or one byte: an empty tensor has a valid handle too.
+/// Allocates `bytes` bytes, at least one, so that an empty tensor has a valid handle too.
 pub(crate) fn allocate(client: &Client, bytes: usize) -> Handle {
     let memory = client.empty(bytes.max(1));
     hold_for_branch(&memory);
     memory
 }
 
-/// A copy of `bytes` on the device.
+/// Copies `bytes` to the device.
 pub(crate) fn upload(client: &Client, bytes: &[u8]) -> Handle {
     if bytes.is_empty() {
         allocate(client, 0)
@@ -29,7 +30,7 @@ pub(crate) fn upload(client: &Client, bytes: &[u8]) -> Handle {
     }
 }
 
-/// The first `len` bytes of `handle`, waiting for the device.
+/// Returns the first `len` bytes of `handle`; waits for the device.
 pub(crate) fn download(
     client: &Client,
     handle: &Handle,
@@ -51,7 +52,7 @@ pub(crate) fn download(
     }
 }
 
-/// Whether vectors of 16 bytes may be loaded from the start of the buffer.
+/// True if 16-byte vectors may be loaded from the start of the buffer.
 pub(crate) fn is_aligned(handle: &Handle) -> bool {
     handle.offset_start.unwrap_or(0).is_multiple_of(16)
 }

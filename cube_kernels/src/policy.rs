@@ -1,4 +1,4 @@
-//! The choices that a caller makes, apart from any tensor.
+//! Choices of the caller that do not belong to a tensor.
 
 use std::ops::Range;
 
@@ -6,24 +6,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::Nvfp4Error;
 
-/// How a scaled value becomes a 4-bit code.
+/// Rounding of a scaled value to a 4-bit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rounding {
     /// To the nearest E2M1 value, ties to the even code.
     Nearest,
-    /// Up with a probability equal to the distance from the lower neighbour, in steps of 1/256.
+    /// Up with a probability equal to the distance from the lower neighbor, in steps of 1/256.
     Stochastic(RandomStream),
 }
 
-/// What a quantized tensor is stored as.
+/// Storage of a quantized tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Storage {
     /// Codes and block scales.
     #[default]
     Packed,
-    /// Code times block scale in bf16, which holds it exactly; not yet multiplied by the global
-    /// scale. For a GEMM that would dequantize a packed operand to bf16 first.
+    /// Code times block scale in bf16, which represents the product exactly; not yet multiplied by
+    /// the global scale. For a GEMM that would otherwise dequantize a packed operand to bf16 first.
     Bf16Unscaled,
 }
 
@@ -38,14 +38,14 @@ pub enum ScaleLayout {
     Swizzled128x4,
 }
 
-/// What a GEMM reads of a packed operand.
+/// Form in which a GEMM reads a packed operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedReads {
-    /// Codes, and block scales in rows.
+    /// Codes, and row-major block scales.
     Compact,
     /// Codes, and block scales in 128x4 tiles.
     Swizzled,
-    /// Code times block scale in bf16, as [`Storage::Bf16Unscaled`] has it.
+    /// Code times block scale in bf16, as in [`Storage::Bf16Unscaled`].
     Bf16,
 }
 
@@ -55,84 +55,84 @@ pub enum BlockShape {
     /// One block along the contraction.
     #[default]
     Block1d,
-    /// A 16x16 tile. Its scale is repeated for its 16 stored rows, so that the columnwise tensor
-    /// is the transpose of the rowwise one.
+    /// A 16x16 tile. Its scale is repeated for its 16 stored rows, so that the columnwise tensor is
+    /// the transpose of the rowwise one.
     Block2d,
 }
 
-/// How many elements share one amax, and so one global scale.
+/// Granularity of the amax: the elements that share one amax, and so one global scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AmaxGranularity {
-    /// The tensor has one amax; with groups, each group of rows has one.
+    /// One amax per tensor; with groups, one per group of rows.
     #[default]
     PerTensor,
-    /// Each stored row has one: a row of the source in the rowwise quantized tensor (a token), a
-    /// column of each group in the columnwise one.
+    /// One amax per stored row: per row of the source in the rowwise quantized tensor (a token),
+    /// per column of each group in the columnwise one.
     #[serde(alias = "per_token")]
     PerRow,
 }
 
-/// Where stochastic rounding takes its bits from.
+/// Source of the bits for stochastic rounding.
 ///
 /// The bits of one block are a pure function of the first three numbers and of the block's index in
-/// the logical output, so they do not depend on tile shapes, launch geometry, runtime, or how the
-/// output is sharded.
+/// the logical output, so they do not depend on tile shapes, launch geometry, runtime, or sharding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RandomStream {
     /// Seed of the run.
     pub seed: u64,
-    /// Identity of the tensor role: two streams of one seed never share bits. Give every layer and
-    /// every copy (rowwise, columnwise) of a tensor its own.
+    /// Identity of the tensor role: two streams of one seed never share bits. Every layer and every
+    /// copy (rowwise, columnwise) of a tensor needs its own.
     pub stream: u64,
-    /// Position in the stream: advance it by one for each use, so that the next one draws fresh
+    /// Position in the stream: advance it by one for each use, so that the next use draws fresh
     /// bits.
     pub offset: u64,
-    /// Where the blocks of the quantized tensor stand in the logical output.
+    /// Position of the quantized tensor's blocks in the logical output.
     #[serde(default)]
     pub position: BlockPosition,
 }
 
-/// Where the blocks of a quantized tensor stand in the logical output of which they are a part,
-/// such as the shard of a rank: each block draws the bits of its place there.
+/// Position of a quantized tensor's blocks in the logical output to which it belongs, such as the
+/// position of a rank's shard. Each block draws the random bits of its position in the logical
+/// output.
 ///
-/// Block `b` of stored row `r` has the index `first + r · row_blocks + b`. The default is a tensor
-/// of its own. Tensors in groups have no `row_blocks`: `first` is added to the indices that they
-/// have by themselves, where one group follows the other. With [`gaps`](Self::gaps) `r` or `b` is
-/// what it is with these.
+/// Block `b` of stored row `r` has the index `first + r · row_blocks + b`. The default is that of a
+/// tensor which is the whole logical output. Grouped tensors have no `row_blocks`: `first` is added
+/// to their own indices, which continue from one group to the next. [`gaps`](Self::gaps) shift `r`
+/// or `b` before the index is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BlockPosition {
-    /// The index of the first block. MS-EDEN, which draws for eight blocks at once, needs a
-    /// multiple of 8.
+    /// Index of the first block. MS-EDEN, which draws for eight blocks at once, needs a multiple of
+    /// 8.
     pub first: u64,
-    /// The blocks of a stored row of the logical output; `None` for as many as the tensor has. For
-    /// MS-EDEN a multiple of 8.
+    /// Blocks per stored row of the logical output; `None` if the tensor has whole rows. A multiple
+    /// of 8 for MS-EDEN.
     pub row_blocks: Option<u32>,
-    /// What lies between parts of the tensor, which needs `row_blocks`.
+    /// Gaps between adjacent sections of the tensor; requires `row_blocks`.
     #[serde(default)]
     pub gaps: Gaps,
 }
 
-/// What of the logical output lies between parts of a tensor that are neighbours in it: a rank's
-/// parts of queries, keys and values are neighbours, and parts of other ranks lie between them in
-/// the layer of one device. At most three parts, in ascending order.
+/// Rows or blocks of the logical output that lie between adjacent sections of the tensor. Example:
+/// a rank's shards of queries, keys and values are adjacent in its tensor, but the unsharded layer
+/// has other ranks' shards between them. At most three sections, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Gaps {
-    /// Nothing.
+    /// No gaps.
     #[default]
     None,
-    /// Stored rows.
+    /// Gaps in stored rows.
     Rows([Gap; 2]),
-    /// Blocks of each stored row. For MS-EDEN multiples of 8.
+    /// Gaps in blocks of each stored row. Multiples of 8 for MS-EDEN.
     Blocks([Gap; 2]),
 }
 
-/// A gap; the default is none.
+/// A gap; the default is an empty one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gap {
-    /// The first stored row, or block of a row, of the tensor that is behind it.
+    /// First stored row, or block of a row, of the tensor after the gap.
     pub at: u32,
-    /// How many lie in it.
+    /// Length of the gap.
     pub len: u32,
 }
 
@@ -146,7 +146,7 @@ impl Default for Gap {
 }
 
 impl Gap {
-    /// Number `index` of the tensor, in the logical output.
+    /// Maps index `index` of the tensor to the logical output.
     fn shifted(gaps: &[Self; 2], index: u64) -> u64 {
         let before = gaps.iter().filter(|gap| u64::from(gap.at) <= index);
         index + before.map(|gap| u64::from(gap.len)).sum::<u64>()
@@ -154,7 +154,8 @@ impl Gap {
 }
 
 impl BlockPosition {
-    /// The index of block `block` of stored row `row`, of which the tensor has `blocks`.
+    /// Returns the index of block `block` of stored row `row`, for a tensor with `blocks` blocks
+    /// per row.
     #[inline(always)]
     pub(crate) fn index(&self, row: u64, block: u64, blocks: u64) -> u64 {
         let (row, block) = match &self.gaps {
@@ -167,14 +168,14 @@ impl BlockPosition {
         first.wrapping_add(block)
     }
 
-    /// Whether it is that of a tensor of its own.
+    /// True if the tensor is the whole logical output.
     pub fn is_own(&self) -> bool {
         *self == Self::default()
     }
 }
 
 impl RandomStream {
-    /// The stream `stream` of `seed`, at `offset`.
+    /// Returns the stream `stream` of `seed`, at `offset`.
     pub const fn new(seed: u64, stream: u64, offset: u64) -> Self {
         Self {
             seed,
@@ -188,12 +189,12 @@ impl RandomStream {
         }
     }
 
-    /// The same for a tensor whose blocks stand at `position`.
+    /// Returns the stream for a tensor whose blocks are at `position`.
     pub const fn at(self, position: BlockPosition) -> Self {
         Self { position, ..self }
     }
 
-    /// The Philox key: the seed mixed with the stream id.
+    /// Returns the Philox key: the seed mixed with the stream id.
     ///
     /// For a fixed seed this is a bijection of the stream id (an odd multiplication, an addition
     /// and the SplitMix64 finaliser, each invertible), so two streams never share a key.
@@ -206,7 +207,7 @@ impl RandomStream {
     }
 }
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64 bits.
+/// Applies the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), a bijection of 64 bits.
 const fn splitmix64(value: u64) -> u64 {
     let mut z = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -214,11 +215,11 @@ const fn splitmix64(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The random Hadamard transform of 16, 32, 64 or 128 elements: `R = diag(s) · H · 1/√size`, `H`
-/// Sylvester's matrix.
+/// Random Hadamard transform of 16, 32, 64 or 128 elements: `R = diag(s) · H · 1/√size`, where `H`
+/// is Sylvester's matrix.
 ///
-/// Both operands of one GEMM must use the same transform along the contraction, on every rank,
-/// or it does not cancel.
+/// Both operands of one GEMM must use the same transform along the contraction, on every rank;
+/// otherwise it does not cancel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Hadamard {
     size: HadamardSize,
@@ -226,7 +227,7 @@ pub struct Hadamard {
     signs: [u64; 2],
 }
 
-/// Elements that one transform mixes.
+/// Number of elements that one transform mixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum HadamardSize {
     /// One block: TransformerEngine's choice and the default.
@@ -240,10 +241,10 @@ pub enum HadamardSize {
 }
 
 impl HadamardSize {
-    /// All of them, ascending.
+    /// All sizes, in ascending order.
     pub const ALL: [Self; 4] = [Self::H16, Self::H32, Self::H64, Self::H128];
 
-    /// Elements.
+    /// Returns the number of elements.
     pub const fn elements(self) -> usize {
         match self {
             Self::H16 => 16,
@@ -253,7 +254,7 @@ impl HadamardSize {
         }
     }
 
-    /// The `f32` nearest to `1/√size`, by which the butterfly is multiplied.
+    /// Returns the `f32` nearest to `1/√size`, by which the butterfly is multiplied.
     pub const fn factor(self) -> f32 {
         match self {
             Self::H16 => 0.25,
@@ -268,14 +269,14 @@ impl Hadamard {
     /// TransformerEngine's fixed signs.
     pub const DEFAULT_SIGNS: u16 = 0xD7E8;
 
-    /// A transform of 16 elements with the given signs: bit `i` set means that element `i` is
+    /// Returns a transform of 16 elements with the given signs: if bit `i` is set, element `i` is
     /// negated.
     pub const fn from_signs(signs: u16) -> Self {
         Self::new(HadamardSize::H16, [signs as u64, 0])
     }
 
-    /// A transform of `size` elements: bit `i % 64` of word `i / 64` set means that element `i` is
-    /// negated; bits beyond the size are ignored.
+    /// Returns a transform of `size` elements: if bit `i % 64` of word `i / 64` is set, element `i`
+    /// is negated. Bits beyond the size are ignored.
     pub const fn new(size: HadamardSize, signs: [u64; 2]) -> Self {
         let signs = match size {
             HadamardSize::H128 => signs,
@@ -285,26 +286,26 @@ impl Hadamard {
         Self { size, signs }
     }
 
-    /// A transform of 16 elements whose signs are drawn from `seed`: the same on every machine.
+    /// Returns a transform of 16 elements with signs drawn from `seed`, identical on every machine.
     pub const fn seeded(seed: u64) -> Self {
         Self::seeded_with_size(HadamardSize::H16, seed)
     }
 
-    /// What is added to the seed from one step to the next, where each draws signs of its own.
+    /// Increment of the seed per step, for signs that change with every step.
     pub const SEED_STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
-    /// A transform whose signs are drawn from `seed`: the same on every machine.
+    /// Returns a transform with signs drawn from `seed`, identical on every machine.
     pub const fn seeded_with_size(size: HadamardSize, seed: u64) -> Self {
         Self::new(size, [splitmix64(seed), splitmix64(!seed)])
     }
 
-    /// Elements that it mixes.
+    /// Returns the number of elements that the transform mixes.
     pub const fn size(&self) -> HadamardSize {
         self.size
     }
 
-    /// The signs, 32 elements to a word: bit `i % 32` of word `i / 32` set means that element `i`
-    /// is negated.
+    /// Returns the signs, 32 elements per word: if bit `i % 32` of word `i / 32` is set, element
+    /// `i` is negated.
     pub const fn sign_words(&self) -> [u32; 4] {
         [
             self.signs[0] as u32,
@@ -314,7 +315,7 @@ impl Hadamard {
         ]
     }
 
-    /// Whether element `i` is negated.
+    /// True if element `i` is negated.
     #[inline(always)]
     pub const fn negates(&self, i: usize) -> bool {
         self.signs[i / 64] >> (i % 64) & 1 == 1
@@ -327,7 +328,7 @@ impl Default for Hadamard {
     }
 }
 
-/// How the error of a candidate is measured.
+/// Norm of the error of a candidate scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ErrorNorm {
     /// Sum of absolute differences.
@@ -336,29 +337,29 @@ pub enum ErrorNorm {
     Mse,
 }
 
-/// How the scale byte of a block follows from its largest magnitude.
+/// Rule that derives the scale byte of a block from its amax.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum BlockScaling {
-    /// The maximum maps to 6, up to the rounding of the scale byte.
+    /// The block amax maps to 6, up to the rounding of the scale byte.
     #[default]
     Standard,
-    /// The maximum is multiplied by 17/16 first, so that no value clips and stochastic rounding is
-    /// unbiased (numerics, section 8).
+    /// The block amax is multiplied by 17/16 first, so that no value clips and stochastic rounding
+    /// is unbiased (numerics, section 8).
     Headroom,
-    /// Each block (or tile) chooses between scales that map its maximum to 6 or to 4, by the
-    /// smaller error of rounding to nearest (numerics, section 7).
+    /// Each block (or tile) chooses between scales that map its amax to 6 or to 4, whichever has
+    /// the smaller error with rounding to nearest (numerics, section 7).
     FourOverSix(ErrorNorm),
-    /// As [`Self::Standard`] under a global scale that is given, as checkpoints have it: the amax
-    /// of the tensor is unknown, and in its place stands the factor that dequantizes. Larger values
-    /// than the scale was made for saturate.
+    /// As [`Self::Standard`], with a given global scale, as in checkpoints: the amax of the tensor
+    /// is unknown, and its field contains the dequantization factor instead. Values beyond the
+    /// range of the given scale saturate.
     ///
-    /// One `f32` in seven is no `fl(amax / 2688)`, so that such a factor has no amax.
+    /// One `f32` in seven is not `fl(amax / 2688)` for any amax, so such a factor may have no amax.
     Static,
 }
 
 impl BlockScaling {
-    /// The E4M3 bound of the global scale: 448, or 256 where the block scale needs room to be half
-    /// as large again.
+    /// Returns the E4M3 bound of the global scale: 448, or 256 if the block scale needs room to be
+    /// half as large again.
     pub const fn bound(self) -> u16 {
         match self {
             Self::Standard | Self::Headroom | Self::Static => 448,
@@ -366,8 +367,8 @@ impl BlockScaling {
         }
     }
 
-    /// 6 times [`Self::bound`]: the numerator of the global scale, and the denominator with which
-    /// an amax decodes. 1 where the global scale itself stands in the amax's place.
+    /// Returns 6 times [`Self::bound`]: the numerator of the global scale, and the denominator for
+    /// decoding with an amax. 1 if the amax field contains the global scale itself.
     pub const fn range(self) -> f32 {
         match self {
             Self::Static => 1.0,
@@ -376,21 +377,22 @@ impl BlockScaling {
     }
 }
 
-/// How one NVFP4 tensor is made from a matrix, whichever usage it has.
+/// Quantization of one matrix to NVFP4, independent of its usage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nvfp4Params {
-    /// How elements are rounded. Four over six rounds to nearest only.
+    /// Rounding of elements. Four over six rounds to nearest only.
     pub rounding: Rounding,
-    /// The transform along the contraction before quantization, if any.
+    /// Transform along the contraction before quantization, if any.
     pub hadamard: Option<Hadamard>,
-    /// How block scales are found.
+    /// Rule for block scales.
     pub scaling: BlockScaling,
     /// Order in which the block scales are stored.
     pub layout: ScaleLayout,
 }
 
 impl Nvfp4Params {
-    /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
+    /// Returns parameters with rounding `rounding` and otherwise defaults: no transform, standard
+    /// scales, compact layout.
     pub const fn new(rounding: Rounding) -> Self {
         Self {
             rounding,
@@ -401,27 +403,27 @@ impl Nvfp4Params {
     }
 }
 
-/// How scores become weights.
+/// Mapping of attention scores to weights.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct AttentionParams {
-    /// What products of queries and keys are multiplied by.
+    /// Factor of the scores `q · k`.
     pub scale: f32,
-    /// Query `i` of `sq` sees key `j` of `sk` only if `j <= i + sk - sq`: the last query sees all
-    /// keys.
+    /// If true, query `i` of `sq` sees key `j` of `sk` only if `j <= i + sk - sq`: the last query
+    /// sees all keys.
     pub causal: bool,
-    /// Keys that a query sees at most, its own included: `j > i + sk - sq - window`. Needs
-    /// `causal`.
+    /// Maximal number of keys that a query sees, including its own: `j > i + sk - sq - window`.
+    /// Requires `causal`.
     pub window: Option<usize>,
-    /// Bounds scores: `softcap · tanh(s / softcap)`, after `scale`.
+    /// Soft cap on scores: `softcap · tanh(s / softcap)`, applied after `scale`.
     pub softcap: Option<f32>,
-    /// One is added to the denominator of the softmax, an additional score 0 without a value: the
-    /// weights of a row may be less than 1 together. Its logarithm is in the log-sum-exp, which is
-    /// 0 for a row that sees nothing.
+    /// If true, adds one to the denominator of the softmax, like an extra score 0 without a value:
+    /// the weights of a row may sum to less than 1. The log-sum-exp includes this term and is 0 for
+    /// a row that sees no key.
     pub quiet_softmax: bool,
 }
 
 impl AttentionParams {
-    /// Scores of heads of `head` elements, times `1 / sqrt(head)`.
+    /// Returns parameters with scale `1 / sqrt(head)`, for heads of `head` elements.
     pub fn new(head: usize) -> Self {
         Self {
             scale: (head as f32).sqrt().recip(),
@@ -432,7 +434,7 @@ impl AttentionParams {
         }
     }
 
-    /// The same where no query sees a later key.
+    /// Returns [`Self::new`] with a causal mask.
     pub fn causal(head: usize) -> Self {
         Self {
             causal: true,
@@ -440,7 +442,7 @@ impl AttentionParams {
         }
     }
 
-    /// The keys that query `i` of `sq` sees of `sk`, all of one sequence.
+    /// Returns the keys that query `i` of `sq` sees among `sk` keys of one sequence.
     pub fn visible(&self, i: usize, sq: usize, sk: usize) -> Range<usize> {
         if !self.causal {
             return 0..sk;
@@ -453,11 +455,11 @@ impl AttentionParams {
         start..end
     }
 
-    /// An error unless the values can be computed with.
+    /// Checks the values.
     ///
     /// # Errors
-    /// When the scale is not finite, the soft cap not positive and finite, the window is empty or
-    /// without a causal mask.
+    /// Returns an error if the scale is not finite, the soft cap is not positive and finite, or the
+    /// window is empty or lacks a causal mask.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         if !self.scale.is_finite() {
             return Err(Nvfp4Error::value(

@@ -1,10 +1,10 @@
-//! Tokens sorted by id, those of one id in their order: a radix sort of at most 8 bits at a time.
-//! Ids are rows of an embedding, or experts.
+//! Sorts tokens by id, stably: a radix sort with digits of at most 8 bits. Ids are rows of an
+//! embedding, or experts.
 //!
-//! A tile of tokens is one cube's. Each digit is counted, and later placed, by one unit that goes
-//! through the tile in order, so that no two units ever compete for a place. The tile's length and
-//! the tokens of the most frequent digit are therefore what a pass takes: tiles are short, and the
-//! bits of an id are shared out evenly over the passes.
+//! Each cube sorts one tile of tokens. One unit counts a digit, and later scatters its tokens, by
+//! scanning the tile in order, so that units never compete for an output index. The time of a pass
+//! is therefore that of the tile's length and of the most frequent digit: tiles are short, and the
+//! bits of an id are divided evenly among the passes.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -14,26 +14,26 @@ use crate::{
     memory::allocate,
 };
 
-/// The most bits of a digit.
+/// Largest number of bits of a digit.
 const MOST_BITS: u32 = 8;
-/// The fewest units of a tile's cube: they load it.
+/// Smallest number of units of a tile's cube; they load the tile.
 const LOADING: usize = 128;
-/// Tokens of a tile, of few tokens and of many: one cube sums up the counts of all tiles.
+/// Tokens per tile, for few and for many tokens: one cube sums the counts of all tiles.
 const TILES: [usize; 2] = [256, 1024];
-/// Tokens that are few.
+/// Largest number of tokens that counts as few.
 const FEW: usize = 1 << 16;
 
-/// How one pass sorts.
+/// Parameters of a sorting pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SortPlan {
-    /// Tokens of a tile.
+    /// Tokens per tile.
     pub tile: usize,
-    /// Bits of a digit.
+    /// Bits per digit.
     pub bits: u32,
 }
 
 impl SortPlan {
-    /// The passes for `tokens` ids up to `vocab`, and how each sorts.
+    /// Returns the number of passes for `tokens` ids up to `vocab`, and their plan.
     fn of(tokens: usize, vocab: usize) -> (u32, Self) {
         let bits = usize::BITS - vocab.leading_zeros();
         let passes = bits.div_ceil(MOST_BITS);
@@ -45,30 +45,30 @@ impl SortPlan {
         (passes, plan)
     }
 
-    /// Values of a digit.
+    /// Returns the number of values of a digit.
     const fn digits(self) -> usize {
         1 << self.bits
     }
 }
 
-/// How one pass places tokens.
+/// Parameters of the scatter of one pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlacePlan {
-    /// How it sorts.
+    /// Plan of the pass.
     pub sort: SortPlan,
-    /// Whether it is the first: tokens are in the order of their numbers.
+    /// True for the first pass, in which tokens are in their original order.
     pub first: bool,
 }
 
-/// Tokens in the order of their ids.
+/// Tokens sorted by id.
 pub(crate) struct Sorted {
-    /// Their ids; those that are no row are `vocab`.
+    /// Ids of the tokens; `vocab` if the id is not a row.
     pub keys: Handle,
-    /// Their numbers.
+    /// Indices of the tokens.
     pub order: Handle,
 }
 
-/// Sorts `tokens` ids, `u32`.
+/// Sorts `tokens` ids of type `u32`.
 pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -> Sorted {
     let (passes, plan) = SortPlan::of(tokens, vocab);
     let tiles = tokens.div_ceil(plan.tile);
@@ -125,7 +125,7 @@ pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -
             );
         }
         if pass == 0 {
-            // The caller's ids are read only.
+            // The caller's ids are read-only.
             from = (words(), from.1);
         }
         (from, to) = (to, from);
@@ -134,16 +134,16 @@ pub(crate) fn sort(client: &Client, ids: &Handle, tokens: usize, vocab: usize) -
     Sorted { keys, order }
 }
 
-/// Keys and the numbers of their tokens.
+/// Keys, and the indices of their tokens.
 #[derive(CubeType, CubeLaunch)]
 pub struct Tokens {
     /// Ids.
     pub keys: Box<[u32]>,
-    /// Numbers of tokens.
+    /// Indices of tokens.
     pub order: Box<[u32]>,
 }
 
-/// The ids of a tile in shared memory, those that are no row as `vocab`.
+/// Loads the ids of a tile into shared memory; ids that are not a row become `vocab`.
 #[cube]
 fn load_tile(
     keys: &[u32],
@@ -163,7 +163,7 @@ fn load_tile(
     len
 }
 
-/// One cube counts the digits of its tile: `counts[digit][tile]`.
+/// Counts the digits of a tile, one tile per cube: `counts[digit][tile]`.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn count_digits_kernel(
     keys: &[u32],
@@ -187,8 +187,8 @@ pub fn count_digits_kernel(
     }
 }
 
-/// One cube of `units` replaces each entry by the sum of those before it. A unit has entries that
-/// follow each other.
+/// Exclusive prefix sum of `counts` by one cube of `units` units. Each unit has consecutive
+/// entries.
 #[allow(clippy::needless_range_loop, reason = "cube code has no iterators")]
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn scan_kernel(counts: &mut [u32], len: usize, #[comptime] units: usize) {
@@ -222,7 +222,8 @@ pub fn scan_kernel(counts: &mut [u32], len: usize, #[comptime] units: usize) {
     }
 }
 
-/// One cube moves the tokens of its tile to their places, `places[digit][tile]` and on.
+/// Scatters the tokens of a tile, one tile per cube, to consecutive indices from
+/// `places[digit][tile]`.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn place_kernel(
     from: Tokens,
@@ -244,7 +245,7 @@ pub fn place_kernel(
         for i in 0..len {
             let key = shared[i];
             if (key >> shift) & comptime!(plan.digits() as u32 - 1) == digit as u32 {
-                // Always, unless another kernel wrote to the counts.
+                // Always true, unless another kernel wrote to the counts.
                 if place < tokens {
                     keys[place] = key;
                     order[place] = if comptime!(first) {

@@ -28,7 +28,7 @@ pub enum FloatKind {
 }
 
 impl FloatKind {
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -36,9 +36,9 @@ impl FloatKind {
         }
     }
 
-    /// The type that kernels load and store. A bf16 travels as its 16 bits and is converted by
+    /// Returns the type that kernels load and store. A bf16 is loaded as 16 bits and converted by
     /// integer arithmetic ([`cube::codec`](crate::cube::codec)): CubeCL's CPU runtime has no
-    /// conversion to bf16, and the bits of a NaN are the same everywhere this way.
+    /// conversion to bf16, and this keeps the bits of NaN identical everywhere.
     pub const fn storage_type(self) -> ElemType {
         match self {
             Self::F32 => ElemType::Float(CubeFloat::F32),
@@ -51,21 +51,21 @@ impl FloatKind {
 /// A dense matrix in device memory: contiguous, row-major.
 #[derive(Debug, Clone)]
 pub struct Matrix {
-    /// The memory, `rows * cols` elements.
+    /// Memory of `rows * cols` elements.
     pub handle: Handle,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
     /// Element type.
     pub dtype: FloatKind,
 }
 
 impl Matrix {
-    /// A matrix over existing memory.
+    /// Returns a matrix over existing memory.
     ///
     /// # Errors
-    /// When the memory is smaller than the matrix.
+    /// Returns an error if the memory is smaller than the matrix.
     pub fn new(
         handle: Handle,
         rows: usize,
@@ -82,7 +82,7 @@ impl Matrix {
         Ok(matrix)
     }
 
-    /// Memory for a matrix, with undefined contents.
+    /// Allocates a matrix with undefined contents.
     pub fn empty(client: &Client, rows: usize, cols: usize, dtype: FloatKind) -> Self {
         Self {
             handle: allocate(client, rows * cols * dtype.size()),
@@ -92,12 +92,12 @@ impl Matrix {
         }
     }
 
-    /// Elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.rows * self.cols
     }
 
-    /// Whether there is no element.
+    /// True if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -108,19 +108,19 @@ impl Matrix {
     }
 }
 
-/// Which rows of a matrix belong together: they share amax values and blocks, and their copies lie
-/// one after another.
+/// Grouping of the rows of a matrix. The rows of a group share amax values and blocks, and the
+/// groups' quantized tensors follow one another in memory.
 #[derive(Debug, Clone, Default)]
 pub enum Groups {
-    /// All of them.
+    /// One group of all rows.
     #[default]
     One,
-    /// This many matrices of equally many rows, one below the other: 3-D weights.
+    /// This many matrices with equal row counts, stacked vertically: 3-D weights.
     Batch(usize),
-    /// Groups of any sizes, 0 included: tokens sorted by expert.
+    /// Groups of any size, including 0: tokens sorted by expert.
     Offsets {
-        /// `count + 1` ascending `u32` row numbers in device memory: group `g` is the rows from
-        /// entry `g` to entry `g + 1`. Rows behind the last entry belong to nobody.
+        /// `count + 1` ascending `u32` row numbers in device memory: group `g` contains the rows
+        /// from entry `g` up to entry `g + 1`. Rows from the last entry on belong to no group.
         offsets: Handle,
         /// Number of groups.
         count: usize,
@@ -128,7 +128,7 @@ pub enum Groups {
 }
 
 impl Groups {
-    /// Groups of a number that is known here.
+    /// Returns the number of groups.
     pub fn count(&self) -> usize {
         match self {
             Self::One => 1,
@@ -136,8 +136,8 @@ impl Groups {
         }
     }
 
-    /// Of `rows` rows in all, the largest sum over groups of `ceil(rows of the group / unit)`: what
-    /// a buffer must have room for, whatever the sizes of the groups turn out to be.
+    /// Returns the largest possible sum over groups of `ceil(rows of the group / unit)`, for `rows`
+    /// rows in total: the room a buffer needs for any group sizes.
     pub(crate) fn units(&self, rows: usize, unit: usize) -> usize {
         match self {
             Self::One => rows.div_ceil(unit),
@@ -173,32 +173,33 @@ impl Groups {
     }
 }
 
-/// The most groups with offsets in device memory: their starts are kept in shared memory.
+/// Largest number of groups with offsets in device memory: kernels keep the offsets in shared
+/// memory.
 const MAX_GROUPS: usize = 512;
 
 /// A quantized matrix in device memory.
 ///
-/// Without groups the buffers are those of [`QuantizedTensor`]: `outer` stored rows of `blocks`
-/// blocks. With groups the tensors of the groups lie one after another, each in that layout: the
-/// rowwise codes and compact scales are then those of the whole matrix, a columnwise tensor starts
-/// anew in every group, and so does the 128x4 tiling of swizzled scales. Buffers are as large as
-/// the groups may need ([`Self::code_bytes`], [`Self::scale_bytes`]).
+/// Without groups the buffers have the layout of [`QuantizedTensor`]: `outer` stored rows of
+/// `blocks` blocks. With groups the tensors of the groups follow one another, each in that layout:
+/// rowwise codes and compact scales are then those of the whole matrix, whereas a columnwise tensor
+/// and the 128x4 tiling of swizzled scales start anew in every group. Buffers have the size that
+/// the groups may need at most ([`Self::code_bytes`], [`Self::scale_bytes`]).
 #[derive(Debug, Clone)]
 pub struct DeviceQuantized {
-    /// What the buffers mean; `rows` are those of all groups.
+    /// Layout of the buffers; its `rows` counts the rows of all groups.
     pub layout: Layout,
-    /// Which rows of the source belong together.
+    /// Grouping of the rows of the source.
     pub groups: Groups,
-    /// The codes, the first element in the lowest bits; or the bf16 values.
+    /// Codes, the first element in the lowest bits; or bf16 values.
     pub codes: Handle,
-    /// The block scales, a byte each. Not read where values are stored.
+    /// Block scales, one byte each. Not read if values are stored.
     pub scales: Handle,
-    /// The largest magnitudes, `f32`. Not read where the format has no global scale.
+    /// Amax values, `f32`. Not read if the format has no global scale.
     pub amax: Handle,
 }
 
 impl DeviceQuantized {
-    /// A tensor over existing memory, `(codes, scales, amax)`, without groups.
+    /// Returns a tensor over existing memory, `(codes, scales, amax)`, without groups.
     pub fn new(layout: Layout, (codes, scales, amax): (Handle, Handle, Handle)) -> Self {
         Self {
             layout,
@@ -209,7 +210,8 @@ impl DeviceQuantized {
         }
     }
 
-    /// Codes and scales with undefined contents for `layout` and `groups`, and the given amax.
+    /// Allocates codes and scales with undefined contents for `layout` and `groups`, with the given
+    /// amax.
     pub(crate) fn empty(client: &Client, layout: Layout, groups: Groups, amax: &Handle) -> Self {
         let codes = allocate(client, code_bytes(&layout, &groups));
         Self {
@@ -224,7 +226,7 @@ impl DeviceQuantized {
         }
     }
 
-    /// [`Self::empty`] in a format without a global scale.
+    /// Like [`Self::empty`], for a format without a global scale.
     pub(crate) fn empty_unscaled(client: &Client, layout: Layout, groups: Groups) -> Self {
         let scales = allocate(client, scale_bytes(&layout, &groups));
         Self {
@@ -236,68 +238,69 @@ impl DeviceQuantized {
         }
     }
 
-    /// Rows of the source matrix, of all groups.
+    /// Returns the number of rows of the source matrix, over all groups.
     pub fn rows(&self) -> usize {
         self.layout.rows
     }
 
-    /// Columns of the source matrix.
+    /// Returns the number of columns of the source matrix.
     pub fn cols(&self) -> usize {
         self.layout.cols
     }
 
-    /// The axis of the source along which blocks lie.
+    /// Returns the axis of the source along which blocks lie.
     pub fn usage(&self) -> Usage {
         self.layout.usage
     }
 
-    /// Stored rows; of one group where there are several.
+    /// Returns the number of stored rows; with several groups, that of one group.
     pub fn outer(&self) -> usize {
         self.layout.outer()
     }
 
-    /// Length of a stored row, without padding.
+    /// Returns the length of a stored row, without padding.
     pub fn inner(&self) -> usize {
         self.layout.inner()
     }
 
-    /// Elements to whose multiple stored rows are padded.
+    /// Returns the number of elements to a multiple of which stored rows are padded.
     pub fn unit(&self) -> usize {
         self.layout.unit()
     }
 
-    /// Blocks in one stored row of a matrix without groups; summed over the groups along the rows,
-    /// at most, for a columnwise tensor with groups.
+    /// Returns the number of blocks per stored row. For a columnwise tensor with groups, returns
+    /// the largest possible sum over the groups along the rows.
     pub fn blocks(&self) -> usize {
         blocks(&self.layout, &self.groups)
     }
 
-    /// Blocks that the codes have room for.
+    /// Returns the number of blocks that the code buffer has room for.
     pub fn code_blocks(&self) -> usize {
         self.outer() * self.blocks()
     }
 
-    /// Bytes that the codes, or the bf16 values, have room for.
+    /// Returns the size in bytes of the buffer of codes or bf16 values.
     pub fn code_bytes(&self) -> usize {
         code_bytes(&self.layout, &self.groups)
     }
 
-    /// Bytes that the scales have room for, in their order.
+    /// Returns the size in bytes of the scale buffer, in its layout.
     pub fn scale_bytes(&self) -> usize {
         scale_bytes(&self.layout, &self.groups)
     }
 
-    /// Number of amax values.
+    /// Returns the number of amax values.
     pub fn amax_len(&self) -> usize {
         amax_len(&self.layout, &self.groups)
     }
 
-    /// Whether codes and scales are stored, and not their products.
+    /// True if codes and scales are stored, not their bf16 products.
     pub fn is_packed(&self) -> bool {
         self.layout.storage == Storage::Packed
     }
 
-    /// The bf16 values in stored orientation, padding included, where these are stored in order.
+    /// Returns the bf16 values in stored orientation, including padding, if they are stored in
+    /// order.
     pub fn values(&self) -> Option<Matrix> {
         (self.layout.storage == Storage::Bf16Unscaled).then(|| Matrix {
             handle: self.codes.clone(),
@@ -314,7 +317,7 @@ impl DeviceQuantized {
         check_memory(argument, &self.amax, self.amax_len() * 4)
     }
 
-    /// An error unless these are codes in the format `format`.
+    /// Returns an error unless the tensor consists of codes in the format `format`.
     pub(crate) fn check_codes(
         &self,
         argument: &'static str,
@@ -331,7 +334,7 @@ impl DeviceQuantized {
         ))
     }
 
-    /// An error unless there are no groups.
+    /// Returns an error if there are groups.
     pub(crate) fn check_no_groups(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
         match self.groups {
             Groups::One => Ok(()),
@@ -343,7 +346,7 @@ impl DeviceQuantized {
         }
     }
 
-    /// An error unless scales are compact and there are no groups.
+    /// Returns an error unless scales are compact and there are no groups.
     pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
         let order = self.layout.scale_layout;
         if order == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
@@ -369,13 +372,13 @@ impl DeviceQuantized {
         )
     }
 
-    /// Copies the tensor to the host, waiting for the device. `origin` says how it was made, which
-    /// device memory does not record.
+    /// Copies the tensor to the host, waiting for the device. `origin` describes how it was
+    /// quantized, which device memory does not record.
     ///
     /// # Errors
-    /// When a queued kernel failed, the buffers do not fit the shape, `origin` is no way to make
-    /// such a tensor, values are stored instead of codes, or there are groups: their parts are read
-    /// from [`Self::codes`] and [`Self::scales`].
+    /// Returns an error if a queued kernel failed, the buffers do not fit the shape, `origin`
+    /// cannot yield such a tensor, values are stored instead of codes, or there are groups. Read
+    /// groups from [`Self::codes`] and [`Self::scales`] instead.
     pub fn to_host(&self, client: &Client, origin: Origin) -> Result<QuantizedTensor, Nvfp4Error> {
         self.check_no_groups("self")?;
         self.check("self")?;
@@ -391,7 +394,7 @@ impl DeviceQuantized {
     }
 }
 
-/// [`DeviceQuantized::blocks`].
+/// See [`DeviceQuantized::blocks`].
 fn blocks(layout: &Layout, groups: &Groups) -> usize {
     let unit = layout.unit();
     match layout.usage {
@@ -400,12 +403,12 @@ fn blocks(layout: &Layout, groups: &Groups) -> usize {
     }
 }
 
-/// [`DeviceQuantized::code_bytes`].
+/// See [`DeviceQuantized::code_bytes`].
 fn code_bytes(layout: &Layout, groups: &Groups) -> usize {
     layout.outer() * blocks(layout, groups) * layout.block_bytes()
 }
 
-/// [`DeviceQuantized::scale_bytes`].
+/// See [`DeviceQuantized::scale_bytes`].
 fn scale_bytes(layout: &Layout, groups: &Groups) -> usize {
     let block = layout.format.block();
     match (layout.storage, layout.scale_layout, layout.usage) {
@@ -423,7 +426,7 @@ fn scale_bytes(layout: &Layout, groups: &Groups) -> usize {
     }
 }
 
-/// [`DeviceQuantized::amax_len`].
+/// See [`DeviceQuantized::amax_len`].
 pub(crate) fn amax_len(layout: &Layout, groups: &Groups) -> usize {
     match (layout.amax, layout.usage) {
         _ if !layout.format.has_global_scale() => 0,
@@ -433,15 +436,15 @@ pub(crate) fn amax_len(layout: &Layout, groups: &Groups) -> usize {
     }
 }
 
-/// How a kernel rounds, with the random offset on either side.
+/// Rounding of a kernel, with the random offset on the host or on the device.
 #[derive(Debug, Clone)]
 pub enum DeviceRounding {
     /// To nearest, ties to even.
     Nearest,
-    /// Stochastically, with the offset of the stream as a plain argument.
+    /// Stochastic, with the offset of the stream as a plain argument.
     Stochastic(RandomStream),
-    /// Stochastically, at the offset of the stream plus the one in device memory (two `u32`, low
-    /// word first). A captured graph that advances the buffer draws fresh bits at each replay.
+    /// Stochastic, at the offset of the stream plus the one in device memory (two `u32`, low word
+    /// first). A captured graph that advances the buffer draws fresh bits at each replay.
     StochasticAt(RandomStream, Handle),
 }
 
@@ -454,30 +457,32 @@ impl From<Rounding> for DeviceRounding {
     }
 }
 
-/// How one packed copy is made on a device: [`Nvfp4Params`], with the random offset
-/// on either side.
+/// Parameters of one quantized copy on a device: [`Nvfp4Params`], with the random offset on the
+/// host or on the device.
 #[derive(Debug, Clone)]
 pub struct DeviceNvfp4Params {
-    /// How elements are rounded. Four over six rounds to nearest only.
+    /// Rounding of elements. Four over six rounds to nearest only.
     pub rounding: DeviceRounding,
-    /// The transform along the contraction first, if any; columnwise tensors only.
+    /// Transform along the contraction before quantization, if any; columnwise tensors only.
     pub hadamard: Option<Hadamard>,
-    /// How block scales are found.
+    /// Rule for block scales.
     pub scaling: BlockScaling,
     /// Order in which the block scales are stored.
     pub layout: ScaleLayout,
-    /// Pad the contraction of a columnwise tensor with zeros to whole 128x4 tiles of scales, 64
-    /// elements, so that any number of tokens is one that FP4 tensor cores take. The result is that
-    /// of a matrix with so many more rows of zeros, but for the order of random bits, which is that
-    /// of the matrix as it is. Needs [`ScaleLayout::Swizzled128x4`].
+    /// True to pad the contraction of a columnwise tensor with zeros to whole 128x4 tiles of
+    /// scales, 64 elements, so that FP4 tensor cores accept any number of tokens. The result equals
+    /// that of a matrix with as many extra rows of zeros, except that random bits are numbered as
+    /// in the unpadded matrix. Requires [`ScaleLayout::Swizzled128x4`].
     pub whole_tiles: bool,
-    /// The groups of rows that stand before those of the matrix in the logical tensor, for matrices
-    /// whose groups have offsets: stochastic rounding numbers blocks behind theirs.
+    /// Groups of rows that precede those of the matrix in the logical tensor, for matrices whose
+    /// groups have offsets: stochastic rounding numbers the matrix's blocks after those of these
+    /// groups.
     pub earlier: Option<EarlierGroups>,
 }
 
 impl DeviceNvfp4Params {
-    /// Rounding by `rounding`, and everything else plain: no transform, standard scales, compact.
+    /// Returns parameters with rounding `rounding` and otherwise defaults: no transform, standard
+    /// scales, compact layout.
     pub fn new(rounding: impl Into<DeviceRounding>) -> Self {
         Self {
             rounding: rounding.into(),
@@ -489,8 +494,8 @@ impl DeviceNvfp4Params {
         }
     }
 
-    /// With block scales in 128x4 tiles, and the contraction of a columnwise tensor padded to whole
-    /// ones: see [`Self::whole_tiles`].
+    /// Selects block scales in 128x4 tiles, and pads the contraction of a columnwise tensor to
+    /// whole tiles: see [`Self::whole_tiles`].
     pub fn in_whole_tiles(self) -> Self {
         Self {
             layout: ScaleLayout::Swizzled128x4,

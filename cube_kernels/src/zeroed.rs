@@ -1,8 +1,8 @@
-//! Words of zeros, which kernels raise to an amax or count in.
+//! Zero-filled words, which kernels raise to an amax or use as counters.
 //!
-//! A kernel clears them and not a copy from the host, so that a graph can capture it. Where
-//! [`begin_step`] has told where a step begins, one launch clears the words of all its kernels:
-//! a step asks for them some two hundred times, for a word or two.
+//! A kernel clears them, not a copy from the host, so that a graph can capture it. Between
+//! [`begin_step`] and [`end_step`] one launch clears the words of all kernels of the step: a step
+//! requests about two hundred buffers of one or two words.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -14,7 +14,7 @@ use crate::{
     memory::allocate,
 };
 
-/// One unit clears every `units`-th word.
+/// Unit `u` clears the words `u`, `u + units`, and so on.
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel {
     use cubecl::prelude::*;
@@ -31,19 +31,19 @@ mod kernel {
 
 pub use kernel::zero_kernel;
 
-/// Bytes that are cleared together first in a step. Each further chunk of it has twice as many, up
-/// to [`LARGEST_CHUNK`]: a step that asks for much has few launches, one that asks for little
-/// little memory.
+/// Size in bytes of the first chunk cleared in a step. Each further chunk of the step is twice as
+/// large, up to [`LARGEST_CHUNK`]: a step that requests much has few launches, and one that
+/// requests little uses little memory.
 const CHUNK: usize = 64 << 10;
-/// The most bytes that are cleared together.
+/// Largest number of bytes that are cleared together.
 const LARGEST_CHUNK: usize = 1 << 20;
-/// Requests begin at multiples of so many bytes: a sector of the L2 cache, in which atomics of
-/// different kernels do not meet.
+/// Alignment of requests in bytes: a sector of the L2 cache, so that atomics of different kernels
+/// do not share one.
 const SLOT: usize = 32;
-/// Requests that a chunk is at least for: a longer one is cleared by itself.
+/// Smallest ratio of a chunk's length to a request's: longer requests have a separate launch.
 const SHARED_BY: usize = 4;
 
-/// A chunk of a step, cleared, and its bytes that are taken.
+/// A cleared chunk of a step, and the number of its bytes in use.
 struct Chunk {
     memory: Handle,
     bytes: usize,
@@ -59,7 +59,7 @@ impl Chunk {
         }
     }
 
-    /// The next `words` of it, if it has as many left.
+    /// Takes the next `words` words of the chunk, if it has that many left.
     fn take(&mut self, words: usize) -> Option<Handle> {
         let start = self.taken;
         let end = start + words * 4;
@@ -75,7 +75,7 @@ impl Chunk {
     }
 }
 
-/// `memory` without its first and its last bytes.
+/// Returns `memory` without its first and last bytes.
 fn part(memory: &Handle, before: usize, behind: usize) -> Handle {
     let memory = memory.clone().offset_start(before as u64);
     memory.offset_end(behind as u64)
@@ -85,19 +85,19 @@ fn part(memory: &Handle, before: usize, behind: usize) -> Handle {
 struct Step {
     client: Client,
     stream: StreamId,
-    /// None before its first one is made.
+    /// `None` before the first chunk is made.
     chunk: Option<Chunk>,
-    /// Bytes of its next chunk.
+    /// Size in bytes of the next chunk.
     next: usize,
 }
 
-/// How a request is served.
+/// Source of a request's memory.
 enum Served {
-    /// From a chunk.
+    /// Part of an existing chunk.
     Taken(Handle),
-    /// From a new chunk of so many bytes.
+    /// A new chunk of this many bytes.
     ByChunk(usize),
-    /// By a launch of its own.
+    /// A separate launch.
     Alone,
 }
 
@@ -106,7 +106,7 @@ impl Step {
         self.client.service_id() == client.service_id() && self.stream == StreamId::current()
     }
 
-    /// Bytes of a chunk to be made, after which the next one has more.
+    /// Returns the size in bytes of a new chunk, and enlarges the next one.
     fn grow(&mut self) -> usize {
         let bytes = self.next;
         self.next = (2 * bytes).min(LARGEST_CHUNK);
@@ -124,15 +124,15 @@ impl Step {
     }
 }
 
-/// The steps under way: one for a device that captures graphs.
+/// The active steps: one for each device that captures graphs.
 static STEPS: Mutex<Vec<Step>> = Mutex::new(Vec::new());
 
 fn steps() -> MutexGuard<'static, Vec<Step>> {
     STEPS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A step begins on the current stream of `client`, until [`end_step`]. Amax values that are found
-/// in it are those of this step: where it is captured, each replay clears them at its beginning.
+/// Begins a step on the current stream of `client`, until [`end_step`]. Amax values found during
+/// the step belong to it: if the step is captured, each replay clears them at its beginning.
 pub fn begin_step(client: &Client) {
     end_step(client);
     steps().push(Step {
@@ -143,13 +143,13 @@ pub fn begin_step(client: &Client) {
     });
 }
 
-/// The step of the current stream of `client` is over, if there is one.
+/// Ends the step of the current stream of `client`, if any.
 pub fn end_step(client: &Client) {
     steps().retain(|step| !step.is_of(client));
 }
 
-/// Has as many words cleared as kernels of two or three layers ask for, if a step of the current
-/// stream of `client` is under way.
+/// Clears as many words as the kernels of two or three layers request, if a step of the current
+/// stream of `client` is active.
 pub(crate) fn make_ready(client: &Client) {
     const READY: usize = CHUNK / 4;
     let mine = |step: &&mut Step| step.is_of(client);
@@ -157,25 +157,25 @@ pub(crate) fn make_ready(client: &Client) {
         Some(step) if step.chunk.as_ref().map_or(0, Chunk::left) < READY => step.grow(),
         _ => return,
     };
-    // The lock is not held while a chunk is made: that launches.
+    // The lock is not held while a chunk is made, because that launches a kernel.
     keep_chunk(client, Chunk::new(client, bytes));
 }
 
-/// Further requests of the step of the current stream of `client` take from `chunk`.
+/// Makes further requests of the step of the current stream of `client` take from `chunk`.
 fn keep_chunk(client: &Client, chunk: Chunk) {
     if let Some(step) = steps().iter_mut().find(|step| step.is_of(client)) {
         step.chunk = Some(chunk);
     }
 }
 
-/// `count` words of zeros.
+/// Returns `count` words of zeros.
 pub(crate) fn zeros(client: &Client, count: usize) -> Handle {
     let out = allocate(client, count * 4);
     clear(client, &out, count);
     out
 }
 
-/// Zeros in the first `count` words of `out`, which has as many.
+/// Clears the first `count` words of `out`, which must have that many.
 pub(crate) fn clear(client: &Client, out: &Handle, count: usize) {
     if count > 0 {
         let (cubes, dim) = grid(client, count);
@@ -186,7 +186,7 @@ pub(crate) fn clear(client: &Client, out: &Handle, count: usize) {
     }
 }
 
-/// The same for what no later step reads.
+/// Returns `count` words of zeros that no later step reads.
 pub(crate) fn zeros_of_step(client: &Client, count: usize) -> Handle {
     let mine = |step: &&mut Step| step.is_of(client);
     let served = match steps().iter_mut().find(mine) {
@@ -205,7 +205,7 @@ pub(crate) fn zeros_of_step(client: &Client, count: usize) -> Handle {
     }
 }
 
-/// Counters of a stream that kernels leave at zero.
+/// Counters of a stream, which kernels leave at zero.
 struct Counters {
     client: Client,
     stream: StreamId,
@@ -213,15 +213,15 @@ struct Counters {
     words: usize,
 }
 
-/// The counters of the streams that asked last, the latest at the end.
+/// Counters of the streams that requested some most recently, the latest at the end.
 static COUNTERS: Mutex<Vec<Counters>> = Mutex::new(Vec::new());
-/// Streams whose counters are kept. A graph keeps the ones that it counts in.
+/// Number of streams whose counters are kept. A graph keeps its own counters alive.
 const COUNTING_STREAMS: usize = 64;
-/// Counters that a stream has at least.
+/// Smallest number of counters of a stream.
 const LEAST_COUNTERS: usize = 1024;
 
-/// `count` words for a kernel to count in, zero before and after each launch: one launch clears
-/// them for all that follow on the current stream of `client`, which share them.
+/// Returns `count` counters, zero before and after each launch. One launch clears them for all
+/// later kernels on the current stream of `client`, which share them.
 pub(crate) fn counters(client: &Client, count: usize) -> Handle {
     let stream = StreamId::current();
     let service = client.service_id();
@@ -233,7 +233,7 @@ pub(crate) fn counters(client: &Client, count: usize) -> Handle {
         return found;
     }
     if is_recording(client) {
-        // What clears these runs in replays alone: they are of the graph.
+        // The clearing kernel runs only in replays, so these counters belong to the graph.
         return zeros(client, count);
     }
     let words = count.max(LEAST_COUNTERS);
@@ -253,18 +253,18 @@ pub(crate) fn counters(client: &Client, count: usize) -> Handle {
     own
 }
 
-/// Whether launches on the current stream of `client` are recorded to a graph, and do not run.
+/// True if launches on the current stream of `client` are recorded to a graph and do not run.
 fn is_recording(client: &Client) -> bool {
     #[cfg(feature = "cuda")]
     if client.is_capturing() {
-        // Else it is the run that warms up.
+        // Otherwise this is the warm-up run.
         return crate::foreign::is_recording(client);
     }
     let _ = client;
     false
 }
 
-/// [`zeros_of_step`] for two buffers, in one launch at most.
+/// Returns [`zeros_of_step`] for two buffers, in at most one launch.
 pub(crate) fn zeros_beside(client: &Client, [first, second]: [usize; 2]) -> [Handle; 2] {
     if first == 0 || second == 0 {
         return [first, second].map(|count| zeros_of_step(client, count));
@@ -281,8 +281,8 @@ pub(crate) fn zeros_beside(client: &Client, [first, second]: [usize; 2]) -> [Han
 mod tests {
     use super::*;
 
-    /// Requests of a stream share their counters, those of another one have their own, and a long
-    /// request is served too.
+    /// Requests of one stream share their counters, another stream has its own, and a long request
+    /// is served too.
     #[test]
     fn counters_are_those_of_a_stream() {
         let client = cubecl::Device::Cpu(Default::default()).client();
@@ -301,8 +301,7 @@ mod tests {
         assert!(words(long).iter().all(|byte| *byte == 0));
     }
 
-    /// Chunks of a step grow until they are for several of the requests, and what was asked for lies
-    /// apart.
+    /// Chunks of a step grow until several requests share one, and requests do not overlap.
     #[test]
     fn chunks_of_a_step_grow() {
         const WORDS: usize = 16384;
@@ -337,7 +336,7 @@ mod tests {
                 crate::graph::copy_words(&client, &one, &word, 1).unwrap();
             }
         }
-        // Short requests fill what is left.
+        // Short requests fill the rest of the chunk.
         let short = zeros_of_step(&client, 1);
         assert_eq!(client.read_one(short).unwrap()[..], [0; 4]);
         assert_eq!(

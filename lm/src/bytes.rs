@@ -1,4 +1,4 @@
-//! Text from a byte language model, which `nvfp4 train` has trained.
+//! Generates text with a byte language model trained by `nvfp4 train`.
 
 use std::path::Path;
 
@@ -14,12 +14,12 @@ use crate::groups::ParallelGroups;
 use crate::model::LanguageModel;
 use crate::sampling::{Sampler, SamplingConfig};
 
-/// Whether `folder` is that of a run of `nvfp4 train`, of one of its recipes or of a checkpoint,
-/// and not that of a model in Hugging Face's layout.
+/// Returns true if `folder` belongs to a run of `nvfp4 train`, to one of its recipes or to a
+/// checkpoint; false for a model in Hugging Face format.
 ///
 /// # Errors
-/// When it has a configuration that cannot be read, or is that of a run which writes models of that
-/// layout to a folder of their own.
+/// Returns an error if the folder has a configuration that cannot be read, or one of a run that
+/// writes Hugging Face models to a subfolder.
 pub fn is_trained(folder: &Path) -> Result<bool> {
     let finetuned = folder.join(crate::finetune::config::CONFIG);
     ensure!(
@@ -36,11 +36,11 @@ pub fn is_trained(folder: &Path) -> Result<bool> {
     Ok(!json.contains_key("architectures") && !json.contains_key("model_type"))
 }
 
-/// The model of a checkpoint, on `device`, for inference.
+/// Loads the model of a checkpoint on `device`, for inference.
 ///
 /// # Errors
-/// When the parameters do not fit the configuration of the checkpoint, or the device does not
-/// support its recipe.
+/// Returns an error if the parameters do not match the configuration of the checkpoint, or if the
+/// device does not support its recipe.
 pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result<M> {
     let Checkpoint {
         state,
@@ -54,14 +54,14 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     M::part_of(model, &state.config, &ParallelGroups::single())
 }
 
-/// Continue `prompt` by at most `most` bytes, chosen as `sampling` says, and pass each one to
-/// `emit`, which says whether the text goes on. Ends early where the model ends the file.
+/// Continues `prompt` by at most `most` bytes, chosen according to `sampling`. Passes each byte to
+/// `emit`, which returns true to continue. Ends early when the model emits the end-of-file byte.
 ///
-/// The model sees the last bytes that fit its context.
+/// The model reads the last bytes that fit its context.
 ///
 /// # Errors
-/// When the prompt is empty, the sampling is out of range, the logits are not numbers, or `emit`
-/// fails.
+/// Returns an error if the prompt is empty, the sampling is out of range, a logit is not a number,
+/// or `emit` fails.
 pub fn generate(
     model: &impl LanguageModel,
     device: &Device,

@@ -1,4 +1,4 @@
-//! Captured steps, where a backend with graphs is compiled in.
+//! Captured steps, if a backend with graphs is compiled in.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) use burn_nvfp4::graph::{GraphSteps, copy_into};
@@ -6,7 +6,7 @@ pub(crate) use burn_nvfp4::graph::{GraphSteps, copy_into};
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 pub(crate) use absent::{GraphSteps, copy_into};
 
-/// Where there is none, no graph begins.
+/// Stand-ins for builds without graphs: beginning a graph fails.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 mod absent {
     use std::convert::Infallible;

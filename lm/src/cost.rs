@@ -1,9 +1,9 @@
-//! What a training step costs: time, memory, and the kernels that take it.
+//! Measures the cost of a training step: time, memory and kernels.
 //!
-//! A step is measured in several ways, one after the other, since each would disturb the others:
-//! its time, over rounds of steps between two synchronizations; on request its time when telemetry
-//! samples it; its memory, polled all the time; and each launch, timed on the device. Memory and
-//! kernels are known on CubeCL's runtimes only, which report them.
+//! A step is measured in several ways, one after the other, because each would disturb the others:
+//! its time, over rounds of steps between two synchronizations; on request, its time when telemetry
+//! samples it; its memory, by polling; and each kernel launch, timed on the device. Memory and
+//! kernels are known only on CubeCL runtimes, which report them.
 
 use std::time::Instant;
 
@@ -20,71 +20,69 @@ use crate::model::LanguageModel;
 use crate::optim::Optimizer;
 use crate::train::rank::{Rank, Watched};
 
-/// How much to measure.
+/// Number of steps and rounds to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Effort {
-    /// Steps before the first measurement, which compile kernels and fill memory pools; at least
-    /// one.
+    /// Steps before the first measurement, which compile kernels and fill memory pools; at least 1.
     pub warm: usize,
-    /// Rounds of steps, each with its own figure; at least one.
+    /// Rounds of steps, each measured separately; at least 1.
     pub rounds: usize,
-    /// Steps of a round; at least one.
+    /// Steps per round; at least 1.
     pub steps: usize,
 }
 
-/// What the steps of a recipe cost.
+/// Cost of a training step with one recipe.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cost {
-    /// Bytes of text in a step.
+    /// Bytes of text per step.
     pub tokens: usize,
-    /// Seconds that the model took to build; its weights are drawn on the host.
+    /// Seconds to build the model; weights are drawn on the host.
     pub built: f64,
-    /// Seconds of the steps before the first round, which mostly compile kernels.
+    /// Seconds of the steps before the first round, mostly kernel compilation.
     pub warmed: f64,
-    /// Seconds of a step, the mean of each round.
+    /// Mean seconds per step, for each round.
     pub seconds: Vec<f64>,
-    /// Seconds of a step that telemetry samples, the mean of each round; empty without telemetry.
+    /// Mean seconds per step sampled by telemetry, for each round; empty without telemetry.
     pub sampled: Vec<f64>,
-    /// Operands that telemetry looks at in such a step.
+    /// Number of operands that telemetry samples in such a step.
     pub sampled_operands: usize,
-    /// Device memory of a step, where it is known.
+    /// Device memory of a step, if known.
     pub memory: Option<Memory>,
-    /// The kernels of one step, the costliest first; empty where launches are not known.
+    /// Kernels of one step, most expensive first; empty if launches are not reported.
     pub kernels: Vec<Kernel>,
 }
 
 /// Device memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// The peak of all tensors: weights, optimizer state, tensors saved for the backward, and
-    /// intermediate results.
+    /// Peak of all tensors: weights, optimizer state, tensors saved for backward, and intermediate
+    /// results.
     pub peak: u64,
-    /// What the memory pools hold after the step.
+    /// Bytes held by the memory pools after the step.
     pub reserved: u64,
-    /// What the forward keeps for the backward: packed operands, inputs of norms, attention and
-    /// activations, and the gradients of the head. Not the quantized weights, which are kept from
-    /// step to step.
+    /// State saved for backward: packed operands, inputs of norms, attention and activations, and
+    /// the gradients of the head. Excludes the quantized weights, which persist across steps.
     pub kept: u64,
 }
 
 /// All launches of one kernel in a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Kernel {
-    /// As the kernel calls itself.
+    /// Name reported by the kernel.
     pub name: String,
-    /// What it is for.
+    /// Purpose of the kernel.
     pub class: KernelClass,
     /// Number of launches.
     pub launches: usize,
-    /// Seconds of all of them on the device.
+    /// Device seconds of all launches.
     pub seconds: f64,
 }
 
-/// What a kernel is for.
+/// Purpose of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KernelClass {
-    /// GEMMs of linear layers, by the kernels of nvfp4-kernels.
+    /// GEMMs of linear layers, from nvfp4-kernels.
     Gemm,
     /// Quantization: NVFP4, MS-EDEN, MXFP8.
     Quantize,
@@ -92,16 +90,15 @@ pub enum KernelClass {
     Amax,
     /// Dequantization, and operands materialized in a GEMM kernel's layout.
     Dequantize,
-    /// Attention, by the kernels of nvfp4-kernels: scores, softmax and sums, rotations.
+    /// Attention kernels of nvfp4-kernels: scores, softmax, weighted sums, rotary embedding.
     Attention,
-    /// GEMMs by Burn: attention that those do not take, head, embedding, and layers that are
-    /// Burn's own.
+    /// GEMMs of Burn: attention outside the kernels above, head, embedding, and Burn's own layers.
     BurnGemm,
     /// Sums, means and other reductions.
     Reduce,
-    /// What is computed element by element, fused or not.
+    /// Elementwise computation, fused or not.
     Elementwise,
-    /// What only moves elements.
+    /// Data movement only.
     Move,
     /// Everything else.
     Other,
@@ -122,7 +119,7 @@ impl KernelClass {
         Self::Other,
     ];
 
-    /// What a table calls it.
+    /// Returns the name for tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gemm => "GEMM",
@@ -138,9 +135,9 @@ impl KernelClass {
         }
     }
 
-    /// The class of the kernel called `name`, the path of its type.
+    /// Returns the class of the kernel called `name`, the path of its type.
     pub fn of(name: &str) -> Self {
-        // The first that fits: a name holds several of these words.
+        // The first match counts, because a name can contain several of these words.
         const OURS: [(&str, KernelClass); 19] = [
             ("::attention::", KernelClass::Attention),
             ("amax", KernelClass::Amax),
@@ -157,7 +154,7 @@ impl KernelClass {
             ("::materialize", KernelClass::Dequantize),
             ("::w4a16_arrange", KernelClass::Dequantize),
             ("::gemm::", KernelClass::Gemm),
-            // Before the module that they are in.
+            // Must come before the name of the module that contains it.
             ("swizzle", KernelClass::Move),
             ("offset", KernelClass::Move),
             ("padding", KernelClass::Move),
@@ -195,61 +192,61 @@ impl KernelClass {
 }
 
 impl Cost {
-    /// Seconds of a step: the median of the rounds.
+    /// Returns the seconds of a step: the median of the rounds.
     pub fn median(&self) -> f64 {
         median(&self.seconds).expect("there is a round")
     }
 
-    /// Seconds of a step that telemetry samples: the median of the rounds, if there are any.
+    /// Returns the seconds of a step sampled by telemetry: the median of the rounds, if any.
     pub fn median_sampled(&self) -> Option<f64> {
         median(&self.sampled)
     }
 
-    /// How much longer the mean step takes if telemetry samples one in `every`, as a share of a
-    /// step without it.
+    /// Returns the relative increase of the mean step time if telemetry samples one step in
+    /// `every`.
     pub fn telemetry_share(&self, every: u64) -> Option<f64> {
         let more = self.median_sampled()? - self.median();
         Some(more / (every as f64 * self.median()))
     }
 
-    /// Bytes of text in a second.
+    /// Returns the bytes of text per second.
     pub fn tokens_per_s(&self) -> f64 {
         self.tokens as f64 / self.median()
     }
 
-    /// Seconds of a step in kernels of a class.
+    /// Returns the seconds that a step spends in kernels of a class.
     pub fn of(&self, class: KernelClass) -> f64 {
         let own = self.kernels.iter().filter(|kernel| kernel.class == class);
         own.fold(0.0, |sum, kernel| sum + kernel.seconds)
     }
 }
 
-/// The median, of two in the middle the larger; none of nothing.
+/// Returns the median, or the larger of the two middle values; none if `values` is empty.
 fn median(values: &[f64]) -> Option<f64> {
     let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
 }
 
-/// How a measurement locks the device.
+/// Lock on the device during a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceLock {
-    /// With other processes, while the model is built and warms up.
+    /// Shared with other processes, while the model is built and warms up.
     Shared,
-    /// Alone, while steps are measured.
+    /// Exclusive, while steps are measured.
     Exclusive,
 }
 
-/// Measure the model `M` of the run `config` with `recipe` on `device`, trained on random bytes. If
-/// the run has telemetry, steps that it samples are measured too.
+/// Measures the model `M` of the run `config` with `recipe` on `device`, trained on random bytes.
+/// If the run has telemetry, also measures steps that it samples.
 ///
-/// `lock` locks the device until what it gives is dropped: shared before the model is built,
-/// exclusive before it is measured. Processes compile at the same time and measure one after the
-/// other.
+/// `lock` returns a guard that locks the device until it is dropped: shared before the model is
+/// built, exclusive before the measurement. Processes thus compile at the same time and measure one
+/// after the other.
 ///
 /// # Errors
-/// When the effort is none, the configuration does not fit the device, the device runs out of
-/// memory, or `lock` fails.
+/// Returns an error if a count of `effort` is zero, the configuration does not fit the device, the
+/// device runs out of memory, or `lock` fails.
 pub fn measure<M: LanguageModel, T>(
     config: &RunConfig,
     recipe: &RecipeName,
@@ -274,7 +271,7 @@ pub fn measure<M: LanguageModel, T>(
     })
 }
 
-/// Who looks on at a step.
+/// Observer of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Observer {
     None,
@@ -371,7 +368,7 @@ fn measure_steps<M: LanguageModel, T>(
     })
 }
 
-/// Return unused memory to the device, so that the next measurement starts as the first did.
+/// Returns unused memory to the device, so that every measurement starts from the same state.
 pub fn release(device: &Device) {
     observe::release(device);
 }
@@ -393,7 +390,7 @@ pub(crate) mod observe {
     pub(crate) fn release(_: &Device) {}
 }
 
-/// What CubeCL tells of memory and launches.
+/// Reads memory and launches from CubeCL.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) mod observe {
     use std::collections::BTreeMap;
@@ -410,13 +407,13 @@ pub(crate) mod observe {
 
     pub(crate) fn release(device: &Device) {
         if let Some(client) = client(device) {
-            // What is left then is only held longer.
+            // Memory that stays reserved after an error is only released later.
             let _ = device.sync();
             let _ = client.memory_cleanup();
         }
     }
 
-    /// The memory of one step, and the kernels of another.
+    /// Measures the memory of one step and the kernels of another.
     pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
         let Some(client) = client(device) else {
             return (None, Vec::new());
@@ -434,7 +431,7 @@ pub(crate) mod observe {
         (memory, watch.kernels())
     }
 
-    /// The memory that what `make` gives keeps in use.
+    /// Measures the memory that the result of `make` keeps in use.
     pub(crate) fn kept<T>(device: &Device, make: impl FnOnce() -> T) -> Option<u64> {
         let client = client(device)?;
         let in_use = || {
@@ -446,11 +443,11 @@ pub(crate) mod observe {
         Some(in_use().saturating_sub(before))
     }
 
-    /// Keeps the measurement of every launch, unread, so that kernels run as they do without.
+    /// Stores the profile of every launch without reading it, so that kernels run undisturbed.
     #[derive(Default)]
     struct Watch {
         unread: Mutex<Vec<(&'static str, ProfileDuration)>>,
-        /// Those that a profiling logger, if one is on, has read already.
+        /// Profiles that an enabled profiling logger has already read.
         read: Mutex<Vec<(&'static str, Duration)>>,
     }
 
@@ -473,7 +470,7 @@ pub(crate) mod observe {
     }
 
     impl Watch {
-        /// What was measured, kernel by kernel, the costliest first. Waits for the device.
+        /// Returns the measured kernels, most expensive first. Waits for the device.
         fn kernels(&self) -> Vec<Kernel> {
             let unread = std::mem::take(&mut *self.unread.lock().expect("nobody panics"));
             let read = std::mem::take(&mut *self.read.lock().expect("nobody panics"));
@@ -622,7 +619,7 @@ mod tests {
         assert_eq!((cost.median(), cost.tokens_per_s()), (2.0, 50.0));
         assert_eq!(cost.of(KernelClass::Gemm), 0.625);
         assert_eq!(cost.of(KernelClass::Reduce), 0.0);
-        // Three seconds more for one step in ten, of two seconds each.
+        // Sampling adds three seconds to a step of two seconds, once in ten steps.
         assert_eq!(cost.median_sampled(), Some(5.0));
         assert_eq!(cost.telemetry_share(10), Some(0.15));
         let without = Cost {

@@ -1,4 +1,4 @@
-//! Text files to a corpus, its split into training and validation, and batches.
+//! Loads text files into a corpus, splits it into training and validation data, and draws batches.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
@@ -13,20 +13,20 @@ use walkdir::{DirEntry, WalkDir};
 use crate::config::VOCABULARY;
 use crate::random::{hash, hash_all, stream};
 
-/// Byte between two files, and after the last. Text has none, so that a model can learn where a
-/// file ends.
+/// Byte after each file. It does not occur in text, so a model can learn where a file ends.
 pub const END_OF_FILE: u8 = 0;
-/// One file in so many goes to validation.
+/// One file in this many goes to validation.
 const VALIDATION_SHARE: u64 = 10;
-/// The split into training and validation is by file.
+/// Minimum number of files: the split into training and validation is by file.
 const FEWEST_FILES: usize = 2;
-/// Larger Rust sources of the registry are left out: they are generated tables and bindings.
+/// Limit on the size of Rust sources in the registry; larger files are generated tables and
+/// bindings.
 const REGISTRY_FILE_LIMIT: u64 = 256 << 10;
 
-/// One file of text that was found.
+/// A text file that was found.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Found {
-    /// Path below the folder that was given, with `/` between its parts: what the split depends on.
+    /// Path relative to the given folder, with `/` as separator. The split depends on it.
     key: String,
     path: PathBuf,
 }
@@ -37,18 +37,18 @@ impl Found {
     }
 }
 
-/// What identifies a corpus, to notice that the files have changed since a checkpoint.
+/// Fingerprint of a corpus, which detects files that changed since a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
-    /// Files of the training part.
+    /// Number of files in the training data.
     pub train_files: usize,
-    /// Bytes of the training part.
+    /// Number of bytes in the training data.
     pub train_bytes: usize,
-    /// Files of the validation part.
+    /// Number of files in the validation data.
     pub valid_files: usize,
-    /// Bytes of the validation part.
+    /// Number of bytes in the validation data.
     pub valid_bytes: usize,
-    /// Of all bytes.
+    /// Checksum of all bytes.
     pub checksum: String,
 }
 
@@ -62,20 +62,20 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Read the files and folders `paths`, or the Rust sources of cargo's registry if there are
-    /// none, until `limit` bytes are read (0 for no limit): files are read whole, so the last one
-    /// may go beyond it, and at least two are read whatever the limit is.
+    /// Reads the files and folders `paths`, or the Rust sources of cargo's registry if `paths` is
+    /// empty, until `limit` bytes are read (0 for no limit). Files are read whole, so the last one
+    /// may exceed the limit, and at least two files are read regardless of the limit.
     ///
-    /// Folders are walked in the order of their names, without entries that start with a dot; a
-    /// file or folder that links lead to twice is read once. Files that are not UTF-8 text, and
-    /// empty ones, are left out and [counted](Self::skipped). A file belongs to validation if the
-    /// hash of its path below the given folder says so, about one in ten; so adding or removing
-    /// other files does not move it. If one part would be empty, the file with the lowest or the
-    /// highest hash moves there.
+    /// Folders are walked in name order; entries that start with a dot are skipped, and a file or
+    /// folder reached twice through links is read once. Empty files and files that are not UTF-8
+    /// text are skipped and [counted](Self::skipped). A hash of a file's path relative to the given
+    /// folder assigns about one file in ten to validation, so adding or removing other files does
+    /// not move it. If one side would be empty, the file with the lowest or the highest hash moves
+    /// there.
     ///
     /// # Errors
-    /// When a path does not exist or cannot be read, or when there are fewer than two files of
-    /// text.
+    /// Returns an error if a path does not exist or cannot be read, or if there are fewer than two
+    /// text files.
     pub fn load(paths: &[PathBuf], limit: u64) -> Result<Self> {
         let files = if paths.is_empty() {
             registry_files()?
@@ -156,20 +156,21 @@ impl Corpus {
         })
     }
 
-    /// What identifies this corpus.
+    /// Returns the fingerprint of this corpus.
     pub fn fingerprint(&self) -> &Fingerprint {
         &self.fingerprint
     }
 
-    /// Files that were left out because they are empty or not UTF-8 text.
+    /// Returns the number of files skipped because they are empty or not UTF-8 text.
     pub fn skipped(&self) -> usize {
         self.skipped
     }
 
-    /// Check that sequences of `context` bytes can be drawn from both parts.
+    /// Checks that sequences of `context` bytes can be drawn from the training and the validation
+    /// data.
     ///
     /// # Errors
-    /// When one of them is shorter than `context + 1` bytes.
+    /// Returns an error if either has fewer than `context + 1` bytes.
     pub fn check(&self, context: usize) -> Result<()> {
         for (name, part) in [("training", &self.train), ("validation", &self.valid)] {
             ensure!(
@@ -183,10 +184,10 @@ impl Corpus {
         Ok(())
     }
 
-    /// Nats per byte of the validation text under the frequencies of bytes in the training text:
-    /// the loss of the best model that looks at no context.
+    /// Returns the nats per byte of the validation text under the byte frequencies of the training
+    /// text. This is the loss of the best model that uses no context.
     ///
-    /// Every byte counts once more than it occurs, so that the result is finite.
+    /// One is added to the count of every byte value, so that the result is finite.
     pub fn unigram_entropy(&self) -> f64 {
         let count = |bytes: &[u8]| {
             let mut counts = [0u64; VOCABULARY];
@@ -204,8 +205,8 @@ impl Corpus {
         nats / self.valid.len() as f64
     }
 
-    /// The training batch of step `step`: a function of the seed and the step, so that a run can be
-    /// resumed anywhere. Sequences start at random bytes.
+    /// Returns the training batch of step `step`. It depends only on the seed and the step, so that
+    /// a run can be resumed anywhere. Sequences start at random bytes.
     pub fn train_batch(&self, seed: u64, step: u64, batch: usize, context: usize) -> Batch {
         let starts = (self.train.len() - context) as u64;
         let mut stream = stream(seed, "batches", step);
@@ -213,8 +214,8 @@ impl Corpus {
         Batch::new(&self.train, starts, context)
     }
 
-    /// Batch number `index` of the `count` that an evaluation consists of: sequences at even
-    /// distances over the validation text, always the same.
+    /// Returns batch `index` of the `count` batches of an evaluation. The sequences are evenly
+    /// spaced over the validation text and always the same.
     pub fn valid_batch(&self, index: usize, count: usize, batch: usize, context: usize) -> Batch {
         let last = (self.valid.len() - context - 1) as u128;
         let sequences = (count * batch) as u128;
@@ -226,10 +227,10 @@ impl Corpus {
     }
 }
 
-/// Sequences of bytes, and the byte that follows each of them.
+/// Sequences of bytes as inputs, and the same sequences shifted by one byte as targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Row after row.
+    /// Bytes, row by row.
     inputs: Vec<i32>,
     targets: Vec<i32>,
     rows: usize,
@@ -251,7 +252,7 @@ impl Batch {
         }
     }
 
-    /// Batch `number` of random bytes: `rows` sequences of `context`.
+    /// Returns batch `number` of random bytes: `rows` sequences of `context` bytes.
     pub(crate) fn random(seed: u64, number: u64, rows: usize, context: usize) -> Self {
         let length = context + 1;
         let mut text = vec![0; rows * length];
@@ -259,15 +260,15 @@ impl Batch {
         Self::new(&text, (0..rows).map(|row| row * length), context)
     }
 
-    /// Number of sequences.
+    /// Returns the number of sequences.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The batch in `parts` of equal length, in order.
+    /// Splits the batch into `parts` equal parts, in order.
     ///
     /// # Panics
-    /// When `parts` does not divide the number of sequences.
+    /// If `parts` does not divide the number of sequences.
     pub fn split(self, parts: usize) -> Vec<Self> {
         assert!(
             parts > 0 && self.rows.is_multiple_of(parts),
@@ -287,7 +288,7 @@ impl Batch {
             .collect()
     }
 
-    /// Inputs and targets, `[batch, context]`, on `device`.
+    /// Returns inputs and targets, both `[batch, context]`, on `device`.
     pub fn tensors(self, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
         let shape = [self.rows, self.inputs.len() / self.rows];
         let tensor = |values| Tensor::from_data(TensorData::new(values, shape), device);
@@ -295,16 +296,16 @@ impl Batch {
     }
 }
 
-/// The files of `paths`, files or folders, in the order of [`Corpus::load`].
+/// Lists the files of `paths`, files or folders, in the order of [`Corpus::load`].
 ///
 /// # Errors
-/// When a path does not exist or cannot be read.
+/// Returns an error if a path does not exist or cannot be read.
 pub(crate) fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let found = given_files(paths)?.into_iter();
     Ok(found.map(|file| file.path).collect())
 }
 
-/// The files of `paths`, ordered by the hash of their keys, so that a limit takes a sample.
+/// Lists the files of `paths` ordered by the hash of their keys, so that a limit takes a sample.
 fn given_files(paths: &[PathBuf]) -> Result<Vec<Found>> {
     let mut walk = Walk::default();
     for path in paths {
@@ -321,8 +322,8 @@ fn given_files(paths: &[PathBuf]) -> Result<Vec<Found>> {
     Ok(files)
 }
 
-/// The Rust sources that cargo has downloaded, ordered so that a limit takes a few files of every
-/// crate and not all files of a few.
+/// Lists the Rust sources downloaded by cargo, ordered so that a limit takes a few files of every
+/// crate instead of all files of a few crates.
 fn registry_files() -> Result<Vec<Found>> {
     let home = std::env::var_os("CARGO_HOME")
         .map(PathBuf::from)
@@ -335,8 +336,8 @@ fn registry_files() -> Result<Vec<Found>> {
         );
     };
     let sources = home.join("registry").join("src");
-    // One folder per registry, in it one folder per crate. A crate that several registries have is
-    // taken once.
+    // The folder has one subfolder per registry, which has one per crate. A crate found in several
+    // registries is read once.
     let mut crates = BTreeMap::new();
     for registry in folders(&sources) {
         for folder in folders(&registry) {
@@ -366,7 +367,7 @@ fn registry_files() -> Result<Vec<Found>> {
     Ok(ranked.into_iter().map(|(_, file)| file).collect())
 }
 
-/// The folders in `path`, in the order of their names; none if it does not exist.
+/// Returns the subfolders of `path` in name order; none if it does not exist.
 fn folders(path: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(path) else {
         return Vec::new();
@@ -383,13 +384,13 @@ fn folders(path: &Path) -> Vec<PathBuf> {
 #[derive(Default)]
 struct Walk {
     files: Vec<Found>,
-    /// Real paths of the files: links can lead to one again.
+    /// Canonical paths of the files, because links can lead to a file twice.
     seen: HashSet<PathBuf>,
 }
 
 impl Walk {
-    /// The `wanted` files in `root`, depth first, in the order of their names. Names that start
-    /// with a dot are left out, and so are links that run in a circle or lead to nothing.
+    /// Adds the `wanted` files in `root`, depth first, in name order. Skips names that start with a
+    /// dot, and links that are circular or broken.
     fn folder(&mut self, root: &Path, key: &str, wanted: &dyn Fn(&Path) -> bool) -> Result<()> {
         let is_hidden =
             |entry: &DirEntry| entry.depth() > 0 && entry.file_name().as_encoded_bytes()[0] == b'.';
@@ -428,7 +429,7 @@ impl Walk {
     }
 }
 
-/// Whether a link runs in a circle or leads to nothing.
+/// Returns true if a link is circular or broken.
 fn leads_nowhere(error: &walkdir::Error) -> bool {
     let kind = error.io_error().map(std::io::Error::kind);
     error.loop_ancestor().is_some() || kind == Some(std::io::ErrorKind::NotFound)
@@ -438,7 +439,7 @@ fn leads_nowhere(error: &walkdir::Error) -> bool {
 mod tests {
     use super::*;
 
-    /// A folder that is removed at the end.
+    /// Temporary folder, removed on drop.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -498,7 +499,8 @@ mod tests {
         );
         assert!((5..40).contains(&first.fingerprint().valid_files));
 
-        // The same files elsewhere split the same; one file more moves none of the others.
+        // The same files in another folder split the same way, and an additional file moves none of
+        // the others.
         let copy = Folder::new("split-copy");
         for i in (0..200).rev() {
             copy.write(&format!("{}/{i}.txt", i % 7), format!("file number {i}\n"));
@@ -509,7 +511,7 @@ mod tests {
         let valid = String::from_utf8(first.valid.clone()).unwrap();
         assert!(valid.split('\0').all(|file| more.contains(file)));
 
-        // A limit takes a part of them, always the same.
+        // A limit always takes the same subset.
         let part = |limit| Corpus::load(std::slice::from_ref(&folder.0), limit).unwrap();
         assert_eq!(part(1000).fingerprint(), part(1000).fingerprint());
         let files = part(1000).fingerprint().train_files + part(1000).fingerprint().valid_files;
@@ -533,7 +535,7 @@ mod tests {
         }
         let corpus = folder.load().unwrap();
         assert_eq!(corpus.skipped(), 3);
-        // Two files: one on each side, whatever their hashes.
+        // Two files: one on each side, regardless of their hashes.
         let fingerprint = corpus.fingerprint();
         assert_eq!((fingerprint.train_files, fingerprint.valid_files), (1, 1));
         let mut parts = [corpus.train.clone(), corpus.valid.clone()];
@@ -601,7 +603,7 @@ mod tests {
                 targets[row * 16..row * 16 + 15]
             );
         }
-        // The evaluation reaches from the first byte to the last.
+        // The evaluation covers the text from the first byte to the last.
         let first = corpus.valid_batch(0, 3, 4, 16);
         let last = corpus.valid_batch(2, 3, 4, 16);
         assert_eq!(first.inputs[0], i32::from(corpus.valid[0]));

@@ -1,4 +1,4 @@
-//! What prefill and decoding cost: models of random packed weights, in the shapes of known ones.
+//! Measures prefill and decoding with random packed weights, in the shapes of known models.
 
 use std::time::Instant;
 
@@ -12,13 +12,13 @@ use crate::cost::{Kernel, observe};
 use crate::decoder::{DecodeSteps, Decoder, HeadPrecision, KvCache, KvPrecision};
 use crate::hf::DecoderConfig;
 
-/// The shape of a model.
+/// Shape of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Shape {
-    /// Llama 3.2 1B: 16 layers of width 2048, heads of 64, the head is the embedding.
+    /// Llama 3.2 1B: 16 layers of width 2048, head dimension 64, tied embeddings.
     #[serde(rename = "llama-3.2-1b")]
     Llama1b,
-    /// Llama 3.1 8B: 32 layers of width 4096, heads of 128.
+    /// Llama 3.1 8B: 32 layers of width 4096, head dimension 128.
     #[serde(rename = "llama-3.1-8b")]
     Llama8b,
     /// Two layers of width 64, for tests.
@@ -27,10 +27,10 @@ pub enum Shape {
 }
 
 impl Shape {
-    /// What its `config.json` says.
+    /// Returns the configuration of the model, as its `config.json` states it.
     ///
     /// # Errors
-    /// None: the configurations are known.
+    /// Never returns an error, because the configurations are built in.
     pub fn config(self) -> Result<DecoderConfig> {
         let [layers, width, hidden, heads, kv_heads, vocab] = match self {
             Self::Llama1b => [16, 2048, 8192, 32, 8, 128_256],
@@ -57,68 +57,69 @@ impl Shape {
     }
 }
 
-/// How much is measured.
+/// Amount of work to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
-    /// Tokens of the prompt.
+    /// Tokens per prompt.
     pub prompt: usize,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens of a round of decoding.
+    /// Tokens per round of decoding.
     pub tokens: usize,
-    /// Rounds, of which the median counts.
+    /// Number of rounds; the median is reported.
     pub rounds: usize,
-    /// Whether decoding is a CUDA graph.
+    /// True if decoding runs as a CUDA graph.
     pub graph: bool,
-    /// How keys and values are stored.
+    /// Storage format of keys and values.
     pub kv: KvPrecision,
-    /// How the head is stored.
+    /// Storage format of the head.
     pub head: HeadPrecision,
 }
 
-/// What was found. Times are in seconds.
+/// Measured cost. Times are in seconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeCost {
-    /// The model.
+    /// Shape of the model.
     pub shape: Shape,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens of the prompt.
+    /// Tokens per prompt.
     pub prompt: usize,
-    /// Bytes of the packed weights, in NVFP4 and FP8: codes and scales.
+    /// Bytes of the packed weights in NVFP4 and FP8, codes and scales.
     pub packed_bytes: usize,
-    /// How the head is stored: it is one of them unless it is as it was loaded.
+    /// Storage format of the head. The head counts as a packed weight unless it is stored as
+    /// loaded.
     pub head: HeadPrecision,
-    /// Bytes of all weights that a step reads: these, another head, norms.
+    /// Bytes of all weights that a step reads: packed weights, an unpacked head, norms.
     pub step_bytes: usize,
-    /// Bytes a second of a copy on the device, those read and those written; none where it has no
-    /// such copy.
+    /// Bytes per second of a device copy, counting reads and writes; none if the device has no
+    /// copy.
     pub copy_bandwidth: Option<f64>,
-    /// From the end of the loading to the first token of a prompt, compilation included.
+    /// Time from the end of loading to the first token of a prompt, including compilation.
     pub first_token: f64,
-    /// A prompt, to the logits behind its last token.
+    /// Time from the prompt to the logits after its last token.
     pub prefill: f64,
-    /// A step of decoding.
+    /// Time of a decoding step.
     pub step: f64,
-    /// Whether it was replayed.
+    /// True if the step was replayed as a CUDA graph.
     pub is_graph: bool,
-    /// Kernels of a step.
+    /// Number of kernels per step.
     pub launches: usize,
-    /// The time of `step_bytes` at `copy_bandwidth`, as a share of the step's.
+    /// Time to read `step_bytes` at `copy_bandwidth`, as a share of the step time.
     pub share_of_reading: Option<f64>,
-    /// The kernels of a step that was launched one by one, the costliest first.
+    /// Kernels of a step launched one by one, most expensive first.
     #[serde(skip)]
     pub kernels: Vec<Kernel>,
 }
 
-/// Bytes of the buffer that is copied to find the bandwidth.
+/// Bytes copied to measure the bandwidth.
 const COPIED: usize = 1 << 30;
 
 /// Measures a model of random packed weights on `device`.
 ///
 /// # Errors
-/// When a number is zero, the device refuses or has too little memory, or replayed steps differ from
-/// those that were launched one by one.
+/// Returns an error if a number is zero, the device does not support the model or has too little
+/// memory, or replayed steps differ from steps launched one by one.
 pub fn measure(
     shape: Shape,
     device: &Device,
@@ -154,7 +155,7 @@ pub fn measure(
     let ids = (0..batch * prompt).map(|i| (i as i32 * 7919 + 13) % vocab);
     let data = TensorData::new(ids.collect::<Vec<i32>>(), [batch, prompt]);
     let ids: Tensor<2, Int> = Tensor::from_data(data, device);
-    // Ordinary steps, the capture, and rounds.
+    // Space for warm-up steps, the capture, and the rounds.
     let capacity = prompt + 2 * WARM + (rounds + 1) * tokens;
     let mut cache = model.cache_as(batch, capacity, Some(kv))?;
     let prefill = |cache: &mut KvCache| -> Result<(f64, Vec<f32>)> {
@@ -176,7 +177,7 @@ pub fn measure(
         prefills.push(prefill(&mut cache)?.0);
     }
     let (next, goes_on) = (vec![1; batch], vec![true; batch]);
-    // What a step launches, one by one.
+    // Record the launches of a step that runs without a graph.
     let mut plain = DecodeSteps::new(&model, cache.clone(), &next, &goes_on, false)?;
     for _ in 0..WARM {
         plain.step()?;
@@ -233,7 +234,7 @@ pub fn measure(
 /// Steps before the first round.
 const WARM: usize = 8;
 
-/// Bytes a second that a copy reads and writes.
+/// Returns the bytes per second that a copy reads and writes.
 fn copy(device: &Device) -> Result<f64> {
     let zeros = || Tensor::<1, Int>::zeros([COPIED / 4], (device, DType::I32));
     let (from, mut to) = (zeros(), zeros());
@@ -273,13 +274,14 @@ mod tests {
         };
         let device = Device::flex();
         let found = measure(Shape::Tiny, &device, FloatDType::F32, effort).unwrap();
-        // Two layers of 64 x 128, 64 x 64, 256 x 64 and 64 x 128 weights of 4.5 bits.
+        // Two layers with 64 x 128, 64 x 64, 256 x 64 and 64 x 128 weights at 4.5 bits per weight.
         let weights = 2 * (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128);
         assert_eq!(found.packed_bytes, weights * 9 / 16 + 2 * 4 * 4);
         let others = 288 * 64 * 4 + 5 * 64 * 4;
         assert_eq!(found.step_bytes, found.packed_bytes + others);
         assert!(found.step > 0.0 && found.prefill > 0.0 && !found.is_graph);
-        // 4.5 bits an element and a global scale, or 8 and a scale for each of 288 rows.
+        // NVFP4: 4.5 bits per element and a global scale. FP8: 8 bits per element and one scale for
+        // each of 288 rows.
         for (head, bytes) in [
             (HeadPrecision::Nvfp4, 288 * 64 * 9 / 16 + 4),
             (HeadPrecision::Fp8, 288 * 64 + 288 * 4),

@@ -1,9 +1,9 @@
-//! A language model of Burn's own layers, unmodified, for [`decorate`](burn_nvfp4::Decorator): an
-//! example of a model that a user already has.
+//! A language model built from unmodified Burn layers, for [`decorate`](burn_nvfp4::Decorator). It
+//! is an example of an existing user model.
 //!
-//! Embeddings of bytes and of positions, `burn_nn`'s `TransformerEncoder` with a causal mask
-//! (LayerNorm, softmax attention, GELU), LayerNorm, and a head. With a recipe that
-//! quantizes it is decorated; `bf16` and `f32` are Burn's own arithmetic.
+//! Byte and position embeddings, `burn_nn`'s `TransformerEncoder` with a causal mask (LayerNorm,
+//! softmax attention, GELU), LayerNorm, and a head. A recipe that quantizes decorates the model;
+//! `bf16` and `f32` use Burn's own arithmetic.
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -20,30 +20,30 @@ use crate::model::{LanguageModel, cast, check_dtype, embed, initialise};
 
 /// A language model of Burn's own layers.
 ///
-/// All parameters have the type of the activations, as Burn's layers want it; the optimizer keeps
-/// f32 copies of those in bf16.
+/// All parameters have the type of the activations, as Burn's layers require. The optimizer keeps
+/// f32 copies of bf16 parameters.
 #[derive(Module, Debug)]
 pub struct EncoderModel {
-    /// One row per byte, `[256, width]`.
+    /// Byte embedding, `[256, width]`.
     pub embedding: Embedding,
-    /// One row per position, `[context, width]`.
+    /// Position embedding, `[context, width]`.
     pub positions: Embedding,
-    /// The blocks.
+    /// Transformer blocks.
     pub encoder: TransformerEncoder,
-    /// Before the head.
+    /// Norm before the head.
     pub norm: LayerNorm,
-    /// From features to the logits of the next byte.
+    /// Head: maps features to the logits of the next byte.
     pub head: Linear,
     #[module(skip)]
     decoration: Option<Decoration>,
 }
 
 impl EncoderModel {
-    /// The model without decoration, its parameters in `dtype`.
+    /// Creates the model without decoration, with parameters in `dtype`.
     ///
     /// # Errors
-    /// When the sizes do not pass [`ModelConfig::check`], or have experts, which Burn has no layer
-    /// for, or the device does not compute in `dtype`.
+    /// Returns an error if the sizes do not pass [`ModelConfig::check`], if they include experts,
+    /// for which Burn has no layer, or if the device does not support `dtype`.
     pub fn new(
         config: &ModelConfig,
         dtype: FloatDType,
@@ -130,8 +130,8 @@ impl LanguageModel for EncoderModel {
     }
 }
 
-/// `model` with the linear layers of its blocks in NVFP4. Its head is one by its name, and stays as
-/// it is.
+/// Decorates `model` so that the linear layers of its blocks run in NVFP4. The head is excluded by
+/// its name.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn decorate(
     model: EncoderModel,
@@ -162,7 +162,7 @@ fn decorate(
     anyhow::bail!("decorate with recipe {recipe} needs a build with --features cpu or cuda")
 }
 
-/// The backend of every GEMM of a decorated model.
+/// Reports the backend of every GEMM of a decorated model.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn report(model: &EncoderModel, decoration: Decoration) -> Result<String> {
     let report = burn_nvfp4::decorate::report(model)?;

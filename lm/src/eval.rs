@@ -1,6 +1,6 @@
-//! How good a model is: perplexity of texts, and choices between answers.
+//! Evaluates a model: perplexity of texts, and accuracy on multiple-choice questions.
 //!
-//! Both rest on [`log_probabilities`]: what the model says of each token after those before it.
+//! Both use [`log_probabilities`], the log-probability of each token given the tokens before it.
 
 use std::fs;
 use std::path::Path;
@@ -13,14 +13,14 @@ use crate::decoder::Decoder;
 use crate::hf::Tokenizer;
 use crate::sampling::first_best;
 
-/// Tokens whose logits are in memory at a time.
+/// Number of tokens whose logits are in memory at a time.
 const CHUNK: usize = 256;
 
-/// The natural logarithm of the probability of each of `tokens` but the first, after those before
-/// it.
+/// Returns the natural logarithm of the probability of each token in `tokens` except the first,
+/// given the tokens before it.
 ///
 /// # Errors
-/// When there are fewer than two, or the model fails.
+/// Returns an error if there are fewer than two tokens, or if the model fails.
 pub fn log_probabilities(model: &Decoder, tokens: &[u32]) -> Result<Vec<f32>> {
     ensure!(
         tokens.len() > 1,
@@ -46,19 +46,20 @@ pub fn log_probabilities(model: &Decoder, tokens: &[u32]) -> Result<Vec<f32>> {
     Ok(found)
 }
 
-/// How a text longer than the model's context is read: in windows that overlap.
+/// Overlapping windows over a text that is longer than the model's context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Windows {
-    /// Tokens of a window.
+    /// Tokens per window.
     pub length: usize,
-    /// From the beginning of one to that of the next. Of a window's tokens those count that the
-    /// window before has not counted, so that all but the first have at least `length - stride`
-    /// before them.
+    /// Distance between the starts of consecutive windows, in tokens. A window counts the tokens
+    /// that the previous windows have not counted. Except in the first window, each counted token
+    /// has at least `length - stride` tokens of context.
     pub stride: usize,
 }
 
 impl Windows {
-    /// Where the windows over `tokens` begin and end, and the first token of each that counts.
+    /// Returns the start and end of each window over `tokens`, and the first token of the window
+    /// that counts.
     fn over(self, tokens: usize) -> impl Iterator<Item = (usize, usize, usize)> {
         let mut counted = 1;
         let begins = (0..tokens).step_by(self.stride);
@@ -71,7 +72,8 @@ impl Windows {
     }
 
     /// # Errors
-    /// When a window has fewer than two tokens, or the stride is not from 1 to less than a window.
+    /// Returns an error if a window has fewer than two tokens, or if the stride is not from 1 to
+    /// `length - 1`.
     pub fn check(self) -> Result<()> {
         let Self { length, stride } = self;
         ensure!(
@@ -88,25 +90,25 @@ impl Windows {
     }
 }
 
-/// The cross entropy of texts, in nats per token.
+/// Cross entropy of texts, in nats per token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CrossEntropy {
-    /// Tokens that count.
+    /// Number of counted tokens.
     pub tokens: usize,
-    /// The mean.
+    /// Mean.
     pub mean: f64,
-    /// Its standard error, with windows as clusters: tokens of one text are not independent.
-    /// Infinite where there is one window.
+    /// Standard error of the mean, with windows as clusters, because the tokens of one text are not
+    /// independent. Infinite for a single window.
     pub error: f64,
 }
 
 impl CrossEntropy {
-    /// From the sums of windows: tokens, and nats.
+    /// Computes the cross entropy from the token count and the nats of each window.
     fn of(windows: &[(usize, f64)]) -> Self {
         let tokens: usize = windows.iter().map(|window| window.0).sum();
         let count = tokens as f64;
         let mean = windows.iter().map(|window| window.1).sum::<f64>() / count;
-        // The variance of a ratio of sums, whose clusters differ in size.
+        // Variance of a ratio of sums over clusters of different sizes.
         let off = |&(tokens, nats): &(usize, f64)| (nats - mean * tokens as f64).powi(2);
         let squares: f64 = windows.iter().map(off).sum();
         let clusters = windows.len() as f64;
@@ -121,23 +123,23 @@ impl CrossEntropy {
         }
     }
 
-    /// `exp(mean)`.
+    /// Returns `exp(mean)`.
     pub fn perplexity(&self) -> f64 {
         self.mean.exp()
     }
 
-    /// The standard error of the perplexity, to first order.
+    /// Returns the standard error of the perplexity, to first order.
     pub fn perplexity_error(&self) -> f64 {
         self.perplexity() * self.error
     }
 }
 
-/// The cross entropy of `texts`, each of which is read on its own. The first token of a text does
-/// not count. `progress` is told how many tokens have been counted, of how many.
+/// Computes the cross entropy of `texts`, each read separately. The first token of a text does not
+/// count. `progress` receives the number of tokens counted so far and the total.
 ///
 /// # Errors
-/// When the windows are refused or longer than the model is meant for, a text has fewer than two
-/// tokens, or the model fails or gives no number.
+/// Returns an error if the windows are invalid or longer than the model's maximum context, if a
+/// text has fewer than two tokens, or if the model fails or its result is not a number.
 pub fn cross_entropy(
     model: &Decoder,
     texts: &[Vec<u32>],
@@ -181,23 +183,24 @@ pub fn cross_entropy(
     Ok(CrossEntropy::of(&sums))
 }
 
-/// A question with several answers, of which one is right: a line of a file.
+/// Multiple-choice question with one right answer; one line of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Question {
-    /// What comes before the answers.
+    /// Text before the answers.
     pub context: String,
-    /// The answers, with the white space that is between them and the context.
+    /// Answers, including the white space between the context and each answer.
     pub choices: Vec<String>,
-    /// The right one, counted from 0.
+    /// Index of the right answer, from 0.
     pub answer: usize,
 }
 
 impl Question {
-    /// The questions of the JSON-lines file `path`. Empty lines are passed over.
+    /// Reads the questions of the JSON-lines file `path`. Skips empty lines.
     ///
     /// # Errors
-    /// When the file cannot be read or has no question, or a line is no question: by its number.
+    /// Returns an error if the file cannot be read or has no question, or if a line is not a
+    /// question; the error gives the line number.
     pub fn read(path: &Path) -> Result<Vec<Self>> {
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
         let lines = text.lines().zip(1..);
@@ -230,12 +233,12 @@ impl Question {
     }
 }
 
-/// A share of questions.
+/// Share of right answers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Accuracy {
-    /// Of right answers.
+    /// Share, from 0 to 1.
     pub share: f64,
-    /// Its standard error; infinite of one question.
+    /// Standard error of the share; infinite for one question.
     pub error: f64,
 }
 
@@ -250,24 +253,24 @@ impl Accuracy {
     }
 }
 
-/// How many questions a model answers.
+/// Accuracy of a model on questions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Answers {
-    /// By the most probable choice.
+    /// Accuracy by the most probable choice.
     pub plain: Accuracy,
-    /// By the choice with the highest mean log-probability of a byte, so that long ones have no
-    /// disadvantage.
+    /// Accuracy by the choice with the highest mean log-probability per byte, which does not
+    /// penalize long choices.
     pub normalized: Accuracy,
-    /// Questions that are longer, with one of their choices, than the model is meant for.
+    /// Number of questions that, with one of their choices, exceed the model's maximum context.
     pub beyond: usize,
 }
 
-/// The answers of `model` to `questions`: the choice that it finds most probable after the context.
-/// `progress` is told how many are answered, of how many.
+/// Answers `questions` with `model`, which picks the most probable choice after the context.
+/// `progress` receives the number of answered questions and the total.
 ///
 /// # Errors
-/// When there is no question, a context is without a token and the tokenizer puts none before it, or
-/// the model fails or gives no number.
+/// Returns an error if there are no questions, if a context has no token and the tokenizer adds
+/// none before it, or if the model fails or its result is not a number.
 pub fn choose(
     model: &Decoder,
     tokenizer: &Tokenizer,
@@ -299,8 +302,9 @@ pub fn choose(
     })
 }
 
-/// The log-probability of `choice` after `context`: of the tokens of both together from the first
-/// on that differs from those of the context; and how many tokens both have.
+/// Returns the log-probability of `choice` after `context`, and the number of tokens of both. The
+/// sum starts at the first token at which the encoding of both together differs from that of the
+/// context.
 fn score(
     model: &Decoder,
     tokenizer: &Tokenizer,

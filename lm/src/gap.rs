@@ -1,5 +1,5 @@
-//! A bound on what NVFP4 costs: the training loss of short runs against those in f32, from the same
-//! weights and on the same batches.
+//! Bounds the cost of NVFP4: compares the training loss of short runs with f32 runs from the same
+//! weights on the same batches.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,13 +18,14 @@ use crate::model::Transformer;
 use crate::random::stream;
 use crate::train::Run;
 
-/// Seeds of the runs of a recipe.
+/// Number of seeds per recipe.
 const SEEDS: u64 = 3;
 const STEPS: u64 = 60;
 
-/// Percent by which the loss of a recipe may exceed that in f32, in the mean over the seeds.
+/// Maximum percentage by which the loss of a recipe may exceed the f32 loss, as a mean over the
+/// seeds.
 ///
-/// Measured for seeds 0 to 5, on Flex, with two threads of an x86-64 processor:
+/// Measured for seeds 0 to 5 on Flex, with two threads of an x86-64 processor:
 ///
 /// | recipe                  | gap of each seed, %                | mean of 0 to 2 |
 /// |-------------------------|------------------------------------|----------------|
@@ -32,14 +33,14 @@ const STEPS: u64 = 60;
 /// | `quartet2`              | 1.80, 1.58, 1.91, 0.97, 1.84, 2.24 | 1.76           |
 /// | stochastic everywhere   | 6.76, 6.84, 5.84, 5.53, 4.21, 5.77 | 6.48           |
 ///
-/// A run repeats bit by bit on one machine. With another number of threads or on another processor
-/// sums are rounded in another order, which makes of a seed what another seed would be. Means of
-/// three seeds spread by 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and 5.8: the
-/// bound is about four standard deviations from either.
+/// A run is reproducible bit by bit on one machine. Another number of threads or another processor
+/// changes the rounding order of sums, which has the same effect as another seed. Means of three
+/// seeds have a standard deviation of 0.5 (`nvfp4`) and 0.6 (stochastic everywhere) around 1.7 and
+/// 5.8: the bound is about four standard deviations from either.
 const BOUND: f64 = 3.75;
 
-/// The recipe that rounds every operand stochastically, in 1x16 blocks: what the forward and the
-/// weights lose to draws that nothing there needs.
+/// Recipe that rounds every operand stochastically, in 1x16 blocks. The forward and the weights
+/// lose accuracy to random rounding that they do not need.
 const BROKEN: &str = "stochastic_everywhere";
 
 fn broken() -> Nvfp4Recipe {
@@ -52,9 +53,9 @@ fn broken() -> Nvfp4Recipe {
     recipe
 }
 
-/// Words of a made-up language, by Zipf's law: a model learns to spell them one after the other,
-/// the frequent ones first, so that its loss falls smoothly. A text with one rule that is found at
-/// some step, or not, makes gaps of any size.
+/// Returns words of a made-up language under Zipf's law. A model learns to spell the words one
+/// after the other, frequent ones first, so its loss falls smoothly. A text with a single rule,
+/// learned at some step or never, would make gaps of any size.
 fn text() -> String {
     const WORDS: usize = 400;
     const SYLLABLES: [&str; 12] = [
@@ -91,8 +92,8 @@ fn corpus(folder: &Path) -> Corpus {
     Corpus::load(&[folder.into()], 0).unwrap()
 }
 
-/// The training loss of a run, in the mean over all its steps. It repeats better than the loss that
-/// is reached at the end, since it compares on all batches.
+/// Returns the training loss of a run, averaged over all steps. It is more reproducible than the
+/// final loss, because it averages over all batches.
 fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: &Path) -> f64 {
     let recipe: RecipeName = recipe.parse().unwrap();
     let config = RunConfig {
@@ -125,7 +126,7 @@ fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: &Path) -> f64 {
     run.rows().last().and_then(|row| row.train_loss).unwrap()
 }
 
-/// The losses of `recipe`, one for each seed.
+/// Returns the losses of `recipe`, one per seed.
 fn losses(recipe: &str) -> Vec<f64> {
     let root = std::env::temp_dir().join(format!("nvfp4-gap-{}-{recipe}", std::process::id()));
     let text = root.join("text");
@@ -144,12 +145,12 @@ fn losses(recipe: &str) -> Vec<f64> {
     losses
 }
 
-/// Percent by which the losses of `recipe` exceed those in f32.
+/// Returns the percentages by which the losses of `recipe` exceed those in f32.
 fn gaps(recipe: &str) -> Vec<f64> {
     static BASELINES: OnceLock<Vec<f64>> = OnceLock::new();
     let baselines = BASELINES.get_or_init(|| losses("f32"));
-    // An untrained model is at ln 256 = 5.5 nats, the frequencies of bytes alone at 2.65; f32 is at
-    // 1.83 to 1.91 in the mean over its steps. A gap of models that learn nothing says nothing.
+    // An untrained model is at ln 256 = 5.5 nats, byte frequencies alone at 2.65; f32 averages 1.83
+    // to 1.91 over its steps. The gap is meaningless if the models learn nothing.
     assert!(baselines.iter().all(|loss| *loss < 2.2), "{baselines:?}");
     let found = losses(recipe);
     let gaps = found
@@ -159,7 +160,7 @@ fn gaps(recipe: &str) -> Vec<f64> {
     gaps.collect()
 }
 
-/// Fails where `gaps`, those of a recipe, are above the bound in their mean.
+/// Returns an error if the mean of a recipe's `gaps` is above the bound.
 fn check(gaps: &[f64]) -> Result<(), String> {
     let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
     match mean < BOUND {
@@ -177,7 +178,8 @@ fn nvfp4_costs_little() {
     }
 }
 
-/// The bound can fail: a recipe that draws where it should round to nearest is above it.
+/// The bound can fail: a recipe that rounds stochastically where it should round to nearest exceeds
+/// it.
 #[test]
 fn a_broken_recipe_costs_more() {
     let gaps = gaps(BROKEN);

@@ -1,4 +1,4 @@
-//! The process groups of a run, by kind of parallelism.
+//! Process groups of a run, by kind of parallelism.
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
@@ -10,11 +10,11 @@ use nvfp4_parallel::{Axis, Layout};
 
 use crate::config::RunConfig;
 
-/// The groups of ranks that this rank is in.
+/// Process groups of this rank.
 ///
-/// Ranks of a tensor group are neighbours: rank `b · tp + t` has part `t` of each matrix and part
-/// `b` of the batch. `ep` neighbours have the experts of one mixture: ranks of the batch, or whole
-/// tensor groups, whose ranks have tokens of their own.
+/// Ranks of a tensor group are adjacent: rank `b · tp + t` has shard `t` of each matrix and share
+/// `b` of the batch. `ep` adjacent ranks hold the experts of one mixture. These are ranks with
+/// different shares of the batch, or whole tensor groups, whose ranks then route different tokens.
 #[derive(Debug, Clone)]
 pub struct ParallelGroups {
     world: ProcessGroup,
@@ -25,7 +25,7 @@ pub struct ParallelGroups {
 }
 
 impl ParallelGroups {
-    /// Those of a run of one rank.
+    /// Returns the groups of a single-rank run.
     pub fn single() -> Self {
         let single = ProcessGroup::single();
         Self {
@@ -37,14 +37,15 @@ impl ParallelGroups {
         }
     }
 
-    /// Those of the run `config` on the ranks of `world`. All of them call it.
+    /// Creates the groups of the run `config` on the ranks of `world`. All ranks call this
+    /// function.
     ///
     /// # Errors
-    /// As [`RunConfig::check_ranks`].
+    /// Returns the errors of [`RunConfig::check_ranks`].
     pub fn new(world: &ProcessGroup, config: &RunConfig) -> Result<Self> {
         config.check_ranks(world.size())?;
         let world = world.clone().with_reduce_dtype(config.grad_reduce.into());
-        // Experts are on whole tensor groups.
+        // Experts are distributed over whole tensor groups.
         let tensor_groups = (config.ep / config.tp).max(1);
         let layout = Layout::new(world.size(), config.tp, tensor_groups, 1)?;
         let along = |axes: &[Axis]| -> Result<ProcessGroup> {
@@ -72,11 +73,11 @@ impl ParallelGroups {
         })
     }
 
-    /// Has tensors travel from device to device; see [`ProcessGroup::connect`]. All ranks call it,
-    /// each with its device.
+    /// Connects the groups so that tensors move from device to device; see
+    /// [`ProcessGroup::connect`]. All ranks call this function, each with its device.
     ///
     /// # Errors
-    /// As there.
+    /// Returns the errors of [`ProcessGroup::connect`].
     pub fn connect(self, device: &Device, overlap: Overlap) -> Result<Self> {
         let size = self.world.size();
         let others = [&self.tensor, &self.expert, &self.batch, &self.data];
@@ -85,8 +86,8 @@ impl ParallelGroups {
             true => self.world.connect(device, overlap)?,
             false => self.world,
         };
-        // In the same order on all ranks, of which each is in one group of a kind. Of two groups of
-        // which one has all ranks of the other, those of one size are the same.
+        // All ranks connect the groups in the same order; each rank is in one group of each kind.
+        // If one group contains another and both have the same size, they are equal.
         let connected = |group: ProcessGroup, within: &[&ProcessGroup]| match group.size() {
             1 => Ok(group),
             size => match within.iter().find(|other| other.size() == size) {
@@ -107,52 +108,53 @@ impl ParallelGroups {
         })
     }
 
-    /// All ranks.
+    /// Returns the group of all ranks.
     pub fn world(&self) -> &ProcessGroup {
         &self.world
     }
 
-    /// The ranks with other parts of the same matrices, and the same part of the batch.
+    /// Returns the ranks with the other shards of the same matrices and the same share of the
+    /// batch.
     pub fn tensor(&self) -> &ProcessGroup {
         &self.tensor
     }
 
-    /// The ranks with the other experts of the same mixtures; all of [`tensor`](Self::tensor) among
-    /// them, if there are such.
+    /// Returns the ranks with the other experts of the same mixtures. Contains all ranks of
+    /// [`tensor`](Self::tensor) if there are experts on other ranks.
     pub fn expert(&self) -> &ProcessGroup {
         &self.expert
     }
 
-    /// The ranks with other parts of the batch.
+    /// Returns the ranks with other shares of the batch.
     pub fn batch(&self) -> &ProcessGroup {
         &self.batch
     }
 
-    /// The ranks of [`batch`](Self::batch) with the same experts.
+    /// Returns the ranks of [`batch`](Self::batch) with the same experts.
     pub fn data(&self) -> &ProcessGroup {
         &self.data
     }
 
-    /// Whether tensors travel from device to device.
+    /// Returns true if tensors move from device to device.
     pub fn is_connected(&self) -> bool {
         let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
         groups.iter().any(|group| group.is_connected())
     }
 
-    /// Fail unless what the ranks exchange can be in a graph.
+    /// Checks that the collectives of this run can be captured in a graph.
     ///
     /// # Errors
-    /// When it travels through the memory of the host.
+    /// Returns an error if tensors move through host memory.
     pub(crate) fn check_graph(&self) -> Result<()> {
         let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
         let mut groups = groups.into_iter();
         groups.try_for_each(|group| check_graph(group, self.world.size()))
     }
 
-    /// Has the layers of `model` draw the random bits of this rank's part of the batch.
+    /// Selects the random stream of this rank's share of the batch for the layers of `model`.
     ///
     /// # Errors
-    /// When there are more ranks than random streams for them.
+    /// Returns an error if there are more ranks than random streams.
     pub(crate) fn number_draws<M: Module>(&self, model: &M) -> Result<()> {
         if self.world.size() > 1 {
             set_rank(model, self.batch.rank())?;
@@ -160,11 +162,10 @@ impl ParallelGroups {
         Ok(())
     }
 
-    /// Has the experts of `moe` draw the same random bits on all ranks that they are on: those share
-    /// one mixture.
+    /// Selects the same random stream for the experts of `moe` on all ranks that share one mixture.
     ///
     /// # Errors
-    /// As [`number_draws`](Self::number_draws).
+    /// Returns the errors of [`number_draws`](Self::number_draws).
     pub(crate) fn number_expert_draws(&self, moe: &ExpertParallelMoe) -> Result<()> {
         set_rank(&moe.gate_up, self.data.rank())?;
         set_rank(&moe.down, self.data.rank())?;
@@ -172,10 +173,11 @@ impl ParallelGroups {
     }
 }
 
-/// Fail unless what the ranks of `group`, of a launch of `ranks` ranks, exchange can be in a graph.
+/// Checks that the collectives of `group`, in a launch of `ranks` ranks, can be captured in a
+/// graph.
 ///
 /// # Errors
-/// When it travels through the memory of the host.
+/// Returns an error if tensors move through host memory.
 pub(crate) fn check_graph(group: &ProcessGroup, ranks: usize) -> Result<()> {
     ensure!(
         group.size() == 1 || group.is_connected(),
@@ -192,7 +194,7 @@ mod tests {
     use super::*;
     use crate::config::Preset;
 
-    /// Ranks, sizes and places of the groups of each rank of four.
+    /// Returns rank and size in each group for each of four ranks.
     fn places(tp: usize, ep: usize) -> Vec<[(usize, usize); 4]> {
         let mut config = RunConfig::preset(Preset::Tiny, "flex");
         (config.tp, config.ep) = (tp, ep);
@@ -226,7 +228,8 @@ mod tests {
             (all.clone(), distant.clone())
         );
         assert_eq!(of(&places(1, 1), 2), all);
-        // Experts are on whole tensor groups, whose ranks have parts of the same part of the batch.
+        // Experts are distributed over whole tensor groups, whose ranks have the same share of the
+        // batch.
         let both = places(2, 2);
         assert_eq!((of(&both, 0), of(&both, 1)), (pairs.clone(), pairs));
         assert_eq!(

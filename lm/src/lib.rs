@@ -1,32 +1,33 @@
-//! A small language model and its training, on which the command `nvfp4 train` is built.
+//! A small language model and its training, the basis of the command `nvfp4 train`.
 //!
-//! - [`config`]: what to train; presets, and the checks on their values.
+//! - [`config`]: options of a run, presets, and checks.
 //! - [`model`]: a decoder-only transformer over bytes whose block projections are
 //!   [`Nvfp4Linear`](burn_nvfp4::Nvfp4Linear) layers, and the trait of language models.
-//! - [`encoder`]: a model of Burn's own layers, unmodified, which is decorated.
-//! - [`data`]: text files to a corpus, its split, and batches that depend on seed and step alone.
+//! - [`encoder`]: a model of unmodified Burn layers, to be decorated.
+//! - [`data`]: loads text files into a corpus, splits it, and draws batches that depend only on
+//!   seed and step.
 //! - [`optim`]: AdamW and Muon with global-norm clipping, and the learning-rate schedule.
 //! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
-//! - [`ranks`]: what the processes of a run agree on.
-//! - [`groups`]: their groups, by kind of parallelism.
-//! - [`checkpoint`]: a run on disk.
-//! - [`memory`]: the device memory that a run needs, and the error when there is too little.
+//! - [`ranks`]: agreement between the processes of a run.
+//! - [`groups`]: process groups, by kind of parallelism.
+//! - [`checkpoint`]: reads and writes checkpoints.
+//! - [`memory`]: device memory that a run needs, and the out-of-memory error.
 //! - [`metrics`]: losses and speed over the steps of a run.
-//! - [`sampling`]: which token comes next.
-//! - [`text`]: text that comes in pieces.
-//! - [`bytes`]: text from a trained byte model.
+//! - [`sampling`]: selection of the next token.
+//! - [`text`]: incremental text output.
+//! - [`bytes`]: text generation with a trained byte model.
 //! - [`hf`]: folders of Hugging Face models.
-//! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral from such folders.
-//! - [`interchange`]: NVFP4 checkpoints of other tools: read, checked, converted, written.
+//! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral models loaded from such folders.
+//! - [`interchange`]: reads, checks, converts and writes NVFP4 checkpoints of other tools.
 //! - [`quantize`]: post-training quantization of a model folder.
-//! - [`tokens`]: tokenized data: shards on disk, packed rows, their order.
-//! - [`finetune`]: training of decoders on such data.
+//! - [`tokens`]: tokenized data: shards on disk, packed rows, and their order.
+//! - [`finetune`]: trains decoders on such data.
 //! - [`cost`]: time, memory and kernels of a training step.
 //! - [`decode_cost`]: time and kernels of prefill and decoding.
-//! - `fuzz`: every parser, for the fuzz targets.
+//! - `fuzz`: entry points of every parser for the fuzz targets.
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
-//! data: it uses no clock, no address and no global counter. So a resumed run reaches the same
+//! data: it uses no clock, address or global counter. A resumed run therefore produces the same
 //! bytes as an uninterrupted one.
 
 pub mod bytes;

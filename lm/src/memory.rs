@@ -1,8 +1,8 @@
-//! Device memory: what a run needs at the least, and the one error where there is too little.
+//! Device memory: a lower bound on what a run needs, and the out-of-memory error.
 //!
 //! CubeCL does not fail at an allocation that does not fit: the tensor carries the failure, kernels
 //! that would read it are skipped, and the first value that is read back panics with the whole
-//! chain. [`MemoryBudget::guard`] turns that into [`OutOfMemory`].
+//! chain. [`MemoryBudget::guard`] converts this panic to [`OutOfMemory`].
 
 mod used;
 
@@ -19,33 +19,35 @@ use crate::config::{ExpertDispatchName, RecipeName, RunConfig, VOCABULARY};
 pub use used::MemoryUsed;
 pub(crate) use used::peak_of;
 
-/// Bytes of one device that a training step holds at once, at the least.
+/// Bytes that a training step holds at once on one device.
 ///
 /// This is a lower bound: a step may take several times as much.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryNeed {
-    /// The trained parameters.
+    /// Trained parameters.
     pub weights: u64,
-    /// Weights that are not trained: those of a teacher, or beside adapters.
+    /// Frozen weights: those of a teacher, or of the model under adapters.
     pub frozen: u64,
-    /// A gradient for each parameter.
+    /// Gradients of all parameters.
     pub gradients: u64,
-    /// The moments of AdamW, and the f32 copies of bf16 parameters.
+    /// AdamW moments, and f32 copies of bf16 parameters.
     pub optimizer: u64,
-    /// What the forward keeps for the backward.
+    /// Activations saved for backward.
     pub activations: u64,
 }
 
 impl MemoryNeed {
-    /// What a step of the run `config` with `recipe` needs on the device of each rank.
+    /// Computes the memory that a step of the run `config` with `recipe` needs on the device of
+    /// each rank.
     pub fn of(config: &RunConfig, recipe: &RecipeName) -> Self {
         let model = &config.model;
         let element = config.activation_of(recipe).bytes();
         let is_encoder = config.decorate.is_some();
-        // Burn's layers have parameters of the activations' type, ours are f32 master weights.
+        // Burn's layers have parameters in the type of the activations; ours are f32 master
+        // weights.
         let parameter = if is_encoder { element } else { 4 };
         let f32_copy = if parameter == 4 { 0 } else { 4 };
-        // With an all-gather a rank may have the choices of all ranks that share its experts.
+        // With an all-gather, a rank may receive the tokens of all ranks that share its experts.
         let shared = match config.expert_dispatch() {
             ExpertDispatchName::AllGather => config.ep,
             ExpertDispatchName::AllToAll => 1,
@@ -58,14 +60,15 @@ impl MemoryNeed {
         };
         let kept = model.layers - config.recompute.min(model.layers);
         let blocks = element * (5 * model.width * model.layers + inner * kept);
-        // One-hot bytes, as input and as target, and their probabilities in f32.
+        // One-hot bytes, as inputs and as targets, and their probabilities in f32.
         let ends = VOCABULARY * (element + 4 + 4);
         let tokens = config.batch / config.ranks_together() * model.context;
         let parameters = config.parameters_of_rank() as u64;
         let ranks = config.dp.unwrap_or(1) as u64;
         let (of_ep, of_tp) = (config.ep as u64, config.tp as u64);
         let experts = model.expert_parameters() as u64 / of_ep;
-        // Ranks with the same experts shard them, and all ranks of the batch what is left.
+        // Experts are sharded over the ranks that hold the same ones; all other parameters over all
+        // ranks of the batch.
         let sharded = (parameters - experts) / ranks + experts / (ranks * of_tp / of_ep).max(1);
         let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
             .map(|is_sharded| if is_sharded { sharded } else { parameters });
@@ -74,12 +77,13 @@ impl MemoryNeed {
             frozen: 0,
             gradients: of_model * parameter as u64,
             optimizer: of_state * (8 + f32_copy),
-            // A tensor group shares heads, hidden features, or tokens.
+            // The ranks of a tensor group split the heads, the hidden features, or the tokens.
             activations: (tokens * (blocks + ends) / config.tp) as u64,
         }
     }
 
-    /// That of each of `ranks` ranks that share a batch, and parameters where `is_sharded`.
+    /// Returns the need of each of `ranks` ranks that share a batch; they also share the parameters
+    /// if `is_sharded`.
     pub(crate) fn of_rank(self, ranks: usize, is_sharded: bool) -> Self {
         let ranks = ranks as u64;
         let shards = if is_sharded { ranks } else { 1 };
@@ -92,48 +96,48 @@ impl MemoryNeed {
         }
     }
 
-    /// What does not depend on the batch.
+    /// Returns the part that does not depend on the batch.
     fn fixed(&self) -> u64 {
         self.weights + self.frozen + self.gradients + self.optimizer
     }
 
-    /// The sum.
+    /// Returns the sum.
     pub fn total(&self) -> u64 {
         self.fixed() + self.activations
     }
 }
 
-/// The memory of a device, as far as the runtime reports it.
+/// Memory of a device, as far as the runtime reports it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Its capacity.
+    /// Capacity in bytes.
     pub capacity: Option<u64>,
-    /// What the memory pools of this process hold.
+    /// Bytes held by the memory pools of this process.
     pub reserved: Option<u64>,
 }
 
 impl DeviceMemory {
-    /// What the runtime of `device` reports; nothing for Flex, whose tensors are the host's.
+    /// Queries the runtime of `device`. Empty for Flex, whose tensors are in host memory.
     pub fn of(device: &Device) -> Self {
-        // A runtime that failed may fail here too.
+        // The query may fail after another failure of the runtime.
         panic::catch_unwind(AssertUnwindSafe(|| cubecl::memory(device))).unwrap_or_default()
     }
 }
 
-/// A device has too little memory for a run.
+/// Error: a device has too little memory for a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OutOfMemory {
-    /// Whether it was found before the first step, by what a step needs at the least.
+    /// True if it was found before the first step, from the lower bound on the need of a step.
     pub is_forecast: bool,
-    /// Bytes of the allocation that failed, where that is known.
+    /// Bytes of the failed allocation, if known.
     pub asked: Option<u64>,
-    /// The device's memory after the failure.
+    /// Memory of the device after the failure.
     pub memory: DeviceMemory,
-    /// What the run is.
+    /// Budget of the run.
     pub budget: MemoryBudget,
 }
 
-/// Bytes in the largest fitting decimal unit.
+/// Formats bytes in the largest fitting decimal unit.
 pub fn shown(bytes: u64) -> String {
     let bytes = bytes as f64;
     match bytes {
@@ -184,7 +188,7 @@ impl fmt::Display for OutOfMemory {
         write!(f, "Use ")?;
         match self.budget.largest_batch(self.memory.capacity) {
             Some(0) => write!(f, "{}", command.smaller_model())?,
-            // No claim that it is enough.
+            // This does not claim that the batch fits.
             Some(most) if most < *batch => {
                 write!(f, "a smaller --batch (no more than {most} can fit)")?
             }
@@ -239,31 +243,31 @@ pub struct MemoryBudget {
     need: MemoryNeed,
     batch: usize,
     context: usize,
-    /// How many ranks share a batch.
+    /// Number of ranks that share a batch.
     ranks: usize,
     command: Command,
 }
 
-/// What runs, and what of it can be changed.
+/// The command of the run, and the options that could reduce its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Command {
     Train {
-        /// Whether there are blocks that keep the inputs of their activation.
+        /// True if some blocks save the inputs of their activation and could recompute them.
         can_recompute: bool,
         is_f32: bool,
     },
     Finetune {
         has_adapters: bool,
-        /// Whether the weights beside them are packed.
+        /// True if the frozen weights are packed.
         is_packed: bool,
-        /// Whether there are layers that keep the inputs of their activation, and need not.
+        /// True if some layers save the inputs of their activation and could recompute them.
         can_recompute: bool,
         is_f32: bool,
     },
 }
 
 impl Command {
-    /// What its sequences are of.
+    /// Returns the elements of its sequences.
     const fn elements(self) -> &'static str {
         match self {
             Self::Train { .. } => "bytes",
@@ -279,28 +283,28 @@ impl Command {
     }
 }
 
-/// What a run of `nvfp4 finetune` or `nvfp4 pretrain` holds on its device.
+/// Memory that a run of `nvfp4 finetune` or `nvfp4 pretrain` holds on its device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Finetuning<'a> {
     pub device: &'a str,
     pub need: MemoryNeed,
-    /// Rows of a forward, and tokens of each.
+    /// Rows per forward pass.
     pub batch: usize,
     pub context: usize,
-    /// Ranks that share the rows.
+    /// Number of ranks that share the rows.
     pub ranks: usize,
-    /// Whether adapters alone are trained.
+    /// True if only adapters are trained.
     pub has_adapters: bool,
-    /// Whether the weights beside them are packed.
+    /// True if the frozen weights are packed.
     pub is_packed: bool,
-    /// Whether there are layers that keep the inputs of their activation, and need not.
+    /// True if some layers save the inputs of their activation and could recompute them.
     pub can_recompute: bool,
-    /// Whether activations are f32.
+    /// True if activations are f32.
     pub is_f32: bool,
 }
 
 impl MemoryBudget {
-    /// The budget of the run `config` with `recipe`.
+    /// Returns the budget of the run `config` with `recipe`.
     pub fn new(config: &RunConfig, recipe: &RecipeName) -> Self {
         Self {
             device: config.device.clone(),
@@ -315,7 +319,7 @@ impl MemoryBudget {
         }
     }
 
-    /// The budget of a run that trains a model of a folder.
+    /// Returns the budget of a run that trains a model from a folder.
     pub(crate) fn of_finetuning(run: Finetuning<'_>) -> Self {
         Self {
             device: run.device.to_owned(),
@@ -332,7 +336,8 @@ impl MemoryBudget {
         }
     }
 
-    /// No larger batch fits into `capacity` beside what does not depend on the batch.
+    /// Returns the largest batch that fits into `capacity` together with the memory that does not
+    /// depend on the batch. Larger batches certainly do not fit.
     fn largest_batch(&self, capacity: Option<u64>) -> Option<usize> {
         let left = capacity?.saturating_sub(self.need.fixed());
         let share =
@@ -350,10 +355,10 @@ impl MemoryBudget {
         }
     }
 
-    /// Fail if a step certainly does not fit on `device`.
+    /// Checks whether a step certainly exceeds the memory of `device`.
     ///
     /// # Errors
-    /// [`OutOfMemory`], when the device has less memory than a step needs at the least.
+    /// Returns [`OutOfMemory`] if the device has less memory than a step needs at the least.
     pub fn check(&self, device: &Device) -> Result<()> {
         let memory = DeviceMemory::of(device);
         match memory.capacity {
@@ -364,10 +369,11 @@ impl MemoryBudget {
         }
     }
 
-    /// Do `work` on `device`. What was under way when memory ran out must not be used again.
+    /// Runs `work` on `device`. After an out-of-memory error, state that `work` modified must not
+    /// be used again.
     ///
     /// # Errors
-    /// [`OutOfMemory`], when the device runs out of memory; else those of `work`.
+    /// Returns [`OutOfMemory`] if the device runs out of memory, else the errors of `work`.
     pub fn guard<T>(&self, device: &Device, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let outcome = panic::catch_unwind(AssertUnwindSafe(work));
         let failure = match &outcome {
@@ -383,17 +389,17 @@ impl MemoryBudget {
     }
 }
 
-/// An allocation that failed, as CubeCL reports it.
+/// A failed allocation reported by CubeCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Failure {
-    /// Bytes of the allocation, if the report has them.
+    /// Bytes of the allocation, if the report contains them.
     asked: Option<u64>,
 }
 
 impl Failure {
-    /// The failed allocation that `text` reports. Burn passes CubeCL's errors on as text alone.
+    /// Finds a failed allocation reported in `text`. Burn forwards CubeCL's errors only as text.
     fn find(text: &str) -> Option<Self> {
-        /// What stands before the number of bytes.
+        /// Text before the number of bytes.
         const SIZED: [&str; 4] = [
             "out of device memory allocating ",
             "can't allocate buffer of size: ",
@@ -414,14 +420,14 @@ impl Failure {
         is_failure.then_some(Self { asked: sized })
     }
 
-    /// Whether `text` reports work that was left out because of a failure.
+    /// Returns true if `text` reports work that was skipped because of a failure.
     fn is_aftermath(text: &str) -> bool {
         text.contains("The work was skipped: an input carried a failure")
             || text.contains("The bytes were never written (failure")
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub(crate) fn message(cause: &(dyn Any + Send)) -> &str {
     cause
         .downcast_ref::<String>()
@@ -430,8 +436,9 @@ pub(crate) fn message(cause: &(dyn Any + Send)) -> &str {
         .unwrap_or("for a reason that it did not say")
 }
 
-/// Keep panics that report a lack of device memory, and those that follow from one, from the
-/// terminal: [`MemoryBudget::guard`] says the same in one error. For programs, at their start.
+/// Hides panics that report a lack of device memory, and those that follow from one, from the
+/// terminal: [`MemoryBudget::guard`] reports them as one error. Programs call this function at
+/// their start.
 pub fn mute_memory_panics() {
     static IS_OUT: AtomicBool = AtomicBool::new(false);
     let default = panic::take_hook();
@@ -468,7 +475,7 @@ mod cubecl {
 
     use super::DeviceMemory;
 
-    /// The client of a CubeCL device.
+    /// Returns the client of a CubeCL device.
     pub(crate) fn client(device: &Device) -> Option<Client> {
         match device.as_dispatch() {
             DispatchDevice::Cube(device) => Some(device.client()),
@@ -476,7 +483,7 @@ mod cubecl {
         }
     }
 
-    /// What the pools of all streams hold.
+    /// Returns the usage of the pools of all streams.
     pub(crate) fn usage(client: &Client) -> MemoryUsage {
         client.memory_report(MemoryScope::Device).usage()
     }
@@ -514,25 +521,25 @@ mod tests {
         );
         let block = 2 * (5 * 128 + 2 * 352);
         assert_eq!(need.activations, 8 * 128 * (4 * block + 256 * 10));
-        // What is computed again is not kept.
+        // Recomputed inputs are not saved.
         config.recompute = 3;
         let fewer = MemoryNeed::of(&config, &config.recipe);
         let saved = need.activations - fewer.activations;
         assert_eq!(saved, 8 * 128 * 3 * 2 * 2 * 352);
         config.recompute = 0;
-        // In f32 each activation is twice as large; a second GPU takes half of the batch.
+        // In f32 each activation is twice as large; with two GPUs each takes half of the batch.
         config.activation = Activation::F32;
         let wide = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(wide.activations, 8 * 128 * (4 * 2 * block + 256 * 12));
         config.dp = Some(2);
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
-        // A tensor group shares all of it, and experts are on some ranks of the batch.
+        // A tensor group splits all of it; experts are on some ranks of the batch.
         (config.dp, config.tp) = (None, 2);
         let half = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(2 * half.activations, wide.activations);
         assert_eq!(half.weights, 4 * parameters / 2);
-        // Experts are whole, on ranks with other tokens.
+        // Each expert is whole on one rank; the ranks have different tokens.
         (config.tp, config.ep, config.model.experts) = (2, 2, Some(4));
         let both = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(both.weights, 4 * config.parameters() as u64 / 2);
@@ -542,13 +549,14 @@ mod tests {
         config.ep = 2;
         let own = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(all.weights - own.weights, 4 * experts / 2);
-        // Gate and up of the choices of both ranks, where tokens travel to both.
+        // Gate and up activations for the tokens of both ranks: an all-gather sends the tokens to
+        // both.
         config.ep_dispatch = Some(ExpertDispatchName::AllToAll);
         let sent = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(sent.activations, all.activations);
         let gate_up = 8 * 128 * (4 * 2 * 2 * 352 * 2 * 2);
         assert_eq!(own.activations - sent.activations, gate_up);
-        // Sharded, each of four ranks has a quarter of both.
+        // When sharded, each of four ranks holds a quarter of both.
         (config.dp, config.fsdp) = (Some(4), true);
         let shard = MemoryNeed::of(&config, &config.recipe);
         assert_eq!(4 * shard.weights, all.weights);
@@ -591,7 +599,7 @@ mod tests {
         assert!(error.contains("a smaller model (--preset"), "{error}");
     }
 
-    /// The reports of CubeCL's own errors, alone and as the root of what a read gives.
+    /// Reports of CubeCL's errors, alone and as the cause of a failed read.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     #[test]
     fn reports_of_cubecl_are_recognised() {
@@ -665,8 +673,8 @@ mod tests {
         assert_eq!((error.asked, error.is_forecast), (Some(4096), false));
     }
 
-    /// The device's own report of an allocation that does not fit is the error, and the device is
-    /// still there afterwards.
+    /// The device's report of an allocation that does not fit becomes the error, and the device
+    /// remains usable.
     #[cfg(feature = "cpu")]
     #[test]
     fn an_allocation_that_does_not_fit_is_the_error() {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::checkpoint::replace;
 
-/// First line of `metrics.csv`.
+/// Header of `metrics.csv`.
 pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
 /// Name of the file with one [`Row`] per line.
 pub const METRICS: &str = "metrics.csv";
@@ -17,9 +17,9 @@ pub const METRICS: &str = "metrics.csv";
 /// One line of `metrics.csv`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Row {
-    /// Steps done.
+    /// Number of finished steps.
     pub step: u64,
-    /// Bytes of text that the model was trained on so far.
+    /// Bytes of text trained on so far.
     pub tokens: u64,
     /// Mean loss of the steps since the last row, in nats per byte; none at step 0.
     pub train_loss: Option<f64>,
@@ -27,7 +27,7 @@ pub struct Row {
     pub valid_loss: Option<f64>,
     /// Learning rate of the step.
     pub lr: f64,
-    /// Bytes per second since the last row, without evaluations and checkpoints.
+    /// Bytes per second since the last row, excluding evaluations and checkpoints.
     pub tokens_per_s: Option<f64>,
 }
 
@@ -71,11 +71,11 @@ impl Row {
     }
 }
 
-/// The rows of a `metrics.csv`, up to the first line that is none: rows are appended, so when the
-/// power fails the last of them may be there in part.
+/// Reads the rows of a `metrics.csv` up to the first invalid line. Rows are appended, so a power
+/// failure may leave a partial last row.
 ///
 /// # Errors
-/// When it cannot be read, or has another header.
+/// Returns an error if the file cannot be read or has another header.
 pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
     let text = read_lossy(path)?;
     let mut lines = whole_lines(&text);
@@ -87,16 +87,16 @@ pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
     Ok(lines.map_while(Row::parse).collect())
 }
 
-/// The rows of a run, and their file.
+/// Rows of a run, and their file.
 pub(crate) struct MetricsLog {
     path: PathBuf,
     rows: Vec<Row>,
-    /// Whether it writes: one rank of a run does.
+    /// True on the rank that writes the file (rank 0).
     writes: bool,
 }
 
 impl MetricsLog {
-    /// No row yet, of the run in `folder`; nothing is written.
+    /// Creates an empty log for the run in `folder`; writes nothing.
     pub fn new(folder: &Path) -> Self {
         Self {
             path: folder.join(METRICS),
@@ -105,7 +105,7 @@ impl MetricsLog {
         }
     }
 
-    /// The same, of `rank` of a run, whose rows rank 0 writes.
+    /// Creates an empty log for `rank` of a run; only rank 0 writes.
     pub fn of_rank(rank: usize, folder: &Path) -> Self {
         Self {
             writes: rank == 0,
@@ -113,16 +113,16 @@ impl MetricsLog {
         }
     }
 
-    /// The recorded rows.
+    /// Returns the recorded rows.
     pub fn rows(&self) -> &[Row] {
         &self.rows
     }
 
-    /// Go on from the rows of the file up to step `step`: a crash loses what came after it. None
-    /// may be missing of those that `has_row` says.
+    /// Loads the rows of the file up to step `step`; rows after it belong to steps lost in a crash.
+    /// `has_row` tells which steps must have a row.
     ///
     /// # Errors
-    /// When one is, or the file cannot be read or written.
+    /// Returns an error if such a row is missing, or if the file cannot be read or written.
     pub fn resume(&mut self, step: u64, has_row: impl Fn(u64) -> bool) -> Result<()> {
         let mut rows = read_metrics(&self.path)?;
         rows.retain(|row| row.step <= step);
@@ -138,10 +138,10 @@ impl MetricsLog {
         self.write()
     }
 
-    /// Write all rows, in one go.
+    /// Writes all rows at once.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// Returns an error if the file cannot be written.
     pub fn write(&self) -> Result<()> {
         if !self.writes {
             return Ok(());
@@ -153,10 +153,10 @@ impl MetricsLog {
         replace(&self.path, text.as_bytes())
     }
 
-    /// Add a row.
+    /// Adds a row.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// Returns an error if the file cannot be written.
     pub fn record(&mut self, row: Row) -> Result<()> {
         use std::io::Write as _;
         self.rows.push(row);
@@ -170,16 +170,17 @@ impl MetricsLog {
     }
 }
 
-/// Whether something is done after step `step` of `steps` that is done every `every` steps.
+/// Returns true if an action that occurs every `every` steps is due after step `step` of `steps`.
+/// The last step always counts.
 pub(crate) fn is_due(every: u64, step: u64, steps: u64) -> bool {
     step.is_multiple_of(every) || step == steps
 }
 
-/// Time spent on steps since the last row.
+/// Measures the time spent on steps since the last row.
 pub(crate) struct Clock {
     running: Option<Instant>,
     seconds: f64,
-    /// Steps that were taken in it.
+    /// Number of steps in this time.
     pub steps: u64,
 }
 
@@ -208,13 +209,13 @@ impl Clock {
     }
 }
 
-/// The text of a file whose end may be anything.
+/// Reads a file as text, even if its end is corrupt.
 pub(crate) fn read_lossy(path: &Path) -> Result<String> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The lines that have their end.
+/// Returns the lines that end in a line break.
 pub(crate) fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
     text.split_inclusive('\n')
         .map_while(|line| line.strip_suffix('\n'))

@@ -3,8 +3,8 @@
 //! Blocks of [`burn_nvfp4::nn`]: RMSNorm before each half, rotary positions, causal attention, and
 //! a SwiGLU feed-forward or a mixture of SwiGLU experts. The projections of a block are NVFP4
 //! layers; the embedding, the routers and the head stay in high precision. Parameters are f32
-//! master weights; what flows between the layers has the type [`Activation`], except that norms,
-//! rotations, softmax, routers and loss are computed in f32.
+//! master weights; activations between the layers have the type [`Activation`], but norms, rotary
+//! embedding, softmax, routers and loss are computed in f32.
 
 mod parallel;
 
@@ -31,50 +31,52 @@ pub use parallel::ParallelTransformer;
 
 /// Standard deviation of the initial embedding.
 const EMBEDDING_DEVIATION: f64 = 0.1;
-/// Scale of the initial head: the untrained model's prediction is close to uniform.
+/// Scale of the initial head, which makes the untrained model's prediction close to uniform.
 const HEAD_SCALE: f64 = 0.25;
-/// Share of each block's router z-loss in the training loss.
+/// Weight of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
-/// A model that predicts the next byte, as [`Run`](crate::train::Run) trains it.
+/// A model that predicts the next byte and is trained by [`Run`](crate::train::Run).
 pub trait LanguageModel: Module + 'static {
-    /// The model of one rank, whose parameters a checkpoint holds.
+    /// Model on a single rank; checkpoints hold its parameters.
     type Whole: Module;
 
-    /// The untrained model of the run `config`, for `recipe`, on `device`. Its weights depend on
-    /// the run's seed and sizes alone: not on the device, nor on the recipe.
+    /// Builds the untrained model of the run `config` for `recipe` on `device`. The weights depend
+    /// only on the run's seed and sizes, not on the device or the recipe.
     ///
     /// # Errors
-    /// When the sizes do not fit, or the device cannot compute what the recipe asks for.
+    /// Returns an error if the sizes are invalid, or if the device does not support the recipe.
     fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self::Whole>;
 
-    /// This rank's part of `whole`, of which all ranks have the same. Parameters keep their ids.
+    /// Takes this rank's part of `whole`, which is the same on all ranks. Parameters keep their
+    /// IDs.
     ///
     /// # Errors
-    /// When the parts of the ranks do not fit the model or its recipe.
+    /// Returns an error if the model or its recipe cannot be split over the ranks.
     fn part_of(whole: Self::Whole, config: &RunConfig, groups: &ParallelGroups) -> Result<Self>;
 
-    /// The parameters of which each rank has a part, by the ranks that have the others.
+    /// Returns the parameters that are split over ranks, grouped by the ranks that hold the other
+    /// shards.
     fn partitions(&self, groups: &ParallelGroups) -> Vec<ModelPartition> {
         let _ = groups;
         Vec::new()
     }
 
-    /// Longest sequence that the model takes.
+    /// Returns the maximum sequence length.
     fn context(&self) -> usize;
 
-    /// The logits of the byte after each byte of `tokens` (`[batch, time]`), f32
-    /// `[batch * time, 256]`, and what the model adds to the training loss.
+    /// Returns the logits of the byte after each byte of `tokens` (`[batch, time]`), f32
+    /// `[batch * time, 256]`, and the auxiliary loss of the model, if any.
     fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>);
 
-    /// Logits of the byte after each byte of `tokens`, `[batch, time]`: f32
+    /// Returns the logits of the byte after each byte of `tokens`, `[batch, time]`: f32
     /// `[batch * time, 256]`.
     fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         self.predict(tokens).0
     }
 
-    /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`, both
-    /// `[batch, time]`, and what the model adds to the training loss.
+    /// Returns the mean cross entropy, in nats per byte, of `targets` under the prediction from
+    /// `tokens`, both `[batch, time]`, and the auxiliary loss of the model, if any.
     fn losses(
         &self,
         tokens: Tensor<2, Int>,
@@ -85,13 +87,13 @@ pub trait LanguageModel: Module + 'static {
         (loss, more)
     }
 
-    /// Mean cross entropy, in nats per byte, of `targets` under the prediction from `tokens`; both
-    /// are `[batch, time]`.
+    /// Returns the mean cross entropy, in nats per byte, of `targets` under the prediction from
+    /// `tokens`; both are `[batch, time]`.
     fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
         self.losses(tokens, targets).0
     }
 
-    /// What training minimises: [`loss`](Self::loss), and what the model adds to it.
+    /// Returns the training objective: [`loss`](Self::loss) plus the auxiliary loss of the model.
     fn training_loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
         match self.losses(tokens, targets) {
             (loss, Some(more)) => loss + more,
@@ -99,26 +101,26 @@ pub trait LanguageModel: Module + 'static {
         }
     }
 
-    /// A report of which GEMMs ran on which backend since the model was built, if it is decorated.
+    /// Reports the backend of each GEMM since the model was built, if the model is decorated.
     ///
     /// # Errors
-    /// When the report shows that the model did not compute what its recipe asks for.
+    /// Returns an error if the report shows that the model did not follow its recipe.
     fn report(&self) -> Result<Option<String>> {
         Ok(None)
     }
 }
 
-/// Parameters of which each rank has a part.
+/// Parameters that are split over ranks.
 #[derive(Debug, Clone)]
 pub struct ModelPartition {
-    /// Their ids, and the ranks with the other parts.
+    /// Parameter IDs, and the ranks with the other shards.
     pub shards: Shards,
-    /// The parts of those that are not sharded along their first axis, as one segment.
+    /// Shards of parameters that are not split along their first axis, each as one segment.
     pub parameters: BTreeMap<u64, ShardedParameter>,
 }
 
 impl ModelPartition {
-    /// Of the experts of `model`, if ranks have other ones.
+    /// Returns the partition of the experts of `model`, if other ranks hold different experts.
     fn of_experts<M: Module>(model: &M, groups: &ParallelGroups) -> Option<Self> {
         let experts = expert_parameters(model);
         (!experts.is_empty()).then(|| Self {
@@ -131,8 +133,8 @@ impl ModelPartition {
     }
 }
 
-/// What routers add to the training loss: of each block its losses, if it has any, given
-/// `balance_share`, the share of the load-balancing loss.
+/// Accumulates the router losses of all blocks; `balance_share` is the weight of the load-balancing
+/// loss.
 #[derive(Default)]
 struct RouterLosses {
     sum: Option<Tensor<1>>,
@@ -158,10 +160,10 @@ impl RouterLosses {
     }
 }
 
-/// Fail unless `device` computes in `dtype`.
+/// Checks that `device` supports `dtype`.
 ///
-/// CubeCL's CPU runtime says that it does in bf16, but its operations lack a library function, and
-/// then do nothing instead of failing.
+/// CubeCL's CPU runtime reports bf16 support, but its operations lack a library function, and then
+/// do nothing instead of failing.
 pub(crate) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
     ensure!(
         dtype == FloatDType::F32 || !is_cubecl_cpu(device),
@@ -185,7 +187,7 @@ fn is_cubecl_cpu(device: &Device) -> bool {
     }
 }
 
-/// `x` in type `dtype`; no operation when it is already.
+/// Casts `x` to `dtype`; does nothing if it already has that type.
 pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
     if x.dtype() == DType::from(dtype) {
         x
@@ -197,30 +199,30 @@ pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
 /// The language model.
 #[derive(Module, Debug)]
 pub struct Transformer {
-    /// One row per byte, f32 `[256, width]`.
+    /// Byte embedding, f32 `[256, width]`.
     pub embedding: Param<Tensor<2>>,
-    /// The layers, in order.
+    /// Transformer blocks, in order.
     pub blocks: Vec<Nvfp4TransformerBlock>,
-    /// Before the head.
+    /// Norm before the head.
     pub norm: RmsNorm,
-    /// From features to the logits of the next byte, f32 `[width, 256]`.
+    /// Head: maps features to the logits of the next byte, f32 `[width, 256]`.
     pub head: Param<Tensor<2>>,
     positions: RopeCache,
     #[module(skip)]
     activation: Activation,
-    /// Share of each block's load-balancing loss in the training loss.
+    /// Weight of each block's load-balancing loss in the training loss.
     #[module(skip)]
     balance_share: f64,
 }
 
 impl Transformer {
-    /// A new model on `device`, with weights that depend on `seed` and the sizes alone: not on the
-    /// device, nor on the recipe.
+    /// Creates a model on `device`. The weights depend only on `seed` and the sizes, not on the
+    /// device or the recipe.
     ///
     /// # Errors
-    /// When the sizes do not pass [`ModelConfig::check`], the device has no NVFP4 implementation or
-    /// does not compute in the activation's type, or the recipe's group of high-precision layers
-    /// matches none of the model's.
+    /// Returns an error if the sizes do not pass [`ModelConfig::check`], if the device has no NVFP4
+    /// implementation or does not support the activations' type, or if the recipe's group of
+    /// high-precision layers matches no layer of the model.
     pub fn new(
         config: &ModelConfig,
         activation: Activation,
@@ -280,7 +282,7 @@ impl LanguageModel for Transformer {
         })
     }
 
-    /// With the experts of this rank.
+    /// Keeps the experts of this rank.
     fn part_of(mut whole: Self, config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {
         groups.number_draws(&whole)?;
         if groups.expert().size() == 1 {
@@ -308,14 +310,16 @@ impl LanguageModel for Transformer {
         self.positions.context()
     }
 
-    /// The routers add small shares of their balance and z-losses, where blocks have experts.
+    /// If blocks have experts, the auxiliary loss is the weighted sum of the routers' balance and
+    /// z-losses.
     fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let (x, routers) = self.features(tokens);
         let head = cast(self.head.val(), self.activation.into());
         (cast(x.matmul(head), FloatDType::F32), routers)
     }
 
-    /// With the head and the loss as one operation, which has the logits of a few bytes at a time.
+    /// Fuses the head and the loss into one operation, which materializes the logits of a few bytes
+    /// at a time.
     fn losses(
         &self,
         tokens: Tensor<2, Int>,
@@ -329,10 +333,11 @@ impl LanguageModel for Transformer {
 }
 
 impl Transformer {
-    /// The same model, whose first `blocks` blocks compute the inputs of their activation again in
-    /// the backward; see [`Nvfp4SwiGlu::with_recompute`](burn_nvfp4::Nvfp4SwiGlu::with_recompute).
+    /// Makes the first `blocks` blocks recompute the inputs of their activation in the backward;
+    /// see [`Nvfp4SwiGlu::with_recompute`](burn_nvfp4::Nvfp4SwiGlu::with_recompute).
     ///
-    /// The first blocks: the backward reaches them last, when the others have freed their memory.
+    /// The first blocks are chosen because the backward reaches them last, when the other blocks
+    /// have freed their memory.
     fn with_recompute(mut self, blocks: usize) -> Self {
         let blocks = blocks.min(self.blocks.len());
         let first = self
@@ -344,8 +349,8 @@ impl Transformer {
         self
     }
 
-    /// What the head reads, `[batch * time, width]` in the type of the activations, and what the
-    /// routers add to the training loss.
+    /// Returns the input of the head, `[batch * time, width]` in the type of the activations, and
+    /// the auxiliary loss of the routers.
     fn features(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let [batch, time] = tokens.dims();
         let activation = self.activation.into();
@@ -362,25 +367,25 @@ impl Transformer {
     }
 }
 
-/// Numbers of bytes one after another.
+/// Flattens a batch of bytes.
 fn flat(bytes: Tensor<2, Int>) -> Tensor<1, Int> {
     let [batch, time] = bytes.dims();
     bytes.reshape([batch * time])
 }
 
-/// The rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`), in type `dtype`:
-/// `[batch, time, width]`.
+/// Looks up the rows of `embedding` (`[256, width]`) for `tokens` (`[batch, time]`) in type
+/// `dtype`: `[batch, time, width]`.
 pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>, dtype: FloatDType) -> Tensor<3> {
     let ([batch, time], [_, width]) = (tokens.dims(), embedding.dims());
     let rows = burn_nvfp4::loss::embedding(embedding, flat(tokens), dtype);
     rows.reshape([batch, time, width])
 }
 
-/// `model` with initial values and stable ids for all its parameters, both from their paths; the
-/// parameters become tensors of type `dtype`. `layers` is the depth of the model.
+/// Gives all parameters of `model` initial values and stable IDs, both derived from their paths,
+/// and casts them to `dtype`. `layers` is the depth of the model.
 ///
-/// Burn's own initialisers draw from the device's generator, and its ids from the process: a run
-/// could not be repeated.
+/// Burn's initializers draw from the device's generator, and its IDs from a process-wide source, so
+/// a run would not be reproducible.
 pub(crate) fn initialise<M: Module>(model: M, seed: u64, layers: usize, dtype: FloatDType) -> M {
     model.map(&mut Initialise {
         seed,
@@ -398,13 +403,13 @@ struct Initialise {
 }
 
 impl Initialise {
-    /// Value `index` from the end of the path.
+    /// Returns the path component at `index`, counted from the end.
     fn name(&self, index: usize) -> &str {
         self.path.iter().rev().nth(index).map_or("", String::as_str)
     }
 
-    /// Whether the parameter is the embedding, the head or another of this name: itself, or the
-    /// weight of a layer.
+    /// Returns true if the parameter, or the layer whose weight it is, has one of these names, such
+    /// as the embedding or the head.
     fn is(&self, names: &[&str]) -> bool {
         names.contains(&self.name(0)) || names.contains(&self.name(1))
     }
@@ -431,10 +436,10 @@ impl ModuleMapper for Initialise {
                 normal(self.seed, &path, count, EMBEDDING_DEVIATION)
             }
             _ => {
-                // Of experts' weights, `[experts, d_in, d_out]`, as of others, the features that a
-                // GEMM contracts.
+                // For all weights, including those of experts (`[experts, d_in, d_out]`), the
+                // number of features that the GEMM contracts.
                 let mut deviation = (shape.dims::<D>()[D.saturating_sub(2)] as f64).powf(-0.5);
-                // What is added to the residual stream starts smaller in a deeper model.
+                // Weights that write to the residual stream start smaller in deeper models.
                 if ["out", "down", "output", "linear_outer"].contains(&self.name(1)) {
                     deviation *= (2.0 * self.layers as f64).powf(-0.5);
                 }
@@ -512,7 +517,7 @@ mod tests {
                 logits[same..same + VOCABULARY]
             );
         }
-        // A prefix on its own: the same values up to the order of sums.
+        // A prefix alone gives the same values, up to the order of sums.
         let prefix = values(model.forward(tokens(&text[..9], &device)));
         let difference = prefix
             .iter()
@@ -541,7 +546,7 @@ mod tests {
         assert_eq!(experts.num_params(), EXPERTS.parameters());
     }
 
-    /// The names under which checkpoints hold the parameters of a block.
+    /// Checks the names under which checkpoints hold the parameters of a block.
     #[test]
     fn parameters_keep_their_paths() {
         struct Paths(Vec<String>, Vec<String>);
@@ -574,8 +579,8 @@ mod tests {
         assert_eq!(paths.1, expected);
     }
 
-    /// Experts that all hold the weights of the dense model: its feed-forward, whatever the router
-    /// says.
+    /// Experts that all hold the weights of the dense model compute its feed-forward, regardless of
+    /// the router.
     #[test]
     fn equal_experts_are_the_dense_model() {
         let device = Device::flex();

@@ -1,8 +1,8 @@
-//! The optimizer of a run, and the learning rate.
+//! Optimizers of a run, and the learning-rate schedule.
 //!
-//! The optimizers are those of `burn_nvfp4::optim`: they clip by the norm of all gradients, keep
-//! their state on the device of the run, and have an f32 copy of parameters of another type, since
-//! steps of a learning rate are too small for bf16. Here they become a file.
+//! The optimizers come from `burn_nvfp4::optim`. They clip by the global gradient norm, keep their
+//! state on the device of the run, and hold an f32 copy of each parameter of another type, because
+//! typical updates are too small for bf16. This module serializes them.
 
 use std::collections::BTreeMap;
 
@@ -18,11 +18,11 @@ use burn_pack::{Reader, Writer};
 
 use crate::config::{OptimizerName, RunConfig};
 
-/// Share of the highest learning rate at which the cosine ends.
+/// Final learning rate of the cosine, as a share of the peak.
 const FINAL_SHARE: f64 = 0.1;
 
-/// Learning rate of step `step`, counted from 0, of `steps`: a linear rise over `warmup` steps,
-/// then a cosine down to a tenth.
+/// Returns the learning rate of step `step`, counted from 0, of `steps`: linear warm-up over
+/// `warmup` steps, then a cosine decay to a tenth.
 pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     if step < warmup {
         return highest * (step + 1) as f64 / (warmup + 1) as f64;
@@ -32,23 +32,23 @@ pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
     highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
 }
 
-/// Name of the first moment in a file, after the parameter's id.
+/// Suffix of the first moment in a file, after the parameter's ID.
 const FIRST: &str = "first";
-/// Name of the second moment.
+/// Suffix of the second moment.
 const SECOND: &str = "second";
-/// Name of Muon's momentum.
+/// Suffix of Muon's momentum.
 const MOMENTUM: &str = "momentum";
-/// Name of the f32 copy of the parameter.
+/// Suffix of the f32 copy of the parameter.
 const WEIGHT: &str = "weight";
-/// Key of AdamW's steps in the metadata.
+/// Metadata key of AdamW's step count.
 const TIME: &str = "time";
-/// Key of Muon's steps.
+/// Metadata key of Muon's step count.
 const MUON_TIME: &str = "muon_time";
 
-/// The tensors of one parameter's state, by their names in a file.
+/// Tensors of one parameter's state, by their names in a file.
 type Parts = BTreeMap<String, Tensor<1>>;
 
-/// The optimizer, with its state.
+/// Optimizer with its state.
 #[derive(Debug, Clone)]
 pub enum Optimizer {
     /// AdamW for all parameters.
@@ -60,16 +60,16 @@ pub enum Optimizer {
 }
 
 impl Optimizer {
-    /// The optimizer that `config` names, which has taken no step.
+    /// Creates the optimizer that `config` names, before its first step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is out of range.
     pub fn new(config: &RunConfig) -> Result<Self> {
         let (decay, clip) = (config.weight_decay, config.grad_clip);
         match config.optimizer {
             OptimizerName::AdamW => {
                 let adamw = AdamWConfig {
-                    // What quantizes a weight asks for it.
+                    // Quantization of the weights needs the amax.
                     amax: !config.recipe.is_high_precision(),
                     ..adamw_config(decay, clip)
                 };
@@ -79,21 +79,22 @@ impl Optimizer {
         }
     }
 
-    /// AdamW that has taken no step. `weight_decay` applies to matrices; gradients are scaled down
-    /// to the global norm `grad_clip` when theirs is larger.
+    /// Creates AdamW before its first step. `weight_decay` applies to matrices. Gradients whose
+    /// global norm exceeds `grad_clip` are scaled down to it.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is out of range.
     pub fn adamw(weight_decay: f64, grad_clip: f64) -> Result<Self> {
         let config = adamw_config(weight_decay, grad_clip);
         Ok(Self::AdamW(Box::new(config.try_init()?)))
     }
 
-    /// Muon that has taken no step, with AdamW's learning rate and decay. Its matrix products are
-    /// of type `precision`. Clipping is of the parameters that AdamW updates.
+    /// Creates Muon before its first step, with AdamW's learning rate and decay. Its matrix
+    /// multiplications have type `precision`. Clipping applies to the parameters that AdamW
+    /// updates.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is out of range.
     pub fn muon(weight_decay: f64, grad_clip: f64, precision: FloatDType) -> Result<Self> {
         let config = MuonConfig {
             weight_decay,
@@ -107,7 +108,7 @@ impl Optimizer {
         Ok(Self::Muon(Box::new(config.try_init()?)))
     }
 
-    /// An optimizer with the same settings that has taken no step.
+    /// Creates an optimizer with the same settings, before its first step.
     pub(crate) fn fresh(&self) -> Self {
         match self {
             Self::AdamW(adamw) => Self::AdamW(Box::new(adamw.config().clone().init())),
@@ -116,12 +117,12 @@ impl Optimizer {
         }
     }
 
-    /// An optimizer with the same settings that has taken no step, whose state is sharded over the
-    /// ranks of `groups`, of a model of which parameters are split before, as
-    /// `splits` say.
+    /// Creates an optimizer with the same settings, before its first step, whose state is sharded
+    /// over the ranks of `groups`. `splits` lists the parameters of the model that are already
+    /// split.
     ///
     /// # Errors
-    /// When it is not AdamW.
+    /// Returns an error if the optimizer is not AdamW.
     pub(crate) fn sharded(
         &self,
         groups: ExpertGroups<'_>,
@@ -130,7 +131,7 @@ impl Optimizer {
         match self.fresh() {
             Self::AdamW(adamw) => {
                 let config = AdamWConfig {
-                    // Of a part it is not that of the parameter.
+                    // The amax of a shard is not the amax of the parameter.
                     amax: false,
                     ..adamw.config().clone()
                 };
@@ -143,10 +144,10 @@ impl Optimizer {
         }
     }
 
-    /// From here on the parameters in `shards` are parts.
+    /// Declares the parameters in `shards` to be shards.
     ///
     /// # Errors
-    /// When it is not AdamW.
+    /// Returns an error if the optimizer is not AdamW.
     pub(crate) fn set_shards(&mut self, shards: Vec<Shards>) -> Result<()> {
         match self {
             Self::AdamW(adamw) => adamw.set_shards(shards),
@@ -155,7 +156,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Steps taken so far.
+    /// Returns the number of steps taken.
     pub fn time(&self) -> u64 {
         match self {
             Self::AdamW(adamw) => adamw.time(),
@@ -164,7 +165,7 @@ impl Optimizer {
         }
     }
 
-    /// One step of all parameters that have a gradient. Nothing is read back from the device.
+    /// Updates all parameters that have a gradient. Does not synchronize with the device.
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         match self {
             Self::AdamW(adamw) => adamw.step(lr, model, gradients),
@@ -173,12 +174,13 @@ impl Optimizer {
         }
     }
 
-    /// The part of a step with learning rate `lr` that a captured graph cannot have; see
+    /// Runs the part of a step with learning rate `lr` that cannot be captured in a graph; see
     /// [`AdamW::begin_step`].
     ///
     /// # Errors
-    /// When the learning rate is negative or not finite, or of Muon: its kernels have the learning
-    /// rate as an argument.
+    /// Returns an error if the learning rate is negative or not finite, or if the optimizer is not
+    /// plain AdamW. Muon's kernels take the learning rate as an argument, and sharded state moves
+    /// the weights.
     pub(crate) fn begin_step(&mut self, lr: f64, device: &Device) -> Result<()> {
         match self {
             Self::AdamW(adamw) => Ok(adamw.begin_step(lr, device)?),
@@ -187,10 +189,10 @@ impl Optimizer {
         }
     }
 
-    /// The step that [`begin_step`](Self::begin_step) began.
+    /// Runs the step that [`begin_step`](Self::begin_step) began.
     ///
     /// # Panics
-    /// When none was.
+    /// If no step was begun.
     pub(crate) fn step_begun<M: Module>(&mut self, model: M, gradients: GradientsParams) -> M {
         let made = match self {
             Self::AdamW(adamw) => adamw.try_step_begun(model, gradients),
@@ -199,7 +201,7 @@ impl Optimizer {
         made.unwrap_or_else(|error| panic!("nvfp4 AdamW: {error}"))
     }
 
-    /// What the file has of each parameter.
+    /// Returns the tensors that the file stores for each parameter.
     fn parts(&self) -> Vec<(u64, &'static str, &Tensor<1>)> {
         let (moments, momenta) = match self {
             Self::AdamW(adamw) => (adamw.moments(), None),
@@ -219,12 +221,12 @@ impl Optimizer {
         parts
     }
 
-    /// The state as a burnpack container: `ID.first` and `ID.second` for each parameter of AdamW,
-    /// `ID.momentum` for each of Muon, `ID.weight` for those that are not f32 themselves; `time` in
-    /// the metadata, and `muon_time` of Muon.
+    /// Serializes the state as a burnpack container: `ID.first` and `ID.second` for each parameter
+    /// of AdamW, `ID.momentum` for each of Muon, and `ID.weight` for parameters that are not f32.
+    /// The metadata has `time`, and `muon_time` for Muon.
     ///
     /// # Errors
-    /// When the container cannot be made.
+    /// Returns an error if the container cannot be made.
     pub fn to_bytes(&self) -> Result<Bytes> {
         let tensors = self.parts().into_iter().map(|(id, name, tensor)| {
             let (bytes, shape, dtype) = tensor.clone().into_data().into_parts();
@@ -240,10 +242,11 @@ impl Optimizer {
         writer.into_bytes().context("packing the optimizer's state")
     }
 
-    /// Take over a state from [`to_bytes`](Self::to_bytes), onto `device`.
+    /// Loads a state from [`to_bytes`](Self::to_bytes) onto `device`.
     ///
     /// # Errors
-    /// When `bytes` is not such a container, or one of another optimizer.
+    /// Returns an error if `bytes` is not such a container, or holds the state of another
+    /// optimizer.
     pub fn load(&mut self, bytes: Bytes, device: &Device) -> Result<()> {
         let device = device.clone().without_autodiff();
         let reader = Reader::from_bytes(bytes)?;
@@ -334,7 +337,7 @@ mod tests {
         assert!((learning_rate(0, 1, 0, 2.0) - 2.0).abs() < 1e-12);
     }
 
-    /// Two steps against the formulas, with a gradient that is clipped and one that is not.
+    /// Checks two steps against the formulas, one with a clipped gradient and one without.
     #[cfg(feature = "flex")]
     #[test]
     fn adamw_is_the_formula() {
@@ -385,7 +388,8 @@ mod tests {
             }
         }
 
-        // Of a bf16 parameter the f32 copy takes the steps: a hundred that bf16 would round away.
+        // Updates of a bf16 parameter go to the f32 copy: bf16 would round each of a hundred steps
+        // away.
         let start = Tensor::<2>::from_data([[1.0f32]], &device).cast(FloatDType::BF16);
         let mut small = One {
             weight: Param::initialized(ParamId::from(6), start.detach().require_grad()),
@@ -420,7 +424,7 @@ mod tests {
         assert!(reloaded.load(broken, &device).is_err());
     }
 
-    /// Muon's state becomes a file and comes back to the bit; AdamW takes no file of Muon's.
+    /// Muon's state survives serialization bit by bit; AdamW rejects a file of Muon.
     #[cfg(feature = "flex")]
     #[test]
     fn muon_is_kept_in_a_file() {

@@ -1,6 +1,6 @@
-//! Random numbers of the host, from libraries whose values do not change: ChaCha8, the ziggurat of
-//! `rand_distr`, and FNV-1a. Their versions are pinned, as a resumed run draws what the first one
-//! did.
+//! Random numbers on the host, from libraries with stable output: ChaCha8, the ziggurat of
+//! `rand_distr`, and FNV-1a. Their versions are pinned, because a resumed run must draw the same
+//! values.
 
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::SeedableRng;
@@ -9,22 +9,23 @@ use rand_distr::{Distribution, Normal};
 use rayon::prelude::*;
 use std::hash::Hasher;
 
-/// Variates that one stream of [`normal`] gives.
+/// Number of variates per stream in [`normal`].
 const CHUNK: usize = 1 << 14;
 
-/// An id for a path, a check sum for a file. It guards against damage, not against malice.
+/// Hashes bytes, for the ID of a path or the checksum of a file. It protects against corruption,
+/// not against attacks.
 pub(crate) fn hash(bytes: &[u8]) -> u64 {
     hash_all(&[bytes])
 }
 
-/// The [`hash`] of `parts`, one after the other.
+/// Returns the [`hash`] of the concatenation of `parts`.
 pub(crate) fn hash_all(parts: &[&[u8]]) -> u64 {
     let mut hasher = FnvHasher::default();
     parts.iter().for_each(|part| hasher.write(part));
     hasher.finish()
 }
 
-/// Stream `number` of those that `seed` and `name` have. All of them are unrelated.
+/// Returns stream `number` of `seed` and `name`. Streams are independent.
 pub(crate) fn stream(seed: u64, name: &str, number: u64) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -34,7 +35,8 @@ pub(crate) fn stream(seed: u64, name: &str, number: u64) -> ChaCha8Rng {
     stream
 }
 
-/// `count` normal variates of mean zero and the given standard deviation, of `seed` and `name`.
+/// Draws `count` normal variates with mean zero and the given standard deviation, from `seed` and
+/// `name`.
 pub(crate) fn normal(seed: u64, name: &str, count: usize, deviation: f64) -> Vec<f32> {
     let normal = Normal::new(0.0, deviation).expect("deviations are finite");
     let mut values = vec![0.0; count];
@@ -59,13 +61,13 @@ mod tests {
         let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / values.len() as f64;
         let square =
             values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / values.len() as f64;
-        // Six standard errors of each.
+        // Tolerance of six standard errors for each.
         assert!(mean.abs() < 6.0 * 0.5 / (1e5f64).sqrt(), "mean {mean}");
         assert!(
             (square - 0.25).abs() < 6.0 * 0.25 * (2.0 / 1e5f64).sqrt(),
             "variance {square}"
         );
-        // A longer draw begins with a shorter one, over chunks of all threads.
+        // A longer draw begins with the shorter one, across chunks and threads.
         assert_eq!(normal(1, "a", 40_001, 0.5), values[..40_001]);
     }
 
@@ -78,7 +80,7 @@ mod tests {
         }
     }
 
-    /// Another release of a library that draws other values would change runs that are resumed.
+    /// A library release that draws other values would change resumed runs.
     #[test]
     fn values_are_those_of_every_release() {
         assert_eq!(hash(b"batches"), 0xf95f_3484_b590_c08b);

@@ -1,4 +1,4 @@
-//! The ranks of a run: what they agree on.
+//! Agreement between the ranks of a run.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -8,20 +8,20 @@ use anyhow::{Result, anyhow, bail};
 use burn_nvfp4::parallel::ProcessGroup;
 use nvfp4_parallel::{Buffer, BufferMut, Collective, Reduction};
 
-/// The result of all ranks, each of which calls this with its own: the error of this rank, or that
-/// another one failed. So no rank waits for one that has given up.
+/// Combines the results of all ranks. Each rank passes its own result and gets its own error, or an
+/// error if another rank failed. Thus no rank waits for one that has given up.
 ///
 /// # Errors
-/// When a rank has an error, or the group fails.
+/// Returns an error if any rank has an error, or if the group fails.
 pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
-    // The first rank that failed, counted from 1 at the end.
+    // Encoded as `size - rank`, so that the maximum is the lowest failed rank; 0 if none failed.
     let size = group.size() as u32;
     let mut first = [match &own {
         Ok(_) => 0,
         Err(_) => size - group.rank() as u32,
     }];
     let reduced = (group.collective()).all_reduce(BufferMut::U32(&mut first), Reduction::Max);
-    // Its own error says more.
+    // A rank's own error is more specific.
     let own = own?;
     reduced?;
     match first[0] {
@@ -30,24 +30,24 @@ pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
     }
 }
 
-/// How often ranks that wait for rank 0 hear from it.
+/// Interval at which rank 0 signals that it is still working.
 const STILL_AT_WORK: Duration = Duration::from_secs(1);
 
-/// What rank 0 makes by `work`; none on the others, which wait for it as long as for any
-/// collective.
+/// Runs `work` on rank 0 and returns its result there, none on the other ranks. These wait as long
+/// as for any collective.
 ///
 /// # Errors
-/// That of `work`, on all ranks, and when the group fails.
+/// Returns an error on all ranks if `work` fails, or if the group fails.
 pub fn on_first<T>(group: &ProcessGroup, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
     let made = (group.rank() == 0).then(work);
     agree(group, made.transpose())
 }
 
-/// [`on_first`] of `work` that may take longer than a collective may: it has a thread of its own, and
-/// the others hear from rank 0 all the time.
+/// Runs [`on_first`] for `work` that may exceed the time limit of a collective: it runs on a
+/// separate thread while rank 0 keeps signalling the other ranks.
 ///
 /// # Errors
-/// That of `work`, on all ranks, and when the group fails.
+/// Returns an error on all ranks if `work` fails, or if the group fails.
 pub fn on_first_at_length<T: Send>(
     group: &ProcessGroup,
     work: impl FnOnce() -> Result<T> + Send,
@@ -63,7 +63,7 @@ pub fn on_first_at_length<T: Send>(
         let (done, finished) = mpsc::channel();
         let worker = scope.spawn(move || {
             let made = work();
-            // Nobody listens where the group has failed.
+            // There is no receiver if the group has failed.
             let _ = done.send(());
             made
         });
@@ -79,10 +79,10 @@ pub fn on_first_at_length<T: Send>(
     })
 }
 
-/// The text of rank 0.
+/// Returns the text of rank 0 on all ranks.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub fn text_of_first(group: &ProcessGroup, own: &str) -> Result<String> {
     let collective = group.collective();
     let mut length = [own.len() as u32];
@@ -93,39 +93,39 @@ pub fn text_of_first(group: &ProcessGroup, own: &str) -> Result<String> {
     Ok(String::from_utf8(bytes)?)
 }
 
-/// Whether one of the ranks says so.
+/// Returns true if `own` is true on any rank.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub(crate) fn any(group: &ProcessGroup, own: bool) -> Result<bool> {
     let mut all = [u32::from(own)];
     (group.collective()).all_reduce(BufferMut::U32(&mut all), Reduction::Max)?;
     Ok(all[0] != 0)
 }
 
-/// The means over the ranks of some numbers, of which all have as many.
+/// Returns the elementwise means over the ranks. All ranks pass the same count.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub(crate) fn means(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>> {
     (group.collective()).all_reduce(BufferMut::F32(&mut own), Reduction::Avg)?;
     Ok(own)
 }
 
-/// The sums over the ranks of numbers, of which all have as many.
+/// Returns the elementwise sums over the ranks. All ranks pass the same count.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub(crate) fn sums(group: &ProcessGroup, mut own: Vec<f32>) -> Result<Vec<f32>> {
     (group.collective()).all_reduce(BufferMut::F32(&mut own), Reduction::Sum)?;
     Ok(own)
 }
 
-/// The first `count` of numbers that the ranks have in turns: number `i` is number `i / size` of
-/// rank `i % size`. All have as many.
+/// Returns the first `count` of numbers that are distributed round-robin: number `i` is number
+/// `i / size` of rank `i % size`. All ranks pass the same count.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub(crate) fn in_turns(group: &ProcessGroup, own: &[f32], count: usize) -> Result<Vec<f32>> {
     let (rounds, size) = (own.len(), group.size());
     let mut all = vec![0.0; rounds * size];
@@ -134,10 +134,10 @@ pub(crate) fn in_turns(group: &ProcessGroup, own: &[f32], count: usize) -> Resul
     Ok(turns.collect())
 }
 
-/// The bytes of all ranks, of which all have as many, in the order of ranks.
+/// All-gathers the bytes of all ranks, in rank order. All ranks pass the same count.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub(crate) fn gathered_bytes<const N: usize>(
     group: &ProcessGroup,
     own: [u8; N],
@@ -149,10 +149,11 @@ pub(crate) fn gathered_bytes<const N: usize>(
         .collect()
 }
 
-/// [`gathered_bytes`] of a number of bytes that is known at run time, one rank behind the other.
+/// All-gathers as [`gathered_bytes`] does, with a byte count known only at run time, and
+/// concatenates the result in rank order.
 ///
 /// # Errors
-/// When the group fails.
+/// Returns an error if the group fails.
 pub(crate) fn gathered(group: &ProcessGroup, own: &[u8]) -> Result<Vec<u8>> {
     let mut all = vec![0; own.len() * group.size()];
     (group.collective()).all_gather(Buffer::U8(own), BufferMut::U8(&mut all))?;
@@ -196,7 +197,7 @@ mod tests {
         assert!(on_ranks(2, |group| agree(group, Ok(3)).unwrap()) == [3, 3]);
     }
 
-    /// Longer than a collective of these ranks may take.
+    /// Work longer than the time limit of a collective.
     #[test]
     fn ranks_wait_for_the_first_one() {
         let patience = 2 * STILL_AT_WORK;
@@ -236,7 +237,7 @@ mod tests {
             assert!(!any(group, false).unwrap());
             let mean = means(group, vec![rank as f32, 3.0]).unwrap();
             assert_eq!(sums(group, vec![rank as f32, 2.0]).unwrap(), [3.0, 6.0]);
-            // Five numbers in turns; the sixth is not counted.
+            // Five numbers round-robin; the sixth is not counted.
             let turns = in_turns(group, &[rank as f32, 3.0 + rank as f32], 5).unwrap();
             let bytes = gathered_bytes(group, [rank as u8, 9]).unwrap();
             let text = text_of_first(group, if rank == 0 { "päth" } else { "" }).unwrap();

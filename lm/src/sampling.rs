@@ -1,5 +1,5 @@
-//! Which token comes next: greedy, or drawn from what temperature, top-k, top-p and a repetition
-//! penalty leave.
+//! Selects the next token: greedy, or sampled with temperature, top-k, top-p and a repetition
+//! penalty.
 
 use anyhow::{Result, ensure};
 use chacha20::ChaCha8Rng;
@@ -8,20 +8,20 @@ use rand::RngExt;
 use crate::hf::GenerationConfig;
 use crate::random::stream;
 
-/// How tokens are chosen.
+/// Sampling parameters.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingConfig {
-    /// Divides the logits; 0 takes the most probable token.
+    /// Temperature that divides the logits; 0 takes the most probable token.
     pub temperature: f64,
-    /// Only so many most probable tokens are drawn from.
+    /// Number of most probable tokens to sample from.
     pub top_k: Option<usize>,
-    /// Of the most probable tokens, only as many are drawn from as it takes to have this
-    /// probability together. At least one.
+    /// Samples from the smallest set of most probable tokens whose probabilities sum to at least
+    /// this value. The set has at least one token.
     pub top_p: f64,
-    /// Logits of tokens that the text has are divided by it where they are positive, and multiplied
-    /// otherwise (Keskar et al., CTRL); 1 changes nothing.
+    /// Divides positive logits of tokens that already occur in the text, and multiplies negative
+    /// ones (Keskar et al., CTRL); 1 disables it.
     pub repetition_penalty: f64,
-    /// Of the random numbers. The same seed gives the same text on the same device.
+    /// Random seed. The same seed gives the same text on the same device.
     pub seed: u64,
 }
 
@@ -39,7 +39,8 @@ impl Default for SamplingConfig {
 }
 
 impl SamplingConfig {
-    /// What the folder of a model asks for; greedy where it does not ask for sampling.
+    /// Takes the parameters from the model's generation configuration; greedy if it does not enable
+    /// sampling.
     pub fn of(config: &GenerationConfig, seed: u64) -> Self {
         let temperature = match config.sample {
             Some(true) => config.temperature.unwrap_or(1.0),
@@ -55,7 +56,7 @@ impl SamplingConfig {
     }
 
     /// # Errors
-    /// When a value is not in its range.
+    /// Returns an error if a value is out of range.
     pub fn check(&self) -> Result<()> {
         let Self {
             temperature,
@@ -81,19 +82,19 @@ impl SamplingConfig {
     }
 }
 
-/// Chooses the tokens of one text.
+/// Selects the tokens of one text.
 pub struct Sampler {
     config: SamplingConfig,
-    /// Whether the text has each token.
+    /// For each token, true if it occurs in the text.
     seen: Vec<bool>,
     draws: ChaCha8Rng,
 }
 
 impl Sampler {
-    /// For text number `index` of a batch, which starts with `prompt`.
+    /// Creates the sampler for text `index` of a batch, which starts with `prompt`.
     ///
     /// # Errors
-    /// When the configuration does not pass its check.
+    /// Returns an error if the configuration does not pass its check.
     pub fn new(config: &SamplingConfig, index: u64, prompt: &[u32]) -> Result<Self> {
         config.check()?;
         let mut sampler = Self {
@@ -113,10 +114,10 @@ impl Sampler {
         self.seen[token] = true;
     }
 
-    /// The next token. Of equally probable ones the first comes first.
+    /// Returns the next token. Ties go to the lowest token.
     ///
     /// # Errors
-    /// When a logit is NaN, or none is finite.
+    /// Returns an error if a logit is NaN, or if none is finite.
     pub fn next(&mut self, logits: &[f32]) -> Result<u32> {
         let mut logits: Vec<f64> = logits.iter().map(|logit| f64::from(*logit)).collect();
         ensure!(
@@ -144,13 +145,13 @@ impl Sampler {
         Ok(token as u32)
     }
 
-    /// The tokens that are drawn from with their weights, the most probable first.
+    /// Returns the candidate tokens with their weights, most probable first.
     fn candidates(&self, logits: &[f64]) -> Vec<(usize, f64)> {
         let best = logits[first_best(logits)];
         let weigh = |logit: f64| ((logit - best) / self.config.temperature).exp();
         let weights = logits.iter().map(|logit| weigh(*logit));
         let mut candidates: Vec<(usize, f64)> = weights.enumerate().collect();
-        // Stable: equal weights stay in the order of their tokens.
+        // A stable sort keeps equal weights in token order.
         candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
         if let Some(top_k) = self.config.top_k {
             candidates.truncate(top_k);
@@ -170,7 +171,7 @@ impl Sampler {
     }
 }
 
-/// Where the largest value is, of equal ones the first.
+/// Returns the index of the largest value, the first among equals.
 pub(crate) fn first_best(values: &[f64]) -> usize {
     let mut best = 0;
     for (place, value) in values.iter().enumerate() {
@@ -181,7 +182,7 @@ pub(crate) fn first_best(values: &[f64]) -> usize {
     best
 }
 
-/// The candidate at `position`, in `[0, 1)`, of their cumulative weights.
+/// Returns the candidate at `position`, in `[0, 1)`, of the cumulative weights.
 fn pick(candidates: &[(usize, f64)], position: f64) -> usize {
     let mut rest = position * candidates.iter().map(|c| c.1).sum::<f64>();
     for (token, weight) in candidates {
@@ -190,7 +191,7 @@ fn pick(candidates: &[(usize, f64)], position: f64) -> usize {
             return *token;
         }
     }
-    // Rounding left a rest.
+    // Reached only through rounding.
     candidates[0].0
 }
 
@@ -215,7 +216,7 @@ mod tests {
         }
     }
 
-    /// Probabilities 0.4, 0.3, 0.2, 0.1.
+    /// Returns logits for the probabilities 0.4, 0.3, 0.2, 0.1.
     fn logits() -> [f32; 4] {
         [0.3f32, 0.1, 0.4, 0.2].map(f32::ln)
     }
@@ -260,7 +261,7 @@ mod tests {
             found[1] == 0 && found[3] == 0 && found[0].abs_diff(1714) < 160,
             "{found:?}"
         );
-        // 0.4 and 0.3 are 0.7 together, which is not 0.75 yet.
+        // 0.4 and 0.3 sum to 0.7, which is below 0.75.
         for (top_p, kept) in [(0.75, 3), (0.65, 2), (0.4, 1), (1e-9, 1)] {
             let config = SamplingConfig { top_p, ..drawn() };
             let found = counts(config, &logits(), &[]);
@@ -279,7 +280,7 @@ mod tests {
             ..SamplingConfig::default()
         };
         let mut sampler = Sampler::new(&config, 0, &[1]).unwrap();
-        // 3 / 2 against 2, and then -1 against 2 / 2.
+        // First 3 / 2 against 2, then -1 against 2 / 2.
         assert_eq!(sampler.next(&[2.0, 3.0, -1.0]).unwrap(), 0);
         assert_eq!(sampler.next(&[-1.0, -1.0, -1.5]).unwrap(), 2);
     }

@@ -1,8 +1,9 @@
-//! Text that comes in pieces: characters of bytes, and where it stops.
+//! Incremental text: assembles characters from bytes, and detects stop strings.
 
 use anyhow::{Result, ensure};
 
-/// Holds back what may be the start of a stop string, and gives nothing from the first of them on.
+/// Withholds text that may be the start of a stop string, and emits nothing from the first stop
+/// string on.
 #[derive(Debug)]
 pub struct StopStrings {
     stops: Vec<String>,
@@ -12,7 +13,7 @@ pub struct StopStrings {
 
 impl StopStrings {
     /// # Errors
-    /// When one of `stops` is empty.
+    /// Returns an error if one of `stops` is empty.
     pub fn new(stops: &[String]) -> Result<Self> {
         ensure!(
             stops.iter().all(|stop| !stop.is_empty()),
@@ -25,23 +26,23 @@ impl StopStrings {
         })
     }
 
-    /// Whether a stop string was found.
+    /// Returns true if a stop string was found.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped
     }
 
-    /// Takes the next piece of the text, and gives what is certain now; often there is nothing.
+    /// Takes the next piece of text and returns the text that is safe to emit, often none.
     pub fn push(&mut self, new: &str) -> String {
         self.release(new, false)
     }
 
-    /// The same of the last piece.
+    /// Takes the last piece of text and returns the rest that is safe to emit.
     pub fn finish(mut self, new: &str) -> String {
         self.release(new, true)
     }
 
-    /// What of the held text and `new` can be given out: all before a stop string, and not what may
-    /// be the start of one, unless it is the end.
+    /// Returns the part of the withheld text and `new` that can be emitted: all text before a stop
+    /// string. Withholds a possible start of a stop string unless `is_end`.
     fn release(&mut self, new: &str, is_end: bool) -> String {
         if self.is_stopped {
             return String::new();
@@ -69,14 +70,14 @@ impl StopStrings {
     }
 }
 
-/// Gives bytes out as soon as they complete a character. What is not UTF-8 becomes U+FFFD.
+/// Emits bytes as soon as they complete a character. Invalid UTF-8 becomes U+FFFD.
 #[derive(Debug, Default)]
 pub struct Characters {
     pending: Vec<u8>,
 }
 
 impl Characters {
-    /// Takes the next bytes, and gives the characters that they complete.
+    /// Takes the next bytes and returns the characters that they complete.
     pub fn push(&mut self, bytes: &[u8]) -> String {
         self.pending.extend_from_slice(bytes);
         let mut text = String::new();
@@ -86,7 +87,7 @@ impl Characters {
             text.push_str(&String::from_utf8_lossy(valid));
             rest = tail;
             let Some(length) = error.error_len() else {
-                // The beginning of a character.
+                // An incomplete character.
                 self.pending = rest.to_vec();
                 return text;
             };
@@ -98,7 +99,7 @@ impl Characters {
         text
     }
 
-    /// What is left of a character that was not completed.
+    /// Returns the rest: an incomplete character, if any.
     pub fn finish(self) -> String {
         match self.pending.is_empty() {
             true => String::new(),

@@ -1,4 +1,4 @@
-//! One training run: step, evaluate, record, save, resume.
+//! A training run: steps, evaluation, records, checkpoints, resuming.
 
 pub(crate) mod digest;
 #[cfg(all(test, feature = "flex"))]
@@ -31,27 +31,27 @@ use crate::optim::{Optimizer, learning_rate};
 use crate::ranks::{self, agree};
 use rank::{Rank, Watched};
 
-/// Name of the file with one line per sampled operand; see [`burn_nvfp4::telemetry`].
+/// File with one line per sampled operand; see [`burn_nvfp4::telemetry`].
 pub const TELEMETRY: &str = "telemetry.csv";
 
-/// Where it costs something, one step in so many has its communication measured.
+/// Interval in steps between measurements of communication, where measuring has a cost.
 pub const MEASURED_EVERY: u64 = 50;
-/// The first of them: kernels are compiled and tuned by then.
+/// First measured step: by then kernels are compiled and tuned.
 const MEASURED_FIRST: u64 = 10;
 
-/// The step of [`Run::train`] whose memory is measured, counted from one: the first makes the state of
-/// the optimizer, and those of a graph allocate nothing.
+/// Step of [`Run::train`], counted from 1, whose memory is measured. The first step creates the
+/// optimizer state, and replayed graph steps allocate nothing.
 const MEMORY_MEASURED: u64 = 2;
 
 /// Receives the events of a run.
 pub trait Observer {
-    /// A step was done.
+    /// Called after a step.
     fn step(&mut self, _step: u64) {}
-    /// A row was recorded.
+    /// Called after a row was recorded.
     fn row(&mut self, _row: &Row) {}
-    /// A checkpoint was written.
+    /// Called after a checkpoint was written.
     fn checkpoint(&mut self, _path: &Path) {}
-    /// Whether the run should stop after the current step.
+    /// Returns true if the run should stop after the current step.
     fn interrupted(&mut self) -> bool {
         false
     }
@@ -60,12 +60,12 @@ pub trait Observer {
 /// An observer that ignores all events.
 impl Observer for () {}
 
-/// How [`Run::train`] ended.
+/// Outcome of [`Run::train`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// All steps are done.
     Finished,
-    /// It was told to stop; the checkpoint is written.
+    /// The run was told to stop; its checkpoint is written.
     Stopped,
 }
 
@@ -76,33 +76,33 @@ pub struct Run<'a, M> {
     corpus: &'a Corpus,
     folder: PathBuf,
     rank: Rank<M>,
-    /// The processes of the run, of which this is one.
+    /// Process groups of the run.
     groups: ParallelGroups,
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
     metrics: MetricsLog,
-    /// Seconds before this process.
+    /// Seconds spent by earlier processes of the run.
     earlier: f64,
     started: Instant,
     /// Step of the last checkpoint.
     saved: Option<u64>,
     meter: CommunicationMeter,
-    /// What it has measured, on all ranks.
+    /// Exposed communication, averaged over all ranks.
     communication: ExposedCommunication,
-    /// Ordinary steps of this process.
+    /// Ordinary steps taken by this process.
     taken: u64,
-    /// Of the rank with most, if it was measured.
+    /// Memory of the rank with the most, if measured.
     memory: Option<MemoryUsed>,
 }
 
 impl<'a, M: LanguageModel> Run<'a, M> {
-    /// Start the run `config` with `recipe` on `device`, or resume it if `folder` has a checkpoint
-    /// of it.
+    /// Starts the run `config` with `recipe` on `device`, or resumes it if `folder` has a
+    /// checkpoint of it.
     ///
     /// # Errors
-    /// When the configuration does not fit the device or the text, or the checkpoint is damaged or
-    /// belongs to another run.
+    /// Returns an error if the configuration does not fit the device or the text, or if the
+    /// checkpoint is corrupt or belongs to another run.
     pub fn open(
         config: &'a RunConfig,
         recipe: RecipeName,
@@ -114,13 +114,13 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Self::open_rank(config, recipe, corpus, device, folder, groups)
     }
 
-    /// As [`open`](Self::open), as a rank of `groups`: all ranks, a process with a device each,
-    /// make the same calls. Those of the batch take equal parts of it. All see the same `folder`,
-    /// into which rank 0 writes.
+    /// Does the same as [`open`](Self::open) on one rank of `groups`. Each rank is a process with
+    /// its own device, and all ranks make the same calls. The ranks of the batch group split the
+    /// batch evenly. All ranks see the same `folder`; rank 0 writes.
     ///
     /// # Errors
-    /// As there, and when the configuration does not fit the number of ranks, or another rank
-    /// fails.
+    /// Returns the errors of [`open`](Self::open). Also returns an error if the configuration does
+    /// not fit the number of ranks, or if another rank fails.
     pub fn open_rank(
         config: &'a RunConfig,
         recipe: RecipeName,
@@ -134,14 +134,15 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         let (mut run, names) = agree(&world, made)?;
         let joined = run.rank.join(&run.groups, config, names);
         agree(&world, joined)?;
-        // No rank writes before all have read.
+        // No rank writes before all ranks have read.
         if run.saved.is_none() {
             run.metrics.write()?;
         }
         Ok(run)
     }
 
-    /// The run with what a checkpoint has of it, and the names of the parameters there.
+    /// Opens the run with the state of its checkpoint, if any; also returns the parameter names of
+    /// the checkpoint.
     fn try_open(
         config: &'a RunConfig,
         recipe: RecipeName,
@@ -210,7 +211,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Ok((run, names))
     }
 
-    /// Goes on from `state`, whose parameters the model has.
+    /// Continues from `state`, whose parameters are already in the model.
     fn resume(&mut self, state: State, timing: Timing) -> Result<()> {
         let config = self.config;
         self.metrics
@@ -223,7 +224,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Ok(())
     }
 
-    /// Take the samples of step `step` and of later ones out of [`TELEMETRY`].
+    /// Removes the samples of step `step` and later from [`TELEMETRY`].
     fn trim_telemetry(&self, step: u64) -> Result<()> {
         let path = self.folder.join(TELEMETRY);
         if !path.exists() || !self.is_first() {
@@ -242,46 +243,47 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         checkpoint::replace(&path, kept.as_bytes())
     }
 
-    /// Steps done.
+    /// Returns the number of finished steps.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The recorded rows.
+    /// Returns the recorded rows.
     pub fn rows(&self) -> &[Row] {
         self.metrics.rows()
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &M {
         self.rank.model()
     }
 
-    /// Seconds spent so far, in all processes that worked on the run.
+    /// Returns the seconds spent so far, in all processes that worked on the run.
     pub fn seconds(&self) -> f64 {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
-    /// How much of the steps that [`train`](Self::train) has taken was communication that compute
-    /// did not hide, the mean of all ranks. Through the memory of the host all steps are measured,
-    /// else one in [`MEASURED_EVERY`], and with a graph the last ordinary step before its capture.
-    /// Steps that telemetry samples are not.
+    /// Returns the communication of [`train`](Self::train) that compute did not hide, averaged over
+    /// all ranks. With host collectives all steps are measured, else one in [`MEASURED_EVERY`];
+    /// with a graph, the last ordinary step before its capture. Steps sampled by telemetry are not
+    /// measured.
     pub fn communication(&self) -> ExposedCommunication {
         self.communication
     }
 
-    /// The device memory of [`train`](Self::train), of the rank with most: tensors of its second
-    /// step, and pools at its end. None where the runtime does not tell, or there was no such step.
+    /// Returns the device memory of [`train`](Self::train) on the rank with the most: peak of
+    /// tensors in its second step, and pools at its end. None if the runtime does not report it, or
+    /// if there was no such step.
     pub fn memory(&self) -> Option<MemoryUsed> {
         self.memory
     }
 
-    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
-    /// stops it. Writes a checkpoint at the end in any case.
+    /// Trains to the last step, to step `stop_at` if that comes first, or until the observer stops
+    /// the run. Always writes a checkpoint at the end.
     ///
     /// # Errors
-    /// When the loss is no longer finite, the device runs out of memory, the weights of the ranks are
-    /// not equal at a checkpoint, or a file cannot be written.
+    /// Returns an error if the loss is no longer finite, the device runs out of memory, the weights
+    /// of the ranks differ at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
         let budget = MemoryBudget::new(self.config, &self.recipe);
         let device = self.rank.device.clone();
@@ -320,7 +322,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             if let Some(healing) = self.config.healing_of(&self.recipe) {
                 let next = healing.mode(self.step, steps);
                 set_mode(self.rank.model(), next);
-                // A graph goes on as it was captured.
+                // A captured graph keeps its mode.
                 if mode.replace(next) != Some(next) {
                     self.rank.end_graph();
                 }
@@ -393,7 +395,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         })
     }
 
-    /// Whether the communication of the next step is measured; the same on all ranks.
+    /// Returns true if the communication of the next step is measured; identical on all ranks.
     fn measures(&self) -> bool {
         if self.groups.world().size() == 1 {
             return false;
@@ -404,14 +406,14 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         }
     }
 
-    /// What all ranks have measured, which all call this.
+    /// Averages the measurements over all ranks, all of which call this function.
     fn all_communication(&mut self) -> Result<ExposedCommunication> {
         let own = self.meter.measured();
         let world = self.groups.world();
         if world.size() == 1 {
             return Ok(own);
         }
-        // A rank whose device could not say has measured fewer steps.
+        // A rank whose device could not measure a step has fewer steps.
         let numbers = [own.steps as f32, own.waited as f32, own.total as f32];
         let means = ranks::means(world, numbers.to_vec())?;
         Ok(ExposedCommunication {
@@ -421,7 +423,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         })
     }
 
-    /// The memory of the rank with most; all ranks call this.
+    /// Returns the memory of the rank with the most; all ranks call this function.
     fn all_memory(&self) -> Result<Option<MemoryUsed>> {
         let pools = DeviceMemory::of(&self.rank.device).reserved;
         let own = self.memory.zip(pools);
@@ -435,7 +437,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Ok((most != MemoryUsed::default()).then_some(most))
     }
 
-    /// Whether this rank writes what ranks share.
+    /// Returns true on the rank that writes shared files (rank 0).
     fn is_first(&self) -> bool {
         self.groups.world().rank() == 0
     }
@@ -465,7 +467,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Ok(())
     }
 
-    /// A step at which nobody looks on.
+    /// Runs a step without observation.
     fn plain_step(&mut self, lr: f64) -> Result<()> {
         self.taken += 1;
         if self.taken != MEMORY_MEASURED {
@@ -480,7 +482,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         taken
     }
 
-    /// A step that telemetry samples, into [`TELEMETRY`].
+    /// Runs a step that telemetry samples into [`TELEMETRY`].
     fn sampled_step(&mut self, lr: f64) -> Result<()> {
         use std::io::Write as _;
         let step = self.step;
@@ -517,7 +519,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
             .with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// Fetch the losses that are still on the device, which waits for it.
+    /// Reads the losses that are still on the device; waits for the device.
     fn read_losses(&mut self) -> Result<()> {
         let losses = self.rank.losses();
         let group = self.groups.batch();
@@ -538,10 +540,10 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         Ok(())
     }
 
-    /// Loss on the validation text, in nats per byte.
+    /// Returns the loss on the validation text, in nats per byte.
     ///
     /// # Errors
-    /// When it is not finite.
+    /// Returns an error if the loss is not finite.
     pub fn evaluate(&self) -> Result<f64> {
         let &RunConfig {
             eval_batches,
@@ -551,8 +553,8 @@ impl<'a, M: LanguageModel> Run<'a, M> {
         } = self.config;
         let model = self.rank.model().valid();
         let device = self.rank.device.clone().without_autodiff();
-        // The ranks of the batch take turns. All have as many forwards, which sharded models need;
-        // the last ones are not counted where there are fewer batches.
+        // The ranks of the batch group take the batches round-robin. All ranks run the same number
+        // of forward passes, as sharded models require; surplus passes are not counted.
         let group = self.groups.batch();
         let (rank, size) = (group.rank(), group.size());
         let losses = (0..eval_batches.div_ceil(size))
@@ -594,7 +596,7 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     }
 
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
-        // Rows and samples reach the disk before the checkpoint that relies on them.
+        // Rows and samples must reach the disk before the checkpoint that refers to them.
         self.metrics.write()?;
         self.sync_telemetry()?;
         let model = self.rank.model();
@@ -630,14 +632,14 @@ impl<'a, M: LanguageModel> Run<'a, M> {
     }
 }
 
-/// Fail unless the checkpoint with `state` is of this run.
+/// Returns an error unless the checkpoint with `state` belongs to this run.
 fn check_resumed(
     state: &State,
     config: &RunConfig,
     recipe: &RecipeName,
     corpus: &Corpus,
 ) -> Result<()> {
-    // The run may be resumed on another device, by other launches, and on other ranks.
+    // A run may be resumed on another device, with other launch options, and on other ranks.
     let resumed = RunConfig {
         device: config.device.clone(),
         graph: config.graph,
@@ -662,7 +664,7 @@ fn check_resumed(
     Ok(())
 }
 
-/// Whether `metrics.csv` has a row of step `step`.
+/// Returns true if `metrics.csv` has a row for step `step`.
 fn has_row(config: &RunConfig, step: u64) -> bool {
     [config.eval_every, config.log_every]
         .into_iter()

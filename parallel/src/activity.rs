@@ -1,4 +1,4 @@
-//! What a process is doing, for the watchdog.
+//! Current activity of a process, for the watchdog.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -7,30 +7,30 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::meter::Meter;
 
-/// What a rank does at a moment.
+/// Activity of a rank at one point in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Snapshot {
-    /// Collectives that it has begun so far.
+    /// Number of collectives begun so far.
     pub sequence: u64,
-    /// Whether it is inside of one.
+    /// True if the rank is inside a collective.
     pub inside: bool,
-    /// The one that it is in, or what it said last.
+    /// Current collective, or last label.
     pub doing: String,
-    /// For how long.
+    /// Time since the activity began.
     pub since: Duration,
 }
 
 #[derive(Debug)]
 struct State {
     sequence: u64,
-    /// What it does between collectives.
+    /// Label of the activity between collectives.
     label: String,
-    /// The collective that it is in.
+    /// Current collective.
     call: Option<String>,
     since: Instant,
 }
 
-/// A check that the watchdog makes at each heartbeat.
+/// Check that the watchdog runs at each heartbeat.
 type Probe = Box<dyn Fn() -> Result<()> + Send>;
 
 #[derive(Default)]
@@ -42,7 +42,7 @@ impl fmt::Debug for Probes {
     }
 }
 
-/// What this rank does, shared between the groups that it belongs to and its watchdog.
+/// Activity of this rank, shared by its groups and its watchdog.
 #[derive(Debug, Clone)]
 pub(crate) struct Activity {
     state: Arc<Mutex<State>>,
@@ -64,7 +64,7 @@ impl Activity {
         }
     }
 
-    /// What measures the collectives.
+    /// Returns the meter of the collectives.
     pub fn meter(&self) -> &Meter {
         &self.meter
     }
@@ -74,7 +74,7 @@ impl Activity {
         change(&mut state.unwrap_or_else(|held| held.into_inner()))
     }
 
-    /// Says what the rank does until its next collective and after it.
+    /// Sets the label of the rank's activity between collectives.
     pub fn label(&self, text: &str) {
         self.with(|state| {
             state.label = text.into();
@@ -82,7 +82,7 @@ impl Activity {
         });
     }
 
-    /// Has the watchdog call `probe` at each heartbeat.
+    /// Registers `probe`, which the watchdog calls at each heartbeat.
     pub fn watch(&self, probe: impl Fn() -> Result<()> + Send + 'static) {
         let probes = self.probes.0.lock();
         let mut probes = probes.unwrap_or_else(|held| held.into_inner());
@@ -99,7 +99,7 @@ impl Activity {
         probes.iter().try_for_each(|probe| probe())
     }
 
-    /// The rank is in `call`, over the memory of the host, until the result is dropped.
+    /// Enters `call`, over host memory, until the result is dropped.
     pub fn enter(&self, call: String) -> Inside {
         Inside {
             since: Some(self.begin(call)),
@@ -107,8 +107,8 @@ impl Activity {
         }
     }
 
-    /// The rank queues `call` on a device until the result is dropped: that is no time in which it
-    /// waits for other ranks.
+    /// Enters the queueing of `call` on a device until the result is dropped. This time is not
+    /// counted as waiting for other ranks.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn queue(&self, call: String) -> Inside {
         self.begin(call);
@@ -141,10 +141,10 @@ impl Activity {
     }
 }
 
-/// Ends with the collective.
+/// Guard that ends with the collective.
 pub(crate) struct Inside {
     activity: Activity,
-    /// When it began, if its time counts.
+    /// Begin, if its time counts.
     since: Option<Instant>,
 }
 

@@ -1,4 +1,4 @@
-//! Typed memory of the host that collectives read and write, and reductions over it.
+//! Typed host memory that collectives read and write, and reductions over it.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -9,24 +9,24 @@ use half::bf16;
 
 use crate::reduction::Reduction;
 
-/// The type of an element.
+/// Element dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
     F32,
     /// bfloat16.
     Bf16,
-    /// Byte: packed codes and scales too.
+    /// Byte, also for packed codes and scales.
     U8,
     /// 32-bit unsigned integer.
     U32,
 }
 
 impl DType {
-    /// All types, at the index that the wire has them by.
+    /// All dtypes, at the index of their code on the wire.
     pub(crate) const ALL: [Self; 4] = [Self::F32, Self::Bf16, Self::U8, Self::U32];
 
-    /// Bytes of an element.
+    /// Size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::F32 | Self::U32 => 4,
@@ -35,7 +35,7 @@ impl DType {
         }
     }
 
-    /// Whether `reduction` is defined for it: the mean is not for integers.
+    /// Returns true if `reduction` is defined for the dtype: the mean is not defined for integers.
     pub fn supports(self, reduction: Reduction) -> bool {
         reduction != Reduction::Avg || matches!(self, Self::F32 | Self::Bf16)
     }
@@ -55,18 +55,18 @@ impl fmt::Display for DType {
 /// Elements that a collective reads.
 #[derive(Debug, Clone, Copy)]
 pub enum Buffer<'a> {
-    /// Of [`DType::F32`].
+    /// Elements of [`DType::F32`].
     F32(&'a [f32]),
-    /// Of [`DType::Bf16`].
+    /// Elements of [`DType::Bf16`].
     Bf16(&'a [bf16]),
-    /// Of [`DType::U8`].
+    /// Elements of [`DType::U8`].
     U8(&'a [u8]),
-    /// Of [`DType::U32`].
+    /// Elements of [`DType::U32`].
     U32(&'a [u32]),
 }
 
 impl<'a> Buffer<'a> {
-    /// The type of the elements.
+    /// Returns the dtype of the elements.
     pub fn dtype(&self) -> DType {
         match self {
             Self::F32(_) => DType::F32,
@@ -86,12 +86,12 @@ impl<'a> Buffer<'a> {
         }
     }
 
-    /// Whether there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn bytes(&self) -> &'a [u8] {
         match self {
             Self::F32(values) => bytemuck::cast_slice(values),
@@ -101,19 +101,19 @@ impl<'a> Buffer<'a> {
         }
     }
 
-    /// The memory of the elements of `range`.
+    /// Returns the memory of the elements of `range`.
     pub(crate) fn part(&self, range: Range<usize>) -> &'a [u8] {
         let size = self.dtype().size();
         &self.bytes()[range.start * size..range.end * size]
     }
 }
 
-/// A type of elements: how a slice of them becomes a buffer.
+/// Element type, which defines the conversion of a slice to a buffer.
 pub trait Element: Pod + Default {
-    /// To read.
+    /// Converts a slice to read from.
     fn buffer(values: &[Self]) -> Buffer<'_>;
 
-    /// To write.
+    /// Converts a slice to write to.
     fn buffer_mut(values: &mut [Self]) -> BufferMut<'_>;
 }
 
@@ -136,18 +136,18 @@ element!(F32: f32, Bf16: bf16, U8: u8, U32: u32);
 /// Elements that a collective writes.
 #[derive(Debug)]
 pub enum BufferMut<'a> {
-    /// Of [`DType::F32`].
+    /// Elements of [`DType::F32`].
     F32(&'a mut [f32]),
-    /// Of [`DType::Bf16`].
+    /// Elements of [`DType::Bf16`].
     Bf16(&'a mut [bf16]),
-    /// Of [`DType::U8`].
+    /// Elements of [`DType::U8`].
     U8(&'a mut [u8]),
-    /// Of [`DType::U32`].
+    /// Elements of [`DType::U32`].
     U32(&'a mut [u32]),
 }
 
 impl BufferMut<'_> {
-    /// The same elements, to read.
+    /// Returns the same elements as a buffer to read.
     pub fn as_buffer(&self) -> Buffer<'_> {
         match self {
             Self::F32(values) => Buffer::F32(values),
@@ -157,7 +157,7 @@ impl BufferMut<'_> {
         }
     }
 
-    /// The type of the elements.
+    /// Returns the dtype of the elements.
     pub fn dtype(&self) -> DType {
         self.as_buffer().dtype()
     }
@@ -167,12 +167,12 @@ impl BufferMut<'_> {
         self.as_buffer().len()
     }
 
-    /// Whether there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The memory of the elements of `range`.
+    /// Returns the memory of the elements of `range`.
     pub(crate) fn part_mut(&mut self, range: Range<usize>) -> &mut [u8] {
         let size = self.dtype().size();
         let bytes: &mut [u8] = match self {
@@ -184,8 +184,8 @@ impl BufferMut<'_> {
         &mut bytes[range.start * size..range.end * size]
     }
 
-    /// Writes the reduction of `parts`, taken in their order, to the elements of `range`. Each part
-    /// has as many elements as the range.
+    /// Writes the reduction of `parts`, in their order, to the elements of `range`. Each part must
+    /// have as many elements as the range.
     pub(crate) fn reduce(&mut self, range: Range<usize>, reduction: Reduction, parts: &[&[u8]]) {
         match self {
             Self::F32(values) => {
@@ -210,7 +210,7 @@ impl BufferMut<'_> {
     }
 }
 
-/// The elements of `bytes`, which need not be aligned.
+/// Converts `bytes`, which need not be aligned, to elements.
 fn elements<T: Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => Cow::Borrowed(elements),
@@ -221,8 +221,8 @@ fn elements<T: Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
     }
 }
 
-/// Reduces floats in `f32`, part after part. A NaN in any part stays one, in a maximum too: an amax
-/// that hid it would scale it to something finite.
+/// Reduces floats in `f32`, part after part. A NaN in any part gives NaN, also for a maximum: an
+/// amax without the NaN would give a finite scale.
 fn fold<T: Pod>(out: &mut [f32], reduction: Reduction, parts: &[&[u8]], widen: impl Fn(T) -> f32) {
     for (index, part) in parts.iter().enumerate() {
         let part = elements::<T>(part);

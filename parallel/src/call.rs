@@ -1,5 +1,4 @@
-//! What a rank asks of a group, as data: it is checked, compared between ranks, and named in
-//! errors.
+//! Calls of a group's operations as data: checked, compared between ranks, and named in errors.
 
 use std::fmt;
 
@@ -8,49 +7,49 @@ use crate::error::{ParallelError, Result};
 use crate::reduction::Reduction;
 use crate::wire::Reader;
 
-/// An operation of a group.
+/// Operation of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// Every rank gets the reduction of all ranks' elements.
+    /// All-reduce: every rank gets the reduction of all ranks' elements.
     AllReduce(Reduction),
-    /// Rank `r` gets part `r` of the reduction.
+    /// Reduce-scatter: rank `r` gets shard `r` of the reduction.
     ReduceScatter(Reduction),
-    /// Every rank gets the elements of all ranks, in their order.
+    /// All-gather: every rank gets the elements of all ranks, in rank order.
     AllGather,
-    /// Every rank gets the elements of rank `root`.
+    /// Broadcast: every rank gets the elements of rank `root`.
     Broadcast {
-        /// The rank whose elements they are.
+        /// Rank whose elements are broadcast.
         root: usize,
     },
-    /// From the rank that calls to rank `to`, which receives.
+    /// Send from the calling rank to rank `to`, which receives.
     Send {
-        /// The rank that receives.
+        /// Receiving rank.
         to: usize,
     },
-    /// Every rank sends a part to every rank; parts may be of any lengths.
+    /// All-to-all: every rank sends a part of any length to every rank.
     AllToAll,
-    /// Nothing is exchanged.
+    /// Barrier, without data.
     Barrier,
 }
 
-/// An operation with the type and the number of elements. For [`Operation::ReduceScatter`] and
-/// [`Operation::AllGather`] the count is that of one rank's part.
+/// Operation with the dtype and the number of elements. For [`Operation::ReduceScatter`] and
+/// [`Operation::AllGather`] the count is that of one rank's shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Call {
-    /// The operation.
+    /// Operation.
     pub operation: Operation,
-    /// Type of the elements.
+    /// Element dtype.
     pub dtype: DType,
-    /// Number of elements; of [`Operation::AllToAll`] 0, because it differs.
+    /// Number of elements; 0 for [`Operation::AllToAll`], where it differs between ranks.
     pub count: usize,
 }
 
 impl Call {
-    /// Bytes of [`encode`](Self::encode).
+    /// Size of the result of [`encode`](Self::encode) in bytes.
     pub(crate) const BYTES: usize = 24;
 
-    /// The call for the wire: operation, reduction, type, a byte of zero, a rank (4 bytes), the
-    /// count and 8 bytes of zero.
+    /// Encodes the call for the wire: operation, reduction, dtype, a zero byte, a rank (4 bytes),
+    /// the count, and 8 zero bytes.
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let (code, reduction, rank) = match self.operation {
             Operation::AllReduce(reduction) => (0, reduction, 0),
@@ -70,7 +69,7 @@ impl Call {
         bytes
     }
 
-    /// The call that [`encode`](Self::encode) wrote.
+    /// Decodes the result of [`encode`](Self::encode).
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = Reader::new(bytes);
         let [code, reduction, dtype, _] = reader.array()?;

@@ -15,18 +15,20 @@ use crate::inbox::{Absent, Transport};
 use crate::meter::Meter;
 use crate::reduction::Reduction;
 
-/// The most bytes of one message. Callers that exchange more split it, as buckets of gradients do.
+/// Maximum bytes per message. Callers that exchange more split it, for example into gradient
+/// buckets.
 const MOST_BYTES: usize = 1 << 30;
 
-/// The operations of a group of ranks over the memory of the host.
+/// Operations of a group of ranks over host memory.
 ///
-/// All ranks of a group make the same calls in the same order. A call that differs in operation,
-/// type, length or root is an error on a rank that notices it, and ends the group's calls on all
-/// ranks. After an error a group is of no more use.
+/// All ranks of a group must make the same calls in the same order. A call that differs in
+/// operation, dtype, length or root is an error on a rank that notices it, and ends the group's
+/// calls on all ranks. A group cannot be used after an error.
 ///
 /// # Errors
-/// Every call fails when its arguments do not fit the group or each other, when another rank makes
-/// another call, when a rank is gone or does not answer in time, and after [`abort`](Self::abort).
+/// Every call returns an error if its arguments do not fit the group or each other, another rank
+/// makes a different call, a rank is gone or does not answer in time, or after
+/// [`abort`](Self::abort).
 pub trait Collective: Send + Sync {
     /// This rank, less than [`size`](Self::size).
     fn rank(&self) -> usize;
@@ -37,8 +39,8 @@ pub trait Collective: Send + Sync {
     /// Replaces the elements by their reduction over all ranks.
     fn all_reduce(&self, buffer: BufferMut<'_>, reduction: Reduction) -> Result<()>;
 
-    /// Writes part `rank` of the reduction of all inputs, which have `size` parts of the output's
-    /// length.
+    /// Writes shard `rank` of the reduction of all inputs, each of which has `size` shards of the
+    /// output's length.
     fn reduce_scatter(
         &self,
         input: Buffer<'_>,
@@ -46,20 +48,21 @@ pub trait Collective: Send + Sync {
         reduction: Reduction,
     ) -> Result<()>;
 
-    /// Writes the inputs of all ranks, in their order.
+    /// Writes the inputs of all ranks in rank order.
     fn all_gather(&self, input: Buffer<'_>, output: BufferMut<'_>) -> Result<()>;
 
     /// Replaces the elements by those of rank `root`.
     fn broadcast(&self, buffer: BufferMut<'_>, root: usize) -> Result<()>;
 
-    /// Sends to rank `to`, which [receives](Self::receive) as many elements of the type.
+    /// Sends to rank `to`, which must [receive](Self::receive) the same number of elements of the
+    /// dtype.
     fn send(&self, buffer: Buffer<'_>, to: usize) -> Result<()>;
 
     /// Receives from rank `from`.
     fn receive(&self, buffer: BufferMut<'_>, from: usize) -> Result<()>;
 
-    /// Sends `send_counts[r]` elements to each rank `r`, and receives `receive_counts[r]` from it.
-    /// Parts lie one after the other, in the order of ranks. Counts may be zero.
+    /// Sends `send_counts[r]` elements to each rank `r`, and receives `receive_counts[r]` elements
+    /// from it. Parts are concatenated in rank order. Counts may be zero.
     fn all_to_all(
         &self,
         input: Buffer<'_>,
@@ -71,28 +74,29 @@ pub trait Collective: Send + Sync {
     /// Waits until all ranks have called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Ends the calls of all ranks, now and later, with [`ParallelError::Aborted`].
+    /// Ends the current and later calls of all ranks, with [`ParallelError::Aborted`].
     fn abort(&self, reason: &str);
 }
 
-/// Elements of part `part` of `parts` of `len` elements; lengths differ by at most one.
+/// Returns the range of part `part` when `len` elements are divided into `parts`; lengths differ by
+/// at most one.
 pub fn share(len: usize, parts: usize, part: usize) -> Range<usize> {
     let (each, more) = (len / parts, len % parts);
     let start = part * each + part.min(more);
     start..start + each + usize::from(part < more)
 }
 
-/// [`Collective`] over messages between threads or processes.
+/// [`Collective`] by messages between threads or processes.
 ///
-/// An all-reduce is a reduce-scatter of equal parts and an all-gather: each rank sends and receives
-/// `2 (n - 1) / n` times the buffer. Every part is reduced by one rank, in the order of ranks.
+/// An all-reduce is a reduce-scatter of equal parts followed by an all-gather: each rank sends and
+/// receives `2 (n - 1) / n` times the buffer. Every part is reduced by one rank, in rank order.
 pub struct HostGroup {
     transport: Arc<dyn Transport>,
     /// Ranks in the world.
     members: Arc<[usize]>,
     rank: usize,
     id: u64,
-    /// Groups that were made of this one.
+    /// Number of groups derived from this one.
     splits: AtomicU64,
     timeout: Duration,
     activity: Activity,
@@ -108,7 +112,7 @@ impl fmt::Debug for HostGroup {
 }
 
 impl HostGroup {
-    /// The group of all ranks of `transport`, of which this is `rank`. A call waits for another
+    /// Creates the group of all ranks of `transport`, for rank `rank`. A call waits for another
     /// rank for at most `timeout`.
     pub(crate) fn world(
         transport: Arc<dyn Transport>,
@@ -127,17 +131,18 @@ impl HostGroup {
         }
     }
 
-    /// The ranks of this group, in the numbers of the world.
+    /// Returns the ranks of this group, numbered in the world.
     pub fn members(&self) -> &[usize] {
         &self.members
     }
 
-    /// The group of `members`, ranks of this group in ascending order, this one among them. All of
-    /// them call this at the same point of their program, and all groups are made in the same order
-    /// by all of their members; nothing is exchanged.
+    /// Returns the group of `members`, ranks of this group in ascending order, including this one.
+    /// All members must call this at the same point of their program, and create all groups in the
+    /// same order; nothing is exchanged.
     ///
     /// # Errors
-    /// When `members` is not ascending, has a rank that there is not, or lacks this one.
+    /// Returns an error if `members` is not ascending, contains a rank out of range, or lacks this
+    /// rank.
     pub fn subgroup(&self, members: &[usize]) -> Result<Self> {
         let ascending = members.is_sorted_by(|one, next| one < next);
         let exist = members.iter().all(|member| *member < self.size());
@@ -154,8 +159,8 @@ impl HostGroup {
             ));
         };
         let world: Arc<[usize]> = members.iter().map(|member| self.members[*member]).collect();
-        // Groups of other members may have the same number of splits: their messages are told
-        // apart by the members.
+        // Groups of other members may have the same number of splits: their messages are
+        // distinguished by the members.
         let mut hasher = std::hash::DefaultHasher::new();
         hasher.write_u64(self.id);
         hasher.write_u64(self.splits.fetch_add(1, Ordering::Relaxed));
@@ -171,24 +176,24 @@ impl HostGroup {
         })
     }
 
-    /// What the watchdog says that this rank does between collectives.
+    /// Sets the label of this rank's activity between collectives, for the watchdog.
     pub fn label(&self, doing: &str) {
         self.activity.label(doing);
     }
 
-    /// Has the watchdog call `probe` every half second, in a thread of its own. The first error ends
-    /// the run on all ranks, which learn this rank and the error.
+    /// Registers `probe`, which the watchdog calls every half second in its thread. The first error
+    /// ends the run on all ranks, and names this rank and the error.
     pub fn watch(&self, probe: impl Fn() -> Result<()> + Send + 'static) {
         self.activity.watch(probe);
     }
 
-    /// What measures the collectives of this rank, in this group and all others.
+    /// Returns the meter of this rank's collectives, in this group and all others.
     pub fn meter(&self) -> &Meter {
         self.activity.meter()
     }
 
-    /// Collectives that this rank has begun so far, in this group and all others, over the memory of
-    /// the host and on devices.
+    /// Number of collectives that this rank has begun so far, in this group and all others, over
+    /// host memory and on devices.
     pub fn calls(&self) -> u64 {
         self.activity.snapshot().sequence
     }
@@ -201,7 +206,8 @@ impl HostGroup {
         &self.transport
     }
 
-    /// All other ranks, beginning with the next: not all of them send to the same one first.
+    /// Returns all other ranks, beginning with the next one, so that not all ranks send to the same
+    /// rank first.
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, size) = (self.rank, self.size());
         (1..size).map(move |step| (rank + step) % size)
@@ -223,7 +229,7 @@ impl HostGroup {
         }
     }
 
-    /// Fails unless `argument` has `expected` elements of the type of `call`.
+    /// Returns an error if `argument` does not have `expected` elements of the dtype of `call`.
     fn check(
         &self,
         call: &Call,
@@ -256,7 +262,7 @@ impl HostGroup {
         Err(self.invalid(call, "reduction", reduction, "sum, max or min of integers"))
     }
 
-    /// Sends `payload` to `peer`, behind the call that it belongs to.
+    /// Sends `payload` to `peer`, preceded by the encoded call.
     fn post(&self, call: &Call, peer: usize, payload: &[u8]) -> Result<()> {
         if payload.len() > MOST_BYTES {
             let found = format!("{} bytes", payload.len());
@@ -274,7 +280,7 @@ impl HostGroup {
         sent.map_err(|absent| self.absent(call, peer, absent))
     }
 
-    /// The message of `peer` for `call`, whose payload has `bytes` bytes.
+    /// Receives the message of `peer` for `call`, with a payload of `bytes` bytes.
     fn collect(&self, call: &Call, peer: usize, bytes: usize) -> Result<Message> {
         let deadline = Instant::now() + self.timeout;
         let inbox = self.transport.inbox();
@@ -284,7 +290,7 @@ impl HostGroup {
         let other = message.get(..Call::BYTES).unwrap_or_default();
         let other = Call::decode(other).map(|other| other.to_string());
         let other = other.unwrap_or_else(|error| error.to_string());
-        // Two calls are equal when their texts are: they have all fields.
+        // Two calls are equal if their texts are: the text contains all fields.
         let error = if other != call.to_string() {
             ParallelError::Mismatch {
                 rank: self.rank,
@@ -334,7 +340,7 @@ impl HostGroup {
         error
     }
 
-    /// Ends the calls of all ranks because of this one.
+    /// Ends the calls of all ranks because of this rank.
     fn fail(&self, call: &Call, reason: String) {
         self.transport.abort(&Failure {
             rank: self.members[self.rank],
@@ -343,7 +349,7 @@ impl HostGroup {
         });
     }
 
-    /// Fails after [`Collective::abort`], in groups of one rank too.
+    /// Returns an error after [`Collective::abort`], also in groups of one rank.
     fn alive(&self) -> Result<()> {
         match self.transport.inbox().failure() {
             Some(failure) => Err(ParallelError::Aborted(failure)),
@@ -351,8 +357,8 @@ impl HostGroup {
         }
     }
 
-    /// Reduces this rank's part of all ranks' elements: `part(r)` is that of rank `r` in `input`,
-    /// and `out` where this rank's part goes.
+    /// Reduces this rank's part of all ranks' elements. `part(r)` is the range of rank `r` in
+    /// `input`, and `out` receives this rank's part.
     fn reduce_parts(
         &self,
         call: &Call,
@@ -373,7 +379,7 @@ impl HostGroup {
             .collect()
     }
 
-    /// Sends `part(rank)` of `buffer` to all, and fills in those of the others.
+    /// Sends `part(rank)` of `buffer` to all other ranks, and receives theirs.
     fn gather_parts(
         &self,
         call: &Call,
@@ -391,11 +397,11 @@ impl HostGroup {
     }
 }
 
-/// A message with the call before it.
+/// Message that begins with the encoded call.
 struct Message(Vec<u8>);
 
 impl Message {
-    /// What this rank would send to itself.
+    /// Creates the message that this rank would send to itself.
     fn own(payload: &[u8]) -> Self {
         let mut message = vec![0; Call::BYTES];
         message.extend(payload);

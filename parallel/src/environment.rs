@@ -1,4 +1,4 @@
-//! The rank of this process and the address of rank 0, from the variables that launchers set.
+//! Rank of this process and address of rank 0, from the variables that launchers set.
 //!
 //! | launcher | rank | rank on its machine | ranks |
 //! |---|---|---|---|
@@ -8,14 +8,15 @@
 //! | Slurm (`srun`) | `SLURM_PROCID` | `SLURM_LOCALID` | `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` |
 //! | Kubernetes, indexed job | `JOB_COMPLETION_INDEX` | 0 | `WORLD_SIZE` |
 //!
-//! The first row whose rank is set counts, since launchers nest in this order: torchrun within a
-//! Slurm job inherits Slurm's variables. MPI's own two families are set by one launcher and have to
-//! agree. A Slurm rank counts in a step alone (`SLURM_STEP_ID`): a batch script has one as well.
+//! The first row whose rank variable is set is used, because launchers nest in this order: torchrun
+//! in a Slurm job inherits Slurm's variables. The two MPI families are set by one launcher and must
+//! agree. A Slurm rank is used only in a step (`SLURM_STEP_ID`), because a batch script has a rank
+//! too.
 //!
-//! All of them need `MASTER_ADDR`, the address of rank 0's machine in the network of the run;
+//! All launchers require `MASTER_ADDR`, the address of rank 0's machine in the network of the run;
 //! `MASTER_PORT`, a port that is free there; and `NVFP4_TOKEN`, a secret of at least 16 bytes. Rank
-//! 0 listens on `MASTER_ADDR` alone. Where torchrun's agent holds `MASTER_PORT`
-//! (`TORCHELASTIC_USE_AGENT_STORE`), the port above it is taken.
+//! 0 listens only on `MASTER_ADDR`. If torchrun's agent uses `MASTER_PORT`
+//! (`TORCHELASTIC_USE_AGENT_STORE`), the next port is used.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -37,19 +38,19 @@ pub const LOCAL_RANK: &str = "LOCAL_RANK";
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
 /// Name of torchrun's variable with the number of ranks on this machine.
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
-/// Says that the address at [`MASTER_PORT`] is in use by torchrun itself.
+/// Variable that is set if torchrun itself uses the address at [`MASTER_PORT`].
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// Set in a Slurm step, and not in a batch script.
+/// Variable that is set in a Slurm step, but not in a batch script.
 const SLURM_STEP: &str = "SLURM_STEP_ID";
 
-/// Where a process stands among the processes of its run.
+/// Position of a process among the processes of its run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Environment {
-    /// Who started it.
+    /// Name of the launcher.
     pub launcher: &'static str,
-    /// Less than [`world`](Self::world).
+    /// Rank, less than [`world`](Self::world).
     pub rank: usize,
-    /// The rank among those of the same machine: the index of its GPU.
+    /// Rank among those of the same machine: the index of its GPU.
     pub local_rank: usize,
     /// Number of ranks.
     pub world: usize,
@@ -57,16 +58,16 @@ pub struct Environment {
     pub address: String,
     /// Port of the store on rank 0.
     pub port: u16,
-    /// The secret of the run.
+    /// Secret of the run.
     pub token: Token,
 }
 
-/// The variables of one launcher.
+/// Variables of one launcher.
 struct Family {
     name: &'static str,
     rank: &'static str,
     local_rank: Option<&'static str>,
-    /// The first one that is set counts.
+    /// Candidates; the first one that is set is used.
     world: &'static [&'static str],
 }
 
@@ -104,22 +105,23 @@ const FAMILIES: [Family; 5] = [
 ];
 
 impl Environment {
-    /// That of this process; none when no launcher has set a rank, or one rank without an address.
+    /// Returns the environment of this process; `None` if no launcher has set a rank, or there is
+    /// only one rank and no address.
     ///
     /// # Errors
-    /// When a variable is missing, is no number, or contradicts another one.
+    /// Returns an error if a variable is missing, is not a number, or contradicts another one.
     pub fn detect() -> Result<Option<Self>> {
-        // A variable that is not UTF-8 is none of these.
+        // Variables that are not UTF-8 are none of these.
         let variables = env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
         Self::from_variables(&variables.collect())
     }
 
-    /// That of a process with these variables.
+    /// Returns the environment of a process with these variables.
     ///
     /// # Errors
-    /// As [`detect`](Self::detect).
+    /// Same as [`detect`](Self::detect).
     pub fn from_variables(variables: &BTreeMap<String, String>) -> Result<Option<Self>> {
         let variables = Variables(variables);
         let present = |family: &&Family| {
@@ -127,7 +129,8 @@ impl Environment {
             variables.get(family.rank).is_some() && step
         };
         let Some(family) = FAMILIES.iter().find(present) else {
-            // Half a launcher: with the rank forgotten, each process would train on its own.
+            // Incomplete launcher variables: if the rank were ignored, each process would train
+            // separately.
             if variables.get(LOCAL_RANK).is_some() {
                 return Err(variables.missing(RANK, "the rank, as LOCAL_RANK is set"));
             }
@@ -146,7 +149,7 @@ impl Environment {
             return Err(variables.wrong(family.rank, &expected));
         }
         let local_rank = match family.local_rank {
-            // PMI does not have it.
+            // PMI need not set it.
             Some(name) if family.name != "PMI" || variables.get(name).is_some() => {
                 let local = variables.number(name)?;
                 if local > rank {
@@ -164,7 +167,7 @@ impl Environment {
         };
         variables.agree(family, rank, world)?;
         if world == 1 && variables.get(MASTER_ADDR).is_none() {
-            // A step of Slurm with one task, say: it has nobody to find.
+            // For example a Slurm step with one task: there is no other rank to find.
             return Ok(None);
         }
         let Some(address) = variables.get(MASTER_ADDR) else {
@@ -185,7 +188,7 @@ impl Environment {
         };
         let token = Token::new(token).map_err(|_| ParallelError::Environment {
             variable: TOKEN.into(),
-            // Not to be printed.
+            // The token must not be printed.
             found: format!("{} bytes long", token.len()),
             expected: format!("at least {} bytes long", Token::SHORTEST),
         })?;
@@ -231,7 +234,7 @@ impl<'a> Variables<'a> {
         }
     }
 
-    /// MPI's two families come from one launcher: where both are set, they say the same.
+    /// Checks that the two MPI families, which one launcher sets, agree if both are set.
     fn agree(&self, family: &Family, rank: usize, world: usize) -> Result<()> {
         if family.name != "Open MPI" {
             return Ok(());
@@ -301,7 +304,7 @@ mod tests {
     fn inner_launchers_count() {
         assert_eq!(place(&[TORCHRUN, SLURM]).0, "torchrun");
         assert_eq!(place(&[OPEN_MPI, SLURM]).0, "Open MPI");
-        // A batch script has a rank of Slurm's, but is not one of several.
+        // A batch script has a Slurm rank, but is not one of several ranks.
         assert_eq!(detect(&[&SLURM[..3], COMMON]), Ok(None));
         let steps = [("SLURM_STEP_NUM_TASKS", "4")];
         assert_eq!(place(&[SLURM, &steps]), ("Slurm", 2, 0, 4));

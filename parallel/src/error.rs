@@ -1,36 +1,36 @@
-//! What can go wrong between ranks.
+//! Errors between ranks.
 
 use std::fmt;
 
-/// The result of this crate's functions.
+/// Result of this crate's functions.
 pub type Result<T> = std::result::Result<T, ParallelError>;
 
-/// Why a group of ranks cannot go on. Where a rank is known, it is that of the process that reports
-/// the error, in the numbers of its group.
+/// Error of a group of ranks. A field `rank` is that of the process that reports the error,
+/// numbered in its group.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParallelError {
-    /// An argument of a call has a value that it may not have.
+    /// An argument of a call has an invalid value.
     #[error("{argument} is {found}, but must be {expected}")]
     Argument {
         /// Name of the argument.
         argument: &'static str,
-        /// Its value.
+        /// Value of the argument.
         found: String,
-        /// What it may be.
+        /// Valid values.
         expected: String,
     },
-    /// The arguments of a collective do not fit each other.
+    /// The arguments of a collective do not match each other.
     #[error("rank {rank}, {call}: {argument} is {found}, but must be {expected}")]
     Call {
-        /// The rank that made the call.
+        /// Rank that made the call.
         rank: usize,
-        /// The call.
+        /// Call.
         call: String,
         /// Name of the argument.
         argument: &'static str,
-        /// Its value.
+        /// Value of the argument.
         found: String,
-        /// What it may be.
+        /// Valid values.
         expected: String,
     },
     /// Two ranks of a group made different calls where the same is needed.
@@ -39,37 +39,37 @@ pub enum ParallelError {
          in the same order"
     )]
     Mismatch {
-        /// The rank that noticed it.
+        /// Rank that noticed the mismatch.
         rank: usize,
-        /// Its call.
+        /// Call of that rank.
         call: String,
-        /// The rank that called something else.
+        /// Rank with the other call.
         peer: usize,
-        /// What that was.
+        /// Call of the other rank.
         other: String,
     },
     /// A rank did not answer in time.
     #[error("rank {rank}, {call}: nothing came from rank {peer} within {seconds} s")]
     Timeout {
-        /// The rank that waited.
+        /// Rank that waited.
         rank: usize,
-        /// Its call.
+        /// Call of that rank.
         call: String,
-        /// The rank that it waited for.
+        /// Rank that it waited for.
         peer: usize,
-        /// For how long.
+        /// Waiting time in seconds.
         seconds: u64,
     },
-    /// The connection to a rank ended.
+    /// The connection to a rank was lost.
     #[error("rank {rank}, {call}: the connection to rank {peer} ended: {reason}")]
     Lost {
-        /// The rank that noticed it.
+        /// Rank that noticed the loss.
         rank: usize,
-        /// Its call.
+        /// Call of that rank.
         call: String,
-        /// The rank that is gone.
+        /// Rank that is gone.
         peer: usize,
-        /// How it ended.
+        /// Reason of the loss.
         reason: String,
     },
     /// The run was ended because a rank failed.
@@ -78,43 +78,43 @@ pub enum ParallelError {
     /// An environment variable is missing or contradicts another one.
     #[error("environment variable {variable} is {found}, but must be {expected}")]
     Environment {
-        /// Its name.
+        /// Name of the variable.
         variable: String,
-        /// Its value.
+        /// Value of the variable.
         found: String,
-        /// What it may be.
+        /// Valid values.
         expected: String,
     },
-    /// Something failed between this process and the store or another rank.
+    /// An operation between this process and the store or another rank failed.
     #[error("{operation} at {address}: {reason}")]
     Connection {
-        /// The address of the other side.
+        /// Address of the peer.
         address: String,
-        /// What was tried.
+        /// Attempted operation.
         operation: String,
-        /// Why it failed.
+        /// Reason of the failure.
         reason: String,
     },
-    /// A message is not one of the protocol.
+    /// A message does not follow the protocol.
     #[error("malformed message: {0}")]
     Malformed(String),
     /// A library is missing or reports an error.
     #[error("{library}, {operation}: {reason}")]
     Library {
-        /// Its name.
+        /// Name of the library.
         library: &'static str,
-        /// What was asked of it.
+        /// Operation that was called.
         operation: String,
-        /// Its answer.
+        /// Error of the library.
         reason: String,
     },
-    /// A command could not be started or ended badly.
+    /// A command could not be started or failed.
     #[error("{0}")]
     Launch(String),
 }
 
 impl ParallelError {
-    /// An argument with a value that it may not have.
+    /// Creates the error of an argument with an invalid value.
     pub(crate) fn argument(
         argument: &'static str,
         found: impl fmt::Display,
@@ -127,7 +127,7 @@ impl ParallelError {
         }
     }
 
-    /// What failed at `address`.
+    /// Creates the error of an operation that failed at `address`.
     pub(crate) fn connection(
         address: impl fmt::Display,
         operation: impl fmt::Display,
@@ -141,14 +141,14 @@ impl ParallelError {
     }
 }
 
-/// The rank that ended a run, and why.
+/// Rank that ended a run, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The rank in the world.
+    /// Rank in the world.
     pub rank: usize,
-    /// What it was doing.
+    /// Activity of the rank.
     pub doing: String,
-    /// What happened to it.
+    /// Reason of the failure.
     pub reason: String,
 }
 

@@ -1,4 +1,4 @@
-//! Messages that have come for a rank and wait to be taken, by sender and group.
+//! Queue of received messages, by sender and group.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -6,26 +6,25 @@ use std::time::Instant;
 
 use crate::error::Failure;
 
-/// Bytes of one sender that wait; more are left with the sender.
+/// Maximum bytes queued per sender; the sender waits with more.
 const MOST_WAITING: usize = 256 << 20;
 
-/// How a rank sends to the others and receives from them. Messages of one sender in one group
-/// arrive in their order.
+/// Transport of messages between ranks. Messages of one sender in one group arrive in order.
 pub(crate) trait Transport: Send + Sync {
-    /// Sends `message` to rank `to` of the world, which is not this one.
+    /// Sends `message` to rank `to` of the world, which must not be this one.
     fn send(&self, to: usize, group: u64, message: Vec<u8>) -> Result<(), Absent>;
 
-    /// What came for this rank.
+    /// Returns the messages received by this rank.
     fn inbox(&self) -> &Inbox;
 
-    /// Ends the calls of all ranks, this one included, with `failure`.
+    /// Ends the calls of all ranks, including this one, with `failure`.
     fn abort(&self, failure: &Failure);
 }
 
-/// Why no message is there.
+/// Reason why no message is available.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Absent {
-    /// The time is over.
+    /// The deadline has passed.
     Late,
     /// The sender is gone.
     Lost(String),
@@ -41,7 +40,7 @@ struct State {
     failure: Option<Failure>,
 }
 
-/// See the [module](self).
+/// Queue of received messages; see the [module](self).
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     state: Mutex<State>,
@@ -53,7 +52,7 @@ impl Inbox {
         self.state.lock().unwrap_or_else(|held| held.into_inner())
     }
 
-    /// Adds a message, as soon as fewer than [`MOST_WAITING`] bytes of its sender wait.
+    /// Adds a message once fewer than [`MOST_WAITING`] bytes of its sender are queued.
     pub fn push(&self, from: usize, group: u64, message: Vec<u8>) {
         let mut state = self.lock();
         while state.failure.is_none()
@@ -74,24 +73,24 @@ impl Inbox {
         self.changed.notify_all();
     }
 
-    /// No more messages come from `from`.
+    /// Registers that no more messages come from `from`.
     pub fn lose(&self, from: usize, reason: String) {
         self.lock().lost.entry(from).or_insert(reason);
         self.changed.notify_all();
     }
 
-    /// Every call of this rank ends with `failure` from now on; the first one counts.
+    /// Ends every call of this rank with `failure` from now on; the first failure is kept.
     pub fn abort(&self, failure: &Failure) {
         self.lock().failure.get_or_insert_with(|| failure.clone());
         self.changed.notify_all();
     }
 
-    /// Why the run was ended, if it was.
+    /// Returns the failure that ended the run, if any.
     pub fn failure(&self) -> Option<Failure> {
         self.lock().failure.clone()
     }
 
-    /// The next message of `from` in `group`.
+    /// Returns the next message of `from` in `group`.
     pub fn pop(&self, from: usize, group: u64, deadline: Instant) -> Result<Vec<u8>, Absent> {
         let mut state = self.lock();
         loop {

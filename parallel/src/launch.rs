@@ -1,8 +1,8 @@
-//! Starts the processes of a run on this machine, and ends all of them when one fails.
+//! Starts the processes of a run on this machine, and ends all of them if one fails.
 //!
-//! Each process gets torchrun's variables and a token that was drawn for the run (see
-//! [`environment`](crate::environment)). Each is the leader of a process group, so that what it
-//! starts itself ends with it. On Linux they end when the launcher is killed.
+//! Each process gets torchrun's variables and a token drawn for the run (see
+//! [`environment`](crate::environment)). Each is the leader of a process group, so that its child
+//! processes end with it. On Linux the processes end if the launcher is killed.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -18,45 +18,44 @@ use crate::environment::{LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
 use crate::error::{ParallelError, Result};
 use crate::token::Token;
 
-/// Lines that are kept of a rank whose output is not shown.
+/// Number of output lines kept for a rank whose output is not shown.
 const TAIL: usize = 20;
-/// Between two looks at the processes.
+/// Interval between checks of the processes.
 const TICK: Duration = Duration::from_millis(20);
 
-/// Which ranks' output is shown.
+/// Ranks whose output is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Show {
-    /// That of rank 0, as it is, and the last lines of a rank that fails.
+    /// Unmodified output of rank 0, and the last lines of a rank that fails.
     First,
-    /// That of all, with the rank before each line.
+    /// Output of all ranks, each line prefixed by the rank.
     All,
 }
 
-/// What to start.
+/// Processes to start.
 #[derive(Debug, Clone)]
 pub struct Launch {
     /// Number of processes.
     pub processes: usize,
-    /// The program and its arguments, the same for all.
+    /// Program and arguments, the same for all.
     pub command: Vec<OsString>,
-    /// What is shown of their output.
+    /// Ranks whose output is shown.
     pub show: Show,
-    /// Once a rank has failed, the others have so long to end by themselves, and so long again
-    /// after they were asked to (SIGTERM).
+    /// Once a rank has failed, time for the others to end by themselves, and again after SIGTERM.
     pub grace: Duration,
 }
 
-/// How a run ended.
+/// Result of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {
-    /// The exit code to pass on: of the first rank that failed, 128 and the number of the signal
+    /// Exit code to pass on: that of the first rank that failed, 128 plus the number of the signal
     /// that killed it, or 0.
     pub code: u8,
-    /// What went wrong, if something did.
+    /// Description of the failure, if any.
     pub problem: Option<String>,
 }
 
-/// One process.
+/// Process of a rank.
 struct Rank {
     child: Child,
     status: Option<ExitStatus>,
@@ -66,12 +65,12 @@ struct Rank {
 }
 
 impl Launch {
-    /// Starts the processes and waits for all of them. SIGINT, SIGTERM and SIGHUP are passed on to
+    /// Starts the processes and waits for all of them. Passes SIGINT, SIGTERM and SIGHUP on to
     /// them.
     ///
     /// # Errors
-    /// When there is no command, the number of processes is zero, or one cannot be started; those
-    /// that were are ended.
+    /// Returns an error if there is no command, the number of processes is zero, or one cannot be
+    /// started; those already started are ended.
     pub fn run(&self) -> Result<Ended> {
         if self.processes == 0 {
             return Err(ParallelError::argument("processes", 0, "at least 1"));
@@ -111,7 +110,8 @@ impl Launch {
             }
         }
         let ended = self.wait(&mut ranks, &signals);
-        // After all processes have ended: what they wrote is shown before why it ended.
+        // After all processes have ended, so that their output is shown before the reason of the
+        // failure.
         for reader in ranks.into_iter().flat_map(|rank| rank.readers) {
             let _ = reader.join();
         }
@@ -150,9 +150,9 @@ impl Launch {
         })
     }
 
-    /// Until all have ended.
+    /// Waits until all processes have ended.
     fn wait(&self, ranks: &mut [Rank], signals: &Signals) -> Ended {
-        // The first rank that failed, with its status.
+        // First rank that failed, with its status.
         let mut failed: Option<(usize, ExitStatus, Instant)> = None;
         let mut asked = false;
         let mut interrupted = false;
@@ -167,15 +167,15 @@ impl Launch {
                     && let Ok(Some(status)) = rank.child.try_wait()
                 {
                     rank.status = Some(status);
-                    // What it has started itself and left behind.
+                    // Ends child processes that it left running.
                     rank.signal_group(Signal::Kill);
                     if !status.success() {
                         ended.push((number, status));
                     }
                 }
             }
-            // Of those that failed within a tick, one that was killed was the first: others end by
-            // themselves when it is gone.
+            // Among those that failed within a tick, a killed process was first: others end by
+            // themselves after it is gone.
             let first = (ended.into_iter()).min_by_key(|(_, status)| status.code().is_some());
             failed = failed.or(first.map(|(number, status)| (number, status, Instant::now())));
             if ranks.iter().all(|rank| rank.status.is_some()) {
@@ -199,7 +199,7 @@ impl Launch {
                 code: 0,
                 problem: None,
             },
-            // Who was told to stop did.
+            // The process that was told to stop did.
             Some((_, status, _)) if interrupted => Ended {
                 code: code(status),
                 problem: None,
@@ -229,7 +229,7 @@ impl Launch {
 }
 
 impl Rank {
-    /// To the process and all that it has started, if it has not ended.
+    /// Sends a signal to the process and its children, if it has not ended.
     fn signal(&mut self, signal: Signal) {
         if self.status.is_none() {
             self.signal_group(signal);
@@ -251,7 +251,7 @@ impl Rank {
 
     #[cfg(not(unix))]
     fn signal_group(&mut self, _signal: Signal) {
-        // Nothing else ends a process there.
+        // No other way to end a process on this platform.
         let _ = self.child.kill();
     }
 }
@@ -266,7 +266,7 @@ fn read(
 ) {
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();
-    // A line that is none is cut: nothing else bounds it.
+    // Cuts overlong lines: nothing else bounds their length.
     while let Ok(1..) = (&mut reader).take(1 << 16).read_until(b'\n', &mut line) {
         let text = String::from_utf8_lossy(&line);
         let text = text.trim_end_matches(['\n', '\r']);
@@ -285,7 +285,7 @@ fn read(
     }
 }
 
-/// What a launcher tells the ranks.
+/// Signal from the launcher to the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Signal {
     #[cfg_attr(not(unix), allow(dead_code))]
@@ -296,7 +296,7 @@ enum Signal {
     Kill,
 }
 
-/// The exit code of a status, as shells have it.
+/// Returns the exit code of a status, as in shells.
 fn code(status: ExitStatus) -> u8 {
     #[cfg(unix)]
     {
@@ -311,8 +311,8 @@ fn code(status: ExitStatus) -> u8 {
         .unwrap_or(1)
 }
 
-/// A port of this machine that nobody uses now. Another process could take it before rank 0 does,
-/// which then fails and says so.
+/// Returns a port of this machine that is free now. If another process takes it before rank 0 does,
+/// rank 0 fails with an error.
 fn free_port() -> Result<u16> {
     let address = (Ipv4Addr::LOCALHOST, 0);
     let found = TcpListener::bind(address).and_then(|listener| listener.local_addr());
@@ -322,7 +322,7 @@ fn free_port() -> Result<u16> {
     Ok(found.port())
 }
 
-/// A process group of its own, which ends with the launcher.
+/// Creates a separate process group that ends with the launcher.
 #[cfg(unix)]
 fn isolate(command: &mut Command) {
     use std::os::unix::process::CommandExt;
@@ -341,7 +341,7 @@ fn isolate(command: &mut Command) {
 #[cfg(not(unix))]
 fn isolate(_command: &mut Command) {}
 
-/// Signals that the launcher got.
+/// Signals received by the launcher.
 struct Signals {
     #[cfg(unix)]
     received: [(Arc<std::sync::atomic::AtomicUsize>, Signal); 3],
@@ -371,7 +371,7 @@ impl Signals {
         Ok(Self { received, ids })
     }
 
-    /// Those since the last call.
+    /// Returns the signals since the last call.
     fn take(&self) -> Vec<Signal> {
         use std::sync::atomic::Ordering;
         let taken = self.received.iter().flat_map(|(count, signal)| {

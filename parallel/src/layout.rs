@@ -1,24 +1,24 @@
-//! Which ranks of a world work together, by kind of parallelism.
+//! Layout of a world's ranks in groups, by kind of parallelism.
 
 use std::fmt;
 
 use crate::error::{ParallelError, Result};
 
-/// A kind of parallelism.
+/// Kind of parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Axis {
-    /// Parts of each matrix; the closest ranks, since it exchanges most.
+    /// Tensor parallelism: neighboring ranks, because it exchanges most.
     Tensor,
-    /// Parts of the experts.
+    /// Expert parallelism.
     Expert,
-    /// Parts of the batch.
+    /// Data parallelism.
     Data,
-    /// Parts of the layers; the farthest ranks.
+    /// Pipeline parallelism: the most distant ranks.
     Pipeline,
 }
 
 impl Axis {
-    /// All axes, from neighbouring ranks to distant ones.
+    /// All axes, from neighboring to distant ranks.
     pub const ALL: [Self; 4] = [Self::Tensor, Self::Expert, Self::Data, Self::Pipeline];
 }
 
@@ -33,18 +33,19 @@ impl fmt::Display for Axis {
     }
 }
 
-/// Sizes of the axes. Rank `((p · data + d) · expert + e) · tensor + t` is at place `t`, `e`, `d`
-/// and `p` of them: ranks of one tensor-parallel group are neighbours, as in Megatron.
+/// Sizes of the axes. Rank `((p · data + d) · expert + e) · tensor + t` has the coordinates `t`,
+/// `e`, `d` and `p`: ranks of one tensor-parallel group are neighbors, as in Megatron.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Layout {
     sizes: [usize; 4],
 }
 
 impl Layout {
-    /// A world of `world` ranks with the given sizes; data parallelism takes what they leave.
+    /// Creates the layout of `world` ranks with the given sizes; data parallelism uses the
+    /// remaining factor.
     ///
     /// # Errors
-    /// When a size is zero, or their product does not divide `world`.
+    /// Returns an error if a size is zero, or the sizes multiplied together do not divide `world`.
     pub fn new(world: usize, tensor: usize, expert: usize, pipeline: usize) -> Result<Self> {
         let given = [
             ("tensor", tensor),
@@ -70,28 +71,28 @@ impl Layout {
         })
     }
 
-    /// Ranks of a group along `axis`.
+    /// Number of ranks per group along `axis`.
     pub fn size(&self, axis: Axis) -> usize {
         self.sizes[axis as usize]
     }
 
-    /// Ranks of the world.
+    /// Number of ranks in the world.
     pub fn world(&self) -> usize {
         self.sizes.iter().product()
     }
 
-    /// The place of `rank` along `axis`.
+    /// Returns the coordinate of `rank` along `axis`.
     pub fn place(&self, rank: usize, axis: Axis) -> usize {
         let below: usize = self.sizes[..axis as usize].iter().product();
         rank / below % self.size(axis)
     }
 
-    /// The ranks that have the place of `rank` on all axes but `axes`, in ascending order: its
-    /// group along them. The gradients of parameters that experts share are those of the group
-    /// along data and expert.
+    /// Returns the group of `rank` along `axes`: the ranks with its coordinates on all other axes,
+    /// in ascending order. The gradients of parameters that experts share are reduced over the
+    /// group along data and expert.
     ///
     /// # Errors
-    /// When `rank` is not one of the world.
+    /// Returns an error if `rank` is not in the world.
     pub fn group(&self, rank: usize, axes: &[Axis]) -> Result<Vec<usize>> {
         if rank >= self.world() {
             let expected = format!("less than {}", self.world());
@@ -105,7 +106,7 @@ impl Layout {
         Ok((0..self.world()).filter(member).collect())
     }
 
-    /// All groups along `axes`, by their first rank.
+    /// Returns all groups along `axes`, ordered by their first rank.
     pub fn groups(&self, axes: &[Axis]) -> Vec<Vec<usize>> {
         let groups = (0..self.world()).map(|rank| self.group(rank, axes).expect("of the world"));
         let mut groups: Vec<_> = groups.collect();
@@ -115,7 +116,7 @@ impl Layout {
     }
 }
 
-/// The sizes, then a line with the groups of each axis that has any.
+/// Shows the sizes, then a line with the groups of each axis that has any.
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ranks", self.world())?;
@@ -153,7 +154,7 @@ mod tests {
         assert_eq!(Layout::new(1, 1, 1, 1).unwrap().to_string(), "1 ranks");
     }
 
-    /// Each axis splits the world, and places number the ranks as the formula says.
+    /// Each axis partitions the world, and coordinates number the ranks by the formula.
     #[test]
     fn axes_split_the_world() {
         let layout = Layout::new(24, 2, 2, 3).unwrap();

@@ -1,16 +1,17 @@
-//! Processes that train one model together, a process for each device. It knows nothing of Burn.
+//! Process groups for training one model on several devices, with one process per device.
+//! Independent of Burn.
 //!
 //! - [`environment`] reads the rank and the address of rank 0 that a launcher has set: this
-//!   project's own ([`launch`]), torchrun, Open MPI, PMI, Slurm or Kubernetes.
+//!   project's own launcher ([`launch`]), torchrun, Open MPI, PMI, Slurm or Kubernetes.
 //! - [`layout`] numbers the ranks of data, tensor, expert and pipeline parallelism.
 //! - [`store`] is the rendezvous: a small server on rank 0 with a shared token, through which ranks
 //!   find each other, and which notices when one of them dies or hangs.
-//! - [`watchdog`] is the other end of that, in each process.
-//! - [`collective`] has the operations: [`Collective`] is implemented over host memory by
+//! - [`watchdog`] is the client side of that, in each process.
+//! - [`collective`] contains the operations: [`Collective`] is implemented over host memory by
 //!   [`HostGroup`], between threads ([`loopback`]) or between processes over TCP ([`tcp`]).
-//! - [`meter`] measures how long a rank waits in them.
-//! - `nccl` (feature `cuda`) has the same operations on the memory of NVIDIA GPUs.
-//! - [`world`] joins all of it: what a process calls once.
+//! - [`meter`] measures the time that a rank waits in collectives.
+//! - `nccl` (feature `cuda`) contains the same operations on the memory of NVIDIA GPUs.
+//! - [`world`] combines all of these in one call per process.
 //! - [`launch`] starts the processes on one machine.
 //!
 //! ```
@@ -27,9 +28,9 @@
 //!
 //! # Order of reductions
 //!
-//! Reductions over host memory always add in the order of ranks, in `f32`, and round once to the
-//! type of the buffer. They are the same bits on all ranks and in every run. NCCL chooses its order
-//! by topology and size.
+//! Reductions over host memory always add in rank order, in `f32`, and round once to the dtype of
+//! the buffer. They have the same bits on all ranks and in every run. NCCL chooses its order by
+//! topology and size.
 
 pub mod buffer;
 pub mod call;

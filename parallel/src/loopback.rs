@@ -1,5 +1,5 @@
-//! A group of threads of one process: every parallel algorithm is tested on it without a network or
-//! a GPU.
+//! Group of threads of one process, on which every parallel algorithm is tested without a network
+//! or a GPU.
 
 use std::sync::Arc;
 use std::thread;
@@ -10,11 +10,11 @@ use crate::collective::HostGroup;
 use crate::error::{Failure, Result};
 use crate::inbox::{Absent, Inbox, Transport};
 
-/// The messages of one rank. When it is dropped, the others learn that it is gone.
+/// Messages of one rank. When it is dropped, the others learn that it is gone.
 struct Loopback {
     rank: usize,
     inboxes: Arc<[Inbox]>,
-    /// What each message takes.
+    /// Delay of each message.
     delay: Duration,
 }
 
@@ -47,19 +47,19 @@ impl Drop for Loopback {
     }
 }
 
-/// The groups of `size` ranks, each for a thread of its own. A call waits for another rank for at
-/// most `timeout`.
+/// Creates the groups of `size` ranks, each for a separate thread. A call waits for another rank
+/// for at most `timeout`.
 ///
 /// # Panics
-/// When `size` is zero.
+/// If `size` is zero.
 pub fn groups(size: usize, timeout: Duration) -> Vec<HostGroup> {
     slow_groups(size, timeout, Duration::ZERO)
 }
 
-/// [`groups`] between which each message takes `delay`: to see what a slow connection does.
+/// Version of [`groups`] in which each message takes `delay`, to simulate a slow connection.
 ///
 /// # Panics
-/// When `size` is zero.
+/// If `size` is zero.
 pub fn slow_groups(size: usize, timeout: Duration, delay: Duration) -> Vec<HostGroup> {
     assert!(size > 0, "size is 0, but a group has a rank");
     let inboxes: Arc<[Inbox]> = (0..size).map(|_| Inbox::default()).collect();
@@ -75,10 +75,10 @@ pub fn slow_groups(size: usize, timeout: Duration, delay: Duration) -> Vec<HostG
     (0..size).map(group).collect()
 }
 
-/// Runs `body` on each rank in a thread of its own; the results in the order of ranks.
+/// Runs `body` on each rank in a separate thread; returns the results in rank order.
 ///
 /// # Panics
-/// When `body` does, after all threads have ended.
+/// If `body` panics; after all threads have ended.
 pub fn run<T: Send>(
     groups: Vec<HostGroup>,
     body: impl Fn(HostGroup) -> Result<T> + Sync,

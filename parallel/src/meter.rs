@@ -1,23 +1,23 @@
-//! How long a rank waits in collectives, for the share of communication that compute does not hide.
+//! Time that a rank waits in collectives, for measuring exposed communication.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// A span of a device's time in which its compute stream waits for a collective.
+/// Span of device time in which the compute stream waits for a collective.
 pub trait DeviceSpan: Send {
-    /// Its length in seconds; waits until the device has passed its end.
+    /// Returns the length in seconds; waits until the device has passed the end of the span.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Returns an error if the device fails.
     fn seconds(&self) -> Result<f64, String>;
 }
 
-/// The time that one rank spends in the collectives of all of its groups. Clones are the same.
+/// Time that one rank spends in the collectives of all of its groups. Clones are the same meter.
 ///
-/// Calls over the memory of the host are always timed: two readings of a clock each. What the
-/// streams of a device wait for is measured while somebody [records](Self::record) it.
+/// Calls over host memory are always timed, by two clock readings each. Waits of a device's streams
+/// are measured only while they are [recorded](Self::record).
 #[derive(Clone, Default)]
 pub struct Meter(Arc<Times>);
 
@@ -42,8 +42,8 @@ impl Meter {
         self.0.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The time of all calls over the memory of the host that have ended: until all that this rank
-    /// sends is on its way, and all that it receives is there.
+    /// Total time of all completed calls over host memory: until everything that this rank sends is
+    /// on its way, and everything that it receives has arrived.
     pub fn host_time(&self) -> Duration {
         Duration::from_nanos(self.0.host_nanos.load(Ordering::Relaxed))
     }
@@ -54,23 +54,23 @@ impl Meter {
         self.0.host_nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// Whether those who queue collectives on a device measure, from here on, what its compute
-    /// stream waits for.
+    /// Sets whether the wait time of the compute stream is measured from now on when collectives
+    /// are queued on a device.
     pub fn record(&self, records: bool) {
         self.0.records.store(records, Ordering::Relaxed);
     }
 
-    /// Whether they do.
+    /// Returns true if the wait time is measured.
     pub fn is_recording(&self) -> bool {
         self.0.records.load(Ordering::Relaxed)
     }
 
-    /// Adds a span; those of one device do not overlap.
+    /// Adds a span; spans of one device must not overlap.
     pub fn push(&self, span: impl DeviceSpan + 'static) {
         self.spans().push(Box::new(span));
     }
 
-    /// The spans since the last call, whose device may not have passed them.
+    /// Returns the spans since the last call, which the device may not have passed yet.
     pub fn take(&self) -> Vec<Box<dyn DeviceSpan>> {
         std::mem::take(&mut *self.spans())
     }

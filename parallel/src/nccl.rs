@@ -1,11 +1,11 @@
-//! The operations over the memory of NVIDIA GPUs, by NCCL.
+//! Collectives over the memory of NVIDIA GPUs, by NCCL.
 //!
-//! The library is found at run time (`libnccl.so.2`, or the file that `NVFP4_NCCL` names) and never
-//! linked. Its interface is declared with plain integers; numbers and meanings are those of
+//! The library is loaded at run time (`libnccl.so.2`, or the file that `NVFP4_NCCL` names) and
+//! never linked. Its interface is declared with plain integers; numbers and meanings are those of
 //! `nccl.h` (NCCL 2.10 and later, for bf16).
 //!
-//! It has run between the two GPUs of one machine (NVIDIA H100), not between machines. What a machine
-//! without the library can test is tested there: the error when it, or a function of it, is missing.
+//! It has been run between the two GPUs of one machine (NVIDIA H100), not between machines. Tests
+//! on a machine without the library cover the errors for a missing library and a missing function.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -21,9 +21,9 @@ use crate::reduction::Reduction;
 
 /// Name of the variable with the path of the library.
 pub const PATH: &str = "NVFP4_NCCL";
-/// Names under which the loader is asked for it.
+/// File names for the dynamic loader.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// The first version with bf16.
+/// Oldest supported version, the first with bf16.
 const OLDEST: i32 = 21000;
 
 type Status = c_int;
@@ -36,7 +36,7 @@ const SUCCESS: Status = 0;
 /// `ncclInProgress`.
 const IN_PROGRESS: Status = 7;
 
-/// `ncclUniqueId`: what the ranks of a communicator have in common.
+/// `ncclUniqueId`: shared by the ranks of a communicator.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct UniqueId([u8; UniqueId::BYTES]);
@@ -45,7 +45,7 @@ impl UniqueId {
     /// `NCCL_UNIQUE_ID_BYTES`.
     const BYTES: usize = 128;
 
-    /// A new one, unless the library is missing or finds no network.
+    /// Creates a new id; returns an error if the library is missing or finds no network.
     fn new() -> Result<Self> {
         let mut id = Self([0; Self::BYTES]);
         let interface = Interface::get()?;
@@ -56,17 +56,17 @@ impl UniqueId {
     }
 }
 
-/// Declares the functions that are loaded.
+/// Declares the loaded functions.
 macro_rules! interface {
     ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
         struct Interface {
             $($field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            /// Unloaded never.
+            /// Never unloaded.
             _library: Option<Library>,
         }
 
         impl Interface {
-            /// The functions of `library`, or the name of the first one that it lacks.
+            /// Returns the functions of `library`, or the name of the first missing one.
             fn of(library: Library) -> std::result::Result<Self, String> {
                 // SAFETY: the signatures are those of `nccl.h`, in which every enumeration has the
                 // size of an int.
@@ -126,7 +126,7 @@ interface! {
 }
 
 impl Interface {
-    /// The library of this process, loaded once.
+    /// Returns the library of this process, loaded once.
     fn get() -> Result<&'static Self> {
         static INTERFACE: OnceLock<Result<Interface>> = OnceLock::new();
         let load = || match std::env::var_os(PATH) {
@@ -136,11 +136,11 @@ impl Interface {
         INTERFACE.get_or_init(load).as_ref().map_err(Clone::clone)
     }
 
-    /// The first library that the loader finds under one of `names`.
+    /// Loads the first library that the loader finds under one of `names`.
     fn load(names: &[&str]) -> Result<Self> {
         let mut reasons = Vec::new();
         for name in names {
-            // SAFETY: loading runs the library's initialisers, which are NVIDIA's.
+            // SAFETY: loading runs the library's initializers, which are NVIDIA's.
             match unsafe { Library::new(*name) } {
                 Ok(library) => {
                     let interface = Self::of(library).map_err(|reason| missing(name, reason))?;
@@ -171,7 +171,7 @@ impl Interface {
         }
     }
 
-    /// The error of a status, named by the library.
+    /// Converts a status to an error with the library's text.
     fn check(&self, operation: &str, status: Status) -> Result<()> {
         if status == SUCCESS {
             return Ok(());
@@ -214,20 +214,20 @@ fn reduction_of(reduction: Reduction) -> c_int {
     }
 }
 
-/// A part of an all-to-all: counts of elements, parts one after the other.
+/// Counts of elements of an all-to-all, whose parts are concatenated.
 #[derive(Debug, Clone, Copy)]
 pub struct Counts<'a> {
-    /// Elements for each rank.
+    /// Number of elements to each rank.
     pub send: &'a [usize],
-    /// Elements from each rank.
+    /// Number of elements from each rank.
     pub receive: &'a [usize],
 }
 
-/// A rank's end of a communicator. One thread queues operations. The watchdog asks for the errors of
-/// those that run on the device, and ends the run at the first one.
+/// Handle of a communicator. One thread queues operations. The watchdog polls for errors of
+/// operations on the device, and ends the run at the first one.
 ///
 /// Dropping it frees nothing: `ncclCommDestroy` waits for the other ranks, which may have ended, or
-/// wait for this one elsewhere. Its memory goes back when the process ends.
+/// may wait for this one elsewhere. Its memory is freed when the process ends.
 pub struct Communicator {
     interface: &'static Interface,
     handle: Handle,
@@ -236,7 +236,7 @@ pub struct Communicator {
     activity: Activity,
 }
 
-/// A communicator as the watchdog sees it.
+/// Communicator for polling by the watchdog.
 struct Watched {
     interface: &'static Interface,
     handle: Handle,
@@ -265,12 +265,12 @@ impl Watched {
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// The communicator of the ranks of `group`, for the device whose context is the current one.
-    /// All of them call it, and wait for each other; a rank that does not come is the watchdog's to
-    /// notice. Rank 0 draws the id, which travels over `group`.
+    /// Creates the communicator of the ranks of `group`, for the device of the current context. All
+    /// ranks call it and wait for each other; the watchdog notices a missing rank. Rank 0 creates
+    /// the id and broadcasts it over `group`.
     ///
     /// # Errors
-    /// When the library is missing or fails, or the group does.
+    /// Returns an error if the library is missing or fails, or the group fails.
     pub fn new(group: &HostGroup) -> Result<Self> {
         let (rank, size) = (group.rank(), group.size());
         let interface = Interface::get()?;
@@ -307,19 +307,20 @@ impl Communicator {
         self.size
     }
 
-    /// Queues `call` on `stream`: from the device address `input` to `output`. They may be equal
-    /// for all-reduce and broadcast; for all-gather and reduce-scatter the smaller one may be this
-    /// rank's part of the larger one.
+    /// Queues `call` on `stream`, from the device address `input` to `output`. The two may be equal
+    /// for all-reduce and broadcast. For all-gather and reduce-scatter the smaller buffer may be
+    /// this rank's shard of the larger one.
     ///
     /// # Safety
-    /// The current context is that of the communicator's device, and `stream` one of its streams.
-    /// The addresses are those of device memory that holds what `call` says (all ranks' parts of
-    /// the input of a reduce-scatter and of the output of an all-gather), alive until the stream
-    /// has passed the operation, and not written by others until then.
+    /// The current context must be that of the communicator's device, and `stream` one of its
+    /// streams. The addresses must be those of device memory of the size that `call` requires (all
+    /// ranks' shards for the input of a reduce-scatter and the output of an all-gather). The memory
+    /// must stay alive, and must not be written by others, until the stream has passed the
+    /// operation.
     ///
     /// # Errors
-    /// When `call` is not a collective of equal parts, a rank or reduction is not one that there
-    /// is, or the library refuses.
+    /// Returns an error if `call` is not a collective of equal parts, a rank or reduction is out of
+    /// range, or the library returns an error.
     pub unsafe fn queue(
         &mut self,
         call: &Call,
@@ -369,14 +370,14 @@ impl Communicator {
         library.check(name, status)
     }
 
-    /// Queues calls as [`queue`](Self::queue) does, all at once: NCCL makes few kernels of them. Each
-    /// has an address of its input and one of its output.
+    /// Queues several calls like [`queue`](Self::queue) in one NCCL group, which NCCL combines into
+    /// few kernels. Each call has an input address and an output address.
     ///
     /// # Safety
-    /// As there.
+    /// Same as [`queue`](Self::queue).
     ///
     /// # Errors
-    /// As there; those before the one that is refused are queued.
+    /// Same as [`queue`](Self::queue); the calls before the failing one are queued.
     pub unsafe fn queue_all(&mut self, calls: &[(Call, [u64; 2])], stream: Stream) -> Result<()> {
         self.grouped(|own| {
             calls.iter().try_for_each(|(call, [input, output])| {
@@ -386,26 +387,27 @@ impl Communicator {
         })
     }
 
-    /// Has NCCL take all that `queue` queues at once.
+    /// Queues the operations of `queue` in one NCCL group.
     fn grouped(&mut self, queue: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         let library = self.interface;
         // SAFETY: no memory is passed.
         library.check("ncclGroupStart", unsafe { (library.group_start)() })?;
         let queued = queue(self);
-        // A group that was begun is ended, whatever is in it.
+        // A group that was begun must be ended, also after an error.
         // SAFETY: no memory is passed.
         let ended = library.check("ncclGroupEnd", unsafe { (library.group_end)() });
         queued.and(ended)
     }
 
-    /// Queues sends to all ranks and receives from them as one group; counts of zero are left out.
-    /// A send to one rank alone has one count that is not zero.
+    /// Queues sends to all ranks and receives from them as one group; counts of zero are omitted.
+    /// For a send to a single rank, only one count is nonzero.
     ///
     /// # Safety
-    /// As [`queue`](Self::queue), with memory for all counts.
+    /// Same as [`queue`](Self::queue), with memory for all counts.
     ///
     /// # Errors
-    /// When there is not one count for each rank, or the library refuses.
+    /// Returns an error if the number of counts differs from the number of ranks, or the library
+    /// returns an error.
     pub unsafe fn all_to_all(
         &mut self,
         dtype: DType,
@@ -484,7 +486,7 @@ mod tests {
         }
     }
 
-    /// Another library has none of the functions; the first one is named.
+    /// Another library has none of the functions; the error names the first one.
     #[test]
     #[cfg(target_os = "linux")]
     fn a_library_without_the_functions() {

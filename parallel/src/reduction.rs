@@ -1,17 +1,17 @@
-//! How elements of several ranks become one.
+//! Reductions over ranks.
 
 use std::fmt;
 
-/// How elements of several ranks become one.
+/// Reduction over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reduction {
-    /// The sum; integers wrap around.
+    /// Sum; integers wrap around.
     Sum,
-    /// The sum divided by the number of ranks; of floats.
+    /// Sum divided by the number of ranks; only for floats.
     Avg,
-    /// The largest; NaN if there is one.
+    /// Maximum; NaN if any element is NaN.
     Max,
-    /// The smallest; NaN if there is one.
+    /// Minimum; NaN if any element is NaN.
     Min,
 }
 

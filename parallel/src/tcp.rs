@@ -1,12 +1,12 @@
-//! A group of processes, each with a connection to each other.
+//! Group of processes, with a TCP connection between each pair.
 //!
-//! For runs on CPUs, for what the ranks of a GPU run agree on (whether to stop, the content of a
-//! checkpoint), and for the tests of the launcher. Rank `r` listens at an address of its own, on
-//! the interface through which it reaches the store, and puts the address there; rank `s > r`
-//! connects to it. Both prove that they know the token.
+//! For runs on CPUs, for agreements between the ranks of a GPU run (whether to stop, the content of
+//! a checkpoint), and for the tests of the launcher. Rank `r` listens on its own address, on the
+//! interface through which it reaches the store, and publishes the address in the store; rank
+//! `s > r` connects to it. Both prove that they know the token.
 //!
-//! A message is its kind (1 byte), its group (8 bytes), its length (8 bytes) and its content. The
-//! machines of a run are little endian.
+//! A message consists of its kind (1 byte), its group (8 bytes), its length (8 bytes) and its
+//! content. The machines of a run must be little endian.
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -28,25 +28,26 @@ const _: () = assert!(
 
 const PURPOSE: &str = "mesh";
 const DATA: u8 = 0;
-/// The content is a [`Failure`], as in [`Request::Abort`].
+/// Message kind whose content is a [`Failure`], as in [`Request::Abort`].
 const ABORT: u8 = 1;
-/// Bytes of the content at most; [`crate::collective`] sends a little less.
+/// Maximum bytes of the content; [`crate::collective`] sends slightly less.
 const LONGEST: u64 = (1 << 30) + 64;
 const TICK: Duration = Duration::from_millis(10);
 
-/// The connections of a rank to all others.
+/// Connections of a rank to all others.
 pub(crate) struct Mesh {
     rank: usize,
-    /// To rank `r`; none to this one.
+    /// Connection to each rank; `None` for this one.
     peers: Vec<Option<Mutex<TcpStream>>>,
     inbox: Arc<Inbox>,
 }
 
 impl Mesh {
-    /// Connects rank `rank` of `world` to all others, all of which call this.
+    /// Connects rank `rank` of `world` to all others. All ranks call it.
     ///
     /// # Errors
-    /// When a rank does not come within `patience`, does not know the token, or the run was ended.
+    /// Returns an error if a rank does not connect within `patience` or does not know the token, or
+    /// the run was ended.
     pub fn connect(
         store: &StoreClient,
         token: &Token,
@@ -128,7 +129,7 @@ impl Transport for Mesh {
             return Err(Absent::Aborted(failure));
         }
         self.write(to, DATA, group, &message).map_err(|error| {
-            // What the peer said before it went is why it went.
+            // A message that the peer sent before it went gives the reason.
             match self.inbox.failure() {
                 Some(failure) => Absent::Aborted(failure),
                 None => Absent::Lost(error.to_string()),
@@ -148,7 +149,7 @@ impl Transport for Mesh {
         let message = Request::Abort(failure.clone()).encode();
         for peer in (0..self.peers.len()).filter(|peer| *peer != self.rank) {
             // A peer whose connection is full or gone learns it from the store. Waiting for it here
-            // could take for ever.
+            // could take forever.
             if let Some(Ok(stream)) = self.peers[peer].as_ref().map(Mutex::try_lock) {
                 let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
                 drop(stream);
@@ -162,7 +163,7 @@ impl Drop for Mesh {
     fn drop(&mut self) {
         for peer in self.peers.iter().flatten() {
             let stream = peer.lock().unwrap_or_else(|held| held.into_inner());
-            // Ends the thread that reads it, too.
+            // Also ends the thread that reads it.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -176,12 +177,12 @@ fn reach(address: SocketAddr, token: &Token, rank: usize) -> io::Result<TcpStrea
     let stream = TcpStream::connect_timeout(&address, HANDSHAKE)?;
     stream.set_nodelay(true)?;
     token.connect(&stream, PURPOSE, rank as u32)?;
-    // The handshake says who connects; who was reached is known by the address.
+    // The handshake identifies the connecting rank; the accepting rank is known by its address.
     Ok(stream)
 }
 
-/// Accepts the `missing` ranks above `rank`. Peers that are none of them are disconnected; each has
-/// a thread of its own until then.
+/// Accepts the `missing` ranks above `rank`. Other peers are disconnected. Each connection has a
+/// separate thread until then.
 fn accept(
     listener: &TcpListener,
     token: &Token,
@@ -240,7 +241,7 @@ fn greet(
     Ok(())
 }
 
-/// Moves what comes from `peer` to the inbox until the connection ends.
+/// Moves the messages of `peer` to the inbox until the connection ends.
 fn receive(mut stream: TcpStream, peer: usize, inbox: &Inbox) {
     let end = loop {
         let mut header = [0; 17];
@@ -264,17 +265,17 @@ fn receive(mut stream: TcpStream, peer: usize, inbox: &Inbox) {
     inbox.lose(peer, end);
 }
 
-/// The address of this machine that `name` resolves to, for listening, or that of another one.
+/// Resolves `name` to an address of this machine, to listen on, or of another machine.
 ///
 /// # Errors
-/// When it does not resolve.
+/// Returns an error if the name does not resolve.
 pub(crate) fn resolve(name: &str, port: u16) -> Result<SocketAddr> {
     use std::net::ToSocketAddrs;
     let found = (name, port).to_socket_addrs();
     let addresses: Vec<SocketAddr> = found
         .map_err(|error| ParallelError::connection(name, "looking the address up", error))?
         .collect();
-    // The same choice on all machines.
+    // All machines must choose the same address.
     let first = addresses
         .iter()
         .find(|address| matches!(address.ip(), IpAddr::V4(_)))

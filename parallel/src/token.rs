@@ -1,10 +1,10 @@
-//! The secret that the processes of a run share, and how two of them prove to each other that they
-//! know it without sending it.
+//! Shared secret of the processes of a run, and a handshake that proves knowledge of it without
+//! sending it.
 //!
 //! Both sides draw 32 random bytes. Each sends an HMAC-SHA256, keyed by the token, over its role,
-//! the purpose of the connection, both numbers and the rank. Comparison takes the same time for
-//! every wrong answer. What follows the handshake is neither encrypted nor authenticated: the
-//! network between the machines of a run is trusted not to change packets.
+//! the purpose of the connection, both random numbers and the rank. The comparison takes constant
+//! time. Data after the handshake is neither encrypted nor authenticated: the network between the
+//! machines of a run is trusted not to modify packets.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -16,17 +16,17 @@ use sha2::Sha256;
 
 use crate::error::{ParallelError, Result};
 
-/// First bytes of a connection; the last one is the version of the protocol.
+/// First bytes of a connection; the last one is the protocol version.
 const MAGIC: [u8; 8] = *b"nvfp4pg\x01";
 const NONCE: usize = 32;
 const MAC: usize = 32;
-/// A handshake takes at most this long.
+/// Maximum duration of a handshake.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(5);
-/// Answer to a peer that does not know the token.
+/// Response to a peer that does not know the token.
 const REFUSED: u8 = 0;
 const ACCEPTED: u8 = 1;
 
-/// See the [module](self).
+/// Shared secret of a run; see the [module](self).
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Vec<u8>);
 
@@ -37,13 +37,13 @@ impl fmt::Debug for Token {
 }
 
 impl Token {
-    /// Bytes that a token has at least.
+    /// Minimum number of bytes of a token.
     pub const SHORTEST: usize = 16;
 
-    /// A token of `text`.
+    /// Creates a token from `text`.
     ///
     /// # Errors
-    /// When it is shorter than [`Token::SHORTEST`] bytes.
+    /// Returns an error if the text is shorter than [`Token::SHORTEST`] bytes.
     pub fn new(text: &str) -> Result<Self> {
         if text.len() < Self::SHORTEST {
             return Err(ParallelError::argument(
@@ -55,10 +55,10 @@ impl Token {
         Ok(Self(text.as_bytes().to_vec()))
     }
 
-    /// A random token of 64 hexadecimal digits.
+    /// Creates the text of a random token, 64 hexadecimal digits.
     ///
     /// # Errors
-    /// When the system gives no random bytes.
+    /// Returns an error if the system provides no random bytes.
     pub fn random() -> Result<String> {
         let bytes = random()?;
         Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
@@ -76,10 +76,10 @@ impl Token {
         mac
     }
 
-    /// The side that was connected to. The rank that the peer has proven to be one of the run.
+    /// Performs the handshake on the accepting side. Returns the rank of the authenticated peer.
     ///
     /// # Errors
-    /// When it does not know the token, speaks another protocol, or is too slow.
+    /// Returns an error if the peer does not know the token, uses another protocol, or is too slow.
     pub(crate) fn accept(&self, stream: &TcpStream, purpose: &str) -> io::Result<u32> {
         let mut stream = Timed::new(stream);
         let server = random().map_err(io::Error::other)?;
@@ -94,7 +94,7 @@ impl Token {
         let nonces = [&server, &client];
         let expected = self.mac("connects", purpose, nonces, rank);
         if magic != MAGIC || expected.verify_slice(proof).is_err() {
-            // It may be gone already.
+            // The peer may be gone already.
             let _ = stream.write_all(&[REFUSED; 1 + MAC]);
             let reason = "the peer does not know the token";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
@@ -106,11 +106,11 @@ impl Token {
         Ok(rank)
     }
 
-    /// The side that has connected, as `rank`.
+    /// Performs the handshake on the connecting side, as `rank`.
     ///
     /// # Errors
-    /// When the other side refuses the token, does not know it itself, speaks another protocol, or
-    /// is too slow.
+    /// Returns an error if the peer refuses the token, does not know it itself, uses another
+    /// protocol, or is too slow.
     pub(crate) fn connect(&self, stream: &TcpStream, purpose: &str, rank: u32) -> io::Result<()> {
         let refuse = |reason| Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
         let mut stream = Timed::new(stream);
@@ -154,8 +154,8 @@ fn random() -> Result<[u8; NONCE]> {
     Ok(bytes)
 }
 
-/// A stream on which all reads and writes together take at most [`HANDSHAKE`]: a peer that sends a
-/// byte a second is no better than one that sends none.
+/// Stream on which all reads and writes together take at most [`HANDSHAKE`]: this also limits a
+/// peer that sends one byte per second.
 struct Timed<'a> {
     stream: &'a TcpStream,
     deadline: Instant,
@@ -179,7 +179,7 @@ impl<'a> Timed<'a> {
         }
     }
 
-    /// What follows has no limit of time.
+    /// Removes the time limit for the data after the handshake.
     fn end(self) -> io::Result<()> {
         self.stream.set_read_timeout(None)?;
         self.stream.set_write_timeout(None)

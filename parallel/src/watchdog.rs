@@ -1,4 +1,4 @@
-//! The heartbeats of a rank, and the end of its process when the run has failed.
+//! Heartbeats of a rank, and termination of its process after the run has failed.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -9,12 +9,12 @@ use crate::activity::Activity;
 use crate::error::{Failure, ParallelError, Result};
 use crate::store::{Request, Response, StoreClient};
 
-/// Between two heartbeats.
+/// Interval between heartbeats.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(500);
 
-/// Sends heartbeats over a connection of its own, in a thread of its own, until it is
-/// [stopped](Self::stop). Dropped without that, the connection ends, by which the store knows that
-/// the rank is gone.
+/// Sends heartbeats over a separate connection, in a separate thread, until it is
+/// [stopped](Self::stop). If it is dropped without that, the connection ends, which tells the store
+/// that the rank is gone.
 pub(crate) struct Watchdog {
     stop: Sender<()>,
     thread: Option<JoinHandle<()>>,
@@ -22,7 +22,7 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the thread of `rank`. It calls `on_failure` once: when the run was ended, the store is
+    /// Starts the thread of `rank`. It calls `on_failure` once: if the run was ended, the store is
     /// gone, or a probe of `activity` fails, which ends the run on all ranks.
     pub fn start(
         client: StoreClient,
@@ -30,7 +30,7 @@ impl Watchdog {
         activity: Activity,
         on_failure: impl FnOnce(&Failure) + Send + 'static,
     ) -> Result<Self> {
-        // The first one here: who has joined is watched.
+        // The first heartbeat is sent here, so that a rank is watched once it has joined.
         beat(&client, &activity).map_err(ParallelError::Aborted)?;
         let (stop, stopped) = channel();
         let failure = Arc::new(Mutex::new(None));
@@ -39,7 +39,7 @@ impl Watchdog {
             let failure = loop {
                 match stopped.recv_timeout(INTERVAL) {
                     Ok(()) => {
-                        // Nobody waits for an answer: the store may end first.
+                        // The answer is ignored: the store may end first.
                         let _ = client.ask(&Request::Leave);
                         return;
                     }
@@ -74,7 +74,7 @@ impl Watchdog {
         })
     }
 
-    /// Why the run was ended, if it was.
+    /// Returns the failure that ended the run, if any.
     pub fn failure(&self) -> Option<Failure> {
         let failure = self.failure.lock();
         failure.unwrap_or_else(|held| held.into_inner()).clone()
@@ -89,7 +89,7 @@ impl Watchdog {
     }
 }
 
-/// One heartbeat; why the run was ended, if it was.
+/// Sends one heartbeat; returns the failure if the run was ended.
 fn beat(client: &StoreClient, activity: &Activity) -> std::result::Result<(), Failure> {
     let reason = match client.ask(&Request::Heartbeat(activity.snapshot())) {
         Ok(Response::Done) => return Ok(()),

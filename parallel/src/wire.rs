@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 
 use crate::error::{ParallelError, Result};
 
-/// Reads the fields of a message. Lengths are checked against what there is.
+/// Reads the fields of a message. Lengths are checked against the remaining bytes.
 pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -41,20 +41,20 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Bytes behind their number.
+    /// Reads bytes preceded by their number.
     pub fn bytes(&mut self) -> Result<&'a [u8]> {
         let count = self.u32()?;
         self.take(count as usize)
     }
 
-    /// UTF-8 behind its number of bytes.
+    /// Reads UTF-8 preceded by its number of bytes.
     pub fn text(&mut self) -> Result<String> {
         let text = std::str::from_utf8(self.bytes()?);
         let text = text.map_err(|error| ParallelError::Malformed(error.to_string()))?;
         Ok(text.to_owned())
     }
 
-    /// Fails when something is left.
+    /// Returns an error if bytes remain.
     pub fn end(self) -> Result<()> {
         match self.0.len() {
             0 => Ok(()),
@@ -65,13 +65,13 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Appends bytes behind their number.
+/// Appends bytes preceded by their number.
 pub(crate) fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend((bytes.len() as u32).to_le_bytes());
     out.extend(bytes);
 }
 
-/// Writes a message behind its length.
+/// Writes a message preceded by its length.
 pub(crate) fn write_frame(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
     // One write: two would wait for an acknowledgement in between.
     let mut frame = Vec::with_capacity(4 + body.len());
@@ -80,8 +80,8 @@ pub(crate) fn write_frame(stream: &mut impl Write, body: &[u8]) -> io::Result<()
     stream.flush()
 }
 
-/// Reads a message of at most `limit` bytes. Memory grows with what comes, not with what its length
-/// says.
+/// Reads a message of at most `limit` bytes. Allocates as data arrives, not by the announced
+/// length.
 pub(crate) fn read_frame(stream: &mut impl Read, limit: usize) -> io::Result<Vec<u8>> {
     let mut length = [0; 4];
     stream.read_exact(&mut length)?;
@@ -117,7 +117,7 @@ mod tests {
         assert!(error.to_string().contains("at most 2"), "{error}");
         let error = read_frame(&mut &frame[..6], 3).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
-        // Four gigabytes are promised, none come.
+        // The header announces four gigabytes, but no data follows.
         let error = read_frame(&mut &[255u8; 4][..], usize::MAX).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }

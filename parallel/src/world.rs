@@ -1,4 +1,4 @@
-//! A process among those of its run: everything that it needs of this crate, joined once.
+//! World: all connections of a process to the others of its run, set up by one call.
 
 use std::sync::Arc;
 use std::thread;
@@ -13,17 +13,19 @@ use crate::store::{Limits, Store, StoreClient};
 use crate::tcp::{Mesh, resolve};
 use crate::watchdog::Watchdog;
 
-/// How long a run waits for what.
+/// Timeouts of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Settings {
-    /// For all ranks to join: 5 minutes.
+    /// Time for all ranks to join: 5 minutes.
     pub join: Duration,
-    /// In a collective, for the slowest rank: 10 minutes. Rank 0 evaluates and saves in between.
+    /// Time in a collective for the slowest rank: 10 minutes. Rank 0 evaluates and saves in
+    /// between.
     pub operation: Duration,
-    /// For a heartbeat: 15 seconds.
+    /// Time without a heartbeat: 15 seconds.
     pub silence: Duration,
-    /// For this process to end by itself after the run has failed: 10 seconds. Then the watchdog
-    /// ends it, with exit code 1, because a rank may wait for a device for ever. None: it does not.
+    /// Time for this process to end by itself after the run has failed: 10 seconds. Then the
+    /// watchdog ends it with exit code 1, because a rank may wait for a device forever. `None`: the
+    /// watchdog does not end it.
     pub grace: Option<Duration>,
 }
 
@@ -38,9 +40,9 @@ impl Default for Settings {
     }
 }
 
-/// The connections of a process to the others of its run.
+/// Connections of a process to the others of its run.
 ///
-/// A rank that is dropped without [`leave`](Self::leave) ends the run, as one that dies does.
+/// A rank that is dropped without [`leave`](Self::leave) ends the run, like a rank that dies.
 pub struct World {
     environment: Environment,
     settings: Settings,
@@ -48,11 +50,11 @@ pub struct World {
     client: StoreClient,
     // Dropped before the store, which would see this rank die.
     watchdog: Watchdog,
-    /// On rank 0.
+    /// Store, on rank 0.
     store: Option<OwnStore>,
 }
 
-/// The store of rank 0. Before it ends, the others learn why a collective of rank 0 failed.
+/// Store of rank 0. Before it ends, the others learn why a collective of rank 0 failed.
 struct OwnStore {
     store: Store,
     transport: Arc<dyn Transport>,
@@ -71,8 +73,8 @@ impl World {
     /// ranks call it.
     ///
     /// # Errors
-    /// When the address of rank 0 cannot be listened on or reached, the token is another, or a rank
-    /// does not come in time.
+    /// Returns an error if rank 0 cannot listen on its address or other ranks cannot reach it, the
+    /// token differs, or a rank does not join in time.
     pub fn join(environment: Environment, settings: Settings) -> Result<Self> {
         let Environment {
             rank,
@@ -108,7 +110,7 @@ impl World {
         );
         let watchdog = Watchdog::start(connect()?, rank, activity, move |failure| {
             mesh.inbox().abort(failure);
-            // What holds a device's memory may be waiting for the device.
+            // The owner of a device's memory may be waiting for the device.
             drop(mesh);
             if let Some(grace) = settings.grace {
                 thread::sleep(grace);
@@ -126,22 +128,22 @@ impl World {
         })
     }
 
-    /// Where this process stands.
+    /// Returns the position of this process in the run.
     pub fn environment(&self) -> &Environment {
         &self.environment
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn group(&self) -> &Arc<HostGroup> {
         &self.group
     }
 
-    /// The store, for what is not a collective, such as ids of NCCL's communicators.
+    /// Returns the store, for data other than collectives, such as ids of NCCL communicators.
     pub fn store(&self) -> &StoreClient {
         &self.client
     }
 
-    /// Why the run was ended, if it was.
+    /// Returns the failure that ended the run, if any.
     pub fn failure(&self) -> Option<Failure> {
         self.watchdog.failure()
     }
@@ -153,15 +155,15 @@ impl World {
             doing: self.group.activity().snapshot().doing,
             reason: format!("failed: {reason}"),
         };
-        // The store tells ranks that are in no collective.
+        // The store notifies ranks that are not in a collective.
         let _ = self.client.abort(failure.clone());
         self.group.transport().abort(&failure);
     }
 
-    /// Waits for all ranks to come here, and leaves the run. Rank 0 is the last one.
+    /// Waits until all ranks have called this, and leaves the run. Rank 0 leaves last.
     ///
     /// # Errors
-    /// When the run has failed or a rank does not come.
+    /// Returns an error if the run has failed or a rank does not call it in time.
     pub fn leave(self) -> Result<()> {
         self.group.label("leaving");
         self.group.barrier()?;

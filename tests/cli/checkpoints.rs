@@ -1,4 +1,4 @@
-//! Models in Hugging Face folders: inspect, convert, quantize, generate.
+//! Tests of Hugging Face folders: inspect, convert, quantize, generate.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use nvfp4_test_support::golden_with_tokenizer;
 
 use crate::support::*;
 
-/// A folder that does not exist yet, in one for this test.
+/// Returns a path in this test's folder that does not exist yet.
 fn absent(test: &str) -> PathBuf {
     folder(test).join("out")
 }
@@ -42,7 +42,7 @@ fn inspect_lists_layers_exclusions_and_problems() {
     assert_eq!(fields[..6], expected);
     assert!(!text.contains("problem"), "{text}");
 
-    // Without its exclusion, the head is a problem.
+    // Without its exclusion, the head is reported as a problem.
     let broken = folder("inspect-broken");
     fs::copy(
         Path::new(&model).join("model.safetensors"),
@@ -86,7 +86,7 @@ fn convert_says_how_many_global_scales_moved() {
     fails(convert("modelopt", &model, out), &["must be empty"]);
     fails(convert("gguf", &model, out), &["gguf", "modelopt"]);
 
-    // In its own dialect the tensors are the same file.
+    // In the same dialect, the tensor file is identical.
     let same = absent("convert-same");
     let same_name = same.to_str().unwrap();
     let text = succeeds(convert("modelopt", &model, same_name));
@@ -223,7 +223,7 @@ fn quantize_calibrates_on_a_text() {
         quantize("--calibration-sequences 0", other),
         &["0 sequences of 32 tokens"],
     );
-    // What the failed run was made from is known: another is refused by name.
+    // The inputs of the failed run are recorded: a difference is refused by name.
     fails(
         quantize("--calibration-sequences 0", other),
         &["must be empty", "--resume"],
@@ -277,7 +277,7 @@ fn generate_continues_a_prompt() {
     assert_eq!(drawn, said(&["--temperature", "2", "--seed", "5"]));
     let arguments = [&[model.as_str()], &options[..], &["--top-p", "3"]].concat();
     fails(nvfp4("generate", &arguments), &["top_p", "3"]);
-    // From packed weights, with activations in high precision and quantized.
+    // Uses packed weights, with high-precision and with quantized activations.
     let out = absent("generate-quantized");
     let out = out.to_str().unwrap();
     succeeds(nvfp4("quantize", &[&model, "--out", out]));
@@ -293,7 +293,8 @@ fn generate_continues_a_prompt() {
     fails(nvfp4("generate", &arguments), &["w8a8", "w4a16"]);
 }
 
-/// The perplexity of the tokenizer's own examples, before and after quantization, and choices.
+/// Reports the perplexity of the tokenizer's examples before and after quantization, and the
+/// accuracy on questions.
 #[test]
 fn eval_reads_texts_and_questions() {
     let model = golden("llama3-tiny");
@@ -317,7 +318,7 @@ fn eval_reads_texts_and_questions() {
     let out = out.to_str().unwrap();
     succeeds(nvfp4("quantize", &[&model, "--out", out]));
     let after = perplexity(out, &windows);
-    // The model is random: weights that differ by a tenth say almost the same.
+    // The model is random, so weights that differ by a tenth give similar results.
     assert!(
         before != after && (after / before).ln().abs() < 0.2,
         "{before}, {after}"

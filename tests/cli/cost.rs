@@ -1,11 +1,11 @@
-//! Measurements of training steps.
+//! Tests of the measurement of training steps.
 
 use nvfp4::Nvfp4Recipe;
 
 use crate::support::*;
 
-/// The model of Burn's layers, high precision and every preset, dense and with experts, take their
-/// steps and are measured.
+/// The model of Burn's layers, high precision and every preset are measured, dense and with
+/// experts.
 #[test]
 fn the_cost_of_every_recipe_is_measured() {
     let path = folder("cost").with_extension("json");
@@ -29,7 +29,7 @@ fn the_cost_of_every_recipe_is_measured() {
             let seconds = result["seconds"].as_array().unwrap();
             assert_eq!(seconds.len(), 2, "{name}: a figure for each round");
             assert!(seconds.iter().all(|each| each.as_f64().unwrap() > 0.0));
-            // Flex has neither memory pools nor launches.
+            // Flex reports neither memory pools nor launches.
             assert!(result["memory"].is_null());
         }
     }
@@ -44,7 +44,8 @@ fn the_cost_of_every_recipe_is_measured() {
     }
 }
 
-/// A step that telemetry samples beside one that it does not, and what that makes of one in five.
+/// Measures a step that telemetry samples, an ordinary step, and the overhead of sampling one step
+/// in five.
 #[test]
 fn the_cost_of_telemetry_is_measured() {
     let path = folder("cost-of-telemetry").with_extension("json");
@@ -80,7 +81,7 @@ fn the_cost_of_telemetry_is_measured() {
     assert!(!said.contains("sampled"), "{said}");
 }
 
-/// What shares a lock measures when its turn has come.
+/// Commands that share a lock measure one at a time.
 #[test]
 fn measurements_take_turns() {
     let path = folder("cost").with_extension("lock");
@@ -96,7 +97,7 @@ fn measurements_take_turns() {
     assert!(waiting.join().unwrap().contains("f32"));
 }
 
-/// Each precision of the head has its bytes, which the file names.
+/// The file reports the bytes of each head precision.
 #[test]
 fn the_cost_of_decoding_is_measured_with_each_head() {
     let path = folder("decode-cost").with_extension("json");

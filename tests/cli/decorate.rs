@@ -1,15 +1,15 @@
-//! Decorated models.
+//! Tests of decorated models.
 
 use crate::support::*;
 
-/// The sizes of a decorated model.
+/// Sizes of a decorated model.
 #[cfg(feature = "cpu")]
 const DECORATED: &str = "--decorate --recipe nvidia --no-compare --device cpu --width 16 \
                          --layers 1 --heads 1 --hidden 32 --context 8 --batch 2 --steps 2 \
                          --eval-every 2 --eval-batches 1 --log-every 1 --checkpoint-every 2";
 
-/// A model of Burn's own layers: trained, stopped, resumed, sampled, with an account of every
-/// product.
+/// A model of Burn's own layers is trained, stopped, resumed and sampled, and every GEMM is
+/// accounted for.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_decorated_model_trains_and_resumes() {
@@ -36,8 +36,8 @@ fn a_decorated_model_trains_and_resumes() {
     );
 }
 
-/// Two ranks with a part of each batch average the gradients of decorated layers, too: a checkpoint
-/// is not written where their weights differ.
+/// Two ranks, each with a share of every batch, also average the gradients of decorated layers: a
+/// checkpoint is not written if their weights differ.
 #[cfg(feature = "cpu")]
 #[test]
 fn decorated_ranks_train_as_one() {
@@ -54,7 +54,7 @@ fn decorated_ranks_train_as_one() {
     let one = losses("decorated-one", "train");
     let two = losses("decorated-two", "launch --gpus 2 -- train");
     assert_eq!(one.len(), two.len());
-    // Each rank has the amax and the random bits of its own tokens.
+    // Each rank uses the amax and the random bits of its own tokens.
     for (one, two) in one.iter().zip(&two) {
         assert!(
             (two / one - 1.0).abs() < 0.01,

@@ -1,11 +1,11 @@
-//! Training of models in Hugging Face folders.
+//! Tests of training models from Hugging Face folders.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::support::*;
 
-/// Thirty texts and prompts that follow a pattern, one a line.
+/// Writes thirty texts and prompts that follow a pattern, one per line.
 fn lines(folder: &Path) -> String {
     let path = folder.join("lines.jsonl");
     let line = |i: usize| {
@@ -21,18 +21,18 @@ fn lines(folder: &Path) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-/// Six steps of small rows.
+/// Options of a run of six steps with small rows.
 const RUN: &str = "--device flex --steps 6 --batch 2 --context 32 --lr 3e-3 --warmup 1 --valid-share \
                    0.2 --log-every 2 --eval-every 3 --checkpoint-every 4";
 
-/// The arguments of a run with `more`, into `out`.
+/// Returns the arguments of a run with `more`, into `out`.
 fn arguments<'a>(data: &'a str, out: &'a Path, more: &'a str) -> Vec<&'a str> {
     let own = ["--data", data, "--out", out.to_str().unwrap()];
     let words = RUN.split_whitespace().chain(more.split_whitespace());
     own.into_iter().chain(words).collect()
 }
 
-/// Perplexities before and after.
+/// Returns the perplexities before and after training.
 fn perplexities(text: &str) -> [f64; 2] {
     let line = text
         .lines()
@@ -42,7 +42,7 @@ fn perplexities(text: &str) -> [f64; 2] {
     [fields[0], fields[2]].map(|figure| figure.parse().expect(line))
 }
 
-/// The only checkpoint of a run.
+/// Returns the only checkpoint of a run.
 fn saved(out: &Path) -> PathBuf {
     let entries = fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
     let names = entries.map(|entry| entry.file_name().into_string().unwrap());
@@ -79,7 +79,7 @@ fn a_model_is_finetuned_and_resumed() {
         [&whole, &parts].map(|out| fs::read(out.join("model/model.safetensors")).unwrap());
     assert!(left == right, "the models differ");
 
-    // What is written, the other commands read.
+    // Other commands read the output.
     let trained = whole.join("model");
     let trained = trained.to_str().unwrap();
     assert_eq!(json(&whole.join("model/config.json"))["dtype"], "bfloat16");
@@ -87,12 +87,12 @@ fn a_model_is_finetuned_and_resumed() {
     let text = succeeds(nvfp4("generate", &[&[trained], &generated[..]].concat()));
     assert!(text.starts_with("the quick"), "{text}");
 
-    // A resumed run has its own settings.
+    // A resumed run keeps its settings.
     fails(
         finetune(&["--resume", parts.to_str().unwrap(), "--steps", "9"]),
         &["--resume", "--steps"],
     );
-    // A folder holds one run, and a run that cannot start does not make it one.
+    // A folder holds one run, and a run that cannot start does not claim it.
     fails(
         finetune(&[&[&*model], &arguments(&data, &whole, "")[..]].concat()),
         &["already holds a run", "--resume"],
@@ -108,7 +108,7 @@ fn a_model_is_finetuned_and_resumed() {
         ("--recompute 9", ["recompute is 9", "layers"]),
     ] {
         let run = arguments(&data, &other, more);
-        // Flags of a kind given twice are refused by name, too.
+        // Repeated flags are refused by name as well.
         let run: Vec<&str> = match more.split(' ').next() {
             Some(flag) if RUN.contains(flag) => {
                 let at = run.iter().position(|word| *word == flag).unwrap();
@@ -121,8 +121,8 @@ fn a_model_is_finetuned_and_resumed() {
     }
 }
 
-/// Two processes share the rows of each forward, and the parameters: one goes on from what they have
-/// written. Both kinds of runs leave a model that the other commands read.
+/// Two processes split the rows of each forward pass, with replicated or sharded parameters, and a
+/// single process resumes their run. Other commands read the resulting models.
 #[test]
 fn ranks_finetune_together() {
     let model = golden("llama3-tiny");
@@ -142,7 +142,7 @@ fn ranks_finetune_together() {
     for file in ["model-1.bpk", "optimizer-1.bpk"] {
         assert!(saved(&two).join(file).exists(), "{file}");
     }
-    // The rest on one rank, which has all parts.
+    // Resumes on one rank, which reads all shards.
     let said = succeeds(nvfp4("finetune", &["--resume", two.to_str().unwrap()]));
     let [_, found] = perplexities(&said);
     assert!((found / expected - 1.0).abs() < 1e-4, "{found}, {expected}");
@@ -173,7 +173,7 @@ fn ranks_finetune_together() {
     assert!(after < before, "{said}");
 }
 
-/// QAT and distillation, and an export that the other commands read.
+/// Tests QAT and distillation, and an export that other commands read.
 #[test]
 fn models_are_trained_for_serving() {
     let model = golden("qwen3-tiny");
@@ -194,7 +194,7 @@ fn models_are_trained_for_serving() {
     assert_eq!(json(&out.join("finetune.json"))["recipe_name"], "qat_w4a4");
 }
 
-/// Adapters of a quantized folder, and the model with them merged.
+/// Trains adapters of a quantized folder, and writes the merged model.
 #[test]
 fn adapters_are_trained_and_merged() {
     let model = golden("llama3-tiny");
@@ -230,7 +230,7 @@ fn adapters_are_trained_and_merged() {
         &[&[model.to_str().unwrap()], &generated[..]].concat(),
     ));
 
-    // A recipe is for weights in high precision.
+    // A recipe requires high-precision weights.
     let other = folder("finetune-lora-high").join("out");
     let high = format!("{more} --recipe nvidia --frozen high --stop-at 1");
     let run = arguments(&data, &other, &high);
@@ -275,10 +275,10 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
     let run = arguments(tokens, &out, "--recipe bf16 --activation f32");
     let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
     let [before, after] = perplexities(&said);
-    // The untrained model finds all 288 tokens about as likely.
+    // The untrained model predicts all 288 tokens about equally.
     assert!((100.0..800.0).contains(&before) && after < before, "{said}");
 
-    // With a tokenizer of its own.
+    // With a tokenizer trained for the run.
     let own_tokens = own.join("own-tokens");
     let start = ["--config", &config, "--train-tokenizer"];
     let run = arguments(&data, &own_tokens, "--recipe bf16 --activation f32");
@@ -293,7 +293,7 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
         &[&[trained.to_str().unwrap()], &generated[..]].concat(),
     ));
 
-    // Tokens that are cut short, and those of another tokenizer.
+    // Truncated tokens, and tokens of another tokenizer.
     let bytes = fs::read(tokens).unwrap();
     fs::write(tokens, &bytes[..bytes.len() - 3]).unwrap();
     let other = own.join("other");

@@ -1,4 +1,4 @@
-//! Text from checkpoints of `nvfp4 train`.
+//! Tests of text generation from checkpoints of `nvfp4 train`.
 
 use crate::support::*;
 
@@ -21,7 +21,7 @@ fn checkpoints_continue_the_prompt() {
         "{first:?}"
     );
     assert_eq!(first, sample("--seed 1"));
-    // Greedy where nothing else is asked for, and where one byte alone is drawn from.
+    // Generation is greedy by default, and when sampling from a single byte.
     let greedy = succeeds(run(&[]));
     assert_eq!(greedy, succeeds(run(&["--seed", "2"])));
     assert_eq!(greedy, sample("--top-k 1 --seed 1"));
@@ -36,7 +36,7 @@ fn checkpoints_continue_the_prompt() {
         .map(|seed| sample(&format!("--seed {seed}")))
         .collect();
     assert!(seeds.len() > 1);
-    // The folder of a recipe and of a checkpoint mean the same model.
+    // The folders of a recipe and of a checkpoint refer to the same model.
     let recipe = finished().join("nvfp4");
     for folder in [checkpoint(&recipe), recipe] {
         let folder = folder.to_str().unwrap();
@@ -60,14 +60,14 @@ fn checkpoints_continue_the_prompt() {
     );
 }
 
-/// The text of seed 1, up to `stop`.
+/// Generates the text of seed 1, up to `stop`.
 fn sample_until(path: &str, stop: &str) -> String {
     let arguments = "generate --device flex --tokens 40 --temperature 0.8 --seed 1";
     let more = [path, "--prompt", "let x", "--stop", stop];
     succeeds(nvfp4(arguments, &more))
 }
 
-/// CubeCL's CPU runtime has no bf16: text from a bf16 run would be noise there.
+/// CubeCL's CPU runtime lacks bf16, so the text of a bf16 run would be noise there.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_device_without_bf16_samples_none() {

@@ -1,4 +1,4 @@
-//! Arguments, files and sizes that are wrong.
+//! Tests of invalid arguments, files and sizes.
 
 use std::fs;
 
@@ -91,7 +91,7 @@ fn folders_and_files_are_checked() {
         &[config_name, "line 1"],
     );
 
-    // A file of options, and flags that win over it.
+    // A file of options, overridden by flags.
     let out = folder("from-config");
     let values = format!(
         r#"{{"device": "cuda:0", "decorate": "strict", "experts": 4, "width": 16,
@@ -111,7 +111,8 @@ fn folders_and_files_are_checked() {
     assert!(!out.join("f32").exists());
 }
 
-/// A step that cannot fit is one error before anything is trained, and says what to change.
+/// A step that cannot fit is one error before training starts, and the error suggests what to
+/// change.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_batch_that_cannot_fit_is_an_error() {

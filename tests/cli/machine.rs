@@ -1,8 +1,8 @@
-//! What the command says of devices.
+//! Tests of the commands that describe devices.
 
 use crate::support::*;
 
-/// The section of a device in what the doctor said.
+/// Returns the section of a device in the output of `doctor`.
 fn section<'a>(said: &'a str, device: &str) -> Vec<&'a str> {
     let heading = format!("{device}\n");
     let mut sections = said.split("\n\n");
@@ -47,7 +47,7 @@ fn doctor_names_the_kernels() {
         "K-grouped GEMM, MXFP8",
         "RMSNorm, SwiGLU",
     ];
-    // A section for each device, and in it each operation with its kernel; the reason on request.
+    // One section per device lists each operation with its kernel, and the reason on request.
     let devices: [(&str, &[&str], bool); 2] =
         [("flex", &flex, true), ("cpu", &cpu, cfg!(feature = "cpu"))];
     for (device, operations, _) in devices.into_iter().filter(|(.., is_there)| *is_there) {
@@ -76,7 +76,8 @@ fn doctor_names_the_kernels() {
     assert!(said.contains("M 64, N 128, K 256"), "{said}");
 }
 
-/// The kernels of a shape, dense and in groups: CubeCL's CPU runtime has one for all operands.
+/// Shows the kernels of a shape, dense and in groups; CubeCL's CPU runtime has one kernel for all
+/// operands.
 #[cfg(feature = "cpu")]
 #[test]
 fn doctor_names_the_kernels_of_a_shape() {
@@ -131,7 +132,7 @@ fn the_oracle_reads_random_bits() {
     );
 }
 
-/// Every check has a result on a device without tensor memory too, in a report that is one file.
+/// Every check has a result in the single report file, even on a device without tensor memory.
 #[cfg(feature = "cpu")]
 #[test]
 fn the_oracle_writes_a_report() {
@@ -177,7 +178,7 @@ fn the_oracle_writes_a_report() {
     let only = ["--report", path, "--only", "scale-copy-dump"];
     succeeds(nvfp4("oracle tcgen05 --device cpu", &only));
     assert_eq!(read()["checks"].as_array().unwrap().len(), 1);
-    // A check that does not end is a failure, and the report says so.
+    // A check that times out is a failure in the report.
     let hasty = [&only[..], &["--timeout", "0"]].concat();
     fails(
         nvfp4("oracle tcgen05 --device cpu", &hasty),

@@ -1,7 +1,7 @@
-//! The command, end to end, with models that train in a second.
+//! End-to-end tests of the command, with models that train in a second.
 //!
-//! Runs that are resumed are on the device that `NVFP4_TEST_DEVICE` names: `flex` (the default),
-//! `cpu` or `cuda`. All others are on Flex, but for those of what another device has.
+//! Resumed runs use the device in `NVFP4_TEST_DEVICE`: `flex` (the default), `cpu` or `cuda`. All
+//! other runs use Flex, except tests of features of another device.
 
 #![cfg(feature = "flex")]
 

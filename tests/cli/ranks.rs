@@ -1,4 +1,4 @@
-//! Several processes that train together, over TCP on this machine.
+//! Tests of several processes that train together, over TCP on this machine.
 
 use std::fs;
 use std::path::Path;
@@ -6,11 +6,10 @@ use std::process::{Command, Output};
 
 use crate::support::*;
 
-/// Without what clipping to a norm, whose sum has another order over parts, would do to the last
-/// bit.
+/// No clipping, because sharding changes the summation order of the norm and thus the last bit.
 const RECIPE: &str = "--recipe f32 --no-compare";
 
-/// The command of `ranks` ranks, or of one process.
+/// Returns the command for `ranks` ranks, or for one process.
 fn command(ranks: usize) -> String {
     match ranks {
         1 => "train".into(),
@@ -35,14 +34,14 @@ fn resume(ranks: usize, out: &Path) -> Output {
     resume_on(ranks, out, "")
 }
 
-/// On another layout.
+/// Resumes on another layout.
 fn resume_on(ranks: usize, out: &Path, layout: &str) -> Output {
     let layout: Vec<&str> = layout.split_whitespace().collect();
     let resumed = ["--resume", out.to_str().unwrap()];
     nvfp4(&command(ranks), &[&resumed, &layout[..]].concat())
 }
 
-/// Validation losses of a run with one recipe.
+/// Returns the validation losses of a run with one recipe.
 fn valid_losses(out: &Path, recipe: &str) -> Vec<f64> {
     let rows = metrics(&out.join(recipe).join("metrics.csv"));
     let losses = rows.iter().filter(|row| !row[3].is_empty());
@@ -59,7 +58,7 @@ fn assert_near(found: &[f64], expected: &[f64], within: f64) {
     }
 }
 
-/// Every file of the checkpoints of both runs, and their rows but for the speed.
+/// Asserts that the checkpoint files of both runs are equal, and their rows except for the speed.
 fn assert_same_files(left: &Path, right: &Path, recipe: &str) {
     let [left, right] = [left, right].map(|out| out.join(recipe));
     let names = |folder: &Path| {
@@ -84,8 +83,8 @@ fn assert_same_files(left: &Path, right: &Path, recipe: &str) {
     assert_eq!(rows(&left), rows(&right));
 }
 
-/// In high precision the mean over parts of a batch is that of the batch, up to the order of its
-/// sum.
+/// In high precision, the mean over shares of a batch is that of the batch, up to the order of
+/// summation.
 #[test]
 fn ranks_train_as_one_process_does() {
     let [one, two, four] = ["ranks-1", "ranks-2", "ranks-4"].map(folder);
@@ -101,7 +100,7 @@ fn ranks_train_as_one_process_does() {
         let line =
             format!("did not hide: {percent:.1} % of the time of a step (f32, measured in 12");
         assert!(said.contains(&line), "{said}");
-        // Before the first step nothing differs: the ranks take turns with the validation text.
+        // Before the first step nothing differs: the ranks take the validation batches round-robin.
         assert_eq!(found[0], expected[0]);
         assert_near(&found, &expected, 2e-5);
         assert!(out.join("summary.json").exists());
@@ -109,8 +108,7 @@ fn ranks_train_as_one_process_does() {
     }
 }
 
-/// Sharding changes where numbers are, not what they are; and the files of the ranks are read on
-/// any number of them.
+/// Sharding does not change the values, and any number of ranks can read the files.
 #[test]
 fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
     let whole = folder("ranks-whole");
@@ -138,7 +136,8 @@ fn sharded_runs_are_whole_ones_and_resume_on_other_ranks() {
     }
 }
 
-/// Tokens travel either way, to the losses of one process; a run goes on the other way.
+/// Both dispatch modes give the losses of one process, and a run can be resumed with the other
+/// mode.
 #[test]
 fn experts_of_ranks_train_by_either_dispatch() {
     let [one, out] = ["one", "two"].map(|name| folder(&format!("ranks-dispatch-{name}")));
@@ -156,8 +155,8 @@ fn experts_of_ranks_train_by_either_dispatch() {
     }
 }
 
-/// Ranks with parts of the matrices, or with other experts, train as one process does, and their
-/// checkpoints are read on other layouts.
+/// Ranks with shards of the matrices, or with different experts, train like one process, and other
+/// layouts read their checkpoints.
 #[test]
 fn parts_of_a_model_train_as_the_whole_and_resume_on_other_layouts() {
     let sizes = SMALL.replace("--hidden 48", "--hidden 64");
@@ -188,7 +187,7 @@ fn parts_of_a_model_train_as_the_whole_and_resume_on_other_layouts() {
             succeeds(resume_on(ranks, &copy, layout));
             assert_near(&valid_losses(&copy, "f32"), &expected, 2e-5);
         }
-        // A run of one process goes on as parts.
+        // Resumes a single-process run on several ranks.
         let copy = folder(&format!("ranks-{flag}-of-one"));
         succeeds(launch_sized(
             1,
@@ -213,7 +212,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// In NVFP4, with the random bits of each rank, a run that was stopped reaches the same bytes.
+/// In NVFP4, with separate random bits on each rank, a resumed run produces the same bytes.
 #[test]
 fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
     let sizes = SMALL.replace("--hidden 48", "--hidden 64");
@@ -240,8 +239,8 @@ fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
     }
 }
 
-/// Runs of ranks leave the same bytes each time. A rank that is killed ends the run within seconds,
-/// and the run goes on from its checkpoint to the bytes of one that nobody killed.
+/// Runs of ranks produce the same bytes each time. Killing a rank ends the run within seconds, and
+/// the run resumes from its checkpoint to the bytes of an undisturbed run.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_soak_kills_ranks_of_runs_which_resume() {
@@ -280,7 +279,7 @@ fn a_soak_kills_ranks_of_runs_which_resume() {
         let name = format!("rank {} failed (signal: 9", kill["rank"]);
         assert!(problem.contains(&name), "{problem}");
     }
-    // Nothing is left of runs without a fault.
+    // The folders of runs that match are removed.
     let left = fs::read_dir(&out)
         .unwrap()
         .map(|file| file.unwrap().file_name());
@@ -309,7 +308,7 @@ fn what_ranks_cannot_do_is_said() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     command.args(format!("launch --gpus 2 -- train {SMALL} {RUN} {RECIPE}").split_whitespace());
     command.args(["--data", text(), "--out", out.to_str().unwrap()]);
-    // There is no NCCL between CPUs.
+    // NCCL does not support CPUs.
     let with = |command: &mut Command, how| command.env("NVFP4_COLLECTIVES", how).output();
     for how in ["nccl", "nccl-overlap-tokens", "nccl-overlap"] {
         fails(

@@ -1,4 +1,4 @@
-//! Runs that stop, crash and are resumed.
+//! Tests of runs that stop, crash and are resumed.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::support::*;
 
-/// Everything that a resumed run must share with an uninterrupted one.
+/// Asserts that a resumed run equals an uninterrupted one.
 fn assert_same_run(left: &Path, right: &Path) {
     let config = json(&left.join("config.json"));
     let compared = config["compare"].as_array().unwrap();
@@ -41,7 +41,7 @@ fn a_resumed_run_reaches_the_same_bytes() {
             &format!("{RUN} --stop-at {stop}"),
         ));
         assert!(!out.join("summary.json").exists());
-        // What it says to go on by can be pasted.
+        // The printed resume command can be pasted.
         let path = out.to_str().unwrap();
         let program = env!("CARGO_BIN_EXE_nvfp4");
         let hint = format!("to resume: {program} train --resume {path}");
@@ -51,8 +51,7 @@ fn a_resumed_run_reaches_the_same_bytes() {
     }
 }
 
-/// The same of a model with experts: routing, rows that are sent to experts and back, losses of
-/// balance.
+/// Does the same with experts: routing, dispatch and combine of tokens, load-balancing loss.
 #[test]
 fn a_resumed_mixture_reaches_the_same_bytes() {
     let run = format!("{RUN} --no-compare --model moe --experts 4 --top-k 2");
@@ -68,15 +67,15 @@ fn a_crash_loses_only_what_came_after_the_checkpoint() {
     let out = folder("crashed");
     succeeds(train_on(&device(), &out, &format!("{RUN} --stop-at 7")));
     let nvfp4_folder = out.join("nvfp4");
-    // As a crash would leave it: half a checkpoint, a row that the checkpoint does not know, and
-    // half of another.
+    // Simulates a crash: half a checkpoint, a row newer than the checkpoint, and half of another
+    // row.
     let half = nvfp4_folder.join("checkpoint-00000008.unfinished");
     fs::create_dir(&half).unwrap();
     fs::write(half.join("model.bpk"), "half").unwrap();
     let csv = nvfp4_folder.join("metrics.csv");
     let whole = fs::read_to_string(&csv).unwrap();
     let resume = ["--resume", out.to_str().unwrap()];
-    // What the checkpoint does know must be there.
+    // Rows that the checkpoint covers must exist.
     let gap: String = whole
         .split_inclusive('\n')
         .filter(|line| !line.starts_with("3,"))
@@ -91,7 +90,7 @@ fn a_crash_loses_only_what_came_after_the_checkpoint() {
     assert_same_run(finished_on_device(), &out);
 }
 
-/// A sample is in telemetry.csv once, however often its step was done.
+/// Each sample occurs once in telemetry.csv, even if its step was repeated.
 #[test]
 fn a_crash_repeats_no_sample() {
     let run = format!("{RUN} --no-compare --telemetry-every 2");
@@ -99,7 +98,7 @@ fn a_crash_repeats_no_sample() {
     succeeds(train(&whole, &run));
     succeeds(train(&crashed, &format!("{run} --stop-at 7")));
     let [expected, csv] = [&whole, &crashed].map(|out| out.join("nvfp4/telemetry.csv"));
-    // As a crash after step 11 would leave it.
+    // Simulates a crash after step 11.
     let mut torn = fs::read_to_string(&expected).unwrap();
     assert!(torn.contains("\n10,blocks."));
     torn.truncate(torn.len() - 20);
@@ -109,7 +108,7 @@ fn a_crash_repeats_no_sample() {
     assert!(found == expected, "{found}");
 }
 
-/// Paths of text are stored so that they hold anywhere.
+/// Text paths are stored as absolute paths.
 #[test]
 fn a_run_is_resumed_from_another_folder() {
     let here = folder("relative");

@@ -1,4 +1,4 @@
-//! Studies.
+//! Tests of studies.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::support::*;
 
-/// A study in two parts and two sittings is the study in one.
+/// A study in two parts and two sessions equals one in a single run.
 #[test]
 fn a_study_is_resumed_and_reports() {
     let folder = folder("study");
@@ -52,7 +52,7 @@ fn a_study_is_resumed_and_reports() {
     let found = losses(&whole);
     assert_eq!(found.len(), 4);
     assert_eq!(losses(&parts), found);
-    // Up to where it heals, the healed run is the plain one.
+    // Up to its healing point, the healed run equals the plain one.
     let rows = |name: &str| metrics(&whole.join(name).join("metrics.csv"));
     let (plain, healed) = (
         rows("nvidia-seed0"),
@@ -70,7 +70,7 @@ fn a_study_is_resumed_and_reports() {
     assert!(error.contains("I/N"), "{error}");
 }
 
-/// A study of decorated models, stopped after a step and gone on with.
+/// A study of decorated models, stopped after a step and resumed.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_study_decorates() {
@@ -86,7 +86,8 @@ fn a_study_decorates() {
     });
     fs::write(&plan, written.to_string()).unwrap();
     let out = folder.join("out");
-    // That a decorated run resumes is a test of `decorate`; each process compiles its kernels anew.
+    // Resuming a decorated run is tested in `decorate`; here each process would recompile its
+    // kernels.
     let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
     let said = succeeds(nvfp4("study", &arguments));
     for part in [
@@ -105,7 +106,7 @@ fn a_study_decorates() {
     assert_ne!(plain[2][3], healed[2][3]);
 }
 
-/// What cannot be combined is said before anything is trained.
+/// Conflicting options are refused before training starts.
 #[test]
 fn a_study_refuses_what_cannot_be() {
     let folder = folder("refused-study");

@@ -1,4 +1,4 @@
-//! Running the command, and reading what it writes.
+//! Runs the command, and reads its output.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,11 +7,11 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
-/// A model of two thousand parameters on 32-byte sequences.
+/// Options of a model with two thousand parameters and 32-byte sequences.
 pub(crate) const SMALL: &str = "--device flex --width 32 --layers 2 --heads 2 --hidden 48 \
                                 --context 32 --batch 4 --lr 1e-2 --eval-batches 2";
 
-/// An empty folder for one test.
+/// Creates an empty folder for one test.
 pub(crate) fn folder(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR"))
         .join("cli")
@@ -21,7 +21,7 @@ pub(crate) fn folder(name: &str) -> PathBuf {
     path
 }
 
-/// Thirty files with words that follow a pattern.
+/// Creates thirty files with words that follow a pattern.
 pub(crate) fn text() -> &'static str {
     static TEXT: OnceLock<PathBuf> = OnceLock::new();
     let path = TEXT.get_or_init(|| {
@@ -56,7 +56,7 @@ pub(crate) fn succeeds(output: Output) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What the command wrote to standard error, which must name everything in `names`.
+/// Returns the standard error of a failed command, which must contain everything in `names`.
 pub(crate) fn fails(output: Output, names: &[&str]) -> String {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
@@ -84,7 +84,7 @@ pub(crate) fn train_on(device: &str, out: &Path, more: &str) -> Output {
     )
 }
 
-/// The device of runs that are resumed.
+/// Returns the device of resumed runs.
 pub(crate) fn device() -> String {
     match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
         Ok("cuda") => "cuda:0".into(),
@@ -93,11 +93,11 @@ pub(crate) fn device() -> String {
     }
 }
 
-/// Twelve steps, with and without interruption, are the same run.
+/// Options of twelve steps; the run is the same with and without interruption.
 pub(crate) const RUN: &str =
     "--steps 12 --warmup 2 --log-every 3 --eval-every 6 --checkpoint-every 4";
 
-/// A finished run that several tests look at.
+/// Returns a finished run that several tests use.
 pub(crate) fn finished() -> &'static Path {
     static RUN_FOLDER: OnceLock<PathBuf> = OnceLock::new();
     RUN_FOLDER.get_or_init(|| {
@@ -107,7 +107,7 @@ pub(crate) fn finished() -> &'static Path {
     })
 }
 
-/// The same run on [`device`].
+/// Returns a finished run of the same configuration on [`device`].
 pub(crate) fn finished_on_device() -> &'static Path {
     static RUN_FOLDER: OnceLock<PathBuf> = OnceLock::new();
     if device() == "flex" {
@@ -124,7 +124,7 @@ pub(crate) fn json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// The lines of a `metrics.csv` as fields, without the header, which is checked.
+/// Returns the lines of a `metrics.csv` as fields, without the header, which is checked.
 pub(crate) fn metrics(path: &Path) -> Vec<Vec<String>> {
     let text = fs::read_to_string(path).unwrap();
     let mut lines = text.lines();
@@ -137,7 +137,7 @@ pub(crate) fn metrics(path: &Path) -> Vec<Vec<String>> {
         .collect()
 }
 
-/// The only checkpoint in the folder of a recipe.
+/// Returns the only checkpoint in the folder of a recipe.
 pub(crate) fn checkpoint(folder: &Path) -> PathBuf {
     let found: Vec<PathBuf> = fs::read_dir(folder)
         .unwrap()
@@ -148,7 +148,7 @@ pub(crate) fn checkpoint(folder: &Path) -> PathBuf {
     found[0].clone()
 }
 
-/// The path of the golden checkpoint `name`, as an argument.
+/// Returns the path of the golden checkpoint `name` as an argument.
 pub(crate) fn golden(name: &str) -> String {
     let path = nvfp4_test_support::golden(name);
     path.to_str().unwrap().to_owned()

@@ -1,4 +1,4 @@
-//! Runs from start to end.
+//! Tests of uninterrupted training runs.
 
 use std::fs;
 use std::path::Path;
@@ -66,7 +66,7 @@ fn a_comparison_writes_its_files() {
     }
 }
 
-/// A run that cannot start leaves nothing, so that the corrected command can have its folder.
+/// A run that fails to start leaves no files, so the corrected command can use the same folder.
 #[test]
 fn a_failed_start_leaves_nothing() {
     let out = folder("failed-start");
@@ -92,7 +92,7 @@ fn a_failed_start_leaves_nothing() {
     succeeds(train(&out, "--steps 1 --no-compare"));
 }
 
-/// What is not on a terminal gets a line for each row.
+/// Without a terminal, progress is logged as one line per row.
 #[test]
 fn progress_is_logged() {
     let run = "--steps 4 --log-every 2 --eval-every 4 --no-compare";
@@ -126,12 +126,11 @@ fn progress_is_logged() {
     assert_eq!(end[5..], ["ETA 0 seconds"]);
 }
 
-/// The default model, on real text: this crate's sources.
+/// Trains the default model on real text: the sources of this crate.
 #[test]
 fn tiny_learns_more_than_the_frequencies_of_bytes() {
     let out = folder("learns");
-    // The text is this project's, which changes: 4 KB of validation are a fair part of it, 1 KB are
-    // not.
+    // The text is this project's and changes: 4 KB of validation are representative, 1 KB are not.
     let run = "train --device flex --preset tiny --context 64 --batch 4 --steps 60 --eval-every 60 \
                --eval-batches 16 --no-compare";
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../lm/src");
@@ -151,7 +150,7 @@ fn tiny_learns_more_than_the_frequencies_of_bytes() {
     );
 }
 
-/// Several recipes side by side, one of them healed, a mixture of experts, and telemetry.
+/// Compares several recipes, one of them healed, with a mixture of experts and telemetry.
 #[test]
 fn recipes_are_compared_on_the_same_batches() {
     let out = folder("recipes");
@@ -173,8 +172,8 @@ fn recipes_are_compared_on_the_same_batches() {
     let telemetry = fs::read_to_string(out.join("quartet2/telemetry.csv")).unwrap();
     let lines: Vec<&str> = telemetry.lines().collect();
     assert!(lines[0].starts_with("step,layer,operand,sqnr_db"));
-    // Two sampled steps of eight layers. In the second the forward has healed, and what is left to
-    // look at is the backward: MS-EDEN's operands.
+    // Two sampled steps of eight layers. In the second the forward has healed, so only the backward
+    // is sampled: MS-EDEN's operands.
     let of_step = |step: &str| {
         let lines = lines[1..].iter();
         lines.filter(|line| line.starts_with(step)).count()

@@ -1,6 +1,6 @@
-//! burn-train's training loops with NVFP4 layers: see `tests`.
+//! Tests NVFP4 layers in burn-train's training loops; see `tests`.
 
-/// The examples of the book that use burn-train, or several ranks, compile and run.
+/// Compiles and runs the examples of the book that use burn-train or several ranks.
 #[cfg(doctest)]
 mod book {
     #[doc = include_str!("../../docs/src/train.md")]

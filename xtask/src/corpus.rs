@@ -1,9 +1,9 @@
-//! `cargo xtask corpus`: the text that the runs of the ladder train on, and its tokens.
+//! `cargo xtask corpus`: makes the text and the tokens for the training runs of the ladder.
 //!
-//! `corpus/packages.txt` names packages of Debian; `corpus/corpus.py` downloads them, strips markup,
-//! drops copies, trains a tokenizer and writes shards in the format of `nvfp4 tokenize`.
-//! `corpus/manifest.json` is the manifest of the corpus that recorded runs were trained on: versions
-//! and licences of the packages, check sums of the shards.
+//! `corpus/packages.txt` names packages of Debian; `corpus/corpus.py` downloads them, strips
+//! markup, removes duplicates, trains a tokenizer and writes shards in the format of
+//! `nvfp4 tokenize`. `corpus/manifest.json` describes the corpus of the recorded runs: versions and
+//! licences of the packages, checksums of the shards.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,13 +22,13 @@ const PACKAGES: Requirements = Requirements {
     text: include_str!("../requirements/corpus.txt"),
 };
 
-/// The manifest of the corpus of the recorded runs, from the root.
+/// Manifest of the corpus of the recorded runs, relative to the root.
 const MANIFEST: &str = "xtask/corpus/manifest.json";
 
-/// Unique tokens that a corpus has at least.
+/// Minimum number of unique tokens in a corpus.
 const LEAST_TOKENS: u64 = 200_000_000;
 
-/// What a corpus is made of.
+/// Contents of a corpus.
 #[derive(Debug, Deserialize)]
 struct Manifest {
     train_prose_tokens: u64,
@@ -41,9 +41,9 @@ struct Manifest {
 struct Package {
     package: String,
     version: String,
-    /// The package of its source.
+    /// Source package.
     source: String,
-    /// `train` or `valid`.
+    /// Split: `train` or `valid`.
     part: String,
     licences: Vec<String>,
 }
@@ -57,22 +57,22 @@ struct Shard {
 /// Options of `cargo xtask corpus`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Write packages, texts and shards to this folder [default: nvfp4/corpus in the user's folder of
-    /// caches]
+    /// Write packages, texts and shards to this folder [default: nvfp4/corpus in the user's cache
+    /// folder]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Read packages with this many processes [default: one for each core]
+    /// Read packages with this many processes [default: one per core]
     #[arg(long, value_name = "N")]
     processes: Option<usize>,
 }
 
-/// The folder where the corpus is unless another is named.
+/// Returns the default folder of the corpus.
 pub fn default_folder() -> Result<PathBuf> {
     let cache = dirs::cache_dir().context("this user has no folder of caches")?;
     Ok(cache.join("nvfp4/corpus"))
 }
 
-/// Makes the corpus, and says how it differs from that of the recorded runs.
+/// Makes the corpus, and prints its differences from that of the recorded runs.
 ///
 /// # Errors
 /// Returns an error if a package cannot be downloaded, a tool fails, or the corpus is too small.
@@ -109,7 +109,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The folder of the library of BPE, which is downloaded once.
+/// Returns the folder of the BPE library, which is downloaded once.
 fn library() -> Result<PathBuf> {
     let folder = workspace::target_folder()?.join("tools/corpus");
     let installed = fs::read_to_string(folder.join("requirements.txt"));
@@ -139,8 +139,8 @@ impl Manifest {
         serde_json::from_str(&text).with_context(|| path.display().to_string())
     }
 
-    /// Fails unless there is enough text, about half of it prose, whose licences are named, and
-    /// validation and training share no source package.
+    /// Returns an error unless there is enough text, about half of it is prose, all licences are
+    /// named, and validation and training share no source package.
     fn check(&self) -> Result<()> {
         let (prose, code) = (self.train_prose_tokens, self.train_code_tokens);
         let all = prose + code;
@@ -178,7 +178,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Names and versions of the packages, then names and check sums of the shards.
+    /// Returns names and versions of the packages, then names and checksums of the shards.
     fn entries(&self) -> [(&'static str, Vec<[&str; 2]>); 2] {
         let packages = self.packages.iter();
         let shards = self.shards.iter();
@@ -194,7 +194,7 @@ impl Manifest {
         ]
     }
 
-    /// Lines that say in which packages and shards `made` differs from this manifest.
+    /// Describes the packages and shards in which `made` differs from this manifest, one per line.
     fn differences(&self, made: &Self) -> Vec<String> {
         let mut lines = Vec::new();
         for ((value, old), (_, new)) in self.entries().into_iter().zip(made.entries()) {
@@ -277,7 +277,7 @@ mod tests {
         refused(&|v| v["packages"][0]["licences"] = json!([]), "package a");
     }
 
-    /// `corpus.py` refuses other lines, too, but after hours.
+    /// `corpus.py` also refuses other lines, but only after hours.
     #[test]
     fn the_list_names_each_package_once() {
         let list = include_str!("../corpus/packages.txt");

@@ -1,9 +1,9 @@
-//! Sums up what libtest prints.
+//! Sums up the output of libtest.
 //!
 //! A test that cannot run here prints a line of [`nvfp4_test_support::Skip`] and returns; one that
-//! runs on another device alone prints a line of [`nvfp4_test_support::Elsewhere`]. libtest calls
-//! both a pass; this project does not. The runs are started with `--show-output`, so those lines
-//! stand in the section of the test that printed them:
+//! runs only on another device prints a line of [`nvfp4_test_support::Elsewhere`]. libtest counts
+//! both as passed; this project does not. The runs use `--show-output`, so these lines appear in
+//! the section of the test that printed them:
 //!
 //! ```text
 //! running 3 tests
@@ -23,16 +23,16 @@
 //! test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s
 //! ```
 //!
-//! `SKIPPED: <test>: <reason>`, and `: <detail>` where there is one. The test is that of the
-//! section, by its name or the end of it. The reason of an ignored test is `ignored: ` and the words
-//! of its attribute.
+//! A line has the form `SKIPPED: <test>: <reason>`, optionally followed by `: <detail>`. The test
+//! is that of the section, by its name or a suffix of it. The reason of an ignored test is
+//! `ignored: ` followed by the text of its attribute.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// What a skipped test prints, before its name and the reason.
+/// Prefix of the line of a skipped test, before its name and the reason.
 const SKIPPED: &str = "SKIPPED";
-/// What a test prints that runs on another device.
+/// Prefix of the line of a test that runs on another device.
 const ELSEWHERE: &str = "ELSEWHERE";
 
 /// Sums over all test binaries of a run.
@@ -40,7 +40,7 @@ const ELSEWHERE: &str = "ELSEWHERE";
 pub struct Counts {
     /// Tests that ran and passed.
     pub passed: usize,
-    /// Tests that failed; a test binary that died before it could report counts as one.
+    /// Number of failed tests; a test binary that died before its report counts as one.
     pub failed: usize,
     /// Ignored tests and tests that reported themselves as skipped.
     pub skipped: usize,
@@ -56,26 +56,26 @@ impl fmt::Display for Counts {
     }
 }
 
-/// All that a run printed about its tests.
+/// Results printed by a run.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// The sums.
+    /// Sums.
     pub counts: Counts,
-    /// The line of each skipped test, as printed or, for an ignored test, as it would print it.
+    /// Line of each skipped test, as printed; for an ignored test, the equivalent line.
     pub skips: Vec<String>,
-    /// Skipped tests by reason.
+    /// Number of skipped tests by reason.
     pub reasons: BTreeMap<String, usize>,
-    /// Names of the tests that failed, and of what else went wrong.
+    /// Names of failed tests, and other failures.
     pub failures: Vec<String>,
-    /// What the tests that failed printed.
+    /// Output of the failed tests.
     pub printed: Vec<String>,
-    /// Number of tests that left themselves to the run on another device.
+    /// Number of tests that run on another device.
     pub elsewhere: usize,
-    /// Those of them that passed on no device.
+    /// Tests among these that passed on no device.
     pub nowhere: Vec<String>,
 }
 
-/// True for the line that [`Counts`] prints.
+/// Returns true for the line that [`Counts`] prints.
 pub fn is_counts_line(line: &str) -> bool {
     let mut parts = line.split(", ");
     let mut part = |word: &str| {
@@ -89,11 +89,11 @@ pub fn is_counts_line(line: &str) -> bool {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Section {
-    /// The list of tests with their verdicts, or nothing of interest.
+    /// List of tests with their verdicts, or irrelevant output.
     Verdicts,
-    /// The output of tests that passed, and the current one.
+    /// Output of passed tests; `test` is the current one.
     Successes { test: String },
-    /// The output of tests that failed.
+    /// Output of failed tests.
     Failures,
 }
 
@@ -101,21 +101,21 @@ enum Section {
 pub struct Reader {
     outcome: Outcome,
     section: Section,
-    /// A binary said `running N tests` and has not reported a result yet.
+    /// True after `running N tests` until the binary reports its result.
     open: bool,
-    /// Tests of this binary that passed, by libtest's verdict.
+    /// Tests of this binary that libtest counts as passed.
     passed: BTreeSet<String>,
-    /// Those of them that said that they are skipped, or run elsewhere.
+    /// Tests among these that reported being skipped, or running elsewhere.
     skipped: BTreeSet<String>,
     elsewhere: BTreeSet<String>,
-    /// The same of all binaries before it: tests that ran and passed, and those that left
-    /// themselves to another run.
+    /// Tests of all previous binaries: those that ran and passed, and those that run on another
+    /// device.
     all_ran: BTreeSet<String>,
     all_elsewhere: BTreeSet<String>,
 }
 
 impl Reader {
-    /// A reader that has seen nothing yet.
+    /// Creates a reader at the beginning of the output.
     pub fn new() -> Self {
         Self {
             outcome: Outcome::default(),
@@ -129,7 +129,7 @@ impl Reader {
         }
     }
 
-    /// Takes the next line, without its line end.
+    /// Processes the next line, without its line end.
     pub fn line(&mut self, line: &str) {
         if starts_binary(line) {
             self.close_dead_binary();
@@ -138,7 +138,7 @@ impl Reader {
         } else if let Some(result) = line.strip_prefix("test result: ") {
             if let Some([passed, failed, ignored]) = parse_result(result) {
                 let counts = &mut self.outcome.counts;
-                // What did not run is one of the passed ones in libtest's eyes.
+                // libtest counts tests that did not run as passed.
                 let idle = self.skipped.len() + self.elsewhere.len();
                 counts.passed += passed.saturating_sub(idle);
                 counts.failed += failed;
@@ -171,7 +171,7 @@ impl Reader {
         }
     }
 
-    /// Everything, once the run has ended.
+    /// Returns the results after the run has ended.
     pub fn finish(mut self) -> Outcome {
         self.close_dead_binary();
         self.outcome.elsewhere = self.all_elsewhere.len();
@@ -194,7 +194,7 @@ impl Reader {
         }
     }
 
-    /// Takes a line that `test`, which passed, printed.
+    /// Processes a line printed by `test`, which passed.
     fn output(&mut self, test: &str, line: &str) {
         let outcome = &mut self.outcome;
         let Some((kind, name, reason)) = parse_skip(line) else {
@@ -225,7 +225,7 @@ impl Reader {
         self.skipped.clear();
     }
 
-    /// A binary that was killed or aborted prints no result; what it had passed is unknown.
+    /// A binary that was killed or aborted prints no result, so its passed tests are unknown.
     fn close_dead_binary(&mut self) {
         if self.open {
             self.outcome.counts.failed += 1;
@@ -238,7 +238,7 @@ impl Reader {
     }
 }
 
-/// Kind, test and reason of a line that says that a test did not run.
+/// Parses kind, test and reason of a line that reports a test as not run.
 fn parse_skip(line: &str) -> Option<(&str, &str, &str)> {
     let (kind, rest) = line.split_once(": ")?;
     let (test, rest) = rest.split_once(": ")?;
@@ -247,7 +247,7 @@ fn parse_skip(line: &str) -> Option<(&str, &str, &str)> {
     ([SKIPPED, ELSEWHERE].contains(&kind) && is_complete).then_some((kind, test, reason))
 }
 
-/// True for a line by which a test may mean that it is skipped.
+/// Returns true for a line that looks like the report of a skipped test.
 fn is_like_a_skip(line: &str) -> bool {
     let line = line.trim_start().to_ascii_lowercase();
     ["skipped:", "skipping", "skip:", "elsewhere:"]
@@ -255,7 +255,7 @@ fn is_like_a_skip(line: &str) -> bool {
         .any(|start| line.starts_with(start))
 }
 
-/// `running 12 tests` or `running 1 test`.
+/// Matches `running 12 tests` or `running 1 test`.
 fn starts_binary(line: &str) -> bool {
     line.strip_prefix("running ")
         .and_then(|rest| {
@@ -265,7 +265,7 @@ fn starts_binary(line: &str) -> bool {
         .is_some_and(|number| number.parse::<usize>().is_ok())
 }
 
-/// Passed, failed and ignored of `ok. 5 passed; 0 failed; 1 ignored; ...`.
+/// Parses the passed, failed and ignored counts of `ok. 5 passed; 0 failed; 1 ignored; ...`.
 fn parse_result(result: &str) -> Option<[usize; 3]> {
     let (_, numbers) = result.split_once(". ")?;
     let mut parts = numbers.split("; ");
@@ -343,7 +343,7 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
         assert_eq!(outcome.counts.to_string(), "2 passed, 0 failed, 2 skipped");
     }
 
-    /// A binary with one test, `a::b`, that passes and prints `output`.
+    /// Returns the output of a binary with one test, `a::b`, that passes and prints `output`.
     fn binary(output: &str) -> String {
         format!(
             "running 1 test\ntest a::b ... ok\n\nsuccesses:\n\n---- a::b stdout ----\n{output}\n\n\
@@ -386,7 +386,7 @@ test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fini
             "SKIPPED: other::b: no CUDA device",
         ] {
             let outcome = read(&binary(line));
-            // `SKIPPED` alone may stand at the start of anything.
+            // Any line may start with `SKIPPED` alone.
             let expected = usize::from(line != "SKIPPED");
             assert_eq!(outcome.failures.len(), expected, "{line}");
             assert!(outcome.skips.is_empty(), "{line}");

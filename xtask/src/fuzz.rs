@@ -1,6 +1,6 @@
-//! `cargo xtask fuzz`: the fuzz targets on a stable toolchain.
+//! `cargo xtask fuzz`: runs the fuzz targets on a stable toolchain.
 //!
-//! It runs a test of `nvfp4-lm`, whose binary `cargo xtask test` has built already.
+//! Runs a test of `nvfp4-lm`, whose binary `cargo xtask test` has already built.
 
 use anyhow::{Result, ensure};
 
@@ -9,19 +9,19 @@ use crate::workspace::{self, FEATURES};
 /// Options of `cargo xtask fuzz`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Run for so many seconds, which all targets share
+    /// Run for this many seconds, shared by all targets
     #[arg(long, value_name = "N", default_value_t = 60)]
     seconds: u64,
-    /// Run only this target, a folder of fuzz/seeds [default: all of them]
+    /// Run only this target, a folder of fuzz/seeds [default: all targets]
     #[arg(long, value_name = "NAME")]
     target: Option<String>,
-    /// Draw the changes from this seed
+    /// Seed the mutations
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 }
 
 impl Args {
-    /// All targets, together for `seconds`.
+    /// Returns the options for all targets, together for `seconds`.
     pub fn all(seconds: u64) -> Self {
         Self {
             seconds,
@@ -31,8 +31,8 @@ impl Args {
     }
 }
 
-/// Calls every parser with changed seeds. Fails when one panics, or takes more memory than its input
-/// justifies; the input is written to the folder of temporary files.
+/// Calls every parser with mutated seeds. Fails if one panics, or uses more memory than its input
+/// justifies; the input is then written to the folder of temporary files.
 pub fn run(args: &Args) -> Result<()> {
     ensure!(args.seconds > 0, "seconds is 0, but must be positive");
     if let Some(target) = &args.target {
@@ -49,7 +49,7 @@ pub fn run(args: &Args) -> Result<()> {
         .arg("fuzz::tests::parsers_survive_changed_seeds")
         .env("NVFP4_FUZZ_SECONDS", args.seconds.to_string())
         .env("NVFP4_FUZZ_SEED", args.seed.to_string())
-        // The trace of a panic that a parser turns into an error would count as its memory.
+        // The backtrace of a panic that a parser converts to an error would count as its memory.
         .env("RUST_BACKTRACE", "0");
     if let Some(target) = &args.target {
         command.env("NVFP4_FUZZ_TARGET", target);

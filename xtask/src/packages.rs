@@ -1,8 +1,8 @@
-//! `cargo xtask package`: the packages as crates.io would get them.
+//! `cargo xtask package`: makes the packages for crates.io.
 //!
-//! `cargo package` runs with `--no-verify`, because verification would build Burn once more for
-//! each package. Instead the packages are unpacked into one folder, and `cargo check` compiles all of
-//! them at once with their default features, as a user of the published crates does.
+//! `cargo package` runs with `--no-verify`, because verification would rebuild Burn for each
+//! package. Instead the packages are unpacked into one folder, and `cargo check` compiles all of
+//! them at once with their default features, as for a user of the published crates.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace::{self, Member};
 
-/// The features that docs.rs builds with, by package: as in `package.metadata.docs.rs`.
+/// Features that docs.rs builds with, by package; identical to `package.metadata.docs.rs`.
 const DOCS_RS: [(&str, &str); 5] = [
     ("nvfp4-kernels", "cube"),
     ("burn-nvfp4", "flex,cubecl-backend,train"),
@@ -21,7 +21,7 @@ const DOCS_RS: [(&str, &str); 5] = [
     ("nvfp4-parallel", "cuda"),
 ];
 
-/// Crates that bring a CubeCL runtime or LLVM into a build, by the start of their names.
+/// Name prefixes of crates that bring a CubeCL runtime or LLVM into a build.
 const RUNTIMES: [&str; 6] = [
     "cubecl-cpu",
     "cubecl-cuda",
@@ -36,7 +36,8 @@ pub fn run() -> Result<()> {
     let members = workspace::members()?;
     let published: Vec<&Member> = members.iter().filter(|member| member.published).collect();
     let mut command = workspace::cargo();
-    // Here the tree may have changes; who publishes calls cargo directly, and cargo then objects.
+    // Uncommitted changes are allowed here; for publishing, cargo is called directly and refuses
+    // them.
     command.args(["package", "--no-verify", "--allow-dirty", "--quiet"]);
     for member in &published {
         command.args(["--package", &member.name]);
@@ -57,8 +58,8 @@ pub fn run() -> Result<()> {
     boundaries()
 }
 
-/// Formats and oracle build without CubeCL, and neither the default features nor those that docs.rs
-/// builds with need LLVM.
+/// Checks that formats and oracle build without CubeCL, and that neither the default features nor
+/// those of docs.rs need LLVM.
 fn boundaries() -> Result<()> {
     let mut command = workspace::cargo();
     command.args(["check", "--package", "nvfp4-kernels"]);
@@ -92,7 +93,7 @@ fn boundaries() -> Result<()> {
     Ok(())
 }
 
-/// Fails when a package depends on a crate whose name starts with one of these.
+/// Returns an error if a package depends on a crate whose name starts with one of these.
 fn absent(package: &str, features: &[&str], beginnings: &[&str]) -> Result<()> {
     let mut command = workspace::cargo();
     command.args([
@@ -108,7 +109,7 @@ fn absent(package: &str, features: &[&str], beginnings: &[&str]) -> Result<()> {
         .args(features);
     let output = workspace::output(&mut command)?;
     let tree = String::from_utf8_lossy(&output);
-    // An empty list would pass whatever the package depends on.
+    // An empty list would pass regardless of the dependencies.
     ensure!(
         tree.starts_with(&format!("{package} v")),
         "cargo tree does not list {package}"
@@ -133,7 +134,7 @@ fn absent(package: &str, features: &[&str], beginnings: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Unpacks a package; the folder that it makes.
+/// Unpacks a package; returns its folder.
 fn unpack(member: &Member, target: &Path, folder: &Path) -> Result<PathBuf> {
     let version = env!("CARGO_PKG_VERSION");
     let name = format!("{}-{version}", member.name);
@@ -152,7 +153,7 @@ fn unpack(member: &Member, target: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(unpacked)
 }
 
-/// Fails when a source file includes a file that the package does not contain.
+/// Returns an error if a source file includes a file that the package does not contain.
 fn included_files(package: &Path) -> Result<()> {
     for file in ignore::Walk::new(package) {
         let path = file?.into_path();
@@ -172,7 +173,7 @@ fn included_files(package: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The names in `include_str!("...")`, `include_bytes!("...")` and `#[path = "..."]`.
+/// Returns the names in `include_str!("...")`, `include_bytes!("...")` and `#[path = "..."]`.
 fn included(text: &str) -> impl Iterator<Item = &str> {
     ["include_str!(\"", "include_bytes!(\"", "#[path = \""]
         .into_iter()
@@ -180,7 +181,7 @@ fn included(text: &str) -> impl Iterator<Item = &str> {
         .filter_map(|rest| rest.split('"').next())
 }
 
-/// Checks all packages with their default features, in a workspace that holds nothing else.
+/// Checks all packages with their default features, in a workspace without anything else.
 fn check_together(published: &[&Member], folder: &Path, target: &Path) -> Result<()> {
     let root = workspace::root();
     let version = env!("CARGO_PKG_VERSION");
@@ -192,7 +193,7 @@ fn check_together(published: &[&Member], folder: &Path, target: &Path) -> Result
     for Member { name, .. } in published {
         manifest += &format!("{name} = {{ path = \"{name}-{version}\" }}\n");
     }
-    // With other profiles, nothing that is compiled already would be used.
+    // With other profiles, the compiled dependencies could not be reused.
     manifest += "\n";
     manifest += &profiles(&fs::read_to_string(root.join("Cargo.toml"))?);
     fs::write(folder.join("Cargo.toml"), manifest)?;
@@ -207,7 +208,7 @@ fn check_together(published: &[&Member], folder: &Path, target: &Path) -> Result
     workspace::spawn(&mut command)
 }
 
-/// The sections of a manifest that describe profiles.
+/// Returns the profile sections of a manifest.
 fn profiles(manifest: &str) -> String {
     let mut inside = false;
     let mut text = String::new();

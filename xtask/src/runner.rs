@@ -1,9 +1,9 @@
-//! Runs the test binaries, several at a time.
+//! Runs the test binaries in parallel.
 //!
 //! `cargo test` runs one binary after another, and the tests of one process share its devices, so
-//! that one slow test leaves the other cores idle. Here each module of a binary is a process of its
-//! own, on one test thread, and as many run at a time as there are cores. On a GPU one process runs
-//! at a time: CubeCL captures graphs in CUDA's global mode.
+//! that one slow test leaves the other cores idle. Here each module of a binary runs in a separate
+//! process with one test thread, and one process runs per core. On a GPU only one process runs at a
+//! time, because CubeCL captures graphs in CUDA's global mode.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -20,10 +20,10 @@ use serde_json::Value;
 use crate::counts::Reader;
 use crate::workspace;
 
-/// A module with fewer tests than this runs together with its neighbours.
+/// Modules with fewer tests than this share a process with others.
 const SMALL_MODULE: usize = 4;
 
-/// A test binary that cargo built.
+/// A test binary built by cargo.
 #[derive(Clone, Debug)]
 pub struct Binary {
     /// Name of the package.
@@ -35,10 +35,10 @@ pub struct Binary {
     folder: PathBuf,
 }
 
-/// Test binaries and the environment that they run in.
+/// Test binaries and their environment.
 #[derive(Debug, Default)]
 pub struct Build {
-    /// In the order in which cargo reported them.
+    /// Binaries in the order in which cargo reported them.
     pub binaries: Vec<Binary>,
     /// Folders of shared libraries, from build scripts.
     libraries: Vec<PathBuf>,
@@ -68,14 +68,14 @@ pub struct Timing {
     pub took: Duration,
 }
 
-/// The seconds that each job took when it last ran, in a file of the target folder.
+/// Seconds of each job in its last run, stored in a file of the target folder.
 pub struct Times {
     file: PathBuf,
     seconds: BTreeMap<String, f64>,
 }
 
 impl Times {
-    /// What `file` has; nothing if there is no such file, or another version wrote it.
+    /// Reads `file`; empty if there is no such file, or another version wrote it.
     pub fn of(file: PathBuf) -> Self {
         let text = fs::read_to_string(&file).unwrap_or_default();
         Self {
@@ -84,7 +84,7 @@ impl Times {
         }
     }
 
-    /// Writes `timings` over what they replace.
+    /// Updates the file with `timings`.
     pub fn write(mut self, timings: &[Timing]) -> Result<()> {
         let seconds = timings
             .iter()
@@ -98,7 +98,7 @@ impl Times {
     }
 }
 
-/// Builds the tests by `command`, a `cargo test --no-run` without a message format.
+/// Builds the tests with `command`, a `cargo test --no-run` without a message format.
 ///
 /// # Errors
 /// Returns an error if something does not compile.
@@ -120,7 +120,7 @@ impl Build {
         self.variables.push((name, value));
     }
 
-    /// Takes one of cargo's messages.
+    /// Processes one of cargo's messages.
     fn add(&mut self, message: &Value) -> Result<()> {
         match message["reason"].as_str() {
             Some("build-script-executed") => {
@@ -162,7 +162,7 @@ impl Build {
         Ok(())
     }
 
-    /// A process of `binary`.
+    /// Returns a command that runs `binary`.
     fn command(&self, binary: usize) -> Result<Command> {
         let Binary {
             program, folder, ..
@@ -184,7 +184,7 @@ impl Build {
         Ok(command)
     }
 
-    /// Names of the tests of `binary`, ignored ones among them.
+    /// Returns the names of the tests of `binary`, including ignored ones.
     fn tests(&self, binary: usize) -> Result<Vec<String>> {
         let mut command = self.command(binary)?;
         command.args(["--list", "--format", "terse"]);
@@ -196,7 +196,8 @@ impl Build {
             .collect())
     }
 
-    /// The jobs of every binary that `is_chosen` takes, each on `device`; `is_run` chooses modules.
+    /// Returns the jobs of every binary that `is_chosen` accepts, each on `device`; `is_run`
+    /// selects modules.
     pub fn jobs(
         &self,
         device: Option<&'static str>,
@@ -226,8 +227,8 @@ impl Build {
         Ok(jobs)
     }
 
-    /// Sorts `jobs` so that none begins late and runs alone at the end: those not measured yet, as
-    /// they stand, then the others, longest first.
+    /// Sorts `jobs` so that no long one starts last: first those not measured yet, in their order,
+    /// then the others, longest first.
     pub fn longest_first(&self, jobs: &mut [Job], times: &Times) {
         let seconds = |job: &Job| times.seconds.get(&self.shown(job)).copied();
         jobs.sort_by(|a, b| {
@@ -281,7 +282,7 @@ impl Build {
         Ok(timings)
     }
 
-    /// The output of one job, with a line on a process that did not end by itself.
+    /// Returns the output of one job, with an additional line if the process was killed.
     fn output(&self, job: &Job) -> Result<String> {
         let mut command = self.command(job.binary)?;
         command
@@ -295,7 +296,7 @@ impl Build {
             .output()
             .with_context(|| format!("cannot start {}", self.shown(job)))?;
         let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
-        // libtest ends with 101 where a test failed; a signal leaves no code.
+        // libtest exits with 101 if a test failed; a signal leaves no code.
         let expected = output.status.success() || output.status.code() == Some(101);
         if !expected {
             text += &String::from_utf8_lossy(&output.stderr);
@@ -320,7 +321,7 @@ impl Build {
     }
 }
 
-/// The package's name of an id such as `path+file:///folder#name@0.1.0` or `...folder#0.1.0`.
+/// Returns the package name in an ID such as `path+file:///folder#name@0.1.0` or `...folder#0.1.0`.
 fn package_name(id: &str) -> &str {
     let (path, rest) = id.rsplit_once('#').unwrap_or(("", id));
     match rest.split_once('@') {
@@ -329,12 +330,12 @@ fn package_name(id: &str) -> &str {
     }
 }
 
-/// The first part of the path of a test.
+/// Returns the first component of the path of a test.
 pub fn module(test: &str) -> &str {
     test.split("::").next().unwrap_or(test)
 }
 
-/// The tests by module; small modules together.
+/// Groups the tests by module; small modules are combined.
 fn groups(tests: Vec<String>) -> Vec<(String, Vec<String>)> {
     let mut modules: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for test in tests {
@@ -352,7 +353,7 @@ fn groups(tests: Vec<String>) -> Vec<(String, Vec<String>)> {
             groups.push((name, tests));
         }
     }
-    // The largest first, so that none of them begins when all else has ended.
+    // Largest first, so that no large group starts last.
     groups.sort_by_key(|(_, tests)| std::cmp::Reverse(tests.len()));
     if !small.is_empty() {
         groups.push(("small modules".to_owned(), small));

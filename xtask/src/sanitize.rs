@@ -1,4 +1,4 @@
-//! `cargo xtask sanitize`: the tests of the kernels under compute-sanitizer.
+//! `cargo xtask sanitize`: runs the kernel tests under compute-sanitizer.
 
 use std::collections::VecDeque;
 use std::env;
@@ -12,11 +12,11 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace::{self, FEATURES};
 
-/// The package whose tests run.
+/// Package whose tests run.
 const PACKAGE: &str = "nvfp4-kernels";
 
-/// Parts of the names of tests that are left out, because they would take hours and find nothing
-/// more: large matrices, and many launches.
+/// Substrings of the names of tests that are left out, because they would take hours and find
+/// nothing more: large matrices, and many launches.
 const LEFT_OUT: [&str; 6] = [
     "beyond_two",
     "more_elements",
@@ -26,10 +26,10 @@ const LEFT_OUT: [&str; 6] = [
     "hundred",
 ];
 
-/// The test binary: one for the package.
+/// Name of the package's test binary.
 const SUITE: &str = "suite";
 
-/// Modules of tests that launch no kernel, or launch each a hundred times.
+/// Modules of tests that launch no kernel, or launch each one a hundred times.
 const NOT_RUN: [&str; 8] = [
     "accuracy",
     "registry_source",
@@ -43,11 +43,11 @@ const NOT_RUN: [&str; 8] = [
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 enum Tool {
-    /// Accesses outside of memory, and leaks
+    /// Out-of-bounds accesses and leaks
     Memcheck,
     /// Races in shared memory
     Racecheck,
-    /// Reads of memory that was not written
+    /// Reads of uninitialized memory
     Initcheck,
 }
 
@@ -67,11 +67,11 @@ pub struct Args {
     /// Run these tools, separated by commas [default: all three]
     #[arg(long, value_delimiter = ',')]
     tool: Vec<Tool>,
-    /// Run this module of tests, such as `quantize`; may be given several times [default: all that
+    /// Run this test module, such as `quantize`; may be given several times [default: all that
     /// launch kernels]
     #[arg(long, short, value_name = "NAME")]
     test: Vec<String>,
-    /// Use this test binary, and do not build one
+    /// Use this test binary instead of building one
     #[arg(long, value_name = "FILE")]
     binary: Option<PathBuf>,
     /// Run this many processes at a time, all on one GPU
@@ -82,7 +82,7 @@ pub struct Args {
     rest: Vec<String>,
 }
 
-/// What one tool found in one module of tests.
+/// Result of one tool in one test module.
 struct Finding {
     test: String,
     tool: Tool,
@@ -91,12 +91,12 @@ struct Finding {
     output: String,
 }
 
-/// What stands in the output of compute-sanitizer and of the test binary below it.
+/// Summary of the output of compute-sanitizer and of the test binary that it runs.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Summary {
-    /// Errors that the tool counted; `None` if it did not come to its end.
+    /// Number of errors; `None` if the tool did not finish.
     errors: Option<usize>,
-    /// Tests that passed; `None` if one failed, or there is no result.
+    /// Number of passed tests; `None` if one failed, or there is no result.
     passed: Option<usize>,
 }
 
@@ -125,10 +125,10 @@ fn first_number(text: &str) -> Option<usize> {
     text.split_whitespace().next()?.parse().ok()
 }
 
-/// Runs the tests under each tool; prints a table of errors.
+/// Runs the tests under each tool and prints a table of errors.
 ///
-/// Fails when a tool found an error or did not come to its end, and when a test failed. Where there
-/// is no GPU or no compute-sanitizer it says so and succeeds.
+/// Fails if a tool found an error or did not finish, or if a test failed. Without a GPU or
+/// compute-sanitizer, prints a message and succeeds.
 pub fn run(args: &Args) -> Result<ExitCode> {
     let Some(sanitizer) = sanitizer() else {
         println!("SKIPPED: no compute-sanitizer on PATH, in CUDA_PATH or in /usr/local/cuda");
@@ -185,7 +185,8 @@ fn check(sanitizer: &Path, binary: &Path, module: &Module, tool: Tool) -> Result
     let mut command = Command::new(sanitizer);
     command.args(["--tool", tool.name(), "--print-limit", "20"]);
     if tool == Tool::Initcheck {
-        // Tests copy whole buffers to the host, also what is not written: what kernels read counts.
+        // Tests copy whole buffers to the host, including unwritten parts; only reads by kernels
+        // matter.
         command.args(["--check-api-memory-access", "no"]);
     }
     command
@@ -193,7 +194,7 @@ fn check(sanitizer: &Path, binary: &Path, module: &Module, tool: Tool) -> Result
         .args(["--test-threads=1", "--exact"])
         .args(tests)
         .env("NVFP4_TEST_DEVICE", "cuda")
-        // Tests that need a process of their own have one: this.
+        // Tests that need a separate process have one here.
         .env("NVFP4_TEST_CHILD", name);
     let output = command
         .output()
@@ -211,7 +212,7 @@ fn check(sanitizer: &Path, binary: &Path, module: &Module, tool: Tool) -> Result
     Ok(finding)
 }
 
-/// The output of what was not clean, then the table.
+/// Prints the output of failed runs, then the table.
 fn report(findings: &[Finding]) -> ExitCode {
     for finding in findings.iter().filter(|finding| !finding.summary.is_good()) {
         println!("\n=== {} under {}", finding.test, finding.tool.name());
@@ -242,7 +243,7 @@ fn report(findings: &[Finding]) -> ExitCode {
     }
 }
 
-/// The test binary of the kernels, built.
+/// Builds the test binary of the kernels and returns its path.
 fn build() -> Result<PathBuf> {
     let mut command = workspace::cargo();
     command
@@ -269,15 +270,15 @@ fn build() -> Result<PathBuf> {
     bail!("cargo built no test binary {SUITE}")
 }
 
-/// Tests of one module, by their whole names.
+/// Tests of one module, by their full names.
 #[derive(Debug, PartialEq, Eq)]
 struct Module {
     name: String,
     tests: Vec<String>,
 }
 
-/// The tests of `binary` that run: those that `rest` selects in the modules `wanted`, by default in
-/// all modules that launch kernels.
+/// Returns the tests of `binary` to run: those that `rest` selects in the modules `wanted`, by
+/// default in all modules that launch kernels.
 fn modules(binary: &Path, wanted: &[String], rest: &[String]) -> Result<Vec<Module>> {
     let output = Command::new(binary)
         .arg("--list")
@@ -294,7 +295,7 @@ fn modules(binary: &Path, wanted: &[String], rest: &[String]) -> Result<Vec<Modu
     Ok(modules)
 }
 
-/// The tests that libtest lists, by their modules.
+/// Groups the tests that libtest lists by module.
 fn by_module(list: &str) -> Vec<Module> {
     let mut modules: Vec<Module> = Vec::new();
     for test in list.lines().filter_map(|line| line.strip_suffix(": test")) {

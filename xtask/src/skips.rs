@@ -1,8 +1,8 @@
-//! How many tests may skip themselves, and why.
+//! Checks the number of skipped tests, by reason.
 //!
-//! A test may skip itself for a missing GPU, for a tool that set-up could not install, or for
-//! `--full`: for the reasons of [`Skip`] and for nothing else. An ignored test needs words that are
-//! listed. `xtask/skips.json` has all reasons, each with the number of tests that CI skips for it.
+//! A test may skip itself for a missing GPU, for a tool that setup could not install, or without
+//! `--full`: only for the reasons of [`Skip`]. The reason of an ignored test must be listed.
+//! `xtask/skips.json` lists all reasons, each with the number of tests that CI skips for it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,13 +13,13 @@ use nvfp4_test_support::Skip;
 use crate::setup::{cuda_tools, wheels};
 use crate::workspace;
 
-/// The committed numbers, in the workspace.
+/// File of the committed numbers, in the workspace.
 const FILE: &str = "xtask/skips.json";
 
 /// Number of skipped tests by reason.
 type Numbers = BTreeMap<String, usize>;
 
-/// Numbers of skipped tests that are expected.
+/// Expected numbers of skipped tests.
 pub struct Expected(Numbers);
 
 impl Expected {
@@ -44,7 +44,7 @@ impl Expected {
     }
 
     /// Returns a problem for each reason with a larger number than expected, and a note for each
-    /// with a smaller one. No test may lack a tool that `is_installed`.
+    /// with a smaller one. No test may be skipped for a tool that `is_installed`.
     pub fn changed(
         &self,
         found: &Numbers,
@@ -73,7 +73,7 @@ impl Expected {
     }
 }
 
-/// True if this machine has the tool that a test with this reason lacks.
+/// Returns true if this machine has the tool whose absence the reason states.
 pub fn is_installed(tool: Skip) -> bool {
     match tool {
         Skip::NoCudaTools => cuda_tools::is_installed(),
@@ -82,7 +82,7 @@ pub fn is_installed(tool: Skip) -> bool {
     }
 }
 
-/// The numbers as a table.
+/// Formats the numbers as a table.
 pub fn table(found: &Numbers) -> String {
     let line = |(reason, count): (&String, &usize)| format!("{count:>6} skipped: {reason}\n");
     found.iter().map(line).collect()

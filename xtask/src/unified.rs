@@ -1,9 +1,10 @@
-//! `cargo xtask unified`: every selection of packages uses the dependencies that the whole
-//! workspace is built with.
+//! `cargo xtask unified`: checks that every selection of packages uses the dependencies built for
+//! the whole workspace.
 //!
-//! Cargo unites the features that the selected packages ask for. A selection that asks for fewer of
-//! them would build other variants of its dependencies, and everything above them again. `unify/`
-//! asks for the same features from everywhere; this check fails when something is missing there.
+//! Cargo unifies the features requested by the selected packages. A selection that requests fewer
+//! features would build other variants of its dependencies, and everything that depends on them.
+//! The packages in `unify/` request the same features everywhere; this check fails if a feature is
+//! missing there.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +13,7 @@ use serde_json::Value;
 
 use crate::workspace::{self, Member};
 
-/// Builds the tests of each package alone, after those of the workspace; fails when a selection
+/// Builds the tests of each package alone, after those of the workspace; fails if a selection
 /// compiles anything but the package itself.
 pub fn run() -> Result<()> {
     let mut all = workspace::cargo();
@@ -43,7 +44,7 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// The crates that `cargo test --package NAME` compiles, without the package itself.
+/// Returns the crates that `cargo test --package NAME` compiles, without the package itself.
 fn compiled(member: &Member) -> Result<BTreeSet<String>> {
     let mut command = workspace::cargo();
     command.args(["test", "--quiet", "--no-run", "--message-format", "json"]);
@@ -60,8 +61,8 @@ fn compiled(member: &Member) -> Result<BTreeSet<String>> {
             let name = message["target"]["name"]
                 .as_str()
                 .context("no target name")?;
-            // `xtask` uses what `cargo xtask` has compiled, which are other variants than those of
-            // the workspace's tests; no more than the package itself is compiled again.
+            // `xtask` uses the dependencies compiled by `cargo xtask`, which are other variants
+            // than those of the workspace's tests; only the package itself is compiled again.
             if name != own {
                 compiled.insert(name.to_owned());
             }

@@ -1,4 +1,4 @@
-//! Where the workspace is and how its cargo is called.
+//! Describes the workspace, and calls its cargo.
 
 use std::env;
 use std::path::PathBuf;
@@ -7,23 +7,23 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-/// The features that everything is built and tested with: all backends in one binary.
+/// Features of all builds and tests: all backends in one binary.
 pub const FEATURES: &str = "cpu,cuda";
 
-/// The workspace's root folder.
+/// Returns the workspace's root folder.
 ///
-/// Read when the command runs, not when it was compiled: two checkouts may share a target folder.
+/// Determined at run time, not at compile time, because two checkouts may share a target folder.
 pub fn root() -> PathBuf {
     let manifest = env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
     manifest.parent().map(PathBuf::from).unwrap_or(manifest)
 }
 
-/// Cargo, to be run in the workspace's root as if the user had typed it.
+/// Returns a cargo command that runs in the workspace's root as if the user had typed it.
 ///
-/// `cargo xtask` runs inside `cargo run`, which describes the package `xtask` in the environment.
-/// A build script that watches one of those variables would otherwise run again every time that the
-/// user changes between `cargo xtask test` and a plain `cargo test`.
+/// `cargo xtask` runs inside `cargo run`, which describes the package `xtask` in the environment. A
+/// build script that watches one of those variables would otherwise rerun whenever the user
+/// alternates between `cargo xtask test` and a plain `cargo test`.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root());
@@ -48,15 +48,15 @@ pub struct Member {
     pub name: String,
     /// Its folder.
     pub folder: PathBuf,
-    /// It goes to crates.io.
+    /// True if it is published on crates.io.
     pub published: bool,
-    /// It has a library whose documentation has examples.
+    /// True if it has a library whose documentation has examples.
     pub has_library: bool,
-    /// Those of [`FEATURES`] that it has, separated by commas.
+    /// The package's subset of [`FEATURES`], comma-separated.
     pub features: String,
 }
 
-/// All packages of the workspace.
+/// Returns all packages of the workspace.
 pub fn members() -> Result<Vec<Member>> {
     let metadata = metadata()?;
     let packages = metadata["packages"].as_array().context("no packages")?;
@@ -79,13 +79,13 @@ fn member(package: &Value) -> Result<Member> {
             .parent()
             .context("no folder")?
             .to_owned(),
-        // `null` where a package may go to every registry, an empty list where it may go to none.
+        // `null` if a package may be published to every registry, an empty list if to none.
         published: package["publish"].is_null(),
         features: features.join(","),
     })
 }
 
-/// Cargo's target folder.
+/// Returns cargo's target folder.
 pub fn target_folder() -> Result<PathBuf> {
     let metadata = metadata()?;
     Ok(metadata["target_directory"]
@@ -94,14 +94,14 @@ pub fn target_folder() -> Result<PathBuf> {
         .into())
 }
 
-/// What cargo says about the packages of the workspace.
+/// Returns cargo's metadata about the packages of the workspace.
 fn metadata() -> Result<Value> {
     let mut command = cargo();
     command.args(["metadata", "--locked", "--format-version", "1", "--no-deps"]);
     Ok(serde_json::from_slice(&output(&mut command)?)?)
 }
 
-/// Runs a command that must succeed, and says so when it starts.
+/// Prints and runs a command that must succeed.
 pub fn spawn(command: &mut Command) -> Result<()> {
     println!("$ {}", shown(command));
     let status = command.status().with_context(|| shown(command))?;
@@ -109,7 +109,7 @@ pub fn spawn(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// What a command that must succeed prints.
+/// Returns the output of a command that must succeed.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
     let output = command
         .stderr(Stdio::inherit())
@@ -124,7 +124,7 @@ pub fn output(command: &mut Command) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// A command line as a person would type it, for messages.
+/// Formats a command line as a user would type it, for messages.
 pub fn shown(command: &Command) -> String {
     let mut text = String::new();
     for (name, value) in command.get_envs() {

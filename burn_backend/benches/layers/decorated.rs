@@ -1,5 +1,5 @@
-//! What decorating costs and saves: four square layers, with 3-D input. In a process of its own:
-//! decorating replaces the fusion of all layers.
+//! Cost and gain of decoration: four square layers with 3-D input. Runs in a separate process,
+//! because decoration replaces the fusion of all layers.
 
 use burn_nn::Linear;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
@@ -7,10 +7,10 @@ use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 use crate::harness::{Bench, backward};
 use crate::linear::plain;
 
-/// How the names of its settings begin.
+/// Prefix of the names of its settings.
 pub const SETTING: &str = "four layers";
 
-/// Forward and backward of four layers of Burn's, of [`Nvfp4Linear`], and of Burn's decorated.
+/// Times forward and backward of four layers: Burn's, [`Nvfp4Linear`], and Burn's decorated.
 pub fn layers(bench: &mut Bench) {
     if !bench.is_cube() {
         println!("decorated: left out, models are decorated on CubeCL's devices");

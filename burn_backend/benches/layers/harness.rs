@@ -7,9 +7,9 @@ use burn_core::tensor::{DType, Device, Distribution, Tensor};
 
 use crate::results::{Results, Row};
 
-/// Steps of a batch.
+/// Steps per batch.
 const STEPS: usize = 10;
-/// Batches, of which the fastest counts.
+/// Number of batches, of which the fastest counts.
 const BATCHES: usize = 3;
 
 /// Milliseconds of one step.
@@ -19,9 +19,9 @@ struct Record {
     milliseconds: f64,
 }
 
-/// The measurements of a run.
+/// Measurements of a run.
 pub struct Bench {
-    /// With autodiff.
+    /// Device with autodiff.
     pub device: Device,
     device_name: String,
     filter: Option<String>,
@@ -30,7 +30,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// On the device that `NVFP4_BENCH_DEVICE` names, with the filter of the command line.
+    /// Creates a benchmark on the device that `NVFP4_BENCH_DEVICE` names, with the filter of the
+    /// command line.
     pub fn new() -> Self {
         let default = if cfg!(feature = "cuda") {
             "cuda"
@@ -47,7 +48,7 @@ impl Bench {
             "cuda" => Device::cuda(0),
             other => panic!("NVFP4_BENCH_DEVICE={other}: not a device of this build"),
         };
-        // `cargo bench` adds it, `cargo test --benches` does not.
+        // `cargo bench` adds this argument, `cargo test --benches` does not.
         let is_test = env::args().all(|argument| argument != "--bench");
         Self {
             device: device.autodiff(),
@@ -60,18 +61,18 @@ impl Bench {
         }
     }
 
-    /// Whether the device is one to measure; others run at tiny sizes.
+    /// Returns true if the device is measured; others run at tiny sizes.
     pub fn is_gpu(&self) -> bool {
         self.device_name == "cuda"
     }
 
-    /// Whether the device is one of CubeCL's, which models are decorated on.
+    /// Returns true if the device is a CubeCL device, which decoration requires.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub fn is_cube(&self) -> bool {
         self.device_name != "flex"
     }
 
-    /// Whether the filter asks for settings that begin with `setting`, and no others.
+    /// Returns true if the filter selects only settings that begin with `setting`.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub fn asks_for(&self, setting: &str) -> bool {
         self.filter
@@ -79,7 +80,7 @@ impl Bench {
             .is_some_and(|filter| filter.starts_with(setting))
     }
 
-    /// `full` on a GPU, else `tiny`.
+    /// Returns `full` on a GPU, otherwise `tiny`.
     pub fn size<T>(&self, full: T, tiny: T) -> T {
         match self.is_gpu() {
             true => full,
@@ -87,7 +88,8 @@ impl Bench {
         }
     }
 
-    /// The type of activations: `bf16`, but for CubeCL's CPU runtime, which does not compute in it.
+    /// Returns the dtype of activations: `bf16`, except on CubeCL's CPU runtime, which has no bf16
+    /// arithmetic.
     pub fn activation(&self) -> DType {
         match self.device_name.as_str() {
             "cpu" => DType::F32,
@@ -95,19 +97,19 @@ impl Bench {
         }
     }
 
-    /// Normal data of the type `dtype` that requires a gradient.
+    /// Returns normally distributed data of dtype `dtype` that requires a gradient.
     pub fn leaf<const D: usize>(&self, shape: [usize; D], dtype: DType) -> Tensor<D> {
         self.constant(shape, dtype).require_grad()
     }
 
-    /// Normal data of the type `dtype`.
+    /// Returns normally distributed data of dtype `dtype`.
     pub fn constant<const D: usize>(&self, shape: [usize; D], dtype: DType) -> Tensor<D> {
         let normal = Distribution::Normal(0.0, 1.0);
         let values = Tensor::<D>::random(shape, normal, (&self.device, DType::F32));
         values.cast(dtype).detach()
     }
 
-    /// Times `step` as `name` in `setting`, unless the filter leaves it out.
+    /// Times `step` as `name` in `setting`, unless the filter excludes it.
     pub fn time(&mut self, setting: &str, name: &str, mut step: impl FnMut()) {
         let id = format!("{setting}/{name}");
         if self
@@ -130,7 +132,7 @@ impl Bench {
             println!("{id}: ran");
             return;
         }
-        // Kernels are compiled and chosen in the first ones.
+        // Kernels are compiled and selected in the first steps.
         run(STEPS / 2);
         let milliseconds = (0..BATCHES)
             .map(|_| run(STEPS))
@@ -143,7 +145,7 @@ impl Bench {
         });
     }
 
-    /// Prints the table, and writes the same as a results file.
+    /// Prints the table, and writes the results file.
     pub fn report(self) -> std::io::Result<()> {
         if self.once {
             return Ok(());
@@ -176,7 +178,7 @@ impl Bench {
     }
 }
 
-/// The name of the device for a results file.
+/// Returns the name of the device for a results file.
 fn device_name(name: &str) -> String {
     match name {
         #[cfg(feature = "cuda")]
@@ -189,8 +191,8 @@ fn device_name(name: &str) -> String {
     }
 }
 
-/// The gradient of `x` by forward and backward of `layer`, by way of a sum; the sum's own time is
-/// measured beside it. Rows are added first: Burn makes one sum of all elements with one cube.
+/// Computes the gradient of `x` by forward and backward of `layer`, through a sum, whose time is
+/// measured separately. Rows are added first, because Burn sums all elements in one cube.
 pub fn backward<const D: usize>(
     x: &Tensor<D>,
     layer: impl Fn(Tensor<D>) -> Tensor<D>,
@@ -200,7 +202,7 @@ pub fn backward<const D: usize>(
     x.grad(&grads).expect("x requires a gradient")
 }
 
-/// Reads an element of `x`, so that fusion leaves nothing out of what computes it.
+/// Reads an element of `x`, so that fusion omits nothing of its computation.
 pub fn read<const D: usize>(x: Tensor<D>) {
     let elements = x.shape().num_elements();
     x.reshape([elements]).narrow(0, 0, 1).into_data();

@@ -1,4 +1,4 @@
-//! Linear layers: Burn's, and those by every preset.
+//! Linear layers: Burn's, and those of every preset.
 
 use burn_core::tensor::DType;
 use burn_nn::{Linear, LinearConfig};
@@ -6,7 +6,7 @@ use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe};
 
 use crate::harness::{Bench, backward};
 
-/// A layer of Burn's, without a bias, its weight of the type `dtype`.
+/// Creates a Burn layer without a bias, with a weight of dtype `dtype`.
 pub fn plain(bench: &Bench, inputs: usize, outputs: usize, dtype: DType) -> Linear {
     let config = LinearConfig::new(inputs, outputs).with_bias(false);
     let linear: Linear = config.init(&bench.device);
@@ -17,7 +17,7 @@ pub fn plain(bench: &Bench, inputs: usize, outputs: usize, dtype: DType) -> Line
     }
 }
 
-/// Forward and backward of a layer: 8192 tokens, 4096 inputs, 4096 and 14336 outputs.
+/// Times forward and backward of a layer: 8192 tokens, 4096 inputs, 4096 and 14336 outputs.
 pub fn layers(bench: &mut Bench) {
     let [tokens, inputs] = bench.size([8192, 4096], [64, 64]);
     let dtype = bench.activation();

@@ -1,17 +1,17 @@
-//! Layers on a GPU, forward and backward, beside Burn's: linear ones by every preset, decorated
-//! ones, and the parts of a mixture of experts. Milliseconds of the host's clock, around steps
-//! between two synchronisations.
+//! Benchmark of layers on a GPU, forward and backward, compared with Burn's: linear layers of every
+//! preset, decorated layers, and the components of a mixture of experts. Times are milliseconds of
+//! the host clock around steps between two synchronizations.
 //!
-//! `cargo bench -p burn-nvfp4 --features cuda --bench layers`; a filter behind `--` is a part of
+//! `cargo bench -p burn-nvfp4 --features cuda --bench layers`. A filter after `--` is a part of
 //! `setting/name`, such as `-- linear` or `-- nvidia`. Decorated layers are measured only with a
-//! filter that begins with `four layers`, and then alone. `NVFP4_BENCH_DEVICE` takes `cuda` (the
-//! default where it is built), `cpu` or `flex`; the last two run at tiny sizes, to see that it
-//! runs. With `NVFP4_BENCH_ONCE` set every step runs once and nothing is timed: for a profiler, or
+//! filter that begins with `four layers`, and then alone. `NVFP4_BENCH_DEVICE` is `cuda` (the
+//! default if it is built), `cpu` or `flex`; the last two run at tiny sizes as a smoke test. With
+//! `NVFP4_BENCH_ONCE` set, every step runs once and nothing is timed: for a profiler, or
 //! `BURN_FUSION_LOG`.
 //!
-//! A table goes to standard output, and the same as a results file, which `cargo xtask results`
-//! reads, to `nvfp4-bench-layers.json` in the target folder (or the file that `NVFP4_BENCH_JSON`
-//! names).
+//! The table is printed to standard output. A results file, which `cargo xtask results` reads, is
+//! written to `nvfp4-bench-layers.json` in the target folder (or to the file that
+//! `NVFP4_BENCH_JSON` names).
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod decorated;

@@ -1,4 +1,4 @@
-//! A mixture of experts and its parts, in NVFP4 and in bf16.
+//! A mixture of experts and its components, in NVFP4 and in bf16.
 
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::activation::{silu, softmax};
@@ -10,10 +10,10 @@ use burn_nvfp4::{
 
 use crate::harness::{Bench, backward, read};
 
-/// Experts of each token.
+/// Experts per token.
 const TOP_K: usize = 2;
 
-/// The sizes of the mixture.
+/// Sizes of the mixture.
 #[derive(Clone, Copy)]
 struct Sizes {
     tokens: usize,
@@ -40,7 +40,8 @@ fn recipes() -> [(&'static str, Nvfp4Recipe); 2] {
     [("`nvidia`", Nvfp4Recipe::new()), ("high precision", exempt)]
 }
 
-/// Forward and step of a mixture, of a dense feed-forward of the same work, and of the parts.
+/// Times forward and step of a mixture, of a dense feed-forward with the same work, and of the
+/// components.
 pub fn mixture(bench: &mut Bench) {
     let [tokens, width, hidden, experts] = bench.size([16384, 2048, 1408, 16], [128, 32, 48, 4]);
     let sizes = Sizes {
@@ -63,7 +64,8 @@ pub fn mixture(bench: &mut Bench) {
     grouped(bench, sizes, &routing, &rows);
 }
 
-/// A mixture by `recipe`, and a dense feed-forward as wide as the experts of a token together.
+/// Times a mixture by `recipe`, and a dense feed-forward as wide as the experts of a token
+/// together.
 fn whole(bench: &mut Bench, sizes: Sizes, name: &str, recipe: &Nvfp4Recipe, x: &Tensor<2>) {
     let Sizes {
         width,
@@ -98,13 +100,13 @@ fn whole(bench: &mut Bench, sizes: Sizes, name: &str, recipe: &Nvfp4Recipe, x: &
     );
 }
 
-/// The rows of `x` by expert, as a leaf.
+/// Returns the rows of `x` sorted by expert, as a leaf.
 fn sorted(routing: &Routing, x: &Tensor<2>) -> Tensor<2> {
     let rows = routing.dispatch(x.clone().detach());
     Tensor::from_inner(rows.inner()).require_grad()
 }
 
-/// What decides where a token goes, and moves it there and back.
+/// Times the router and the permutation of tokens to the experts and back.
 fn routing(
     bench: &mut Bench,
     sizes: Sizes,
@@ -158,7 +160,7 @@ fn routing(
     });
 }
 
-/// The GEMM of gate and up: with the tokens of `routing`, and with as many for each expert.
+/// Times the GEMM of gate and up: with the tokens of `routing`, and with equally many per expert.
 fn grouped(bench: &mut Bench, sizes: Sizes, routing: &Routing, sorted: &Tensor<2>) {
     let Sizes {
         tokens,

@@ -1,4 +1,4 @@
-//! One call of a decorated layer, and what all calls share.
+//! State of one call of a decorated layer, and state shared by all calls.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -11,20 +11,20 @@ use super::counters::Counters;
 use crate::ops::linear::SavedForBackward;
 use crate::ops::{LinearContext, LinearSpec};
 
-/// What [`Decorator`](super::Decorator) does about a GEMM that it could not route.
+/// Handling of a GEMM that [`Decorator`](super::Decorator) could not route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// It is an error: the result of a missed GEMM is NaN, and the next use of the model panics.
+    /// Error: the result of a missed GEMM is NaN, and the next use of the model panics.
     Strict,
-    /// It runs in the type of its operands, and is counted.
+    /// The GEMM runs in the dtype of its operands, and is counted.
     Lenient,
 }
 
-/// State that all layers of one decorated model share.
+/// State shared by all layers of one decorated model.
 #[derive(Debug)]
 pub(super) struct Group {
     pub mode: Mode,
-    /// Paths of the linear layers of the model that are not decorated.
+    /// Paths of the linear layers that are not decorated.
     pub left_alone: Vec<String>,
     failures: Mutex<Vec<String>>,
 }
@@ -42,29 +42,29 @@ impl Group {
         lock(&self.failures).clone()
     }
 
-    /// One message for all failures, if there are any.
+    /// Returns one message for all failures, if any.
     pub fn failure_message(&self) -> Option<String> {
         failure_message(&self.failures())
     }
 }
 
-/// One decorated layer, shared by all clones of its weight.
+/// Decorated layer, shared by all clones of its weight.
 #[derive(Debug)]
 pub(super) struct Layer {
     /// Path of the layer in the model.
     pub path: String,
-    /// Shape of its weight, `[d_in, d_out]`.
+    /// Shape of the weight, `[d_in, d_out]`.
     pub dims: [usize; 2],
-    /// How many of these the weight stacks, if it is `[experts, d_in, d_out]`.
+    /// Number of matrices in a stacked weight, `[experts, d_in, d_out]`.
     pub experts: Option<usize>,
     pub group: Arc<Group>,
     pub counters: Counters,
 }
 
 impl Layer {
-    /// Records that a guarantee was broken. `what` completes the sentence "layer `path`: …".
+    /// Records a broken guarantee. `what` completes the sentence "layer `path`: …".
     pub fn fail(&self, what: &str) {
-        /// More failures would add no information.
+        /// Maximum number of recorded failures; more would add no information.
         const LIMIT: usize = 32;
         let mut failures = lock(&self.group.failures);
         if failures.len() < LIMIT {
@@ -77,13 +77,13 @@ impl Layer {
     }
 }
 
-/// One message for all of `failures`, if there are any.
+/// Joins `failures` into one message, if any.
 pub(super) fn failure_message(failures: &[String]) -> Option<String> {
     (!failures.is_empty()).then(|| failures.join("; "))
 }
 
-/// One call of a decorated layer: one call of `Param::val` on its weight, at most one forward GEMM,
-/// and that GEMM's two gradients.
+/// Call of a decorated layer: one call of `Param::val` on its weight, at most one forward GEMM, and
+/// the two gradient GEMMs of that.
 #[derive(Debug)]
 pub(super) struct Call {
     pub id: u64,
@@ -91,58 +91,58 @@ pub(super) struct Call {
     /// Shape of the weight, `[d_in, d_out]`.
     pub dims: [usize; 2],
     pub spec: LinearSpec,
-    /// Whether a backward may follow.
+    /// True if a backward may follow.
     pub training: bool,
-    /// Whether the weight needs a gradient.
+    /// True if the weight needs a gradient.
     pub weight_tracked: bool,
     pub context: LinearContext,
     state: Mutex<CallState>,
 }
 
-/// The state of a call as its operations are registered and run.
+/// State of a call while its operations are registered and run.
 #[derive(Debug, Default)]
 pub(super) struct CallState {
-    /// The weight, from its mark until its GEMM.
+    /// Weight, from its mark until its GEMM.
     pub weight: Option<CubeTensor>,
     pub bias: BiasState,
-    /// Whether the bias needs a gradient.
+    /// True if the bias needs a gradient.
     pub bias_tracked: bool,
-    /// The forward GEMM has been registered.
+    /// True once the forward GEMM is registered.
     pub gemm: bool,
-    /// The forward GEMM has run in NVFP4.
+    /// True once the forward GEMM has run in NVFP4.
     pub forward: bool,
-    /// An operation other than the addition of the bias reads the GEMM's result.
+    /// True if an operation other than the addition of the bias reads the GEMM's result.
     pub output_shared: bool,
-    /// The output gradient that dgrad was registered with.
+    /// Output gradient that dgrad was registered with.
     pub dy: Option<TensorId>,
-    /// The operands that the backward needs.
+    /// Operands saved for the backward.
     pub saved: Option<SavedForBackward<CubeBackend>>,
     pub weight_grad: Option<CubeTensor>,
     pub bias_grad: Option<CubeTensor>,
-    /// The GEMM with which Burn computes the weight's gradient.
+    /// GEMM with which Burn computes the weight's gradient.
     pub grad: Option<Arc<WeightGradGemm>>,
 }
 
-/// The bias of a call.
+/// Bias of a call.
 #[derive(Debug, Default)]
 pub(super) enum BiasState {
-    /// There is none, or its mark has not been registered.
+    /// No bias, or its mark is not registered.
     #[default]
     Absent,
-    /// Its mark has been registered and reads this tensor.
+    /// The mark is registered and reads this tensor.
     Announced(Box<TensorIr>),
-    /// Its mark has run.
+    /// The mark has run.
     Known(Box<CubeTensor>),
-    /// The GEMM has added it.
+    /// The GEMM has added the bias.
     Added,
 }
 
-/// A GEMM with which Burn computes the gradient of a weight.
+/// GEMM with which Burn computes the gradient of a weight.
 #[derive(Debug)]
 pub(super) struct WeightGradGemm {
-    /// Its right operand: the gradient of a forward GEMM's result.
+    /// Right operand: the gradient of a forward GEMM's result.
     pub rhs: TensorId,
-    /// That operand, where it has to be saved until the layer is known.
+    /// Saved right operand, if it must be kept until the layer is known.
     pub dy: Mutex<Option<CubeTensor>>,
 }
 
@@ -175,8 +175,8 @@ impl Call {
         self.layer.fail(what);
     }
 
-    /// Whether `shape` is that of the weight, or of the transposed weight; leading axes of 1 do not
-    /// count.
+    /// Returns true if `shape` is that of the weight, or of the transposed weight. Leading axes of
+    /// 1 are ignored.
     pub fn is_weight(&self, shape: &Shape, transposed: bool) -> bool {
         let [d_in, d_out] = self.dims;
         let matrix = if transposed {
@@ -187,7 +187,8 @@ impl Call {
         self.is_stack(shape, matrix)
     }
 
-    /// Whether `shape` is `matrix`, or where the weight is a stack one for each expert.
+    /// Returns true if `shape` is `matrix`, or for a stacked weight a stack of `matrix` with one
+    /// per expert.
     pub fn is_stack(&self, shape: &Shape, [rows, cols]: [usize; 2]) -> bool {
         let expected = [self.layer.experts.unwrap_or(1), rows, cols];
         let elements: usize = expected.iter().product();
@@ -200,11 +201,11 @@ impl Call {
     }
 }
 
-/// A call as an argument of an operation.
+/// Call as an argument of an operation.
 #[derive(Clone, Debug)]
 pub struct CallRef(pub(super) Arc<Call>);
 
-/// The data of `mutex`, also after a panic under it: what it guards stays consistent.
+/// Locks `mutex`, even if it is poisoned: the data stays consistent after a panic.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()

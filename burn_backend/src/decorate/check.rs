@@ -1,4 +1,4 @@
-//! The devices that decorated layers run on.
+//! Devices that decorated layers run on.
 
 use burn_core::backend::DispatchDevice;
 use burn_core::tensor::Device;
@@ -7,8 +7,8 @@ use nvfp4_kernels::Nvfp4Error;
 
 use crate::validate;
 
-/// Fails unless decorated layers can run on `device`: on Burn's fusion, over a CubeCL runtime that
-/// the kernels are for.
+/// Returns an error if decorated layers cannot run on `device`. They need Burn's fusion over a
+/// CubeCL runtime that the kernels support.
 pub(super) fn check_device(argument: &'static str, device: &Device) -> Result<(), Nvfp4Error> {
     fn is_cube(device: &DispatchDevice) -> bool {
         match device {

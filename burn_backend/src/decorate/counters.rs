@@ -1,4 +1,4 @@
-//! The counters of one decorated layer.
+//! Counters of one decorated layer.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,19 +13,20 @@ pub(super) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The formats of the two operands of a GEMM that ran by its recipe.
+/// Formats of the two operands of a GEMM that ran by its recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GemmFormat {
-    /// Both in NVFP4.
+    /// Both operands in NVFP4.
     Nvfp4,
-    /// One in NVFP4, the other in the type of the activations: the forward of `weight_only_qat`.
+    /// One operand in NVFP4, the other in the dtype of the activations: the forward of
+    /// `weight_only_qat`.
     Nvfp4Mixed,
-    /// Both in MXFP8.
+    /// Both operands in MXFP8.
     Mxfp8,
-    /// Both in MXFP4.
+    /// Both operands in MXFP4.
     Mxfp4,
-    /// Both in the type of the activations: by a recipe of bf16, or by a [`LayerMode`].
+    /// Both operands in the dtype of the activations: by a recipe of bf16, or by a [`LayerMode`].
     ///
     /// [`LayerMode`]: crate::LayerMode
     HighPrecision,
@@ -41,7 +42,7 @@ impl GemmFormat {
         Self::HighPrecision,
     ];
 
-    /// The format of a GEMM of two operands.
+    /// Returns the format of a GEMM with these operands.
     pub(super) fn of(operands: [OperandSpec; 2]) -> Self {
         let format = |operand: &OperandSpec| operand.params().map(|params| params.format);
         match (format(&operands[0]), format(&operands[1])) {
@@ -66,7 +67,7 @@ impl fmt::Display for GemmFormat {
     }
 }
 
-/// How often the GEMM of one role ran in one layer.
+/// GEMM counts of one layer in one role.
 #[derive(Debug, Default)]
 pub(super) struct RoleCounters {
     ran: [AtomicU64; GemmFormat::ALL.len()],
@@ -74,28 +75,28 @@ pub(super) struct RoleCounters {
 }
 
 impl RoleCounters {
-    /// A GEMM of `operands` ran by its recipe.
+    /// Counts a GEMM of `operands` that ran by its recipe.
     pub fn routed(&self, operands: [OperandSpec; 2]) {
         count(&self.ran[GemmFormat::of(operands) as usize]);
     }
 
-    /// A GEMM was missed.
+    /// Counts a missed GEMM.
     pub fn missed(&self) {
         count(&self.missed);
     }
 
-    /// GEMMs that ran with operands in `format`.
+    /// Number of GEMMs that ran with operands in `format`.
     pub fn ran(&self, format: GemmFormat) -> u64 {
         self.ran[format as usize].load(Ordering::Relaxed)
     }
 
-    /// GEMMs that were missed.
+    /// Number of missed GEMMs.
     pub fn missed_count(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)
     }
 }
 
-/// The counts of one layer.
+/// Counters of one layer.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub forward: RoleCounters,

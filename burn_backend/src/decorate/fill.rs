@@ -1,4 +1,4 @@
-//! Constant tensors in the place of marked parameters and of GEMMs that are not computed.
+//! Constant tensors that stand for marked parameters and for GEMMs that are not computed.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, OnceLock};
@@ -13,15 +13,17 @@ use cubecl::prelude::InputScalar;
 
 use super::call::lock;
 
-/// A tensor of the shape and type of `tensor` in which every element is `value`.
+/// Returns a tensor of the shape and dtype of `tensor` in which every element is `value`.
 pub(super) fn filled_like(tensor: &CubeTensor, value: f32) -> CubeTensor {
     filled(tensor, tensor.meta.shape().clone(), tensor.dtype, value)
 }
 
-/// A contiguous tensor of `shape` in which every element is `value`, on the device of `like`.
+/// Returns a contiguous tensor of `shape` on the device of `like` in which every element is
+/// `value`.
 ///
 /// Tensors of one size share one buffer, which is written once and then only read: the reference
-/// here keeps any tensor from being its only owner, so no operation computes in place in it.
+/// held here keeps any tensor from being the only owner, so no operation writes to the buffer in
+/// place.
 fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTensor {
     type Key = (CubeDevice, DType, usize, u32);
     static BUFFERS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();
@@ -46,8 +48,8 @@ fn filled(like: &CubeTensor, shape: Shape, dtype: DType, value: f32) -> CubeTens
     )
 }
 
-/// Where the tokens of each of `experts` experts begin, and where the last end, `u32[experts + 1]`:
-/// equally many rows of `x` for each. Written to the device once for each size.
+/// Returns token offsets for `experts` experts with equal numbers of rows of `x`,
+/// `u32[experts + 1]`. Written to the device once per size.
 pub(super) fn equal_offsets(x: &CubeTensor, experts: usize) -> CubeTensor {
     type Key = (CubeDevice, usize, usize);
     static OFFSETS: OnceLock<Mutex<HashMap<Key, CubeTensor>>> = OnceLock::new();
@@ -64,7 +66,7 @@ pub(super) fn equal_offsets(x: &CubeTensor, experts: usize) -> CubeTensor {
     offsets.clone()
 }
 
-/// The placeholder for the result of a GEMM that is not computed: NaN, `shape` being
+/// Returns the placeholder for the result of a GEMM that is not computed: NaN in `shape`, which is
 /// `[..., rows, cols]`. All leading indices read the same matrix.
 pub(super) fn placeholder(like: &CubeTensor, shape: &Shape, dtype: DType) -> CubeTensor {
     let rank = shape.num_dims();

@@ -1,15 +1,15 @@
-//! The fusion that runs the GEMMs of decorated layers.
+//! Fuser that runs the GEMMs of decorated layers.
 //!
 //! Burn's fusion cuts a stream into blocks, offers every operation of a block to every registered
-//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block, all of it,
-//! at the highest score: so no other fuser gets a GEMM, and no GEMM runs on its own. Blocks that
-//! are claimed whole can always be ordered, as Burn keeps them free of cycles. If a fuser leaves
-//! the end of a block, Burn gathers the ends of several blocks into one more; that block can depend
-//! on a block that depends on it, and Burn then drops all fusion of the segment.
+//! fuser, and selects the fuser with the best score. [`BlockFuser`] claims every block entirely, at
+//! the highest score, so that no other fuser gets a GEMM and no GEMM runs on its own. Blocks that
+//! are claimed entirely can always be ordered, because Burn keeps them free of cycles. If a fuser
+//! left the end of a block, Burn would gather the ends of several blocks into one more block; that
+//! block can depend on a block that depends on it, and Burn then drops all fusion of the segment.
 //!
-//! The operations before, between and after the GEMMs go to Burn's own fusers, as they would
-//! without this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers;
-//! all others run as they would without fusion.
+//! Operations before, between and after the GEMMs go to Burn's own fusers, as they would without
+//! this one. The [tracker](super::tracker) knows which GEMMs belong to decorated layers; all other
+//! GEMMs run unfused.
 
 use burn_core::backend::fusion::{
     FuserProperties, FuserStatus, NumOperations, OperationFuser,
@@ -40,7 +40,7 @@ use crate::ops::{LinearSpec, RowGroups, float_dtype};
 /// Name of the optimization in Burn's registry and logs.
 pub(super) const NAME: &str = "Nvfp4Gemms";
 
-/// Makes the fusers.
+/// Creates the fusers.
 pub(super) struct Provider;
 
 impl OptimizationProvider for Provider {
@@ -74,7 +74,7 @@ impl OperationFuser<CubeOptimization> for BlockFuser {
         self.operations.clear();
     }
 
-    /// Closed: it collects what comes, and never makes Burn wait for more.
+    /// Returns `Closed`: the fuser accepts every operation, and never makes Burn wait for more.
     fn status(&self) -> FuserStatus {
         FuserStatus::Closed
     }
@@ -95,7 +95,7 @@ impl OperationFuser<CubeOptimization> for BlockFuser {
     }
 }
 
-/// `operation` as a GEMM.
+/// Returns `operation` as a GEMM, if it is one.
 fn gemm(operation: &OperationIr) -> Option<&MatmulOpIr> {
     match operation {
         OperationIr::Float(_, FloatOperationIr::Matmul(gemm)) => Some(gemm),
@@ -103,19 +103,19 @@ fn gemm(operation: &OperationIr) -> Option<&MatmulOpIr> {
     }
 }
 
-/// The operations of a block.
+/// Operations of a block.
 pub(super) struct GemmBlock {
     operations: Vec<OperationIr>,
     parts: Vec<Part>,
 }
 
-/// How a part of the operations runs.
+/// Execution of a part of the operations.
 enum Part {
-    /// One GEMM.
+    /// A GEMM.
     Gemm(Box<MatmulOpIr>),
-    /// One operation on its own.
+    /// An unfused operation.
     Plain,
-    /// Some operations as one kernel.
+    /// Several operations, fused into one kernel.
     Fused(CubeOptimization),
 }
 
@@ -218,7 +218,7 @@ impl FusedOperation for GemmBlock {
     }
 }
 
-/// The tensors of one GEMM while it runs.
+/// Tensors of one GEMM while it runs.
 struct Operands<'a> {
     context: &'a mut Context<CubeFusionHandle>,
     lhs: TensorIr,
@@ -242,7 +242,7 @@ impl<'a> Operands<'a> {
         }
     }
 
-    /// A tensor that stays where it is: the queue frees what is used up.
+    /// Returns a tensor without releasing its handle: the queue frees unused tensors.
     fn get(&mut self, tensor: &TensorIr) -> CubeTensor {
         let mut tensor = tensor.clone();
         tensor.status = TensorStatus::ReadOnly;
@@ -261,7 +261,7 @@ impl<'a> Operands<'a> {
         self.get(&rhs)
     }
 
-    /// The result, in the shape the graph gave it.
+    /// Stores the result, in the shape of the graph.
     fn finish(self, out: CubeTensor) {
         let out = CubeBackend::float_reshape(out, self.out.shape.clone());
         self.put(out);
@@ -274,7 +274,7 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// All leading axes folded to rows.
+/// Flattens all leading axes to rows.
 fn matrix(tensor: CubeTensor) -> CubeTensor {
     let shape = tensor.meta.shape();
     let rank = shape.num_dims();
@@ -287,7 +287,7 @@ fn matrix(tensor: CubeTensor) -> CubeTensor {
     }
 }
 
-/// Runs one GEMM in its role, or `plain` if it has none or its role cannot be fulfilled.
+/// Runs one GEMM in its role, or `plain` if it has no role or the role cannot be fulfilled.
 fn run_gemm(
     gemm: &MatmulOpIr,
     context: &mut Context<CubeFusionHandle>,
@@ -304,7 +304,7 @@ fn run_gemm(
             match run_forward(&call, x, &mut operands) {
                 Some(y) => operands.finish(y),
                 None => {
-                    // The weight's mark has failed, so the GEMM has no weight either.
+                    // The weight's mark failed, so the GEMM has no weight either.
                     call.layer.counters.forward.missed();
                     plain(context);
                 }
@@ -312,7 +312,7 @@ fn run_gemm(
         }
         Role::Dgrad(call) => {
             let Some(saved) = call.state().saved.take() else {
-                // Its forward was missed, which has been counted.
+                // The forward was missed and counted.
                 call.layer.counters.dgrad.missed();
                 return plain(context);
             };
@@ -363,7 +363,8 @@ fn run_gemm(
     }
 }
 
-/// The forward GEMM; saves the operands that its backward needs. `None` if the weight is missing.
+/// Runs the forward GEMM and saves the operands for its backward. Returns `None` if the weight is
+/// missing.
 fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Option<CubeTensor> {
     let mut state = call.state();
     let weight = state.weight.take()?;
@@ -372,7 +373,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         BiasState::Announced(ir) if operands.context.handles.has_handle(&ir.id) => {
             Some(operands.get(&ir))
         }
-        // Its mark finds that the GEMM has run without it.
+        // The mark of the bias will find that the GEMM ran without it.
         _ => None,
     };
     if bias.is_some() {

@@ -1,4 +1,4 @@
-//! The marks on the parameters of an unmodified model.
+//! Marks on the parameters of an unmodified model.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
@@ -18,16 +18,16 @@ use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 
-/// Which parameter of its layer a [`Mark`] is on.
+/// Parameter of a layer that a [`Mark`] is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Weight,
     Bias,
 }
 
-/// A mark on a parameter: what `Param::val` returns carries it into the graph.
+/// Mark on a parameter: the value returned by `Param::val` carries it into the graph.
 ///
-/// A module without parameters, as [`LayerState`] is: it has no entry in records.
+/// A module without parameters, like [`LayerState`]: it has no entry in records.
 #[derive(Debug, Clone)]
 pub(super) struct Mark {
     pub kind: Kind,
@@ -37,15 +37,15 @@ pub(super) struct Mark {
 }
 
 thread_local! {
-    /// The last call on this thread: a layer takes the value of its bias after that of its weight.
+    /// Last call on this thread: a layer reads its bias after its weight.
     static LAST: RefCell<Weak<Call>> = const { RefCell::new(Weak::new()) };
-    /// Marks have no effect while this is set.
+    /// True while marks have no effect.
     static BYPASSED: Cell<bool> = const { Cell::new(false) };
-    /// The layers that [`collect`] has found so far.
+    /// Layers that [`collect`] has found so far.
     static FOUND: RefCell<Option<Vec<Mark>>> = const { RefCell::new(None) };
 }
 
-/// Runs `body` with marks that have no effect.
+/// Runs `body` while marks have no effect.
 pub(super) fn bypassed<T>(body: impl FnOnce() -> T) -> T {
     struct End;
     impl Drop for End {
@@ -58,7 +58,7 @@ pub(super) fn bypassed<T>(body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// The marks on the weights of `model`, in the order of its fields.
+/// Returns the marks on the weights of `model`, in the order of its fields.
 pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
     struct Nothing;
     impl ModuleVisitor for Nothing {}
@@ -75,7 +75,7 @@ pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
 }
 
 impl Mark {
-    /// The mark of `base`, which is the weight known by `identity`, or a view of it.
+    /// Marks `base`, which is the weight identified by `identity`, or a view of it.
     fn weight<const D: usize>(
         &self,
         base: Tensor<D>,
@@ -105,7 +105,7 @@ impl Mark {
                 tracker().announce(&call);
                 Tensor::from_dispatch(Dispatch::nvfp4_mark_bias(base.into_dispatch(), call, id))
             }
-            // Its value came before the weight's: it is added to the rounded result, as Burn does.
+            // The bias was read before the weight: it is added to the rounded result, as in Burn.
             _ => {
                 count(&self.layer.counters.bias_after);
                 base
@@ -132,7 +132,7 @@ impl Reparameterization for Mark {
         }
         let marked = match self.kind {
             Kind::Weight => {
-                // The view is a node of its own in each call.
+                // Taken before the reshape: the view is a new node in each call.
                 let identity = WeightIdentity::of([&base]);
                 let dims = base.dims();
                 match self.layer.experts {

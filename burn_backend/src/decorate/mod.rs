@@ -1,8 +1,8 @@
-//! NVFP4 in unmodified models.
+//! NVFP4 training and inference of unmodified Burn models.
 //!
-//! [`decorate`] takes a Burn model and routes its `burn_nn::Linear` layers through NVFP4, forward
-//! and backward: those of `burn_nn::MultiHeadAttention`, `TransformerEncoder`,
-//! `PositionWiseFeedForward` and of the user's own modules.
+//! [`decorate`] routes the `burn_nn::Linear` layers of a Burn model through NVFP4, forward and
+//! backward: those of `burn_nn::MultiHeadAttention`, `TransformerEncoder`,
+//! `PositionWiseFeedForward` and of user-defined modules.
 //!
 //! ```no_run
 //! use burn_core::tensor::{Device, Tensor};
@@ -23,11 +23,11 @@
 //! # }
 //! ```
 //!
-//! `docs/src/decorator.md` says how it works, what it guarantees and what it refuses. In short: a
-//! reparameterization marks the weights, and a fuser registered with Burn's fusion runs the GEMMs
-//! of marked weights. An observer of Burn's fusion server knows the role of each GEMM from the
-//! graph, and sees whether it ran. The graph sees a marked weight as NaN, so the result of a missed
-//! GEMM is NaN.
+//! `docs/src/decorator.md` describes the mechanism, the guarantees and the refused cases. In short:
+//! a reparameterization marks the weights, and a fuser registered with Burn's fusion runs the GEMMs
+//! of marked weights. An observer of Burn's fusion server derives the role of each GEMM from the
+//! graph, and sees whether the GEMM ran. The graph sees a marked weight as NaN, so the result of a
+//! missed GEMM is NaN.
 
 mod call;
 mod check;
@@ -62,32 +62,33 @@ use counters::Counters;
 use mark::{Kind, Mark, collect};
 use survey::{Survey, Surveyed};
 
-/// Burn's own fusion of a matmul with the operations after it. Its score is always below ours.
+/// Burn's own fusion of a matmul with the operations after it. Its score is always below that of
+/// `BlockFuser`.
 const BURN_MATMUL: &str = burn_cubecl_fusion::optim::matmul::NAME;
 
-/// Route the linear layers of `model` through NVFP4, as [`Nvfp4Linear`](crate::Nvfp4Linear) would.
+/// Routes the linear layers of `model` through NVFP4, equivalent to
+/// [`Nvfp4Linear`](crate::Nvfp4Linear).
 ///
-/// Output heads and routers, known by their names ([`Decorator::new`]), and layers in the recipe's
-/// `high_precision` group are left alone. In each other layer the GEMMs of forward, input gradient
-/// and weight gradient are those of `Nvfp4Linear` with the same recipe, layer id and offset, bit
-/// for bit. A missed GEMM is an error: its result is NaN, and the next use of the model panics with
-/// the name of the layer (see [`Decorator::lenient`] for the alternative, and [`report`] to query
-/// it).
+/// Output heads and routers, recognized by their names ([`Decorator::new`]), and layers in the
+/// recipe's `high_precision` group are left unchanged. In each other layer the GEMMs of forward,
+/// input gradient and weight gradient are bit for bit those of `Nvfp4Linear` with the same recipe,
+/// layer id and offset. A missed GEMM is an error: its result is NaN, and the next use of the model
+/// panics with the name of the layer (see [`Decorator::lenient`] for the alternative, and
+/// [`report`] for the counts).
 ///
-/// Parameters, their ids and the records of the model stay as they are: an undecorated model loads
-/// them. [`Nvfp4State`](crate::Nvfp4State) and [`assign_layer_ids`](crate::state::assign_layer_ids)
-/// see the decorated layers.
+/// Parameters, their ids and the records of the model do not change: an undecorated model loads the
+/// records. [`Nvfp4State`](crate::Nvfp4State) and
+/// [`assign_layer_ids`](crate::state::assign_layer_ids) include the decorated layers.
 ///
 /// # Errors
-/// When the model is not on a CubeCL CPU or CUDA device, when fusion has started without
-/// [`install`], when the model has no linear layer or is decorated already, when `d_in` or `d_out`
-/// of a layer that is not in high precision is no multiple of 16, or when `high_precision` matches
-/// no layer.
+/// Returns an error if the model is not on a CubeCL CPU or CUDA device, fusion has started without
+/// [`install`], the model has no linear layer or is decorated already, `d_in` or `d_out` of a layer
+/// that is not in high precision is not a multiple of 16, or `high_precision` matches no layer.
 pub fn decorate<M: Module>(model: M, recipe: &Nvfp4Recipe) -> Result<M, Nvfp4Error> {
     Decorator::new(recipe).decorate(model)
 }
 
-/// [`decorate`], with options.
+/// [`decorate`] with options.
 #[derive(Debug, Clone)]
 pub struct Decorator {
     recipe: Nvfp4Recipe,
@@ -97,14 +98,14 @@ pub struct Decorator {
 }
 
 impl Decorator {
-    /// A strict decorator of all `burn_nn::Linear` layers but output heads and routers.
+    /// Creates a strict decorator of all `burn_nn::Linear` layers except output heads and routers.
     ///
-    /// Heads and routers are recognized by the name of the layer or of a module around it. Heads
+    /// Heads and routers are recognized by the name of the layer or of an enclosing module. Heads
     /// are `head`, `*_head`, `classifier`, `logits`, `unembed` and `unembedding`. Routers are
-    /// `router`, `*_router`, and `gate` beside a module called `experts` (the gate of a SwiGLU is
-    /// no router). They stay Burn's own, in high precision, and the [`report`] lists them.
-    /// [`include`](Self::include) decorates them. A head of another name is decorated unless it is
-    /// in [`exclude`](Self::exclude).
+    /// `router`, `*_router`, and `gate` if its parent also has a module called `experts` (the gate
+    /// of a SwiGLU is not a router). They stay unchanged, in high precision, and the [`report`]
+    /// lists them. [`include`](Self::include) decorates them. A head with another name is decorated
+    /// unless it is in [`exclude`](Self::exclude).
     pub fn new(recipe: &Nvfp4Recipe) -> Self {
         Self {
             recipe: recipe.clone(),
@@ -114,43 +115,43 @@ impl Decorator {
         }
     }
 
-    /// Runs a missed GEMM in the type of its operands, and counts it in the [`report`], instead of
+    /// Runs a missed GEMM in the dtype of its operands and counts it in the [`report`], instead of
     /// failing.
     ///
-    /// Biases are then added after the GEMM's result was rounded to its type.
+    /// In this mode biases are added after the GEMM's result is rounded to its dtype.
     pub fn lenient(mut self) -> Self {
         self.mode = Mode::Lenient;
         self
     }
 
-    /// Decorate the weights in `group` as well: those of heads and routers, and parameters of rank
-    /// 2 called `weight` of modules other than `burn_nn::Linear`, which use them as
+    /// Also decorates the weights in `group`: those of heads and routers, and parameters of rank 2
+    /// called `weight` of modules other than `burn_nn::Linear`, which use them as
     /// `x.matmul(weight)` with `[d_in, d_out]`.
     ///
-    /// One of rank 3 is a stack of experts' weights, `[experts, d_in, d_out]` with at most 512
-    /// experts. It is used as `x.matmul(weight)` with an `x` of `[experts, tokens, d_in]`, and its
-    /// GEMMs are those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with equally many
-    /// tokens for each expert, bit for bit.
+    /// A parameter of rank 3 is a stack of experts' weights, `[experts, d_in, d_out]` with at most
+    /// 512 experts. It is used as `x.matmul(weight)` with an `x` of `[experts, tokens, d_in]`, and
+    /// its GEMMs are bit for bit those of [`Nvfp4GroupedLinear`](crate::Nvfp4GroupedLinear) with
+    /// the same number of tokens for each expert.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self
     }
 
-    /// Leave out the layers whose weight is in `group`, such as a head with an unusual name. They
-    /// are not decorated, whatever the recipe says. It wins over [`include`](Self::include).
+    /// Excludes the layers whose weight is in `group`, such as a head with an unusual name. They
+    /// are never decorated, whatever the recipe. Takes precedence over [`include`](Self::include).
     ///
-    /// Layers in the recipe's `high_precision` group are decorated ones that do nothing, and are in
-    /// the [`report`].
+    /// In contrast, layers in the recipe's `high_precision` group are decorated without effect, and
+    /// are in the [`report`].
     pub fn exclude(mut self, group: ParamGroup) -> Self {
         self.exclude = Some(group);
         self
     }
 
-    /// Decorate `model`; see [`decorate`].
+    /// Decorates `model`; see [`decorate`].
     ///
     /// # Errors
-    /// As there, and when the group of [`include`](Self::include) or of [`exclude`](Self::exclude)
-    /// matches nothing.
+    /// Same as [`decorate`]; also if the group of [`include`](Self::include) or of
+    /// [`exclude`](Self::exclude) matches nothing.
     pub fn decorate<M: Module>(&self, model: M) -> Result<M, Nvfp4Error> {
         for device in model.devices() {
             check_device("model", &device)?;
@@ -245,14 +246,14 @@ impl Decorator {
     }
 }
 
-/// Registers with Burn's fusion. Call it at the start of the program: fusion accepts no
-/// registration after the first tensor operation. Calling it again has no effect.
+/// Registers the fuser with Burn's fusion. Call it at the start of the program: fusion accepts no
+/// registration after the first tensor operation. Further calls have no effect.
 ///
-/// Models that are not decorated keep running, with the difference that Burn does not fuse their
-/// matmuls with the operations after them.
+/// Undecorated models keep running, except that Burn does not fuse their matmuls with the
+/// operations after them.
 ///
 /// # Errors
-/// When fusion has started already.
+/// Returns an error if fusion has started already.
 pub fn install() -> Result<(), Nvfp4Error> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
     let mut installed = lock(&INSTALLED);
@@ -273,15 +274,15 @@ pub fn install() -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// The model without its decoration.
+/// Removes the decoration of the model.
 ///
-/// Clones keep theirs. Use it in place of `Module::materialize`, which would make the marked values
-/// (NaN) the weights.
+/// Clones keep theirs. Use it instead of `Module::materialize`, which would replace the weights by
+/// the marked values (NaN).
 pub fn undecorate<M: Module>(model: M) -> M {
     mark::bypassed(|| model.materialize())
 }
 
-/// Fails unless the layer is in high precision, or its shape can be quantized.
+/// Returns an error if the layer is not in high precision and its shape cannot be quantized.
 fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
     if mark.state.is_high_precision() {
         return Ok(());
@@ -307,7 +308,7 @@ fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
     ))
 }
 
-/// Puts the marks on.
+/// Adds the marks to the parameters.
 struct Marker {
     marks: HashMap<ParamId, Mark>,
 }

@@ -1,5 +1,5 @@
-//! The operations at the edges of a decorated layer: where its parameters enter the graph, and
-//! where their gradients leave it.
+//! Operations at the boundary of a decorated layer: they mark its parameters in the graph, and
+//! replace their gradients.
 //!
 //! The tracker finds the GEMMs between them, and the fuser runs them.
 
@@ -23,7 +23,7 @@ use super::fill::filled_like;
 use super::wgrad::weight_grad;
 use crate::ops::LinearSpec;
 
-/// Where parameters of decorated layers enter the graph, and where their gradients leave it.
+/// Marks of the parameters of decorated layers, and replacement of their gradients.
 ///
 /// `id` is the id of the call: the tracker reads it from the operation.
 #[backend_extension(
@@ -32,22 +32,22 @@ use crate::ops::LinearSpec;
     Autodiff
 )]
 pub trait MarkOps: Backend {
-    /// The weight as the rest of the graph sees it. In strict mode all of it is NaN: only a routed
-    /// GEMM gives a number.
+    /// Returns the weight as the rest of the graph sees it. In strict mode it is all NaN, so that
+    /// only a routed GEMM gives a number.
     #[fusion(dtype = weight, shape = weight)]
     fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 
-    /// The bias as the rest of the graph sees it: -0.0, which adds nothing to any number, if the
-    /// GEMM adds the bias itself before it rounds.
+    /// Returns the bias as the rest of the graph sees it: -0.0, which adds nothing to any number,
+    /// if the GEMM adds the bias itself before rounding.
     #[fusion(dtype = bias, shape = bias)]
     fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 
-    /// The NVFP4 gradient of the weight, in place of Burn's `grad`.
+    /// Returns the NVFP4 gradient of the weight, instead of Burn's `grad`.
     #[fusion(dtype = grad, shape = grad)]
     fn nvfp4_take_weight_grad(grad: FloatTensor<Self>, call: CallRef, id: u64)
     -> FloatTensor<Self>;
 
-    /// The gradient of the bias as the layer computes it, in place of Burn's `grad`.
+    /// Returns the gradient of the bias as the layer computes it, instead of Burn's `grad`.
     #[fusion(dtype = grad, shape = grad)]
     fn nvfp4_take_bias_grad(grad: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
 }
@@ -103,7 +103,7 @@ impl MarkOps for CubeBackend {
                 call.layer.counters.wgrad.missed();
                 if call.layer.is_strict() {
                     call.fail(&why);
-                    // Caught by the fusion server, which leaves the message in the gradient.
+                    // The fusion server catches the panic and stores its message in the gradient.
                     panic!("nvfp4 decorate: layer `{}`: {why}", call.layer.path);
                 }
                 grad
@@ -116,13 +116,13 @@ impl MarkOps for CubeBackend {
         CallRef(call): CallRef,
         _id: u64,
     ) -> FloatTensor<Self> {
-        // Burn's own sum is a sum of the same numbers, in another order.
+        // Burn's own sum adds the same numbers in another order.
         let own = call.state().bias_grad.take();
         own.unwrap_or(grad)
     }
 }
 
-/// The backward of a mark: replaces the gradient by the layer's own.
+/// Backward of a mark: replaces the gradient by that of the layer.
 #[derive(Debug)]
 struct MarkBackward<const WEIGHT: bool>;
 

@@ -1,4 +1,4 @@
-//! The report of a decorated model: which GEMMs of its layers ran in which formats.
+//! Report of a decorated model: counts of the GEMMs of its layers by format.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -12,22 +12,23 @@ use super::call::failure_message;
 use super::counters::{Counters, GemmFormat, RoleCounters};
 use super::mark::collect;
 
-/// The GEMMs of one layer in one role, by the formats of their operands.
+/// GEMM counts of one layer in one role, by operand formats.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoleReport {
-    /// [`GemmFormat::Nvfp4`].
+    /// Number of GEMMs in [`GemmFormat::Nvfp4`].
     pub nvfp4: u64,
-    /// [`GemmFormat::Nvfp4Mixed`].
+    /// Number of GEMMs in [`GemmFormat::Nvfp4Mixed`].
     pub nvfp4_mixed: u64,
-    /// [`GemmFormat::Mxfp8`].
+    /// Number of GEMMs in [`GemmFormat::Mxfp8`].
     pub mxfp8: u64,
-    /// [`GemmFormat::Mxfp4`].
+    /// Number of GEMMs in [`GemmFormat::Mxfp4`].
     #[serde(default)]
     pub mxfp4: u64,
-    /// [`GemmFormat::HighPrecision`]: what the recipe or the mode of the layer asks for.
+    /// Number of GEMMs in [`GemmFormat::HighPrecision`], as requested by the recipe or the mode of
+    /// the layer.
     pub high_precision: u64,
-    /// GEMMs that were missed: Burn computed them, in the type of their operands, whatever the
-    /// recipe says.
+    /// Number of missed GEMMs: Burn computed them in the dtype of their operands, regardless of the
+    /// recipe.
     pub missed: u64,
 }
 
@@ -43,7 +44,7 @@ impl RoleReport {
         }
     }
 
-    /// GEMMs that ran with operands in `format`.
+    /// Number of GEMMs that ran with operands in `format`.
     pub fn of(&self, format: GemmFormat) -> u64 {
         match format {
             GemmFormat::Nvfp4 => self.nvfp4,
@@ -54,13 +55,13 @@ impl RoleReport {
         }
     }
 
-    /// GEMMs that ran by the recipe, in any format.
+    /// Number of GEMMs that ran by the recipe, in any format.
     pub fn routed(&self) -> u64 {
         GemmFormat::ALL.map(|format| self.of(format)).iter().sum()
     }
 }
 
-/// `12 NVFP4 + 3 high precision, 1 missed`.
+/// For example `12 NVFP4 + 3 high precision, 1 missed`.
 impl fmt::Display for RoleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts: Vec<String> = GemmFormat::ALL
@@ -79,23 +80,23 @@ impl fmt::Display for RoleReport {
     }
 }
 
-/// The GEMMs of one layer and their formats, since the model was decorated.
+/// GEMM counts of one layer by format, since the model was decorated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerReport {
-    /// Whether the recipe keeps the layer in high precision. Burn runs it then, and nothing is
-    /// counted. (Layers that a mode has put into high precision are counted.)
+    /// True if the recipe keeps the layer in high precision. Burn then runs it, and nothing is
+    /// counted. (Layers that a mode has set to high precision are counted.)
     pub high_precision: bool,
-    /// The GEMMs of the forward.
+    /// Forward GEMMs.
     pub forward: RoleReport,
-    /// The GEMMs for the gradient of the input.
+    /// Input-gradient GEMMs.
     pub dgrad: RoleReport,
-    /// The GEMMs for the gradient of the weight.
+    /// Weight-gradient GEMMs.
     pub wgrad: RoleReport,
-    /// High-precision weight gradients that Burn computed in addition and that were discarded. They
-    /// cost time and change nothing.
+    /// Number of high-precision weight gradients that Burn computed in addition and that were
+    /// discarded. They cost time and change nothing.
     pub wgrad_wasted: u64,
-    /// Biases that were added after the GEMM's result had been rounded, and not before as
-    /// [`Nvfp4Linear`](crate::Nvfp4Linear) does.
+    /// Number of biases that were added after the GEMM's result was rounded, instead of before as
+    /// in [`Nvfp4Linear`](crate::Nvfp4Linear).
     pub bias_after: u64,
 }
 
@@ -111,18 +112,18 @@ impl LayerReport {
         }
     }
 
-    /// Forward, input gradient and weight gradient.
+    /// Returns the counts of forward, input gradient and weight gradient.
     pub fn roles(&self) -> [RoleReport; 3] {
         [self.forward, self.dgrad, self.wgrad]
     }
 }
 
-/// Waits for the devices of `model`, and reports which GEMMs of its decorated layers ran in which
-/// formats.
+/// Waits for the devices of `model`, and returns the counts of the GEMMs of its decorated layers by
+/// format.
 ///
 /// # Errors
-/// When an operation failed, or when the model has no decorated layer. A broken guarantee is no
-/// error here; see [`Nvfp4Report::check`].
+/// Returns an error if an operation failed, or if the model has no decorated layer. A broken
+/// guarantee is not an error here; see [`Nvfp4Report::check`].
 pub fn report<M: Module>(model: &M) -> Result<Nvfp4Report, Nvfp4Error> {
     for device in model.devices() {
         device
@@ -153,26 +154,27 @@ pub fn report<M: Module>(model: &M) -> Result<Nvfp4Report, Nvfp4Error> {
     })
 }
 
-/// The GEMMs of a decorated model, since it was decorated.
+/// GEMM counts of a decorated model, since it was decorated.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Nvfp4Report {
-    /// The decorated layers, by path.
+    /// Decorated layers, by path.
     pub layers: BTreeMap<String, LayerReport>,
-    /// Paths of the linear layers that are not decorated: heads, routers, and those that were
-    /// excluded. Burn runs them, and nothing is counted.
+    /// Paths of the linear layers that are not decorated: heads, routers, and excluded layers. Burn
+    /// runs them, and nothing is counted.
     pub left_alone: Vec<String>,
     /// Broken guarantees, each with the name of its layer.
     pub failures: Vec<String>,
 }
 
 impl Nvfp4Report {
-    /// GEMMs of decorated layers that were missed.
+    /// Number of missed GEMMs of decorated layers.
     pub fn missed(&self) -> u64 {
         let roles = self.layers.values().flat_map(LayerReport::roles);
         roles.map(|role| role.missed).sum()
     }
 
-    /// Whether GEMMs of decorated layers ran, none was missed, and all had operands in `format`.
+    /// Returns true if GEMMs of decorated layers ran, none was missed, and all had operands in
+    /// `format`.
     pub fn is_all(&self, format: GemmFormat) -> bool {
         let sum = |count: &dyn Fn(RoleReport) -> u64| -> u64 {
             let roles = self.layers.values().flat_map(LayerReport::roles);
@@ -182,14 +184,15 @@ impl Nvfp4Report {
         routed > 0 && self.missed() == 0 && routed == sum(&|role| role.of(format))
     }
 
-    /// Fails unless no GEMM of a decorated layer was missed, so that all had the formats that the
-    /// recipe and the mode of their layer ask for.
+    /// Checks that no GEMM of a decorated layer was missed: all had the formats that the recipe and
+    /// the mode of their layer request.
     ///
-    /// Those formats need not be NVFP4: [`layers`](Self::layers) says which they were, and
-    /// [`is_all`](Self::is_all) asks for one.
+    /// Those formats need not be NVFP4: [`layers`](Self::layers) lists them, and
+    /// [`is_all`](Self::is_all) tests for one format.
     ///
     /// # Errors
-    /// With the layers where a GEMM was missed, or where another guarantee was broken.
+    /// Returns an error that names the layers where a GEMM was missed, or another guarantee was
+    /// broken.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         let found = failure_message(&self.failures)
             .or_else(|| (self.missed() > 0).then(|| format!("GEMMs missed:\n{self}")));

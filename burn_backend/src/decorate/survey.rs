@@ -1,28 +1,29 @@
-//! Which parameters of a model are linear layers, and which of those are heads and routers.
+//! Search for the linear layers of a model, and for the heads and routers among them.
 
 use std::collections::HashSet;
 
 use burn_core::module::{ModuleVisitor, Param, ParamGroup, ParamId};
 use burn_core::tensor::Tensor;
 
-/// Names of modules whose linear layers give a model's output. So do those that end in `_head`.
+/// Names of modules whose linear layers compute a model's output; names that end in `_head` count
+/// too.
 const HEADS: [&str; 5] = ["head", "classifier", "logits", "unembed", "unembedding"];
-/// A module called `gate` is a router where it has a neighbour of this name, and else the gate of a
+/// Sibling module that makes a module called `gate` a router; without it `gate` is the gate of a
 /// SwiGLU.
 const EXPERTS: &str = "experts";
 
-/// A linear layer to decorate.
+/// Linear layer to decorate.
 pub(super) struct Found {
     pub path: String,
     pub weight: ParamId,
     pub bias: Option<ParamId>,
-    /// Shape of the weight, or of each in a stack.
+    /// Shape of the weight, or of each matrix in a stack.
     pub dims: [usize; 2],
-    /// How many weights are stacked, if they are.
+    /// Number of matrices in a stacked weight.
     pub experts: Option<usize>,
 }
 
-/// Finds the linear layers.
+/// Visitor that finds the linear layers.
 #[derive(Default)]
 pub(super) struct Survey<'a> {
     include: Option<&'a ParamGroup>,
@@ -36,7 +37,7 @@ pub(super) struct Survey<'a> {
     modules: HashSet<String>,
 }
 
-/// A weight that may be that of a layer to decorate.
+/// Weight that may belong to a layer to decorate.
 struct Candidate {
     layer: Found,
     is_linear: bool,
@@ -44,20 +45,20 @@ struct Candidate {
     in_exclude: bool,
 }
 
-/// What a survey found.
+/// Result of a survey.
 pub(super) struct Surveyed {
     pub layers: Vec<Found>,
     /// Paths of the linear layers that are not to be decorated.
     pub left_alone: Vec<String>,
-    /// Whether `include` had anything to add, and `exclude` anything to take away.
+    /// `included`: true if `include` adds a layer. `excluded`: true if `exclude` removes one.
     pub included: bool,
     pub excluded: bool,
-    /// The first parameter that has a reparameterization.
+    /// First parameter that has a reparameterization.
     pub reparameterized: Option<String>,
 }
 
 impl<'a> Survey<'a> {
-    /// A survey of what the groups of a decorator ask for.
+    /// Creates a survey for the groups of a decorator.
     pub fn new(include: Option<&'a ParamGroup>, exclude: Option<&'a ParamGroup>) -> Self {
         Self {
             include,
@@ -66,7 +67,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Decide what becomes of each layer, now that the whole model is known.
+    /// Decides for each layer whether it is decorated, once the whole model is known.
     pub fn finish(self) -> Surveyed {
         let Self {
             candidates,
@@ -102,8 +103,8 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// Whether the layer at `path` is, or is part of, an output head or a router. `modules` are the
-/// paths of all modules.
+/// Returns true if the layer at `path` is, or is part of, an output head or a router. `modules` are
+/// the paths of all modules.
 fn is_head_or_router(path: &str, modules: &HashSet<String>) -> bool {
     let by_name = |name: &str| {
         HEADS.contains(&name)

@@ -1,10 +1,11 @@
-//! The role of each GEMM: an observer that follows marked tensors through the graph.
+//! Roles of GEMMs: an observer that follows marked tensors through the graph.
 //!
 //! The fusion server shows every operation to its observers when it is registered, before any part
-//! of it runs, with the ids of its tensors, which are never used twice. So the role of a GEMM is
-//! known exactly and not guessed from shapes or buffers: it is the forward GEMM of a call if its
-//! right operand is that call's mark (or a view of it), and dgrad if it is the transposed mark. The
-//! same observer sees which operations ran, so a missed GEMM is noticed in the block that ran it.
+//! of it runs, with the ids of its tensors, which are never reused. So the role of a GEMM is known
+//! exactly, not guessed from shapes or buffers: it is the forward GEMM of a call if its right
+//! operand is that call's mark (or a view of it), and dgrad if its right operand is the transposed
+//! mark. The same observer sees which operations ran, so a missed GEMM is noticed in the block that
+//! ran it.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -18,27 +19,28 @@ use burn_ir::{
 
 use super::call::{BiasState, Call, CallRef, WeightGradGemm, lock};
 
-/// The role of a GEMM.
+/// Role of a GEMM.
 #[derive(Debug, Clone)]
 pub(super) enum Role {
-    /// `y = x w`.
+    /// Forward GEMM, `y = x w`.
     Forward(Arc<Call>),
-    /// `dx = dy wᵀ`; it computes the weight's gradient as well.
+    /// Dgrad GEMM, `dx = dy wᵀ`; it also computes the weight's gradient.
     Dgrad(Arc<Call>),
-    /// `xᵀ dy` after dgrad, whose result is already there.
+    /// Wgrad GEMM, `xᵀ dy`, after dgrad, which has computed its result already.
     Wgrad {
         call: Arc<Call>,
-        /// Both operands are those of the call, so that nothing else can want the result.
+        /// True if both operands are those of the call, so that nothing else can need the result.
         exact: bool,
     },
-    /// `xᵀ dy` of a call whose input needs no gradient.
+    /// Wgrad GEMM, `xᵀ dy`, of a call whose input needs no gradient.
     WgradOnly(Arc<Call>),
-    /// `xᵀ dy`, possibly, of one of several calls: its right operand is saved until that is known.
+    /// Possible wgrad GEMM, `xᵀ dy`, of one of several calls: its right operand is saved until the
+    /// call is known.
     Candidate(Arc<WeightGradGemm>),
 }
 
 impl Role {
-    /// The GEMM of this role ran as a plain operation.
+    /// Handles a GEMM of this role that ran as a plain operation.
     fn missed(&self) {
         /// Ends a sentence about a missed GEMM.
         const WHY: &str = "fusion ran it as a plain operation, because its exploration limit \
@@ -47,7 +49,7 @@ impl Role {
         let (call, counters, name) = match self {
             Self::Forward(call) => (call, &call.layer.counters.forward, "forward"),
             Self::Dgrad(call) => (call, &call.layer.counters.dgrad, "input gradient"),
-            // The gradient's mark finds out what became of these.
+            // The mark of the gradient handles these.
             Self::Wgrad { .. } | Self::WgradOnly(_) | Self::Candidate(_) => return,
         };
         counters.missed();
@@ -57,50 +59,50 @@ impl Role {
     }
 }
 
-/// The meaning of a tensor in a decorated layer.
+/// Meaning of a tensor in a decorated layer.
 #[derive(Debug, Clone)]
 enum Tag {
     /// A weight: `[1, …, d_in, d_out]`, or transposed.
     Weight { call: Arc<Call>, transposed: bool },
     /// A bias.
     Bias(Arc<Call>),
-    /// The result of a forward GEMM whose call may still get a bias, or whose bias it contains.
+    /// Result of a forward GEMM whose call may still get a bias, or whose bias it contains.
     Output(Arc<Call>),
-    /// A GEMM for the gradient of a weight, or the sum of its batches.
+    /// Result of a GEMM for the gradient of a weight, or the sum of its batches.
     Grad(Arc<WeightGradGemm>),
-    /// The same, if the GEMM was elided.
+    /// Result of such a GEMM that was elided, or the sum of its batches.
     Elided(Arc<WeightGradGemm>, Arc<Call>),
 }
 
 #[derive(Default)]
 struct State {
-    /// Calls whose operations are about to be registered, by number.
+    /// Calls whose operations are about to be registered, by id.
     announced: HashMap<u64, Weak<Call>>,
     tags: HashMap<TensorId, Tag>,
     /// Inputs of forward GEMMs.
     inputs: HashMap<TensorId, Vec<Weak<Call>>>,
     /// Gradients that dgrad was registered with.
     output_grads: HashMap<TensorId, Vec<Weak<Call>>>,
-    /// Transposed tensors, with the calls that they are the transposed input of.
+    /// Transposed inputs, with the calls that the inputs belong to.
     transposed: HashMap<TensorId, Vec<Weak<Call>>>,
-    /// Calls whose backward has not been registered yet, by the shape of the weight.
+    /// Calls whose backward is not registered yet, by the shape of the weight.
     open: HashMap<[usize; 2], Vec<Weak<Call>>>,
     /// Roles of GEMMs that have not run.
     roles: HashMap<TensorId, Role>,
 }
 
-/// The observer.
+/// Observer of the fusion server.
 pub(super) struct Tracker {
     state: Mutex<State>,
 }
 
 thread_local! {
-    /// GEMMs of the running block that have a role. The blocks of one server run on one thread, one
-    /// after the other.
+    /// GEMMs with a role in the running block. The blocks of one server run sequentially on one
+    /// thread.
     static RUNNING: RefCell<Vec<TensorId>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The one tracker of the process, observing from its first use on.
+/// Returns the tracker of the process, which observes from its first use on.
 pub(super) fn tracker() -> &'static Arc<Tracker> {
     static TRACKER: OnceLock<(Arc<Tracker>, FusionObservation)> = OnceLock::new();
     &TRACKER
@@ -114,14 +116,14 @@ pub(super) fn tracker() -> &'static Arc<Tracker> {
 }
 
 impl Tracker {
-    /// An operation that names `call` is about to be registered.
+    /// Announces that an operation that names `call` is about to be registered.
     pub fn announce(&self, call: &CallRef) {
         let mut state = lock(&self.state);
         state.prune();
         state.announced.insert(call.0.id, Arc::downgrade(&call.0));
     }
 
-    /// The role of the GEMM that writes `out`; it does not count as missed from now on.
+    /// Removes and returns the role of the GEMM that writes `out`: it no longer counts as missed.
     pub fn take(&self, out: TensorId) -> Option<Role> {
         lock(&self.state).roles.remove(&out)
     }
@@ -183,8 +185,8 @@ impl State {
             && self.transposed.is_empty()
     }
 
-    /// Forgets the entries of tensors without a live call. Most are removed with their tensors;
-    /// this removes those that were dropped on other threads, which no operation reports.
+    /// Removes the entries of tensors without a live call. Most are removed with their tensors;
+    /// this covers tensors that were dropped on other threads, which no operation reports.
     fn prune(&mut self) {
         self.announced.retain(|_, call| call.strong_count() > 0);
         if self.announced.is_empty() {
@@ -212,7 +214,7 @@ impl State {
                 let last = [rank.wrapping_sub(2), rank.wrapping_sub(1)];
                 let transposes = last == [swap.dim1, swap.dim2] || last == [swap.dim2, swap.dim1];
                 if transposes {
-                    // The input itself may be used up by this.
+                    // The transposition may consume the input.
                     let calls = self.inputs.get(&swap.input.id).cloned().unwrap_or_default();
                     self.transposed.insert(swap.out.id, calls);
                 }
@@ -255,7 +257,7 @@ impl State {
         }
     }
 
-    /// `out` is `input` in another shape or type.
+    /// Registers `out` as a view of `input` in another shape or dtype.
     fn view(&mut self, operation: &OperationIr, input: &TensorIr, out: &TensorIr) {
         let Some(tag) = self.tags.get(&input.id).cloned() else {
             return;
@@ -276,7 +278,7 @@ impl State {
         }
     }
 
-    /// `out` is a sum of `input`: that of the batches, where it is a weight's gradient.
+    /// Registers `out` as a sum of `input`: for a weight gradient, the sum over batches.
     fn sum(&mut self, operation: &OperationIr, input: &TensorIr, out: &TensorIr) {
         match self.tags.get(&input.id) {
             Some(Tag::Grad(_) | Tag::Elided(..)) => self.view(operation, input, out),
@@ -284,7 +286,7 @@ impl State {
         }
     }
 
-    /// `operation` reads marked tensors in a way that is not a linear layer's.
+    /// Handles an `operation` that reads marked tensors in a way that a linear layer does not.
     fn read(&self, operation: &OperationIr) {
         for input in operation.inputs() {
             if self.tags.contains_key(&input.id) {
@@ -293,7 +295,7 @@ impl State {
         }
     }
 
-    /// `reader` reads `tensor` in such a way.
+    /// Handles such a read of `tensor` by `reader`.
     fn read_one(&self, tensor: &TensorIr, reader: &str) {
         match self.tags.get(&tensor.id) {
             Some(Tag::Weight { call, .. }) => call.fail(&format!(
@@ -317,7 +319,7 @@ impl State {
         }
     }
 
-    /// Follow one of our own operations; `false` if it is none of them.
+    /// Tracks one of this crate's operations; returns `false` for any other.
     fn custom(&mut self, custom: &CustomOpIr) -> bool {
         let Some(kind) = Edge::of(custom) else {
             return false;
@@ -325,7 +327,7 @@ impl State {
         let [ScalarIr::UInt(id), ..] = custom.scalars[..] else {
             return false;
         };
-        // The operation that is being registered holds the call.
+        // The call is alive: the operation that is being registered holds it.
         let Some(call) = self.announced.get(&id).and_then(Weak::upgrade) else {
             return false;
         };
@@ -378,7 +380,7 @@ impl State {
         }
     }
 
-    /// A GEMM with a weight as right operand.
+    /// Registers a GEMM with a weight as right operand.
     fn weight_gemm(
         &mut self,
         gemm: &MatmulOpIr,
@@ -439,8 +441,8 @@ impl State {
         Some(Role::Forward(call))
     }
 
-    /// A GEMM without a marked operand: the gradient of a weight if its left operand is the
-    /// transpose of an input and its right one the gradient of an output.
+    /// Registers a GEMM without a marked operand: it is the gradient of a weight if its left
+    /// operand is the transpose of an input and its right operand the gradient of an output.
     fn grad_gemm(&mut self, gemm: &MatmulOpIr) -> Option<Role> {
         let MatmulOpIr { lhs, rhs, out } = gemm;
         let input_of = self.transposed.get(&lhs.id)?;
@@ -451,12 +453,12 @@ impl State {
                 .iter()
                 .filter_map(Weak::upgrade)
                 .filter(|call| call.dims == [d_in, d_out] && call.training && call.weight_tracked)
-                // The products of batches are summed, those of a stack are the gradient.
+                // Results for batches are summed later; results for a stack are the gradient
+                // already.
                 .filter(|call| call.layer.experts.is_none() || call.is_weight(&out.shape, false))
                 .collect()
         };
-        // Calls that were dropped, for example of another model with the same input, get no
-        // gradient.
+        // Dropped calls, for example of another model with the same input, get no gradient.
         let sole = input_of
             .iter()
             .filter(|call| call.strong_count() > 0)
@@ -478,12 +480,12 @@ impl State {
             return Some(Role::Wgrad { call, exact: true });
         }
         if let Some(call) = by_grad.last() {
-            // The input was computed again for the backward, or came from another thread.
+            // The input was recomputed for the backward, or came from another thread.
             self.tags.insert(out.id, Tag::Grad(grad));
             let call = call.clone();
             return Some(Role::Wgrad { call, exact: false });
         }
-        // Without dgrad only an input that needs no gradient is left.
+        // No dgrad was registered, so the input needs no gradient.
         let waiting = |calls: Vec<Arc<Call>>| -> Vec<Arc<Call>> {
             calls
                 .into_iter()
@@ -509,7 +511,7 @@ impl State {
     }
 }
 
-/// Where a decorated layer begins and ends; see [`MarkOps`](super::ops::MarkOps).
+/// Boundary operation of a decorated layer; see [`MarkOps`](super::ops::MarkOps).
 enum Edge {
     Weight,
     Bias,
@@ -520,7 +522,7 @@ enum Edge {
 impl Edge {
     fn of(custom: &CustomOpIr) -> Option<Self> {
         let id = custom.id.as_str();
-        // Burn puts the crate and the trait before the method.
+        // Burn prefixes the method name with crate and trait.
         [
             ("nvfp4_mark_weight", Self::Weight),
             ("nvfp4_mark_bias", Self::Bias),
@@ -532,7 +534,7 @@ impl Edge {
     }
 }
 
-/// The last two dimensions, if there are two.
+/// Returns the last two dimensions, if the tensor has them.
 fn last_two(tensor: &TensorIr) -> Option<[usize; 2]> {
     let rank = tensor.shape.num_dims();
     (rank >= 2).then(|| [tensor.shape[rank - 2], tensor.shape[rank - 1]])
@@ -545,11 +547,11 @@ fn bias_misread(call: &Call, reader: &str) {
     ));
 }
 
-/// The name of an operation in messages.
+/// Returns the name of an operation for messages.
 fn name(operation: &OperationIr) -> String {
     let text = format!("{operation:?}");
     let kind = text.split('{').next().unwrap_or_default();
-    // "Float(F32, Exp(UnaryOpIr ": the operation's own name comes before its fields' type.
+    // In "Float(F32, Exp(UnaryOpIr " the operation's name comes before the type of its fields.
     let mut words = kind
         .split(['(', ',', ' '])
         .filter(|word| !word.is_empty())

@@ -1,4 +1,4 @@
-//! The weight gradient of a call, which replaces the one that Burn computed.
+//! Weight gradient of a call, which replaces the one that Burn computed.
 
 use burn_core::backend::ops::FloatTensorOps;
 use burn_core::tensor::DType;
@@ -9,8 +9,8 @@ use super::counters::count;
 use crate::ops::float_dtype;
 use crate::ops::operands::QuantSource;
 
-/// Computes the gradient of the weight of a call whose input needs none. `false` if the forward was
-/// missed.
+/// Computes the gradient of the weight of a call whose input needs none. Returns `false` if the
+/// forward was missed.
 pub(super) fn compute_weight_grad(call: &Call, dy: CubeTensor) -> bool {
     let Some(mut saved) = call.state().saved.take() else {
         return false;
@@ -23,10 +23,10 @@ pub(super) fn compute_weight_grad(call: &Call, dy: CubeTensor) -> bool {
     true
 }
 
-/// The NVFP4 gradient of the weight of `call`, for which Burn computed `grad`.
+/// Returns the NVFP4 gradient of the weight of `call`, for which Burn computed `grad`.
 ///
 /// # Errors
-/// Why there is none.
+/// Returns the reason why the gradient is not available.
 pub(super) fn weight_grad(call: &Call, grad: &CubeTensor) -> Result<CubeTensor, String> {
     let (gemm, dy) = {
         let mut state = call.state();

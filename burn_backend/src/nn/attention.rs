@@ -1,4 +1,4 @@
-//! Attention of several heads.
+//! Multi-head attention.
 
 use burn_core as burn;
 
@@ -21,31 +21,31 @@ use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
 
-/// Score of a key that a query must not see. `exp` of it is zero next to any real score.
+/// Score of a masked key: `exp` of it is zero next to any real score.
 const MASKED: f32 = -1e30;
 
 /// Configuration of a [`RopeCache`].
 #[derive(Config, Debug)]
 pub struct RopeCacheConfig {
-    /// Longest sequence.
+    /// Maximum sequence length.
     pub context: usize,
-    /// Size of a head, even where positions are rotary.
+    /// Head size; also required without rotary positions.
     pub head: usize,
-    /// Whether a query sees no later key.
+    /// True if attention is causal: a query sees no later key.
     #[config(default = true)]
     pub causal: bool,
-    /// Base of the rotary frequencies: pair `i` of `head / 2` turns by `position · base^(-2i /
-    /// head)`. `None` leaves queries and keys as they are.
+    /// Base of the rotary frequencies: pair `i` of `head / 2` rotates by
+    /// `position · base^(-2i / head)`. With `None`, queries and keys are not rotated.
     #[config(default = "Some(10_000.0)")]
     pub rotary: Option<f64>,
 }
 
 impl RopeCacheConfig {
-    /// The tables, on `device`.
+    /// Computes the tables on `device`.
     ///
     /// # Errors
-    /// When `context` is zero, the head of rotary positions is not even, or the base is not
-    /// positive.
+    /// Returns an error if `context` is zero, the head size is odd with rotary positions, or the
+    /// base is not positive.
     pub fn try_init(&self, device: &Device) -> Result<RopeCache, Nvfp4Error> {
         let Self {
             context,
@@ -68,18 +68,18 @@ impl RopeCacheConfig {
         })
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> RopeCache {
         or_panic("RopeCacheConfig::init", self.try_init(device))
     }
 }
 
-/// The RoPE cache of attention, and whether it is causal, for all layers of a model.
+/// RoPE tables and the causal flag of attention, shared by all layers of a model.
 #[derive(Module, Debug)]
 pub struct RopeCache {
     /// Cosine of position times frequency, `f32[1, 1, context, head / 2]`.
     cos: Option<Tensor<4>>,
-    /// Sine of the same.
+    /// Sine of position times frequency, in the layout of `cos`.
     sin: Option<Tensor<4>>,
     #[module(skip)]
     causal: bool,
@@ -88,13 +88,13 @@ pub struct RopeCache {
 }
 
 impl RopeCache {
-    /// Longest sequence.
+    /// Maximum sequence length.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// Rotate each head of `x`, `[batch, heads, time, head]`, by its position: element `i` and
-    /// element `i + head / 2` form a pair. The result is `f32`; without rotary positions it is `x`.
+    /// Rotates each head of `x`, `[batch, heads, time, head]`, by its position: elements `i` and
+    /// `i + head / 2` form a pair. The result is `f32`. Without rotary positions, returns `x`.
     pub fn rotate(&self, x: Tensor<4>) -> Tensor<4> {
         let (Some(cos), Some(sin)) = (&self.cos, &self.sin) else {
             return x;
@@ -112,7 +112,7 @@ impl RopeCache {
         Tensor::cat(vec![real, imaginary], 3)
     }
 
-    /// The tables, as kernels take them.
+    /// Returns the tables in the form that kernels take.
     fn tables(&self) -> Result<Option<RotaryTables>, Nvfp4Error> {
         let (Some(cos), Some(sin)) = (&self.cos, &self.sin) else {
             return Ok(None);
@@ -122,7 +122,7 @@ impl RopeCache {
         RotaryTables::try_from_parts(table(cos), table(sin)).map(Some)
     }
 
-    /// Fail where `time` positions of heads of size `head` on `device` do not fit.
+    /// Returns an error if `time` positions of heads of size `head` on `device` do not fit.
     fn check(&self, time: usize, head: usize, device: &Device) -> Result<(), Nvfp4Error> {
         for table in [&self.cos, &self.sin].into_iter().flatten() {
             validate::same_device(("x", device), ("positions", &table.device()))?;
@@ -150,40 +150,41 @@ impl RopeCache {
 pub struct Nvfp4AttentionConfig {
     /// Width of the input and the output, a positive multiple of 16.
     pub d_model: usize,
-    /// Heads of queries; they divide `d_model`, and `d_model / heads` is their size.
+    /// Number of query heads. Must divide `d_model`; the head size is `d_model / heads`.
     pub heads: usize,
-    /// Heads of keys and values, which divide `heads`: each serves as many heads of queries
-    /// (grouped-query attention). `None` for as many as `heads`. The width of the fused projection,
+    /// Number of key and value heads. Must divide `heads`: each serves `heads / kv_heads` query
+    /// heads (grouped-query attention). `None` means `heads`. The width of the fused projection,
     /// `(heads + 2 · kv_heads) · d_model / heads`, must be a multiple of 16.
     pub kv_heads: Option<usize>,
-    /// Whether the projections add a bias.
+    /// True if the projections have a bias.
     #[config(default = false)]
     pub bias: bool,
-    /// Share of the attention weights that training sets to zero, 0 to below 1.
+    /// Dropout probability of the attention weights, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
-    /// Let a head attend to nothing: one is added to the denominator of the softmax.
+    /// True to add one to the denominator of the softmax, so that a head can attend to nothing.
     #[config(default = false)]
     pub quiet_softmax: bool,
-    /// Keys that a query sees at most, its own included; `None` for all. Needs causal positions.
+    /// Sliding window: maximum number of keys that a query sees, its own included. `None` for all.
+    /// Requires causal positions.
     pub window: Option<usize>,
-    /// Bounds scores: `softcap · tanh(score / softcap)`.
+    /// Soft cap of the scores: `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
-    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    /// Parameter initializer, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// What is quantized in the projections, and how.
+    /// Quantization recipe of the projections.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
 }
 
 impl Nvfp4AttentionConfig {
-    /// A new attention on `device`.
+    /// Creates an attention layer on `device`.
     ///
     /// # Errors
-    /// When `heads` does not divide `d_model` or `kv_heads` not `heads`, a projection's width is no
-    /// positive multiple of 16, `dropout` is not a share, `window` or `softcap` is not positive, or
-    /// the device has no implementation.
+    /// Returns an error if `heads` does not divide `d_model`, `kv_heads` does not divide `heads`,
+    /// the width of a projection is not a positive multiple of 16, `dropout` is outside `[0, 1)`,
+    /// `window` or `softcap` is not positive, or the device has no implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Attention, Nvfp4Error> {
         let kv_heads = self.kv_heads.unwrap_or(self.heads);
         let linear = |d_in, d_out| {
@@ -212,13 +213,13 @@ impl Nvfp4AttentionConfig {
         })
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> Nvfp4Attention {
         or_panic("Nvfp4AttentionConfig::init", self.try_init(device))
     }
 }
 
-/// The size of a head.
+/// Checks the numbers of heads and returns the head size.
 fn check_heads(d_model: usize, heads: usize, kv_heads: usize) -> Result<usize, Nvfp4Error> {
     if heads == 0 || !d_model.is_multiple_of(heads) {
         return Err(Nvfp4Error::value(
@@ -237,7 +238,7 @@ fn check_heads(d_model: usize, heads: usize, kv_heads: usize) -> Result<usize, N
     Ok(d_model / heads)
 }
 
-/// No module for a share of zero, so that records have no entry for it.
+/// Returns no module for a probability of zero, so that records have no entry for it.
 fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
     if !(0.0..1.0).contains(&share) {
         return Err(Nvfp4Error::value(
@@ -249,53 +250,54 @@ fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
     Ok((share > 0.0).then(|| DropoutConfig::new(share).init()))
 }
 
-/// Attention of several heads, with projections in NVFP4.
+/// Multi-head attention with projections in NVFP4.
 ///
-/// Queries, keys and values come from one fused GEMM: the input is quantized once and not three
-/// times, and the three parts of the weight share one global scale. Scores, softmax and the mix of
-/// values are in high precision: operands in the type of the input, sums and softmax in `f32`.
+/// One fused GEMM computes queries, keys and values: the input is quantized once instead of three
+/// times, and the three parts of the weight share one global scale. Scores, softmax and the
+/// weighted sum of values are in high precision: operands in the dtype of the input, accumulation
+/// and softmax in `f32`.
 ///
-/// One kernel computes them forward, and two backward, without a matrix of tokens by tokens
-/// ([`attention_qkv`](crate::attention::attention_qkv)). With padding, dropout of attention weights
-/// or heads wider than 256, which these kernels do not have, it is Burn's operations, which keep
-/// several such matrices.
+/// One kernel computes them in the forward and two in the backward, without a tokens × tokens
+/// matrix ([`attention_qkv`](crate::attention::attention_qkv)). These kernels do not support
+/// padding, dropout of attention weights, or heads wider than 256: Burn's operations compute these
+/// cases, and materialize several such matrices.
 ///
-/// Positions are not part of the attention: [`RopeCache`] holds the rotations for all layers, and
-/// whether they are causal.
+/// Positions are not part of the layer: [`RopeCache`] holds the rotations and the causal flag for
+/// all layers.
 #[derive(Module, Debug)]
 pub struct Nvfp4Attention {
-    /// Queries, keys and values concatenated, `[d_model, (heads + 2 * kv_heads) * head]`.
+    /// Fused projection of queries, keys and values, `[d_model, (heads + 2 * kv_heads) * head]`.
     pub qkv: Nvfp4Linear,
-    /// Output, `[d_model, d_model]`.
+    /// Output projection, `[d_model, d_model]`.
     pub out: Nvfp4Linear,
-    /// Of the attention weights.
+    /// Dropout of the attention weights.
     pub dropout: Option<Dropout>,
     #[module(skip)]
     heads: usize,
     #[module(skip)]
     kv_heads: usize,
-    /// How scores become weights; whether a query sees later keys is a matter of the positions.
+    /// Parameters of scores and softmax. The causal flag comes from the positions.
     #[module(skip)]
     params: AttentionParams,
-    /// Of the queries', keys' and values' projections that it was made of.
+    /// Ids of the query, key and value projections that the fused one was made from.
     #[module(skip)]
     ids: Option<Vec<PartIds>>,
 }
 
-/// Attention by the kernels, without its projections.
+/// Fused attention without its projections.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FusedAttention {
     pub heads: usize,
     pub kv_heads: usize,
-    /// Size of a head.
+    /// Head size.
     pub head: usize,
-    /// Whether a query sees later keys is a matter of the positions.
+    /// Parameters of scores and softmax. The causal flag comes from the positions.
     pub params: AttentionParams,
 }
 
 impl FusedAttention {
-    /// `[rows, heads * head]` from the projections of the rows, for a layer that quantizes it, if it
-    /// is one of these: its amax values are found in the same pass.
+    /// Returns `[rows, heads * head]`, given the projections of the rows. If the next layer
+    /// quantizes it, its amax values are computed in the same pass.
     pub fn attend(
         &self,
         qkv: Tensor<2>,
@@ -314,7 +316,7 @@ impl FusedAttention {
         try_attention_qkv_with_amax(qkv, heads, sequences, tables.as_ref(), params, amax)
     }
 
-    /// Fail where `time` positions on `device` do not fit.
+    /// Returns an error if `time` positions on `device` do not fit.
     pub fn check(
         &self,
         time: usize,
@@ -334,27 +336,27 @@ impl FusedAttention {
 }
 
 impl Nvfp4Attention {
-    /// Heads of queries.
+    /// Number of query heads.
     pub fn heads(&self) -> usize {
         self.heads
     }
 
-    /// Heads of keys and values.
+    /// Number of key and value heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }
 
-    /// Attend within each sequence.
+    /// Attends within each sequence.
     ///
     /// # Shapes
     ///
     /// - `x`: `[batch, time, d_model]`, of type `f32`, `bf16` or `f16`
-    /// - `padding`: `[batch, time]`, true where a position is no input: nothing attends to it
-    /// - output: `[batch, time, d_model]`, of the type of `x`
+    /// - `padding`: `[batch, time]`, true where a position is padding: no query attends to it
+    /// - output: `[batch, time, d_model]`, in the dtype of `x`
     ///
     /// # Errors
-    /// When a shape, type or device does not fit, or a sequence is longer than the context of
-    /// `positions`.
+    /// Returns an error if a shape, dtype or device does not fit, or a sequence is longer than the
+    /// context of `positions`.
     pub fn try_forward(
         &self,
         x: Tensor<3>,
@@ -374,20 +376,21 @@ impl Nvfp4Attention {
         Ok(out.reshape([batch, time, width]))
     }
 
-    /// Attend within each of several sequences of any lengths, packed one behind another.
+    /// Attends within each of several packed sequences of any lengths.
     ///
     /// # Shapes
     ///
     /// - `x`: `[tokens, d_model]`, of type `f32`, `bf16` or `f16`
-    /// - `offsets`: `u32[sequences + 1]`, token numbers that ascend from 0: sequence `s` is the
-    ///   tokens from entry `s` to entry `s + 1`. The host does not read them: sequences longer than
-    ///   the context of `positions` are not refused, but rotated as if its last position went on.
-    /// - output: `[tokens, d_model]`, of the type of `x`. Tokens behind the last sequence attend to
+    /// - `offsets`: `u32[sequences + 1]`, token indices that ascend from 0: sequence `s` is the
+    ///   tokens from entry `s` to entry `s + 1`. The host does not read them. Sequences longer than
+    ///   the context of `positions` are not refused; their tokens beyond it are rotated by its last
+    ///   position.
+    /// - output: `[tokens, d_model]`, in the dtype of `x`. Tokens after the last sequence attend to
     ///   nothing.
     ///
     /// # Errors
-    /// When a shape, type or device does not fit, or the attention has dropout or heads wider than
-    /// 256.
+    /// Returns an error if a shape, dtype or device does not fit, or the attention has dropout or
+    /// heads wider than 256.
     pub fn try_forward_packed(
         &self,
         x: Tensor<2>,
@@ -409,7 +412,7 @@ impl Nvfp4Attention {
         self.out.try_forward(mixed)
     }
 
-    /// [`try_forward_packed`](Self::try_forward_packed), panicking where it fails.
+    /// Panicking version of [`try_forward_packed`](Self::try_forward_packed).
     pub fn forward_packed(
         &self,
         x: Tensor<2>,
@@ -422,7 +425,7 @@ impl Nvfp4Attention {
         )
     }
 
-    /// `[rows, d_model]` from the projections of the rows, by the kernels.
+    /// Computes `[rows, d_model]` from the projections of the rows by the fused kernels.
     fn attend(
         &self,
         qkv: Tensor<2>,
@@ -443,11 +446,11 @@ impl Nvfp4Attention {
         }
     }
 
-    /// The projections, of queries, keys and values, and of the output, and the attention between
-    /// them by the kernels.
+    /// Splits the layer into the fused input projection, the output projection and the fused
+    /// attention between them.
     ///
     /// # Errors
-    /// When the kernels lack something that it has.
+    /// Returns an error if the fused kernels do not support the configuration.
     pub(super) fn into_fused(
         self,
     ) -> Result<(Nvfp4Linear, Nvfp4Linear, FusedAttention), Nvfp4Error> {
@@ -468,7 +471,7 @@ impl Nvfp4Attention {
         Ok((self.qkv, self.out, fused))
     }
 
-    /// The same by Burn's operations.
+    /// Unfused version of [`attend`](Self::attend), by Burn's operations.
     fn attend_unfused(
         &self,
         qkv: Tensor<2>,
@@ -491,7 +494,7 @@ impl Nvfp4Attention {
             positions.rotate(part(heads, kv_heads)),
             part(heads + kv_heads, kv_heads),
         );
-        // q is scaled instead of the scores, because it is smaller.
+        // Scales q instead of the scores, because it is smaller.
         let q = cast(q.mul_scalar(f64::from(self.params.scale)), activation);
         let (k, v) = (cast(k, activation), cast(v, activation));
         let (k, v) = (self.for_queries(k), self.for_queries(v));
@@ -521,7 +524,7 @@ impl Nvfp4Attention {
         mixed.swap_dims(1, 2).reshape([rows, heads * head])
     }
 
-    /// Which keys (columns) a query (row) of a sequence must not see.
+    /// Mask of the keys (columns) that a query (row) of a sequence must not see.
     fn hidden(&self, time: usize, device: &Device) -> Tensor<2, Bool> {
         let numbers = || Tensor::<1, Int>::arange(0..time as i64, device);
         let query = numbers().reshape([time, 1]).expand([time, time]);
@@ -533,7 +536,7 @@ impl Nvfp4Attention {
         }
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept these arguments.
     pub(super) fn check(
         &self,
         x: &Tensor<3>,
@@ -561,7 +564,7 @@ impl Nvfp4Attention {
         self.out.check_part(names, &device, [width, width])
     }
 
-    /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward), without padding.
     pub fn forward(&self, x: Tensor<3>, positions: &RopeCache) -> Tensor<3> {
         or_panic(
             "Nvfp4Attention::forward",
@@ -569,7 +572,7 @@ impl Nvfp4Attention {
         )
     }
 
-    /// Keys or values, `[batch, kv_heads, time, head]`, once for each head of queries.
+    /// Repeats keys or values, `[batch, kv_heads, time, head]`, for each query head.
     fn for_queries(&self, x: Tensor<4>) -> Tensor<4> {
         let [batch, kv_heads, time, head] = x.dims();
         let share = self.heads / kv_heads;
@@ -581,17 +584,18 @@ impl Nvfp4Attention {
             .reshape([batch, self.heads, time, head])
     }
 
-    /// Take over the parameters of `attention`.
+    /// Takes over the parameters of `attention`.
     ///
-    /// The output projection keeps its parameters and their ids. The three others become one, with
-    /// new ids ([`into_multi_head_attention`](Self::into_multi_head_attention) gives the old ones
-    /// back); where only some of them have a bias, that of the others is zero. The result attends
-    /// within one sequence (`MhaInput::self_attn`): separate sequences for queries and keys,
-    /// arbitrary masks and caches have no counterpart, and `min_float` is not needed, as masked
-    /// positions get a weight of zero. Give it [`RopeCache`] without rotations, causal or not.
+    /// The output projection keeps its parameters and their ids. The query, key and value
+    /// projections are fused into one with new ids
+    /// ([`into_multi_head_attention`](Self::into_multi_head_attention) restores the old ones); if
+    /// only some of them have a bias, the missing biases become zero. The result is self-attention
+    /// (`MhaInput::self_attn`): separate sequences for queries and keys, arbitrary masks and caches
+    /// have no counterpart. `min_float` is not needed, because masked positions get a weight of
+    /// zero. Use it with a [`RopeCache`] without rotations, causal or not.
     ///
     /// # Errors
-    /// When `d_model` is no positive multiple of 16.
+    /// Returns an error if `d_model` is not a positive multiple of 16.
     pub fn from_multi_head_attention(
         attention: MultiHeadAttention,
         recipe: &Nvfp4Recipe,
@@ -623,12 +627,13 @@ impl Nvfp4Attention {
         })
     }
 
-    /// Gives the parameters to a `burn_nn` attention: the output projection with its ids, the
-    /// parts of the fused one with those that they had in the attention that this one was made of,
-    /// or with new ones if it was made of none. (A bias that was not there then has a new id, too.)
+    /// Returns the parameters as a `burn_nn` attention. The output projection keeps its ids. The
+    /// query, key and value projections get the ids of the attention that this one was made from,
+    /// or new ids if there was none. (A bias that the original did not have gets a new id too.)
     ///
     /// # Errors
-    /// When keys and values have fewer heads than queries, which `burn_nn`'s attention cannot have.
+    /// Returns an error if there are fewer key and value heads than query heads: `burn_nn`'s
+    /// attention does not support that.
     pub fn into_multi_head_attention(self) -> Result<MultiHeadAttention, Nvfp4Error> {
         if self.kv_heads != self.heads {
             return Err(Nvfp4Error::value(

@@ -1,4 +1,4 @@
-//! A block of a transformer.
+//! Transformer block.
 
 use burn_core as burn;
 
@@ -21,36 +21,36 @@ use crate::recipe::Nvfp4Recipe;
 pub struct Nvfp4TransformerBlockConfig {
     /// Width of the residual stream, a positive multiple of 16.
     pub d_model: usize,
-    /// Heads of queries; see [`Nvfp4AttentionConfig`].
+    /// Number of query heads; see [`Nvfp4AttentionConfig`].
     pub heads: usize,
-    /// Width inside the feed-forward, or inside each expert; a positive multiple of 16.
+    /// Hidden width of the feed-forward, or of each expert; a positive multiple of 16.
     pub d_hidden: usize,
-    /// Heads of keys and values; see [`Nvfp4AttentionConfig`].
+    /// Number of key and value heads; see [`Nvfp4AttentionConfig`].
     pub kv_heads: Option<usize>,
     /// Number of experts of the feed-forward; `None` for a dense one.
     pub experts: Option<usize>,
-    /// Experts that each token is sent to.
+    /// Number of experts per token.
     #[config(default = 2)]
     pub top_k: usize,
-    /// Width inside the expert of every token; see [`Nvfp4MoeConfig`].
+    /// Hidden width of the shared expert; see [`Nvfp4MoeConfig`].
     pub shared_hidden: Option<usize>,
-    /// Whether the backward computes gate and up again instead of keeping them; see
+    /// True if the backward recomputes gate and up instead of keeping them; see
     /// [`Nvfp4SwiGlu::with_recompute`].
     #[config(default = false)]
     pub recompute: bool,
-    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    /// Parameter initializer, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// What is quantized, and how.
+    /// Quantization recipe.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
 }
 
 impl Nvfp4TransformerBlockConfig {
-    /// A new block on `device`.
+    /// Creates a block on `device`.
     ///
     /// # Errors
-    /// As those of its parts: [`Nvfp4AttentionConfig::try_init`], [`Nvfp4SwiGluConfig::try_init`],
+    /// Same as [`Nvfp4AttentionConfig::try_init`], [`Nvfp4SwiGluConfig::try_init`] and
     /// [`Nvfp4MoeConfig::try_init`].
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4TransformerBlock, Nvfp4Error> {
         let attention = Nvfp4AttentionConfig::new(self.d_model, self.heads)
@@ -86,36 +86,36 @@ impl Nvfp4TransformerBlockConfig {
         })
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> Nvfp4TransformerBlock {
         or_panic("Nvfp4TransformerBlockConfig::init", self.try_init(device))
     }
 }
 
-/// A block of a decoder: attention, then a feed-forward, dense or a mixture of experts, each behind
-/// a norm and added to the residual stream.
+/// Decoder block: attention, then a dense or mixture-of-experts feed-forward, each preceded by a
+/// norm and added to the residual stream.
 ///
-/// It has one of `feed_forward`, `moe` and `expert_parallel`.
+/// Exactly one of `feed_forward`, `moe` and `expert_parallel` is set.
 #[derive(Module, Debug)]
 pub struct Nvfp4TransformerBlock {
-    /// Before the attention.
+    /// Norm before the attention.
     pub attention_norm: RmsNorm,
-    /// Mixes positions.
+    /// Attention.
     pub attention: Nvfp4Attention,
-    /// Before the feed-forward.
+    /// Norm before the feed-forward.
     pub feed_forward_norm: RmsNorm,
-    /// Mixes features, in a dense block.
+    /// Feed-forward of a dense block.
     pub feed_forward: Option<Nvfp4SwiGlu>,
-    /// Mixes features, in a block of experts.
+    /// Experts of a mixture-of-experts block.
     pub moe: Option<Nvfp4Moe>,
-    /// Mixes features, in a block of experts that are on several ranks.
+    /// Experts of a mixture-of-experts block whose experts are sharded over ranks.
     pub expert_parallel: Option<ExpertParallelMoe>,
 }
 
-/// What a block gives.
+/// Output of a block.
 #[derive(Clone, Debug)]
 pub struct BlockOutput<T = Tensor<3>> {
-    /// The residual stream, `[batch, time, d_model]`, or [its parts](ResidualStream).
+    /// Residual stream, `[batch, time, d_model]`, or [its two terms](ResidualStream).
     pub output: T,
     /// `f32[1]`; see [`MoeOutput::balance_loss`]. `None` for a dense block.
     pub balance_loss: Option<Tensor<1>>,
@@ -124,7 +124,7 @@ pub struct BlockOutput<T = Tensor<3>> {
 }
 
 impl Nvfp4TransformerBlock {
-    /// The same block, whose backward computes gate and up again instead of keeping them; see
+    /// Sets whether the backward recomputes gate and up instead of keeping them; see
     /// [`Nvfp4SwiGlu::with_recompute`].
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.feed_forward = (self.feed_forward).map(|layer| layer.with_recompute(recompute));
@@ -133,12 +133,12 @@ impl Nvfp4TransformerBlock {
         self
     }
 
-    /// This rank's part of the block, of which all ranks of `experts` have the same: its experts are
-    /// on these ranks, and `batch` are the ranks with a part of the batch, all of `experts` among
-    /// them. A block without experts stays as it is.
+    /// Returns this rank's shard of a block that is identical on all ranks of `experts`. The
+    /// experts are sharded over these ranks. `batch` are the ranks that share the batch; it
+    /// includes all of `experts`. A block without experts is unchanged.
     ///
     /// # Errors
-    /// As [`ExpertParallelMoe::try_from_moe`].
+    /// Same as [`ExpertParallelMoe::try_from_moe`].
     pub fn into_expert_parallel(
         mut self,
         experts: &ProcessGroup,
@@ -151,16 +151,16 @@ impl Nvfp4TransformerBlock {
         Ok(self)
     }
 
-    /// Apply the block to the residual stream `x`.
+    /// Applies the block to the residual stream `x`.
     ///
     /// # Shapes
     ///
     /// - `x`: `[batch, time, d_model]`, of type `f32`, `bf16` or `f16`
-    /// - `padding`: `[batch, time]`, true where a position is no input: nothing attends to it
-    /// - output: `[batch, time, d_model]`, of the type of `x`
+    /// - `padding`: `[batch, time]`, true where a position is padding: no query attends to it
+    /// - output: `[batch, time, d_model]`, in the dtype of `x`
     ///
     /// # Errors
-    /// As those of its parts: [`Nvfp4Attention::try_forward`], [`Nvfp4SwiGlu::try_forward`],
+    /// Same as [`Nvfp4Attention::try_forward`], [`Nvfp4SwiGlu::try_forward`] and
     /// [`Nvfp4Moe::try_forward`].
     pub fn try_forward(
         &self,
@@ -180,12 +180,12 @@ impl Nvfp4TransformerBlock {
         })
     }
 
-    /// [`try_forward`](Self::try_forward) for a chain of blocks: each addition to the residual
-    /// stream is left to the norm behind it, which adds while it normalises.
+    /// Version of [`try_forward`](Self::try_forward) for a chain of blocks: each residual addition
+    /// is fused into the following norm.
     ///
     /// # Errors
-    /// As [`try_forward`](Self::try_forward), and when the parts of the stream differ in shape,
-    /// type or device.
+    /// Same as [`try_forward`](Self::try_forward); also if the terms of the stream differ in shape,
+    /// dtype or device.
     pub fn try_forward_stream(
         &self,
         stream: ResidualStream,
@@ -193,7 +193,8 @@ impl Nvfp4TransformerBlock {
         padding: Option<Tensor<2, Bool>>,
     ) -> Result<BlockOutput<ResidualStream>, Nvfp4Error> {
         self.check(&stream.sum, positions, padding.as_ref())?;
-        // Blocks of a chain are alike: what is pending is of a layer such as this block's last one.
+        // All blocks of a chain are alike: the pending term is the output of a layer like this
+        // block's last one.
         let beside_attention = Neighbours {
             before: self.feed_forward.as_ref().map(|dense| &dense.down),
             next: Some(&self.attention.qkv),
@@ -204,7 +205,7 @@ impl Nvfp4TransformerBlock {
             sum,
             pending: Some(self.attention.try_forward(normed, positions, padding)?),
         };
-        // The tokens of experts are sorted before they are quantized.
+        // No next layer is given for experts: their tokens are sorted before they are quantized.
         let beside_feed_forward = Neighbours {
             before: Some(&self.attention.out),
             next: self.feed_forward.as_ref().map(|dense| &dense.gate_up),
@@ -239,7 +240,7 @@ impl Nvfp4TransformerBlock {
         })
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept these arguments.
     fn check(
         &self,
         x: &Tensor<3>,
@@ -270,7 +271,7 @@ impl Nvfp4TransformerBlock {
         second.check_part("feed_forward_norm.gain", &device, width)
     }
 
-    /// [`try_forward`](Self::try_forward) without padding, panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward), without padding.
     pub fn forward(&self, x: Tensor<3>, positions: &RopeCache) -> BlockOutput {
         or_panic(
             "Nvfp4TransformerBlock::forward",
@@ -278,7 +279,7 @@ impl Nvfp4TransformerBlock {
         )
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream) without padding, panicking where it fails.
+    /// Panicking version of [`try_forward_stream`](Self::try_forward_stream), without padding.
     pub fn forward_stream(
         &self,
         stream: ResidualStream,

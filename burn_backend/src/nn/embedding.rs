@@ -1,4 +1,4 @@
-//! Rows of a table by number.
+//! Embedding layer.
 
 use burn_core as burn;
 
@@ -10,41 +10,42 @@ use nvfp4_kernels::Nvfp4Error;
 use crate::functions::or_panic;
 use crate::loss::try_embedding;
 
-/// A table of vectors, whose gradient is added up in a fixed order, on the device.
+/// Embedding table whose gradient is accumulated on the device in a fixed order.
 ///
-/// It stands in for `burn_nn::Embedding` (the same parameter, id and record), whose gradient is a
-/// scatter, which GPUs add up in an order that is not the same from run to run.
+/// Replaces `burn_nn::Embedding` (same parameter, id and record). The gradient of that one is a
+/// scatter, which GPUs accumulate in an order that varies from run to run.
 #[derive(Module, Debug)]
 pub struct Embedding {
-    /// One row per id, `[vocab, d_model]`; `f32`, `bf16` or `f16`.
+    /// Table, one row per id, `[vocab, d_model]`; `f32`, `bf16` or `f16`.
     pub weight: Param<Tensor<2>>,
 }
 
 impl Embedding {
-    /// An embedding of this table. A parameter may be that of a head, too: its gradients add up.
+    /// Creates an embedding with this table. The parameter may be shared with a head: the gradients
+    /// add up.
     pub fn new(weight: Param<Tensor<2>>) -> Self {
         Self { weight }
     }
 
-    /// Take over the parameter of `embedding`, with its id.
+    /// Takes over the parameter of `embedding`, with its id.
     pub fn from_embedding(embedding: BurnEmbedding) -> Self {
         Self {
             weight: embedding.weight,
         }
     }
 
-    /// Gives the parameter to a `burn_nn::Embedding`, with its id.
+    /// Returns the parameter as a `burn_nn::Embedding`, with its id.
     pub fn into_embedding(self) -> BurnEmbedding {
         BurnEmbedding {
             weight: self.weight,
         }
     }
 
-    /// The rows `ids` (`[batch, time]`) in type `dtype`: `[batch, time, d_model]`. An id that is no
-    /// row gives NaN.
+    /// Looks up the rows of `ids` (`[batch, time]`) and returns `[batch, time, d_model]` in dtype
+    /// `dtype`. An id out of range gives NaN.
     ///
     /// # Errors
-    /// As [`try_embedding`].
+    /// Same as [`try_embedding`].
     pub fn try_forward(
         &self,
         ids: Tensor<2, Int>,
@@ -56,7 +57,7 @@ impl Embedding {
         Ok(rows.reshape([batch, time, d_model]))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, ids: Tensor<2, Int>, dtype: FloatDType) -> Tensor<3> {
         or_panic("Embedding::forward", self.try_forward(ids, dtype))
     }

@@ -1,4 +1,4 @@
-//! Feed-forwards.
+//! Feed-forward layers.
 
 use burn_core as burn;
 
@@ -25,28 +25,29 @@ use crate::recipe::Nvfp4Recipe;
 pub struct Nvfp4SwiGluConfig {
     /// Width of the input and the output, a positive multiple of 16.
     pub d_model: usize,
-    /// Width inside, a positive multiple of 16.
+    /// Hidden width, a positive multiple of 16.
     pub d_hidden: usize,
-    /// Whether the projections add a bias.
+    /// True if the projections have a bias.
     #[config(default = false)]
     pub bias: bool,
-    /// Whether the backward computes gate and up again instead of keeping them; see
+    /// True if the backward recomputes gate and up instead of keeping them; see
     /// [`Nvfp4SwiGlu::with_recompute`].
     #[config(default = false)]
     pub recompute: bool,
-    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    /// Parameter initializer, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// What is quantized, and how.
+    /// Quantization recipe.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
 }
 
 impl Nvfp4SwiGluConfig {
-    /// A new feed-forward on `device`.
+    /// Creates a feed-forward on `device`.
     ///
     /// # Errors
-    /// When a width is no positive multiple of 16, or the device has no implementation.
+    /// Returns an error if a width is not a positive multiple of 16, or the device has no
+    /// implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4SwiGlu, Nvfp4Error> {
         let linear = |d_in, d_out| {
             Nvfp4LinearConfig::new(d_in, d_out)
@@ -63,25 +64,25 @@ impl Nvfp4SwiGluConfig {
         })
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> Nvfp4SwiGlu {
         or_panic("Nvfp4SwiGluConfig::init", self.try_init(device))
     }
 }
 
-/// `(silu(x G) · (x U)) D`, with all three GEMMs in NVFP4.
+/// SwiGLU feed-forward `(silu(x G) · (x U)) D`, with all three GEMMs in NVFP4.
 ///
 /// `G` and `U` are one weight: the input is quantized once, and both share one global scale. The
-/// three steps are one operation, whose bits are those of [`Nvfp4Linear`], [`SwiGlu`] and
-/// [`Nvfp4Linear`]: the activation and its gradient are computed, and their amax values found, in
-/// one pass, ahead of the one that quantizes them.
+/// three steps are one operation with the bits of the sequence [`Nvfp4Linear`], [`SwiGlu`],
+/// [`Nvfp4Linear`]. One pass computes the activation (or its gradient) and its amax values; the
+/// next pass quantizes it.
 #[derive(Module, Debug)]
 pub struct Nvfp4SwiGlu {
-    /// `G` and `U` concatenated, `[d_model, 2 * d_hidden]`.
+    /// Gate and up weights `G` and `U`, concatenated, `[d_model, 2 * d_hidden]`.
     pub gate_up: Nvfp4Linear,
-    /// `D`, `[d_hidden, d_model]`.
+    /// Down weight `D`, `[d_hidden, d_model]`.
     pub down: Nvfp4Linear,
-    /// Of the layers that `gate_up` was made of.
+    /// Ids of the layers that `gate_up` was made from.
     #[module(skip)]
     ids: Option<Vec<PartIds>>,
     #[module(skip)]
@@ -89,10 +90,10 @@ pub struct Nvfp4SwiGlu {
 }
 
 impl Nvfp4SwiGlu {
-    /// Apply the layer: `[..., d_model]` to the same shape and type.
+    /// Applies the layer: `[..., d_model]` to the same shape and dtype.
     ///
     /// # Errors
-    /// As [`Nvfp4Linear::try_forward`], and when the two layers do not fit each other.
+    /// Same as [`Nvfp4Linear::try_forward`]; also if the shapes of the two layers do not match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
@@ -100,38 +101,38 @@ impl Nvfp4SwiGlu {
         Ok(y.reshape(dims))
     }
 
-    /// The same layer, whose backward computes `x G` and `x U` again instead of keeping them.
+    /// Sets whether the backward recomputes `x G` and `x U` instead of keeping them.
     ///
-    /// They are the largest tensors of a block: `2 * d_hidden` elements for each token. The forward
-    /// then keeps the operands of their GEMM, `d_model` elements of 4 bits for each token, and the
-    /// backward runs it again: two GEMMs of the feed-forward's size beside its nine. Results have
-    /// the same bits.
+    /// They are the largest tensors of a block: `2 * d_hidden` elements per token. With
+    /// recomputation the forward keeps the operands of their GEMM, `d_model` elements of 4 bits per
+    /// token, and the backward runs it again: two GEMMs of the feed-forward's size in addition to
+    /// its nine. Results have the same bits.
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
         self
     }
 
-    /// Whether the backward computes `x G` and `x U` again.
+    /// Returns true if the backward recomputes `x G` and `x U`.
     pub fn recomputes(&self) -> bool {
         self.recompute
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
         check_swiglu(&self.gate_up, &self.down, x)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4SwiGlu::forward", self.try_forward(x))
     }
 
-    /// Take over the parameters of `swiglu`, burn-nn's gated activation, and of the projection
-    /// `down` behind it, which keeps its ids. The two layers of `swiglu` become one, with new ids
-    /// ([`into_swiglu`](Self::into_swiglu) gives the old ones back).
+    /// Takes over the parameters of `swiglu`, burn-nn's gated activation, and of the projection
+    /// `down` that follows it, which keeps its ids. The two layers of `swiglu` are concatenated
+    /// into one, with new ids ([`into_swiglu`](Self::into_swiglu) restores the old ones).
     ///
     /// # Errors
-    /// When the shapes do not fit each other, or a width is no positive multiple of 16.
+    /// Returns an error if the shapes do not match, or a width is not a positive multiple of 16.
     pub fn from_swiglu(
         swiglu: BurnSwiGlu,
         down: Linear,
@@ -159,9 +160,9 @@ impl Nvfp4SwiGlu {
         })
     }
 
-    /// Gives the parameters to burn-nn's gated activation, with the ids of the one that this
-    /// was made of, or with new ones if it was made of none, and to the projection behind it, with
-    /// its ids.
+    /// Returns the parameters as burn-nn's gated activation and the projection that follows it. The
+    /// projection keeps its ids; the activation gets the ids of the one that this was made from, or
+    /// new ids if there was none.
     pub fn into_swiglu(self) -> (BurnSwiGlu, Linear) {
         let [linear_inner, linear_outer] = parts(self.gate_up.into_linear(), self.ids.as_deref());
         let swiglu = BurnSwiGlu {
@@ -172,13 +173,12 @@ impl Nvfp4SwiGlu {
     }
 }
 
-/// `(silu(x G) · (x U)) D` of a `gate_up` layer, which has `G` and `U` concatenated, and a `down`
-/// layer: what [`Nvfp4SwiGlu`] computes, of layers that are fields elsewhere. With `recompute` the
-/// backward computes `x G` and `x U` again, as [`with_recompute`](Nvfp4SwiGlu::with_recompute)
-/// says.
+/// Computes [`Nvfp4SwiGlu`] for two layers that are fields elsewhere: `(silu(x G) · (x U)) D`, with
+/// `G` and `U` concatenated in `gate_up`, and `D` in `down`. With `recompute` the backward
+/// recomputes `x G` and `x U`; see [`with_recompute`](Nvfp4SwiGlu::with_recompute).
 ///
 /// # Errors
-/// As [`Nvfp4SwiGlu::try_forward`].
+/// Same as [`Nvfp4SwiGlu::try_forward`].
 pub fn try_swiglu_of(
     gate_up: &Nvfp4Linear,
     down: &Nvfp4Linear,
@@ -197,10 +197,10 @@ pub fn try_swiglu_of(
     ))
 }
 
-/// [`try_swiglu_of`] for each expert, of tokens that are sorted by expert.
+/// Grouped version of [`try_swiglu_of`], for tokens sorted by expert.
 ///
 /// # Errors
-/// As [`Nvfp4GroupedLinear::try_forward`], and when the two layers do not fit each other.
+/// Same as [`Nvfp4GroupedLinear::try_forward`]; also if the shapes of the two layers do not match.
 pub fn try_swiglu_of_experts(
     gate_up: &Nvfp4GroupedLinear,
     down: &Nvfp4GroupedLinear,
@@ -218,7 +218,7 @@ pub fn try_swiglu_of_experts(
     Ok(swiglu_between(x, input, output, groups, recompute))
 }
 
-/// Fail unless the layers fit each other and the input `x`.
+/// Returns an error if the layers do not match each other or the input `x`.
 fn check_swiglu<const D: usize>(
     gate_up: &Nvfp4Linear,
     down: &Nvfp4Linear,
@@ -230,7 +230,7 @@ fn check_swiglu<const D: usize>(
     down.check_part(names, &x.device(), shape)
 }
 
-/// SwiGLU between two layers, after their checks.
+/// Computes SwiGLU between two layers whose arguments are checked.
 pub(super) fn swiglu_between<const W: usize, const B: usize>(
     x: Tensor<2>,
     input: LinearPart<W, B>,
@@ -256,54 +256,55 @@ pub(super) fn swiglu_between<const W: usize, const B: usize>(
     ))
 }
 
-/// SwiGLU between two linear layers, a module without parameters: `silu(gate) · up` of both halves
-/// of the last axis, `[..., 2 * hidden]` to `[..., hidden]`, in one pass forward and one backward.
+/// SwiGLU activation between two linear layers, a module without parameters: `silu(gate) · up` of
+/// the two halves of the last axis, `[..., 2 * hidden]` to `[..., hidden]`, in one pass in the
+/// forward and one in the backward.
 ///
-/// `burn_nn`'s module of this name has the projections before it too; [`Nvfp4SwiGlu`] has all
-/// three.
+/// The module of this name in `burn_nn` includes the gate and up projections; [`Nvfp4SwiGlu`]
+/// includes all three.
 #[derive(Module, Debug, Default)]
 pub struct SwiGlu {}
 
 impl SwiGlu {
-    /// A new module.
+    /// Creates the module.
     pub fn new() -> Self {
         Self {}
     }
 
-    /// Apply the activation.
+    /// Applies the activation.
     ///
     /// # Errors
-    /// As [`try_swiglu`].
+    /// Same as [`try_swiglu`].
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         try_swiglu(x)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("SwiGlu::forward", self.try_forward(x))
     }
 }
 
-/// `burn_nn`'s position-wise feed-forward with its two GEMMs in NVFP4: the same parameters, ids
-/// and paths in a record.
+/// Position-wise feed-forward of `burn_nn` with its two GEMMs in NVFP4: same parameters, ids and
+/// record paths.
 #[derive(Module, Debug)]
 pub struct Nvfp4FeedForward {
-    /// `[d_model, d_ff]`.
+    /// First layer, `[d_model, d_ff]`.
     pub linear_inner: Nvfp4Linear,
-    /// `[d_ff, d_model]`.
+    /// Second layer, `[d_ff, d_model]`.
     pub linear_outer: Nvfp4Linear,
-    /// Between the activation and the second GEMM.
+    /// Dropout between the activation and the second GEMM.
     pub dropout: Dropout,
-    /// Between the GEMMs.
+    /// Activation between the GEMMs.
     #[module(skip)]
     pub activation: Activation,
 }
 
 impl Nvfp4FeedForward {
-    /// Take over the parameters of `feed_forward`, with their ids.
+    /// Takes over the parameters of `feed_forward`, with their ids.
     ///
     /// # Errors
-    /// When `d_model` or `d_ff` is no positive multiple of 16.
+    /// Returns an error if `d_model` or `d_ff` is not a positive multiple of 16.
     pub fn from_position_wise(
         feed_forward: PositionWiseFeedForward,
         recipe: &Nvfp4Recipe,
@@ -316,7 +317,7 @@ impl Nvfp4FeedForward {
         })
     }
 
-    /// Gives the parameters to burn-nn's feed-forward, with their ids.
+    /// Returns the parameters as burn-nn's feed-forward, with their ids.
     pub fn into_position_wise(self) -> PositionWiseFeedForward {
         PositionWiseFeedForward {
             linear_inner: self.linear_inner.into_linear(),
@@ -326,10 +327,10 @@ impl Nvfp4FeedForward {
         }
     }
 
-    /// Apply the layer: `[..., d_model]` to the same shape and type.
+    /// Applies the layer: `[..., d_model]` to the same shape and dtype.
     ///
     /// # Errors
-    /// As [`Nvfp4Linear::try_forward`], and when the two layers do not fit each other.
+    /// Same as [`Nvfp4Linear::try_forward`]; also if the shapes of the two layers do not match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.linear_inner.check(&x)?;
         let [d_model, d_ff] = whole_dims(&self.linear_inner.weight);
@@ -347,7 +348,7 @@ impl Nvfp4FeedForward {
         self.linear_outer.try_forward(self.dropout.forward(x))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4FeedForward::forward", self.try_forward(x))
     }

@@ -1,4 +1,4 @@
-//! The linear layer of a weight in FP8.
+//! Linear layer with a weight stored in FP8.
 
 use burn_core as burn;
 
@@ -14,31 +14,31 @@ use crate::functions::or_panic;
 use crate::ops::fp8::{Fp8Ops, Fp8Tensors};
 use crate::validate;
 
-/// A linear layer `y = x Wᵀ` without a bias whose weight `W` (`[n, k]`) is stored in FP8, for
-/// inference: element `(n, k)` is `e4m3(code) · scale[n]`, one scale for each row.
+/// Linear layer `y = x Wᵀ` without a bias, for inference. The weight `W` (`[n, k]`) is stored in
+/// FP8: element `(n, k)` is `e4m3(code) · scale[n]`, with one scale per row.
 ///
-/// With bf16 activations on a GPU of sm_80 or later a kernel reads the codes once for each 16 rows
-/// of activations, and decodes them in registers: it is meant for decoding. Elsewhere, and for
-/// `f32` and `f16` activations, a portable kernel computes the same, slowly on a GPU.
+/// With bf16 activations on a GPU of sm_80 or later, a kernel reads the codes once per 16 rows of
+/// activations and decodes them in registers: it is meant for decoding. On other devices, and for
+/// `f32` and `f16` activations, a portable kernel computes the layer, slowly on a GPU.
 ///
-/// Outputs are constants to autodiff, and parameters have no gradient. Records keep the codes and
+/// Outputs are constants to autodiff; parameters have no gradient. Records store the codes and
 /// scales.
 #[derive(Module, Debug)]
 pub struct Fp8Linear {
-    /// E4M3 codes, `u32[n, k / 4]`: four to a word, the first in the lowest byte.
+    /// E4M3 codes, `u32[n, k / 4]`: four codes per word, the first in the lowest byte.
     pub codes: Param<Tensor<2, Int>>,
-    /// The factors that dequantize, `f32[n]`.
+    /// Scale factors, one per row, `f32[n]`.
     pub scales: Param<Tensor<1>>,
 }
 
 impl Fp8Linear {
-    /// A layer of `weight` (`[k, n]`, as in Burn, best as the transpose of what lies in memory),
-    /// quantized to nearest with the scale `amax / 448` for each of its `n` rows of `k`. A row with
-    /// an element that is not finite becomes NaN.
+    /// Quantizes `weight` (`[k, n]`, as in Burn; fastest as a transposed view of an `[n, k]`
+    /// buffer), rounding to nearest, with the scale `amax / 448` for each of its `n` rows of `k`. A
+    /// row with a non-finite element becomes NaN.
     ///
     /// # Errors
-    /// When `k` is no positive multiple of 64 or `n` is 0, the type is not `F32`, `BF16` or `F16`,
-    /// or the device has no implementation.
+    /// Returns an error if `k` is not a positive multiple of 64, `n` is 0, the dtype is not `F32`,
+    /// `BF16` or `F16`, or the device has no implementation.
     pub fn try_from_weight(weight: Tensor<2>) -> Result<Self, Nvfp4Error> {
         validate::operand("weight", &weight)?;
         let [k, n] = weight.dims();
@@ -48,10 +48,12 @@ impl Fp8Linear {
         Self::try_from_parts(Tensor::from_dispatch(codes), Tensor::from_dispatch(scales))
     }
 
-    /// [`try_from_weight`](Self::try_from_weight) of a linear layer without a bias.
+    /// Applies [`try_from_weight`](Self::try_from_weight) to the weight of a linear layer without a
+    /// bias.
     ///
     /// # Errors
-    /// When the layer has a bias, and as [`try_from_weight`](Self::try_from_weight).
+    /// Returns an error if the layer has a bias; otherwise same as
+    /// [`try_from_weight`](Self::try_from_weight).
     pub fn try_from_linear(linear: &Linear) -> Result<Self, Nvfp4Error> {
         match linear.bias {
             None => Self::try_from_weight(linear.weight.val()),
@@ -59,13 +61,13 @@ impl Fp8Linear {
         }
     }
 
-    /// A layer of these codes, `u32[n, k / 4]`, and scales, `f32[n]`.
+    /// Creates a layer from codes, `u32[n, k / 4]`, and scales, `f32[n]`.
     ///
-    /// A row with codes of NaN must have a scale that is NaN: kernels do not tell them from 480.
+    /// A row with NaN codes must have a NaN scale: kernels decode a NaN code as 480.
     ///
     /// # Errors
-    /// When `k` is no positive multiple of 64 or `n` is 0, a buffer has another shape or type, they
-    /// are on different devices, or the device has no implementation.
+    /// Returns an error if `k` is not a positive multiple of 64, `n` is 0, a buffer has another
+    /// shape or dtype, the devices differ, or the device has no implementation.
     pub fn try_from_parts(codes: Tensor<2, Int>, scales: Tensor<1>) -> Result<Self, Nvfp4Error> {
         let device = codes.device();
         validate::device("codes", &device)?;
@@ -81,24 +83,24 @@ impl Fp8Linear {
         })
     }
 
-    /// Rows of the weight, and the length of each: `[n, k]`.
+    /// Returns the shape of the weight, `[n, k]`: number of rows and length of a row.
     pub fn shape(&self) -> [usize; 2] {
         let [n, words] = self.codes.dims();
         [n, 4 * words]
     }
 
-    /// Bytes of codes and scales.
+    /// Size of codes and scales in bytes.
     pub fn bytes(&self) -> usize {
         let [n, k] = self.shape();
         n * k + 4 * n
     }
 
-    /// Apply the layer: `[..., k]`, of type `f32`, `bf16` or `f16`, to `[..., n]` of the same.
-    /// Products are summed up in `f32`, multiplied with the scale of their row and rounded once.
+    /// Applies the layer: `[..., k]`, of dtype `f32`, `bf16` or `f16`, to `[..., n]` of the same
+    /// dtype. Accumulates in `f32`, multiplies by the scale of the row, and rounds once.
     ///
     /// # Errors
-    /// When the input is on another device than the weight, its type is not supported, or its last
-    /// axis is not `k`.
+    /// Returns an error if the input is on another device than the weight, its dtype is not
+    /// supported, or its last axis is not `k`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         validate::operand("x", &input)?;
         validate::same_device(("codes", &self.codes.device()), ("x", &input.device()))?;
@@ -120,13 +122,14 @@ impl Fp8Linear {
         Ok(Tensor::<2>::from_dispatch(y).reshape(dims))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Fp8Linear::forward", self.try_forward(input))
     }
 }
 
-/// Fails unless a weight of `n` rows of `k` has rows and whole chunks; `found` is the argument.
+/// Returns an error if a weight of `n` rows of `k` is empty or `k` is not a multiple of the chunk
+/// size; `found` is the argument.
 fn check_shape(
     argument: &'static str,
     found: [usize; 2],

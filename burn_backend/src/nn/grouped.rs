@@ -1,4 +1,4 @@
-//! The linear layer of experts.
+//! Grouped linear layer (one matrix per expert).
 
 use burn_core as burn;
 
@@ -25,30 +25,30 @@ use crate::validate;
 pub struct Nvfp4GroupedLinearConfig {
     /// Number of experts, 1 to 512.
     pub experts: usize,
-    /// Size of the input features, a positive multiple of 16.
+    /// Number of input features, a positive multiple of 16.
     pub d_input: usize,
-    /// Size of the output features, a positive multiple of 16.
+    /// Number of output features, a positive multiple of 16.
     pub d_output: usize,
-    /// Whether each expert adds a bias.
+    /// True if each expert has a bias.
     #[config(default = false)]
     pub bias: bool,
-    /// How parameters are initialised, with the fans of one expert.
+    /// Parameter initializer, with the fans of one expert.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// What is quantized, and how.
+    /// Quantization recipe.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
-    /// Number of the layer, from which its random streams derive; see
+    /// Layer number, from which the random streams derive; see
     /// [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig).
     pub layer: Option<u64>,
 }
 
 impl Nvfp4GroupedLinearConfig {
-    /// A new layer on `device`.
+    /// Creates a layer on `device`.
     ///
     /// # Errors
-    /// When a dimension is no positive multiple of 16, there is no expert or more than 512, the
-    /// device has no implementation, or the layer number is 2^56 or more.
+    /// Returns an error if a dimension is not a positive multiple of 16, the number of experts is
+    /// not 1 to 512, the device has no implementation, or the layer number is 2^56 or more.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4GroupedLinear, Nvfp4Error> {
         check_experts("experts", self.experts)?;
         validate::blocks("d_input", "d_input", self.d_input)?;
@@ -67,39 +67,39 @@ impl Nvfp4GroupedLinearConfig {
         )
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> Nvfp4GroupedLinear {
         or_panic("Nvfp4GroupedLinearConfig::init", self.try_init(device))
     }
 }
 
-/// A linear layer for each expert, `y = x W[e] + b[e]` for the tokens of expert `e`, whose
-/// GEMMs, forward and backward, run in NVFP4: all experts in one launch.
+/// Grouped linear layer, `y = x W[e] + b[e]` for the tokens of expert `e`. Its forward and backward
+/// GEMMs run in NVFP4, with all experts in one launch.
 ///
-/// Tokens come sorted by expert, with [`ExpertOffsets`] on the device; the host never learns how
-/// many tokens an expert has. Each expert's tokens and weight are quantized for themselves, with
-/// global scales of their own, so the layer computes what a loop of
-/// [`Nvfp4Linear`](crate::Nvfp4Linear) over the experts computes, but for random bits, which go on
-/// from expert to expert.
+/// Tokens are sorted by expert, with [`ExpertOffsets`] on the device; the host does not read the
+/// number of tokens per expert. The tokens and the weight of each expert are quantized separately,
+/// with separate global scales. The layer therefore computes the same as a loop of
+/// [`Nvfp4Linear`](crate::Nvfp4Linear) over the experts, except for random bits, whose stream
+/// continues from expert to expert.
 ///
-/// It takes every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) takes. Parameters stay in high
+/// Supports every recipe that [`Nvfp4Linear`](crate::Nvfp4Linear) supports. Parameters stay in high
 /// precision. Training forwards, random draws, modes, high-precision layers and
-/// [`Nvfp4State`](crate::Nvfp4State) are as for [`Nvfp4Linear`](crate::Nvfp4Linear). The quantized
-/// weights are kept until the weights change: the micro-batches of gradient accumulation quantize
-/// them once.
+/// [`Nvfp4State`](crate::Nvfp4State) behave as for [`Nvfp4Linear`](crate::Nvfp4Linear). Quantized
+/// weights are cached until the weights change: with gradient accumulation, they are quantized once
+/// for all micro-batches.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4GroupedLinear {
-    /// One matrix for each expert, `[experts, d_input, d_output]`.
+    /// Weights, one matrix per expert, `[experts, d_input, d_output]`.
     pub weight: Param<Tensor<3>>,
-    /// One vector for each expert, `[experts, d_output]`.
+    /// Biases, one vector per expert, `[experts, d_output]`.
     pub bias: Option<Param<Tensor<2>>>,
     /// Source of the layer's random bits; shared by clones, invisible to records.
     pub state: LayerState,
-    /// What is quantized, and how. Its seed and signs are only where `state` started.
+    /// Quantization recipe. Its seed and signs are only the initial ones of `state`.
     #[module(skip)]
     recipe: Nvfp4Recipe,
-    /// Of the layers that it was made of.
+    /// Ids of the layers that this one was made from.
     #[module(skip)]
     ids: Option<Vec<PartIds>>,
 }
@@ -122,13 +122,13 @@ impl Nvfp4GroupedLinear {
         })
     }
 
-    /// The experts `linears`, in order, as one layer. Their parameters become parts of new ones, so
-    /// these have new ids ([`into_linears`](Self::into_linears) gives the old ones back). The layer
-    /// gets the next number of the process.
+    /// Combines the experts `linears`, in order, into one layer. Their parameters are concatenated
+    /// into new ones with new ids ([`into_linears`](Self::into_linears) restores the old ones). The
+    /// layer gets the next layer number of the process.
     ///
     /// # Errors
-    /// When there is no expert or more than 512, shapes differ, only some have a bias, or a
-    /// dimension is no positive multiple of 16.
+    /// Returns an error if the number of experts is not 1 to 512, shapes differ, only some experts
+    /// have a bias, or a dimension is not a positive multiple of 16.
     pub fn from_linears(linears: Vec<Linear>, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
         check_experts("linears", linears.len())?;
         let shape = linears[0].weight.lazy_shape().dims::<2>();
@@ -160,8 +160,8 @@ impl Nvfp4GroupedLinear {
         })
     }
 
-    /// The experts as layers of their own, with the ids of those that this layer was made of, or
-    /// with new ones if it was made of none.
+    /// Splits the layer into one layer per expert, with the ids of the layers that it was made
+    /// from, or new ids if there were none.
     pub fn into_linears(self) -> Vec<Linear> {
         let [experts, d_in, d_out] = self.weight.dims();
         let weight = constant(&self.weight);
@@ -175,12 +175,12 @@ impl Nvfp4GroupedLinear {
         (0..experts).map(part).collect()
     }
 
-    /// Experts `first` to `first + len` as a layer with the same parameters' ids and the same
-    /// state, and the ids of the layers that this one was made of.
+    /// Returns experts `first` to `first + len` as a layer with the same parameter ids and state,
+    /// and the ids of the layers that this one was made from.
     pub(super) fn into_part(self, first: usize, len: usize) -> (Self, Option<Vec<PartIds>>) {
         fn part<const D: usize>(tensor: Tensor<D>, first: usize, len: usize) -> Tensor<D> {
             map_value(tensor, |tensor| {
-                // Through the host, once: a view would keep all experts in the device's memory.
+                // Copies through the host, once: a view would keep all experts in device memory.
                 let place = (&tensor.device(), tensor.dtype());
                 Tensor::from_data(tensor.narrow(0, first, len).into_data(), place)
             })
@@ -195,8 +195,8 @@ impl Nvfp4GroupedLinear {
         (layer, ids)
     }
 
-    /// The layer with the experts of all ranks of `group`, one rank after the other. `ids` are
-    /// those of the layers that it was made of.
+    /// Gathers the experts of all ranks of `group`, in rank order, into one layer. `ids` are those
+    /// of the layers that it was made from.
     pub(super) fn gathered(self, group: &ProcessGroup, ids: Option<Vec<PartIds>>) -> Self {
         fn whole<const D: usize>(tensor: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
             map_value(tensor, |tensor| group.all_gather(tensor, 0))
@@ -209,22 +209,23 @@ impl Nvfp4GroupedLinear {
         }
     }
 
-    /// The recipe of the layer.
+    /// Returns the recipe of the layer.
     pub fn recipe(&self) -> &Nvfp4Recipe {
         &self.recipe
     }
 
-    /// Apply the layer to tokens sorted by expert.
+    /// Applies the layer to tokens sorted by expert.
     ///
     /// # Shapes
     ///
     /// - input: `[tokens, d_input]`, of type `f32`, `bf16` or `f16`
-    /// - output: `[tokens, d_output]`, of the type of the input; zero for tokens of no expert
+    /// - output: `[tokens, d_output]`, in the dtype of the input; zero for tokens of no expert
     ///
     /// # Errors
-    /// When the device has no implementation, the input is on another device than the weight or
-    /// `experts`, its type is not supported, or its shape is not `[experts.tokens(), d_input]`, or
-    /// `experts` are not as many as the layer's.
+    /// Returns an error if the device has no implementation, the input is on another device than
+    /// the weight or `experts`, its dtype is not supported, its shape is not
+    /// `[experts.tokens(), d_input]`, or the number of experts in `experts` differs from the
+    /// layer's.
     pub fn try_forward(
         &self,
         input: Tensor<2>,
@@ -238,7 +239,7 @@ impl Nvfp4GroupedLinear {
         ))
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes these arguments.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept these arguments.
     pub(super) fn check(
         &self,
         input: &Tensor<2>,
@@ -248,7 +249,8 @@ impl Nvfp4GroupedLinear {
         check_grouped_linear(input, &self.weight, self.bias.as_ref(), experts)
     }
 
-    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    /// Returns the layer as a part of a feed-forward, for its next forward. `is_tracked` is true if
+    /// autodiff tracks the input.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<3, 2>, Nvfp4Error> {
         let of_layer = (&self.state, &self.recipe);
         let gathered = gathered_weight(&self.weight, of_layer, true);
@@ -257,8 +259,8 @@ impl Nvfp4GroupedLinear {
         weight.part((&self.weight, bias), of_layer, is_tracked)
     }
 
-    /// Fail unless the layer is on `device` and its weights have `shape`. `names` are those of its
-    /// parameters in the module that it is part of.
+    /// Returns an error if the layer is not on `device` or its weights do not have `shape`. `names`
+    /// are those of its parameters in the enclosing module.
     pub(super) fn check_part(
         &self,
         names: [&'static str; 2],
@@ -271,7 +273,7 @@ impl Nvfp4GroupedLinear {
         check_grouped_parameters(device, names, &self.weight, self.bias.as_ref())
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
         or_panic(
             "Nvfp4GroupedLinear::forward",
@@ -280,7 +282,7 @@ impl Nvfp4GroupedLinear {
     }
 }
 
-/// Another value for a parameter, of which a gradient is required as before.
+/// Replaces the value of a parameter and keeps its gradient requirement.
 fn map_value<const D: usize>(
     tensor: Tensor<D>,
     map: impl FnOnce(Tensor<D>) -> Tensor<D>,

@@ -1,4 +1,4 @@
-//! The head of a language model, with its loss.
+//! Output head of a language model, with its loss.
 
 use burn_core as burn;
 
@@ -12,22 +12,22 @@ use crate::functions::or_panic;
 use crate::loss::{CHUNK_BYTES, try_linear_cross_entropy};
 use crate::validate;
 
-/// From features to the logits of the next token, in high precision, and to their cross entropy
-/// without ever having the logits of all tokens in memory.
+/// Output head: projects features to next-token logits in high precision, and computes their cross
+/// entropy without materializing the logits of all tokens.
 #[derive(Module, Debug)]
 pub struct LmHead {
-    /// `[d_model, vocab]`; `f32`, `bf16` or `f16`.
+    /// Weight, `[d_model, vocab]`; `f32`, `bf16` or `f16`.
     pub weight: Param<Tensor<2>>,
-    /// The loss.
+    /// Loss configuration.
     #[module(skip)]
     pub params: CrossEntropy,
-    /// Bytes for the logits of a chunk of tokens.
+    /// Maximum bytes of logits per chunk of tokens.
     #[module(skip)]
     pub chunk_bytes: usize,
 }
 
 impl LmHead {
-    /// A head of this weight with the mean cross entropy, in chunks of [`CHUNK_BYTES`].
+    /// Creates a head with this weight and the mean cross entropy, in chunks of [`CHUNK_BYTES`].
     pub fn new(weight: Param<Tensor<2>>) -> Self {
         Self {
             weight,
@@ -36,15 +36,15 @@ impl LmHead {
         }
     }
 
-    /// The same head with another loss.
+    /// Replaces the loss configuration.
     pub fn with_params(self, params: CrossEntropy) -> Self {
         Self { params, ..self }
     }
 
-    /// Take over the weight of a linear layer without a bias, with its id.
+    /// Takes over the weight of a linear layer without a bias, with its id.
     ///
     /// # Errors
-    /// When the layer has a bias.
+    /// Returns an error if the layer has a bias.
     pub fn try_from_linear(linear: Linear) -> Result<Self, Nvfp4Error> {
         match linear.bias {
             None => Ok(Self::new(linear.weight)),
@@ -52,7 +52,7 @@ impl LmHead {
         }
     }
 
-    /// Gives the weight to a linear layer, with its id.
+    /// Returns the weight as a linear layer, with its id.
     pub fn into_linear(self) -> Linear {
         Linear {
             weight: self.weight,
@@ -60,10 +60,10 @@ impl LmHead {
         }
     }
 
-    /// The logits of `x` (`[..., d_model]`): `[..., vocab]` in the type of `x`.
+    /// Computes the logits of `x` (`[..., d_model]`): `[..., vocab]` in the dtype of `x`.
     ///
     /// # Panics
-    /// When the last axis of `x` is not `d_model`.
+    /// If the last axis of `x` is not `d_model`.
     pub fn logits<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let (x, mut dims) = rows(x);
         let dtype = x.dtype();
@@ -77,11 +77,11 @@ impl LmHead {
         x.matmul(weight).reshape(dims)
     }
 
-    /// The cross entropy, `f32[1]`, of the logits of `x` (`[..., d_model]`) with `targets`, one for
-    /// each of its rows, in the order of the rows.
+    /// Computes the cross entropy, `f32[1]`, of the logits of `x` (`[..., d_model]`) against
+    /// `targets`, one per row of `x`, in row order.
     ///
     /// # Errors
-    /// As [`try_linear_cross_entropy`].
+    /// Same as [`try_linear_cross_entropy`].
     pub fn try_loss<const D: usize>(
         &self,
         x: Tensor<D>,
@@ -92,7 +92,7 @@ impl LmHead {
         try_linear_cross_entropy(x, self.weight.val(), targets, self.params, self.chunk_bytes)
     }
 
-    /// [`try_loss`](Self::try_loss), panicking where it fails.
+    /// Panicking version of [`try_loss`](Self::try_loss).
     pub fn loss<const D: usize>(&self, x: Tensor<D>, targets: Tensor<1, Int>) -> Tensor<1> {
         or_panic("LmHead::loss", self.try_loss(x, targets))
     }

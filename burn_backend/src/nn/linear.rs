@@ -1,4 +1,4 @@
-//! The linear layer.
+//! Linear layer in NVFP4.
 
 use burn_core as burn;
 
@@ -21,32 +21,30 @@ use crate::validate;
 /// Configuration of an [`Nvfp4Linear`].
 #[derive(Config, Debug)]
 pub struct Nvfp4LinearConfig {
-    /// Size of the input features, a positive multiple of 16.
+    /// Number of input features, a positive multiple of 16.
     pub d_input: usize,
-    /// Size of the output features, a positive multiple of 16.
+    /// Number of output features, a positive multiple of 16.
     pub d_output: usize,
-    /// Whether a bias is added.
+    /// True if the layer has a bias.
     #[config(default = true)]
     pub bias: bool,
-    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    /// Parameter initializer, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// What is quantized, and how.
+    /// Quantization recipe.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
-    /// Id of the layer, from which its random streams derive. Without one it takes the next
-    /// number of the process; [`assign_layer_ids`](crate::state::assign_layer_ids) numbers a whole
-    /// model.
+    /// Layer id, from which the random streams derive. `None` takes the next number of the process;
+    /// [`assign_layer_ids`](crate::state::assign_layer_ids) numbers a whole model.
     pub layer: Option<u64>,
 }
 
 impl Nvfp4LinearConfig {
-    /// A new layer on `device`.
+    /// Creates a layer on `device`.
     ///
     /// # Errors
-    /// When a dimension is no positive multiple of 16, the recipe does not pass
-    /// [`Nvfp4Recipe::check`], the device has no implementation, or the layer number is 2^56 or
-    /// more.
+    /// Returns an error if a dimension is not a positive multiple of 16, [`Nvfp4Recipe::check`]
+    /// fails, the device has no implementation, or the layer number is 2^56 or more.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Linear, Nvfp4Error> {
         validate::blocks("d_input", "d_input", self.d_input)?;
         validate::blocks("d_output", "d_output", self.d_output)?;
@@ -58,31 +56,31 @@ impl Nvfp4LinearConfig {
         Nvfp4Linear::new(linear, &self.recipe, self.layer)
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> Nvfp4Linear {
         or_panic("Nvfp4LinearConfig::init", self.try_init(device))
     }
 }
 
-/// A linear layer `y = x W + b` whose GEMMs, forward and backward, run in NVFP4.
+/// Linear layer `y = x W + b` whose forward and backward GEMMs run in NVFP4.
 ///
-/// It replaces `burn_nn::Linear`: it has the same parameters, with the same paths in a record, so
-/// that each loads the other's checkpoints. Parameters stay in high precision (`f32` master
-/// weights); operands are quantized when they are used. The [crate](crate) page has the rounding of
-/// each operand.
+/// Replaces `burn_nn::Linear`: parameters and their record paths are the same, so each loads the
+/// other's checkpoints. Parameters stay in high precision (`f32` master weights); operands are
+/// quantized when they are used. The [crate](crate) page lists the rounding of each operand.
 ///
-/// A training forward, whose output requires a gradient, takes the next offset of the layer's
-/// random streams. Forwards under `valid()`, or of frozen layers on constant inputs, draw nothing.
+/// Each training forward, that is one whose output requires a gradient, takes the next offset of
+/// the layer's random streams. Forwards under `valid()`, or of frozen layers on constant inputs,
+/// draw nothing.
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct Nvfp4Linear {
-    /// Matrix of shape `[d_input, d_output]`.
+    /// Weight, `[d_input, d_output]`.
     pub weight: Param<Tensor<2>>,
-    /// Vector of size `d_output`.
+    /// Bias, `[d_output]`.
     pub bias: Option<Param<Tensor<1>>>,
     /// Source of the layer's random bits; shared by clones, invisible to records.
     pub state: LayerState,
-    /// What is quantized, and how. Its seed and signs are only where `state` started.
+    /// Quantization recipe. Its seed and signs are only the initial ones of `state`.
     #[module(skip)]
     recipe: Nvfp4Recipe,
 }
@@ -102,17 +100,17 @@ impl Nvfp4Linear {
         })
     }
 
-    /// Take over the parameters of `linear`, with their ids. The layer gets the next number of the
-    /// process.
+    /// Takes over the parameters of `linear`, with their ids. The layer gets the next layer number
+    /// of the process.
     ///
     /// # Errors
-    /// When a dimension is no positive multiple of 16, or the recipe does not pass
-    /// [`Nvfp4Recipe::check`].
+    /// Returns an error if a dimension is not a positive multiple of 16, or [`Nvfp4Recipe::check`]
+    /// fails.
     pub fn from_linear(linear: Linear, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
         Self::new(linear, recipe, None)
     }
 
-    /// Gives the parameters to a `burn_nn::Linear`, with their ids.
+    /// Returns the parameters as a `burn_nn::Linear`, with their ids.
     pub fn into_linear(self) -> Linear {
         Linear {
             weight: self.weight,
@@ -120,21 +118,22 @@ impl Nvfp4Linear {
         }
     }
 
-    /// The recipe of the layer.
+    /// Returns the recipe of the layer.
     pub fn recipe(&self) -> &Nvfp4Recipe {
         &self.recipe
     }
 
-    /// Apply the layer.
+    /// Applies the layer.
     ///
     /// # Shapes
     ///
-    /// - input: `[..., d_input]`, of type `f32`, `bf16` or `f16`; leading axes are folded to rows
-    /// - output: `[..., d_output]`, of the type of the input
+    /// - input: `[..., d_input]`, of dtype `f32`, `bf16` or `f16`; leading axes are flattened to
+    ///   rows
+    /// - output: `[..., d_output]`, in the dtype of the input
     ///
     /// # Errors
-    /// When the device has no implementation, the input is on another device than the weight, its
-    /// type is not supported, or its last axis is not `d_input`.
+    /// Returns an error if the device has no implementation, the input is on another device than
+    /// the weight, its dtype is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&input)?;
         let weight = OperandWeight::new(&self.weight, self.gathered_weight(true));
@@ -143,14 +142,14 @@ impl Nvfp4Linear {
         self.forward_with(weight, identity, bias, input)
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `input`.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `input`.
     pub(super) fn check<const D: usize>(&self, input: &Tensor<D>) -> Result<(), Nvfp4Error> {
         validate::parameter(&input.device(), "weight", &self.weight)?;
         validate::linear(input, &self.weight, self.bias.as_ref())
     }
 
-    /// Fail unless the layer is on `device` and its weight has `shape`. `names` are those of its
-    /// parameters in the module that it is part of.
+    /// Returns an error if the layer is not on `device` or its weight does not have `shape`.
+    /// `names` are those of its parameters in the enclosing module.
     pub(super) fn check_part(
         &self,
         names: [&'static str; 2],
@@ -163,7 +162,7 @@ impl Nvfp4Linear {
         validate::linear_parameters(device, names, &self.weight, self.bias.as_ref())
     }
 
-    /// The layer with another `weight`, known by `identity`, and another `bias`, after
+    /// Runs the layer with another `weight`, identified by `identity`, and another `bias`, after
     /// [`validate::linear`].
     fn forward_with<const D: usize>(
         &self,
@@ -177,13 +176,13 @@ impl Nvfp4Linear {
         Ok(linear_unchecked(input, weight.held, bias, spec, context))
     }
 
-    /// How operands of the weight are gathered in the next forward, if they are. `is_alone` says
-    /// whether it is the whole weight of that.
+    /// Returns the gather of the weight operands for the next forward, if the weight is sharded.
+    /// `is_alone` is true if this weight is the whole weight of that forward.
     fn gathered_weight(&self, is_alone: bool) -> Option<GatheredWeight> {
         gathered_weight(&self.weight, (&self.state, &self.recipe), is_alone)
     }
 
-    /// The same layer with other parameters.
+    /// Replaces the parameters.
     pub(super) fn with_parameters(
         self,
         weight: Param<Tensor<2>>,
@@ -196,17 +195,18 @@ impl Nvfp4Linear {
         }
     }
 
-    /// The operands of the next forward, which stays the next one.
+    /// Returns the operand specification of the next forward, without advancing to it.
     pub(crate) fn next_spec(&self) -> LinearSpec {
         self.state.next_spec(&self.recipe)
     }
 
-    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    /// Returns the layer as a part of a feed-forward, for its next forward. `is_tracked` is true if
+    /// autodiff tracks the input.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         self.part_with(self.gathered_weight(true), is_tracked)
     }
 
-    /// [`part`](Self::part) with a weight that is gathered in its own type, where it is sharded.
+    /// Version of [`part`](Self::part) that gathers a sharded weight in high precision.
     pub(super) fn part_of_values(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         self.part_with(None, is_tracked)
     }
@@ -225,25 +225,24 @@ impl Nvfp4Linear {
         )
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4Linear::forward", self.try_forward(input))
     }
 
-    /// Apply several layers to one input, as if they were one layer with concatenated weights: one
-    /// output for each, in order.
+    /// Applies several layers to one input like one layer with concatenated weights. Returns one
+    /// output per layer, in order.
     ///
-    /// The weights share one global scale, from the amax of all of them, which inference engines
-    /// that fuse queries, keys and values, or gate and up, require of a checkpoint. The input is
+    /// The weights share one global scale, from the amax of all of them: inference engines that
+    /// fuse queries, keys and values, or gate and up, require that of a checkpoint. The input is
     /// quantized once. Random bits are those of the first layer, whose offset advances; the offsets
-    /// of the others stay. The first layer caches the quantized weights until one of them changes,
-    /// or until it is computed alone or with others. In high precision the weights are concatenated
-    /// in each forward.
+    /// of the others do not. The first layer caches the quantized weights until one of them
+    /// changes, or until it runs alone or with other layers. In high precision the weights are
+    /// concatenated in each forward.
     ///
     /// # Errors
-    /// As [`try_forward`](Self::try_forward), and when there is no layer, or when layers differ in
-    /// their device, the types of their parameters, their input features, their recipe, what they
-    /// do with it, or whether they have a bias.
+    /// Same as [`try_forward`](Self::try_forward); also if `layers` is empty, or if layers differ
+    /// in device, parameter dtypes, input features, recipe, mode, or presence of a bias.
     pub fn try_forward_together<const D: usize>(
         layers: &[&Self],
         input: Tensor<D>,
@@ -270,7 +269,7 @@ impl Nvfp4Linear {
         Ok(together.split_with_sizes(widths, D - 1))
     }
 
-    /// [`try_forward_together`](Self::try_forward_together), panicking where it fails.
+    /// Panicking version of [`try_forward_together`](Self::try_forward_together).
     pub fn forward_together<const D: usize>(layers: &[&Self], input: Tensor<D>) -> Vec<Tensor<D>> {
         or_panic(
             "Nvfp4Linear::forward_together",
@@ -278,7 +277,7 @@ impl Nvfp4Linear {
         )
     }
 
-    /// Fail unless the layer, number `index` of some, can be computed together with `first`.
+    /// Returns an error if this layer, at `index`, cannot be computed together with `first`.
     fn check_beside(&self, first: &Self, index: usize) -> Result<(), Nvfp4Error> {
         let differs = |what: &str, found: String, expected: String| {
             Nvfp4Error::value(
@@ -326,7 +325,8 @@ impl Nvfp4Linear {
     }
 }
 
-/// The weights of `layers` that are computed together: all are whole, or none is.
+/// Returns the weights of `layers` that are computed together: either all are whole or all are
+/// shards.
 fn weights_of_each(layers: &[&Nvfp4Linear]) -> Vec<OperandWeight<2>> {
     let gathered = layers.iter().map(|layer| layer.gathered_weight(false));
     let gathered: Option<Vec<_>> = gathered.collect();
@@ -363,7 +363,8 @@ mod tests {
     use super::*;
     use crate::parallel::{ProcessGroup, fully_shard};
 
-    /// Whether each rank of two quantizes its rows of a weight `[d_in, 32]` by the recipe.
+    /// Returns true if each of two ranks quantizes its rows of a weight `[d_in, 32]` under the
+    /// recipe.
     fn gathers_operands(d_in: usize, recipe: &str) -> bool {
         let config = crate::Nvfp4LinearConfig::new(d_in, 32);
         let config = &config.with_recipe(Nvfp4Recipe::preset(recipe).expect("a preset"));
@@ -388,7 +389,7 @@ mod tests {
         found[0]
     }
 
-    /// Blocks and rotation groups are of one rank.
+    /// Blocks and RHT groups must not cross ranks.
     #[test]
     fn operands_of_whole_blocks_are_gathered() {
         assert!(gathers_operands(32, "nvidia"));

@@ -1,17 +1,18 @@
 //! Modules.
 //!
-//! [`Nvfp4Linear`] is the plain layer and [`Nvfp4GroupedLinear`] one for each expert, all in one
-//! launch. Built on them: [`Nvfp4Attention`], [`Nvfp4SwiGlu`] and [`Nvfp4FeedForward`],
-//! [`Nvfp4Moe`], and [`Nvfp4TransformerBlock`]. GEMMs of one input are fused (queries, keys and
+//! [`Nvfp4Linear`] is the plain layer; [`Nvfp4GroupedLinear`] is one layer per expert, all in one
+//! launch. [`Nvfp4Attention`], [`Nvfp4SwiGlu`], [`Nvfp4FeedForward`], [`Nvfp4Moe`] and
+//! [`Nvfp4TransformerBlock`] build on them. GEMMs with a common input are fused (queries, keys and
 //! values; gate and up): the input is quantized once, and the parts of the weight share one global
-//! scale. [`ExpertParallelMoe`] is the mixture with its experts on several ranks.
+//! scale. [`ExpertParallelMoe`] is the mixture of experts with its experts sharded over ranks.
 //!
 //! [`Nvfp4PackedLinear`] and [`Nvfp4PackedGroupedLinear`] are for inference: their weights are
-//! stored in NVFP4. [`Fp8Linear`] has one in FP8.
+//! stored in NVFP4. The weight of [`Fp8Linear`] is stored in FP8.
 //!
 //! [`tensor_parallel`] has layers whose weights are sharded over ranks.
 //!
-//! [`Embedding`] and [`LmHead`] are the ends of a language model, in high precision.
+//! [`Embedding`] and [`LmHead`] are the first and last layers of a language model, in high
+//! precision.
 
 mod attention;
 mod block;
@@ -51,7 +52,7 @@ pub use routing::Routing;
 
 use burn_core::tensor::{DType, FloatDType, Tensor};
 
-/// `x` in type `dtype`; no operation when it is already.
+/// Casts `x` to `dtype`; no operation if it has that dtype.
 pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
     if x.dtype() == DType::from(dtype) {
         x
@@ -60,7 +61,8 @@ pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D>
     }
 }
 
-/// A tensor of any rank as a matrix of rows, and the shape to give back to the result.
+/// Flattens a tensor of any rank to a matrix of rows; also returns the original shape, to restore
+/// it on the result.
 fn rows<const D: usize>(x: Tensor<D>) -> (Tensor<2>, [usize; D]) {
     const { assert!(D > 0, "the input needs at least one axis") };
     let dims = x.dims();

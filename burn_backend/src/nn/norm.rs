@@ -1,4 +1,4 @@
-//! Norms, each in one pass, and the residual stream that they add to.
+//! RMS and layer norms, each in one pass, and the residual stream that they add to.
 
 use burn_core as burn;
 
@@ -13,24 +13,24 @@ use crate::layers::{NormAmax, try_add_rms_norm_with_amax, try_norm_of_stream};
 use crate::parallel::whole_dims;
 use crate::validate;
 
-/// `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` whatever the types of its
-/// input and output.
+/// RMSNorm: `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` for all input and
+/// output dtypes.
 ///
-/// It differs from `burn_nn::RmsNorm` in that (which divides and multiplies in the type of its
-/// input), and in the name of its parameter.
+/// Differs from `burn_nn::RmsNorm` in precision (that one divides and multiplies in the dtype of
+/// its input) and in the name of its parameter.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
-    /// One factor per feature, `[width]`.
+    /// Gain, one factor per feature, `[width]`.
     pub gain: Param<Tensor<1>>,
     #[module(skip)]
     epsilon: f64,
 }
 
 impl RmsNorm {
-    /// The default ε, which is added to the mean square.
+    /// Default ε, added to the mean square.
     pub const EPSILON: f64 = 1e-6;
 
-    /// A norm of `width` features with gains of 1 and an ε of [`EPSILON`](Self::EPSILON).
+    /// Creates a norm of `width` features with gains of 1 and an ε of [`EPSILON`](Self::EPSILON).
     pub fn new(width: usize, device: &Device) -> Self {
         Self {
             gain: Param::from_tensor(Tensor::ones([width], device)),
@@ -38,7 +38,7 @@ impl RmsNorm {
         }
     }
 
-    /// Take over the parameter of `norm`, with its id, and its ε.
+    /// Takes over the parameter of `norm`, with its id, and its ε.
     pub fn from_rms_norm(norm: BurnRmsNorm) -> Self {
         Self {
             gain: norm.gamma,
@@ -46,7 +46,7 @@ impl RmsNorm {
         }
     }
 
-    /// Gives the parameter to a `burn_nn::RmsNorm`, with its id.
+    /// Returns the parameter as a `burn_nn::RmsNorm`, with its id.
     pub fn into_rms_norm(self) -> BurnRmsNorm {
         BurnRmsNorm {
             gamma: self.gain,
@@ -54,13 +54,13 @@ impl RmsNorm {
         }
     }
 
-    /// What is added to the mean square.
+    /// ε, added to the mean square.
     pub(super) fn epsilon(&self) -> f64 {
         self.epsilon
     }
 
-    /// Fail unless the norm, its gain called `name` in the module that it is part of, takes rows of
-    /// `width` on `device`.
+    /// Returns an error if the norm does not accept rows of `width` on `device`. `name` is the name
+    /// of its gain in the enclosing module.
     pub(super) fn check_part(
         &self,
         name: &'static str,
@@ -73,23 +73,24 @@ impl RmsNorm {
         })
     }
 
-    /// Normalise `x`, `[..., width]`, to the same shape in type `dtype`: in one pass.
+    /// Normalizes `x`, `[..., width]`, in one pass. The result has the same shape and dtype
+    /// `dtype`.
     ///
     /// # Panics
-    /// When the device has no implementation, the type of `x` is not supported, or its last axis is
-    /// not that of the gain.
+    /// If the device has no implementation, the dtype of `x` is not supported, or its last axis
+    /// differs from that of the gain.
     pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
         self.forward_with(self.gain.val(), x, dtype)
     }
 
-    /// [`forward`](Self::forward) with another gain.
+    /// Version of [`forward`](Self::forward) with another gain.
     pub(super) fn forward_with<const D: usize>(
         &self,
         gain: Tensor<1>,
         x: Tensor<D>,
         dtype: FloatDType,
     ) -> Tensor<D> {
-        // A wider output has the digits that a narrower input would cut off.
+        // A narrower input would cut off digits that a wider output has.
         let x = match dtype {
             FloatDType::F32 => cast(x, dtype),
             _ => x,
@@ -98,12 +99,13 @@ impl RmsNorm {
         cast(or_panic("RmsNorm::forward", normed), dtype)
     }
 
-    /// What is [still to be added](ResidualStream) to the residual stream is added, in the pass
-    /// that normalises the sum: the stream, and its norm in the type of the stream.
+    /// Adds the [pending term](ResidualStream) to the residual stream in the pass that normalizes
+    /// the sum. Returns the stream and its norm in the dtype of the stream.
     ///
     /// # Errors
-    /// When the device has no implementation, a type is not supported, the last axis is not that of
-    /// the gain, or the parts of the stream differ in shape, type or device.
+    /// Returns an error if the device has no implementation, a dtype is not supported, the last
+    /// axis differs from that of the gain, or the terms of the stream differ in shape, dtype or
+    /// device.
     pub fn try_forward_stream(
         &self,
         stream: ResidualStream,
@@ -111,8 +113,8 @@ impl RmsNorm {
         self.try_forward_stream_for(Neighbours::default(), stream)
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream) between layers that quantize the norm, and
-    /// the gradient of what is pending: their amax values are found in the same passes.
+    /// Version of [`try_forward_stream`](Self::try_forward_stream) between layers that quantize the
+    /// norm and the gradient of the pending term: computes their amax values in the same passes.
     pub(crate) fn try_forward_stream_for(
         &self,
         neighbours: Neighbours<'_>,
@@ -121,7 +123,7 @@ impl RmsNorm {
         self.try_forward_stream_with(self.gain.val(), neighbours, stream)
     }
 
-    /// [`try_forward_stream_for`](Self::try_forward_stream_for) with another gain.
+    /// Version of [`try_forward_stream_for`](Self::try_forward_stream_for) with another gain.
     pub(super) fn try_forward_stream_with(
         &self,
         gain: Tensor<1>,
@@ -143,28 +145,28 @@ impl RmsNorm {
         }
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
     pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
         or_panic("RmsNorm::forward_stream", self.try_forward_stream(stream))
     }
 }
 
-/// The layers beside a norm, where they are known.
+/// Layers before and after a norm, if known.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Neighbours<'a> {
-    /// The one whose output is pending, or one that quantizes its gradient alike.
+    /// Layer whose output is pending, or one that quantizes its gradient in the same way.
     pub before: Option<&'a Nvfp4Linear>,
-    /// The one behind the norm.
+    /// Layer after the norm.
     pub next: Option<&'a Nvfp4Linear>,
 }
 
-/// The residual stream of a transformer, with the output of the last layer beside it: the next norm
-/// adds it while it reads both, so that the addition takes no pass of its own.
+/// Residual stream of a transformer and the pending output of the last layer. The next norm adds
+/// the two when it reads them, so the addition needs no separate pass.
 #[derive(Clone, Debug)]
 pub struct ResidualStream {
-    /// The stream so far, `[batch, time, d_model]`.
+    /// Accumulated stream, `[batch, time, d_model]`.
     pub sum: Tensor<3>,
-    /// What is still to be added to it, of its shape and type.
+    /// Term not yet added to `sum`, of the same shape and dtype.
     pub pending: Option<Tensor<3>>,
 }
 
@@ -175,7 +177,7 @@ impl From<Tensor<3>> for ResidualStream {
 }
 
 impl ResidualStream {
-    /// The stream, with everything added.
+    /// Returns the stream with the pending term added.
     pub fn into_sum(self) -> Tensor<3> {
         match self.pending {
             None => self.sum,
@@ -184,11 +186,11 @@ impl ResidualStream {
     }
 }
 
-/// Layer normalisation with one pass forward and one backward, in place of `burn_nn::LayerNorm`:
-/// the same parameters, ids and paths in a record.
+/// Layer normalization with one pass in the forward and one in the backward. Replaces
+/// `burn_nn::LayerNorm`: same parameters, ids and record paths.
 ///
-/// `(x - mean(x)) / sqrt(variance(x) + ε) · γ + β` over the last axis, in `f32` whatever the type
-/// of its input, in which its output is.
+/// Computes `(x - mean(x)) / sqrt(variance(x) + ε) · γ + β` over the last axis in `f32` for all
+/// input dtypes. The output has the dtype of the input.
 #[derive(Module, Debug)]
 pub struct LayerNorm {
     /// γ, one factor per feature, `[width]`.
@@ -200,7 +202,8 @@ pub struct LayerNorm {
 }
 
 impl LayerNorm {
-    /// Take over the parameters of `norm`, with their ids, and its ε, which is not public there.
+    /// Takes over the parameters of `norm`, with their ids. `epsilon` is its ε, which `burn_nn`
+    /// does not make public.
     pub fn from_layer_norm(norm: BurnLayerNorm, epsilon: f64) -> Self {
         Self {
             gamma: norm.gamma,
@@ -209,7 +212,7 @@ impl LayerNorm {
         }
     }
 
-    /// Gives the parameters to a `burn_nn::LayerNorm`, with their ids.
+    /// Returns the parameters as a `burn_nn::LayerNorm`, with their ids.
     pub fn into_layer_norm(self) -> BurnLayerNorm {
         let [width] = self.gamma.lazy_shape().dims();
         let config = LayerNormConfig::new(width)
@@ -221,16 +224,16 @@ impl LayerNorm {
         norm
     }
 
-    /// Normalise `x`, `[..., width]`, to the same shape and type.
+    /// Normalizes `x`, `[..., width]`, to the same shape and dtype.
     ///
     /// # Errors
-    /// As [`try_layer_norm`].
+    /// Same as [`try_layer_norm`].
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         let beta = self.beta.as_ref().map(|beta| beta.val());
         try_layer_norm(x, self.gamma.val(), beta, self.epsilon)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("LayerNorm::forward", self.try_forward(x))
     }

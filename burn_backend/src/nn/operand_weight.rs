@@ -1,4 +1,4 @@
-//! The weight of a layer's next forward: all of it, or this rank's part.
+//! Weight of a layer's next forward: the whole weight or this rank's shard.
 
 use burn_core::module::Param;
 use burn_core::tensor::Tensor;
@@ -11,35 +11,35 @@ use crate::parallel::{ReduceDtype, Sharded, reduce_dtype_of, warn_of_distributed
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 
-/// The state and the recipe of a layer.
+/// State and recipe of a layer.
 type OfLayer<'a> = (&'a LayerState, &'a Nvfp4Recipe);
 
-/// How operands of the weight `param` of a layer are gathered in its next forward, if they are.
-/// `is_alone` says whether it is the whole weight of that.
+/// Returns the gather of the operands of the weight `param` for the next forward of a layer, if the
+/// weight is sharded. `is_alone` is true if this weight is the whole weight of that forward.
 pub(super) fn gathered_weight<const D: usize>(
     param: &Param<Tensor<D>>,
     (state, recipe): OfLayer<'_>,
     is_alone: bool,
 ) -> Option<GatheredWeight> {
-    // Telemetry compares operands with the values that they are made from.
+    // Not with a telemetry probe: it compares operands with the values that they are made from.
     let sharded = param.reparameterization::<Sharded>();
     let sharded = sharded.filter(|_| state.probe().is_none())?;
     let part = WeightPart::of(&param.lazy_shape().dims::<D>());
     sharded.operands(is_alone, part, &state.next_spec(recipe))
 }
 
-/// The weight of a forward.
+/// Weight of a forward.
 pub(super) struct OperandWeight<const D: usize> {
-    /// All of it, or the part that this rank has.
+    /// Whole weight, or this rank's shard.
     pub held: Tensor<D>,
-    /// How operands that are made of this rank's part become those of all.
+    /// Gather that turns the operands of this rank's shard into those of the whole weight.
     pub gathered: Option<GatheredWeight>,
-    /// The type in which its gradient is exchanged, if it is one parameter.
+    /// Dtype of the gradient exchange, if the weight is one parameter.
     reduce_dtype: ReduceDtype,
 }
 
 impl<const D: usize> OperandWeight<D> {
-    /// The weight `param`, so gathered.
+    /// Wraps the weight `param`, with its gather.
     pub fn new(param: &Param<Tensor<D>>, gathered: Option<GatheredWeight>) -> Self {
         Self {
             held: match gathered {
@@ -51,8 +51,8 @@ impl<const D: usize> OperandWeight<D> {
         }
     }
 
-    /// The operands of the next forward of a layer with this weight, known by `identity`, and its
-    /// context; whether the input `is_tracked`.
+    /// Begins the next forward of a layer with this weight, identified by `identity`. Returns its
+    /// operand specification and context. `is_tracked` is true if autodiff tracks the input.
     pub fn begin(
         &self,
         (state, recipe): OfLayer<'_>,
@@ -75,8 +75,8 @@ impl<const D: usize> OperandWeight<D> {
         ))
     }
 
-    /// A layer with this weight, that of `param`, and a `bias` as a part of a feed-forward, for its
-    /// next forward; whether the input `is_tracked`.
+    /// Returns a layer with this weight, of the parameter `param`, and a `bias` as a part of a
+    /// feed-forward, for its next forward. `is_tracked` is true if autodiff tracks the input.
     pub fn part<const B: usize>(
         self,
         (param, bias): (&Param<Tensor<D>>, Option<Tensor<B>>),
@@ -94,7 +94,7 @@ impl<const D: usize> OperandWeight<D> {
 }
 
 impl OperandWeight<2> {
-    /// The weight of `weights` of one number of rows, side by side.
+    /// Concatenates `weights` with equal numbers of rows along the columns.
     pub fn side_by_side(weights: Vec<Self>) -> Self {
         let gathered = weights.first().and_then(|weight| weight.gathered.clone());
         let held = weights.into_iter().map(|weight| weight.held).collect();

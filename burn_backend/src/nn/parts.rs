@@ -1,4 +1,4 @@
-//! Layers that become one layer, and come apart again with the ids that they had.
+//! Concatenation of layers into one, and the inverse, which restores their ids.
 
 use burn_core::module::{Param, ParamId};
 use burn_core::tensor::Tensor;
@@ -7,7 +7,7 @@ use burn_nn::Linear;
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
 use crate::parallel::is_sharded;
 
-/// The ids of the parameters of a layer that is part of another.
+/// Parameter ids of a layer that was concatenated into another.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PartIds {
     weight: ParamId,
@@ -15,7 +15,7 @@ pub(super) struct PartIds {
 }
 
 impl PartIds {
-    /// Those of each of `linears`.
+    /// Returns the ids of each of `linears`.
     pub fn of(linears: &[Linear]) -> Vec<Self> {
         let ids = |linear: &Linear| Self {
             weight: linear.weight.id,
@@ -25,7 +25,7 @@ impl PartIds {
     }
 }
 
-/// A linear layer as a part of a feed-forward, with one weight or one for each group of rows.
+/// Linear layer as a part of a feed-forward, with one weight or one per group of rows.
 pub(super) struct LinearPart<const W: usize, const B: usize> {
     pub weight: Tensor<W>,
     pub bias: Option<Tensor<B>>,
@@ -33,16 +33,16 @@ pub(super) struct LinearPart<const W: usize, const B: usize> {
 }
 
 impl<const W: usize, const B: usize> LinearPart<W, B> {
-    /// Whether the output for the input `x` has a gradient.
+    /// Returns true if the output for the input `x` has a gradient.
     pub fn tracks(&self, x: &Tensor<2>) -> bool {
         let bias = self.bias.as_ref().is_some_and(Tensor::is_tracked);
         x.is_tracked() || self.weight.is_tracked() || bias
     }
 }
 
-/// The identity of the weight that `values` of `params` make, under which its operands are cached.
-/// None of one that is gathered for each use, without autodiff: it would be held, and not be found
-/// again.
+/// Identity of the weight with values `values` of `params`, the cache key of its operands. `None`
+/// for a weight without autodiff that is gathered for each use: the cache would keep it alive and
+/// never find it again.
 pub(super) fn identity_of<'a, const D: usize>(
     params: impl IntoIterator<Item = &'a Param<Tensor<D>>>,
     values: &[&Tensor<D>],
@@ -52,7 +52,7 @@ pub(super) fn identity_of<'a, const D: usize>(
     is_kept.then(|| WeightIdentity::of(values.iter().copied()))?
 }
 
-/// A separate layer, with the ids of number `index` in `ids`, or with new ones.
+/// Returns a separate layer, with the ids at `index` in `ids`, or with new ids.
 pub(super) fn apart(
     ids: Option<&[PartIds]>,
     index: usize,
@@ -74,14 +74,14 @@ fn param<const D: usize>(id: Option<ParamId>, value: Tensor<D>) -> Param<Tensor<
     param
 }
 
-/// The value of a parameter, of which no gradient is required: detaching alone keeps the
-/// requirement of a leaf, and what is computed from it could be no parameter.
+/// Returns the value of a parameter without a gradient requirement. Detaching alone keeps the
+/// requirement of a leaf, and a result computed from that could not be a parameter.
 pub(super) fn constant<const D: usize>(param: &Param<Tensor<D>>) -> Tensor<D> {
     param.val().detach().set_require_grad(false)
 }
 
-/// Layers of one input as one layer with concatenated outputs. A missing bias is zero if another
-/// layer has one.
+/// Concatenates layers of one input into one layer with concatenated outputs. A missing bias
+/// becomes zero if another layer has one.
 pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
     let weights = linears.iter().map(|linear| constant(&linear.weight));
     let weight = Tensor::cat(weights.collect(), 1);
@@ -100,7 +100,7 @@ pub(super) fn side_by_side(linears: &[Linear]) -> Linear {
     }
 }
 
-/// A layer as `N` layers of equal outputs: the inverse of [`side_by_side`].
+/// Splits a layer into `N` layers of equal outputs: the inverse of [`side_by_side`].
 pub(super) fn parts<const N: usize>(linear: Linear, ids: Option<&[PartIds]>) -> [Linear; N] {
     let [_, d_out] = linear.weight.dims();
     let width = d_out / N;

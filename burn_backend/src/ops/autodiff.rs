@@ -1,4 +1,4 @@
-//! The backwards of [`nvfp4_linear`](Nvfp4Ops::nvfp4_linear),
+//! Backwards of [`nvfp4_linear`](Nvfp4Ops::nvfp4_linear),
 //! [`nvfp4_moe_permute`](Nvfp4Ops::nvfp4_moe_permute) and
 //! [`nvfp4_moe_unpermute`](Nvfp4Ops::nvfp4_moe_unpermute).
 
@@ -23,7 +23,7 @@ use super::{
     Nvfp4Ops, RowGroups, float_dtype,
 };
 
-/// The backward of a linear layer without a bias: parents `[x, w]`.
+/// Backward of a linear layer without a bias: parents `[x, w]`.
 #[derive(Debug)]
 struct Linear;
 
@@ -43,7 +43,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 2> for Linear {
     }
 }
 
-/// The backward of a linear layer with a bias: parents `[x, w, bias]`.
+/// Backward of a linear layer with a bias: parents `[x, w, bias]`.
 #[derive(Debug)]
 struct LinearBias;
 
@@ -63,7 +63,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 3> for LinearBias {
     }
 }
 
-/// A gather of rows, whose inverse is its state: parents `[x]`.
+/// Gather of rows, with the inverse index as its state: parents `[x]`.
 #[derive(Debug)]
 struct Permute;
 
@@ -84,7 +84,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 1> for Permute {
     }
 }
 
-/// The arguments of an unpermutation.
+/// Arguments of an unpermutation.
 #[derive(Clone, Debug)]
 struct SavedUnpermute<B: Backend> {
     y: FloatTensor<B>,
@@ -94,7 +94,7 @@ struct SavedUnpermute<B: Backend> {
     named: Named,
 }
 
-/// A weighted sum of rows: parents `[y, weights]`.
+/// Weighted sum of rows: parents `[y, weights]`.
 #[derive(Debug)]
 struct Unpermute;
 

@@ -1,23 +1,23 @@
-//! Branches of a captured graph, as an operation names them.
+//! Branches of a captured graph, as arguments of an operation.
 
-/// A part of what is queued, beside which later kernels run in a graph that is captured. Clones are
-/// the same branch.
+/// Section of the queued work that overlaps with later kernels in a captured graph. Clones are the
+/// same branch.
 #[derive(Clone, Debug, Default)]
 pub struct Branch {
-    /// That of the kernels.
+    /// Branch of the kernels.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub(super) kernels: nvfp4_kernels::graph::Branch,
 }
 
-/// A point of a [`Branch`].
+/// Point of a [`Branch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BranchPoint {
-    /// It begins, and reads the operand.
+    /// The branch begins, and reads the operand.
     Begin,
-    /// It reads this operand too.
+    /// The branch also reads this operand.
     Reads,
-    /// It ends, and has made the operand.
+    /// The branch ends; its result is the operand.
     End,
-    /// What is queued from here on is behind it.
+    /// Later work waits for the branch.
     Join,
 }

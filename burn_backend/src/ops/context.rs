@@ -1,5 +1,5 @@
-//! The context of a layer's GEMMs beside their operands: it decides when and how often operands are
-//! quantized, never a result.
+//! Context of a layer's GEMMs in addition to their operands: it affects when and how often operands
+//! are quantized, never the results.
 
 use std::any::Any;
 use std::fmt;
@@ -15,27 +15,27 @@ use super::probe::Probe;
 use super::sharding::{GatheredWeight, LinearSharding};
 use super::{BackwardSource, LinearSpec, OperandSpec};
 
-/// What a layer carries from one call to the next. The default carries nothing.
+/// State that a layer carries from one call to the next. The default is empty.
 #[derive(Clone, Debug, Default)]
 pub struct LinearContext {
     pub(crate) weight: Option<CachedWeight>,
-    /// Where to record samples of the operands, while telemetry is on.
+    /// Sink for samples of the operands, while telemetry is on.
     pub(crate) probe: Option<Probe>,
-    /// What GEMMs are taken to read, by which the forms of their operands are chosen; `None` for
-    /// what they read.
+    /// Operands that GEMMs are assumed to read, for the choice of operand forms; `None` for what
+    /// the device's GEMMs read.
     pub(crate) reads: Option<PackedReads>,
-    /// The ranks over which the layer is sharded, if it is.
+    /// Ranks that the layer is sharded over, if any.
     pub(crate) sharding: Option<LinearSharding>,
-    /// The ranks of which each has a part of the weight, if the weight that the layer is given is
-    /// that of this rank.
+    /// Ranks that the weight is sharded over, if the weight passed to the layer is this rank's
+    /// shard.
     pub(crate) gathered: Option<GatheredWeight>,
-    /// The type in which ranks exchange the gradient of the weight, if it is that of one parameter:
-    /// what takes it from the layer takes it in this type, too.
+    /// Dtype in which ranks exchange the gradient of the weight, if it is that of one parameter:
+    /// the layer returns the gradient in this dtype, too.
     pub(crate) reduce_dtype: ReduceDtype,
 }
 
 impl LinearContext {
-    /// The forms of the operands of `gemm`, one of the layer's on `device`.
+    /// Returns the operand forms of `gemm`, one of the layer's GEMMs, on `device`.
     pub(super) fn forms<B: Backend>(&self, gemm: &LayerGemm<'_>, device: &B::Device) -> Forms {
         match (&self.probe, self.reads) {
             // Telemetry samples rows of codes and scales.
@@ -45,7 +45,7 @@ impl LinearContext {
         }
     }
 
-    /// The same context without the cache of the weight.
+    /// Removes the weight cache from the context.
     pub(crate) fn without_weight(self) -> Self {
         Self {
             weight: None,
@@ -54,13 +54,14 @@ impl LinearContext {
     }
 }
 
-/// The identity of a weight's value: that of the tensor, or of the tensors that it was concatenated
+/// Identity of a weight's value: that of the tensor, or of the tensors that it was concatenated
 /// from, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WeightIdentity(Vec<TensorIdentity>);
 
 impl WeightIdentity {
-    /// The identity of the weight that `parts` make; none if that of one of them is not known.
+    /// Returns the identity of the weight that consists of `parts`; `None` if one of them has no
+    /// known identity.
     pub(crate) fn of<'a, const D: usize>(
         parts: impl IntoIterator<Item = &'a Tensor<D>>,
     ) -> Option<Self> {
@@ -68,7 +69,7 @@ impl WeightIdentity {
         parts.map(Self)
     }
 
-    /// The node of the one tensor that is the weight.
+    /// Returns the node of the weight, if it is one tensor.
     pub(crate) fn node(&self) -> Option<u64> {
         match self.0[..] {
             [TensorIdentity::Node(node)] => Some(node),
@@ -77,17 +78,17 @@ impl WeightIdentity {
     }
 }
 
-/// What a tensor has as long as its value stays, and no other tensor has.
+/// Property that a tensor keeps as long as its value does not change, and that no other tensor has.
 #[derive(Debug, Clone)]
 enum TensorIdentity {
-    /// The autodiff node. A node is created with a tensor, has an id that is never used again, and
-    /// keeps the value that it was created with: every optimizer step, load, cast and copy creates
-    /// another, in the same memory or not.
+    /// Autodiff node. A node is created with a tensor, has an id that is never reused, and keeps
+    /// its initial value: every optimizer step, load, cast and copy creates another node, in the
+    /// same memory or not.
     Node(u64),
-    /// The id that fusion gave it, of a tensor without autodiff: the same holds.
+    /// Id from fusion, of a tensor without autodiff: it has the same properties.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     Fusion(burn_core::backend::fusion::custom::TensorId),
-    /// The memory of a tensor of Flex without autodiff. It is held: as long as it has two owners
+    /// Memory of a Flex tensor without autodiff. It is held here: as long as it has two owners,
     /// nothing writes to it, and no other tensor gets it.
     #[cfg(feature = "flex")]
     Memory(burn_flex::FlexTensor),
@@ -114,7 +115,7 @@ impl PartialEq for TensorIdentity {
 impl Eq for TensorIdentity {}
 
 impl TensorIdentity {
-    /// That of `tensor`, if it is one of a backend that has kernels here.
+    /// Returns the identity of `tensor`, if its backend has kernels in this crate.
     fn of<const D: usize>(tensor: &Tensor<D>) -> Option<Self> {
         match tensor.clone().into_dispatch().kind {
             DispatchTensorKind::Autodiff(tensor) => match *tensor {
@@ -146,7 +147,7 @@ impl TensorIdentity {
     }
 }
 
-/// The cache of a weight's quantized operands, and the weight's identity in it.
+/// Cache of a weight's quantized operands, and the weight's identity in it.
 #[derive(Clone, Debug)]
 pub(crate) struct CachedWeight {
     pub(crate) cache: WeightCache,
@@ -154,8 +155,8 @@ pub(crate) struct CachedWeight {
 }
 
 impl CachedWeight {
-    /// The slot on `device`, by its text, of the operands of the weight by `spec`, beside
-    /// activations of type `dtype`.
+    /// Returns the slot for the operands of the weight by `spec`, on `device` (its text), with
+    /// activations of dtype `dtype`.
     pub(crate) fn slot(&self, device: String, dtype: FloatDType, spec: &LinearSpec) -> Slot<'_> {
         Slot {
             cache: &self.cache,
@@ -171,42 +172,41 @@ impl CachedWeight {
     }
 }
 
-/// The quantized operands of a layer's weight, valid for as long as the weight stays the same
-/// tensor: the micro-batches of gradient accumulation quantize a weight once, and so do the batches
-/// of a validation.
+/// Cache of the quantized operands of a layer's weight, valid as long as the weight is the same
+/// tensor: a weight is quantized once for all micro-batches of gradient accumulation, and once for
+/// all batches of a validation.
 ///
-/// The operands of the last weight are dropped when the next one is quantized: the first forward of
-/// training after a validation lets go of the weight that the validation had, before an optimizer
-/// writes the next one over it. There is one entry
-/// for each device, so that replicas of data-parallel training, which share the cache as they share
-/// the rest of a layer's state, do not evict each other's.
+/// The operands of the last weight are dropped when the next one is quantized: the first training
+/// forward after a validation releases the weight of the validation, before an optimizer overwrites
+/// it. There is one entry per device, so that replicas of data-parallel training, which share the
+/// cache like the rest of a layer's state, do not evict each other's entries.
 #[derive(Clone, Default)]
 pub(crate) struct WeightCache {
     entries: Arc<Mutex<Vec<Entry>>>,
 }
 
-/// The weight of cached operands, and how it was quantized.
+/// Weight of cached operands, and its quantization.
 #[derive(Debug, Clone, PartialEq)]
 struct WeightKey {
     identity: WeightIdentity,
-    /// Type of the activations, which operands in high precision have too.
+    /// Dtype of the activations, and of operands in high precision.
     dtype: FloatDType,
     fprop: OperandSpec,
-    /// `None` for an operand with random bits: it is not cached, and its draw, another one in each
-    /// forward, must not keep the forward's operand from being found.
+    /// `None` for an operand with random bits: it is not cached, and its draw, which differs in
+    /// each forward, must not prevent a cache hit for the forward's operand.
     dgrad: Option<OperandSpec>,
     source: BackwardSource,
 }
 
 struct Entry {
     key: WeightKey,
-    /// The device (`B::Device`), by its text: devices of different backends have different types.
+    /// Device (`B::Device`) as text: devices of different backends have different types.
     device: String,
-    /// The operands, of a type that only the backend knows.
+    /// Operands, of a type that only the backend knows.
     operands: Box<dyn Any + Send>,
 }
 
-/// The slot of one weight's operands.
+/// Slot of one weight's operands.
 pub(crate) struct Slot<'a> {
     cache: &'a WeightCache,
     device: String,
@@ -214,7 +214,7 @@ pub(crate) struct Slot<'a> {
 }
 
 impl Slot<'_> {
-    /// The cached operands.
+    /// Returns the cached operands.
     pub(crate) fn get<T: Clone + 'static>(&self) -> Option<T> {
         let entries = self.cache.entries.lock();
         let entries = entries.expect("no panic while it is held");
@@ -224,7 +224,7 @@ impl Slot<'_> {
         entry.operands.downcast_ref().cloned()
     }
 
-    /// Caches `operands`, in place of those that the device had before.
+    /// Caches `operands`, and drops the previous ones of the device.
     pub(crate) fn put<T: Send + 'static>(self, operands: T) {
         let Self { cache, device, key } = self;
         let mut entries = cache.entries.lock().expect("no panic while it is held");
@@ -263,8 +263,8 @@ pub(crate) mod tests {
     use crate::functions::linear_unchecked;
     use crate::{Nvfp4Recipe, RngState};
 
-    /// The device that `NVFP4_TEST_DEVICE` names, the type of its activations (CubeCL's CPU runtime
-    /// has no arithmetic in bf16), and whether it is a GPU.
+    /// Returns the device that `NVFP4_TEST_DEVICE` names, the dtype of its activations (CubeCL's
+    /// CPU runtime has no bf16 arithmetic), and true if it is a GPU.
     pub(crate) fn device() -> (Device, DType, bool) {
         match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cpu")]
@@ -277,7 +277,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// A layer's input, weight and output gradient.
+    /// Input, weight and output gradient of a layer.
     struct Case {
         x: Tensor<2>,
         w: Tensor<2>,
@@ -299,7 +299,7 @@ pub(crate) mod tests {
             }
         }
 
-        /// `y`, `dx` and `dw` of the layer with `spec`.
+        /// Returns `y`, `dx` and `dw` of the layer with `spec`.
         fn run(&self, spec: LinearSpec, reads: Option<PackedReads>) -> [Tensor<2>; 3] {
             let context = LinearContext {
                 reads,
@@ -313,7 +313,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// The spec of a preset, with some draws.
+    /// Returns the spec of a preset, with some draws.
     pub(crate) fn spec(preset: &str) -> LinearSpec {
         let recipe = Nvfp4Recipe::preset(preset).expect("a preset");
         recipe.spec(&RngState {
@@ -324,12 +324,12 @@ pub(crate) mod tests {
         })
     }
 
-    /// In any form, and in that which the device chooses, operands give outputs and gradients of
-    /// the same bits; also where the tokens fill no block of 16, or no tile of 64.
+    /// The form of the operands, chosen or default, changes no bit of outputs and gradients, even
+    /// if the tokens fill no block of 16 or no tile of 64.
     fn the_form_changes_no_bit(preset: &str) {
         let (device, dtype, gpu) = device();
         let shapes: &[[usize; 3]] = match gpu {
-            // By the kernel that decodes, and by those for fewer tokens.
+            // For the kernel that decodes, and for those for smaller M.
             true => &[[4096, 4096, 4096], [8200, 2048, 4096], [72, 128, 256]],
             false => &[[72, 64, 32], [24, 48, 80]],
         };
@@ -345,7 +345,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// The same of experts, an empty one and odd ones among them.
+    /// Version of this test for experts, including an empty one and odd sizes.
     fn the_form_of_experts_changes_no_bit(preset: &str) {
         let (device, dtype, _) = device();
         let (counts, [d_in, d_out]) = ([0, 5, 130, 0, 37], [48, 32]);
@@ -379,7 +379,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// A weight that was quantized to tiles before telemetry began is sampled as one in rows.
+    /// A weight that was quantized to tiles before telemetry began is sampled like one in rows.
     #[test]
     fn telemetry_reads_cached_tiles() {
         let (device, dtype, _) = device();
@@ -418,7 +418,7 @@ pub(crate) mod tests {
         assert_eq!(sampled(Some(PackedReads::Swizzled)), expected);
     }
 
-    /// A test for each preset, and one that none is missing.
+    /// Creates a test per preset, and one that checks that no preset is missing.
     macro_rules! presets {
         ($($preset:ident),*) => {
             mod the_form_changes_no_bit {

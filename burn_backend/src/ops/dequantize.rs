@@ -1,4 +1,4 @@
-//! Dequantization with the operations that every backend has.
+//! Dequantization with backend-independent operations.
 
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape, Slice};
@@ -8,7 +8,7 @@ use super::Nvfp4KernelOps;
 use super::dtype::cast;
 use super::tensors::{MaybeTensor, QuantizedData, QuantizedMatrix, RowGroups};
 
-/// `source`, with one amax for each group of rows, as a tensor with one for each row.
+/// Expands `source`, with one amax per group of rows, to one amax per row.
 pub(super) fn with_amax_per_row<B: Nvfp4KernelOps>(
     source: QuantizedMatrix<B>,
     groups: &RowGroups<B>,
@@ -45,7 +45,7 @@ pub(super) fn with_amax_per_row<B: Nvfp4KernelOps>(
     }
 }
 
-/// The dequantized values of a tensor that is stored as bf16 values.
+/// Dequantizes a tensor that is stored as bf16 values.
 pub(super) fn scaled<B: Backend>(source: QuantizedMatrix<B>, dtype: FloatDType) -> FloatTensor<B> {
     let layout = source.layout;
     let (QuantizedData::Bf16Unscaled(values), MaybeTensor::Present(amax)) =

@@ -1,9 +1,9 @@
-//! Types of elements.
+//! Element dtypes.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{DType, FloatDType};
 
-/// The float type of a tensor that is known to hold one of the three supported types.
+/// Returns the float dtype of a tensor that is known to have one of the three supported dtypes.
 pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     match dtype {
         DType::F32 => FloatDType::F32,
@@ -13,7 +13,7 @@ pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     }
 }
 
-/// `tensor` as `dtype`; no operation when it is already.
+/// Casts `tensor` to `dtype`; no operation if it has that dtype.
 pub(crate) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     if float_dtype(tensor.dtype()) == dtype {
         tensor

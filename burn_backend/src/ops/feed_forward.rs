@@ -1,9 +1,9 @@
-//! A feed-forward as one differentiable operation: a linear layer, an activation, a linear layer.
+//! Feed-forward as one differentiable operation: linear layer, activation, linear layer.
 //!
-//! The output of the activation is quantized for the second layer, and its gradient for the first,
-//! in one operation each, which finds the amax values while it computes. The backward needs the
-//! input of the activation, the largest tensor of a block. It is kept, or computed again by the
-//! GEMM of the forward, whose operands are then kept instead: packed, they are small.
+//! The output of the activation is quantized for the second layer, and its gradient for the first
+//! layer, by one operation each, which computes the amax values together with the activation. The
+//! backward needs the input of the activation, the largest tensor of a block. Either it is kept, or
+//! it is recomputed by the GEMM of the forward, whose packed, small operands are then kept instead.
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
@@ -23,21 +23,21 @@ use super::{
     LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4KernelOps, RowGroups, float_dtype,
 };
 
-/// How a feed-forward is computed.
+/// Configuration of a feed-forward.
 #[derive(Clone, Debug)]
 pub struct FeedForwardSpec {
-    /// Between the layers.
+    /// Activation between the layers.
     pub activation: Activation,
-    /// The first layer.
+    /// First layer.
     pub input: (LinearSpec, LinearContext),
-    /// The second layer.
+    /// Second layer.
     pub output: (LinearSpec, LinearContext),
-    /// Whether the backward computes the input of the activation again, by the GEMM of the forward,
-    /// instead of keeping it. No bit of a result depends on it.
+    /// True if the backward recomputes the input of the activation by the GEMM of the forward,
+    /// instead of keeping it. Does not affect any bit of the results.
     pub recompute: bool,
 }
 
-/// The output of a feed-forward whose gradients are not required.
+/// Computes the output of a feed-forward whose gradients are not required.
 pub(super) fn infer<B: Nvfp4KernelOps>(
     x: FloatTensor<B>,
     input: LinearParams<B>,
@@ -57,14 +57,14 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     layer(hidden, output, &spec.output)
 }
 
-/// The input of the activation, for the backward.
+/// Input of the activation, for the backward.
 #[derive(Clone, Debug)]
 enum Hidden<B: Backend> {
     Kept(FloatTensor<B>),
     Recomputed(Box<Fprop<B>>),
 }
 
-/// What the backward needs.
+/// State saved for the backward.
 #[derive(Clone, Debug)]
 struct SavedFeedForward<B: Backend> {
     activation: Activation,
@@ -73,7 +73,7 @@ struct SavedFeedForward<B: Backend> {
     output: SavedForBackward<B>,
 }
 
-/// The backward: parents `[x, input.weight, input.bias, output.weight, output.bias]`.
+/// Backward: parents `[x, input.weight, input.bias, output.weight, output.bias]`.
 #[derive(Debug)]
 struct FeedForward;
 
@@ -97,7 +97,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
         let of_output = output.backward(dy);
         let found = [None, None, None, of_output.w, of_output.bias];
         register::<B, 5>(nodes, found, grads);
-        // The second layer has a gradient by its input where `x` or the first layer needs one.
+        // The second layer has an input gradient only if `x` or the first layer needs a gradient.
         let Some(grad) = of_output.x else {
             return;
         };
@@ -116,7 +116,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
     }
 }
 
-/// A parameter without its node, whether it is tracked, and its node; a missing one is a constant.
+/// Parameter without its node, tracking flag, and node; a missing parameter is a constant.
 type Untracked<B> = (Option<FloatTensor<B>>, bool, NodeGuard);
 
 fn untracked<B: Backend, C: CheckpointStrategy>(
@@ -136,7 +136,7 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
     }
 }
 
-/// A feed-forward whose operation autodiff tracks; `groups` are those of the inner backend.
+/// Computes a feed-forward that autodiff tracks; `groups` are those of the inner backend.
 pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     input: LinearParams<Autodiff<B, C>>,
@@ -216,8 +216,8 @@ mod tests {
     use super::super::context::tests::{device, spec};
     use super::*;
 
-    /// In any form of the operands, with the input of the activation kept or computed again,
-    /// outputs and gradients have the same bits.
+    /// The form of the operands, and keeping or recomputing the input of the activation, change no
+    /// bit of outputs and gradients.
     #[test]
     fn the_form_changes_no_bit() {
         let (device, dtype, gpu) = device();

@@ -1,4 +1,4 @@
-//! The forms of a layer's quantized operands: as the GEMM that reads them reads them.
+//! Forms of a layer's quantized operands, as required by the GEMM that reads them.
 
 use burn_core::backend::{Backend, tensor::IntTensor};
 use burn_core::tensor::Shape;
@@ -12,46 +12,47 @@ use super::stored::StoredForm;
 use super::tensors::RowGroups;
 
 impl StoredForm {
-    /// This form, or rows of codes and scales, where tensors by `params` are not stored so.
+    /// Returns this form, or rows of codes and scales if tensors by `params` are not stored in it.
     pub(super) fn of(self, params: &QuantParams) -> Self {
         match (self, params.format) {
             (Self::Bf16Unscaled, _) if !params.has_bf16_storage() => Self::ROWS,
-            // No GEMM multiplies its codes: they are dequantized, from rows.
+            // No GEMM multiplies MXFP4 codes: they are dequantized from rows.
             (_, Format::Mxfp4) => Self::ROWS,
-            // A block is what an instruction multiplies: groups of tokens begin within tiles.
+            // An instruction multiplies one MXFP8 block, so groups of tokens can begin inside
+            // tiles.
             (Self::WholeTiles, Format::Mxfp8) => Self::TILES,
             (form, _) => form,
         }
     }
 }
 
-/// What of a layer's GEMM is in groups.
+/// Grouped dimension of a layer's GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum GroupedAxis {
-    /// Nothing.
+    /// No groups.
     None,
-    /// Rows, in so many groups, each with its own weight.
+    /// Rows, in this number of groups with separate weights.
     Rows(usize),
-    /// Tokens, in so many groups, which are the contraction.
+    /// Tokens along the K dimension, in this number of groups.
     Tokens(usize),
 }
 
-/// A GEMM of a layer, as far as the form of its operands depends on it.
+/// GEMM of a layer: the properties that determine the form of its operands.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LayerGemm<'a> {
-    /// How the operands are represented.
+    /// Representation of the operands.
     pub specs: [&'a OperandSpec; 2],
-    /// M, N and the contraction, without padding.
+    /// M, N and K, without padding.
     pub shape: (usize, usize, usize),
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedAxis,
-    /// Whether the contraction is the tokens.
+    /// True if the K dimension is the tokens.
     pub along_tokens: bool,
 }
 
 impl LayerGemm<'_> {
-    /// What it reads of its operands on `device`, which is asked only where both are NVFP4 or both
-    /// MXFP8: codes of no other format are multiplied.
+    /// Returns the operand form that the GEMM reads on `device`. The device is queried only if both
+    /// operands are NVFP4 or both MXFP8: codes of other formats are not multiplied.
     pub fn reads<B: Backend>(&self, device: &B::Device) -> PackedReads {
         let format = match self.specs.map(OperandSpec::format) {
             [Some(Format::Nvfp4), Some(Format::Nvfp4)] => Format::Nvfp4,
@@ -59,7 +60,7 @@ impl LayerGemm<'_> {
             _ => return PackedReads::Compact,
         };
         let own = self.specs[0].unit().max(self.specs[1].unit());
-        // Tokens are padded to whole tiles only for GEMMs that read these. Blocks of MXFP8 need no
+        // Tokens are padded to whole tiles only for GEMMs that read tiles. MXFP8 blocks need no
         // further padding.
         let tiles = TILE_INNER;
         let is_odd = !self.shape.2.next_multiple_of(own).is_multiple_of(tiles);
@@ -72,7 +73,7 @@ impl LayerGemm<'_> {
         self.reads_padded::<B>(device, format, own)
     }
 
-    /// The same, of a contraction that is padded to a multiple of `unit`.
+    /// Version of [`reads`](Self::reads) for a K dimension padded to a multiple of `unit`.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     fn reads_padded<B: Backend>(
         &self,
@@ -105,13 +106,14 @@ impl LayerGemm<'_> {
         packed_reads(&device.client(), &problem)
     }
 
-    /// The same, of a contraction that is padded to a multiple of `unit`: Flex reads rows.
+    /// Version of [`reads`](Self::reads) for a K dimension padded to a multiple of `unit`: Flex
+    /// reads rows.
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
     fn reads_padded<B: Backend>(&self, _: &B::Device, _: Format, _: usize) -> PackedReads {
         PackedReads::Compact
     }
 
-    /// The forms of its operands if it reads them as `reads`.
+    /// Returns the forms of the GEMM's operands if it reads them as `reads`.
     pub fn forms(&self, reads: PackedReads) -> Forms {
         let is_one_matrix = self.grouped == GroupedAxis::None;
         match reads {
@@ -123,12 +125,12 @@ impl LayerGemm<'_> {
     }
 }
 
-/// The forms of a GEMM's operands.
+/// Forms of a GEMM's operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Forms {
-    /// Of one that only this GEMM reads.
+    /// Form of an operand that only this GEMM reads.
     pub once: StoredForm,
-    /// Of one that is kept.
+    /// Form of an operand that is kept.
     pub kept: StoredForm,
 }
 
@@ -136,13 +138,13 @@ impl Forms {
     /// Rows of codes and scales.
     pub const ROWS: Self = Self::both(StoredForm::ROWS);
 
-    /// Values for one GEMM, and rows of codes and scales.
+    /// Values for operands that only this GEMM reads; rows of codes and scales for others.
     pub const BF16: Self = Self {
         once: StoredForm::Bf16Unscaled,
         kept: StoredForm::ROWS,
     };
 
-    /// The same of both.
+    /// Uses `form` for all operands.
     pub const fn both(form: StoredForm) -> Self {
         Self {
             once: form,
@@ -152,13 +154,13 @@ impl Forms {
 }
 
 impl<B: Backend> RowGroups<B> {
-    /// What of a GEMM of these tokens with weights is in groups.
+    /// Returns the grouped dimension of a GEMM of these tokens with weights.
     pub(super) fn along_rows(&self) -> GroupedAxis {
         self.offsets_count()
             .map_or(GroupedAxis::None, GroupedAxis::Rows)
     }
 
-    /// What of a GEMM along these tokens is in groups.
+    /// Returns the grouped dimension of a GEMM along these tokens.
     pub(super) fn along_tokens(&self) -> GroupedAxis {
         self.offsets_count()
             .map_or(GroupedAxis::None, GroupedAxis::Tokens)
@@ -170,8 +172,8 @@ impl<B: Backend> RowGroups<B> {
     }
 }
 
-/// The block scales `[matrices * outer, blocks]` in rows, of those in 128x4 tiles that begin anew
-/// at each of the matrices.
+/// Converts block scales from 128x4 tiles, which begin anew at each matrix, to row-major
+/// `[matrices * outer, blocks]`.
 pub(super) fn rows_of_tiles<B: Backend>(
     scales: IntTensor<B>,
     matrices: usize,
@@ -188,7 +190,7 @@ pub(super) fn rows_of_tiles<B: Backend>(
     B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
 }
 
-/// The forms of the operands of a weight.
+/// Forms of the operands of a weight.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WeightForms {
     pub(super) fprop: StoredForm,
@@ -206,7 +208,7 @@ mod tests {
     use super::super::tensors::{QuantUsages, QuantizedMatrix};
     use super::*;
 
-    /// The layout, and the bytes of codes and of scales.
+    /// Returns the layout, and the bytes of codes and of scales.
     fn parts(made: QuantizedMatrix<Dispatch>) -> (nvfp4_kernels::Layout, [Vec<u8>; 2]) {
         let layout = made.layout;
         let (codes, scales) = made.into_packed();
@@ -217,8 +219,8 @@ mod tests {
         (layout, bytes)
     }
 
-    /// A tensor that was made in rows and brought into a form is that which quantizers make in it,
-    /// also where its tokens are padded.
+    /// A tensor that was quantized in rows and converted to a form equals one quantized in that
+    /// form, even if its tokens are padded.
     #[test]
     fn in_form_as_quantized() {
         let (device, _, _) = device();

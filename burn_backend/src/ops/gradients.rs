@@ -1,4 +1,4 @@
-//! Gradients that a backward found.
+//! Gradients computed by a backward.
 
 use burn_core::backend::{
     Backend,
@@ -6,7 +6,7 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 
-/// Registers the gradients that were found with the nodes that are tracked.
+/// Registers the computed gradients with the tracked nodes.
 pub(super) fn register<B: Backend, const N: usize>(
     nodes: [Option<NodeId>; N],
     found: [Option<FloatTensor<B>>; N],

@@ -1,4 +1,4 @@
-//! The operations that have kernels.
+//! Operations that backends implement by kernels.
 
 use burn_core as burn;
 
@@ -24,11 +24,10 @@ use super::tensors::{
     QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
-/// NVFP4 operations on the primitives of a backend, each of which backends compute by kernels of
-/// their own.
+/// NVFP4 operations on the primitives of a backend; backends implement each by separate kernels.
 ///
-/// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. Under `Autodiff` all results are
-/// constants: [`Nvfp4Ops`](super::Nvfp4Ops) has what is differentiable.
+/// Matrices are 2-D floats of dtype `f32`, `bf16` or `f16`. Under `Autodiff` all results are
+/// constants: [`Nvfp4Ops`](super::Nvfp4Ops) contains the differentiable operations.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -36,8 +35,8 @@ use super::tensors::{
     Autodiff
 )]
 pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
-    /// `operand`, at a point of `branch`. What is queued between its end and its join must need
-    /// nothing of it, but backends may run all of it in its order.
+    /// Marks a point of `branch`, and returns `operand`. Work queued between the end and the join
+    /// of the branch must not depend on it, but backends may run everything in queue order.
     #[fusion(meta = meta::branch)]
     fn nvfp4_branch(
         #[extension_type] operand: Operand<Self>,
@@ -48,13 +47,13 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         operand
     }
 
-    /// The quantized tensors of `x` (`[rows, cols]`) with the `usages`, from one read of `x` where
-    /// one kernel makes both.
+    /// Quantizes `x` (`[rows, cols]`) with the `usages`, with one read of `x` if one kernel writes
+    /// both tensors.
     ///
-    /// `cols` must be a multiple of 16 for a rowwise NVFP4 tensor; a columnwise one is padded with
-    /// zeros. 16x16 blocks need `rows` to be a multiple of 16 too. With [`RowGroups::Offsets`]
-    /// blocks are 1x16 or 1x32, and codes are stored. [`StoredForm::WholeTiles`] are of tokens, in
-    /// 1x16 blocks.
+    /// `cols` must be a multiple of 16 for a row-wise NVFP4 tensor; a column-wise one is padded
+    /// with zeros. With 16x16 blocks `rows` must be a multiple of 16 too. With
+    /// [`RowGroups::Offsets`] blocks must be 1x16 or 1x32, and the storage packed.
+    /// [`StoredForm::WholeTiles`] requires tokens in 1x16 blocks.
     #[fusion(meta = meta::quantize)]
     fn nvfp4_quantize(
         x: FloatTensor<Self>,
@@ -62,15 +61,15 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
-    /// The amax values of `x` (`[rows, cols]`) from which the tensor with this usage is quantized:
-    /// one, or one for each stored row, `f32`.
+    /// Computes the amax values of `x` (`[rows, cols]`) for the quantized tensor with this usage:
+    /// one, or one per stored row, `f32`.
     ///
-    /// `params` are of a format with a global scale.
+    /// `params` must have a format with a global scale.
     #[fusion(meta = meta::amax)]
     fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self>;
 
-    /// [`nvfp4_amax`](Self::nvfp4_amax) of both usages, each of which has one of the whole matrix
-    /// and none of which is made by MS-EDEN: in one read.
+    /// Computes [`nvfp4_amax`](Self::nvfp4_amax) of both usages in one read. Each must have one
+    /// amax of the whole matrix, and neither may use MS-EDEN.
     #[fusion(meta = meta::amax_pair)]
     fn nvfp4_amax_pair(
         x: FloatTensor<Self>,
@@ -83,8 +82,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         }
     }
 
-    /// The values that [`nvfp4_quantize_activation`](Self::nvfp4_quantize_activation) quantizes of
-    /// one matrix, and their [amax values](Self::nvfp4_amax_pair), in the pass that computes them.
+    /// Computes the values that [`nvfp4_quantize_activation`](Self::nvfp4_quantize_activation)
+    /// quantizes, for one matrix, and their [amax values](Self::nvfp4_amax_pair) in the same pass.
     #[fusion(meta = meta::activation_amaxes)]
     fn nvfp4_activation_amaxes(
         x: FloatTensor<Self>,
@@ -100,9 +99,9 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         }
     }
 
-    /// [`nvfp4_quantize`](Self::nvfp4_quantize) of one matrix, packed, from amax values that
-    /// [`nvfp4_amax`](Self::nvfp4_amax) found of it, or of a larger one of which it is a part:
-    /// those of each usage in a format with a global scale.
+    /// Version of [`nvfp4_quantize`](Self::nvfp4_quantize) for one matrix, with packed storage,
+    /// from amax values that [`nvfp4_amax`](Self::nvfp4_amax) computed for it, or for a larger
+    /// matrix that contains it: those of each usage in a format with a global scale.
     #[fusion(meta = meta::quantize_with_amax)]
     fn nvfp4_quantize_with_amax(
         x: FloatTensor<Self>,
@@ -111,7 +110,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
-    /// The same with one amax for all usages: entry `entry` of `maxima`.
+    /// Version of [`nvfp4_quantize_with_amax`](Self::nvfp4_quantize_with_amax) with one amax for
+    /// all usages: entry `entry` of `maxima`.
     #[fusion(meta = meta::quantize_with_entry)]
     fn nvfp4_quantize_with_entry(
         x: FloatTensor<Self>,
@@ -120,12 +120,12 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         usages: QuantUsages,
     ) -> QuantizedPair<Self>;
 
-    /// The quantized tensors of `activation` of the rows of `x`, or, with `grad`, of its gradient
-    /// by `x`, given that of its output: those that [`nvfp4_quantize`](Self::nvfp4_quantize) makes
-    /// of [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
-    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward), bit for bit.
+    /// Quantizes `activation` of the rows of `x`, or, with `grad`, its gradient by `x`, given that
+    /// of its output. The tensors are bit for bit those of [`nvfp4_quantize`](Self::nvfp4_quantize)
+    /// for the result of [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
+    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward).
     ///
-    /// Where amax values are wanted, GPUs find them in the pass that computes the activation.
+    /// If amax values are needed, GPUs compute them in the pass of the activation.
     #[fusion(meta = meta::quantize_activation)]
     fn nvfp4_quantize_activation(
         x: FloatTensor<Self>,
@@ -138,12 +138,12 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         Self::nvfp4_quantize(values, groups, usages)
     }
 
-    /// The rowwise tensor of `x`, or of `activation` of its rows, in both storages: those that
-    /// [`nvfp4_quantize`](Self::nvfp4_quantize) makes as [`StoredForm::ROWS`] and as
-    /// [`StoredForm::Bf16Unscaled`] with the same random bits, if there are any. Where one GEMM
-    /// multiplies values and the tensor is kept for another use, GPUs write both from one read.
+    /// Returns the row-wise tensor of `x`, or of `activation` of its rows, in both storages: those
+    /// that [`nvfp4_quantize`](Self::nvfp4_quantize) returns as [`StoredForm::ROWS`] and as
+    /// [`StoredForm::Bf16Unscaled`] with the same random bits, if any. For a GEMM that multiplies
+    /// values while the tensor is kept for another use, GPUs write both from one read.
     ///
-    /// `params` are NVFP4 in 1x16 blocks, not made by MS-EDEN.
+    /// `params` must be NVFP4 in 1x16 blocks, without MS-EDEN.
     #[fusion(meta = meta::quantize_in_both_storages)]
     fn nvfp4_quantize_in_both_storages(
         x: FloatTensor<Self>,
@@ -151,10 +151,10 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         params: QuantParams,
     ) -> BothStorages<Self>;
 
-    /// The values of `source`, which is NVFP4, packed and not transformed, quantized straight from
-    /// its codes, by MS-EDEN or to an MX format. For an MX format the values are rounded to `via`
-    /// first. With groups, which are those of `source`, `source` is rowwise. The result is packed,
-    /// in this `form`.
+    /// Quantizes `source`, which must be NVFP4, packed and not transformed, directly from its
+    /// codes, by MS-EDEN or to an MX format. For an MX format the values are first rounded to
+    /// `via`. With groups, which are those of `source`, `source` must be row-wise. The result is
+    /// packed, in this `form`.
     #[fusion(meta = meta::requantize)]
     fn nvfp4_requantize(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -165,9 +165,9 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         via: FloatDType,
     ) -> QuantizedMatrix<Self>;
 
-    /// `source`, a quantized matrix or a stack of them by `groups`, in this packed `form`: for what
-    /// was put together in rows of scales and is read in tiles. As it is where it has that form
-    /// already, and on Flex.
+    /// Converts `source`, a quantized matrix or a stack of them by `groups`, to this packed `form`:
+    /// for tensors that were assembled in rows of scales and are read in tiles. No operation if it
+    /// has that form already, or on Flex.
     #[fusion(meta = meta::in_form)]
     fn nvfp4_in_form(
         #[extension_type] source: QuantizedMatrix<Self>,
@@ -175,8 +175,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         form: StoredForm,
     ) -> QuantizedMatrix<Self>;
 
-    /// The values of `source` in the orientation of its source, `[rows, cols]`. With a transform
-    /// they stay in the rotated domain. With groups, `source` is rowwise; rows of no group are
+    /// Dequantizes `source` in the orientation of its source, `[rows, cols]`. Transformed values
+    /// stay in the rotated domain. With groups, `source` must be row-wise; rows of no group are
     /// undefined.
     #[fusion(meta = meta::dequantize)]
     fn nvfp4_dequantize(
@@ -185,13 +185,13 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once to
-    /// `dtype`. `alpha` is one operand's global scale times the other's.
+    /// Computes the GEMM of two operands, see [`GemmGroups`], accumulated in `f32` and rounded once
+    /// to `dtype`. `alpha` is one operand's global scale times the other's.
     ///
-    /// Two float operands have one type, and none is multiplied with a quantized one whose
-    /// contraction is padded. A packed operand is never dequantized as a whole for a bf16 one where
-    /// [`nvfp4_kernels`] has a kernel that reads both, which is so on every GPU where it is
-    /// MN-major.
+    /// Two float operands must have one dtype, and a float operand must not be combined with a
+    /// quantized one whose K dimension is padded. A packed operand is never dequantized as a whole
+    /// for a bf16 one if [`nvfp4_kernels`] has a kernel that reads both; for an MN-major one, that
+    /// is the case on every GPU.
     #[fusion(meta = meta::gemm)]
     fn nvfp4_gemm(
         #[extension_type] a: Operand<Self>,
@@ -201,8 +201,8 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The value of its group for each of `rows` rows, from `values`, `f32[groups]`; 0 for rows of
-    /// no group.
+    /// Returns, for each of `rows` rows, the value of its group from `values`, `f32[groups]`; 0 for
+    /// rows of no group.
     #[fusion(meta = meta::broadcast_group_values)]
     fn nvfp4_broadcast_group_values(
         values: FloatTensor<Self>,
@@ -210,12 +210,12 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         rows: usize,
     ) -> FloatTensor<Self>;
 
-    /// The sum of the rows of each group of `x` (`[tokens, cols]`), `f32[groups, cols]`.
+    /// Sums the rows of each group of `x` (`[tokens, cols]`), `f32[groups, cols]`.
     #[fusion(meta = meta::segment_sum)]
     fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
 
-    /// The gradients of [`nvfp4_moe_unpermute`](super::Nvfp4Ops::nvfp4_moe_unpermute), given that
-    /// of its output (`[tokens, width]`), which has the type of `y`.
+    /// Computes the gradients of [`nvfp4_moe_unpermute`](super::Nvfp4Ops::nvfp4_moe_unpermute),
+    /// given that of its output (`[tokens, width]`), which has the dtype of `y`.
     #[fusion(meta = meta::moe_unpermute_backward)]
     fn nvfp4_moe_unpermute_backward(
         dout: FloatTensor<Self>,
@@ -228,17 +228,17 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         rows::unpermute_backward::<Self>(dout, y, weights, (places, choices), named)
     }
 
-    /// `out[i] = x[numbers[i]]` for `x` (`[rows, width]`) and `numbers` (`[n]`), of which some may
-    /// name no row: theirs are undefined.
+    /// Gathers `out[i] = x[numbers[i]]` for `x` (`[rows, width]`) and `numbers` (`[n]`). Rows for
+    /// indices out of range are undefined.
     #[fusion(meta = meta::named_rows)]
     fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
         rows::named::<Self>(x, numbers)
     }
 
-    /// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, without `weights` the sum of the rows: for
-    /// `x` (`[rows, width]`), `weights` (`f32[n, copies]`) and `places` (`[n, copies]`), row
-    /// numbers, at least one column of them. In `f32`, in the order of `j`, rounded once to the
-    /// type of `x`. A number that names no row adds nothing.
+    /// Computes `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, or without `weights` the sum of the
+    /// rows, for `x` (`[rows, width]`), `weights` (`f32[n, copies]`) and row indices `places`
+    /// (`[n, copies]`) with at least one column. Accumulates in `f32`, in the order of `j`, and
+    /// rounds once to the dtype of `x`. Indices out of range are skipped.
     #[fusion(meta = meta::sum_rows)]
     fn nvfp4_sum_rows(
         x: FloatTensor<Self>,
@@ -249,9 +249,9 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         rows::sum::<Self>(x, weights, places, named)
     }
 
-    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation) of the rows of `x`, or, with `grad`,
-    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward); with
-    /// [`RowGroups::Window`] undefined in rows of no group.
+    /// Computes [`nvfp4_activation`](ActivationOps::nvfp4_activation) of the rows of `x`, or, with
+    /// `grad`, [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward). With
+    /// [`RowGroups::Window`], rows of no group are undefined.
     #[fusion(meta = meta::activation_of_groups)]
     fn nvfp4_activation_of_groups(
         x: FloatTensor<Self>,
@@ -468,7 +468,7 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
     }
 }
 
-/// The activation of `x`, or its gradient by that, given `grad`, the gradient of its output.
+/// Computes the activation of `x`, or its gradient if `grad`, the gradient of its output, is given.
 fn activated<B: ActivationOps>(
     x: FloatTensor<B>,
     grad: MaybeTensor<B>,
@@ -480,7 +480,7 @@ fn activated<B: ActivationOps>(
     }
 }
 
-/// Amax values as constants of the autodiff backend.
+/// Converts amax values to constants of the autodiff backend.
 fn constant_pair<B: Backend, C: CheckpointStrategy>(amax: AmaxPair<B>) -> AmaxPair<Autodiff<B, C>> {
     let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
     AmaxPair {
@@ -489,7 +489,7 @@ fn constant_pair<B: Backend, C: CheckpointStrategy>(amax: AmaxPair<B>) -> AmaxPa
     }
 }
 
-/// A quantized matrix as a constant of the autodiff backend.
+/// Converts a quantized matrix to a constant of the autodiff backend.
 pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
     quantized: QuantizedMatrix<B>,
 ) -> QuantizedMatrix<Autodiff<B, C>> {
@@ -504,7 +504,7 @@ pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
     }
 }
 
-/// A quantized matrix of the inner backend.
+/// Converts a quantized matrix to the inner backend.
 pub(super) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     quantized: QuantizedMatrix<Autodiff<B, C>>,
 ) -> QuantizedMatrix<B> {
@@ -520,7 +520,7 @@ pub(super) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     }
 }
 
-/// An operand of the inner backend.
+/// Converts an operand to the inner backend.
 fn inner_operand<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     operand: Operand<Autodiff<B, C>>,
 ) -> Operand<B> {
@@ -531,7 +531,7 @@ fn inner_operand<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     }
 }
 
-/// Groups of the inner backend.
+/// Converts groups to the inner backend.
 pub(super) fn inner_groups<B: Backend, C: CheckpointStrategy>(
     groups: RowGroups<Autodiff<B, C>>,
 ) -> RowGroups<B> {

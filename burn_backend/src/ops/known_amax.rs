@@ -1,7 +1,7 @@
-//! Amax values of weights that the optimizer found while it wrote these.
+//! Amax values of weights that the optimizer computed while it wrote them.
 //!
-//! A weight is quantized from its amax, and the optimizer has every element of the new weight at
-//! hand: the next forward needs no pass of its own over it.
+//! A weight is quantized from its amax. The optimizer has every element of the new weight in
+//! registers, so the next forward needs no separate amax pass.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -12,30 +12,30 @@ use burn_core::backend::{Backend, tensor::FloatTensor};
 use super::collective::Link;
 use super::context::WeightIdentity;
 
-/// Where the amax of a weight is: an entry of a tensor.
+/// Location of a weight's amax: an entry of a tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct KnownAmax<B: Backend> {
-    /// The amax values of several weights, `f32`. The optimizer's next step of these weights writes
-    /// to them in place.
+    /// Amax values of several weights, `f32`. The optimizer's next step of these weights writes to
+    /// them in place.
     pub(crate) maxima: FloatTensor<B>,
-    /// The entry of this one.
+    /// Entry of this weight.
     pub(crate) entry: usize,
-    /// Of a weight of which ranks have parts: the largest amax of all parts.
+    /// For a sharded weight: amax over all shards.
     pub(crate) of_group: Option<GroupAmax<B>>,
 }
 
-/// Where the largest amax of the parts that the ranks of a group have of a weight is.
+/// Location of the amax over the shards of a weight on the ranks of a group.
 #[derive(Clone, Debug)]
 pub(crate) struct GroupAmax<B: Backend> {
-    /// The ranks.
+    /// Ranks of the group.
     pub(crate) group: Link,
-    /// As [`KnownAmax::maxima`].
+    /// Amax values, see [`KnownAmax::maxima`].
     pub(crate) maxima: FloatTensor<B>,
-    /// As [`KnownAmax::entry`].
+    /// Entry, see [`KnownAmax::entry`].
     pub(crate) entry: usize,
 }
 
-/// By the autodiff node of a weight, its [`KnownAmax`] of the backend that is below autodiff.
+/// By the autodiff node of a weight, its [`KnownAmax`] of the inner backend.
 type Known = BTreeMap<u64, Box<dyn Any + Send>>;
 
 static KNOWN: Mutex<Known> = Mutex::new(Known::new());
@@ -44,12 +44,12 @@ fn known() -> MutexGuard<'static, Known> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The weights of an optimizer whose amax is known, until the next step or the optimizer's end.
+/// Weights of an optimizer whose amax is known, until the next step or the optimizer is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct KnownWeights(Vec<u64>);
 
 impl KnownWeights {
-    /// Adds the weight with this autodiff node, which [`remember`] was told of.
+    /// Adds the weight with this autodiff node, which was passed to [`remember`].
     pub(crate) fn push(&mut self, node: u64) {
         self.0.push(node);
     }
@@ -63,7 +63,7 @@ impl KnownWeights {
     }
 }
 
-/// The weights are those of the optimizer that updated them.
+/// Returns an empty set: the weights belong to the optimizer that updated them.
 impl Clone for KnownWeights {
     fn clone(&self) -> Self {
         Self::default()
@@ -76,13 +76,13 @@ impl Drop for KnownWeights {
     }
 }
 
-/// The weight with this autodiff node has this amax.
+/// Registers the amax of the weight with this autodiff node.
 pub(super) fn remember<B: Backend>(node: u64, amax: KnownAmax<B>) {
     known().insert(node, Box::new(amax));
 }
 
-/// The weight with this autodiff node, whose amax is known, is a part of one of which the ranks of a
-/// group have this amax.
+/// Registers the amax over the ranks of a group for the shard with this autodiff node, whose own
+/// amax is known.
 pub(super) fn remember_of_group<B: Backend>(node: u64, amax: GroupAmax<B>) {
     let mut known = known();
     let own = known.get_mut(&node);
@@ -91,7 +91,7 @@ pub(super) fn remember_of_group<B: Backend>(node: u64, amax: GroupAmax<B>) {
     }
 }
 
-/// The amax of a weight, if it is known.
+/// Returns the amax of a weight, if it is known.
 pub(super) fn find<B: Backend>(weight: &WeightIdentity) -> Option<KnownAmax<B>> {
     let node = weight.node()?;
     known().get(&node)?.downcast_ref().cloned()
@@ -118,7 +118,7 @@ mod tests {
         .init()
     }
 
-    /// The same numbers in each call: other tests draw from the device's generator.
+    /// Fixed numbers: other tests draw from the device's generator.
     fn matrix(rows: usize, cols: usize, device: &Device) -> Tensor<2> {
         let values = (0..rows * cols).map(|i| (i as f32 * 12.9898).sin());
         let data = TensorData::new(values.collect::<Vec<f32>>(), [rows, cols]);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     impl Run {
-        /// The output and the gradient of the input of a step.
+        /// Returns the output and the input gradient of a step.
         fn step(&mut self) -> [Vec<u8>; 2] {
             let x = self.x.clone().require_grad();
             let y = self.layer.forward(x.clone());
@@ -171,7 +171,7 @@ mod tests {
         }
     }
 
-    /// Weights in 16x16 blocks, in 1x16 blocks made once and made twice, by row, and by MS-EDEN.
+    /// Weights in 16x16 blocks, in 1x16 blocks quantized once and twice, per row, and by MS-EDEN.
     #[test]
     fn steps_have_the_bits_of_those_that_look_for_it() {
         for recipe in [
@@ -188,7 +188,7 @@ mod tests {
         }
     }
 
-    /// From a wrong one it is quantized to other values.
+    /// A wrong amax changes the quantized values.
     #[test]
     fn the_next_forward_quantizes_from_it() {
         let after_step = |wrong: bool| {
@@ -204,7 +204,7 @@ mod tests {
         assert!(after_step(true) != after_step(false));
     }
 
-    /// It is that of the tensor that the optimizer made, and of no other.
+    /// The amax is known only for the tensor that the optimizer wrote.
     #[test]
     fn another_weight_has_none() {
         let mut run = run("nvidia", true);

@@ -1,4 +1,4 @@
-//! The layout of a quantized matrix whose rows are in groups.
+//! Layout of a quantized matrix whose rows are in groups.
 
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::DType;
@@ -13,8 +13,8 @@ use super::tensors::RowGroups;
 #[cfg(feature = "cubecl-backend")]
 use super::tensors::RowGroupsMetadata;
 
-/// The width of a stored row of codes, in elements of their type: words of eight 4-bit codes, or
-/// bytes.
+/// Returns the width of a stored row of codes in elements, and their dtype: words of eight 4-bit
+/// codes, or bytes.
 pub(super) fn code_words(layout: &Layout) -> (usize, DType) {
     let elements = layout.padded_inner();
     match layout.format.code_bits() {
@@ -23,14 +23,14 @@ pub(super) fn code_words(layout: &Layout) -> (usize, DType) {
     }
 }
 
-/// The groups of a matrix's rows, as far as they are known before anything runs.
+/// Groups of a matrix's rows, as known before anything runs.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum GroupCount {
     /// One group of all rows.
     Whole,
-    /// This many, of equally many rows.
+    /// This number of groups with equal numbers of rows.
     Batch(usize),
-    /// This many, of any sizes.
+    /// This number of groups of any sizes.
     Offsets(usize),
 }
 
@@ -43,7 +43,8 @@ impl GroupCount {
         }
     }
 
-    /// The layout of the quantized groups of a `rows` x `cols` matrix, as one quantized matrix.
+    /// Returns the layout of the quantized groups of a `rows` x `cols` matrix, as one quantized
+    /// matrix.
     pub(super) fn layout(
         self,
         (rows, cols): (usize, usize),
@@ -56,11 +57,11 @@ impl GroupCount {
             (Usage::Columnwise, Self::Whole) => {
                 ((rows.next_multiple_of(form.unit(1)), cols), usage)
             }
-            // The rowwise quantized tensors of the transposed matrices, one below the other.
+            // The row-wise quantized tensors of the transposed matrices, stacked along the rows.
             (Usage::Columnwise, Self::Batch(count)) => {
                 ((count * cols, rows / count), Usage::Rowwise)
             }
-            // Side by side, each group padded to whole blocks, or transforms.
+            // Concatenated along the columns, each group padded to whole blocks, or transforms.
             (Usage::Columnwise, Self::Offsets(count)) => {
                 let unit = form.unit(params.unit());
                 ((padded_bound(rows, count, unit), cols), usage)
@@ -69,7 +70,7 @@ impl GroupCount {
         params.layout(shape, usage, form)
     }
 
-    /// Rows and columns of the block scales of the quantized groups with this layout.
+    /// Returns rows and columns of the block scales of the quantized groups with this layout.
     #[cfg(feature = "cubecl-backend")]
     pub(super) fn scale_shape(self, layout: &Layout) -> [usize; 2] {
         use nvfp4_kernels::reference::swizzle::row_group_tiles;

@@ -1,4 +1,4 @@
-//! Shapes and types of the results, which Fusion needs before anything runs.
+//! Shapes and dtypes of the results, which Fusion needs before anything runs.
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
@@ -109,7 +109,7 @@ pub(super) fn quantize_in_both_storages(
     }
 }
 
-/// The values of an activation, or of its gradient.
+/// Returns the specification of an activation, or of its gradient.
 fn activated(x: &TensorSpec, grad: &MaybeTensorMetadata, activation: &Activation) -> TensorSpec {
     let cols = match grad {
         MaybeTensorMetadata::Absent => x.shape[1] / activation.inputs(),
@@ -166,7 +166,7 @@ pub(super) fn gemm(
     let count = |offsets: &TensorSpec| offsets.shape[0] - 1;
     let shape = match (groups, b) {
         (GemmGroupsMetadata::None, _) => Shape::new([m, n]),
-        // The matrices are one below the other along the contraction.
+        // The matrices are stacked along the K dimension.
         (
             GemmGroupsMetadata::M { .. },
             OperandMetadata::Float(_, Usage::Columnwise) | OperandMetadata::QuantizedMnMajor(_),
@@ -225,7 +225,7 @@ pub(super) fn moe_unpermute_backward(
     }
 }
 
-/// Rows or columns of the output that an operand has.
+/// Returns the number of output rows or columns of an operand.
 fn outer(operand: &OperandMetadata) -> usize {
     match operand {
         OperandMetadata::Quantized(quantized) => quantized.layout.outer(),
@@ -236,7 +236,7 @@ fn outer(operand: &OperandMetadata) -> usize {
     }
 }
 
-/// A quantized matrix of this layout.
+/// Returns a quantized matrix of this layout.
 pub(super) fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
     let outer = layout.outer();
     let data = match layout.storage {

@@ -1,30 +1,31 @@
-//! The extension trait, and the values that cross it.
+//! Extension trait, and the values that cross it.
 //!
-//! Arguments are trusted here: [`functions`](crate::functions) and [`experts`](crate::experts)
-//! check them before anything is queued, because an implementation may run later, on another
-//! thread, where it can only panic.
+//! Arguments are not checked here: [`functions`](crate::functions) and [`experts`](crate::experts)
+//! check them before anything is queued, because an implementation may run later on another thread,
+//! where it can only panic.
 //!
 //! # Groups
 //!
 //! The linear layers of a mixture of experts run all experts in one launch. Tokens are sorted by
-//! expert, `[tokens, d_in]`, and offsets (`u32[experts + 1]`, ascending from 0, none above
-//! `tokens`) say where each expert's tokens begin. They stay on the device: shapes depend on the
-//! numbers of tokens and experts alone.
+//! expert, `[tokens, d_in]`. Offsets (`u32[experts + 1]`, ascending from 0, at most `tokens`) mark
+//! the first token of each expert. They stay on the device: shapes depend only on the numbers of
+//! tokens and experts.
 //!
-//! A grouped layer computes what the plain layer computes for each expert's tokens and weight:
+//! A grouped layer computes the same as the plain layer for each expert's tokens and weight:
 //!
-//! - In NVFP4, with MS-EDEN too, each group is quantized as a separate matrix. It has its own amax,
-//!   before and after the transform, or one for each of its stored rows. Its blocks along the
-//!   tokens begin at its first token; the last block, or transform, is padded with zeros. The same
-//!   holds for each expert's weight (docs/src/numerics.md, sections 4 and 9).
+//! - In NVFP4, also with MS-EDEN, each group is quantized as a separate matrix. It has a separate
+//!   amax, before and after the transform, or one per stored row. Its blocks along the tokens begin
+//!   at its first token; the last block, or transform, is padded with zeros. The same applies to
+//!   each expert's weight (docs/src/numerics.md, sections 4 and 9).
 //! - The MX formats have no amax beyond their blocks of 32, which begin at the first token of each
 //!   group.
-//! - High precision, of the original tensors or of dequantized ones, is multiplied as it is.
+//! - High-precision operands, original or dequantized, are multiplied without conversion.
 //!
 //! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups
-//! of 128, continue from group to group: from `first_row · blocks` on in a rowwise tensor, from
-//! `columns · (blocks of the earlier groups along the tokens)` on in a columnwise one, so that no
-//! two experts draw the same bits. Experts on several ranks go on behind those of earlier ranks.
+//! of 128, continue from group to group, so that no two experts draw the same bits: they begin at
+//! `first_row · blocks` in a row-wise tensor, and at
+//! `columns · (blocks of the earlier groups along the tokens)` in a column-wise one. With experts
+//! on several ranks, they continue after those of earlier ranks.
 
 pub mod attention;
 mod autodiff;
@@ -98,10 +99,10 @@ pub use tensors::{
     UnpermuteGradientsMetadata,
 };
 
-/// The layers: what autodiff differentiates, made of [`Nvfp4KernelOps`].
+/// Differentiable layers, implemented by [`Nvfp4KernelOps`].
 ///
-/// Matrices are 2-D floats of type `f32`, `bf16` or `f16`. `Autodiff` overrides each operation with
-/// its own backward.
+/// Matrices are 2-D floats of dtype `f32`, `bf16` or `f16`. `Autodiff` overrides each operation
+/// with a custom backward.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -109,12 +110,12 @@ pub use tensors::{
     Autodiff
 )]
 pub trait Nvfp4Ops: Nvfp4KernelOps {
-    /// `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias` (`[d_out]`), with
-    /// the operands of `spec`, in the type of `x`.
+    /// Computes `y = x w + bias` for `x` (`[m, d_in]`), `w` (`[d_in, d_out]`) and `bias`
+    /// (`[d_out]`), with the operands of `spec`, in the dtype of `x`.
     ///
-    /// With [`RowGroups::Offsets`], `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group `g`, `w`
-    /// being `[experts, d_in, d_out]` and `bias` `[experts, d_out]`; rows of no group are zero.
-    /// `Autodiff` overrides it with its own backward.
+    /// With [`RowGroups::Offsets`], computes `y[i] = x[i] w[g] + bias[g]` for the rows `i` of group
+    /// `g`, with `w` `[experts, d_in, d_out]` and `bias` `[experts, d_out]`; rows of no group are
+    /// zero. `Autodiff` overrides it with a custom backward.
     #[fusion(default)]
     fn nvfp4_linear(
         x: FloatTensor<Self>,
@@ -129,12 +130,12 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
         linear::infer::<Self>(x, params, &groups, (&spec, &context))
     }
 
-    /// `activation(x w_in + bias_in) w_out + bias_out`, each linear layer as
-    /// [`nvfp4_linear`](Self::nvfp4_linear) computes it with its part of `spec`.
+    /// Computes `activation(x w_in + bias_in) w_out + bias_out`, each linear layer as by
+    /// [`nvfp4_linear`](Self::nvfp4_linear) with its part of `spec`.
     ///
-    /// `Autodiff` overrides it. It keeps for the backward what both layers keep, and the input of
-    /// the activation, or, with [`FeedForwardSpec::recompute`], the operands that it is the GEMM
-    /// of.
+    /// `Autodiff` overrides it. It keeps for the backward the saved state of both layers, and
+    /// either the input of the activation, or, with [`FeedForwardSpec::recompute`], the operands of
+    /// the GEMM that computes it.
     #[fusion(default)]
     fn nvfp4_feed_forward(
         x: FloatTensor<Self>,
@@ -146,13 +147,13 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
         feed_forward::infer::<Self>(x, input, output, groups, spec)
     }
 
-    /// Rows of `x` (`[tokens, width]`) by number: `out[s] = x[index[s]]` for `index` `[slots]`.
+    /// Gathers rows of `x` (`[tokens, width]`): `out[s] = x[index[s]]` for `index` `[slots]`.
     ///
-    /// `inverse` (`[tokens, copies]`) holds, for each row of `x`, the slots that it went to; every
-    /// slot stands there once. `Autodiff` overrides it: with the inverse the backward is a gather
-    /// too, `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, where that of a plain
-    /// selection scatters. With [`Named::Some`] numbers and slots may name none: such rows of the
-    /// result are undefined, and such slots add nothing to a gradient.
+    /// `inverse` (`[tokens, copies]`) holds, for each row of `x`, the slots that it was copied to,
+    /// every slot once. `Autodiff` overrides it: with the inverse the backward is a gather too,
+    /// `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, whereas that of a plain
+    /// selection scatters. With [`Named::Some`] indices and slots may be out of range: such rows of
+    /// the result are undefined, and such slots add nothing to a gradient.
     #[fusion(default)]
     fn nvfp4_moe_permute(
         x: FloatTensor<Self>,
@@ -168,13 +169,13 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
         Self::nvfp4_sum_rows(x, MaybeTensor::Absent, places, named)
     }
 
-    /// `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the type of `y`:
-    /// for `y` (`[slots, width]`), `weights` (`f32[tokens, copies]`) and `places` (`[tokens,
-    /// copies]`), which holds every slot once; `choices` (`[slots]`) is its inverse, `t * copies +
-    /// j`.
+    /// Computes `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the dtype
+    /// of `y`, for `y` (`[slots, width]`), `weights` (`f32[tokens, copies]`) and `places`
+    /// (`[tokens, copies]`), which holds every slot once. `choices` (`[slots]`) is its inverse,
+    /// `t * copies + j`.
     ///
     /// `Autodiff` overrides it with a backward that gathers too. With [`Named::Some`] places and
-    /// slots may name none: they add nothing, and have no gradient.
+    /// slots may be out of range: they add nothing, and have no gradient.
     #[fusion(default)]
     fn nvfp4_moe_unpermute(
         y: FloatTensor<Self>,
@@ -187,13 +188,13 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
     }
 }
 
-/// Reports work to `tracing`: one event for each quantization or GEMM that a backend computes.
+/// Reports work to `tracing`: one event per quantization or GEMM of a backend.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
 fn trace_op(op: &'static str, usage: &'static str, rows: usize, cols: usize) {
     tracing::trace!(target: "burn_nvfp4::ops", op, usage, rows, cols);
 }
 
-/// The name of a usage in traces.
+/// Returns the name of a usage in traces.
 #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
 fn usage_name(usage: Usage) -> &'static str {
     match usage {

@@ -1,9 +1,9 @@
-//! From a matrix, a stack of weights or tokens in groups to the operands of GEMMs.
+//! Conversion of a matrix, a stack of weights or grouped tokens to operands of GEMMs.
 //!
-//! A matrix, or tokens in groups, is `[rows, cols]`. A stack of weights is `[experts, rows, cols]`
-//! with [`RowGroups::Batch`]; its quantized operands are rowwise ones, of the transposed matrices
-//! for [`Usage::Columnwise`], one below the other. Its operands that are not quantized are the
-//! matrices as they are, one below the other.
+//! A matrix, or grouped tokens, is `[rows, cols]`. A stack of weights is `[experts, rows, cols]`
+//! with [`RowGroups::Batch`]. Its quantized operands are row-wise tensors, of the transposed
+//! matrices for [`Usage::Columnwise`], stacked along the rows. Its unquantized operands are the
+//! original matrices, stacked along the rows.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
@@ -17,24 +17,24 @@ use super::stored::StoredForm;
 use super::tensors::{BothStorages, Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
-/// What is quantized.
+/// Source of a quantization.
 #[derive(Clone, Debug)]
 pub(crate) enum QuantSource<B: Backend> {
-    /// A matrix, or a stack of weights.
+    /// Matrix, or stack of weights.
     Matrix(FloatTensor<B>),
-    /// What [`nvfp4_quantize_activation`](Nvfp4KernelOps::nvfp4_quantize_activation) quantizes.
+    /// Source of [`nvfp4_quantize_activation`](Nvfp4KernelOps::nvfp4_quantize_activation).
     Activation {
-        /// Which activation.
+        /// Activation.
         activation: Activation,
-        /// Its input.
+        /// Input of the activation.
         x: FloatTensor<B>,
-        /// The gradient of its output, where that by the input is quantized.
+        /// Gradient of the output, if the gradient by the input is quantized.
         grad: Option<FloatTensor<B>>,
     },
 }
 
 impl<B: Nvfp4KernelOps> QuantSource<B> {
-    /// Rows and columns; of a stack, those of the last matrix.
+    /// Returns rows and columns; for a stack, those of its last matrix.
     pub(super) fn shape(&self) -> (usize, usize) {
         let last_two = |x: &FloatTensor<B>| {
             let shape = x.shape();
@@ -53,19 +53,19 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
         }
     }
 
-    /// Its type.
+    /// Returns the dtype.
     pub(super) fn dtype(&self) -> FloatDType {
         let (Self::Matrix(x) | Self::Activation { x, .. }) = self;
         float_dtype(x.dtype())
     }
 
-    /// Where it is.
+    /// Returns the device.
     pub(super) fn device(&self) -> B::Device {
         let (Self::Matrix(x) | Self::Activation { x, .. }) = self;
         x.device()
     }
 
-    /// The matrix.
+    /// Returns the matrix, computing the activation if necessary.
     pub(super) fn into_values(self) -> FloatTensor<B> {
         match self {
             Self::Matrix(x) => x,
@@ -82,12 +82,12 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
         }
     }
 
-    /// The same, in memory.
+    /// Computes the activation, if any, and stores it as a matrix.
     pub(super) fn materialized(self) -> Self {
         Self::Matrix(self.into_values())
     }
 
-    /// The matrix, whose rows are in these groups.
+    /// Returns the matrix, whose rows are in these groups.
     fn into_values_of(self, groups: &RowGroups<B>) -> FloatTensor<B> {
         match self {
             Self::Matrix(x) => x,
@@ -111,8 +111,8 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
     }
 }
 
-/// The operand of `x` by `spec`, contracted along `usage`, in this `form` where it can be. Without
-/// quantization it has the type `dtype`, that of the activations.
+/// Returns the operand of `x` by `spec`, with its K dimension along `usage`, in this `form` if
+/// possible. An unquantized operand has the dtype `dtype` of the activations.
 pub(super) fn quantize<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
@@ -127,12 +127,12 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
     let is_per_row = params.amax == AmaxGranularity::PerRow;
     let form = form.of(&params);
     let has_tiles = form.scale_layout() == ScaleLayout::Swizzled128x4;
-    // A quantized tensor with an amax for each row of the source does not depend on its groups, but
-    // for where tiles of scales begin.
+    // A quantized tensor with an amax per row of the source does not depend on its groups, except
+    // for the beginnings of tiles of scales.
     let (x, groups, usage) = match (groups, usage) {
         (RowGroups::Batch(count), _) if is_per_row => {
             let x = flat::<B>(x.into_values(), usage);
-            // Matrices of whole tiles have those of one matrix, which is read once.
+            // Matrices of whole tiles have the tiles of one matrix, which is read once.
             let is_whole = (x.shape()[0] / count).is_multiple_of(128);
             let groups = match has_tiles && !is_whole {
                 true => groups.clone(),
@@ -144,7 +144,7 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
             let x = flat::<B>(x.into_values(), Usage::Rowwise);
             (QuantSource::Matrix(x), groups.clone(), usage)
         }
-        // Random bits do where there are further groups.
+        // Random bits depend on the groups if other devices have further groups.
         (RowGroups::Window { .. }, _) if !params.is_deterministic() => (x, groups.clone(), usage),
         (_, Usage::Rowwise) if is_per_row && !has_tiles => (x, RowGroups::Whole, usage),
         _ => (x, groups.clone(), usage),
@@ -153,8 +153,8 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
     Operand::Quantized(x.quantize(groups, usages).into_one())
 }
 
-/// The rowwise operand of `x` by `spec`, for one GEMM and to be kept: in both `forms`, from one
-/// read, where one kernel writes both; else the same in the form that is kept.
+/// Returns the row-wise operand of `x` by `spec`, for one GEMM and to be kept: in both `forms`,
+/// from one read, if one kernel writes both; otherwise the same operand twice, in the kept form.
 pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
@@ -179,15 +179,16 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     (x.clone(), x)
 }
 
-/// How two operands of one matrix are represented.
+/// Representation of two operands of one matrix.
 pub(super) struct PairSpec<'a> {
     pub rowwise: &'a OperandSpec,
     pub columnwise: &'a OperandSpec,
-    /// Of each, where it can be: rowwise, columnwise.
+    /// Forms of the row-wise and the column-wise operand, if possible.
     pub forms: [StoredForm; 2],
 }
 
-/// The rowwise and the columnwise operand of `x`, from one read of it where one kernel makes both.
+/// Returns the row-wise and the column-wise operand of `x`, with one read if one kernel writes
+/// both.
 pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
@@ -242,7 +243,8 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     )
 }
 
-/// Whether both tensors are by MS-EDEN of one matrix, whose amax values are found together.
+/// Returns true if both tensors are quantized by MS-EDEN from one matrix: their amax values are
+/// computed together.
 fn shares_screening<B: Backend>(
     groups: &RowGroups<B>,
     row: &QuantParams,
@@ -251,7 +253,7 @@ fn shares_screening<B: Backend>(
     matches!(groups, RowGroups::Whole) && row.is_ms_eden() && col.is_ms_eden()
 }
 
-/// Whether one kernel makes both tensors.
+/// Returns true if one kernel writes both tensors.
 pub(super) fn is_one_kernel<B: Backend>(
     groups: &RowGroups<B>,
     row: &QuantParams,
@@ -271,8 +273,8 @@ pub(super) fn is_one_kernel<B: Backend>(
         }
 }
 
-/// The operand by `spec` of the dequantized values of `forward`, contracted along `usage`, in this
-/// `form` where it can be; `groups` are those of the matrix that `forward` was quantized from.
+/// Quantizes the dequantized values of `forward` by `spec`, with the K dimension along `usage`, in
+/// this `form` if possible. `groups` are those of the matrix that `forward` was quantized from.
 pub(super) fn requantize<B: Nvfp4KernelOps>(
     forward: Operand<B>,
     groups: &RowGroups<B>,
@@ -285,7 +287,7 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
         (Operand::Quantized(source), OperandSpec::Quantized(params))
             if params.is_made_from_codes() && source.layout.format.has_global_scale() =>
         {
-            // What is stored of a stack is the rowwise tensor of the transposed matrices.
+            // The stored tensor of a stack is the row-wise tensor of the transposed matrices.
             let usage = match groups {
                 RowGroups::Batch(_) => usage.transposed(),
                 RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => usage,
@@ -317,8 +319,8 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
     }
 }
 
-/// The type in which a forward operand is dequantized for `spec`: MS-EDEN takes the values exactly,
-/// everything else as activations.
+/// Returns the dtype in which a forward operand is dequantized for `spec`: exact for MS-EDEN, that
+/// of the activations otherwise.
 fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
     match spec.params() {
         Some(params) if params.is_ms_eden() => FloatDType::F32,
@@ -326,7 +328,7 @@ fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
     }
 }
 
-/// The values of an operand that is not quantized, in the type `dtype`.
+/// Returns the values of an unquantized operand in dtype `dtype`.
 fn values<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
@@ -339,8 +341,7 @@ fn values<B: Nvfp4KernelOps>(
     }
 }
 
-/// A stack as one matrix, whose rows are contracted: those of the matrices, or of the transposed
-/// ones.
+/// Flattens a stack to one K-major matrix: the rows of the matrices, or of the transposed matrices.
 fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
     let w = match usage {
         Usage::Rowwise => w,
@@ -350,7 +351,7 @@ fn flat<B: Backend>(w: FloatTensor<B>, usage: Usage) -> FloatTensor<B> {
     B::float_reshape(w, Shape::new([count * rows, cols]))
 }
 
-/// One matrix as a stack of `count`.
+/// Splits one matrix to a stack of `count`.
 pub(super) fn stacked<B: Backend>(w: FloatTensor<B>, count: usize) -> FloatTensor<B> {
     let [rows, cols] = [w.shape()[0], w.shape()[1]];
     B::float_reshape(w, Shape::new([count, rows / count, cols]))
@@ -369,7 +370,7 @@ mod tests {
 
     const SHAPE: [usize; 2] = [37, 48];
 
-    /// The layout, and the bytes of all tensors.
+    /// Returns the layout, and the bytes of all tensors.
     fn parts(made: Operand<Dispatch>) -> (Layout, Vec<Vec<u8>>) {
         let Operand::Quantized(QuantizedMatrix { data, amax, layout }) = made else {
             panic!("{made:?} is not quantized");
@@ -388,7 +389,7 @@ mod tests {
         (layout, bytes.collect())
     }
 
-    /// The activations of `SHAPE`, and their materialized values.
+    /// Returns the activations of `SHAPE`, and their materialized values.
     fn sources() -> [(QuantSource<Dispatch>, QuantSource<Dispatch>); 3] {
         let (device, dtype, _) = device();
         let random = |cols| {
@@ -411,8 +412,8 @@ mod tests {
             .map(|source| (source.clone(), source.materialized()))
     }
 
-    /// An operand that is multiplied as values and kept has the bytes of two that are quantized one
-    /// after the other.
+    /// An operand that is multiplied as values and also kept has the bytes of two operands that are
+    /// quantized separately.
     #[test]
     fn kept_as_quantized_twice() {
         let nearest = QuantParams::nvfp4(Rounding::Nearest);
@@ -442,7 +443,7 @@ mod tests {
         }
     }
 
-    /// Where no kernel writes both forms, or they are one, the operand is the one that is kept.
+    /// If no kernel writes both forms, or they are the same, the operand is the kept one.
     #[test]
     fn kept_in_one_form() {
         let nearest = QuantParams::nvfp4(Rounding::Nearest);

@@ -1,4 +1,4 @@
-//! The linear layer of a weight that is stored in NVFP4 alone, and its gradient by the input.
+//! Linear layer with a weight that is stored only in NVFP4, and its input gradient.
 
 use burn_core as burn;
 
@@ -24,22 +24,23 @@ use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
 use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
 
-/// What a layer of packed weights does with its input.
+/// Activation quantization of a layer with packed weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activations {
-    /// W4A16: nothing.
+    /// W4A16: no quantization.
     HighPrecision,
-    /// W4A4: quantized as these parameters say, under the global scale of its own amax.
+    /// W4A4: quantized by these parameters, with a global scale from the amax of the input.
     Dynamic(QuantParams),
-    /// W4A4: quantized in 1x16 blocks to nearest, under the global scale that the layer has for it.
+    /// W4A4: quantized in 1x16 blocks, rounded to nearest, with the static global scale of the
+    /// layer.
     Static,
 }
 
 impl Activations {
-    /// 1x16 blocks to nearest, under the global scale of the input's amax.
+    /// 1x16 blocks, rounded to nearest, with a global scale from the amax of the input.
     pub const DYNAMIC: Self = Self::Dynamic(QuantParams::nvfp4(Rounding::Nearest));
 
-    /// How the input is represented.
+    /// Returns the representation of the input.
     pub(crate) fn spec(&self) -> OperandSpec {
         match self {
             Self::HighPrecision => OperandSpec::HighPrecision,
@@ -49,18 +50,18 @@ impl Activations {
     }
 }
 
-/// What becomes of the input of a layer of packed weights.
+/// Input of a layer with packed weights.
 #[derive(Debug, Clone, Copy)]
 pub struct PackedInput {
-    /// How it is represented.
+    /// Activation quantization.
     pub activations: Activations,
-    /// The form in which the GEMM reads it.
+    /// Form in which the GEMM reads the input.
     pub form: StoredForm,
 }
 
 impl PackedInput {
-    /// `x` (`[rows, d_in]`, in `groups`) as the left operand of a GEMM. `global` is the static
-    /// global scale, which is there where it is needed.
+    /// Converts `x` (`[rows, d_in]`, in `groups`) to the left operand of a GEMM. `global` is the
+    /// static global scale, present if needed.
     fn operand<B: PackedOps>(
         self,
         x: FloatTensor<B>,
@@ -84,7 +85,7 @@ impl PackedInput {
     }
 }
 
-/// Layers of packed weights. [`nn`](crate::nn) checks the arguments before anything is queued.
+/// Layers with packed weights. [`nn`](crate::nn) checks the arguments before anything is queued.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -92,17 +93,17 @@ impl PackedInput {
     Autodiff
 )]
 pub trait PackedOps: Nvfp4KernelOps + InferenceOps {
-    /// `y = x wᵀ + bias` in the type of `x`, for `x` (`[rows, d_in]`), the rowwise tensor `w` of
-    /// `[d_out, d_in]` and `bias` (`[d_out]`). `global` is the static global scale of `x` that
-    /// [`Activations::Static`] needs.
+    /// Computes `y = x wᵀ + bias` in the dtype of `x`, for `x` (`[rows, d_in]`), the row-wise
+    /// tensor `w` of `[d_out, d_in]` and `bias` (`[d_out]`). `global` is the static global scale of
+    /// `x`, required for [`Activations::Static`].
     ///
-    /// With [`RowGroups::Offsets`] `w` is a stack of matrices, one for each group of rows, and
-    /// `bias` and `global` have one row for each.
+    /// With [`RowGroups::Offsets`] `w` is a stack of matrices, one per group of rows, and `bias`
+    /// and `global` have one row per group.
     ///
     /// `Autodiff` overrides it: `x` has the gradient `dx = dy w`, straight through the rounding of
-    /// activations; the rest is constant. The backward keeps the packed weight and multiplies it as
-    /// the forward does: by its codes and block scales, which bf16 holds exactly, and sums by its
-    /// global scale, in `f32`. Where `x` is bf16, no GPU dequantizes the weight for it.
+    /// activations; everything else is constant. The backward keeps the packed weight and
+    /// multiplies it like the forward: codes and block scales, which are exact in bf16, and the
+    /// global scale on the sums, in `f32`. If `x` is bf16, no GPU dequantizes the weight for it.
     #[fusion(default)]
     fn nvfp4_packed_linear(
         x: FloatTensor<Self>,
@@ -118,16 +119,16 @@ pub trait PackedOps: Nvfp4KernelOps + InferenceOps {
     }
 }
 
-/// What the gradient by the input needs.
+/// State saved for the input gradient.
 #[derive(Clone, Debug)]
 struct SavedPacked<B: Backend> {
     w: QuantizedMatrix<B>,
     groups: RowGroups<B>,
-    /// Type of the input.
+    /// Dtype of the input.
     dtype: FloatDType,
 }
 
-/// The backward of a layer of packed weights: parents `[x]`.
+/// Backward of a layer with packed weights: parents `[x]`.
 #[derive(Debug)]
 struct PackedLinear;
 
@@ -142,7 +143,7 @@ impl<B: PackedOps> Backward<B, 1> for PackedLinear {
     ) {
         let SavedPacked { w, groups, dtype } = ops.state;
         let dy = cast::<B>(grads.consume::<B>(&ops.node), dtype);
-        // Codes lie along the contraction of fprop, across that of dgrad.
+        // Codes are packed along the K dimension of fprop, across that of dgrad.
         let dx = B::nvfp4_gemm(
             Operand::Float(dy, Usage::Rowwise),
             Operand::QuantizedMnMajor(w),

@@ -1,4 +1,4 @@
-//! Samples of the operands of a training step, copied aside on the device.
+//! Samples of the operands of a training step, copied on the device.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,16 +11,16 @@ use nvfp4_kernels::{Format, Layout, ScaleLayout, Usage};
 use super::form::rows_of_tiles;
 use super::{MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec, QuantizedData};
 
-/// Elements of an operand that a sample reads, about; at least one row of each matrix.
+/// Approximate number of elements of an operand that a sample reads; at least one row per matrix.
 const SAMPLE_ELEMENTS: usize = 1 << 18;
 
-/// Where a layer records samples of its operands.
+/// Sink for samples of a layer's operands.
 #[derive(Clone, Default)]
 pub(crate) struct Probe {
     samples: Arc<Mutex<Vec<DeviceSample>>>,
 }
 
-/// A sample on its device, as a function that reads it; `None` if reading fails.
+/// Sample on its device, as a function that reads it; `None` if reading fails.
 type DeviceSample = Box<dyn FnOnce() -> Option<SampledOperand> + Send>;
 
 impl std::fmt::Debug for Probe {
@@ -29,21 +29,20 @@ impl std::fmt::Debug for Probe {
     }
 }
 
-/// The source of a quantized operand.
+/// Source of a quantized operand.
 pub(crate) struct OperandSource<'a, B: Backend> {
     /// Name of the operand.
     name: &'static str,
-    /// The values: `[rows, cols]`, or `[experts, rows, cols]` of a stack.
+    /// Source values: `[rows, cols]`, or `[experts, rows, cols]` for a stack.
     values: FloatTensor<B>,
-    /// The axis of the matrix, or of each matrix of a stack, along which its blocks lie.
+    /// Axis of the matrix, or of each matrix of a stack, that its blocks are along.
     usage: Usage,
-    /// Where each expert's rows begin, if there are experts.
+    /// Offsets of each expert's rows, if there are experts.
     offsets: Option<&'a IntTensor<B>>,
 }
 
 impl<'a, B: Backend> OperandSource<'a, B> {
-    /// An input or a gradient, quantized rowwise; each expert's rows apart where there are
-    /// `offsets`.
+    /// Input or gradient, quantized row-wise; separately for each expert if `offsets` are given.
     pub(crate) fn rows(
         name: &'static str,
         values: FloatTensor<B>,
@@ -57,8 +56,8 @@ impl<'a, B: Backend> OperandSource<'a, B> {
         }
     }
 
-    /// An input or a gradient, quantized columnwise, along the tokens, as wgrad takes it; each
-    /// expert's tokens apart where there are `offsets`.
+    /// Input or gradient, quantized column-wise, along the tokens, for wgrad; separately for each
+    /// expert if `offsets` are given.
     pub(crate) fn columns(
         name: &'static str,
         values: FloatTensor<B>,
@@ -72,7 +71,7 @@ impl<'a, B: Backend> OperandSource<'a, B> {
         }
     }
 
-    /// A weight, or a stack of weights, quantized columnwise for the forward.
+    /// Weight, or stack of weights, quantized column-wise for the forward.
     pub(crate) fn weight(name: &'static str, values: FloatTensor<B>) -> Self {
         Self {
             name,
@@ -90,8 +89,8 @@ impl Probe {
         samples.drain(..).filter_map(|read| read()).collect()
     }
 
-    /// Records a sample of `operand`, quantized from `source` as `spec` says: stored rows that are
-    /// evenly spaced, so that every expert has its share of them.
+    /// Records a sample of `operand`, quantized from `source` by `spec`: evenly spaced stored rows,
+    /// so that every expert has a proportional share.
     pub(crate) fn record<B: Nvfp4KernelOps>(
         &self,
         source: OperandSource<'_, B>,
@@ -190,12 +189,12 @@ impl Probe {
     }
 }
 
-/// A sample of an operand on the host: every `step`-th of the stored rows of each matrix.
+/// Sample of an operand on the host: every `step`-th of the stored rows of each matrix.
 pub(crate) struct SampledOperand {
     pub(crate) name: &'static str,
     pub(crate) usage: Usage,
     pub(crate) layout: Layout,
-    /// Matrices in the stack, each with `outer` stored rows of `inner` values.
+    /// Number of matrices in the stack, each with `outer` stored rows of `inner` values.
     pub(crate) matrices: usize,
     pub(crate) outer: usize,
     pub(crate) inner: usize,

@@ -1,4 +1,4 @@
-//! Sums of rows by number, with the operations that every backend has.
+//! Sums of indexed rows, with backend-independent operations.
 
 use burn_core::backend::{
     Backend, Scalar, TensorMetadata,
@@ -10,7 +10,7 @@ use super::dtype::cast;
 use super::float_dtype;
 use super::tensors::{MaybeTensor, Named, UnpermuteGradients};
 
-/// See [`nvfp4_sum_rows`](super::Nvfp4KernelOps::nvfp4_sum_rows).
+/// Implements [`nvfp4_sum_rows`](super::Nvfp4KernelOps::nvfp4_sum_rows).
 pub(super) fn sum<B: Backend>(
     x: FloatTensor<B>,
     weights: MaybeTensor<B>,
@@ -37,7 +37,8 @@ pub(super) fn sum<B: Backend>(
     cast::<B>(sum, dtype)
 }
 
-/// See [`nvfp4_moe_unpermute_backward`](super::Nvfp4KernelOps::nvfp4_moe_unpermute_backward).
+/// Implements
+/// [`nvfp4_moe_unpermute_backward`](super::Nvfp4KernelOps::nvfp4_moe_unpermute_backward).
 pub(super) fn unpermute_backward<B: Backend>(
     dout: FloatTensor<B>,
     y: FloatTensor<B>,
@@ -64,13 +65,12 @@ pub(super) fn unpermute_backward<B: Backend>(
     }
 }
 
-/// See [`nvfp4_named_rows`](super::Nvfp4KernelOps::nvfp4_named_rows).
+/// Implements [`nvfp4_named_rows`](super::Nvfp4KernelOps::nvfp4_named_rows).
 pub(super) fn named<B: Backend>(x: FloatTensor<B>, numbers: IntTensor<B>) -> FloatTensor<B> {
     B::float_select(with_none::<B>(x, Named::Some), 0, numbers)
 }
 
-/// `x` with a row of zeros behind its last, which numbers that name no row name: they are the
-/// number of its rows.
+/// Appends a row of zeros to `x` for indices out of range, which equal the number of rows.
 fn with_none<B: Backend>(x: FloatTensor<B>, named: Named) -> FloatTensor<B> {
     match named {
         Named::All => x,
@@ -82,7 +82,7 @@ fn with_none<B: Backend>(x: FloatTensor<B>, named: Named) -> FloatTensor<B> {
     }
 }
 
-/// The rows of `x` at column `copy` of `places` (`[tokens, copies]`), in `f32`.
+/// Returns the rows of `x` at column `copy` of `places` (`[tokens, copies]`), in `f32`.
 fn rows_at<B: Backend>(x: FloatTensor<B>, places: IntTensor<B>, copy: usize) -> FloatTensor<B> {
     let tokens = places.shape()[0];
     let slices = [Slice::from(0..tokens), Slice::from(copy..copy + 1)];
@@ -90,7 +90,7 @@ fn rows_at<B: Backend>(x: FloatTensor<B>, places: IntTensor<B>, copy: usize) -> 
     cast::<B>(B::float_select(x, 0, places), FloatDType::F32)
 }
 
-/// Column `index` of a matrix, `[rows, 1]`.
+/// Returns column `index` of a matrix, `[rows, 1]`.
 fn column<B: Backend>(x: FloatTensor<B>, index: usize) -> FloatTensor<B> {
     let rows = x.shape()[0];
     B::float_slice(x, &[Slice::from(0..rows), Slice::from(index..index + 1)])

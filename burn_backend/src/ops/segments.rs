@@ -3,7 +3,7 @@
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::Slice;
 
-/// Where each of several lengths begins.
+/// Returns the offset and the length of each of several concatenated lengths.
 pub(super) fn offsets(lens: &[usize]) -> Vec<(usize, usize)> {
     let mut first = 0;
     let offsets = lens.iter().map(|&len| {
@@ -13,7 +13,7 @@ pub(super) fn offsets(lens: &[usize]) -> Vec<(usize, usize)> {
     offsets.collect()
 }
 
-/// All of a tensor of `shape`, but of axis `dim` `len` elements from `first` on.
+/// Slices a tensor of `shape` to `len` elements of axis `dim`, beginning at `first`.
 pub(super) fn slices(shape: &[usize], dim: usize, first: usize, len: usize) -> Vec<Slice> {
     let axes = shape
         .iter()

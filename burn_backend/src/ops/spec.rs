@@ -1,4 +1,4 @@
-//! How the operands of a linear layer's GEMMs are quantized, with every random draw made.
+//! Quantization of the operands of a linear layer's GEMMs, with all random draws resolved.
 
 use nvfp4_kernels::{
     AmaxGranularity, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard,
@@ -11,48 +11,49 @@ use serde::{Deserialize, Serialize};
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use super::stored::StoredForm;
 
-/// How the elements of a quantized tensor are rounded, with the random bits of the draw.
+/// Rounding of the elements of a quantized tensor, with the random bits of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuantRounding {
-    /// Each element to nearest, or stochastically.
+    /// Each element rounded to nearest, or stochastically.
     Elements(Rounding),
-    /// MS-EDEN: elements to nearest, block scales corrected and rounded stochastically.
+    /// MS-EDEN: elements rounded to nearest, block scales corrected and rounded stochastically.
     MsEden(EdenDraw),
 }
 
-/// What MS-EDEN draws.
+/// Random draw of MS-EDEN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EdenDraw {
-    /// Where the bits of the block scales come from.
+    /// Random stream for the block scales.
     pub stream: RandomStream,
-    /// The seed of the transform's signs, where they were drawn from one
-    /// ([`Hadamard::seeded_with_size`]): a step that is captured draws them again from it.
+    /// Seed of the transform's signs, if they were drawn from one ([`Hadamard::seeded_with_size`]):
+    /// a captured step draws them again from it.
     pub signs: Option<u64>,
 }
 
-/// How one quantized tensor is made, whichever usage it has: a
-/// [`QuantSpec`](crate::recipe::QuantSpec) with its random draw.
+/// Parameters of one quantized tensor, for any usage: a [`QuantSpec`](crate::recipe::QuantSpec)
+/// with its random draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantParams {
-    /// The block format.
+    /// Block format.
     pub format: Format,
-    /// Elements that share one block scale.
+    /// Block shape: elements that share one block scale.
     pub block: BlockShape,
-    /// Elements that share one amax, in a format with a global scale.
+    /// Granularity of the amax, in a format with a global scale.
     pub amax: AmaxGranularity,
-    /// How elements are rounded. Four over six rounds to nearest only.
+    /// Rounding of elements. Four over six requires rounding to nearest.
     pub rounding: QuantRounding,
-    /// The transform along the contraction before quantization.
+    /// Transform along the K dimension before quantization.
     pub hadamard: Option<Hadamard>,
-    /// How block scales follow from the amax of a block.
+    /// Rule for block scales from the amax of a block.
     pub scaling: BlockScaling,
-    /// Whether what [`GraphSteps`](crate::graph) keeps in device memory is added to the offset of
-    /// the stream.
+    /// True if the offset that [`GraphSteps`](crate::graph) keeps in device memory is added to the
+    /// offset of the stream.
     pub offset_in_memory: bool,
 }
 
 impl QuantParams {
-    /// `format` in 1x16 (or 1x32) blocks to nearest, one amax, standard scales, no transform.
+    /// `format` in 1x16 (or 1x32) blocks, rounded to nearest, with one amax, standard scales and no
+    /// transform.
     pub const fn new(format: Format) -> Self {
         Self {
             format,
@@ -65,7 +66,7 @@ impl QuantParams {
         }
     }
 
-    /// NVFP4 in 1x16 blocks, rounded by `rounding`.
+    /// NVFP4 in 1x16 blocks with rounding `rounding`.
     pub const fn nvfp4(rounding: Rounding) -> Self {
         Self {
             rounding: QuantRounding::Elements(rounding),
@@ -92,8 +93,8 @@ impl QuantParams {
         Self::new(Format::Mxfp4)
     }
 
-    /// NVFP4 by MS-EDEN: after `hadamard`, of 128, which both operands of a GEMM share, with the
-    /// bits of `stream`.
+    /// NVFP4 by MS-EDEN: after `hadamard` of size 128, which both operands of a GEMM share, with
+    /// the random bits of `stream`.
     pub const fn ms_eden(hadamard: Hadamard, stream: RandomStream) -> Self {
         let signs = None;
         Self {
@@ -103,7 +104,7 @@ impl QuantParams {
         }
     }
 
-    /// Where its random bits come from, if it has any.
+    /// Returns the random stream, if any.
     pub const fn stream(&self) -> Option<RandomStream> {
         match self.rounding {
             QuantRounding::Elements(Rounding::Nearest) => None,
@@ -112,7 +113,7 @@ impl QuantParams {
         }
     }
 
-    /// The same of a tensor whose blocks stand at `position` in the one of which it is a part.
+    /// Sets the position of the blocks in the larger tensor that this one is part of.
     pub(super) fn at(mut self, position: BlockPosition) -> Self {
         match &mut self.rounding {
             QuantRounding::Elements(Rounding::Nearest) => {}
@@ -122,27 +123,27 @@ impl QuantParams {
         self
     }
 
-    /// Whether two quantizations of one matrix are equal: no random bits.
+    /// Returns true if two quantizations of one matrix are equal, without random bits.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.stream().is_none()
     }
 
-    /// Whether it is made by MS-EDEN.
+    /// Returns true if the tensor is quantized by MS-EDEN.
     pub const fn is_ms_eden(&self) -> bool {
         matches!(self.rounding, QuantRounding::MsEden(_))
     }
 
-    /// Whether it can be made straight from the codes of another quantized tensor.
+    /// Returns true if the tensor can be quantized directly from the codes of another one.
     pub(super) fn is_made_from_codes(&self) -> bool {
         self.is_ms_eden() || !self.format.has_global_scale()
     }
 
-    /// Whether its values before the global scale can be stored as bf16, and its codes need not be.
+    /// Returns true if the values before the global scale can be stored as bf16 instead of codes.
     pub(super) fn has_bf16_storage(&self) -> bool {
         self.block == BlockShape::Block1d && self.format.has_global_scale()
     }
 
-    /// Whether one amax of the whole matrix, transformed or not, serves it; none is made by
+    /// Returns true if one amax of the whole matrix, transformed or not, is sufficient; false for
     /// MS-EDEN.
     pub(super) fn has_one_amax(&self) -> bool {
         self.format.has_global_scale()
@@ -150,12 +151,12 @@ impl QuantParams {
             && self.amax == AmaxGranularity::PerTensor
     }
 
-    /// Whether one amax of the untransformed matrix serves it.
+    /// Returns true if one amax of the untransformed matrix is sufficient.
     pub(super) fn shares_amax(&self) -> bool {
         self.has_one_amax() && self.hadamard.is_none()
     }
 
-    /// Elements to whose multiple the contraction is padded.
+    /// Returns the unit to whose multiple the K dimension is padded, in elements.
     pub(crate) fn unit(&self) -> usize {
         match self.hadamard {
             None => self.format.block(),
@@ -163,7 +164,7 @@ impl QuantParams {
         }
     }
 
-    /// The layout of a quantized `rows` x `cols` matrix. MS-EDEN pads the matrix itself.
+    /// Returns the layout of a quantized `rows` x `cols` matrix. MS-EDEN pads the matrix itself.
     #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(super) fn layout(
         &self,
@@ -186,8 +187,8 @@ impl QuantParams {
         }
     }
 
-    /// What is expected instead, where no kernel quantizes the operand `name` of the GEMM `gemm`
-    /// so.
+    /// Returns the expectation, for an error message, if no kernel quantizes the operand `name` of
+    /// the GEMM `gemm` with these parameters.
     fn refusal(&self, gemm: &str, name: &str) -> Option<&'static str> {
         let is_eden_of_128 = |hadamard: Hadamard| hadamard.size() == HadamardSize::H128;
         let is_stochastic = matches!(
@@ -236,7 +237,7 @@ impl QuantParams {
         })
     }
 
-    /// Whether a captured step would repeat its signs.
+    /// Returns true if a captured step would repeat its signs.
     fn redraws_unknown_signs(&self) -> bool {
         let is_given = matches!(
             self.rounding,
@@ -250,10 +251,10 @@ impl QuantParams {
     }
 }
 
-/// How one operand of a GEMM is represented.
+/// Representation of one operand of a GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandSpec {
-    /// As it is, in the type of the activations.
+    /// Unquantized, in the dtype of the activations.
     HighPrecision,
     /// Quantized.
     Quantized(QuantParams),
@@ -265,7 +266,7 @@ impl OperandSpec {
         Self::Quantized(QuantParams::nvfp4(rounding))
     }
 
-    /// How it is quantized, if it is.
+    /// Returns the quantization parameters, if quantized.
     pub const fn params(&self) -> Option<&QuantParams> {
         match self {
             Self::HighPrecision => None,
@@ -273,33 +274,35 @@ impl OperandSpec {
         }
     }
 
-    /// The block format, if it is quantized.
+    /// Returns the block format, if quantized.
     pub(crate) fn format(&self) -> Option<Format> {
         self.params().map(|params| params.format)
     }
 
-    /// How it is quantized, if that is in 1x16 blocks from one amax of the whole matrix.
+    /// Returns the quantization parameters, if the operand has 1x16 blocks and one amax of the
+    /// whole matrix.
     pub(super) fn one_amax(&self) -> Option<QuantParams> {
         let params = self.params().copied();
         params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
     }
 
-    /// Whether it has 4-bit codes.
+    /// Returns true if the operand has 4-bit codes.
     pub(crate) fn is_nvfp4(&self) -> bool {
         self.format() == Some(Format::Nvfp4)
     }
 
-    /// Elements to whose multiple the contraction is padded.
+    /// Returns the unit to whose multiple the K dimension is padded, in elements.
     pub(crate) fn unit(&self) -> usize {
         self.params().map_or(1, QuantParams::unit)
     }
 
-    /// Whether two uses of one matrix give the same operand: no random bits.
+    /// Returns true if two uses of one matrix give the same operand, without random bits.
     pub(crate) fn is_deterministic(&self) -> bool {
         self.params().is_none_or(QuantParams::is_deterministic)
     }
 
-    /// Numbers its blocks behind as many more as `earlier` gives for its [`unit`](Self::unit).
+    /// Advances the block numbers by the number that `earlier` returns for the
+    /// [`unit`](Self::unit).
     fn advance(&mut self, earlier: impl FnOnce(usize) -> usize) {
         if let Self::Quantized(params) = self
             && let Some(stream) = params.stream()
@@ -312,8 +315,8 @@ impl OperandSpec {
         }
     }
 
-    /// The same, along `usage` of experts' weights `[d_in, d_out]`, for some that stand behind
-    /// those of `experts` others in the tensor of all of them.
+    /// Advances the block numbers, along `usage` of experts' weights `[d_in, d_out]`, past those of
+    /// the first `experts` in the tensor of all experts.
     pub(super) fn behind_weights(
         mut self,
         experts: usize,
@@ -325,12 +328,12 @@ impl OperandSpec {
         self
     }
 
-    /// Whether a GEMM multiplies it with `other`, `is_wgrad` saying whether both are along the
-    /// tokens.
+    /// Returns true if a GEMM can multiply the operand by `other`. `is_wgrad` is true if both are
+    /// along the tokens.
     fn fits(&self, other: &Self, is_wgrad: bool) -> bool {
         match (self.params(), other.params()) {
             (None, None) => true,
-            // One quantized operand: the other one is not padded to its blocks.
+            // With one quantized operand, the other one is not padded to its blocks.
             (Some(one), None) | (None, Some(one)) => {
                 !is_wgrad && one.format.has_global_scale() && !one.is_ms_eden()
             }
@@ -343,23 +346,23 @@ impl OperandSpec {
     }
 }
 
-/// Blocks of 16 of `len` elements that are padded to a multiple of `unit`.
+/// Returns the number of blocks of 16 in `len` elements padded to a multiple of `unit`.
 fn blocks(len: usize, unit: usize) -> usize {
     len.next_multiple_of(unit) / BLOCK
 }
 
-/// From which values the backward's operands of `x` and `w` are quantized.
+/// Source values of the backward's operands of `x` and `w`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BackwardSource {
-    /// From the tensors of the forward.
+    /// Tensors of the forward.
     #[default]
     Original,
-    /// From the dequantized operands of the forward.
+    /// Dequantized operands of the forward.
     Forward,
 }
 
-/// The six operands of a linear layer's three GEMMs; see
+/// Six operands of a linear layer's three GEMMs; see
 /// [`nvfp4_linear`](super::Nvfp4Ops::nvfp4_linear).
 ///
 /// `y = x w`: `x` along its columns, `w` along its rows. `dx = dy wᵀ`: both along their columns.
@@ -378,20 +381,19 @@ pub struct LinearSpec {
     pub wgrad_x: OperandSpec,
     /// `dy` in wgrad.
     pub wgrad_dy: OperandSpec,
-    /// The source of `dgrad_w` and `wgrad_x`.
+    /// Source of `dgrad_w` and `wgrad_x`.
     pub source: BackwardSource,
 }
 
-/// The amax values of a matrix that is quantized along its rows and, perhaps, along its columns.
+/// Amax values of a matrix that is quantized along its rows and optionally along its columns.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OutputAmax {
-    /// The transform of the columnwise tensor, which has an amax of its own, if there is one.
+    /// Transform of the column-wise tensor, if there is one with a separate amax.
     pub hadamard: Option<Hadamard>,
 }
 
 impl LinearSpec {
-    /// The amax values of `dy` from which its operands are quantized, where they are those of the
-    /// whole of it.
+    /// Returns the amax values of `dy` for its operands, if these use an amax of the whole matrix.
     pub(crate) fn gradient_amax(&self) -> Option<OutputAmax> {
         self.dgrad_dy.one_amax()?;
         let col = self.wgrad_dy.one_amax();
@@ -400,11 +402,11 @@ impl LinearSpec {
         })
     }
 
-    /// The amax values of `x` from which its operands are quantized, where they are those of the
-    /// whole of it; that for wgrad where there is a backward.
+    /// Returns the amax values of `x` for its operands, if these use an amax of the whole matrix;
+    /// that for wgrad only if there is a backward.
     pub(crate) fn input_amax(&self, has_backward: bool) -> Option<OutputAmax> {
         self.fprop_x.one_amax()?;
-        // That for wgrad is made from the other, or by itself, where it needs no such amax.
+        // The operand for wgrad otherwise derives from the other one, or needs no such amax.
         let col = match self.source {
             BackwardSource::Original if has_backward => self.wgrad_x.one_amax(),
             BackwardSource::Original | BackwardSource::Forward => None,
@@ -414,15 +416,16 @@ impl LinearSpec {
         })
     }
 
-    /// Whether both operands of `w` are made from its values: by the source, or since they are of
-    /// 16x16 blocks, where each is the transpose of the other, whatever it is made from.
+    /// Returns true if both operands of `w` are quantized from its values: because of the source,
+    /// or because they have 16x16 blocks, in which case each is the transpose of the other for any
+    /// source.
     pub(crate) fn has_weight_pair(&self) -> bool {
         let is_2d = |params: &QuantParams| params.block == BlockShape::Block2d;
         self.source == BackwardSource::Original
             || self.fprop_w == self.dgrad_w && self.fprop_w.params().is_some_and(is_2d)
     }
 
-    /// The operands of all GEMMs.
+    /// Returns the operands of all GEMMs.
     fn operands(&mut self) -> [&mut OperandSpec; 6] {
         [
             &mut self.fprop_x,
@@ -434,15 +437,15 @@ impl LinearSpec {
         ]
     }
 
-    /// Whether a part of random offsets is in device memory: in the steps of a graph, before its
-    /// capture too.
+    /// Returns true if a part of the random offsets is in device memory: in the steps of a graph,
+    /// including those before its capture.
     pub(crate) fn has_offset_in_memory(mut self) -> bool {
         let in_memory = |params: &QuantParams| params.offset_in_memory;
         let mut operands = self.operands().into_iter();
         operands.any(|spec| spec.params().is_some_and(in_memory))
     }
 
-    /// The same, with a part of all random offsets in device memory.
+    /// Marks a part of all random offsets as being in device memory.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub(crate) fn with_offset_in_memory(mut self) -> Self {
         for operand in self.operands() {
@@ -453,9 +456,9 @@ impl LinearSpec {
         self
     }
 
-    /// The same for experts with weights `[d_in, d_out]` that stand behind others in the tensors of
-    /// all experts, `earlier` being the tokens of each of these: they draw the bits that they would
-    /// draw there. See [`ops`](crate::ops) for the numbers of blocks.
+    /// Advances the block numbers for experts with weights `[d_in, d_out]` that come after others
+    /// in the tensors of all experts, so that they draw the bits of their position there. `earlier`
+    /// are the token counts of the other experts. See [`ops`](crate::ops) for the block numbering.
     pub(crate) fn behind_experts(mut self, earlier: &[usize], [d_in, d_out]: [usize; 2]) -> Self {
         let rows = earlier.iter().sum::<usize>();
         let along_tokens = |unit| earlier.iter().map(|&len| blocks(len, unit)).sum::<usize>();
@@ -467,8 +470,9 @@ impl LinearSpec {
         self
     }
 
-    /// The same with weights alone behind those of `experts` earlier experts: where their tokens
-    /// stand is in device memory ([`RowGroups::Window`](super::RowGroups::Window)).
+    /// Advances only the block numbers of weights past those of `experts` earlier experts: the
+    /// positions of their tokens are in device memory
+    /// ([`RowGroups::Window`](super::RowGroups::Window)).
     pub(crate) fn behind_weights(self, experts: usize, dims: [usize; 2]) -> Self {
         let behind = |w: OperandSpec, usage| w.behind_weights(experts, usage, dims);
         Self {
@@ -478,8 +482,8 @@ impl LinearSpec {
         }
     }
 
-    /// TransformerEngine's default recipe: `x` in 1x16 blocks to nearest, `w` in 16x16 blocks, `dy`
-    /// rounded by `dgrad` and `wgrad`, `hadamard` on both operands of wgrad.
+    /// TransformerEngine's default recipe: `x` in 1x16 blocks rounded to nearest, `w` in 16x16
+    /// blocks, `dy` rounded by `dgrad` and `wgrad`, `hadamard` on both operands of wgrad.
     pub fn nvidia(hadamard: Option<Hadamard>, dgrad: Rounding, wgrad: Rounding) -> Self {
         let transformed = |rounding| {
             OperandSpec::Quantized(QuantParams {
@@ -499,7 +503,7 @@ impl LinearSpec {
         }
     }
 
-    /// Everything in the type of the activations.
+    /// All operands in the dtype of the activations.
     pub const fn high_precision() -> Self {
         let plain = OperandSpec::HighPrecision;
         Self {
@@ -513,7 +517,7 @@ impl LinearSpec {
         }
     }
 
-    /// Fails unless kernels quantize every operand and multiply every pair.
+    /// Returns an error if kernels cannot quantize every operand and multiply every pair.
     pub(crate) fn check(&self) -> Result<(), Nvfp4Error> {
         let gemms = [
             ("fprop", [("x", self.fprop_x), ("w", self.fprop_w)]),

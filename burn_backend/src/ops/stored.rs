@@ -1,4 +1,4 @@
-//! How a quantized tensor is stored.
+//! Storage forms of quantized tensors.
 
 use nvfp4_kernels::ScaleLayout;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
@@ -8,22 +8,22 @@ use nvfp4_kernels::reference::swizzle::TILE_INNER;
 #[cfg(feature = "cubecl-backend")]
 use nvfp4_kernels::{Layout, Usage};
 
-/// How a quantized tensor is stored. No result of a GEMM depends on it, only how many passes there
-/// are before the GEMM.
+/// Storage form of a quantized tensor. It affects only the number of passes before a GEMM, never
+/// the result.
 ///
-/// The Flex backend stores tiles of scales as rows: its GEMMs read these, and there is no other
-/// reader.
+/// The Flex backend stores rows of scales instead of tiles: its GEMMs read rows, and nothing else
+/// reads the scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredForm {
-    /// Codes, and block scales in this order. 128x4 tiles begin anew at each matrix of a stack, and
-    /// at each group of rows of a rowwise tensor. The columnwise tensor of tokens in groups, which
-    /// is MXFP8 then, has the tiles of one matrix.
+    /// Codes, and block scales in this layout. 128x4 tiles begin anew at each matrix of a stack,
+    /// and at each group of rows of a row-wise tensor. A column-wise tensor of grouped tokens,
+    /// which must be MXFP8, has the tiles of one matrix.
     Packed(ScaleLayout),
-    /// The columnwise NVFP4 tensor of tokens, with block scales in 128x4 tiles: padded with zero
-    /// tokens to a multiple of 64, and each group of tokens too, so that the scales of all are one
-    /// matrix.
+    /// Column-wise NVFP4 tensor of tokens, with block scales in 128x4 tiles: padded with zero
+    /// tokens to a multiple of 64, and each group of tokens too, so that the scales of all groups
+    /// are one matrix.
     WholeTiles,
-    /// Code times block scale in bf16; of one matrix.
+    /// Code times block scale in bf16; for one matrix only.
     Bf16Unscaled,
 }
 
@@ -33,7 +33,7 @@ impl StoredForm {
     /// Codes, and block scales in 128x4 tiles.
     pub const TILES: Self = Self::Packed(ScaleLayout::Swizzled128x4);
 
-    /// What is stored.
+    /// Returns the kind of storage.
     #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(super) fn storage(self) -> Storage {
         match self {
@@ -42,7 +42,7 @@ impl StoredForm {
         }
     }
 
-    /// The order of the block scales.
+    /// Returns the layout of the block scales.
     pub(super) fn scale_layout(self) -> ScaleLayout {
         match self {
             Self::Packed(layout) => layout,
@@ -51,7 +51,7 @@ impl StoredForm {
         }
     }
 
-    /// The layout in this form of what has the packed `layout`.
+    /// Returns the layout in this form of a tensor with the packed `layout`.
     #[cfg(feature = "cubecl-backend")]
     pub(super) fn layout_of(self, layout: Layout) -> Layout {
         let rows = match layout.usage {
@@ -65,7 +65,8 @@ impl StoredForm {
         }
     }
 
-    /// The tokens to whose multiple a columnwise tensor of tokens is padded, `unit` at least.
+    /// Returns the unit to whose multiple a column-wise tensor of tokens is padded; at least
+    /// `unit`.
     #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
     pub(super) fn unit(self, unit: usize) -> usize {
         match self {

@@ -1,4 +1,4 @@
-//! The tensors that cross the extension trait.
+//! Tensors that cross the extension trait.
 #![allow(
     clippy::large_enum_variant,
     reason = "an operand moves a few times a layer, and extension types hold no Box"
@@ -15,11 +15,11 @@ use nvfp4_kernels::{Layout, Usage};
 use super::spec::QuantParams;
 use super::stored::StoredForm;
 
-/// A float tensor, or none: what crosses the extension trait holds no `Option`.
+/// Optional float tensor: arguments of the extension trait cannot contain `Option`.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum MaybeTensor<B: Backend> {
-    /// None.
+    /// No tensor.
     Absent,
     /// A tensor.
     Present(FloatTensor<B>),
@@ -32,7 +32,7 @@ impl<B: Backend> From<Option<FloatTensor<B>>> for MaybeTensor<B> {
 }
 
 impl<B: Backend> MaybeTensor<B> {
-    /// The tensor, if there is one.
+    /// Returns the tensor, if any.
     pub fn into_option(self) -> Option<FloatTensor<B>> {
         match self {
             Self::Absent => None,
@@ -40,7 +40,7 @@ impl<B: Backend> MaybeTensor<B> {
         }
     }
 
-    /// The same with another tensor.
+    /// Replaces the tensor.
     pub(super) fn map<C: Backend>(
         self,
         f: impl FnOnce(FloatTensor<B>) -> FloatTensor<C>,
@@ -52,18 +52,18 @@ impl<B: Backend> MaybeTensor<B> {
     }
 }
 
-/// The amax values for a rowwise and a columnwise tensor, one each: `f32[1]`.
+/// Amax values of a row-wise and a column-wise tensor, one each: `f32[1]`.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct AmaxPair<B: Backend> {
-    /// For the rowwise tensor.
+    /// Amax of the row-wise tensor.
     pub rowwise: FloatTensor<B>,
-    /// For the columnwise tensor.
+    /// Amax of the column-wise tensor.
     pub columnwise: FloatTensor<B>,
 }
 
 impl<B: Backend> AmaxPair<B> {
-    /// One value for both.
+    /// Uses one value for both.
     pub(super) fn of_both(amax: FloatTensor<B>) -> Self {
         Self {
             rowwise: amax.clone(),
@@ -72,68 +72,67 @@ impl<B: Backend> AmaxPair<B> {
     }
 }
 
-/// The values of an activation, or of its gradient, and their amax values.
+/// Values of an activation, or of its gradient, with their amax values.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct ActivationAmaxes<B: Backend> {
-    /// `[rows, cols]`.
+    /// Values, `[rows, cols]`.
     pub values: FloatTensor<B>,
-    /// Theirs.
+    /// Amax values.
     #[extension_type]
     pub amax: AmaxPair<B>,
 }
 
-/// The elements of a quantized matrix, by [`Storage`](nvfp4_kernels::Storage).
+/// Elements of a quantized matrix, by [`Storage`](nvfp4_kernels::Storage).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedData<B: Backend> {
     /// Codes and block scales.
     Packed {
-        /// Codes. Of 4 bits, `u32[outer, blocks * 2]`: eight to a word, the first in the lowest
-        /// four bits. Of 8 bits, `u8[outer, blocks * 32]`.
+        /// Codes. 4-bit codes are `u32[outer, blocks * 2]`: eight codes per word, the first in the
+        /// lowest four bits. 8-bit codes are `u8[outer, blocks * 32]`.
         codes: IntTensor<B>,
-        /// Block scales, `u8[outer, blocks]`: the bytes of the format's scales, row-major. In
-        /// 128x4 tiles they have as many bytes as these take, with `outer` padded to 128 for each
-        /// matrix of a stack and for each group of rows, and `blocks` to 4.
+        /// Block scales, `u8[outer, blocks]`: bytes in the scale format, row-major. In 128x4 tiles
+        /// the size includes padding: `outer` to a multiple of 128 for each matrix of a stack and
+        /// for each group of rows, and `blocks` to a multiple of 4.
         scales: IntTensor<B>,
     },
     /// Code times block scale, which is exact in bf16 and not yet multiplied by the global scale:
     /// `bf16[outer, blocks * 16]`. A GEMM without FP4 instructions multiplies these; an operand of
-    /// one such GEMM need not be packed before. In dense GEMMs only.
+    /// one such GEMM need not be packed first. Only in dense GEMMs.
     Bf16Unscaled(FloatTensor<B>),
 }
 
-/// A quantized matrix on a backend, in any format.
+/// Quantized matrix on a backend, in any format.
 ///
-/// With groups of rows, `layout` is that of all groups as one matrix, and there is one amax for
-/// each group, or one for each stored row, of each group in the columnwise tensor (`groups x
-/// cols`):
+/// With groups of rows, `layout` is that of all groups as one matrix. There is one amax per group,
+/// or one per stored row, for each group separately in the column-wise tensor (`groups x cols`):
 ///
-/// - the quantized tensors of a stack of weights are rowwise ones of `[experts * d_in, d_out]` and
-///   of the transposed weights, `[experts * d_out, d_in]`;
-/// - the rowwise tensor of tokens is that of `[tokens, cols]`; rows of no group are undefined;
-/// - the columnwise tensor of tokens concatenates the groups, each padded to whole blocks (or
-///   transforms), so that `rows` of its layout is their number at most; the elements behind the
-///   last group are undefined.
+/// - the quantized tensors of a stack of weights are row-wise: that of `[experts * d_in, d_out]`,
+///   and that of the transposed weights, `[experts * d_out, d_in]`;
+/// - the row-wise tensor of tokens is that of `[tokens, cols]`; rows of no group are undefined;
+/// - the column-wise tensor of tokens concatenates the groups, each padded to whole blocks (or
+///   transforms), so `rows` of its layout is an upper bound; elements after the last group are
+///   undefined.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct QuantizedMatrix<B: Backend> {
-    /// The elements in stored orientation.
+    /// Elements in stored orientation.
     #[extension_type]
     pub data: QuantizedData<B>,
-    /// The largest magnitudes of the source (after the transform, if there is one), `f32`; absent
-    /// in a format without a global scale.
+    /// Amax values of the source (after the transform, if any), `f32`; absent in a format without a
+    /// global scale.
     #[extension_type]
     pub amax: MaybeTensor<B>,
-    /// What the buffers mean.
+    /// Layout of the buffers.
     pub layout: Layout,
 }
 
 impl<B: Backend> QuantizedMatrix<B> {
-    /// The codes and block scales.
+    /// Returns the codes and block scales.
     ///
     /// # Panics
-    /// When the storage is not [`Storage::Packed`](nvfp4_kernels::Storage::Packed).
+    /// If the storage is not [`Storage::Packed`](nvfp4_kernels::Storage::Packed).
     pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
         match self.data {
             QuantizedData::Packed { codes, scales } => (codes, scales),
@@ -144,17 +143,17 @@ impl<B: Backend> QuantizedMatrix<B> {
     }
 }
 
-/// Which quantized tensors of a matrix to make, each with the form that it is stored in.
+/// Requested quantized tensors of a matrix, each with its storage form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantUsages {
-    /// The rowwise one.
+    /// Row-wise tensor.
     pub rowwise: Option<(QuantParams, StoredForm)>,
-    /// The columnwise one.
+    /// Column-wise tensor.
     pub columnwise: Option<(QuantParams, StoredForm)>,
 }
 
 impl QuantUsages {
-    /// One tensor.
+    /// Requests one tensor.
     pub const fn one(usage: Usage, params: QuantParams, form: StoredForm) -> Self {
         let one = Some((params, form));
         match usage {
@@ -169,7 +168,7 @@ impl QuantUsages {
         }
     }
 
-    /// Both tensors, packed, with block scales in rows.
+    /// Requests both tensors, packed, with row-major block scales.
     pub const fn both(rowwise: QuantParams, columnwise: QuantParams) -> Self {
         Self {
             rowwise: Some((rowwise, StoredForm::ROWS)),
@@ -177,7 +176,7 @@ impl QuantUsages {
         }
     }
 
-    /// Each tensor by `f`.
+    /// Maps each tensor by `f`.
     pub(super) fn map(
         self,
         f: impl Fn(QuantParams, StoredForm, Usage) -> (QuantParams, StoredForm),
@@ -192,15 +191,15 @@ impl QuantUsages {
     }
 }
 
-/// The quantized tensors of a matrix that [`QuantUsages`] asks for.
+/// Quantized tensors of a matrix, as requested by [`QuantUsages`].
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedPair<B: Backend> {
-    /// The rowwise one.
+    /// Row-wise tensor.
     Rowwise(#[extension_type] QuantizedMatrix<B>),
-    /// The columnwise one.
+    /// Column-wise tensor.
     Columnwise(#[extension_type] QuantizedMatrix<B>),
-    /// Both: rowwise, columnwise.
+    /// Both tensors: row-wise, column-wise.
     Both(
         #[extension_type] QuantizedMatrix<B>,
         #[extension_type] QuantizedMatrix<B>,
@@ -208,7 +207,7 @@ pub enum QuantizedPair<B: Backend> {
 }
 
 impl<B: Backend> QuantizedPair<B> {
-    /// The tensors that were made.
+    /// Wraps the given tensors.
     pub(super) fn new(
         rowwise: Option<QuantizedMatrix<B>>,
         columnwise: Option<QuantizedMatrix<B>>,
@@ -221,7 +220,7 @@ impl<B: Backend> QuantizedPair<B> {
         }
     }
 
-    /// The rowwise and the columnwise tensor, as far as they were made.
+    /// Returns the row-wise and the column-wise tensor, if present.
     pub(super) fn into_options(self) -> (Option<QuantizedMatrix<B>>, Option<QuantizedMatrix<B>>) {
         match self {
             Self::Rowwise(one) => (Some(one), None),
@@ -230,7 +229,7 @@ impl<B: Backend> QuantizedPair<B> {
         }
     }
 
-    /// Each tensor by `f`.
+    /// Maps each tensor by `f`.
     pub(super) fn map<C: Backend>(
         self,
         f: impl Fn(QuantizedMatrix<B>) -> QuantizedMatrix<C>,
@@ -242,10 +241,10 @@ impl<B: Backend> QuantizedPair<B> {
         }
     }
 
-    /// The only tensor.
+    /// Returns the only tensor.
     ///
     /// # Panics
-    /// When there are two.
+    /// If there are two tensors.
     pub fn into_one(self) -> QuantizedMatrix<B> {
         match self {
             Self::Rowwise(one) | Self::Columnwise(one) => one,
@@ -253,10 +252,10 @@ impl<B: Backend> QuantizedPair<B> {
         }
     }
 
-    /// The rowwise and the columnwise tensor.
+    /// Returns the row-wise and the column-wise tensor.
     ///
     /// # Panics
-    /// When there is one.
+    /// If there is only one tensor.
     pub fn into_both(self) -> (QuantizedMatrix<B>, QuantizedMatrix<B>) {
         match self {
             Self::Both(rowwise, columnwise) => (rowwise, columnwise),
@@ -265,11 +264,11 @@ impl<B: Backend> QuantizedPair<B> {
     }
 }
 
-/// One rowwise tensor in both [storages](nvfp4_kernels::Storage).
+/// One row-wise tensor in both [storages](nvfp4_kernels::Storage).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct BothStorages<B: Backend> {
-    /// Codes, and block scales in rows.
+    /// Codes, with row-major block scales.
     #[extension_type]
     pub packed: QuantizedMatrix<B>,
     /// Code times block scale in bf16.
@@ -277,109 +276,111 @@ pub struct BothStorages<B: Backend> {
     pub unscaled: QuantizedMatrix<B>,
 }
 
-/// One operand of a GEMM, in any format: `outer` stored rows, each as long as the contraction, but
-/// where a variant says otherwise.
+/// Operand of a GEMM, in any format: `outer` stored rows of K elements each, unless a variant
+/// states otherwise.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum Operand<B: Backend> {
     /// A quantized matrix.
     Quantized(#[extension_type] QuantizedMatrix<B>),
-    /// A packed NVFP4 matrix, or a stack of them, whose stored rows are the contraction: as `b` of
-    /// a GEMM that is not grouped along K, the weight of a layer as its forward reads it, for the
-    /// gradient by the input. It is not transformed and has no amax for each stored row.
+    /// MN-major packed NVFP4 matrix, or a stack of them: each stored row is one index of K. Only as
+    /// `b` of a GEMM that is not K-grouped: the weight of a layer, stored as its forward reads it,
+    /// in dgrad. It must not be transformed or have an amax per stored row.
     QuantizedMnMajor(#[extension_type] QuantizedMatrix<B>),
-    /// The matrix itself, contracted along this axis of it; of a stack of weights, the matrices
-    /// one below the other, each contracted along this axis of it.
+    /// Unquantized matrix, with the K dimension along this axis; for a stack of weights, the
+    /// matrices stacked along the rows, each with its K dimension along this axis.
     Float(FloatTensor<B>, Usage),
 }
 
-/// The parameters of a linear layer.
+/// Parameters of a linear layer.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct LinearParams<B: Backend> {
-    /// `[d_in, d_out]`, or a stack of these, one for each group of rows.
+    /// Weight, `[d_in, d_out]`, or a stack of weights, one per group of rows.
     pub weight: FloatTensor<B>,
-    /// `[d_out]`, or one for each group.
+    /// Bias, `[d_out]`, or one per group.
     #[extension_type]
     pub bias: MaybeTensor<B>,
 }
 
-/// Which rows of a matrix are quantized together.
+/// Groups of rows of a matrix that are quantized together.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum RowGroups<B: Backend> {
-    /// All rows.
+    /// All rows in one group.
     Whole,
-    /// This many matrices of equally many rows, one below the other: a stack of weights.
+    /// This number of matrices with equal numbers of rows, stacked along the rows: a stack of
+    /// weights.
     Batch(usize),
-    /// Groups of any sizes, 0 included: tokens. `u32[groups + 1]`, ascending from 0: where each
-    /// group begins, and where the last ends.
+    /// Groups of any sizes, including 0, of tokens. The offsets of the groups are
+    /// `u32[groups + 1]`, ascending from 0.
     Offsets(IntTensor<B>),
-    /// The same, where other devices have further groups: rows behind the last of these groups
-    /// belong to them, and what they hold does not matter.
+    /// Groups of any sizes when other devices have further groups: rows after the last of these
+    /// groups belong to them; their contents do not matter.
     Window {
-        /// Where each of these groups begins, and where the last ends.
+        /// Offsets of these groups.
         offsets: IntTensor<B>,
-        /// What the groups before these take in the tensor of all groups, behind whose blocks those
-        /// of these draw random bits: `u32[5]`, their rows in units of each of
+        /// Extent of the earlier groups in the tensor of all groups, after whose blocks these
+        /// groups draw random bits: `u32[5]`, their rows in each of the units
         /// [`EARLIER_UNITS`](nvfp4_kernels::reference::EARLIER_UNITS).
         earlier: IntTensor<B>,
     },
 }
 
-/// Whether every number of a row, or of a place, names one.
+/// Validity of the indices of rows or positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Named {
-    /// Every one does.
+    /// All indices are valid.
     All,
-    /// Some are the number of all rows, or places, and name none: that of another device.
+    /// Some indices equal the number of all rows, or positions, and are invalid: those of another
+    /// device.
     Some,
 }
 
-/// What a GEMM leaves in rows of no group.
+/// Contents of rows of no group after a GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OtherRows {
     /// Zeros.
     Zero,
-    /// Anything: nobody reads them.
+    /// Undefined: nothing reads them.
     Undefined,
 }
 
-/// Which dimension of a GEMM is grouped.
+/// Grouped dimension of a GEMM.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum GemmGroups<B: Backend> {
-    /// None: `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both
+    /// No groups: `out[m, n] = alpha · Σₖ a[m, k] · b[n, k] + bias[n]` over the stored rows of both
     /// operands.
     None,
-    /// M: `out[i, n] = alpha · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of group `g`,
-    /// whose offsets these are. `a` is the rowwise operand of tokens, `b` that of a stack,
-    /// `[experts * n, k]` as it is stored, or `[experts * k, n]` of an MN-major one, `bias`
+    /// M-grouped: `out[i, n] = alpha · Σₖ a[i, k] · b[g, n, k] + bias[g, n]` for the rows `i` of
+    /// group `g` in `offsets`. `a` is the row-wise operand of tokens. `b` is that of a stack,
+    /// stored as `[experts * n, k]`, or as `[experts * k, n]` if MN-major. `bias` is
     /// `[experts, n]`.
     M {
-        /// Where each group of rows begins.
+        /// Offsets of the groups of rows.
         offsets: IntTensor<B>,
-        /// What rows of no group are.
+        /// Contents of rows of no group.
         others: OtherRows,
     },
-    /// K: `out[g, m, n] = alpha · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`, zeros for
-    /// an empty group. `a` and `b` are operands of one format, contracted along the tokens.
+    /// K-grouped: `out[g, m, n] = alpha · Σₖ a[m, k] · b[n, k]` over the tokens `k` of group `g`;
+    /// zero for an empty group. `a` and `b` are operands of one format, with K along the tokens.
     K {
-        /// Where each group of tokens begins.
+        /// Offsets of the groups of tokens.
         offsets: IntTensor<B>,
         /// Number of tokens.
         tokens: usize,
-        /// What tokens of no group are.
+        /// Contents of tokens of no group.
         others: OtherRows,
     },
 }
 
-/// The gradients of a weighted sum of rows.
+/// Gradients of a weighted sum of rows.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct UnpermuteGradients<B: Backend> {
-    /// By the rows, of their shape and type.
+    /// Gradient by the rows, in their shape and dtype.
     pub rows: FloatTensor<B>,
-    /// By the weights, `f32[tokens, copies]`.
+    /// Gradient by the weights, `f32[tokens, copies]`.
     pub weights: FloatTensor<B>,
 }

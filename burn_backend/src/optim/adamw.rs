@@ -1,4 +1,4 @@
-//! The optimizer of a module.
+//! AdamW optimizer of a module.
 
 use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
@@ -21,19 +21,19 @@ use crate::ops::{MaybeTensor, WeightIdentity};
 use crate::parallel::Shards;
 use crate::validate;
 
-/// What AdamW keeps of one parameter, flat.
+/// AdamW state of one parameter, flattened.
 #[derive(Debug, Clone)]
 pub struct ParameterMoments {
-    /// Running mean of the gradient.
+    /// First moment: running mean of the gradient.
     pub first: Tensor<1>,
-    /// Running mean of its square.
+    /// Second moment: running mean of the squared gradient.
     pub second: Tensor<1>,
-    /// The parameter in `f32`, if it is not `f32` itself.
+    /// `f32` master weight, if the parameter is not `f32` itself.
     pub weight: Option<Tensor<1>>,
 }
 
 impl ParameterMoments {
-    /// Before the first step of a parameter of `elements`, with moments of type `moment`.
+    /// State before the first step of a parameter of `elements`, with moments of dtype `moment`.
     pub(super) fn zeros(elements: usize, moment: MomentType, device: &Device) -> Self {
         let zeros = || Tensor::zeros([elements], (device, DType::from(moment.dtype())));
         Self {
@@ -43,9 +43,9 @@ impl ParameterMoments {
         }
     }
 
-    /// The state of `parameter` as a step takes it: its `weight` is the tensor in `f32` that takes
-    /// the steps, which is the parameter itself or its own; `copy` is the parameter where it is
-    /// rounded from that.
+    /// Converts to the state of `parameter` that a step takes. Its `weight` is the `f32` tensor
+    /// that is updated: the parameter itself or its master weight. Its `copy` is the parameter, if
+    /// it is rounded from the master weight.
     pub(super) fn into_state<const D: usize>(
         self,
         parameter: Tensor<D>,
@@ -74,7 +74,7 @@ impl ParameterMoments {
         }
     }
 
-    /// The parameter after a step, and what is kept of it.
+    /// Returns the parameter after a step, and its state.
     pub(super) fn from_state<const D: usize>(state: ParameterState<Dispatch>) -> (Tensor<D>, Self) {
         let (parameter, weight) = match state.copy {
             MaybeTensor::Absent => (state.weight, None),
@@ -89,7 +89,8 @@ impl ParameterMoments {
     }
 }
 
-/// Fails unless `tensor`, a part of a parameter's state, has `elements` and type `dtype`.
+/// Returns an error if `tensor`, a part of a parameter's state, does not have `elements` and dtype
+/// `dtype`.
 pub(super) fn check_part(
     name: &'static str,
     tensor: &Tensor<1>,
@@ -109,7 +110,7 @@ pub(super) fn check_part(
     }
 }
 
-/// AdamW with decoupled decay, and with its state.
+/// AdamW with decoupled weight decay, and its state.
 #[derive(Debug, Clone)]
 pub struct AdamW {
     config: AdamWConfig,
@@ -120,21 +121,21 @@ pub struct AdamW {
     shards: Vec<Shards>,
 }
 
-/// The largest magnitudes that steps find.
+/// Amax values that steps compute.
 #[derive(Debug, Default)]
 struct Maxima {
-    /// By batch, the ids of its parameters and their entries. A step of the same parameters writes
-    /// to the same memory: one that is captured in a graph reads in its forward what the one before
+    /// By batch, the ids of its parameters and their amax values. A step of the same parameters
+    /// writes to the same memory: the forward of a captured step reads there what the step before
     /// it wrote.
     batches: Vec<(Vec<u64>, Tensor<1>)>,
-    /// For each set of shards, the largest of all its ranks, of all batches one after the other; in
-    /// the same memory, too. Those of parameters that are not of the set mean nothing.
+    /// For each set of shards, the amax over all its ranks, for all batches in order; also in
+    /// constant memory. Entries of parameters outside the set are undefined.
     of_groups: Vec<Tensor<1>>,
-    /// Those whose layers know of it.
+    /// Amax values that the layers of the weights know.
     known: KnownWeights,
 }
 
-/// A step of either would write to the other's.
+/// Creates an empty value: clones that share the memory would overwrite each other's steps.
 impl Clone for Maxima {
     fn clone(&self) -> Self {
         Self::default()
@@ -142,14 +143,14 @@ impl Clone for Maxima {
 }
 
 impl Maxima {
-    /// The memory of the last step's batch number `batch`, if it had these parameters.
+    /// Returns the memory of batch `batch` of the last step, if it had these parameters.
     fn of_batch(&self, batch: usize, ids: &[u64]) -> Option<&Tensor<1>> {
         let (own, maxima) = self.batches.get(batch)?;
         (own == ids).then_some(maxima)
     }
 
-    /// Takes those of a step, and finds the largest of the ranks of each of `shards`, which all take
-    /// the step: one collective a set, instead of one for each weight that is quantized.
+    /// Stores the amax values of a step, and reduces them over the ranks of each of `shards`, which
+    /// all take the step: one collective per set, instead of one per quantized weight.
     fn found(&mut self, batches: Vec<(Vec<u64>, Tensor<1>)>, shards: &[Shards]) {
         let before = std::mem::take(&mut self.of_groups);
         let same = self.batches.len() == batches.len() && before.len() == shards.len();
@@ -172,8 +173,9 @@ impl Maxima {
         }
     }
 
-    /// Has layers with `weight`, the new parameter `id`, quantize it from entry `entry` of the
-    /// maxima of batch number `batch`; of `shards` it is a part or none.
+    /// Registers entry `entry` of batch `batch` as the amax of `weight`, the new parameter `id`, so
+    /// that its layers quantize it with that. If it is a shard of a set in `shards`, also registers
+    /// the amax over the ranks of that set.
     fn tell<const D: usize>(
         &mut self,
         (batch, entry): (usize, usize),
@@ -199,19 +201,19 @@ impl Maxima {
 }
 
 impl AdamWConfig {
-    /// An optimizer that has taken no step.
+    /// Creates an optimizer that has taken no step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is out of range.
     pub fn try_init(self) -> Result<AdamW, Nvfp4Error> {
         self.check()?;
         Ok(AdamW::new(self))
     }
 
-    /// [`try_init`](Self::try_init) that panics with its error.
+    /// Panicking version of [`try_init`](Self::try_init).
     ///
     /// # Panics
-    /// As there.
+    /// If [`try_init`](Self::try_init) returns an error.
     pub fn init(self) -> AdamW {
         crate::functions::or_panic("AdamW", self.try_init())
     }
@@ -229,33 +231,33 @@ impl AdamW {
         }
     }
 
-    /// From here on the parameters in `shards` are parts: the norm of all gradients, to which the
-    /// optimizer clips, is that of the parts of all ranks, which take their steps together. Where
-    /// parts are of several groups of ranks, each parameter is in one set, and all ranks give as
-    /// many sets, in one order; see [`Shards::with_splits`].
+    /// Declares the parameters in `shards` as sharded: the gradient norm for clipping then covers
+    /// the shards of all ranks, which must step together. If different parameters are sharded over
+    /// different groups of ranks, each parameter must be in one set, and all ranks must pass the
+    /// same number of sets in the same order; see [`Shards::with_splits`].
     pub fn set_shards(&mut self, shards: impl IntoIterator<Item = Shards>) {
         self.shards = shards.into_iter().collect();
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub fn config(&self) -> &AdamWConfig {
         &self.config
     }
 
-    /// Steps taken so far.
+    /// Number of steps taken so far.
     pub fn time(&self) -> u64 {
         self.time
     }
 
-    /// The state of each parameter by its id, in ascending order.
+    /// Returns the state of each parameter by its id, in ascending order.
     pub fn moments(&self) -> &BTreeMap<u64, ParameterMoments> {
         &self.moments
     }
 
-    /// The largest magnitude of each parameter that the last step updated, `f32[1]` on the device,
-    /// by the parameter's id (of this rank's part, if it is sharded); empty unless
-    /// [`AdamWConfig::amax`] is set. They are the bits that computing them anew gives. The layers
-    /// of this crate quantize the new weights from them by themselves.
+    /// Returns the amax of each parameter that the last step updated, `f32[1]` on the device, by
+    /// parameter id (of this rank's shard, if it is sharded). Empty unless [`AdamWConfig::amax`] is
+    /// set. The bits are those of a separate amax computation. The layers of this crate use these
+    /// values automatically to quantize the new weights.
     pub fn amax(&self) -> BTreeMap<u64, Tensor<1>> {
         let entries = self.maxima.batches.iter().flat_map(|(ids, maxima)| {
             let own = |(entry, id): (usize, &u64)| (*id, maxima.clone().narrow(0, entry, 1));
@@ -264,16 +266,16 @@ impl AdamW {
         entries.collect()
     }
 
-    /// How many elements the state of a parameter has.
+    /// Number of elements in the state of a parameter.
     pub(super) fn elements(&self, id: u64) -> Option<usize> {
         self.moments.get(&id).map(|moments| moments.first.dims()[0])
     }
 
-    /// Goes on from this state, taken after `time` steps.
+    /// Restores this state, taken after `time` steps.
     ///
     /// # Errors
-    /// When the tensors of a parameter have different lengths, or other types than the
-    /// configuration says; `weight` is `f32`.
+    /// Returns an error if the tensors of a parameter differ in length, or their dtypes do not
+    /// match the configuration; `weight` must be `f32`.
     pub fn restore(
         &mut self,
         time: u64,
@@ -293,17 +295,17 @@ impl AdamW {
         Ok(())
     }
 
-    /// One step of all parameters that have a gradient, with learning rate `lr`. Other parameters
-    /// stay as they are.
+    /// Updates all parameters that have a gradient, with learning rate `lr`. Other parameters are
+    /// unchanged.
     ///
-    /// Parameters are updated in place. Burn reads records of a model lazily: one that is not
-    /// written yet has the weights of a later step then.
+    /// Parameters are updated in place. Burn reads records of a model lazily: a record that is not
+    /// yet written will contain the weights of a later step.
     ///
     /// # Errors
-    /// When the learning rate is negative or not finite, parameters with a gradient are on several
-    /// devices, a parameter or a gradient is on a device or of a type that has no implementation,
-    /// or a parameter does not fit its gradient or its state. No parameter has changed then, but
-    /// `model` is gone.
+    /// Returns an error if the learning rate is negative or not finite, parameters with a gradient
+    /// are on several devices, a parameter or a gradient is on a device or of a dtype that has no
+    /// implementation, or a parameter does not match its gradient or its state. No parameter has
+    /// changed then, but `model` is dropped.
     pub fn try_step<M: Module>(
         &mut self,
         lr: f64,
@@ -314,12 +316,12 @@ impl AdamW {
         self.take_step(Numbers::Of(lr), model, gradients)
     }
 
-    /// Counts the step to come and writes its numbers, of learning rate `lr`, to the memory of
-    /// `device`, where [`try_step_begun`](Self::try_step_begun) reads them: the part of a step that
-    /// a captured graph cannot have, since it differs from step to step.
+    /// Advances the step count and writes the numbers of the next step, with learning rate `lr`, to
+    /// the memory of `device`, where [`try_step_begun`](Self::try_step_begun) reads them. This part
+    /// of a step cannot be captured in a graph, because it differs from step to step.
     ///
     /// # Errors
-    /// When the learning rate is negative or not finite.
+    /// Returns an error if the learning rate is negative or not finite.
     pub fn begin_step(&mut self, lr: f64, device: &Device) -> Result<(), Nvfp4Error> {
         learning_rate(lr)?;
         self.time += 1;
@@ -329,11 +331,13 @@ impl AdamW {
         Ok(())
     }
 
-    /// The step that [`begin_step`](Self::begin_step) began, as [`try_step`](Self::try_step) takes
-    /// it. A replay of a graph with this step needs only `begin_step` again.
+    /// Takes the step that [`begin_step`](Self::begin_step) began, like
+    /// [`try_step`](Self::try_step). A replay of a graph with this step needs only another
+    /// `begin_step`.
     ///
     /// # Errors
-    /// As there, and when no step was begun on the device of the parameters.
+    /// Same as [`try_step`](Self::try_step); also if no step was begun on the device of the
+    /// parameters.
     pub fn try_step_begun<M: Module>(
         &mut self,
         model: M,
@@ -382,15 +386,15 @@ impl AdamW {
         }))
     }
 
-    /// [`try_step`](Self::try_step) that panics with its error.
+    /// Panicking version of [`try_step`](Self::try_step).
     ///
     /// # Panics
-    /// As there.
+    /// If [`try_step`](Self::try_step) returns an error.
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         crate::functions::or_panic("AdamW", self.try_step(lr, model, gradients))
     }
 
-    /// The step of what was taken from the model.
+    /// Updates the parameters that were taken from the model.
     fn update(&mut self, schedule: &Tensor<1, Int>, taken: &mut VecDeque<Option<Taken>>) {
         let factor = self.config.grad_clip.map(|norm| {
             let taken = taken.iter().flatten();
@@ -431,34 +435,33 @@ impl AdamW {
     }
 }
 
-/// Where a step has its numbers from.
+/// Source of the numbers of a step.
 enum Numbers {
-    /// It writes those of this learning rate.
+    /// The step writes those of this learning rate.
     Of(f64),
     /// [`AdamW::begin_step`] wrote them.
     Begun,
 }
 
-/// A parameter on its way through the step.
+/// Parameter that was taken out of the module for a step.
 struct Taken {
     id: ParamId,
     gradient: Option<FloatTensor<Dispatch>>,
     state: Option<ParameterState<Dispatch>>,
-    /// Where the amax of the new parameter is, once it was found: the number of its batch, and its
-    /// entry there.
+    /// Location of the new parameter's amax, once computed: batch index, and entry in the batch.
     amax: Option<(usize, usize)>,
-    /// What the parameter is for autodiff.
+    /// Autodiff state of the parameter.
     tracked: Tracking,
     /// A `ParamMapper<Tensor<D>>`.
     mapper: Box<dyn Any>,
 }
 
-/// What a parameter was for autodiff, which it is again after the step.
+/// Autodiff state of a parameter, restored after the step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tracking {
     require_grad: bool,
     distributed: bool,
-    /// None where autodiff was off.
+    /// `None` if autodiff was off.
     checkpointing: Option<GradientCheckpointingStrategy>,
 }
 
@@ -488,12 +491,12 @@ impl Tracking {
     }
 }
 
-/// Looks for what would fail, before anything is taken.
+/// Visitor that checks for errors before anything is taken.
 pub(super) struct Check<'a> {
-    /// How many elements the state of a parameter has.
+    /// Number of elements in the state of a parameter.
     elements: &'a dyn Fn(u64) -> Option<usize>,
     gradients: &'a GradientsParams,
-    /// That of the first parameter with a gradient.
+    /// Device of the first parameter with a gradient.
     device: Option<Device>,
     failure: Option<Nvfp4Error>,
 }
@@ -511,8 +514,8 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// Fails where a step would.
-    /// The device of the parameters, if one has a gradient.
+    /// Returns an error if a step would. Otherwise returns the device of the parameters, if one has
+    /// a gradient.
     pub(super) fn run<M: Module>(mut self, model: &M) -> Result<Option<Device>, Nvfp4Error> {
         model.visit(&mut self);
         match self.failure {
@@ -557,12 +560,12 @@ impl burn_core::module::ModuleVisitor for Check<'_> {
     }
 }
 
-/// Takes parameters out of the module, so that nobody else holds their buffers.
+/// Takes parameters out of the module, so that nothing else holds their buffers.
 struct Take<'a> {
     optimizer: &'a mut AdamW,
     gradients: GradientsParams,
     path: Vec<String>,
-    /// One entry for each parameter that the module has, none for those without a gradient.
+    /// One entry per parameter of the module, `None` for those without a gradient.
     taken: VecDeque<Option<Taken>>,
 }
 
@@ -600,13 +603,13 @@ impl ModuleMapper for Take<'_> {
             tracked,
             mapper: Box::new(mapper),
         }));
-        // Nothing is made of this: the parameter is put back in its place.
+        // Never initialized: `Give` puts the parameter back.
         let nothing = move |_: &Device, _: bool| unreachable!("the parameter is put back");
         Param::uninitialized(id, nothing, device, tracked.require_grad, shape)
     }
 }
 
-/// Puts the parameters back.
+/// Puts the parameters back into the module.
 struct Give<'a> {
     optimizer: &'a mut AdamW,
     taken: VecDeque<Option<Taken>>,

@@ -11,17 +11,17 @@ use crate::ops::optimizer::{BATCH, GradientBatch, OptimizerOps};
 use crate::parallel::Shards;
 use crate::validate;
 
-/// Scales the gradients of `model` down so that the norm of all of them is at most `max_norm`: the
-/// gradients, and their norm before, `f32[1]`, on the device. Nothing is read back. Without
-/// gradients there is no norm.
+/// Scales the gradients of `model` so that their global norm is at most `max_norm`. Returns the
+/// gradients and their norm before scaling, `f32[1]`, on the device. Nothing is read back. Without
+/// gradients the norm is `None`.
 ///
-/// For optimizers that see one gradient at a time, as those of a Burn `ModuleOptimizer` do;
-/// [`AdamW`](super::AdamW) clips by itself, without writing gradients. An `f32` gradient becomes
-/// what that multiplies by, bit for bit.
+/// For optimizers that see one gradient at a time, like those of a Burn `ModuleOptimizer`.
+/// [`AdamW`](super::AdamW) clips itself, without writing gradients; a clipped `f32` gradient has
+/// the same bits as in that computation.
 ///
 /// # Errors
-/// When `max_norm` is not a finite number above 0, gradients are on several devices, or one is on a
-/// device or of a type that has no implementation.
+/// Returns an error if `max_norm` is not a finite number above 0, gradients are on several devices,
+/// or a gradient is on a device or of a dtype that has no implementation.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
     gradients: GradientsParams,
@@ -52,8 +52,8 @@ pub fn clip_grad_norm<M: Module>(
     Ok((scale.gradients, Some(norm)))
 }
 
-/// The norm of all gradients and what scales them down to `max_norm`, `f32[2]`. Of those in
-/// `shards` each rank has a part.
+/// Computes the norm of all gradients and the factor that scales them down to `max_norm`, `f32[2]`.
+/// Gradients in `shards` are sharded over ranks.
 pub(super) fn clip_factor(
     max_norm: f64,
     gradients: impl IntoIterator<Item = (ParamId, DispatchTensor)>,
@@ -88,7 +88,7 @@ fn square_sums(gradients: &[(ParamId, DispatchTensor)]) -> Vec<Tensor<1>> {
     sums.collect()
 }
 
-/// Finds the gradients of a module.
+/// Collects the gradients of a module.
 struct Collect<'a> {
     gradients: &'a GradientsParams,
     found: Vec<(ParamId, DispatchTensor)>,

@@ -1,21 +1,21 @@
-//! Settings of AdamW, and what they may be.
+//! Settings of AdamW, and their valid ranges.
 
 use burn_core::module::{ParamGroup, ParamId};
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::reference::AdamWParams;
 use nvfp4_kernels::{Nvfp4Error, RandomStream};
 
-/// Tells the random bits of moments from those of layers with the same seed.
+/// Separates the random bits of moments from those of layers with the same seed.
 const SEED: u64 = 0x41_6461_6d57;
 
-/// How moments are stored.
+/// Storage format of moments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MomentType {
-    /// In `f32`.
+    /// `f32`.
     #[default]
     F32,
-    /// In `bf16`, rounded stochastically: half the memory. The bits depend on the seed, the
-    /// parameter's id, the step and the element alone.
+    /// `bf16`, rounded stochastically: half the memory. The bits depend only on the seed, the
+    /// parameter's id, the step and the element.
     Bf16,
 }
 
@@ -35,22 +35,23 @@ pub struct AdamWConfig {
     pub beta_1: f64,
     /// Decay of the second moment, in `[0, 1)`.
     pub beta_2: f64,
-    /// Added to the root of the second moment; above 0.
+    /// Term added to the root of the second moment; above 0.
     pub epsilon: f64,
-    /// The decay of parameters of two axes or more, which is multiplied by the learning rate; not
-    /// negative. Vectors are not decayed: gains have a scale of their own.
+    /// Weight decay of parameters with two axes or more, multiplied by the learning rate; not
+    /// negative. Vectors (gains, biases) are not decayed.
     pub weight_decay: f64,
-    /// Decays of groups of parameters, by path or id; the last group that matches counts, before
-    /// [`weight_decay`](Self::weight_decay).
+    /// Weight decays of groups of parameters, by path or id. The last matching group takes
+    /// precedence, also over [`weight_decay`](Self::weight_decay).
     pub groups: Vec<(ParamGroup, f64)>,
-    /// The global norm that gradients are scaled down to when theirs is larger; above 0.
+    /// Maximum global norm of gradients; larger ones are scaled down. Above 0.
     pub grad_clip: Option<f64>,
-    /// How moments are stored.
+    /// Storage format of moments.
     pub moments: MomentType,
-    /// Seed of the random bits that round moments.
+    /// Seed of the random bits for rounding moments.
     pub seed: u64,
-    /// Whether each step also finds [the amax of each new parameter](super::AdamW::amax), from which
-    /// the layers of this crate quantize it in the next forward, without a pass over it.
+    /// True to compute [the amax of each new parameter](super::AdamW::amax) in each step. The
+    /// layers of this crate quantize the parameter from it in the next forward, without an amax
+    /// pass.
     pub amax: bool,
 }
 
@@ -93,7 +94,7 @@ impl AdamWConfig {
         }
     }
 
-    /// The decay of a parameter.
+    /// Returns the weight decay of a parameter.
     pub(super) fn decay(&self, id: ParamId, path: &str, axes: usize) -> f64 {
         let group = self.groups.iter().rev();
         match group
@@ -105,18 +106,18 @@ impl AdamWConfig {
         }
     }
 
-    /// The decay of a parameter that belongs to no group.
+    /// Returns the weight decay of a parameter that belongs to no group.
     pub(super) fn decay_by_axes(&self, axes: usize) -> f64 {
         if axes > 1 { self.weight_decay } else { 0.0 }
     }
 
-    /// The key of the random bits of a parameter's moments.
+    /// Returns the key of the random bits of a parameter's moments.
     pub(super) fn key(&self, id: ParamId) -> [u32; 2] {
         RandomStream::new(self.seed ^ SEED, id.val(), 0).key()
     }
 }
 
-/// Fails unless `valid`.
+/// Returns an error if `valid` is false.
 pub(super) fn in_range(
     argument: &'static str,
     found: f64,
@@ -129,19 +130,19 @@ pub(super) fn in_range(
     }
 }
 
-/// Fails unless `found` is finite and above 0.
+/// Returns an error if `found` is not finite or not above 0.
 pub(super) fn positive(argument: &'static str, found: f64) -> Result<(), Nvfp4Error> {
     let valid = found.is_finite() && found > 0.0;
     in_range(argument, found, valid, "a finite number above 0")
 }
 
-/// Fails unless `found` is finite and 0 or more.
+/// Returns an error if `found` is not finite or below 0.
 pub(super) fn not_negative(argument: &'static str, found: f64) -> Result<(), Nvfp4Error> {
     let valid = found.is_finite() && found >= 0.0;
     in_range(argument, found, valid, "a finite number, 0 or more")
 }
 
-/// Fails unless `lr` is a learning rate.
+/// Returns an error if `lr` is not a valid learning rate.
 pub(super) fn learning_rate(lr: f64) -> Result<(), Nvfp4Error> {
     not_negative("lr", lr)
 }

@@ -1,21 +1,21 @@
-//! AdamW in place, for the parameters of any module.
+//! In-place AdamW and Muon, for the parameters of any module.
 //!
 //! [`AdamW::step`] updates all parameters in a few launches, clips gradients to a global norm on
-//! the device and reads nothing back. It owns the buffers of parameters and moments while it
-//! runs, and gives the same buffers back; one that is held elsewhere too (by a clone of the model,
-//! say) is copied first. Parameters that are not `f32` have a copy in `f32` that takes the steps,
-//! and are rounded from it.
+//! the device, and reads nothing back. It updates the buffers of parameters and moments in place; a
+//! buffer that is also held elsewhere (by a clone of the model, for example) is copied first.
+//! Parameters that are not `f32` have an `f32` master weight, which is updated and from which they
+//! are rounded.
 //!
-//! [`AdamWConfig::module_optimizer`] gives the same optimizer as Burn's own training loop takes it.
+//! [`AdamWConfig::module_optimizer`] returns the same optimizer for Burn's own training loop.
 //!
-//! [`ZeroAdamW`] is the same optimizer whose state is sharded over the ranks of a data-parallel
+//! [`ZeroAdamW`] is the same optimizer with its state sharded over the ranks of a data-parallel
 //! run.
 //!
-//! [`Muon`] updates matrices by their orthogonal momentum, and everything else by AdamW.
+//! [`Muon`] updates matrices by their orthogonalized momentum, and all other parameters by AdamW.
 //!
-//! A gradient that is NaN makes the norm NaN, and with it every parameter, as in PyTorch; without
-//! clipping it makes the elements NaN that it belongs to. An infinite gradient makes its elements
-//! NaN, and the others take a step of zero gradients.
+//! With clipping, a NaN gradient makes the norm, and with it every parameter, NaN, as in PyTorch.
+//! Without clipping it makes the elements NaN that it belongs to. With clipping, an infinite
+//! gradient makes its elements NaN; the others take a step with zero gradients.
 
 mod adamw;
 mod clip;

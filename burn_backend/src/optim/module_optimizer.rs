@@ -1,4 +1,4 @@
-//! AdamW as Burn's `Optimizer` of one parameter.
+//! AdamW as a Burn `Optimizer` of one parameter.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,20 +17,20 @@ use crate::ops::optimizer::{AdamWBatch, AdamWOptions, GradientBatch, OptimizerOp
 use crate::validate;
 
 impl AdamWConfig {
-    /// The same optimizer as Burn's learner takes it, for the parameters of `model`: one launch a
-    /// parameter, with the bits of [`AdamW`](super::AdamW). Parameters that `model` has not, by their ids, are
-    /// updated too, decayed by their axes alone.
+    /// Returns this optimizer in the form that Burn's learner takes, for the parameters of `model`:
+    /// one launch per parameter, with the bits of [`AdamW`](super::AdamW). Parameters whose ids
+    /// `model` does not contain are updated too, with the weight decay for their number of axes.
     ///
-    /// Parameters are copied before they are updated, so that records that are not written yet,
+    /// Parameters are copied before they are updated, so that records that are not yet written,
     /// which Burn reads lazily, keep their weights.
     ///
-    /// Burn shows such an optimizer one gradient at a time, so gradients are not clipped to a
-    /// global norm by it: [`grad_clip`](Self::grad_clip) must be `None`, and
-    /// [`clip_grad_norm`](super::clip_grad_norm) scales gradients before they are handed over. Nor
-    /// is there an [`amax`](Self::amax).
+    /// Burn passes such an optimizer one gradient at a time, so it cannot clip gradients to a
+    /// global norm: [`grad_clip`](Self::grad_clip) must be `None`. Scale gradients by
+    /// [`clip_grad_norm`](super::clip_grad_norm) before the step instead. [`amax`](Self::amax) must
+    /// be off.
     ///
     /// # Errors
-    /// When a setting is outside of its range, or one of those two is set.
+    /// Returns an error if a setting is out of range, or `grad_clip` or `amax` is set.
     pub fn try_module_optimizer<M: Module>(
         &self,
         model: &M,
@@ -48,17 +48,17 @@ impl AdamWConfig {
         Ok(build(self, model))
     }
 
-    /// [`try_module_optimizer`](Self::try_module_optimizer) that panics with its error.
+    /// Panicking version of [`try_module_optimizer`](Self::try_module_optimizer).
     ///
     /// # Panics
-    /// As there.
+    /// If [`try_module_optimizer`](Self::try_module_optimizer) returns an error.
     pub fn module_optimizer<M: Module>(&self, model: &M) -> ModuleOptimizer {
         or_panic("AdamW", self.try_module_optimizer(model))
     }
 }
 
-/// An optimizer in which each parameter of `model` is a group of its own: Burn tells an `Optimizer`
-/// neither id nor path, on which decay and random bits depend.
+/// Builds an optimizer in which each parameter of `model` has a separate group: Burn passes an
+/// `Optimizer` neither the id nor the path, on which decay and random bits depend.
 fn build<M: Module>(config: &AdamWConfig, model: &M) -> ModuleOptimizer {
     let schedule = Arc::default();
     let fallback = OneParameter {
@@ -77,7 +77,7 @@ fn build<M: Module>(config: &AdamWConfig, model: &M) -> ModuleOptimizer {
     visitor.optimizer.expect("each parameter puts it back")
 }
 
-/// Adds a group for each parameter.
+/// Visitor that adds a group per parameter.
 struct Groups<'a> {
     config: &'a AdamWConfig,
     schedule: Arc<Mutex<StepSchedule>>,
@@ -107,10 +107,10 @@ impl ModuleVisitor for Groups<'_> {
     }
 }
 
-/// The schedule of the step that is being taken, for all parameters.
+/// Schedule of the current step, shared by all parameters.
 #[derive(Debug, Default)]
 struct StepSchedule {
-    /// Device, learning rate and step of `words`.
+    /// Device, learning rate and step number of `words`.
     of: Option<(Device, LearningRate, u64)>,
     words: Option<Tensor<1, Int>>,
     buffer: Schedule,
@@ -122,7 +122,7 @@ impl StepSchedule {
         match &self.words {
             Some(words) if self.of == of => words.clone(),
             _ => {
-                // Dropped first, so that its buffer is written in place.
+                // Drops the old handle first, so that the buffer is written in place.
                 self.words = None;
                 let words = self.buffer.at(&config.params(), lr, time, device);
                 self.of = of;
@@ -137,17 +137,17 @@ impl StepSchedule {
 #[derive(Clone)]
 struct OneParameter {
     config: AdamWConfig,
-    /// The decay; by the parameter's axes where it was not known.
+    /// Weight decay, by the parameter's axes if it was not in the model.
     decay: Option<f64>,
     key: [u32; 2],
     schedule: Arc<Mutex<StepSchedule>>,
 }
 
-/// What is kept of a parameter: `time`, the moments `first` and `second`, and `weight`, its value
-/// in `f32`, where it is not `f32` itself; all flat.
+/// State of a parameter: `time`, the moments `first` and `second`, and the `f32` master weight
+/// `weight`, if the parameter is not `f32` itself. All are flattened.
 ///
-/// What a record held stays on the host until the parameter's device is known: Burn loads records
-/// onto its default device, which need not exist.
+/// The contents of a record stay on the host until the parameter's device is known: Burn loads
+/// records onto its default device, which need not exist.
 #[derive(Debug, Clone)]
 struct OneState {
     time: u64,
@@ -173,8 +173,8 @@ const SECOND: &str = "second";
 const WEIGHT: &str = "weight";
 const TIME: &str = "time";
 
-/// The elements of `tensor` as they are now. Burn's `into_data` alone reads them from the device
-/// when they are first looked at.
+/// Reads the current elements of `tensor`. Burn's `into_data` alone reads them from the device only
+/// on first access.
 fn read(tensor: Tensor<1>) -> TensorData {
     let data = tensor.into_data();
     let _read = data.as_bytes();
@@ -189,7 +189,7 @@ impl RecordState for OneState {
                 second,
                 weight,
             } => (first, second, weight),
-            // Read now: the next step writes the same memory.
+            // Read now, because the next step overwrites the memory.
             Stored::OnDevice(moments) => (
                 read(moments.first),
                 read(moments.second),
@@ -245,8 +245,9 @@ impl Optimizer for OneParameter {
             }
         };
         let decay = self.decay.unwrap_or(self.config.decay_by_axes(D));
-        // Held, so that the step writes other memory. Burn reads tensors lazily: a record of the
-        // model that is not written yet would else have the weights of later steps.
+        // Keeps a handle, so that the step writes to other memory. Burn reads tensors lazily:
+        // otherwise a record of the model that is not yet written would contain the weights of
+        // later steps.
         let before = tensor.clone();
         let parameter = moments.into_state(tensor, decay, self.key);
         let schedule = {
@@ -278,7 +279,7 @@ impl Optimizer for OneParameter {
 }
 
 impl Stored {
-    /// The tensors on `device`.
+    /// Returns the tensors on `device`.
     fn on_device(self, device: &Device) -> ParameterMoments {
         match self {
             Self::OnDevice(moments) => {

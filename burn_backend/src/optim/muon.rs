@@ -1,9 +1,10 @@
-//! Muon for matrices, and AdamW for everything else.
+//! Muon for matrices, and AdamW for all other parameters.
 //!
-//! The update of a matrix is its momentum made orthogonal: the singular values of the momentum are
-//! all brought near 1 by five Newton-Schulz iterations of Jordan et al.,
-//! <https://kellerjordan.github.io/posts/muon/>. The scales are theirs and those of Liu et al.,
-//! "Muon is scalable for LLM training" (arXiv 2502.16982).
+//! The update of a matrix is its orthogonalized momentum: five Newton-Schulz iterations of Jordan
+//! et al., <https://kellerjordan.github.io/posts/muon/>, bring all singular values of the momentum
+//! near
+//! 1. The scale factors are those of Jordan et al. and of Liu et al., "Muon is scalable for LLM
+//!    training" (arXiv 2502.16982).
 
 use std::collections::BTreeMap;
 
@@ -15,22 +16,22 @@ use nvfp4_kernels::Nvfp4Error;
 use super::adamw::{AdamW, Check, ParameterMoments, Tracking, check_part};
 use super::config::{AdamWConfig, in_range, learning_rate, not_negative, positive};
 
-/// Added to the norm of a matrix, which may be zero.
+/// Term added to the norm of a matrix, which may be zero.
 const EPSILON: f64 = 1e-7;
 
-/// What the orthogonal update of a matrix is multiplied by, beside the learning rate.
+/// Scale factor of the orthogonalized update of a matrix, in addition to the learning rate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MuonScale {
-    /// `sqrt(max(1, d_out / d_in))`, of Jordan et al.; learning rates near 0.02.
+    /// `sqrt(max(1, d_out / d_in))`, by Jordan et al.; for learning rates near 0.02.
     Original,
-    /// `0.2 * sqrt(max(d_in, d_out))`, of Liu et al.: updates have the root mean square that those
-    /// of AdamW usually have, so that its learning rates and decays fit.
+    /// `0.2 * sqrt(max(d_in, d_out))`, by Liu et al.: updates have the root mean square that AdamW
+    /// updates usually have, so the learning rates and decays of AdamW fit.
     #[default]
     MatchAdamW,
 }
 
 impl MuonScale {
-    /// The factor for a weight `[d_in, d_out]`, as Burn's linear layers have them.
+    /// Returns the factor for a weight `[d_in, d_out]`, in the layout of Burn's linear layers.
     pub fn factor(self, d_in: usize, d_out: usize) -> f64 {
         match self {
             Self::Original => (d_out as f64 / d_in as f64).max(1.0).sqrt(),
@@ -39,19 +40,20 @@ impl MuonScale {
     }
 }
 
-/// The iteration that makes a matrix orthogonal.
+/// Newton-Schulz iteration that orthogonalizes a matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NewtonSchulz {
-    /// `a`, `b` and `c` of `a X + b (X X^T) X + c (X X^T)^2 X`, which acts on each singular value.
+    /// Coefficients `a`, `b` and `c` of `a X + b (X X^T) X + c (X X^T)^2 X`, which acts on each
+    /// singular value.
     pub coefficients: [f64; 3],
-    /// How often; at least once.
+    /// Number of iterations; at least one.
     pub steps: usize,
-    /// The type of its matrices.
+    /// Dtype of the matrices.
     pub precision: FloatDType,
 }
 
 impl Default for NewtonSchulz {
-    /// Five steps in `bf16` with the coefficients of Jordan et al.
+    /// Returns five iterations in `bf16` with the coefficients of Jordan et al.
     fn default() -> Self {
         Self {
             coefficients: [3.4445, -4.7750, 2.0315],
@@ -62,17 +64,17 @@ impl Default for NewtonSchulz {
 }
 
 impl NewtonSchulz {
-    /// `x`, matrices in its last two axes, with singular values near 1 in place of its own: between
-    /// 0.68 and 1.14 by the default, where they were not below a hundredth of the norm. A matrix of
-    /// zeros stays.
+    /// Orthogonalizes `x`, which has matrices in its last two axes: replaces their singular values
+    /// by values near 1, with the defaults between 0.68 and 1.14 for those that were at least a
+    /// hundredth of the norm. A zero matrix is unchanged.
     ///
     /// # Panics
-    /// When `x` has one axis only.
+    /// If `x` has only one axis.
     pub fn orthogonalize<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         assert!(D > 1, "a vector cannot be made orthogonal");
         let dtype = x.dtype();
         let dims = x.dims();
-        // The products are those of the shorter axis.
+        // The Gram matrix is that of the shorter axis.
         let tall = dims[D - 2] > dims[D - 1];
         let x = if tall { x.swap_dims(D - 2, D - 1) } else { x };
         let x = x.cast(FloatDType::F32);
@@ -114,21 +116,21 @@ impl NewtonSchulz {
 pub struct MuonConfig {
     /// Decay of the momentum, in `[0, 1)`.
     pub momentum: f64,
-    /// Whether the update looks ahead: `(1 - momentum) g + momentum m` in place of `m`.
+    /// True for Nesterov momentum: the update is `(1 - momentum) g + momentum m` instead of `m`.
     pub nesterov: bool,
-    /// The iteration.
+    /// Orthogonalization.
     pub newton_schulz: NewtonSchulz,
-    /// What updates are multiplied by.
+    /// Scale factor of updates.
     pub scale: MuonScale,
-    /// What the learning rate of a step is multiplied by for matrices; above 0.
+    /// Factor on the learning rate of a step, for matrices; above 0.
     pub learning_rate: f64,
-    /// The decay of matrices, which is multiplied by their learning rate; not negative.
+    /// Weight decay of matrices, multiplied by their learning rate; not negative.
     pub weight_decay: f64,
-    /// Parameters that AdamW updates though they have two or three axes. Embeddings and heads
-    /// belong here; by default those with `embed` or `head` in their path.
+    /// Parameters with two or three axes that AdamW updates nevertheless, such as embeddings and
+    /// heads. The default is those with `embed` or `head` in their path.
     pub except: ParamGroup,
-    /// The settings for all other parameters. Its clipping counts their gradients alone: the size
-    /// of a matrix's gradient does not matter to Muon.
+    /// Settings of AdamW for all other parameters. Its gradient clipping covers only their
+    /// gradients: the magnitude of a matrix's gradient has no effect in Muon.
     pub adamw: AdamWConfig,
 }
 
@@ -148,10 +150,10 @@ impl Default for MuonConfig {
 }
 
 impl MuonConfig {
-    /// An optimizer that has taken no step.
+    /// Creates an optimizer that has taken no step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is out of range.
     pub fn try_init(self) -> Result<Muon, Nvfp4Error> {
         let momentum = self.momentum;
         in_range(
@@ -171,35 +173,35 @@ impl MuonConfig {
         })
     }
 
-    /// [`try_init`](Self::try_init) that panics with its error.
+    /// Panicking version of [`try_init`](Self::try_init).
     ///
     /// # Panics
-    /// As there.
+    /// If [`try_init`](Self::try_init) returns an error.
     pub fn init(self) -> Muon {
         crate::functions::or_panic("Muon", self.try_init())
     }
 
-    /// Whether Muon updates a parameter: one of two axes, or a stack of matrices of three, that is
-    /// not excepted.
+    /// Returns true if Muon updates a parameter: one with two axes, or a stack of matrices with
+    /// three, that is not in `except`.
     pub fn takes(&self, id: ParamId, path: &str, axes: usize) -> bool {
         (axes == 2 || axes == 3) && !self.except.matches(&id, Some(path))
     }
 }
 
-/// What Muon keeps of one parameter, flat.
+/// Muon state of one parameter, flattened.
 #[derive(Debug, Clone)]
 pub struct MuonState {
     /// Running mean of the gradient, `f32`.
     pub momentum: Tensor<1>,
-    /// The parameter in `f32`, if it is not `f32` itself.
+    /// `f32` master weight, if the parameter is not `f32` itself.
     pub weight: Option<Tensor<1>>,
 }
 
-/// Muon with its state, and AdamW for what is no matrix. The matrices of a stack `[n, d_in,
-/// d_out]`, experts' weights say, are made orthogonal each by itself.
+/// Muon with its state, and AdamW for parameters that are not matrices. Each matrix of a stack
+/// `[n, d_in, d_out]`, such as experts' weights, is orthogonalized separately.
 ///
-/// All of it is tensor operations of Burn and its matmul, and [`AdamW`]'s kernels; nothing is read
-/// back from the device.
+/// The implementation uses Burn's tensor operations and matmul, and the kernels of [`AdamW`];
+/// nothing is read back from the device.
 #[derive(Debug, Clone)]
 pub struct Muon {
     config: MuonConfig,
@@ -209,32 +211,32 @@ pub struct Muon {
 }
 
 impl Muon {
-    /// The settings.
+    /// Returns the settings.
     pub fn config(&self) -> &MuonConfig {
         &self.config
     }
 
-    /// Steps taken so far.
+    /// Number of steps taken so far.
     pub fn time(&self) -> u64 {
         self.time
     }
 
-    /// The state of each matrix by its parameter's id, in ascending order.
+    /// Returns the state of each matrix by its parameter's id, in ascending order.
     pub fn states(&self) -> &BTreeMap<u64, MuonState> {
         &self.states
     }
 
-    /// The optimizer of the other parameters.
+    /// Returns the optimizer of the other parameters.
     pub fn adamw(&self) -> &AdamW {
         &self.adamw
     }
 
-    /// Goes on from this state, taken after `time` steps; `adamw_time` of them were AdamW's, as
-    /// [`adamw`](Self::adamw) counts them, and `moments` is its state.
+    /// Restores this state, taken after `time` steps. `adamw_time` is the number of steps of
+    /// [`adamw`](Self::adamw), and `moments` is its state.
     ///
     /// # Errors
-    /// When the tensors of a parameter have different lengths or other types than the
-    /// configuration says.
+    /// Returns an error if the tensors of a parameter differ in length, or their dtypes do not
+    /// match the configuration.
     pub fn restore(
         &mut self,
         (time, adamw_time): (u64, u64),
@@ -254,12 +256,12 @@ impl Muon {
         Ok(())
     }
 
-    /// One step of all parameters that have a gradient, with learning rate `lr`. Other parameters
-    /// stay as they are.
+    /// Updates all parameters that have a gradient, with learning rate `lr`. Other parameters are
+    /// unchanged.
     ///
     /// # Errors
-    /// As [`AdamW::try_step`], whichever of the two a parameter belongs to. No parameter has
-    /// changed then, but `model` is gone.
+    /// Same as [`AdamW::try_step`], for parameters of both optimizers. No parameter has changed
+    /// then, but `model` is dropped.
     pub fn try_step<M: Module>(
         &mut self,
         lr: f64,
@@ -287,15 +289,15 @@ impl Muon {
         Ok(model)
     }
 
-    /// [`try_step`](Self::try_step) that panics with its error.
+    /// Panicking version of [`try_step`](Self::try_step).
     ///
     /// # Panics
-    /// As there.
+    /// If [`try_step`](Self::try_step) returns an error.
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         crate::functions::or_panic("Muon", self.try_step(lr, model, gradients))
     }
 
-    /// The step of one parameter, without autodiff.
+    /// Updates one parameter, without autodiff.
     fn update<const D: usize>(
         &mut self,
         lr: f64,
@@ -343,7 +345,7 @@ impl Muon {
     }
 }
 
-/// Updates the parameters that Muon takes.
+/// Mapper that updates the parameters of Muon.
 struct Step<'a> {
     optimizer: &'a mut Muon,
     path: Vec<String>,

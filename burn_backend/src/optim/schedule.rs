@@ -1,4 +1,4 @@
-//! The numbers that change from step to step, in device memory.
+//! Per-step numbers of the optimizer in device memory.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};
@@ -6,20 +6,20 @@ use nvfp4_kernels::reference::{AdamWParams, AdamWSchedule};
 
 use crate::ops::optimizer::OptimizerOps;
 
-/// Words of an [`AdamWSchedule`].
+/// Number of words of an [`AdamWSchedule`].
 const WORDS: usize = 4;
 
-/// The schedule's buffer, which stays where it is from step to step: a kernel writes the numbers of
-/// a step, so that kernels of a captured graph read those of the step that it is replayed for.
+/// Buffer of the schedule, at a constant address: a kernel writes the numbers of each step there,
+/// so that the kernels of a captured graph read those of the step of their replay.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Schedule {
     buffer: Option<(Device, Tensor<1, Int>)>,
-    /// Whether the buffer has the numbers of the step to come.
+    /// True if the buffer holds the numbers of the next step.
     begun: bool,
 }
 
 impl Schedule {
-    /// The schedule of step `time`, counted from 1, on `device`: `u32[4]`.
+    /// Writes and returns the schedule of step `time`, counted from 1, on `device`: `u32[4]`.
     pub(super) fn at(
         &mut self,
         params: &AdamWParams,
@@ -38,13 +38,14 @@ impl Schedule {
         buffer
     }
 
-    /// Has the numbers of step `time` written now, for [`begun`](Self::begun).
+    /// Writes the numbers of step `time` now, for a later call of [`begun`](Self::begun).
     pub(super) fn begin(&mut self, params: &AdamWParams, lr: f64, time: u64, device: &Device) {
         self.at(params, lr, time, device);
         self.begun = true;
     }
 
-    /// What [`begin`](Self::begin) wrote, if it was called since the last step and on `device`.
+    /// Returns the numbers that [`begin`](Self::begin) wrote, if it was called since the last step,
+    /// on `device`.
     pub(super) fn begun(&mut self, device: &Device) -> Option<Tensor<1, Int>> {
         let (of, buffer) = self.buffer.as_ref()?;
         (std::mem::take(&mut self.begun) && of == device).then(|| buffer.clone())

@@ -1,4 +1,4 @@
-//! AdamW with sharded state.
+//! AdamW with sharded state (ZeRO-1).
 
 use std::collections::BTreeSet;
 
@@ -16,19 +16,19 @@ use crate::parallel::{
     is_shardable, part,
 };
 
-/// AdamW for a model that all ranks have whole, each with a part of the batch (ZeRO-1): each rank
-/// keeps the moments, and the `f32` copies, of its part of each parameter along the first axis, and
-/// updates that part. Parameters whose first axis is no multiple of the number of ranks are updated
-/// by all ranks alike.
+/// AdamW for a model that is replicated on all ranks, each with a shard of the batch (ZeRO-1). Each
+/// rank keeps the moments and the `f32` master weights of its shard of each parameter along the
+/// first axis, and updates that shard. Parameters whose first axis is not a multiple of the number
+/// of ranks are updated redundantly by all ranks.
 ///
-/// A step averages the gradients over the ranks, each rank getting its part, and gathers the
-/// updated parts. The weights have the bits of [`AdamW`] with averaged gradients, but for the norm
-/// to which gradients are clipped: its sum has another order.
+/// A step averages the gradients by reduce-scatter and all-gathers the updated shards. The weights
+/// have the bits of [`AdamW`] with averaged gradients, except with clipping: the sum of the
+/// gradient norm has another order.
 #[derive(Debug, Clone)]
 pub struct ZeroAdamW {
     adamw: AdamW,
     group: ProcessGroup,
-    /// Parameters of experts, and the ranks with the same ones.
+    /// Parameters of experts, and the ranks with the same experts.
     experts: Vec<ParamId>,
     data: ProcessGroup,
     loss: RankLoss,
@@ -36,10 +36,10 @@ pub struct ZeroAdamW {
 }
 
 impl ZeroAdamW {
-    /// An optimizer that has taken no step.
+    /// Creates an optimizer that has taken no step.
     ///
     /// # Errors
-    /// When a setting is outside of its range.
+    /// Returns an error if a setting is out of range.
     pub fn try_new(config: AdamWConfig, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
         Ok(Self {
             adamw: config.try_init()?,
@@ -51,9 +51,9 @@ impl ZeroAdamW {
         })
     }
 
-    /// The same for a model with other `experts` on some of the ranks: their state is sharded over
-    /// `data`, the ranks with the same ones, and their gradients are reduced as
-    /// [`average_expert_gradients`] says.
+    /// Sets the parameters of `experts` that differ between ranks: their state is sharded over
+    /// `data`, the ranks with the same experts, and their gradients are reduced as by
+    /// [`average_expert_gradients`].
     pub fn with_experts(self, experts: &[ParamId], data: &ProcessGroup) -> Self {
         Self {
             experts: experts.into(),
@@ -62,40 +62,40 @@ impl ZeroAdamW {
         }
     }
 
-    /// The same for ranks that differentiate this loss.
+    /// Sets the loss that ranks differentiate.
     pub fn with_loss(self, loss: RankLoss) -> Self {
         Self { loss, ..self }
     }
 
-    /// The same for a model of which parameters are split before, each in one of `splits`: the norm
-    /// of all gradients is that of the parts of all ranks.
+    /// Sets the parameters that are split before sharding, each in one of `splits`: the gradient
+    /// norm covers the shards of all ranks.
     pub fn with_splits(self, splits: Vec<SplitParameters>) -> Self {
         Self { splits, ..self }
     }
 
-    /// The ranks.
+    /// Returns the ranks.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// The optimizer of this rank's parts, whose state is saved as that of any AdamW.
+    /// Returns the optimizer of this rank's shards; its state is saved like that of any AdamW.
     pub fn adamw(&self) -> &AdamW {
         &self.adamw
     }
 
-    /// The same, to restore its state.
+    /// Returns the optimizer of this rank's shards, to restore its state.
     pub fn adamw_mut(&mut self) -> &mut AdamW {
         &mut self.adamw
     }
 
-    /// One step of all parameters that have a gradient, by the mean of the gradients of all ranks,
-    /// which take their steps together.
+    /// Updates all parameters that have a gradient, by the mean of the gradients of all ranks. All
+    /// ranks call it together.
     ///
     /// # Errors
-    /// As [`AdamW::try_step`].
+    /// Same as [`AdamW::try_step`].
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn try_step<M: Module>(
         &mut self,
         lr: f64,
@@ -116,7 +116,7 @@ impl ZeroAdamW {
         };
         model.visit(&mut scatter);
         let Scatter { parts, ids, .. } = scatter;
-        // What is left belongs to the parameters that stay whole.
+        // The remaining gradients belong to the parameters that are not sharded.
         average_expert_gradients(&model, &mut gradients, groups);
         let mut all = Join {
             from: parts,
@@ -131,20 +131,20 @@ impl ZeroAdamW {
         Ok(parts.map(&mut GatherParts(sharded)))
     }
 
-    /// [`try_step`](Self::try_step) that panics with its error.
+    /// Panicking version of [`try_step`](Self::try_step).
     ///
     /// # Panics
-    /// As there.
+    /// If [`try_step`](Self::try_step) returns an error.
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         or_panic("ZeroAdamW", self.try_step(lr, model, gradients))
     }
 }
 
-/// Takes gradients of parameters that are sharded, and leaves the others.
+/// Takes the gradients of sharded parameters, and leaves the others.
 struct Scatter<'a> {
     groups: ExpertGroups<'a>,
     gradients: &'a mut GradientsParams,
-    /// This rank's parts of their means.
+    /// This rank's shards of the mean gradients.
     parts: GradientsParams,
     ids: BTreeSet<u64>,
 }
@@ -159,7 +159,8 @@ impl ModuleVisitor for Scatter<'_> {
             self.ids.insert(param.id.val());
             let step = Step::ReduceScatter(self.groups.reduction());
             let reduced = group.reduce_gradient(gradient, step);
-            // Of an expert it is of the tokens of all ranks that the experts are on already.
+            // The gradient of an expert already covers the tokens of all ranks that the experts are
+            // on.
             let divisor = match self.groups.experts.contains(&param.id) {
                 true => self.groups.expert_divisor(),
                 false => 1,
@@ -173,7 +174,7 @@ impl ModuleVisitor for Scatter<'_> {
     }
 }
 
-/// Joins two sets of gradients.
+/// Visitor that joins two sets of gradients.
 struct Join {
     from: GradientsParams,
     to: GradientsParams,
@@ -187,7 +188,7 @@ impl ModuleVisitor for Join {
     }
 }
 
-/// Which parameters are sharded, and over which ranks.
+/// Sharded parameters, and the ranks that they are sharded over.
 #[derive(Clone, Copy)]
 struct Sharded<'a> {
     groups: ExpertGroups<'a>,
@@ -195,7 +196,8 @@ struct Sharded<'a> {
 }
 
 impl Sharded<'_> {
-    /// `param`, if it is sharded with the value that `map` makes of its own and of the ranks.
+    /// Maps `param`, if it is sharded, to the value that `map` computes from its value and the
+    /// ranks.
     fn map<const D: usize>(
         &self,
         param: Param<Tensor<D>>,
@@ -212,7 +214,7 @@ impl Sharded<'_> {
     }
 }
 
-/// This rank's parts of the parameters.
+/// Replaces parameters by this rank's shards.
 struct TakeParts<'a>(Sharded<'a>);
 
 impl ModuleMapper for TakeParts<'_> {
@@ -221,7 +223,7 @@ impl ModuleMapper for TakeParts<'_> {
     }
 }
 
-/// The whole parameters again.
+/// Gathers the full parameters.
 struct GatherParts<'a>(Sharded<'a>);
 
 impl ModuleMapper for GatherParts<'_> {

@@ -1,4 +1,4 @@
-//! Gradients of a module, many at a time.
+//! Buckets of gradients of a module.
 
 use std::ops::Range;
 
@@ -6,12 +6,12 @@ use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{DType, Tensor};
 use burn_optim::GradientsParams;
 
-/// Sorts the gradients of a module into buckets, each of one element type. All ranks visit the same
+/// Groups the gradients of a module into buckets of one dtype each. All ranks visit the same
 /// parameters in the same order, and so have the same buckets.
 pub(super) struct Buckets<F> {
-    /// Elements from which on a bucket takes no more.
+    /// Number of elements from which a bucket is full.
     most: usize,
-    /// Whether the gradient of a parameter is exchanged.
+    /// True if the gradient of a parameter is exchanged.
     takes: F,
 }
 
@@ -20,7 +20,7 @@ impl<F: Fn(ParamId) -> bool> Buckets<F> {
         Self { most, takes }
     }
 
-    /// Replaces the gradients of `model` that are taken by their parts of what `exchange` makes of
+    /// Replaces the selected gradients of `model` by their parts of the results of `exchange` for
     /// the buckets.
     pub fn exchange<M: Module>(
         self,
@@ -50,7 +50,7 @@ struct Visitor<'a, F> {
     buckets: Vec<Bucket>,
 }
 
-/// The concatenated gradients of one element type.
+/// Concatenated gradients of one dtype.
 struct Bucket {
     dtype: DType,
     flat: Vec<Tensor<1>>,
@@ -58,7 +58,7 @@ struct Bucket {
     parts: Vec<Part>,
 }
 
-/// Takes one gradient from what was made of its bucket.
+/// Takes one gradient from the result of its bucket.
 type Part = Box<dyn FnOnce(&mut GradientsParams, &Tensor<1>)>;
 
 impl Bucket {
@@ -117,7 +117,7 @@ mod tests {
 
     use super::*;
 
-    /// A layer with gradients of two types.
+    /// Returns a layer with gradients of two dtypes.
     fn layer() -> (Linear, GradientsParams, Tensor<2>, Tensor<1>) {
         let device = Device::flex().autodiff();
         let layer = LinearConfig::new(16, 32).init(&device);
@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(gradients.len(), 2);
     }
 
-    /// A full bucket takes no more, and what is not taken stays as it is.
+    /// A full bucket accepts no more gradients; gradients that are not selected are unchanged.
     #[test]
     fn they_are_cut_and_choose() {
         let device = Device::flex().autodiff();

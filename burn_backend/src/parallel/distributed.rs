@@ -1,12 +1,12 @@
-//! What Burn's own data parallelism leaves on a weight.
+//! Detection of Burn's own data parallelism on a weight.
 
 use std::sync::Once;
 
 use burn_core::tensor::Tensor;
 
-/// Warns once, in a training forward with `weight`, that Burn's own collective averages its
-/// gradient (`Tensor::set_distributed`, which burn-train's `ExecutionStrategy::ddp` uses). In Burn
-/// 0.22.1 such training deadlocks sooner or later; docs/src/parallel.md has the reasons.
+/// Warns once, in a training forward with `weight`, if Burn's own collective averages its gradient
+/// (`Tensor::set_distributed`, which burn-train's `ExecutionStrategy::ddp` uses). In Burn 0.22.1
+/// such training deadlocks sooner or later; docs/src/parallel.md explains why.
 pub(crate) fn warn_of_distributed_weight<const D: usize>(weight: &Tensor<D>) {
     static SAID: Once = Once::new();
     if weight.is_distributed() {
@@ -19,7 +19,7 @@ pub(crate) fn warn_of_distributed_weight<const D: usize>(weight: &Tensor<D>) {
     }
 }
 
-/// Flex has no marks.
+/// Flex does not support the marks.
 #[cfg(all(test, feature = "cpu"))]
 mod tests {
     use std::sync::Arc;

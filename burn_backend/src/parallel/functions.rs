@@ -1,21 +1,21 @@
-//! Collectives that autodiff differentiates: each names what happens to a tensor in the forward and
-//! to its gradient in the backward. Megatron's names of the first four are f, g, g with sequence
-//! parallelism, and f with sequence parallelism.
+//! Differentiable collectives. Each defines an operation on a tensor in the forward and one on its
+//! gradient in the backward. Megatron calls the first four f, g, g with sequence parallelism, and f
+//! with sequence parallelism.
 //!
 //! | function | forward | backward | between |
 //! |---|---|---|---|
-//! | [`copy`] | nothing | sum | an input that all ranks have, and layers with parts of the weights |
-//! | [`reduce`] | sum | nothing | partial sums, and an output that all ranks have |
-//! | [`reduce_scatter`] | sum, part of it | gather | partial sums, and parts of the output's rows |
-//! | [`gather_sum`] | gather | sum, part of it | parts of an input, and layers with parts of the weights |
-//! | [`gather_mean`] | gather | mean, part of it | parts of a weight, and parts of the batch |
-//! | [`gather`] | gather | part | parts, and a tensor with which all ranks do the same |
-//! | [`scatter`] | part | gather | a tensor that all ranks have, and parts of it |
-//! | [`all_reduce`] | sum | sum | shares of something in which each rank has a loss of its own |
-//! | [`all_to_all`] | rows to other ranks | rows back | tokens, and their experts |
+//! | [`copy`] | identity | sum | replicated input, sharded layers |
+//! | [`reduce`] | sum | identity | partial sums, replicated output |
+//! | [`reduce_scatter`] | reduce-scatter | gather | partial sums, output sharded by rows |
+//! | [`gather_sum`] | gather | reduce-scatter (sum) | sharded input, sharded layers |
+//! | [`gather_mean`] | gather | reduce-scatter (mean) | sharded weight, sharded batch |
+//! | [`gather`] | gather | slice | shards, a tensor that all ranks use in the same way |
+//! | [`scatter`] | slice | gather | replicated tensor, its shards |
+//! | [`all_reduce`] | sum | sum | summands, a sum from which each rank computes a separate loss |
+//! | [`all_to_all`] | rows to other ranks | rows back | tokens, their experts |
 //!
 //! # Panics
-//! All functions do when the group fails, and where a shape does not fit; the message names it. For
+//! All functions panic if the group fails or a shape does not fit; the message names the shape. For
 //! a group of one rank they return their argument.
 
 use burn_core::backend::Dispatch;
@@ -26,22 +26,22 @@ use nvfp4_parallel::Reduction;
 use super::ProcessGroup;
 use crate::ops::collective::{CollectiveOps, Exchange, Step};
 
-/// What happens to a tensor in the forward, and to its gradient in the backward.
+/// Operations on a tensor in the forward and on its gradient in the backward.
 #[derive(Clone, Debug)]
 pub(crate) struct Steps([Step; 2]);
 
 impl Steps {
-    /// Those of [`reduce_scatter`] along the first axis.
+    /// Steps of [`reduce_scatter`] along the first axis.
     pub fn reduce_scatter() -> Self {
         Self([Step::ReduceScatter(Reduction::Sum), Step::AllGather])
     }
 
-    /// Those of [`gather_sum`] along the first axis.
+    /// Steps of [`gather_sum`] along the first axis.
     pub fn gather_sum() -> Self {
         Self([Step::AllGather, Step::ReduceScatter(Reduction::Sum)])
     }
 
-    /// Those of [`all_to_all`].
+    /// Steps of [`all_to_all`].
     pub fn all_to_all(send: &[usize], receive: &[usize]) -> Self {
         let step = |send: &[usize], receive: &[usize]| Step::AllToAll {
             send: send.into(),
@@ -50,21 +50,21 @@ impl Steps {
         Self([step(send, receive), step(receive, send)])
     }
 
-    /// The exchange of `group` that has them.
+    /// Returns the exchange of `group` with these steps.
     pub fn exchange(self, group: &ProcessGroup) -> Exchange {
         let [forward, backward] = self.0;
         Exchange::new(group.link(), forward, backward)
     }
 }
 
-/// `x`, which all ranks have; its gradient is the sum of all ranks' gradients.
+/// Returns `x`, which is replicated on all ranks; its gradient is summed over all ranks.
 pub fn copy<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
     exchange(x, group, Steps([Step::Identity, sum]))
 }
 
-/// [`copy`] of a parameter, whose gradients are added up in the [type for
-/// them](ProcessGroup::with_reduce_dtype).
+/// Version of [`copy`] for a parameter, whose gradients are summed in the [dtype for parameter
+/// gradients](ProcessGroup::with_reduce_dtype).
 pub(crate) fn copy_parameter<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     if group.size() == 1 {
         return x;
@@ -75,34 +75,34 @@ pub(crate) fn copy_parameter<const D: usize>(x: Tensor<D>, group: &ProcessGroup)
     Tensor::from_dispatch(Dispatch::nvfp4_exchange(x.into_dispatch(), exchange))
 }
 
-/// The sum of all ranks' `x`; the gradient of each is that of the sum.
+/// Sums `x` over all ranks; the gradient of each summand is that of the sum.
 pub fn reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
     exchange(x, group, Steps([sum, Step::Identity]))
 }
 
-/// Part `rank` along axis `dim` of the sum of all ranks' `x`; the gradient is the parts of all
-/// ranks.
+/// Sums `x` over all ranks and returns shard `rank` along axis `dim`; the gradient is gathered from
+/// all ranks.
 pub fn reduce_scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
     along(x, dim, |x| exchange(x, group, Steps::reduce_scatter()))
 }
 
-/// The parts of all ranks along axis `dim`, for layers with parts of the weights: the gradient is
-/// this rank's part of the sum of all ranks' gradients.
+/// Gathers the shards of all ranks along axis `dim`, for layers with sharded weights: the gradient
+/// is this rank's shard of the sum of all ranks' gradients.
 pub fn gather_sum<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     along(x, dim, |x| exchange(x, group, Steps::gather_sum()))
 }
 
-/// The parts of all ranks along the first axis, for parts of a batch on each rank: the gradient is
-/// this rank's part of the mean of all ranks' gradients.
+/// Gathers the shards of all ranks along the first axis, for ranks that each have a shard of the
+/// batch: the gradient is this rank's shard of the mean of all ranks' gradients.
 pub fn gather_mean<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let mean = Step::ReduceScatter(Reduction::Avg);
     exchange(x, group, Steps([Step::AllGather, mean]))
 }
 
-/// [`gather_mean`] of the parameter `id`, whose gradient is reduced by `reduction`, beside the rest of
-/// the backward.
+/// Version of [`gather_mean`] for the parameter `id`, whose gradient is reduced by `reduction`,
+/// concurrently with the rest of the backward.
 pub(super) fn gather_beside<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,
@@ -112,8 +112,8 @@ pub(super) fn gather_beside<const D: usize>(
     exchange_beside(x, group, Steps([Step::AllGather, reduced]), id)
 }
 
-/// `x`, the parameter `id`, for parts of a batch on each rank: its gradient is the reduction by
-/// `reduction` of all ranks' gradients, taken beside the rest of the backward.
+/// Returns `x`, the parameter `id`, for ranks that each have a shard of the batch: its gradient is
+/// reduced over all ranks by `reduction`, concurrently with the rest of the backward.
 pub(super) fn copy_beside<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,
@@ -123,16 +123,16 @@ pub(super) fn copy_beside<const D: usize>(
     exchange_beside(x, group, Steps([Step::Identity, reduced]), id)
 }
 
-/// The parts of all ranks along axis `dim`, with which all ranks do the same: the gradient is this
-/// rank's part of its own gradient.
+/// Gathers the shards of all ranks along axis `dim`, for a result that all ranks use in the same
+/// way: the gradient is this rank's shard of its own gradient.
 pub fn gather<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     along(x, dim, |x| {
         exchange(x, group, Steps([Step::AllGather, Step::Slice]))
     })
 }
 
-/// Part `rank` along axis `dim` of `x`, which all ranks have; the gradient is the parts of all
-/// ranks.
+/// Returns shard `rank` along axis `dim` of `x`, which is replicated on all ranks; the gradient is
+/// gathered from all ranks.
 pub fn scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -> Tensor<D> {
     check(&x, dim, group);
     along(x, dim, |x| {
@@ -140,18 +140,18 @@ pub fn scatter<const D: usize>(x: Tensor<D>, dim: usize, group: &ProcessGroup) -
     })
 }
 
-/// The sum of all ranks' `x`, of which each rank makes a loss of its own: the gradient of each is
-/// the sum of all ranks' gradients, that of the sum of their losses.
+/// Sums `x` over all ranks, where each rank computes a separate loss from the sum: the gradient is
+/// the sum of all ranks' gradients, which is that of the sum of their losses.
 pub fn all_reduce<const D: usize>(x: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let sum = Step::AllReduce(Reduction::Sum);
     exchange(x, group, Steps([sum.clone(), sum]))
 }
 
-/// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that
-/// arrive, in the order of ranks. Gradients go back the same way.
+/// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` rows from it. Returns
+/// all received rows in rank order. Gradients are sent back the same way.
 ///
 /// # Panics
-/// When the counts do not fit `x`, the number of ranks or the counts of another rank, too.
+/// If the counts do not match `x`, the number of ranks or the counts of another rank.
 pub fn all_to_all<const D: usize>(
     x: Tensor<D>,
     send: &[usize],
@@ -177,7 +177,8 @@ fn check<const D: usize>(x: &Tensor<D>, dim: usize, group: &ProcessGroup) {
     fits.unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// `x` after the first of `steps`, in line with kernels; its gradient takes the second.
+/// Applies the first of `steps` to `x`, serialized with kernels; the second step applies to its
+/// gradient.
 pub(super) fn exchange<const D: usize>(
     x: Tensor<D>,
     group: &ProcessGroup,

@@ -1,4 +1,4 @@
-//! Gradients of ranks that have a part of the batch each.
+//! Gradient reduction in data parallelism.
 
 use std::collections::BTreeSet;
 
@@ -13,14 +13,13 @@ use super::buckets::Buckets;
 use super::shards::{ExpertGroups, RankLoss, Shards};
 use crate::ops::collective::{CollectiveOps, Step};
 
-/// Elements of a bucket: one collective of so many is as fast as the connection.
+/// Elements per bucket: with this size a collective reaches the bandwidth of the connection.
 const BUCKET: usize = 1 << 23;
 
-/// `module` with the values of rank 0 in all its parameters, which have the same shapes on all
-/// ranks.
+/// Broadcasts all parameters of `module` from rank 0. Their shapes must be the same on all ranks.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn broadcast<M: Module>(module: M, group: &ProcessGroup) -> M {
     match group.size() {
         1 => module,
@@ -41,13 +40,13 @@ impl ModuleMapper for Broadcast<'_> {
     }
 }
 
-/// Replaces the gradients of `model` by their means over the ranks, all of which call this with
-/// gradients of the same parameters. The sums are in the order of ranks, in `f32`; see
-/// [`ProcessGroup::with_reduce_dtype`]. Of a model of
-/// [`average_in_backward`](super::average_in_backward) the backward has begun most of it.
+/// Averages the gradients of `model` over the ranks, which must all call this with gradients of the
+/// same parameters. The sums are in rank order, in `f32`; see [`ProcessGroup::with_reduce_dtype`].
+/// For a model of [`average_in_backward`](super::average_in_backward), most of the exchange has
+/// begun in the backward.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn average_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -57,11 +56,12 @@ pub fn average_gradients<M: Module>(
     join(model, gradients, group);
 }
 
-/// [`average_gradients`] of a model of [`fully_shard`](super::fully_shard): waits for the means
-/// that the backward has begun, and averages the gradients of the parameters that are whole.
+/// Version of [`average_gradients`] for a model of [`fully_shard`](super::fully_shard): waits for
+/// the means that the backward began, and averages the gradients of parameters that are not
+/// sharded.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn reduce_gradients<M: Module>(model: &M, gradients: &mut GradientsParams, shards: &Shards) {
     let group = &shards.group;
     let mean = (group, Reduction::Avg);
@@ -69,7 +69,7 @@ pub fn reduce_gradients<M: Module>(model: &M, gradients: &mut GradientsParams, s
     join(model, gradients, group);
 }
 
-/// Adds the means that were taken beside the backward.
+/// Adds the means that were computed concurrently with the backward.
 fn join<M: Module>(model: &M, gradients: &mut GradientsParams, group: &ProcessGroup) {
     if group.size() > 1 {
         model.visit(&mut Join { gradients, group });
@@ -90,7 +90,7 @@ impl ModuleVisitor for Join<'_> {
         let like = param.base().without_autodiff().into_dispatch();
         let mean = Dispatch::nvfp4_gradient_beside(like, id, link);
         let mean = Tensor::<D>::from_dispatch(mean);
-        // Of uses that autodiff returned the mean of.
+        // Means of the uses of the parameter whose gradient autodiff returned.
         let sum = match self.gradients.remove::<D>(param.id) {
             Some(other) => mean + other,
             None => mean,
@@ -100,17 +100,17 @@ impl ModuleVisitor for Join<'_> {
 }
 
 /// Replaces the gradients of `model` by those of the mean of the losses of all ranks of
-/// [`batch`](ExpertGroups::batch), all of which call it with gradients of the same parameters.
+/// [`batch`](ExpertGroups::batch), which must all call it with gradients of the same parameters.
 ///
-/// The gradient of a parameter that all ranks have is the mean over them. That of an expert is of
-/// the tokens of all ranks that the experts are on already: it is summed over
-/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`. Where the ranks have
-/// differentiated [their shares](super::RankLoss::Share) of that mean, both are sums. Of a model of
-/// [`average_replicated_in_backward`](super::average_replicated_in_backward) the backward has begun
-/// most of it.
+/// The gradient of a replicated parameter is averaged over the ranks. The gradient of an expert
+/// already covers the tokens of all ranks that the experts are on: it is summed over
+/// [`data`](ExpertGroups::data), and divided by the number of ranks of `batch`. If the ranks have
+/// differentiated [their shares](super::RankLoss::Share) of the mean loss, both are plain sums. For
+/// a model of [`average_replicated_in_backward`](super::average_replicated_in_backward), most of
+/// the exchange has begun in the backward.
 ///
 /// # Panics
-/// When a group fails.
+/// If a group fails.
 pub fn average_expert_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -119,11 +119,11 @@ pub fn average_expert_gradients<M: Module>(
     reduce_expert_gradients(model, gradients, groups, &BTreeSet::new());
 }
 
-/// [`average_expert_gradients`] of a model of [`fully_shard_experts`](super::fully_shard_experts),
-/// whose parameters `sharded` are parts.
+/// Version of [`average_expert_gradients`] for a model of
+/// [`fully_shard_experts`](super::fully_shard_experts), whose parameters `sharded` are shards.
 ///
 /// # Panics
-/// When a group fails.
+/// If a group fails.
 pub fn reduce_expert_gradients<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -159,13 +159,13 @@ pub fn reduce_expert_gradients<M: Module>(
     let parts = groups.experts.iter().filter(|id| !is_whole(**id));
     let ids: Vec<ParamId> = parts.copied().collect();
     if !ids.is_empty() {
-        // Reduced over the ranks that shard them.
+        // These are reduced over the ranks that shard them.
         join(model, gradients, groups.data);
         divide(model, gradients, ids, by);
     }
 }
 
-/// Divides the gradients of `ids` by `by`; a pass over them, unless that is one.
+/// Divides the gradients of `ids` by `by` in one pass; no operation if `by` is one.
 fn divide<M: Module>(model: &M, gradients: &mut GradientsParams, ids: Vec<ParamId>, by: f64) {
     if by != 1.0 {
         model.visit(&mut Divide { gradients, ids, by });

@@ -1,4 +1,4 @@
-//! A rank's end of a group.
+//! This rank's handle of a process group.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,16 +13,16 @@ use nvfp4_parallel::{Collective, HostGroup, ParallelError, Reduction, loopback};
 use crate::ops::collective::DeviceLink;
 use crate::ops::collective::{CollectiveOps, Exchange, Link, Overlap, ReduceDtype, Step};
 
-/// The ranks that work together on something, such as the parts of a batch or of a weight: this
-/// rank's end. Clones are the same end.
+/// This rank's handle of a group of ranks that work together, for example on shards of a batch or
+/// of a weight. Clones are the same handle.
 ///
-/// All ranks of a group call the same operations in the same order. Tensors travel through the
-/// memory of the host: sums are taken in the order of ranks, in `f32`, and rounded once, so that
-/// all ranks have the same bits, and every run has them. After [`connect`](Self::connect) they
-/// travel from device to device, and NCCL chooses the order.
+/// All ranks of a group must call the same operations in the same order. Tensors are exchanged
+/// through host memory: sums are computed in rank order, in `f32`, and rounded once, so that all
+/// ranks and every run have the same bits. After [`connect`](Self::connect) tensors are sent from
+/// device to device, and NCCL chooses the order of summation.
 ///
 /// # Panics
-/// The operations panic when the group fails: another rank is gone, late or does something else.
+/// The operations panic if the group fails: another rank is gone, late, or calls another operation.
 /// The message names the rank.
 #[derive(Clone)]
 pub struct ProcessGroup {
@@ -46,17 +46,17 @@ impl From<Arc<HostGroup>> for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// A group of one rank: its operations change nothing.
+    /// Creates a group of one rank: its operations have no effect.
     pub fn single() -> Self {
         let mut groups = Self::loopback(1, Duration::ZERO);
         groups.remove(0)
     }
 
-    /// The groups of `size` ranks, each for a thread of this process. A call waits for another rank
-    /// for at most `timeout`.
+    /// Creates the groups of `size` ranks, each for a thread of this process. A call waits for
+    /// another rank for at most `timeout`.
     ///
     /// # Panics
-    /// When `size` is zero.
+    /// If `size` is zero.
     pub fn loopback(size: usize, timeout: Duration) -> Vec<Self> {
         let groups = loopback::groups(size, timeout).into_iter();
         groups.map(|group| Self::from(Arc::new(group))).collect()
@@ -72,20 +72,19 @@ impl ProcessGroup {
         self.link.host.size()
     }
 
-    /// The same group, whose ranks exchange the gradients of parameters in the type `dtype` to
-    /// reduce them; all ranks choose the same. Gradients of activations, amax values, losses and
-    /// parameters travel as before.
+    /// Sets the dtype in which the ranks exchange the gradients of parameters for reduction; all
+    /// ranks must choose the same. The exchange of activation gradients, amax values, losses and
+    /// parameters is unchanged.
     ///
-    /// It holds wherever gradients of parameters are reduced: in
+    /// The setting applies to all reductions of parameter gradients:
     /// [`average_gradients`](super::average_gradients), [`fully_shard`](super::fully_shard),
-    /// [`ZeroAdamW`](crate::optim::ZeroAdamW), their forms for experts, and in layers of a tensor
-    /// group for what all of its ranks have. Modules keep the type that the group had when they
-    /// were made.
+    /// [`ZeroAdamW`](crate::optim::ZeroAdamW), their versions for experts, and the replicated
+    /// parameters of layers of a tensor group. Modules keep the dtype that the group had when they
+    /// were created.
     ///
-    /// The reduction of [`ReduceDtype::Bf16`] is that of `bf16` tensors: through the memory of the
-    /// host the sum in the order of ranks in `f32`, for a mean divided by their number, rounded to
-    /// `bf16` once; by NCCL each addition is rounded, in the order that NCCL chooses. Of two ranks
-    /// both have the same bits.
+    /// [`ReduceDtype::Bf16`] reduces `bf16` tensors. Through host memory it sums in rank order in
+    /// `f32`, divides by the number of ranks for a mean, and rounds to `bf16` once. NCCL rounds
+    /// each addition, in the order that it chooses. For two ranks the two have the same bits.
     pub fn with_reduce_dtype(self, dtype: ReduceDtype) -> Self {
         Self {
             reduce_dtype: dtype,
@@ -93,31 +92,32 @@ impl ProcessGroup {
         }
     }
 
-    /// The type in which gradients of parameters travel to be reduced.
+    /// Returns the dtype of the exchange of parameter gradients.
     pub fn reduce_dtype(&self) -> ReduceDtype {
         self.reduce_dtype
     }
 
-    /// The group of `members`, ranks of this group in ascending order, this one among them. All of
-    /// them call this at the same point of their program; nothing is exchanged.
+    /// Returns the group of `members`, ranks of this group in ascending order, including this one.
+    /// All members call this at the same point of their program; nothing is exchanged.
     ///
     /// # Errors
-    /// When `members` is not ascending, has a rank that there is not, or lacks this one.
+    /// Returns an error if `members` is not ascending, contains a rank out of range, or lacks this
+    /// rank.
     pub fn subgroup(&self, members: &[usize]) -> Result<Self, ParallelError> {
         let group = Self::from(Arc::new(self.link.host.subgroup(members)?));
         Ok(group.with_reduce_dtype(self.reduce_dtype))
     }
 
-    /// Has floats and integers travel from device to device, by NCCL, which is found at run time.
-    /// All ranks call it, each with its device. What NCCL does not take still travels through the
-    /// memory of the host: sums of `f16`, and slices.
-    /// `overlap` says what runs beside kernels, on a second stream, where there is something that
-    /// can.
+    /// Connects the devices by NCCL, which is loaded at run time, to exchange floats and integers
+    /// from device to device. All ranks call it, each with its device. Operations that NCCL does
+    /// not support still go through host memory: sums of `f16`, and slices. `overlap` selects the
+    /// exchanges that run concurrently with kernels, on a second stream, where possible.
     ///
-    /// Dropping a group does not end its connections: NCCL's memory goes back with the process.
+    /// Dropping a group does not close its connections: NCCL's memory is freed with the process.
     ///
     /// # Errors
-    /// When the device is not a CUDA device, NCCL is not there or fails, or the group does.
+    /// Returns an error if the device is not a CUDA device, NCCL is missing or fails, or the group
+    /// fails.
     pub fn connect(self, device: &Device, overlap: Overlap) -> Result<Self, Nvfp4Error> {
         let refused = |reason: String| Nvfp4Error::Unsupported {
             library: "NCCL",
@@ -145,71 +145,73 @@ impl ProcessGroup {
         Err(refused("this build is without the feature cuda".into()))
     }
 
-    /// Whether tensors travel from device to device, of which the ranks each have one.
+    /// Returns true if tensors are exchanged from device to device, with one device per rank.
     pub fn is_connected(&self) -> bool {
         self.link.is_connected()
     }
 
-    /// What is exchanged beside kernels: what [`connect`](Self::connect) was given.
+    /// Returns the exchanges that run concurrently with kernels, as passed to
+    /// [`connect`](Self::connect).
     pub fn overlap(&self) -> Overlap {
         self.link.overlap()
     }
 
-    /// The collectives over host memory.
+    /// Returns the collectives over host memory.
     pub fn collective(&self) -> &HostGroup {
         &self.link.host
     }
 
-    /// The reduction of all ranks' tensors, which have one shape; a constant for autodiff.
+    /// Reduces tensors of one shape over all ranks; a constant for autodiff.
     ///
     /// # Panics
-    /// When `reduction` is the mean of a tensor that is not `f32`, `bf16` or `f16`, and when the
-    /// group fails.
+    /// If `reduction` is the mean of a tensor that is not `f32`, `bf16` or `f16`, or the group
+    /// fails.
     pub fn all_reduce<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
         self.constant(x, Step::AllReduce(reduction))
     }
 
-    /// The tensors of all ranks, which have one shape, one after the other along axis `dim`; a
-    /// constant for autodiff.
+    /// Gathers tensors of one shape from all ranks, concatenated along axis `dim`; a constant for
+    /// autodiff.
     ///
     /// # Panics
-    /// When `dim` is not an axis, and when the group fails.
+    /// If `dim` is not an axis, or the group fails.
     pub fn all_gather<const D: usize>(&self, x: Tensor<D>, dim: usize) -> Tensor<D> {
         let x = x.swap_dims(0, dim);
         self.constant(x, Step::AllGather).swap_dims(0, dim)
     }
 
-    /// Part `rank` along the first axis of the reduction of all ranks' tensors; a constant for
+    /// Reduces tensors over all ranks and returns shard `rank` along the first axis; a constant for
     /// autodiff.
     ///
     /// # Panics
-    /// When the axis is no multiple of the number of ranks, and when the group fails.
+    /// If the axis is not a multiple of the number of ranks, or the group fails.
     pub fn reduce_scatter<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
         or_panic(self.check_parts("x", x.dims()[0]));
         self.constant(x, Step::ReduceScatter(reduction))
     }
 
-    /// The tensor of rank `root`, in place of tensors of its shape; a constant for autodiff.
+    /// Broadcasts the tensor of rank `root`; `x` must have its shape on all ranks. A constant for
+    /// autodiff.
     ///
     /// # Panics
-    /// When there is no such rank, and when the group fails.
+    /// If there is no such rank, or the group fails.
     pub fn broadcast<const D: usize>(&self, x: Tensor<D>, root: usize) -> Tensor<D> {
         self.constant(x, Step::Broadcast { root })
     }
 
-    /// [`all_gather`](Self::all_gather) of integers along the first axis.
+    /// Version of [`all_gather`](Self::all_gather) for integers, along the first axis.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn all_gather_int<const D: usize>(&self, x: Tensor<D, Int>) -> Tensor<D, Int> {
         self.exchange_int(x, Step::AllGather)
     }
 
-    /// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` from it: all that
-    /// arrive, in the order of ranks.
+    /// Sends `send[r]` rows of `x` to each rank `r`, and receives `receive[r]` rows from it.
+    /// Returns all received rows in rank order.
     ///
     /// # Panics
-    /// When the counts do not fit `x` or those of another rank, and when the group fails.
+    /// If the counts do not match `x` or those of another rank, or the group fails.
     pub fn all_to_all_int<const D: usize>(
         &self,
         x: Tensor<D, Int>,
@@ -226,17 +228,17 @@ impl ProcessGroup {
     /// Waits until all ranks have called it.
     ///
     /// # Errors
-    /// When the group fails.
+    /// Returns an error if the group fails.
     pub fn barrier(&self) -> Result<(), ParallelError> {
         self.link.host.barrier()
     }
 
-    /// What an exchange of this group needs.
+    /// Returns the connections that an exchange of this group needs.
     pub(crate) fn link(&self) -> Link {
         self.link.clone()
     }
 
-    /// Fails unless `len` elements of `argument` have equal parts on all ranks.
+    /// Returns an error if `len` elements of `argument` cannot be divided equally among the ranks.
     pub(crate) fn check_parts(&self, argument: &'static str, len: usize) -> Result<(), Nvfp4Error> {
         if len.is_multiple_of(self.size()) {
             return Ok(());
@@ -248,13 +250,13 @@ impl ProcessGroup {
         ))
     }
 
-    /// The step of a gradient of a parameter, a reduction in the [type for
-    /// them](Self::with_reduce_dtype).
+    /// Reduces a parameter gradient by `step`, in the [dtype for parameter
+    /// gradients](Self::with_reduce_dtype).
     pub(crate) fn reduce_gradient<const D: usize>(&self, x: Tensor<D>, step: Step) -> Tensor<D> {
         self.exchange(x, self.gradient_exchange(step))
     }
 
-    /// That step.
+    /// Returns the exchange of [`reduce_gradient`](Self::reduce_gradient).
     pub(crate) fn gradient_exchange(&self, step: Step) -> Exchange {
         Exchange::constant(self.link(), step).reducing_in(self.reduce_dtype)
     }
@@ -264,7 +266,7 @@ impl ProcessGroup {
     }
 
     fn exchange<const D: usize>(&self, x: Tensor<D>, exchange: Exchange) -> Tensor<D> {
-        // Detaching alone keeps the requirement of a leaf.
+        // Detaching alone keeps the gradient requirement of a leaf.
         let x = x.detach().set_require_grad(false).into_dispatch();
         Tensor::from_dispatch(Dispatch::nvfp4_exchange(x, exchange))
     }

@@ -1,4 +1,4 @@
-//! The share of a training step in which compute waits for collectives.
+//! Exposed communication: the fraction of a training step in which compute waits for collectives.
 
 use std::time::{Duration, Instant};
 
@@ -6,46 +6,46 @@ use burn_core::tensor::Device;
 
 use super::ProcessGroup;
 
-/// What [`CommunicationMeter`] has measured.
+/// Result of a [`CommunicationMeter`].
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ExposedCommunication {
-    /// Steps that were measured.
+    /// Number of measured steps.
     pub steps: u64,
-    /// Seconds of them in which compute waited for collectives.
+    /// Seconds of the measured steps in which compute waited for collectives.
     pub waited: f64,
-    /// Seconds of them.
+    /// Total seconds of the measured steps.
     pub total: f64,
 }
 
 impl ExposedCommunication {
-    /// The share of the time in which compute waited, in percent; none if nothing was measured.
+    /// Percentage of the time in which compute waited; `None` if nothing was measured.
     pub fn percent(&self) -> Option<f64> {
         (self.steps > 0 && self.total > 0.0).then(|| 100.0 * self.waited / self.total)
     }
 }
 
-/// Measures how much of a step communication takes that compute does not hide, on one rank.
+/// Measures exposed communication on one rank: the part that does not overlap with compute.
 ///
-/// Where tensors travel through the memory of the host it is the wall clock of the calls; copies to
-/// and from a device are not in it. Where a group [is connected](ProcessGroup::connect) it is the
-/// time that CubeCL's stream is in a collective, or waits for those of the second stream, by the
-/// device's own clock; what is hidden is not in it, nor is a wait of the host for counts.
+/// For exchanges through host memory it is the wall-clock time of the calls, without copies to and
+/// from a device. For a [connected](ProcessGroup::connect) group it is the time during which
+/// CubeCL's stream runs a collective, or waits for the second stream, by the device clock.
+/// Overlapped communication and host waits for counts are not included.
 ///
-/// Begin and end are marks in the queue of the device, which never waits for them; with connected
-/// groups measure few steps, since there are two more marks around each collective.
+/// Begin and end are events in the queue of the device, which never waits for them. Measure only a
+/// few steps with connected groups, because each collective adds two more events.
 pub struct CommunicationMeter {
     group: ProcessGroup,
     clock: Clock,
-    /// Whether a step is being measured.
+    /// True while a step is being measured.
     is_open: bool,
     found: ExposedCommunication,
 }
 
-/// What the time is read from.
+/// Source of the time.
 enum Clock {
     Host {
         began: Instant,
-        /// In collectives until then.
+        /// Accumulated time in collectives at that point.
         waited: Duration,
     },
     #[cfg(feature = "cuda")]
@@ -53,8 +53,8 @@ enum Clock {
 }
 
 impl CommunicationMeter {
-    /// For the steps of this rank in `group` and all groups that were made of it, on `device`;
-    /// whether tensors travel from device to device.
+    /// Creates a meter for the steps of this rank in `group` and all groups derived from it, on
+    /// `device`. `is_connected` is true if tensors are exchanged from device to device.
     pub fn new(group: &ProcessGroup, device: &Device, is_connected: bool) -> Self {
         let host = Clock::Host {
             began: Instant::now(),
@@ -75,12 +75,12 @@ impl CommunicationMeter {
         }
     }
 
-    /// Whether it costs nothing to measure each step.
+    /// Returns true if measuring each step has no cost.
     pub fn is_free(&self) -> bool {
         matches!(self.clock, Clock::Host { .. })
     }
 
-    /// A step begins.
+    /// Begins a step.
     pub fn begin(&mut self) {
         self.is_open = true;
         let meter = self.group.collective().meter();
@@ -93,7 +93,7 @@ impl CommunicationMeter {
         }
     }
 
-    /// It ends. Without a [`begin`](Self::begin) before it, nothing happens.
+    /// Ends the step. Without a preceding [`begin`](Self::begin), it has no effect.
     pub fn end(&mut self) {
         if !std::mem::take(&mut self.is_open) {
             return;
@@ -110,9 +110,9 @@ impl CommunicationMeter {
         }
     }
 
-    /// `work`, in which ranks agree on something between two steps, over the memory of the host. It
-    /// belongs to the time of the step before it unless tensors travel from device to device: the
-    /// device computes meanwhile.
+    /// Runs `work`, in which ranks agree on something between two steps, over host memory. Its time
+    /// counts for the previous step unless tensors are exchanged from device to device: then the
+    /// device computes in the meantime.
     pub fn between<T>(&mut self, work: impl FnOnce() -> T) -> T {
         if !self.is_free() {
             return work();
@@ -125,7 +125,7 @@ impl CommunicationMeter {
         made
     }
 
-    /// What was measured so far; waits for the device, if it has measured.
+    /// Returns the results so far. Waits for the device if it was measured.
     pub fn measured(&mut self) -> ExposedCommunication {
         #[cfg(feature = "cuda")]
         if let Clock::Device(steps) = &mut self.clock {
@@ -149,7 +149,7 @@ mod on_device {
     pub(super) struct Steps {
         device: Device,
         client: Client,
-        /// The last one that has begun, and whether it has ended.
+        /// Last step that has begun, with a flag for its end.
         last: Option<Last>,
     }
 
@@ -159,7 +159,7 @@ mod on_device {
     }
 
     impl Steps {
-        /// None on a device that has no such clock.
+        /// Returns `None` on a device that has no such clock.
         pub fn new(device: &Device) -> Option<Self> {
             let device = device.clone().without_autodiff();
             let client = match device.as_dispatch() {
@@ -174,7 +174,8 @@ mod on_device {
             })
         }
 
-        /// What Burn's fusion holds back belongs before the mark.
+        /// Records an event. Flushes first: operations that Burn's fusion holds back belong before
+        /// the event.
         fn mark(&self, span: StreamSpan, begins: bool) {
             if let Err(error) = self.device.flush() {
                 tracing::warn!("what a step has queued could not be launched: {error:?}");
@@ -205,13 +206,13 @@ mod on_device {
             }
         }
 
-        /// Adds the last step to `found`, once the device has passed it.
+        /// Adds the last step to `found`, once the device has completed it.
         pub fn read(&mut self, meter: &Meter, found: &mut ExposedCommunication) {
             let Some(last) = self.last.take().filter(|last| last.has_ended) else {
                 return;
             };
             let meter = meter.clone();
-            // On the device thread, behind those who push spans.
+            // Runs on the device thread, after the threads that push spans.
             let read = foreign::run(&self.client, move || {
                 let total = last.span.seconds()?;
                 let spans = meter.take();

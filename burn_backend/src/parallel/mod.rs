@@ -1,18 +1,19 @@
-//! Training by several ranks: groups of them, and what they do with tensors together.
+//! Multi-rank training: process groups, and parallel operations on tensors.
 //!
-//! - [`ProcessGroup`] is a rank's end of a group, with collectives on tensors.
-//! - [`functions`] are collectives that autodiff differentiates, of which parallel layers are made.
-//! - [`average_gradients`] is data parallelism: all ranks have the model, and a part of the batch.
-//!   [`average_in_backward`] has most of it happen while the backward goes on.
-//!   [`average_expert_gradients`] and [`average_replicated_in_backward`] are the same for models with
-//!   experts on several ranks.
-//! - [`fully_shard`] is FSDP: each rank has a part of each parameter, too. [`Shards`] tells an
-//!   optimizer which ones. [`fully_shard_experts`] and [`reduce_expert_gradients`] are the same for
-//!   models with experts on several ranks, and [`SplitParameters`] says what tensor or expert
-//!   parallelism has split before.
-//! - [`Overlap`] says what GPUs exchange beside kernels.
-//! - [`CommunicationMeter`] measures what communication compute does not hide.
-//! - [`try_quantize_all_gather`] sends 4-bit codes between ranks.
+//! - [`ProcessGroup`] is a rank's handle of a group, with collectives on tensors.
+//! - [`functions`] are differentiable collectives, the building blocks of parallel layers.
+//! - [`average_gradients`] is data parallelism: the model is replicated, and each rank has a shard
+//!   of the batch. [`average_in_backward`] overlaps most of it with the backward.
+//!   [`average_expert_gradients`] and [`average_replicated_in_backward`] are the versions for
+//!   models with experts sharded over ranks.
+//! - [`fully_shard`] is FSDP: each rank also has a shard of each parameter. [`Shards`] tells an
+//!   optimizer which parameters are sharded. [`fully_shard_experts`] and
+//!   [`reduce_expert_gradients`] are the versions for models with experts sharded over ranks, and
+//!   [`SplitParameters`] describes the parameters that tensor or expert parallelism has split
+//!   before.
+//! - [`Overlap`] selects the exchanges between GPUs that run concurrently with kernels.
+//! - [`CommunicationMeter`] measures exposed communication.
+//! - [`try_quantize_all_gather`] all-gathers tensors as 4-bit codes.
 
 pub mod functions;
 

@@ -1,4 +1,4 @@
-//! Gradients that are averaged from within the backward.
+//! Gradients that are averaged during the backward.
 
 use burn_core::module::{Content, Module, Param, Reparameterization, Reparameterizer};
 use burn_core::tensor::Tensor;
@@ -10,16 +10,16 @@ use super::{ExpertGroups, ProcessGroup};
 use crate::ops::collective::ReduceDtype;
 use crate::parameterless::{Parameterless, parameterless_module};
 
-/// Elements from which on a gradient travels by itself between GPUs of a machine: a collective of
-/// fewer takes as long as an empty one.
+/// Number of elements from which a gradient is exchanged separately between GPUs of a machine: a
+/// collective of fewer elements takes as long as an empty one.
 pub const SMALLEST_ALONE: usize = 1 << 16;
 
-/// Of a parameter that all ranks have: its gradient is averaged over them as soon as the backward
-/// has it. [`average_in_backward`] makes parameters so.
+/// Reparameterization of a replicated parameter: its gradient is averaged over the ranks as soon as
+/// the backward has computed it. Created by [`average_in_backward`].
 #[derive(Clone, Debug)]
 pub struct Averaged {
     group: ProcessGroup,
-    /// The parameter's id, under which its gradient waits.
+    /// Id of the parameter, the key of its pending gradient.
     id: u64,
     reduction: Reduction,
 }
@@ -42,7 +42,8 @@ impl Reparameterization for Averaged {
     }
 }
 
-/// The type in which ranks exchange the gradient of `param`, if they do so within the backward.
+/// Returns the dtype in which ranks exchange the gradient of `param`, if they do so during the
+/// backward.
 pub(crate) fn reduce_dtype_of<const D: usize>(param: &Param<Tensor<D>>) -> ReduceDtype {
     let averaged = param.reparameterization::<Averaged>();
     let averaged = averaged.map(|averaged| averaged.group.reduce_dtype());
@@ -51,24 +52,24 @@ pub(crate) fn reduce_dtype_of<const D: usize>(param: &Param<Tensor<D>>) -> Reduc
     averaged.or(sharded).unwrap_or_default()
 }
 
-/// `module`, which all ranks have, with gradients that are handed over as soon as the backward has
-/// them. Where `group` [is connected](ProcessGroup::connect), they travel between the kernels of the
-/// backward, many at once and without copies into buckets, or beside them. Parameters of fewer than `smallest` elements
-/// ([`SMALLEST_ALONE`]) are left to the buckets of
-/// [`average_gradients`](super::average_gradients).
+/// Marks the replicated parameters of `module` so that their gradients are exchanged as soon as the
+/// backward has computed them. If `group` [is connected](ProcessGroup::connect), they are exchanged
+/// between the kernels of the backward or concurrently with them, many at once and without copies
+/// into buckets. Parameters of fewer than `smallest` elements ([`SMALLEST_ALONE`]) are left to the
+/// buckets of [`average_gradients`](super::average_gradients).
 ///
-/// [`average_gradients`](super::average_gradients) has to follow each backward, or several whose
-/// gradients add up: gradients of such parameters are with `group` until then, and not among those
-/// that autodiff returns. Its means have the bits that it has without this.
+/// Call [`average_gradients`](super::average_gradients) after each backward, or after several whose
+/// gradients add up: until then `group` holds the gradients of such parameters, and autodiff does
+/// not return them. The means have the same bits as without this function.
 ///
-/// Modules need not know of it. All ranks call `module` at the same points of their program.
+/// Modules need no change. All ranks must call `module` at the same points of their program.
 pub fn average_in_backward<M: Module>(module: M, group: &ProcessGroup, smallest: usize) -> M {
     average_replicated_in_backward(module, ExpertGroups::none(group), smallest)
 }
 
-/// [`average_in_backward`] of a model with experts on several ranks, over
-/// [`batch`](ExpertGroups::batch): of the parameters that all of its ranks have.
-/// [`average_expert_gradients`](super::average_expert_gradients) has to follow each backward.
+/// Version of [`average_in_backward`] for a model with experts sharded over ranks: averages the
+/// parameters that are replicated on all ranks of [`batch`](ExpertGroups::batch). Call
+/// [`average_expert_gradients`](super::average_expert_gradients) after each backward.
 pub fn average_replicated_in_backward<M: Module>(
     module: M,
     groups: ExpertGroups<'_>,
@@ -80,7 +81,7 @@ pub fn average_replicated_in_backward<M: Module>(
     module.apply_reparameterization(Average { groups, smallest })
 }
 
-/// Marks the parameters that are large enough.
+/// Mapper that marks the parameters that are large enough.
 struct Average<'a> {
     groups: ExpertGroups<'a>,
     smallest: usize,

@@ -1,4 +1,4 @@
-//! Tensors that ranks exchange beside kernels.
+//! Tensors that are exchanged concurrently with kernels.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;
@@ -7,24 +7,24 @@ use super::ProcessGroup;
 use super::functions::{self, Steps};
 use crate::ops::collective::{CollectiveOps, OverlappedExchange};
 
-/// The result of an exchange that has begun. It may be read once the exchange [ends](Self::end).
+/// Result of an exchange that has begun. It must not be read before the exchange [ends](Self::end).
 ///
-/// The gradient's exchange begins in the backward of the end, and ends in the backward of the
-/// beginning. What is made of [`behind`](Self::behind) and given to [`end`](Self::end) runs beside
+/// In the backward, the exchange of the gradient begins at `end` and ends at `begin`. Operations on
+/// the result of [`behind`](Self::behind) whose result is passed to [`end`](Self::end) overlap with
 /// the exchange, forward and backward.
 #[derive(Debug)]
 #[must_use = "an exchange that has begun has to end"]
 pub(crate) struct Pending {
-    /// Not to be read while there is an `exchange`.
+    /// Must not be read while `exchange` is set.
     x: Tensor<2>,
-    /// Where it runs beside kernels.
+    /// Set if the exchange runs concurrently with kernels.
     exchange: Option<OverlappedExchange>,
 }
 
 impl Pending {
-    /// Begins an exchange of `x` along its first axis, whose steps forward and backward are
-    /// `steps`: beside the kernels that follow if it `overlaps`, and else in line with them. The
-    /// results have the same bits.
+    /// Begins an exchange of `x` along its first axis with the given `steps` for forward and
+    /// backward. If `overlaps`, it runs concurrently with the following kernels, otherwise
+    /// serialized with them. The results have the same bits.
     pub fn begin(x: Tensor<2>, steps: Steps, group: &ProcessGroup, overlaps: bool) -> Self {
         if !overlaps || group.size() == 1 {
             let x = functions::exchange(x, group, steps);
@@ -38,7 +38,7 @@ impl Pending {
         }
     }
 
-    /// `x`, of which something is made beside the exchange: in the backward too.
+    /// Returns `x` for operations that overlap with the exchange, in the backward too.
     pub fn behind(&self, x: Tensor<2>) -> Tensor<2> {
         if self.exchange.is_none() {
             return x;
@@ -47,14 +47,14 @@ impl Pending {
         Tensor::from_dispatch(Dispatch::nvfp4_behind(x.into_dispatch(), pending))
     }
 
-    /// The result, to be read from here on. `beside`, if there is something, was made beside the
-    /// exchange: its backward runs beside the exchange of the gradient. It has no gradient of this,
-    /// so what is made of the result has to be made of it too.
+    /// Returns the result, which may be read from now on. `beside`, if given, was computed
+    /// concurrently with the exchange: its backward overlaps with the exchange of the gradient.
+    /// `beside` gets no gradient from here, so whatever uses the result must use `beside` too.
     pub fn end(self, beside: Option<&Tensor<2>>) -> Tensor<2> {
         let Some(exchange) = self.exchange else {
             return self.x;
         };
-        // Nothing lies between the result and itself.
+        // Without a `beside`, the result itself takes its role, so that nothing overlaps.
         let beside = beside.unwrap_or(&self.x).clone().into_dispatch();
         let ended = Dispatch::nvfp4_end(self.x.into_dispatch(), beside, exchange);
         Tensor::from_dispatch(ended)
@@ -74,11 +74,11 @@ mod tests {
     use super::*;
     use crate::experts::{Router, try_moe_route};
 
-    /// Notes steps of exchanges, and what the router does.
+    /// Records the steps of exchanges, and the events of the router.
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<String>>>);
 
-    /// The step of an exchange, or the direction of the router.
+    /// Step of an exchange, or direction of the router.
     #[derive(Default)]
     struct Line(String);
 
@@ -116,9 +116,9 @@ mod tests {
         fn exit(&self, _span: &span::Id) {}
     }
 
-    /// What the ranks do in a forward and a backward of `layer`, of which each has tokens.
+    /// Returns the events of each rank in a forward and a backward of `layer`.
     fn steps(layer: impl Fn(Tensor<2>, &ProcessGroup) -> Tensor<1> + Sync) -> Vec<Vec<String>> {
-        // One that listens before the first event: that decides whether there are more.
+        // A listener must exist before the first event: otherwise tracing disables the events.
         let _listener = tracing::Dispatch::new(Log::default());
         let (layer, groups) = (&layer, ProcessGroup::loopback(2, Duration::from_secs(60)));
         thread::scope(|scope| {
@@ -142,7 +142,7 @@ mod tests {
         })
     }
 
-    /// The weights of two of four experts for each token.
+    /// Routes tokens: weights of two of four experts per token.
     fn routed(x: Tensor<2>) -> Tensor<2> {
         let router = Router {
             experts: 4,
@@ -156,7 +156,7 @@ mod tests {
         Pending::begin(x, Steps::gather_sum(), group, true)
     }
 
-    /// What is made of the same tensor, and of more operations than the exchange.
+    /// A branch of the same tensor overlaps even if it has more operations than the exchange.
     #[test]
     fn longer_branches_run_beside_it() {
         let found = steps(|x, group| {
@@ -175,8 +175,8 @@ mod tests {
         assert_eq!(found, [expected; 2]);
     }
 
-    /// An exchange at the end of a long branch: in the backward a shorter one comes long after it,
-    /// unless it is behind the exchange.
+    /// An exchange at the end of a long branch: in the backward, a shorter branch runs long after
+    /// it unless it is computed from `behind`.
     #[test]
     fn what_is_behind_it_runs_beside_it() {
         let of = |is_behind: bool| {
@@ -218,7 +218,7 @@ mod tests {
         assert_eq!(found, [expected; 2]);
     }
 
-    /// A tensor without a gradient has none beside one with.
+    /// A tensor without a gradient stays so next to one with a gradient.
     #[test]
     fn what_is_not_tracked_stays_so() {
         let found = steps(|x, group| {

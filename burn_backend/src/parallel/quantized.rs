@@ -1,4 +1,4 @@
-//! Quantized tensors of the tokens of all ranks.
+//! Quantized all-gather of the tokens of all ranks.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;
@@ -8,21 +8,21 @@ use super::ProcessGroup;
 use crate::functions::{Nvfp4Tensor, quantize_params, try_quantize};
 use crate::ops::sharding::gathered_tokens;
 
-/// The quantized tensor along `usage` of the tokens of all ranks, of which each has some rows `x`,
-/// `[rows, cols]`: 4-bit codes and block scales travel, 0.5625 bytes an element, and before them
-/// the amax. The bytes are those of the quantized tensor of all rows on one device, its random bits
+/// Returns the tokens of all ranks, quantized along `usage`; each rank passes its rows `x`,
+/// `[rows, cols]`. The exchange transfers the amax first, then 4-bit codes and block scales, 0.5625
+/// bytes per element. The bytes are those of all rows quantized on one device, random bits
 /// included. A constant for autodiff.
 ///
-/// Rowwise storage concatenates the ranks' rows. In columnwise storage, which is transposed, the
+/// Row-wise storage concatenates the ranks' rows. In column-wise storage, which is transposed, the
 /// tokens of a rank are a part of each stored row.
 ///
 /// # Errors
-/// When the device or the type is not supported, `cols` is no multiple of 16 for
-/// [`Usage::Rowwise`], a transform is asked for there, or the rows are no multiple of 16, or of the
-/// size of the transform. Nothing has been exchanged then.
+/// Returns an error if the device or the dtype is not supported, `cols` is not a multiple of 16 for
+/// [`Usage::Rowwise`], a transform is requested along it, or the number of rows is not a multiple
+/// of 16 and of the size of the transform. Nothing has been exchanged then.
 ///
 /// # Panics
-/// When the group fails.
+/// If the group fails.
 pub fn try_quantize_all_gather(
     x: Tensor<2>,
     usage: Usage,

@@ -1,4 +1,4 @@
-//! Parameters of which each rank has a part.
+//! Fully sharded parameters (FSDP).
 
 use std::collections::BTreeSet;
 
@@ -15,14 +15,14 @@ use crate::ops::LinearSpec;
 use crate::ops::sharding::{GatheredWeight, WeightPart};
 use crate::parameterless::{Parameterless, parameterless_module};
 
-/// Of a parameter: the value that it holds is this rank's part of it, and the parts of all ranks
-/// are gathered each time that it is used. Burn's traversals see the part.
+/// Reparameterization of a sharded parameter: the parameter holds this rank's shard, and the shards
+/// of all ranks are gathered at each use. Burn's traversals see the shard.
 ///
-/// [`fully_shard`] makes parameters so.
+/// Created by [`fully_shard`].
 #[derive(Clone, Debug)]
 pub struct Sharded {
     group: ProcessGroup,
-    /// The parameter's id, under which its gradient waits.
+    /// Id of the parameter, the key of its pending gradient.
     id: u64,
     reduction: Reduction,
 }
@@ -46,14 +46,14 @@ impl Reparameterization for Sharded {
 }
 
 impl Sharded {
-    /// The ranks.
+    /// Returns the ranks.
     pub(super) fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// How quantized operands of the parameter, a weight of which this rank has `part`, are
-    /// gathered for `spec`; none if they cannot be. `is_alone` says whether the weight of the layer
-    /// is this parameter and nothing else.
+    /// Returns the gather of the quantized operands of the parameter for `spec`, given this rank's
+    /// shard `part` of the weight; `None` if operands cannot be gathered. `is_alone` is true if the
+    /// weight of the layer is this parameter and nothing else.
     pub(crate) fn operands(
         &self,
         is_alone: bool,
@@ -65,13 +65,12 @@ impl Sharded {
     }
 }
 
-/// Whether the parameter is gathered each time that it is used.
+/// Returns true if the parameter is sharded and gathered at each use.
 pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     param.reparameterization::<Sharded>().is_some()
 }
 
-/// The shape of a parameter for those who use it: that of the whole, where it is sharded. Its value
-/// is not asked for.
+/// Returns the unsharded shape of a parameter, without reading its value.
 pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {
     let mut dims = param.lazy_shape().dims::<D>();
     if let Some(sharded) = param.reparameterization::<Sharded>() {
@@ -80,49 +79,49 @@ pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D]
     dims
 }
 
-/// Shards the parameters of `module` over `group` (FSDP, ZeRO-3): each rank keeps part `rank` along
-/// the first axis of each of them, and all that follows from them, gradients and optimizer state,
-/// is of that part. Parameters whose first axis is no multiple of the number of ranks stay whole.
+/// Shards the parameters of `module` over `group` (FSDP, ZeRO-3): each rank keeps shard `rank` of
+/// each parameter along the first axis, with its gradient and optimizer state. Parameters whose
+/// first axis is not a multiple of the number of ranks stay unsharded.
 ///
-/// A forward gathers a parameter when it uses it and frees it afterwards:
+/// A forward gathers a parameter when it uses it, and frees it afterwards:
 ///
-/// - An [`Nvfp4Linear`], by itself or in a feed-forward, quantizes this rank's part, with the amax
-///   of all ranks', and gathers codes and block scales, in the forward and again in the backward:
-///   bit for bit those of the whole, if a part has a multiple of 16 rows (of the recipe's blocks
-///   and rotations).
-/// - An [`Nvfp4GroupedLinear`], by itself or in a mixture, has a part of whole experts, each with
-///   global scales of its own. It quantizes them, and gathers codes, block scales and amax values
-///   in the same way, whatever their rows.
-/// - In high precision both gather values in the type of the activations.
-/// - Other layers gather the parameter in its type, and keep it. So do these two while telemetry is
-///   on, and where the recipe rotates the values of weights by MS-EDEN, for which each rank draws
-///   signs of its own.
+/// - An [`Nvfp4Linear`], alone or in a feed-forward, quantizes this rank's shard with the amax over
+///   all ranks, and gathers codes and block scales, in the forward and again in the backward. They
+///   are bit for bit those of the unsharded weight, if the number of rows of a shard is a multiple
+///   of 16 (of the recipe's block and transform sizes).
+/// - An [`Nvfp4GroupedLinear`], alone or in a mixture, has a shard of whole experts, each with
+///   separate global scales. It quantizes them, and gathers codes, block scales and amax values in
+///   the same way, for any number of rows.
+/// - In high precision both gather values in the dtype of the activations.
+/// - Other layers gather the parameter in its dtype, and keep it. So do these two while telemetry
+///   is on, and if the recipe applies MS-EDEN to weights, for which each rank draws different
+///   signs.
 ///
-/// The gradient of a parameter is this rank's part of the mean over the ranks, which have a part of
-/// the batch each. The mean is taken beside the rest of the backward:
-/// [`reduce_gradients`](super::reduce_gradients) has to follow each backward, waits for it, and
-/// averages the gradients of parameters that stay whole. All ranks call `module` at the same points
-/// of their program.
+/// The gradient of a parameter is this rank's shard of the mean over the ranks, which each have a
+/// shard of the batch. The mean is computed concurrently with the rest of the backward: call
+/// [`reduce_gradients`](super::reduce_gradients) after each backward to wait for it and to average
+/// the gradients of unsharded parameters. All ranks must call `module` at the same points of their
+/// program.
 ///
-/// Modules need not know of it, burn-nn's neither: [`Param::val`] gathers. What reads the shape of
-/// a parameter itself sees that of the part. [`gather`] and `Module::materialize` give the whole
-/// back.
+/// Modules need no change, including those of burn-nn: [`Param::val`] gathers. Code that reads the
+/// shape of a parameter itself sees that of the shard. [`gather`] and `Module::materialize` restore
+/// the unsharded parameters.
 ///
 /// [`Nvfp4Linear`]: crate::Nvfp4Linear
 /// [`Nvfp4GroupedLinear`]: crate::Nvfp4GroupedLinear
 ///
-/// All ranks begin with the same values: [`broadcast`](super::broadcast) makes them so.
+/// All ranks must begin with the same values; [`broadcast`](super::broadcast) ensures that.
 pub fn fully_shard<M: Module>(module: M, group: &ProcessGroup) -> M {
     fully_shard_experts(module, ExpertGroups::none(group))
 }
 
-/// [`fully_shard`] of a model with experts on several ranks: shards the parameters of experts over
-/// the ranks with the same ones, [`data`](ExpertGroups::data), and all others over
-/// [`batch`](ExpertGroups::batch).
-/// [`reduce_expert_gradients`](super::reduce_expert_gradients) has to follow each backward.
+/// Version of [`fully_shard`] for a model with experts sharded over ranks: shards the parameters of
+/// experts over the ranks with the same experts, [`data`](ExpertGroups::data), and all others over
+/// [`batch`](ExpertGroups::batch). Call [`reduce_expert_gradients`](super::reduce_expert_gradients)
+/// after each backward.
 ///
-/// A stack of experts is sharded by whole experts, as many on each rank, which travel as operands
-/// as [`fully_shard`] says.
+/// A stack of experts is sharded by whole experts, the same number on each rank; they are gathered
+/// as quantized operands, see [`fully_shard`].
 pub fn fully_shard_experts<M: Module>(module: M, groups: ExpertGroups<'_>) -> M {
     if groups.batch.size() == 1 {
         return module;
@@ -130,7 +129,7 @@ pub fn fully_shard_experts<M: Module>(module: M, groups: ExpertGroups<'_>) -> M 
     module.apply_reparameterization(Shard { groups })
 }
 
-/// Takes the part of a rank.
+/// Mapper that takes the shard of a rank.
 struct Shard<'a> {
     groups: ExpertGroups<'a>,
 }
@@ -159,30 +158,30 @@ impl Reparameterizer for Shard<'_> {
     }
 }
 
-/// Whether a parameter of this shape is sharded over `group`.
+/// Returns true if a parameter of this shape can be sharded over `group`.
 pub(crate) fn is_shardable(dims: &[usize], group: &ProcessGroup) -> bool {
     group.size() > 1 && dims[0] > 0 && dims[0].is_multiple_of(group.size())
 }
 
-/// Part `rank` of `whole`, in memory of its own: a view would keep the whole.
+/// Returns shard `rank` of `whole` in separate memory: a view would keep the whole tensor alive.
 pub(crate) fn part<const D: usize>(whole: Tensor<D>, group: &ProcessGroup) -> Tensor<D> {
     let rows = whole.dims()[0] / group.size();
     let whole = whole.detach().set_require_grad(false);
     whole.narrow(0, group.rank() * rows, rows).add_scalar(0.0)
 }
 
-/// `tensor`, which requires a gradient if `model` does.
+/// Returns `tensor`, requiring a gradient if `model` does.
 fn like<const D: usize>(model: &Tensor<D>, tensor: Tensor<D>) -> Tensor<D> {
     tensor.set_require_grad(model.is_require_grad())
 }
 
-/// `module` with whole parameters, the same on all ranks, which all call this.
+/// Gathers the unsharded parameters of `module` on all ranks, which all call this.
 pub fn gather<M: Module>(module: M) -> M {
     module.materialize()
 }
 
 impl Shards {
-    /// Those of `module`, made by [`fully_shard`] with `group`.
+    /// Returns the sharded parameters of `module`, as created by [`fully_shard`] with `group`.
     pub fn of<M: Module>(module: &M, group: &ProcessGroup) -> Self {
         Self {
             group: group.clone(),
@@ -190,14 +189,14 @@ impl Shards {
         }
     }
 
-    /// Those of `module`, made by [`fully_shard_experts`] with `groups`: of experts, and of all
-    /// other parameters.
+    /// Returns the sharded parameters of `module`, as created by [`fully_shard_experts`] with
+    /// `groups`: those of experts, and all others.
     pub fn of_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
         groups.shards(sharded_ids(module))
     }
 
-    /// Those of `module`, whose parameters are whole, that [`fully_shard_experts`] would shard: of
-    /// experts, and of all other parameters.
+    /// Returns the parameters of `module`, which is not sharded, that [`fully_shard_experts`] would
+    /// shard: those of experts, and all others.
     pub fn shardable_experts<M: Module>(module: &M, groups: ExpertGroups<'_>) -> Vec<Self> {
         groups.shards(shardable_ids(module, groups))
     }
@@ -231,7 +230,7 @@ fn sharded_ids<M: Module>(module: &M) -> BTreeSet<u64> {
     find.ids
 }
 
-/// Burn visits the reparameterization behind the parameter that has it.
+/// Visitor that finds sharded parameters. Burn visits the reparameterization after its parameter.
 #[derive(Default)]
 struct FindSharded {
     last: Option<ParamId>,

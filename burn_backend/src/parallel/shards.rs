@@ -1,4 +1,4 @@
-//! Which parameters ranks have parts of, and which ranks have the same ones.
+//! Descriptions of sharded parameters and of their ranks.
 
 use std::collections::BTreeSet;
 
@@ -8,20 +8,20 @@ use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
 
-/// Parameters of which ranks have a part each, and the ranks that together have a whole one. The
-/// norm of all gradients, to which optimizers clip, adds up all parts, and each whole gradient once.
+/// Sharded parameters, and the ranks that together hold each of them. The gradient norm for
+/// clipping sums all shards, and counts each unsharded gradient once.
 #[derive(Clone, Debug)]
 pub struct Shards {
-    /// The ranks.
+    /// Ranks that hold the shards.
     pub group: ProcessGroup,
-    /// The parameters.
+    /// Ids of the parameters.
     pub ids: BTreeSet<u64>,
 }
 
 impl Shards {
-    /// The sets of parameters of which ranks have parts, where some were [split](SplitParameters)
-    /// before others, or the same, were `sharded`. No parameter is in two of them, nor in two of
-    /// `splits`.
+    /// Returns the sets of sharded parameters if some parameters were [split](SplitParameters)
+    /// before others, or the same ones, were `sharded`. No parameter is in two of the sets, nor may
+    /// it be in two of `splits`.
     pub fn with_splits(sharded: Vec<Self>, splits: &[SplitParameters]) -> Vec<Self> {
         let ids = sharded.iter().flat_map(|shards| &shards.ids).copied();
         let of_sharded: BTreeSet<u64> = ids.collect();
@@ -45,50 +45,50 @@ impl Shards {
         sets
     }
 
-    /// Whether the parameter `id` is sharded.
+    /// Returns true if the parameter `id` is sharded.
     pub fn contains(&self, id: ParamId) -> bool {
         self.ids.contains(&id.val())
     }
 }
 
-/// Parameters of which ranks have parts before anything is sharded: matrices in tensor parallelism,
-/// stacks of experts in expert parallelism. Ranks with the same parts may shard those.
+/// Parameters that are split before FSDP or ZeRO shards them: matrices in tensor parallelism,
+/// stacks of experts in expert parallelism. Ranks with the same shards may shard those again.
 #[derive(Clone, Debug)]
 pub struct SplitParameters {
-    /// The parameters, and the ranks with the other parts.
+    /// Parameters, and the ranks with the other shards.
     pub shards: Shards,
-    /// All ranks, which have the parts of a parameter that is sharded, too.
+    /// All ranks that hold a shard of a parameter that is sharded again.
     pub all: ProcessGroup,
 }
 
-/// The loss that each rank differentiates.
+/// Loss that each rank differentiates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RankLoss {
-    /// The mean over its own tokens: gradients of what all ranks have are averaged. Those of experts
-    /// are of the tokens of all ranks already, and are divided in a pass of their own.
+    /// Mean over the rank's own tokens: gradients of replicated parameters are averaged. Gradients
+    /// of experts already cover the tokens of all ranks, and are divided in a separate pass.
     #[default]
     Mean,
-    /// That, divided by the number of ranks with a part of the batch: all gradients are sums, and
-    /// nothing is divided. Where that number is a power of two, they have the bits of
-    /// [`Mean`](Self::Mean), as long as no value is too small for its type.
+    /// That mean, divided by the number of ranks with a shard of the batch: all gradients are sums,
+    /// and nothing is divided. If that number is a power of two, they have the bits of
+    /// [`Mean`](Self::Mean), as long as no value underflows.
     Share,
 }
 
-/// The ranks that the gradients of a model with experts on several ranks are reduced over.
+/// Ranks for the gradient reduction of a model with experts sharded over ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertGroups<'a> {
-    /// All ranks with a part of the batch. They have the same parameters, but for `experts`.
+    /// All ranks with a shard of the batch. They have the same parameters, except `experts`.
     pub batch: &'a ProcessGroup,
     /// Ids of the parameters of experts; see [`expert_parameters`](crate::nn::expert_parameters).
     pub experts: &'a [ParamId],
-    /// The ranks of `batch` with the same experts as this one: those of data parallelism alone.
+    /// Ranks of `batch` with the same experts as this one: those of data parallelism only.
     pub data: &'a ProcessGroup,
-    /// What each rank differentiates.
+    /// Loss that each rank differentiates.
     pub loss: RankLoss,
 }
 
 impl<'a> ExpertGroups<'a> {
-    /// Those of a model without such experts, on the ranks of `group`.
+    /// Groups of a model without such experts, on the ranks of `group`.
     pub fn none(group: &'a ProcessGroup) -> Self {
         Self {
             batch: group,
@@ -98,7 +98,7 @@ impl<'a> ExpertGroups<'a> {
         }
     }
 
-    /// How the gradients of ranks with the same parameter become one.
+    /// Returns the reduction of the gradients of ranks with the same parameter.
     pub(crate) fn reduction(&self) -> Reduction {
         match self.loss {
             RankLoss::Mean => Reduction::Avg,
@@ -106,7 +106,7 @@ impl<'a> ExpertGroups<'a> {
         }
     }
 
-    /// By what the gradients of experts, so reduced over [`data`](Self::data), are to be divided.
+    /// Returns the divisor of experts' gradients after that reduction over [`data`](Self::data).
     pub(crate) fn expert_divisor(&self) -> usize {
         match self.loss {
             RankLoss::Mean => self.batch.size() / self.data.size(),
@@ -114,7 +114,7 @@ impl<'a> ExpertGroups<'a> {
         }
     }
 
-    /// The ranks with the parameter `id`.
+    /// Returns the ranks with the parameter `id`.
     pub fn of(&self, id: ParamId) -> &'a ProcessGroup {
         match self.experts.contains(&id) {
             true => self.data,
@@ -122,8 +122,8 @@ impl<'a> ExpertGroups<'a> {
         }
     }
 
-    /// The parameters `ids`, which are sharded, with the ranks that they are sharded over: experts,
-    /// and all others.
+    /// Returns the sharded parameters `ids` with the ranks that they are sharded over: those of
+    /// experts, and all others.
     pub(crate) fn shards(&self, ids: BTreeSet<u64>) -> Vec<Shards> {
         let is_expert = |id: &u64| self.experts.contains(&ParamId::from(*id));
         let (experts, others): (BTreeSet<_>, BTreeSet<_>) = ids.into_iter().partition(is_expert);
@@ -143,7 +143,7 @@ mod tests {
 
     use super::*;
 
-    /// A parameter is in one set, with all ranks that have parts of it.
+    /// A parameter is in one set, with all ranks that hold shards of it.
     #[test]
     fn sets_of_parameters_do_not_overlap() {
         let group = |size| ProcessGroup::loopback(size, Duration::ZERO).remove(0);

@@ -1,4 +1,4 @@
-//! Recipes: which operands are quantized, and how.
+//! Quantization recipes: which operands are quantized, and by which rules.
 
 mod policy;
 mod presets;
@@ -25,43 +25,43 @@ pub use policy::LayerPolicy;
 pub use quant::{OperandFormat, QuantSpec, RoundingMode};
 pub use schedule::{Healing, LayerMode};
 
-/// The operands of `y = x w`.
+/// Operands of the fprop GEMM, `y = x w`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FpropRecipe {
-    /// The input, along its features.
+    /// Input, quantized along its features.
     pub x: QuantSpec,
-    /// The weight, along its input features.
+    /// Weight, quantized along its input features.
     pub w: QuantSpec,
 }
 
-/// The operands of `dx = dy wᵀ`.
+/// Operands of the dgrad GEMM, `dx = dy wᵀ`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DgradRecipe {
-    /// The output's gradient, along its features.
+    /// Output gradient, quantized along its features.
     pub dy: QuantSpec,
-    /// The weight, along its output features.
+    /// Weight, quantized along its output features.
     pub w: QuantSpec,
 }
 
-/// The operands of `dw = xᵀ dy`, both along the tokens.
+/// Operands of the wgrad GEMM, `dw = xᵀ dy`, both quantized along the tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WgradRecipe {
-    /// The input.
+    /// Input.
     pub x: QuantSpec,
-    /// The output's gradient.
+    /// Output gradient.
     pub dy: QuantSpec,
 }
 
-/// The recipe of a run: how each operand of each GEMM is quantized, the layers in high precision,
-/// and when to stop quantizing.
+/// Quantization recipe of a training run: the quantization of each operand of each GEMM, the layers
+/// in high precision, and the step at which quantization stops.
 ///
-/// The defaults are the published NVFP4 pretraining recipe ([`nvidia`](Self::nvidia)); others have
-/// names ([`preset`](Self::preset)). It is a Burn [`Config`], so it is saved and loaded as JSON.
-/// Give it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and [`apply`](Self::apply) it to the
-/// finished model to place the high-precision layers.
+/// The defaults are the published NVFP4 pretraining recipe ([`nvidia`](Self::nvidia)); other
+/// recipes are available by name ([`preset`](Self::preset)). The recipe is a Burn [`Config`], which
+/// is saved and loaded as JSON. Pass it to [`Nvfp4LinearConfig`](crate::Nvfp4LinearConfig), and
+/// call [`apply`](Self::apply) on the finished model to select the high-precision layers.
 ///
 /// ```
 /// use burn_nvfp4::Nvfp4Recipe;
@@ -76,46 +76,47 @@ pub struct WgradRecipe {
 /// ```
 #[derive(Config, Debug)]
 pub struct Nvfp4Recipe {
-    /// The forward GEMM.
+    /// Forward GEMM.
     #[config(default = "FpropRecipe { x: QuantSpec::NVFP4, w: QuantSpec::NVFP4_2D }")]
     pub fprop: FpropRecipe,
-    /// The gradient of the input.
+    /// Input-gradient GEMM.
     #[config(
         default = "DgradRecipe { dy: QuantSpec::NVFP4.stochastic(), w: QuantSpec::NVFP4_2D }"
     )]
     pub dgrad: DgradRecipe,
-    /// The gradient of the weight.
+    /// Weight-gradient GEMM.
     #[config(default = "WgradRecipe { \
                    x: QuantSpec::NVFP4.rht(16), dy: QuantSpec::NVFP4.rht(16).stochastic() }")]
     pub wgrad: WgradRecipe,
-    /// Whether the backward's `x` and `w` are quantized from the forward's tensors, or from its
+    /// Source of the backward's `x` and `w`: the original tensors of the forward, or its
     /// dequantized operands.
     #[config(default = "BackwardSource::Original")]
     pub source: BackwardSource,
-    /// Seed of all random bits, for the whole model. Layers, and the operands of a layer, draw from
-    /// streams of it that never share bits.
+    /// Seed of all random bits of the model. Layers, and the operands of a layer, draw from
+    /// separate streams that never share bits.
     #[config(default = 0)]
     pub seed: u64,
-    /// Signs of the transform: bit `i` set negates element `i` of each 16 (of a larger transform,
-    /// element `i` of each 16 of it). The default is TransformerEngine's.
+    /// Signs of the RHT: a set bit `i` negates element `i` of every 16 elements, also in larger
+    /// transforms. The default is TransformerEngine's.
     #[config(default = 0xD7E8)]
     pub rht_signs: u16,
-    /// Draw all signs of the transform from the seed instead of `rht_signs`.
+    /// True to draw all signs of the RHT from the seed instead of `rht_signs`.
     #[config(default = false)]
     pub rht_seeded: bool,
-    /// Layers that stay in high precision: those whose weight (`"path.to.layer.weight"`, or its
-    /// id) is in the group. They multiply in the type of their input. It takes effect with
+    /// Layers that stay in high precision, selected by weight: path (`"path.to.layer.weight"`) or
+    /// parameter id. Their GEMMs run in the dtype of the input. Takes effect on
     /// [`apply`](Self::apply).
     pub high_precision: Option<ParamGroup>,
-    /// Layers that stay in high precision by their place in the model, besides `high_precision`.
+    /// Layers that stay in high precision by their position in the model, in addition to
+    /// `high_precision`.
     #[config(default = "LayerPolicy::None")]
     pub layers: LayerPolicy,
-    /// When to stop quantizing. The training loop calls [`Healing::mode`] and
+    /// Schedule for the end of quantization. The training loop calls [`Healing::mode`] and
     /// [`set_mode`](crate::set_mode).
     pub healing: Option<Healing>,
-    /// Quantize a weight once for all forwards between two changes of it: the micro-batches of
-    /// gradient accumulation, the batches of a validation. Costs the memory of the quantized
-    /// weights between steps.
+    /// True to quantize a weight once for all forwards between two changes of it, such as the
+    /// micro-batches of gradient accumulation or the batches of a validation. Costs the memory of
+    /// the quantized weights between steps.
     #[config(default = true)]
     pub cache_weights: bool,
 }
@@ -126,8 +127,8 @@ impl Default for Nvfp4Recipe {
     }
 }
 
-/// Two recipes are equal when all their settings are, and when their groups print alike: a
-/// [`ParamGroup`] has no equality of its own.
+/// Compares all settings; compares groups by their debug output, because [`ParamGroup`] does not
+/// implement equality.
 impl PartialEq for Nvfp4Recipe {
     fn eq(&self, other: &Self) -> bool {
         let Self {
@@ -158,7 +159,7 @@ impl PartialEq for Nvfp4Recipe {
 }
 
 impl Nvfp4Recipe {
-    /// Both operands of wgrad after the transform of 16, or neither.
+    /// Enables or disables the RHT of size 16 on both operands of wgrad.
     pub fn with_rht(mut self, rht: bool) -> Self {
         for operand in [&mut self.wgrad.x, &mut self.wgrad.dy] {
             *operand = operand.map(|spec| spec.rht = rht.then_some(16));
@@ -166,7 +167,7 @@ impl Nvfp4Recipe {
         self
     }
 
-    /// The output's gradient rounded stochastically, or to nearest, in both GEMMs.
+    /// Selects stochastic rounding or rounding to nearest for the output gradient, in both GEMMs.
     pub fn with_stochastic_rounding(mut self, stochastic: bool) -> Self {
         let rounding = if stochastic {
             RoundingMode::Stochastic
@@ -179,8 +180,8 @@ impl Nvfp4Recipe {
         self
     }
 
-    /// Weights in 16x16 blocks, so that forward and dgrad use the same quantized weight; otherwise
-    /// each of the two quantized tensors has its own 1x16 blocks.
+    /// Selects 16x16 blocks for weights, so that fprop and dgrad use the same quantized weight, or
+    /// separate 1x16 blocks for each of the two quantized tensors.
     pub fn with_weight_2d(mut self, is_2d: bool) -> Self {
         let block = match is_2d {
             true => BlockShape::Block2d,
@@ -192,10 +193,11 @@ impl Nvfp4Recipe {
         self
     }
 
-    /// Fails unless every GEMM has a kernel and every number is in its range.
+    /// Checks that every GEMM has a kernel and every number is in its range.
     ///
     /// # Errors
-    /// Naming the GEMM, the operand, and why the combination is not offered.
+    /// Returns an error that names the GEMM, the operand, and the reason why the combination is not
+    /// supported.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         let Self {
             fprop,
@@ -215,8 +217,8 @@ impl Nvfp4Recipe {
         self.healing.iter().try_for_each(Healing::check)
     }
 
-    /// The operands of the three GEMMs: fprop's `x` and `w`, dgrad's `dy` and `w`, wgrad's `x` and
-    /// `dy`.
+    /// Returns the operands of the three GEMMs: `x` and `w` of fprop, `dy` and `w` of dgrad, `x`
+    /// and `dy` of wgrad.
     pub fn operands(&self) -> [QuantSpec; 6] {
         let Self {
             fprop,
@@ -227,12 +229,12 @@ impl Nvfp4Recipe {
         [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
     }
 
-    /// Whether any operand is quantized.
+    /// Returns true if any operand is quantized.
     pub fn is_quantized(&self) -> bool {
         self.operands().iter().any(QuantSpec::is_quantized)
     }
 
-    /// The operands of a layer's GEMMs, resolved with the draws of `rng_state`.
+    /// Resolves the operands of a layer's GEMMs, with the random draws of `rng_state`.
     pub fn spec(&self, rng_state: &RngState) -> LinearSpec {
         let stream = |role: u64| {
             let RngState {
@@ -250,7 +252,7 @@ impl Nvfp4Recipe {
                 Draw {
                     stream: stream(role),
                     transform: self.transform(size.unwrap_or(HadamardSize::H16), rng_state),
-                    // Both operands of a GEMM draw the same signs, each step its own.
+                    // Both operands of a GEMM draw the same signs; each step draws different ones.
                     signs: signs.wrapping_add(rng_state.offset.wrapping_mul(Hadamard::SEED_STEP)),
                 }
             }
@@ -263,7 +265,7 @@ impl Nvfp4Recipe {
             ..
         } = self;
         LinearSpec {
-            // No preset draws in the forward; a recipe may.
+            // No preset draws random bits in the forward; a custom recipe can.
             fprop_x: fprop.x.resolve(draw(ROLE_FPROP_X, ROLE_DGRAD_SIGNS)),
             fprop_w: fprop.w.resolve(draw(ROLE_FPROP_W, ROLE_DGRAD_SIGNS)),
             dgrad_dy: dgrad.dy.resolve(draw(ROLE_DGRAD, ROLE_DGRAD_SIGNS)),
@@ -274,7 +276,7 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// The transform of wgrad. It is the same for all layers and steps, and on all ranks.
+    /// Returns the transform of wgrad. It is the same for all layers, steps and ranks.
     fn transform(&self, size: HadamardSize, rng_state: &RngState) -> Hadamard {
         if self.rht_seeded {
             return Hadamard::seeded_with_size(size, rng_state.seed);

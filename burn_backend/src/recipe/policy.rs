@@ -1,43 +1,43 @@
-//! Which layers stay in high precision, by their place in the model.
+//! Selection of the high-precision layers by their position in the model.
 
 use std::collections::BTreeSet;
 
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
-/// Layers that stay in high precision by their place. Embeddings, norms, heads and routers of
-/// Burn's own layers always do: they are no NVFP4 layers, and `Decorator` recognizes heads and
-/// routers by their names.
+/// Layers that stay in high precision by their position in the model. Embeddings, norms, heads and
+/// routers that are Burn's own layers always do: they are not NVFP4 layers, and `Decorator`
+/// recognizes heads and routers by their names.
 ///
-/// A *block* is what the first number in a layer's path counts: `blocks.3.attention.qkv` belongs to
-/// block 3. Layers without a number belong to no block.
+/// The first number in a layer's path is the index of its *block*: `blocks.3.attention.qkv` belongs
+/// to block 3. Layers without a number belong to no block.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(tag = "keep", rename_all = "snake_case")]
 pub enum LayerPolicy {
-    /// None.
+    /// No layer.
     #[default]
     None,
-    /// The layers of the first and of the last blocks.
+    /// Layers of the first and last blocks.
     FirstLast {
-        /// How many of the first blocks.
+        /// Number of first blocks.
         first: usize,
-        /// How many of the last blocks.
+        /// Number of last blocks.
         last: usize,
     },
-    /// The layers of the last blocks.
+    /// Layers of the last blocks.
     KeepLast {
-        /// What share of the blocks, rounded up: more than 0, at most 1.
+        /// Fraction of the blocks, rounded up: more than 0, at most 1.
         fraction: f64,
     },
-    /// The carve-outs of Nemotron 3: the last 15 % of the blocks, and in every block the
-    /// attention's projections (layers called `qkv`, `query`, `key`, `value`, or in a module called
-    /// `attention`, `mha` or `self_attn`). Its Mamba output projections, in MXFP8 there, have no
-    /// counterpart here.
+    /// High-precision layers of Nemotron 3: the last 15 % of the blocks, and in every block the
+    /// attention projections (layers called `qkv`, `query`, `key`, `value`, or in a module called
+    /// `attention`, `mha` or `self_attn`). Nemotron 3 also has Mamba output projections in MXFP8,
+    /// which have no counterpart here.
     Nemotron3,
 }
 
 impl LayerPolicy {
-    /// Fail unless the numbers make sense.
+    /// Returns an error if a number is out of range.
     pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
         match self {
             Self::KeepLast { fraction } if !(*fraction > 0.0 && *fraction <= 1.0) => {
@@ -51,10 +51,10 @@ impl LayerPolicy {
         }
     }
 
-    /// Which of the layers at `paths` stay in high precision.
+    /// Returns true for each layer in `paths` that stays in high precision.
     ///
     /// # Errors
-    /// When the policy is about blocks, and no path has a number.
+    /// Returns an error if the policy selects blocks and no path has a number.
     pub(crate) fn matches(&self, paths: &[&str]) -> Result<Vec<bool>, Nvfp4Error> {
         let (first, last) = match *self {
             Self::None => return Ok(vec![false; paths.len()]),
@@ -72,7 +72,8 @@ impl LayerPolicy {
         }
         let last = match last {
             Count::Exactly(last) => last,
-            // A share such as 0.15 of 20 must not become 4 by the rounding of a multiplication.
+            // Keeps the rounding error of a multiplication such as 0.15 · 20 from rounding 3 up to
+            // 4.
             Count::Share(share) => (share * blocks.len() as f64 - 1e-9).ceil() as usize,
         };
         let kept: BTreeSet<u64> = blocks
@@ -96,7 +97,7 @@ enum Count {
     Share(f64),
 }
 
-/// The first number in a path.
+/// Returns the first number in a path.
 fn block(path: &str) -> Option<u64> {
     path.split('.').find_map(|part| part.parse().ok())
 }

@@ -7,10 +7,10 @@ use super::{BackwardSource, DgradRecipe, FpropRecipe, Nvfp4Recipe, WgradRecipe};
 
 const HIGH: QuantSpec = QuantSpec::HIGH_PRECISION;
 
-/// A name and its recipe.
+/// Name and constructor of a recipe.
 type Preset = (&'static str, fn() -> Nvfp4Recipe);
 
-/// The presets by name.
+/// All presets, by name.
 const PRESETS: [Preset; 12] = [
     ("nvidia", Nvfp4Recipe::nvidia),
     ("nvidia_4over6", Nvfp4Recipe::nvidia_4over6),
@@ -30,15 +30,15 @@ const PRESETS: [Preset; 12] = [
 ];
 
 impl Nvfp4Recipe {
-    /// The names that [`preset`](Self::preset) takes.
+    /// Returns the names that [`preset`](Self::preset) accepts.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
         PRESETS.iter().map(|(name, _)| *name)
     }
 
-    /// The preset called `name`.
+    /// Returns the preset called `name`.
     ///
     /// # Errors
-    /// When there is none of that name; the message lists the names.
+    /// Returns an error if no preset has that name; the message lists the names.
     pub fn preset(name: &str) -> Result<Self, Nvfp4Error> {
         let found = PRESETS.iter().find(|(preset, _)| *preset == name);
         found.map(|(_, recipe)| recipe()).ok_or_else(|| {
@@ -47,15 +47,15 @@ impl Nvfp4Recipe {
         })
     }
 
-    /// TransformerEngine's default: activations in 1x16 blocks to nearest, weights in 16x16 blocks,
-    /// gradients rounded stochastically, the transform of 16 on both operands of wgrad. The recipe
-    /// of NVIDIA's pretraining report (arXiv 2509.25149).
+    /// TransformerEngine's default recipe: activations in 1x16 blocks rounded to nearest, weights
+    /// in 16x16 blocks, gradients rounded stochastically, and an RHT of size 16 on both operands of
+    /// wgrad. This is the recipe of NVIDIA's pretraining report (arXiv 2509.25149).
     pub fn nvidia() -> Self {
         Self::new()
     }
 
-    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) where rounding is to nearest
-    /// and no transform runs: `x` and `w` of fprop, and `w` of dgrad.
+    /// [`nvidia`](Self::nvidia) with four over six (arXiv 2512.02010) for operands rounded to
+    /// nearest without a transform: `x` and `w` of fprop, and `w` of dgrad.
     pub fn nvidia_4over6() -> Self {
         let four = |operand: QuantSpec| operand.scale(BlockScaling::FourOverSix(ErrorNorm::Mae));
         let recipe = Self::new();
@@ -72,8 +72,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// [`nvidia`](Self::nvidia) with headroom in the scales of the gradients, so that stochastic
-    /// rounding is unbiased.
+    /// [`nvidia`](Self::nvidia) with headroom in the block scales of the gradients, so that
+    /// stochastic rounding is unbiased.
     pub fn nvidia_headroom() -> Self {
         let recipe = Self::new();
         let room = |operand: QuantSpec| operand.scale(BlockScaling::Headroom);
@@ -90,8 +90,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// Quartet II (arXiv 2601.22813): 1x16 blocks with four over six forward, MS-EDEN of gradients
-    /// and of the dequantized forward operands backward.
+    /// Quartet II (arXiv 2601.22813): 1x16 blocks with four over six in the forward; MS-EDEN of
+    /// gradients and of the dequantized forward operands in the backward.
     pub fn quartet2() -> Self {
         let forward = QuantSpec::NVFP4.scale(BlockScaling::FourOverSix(ErrorNorm::Mse));
         let eden = QuantSpec::MS_EDEN;
@@ -107,9 +107,9 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// [`nvidia`](Self::nvidia) with an amax for each token of `x` and `dy`, so that a token's
-    /// result does not depend on its batch. In wgrad, whose contraction is the tokens, each feature
-    /// has an amax. After TransformerEngine's pull request 3045.
+    /// [`nvidia`](Self::nvidia) with one amax per token of `x` and `dy`, so that the result of a
+    /// token does not depend on its batch. In wgrad, whose K dimension is the tokens, there is one
+    /// amax per feature. Based on TransformerEngine's pull request 3045.
     pub fn per_token() -> Self {
         let recipe = Self::new();
         Self {
@@ -129,7 +129,7 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// NVFP4 forward, MXFP8 backward from the original tensors.
+    /// NVFP4 forward; MXFP8 backward from the original tensors.
     pub fn fwd_nvfp4_bwd_mxfp8() -> Self {
         let mx = QuantSpec::MXFP8;
         Self {
@@ -139,8 +139,9 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// [`fwd_nvfp4_bwd_mxfp8`](Self::fwd_nvfp4_bwd_mxfp8) with the backward's `x` and `w` made from
-    /// the dequantized forward operands: only 4-bit tensors are saved between forward and backward.
+    /// [`fwd_nvfp4_bwd_mxfp8`](Self::fwd_nvfp4_bwd_mxfp8) with the backward's `x` and `w` computed
+    /// from the dequantized forward operands: only 4-bit tensors are saved between forward and
+    /// backward.
     pub fn fwd_nvfp4_bwd_mxfp8_dequantized() -> Self {
         Self {
             source: BackwardSource::Forward,
@@ -148,8 +149,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// Quantization-aware training: NVFP4 forward, and the backward of the quantized values in high
-    /// precision (straight through).
+    /// Quantization-aware training: NVFP4 forward, and high-precision backward from the dequantized
+    /// operands (straight-through estimator).
     pub fn fwd_nvfp4_bwd_bf16() -> Self {
         Self {
             dgrad: DgradRecipe { dy: HIGH, w: HIGH },
@@ -159,7 +160,7 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// Quantization-aware training of weights alone: they are rounded to the values of an NVFP4
+    /// Weight-only quantization-aware training: weights are rounded to the values of an NVFP4
     /// checkpoint. Everything else stays in high precision.
     pub fn weight_only_qat() -> Self {
         let recipe = Self::fwd_nvfp4_bwd_bf16();
@@ -172,7 +173,7 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// MXFP8 everywhere: the baseline of NVFP4 beside bf16.
+    /// MXFP8 for all operands: a baseline for NVFP4, in addition to bf16.
     pub fn mxfp8() -> Self {
         let mx = QuantSpec::MXFP8;
         Self {
@@ -181,8 +182,8 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// MXFP4 everywhere, rounded to nearest: the baseline for NVFP4's smaller blocks and two-level
-    /// scale.
+    /// MXFP4 for all operands, rounded to nearest: a baseline for NVFP4's smaller blocks and
+    /// two-level scaling.
     pub fn mxfp4() -> Self {
         let mx = QuantSpec::MXFP4;
         Self {
@@ -193,7 +194,7 @@ impl Nvfp4Recipe {
         }
     }
 
-    /// No quantization: GEMMs in the type of the activations, on the same kernels.
+    /// No quantization: GEMMs in the dtype of the activations, by the same kernels.
     pub fn bf16() -> Self {
         Self {
             fprop: FpropRecipe { x: HIGH, w: HIGH },

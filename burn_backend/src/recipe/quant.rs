@@ -1,4 +1,4 @@
-//! How the operands of the three GEMMs are quantized: format, blocks, scales, rounding, transform.
+//! Quantization of GEMM operands: format, blocks, scale factors, rounding, transform.
 
 use nvfp4_kernels::{
     AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Format, Hadamard, HadamardSize,
@@ -8,16 +8,17 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 use crate::ops::{EdenDraw, OperandSpec, QuantParams, QuantRounding};
 
-/// The format of one operand.
+/// Format of one operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OperandFormat {
-    /// The type of the activations (bf16, f16 or f32).
+    /// Dtype of the activations (bf16, f16 or f32).
     HighPrecision,
     /// NVFP4.
     Nvfp4,
-    /// NVFP4 by MS-EDEN: a transform of 128 with signs drawn for each step, elements to nearest,
-    /// block scales corrected and rounded stochastically. For both operands of a backward GEMM.
+    /// NVFP4 by MS-EDEN: RHT of size 128 with signs drawn at each step, elements rounded to
+    /// nearest, block scales corrected and rounded stochastically. For both operands of a backward
+    /// GEMM.
     MsEden,
     /// MXFP8: blocks of 32 with E4M3 elements and power-of-two scales.
     Mxfp8,
@@ -25,43 +26,45 @@ pub enum OperandFormat {
     Mxfp4,
 }
 
-/// How elements are rounded.
+/// Rounding of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RoundingMode {
-    /// To nearest, ties to even.
+    /// Round to nearest, ties to even.
     #[default]
     Nearest,
-    /// Stochastically, so that the mean over draws is the value. For gradients.
+    /// Stochastic rounding: unbiased, for gradients.
     Stochastic,
 }
 
-/// How one operand of one GEMM is quantized. Its random draws are made for each step, which gives
+/// Quantization of one operand of one GEMM. Each step adds its random draws, which gives
 /// [`QuantParams`].
 ///
-/// In a file every field but `format` may be left out. The other fields are options of NVFP4; the
-/// defaults are 1x16 blocks, one amax, rounding to nearest, no transform, standard block scales.
+/// In a file every field except `format` is optional. The other fields apply to NVFP4 only; the
+/// defaults are 1x16 blocks, one amax per tensor, rounding to nearest, no transform, and standard
+/// block scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QuantSpec {
-    /// The format.
+    /// Format.
     pub format: OperandFormat,
-    /// Elements that share one block scale: `1x16` along the contraction, or a `16x16` block, whose
-    /// rowwise and columnwise tensors are each other's transpose; for weights.
+    /// Block shape, the elements that share one block scale: `1x16` along the K dimension, or
+    /// `16x16`, for weights, with which the row-wise and column-wise tensors are each other's
+    /// transpose.
     #[serde(default, with = "BlockShapeName", skip_serializing_if = "is_default")]
     pub block: BlockShape,
-    /// One amax, and so one global scale, for the tensor, or one for each stored row: each token of
-    /// a rowwise operand, each feature of a columnwise one.
+    /// Granularity of the amax, and so of the global scale: one per tensor, or one per stored row
+    /// (each token of a row-wise operand, each feature of a column-wise one).
     #[serde(default, alias = "global", skip_serializing_if = "is_default")]
     pub amax: AmaxGranularity,
-    /// How elements are rounded.
+    /// Rounding of elements.
     #[serde(default, skip_serializing_if = "is_default")]
     pub rounding: RoundingMode,
-    /// Elements that the random Hadamard transform along the contraction mixes: 16, 32, 64 or 128.
+    /// Size of the random Hadamard transform along the K dimension: 16, 32, 64 or 128 elements.
     #[serde(default, skip_serializing_if = "is_default")]
     pub rht: Option<usize>,
-    /// How block scales follow from the amax of a block: `standard`, `headroom`,
-    /// `four_over_six_mae` or `four_over_six_mse`.
+    /// Rule for block scales from the amax of a block: `standard`, `headroom`, `four_over_six_mae`
+    /// or `four_over_six_mse`.
     #[serde(default, with = "scaling_name", skip_serializing_if = "is_default")]
     pub scale: BlockScaling,
 }
@@ -70,7 +73,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
 
-/// The names of block shapes in files.
+/// Names of block shapes in files.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "BlockShape")]
 enum BlockShapeName {
@@ -80,7 +83,7 @@ enum BlockShapeName {
     Block2d,
 }
 
-/// The names of block scalings in files.
+/// Names of block scalings in files.
 mod scaling_name {
     use super::*;
 
@@ -121,11 +124,11 @@ mod scaling_name {
 }
 
 impl QuantSpec {
-    /// The type of the activations.
+    /// Dtype of the activations.
     pub const HIGH_PRECISION: Self = Self::new(OperandFormat::HighPrecision);
-    /// NVFP4 in 1x16 blocks, to nearest.
+    /// NVFP4 in 1x16 blocks, rounded to nearest.
     pub const NVFP4: Self = Self::new(OperandFormat::Nvfp4);
-    /// NVFP4 in 16x16 blocks, to nearest.
+    /// NVFP4 in 16x16 blocks, rounded to nearest.
     pub const NVFP4_2D: Self = Self {
         block: BlockShape::Block2d,
         ..Self::NVFP4
@@ -137,7 +140,7 @@ impl QuantSpec {
     /// MXFP4.
     pub const MXFP4: Self = Self::new(OperandFormat::Mxfp4);
 
-    /// `format` with the default options.
+    /// Creates a specification of `format` with the default options.
     pub const fn new(format: OperandFormat) -> Self {
         Self {
             format,
@@ -149,7 +152,7 @@ impl QuantSpec {
         }
     }
 
-    /// With an option of NVFP4 changed by `change`; other formats as they are.
+    /// Changes options of NVFP4 by `change`; leaves other formats unchanged.
     pub fn map(mut self, change: impl FnOnce(&mut Self)) -> Self {
         if self.format == OperandFormat::Nvfp4 {
             change(&mut self);
@@ -157,22 +160,22 @@ impl QuantSpec {
         self
     }
 
-    /// Rounded stochastically.
+    /// Enables stochastic rounding.
     pub fn stochastic(self) -> Self {
         self.map(|spec| spec.rounding = RoundingMode::Stochastic)
     }
 
-    /// After the transform of `size`.
+    /// Enables the RHT of `size` elements.
     pub fn rht(self, size: usize) -> Self {
         self.map(|spec| spec.rht = Some(size))
     }
 
-    /// With block scales by `scale`.
+    /// Sets the rule for block scales.
     pub fn scale(self, scale: BlockScaling) -> Self {
         self.map(|spec| spec.scale = scale)
     }
 
-    /// With one amax for each stored row.
+    /// Sets one amax per stored row.
     pub fn per_row(self) -> Self {
         self.map(|spec| spec.amax = AmaxGranularity::PerRow)
     }
@@ -197,7 +200,7 @@ impl GemmOperands {
         )
     }
 
-    /// Fails unless kernels compute this GEMM.
+    /// Returns an error if no kernel computes this GEMM.
     pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
         let wgrad = self.gemm == "wgrad";
         for (index, (name, operand)) in self.operands.iter().enumerate() {
@@ -301,18 +304,18 @@ impl GemmOperands {
     }
 }
 
-/// The random draw of an operand.
+/// Random draw of an operand.
 pub(super) struct Draw {
-    /// The random bits of the elements, or of MS-EDEN's scales.
+    /// Random bits for the elements, or for the block scales of MS-EDEN.
     pub stream: RandomStream,
-    /// The transform of `size`, the same for both operands of a GEMM.
+    /// Transform of the requested size, the same for both operands of a GEMM.
     pub transform: Hadamard,
-    /// The seed of the signs of MS-EDEN's transform, the same for both operands of a GEMM.
+    /// Seed of the signs of MS-EDEN's transform, the same for both operands of a GEMM.
     pub signs: u64,
 }
 
 impl QuantSpec {
-    /// The operand with the random draw `draw`.
+    /// Resolves the operand with the random draw `draw`.
     pub(super) fn resolve(&self, draw: impl FnOnce(Option<HadamardSize>) -> Draw) -> OperandSpec {
         let size = self.rht.map(hadamard_size);
         OperandSpec::Quantized(match self.format {
@@ -350,7 +353,7 @@ impl QuantSpec {
     }
 }
 
-/// A size that passed [`GemmOperands::check`].
+/// Converts a size that passed [`GemmOperands::check`].
 fn hadamard_size(elements: usize) -> HadamardSize {
     HadamardSize::ALL
         .into_iter()

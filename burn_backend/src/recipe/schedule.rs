@@ -1,29 +1,29 @@
-//! When to quantize: modes that switch between steps, without a new model.
+//! Layer modes, which switch the quantization of an existing model between steps.
 
 use nvfp4_kernels::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::{BackwardSource, LinearSpec, OperandSpec};
 
-/// How a layer follows its recipe, until the mode changes.
+/// Extent to which a layer follows its recipe, until the mode changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerMode {
-    /// Follow it.
+    /// Follow the recipe.
     #[default]
     Recipe,
-    /// Forward in high precision, backward by the recipe, from the original tensors.
+    /// Forward in high precision; backward by the recipe, from the original tensors.
     HighPrecisionForward,
-    /// Forward by the recipe, backward in high precision, of the values that the forward
-    /// multiplied, as `fwd_nvfp4_bwd_bf16` does it: where 4-bit gradients no longer help (see
+    /// Forward by the recipe; backward in high precision, from the dequantized operands of the
+    /// forward, as in `fwd_nvfp4_bwd_bf16`. For the phase where 4-bit gradients no longer help (see
     /// [`OperandSample::signal_to_noise`](crate::telemetry::OperandSample::signal_to_noise)).
     HighPrecisionBackward,
-    /// Everything in high precision.
+    /// Forward and backward in high precision.
     HighPrecision,
 }
 
 impl LayerMode {
-    /// `spec` in this mode.
+    /// Applies this mode to `spec`.
     pub(crate) fn of(self, spec: LinearSpec) -> LinearSpec {
         match self {
             Self::Recipe => spec,
@@ -44,16 +44,16 @@ impl LayerMode {
     }
 }
 
-/// The end of a run in high precision, which removes most of the loss gap: most of the gap is noise
-/// of the forward. In NVIDIA's report (arXiv 2509.25149, appendix D) a gap of 1.5 % became 0.5 %
-/// with the last 18 % of the tokens.
+/// High precision for the end of a run. It removes most of the loss gap, which is mainly noise of
+/// the forward: in NVIDIA's report (arXiv 2509.25149, appendix D) a gap of 1.5 % fell to 0.5 % with
+/// the last 18 % of the tokens in high precision.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Healing {
-    /// The share of the steps after which it begins, from 0 to 1.
+    /// Fraction of the steps after which high precision begins, from 0 to 1.
     pub at_fraction: f64,
-    /// Only the forward changes; the backward keeps its formats. The gap closes nearly as far,
-    /// because the backward's noise costs little.
+    /// True to change only the forward; the backward keeps its formats. This closes the gap nearly
+    /// as far, because the noise of the backward costs little.
     pub forward_only: bool,
 }
 
@@ -70,7 +70,7 @@ impl Healing {
         }
     }
 
-    /// The mode of step `step` (from 0) of `steps`.
+    /// Returns the mode of step `step` (from 0) of `steps`.
     pub fn mode(&self, step: u64, steps: u64) -> LayerMode {
         if (step as f64) < self.at_fraction * steps as f64 {
             LayerMode::Recipe

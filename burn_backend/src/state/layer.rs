@@ -1,4 +1,4 @@
-//! The state of one layer, and the layers of a model.
+//! State of one layer, and enumeration of the layers of a model.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -16,20 +16,20 @@ use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::rng::{RANK_SHIFT, RngState};
 
-/// The state of one layer: its [`RngState`], whether it stays in high precision, its
-/// [`LayerMode`], and the cache of its quantized weight.
+/// State of one layer: its [`RngState`], its high-precision flag, its [`LayerMode`], and the cache
+/// of its quantized weight.
 ///
-/// Clones share it. A clone of a module is the same logical layer: a fork for another device, the
-/// module that an optimizer step returns, or `valid()`. Whichever of them runs forward, no offset
-/// is drawn twice and none is lost.
+/// Clones share the state. A clone of a module is the same logical layer: a fork for another
+/// device, the module that an optimizer step returns, or `valid()`. No offset is drawn twice and
+/// none is lost, regardless of which clone runs the forward.
 ///
 /// # Several devices
 ///
-/// A rank counts its own forwards and draws at offset `rank << 48 | count`. The signs of the
-/// Hadamard transform are the same on all ranks. [`set_rank`](super::set_rank) says which rank a
-/// model belongs to. Without it, that is the index of the device that `Module::fork` was called
-/// for, and 0 for a module that was never forked. So the bits of each rank are determined, whatever
-/// the timing of threads. Clones, and forks to one device, share one count.
+/// Each rank counts its own forwards and draws at offset `rank << 48 | count`. The signs of the
+/// Hadamard transform are the same on all ranks. [`set_rank`](super::set_rank) sets the rank of a
+/// model. Without it, the rank is the index of the device that `Module::fork` was called for, or 0
+/// for a module that was never forked. The bits of each rank are therefore deterministic,
+/// independent of thread timing. Clones, and forks to one device, share one count.
 /// [`Nvfp4State`](crate::Nvfp4State) saves the count of the module that it is given. All ranks
 /// resume from that count, because they step together.
 #[derive(Clone, Debug)]
@@ -45,28 +45,29 @@ struct Shared {
     rht_signs: AtomicU16,
     high_precision: AtomicBool,
     mode: Mutex<LayerMode>,
-    /// The rank of this process, or [`NO_RANK`].
+    /// Rank of this process, or [`NO_RANK`].
     process: AtomicU64,
     weights: WeightCache,
     probe: Mutex<Option<Probe>>,
     offsets: Mutex<Offsets>,
 }
 
-/// Where no process has a rank: that of the device counts.
+/// Value for a process without a rank: the device index is used.
 const NO_RANK: u64 = u64::MAX;
 
-/// The counts of forwards, by rank.
+/// Number of forwards, by rank.
 #[derive(Debug)]
 struct Offsets {
-    /// The count at which a rank begins that has not drawn yet.
+    /// Initial count of a rank that has not drawn yet.
     start: u64,
     next: BTreeMap<u64, u64>,
-    /// While a graph adds the rest on the device.
+    /// Set while a graph adds the rest of the offset on the device.
     pinned: Option<Pinned>,
 }
 
-/// What a step draws at while its further offset is in device memory: `base` and what the step has
-/// drawn, whichever step it is, so that a captured step has the arguments of every other.
+/// Offsets of a step while a part of the offset is in device memory. A step draws at `base` plus
+/// the number of draws of the step, regardless of the step number, so that a captured step has the
+/// same arguments as every other.
 #[cfg_attr(
     not(any(feature = "cpu", feature = "cuda")),
     allow(dead_code, reason = "only devices with graphs pin offsets")
@@ -74,7 +75,7 @@ struct Offsets {
 #[derive(Debug, Clone, Copy)]
 struct Pinned {
     base: u64,
-    /// The count at which the step began.
+    /// Count at the beginning of the step.
     step: u64,
 }
 
@@ -93,10 +94,10 @@ impl Offsets {
 }
 
 impl LayerState {
-    /// A state that starts at `rng_state`, in NVFP4.
+    /// Creates a state that starts at `rng_state`, in NVFP4.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more, or the offset 2^48 or more.
+    /// Returns an error if the layer number is 2^56 or more, or the offset is 2^48 or more.
     pub fn new(rng_state: RngState) -> Result<Self, Nvfp4Error> {
         rng_state.check()?;
         let RngState {
@@ -121,10 +122,11 @@ impl LayerState {
         })
     }
 
-    /// The state of a new layer with `recipe`: its id is `layer`, or the next one of the process.
+    /// Creates the state of a new layer with `recipe`. Its id is `layer`, or the next one of the
+    /// process.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more.
+    /// Returns an error if the layer number is 2^56 or more.
     pub(crate) fn for_recipe(recipe: &Nvfp4Recipe, layer: Option<u64>) -> Result<Self, Nvfp4Error> {
         Self::new(RngState {
             seed: recipe.seed,
@@ -134,13 +136,13 @@ impl LayerState {
         })
     }
 
-    /// The next id that no layer of this process was built with.
+    /// Returns the next id that no layer of this process has.
     fn next_layer() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The RNG state of the next training forward.
+    /// Returns the RNG state of the next training forward.
     pub fn rng_state(&self) -> RngState {
         let shared = &self.shared;
         RngState {
@@ -151,7 +153,7 @@ impl LayerState {
         }
     }
 
-    /// The RNG state of the rank with the most forwards. (Ranks take their steps together.)
+    /// Returns the RNG state of the rank with the most forwards. (Ranks step together.)
     #[cfg(any(feature = "train", test))]
     pub(super) fn furthest(&self) -> RngState {
         let offset = {
@@ -165,11 +167,11 @@ impl LayerState {
         }
     }
 
-    /// Draws from `rng_state` next, in this layer, all its clones and forks.
+    /// Sets the next RNG state of this layer, all its clones and forks.
     ///
     /// # Errors
-    /// When the layer number is 2^56 or more, or the offset 2^48 or more; the state is unchanged
-    /// then.
+    /// Returns an error if the layer number is 2^56 or more, or the offset is 2^48 or more; the
+    /// state is then unchanged.
     pub fn set_rng_state(&self, rng_state: RngState) -> Result<(), Nvfp4Error> {
         rng_state.check()?;
         let RngState {
@@ -185,8 +187,8 @@ impl LayerState {
         Ok(())
     }
 
-    /// Takes the current offset of the rank and advances it by one. The rank is in the result's
-    /// offset; the part that is in device memory, if there is one, is not where it is used
+    /// Takes the current offset of the rank and advances it by one. The returned offset includes
+    /// the rank. It includes the part in device memory, if any, unless that part is used
     /// `in_memory`.
     pub(crate) fn advance(&self, in_memory: bool) -> RngState {
         let count = {
@@ -204,7 +206,7 @@ impl LayerState {
         }
     }
 
-    /// The rank that the layer draws for.
+    /// Returns the rank that the layer draws for.
     fn rank(&self) -> u64 {
         match self.shared.process.load(Ordering::Relaxed) {
             NO_RANK => self.rank,
@@ -212,7 +214,7 @@ impl LayerState {
         }
     }
 
-    /// The rank of this process; its count is that of the rank before.
+    /// Sets the rank of this process; it continues the count of the previous rank.
     pub(super) fn set_rank(&self, rank: u64) {
         let count = self.offsets().of(self.rank());
         self.shared.process.store(rank, Ordering::Relaxed);
@@ -226,7 +228,7 @@ impl LayerState {
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Whether the layer computes in the type of its input instead of NVFP4.
+    /// Returns true if the layer computes in the dtype of its input instead of NVFP4.
     pub fn is_high_precision(&self) -> bool {
         self.shared.high_precision.load(Ordering::Relaxed)
     }
@@ -238,7 +240,7 @@ impl LayerState {
         self.shared.weights.clear();
     }
 
-    /// The mode in effect.
+    /// Returns the mode in effect.
     pub fn mode(&self) -> LayerMode {
         match self.is_high_precision() {
             true => LayerMode::HighPrecision,
@@ -246,7 +248,7 @@ impl LayerState {
         }
     }
 
-    /// The mode that was set last, whether or not the layer stays in high precision.
+    /// Returns the mode that was set last, even if the layer stays in high precision.
     pub(super) fn requested_mode(&self) -> LayerMode {
         *self.shared.mode.lock().expect("no panic while it is held")
     }
@@ -259,11 +261,11 @@ impl LayerState {
         }
     }
 
-    /// The resolved operands of the layer's next forward with the weight `weight` by `recipe`, and
-    /// its context. If it `draws`, being a training forward, it takes the current offset.
+    /// Resolves the operands of the layer's next forward with the weight `weight` by `recipe`, and
+    /// its context. If it `draws` (a training forward), it takes the current offset.
     ///
     /// # Errors
-    /// When it draws in a step of a graph what that would repeat.
+    /// Returns an error if a step of a graph would draw bits that a replay repeats.
     pub(crate) fn for_forward(
         &self,
         recipe: &Nvfp4Recipe,
@@ -272,8 +274,8 @@ impl LayerState {
     ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
         let mode = self.mode();
         let probe = self.probe();
-        // A step that telemetry samples is never captured, and what looks at its operands has to
-        // know the signs of their transform.
+        // A step that telemetry samples is never captured; the code that examines its operands
+        // needs the signs of their transform.
         let in_memory = draws && probe.is_none() && self.offsets().pinned.is_some();
         let rng_state = if draws && mode != LayerMode::HighPrecision {
             self.advance(in_memory)
@@ -306,12 +308,12 @@ impl LayerState {
         Ok((spec, context))
     }
 
-    /// The operands of the next forward by `recipe`, which takes no offset.
+    /// Resolves the operands of the next forward by `recipe`, without taking an offset.
     pub(crate) fn next_spec(&self, recipe: &Nvfp4Recipe) -> LinearSpec {
         self.mode().of(recipe.spec(&self.rng_state()))
     }
 
-    /// Where the layer records samples of its operands, while telemetry is on.
+    /// Returns the sink for samples of the layer's operands, while telemetry is on.
     pub(crate) fn probe(&self) -> Option<Probe> {
         let probe = self.shared.probe.lock().expect("no panic while it is held");
         probe.clone()
@@ -322,14 +324,14 @@ impl LayerState {
     }
 }
 
-/// While a part of the offset is in device memory.
+/// Methods for a part of the offset in device memory.
 #[cfg_attr(
     not(any(feature = "cpu", feature = "cuda")),
     allow(dead_code, reason = "only devices with graphs pin offsets")
 )]
 impl LayerState {
-    /// The offsets of later steps are those of the next one plus what is in device memory, until
-    /// [`unpin`](Self::unpin).
+    /// Makes the offsets of later steps those of the next step plus the part in device memory,
+    /// until [`unpin`](Self::unpin).
     pub(crate) fn pin(&self) {
         let mut offsets = self.offsets();
         let count = offsets.of(self.rank());
@@ -339,7 +341,7 @@ impl LayerState {
         });
     }
 
-    /// A step begins.
+    /// Begins a step.
     pub(crate) fn begin_step(&self) {
         let mut offsets = self.offsets();
         let count = offsets.of(self.rank());
@@ -348,14 +350,15 @@ impl LayerState {
         }
     }
 
-    /// Forwards of the step that began last.
+    /// Number of forwards of the step that began last.
     pub(crate) fn drawn(&self) -> u64 {
         let offsets = self.offsets();
         let count = offsets.of(self.rank());
         offsets.pinned.map_or(0, |pinned| count - pinned.step)
     }
 
-    /// A replay drew `forwards` times, and changed the weight behind the cache's back.
+    /// Registers a replay that drew `forwards` times and changed the weight without the cache's
+    /// knowledge.
     pub(crate) fn replayed(&self, forwards: u64) {
         let mut offsets = self.offsets();
         let count = offsets.of(self.rank());
@@ -364,13 +367,13 @@ impl LayerState {
         self.shared.weights.clear();
     }
 
-    /// Offsets are counts again.
+    /// Makes offsets plain counts again.
     pub(crate) fn unpin(&self) {
         self.offsets().pinned = None;
     }
 }
 
-/// Burn's traversals do not see it; [`Nvfp4State`](crate::Nvfp4State) does.
+/// Hides the state from Burn's traversals; [`Nvfp4State`](crate::Nvfp4State) accesses it.
 impl Parameterless for LayerState {
     fn pass<V: ModuleVisitor>(&self, _visitor: &mut V) {
         TRAVERSAL.with_borrow_mut(|traversal| {
@@ -406,19 +409,19 @@ impl Parameterless for LayerState {
 parameterless_module!(LayerState);
 
 thread_local! {
-    /// The traversal of [`layers`] that runs on this thread. A module's `visit` is generic over its
-    /// visitor, so a layer's state cannot call ours directly; it registers itself here.
+    /// Traversal of [`layers`] on this thread. A module's `visit` is generic over its visitor, so a
+    /// layer's state cannot call this crate's visitor directly; it registers itself here.
     static TRAVERSAL: RefCell<Option<Traversal>> = const { RefCell::new(None) };
 }
 
-/// One layer of a model, found by [`layers`].
+/// Layer of a model, found by [`layers`].
 #[derive(Debug)]
 pub(crate) struct FoundLayer {
     /// Path of the layer in the model, `""` for the model itself.
     pub path: String,
-    /// Id of its weight.
+    /// Id of the weight.
     pub id: ParamId,
-    /// Its state.
+    /// State of the layer.
     pub state: LayerState,
 }
 
@@ -436,7 +439,7 @@ impl FoundLayer {
 #[derive(Default)]
 struct Traversal {
     path: Vec<String>,
-    /// The last parameter called `weight`, with the path of its owner: a layer's weight is visited
+    /// Last parameter called `weight`, with the path of its owner: a layer's weight is visited
     /// before its state.
     weight: Option<(Vec<String>, ParamId)>,
     layers: Vec<FoundLayer>,
@@ -446,7 +449,8 @@ impl Traversal {
     fn found(&mut self, state: &LayerState) {
         let owner = &self.path[..self.path.len().saturating_sub(1)];
         match &self.weight {
-            // A layer's state is a sibling of its weight; a decorated layer's is below it.
+            // The state is a sibling of the weight in an NVFP4 layer, and a child of it in a
+            // decorated layer.
             Some((weight_owner, id))
                 if weight_owner == owner || is_weight_of(owner, weight_owner) =>
             {
@@ -456,19 +460,19 @@ impl Traversal {
                     state: state.clone(),
                 })
             }
-            // A state that is not part of a layer has no weight, and no say.
+            // A state that is not part of a layer has no weight and is ignored.
             _ => {}
         }
     }
 }
 
-/// Whether `path` is that of the weight in the module at `owner`.
+/// Returns true if `path` is the path of the weight in the module at `owner`.
 fn is_weight_of(path: &[String], owner: &[String]) -> bool {
     path.split_last()
         .is_some_and(|(last, parent)| last == "weight" && parent == owner)
 }
 
-/// The visitor of [`layers`]: keeps the path.
+/// Visitor of [`layers`]: tracks the path.
 struct PathVisitor;
 
 impl PathVisitor {
@@ -501,9 +505,9 @@ impl ModuleVisitor for PathVisitor {
     }
 }
 
-/// Every NVFP4 layer of `model`, in the order of its fields.
+/// Returns every NVFP4 layer of `model`, in the order of its fields.
 pub(crate) fn layers<M: Module>(model: &M) -> Vec<FoundLayer> {
-    /// Ends the traversal also when a visitor panics.
+    /// Ends the traversal also if a visitor panics.
     struct End;
     impl Drop for End {
         fn drop(&mut self) {
@@ -533,7 +537,7 @@ mod tests {
         .unwrap()
     }
 
-    /// A fork for the device with this index.
+    /// Forks the state for the device with this index.
     fn fork(state: &LayerState, rank: u64) -> LayerState {
         LayerState {
             rank,

@@ -1,9 +1,10 @@
-//! The state of NVFP4 layers, and how it is saved with a model.
+//! State of NVFP4 layers, and its serialization next to a model.
 //!
 //! Burn's module records hold tensors by path, and loading refuses entries that one side lacks. A
 //! layer's counter in the record would make its checkpoints differ from those of `burn_nn::Linear`.
-//! So the state of a layer is invisible to Burn's visitors and mappers, and [`Nvfp4State`] is saved
-//! beside the record: collect it from the model when saving, apply it to the model after loading.
+//! Therefore the state of a layer is invisible to Burn's visitors and mappers, and [`Nvfp4State`]
+//! is saved next to the record: collect it from the model when saving, and apply it to the model
+//! after loading.
 
 mod layer;
 mod saved;
@@ -22,10 +23,10 @@ pub use crate::rng::RngState;
 pub use layer::LayerState;
 pub use saved::Nvfp4State;
 
-/// Gives the NVFP4 layers of `model` the ids 0, 1, 2, … in the order of its fields.
+/// Assigns the ids 0, 1, 2, … to the NVFP4 layers of `model` in the order of its fields.
 ///
-/// A layer that was built without an id got the next one of the process, which depends on what else
-/// the process has built. After this call the ids depend on the model alone.
+/// A layer that was built without an id got the next one of the process, which depends on the other
+/// layers that the process has built. After this call the ids depend only on the model.
 pub fn assign_layer_ids<M: Module>(model: &M) {
     for (id, layer) in (0..).zip(layers(model)) {
         let rng_state = RngState {
@@ -39,8 +40,8 @@ pub fn assign_layer_ids<M: Module>(model: &M) {
     }
 }
 
-/// Puts every NVFP4 layer of `model` into `mode`, for the next forward and all that follow. Layers
-/// that the recipe keeps in high precision stay there.
+/// Sets the mode of every NVFP4 layer of `model`, for the next and all later forwards. Layers that
+/// the recipe keeps in high precision stay in high precision.
 ///
 /// Clones of the model share the setting; [`Nvfp4State`] saves it.
 pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
@@ -49,14 +50,14 @@ pub fn set_mode<M: Module>(model: &M, mode: LayerMode) {
     }
 }
 
-/// Has the NVFP4 layers of `model` draw as rank `rank` of a run with a process for each rank: no
-/// two ranks share bits of stochastic rounding. Ranks that compute parts of one thing, as those of
-/// tensor parallelism do, have the same number here.
+/// Sets the rank for which the NVFP4 layers of `model` draw random bits, in a run with one process
+/// per rank: no two ranks share bits of stochastic rounding. Ranks that compute parts of the same
+/// tensors, as in tensor parallelism, must pass the same number.
 ///
-/// Clones of the model share the setting, on whichever device.
+/// Clones of the model share the setting on all devices.
 ///
 /// # Errors
-/// When `rank` is 2^16 or more.
+/// Returns an error if `rank` is 2^16 or more.
 pub fn set_rank<M: Module>(model: &M, rank: usize) -> Result<(), Nvfp4Error> {
     let limit = 1 << (u64::BITS - RANK_SHIFT);
     if rank >= limit {
@@ -70,15 +71,15 @@ pub fn set_rank<M: Module>(model: &M, rank: usize) -> Result<(), Nvfp4Error> {
 }
 
 impl Nvfp4Recipe {
-    /// Puts `high_precision` and `layers` into effect in `model`, for every NVFP4 layer in it:
-    /// those they name compute in high precision from now on, all others by the recipe. Returns how
-    /// many are in high precision.
+    /// Applies `high_precision` and `layers` to every NVFP4 layer of `model`: the selected layers
+    /// compute in high precision from now on, all others by the recipe. Returns the number of
+    /// layers in high precision.
     ///
     /// Clones of the model share the setting.
     ///
     /// # Errors
-    /// When the model has no such layer, or the group contains none of them: a pattern that matches
-    /// nothing is a mistake.
+    /// Returns an error if the model has no NVFP4 layer, or the group contains none of them: a
+    /// pattern that matches nothing is a mistake.
     pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
         let layers = layers(model);
         if layers.is_empty() {

@@ -1,4 +1,4 @@
-//! What of the layers' state is saved beside a model's record.
+//! Layer state that is saved next to a model's record.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +12,11 @@ use super::layer::{FoundLayer, LayerState, layers};
 use crate::recipe::LayerMode;
 use crate::rng::RngState;
 
-/// The RNG states of the NVFP4 layers of a model, by the path of the layer.
+/// RNG states of the NVFP4 layers of a model, by layer path.
 ///
-/// Save it beside the model's record and apply it to the loaded model: the resumed run then draws
-/// exactly the bits that the uninterrupted one would have. It is a Burn [`Config`], which saves
-/// itself as a JSON file, and serde can embed it in another.
+/// Save it next to the model's record and apply it to the loaded model: the resumed run then draws
+/// exactly the bits of an uninterrupted run. It is a Burn [`Config`], which can be saved as a JSON
+/// file, and serde can embed it in another.
 ///
 /// ```no_run
 /// use burn_core::config::Config;
@@ -34,21 +34,21 @@ use crate::rng::RngState;
 /// ```
 #[derive(Config, Debug, Default, PartialEq, Eq)]
 pub struct Nvfp4State {
-    /// The layers' states, by path (`""` for a model that is itself a layer).
+    /// RNG states of the layers, by path (`""` for a model that is itself a layer).
     pub layers: BTreeMap<String, RngState>,
-    /// The modes of the layers that do not follow their recipe, by path.
+    /// Modes of the layers that do not follow their recipe, by path.
     #[config(default = "BTreeMap::new()")]
     pub modes: BTreeMap<String, LayerMode>,
 }
 
 impl Nvfp4State {
-    /// The state of every NVFP4 layer of `model`.
+    /// Collects the state of every NVFP4 layer of `model`.
     pub fn collect<M: Module>(model: &M) -> Self {
         Self::of_ranks(&layers(model), LayerState::rng_state)
     }
 
-    /// The state of `layers` on the rank with the most forwards: forks count for themselves, and
-    /// the thread that holds the layers need not be the one that trains.
+    /// Collects the state of `layers` on the rank with the most forwards: each fork counts
+    /// separately, and the thread that holds the layers need not be the one that trains.
     #[cfg(feature = "train")]
     pub(crate) fn of(layers: &[FoundLayer]) -> Self {
         Self::of_ranks(layers, LayerState::furthest)
@@ -67,16 +67,16 @@ impl Nvfp4State {
         Self { layers, modes }
     }
 
-    /// Puts every layer of `model`, and all clones of them, into this state.
+    /// Restores this state in every layer of `model`, and all clones of them.
     ///
     /// # Errors
-    /// When a layer of the model is missing here, or one named here is missing in the model;
-    /// nothing has been changed then.
+    /// Returns an error if a layer of the model is missing in this state, or a layer in this state
+    /// is missing in the model; nothing is then changed.
     pub fn apply<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
         self.apply_to(&layers(model))
     }
 
-    /// Puts `found`, the layers of a model, into this state.
+    /// Restores this state in `found`, the layers of a model.
     pub(crate) fn apply_to(&self, found: &[FoundLayer]) -> Result<(), Nvfp4Error> {
         let missing: Vec<&str> = found
             .iter()

@@ -1,7 +1,7 @@
 //! Telemetry as metrics of burn-train (feature `train`).
 //!
-//! The output of a training step holds the samples of that step, which most steps do not have, and
-//! passes them to the metrics:
+//! The output of a training step holds the samples of that step (most steps have none) and passes
+//! them to the metrics:
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -59,9 +59,8 @@
 //! # }
 //! ```
 //!
-//! and the training registers them:
-//! `.metric_train_numeric(TelemetryMetric::mean(Statistic::Sqnr))`, or one for each layer, from
-//! [`TelemetryMetric::for_layers`].
+//! The training registers them: `.metric_train_numeric(TelemetryMetric::mean(Statistic::Sqnr))`, or
+//! one per layer, by [`TelemetryMetric::for_layers`].
 
 use std::sync::Arc;
 
@@ -76,14 +75,14 @@ use burn_train::metric::{
 use super::OperandSample;
 use crate::state;
 
-/// What a [`TelemetryMetric`] shows of the operands it looks at.
+/// Statistic of operands that a [`TelemetryMetric`] shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Statistic {
-    /// [`OperandSample::sqnr_db`]; operands that lost nothing do not count.
+    /// [`OperandSample::sqnr_db`]; operands without quantization error are excluded.
     Sqnr,
     /// [`OperandSample::signal_to_noise`]: the norm of the operand over that of its quantization
     /// noise. For `dgrad.dy`, a value below √3 is the signal to leave 4-bit gradients. Operands
-    /// that lost nothing do not count.
+    /// without quantization error are excluded.
     SignalToNoise,
     /// [`OperandSample::zeros`], in percent.
     Zeros,
@@ -93,12 +92,13 @@ pub enum Statistic {
     UnderflowedBlocks,
     /// [`OperandSample::amax`].
     Amax,
-    /// Share of the operands that were rounded stochastically, in percent; the others to nearest.
+    /// Percentage of the operands that were rounded stochastically; the others were rounded to
+    /// nearest.
     Stochastic,
 }
 
 impl Statistic {
-    /// All of them.
+    /// All statistics.
     pub const ALL: [Self; 7] = [
         Self::Sqnr,
         Self::SignalToNoise,
@@ -146,7 +146,7 @@ impl Statistic {
     }
 }
 
-/// The samples of one training step; none where the step was not sampled.
+/// Samples of one training step; empty if the step was not sampled.
 #[derive(Debug, Clone, Default)]
 pub struct TelemetryInput {
     samples: Arc<Vec<OperandSample>>,
@@ -160,8 +160,9 @@ impl From<Vec<OperandSample>> for TelemetryInput {
     }
 }
 
-/// A [`Statistic`], as the mean over the operands of a step that the metric looks at: all of them,
-/// or those of one name or one layer. Steps without a sample have no value and change nothing.
+/// Metric of a [`Statistic`]: its mean over the selected operands of a step, which are all of them,
+/// or those of one name or one layer. Steps without a sample have no value and do not change the
+/// metric.
 #[derive(Clone)]
 pub struct TelemetryMetric {
     statistic: Statistic,
@@ -169,19 +170,19 @@ pub struct TelemetryMetric {
     layer: Option<String>,
     name: MetricName,
     state: NumericMetricState,
-    /// Whether the last step had a value.
+    /// True if the last step had a value.
     current: bool,
-    /// Whether any step had one.
+    /// True if any step had a value.
     any: bool,
 }
 
 impl TelemetryMetric {
-    /// The mean over all operands of all layers.
+    /// Creates a metric of the mean over all operands of all layers.
     pub fn mean(statistic: Statistic) -> Self {
         Self::new(statistic, None, None)
     }
 
-    /// The mean over all operands of each layer of `model`, one metric a layer.
+    /// Creates one metric per layer of `model`, of the mean over all its operands.
     pub fn for_layers<M: Module>(statistic: Statistic, model: &M) -> Vec<Self> {
         state::layers(model)
             .into_iter()
@@ -189,12 +190,12 @@ impl TelemetryMetric {
             .collect()
     }
 
-    /// Look at operands of this name alone, one of those in [`OperandSample::operand`].
+    /// Selects operands of this name, one of those in [`OperandSample::operand`].
     pub fn of_operand(self, operand: &str) -> Self {
         Self::new(self.statistic, Some(operand.into()), self.layer)
     }
 
-    /// Look at the layer at this path alone.
+    /// Selects the layer at this path.
     pub fn of_layer(self, layer: &str) -> Self {
         Self::new(self.statistic, self.operand, Some(layer.into()))
     }
@@ -213,7 +214,7 @@ impl TelemetryMetric {
         }
     }
 
-    /// The mean of the samples that the metric looks at, if there is one.
+    /// Returns the mean over the selected samples, if any.
     fn value_of(&self, samples: &[OperandSample]) -> Option<f64> {
         let matches = |wanted: &Option<String>, found: &str| {
             wanted.as_deref().is_none_or(|wanted| wanted == found)

@@ -1,17 +1,15 @@
-//! The quantization error of a run, layer by layer: sampled from real steps, and cheap enough to
-//! sample every so many steps.
+//! Quantization error of a run per layer, sampled from real steps at a low cost.
 //!
-//! A sample reads a part of each operand: evenly spaced stored rows that hold about 256 Ki
-//! elements. The step copies them on its device, some 1.5 MB an operand, without a synchronisation.
-//! After the step the host reads the copies and evaluates them on all cores. Other steps cost
-//! nothing.
+//! A sample reads a part of each operand: evenly spaced stored rows with about 256 Ki elements. The
+//! step copies them on its device, about 1.5 MB per operand, without synchronization. After the
+//! step the host reads the copies and evaluates them on all cores. Other steps have no cost.
 //!
-//! Operands after a transform (those of wgrad by most recipes, and all by MS-EDEN) are measured in
-//! the rotated domain: their dequantized codes against the transformed source.
+//! Transformed operands (those of wgrad in most recipes, and all with MS-EDEN) are measured in the
+//! rotated domain: their dequantized codes against the transformed source.
 //!
 //! The tokens and weights of all experts of a layer are sampled together, each value with the
-//! global scale of its own expert. An expert's share of the sampled tokens is its share of all
-//! tokens; the weights of all experts have equal shares.
+//! global scale of its expert. An expert's share of the sampled tokens is its share of all tokens;
+//! the weights of all experts have equal shares.
 //!
 //! ```
 //! # #[cfg(feature = "flex")] {
@@ -46,8 +44,8 @@ pub use operand::{CSV_HEADER, OperandSample};
 use crate::ops::{Probe, SampledOperand};
 use crate::state::{self, LayerState};
 
-/// Samples every so many training steps of a model in a training loop of any library. Clones share
-/// the count.
+/// Sampler for every `n`-th training step of a model, for any training loop. Clones share the
+/// count.
 #[derive(Debug, Clone)]
 pub struct TelemetrySampler {
     every: usize,
@@ -55,7 +53,8 @@ pub struct TelemetrySampler {
 }
 
 impl TelemetrySampler {
-    /// A sampler of the first step and every `every`-th after it; of none if `every` is 0.
+    /// Creates a sampler of the first step and every `every`-th step after it; of no step if
+    /// `every` is 0.
     pub fn new(every: usize) -> Self {
         Self {
             every,
@@ -63,8 +62,8 @@ impl TelemetrySampler {
         }
     }
 
-    /// Runs `step`, one forward and backward of `model`, and returns its samples: none, unless the
-    /// step is one to sample.
+    /// Runs `step`, one forward and backward of `model`, and returns its samples, which are empty
+    /// if the step is not sampled.
     pub fn sample<M: Module, T>(
         &self,
         model: &M,
@@ -80,12 +79,13 @@ impl TelemetrySampler {
     }
 }
 
-/// Samples every NVFP4 operand of a model's linear layers, explicit, decorated or of experts, from
-/// [`start`](Self::start) to [`finish`](Self::finish): put one forward and backward between them.
-/// Operands in other formats are not sampled.
+/// Samples every NVFP4 operand of a model's linear layers (explicit, decorated or grouped) from
+/// [`start`](Self::start) to [`finish`](Self::finish). Run one forward and backward between the
+/// two. Operands in other formats are not sampled.
 ///
-/// Of layers of [`tensor_parallel`](crate::nn::tensor_parallel) a rank samples its parts, and all
-/// tokens where these are gathered: all ranks of the group sample the same forward and backward.
+/// In layers of [`tensor_parallel`](crate::nn::tensor_parallel) a rank samples its shards, and all
+/// tokens where these are gathered. All ranks of the group must sample the same forward and
+/// backward.
 #[derive(Debug)]
 pub struct Telemetry {
     layers: Vec<(String, LayerState, Probe)>,
@@ -109,8 +109,8 @@ impl Telemetry {
         }
     }
 
-    /// Stops, and returns the samples in the order of the layers. Waits for the devices: the GEMMs
-    /// of decorated layers run when Burn's fusion executes them.
+    /// Stops, and returns the samples in the order of the layers. Waits for the devices, because
+    /// the GEMMs of decorated layers run only when Burn's fusion executes them.
     pub fn finish(self) -> Vec<OperandSample> {
         for device in &self.devices {
             if let Err(error) = device.sync() {

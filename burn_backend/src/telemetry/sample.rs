@@ -1,4 +1,4 @@
-//! From a sampled operand to its statistics.
+//! Evaluation of a sampled operand.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,7 +12,8 @@ use super::operand::OperandSample;
 use crate::ops::{AmaxGranularity, SampledOperand};
 
 impl SampledOperand {
-    /// The statistics of the sample, without the name of its layer; rows of no expert are left out.
+    /// Computes the statistics of the sample, without the name of its layer; rows of no expert are
+    /// excluded.
     pub(super) fn statistics(&self) -> Option<OperandSample> {
         let &Self {
             usage,
@@ -64,34 +65,34 @@ impl SampledOperand {
     }
 }
 
-/// The amax values of an operand, and what each of them covers.
+/// Amax values of an operand, and the range that each of them covers.
 struct AmaxValues {
     values: Vec<f32>,
-    /// The number of stored rows, where each stored row of each span has an amax of its own.
+    /// Number of stored rows, if each stored row of each span has a separate amax.
     of_rows: Option<usize>,
-    /// What has one amax otherwise.
+    /// Ranges that have one amax otherwise.
     groups: AmaxGroups,
 }
 
-/// What belongs to one expert and shares its amax.
+/// Range of an operand that belongs to one expert and shares its amax.
 enum AmaxGroups {
     /// Each matrix of a stack, with this many stored rows; or the only matrix.
     Matrices { rows: usize },
-    /// The stored rows from an offset to the next.
+    /// Stored rows from one offset to the next.
     Rows { offsets: Vec<u32> },
-    /// A span of all stored rows.
+    /// Span of all stored rows.
     Spans,
 }
 
 impl AmaxValues {
-    /// The amax with which span `span` of the stored row `row` was quantized; `None` for a row of
-    /// no expert.
+    /// Returns the amax with which span `span` of the stored row `row` was quantized; `None` for a
+    /// row of no expert.
     fn of(&self, row: usize, span: usize) -> Option<f32> {
         let group = match &self.groups {
             AmaxGroups::Matrices { rows } => row / rows,
             AmaxGroups::Rows { offsets } => {
                 let begun = offsets.partition_point(|&offset| offset as usize <= row);
-                // A row at or behind the last offset belongs to no expert.
+                // A row at or after the last offset belongs to no expert.
                 (1..offsets.len()).contains(&begun).then(|| begun - 1)?
             }
             AmaxGroups::Spans => span,
@@ -100,23 +101,23 @@ impl AmaxValues {
         self.values.get(index).copied()
     }
 
-    /// The largest amax; NaN if any is.
+    /// Returns the largest amax; NaN if any is NaN.
     fn largest(&self) -> f32 {
         let larger = |a: f32, b: f32| if b > a || b.is_nan() { b } else { a };
         self.values.iter().copied().fold(0.0, larger)
     }
 }
 
-/// Values of each stored row that are quantized, and transformed, apart: all, or those of one
-/// expert.
+/// Values of each stored row that are quantized, and transformed, separately: all of them, or those
+/// of one expert.
 struct Span {
     values: Range<usize>,
-    /// The first block of the span.
+    /// Index of the first block of the span.
     block: usize,
 }
 
 impl Span {
-    /// All of `inner` values.
+    /// Returns one span of all `inner` values.
     fn whole(inner: usize) -> Vec<Self> {
         vec![Self {
             values: 0..inner,
@@ -124,7 +125,7 @@ impl Span {
         }]
     }
 
-    /// Those of each expert, of `tokens` in all, padded to a multiple of `unit`.
+    /// Returns one span per expert, of `tokens` tokens in total, padded to a multiple of `unit`.
     fn of_groups(offsets: &[u32], tokens: usize, unit: usize) -> Vec<Self> {
         let starts = padded_offsets(offsets, tokens, unit);
         let ranges = offsets.windows(2).zip(starts);
@@ -141,23 +142,23 @@ fn values(data: &TensorData) -> Vec<f32> {
     data.iter::<f32>().collect()
 }
 
-/// Stored rows of an operand, and the source values of each.
+/// Stored rows of an operand, with the source values of each.
 struct Slab {
-    /// `[rows, inner]`, before the transform.
+    /// Source values before the transform, `[rows, inner]`.
     x: Vec<f32>,
     inner: usize,
     spans: Vec<Span>,
     hadamard: Option<Hadamard>,
-    /// `[rows, blocks * 2]`.
+    /// Codes, `[rows, blocks * 2]`.
     codes: Vec<u32>,
-    /// `[rows, blocks]`.
+    /// Block scales, `[rows, blocks]`.
     scales: Vec<u8>,
     blocks: usize,
 }
 
 impl Slab {
-    /// The values that were quantized for `x`, the source of one span: with a transform, the
-    /// transformed values, padding included.
+    /// Returns the values that were quantized for `x`, the source of one span: with a transform,
+    /// the transformed values, including padding.
     fn quantized<'a>(&self, x: &'a [f32]) -> Cow<'a, [f32]> {
         let Some(hadamard) = &self.hadamard else {
             return x.into();
@@ -171,7 +172,8 @@ impl Slab {
         values.into()
     }
 
-    /// The statistics with the global scale of each row and span; those without one are left out.
+    /// Computes the statistics with the global scale of each row and span; rows and spans without
+    /// one are excluded.
     fn statistics(
         &self,
         operand: &'static str,

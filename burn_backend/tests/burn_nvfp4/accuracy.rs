@@ -8,23 +8,23 @@ use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe};
 use crate::support::{Matrix, device, flex_only, gaussian, sqnr, values};
 
 const SIZE: usize = 256;
-/// Decibels that a GEMM keeps of normal data, rounded to nearest.
+/// Minimum decibels for a GEMM of normal data, rounded to nearest.
 const NEAREST: f64 = 16.0;
-/// Decibels by which a GEMM may fall short of what the noise of its operands alone predicts: its
-/// outputs share rows of noise, and the noise of an operand shrinks the signal a little (1 %),
+/// Tolerance in decibels below the prediction from the noise of a GEMM's operands alone: its
+/// outputs share rows of noise, and the noise of an operand shrinks the signal slightly (1 %),
 /// which adds up coherently (0.03 dB).
 const SPREAD: f64 = 0.3;
-/// Decibels that it keeps with stochastic rounding.
+/// Minimum decibels with stochastic rounding.
 const STOCHASTIC: f64 = 6.0;
 
-/// What a layer makes of one batch: its output, and the gradients of the input and of the weight.
+/// Returns the results of a layer for one batch: output, and gradients of the input and the weight.
 fn step(x: &Matrix, forward: impl Fn(Tensor<2>, Tensor<2>) -> [Tensor<2>; 3]) -> [Vec<f32>; 3] {
     let device = device().autodiff();
     let w = Matrix::gaussian(SIZE, SIZE, DType::F32, 82);
     forward(x.tensor(&device).require_grad(), w.tensor(&device)).map(values)
 }
 
-/// Output and gradients of `y`, for an upstream gradient of normal data.
+/// Returns output and gradients of `y`, for an upstream gradient of normal data.
 fn backward(y: Tensor<2>, x: &Tensor<2>, w: &Tensor<2>) -> [Tensor<2>; 3] {
     let dy = Matrix::gaussian(SIZE, SIZE, DType::F32, 83).tensor(&y.device());
     let grads = (y.clone() * dy).sum().backward();
@@ -49,12 +49,12 @@ fn by_recipe(x: &Matrix, recipe: &Nvfp4Recipe) -> [Vec<f32>; 3] {
     })
 }
 
-/// Decibels that a GEMM of normal data keeps in MXFP4, from the definition of the format alone: the
-/// noise of one operand, quantized here, once for each operand and once for both together.
+/// Computes the decibels of a GEMM of normal data in MXFP4 from the definition of the format alone:
+/// from the noise of one operand quantized here, once per operand and once for both together.
 ///
-/// Blocks of 32 with the smallest scale `2^e` for which the amax is no more than 6, elements to the
-/// nearest of E2M1. With the amax anywhere in (3, 6] an operand keeps 18.8 dB, and a GEMM of two of
-/// them 15.7.
+/// Blocks of 32 with the smallest scale `2^e` for which the amax is at most 6, elements rounded to
+/// nearest E2M1. With the amax anywhere in (3, 6] an operand keeps 18.8 dB, and a GEMM of two such
+/// operands 15.7.
 fn mxfp4_gemm() -> f64 {
     const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
     let (mut signal, mut noise) = (0.0, 0.0);
@@ -76,7 +76,7 @@ fn decibels(exact: &[Vec<f32>; 3], found: &[Vec<f32>; 3]) -> [f64; 3] {
     std::array::from_fn(|i| sqnr(&exact[i], &found[i]))
 }
 
-/// fprop, dgrad and wgrad of each preset, as it is and with all rounding to nearest.
+/// Covers fprop, dgrad and wgrad of each preset, unmodified and with all rounding to nearest.
 #[test]
 fn every_preset_keeps_the_signal_of_each_gemm() {
     flex_only!();
@@ -91,8 +91,7 @@ fn every_preset_keeps_the_signal_of_each_gemm() {
             };
             let [fprop, dgrad, wgrad] = decibels(&exact, &by_recipe(&x, &recipe));
             println!("{preset}, stochastic {stochastic}: {fprop:.2}, {dgrad:.2}, {wgrad:.2} dB");
-            // No preset rounds stochastically forward. MS-EDEN draws its scales whatever the
-            // rounding.
+            // No preset rounds stochastically in the forward. MS-EDEN draws its scales in any case.
             let is_drawn = stochastic || preset == "quartet2";
             let least = if is_drawn { STOCHASTIC } else { NEAREST };
             let nearest = if preset == "mxfp4" {
@@ -108,8 +107,8 @@ fn every_preset_keeps_the_signal_of_each_gemm() {
     }
 }
 
-/// The bounds can fail: one row of huge values underflows the block scales of all others, unless
-/// each row has a global scale of its own.
+/// Shows that the bounds can fail: one row of huge values underflows the block scales of all
+/// others, unless each row has a separate global scale.
 #[test]
 fn a_signal_that_is_lost_is_below_the_bounds() {
     flex_only!();

@@ -1,4 +1,4 @@
-//! Attention on plain tensors and in its module, against the same by Burn's operations.
+//! Attention on plain tensors and in its module, compared with attention by Burn's operations.
 
 use burn_core::module::ParamGroup;
 use burn_core::tensor::activation::{quiet_softmax, softmax};
@@ -35,7 +35,7 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
     }
 }
 
-/// Attention of one sequence by Burn's operations, for as many heads of queries as of keys.
+/// Attention of one sequence by Burn's operations, for equal numbers of query and key heads.
 fn by_burn(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, params: AttentionParams) -> Tensor<3> {
     let ([sq, heads, _], [sk, ..]) = (q.dims(), k.dims());
     let [q, k, v] = [q, k, v].map(|x| x.swap_dims(0, 1));
@@ -63,7 +63,7 @@ fn by_burn(q: Tensor<3>, k: Tensor<3>, v: Tensor<3>, params: AttentionParams) ->
     weights.matmul(v).swap_dims(0, 1)
 }
 
-/// Output and gradients of `forward` for a weighted sum of its output.
+/// Returns output and gradients of `forward` for a weighted sum of its output.
 fn gradients<const N: usize>(
     inputs: [Tensor<3>; N],
     forward: impl Fn([Tensor<3>; N]) -> Tensor<3>,
@@ -110,8 +110,8 @@ fn values_and_gradients_are_burns() {
     }
 }
 
-/// A packed sequence has the values and gradients that it has alone, and what it shares its heads'
-/// keys with does not matter.
+/// A packed sequence has the same values and gradients as alone, independent of the other
+/// sequences.
 #[test]
 fn packed_sequences_are_those_alone() {
     let device = device();
@@ -137,15 +137,15 @@ fn packed_sequences_are_those_alone() {
         let out = heads * head;
         assert_eq!(found[0], whole[0][first * out..][..len * out]);
     }
-    // The last token belongs to nobody.
+    // The last token belongs to no sequence.
     for (values, width) in whole.iter().zip([heads, heads, kv_heads, kv_heads]) {
         let last = &values[(tokens - 1) * width * head..];
         assert!(last.iter().all(|value| *value == 0.0));
     }
 }
 
-/// The fused form rotates, and gives one gradient, rotated back; it leaves alone what somebody else
-/// holds.
+/// The fused form rotates, and returns one gradient, rotated back; it does not modify memory that
+/// others hold.
 #[test]
 fn one_projection_is_three_tensors() {
     let device = device();
@@ -187,7 +187,7 @@ fn one_projection_is_three_tensors() {
     for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
         assert_near(&format!("tensor {i}"), found, expected, 1e-5);
     }
-    // Without autodiff, and nobody else holding it.
+    // Without autodiff, with no other owner of the memory.
     let plain = attention_qkv(
         qkv.reshape([tokens, width]),
         [heads, kv_heads],
@@ -205,7 +205,8 @@ fn module(config: &Nvfp4AttentionConfig, device: &Device) -> Nvfp4Attention {
     attention
 }
 
-/// With padding, if only of `false`, Burn's operations compute; without, the kernels.
+/// With padding, even if it is all `false`, Burn's operations compute; without padding, the
+/// kernels.
 #[test]
 fn the_module_is_its_unfused_form() {
     skip_where_small_only!();

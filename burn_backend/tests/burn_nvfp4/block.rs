@@ -82,7 +82,7 @@ fn attention_is_burn_nns() {
         assert_eq!(back.quiet_softmax, quiet);
         for (found, expected) in parts(&back).into_iter().zip(part_ids) {
             assert_eq!(found.0, expected.0);
-            // One that was not there is zero now, and new.
+            // A bias that was missing is now zero, with a new id.
             assert!(found.1 == expected.1 || expected.1.is_none());
         }
         if !query_bias {
@@ -92,7 +92,7 @@ fn attention_is_burn_nns() {
     }
 }
 
-/// Heads that share keys and values are heads with equal ones.
+/// Heads that share keys and values equal heads with identical keys and values.
 #[test]
 fn grouped_queries_share_keys() {
     skip_where_small_only!();
@@ -120,8 +120,8 @@ fn grouped_queries_share_keys() {
     assert!(error.contains("`kv_heads`"), "{error}");
 }
 
-/// The score of a query and a key depends on how far apart they are, and on nothing else about
-/// where they are; lengths are kept.
+/// The score of a query and a key depends only on the difference of their positions; lengths are
+/// preserved.
 #[test]
 fn rotations_are_relative() {
     let device = device();
@@ -219,8 +219,8 @@ fn feed_forwards_are_burn_nns() {
     assert_eq!(ours.into_rms_norm().gamma.id, id);
 }
 
-/// `found` is `expected` but for rounding, which the largest input of the last layer and so its
-/// global scale are subject to: it is ten times as near as `other`.
+/// Asserts that `found` is `expected` up to rounding, which affects the largest input of the last
+/// layer and so its global scale: it is ten times as near as `other`.
 fn assert_nearer(found: &[f32], expected: &[f32], other: &[f32]) {
     let distance = |to: &[f32]| -> f32 {
         let squares = found.iter().zip(to).map(|(a, b)| (a - b) * (a - b));
@@ -230,10 +230,9 @@ fn assert_nearer(found: &[f32], expected: &[f32], other: &[f32]) {
     assert!(near < 0.1 * far, "{near} and {far}");
 }
 
-/// Fused projections have one global scale: where one part of the weight is eight times as large as
-/// the others, the layer's output is that of all of them quantized together, and not that of each
-/// quantized for itself. In the layers themselves, so that one that split its product would be
-/// noticed.
+/// Fused projections have one global scale: if one part of the weight is eight times as large as
+/// the others, the layer's output is that of all parts quantized together, not that of each
+/// quantized separately. Tested in the layers themselves, to detect one that splits its GEMM.
 #[test]
 fn fused_weights_share_a_global_scale() {
     let device = device();
@@ -272,7 +271,7 @@ fn fused_weights_share_a_global_scale() {
         &expected(apart(&parts)),
     );
 
-    // One position attends to itself alone: what comes out is its value.
+    // A single position attends only to itself: the output is its value.
     let parts = [part(3, 1.0), part(4, 8.0), part(5, 1.0)];
     let mut attention = Nvfp4AttentionConfig::new(32, 2)
         .with_recipe(recipe.clone())

@@ -1,4 +1,4 @@
-//! Fusion that stops exploring: a process of its own, because Burn reads the limit once.
+//! Fusion that stops exploring. Runs in a separate process, because Burn reads the limit once.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -8,9 +8,9 @@ use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
 use crate::support::own_process::own_process;
 
-/// Products of shapes never seen before, until the limit is used up: what ran up to there ran in
-/// NVFP4, what came after is an error in strict mode and counted in lenient mode. At no time is
-/// there a number that high precision has computed unnoticed.
+/// Runs GEMMs of new shapes until the limit is used up: those before it run in NVFP4; those after
+/// it are errors in strict mode and counted in lenient mode. High precision never computes a number
+/// unnoticed.
 #[test]
 fn a_used_up_exploration_limit_is_noticed() {
     own_process!("decorate_limits");

@@ -1,4 +1,4 @@
-//! From a recipe to what its products do: the format of each operand, and which bits it draws.
+//! From a recipe to its GEMMs: the format of each operand, and the bits that it draws.
 
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nvfp4::functions::quantize;
@@ -17,7 +17,7 @@ const RANDOMNESS: RngState = RngState {
     rht_signs: Hadamard::DEFAULT_SIGNS,
 };
 
-/// The operands, in the order of [`NAMES`].
+/// Returns the operands, in the order of [`NAMES`].
 fn operands(spec: &LinearSpec) -> [OperandSpec; 6] {
     [
         spec.fprop_x,
@@ -33,7 +33,7 @@ const NAMES: [&str; 6] = [
     "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.x", "wgrad.dy",
 ];
 
-/// An operand in words.
+/// Describes an operand in words.
 fn words(operand: &OperandSpec) -> String {
     let scale = |scaling: &BlockScaling| match scaling {
         BlockScaling::Standard => "",
@@ -71,8 +71,8 @@ fn words(operand: &OperandSpec) -> String {
     )
 }
 
-/// What each preset is, as docs/src/recipes.md and the papers have it: written out, and read from
-/// what the products are given.
+/// Checks the definition of each preset in docs/src/recipes.md and the papers, written out here,
+/// against the operands of its GEMMs.
 #[test]
 fn presets_are_what_they_are_called_after() {
     flex_only!();
@@ -149,12 +149,12 @@ fn presets_are_what_they_are_called_after() {
             expected,
             "{name}"
         );
-        // What is not quantized backward is the forward's values or the originals.
+        // Unquantized backward operands are the forward's values or the originals.
         assert_eq!(spec.source, source, "{name}");
     }
 }
 
-/// The streams that a spec draws from, by the name of the operand.
+/// Returns the streams that a spec draws from, by operand name.
 fn streams(spec: &LinearSpec) -> Vec<(&'static str, RandomStream)> {
     let stream = |operand: &OperandSpec| operand.params()?.stream();
     let operands = operands(spec);
@@ -164,7 +164,7 @@ fn streams(spec: &LinearSpec) -> Vec<(&'static str, RandomStream)> {
         .collect()
 }
 
-/// No two operands of a layer, and no two layers, draw the same bits, in any preset and where every
+/// No two operands of a layer, and no two layers, draw the same bits, in any preset and if every
 /// operand is drawn.
 #[test]
 fn no_two_operands_draw_the_same_bits() {
@@ -192,7 +192,7 @@ fn no_two_operands_draw_the_same_bits() {
     });
     for (name, recipe, drawn) in presets.chain([("every", every, NAMES.as_slice())]) {
         let mut seen: Vec<(String, RandomStream)> = Vec::new();
-        // Neighbours, and layers whose numbers differ in a high bit alone.
+        // Neighbors, and layers whose numbers differ only in a high bit.
         for layer in [0, 1, 2, 3, 1 << 40, 1 << 55] {
             let spec = recipe.spec(&RngState {
                 layer,
@@ -212,8 +212,8 @@ fn no_two_operands_draw_the_same_bits() {
     }
 }
 
-/// MS-EDEN's signs: the same for both operands of a product, others for the other product, layer
-/// and step.
+/// MS-EDEN's signs are the same for both operands of a GEMM, and differ between GEMMs, layers and
+/// steps.
 #[test]
 fn both_operands_of_a_product_have_the_same_signs() {
     flex_only!();
@@ -248,8 +248,8 @@ fn scales(packed: &Nvfp4Tensor) -> Vec<u8> {
     packed.scales().clone().into_data().try_to_vec().unwrap()
 }
 
-/// The two copies of one gradient: that of its transpose along its rows is the same matrix in
-/// memory, so that all they differ in is what they drew.
+/// The row-wise and column-wise tensors of one gradient: the row-wise tensor of its transpose is
+/// the same matrix in memory, so the two differ only in their random bits.
 #[test]
 fn the_two_copies_of_a_gradient_are_rounded_apart() {
     skip_where_small_only!();
@@ -272,7 +272,7 @@ fn the_two_copies_of_a_gradient_are_rounded_apart() {
     let nibbles = (first.iter().zip(&second))
         .flat_map(|(a, b)| (0..8).map(move |i| (a ^ b) >> (4 * i) & 0xF != 0));
     let share = nibbles.filter(|differ| *differ).count() as f64 / (64.0 * 128.0);
-    // Two draws of a value at `f` between its neighbours differ with probability 2 f (1 - f), 1/3
-    // on average.
+    // Two draws of a value at `f` between its neighbors differ with probability 2 f (1 - f), 1/3 on
+    // average.
     assert!((0.25..0.4).contains(&share), "{share} of the codes differ");
 }

@@ -1,4 +1,4 @@
-//! Bad arguments are refused before anything is queued, by name.
+//! Invalid arguments are refused before anything is queued, by name.
 
 use burn_core::tensor::{DType, FloatDType, Tensor};
 use burn_nn::LinearConfig;
@@ -16,7 +16,7 @@ fn zeros(rows: usize, cols: usize) -> Tensor<2> {
     Tensor::zeros([rows, cols], &device())
 }
 
-/// The error is of the expected kind, names the argument, and its message has both sides.
+/// Asserts that the error is of the expected kind, names the argument, and shows both sides.
 macro_rules! assert_error {
     ($result:expr, $variant:ident, $name:literal, $found:literal, $expected:literal) => {
         match $result {
@@ -267,7 +267,7 @@ mod on_different_devices {
     }
 }
 
-/// Parts of modules are checked with their input, before the first of them runs.
+/// Layers of modules are checked with their input before the first of them runs.
 #[test]
 fn parts_that_do_not_fit_each_other() {
     use burn_core::module::Param;
@@ -327,9 +327,9 @@ fn parts_that_do_not_fit_each_other() {
     assert_error!(result, Value, "feed_forward", "dense: false", "exactly one");
 }
 
-/// A device that Burn can name in this build, but for which there are no kernels here. Naming it
-/// opens nothing: there is no tensor on it, only layers whose parameters have no values yet. None
-/// of them may be asked for one, which would open it.
+/// A device that Burn can name in this build, but without kernels in this crate. Naming it opens
+/// nothing: no tensor is on it, only layers whose parameters have no values yet. The values must
+/// not be read, because that would open the device.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 #[test]
 fn a_device_without_an_implementation() {

@@ -1,5 +1,5 @@
-//! The feed-forward as one operation: bit by bit its three steps, whatever is kept for the
-//! backward.
+//! The feed-forward as one operation: it equals its three steps bit for bit, with and without
+//! recomputation.
 
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Device, Tensor};
@@ -11,7 +11,7 @@ use crate::support::{Matrix, activation, device, small_only, values};
 const WIDTH: usize = 32;
 const HIDDEN: usize = 48;
 
-/// Rows that fill neither a block of 16 nor a transform.
+/// Numbers of rows that fill neither a block of 16 nor a transform.
 fn tokens() -> usize {
     if small_only() { 24 } else { 45 }
 }
@@ -32,13 +32,13 @@ fn layer(recipe: &Nvfp4Recipe, bias: bool, device: &Device) -> Nvfp4SwiGlu {
     layer
 }
 
-/// The three steps, one after the other.
+/// Runs the three steps separately.
 fn by_steps(layer: &Nvfp4SwiGlu, x: Tensor<2>) -> Tensor<2> {
     layer.down.forward(swiglu(layer.gate_up.forward(x)))
 }
 
-/// The output of `forward`, and the gradients by its input and by the parameters of `layer`, as
-/// far as there are any, with the random draws of the first step.
+/// Returns the output of `forward`, and the gradients by its input and by the parameters of
+/// `layer`, if any, with the random draws of the first step.
 fn run(
     layer: &Nvfp4SwiGlu,
     x: &Tensor<2>,
@@ -118,7 +118,7 @@ fn it_has_the_bits_of_its_three_steps() {
     }
 }
 
-/// What needs no gradient gets none, and changes no other.
+/// A frozen parameter gets no gradient, and changes no other gradient.
 #[test]
 fn parts_may_be_frozen() {
     let device = device().autodiff();
@@ -149,7 +149,7 @@ fn parts_may_be_frozen() {
     assert_equal("valid", &run(&inner, &x, |x| inner.forward(x)), &expected);
 }
 
-/// A bias of one layer alone, which a config never makes.
+/// A bias on only one of the layers, which a config never creates.
 #[test]
 fn one_layer_may_have_a_bias() {
     let device = device().autodiff();
@@ -170,7 +170,7 @@ fn one_layer_may_have_a_bias() {
     }
 }
 
-/// A mixture whose experts compute gate and up again has the bits of one that keeps them.
+/// A mixture whose experts recompute gate and up has the bits of one that keeps them.
 #[test]
 fn experts_may_compute_again() {
     let device = device().autodiff();

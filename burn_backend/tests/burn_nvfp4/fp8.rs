@@ -1,4 +1,4 @@
-//! Layers of weights in FP8: against the oracle, in records, and what they refuse.
+//! Layers with FP8 weights: against the oracle, in records, and with invalid arguments.
 
 use burn_core::module::{Module, Param};
 use burn_core::store::ModuleRecord;
@@ -13,7 +13,7 @@ use crate::support::{Matrix, activation, device, gaussian, values};
 const K: usize = 128;
 const N: usize = 37;
 
-/// `[N, K]`, with a row of zeros.
+/// Rows `[N, K]`, including a row of zeros.
 fn rows(seed: u64) -> Vec<f32> {
     let mut rows = gaussian(N * K, seed);
     rows[3 * K..4 * K].fill(0.0);
@@ -33,7 +33,7 @@ fn parts(layer: &Fp8Linear) -> Fp8Rows {
     }
 }
 
-/// However it lies in memory, and in each type.
+/// In any memory layout, and in each dtype.
 #[test]
 fn weights_are_those_of_the_oracle() {
     for dtype in [DType::F32, activation()] {
@@ -54,7 +54,7 @@ fn weights_are_those_of_the_oracle() {
     }
 }
 
-/// Few rows and more than an instruction takes, in each type, against sums in `f64`.
+/// Small M, and more rows than an instruction takes, in each dtype, against sums in `f64`.
 #[test]
 fn outputs_are_rounded_once() {
     let layer = layer(2);
@@ -88,7 +88,7 @@ fn outputs_are_rounded_once() {
     }
 }
 
-/// Any number of axes, and no rows.
+/// Any number of axes, and zero rows.
 #[test]
 fn inputs_have_any_axes() {
     let layer = layer(3);
@@ -110,7 +110,7 @@ fn records_keep_codes_and_scales() {
     assert_eq!(parts(&loaded), parts(&layer));
 }
 
-/// The layer's part of a sum gives its input no gradient.
+/// The layer's summand gives its input no gradient.
 #[test]
 fn outputs_are_constants_to_autodiff() {
     let device = device().autodiff();

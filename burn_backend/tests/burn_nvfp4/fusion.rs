@@ -1,5 +1,5 @@
-//! One training step with fusion, which is what `Tensor` runs on, and without it, on the backend's
-//! own primitives.
+//! One training step with fusion, which `Tensor` uses, and without it, on the backend's own
+//! primitives.
 
 use burn_core::backend::{Autodiff, AutodiffBackend, DispatchDevice, ops::FloatTensorOps};
 use burn_core::tensor::{DType, TensorData};

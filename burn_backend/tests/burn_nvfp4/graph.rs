@@ -1,5 +1,5 @@
-//! Steps by a captured graph have the bits of ordinary ones; CUDA captures, CubeCL's CPU runtime
-//! takes the same steps kernel by kernel.
+//! Steps by a captured graph have the bits of ordinary steps. CUDA captures; CubeCL's CPU runtime
+//! runs the same steps kernel by kernel.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -18,14 +18,14 @@ fn is_flex() -> bool {
     format!("{:?}", device()).contains("Flex")
 }
 
-/// A device has one graph at a time.
+/// A device has only one graph at a time.
 static GRAPH: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
     GRAPH.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A layer that has run 5 times.
+/// Creates a layer that has run 5 times.
 fn layer(recipe: Nvfp4Recipe) -> Nvfp4Linear {
     let device = device().autodiff();
     let config = Nvfp4LinearConfig::new(D_IN, D_OUT).with_recipe(recipe);
@@ -41,7 +41,7 @@ fn layer(recipe: Nvfp4Recipe) -> Nvfp4Linear {
     layer
 }
 
-/// The gradient of the input, whose rounding is stochastic.
+/// Returns the gradient of the input, which is rounded stochastically.
 fn gradient(layer: &Nvfp4Linear, x: &Tensor<2>, upstream: &Tensor<2>) -> Tensor<2> {
     let x = x.clone().require_grad();
     let y = layer.forward(x.clone()) * upstream.clone();
@@ -73,7 +73,7 @@ fn have_the_bits_of_ordinary_ones(recipe: &Nvfp4Recipe) {
     let _alone = alone();
     let (x, upstream) = (matrix(ROWS, D_IN, 1), matrix(ROWS, D_OUT, 2));
     let layer = layer(recipe.clone());
-    // The same weight, and offsets of its own.
+    // The same weight with separate offsets.
     let mut ordinary = layer.clone();
     ordinary.state = self::layer(recipe.clone()).state;
     let expected: Vec<_> = (0..8)
@@ -109,7 +109,7 @@ fn have_the_bits_of_ordinary_ones(recipe: &Nvfp4Recipe) {
         assert_eq!(taken[3], TakenBy::Capture);
         assert_eq!(taken[4..], [TakenBy::Replay; 4]);
     }
-    // Offsets are the host's again.
+    // Offsets are host counts again.
     drop(steps);
     let before = Nvfp4State::collect(&layer);
     before.apply(&ordinary).unwrap();
@@ -134,13 +134,14 @@ fn copies_go_where_the_tensor_is() {
     assert!(error.to_string().contains("from"), "{error}");
 }
 
-/// Bytes that the pools of this test's stream hold and nobody uses.
+/// Bytes reserved in the pools of this test's stream but not used.
 fn free() -> u64 {
     let usage = memory_usage(&device());
     usage.bytes_reserved - usage.bytes_in_use
 }
 
-/// In a capture no memory can be added, and what is free may be in other pieces than before it.
+/// During a capture no memory can be added, and free memory may be fragmented differently than
+/// before.
 #[test]
 fn there_is_more_room_for_the_capture_than_a_step_took() {
     cube_only!();

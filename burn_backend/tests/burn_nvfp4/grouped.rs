@@ -1,5 +1,5 @@
-//! Products in groups: against the oracle, byte for byte where something is packed, and against a
-//! loop of the plain product over experts.
+//! Grouped GEMMs: against the oracle, byte for byte for packed tensors, and against a loop of the
+//! plain GEMM over experts.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
@@ -19,7 +19,7 @@ use crate::support::{
     small_only, spec, values,
 };
 
-/// Sizes of groups, and tokens that belong to none.
+/// Group sizes, and numbers of tokens that belong to no group.
 fn groupings() -> Vec<(Vec<usize>, usize)> {
     if small_only() {
         vec![(vec![0, 5, 18, 0], 2)]
@@ -35,7 +35,7 @@ fn groupings() -> Vec<(Vec<usize>, usize)> {
     }
 }
 
-/// Types of tokens.
+/// Dtypes of tokens.
 fn dtypes() -> Vec<DType> {
     let mut dtypes = vec![DType::F32, activation()];
     dtypes.dedup();
@@ -48,7 +48,7 @@ fn experts(sizes: &[usize], rest: usize, device: &Device) -> ExpertOffsets {
     ExpertOffsets::from_counts(counts, sizes.iter().sum::<usize>() + rest)
 }
 
-/// The rows of each group.
+/// Returns the rows of each group.
 fn ranges(sizes: &[usize]) -> Vec<std::ops::Range<usize>> {
     let mut end = 0;
     sizes
@@ -60,13 +60,12 @@ fn ranges(sizes: &[usize]) -> Vec<std::ops::Range<usize>> {
         .collect()
 }
 
-/// One group's values become this many times as large as the others': a maximum of all groups is
-/// none of theirs.
+/// Factor by which one group's values are larger than the others': an amax over all groups is wrong
+/// for every other group.
 const LOUD: f32 = 1000.0;
 
 impl Matrix {
-    /// With the rows of the last group that is not empty, if there is another, `LOUD` times as
-    /// large.
+    /// Scales the rows of the last nonempty group by `LOUD`, if there is another group.
     fn with_loud_group(mut self, sizes: &[usize]) -> Self {
         let filled = ranges(sizes).into_iter().filter(|range| !range.is_empty());
         if let [.., _, loud] = filled.collect::<Vec<_>>().as_slice() {
@@ -89,13 +88,13 @@ fn rows(matrix: &Matrix, rows: std::ops::Range<usize>) -> Matrix {
     }
 }
 
-/// How the default recipe quantizes dy, rowwise and columnwise.
+/// Returns the quantization parameters of dy in the default recipe, row-wise and column-wise.
 fn params_of_dy(spec: &LinearSpec) -> (QuantParams, QuantParams) {
     let params = |operand: OperandSpec| *operand.params().expect("in NVFP4");
     (params(spec.dgrad_dy), params(spec.wgrad_dy))
 }
 
-/// The only tensor with this usage of `x`, whose rows are in these groups.
+/// Returns the only tensor with this usage of `x`, whose rows are in these groups.
 fn quantize_one(
     x: Tensor<2>,
     groups: RowGroups<Dispatch>,
@@ -106,7 +105,7 @@ fn quantize_one(
     Dispatch::nvfp4_quantize(x.into_dispatch(), groups, usages).into_one()
 }
 
-/// Codes, scales and amax values of an NVFP4 tensor.
+/// Returns codes, scales and amax values of an NVFP4 tensor.
 fn parts(packed: QuantizedMatrix<Dispatch>) -> (Vec<u8>, Vec<u8>, Vec<f32>) {
     let amax = packed.amax.clone().into_option();
     let (codes, scales) = packed.into_packed();
@@ -189,7 +188,7 @@ fn tokens_are_packed_group_by_group() {
     }
 }
 
-/// The copies of groups, and their maxima.
+/// Quantized tensors of the groups, and their amax values.
 #[derive(Default)]
 struct Copies {
     codes: Vec<Vec<u8>>,
@@ -204,7 +203,8 @@ impl Copies {
         self.amax.extend(packed.amax().values());
     }
 
-    /// The copies lie in `found` one after another, or side by side in that many stored rows.
+    /// Asserts that the tensors are concatenated in `found`, or, with `side_by_side`, within each
+    /// of that many stored rows.
     fn assert_are(
         &self,
         what: &str,
@@ -218,7 +218,7 @@ impl Copies {
         assert_lie(&what, &scales, &self.scales, side_by_side);
     }
 
-    /// The same in MXFP8.
+    /// Version of [`assert_are`](Self::assert_are) for MXFP8.
     fn assert_mx(&self, what: &str, found: QuantizedMatrix<Dispatch>, side_by_side: Option<usize>) {
         let bytes = |tensor| -> Vec<u8> {
             let tensor = Tensor::<2, Int>::from_dispatch(tensor);
@@ -236,8 +236,8 @@ impl Copies {
     }
 }
 
-/// The bytes of copies lie in `found` one after another, or in that many stored rows, in each of
-/// them side by side.
+/// Asserts that the bytes of the tensors are concatenated in `found`, or, with `side_by_side`,
+/// within each of that many stored rows.
 fn assert_lie(what: &str, found: &[u8], copies: &[Vec<u8>], side_by_side: Option<usize>) {
     let rows = side_by_side.unwrap_or(1);
     let pitch = found.len() / rows;
@@ -259,22 +259,23 @@ fn per_token(params: QuantParams) -> QuantParams {
     }
 }
 
-/// Rows in groups, as an operation takes them and as the oracle does.
+/// Grouped rows, for an operation and for the oracle.
 struct Grouped<'a> {
     what: String,
     x: Matrix,
     parts: Vec<Matrix>,
     groups: &'a dyn Fn() -> RowGroups<Dispatch>,
-    /// Column-wise copies lie side by side, and not one below the other.
+    /// True if the column-wise tensors are concatenated within each stored row, instead of along
+    /// the rows.
     side_by_side: bool,
-    /// The rowwise tensor in 1x16 blocks.
+    /// Returns the row-wise tensor in 1x16 blocks.
     packed: &'a dyn Fn(QuantParams) -> QuantizedMatrix<Dispatch>,
 }
 
 impl Grouped<'_> {
-    /// By MS-EDEN and in MXFP8, of the matrix and of what its NVFP4 copies stand for: each group is
-    /// the oracle's, with its own maximum, and random bits that go on where those of the group
-    /// before ended.
+    /// Checks MS-EDEN and MXFP8, of the matrix and of the dequantized NVFP4 tensors: each group
+    /// equals the oracle's, with its own amax, and its random bits continue after those of the
+    /// previous group.
     fn check(&self, device: &Device) {
         let x = || self.x.tensor(device);
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
@@ -414,7 +415,7 @@ fn stacks_by_ms_eden_and_in_mxfp8() {
     }
 }
 
-/// A value of each group goes to its rows.
+/// The value of each group is broadcast to its rows.
 #[test]
 fn values_of_groups_are_spread() {
     let device = device();
@@ -475,7 +476,7 @@ fn stacks_are_packed_matrix_by_matrix() {
     let one = |usage, params| quantize_one(w(), groups(), usage, params);
     let alone = one(Usage::Columnwise, QuantParams::nvfp4(nearest));
     assert_eq!(parts(alone), col);
-    // Random bits go on from matrix to matrix.
+    // Random bits continue from matrix to matrix.
     let drawn = QuantParams::nvfp4(Rounding::Stochastic(RandomStream::new(1, 2, 3)));
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let mut expected = Copies::default();
@@ -488,7 +489,7 @@ fn stacks_are_packed_matrix_by_matrix() {
     }
 }
 
-/// Outputs and gradients of one grouped product, or of a loop.
+/// Outputs and gradients of one grouped GEMM, or of a loop.
 struct Found {
     y: Vec<f32>,
     dx: Vec<f32>,
@@ -525,8 +526,8 @@ impl Case {
         }
     }
 
-    /// Each group's share of what was found: the name of the tensor, the number of the group, and
-    /// its values. Behind the last one the rows of none.
+    /// Splits the results by group: name of the tensor, group index, and values. The last entry is
+    /// the rows of no group.
     fn shares<'a>(&self, found: &'a Found) -> Vec<(&'static str, usize, &'a [f32])> {
         let (count, d_in, d_out) = (self.sizes.len(), self.x.cols, self.dy.cols);
         let mut shares = Vec::new();
@@ -583,7 +584,7 @@ impl Case {
         })
     }
 
-    /// The plain product of each group, and zeros for the rest.
+    /// Computes the plain GEMM of each group, and zeros for the remaining rows.
     fn looped(
         &self,
         device: &Device,
@@ -604,7 +605,7 @@ impl Case {
                 })
                 .collect();
             if self.rest > 0 {
-                // Nothing, but in the graph of every leaf.
+                // Adds nothing, but puts every leaf in the graph.
                 let nothing = x.sum() * 0.0
                     + w.sum().cast(self.x.dtype) * 0.0
                     + b.sum().cast(self.x.dtype) * 0.0;
@@ -615,7 +616,7 @@ impl Case {
     }
 }
 
-/// Bit by bit, or up to the order of sums where `exact` is false.
+/// Asserts equality bit for bit, or up to the order of sums if `exact` is false.
 fn assert_same(what: &str, found: &[f32], expected: &[f32], exact: bool, bound: f32) {
     assert_eq!(found.len(), expected.len(), "{what}: elements");
     let scale = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
@@ -631,12 +632,12 @@ fn assert_same(what: &str, found: &[f32], expected: &[f32], exact: bool, bound: 
     }
 }
 
-/// The device under test.
+/// Returns true if `name` is the device under test.
 fn on(name: &str) -> bool {
     std::env::var("NVFP4_TEST_DEVICE").map_or(name == "flex", |device| device == name)
 }
 
-/// A preset, with or without stochastic rounding.
+/// Returns a preset, with or without stochastic rounding.
 fn preset(name: &str, stochastic: bool) -> LinearSpec {
     let recipe = Nvfp4Recipe::preset(name).unwrap();
     let recipe = match stochastic {
@@ -651,7 +652,7 @@ fn preset(name: &str, stochastic: bool) -> LinearSpec {
     })
 }
 
-/// Whether any operand is of this kind.
+/// Returns true if any operand is of this kind.
 fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
     let LinearSpec {
         fprop_x,
@@ -667,16 +668,16 @@ fn has(spec: &LinearSpec, kind: impl Fn(&OperandSpec) -> bool) -> bool {
         .any(kind)
 }
 
-/// Every preset without stochastic rounding is the loop of the plain layer over the experts,
-/// forward, dgrad and wgrad: bit by bit where the same code multiplies groups and matrices. MS-EDEN
+/// Every preset without stochastic rounding equals the loop of the plain layer over the experts, in
+/// fprop, dgrad and wgrad: bit for bit if the same code multiplies groups and matrices. MS-EDEN
 /// always draws, so only the gradients whose operands come first draw the bits of the loop; the
-/// others are [`ms_eden_is_the_oracles`]'. A test for each, since a GPU compiles many kernels for
-/// them.
+/// others are covered by [`ms_eden_is_the_oracles`]. There is one test per preset, because a GPU
+/// compiles many kernels for each.
 mod the_loop_over_experts {
     use super::*;
 
-    /// Presets whose products are Burn's own on CubeCL's CPU runtime, but for one with a forward in
-    /// NVFP4.
+    /// Presets whose GEMMs are Burn's own on CubeCL's CPU runtime, except for one with an NVFP4
+    /// forward.
     const BY_BURN: [&str; 4] = ["weight_only_qat", "mxfp8", "mxfp4", "bf16"];
 
     macro_rules! presets {
@@ -719,8 +720,7 @@ mod the_loop_over_experts {
         is_the_loop("1x16 blocks of w", one_by_16(preset("nvidia", false)));
     }
 
-    /// Backwards of what a forward multiplied whose operands have a global scale for each stored
-    /// row.
+    /// Backwards from the dequantized operands of a forward with a global scale per stored row.
     #[test]
     fn backwards_of_per_token_forwards() {
         let rows = OperandSpec::Quantized(super::per_token(QuantParams::nvfp4(Rounding::Nearest)));
@@ -743,8 +743,8 @@ mod the_loop_over_experts {
         let eden = has(&plain, |operand| {
             operand.params().is_some_and(QuantParams::is_ms_eden)
         });
-        // Flex multiplies a float stack, which the grouped product copies, by other loops than a
-        // view; on CubeCL's CPU runtime only products of two NVFP4 operands are of one kernel.
+        // For a float stack, which the grouped GEMM copies, Flex uses other loops than for a view;
+        // on CubeCL's CPU runtime only GEMMs of two NVFP4 operands use one kernel.
         let copied = plain.fprop_w == OperandSpec::HighPrecision;
         let exact = (on("flex") && !copied) || (on("cpu") && !float && !mx);
         for (sizes, rest) in groupings() {
@@ -756,17 +756,19 @@ mod the_loop_over_experts {
                 let case = Case::new(&sizes, rest, dtype);
                 let found = case.grouped(&device, plain);
                 let expected = case.looped(&device, |x, w, b| linear(x, w, Some(b), plain));
-                // What is not quantized and wider than bf16 goes through TF32 on NVIDIA GPUs.
+                // On NVIDIA GPUs, unquantized operands wider than bf16 are multiplied in TF32.
                 let (sums, narrow) = match (on("cuda") && float, dtype) {
                     (true, DType::F32) => (2e-3, 2e-3),
                     (_, DType::F32) => (1e-5, 1e-5),
-                    // One rounding to the type, which sums in two orders may take to neighbours.
+                    // One rounding to the dtype, which two orders of summation can take to
+                    // neighboring values.
                     _ => (1e-5, 1e-2),
                 };
                 let first = sizes.iter().position(|&size| size > 0);
                 let shares = case.shares(&found).into_iter().zip(case.shares(&expected));
                 for ((part, group, found), (_, _, expected)) in shares {
-                    // Whose tokens, and for dx whose weight, draw the first bits, as in the loop.
+                    // The first tokens, and for dx the first weight, draw the same bits as in the
+                    // loop.
                     let same_bits = match part {
                         "dx" => group == 0 || group == sizes.len(),
                         "dw" => Some(group) == first || sizes[group] == 0,
@@ -777,8 +779,8 @@ mod the_loop_over_experts {
                     }
                     let what = format!("{what}: {part} of group {group}");
                     let (exact, bound) = match part {
-                        // The plain layer sums its bias' gradient in two steps, the grouped one
-                        // group by group.
+                        // The plain layer sums the gradient of its bias in two steps, the grouped
+                        // one group by group.
                         "db" => (false, 1e-5),
                         "dw" => (exact, sums),
                         _ => (exact, narrow),
@@ -790,7 +792,7 @@ mod the_loop_over_experts {
     }
 }
 
-/// With stochastic rounding: the products of the packed copies that
+/// With stochastic rounding: the GEMMs of the packed tensors that
 /// [`tokens_are_packed_group_by_group`] checks, expert by expert.
 #[test]
 fn stochastic_gradients_are_the_oracles() {
@@ -841,9 +843,8 @@ fn stochastic_gradients_are_the_oracles() {
     }
 }
 
-/// Quartet II: the forward is that of each expert, and the backward's operands are those that the
-/// oracle makes of it by MS-EDEN, expert by expert, with random bits that go on from one to the
-/// next.
+/// Quartet II: the forward is that of each expert, and the backward's operands are those of the
+/// oracle by MS-EDEN, expert by expert, with random bits that continue from one to the next.
 #[test]
 fn ms_eden_is_the_oracles() {
     let device = device().autodiff();
@@ -864,7 +865,7 @@ fn ms_eden_is_the_oracles() {
         let found = case.grouped(&device, spec);
         let (d_in, d_out) = (case.x.cols, case.dy.cols);
         let across = d_out.div_ceil(EDEN_GROUP);
-        // Groups of 128 tokens before.
+        // Number of earlier groups of 128 tokens.
         let mut before = 0;
         for (g, range) in ranges(&sizes).into_iter().enumerate() {
             let what = format!("{sizes:?}: group {g}");
@@ -891,7 +892,7 @@ fn ms_eden_is_the_oracles() {
     }
 }
 
-/// One expert with all tokens is the plain layer, random bits included.
+/// A single expert with all tokens equals the plain layer, random bits included.
 #[test]
 fn one_expert_is_the_plain_layer() {
     let device = device().autodiff();
@@ -940,7 +941,8 @@ fn high_precision_is_the_loop_over_experts() {
     }
 }
 
-/// NaN in rows of no group, of the input and of its gradient, reaches no group and no weight.
+/// NaN in rows of no group, in the input and in the output gradient, affects no group and no
+/// weight.
 #[test]
 fn rows_of_no_group_are_not_read() {
     skip_where_small_only!();
@@ -968,7 +970,7 @@ fn rows_of_no_group_are_not_read() {
     }
 }
 
-/// What no gradient asks for is not there, and constants stay constants.
+/// Gradients that are not requested are absent, and constants stay constants.
 #[test]
 fn only_asked_gradients_come() {
     skip_where_small_only!();

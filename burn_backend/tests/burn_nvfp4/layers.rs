@@ -1,5 +1,5 @@
-//! Norms and activations: against the same operations of Burn, value by value and gradient by
-//! gradient, and against the oracle, bit by bit.
+//! Norms and activations: against Burn's operations, value by value and gradient by gradient, and
+//! against the oracle, bit for bit.
 
 use burn_core::module::{Module, Param};
 use burn_core::tensor::activation::{gelu as burn_gelu, gelu_approximate, silu};
@@ -23,7 +23,7 @@ fn tensor<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tens
     }
 }
 
-/// The same values without a gradient; what is detached keeps asking for one.
+/// Returns the same values without a gradient; detaching alone keeps the gradient requirement.
 fn constant<const D: usize>(x: &Tensor<D>) -> Tensor<D> {
     x.clone().inner().autodiff()
 }
@@ -36,7 +36,7 @@ fn assert_close(what: &str, found: &[f32], expected: &[f32]) {
     }
 }
 
-/// Outputs and gradients of `found` are those of `expected`, given the same leaves.
+/// Asserts that outputs and gradients of `found` are those of `expected`, for the same leaves.
 fn assert_same(
     what: &str,
     leaves: &[Tensor<2>],
@@ -98,7 +98,7 @@ fn norms_are_their_formulas() {
                 let gain = vector(&of[2]);
                 let (sum, normed) =
                     functions::add_rms_norm(of[0].clone(), of[1].clone(), gain, EPSILON);
-                // The sum is used twice, and before its norm is.
+                // The sum is used twice, once before its norm.
                 vec![sum.clone().tanh(), normed, sum]
             },
             |of| {
@@ -133,7 +133,7 @@ fn norms_are_their_formulas() {
     }
 }
 
-/// One of the results of the fused addition may be left, and either input may be a constant.
+/// A result of the fused addition may be unused, and either input may be a constant.
 #[test]
 fn results_and_gradients_may_be_left() {
     skip_where_small_only!();
@@ -196,7 +196,7 @@ fn activations_are_their_formulas() {
     }
 }
 
-/// Every backend gives the bits of the oracle, in the type of its input.
+/// Every backend gives the bits of the oracle, in the dtype of its input.
 #[test]
 fn bits_are_the_oracles() {
     let device = device();
@@ -222,7 +222,7 @@ fn bits_are_the_oracles() {
     }
 }
 
-/// The layer norm is burn-nn's, with its parameters.
+/// The layer norm equals burn-nn's, with the same parameters.
 #[test]
 fn layer_norm_is_burn_nns() {
     skip_where_small_only!();
@@ -240,7 +240,8 @@ fn layer_norm_is_burn_nns() {
     assert_close("back", &values(back.forward(x)), &expected);
 }
 
-/// A chain of blocks gives the same bits whether each adds its output or leaves it to the next.
+/// A chain of blocks gives the same bits whether each block adds its output or leaves it to the
+/// next.
 #[test]
 fn additions_may_be_left_to_the_next_block() {
     skip_where_small_only!();

@@ -1,4 +1,4 @@
-//! The differentiable product: forward and all three gradients.
+//! The differentiable linear layer: forward and all three gradients.
 
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::linear;
@@ -12,7 +12,7 @@ use crate::support::{
     spec, sqnr, values,
 };
 
-/// What one training step of one product gives.
+/// Results of one training step of one layer.
 struct Step {
     y: Tensor<2>,
     dx: Tensor<2>,
@@ -20,7 +20,8 @@ struct Step {
     db: Option<Tensor<1>>,
 }
 
-/// `y = x w + bias`, and the gradients of `sum(y * dy)`, whose gradient in `y` is exactly `dy`.
+/// Computes `y = x w + bias`, and the gradients of `sum(y * dy)`, whose gradient by `y` is exactly
+/// `dy`.
 fn step(
     x: &Matrix,
     w: &Matrix,
@@ -45,7 +46,7 @@ fn step(
     }
 }
 
-/// The four results are those of the oracle's composition, in the types they should have.
+/// Asserts that the four results are those of the oracle's composition, in the expected dtypes.
 fn assert_oracle(
     (m, k, n): (usize, usize, usize),
     (x_dtype, w_dtype, b_dtype): (DType, DType, DType),
@@ -146,8 +147,8 @@ fn every_switch_and_type_is_the_oracles_composition() {
     }
 }
 
-/// Forward, dgrad and wgrad of every preset are the products of the operands that the oracle makes
-/// by it: 33 tokens, so that blocks of 16, of 32 and groups of 128 are all padded.
+/// fprop, dgrad and wgrad of every preset are GEMMs of the oracle's operands: with 33 tokens, so
+/// that blocks of 16 and 32 and groups of 128 are all padded.
 #[test]
 fn every_preset_is_the_oracles_composition() {
     let device = device().autodiff();
@@ -173,8 +174,8 @@ fn every_preset_is_the_oracles_composition() {
     }
 }
 
-/// Backwards by MS-EDEN and in MXFP8 of what a forward multiplied whose operands have a global
-/// scale for each stored row.
+/// Backwards by MS-EDEN and in MXFP8 from the dequantized operands of a forward with a global scale
+/// per stored row.
 #[test]
 fn backwards_of_per_token_forwards_are_the_oracles_composition() {
     skip_where_small_only!();
@@ -200,8 +201,8 @@ fn backwards_of_per_token_forwards_are_the_oracles_composition() {
     }
 }
 
-/// A transform of every size, with signs of the recipe and with signs drawn from its seed: the
-/// products are those of the oracle's operands, and a layer with such a recipe computes them.
+/// Transforms of every size, with the recipe's signs and with signs drawn from its seed: the GEMMs
+/// are those of the oracle's operands, and a layer with such a recipe computes them.
 #[test]
 fn transforms_of_every_size_are_the_oracles_composition() {
     skip_where_small_only!();
@@ -300,8 +301,7 @@ fn leading_axes_are_rows() {
     );
 }
 
-/// Operands that stay in bf16 may be views that transpose what is in memory: the same bits as of a
-/// copy of what they show.
+/// Operands that stay in bf16 may be transposed views: they give the same bits as a copy.
 #[test]
 fn transposed_views_are_multiplied_as_what_they_show() {
     skip_where_small_only!();

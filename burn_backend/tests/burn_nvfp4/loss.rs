@@ -29,7 +29,7 @@ fn assert_near(found: &[f32], expected: &[f64], bound: f64, what: &str) {
     }
 }
 
-/// The loss of the logits `x w` in `f64`, and its gradients.
+/// Loss of the logits `x w` in `f64`, with its gradients.
 struct Exact {
     loss: f64,
     dx: Vec<f64>,
@@ -111,11 +111,11 @@ fn targets_of(rows: usize, vocab: usize, params: &CrossEntropy) -> Vec<i64> {
         .collect()
 }
 
-/// Several chunks, one, and a part of one, in `f32` and in the type of activations.
+/// Several chunks, one chunk, and a partial chunk, in `f32` and in the dtype of activations.
 #[test]
 fn a_head_and_its_loss_are_those_of_f64() {
     let device = device().autodiff();
-    // Burn's matmul asks CubeCL's CPU runtime for more shared memory than it has at other sizes.
+    // At other sizes, Burn's matmul requests more shared memory than CubeCL's CPU runtime has.
     let (d, vocab, sizes, params) = match small_only() {
         true => (16, 40, &[20][..], &PARAMS[1..2]),
         false => (32, 48, &[1, 100, 300][..], &PARAMS[..]),
@@ -130,14 +130,15 @@ fn a_head_and_its_loss_are_those_of_f64() {
                 let w = w.tensor(&device).mul_scalar(0.3).require_grad();
                 let targets = targets_of(rows, vocab, params);
                 let on_device = ints(&targets, &device);
-                // 128 rows in a chunk.
+                // 128 rows per chunk.
                 let loss =
                     try_linear_cross_entropy(x.clone(), w.clone(), on_device, *params, 1).unwrap();
                 let rounded = w.clone().cast(FloatDType::from(dtype));
                 let exact = Exact::new(&floats(x.clone()), &floats(rounded), &targets, d, params);
                 let what = format!("{dtype:?}, {rows} rows, {params:?}");
                 assert_eq!(loss.dtype(), DType::F32);
-                // Logits in bf16 are off by up to 2^-9 of them, about 8. In f32 Burn multiplies.
+                // bf16 logits, of magnitude about 8, have a relative error of up to 2^-9. In f32
+                // Burn multiplies.
                 let unit = match dtype {
                     DType::F32 => f64::from(burn_matmul_error(1e-5)),
                     _ => 2e-2,
@@ -159,8 +160,8 @@ fn a_head_and_its_loss_are_those_of_f64() {
     }
 }
 
-/// The upstream gradient multiplies; a row that is ignored gets none, and nothing is NaN where all
-/// are.
+/// The upstream gradient is a factor; an ignored row gets no gradient, and nothing is NaN if all
+/// rows are ignored.
 #[test]
 fn upstream_gradients_and_rows_without_a_target() {
     let device = device().autodiff();
@@ -205,7 +206,7 @@ fn upstream_gradients_and_rows_without_a_target() {
     assert!(dx[2 * d..3 * d].iter().all(|v| v.is_nan()));
 }
 
-/// Without autodiff only the loss is computed, and it is the same.
+/// Without autodiff only the loss is computed, with the same value.
 #[test]
 fn the_loss_alone_is_the_same() {
     let device = device();
@@ -224,7 +225,7 @@ fn the_loss_alone_is_the_same() {
     assert_eq!(loss(&device), loss(&device.clone().autodiff()));
 }
 
-/// The logits are not changed for those who still have them.
+/// The logits are not changed if others hold them.
 #[test]
 fn cross_entropy_is_the_oracles() {
     let device = device().autodiff();
@@ -282,7 +283,7 @@ fn embeddings_and_their_gradient() {
     }
 }
 
-/// One parameter at both ends of a model: its gradients add up.
+/// One parameter as both embedding and head of a model: its gradients add up.
 #[test]
 fn tied_weights_have_one_gradient() {
     let device = device().autodiff();
@@ -346,7 +347,7 @@ fn modules_keep_the_parameters_of_burns() {
     assert!(LmHead::try_from_linear(biased).is_err());
 }
 
-/// What is refused, and by which name.
+/// Invalid arguments are refused by name.
 #[test]
 fn wrong_arguments_are_refused_by_name() {
     let device = device();
@@ -404,8 +405,8 @@ fn wrong_arguments_are_refused_by_name() {
     }
 }
 
-/// Loss and gradients against the formulas in f64, with rows that do not count, in one chunk and in
-/// uneven ones. f32 sums of a few hundred terms: the bound is 1e-5 of the largest value.
+/// Loss and gradients against the formulas in f64, with ignored rows, in one chunk and in unequal
+/// ones. f32 sums of a few hundred terms: the bound is 1e-5 of the largest value.
 #[test]
 fn the_divergence_is_the_formula() {
     let (rows, vocab, widths) = (300, 29, [5, 8]);
@@ -485,14 +486,14 @@ fn the_divergence_is_the_formula() {
     }
 }
 
-/// In the type of a training step, with the transpose of an embedding as the head: the losses and
-/// gradients of `f32`, up to rounding to bf16.
+/// In the dtype of a training step, with the transpose of an embedding as the head: losses and
+/// gradients equal those in `f32`, up to rounding to bf16.
 #[test]
 fn a_divergence_of_activations_is_near_that_in_f32() {
     let device = device().autodiff();
     let (rows, vocab, width) = (150, 272, 32);
     let made = |seed: usize, shape: [usize; 2], dtype: DType| {
-        // Small logits, so that rounding them changes little.
+        // Small logits, so that rounding changes them only slightly.
         let value = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f32 / 2018.0 - 0.25;
         let values: Vec<f32> = (0..shape[0] * shape[1]).map(value).collect();
         Tensor::<2>::from_data(TensorData::new(values, shape), (&device, DType::F32)).cast(dtype)

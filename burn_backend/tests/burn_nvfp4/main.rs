@@ -1,7 +1,7 @@
 //! The Burn integration, on the device that `NVFP4_TEST_DEVICE` names: `flex` (the default), `cpu`
 //! (CubeCL's CPU runtime) or `cuda`. CubeCL's CPU runtime compiles each kernel for a tenth of a
-//! second and interprets barriers slowly, so tests that are not about the kernels leave themselves
-//! to the run on Flex, and say so.
+//! second and interprets barriers slowly, so tests that are not about the kernels skip themselves
+//! on it, with a message, and run only on Flex.
 
 mod accuracy;
 mod attention;

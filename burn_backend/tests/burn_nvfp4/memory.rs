@@ -1,4 +1,4 @@
-//! What a layer keeps of its input until the backward, as the memory pools see it.
+//! Memory that a layer keeps of its input until the backward, measured in the memory pools.
 
 use burn_core::backend::DispatchDevice;
 use burn_core::tensor::{DType, Device, Tensor};
@@ -7,7 +7,8 @@ use cubecl::{MemoryScope, MemoryUsage};
 
 use crate::support::{Matrix, cube_only, device, gpu_only, small_only};
 
-/// The pools of this test's stream when nothing is under way: other tests run beside it.
+/// Returns the usage of the pools of this test's stream when it is idle: other tests run
+/// concurrently.
 pub fn memory_usage(device: &Device) -> MemoryUsage {
     device.sync().unwrap();
     match device.as_dispatch() {
@@ -23,8 +24,8 @@ fn in_use(device: &Device) -> u64 {
     memory_usage(device).bytes_in_use
 }
 
-/// Between forward and backward a layer of `preset` (`tokens`, `d_in`, `d_out`) holds no more than
-/// `most` bytes for each element of its input and of its weight.
+/// Asserts that between forward and backward a layer of `preset` (`tokens`, `d_in`, `d_out`) holds
+/// at most `most` bytes per element of its input and of its weight.
 fn keeps_at_most(preset: &str, most: f64, (tokens, d_in, d_out): (usize, usize, usize)) {
     let device = device();
     let elements = (tokens * d_in) as f64;
@@ -37,20 +38,21 @@ fn keeps_at_most(preset: &str, most: f64, (tokens, d_in, d_out): (usize, usize, 
         .with_recipe(recipe)
         .init(&training);
     let source = Matrix::gaussian(tokens, d_in, DType::F32, 3).tensor(&training);
-    // The input of the layer is nobody's but the graph's.
+    // Only the graph holds the input of the layer.
     let forward = || -> Tensor<2> { layer.forward(source.clone().require_grad() * 1.0) };
     let backward = |y: Tensor<2>| {
         let grads = y.sum().backward();
         assert!(layer.weight.grad(&grads).is_some());
     };
     // The first step fills caches of the process, such as the weight's first value. Its backward
-    // takes it out of autodiff's graph, whose forgotten parts go whenever another test has one.
+    // removes it from autodiff's graph, whose unused entries are freed whenever another test runs a
+    // backward.
     backward(forward());
     let before = in_use(&device);
     let y = forward();
     let kept = in_use(&device).saturating_sub(before);
     let output = (tokens * d_out * 4) as u64;
-    // The packed weight for dgrad, and what a few allocations are rounded up to.
+    // The packed weight for dgrad, and rounding of a few allocations.
     let other = (d_in * d_out) as f64 * most + 2048.0;
     let each = (kept.saturating_sub(output) as f64 - other) / elements;
     let what = format!("{preset}, {tokens} x {d_in} x {d_out}");
@@ -66,11 +68,11 @@ fn keeps_at_most(preset: &str, most: f64, (tokens, d_in, d_out): (usize, usize, 
     backward(y);
 }
 
-/// One copy of 4-bit codes and a scale for each 16. `bf16` would hold two bytes, `f32` four.
+/// One set of 4-bit codes and one scale per 16. `bf16` would hold two bytes, `f32` four.
 #[test]
 fn saved_activations_take_their_packed_size() {
     cube_only!();
-    // And a weight larger than the input.
+    // Also a weight larger than the input.
     let (usual, wide) = match small_only() {
         true => ((256, 128, 128), (128, 128, 384)),
         false => ((1024, 256, 128), (512, 128, 768)),
@@ -89,19 +91,19 @@ fn saved_activations_take_their_packed_size() {
     keeps_at_most("nvidia", 0.6, wide);
 }
 
-/// Where the backward is in MXFP8, a byte and a scale for each 32.
+/// With an MXFP8 backward, one byte per element and one scale per 32.
 #[test]
 fn saved_activations_of_an_mxfp8_backward_take_theirs() {
-    // Where the backward is not NVFP4 Burn multiplies on CubeCL's CPU runtime, for minutes, and Flex
-    // has no memory pools to ask.
+    // For a backward that is not NVFP4, Burn multiplies on CubeCL's CPU runtime, which takes
+    // minutes, and Flex has no memory pools.
     gpu_only!();
     for preset in ["fwd_nvfp4_bwd_mxfp8", "fwd_nvfp4_bwd_mxfp8_dequantized"] {
         keeps_at_most(preset, 33.0 / 32.0, (1024, 256, 128));
     }
 }
 
-/// A feed-forward that computes gate and up again holds the packed input of its first layer in
-/// their place.
+/// A feed-forward that recomputes gate and up holds the packed input of its first layer instead of
+/// them.
 #[test]
 fn what_is_computed_again_is_not_kept() {
     cube_only!();

@@ -1,4 +1,5 @@
-//! The layer as a Burn module: checkpoints, modes, and the parameters it shares with `nn::Linear`.
+//! The layer as a Burn module: checkpoints, modes, and the parameters that it shares with
+//! `nn::Linear`.
 
 use burn_core as burn;
 
@@ -36,7 +37,7 @@ fn quantized(device: &Device) -> Quantized {
     }
 }
 
-/// Through bytes, as a file would be.
+/// Converts through bytes, like a file.
 fn saved<M: Module>(model: M) -> ModuleRecord {
     ModuleRecord::from_bytes(model.into_record().into_bytes().unwrap()).unwrap()
 }
@@ -98,7 +99,7 @@ fn from_linear_and_into_linear_hand_over_the_parameters() {
     );
 }
 
-/// A lazily initialised, column-major `nn::Linear` keeps its layout through both conversions.
+/// A lazily initialized, column-major `nn::Linear` keeps its layout through both conversions.
 #[test]
 fn column_major_layers_keep_their_record() {
     flex_only!();
@@ -173,8 +174,8 @@ fn display_shows_the_layer() {
     }
 }
 
-/// Layers that are computed together are the layer with their weights side by side: outputs,
-/// gradients and all.
+/// Layers that are computed together equal one layer with concatenated weights, in outputs and
+/// gradients.
 #[test]
 fn layers_together_are_one_layer() {
     let device = device().autodiff();
@@ -193,7 +194,7 @@ fn layers_together_are_one_layer() {
     };
     for &bias in biases {
         let mut parts = [layer(16, bias, 7), layer(32, bias, 8), layer(16, bias, 9)];
-        // The largest magnitude is in one of them alone.
+        // The largest magnitude is in only one of them.
         parts[1].weight = parts[1]
             .weight
             .clone()
@@ -235,7 +236,7 @@ fn layers_together_are_one_layer() {
                 values(whole.weight.grad(&two_grads).unwrap())
             );
         }
-        // The first one draws for all.
+        // The first layer draws for all.
         let offsets = [&parts[0], &parts[1], &whole].map(|layer| layer.state.rng_state().offset);
         assert_eq!(offsets, [2, 0, 2]);
     }

@@ -36,7 +36,7 @@ fn moe(experts: usize, top_k: usize, recipe: &Nvfp4Recipe, device: &Device) -> N
     moe
 }
 
-/// Largest difference over the largest magnitude.
+/// Returns the largest difference relative to the largest magnitude.
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let scale = expected.iter().fold(1e-30f32, |m, v| m.max(v.abs()));
@@ -49,7 +49,7 @@ fn gated(both: Tensor<2>) -> Tensor<2> {
     gate * both.narrow(1, HIDDEN, HIDDEN)
 }
 
-/// Every expert on every token, and what the router leaves of it: with tensor operations alone.
+/// Computes every expert on every token, weighted by the router, only with tensor operations.
 fn dense(moe: &Nvfp4Moe, x: Tensor<2>) -> Tensor<2> {
     let [_, experts] = moe.router.weight.dims();
     let probabilities = softmax(x.clone().matmul(moe.router.weight.val()), 1);
@@ -109,7 +109,7 @@ fn in_high_precision_it_is_the_dense_loop() {
         let names = ["y", "dx", "router", "gate_up", "down"];
         for ((name, found), expected) in names.into_iter().zip(&found).zip(&expected) {
             if name == "router" && experts == 1 {
-                continue; // One probability is 1, and its gradient nothing but rounding.
+                continue; // One probability is 1, and its gradient is only rounding.
             }
             let difference = difference(found, expected);
             assert!(difference < 2e-3, "{what}: {name} differs by {difference}");
@@ -117,8 +117,8 @@ fn in_high_precision_it_is_the_dense_loop() {
     }
 }
 
-/// In NVFP4 it is the loop of the plain layer, with the same SwiGLU, over the sorted tokens of each
-/// expert: bit by bit where one loop computes both.
+/// In NVFP4 it equals the loop of the plain layer, with the same SwiGLU, over the sorted tokens of
+/// each expert: bit for bit if the same loop computes both.
 #[test]
 fn in_nvfp4_it_is_the_loop_of_plain_layers() {
     let device = device().autodiff();
@@ -200,7 +200,7 @@ fn in_nvfp4_it_is_the_loop_of_plain_layers() {
                     "{preset}, top {top_k}: {name}: {difference}"
                 );
             } else {
-                // Sums in another order can take a value to the next code.
+                // Another order of summation can take a value to the next code.
                 let noise = crate::support::sqnr(expected, found);
                 assert!(noise > 25.0, "{preset}, top {top_k}: {name}: {noise} dB");
             }
@@ -252,7 +252,7 @@ fn choices_are_sorted_by_expert() {
     assert!(error.contains("`chosen`"), "{error}");
 }
 
-/// A router that sends everything to one expert, and one that does not care.
+/// A router that sends everything to one expert, and an indifferent one.
 #[test]
 fn skewed_and_even_routers() {
     skip_where_small_only!();
@@ -260,7 +260,7 @@ fn skewed_and_even_routers() {
     let recipe = Nvfp4Recipe::new();
     let experts = 4;
     let mut skewed = moe(experts, 1, &recipe, &device);
-    // All inputs have a positive first feature, which only expert 2 listens to.
+    // All inputs have a positive first feature, to which only expert 2 responds.
     let mut router = vec![0f32; WIDTH * experts];
     router[2] = 50.0;
     skewed.router.weight = skewed.router.weight.map(|weight| {
@@ -435,8 +435,9 @@ fn configurations_are_checked() {
     }
 }
 
-/// Experts train by every preset: each parameter and the input get gradients that are finite and
-/// not zero. Three tokens that are sent to two experts each leave some of eight without any.
+/// Experts train with every preset: each parameter and the input get gradients that are finite and
+/// nonzero. Three tokens that are sent to two experts each leave some of eight experts without
+/// tokens.
 #[test]
 fn every_preset_trains_experts() {
     crate::support::skip_where_small_only!();

@@ -1,4 +1,4 @@
-//! Muon: its orthogonal updates, its formula, its state, and training with it.
+//! Muon: orthogonalized updates, formula, state, and training.
 
 use burn_core as burn;
 
@@ -9,15 +9,15 @@ use burn_optim::GradientsParams;
 
 use crate::support::{burn_matmul_error, device, gaussian, skip_where_small_only, values};
 
-/// In `f32`, so that the arithmetic can be followed.
+/// In `f32`, so that the arithmetic can be reproduced.
 const EXACT: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     precision: FloatDType::F32,
 };
 
-/// The singular values of `[rows, cols]` in ascending order: the roots of the eigenvalues of the
-/// smaller Gram matrix, by cyclic Jacobi rotations.
+/// Returns the singular values of `[rows, cols]` in ascending order: the roots of the eigenvalues
+/// of the smaller Gram matrix, by cyclic Jacobi rotations.
 fn singular_values(x: &[f32], rows: usize, cols: usize) -> Vec<f64> {
     let n = rows.min(cols);
     let at = |vector: usize, i: usize| -> f64 {
@@ -61,7 +61,7 @@ fn singular_values(x: &[f32], rows: usize, cols: usize) -> Vec<f64> {
     roots
 }
 
-/// Each singular value is what the polynomial makes of the input's, and near 1.
+/// Each singular value is the polynomial of the input's, and near 1.
 #[test]
 fn singular_values_are_those_of_the_polynomial() {
     skip_where_small_only!();
@@ -77,7 +77,7 @@ fn singular_values_are_those_of_the_polynomial() {
             let [a, b, c] = EXACT.coefficients;
             let step = |s: f64, _| a * s + b * s.powi(3) + c * s.powi(5);
             let start = singular_values(x, rows, cols);
-            // Small ones are raised, but not up to the band.
+            // Small values are raised, but not into the band.
             let inside = start[0] / norm > 0.01;
             let mut expected: Vec<f64> = start
                 .iter()
@@ -180,7 +180,7 @@ fn config() -> MuonConfig {
     }
 }
 
-/// The gradients of a regression, and its loss.
+/// Returns the gradients of a regression, and its loss.
 fn gradients(net: &Net, device: &Device) -> (GradientsParams, f32) {
     let (d_in, _, d_out) = WIDTHS;
     let dtype = net.up.val().dtype();
@@ -223,7 +223,7 @@ fn muon_lowers_the_loss() {
     }
 }
 
-/// Two steps of one matrix are the formula, with Nesterov's momentum and without.
+/// Two steps of one matrix follow the formula, with and without Nesterov momentum.
 #[test]
 fn steps_are_the_formula() {
     skip_where_small_only!();
@@ -266,7 +266,7 @@ fn steps_are_the_formula() {
     }
 }
 
-/// The state, handed on, continues to the bit.
+/// Training resumes from the saved state with the same bits.
 #[test]
 fn muon_resumes_from_its_state() {
     skip_where_small_only!();

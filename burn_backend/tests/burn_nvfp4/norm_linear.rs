@@ -1,5 +1,5 @@
-//! Norms with the layer of a packed weight behind them: the bits of their parts, in one kernel
-//! where the device has it.
+//! Norms followed by a packed linear layer: the bits of the separate steps, in one kernel if the
+//! device has it.
 
 use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
@@ -15,7 +15,7 @@ use crate::support::{Matrix, activation, device, gaussian, gpu_only, values};
 
 const K: usize = 128;
 const N: usize = 104;
-/// No other test has a weight of so many rows: work is told apart by it.
+/// No other test has a weight with this many rows, which identifies the work of this one.
 const COUNTED: usize = 136;
 
 fn weight(n: usize, device: &Device) -> Nvfp4Weight {
@@ -51,7 +51,7 @@ fn stream(dtype: DType, [batch, time]: [usize; 2], pending: bool) -> ResidualStr
     }
 }
 
-/// One part after another.
+/// Runs the steps separately.
 fn separate(of: &NormLinear<'_>, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
     let (sum, x) = of.norm.try_forward_stream(stream).unwrap();
     let y = of.linear.forward(x);
@@ -98,7 +98,7 @@ fn it_has_the_bits_of_its_parts() {
     }
 }
 
-/// On a GPU one row takes one kernel: there is no norm, no other GEMM and no activation of its own.
+/// On a GPU one row uses one kernel: no separate norm, GEMM or activation.
 #[test]
 fn one_row_takes_one_kernel() {
     gpu_only!();
@@ -131,7 +131,7 @@ fn one_row_takes_one_kernel() {
     );
 }
 
-/// With gradients it computes as its parts, and so do the backwards.
+/// With gradients it computes the separate steps, and so do the backwards.
 #[test]
 fn gradients_are_those_of_its_parts() {
     let autodiff = device().autodiff();

@@ -7,7 +7,7 @@ use nvfp4_kernels::{QuantizedTensor, reference};
 
 use crate::support::{Matrix, assert_product, device, gaussian, small_only, values};
 
-/// Every byte of a packed tensor is the oracle's.
+/// Asserts that every byte of a packed tensor is the oracle's.
 fn assert_same_bytes(what: &str, found: &Nvfp4Tensor, expected: &QuantizedTensor) {
     let layout = found.layout();
     assert_eq!(

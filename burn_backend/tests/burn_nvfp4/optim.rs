@@ -1,4 +1,4 @@
-//! The optimizers on a module of several types of parameters.
+//! The optimizers on a module with parameters of several dtypes.
 
 use burn_core as burn;
 
@@ -9,7 +9,7 @@ use burn_optim::{GradientsParams, ModuleOptimizer};
 
 use crate::support::{activation, device, gaussian};
 
-/// Its parameters have ids of their own, the same in every model.
+/// Its parameters have fixed ids, the same in every model.
 #[derive(Module, Debug)]
 struct Net {
     matrix: Param<Tensor<2>>,
@@ -50,7 +50,7 @@ impl Net {
         }
     }
 
-    /// All floats, one parameter after the other.
+    /// Returns all floats, parameter by parameter.
     fn values(&self) -> Vec<f32> {
         fn of<const D: usize>(param: &Param<Tensor<D>>) -> Vec<f32> {
             param.val().into_data().iter::<f32>().collect()
@@ -66,7 +66,7 @@ impl Net {
     }
 }
 
-/// The gradients of step `step`.
+/// Returns the gradients of step `step`.
 fn gradients(step: u64, device: &Device) -> GradientsParams {
     let device = device.clone().inner();
     let mut gradients = GradientsParams::new();
@@ -100,7 +100,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 const LR: f64 = 0.02;
 
-/// Steps `from` up to `to` by Burn's optimizer.
+/// Takes steps `from` to `to` by Burn's optimizer.
 fn by_burn(optimizer: &mut ModuleOptimizer, mut net: Net, from: u64, to: u64) -> Net {
     let device = net.matrix.val().device();
     for step in from..to {
@@ -117,8 +117,8 @@ fn by_ours(optimizer: &mut AdamW, mut net: Net, from: u64, to: u64) -> Net {
     net
 }
 
-/// As Burn's learner takes it: the bits of the optimizer of the whole module, and after a record on
-/// the way those of an uninterrupted run.
+/// In the form for Burn's learner: the bits of the optimizer of the whole module, and, after a
+/// record in between, those of an uninterrupted run.
 #[test]
 fn burns_module_optimizer_has_the_same_bits_and_resumes_to_them() {
     let device = device().autodiff();
@@ -147,7 +147,7 @@ fn burns_module_optimizer_has_the_same_bits_and_resumes_to_them() {
     }
 }
 
-/// The state of the optimizer of the whole module, handed on, continues to the bit.
+/// Training resumes from the saved state of the whole module's optimizer with the same bits.
 #[test]
 fn adamw_resumes_from_its_state() {
     let device = device().autodiff();
@@ -164,7 +164,7 @@ fn adamw_resumes_from_its_state() {
     assert_eq!(bits(&resumed.values()), bits(&through.values()));
 }
 
-/// A step whose numbers were written before it, as steps of graphs are, has the same bits.
+/// A step whose numbers were written before it, as in a graph, has the same bits.
 #[test]
 fn begun_steps_have_the_same_bits() {
     let device = device().autodiff();
@@ -188,7 +188,7 @@ fn begun_steps_have_the_same_bits() {
     assert_eq!(optimizer.time(), 4);
 }
 
-/// Parameters of type f32 after 10 steps, against burn-optim's own AdamW; both round differently.
+/// f32 parameters after 10 steps, against burn-optim's own AdamW; the two round differently.
 #[test]
 fn burn_optims_adamw_is_near() {
     let device = device().autodiff();
@@ -213,8 +213,8 @@ fn burn_optims_adamw_is_near() {
     }
 }
 
-/// With gradients of zero the decay alone acts: that of the group, of matrices, and none of
-/// vectors. What has no gradient stays, whatever its decay.
+/// With zero gradients only the weight decay acts: that of the group and of matrices, none for
+/// vectors. Parameters without a gradient are unchanged, whatever their decay.
 #[test]
 fn decays_are_those_of_groups_and_the_rest_stays() {
     let device = device().autodiff();
@@ -227,7 +227,7 @@ fn decays_are_those_of_groups_and_the_rest_stays() {
     zeros.register(4.into(), Tensor::<3>::zeros([2, 3, 4], &plain));
     let net = config(MomentType::F32).init().step(0.5, start, zeros);
     let after = net.values();
-    // Lengths of all parameters, and what is left of them after a step of lr 0.5.
+    // Lengths of all parameters, and the remaining factor after a step of lr 0.5.
     let parts = [(60, 0.75), (20, 1.0), (7, 1.0), (24, 0.875), (9, 1.0f32)];
     let mut at = 0;
     for (len, left) in parts {
@@ -241,8 +241,8 @@ fn decays_are_those_of_groups_and_the_rest_stays() {
     assert_eq!(counts, [1, 2, 3]);
 }
 
-/// The norm is that of all gradients in f64, within rounding, and the clipped gradients those that
-/// AdamW uses when it clips by itself.
+/// The norm is that of all gradients in f64, up to rounding, and the clipped gradients are those
+/// that AdamW uses when it clips itself.
 #[test]
 fn clipped_gradients_are_those_of_the_global_norm() {
     let device = device().autodiff();
@@ -275,12 +275,12 @@ fn clipped_gradients_are_those_of_the_global_norm() {
     };
     let by_hand = plain.init().step(LR, Net::new(&device), clipped);
     let by_itself = clipping.init().step(LR, net, gradients(7, &device));
-    // Of the f32 parameters; a bf16 gradient is rounded once more when it is written.
+    // Only the f32 parameters: a bf16 gradient is rounded once more when it is written.
     let matrix = |net: &Net| bits(&net.values()[..60]);
     assert_eq!(matrix(&by_hand), matrix(&by_itself));
 }
 
-/// The largest magnitudes that a step gives are those of the new parameters, bit for bit.
+/// The amax values of a step are those of the new parameters, bit for bit.
 #[test]
 fn amax_is_that_of_the_new_parameters() {
     let device = device().autodiff();
@@ -305,7 +305,7 @@ fn amax_is_that_of_the_new_parameters() {
     assert_eq!(optimizer.amax().len(), SHAPES.len());
 }
 
-/// A parameter stays what it was for autodiff.
+/// A parameter keeps its autodiff state.
 #[test]
 fn the_checkpointing_strategy_stays() {
     let device = device().autodiff().gradient_checkpointing();
@@ -318,7 +318,7 @@ fn the_checkpointing_strategy_stays() {
     assert!(after.is_require_grad());
 }
 
-/// Settings outside of their range are refused by name, and nothing has moved.
+/// Settings out of range are refused by name, without any change.
 #[test]
 fn what_no_step_can_be_taken_with_is_refused() {
     let base = || config(MomentType::F32);

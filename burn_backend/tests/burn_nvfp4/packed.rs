@@ -1,5 +1,5 @@
-//! Layers of packed weights: against dequantized weights, against the trained layers that they are
-//! made of, and as modules.
+//! Layers with packed weights: against dequantized weights, against the trained layers that they
+//! come from, and as modules.
 
 use burn_core::module::{Module, Param};
 use burn_core::store::ModuleRecord;
@@ -16,7 +16,7 @@ use crate::support::{Matrix, activation, device, skip_where_small_only, values};
 const K: usize = 64;
 const N: usize = 48;
 
-/// The bytes of a weight `[n, k]`.
+/// Returns the bytes of a weight `[n, k]`.
 fn bytes(n: usize, k: usize, seed: u64) -> (Vec<u8>, Vec<u8>) {
     let source = crate::support::gaussian(n * k, seed);
     let amax = Amax::Tensor(reference::amax(&source));
@@ -25,15 +25,16 @@ fn bytes(n: usize, k: usize, seed: u64) -> (Vec<u8>, Vec<u8>) {
     (made.codes().to_vec(), made.scales().to_vec())
 }
 
-/// A stack of weights with these factors, of which the first has no amax: no `f32` divided by 2688
-/// gives it.
+/// Returns a stack of weights with these global scales, of which the first has no amax: it is not a
+/// quotient of an `f32` by 2688.
 fn weight(n: usize, factors: &[f32]) -> Nvfp4Weight {
     let (codes, scales) = bytes(n * factors.len(), K, 1);
     let shape = [n * factors.len(), K];
     Nvfp4Weight::try_from_bytes(shape, codes, scales, factors.to_vec(), &device()).unwrap()
 }
 
-/// Above 1/2688 times a power of two by so little that the quotients of neighbouring amax skip it.
+/// Slightly above 1/2688 times a power of two, so that the quotients of neighboring amax values
+/// skip it.
 fn without_amax() -> f32 {
     let bits = (0.001f32.to_bits()..).find(|bits| {
         let factor = f32::from_bits(*bits);
@@ -47,7 +48,7 @@ fn input(rows: usize, seed: u64) -> Tensor<2> {
     Matrix::gaussian(rows, K, DType::F32, seed).tensor(&device())
 }
 
-/// The largest difference, relative to the largest expected value.
+/// Returns the largest difference relative to the largest expected value.
 fn distance(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -55,7 +56,7 @@ fn distance(found: &[f32], expected: &[f32]) -> f32 {
     pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
-/// `x wᵀ + bias` in `f64`.
+/// Computes `x wᵀ + bias` in `f64`.
 fn product(x: &[f32], w: &[f32], k: usize, bias: &[f32]) -> Vec<f32> {
     let mut out = Vec::new();
     for x in x.chunks(k) {
@@ -72,7 +73,7 @@ fn high_precision_inputs_see_the_values_of_the_checkpoint() {
     let factor = without_amax();
     let weight = weight(N, &[factor]);
     let w = values(weight.try_dequantize(FloatDType::F32).unwrap());
-    // The first code of a block that is not zero, by hand.
+    // Decodes the first code of a nonzero block by hand.
     let (codes, scales) = bytes(N, K, 1);
     let code = nvfp4_kernels::format::e2m1::decode(codes[0] & 0xF);
     let scale = nvfp4_kernels::format::e4m3::decode(scales[0]);
@@ -99,7 +100,7 @@ fn static_inputs_are_quantized_under_the_scale_of_the_checkpoint() {
     let w = values(weight.try_dequantize(FloatDType::F32).unwrap());
     let scale = Tensor::<1>::from_data([global], &device());
     let layer = Nvfp4PackedLinear::try_new(weight, Activations::Static, Some(scale), None).unwrap();
-    // One value that the scale was not made for.
+    // One value out of the range of the scale.
     let mut x = crate::support::gaussian(3 * K, 5);
     x[7] = 1e4;
     let params = Nvfp4Params {
@@ -116,7 +117,7 @@ fn static_inputs_are_quantized_under_the_scale_of_the_checkpoint() {
     assert!(error < 1e-6, "{error}");
 }
 
-/// The bits of `valid()`, for recipes with both kinds of scales and of activations.
+/// The bits equal those under `valid()`, for recipes with both kinds of scales and of activations.
 #[test]
 fn trained_layers_compute_as_before() {
     for preset in ["nvidia", "nvidia_4over6", "weight_only_qat"] {
@@ -189,8 +190,8 @@ fn experts_have_scales_of_their_own() {
     }
 }
 
-/// Gradients by the input are those of a layer in high precision with the values of the packed
-/// weight, but for the rounding to the type of the input, whatever is done with the activations.
+/// Input gradients are those of a high-precision layer with the values of the packed weight, except
+/// for the rounding to the dtype of the input, for any activation quantization.
 #[test]
 fn inputs_have_the_gradients_of_the_values() {
     let autodiff = device().autodiff();
@@ -235,7 +236,7 @@ fn inputs_have_the_gradients_of_the_values() {
         let expected = dx(high.forward(x.clone()));
         let of_experts = dx(grouped.forward(x.clone(), &experts));
         assert!(of_experts[7 * K..].iter().all(|value| *value == 0.0));
-        // One rounding to the type: sums may be in another order.
+        // One rounding to the dtype: sums may have another order.
         let bound = match dtype {
             DType::F32 => crate::support::burn_matmul_error(1e-6),
             _ => 1.0 / 128.0,
@@ -262,9 +263,9 @@ fn inputs_have_the_gradients_of_the_values() {
     }
 }
 
-/// Gradients by the input multiply codes and block scales, and sums by the global scale in `f32`: a
-/// gradient of the output with one element in a row gives that element times a row of the weight,
-/// rounded once. No weight is dequantized for them.
+/// Input gradients multiply codes and block scales, and scale the sums by the global scale in
+/// `f32`: an output gradient with one element in a row gives that element times a row of the
+/// weight, rounded once. No weight is dequantized for them.
 #[test]
 fn gradients_are_scaled_once() {
     skip_where_small_only!();
@@ -274,7 +275,7 @@ fn gradients_are_scaled_once() {
     let _alone = collect();
     let autodiff = device().autodiff();
     let (codes, scales) = bytes(2 * D_OUT, D_IN, 21);
-    // Exact in `f32`: of ten bits, times six of code and scale and eight of the gradient.
+    // Exact in `f32`: ten bits, times six of code and scale and eight of the gradient.
     let factors = [33.0 / 1024.0, 519.0 / 65536.0];
     let exact: Vec<f32> = {
         let elements = codes.iter().flat_map(|byte| [byte & 0xF, byte >> 4]);
@@ -334,7 +335,7 @@ fn gradients_are_scaled_once() {
     assert_eq!(found, expected, "experts");
     let found = dx(D_OUT, &|x| layer.forward(x));
     assert_eq!(found, expected[..D_OUT * D_IN]);
-    // A weight that is rounded with its global scale gives others.
+    // A weight that is rounded with its global scale gives other values.
     let twice = exact
         .iter()
         .map(|x| rounded(gradient * rounded(x * factors[0])));

@@ -1,4 +1,4 @@
-//! The recipe: what its switches do, its file, and which layers it leaves alone.
+//! The recipe: its options, its file, and the layers that it leaves in high precision.
 
 use burn_core as burn;
 
@@ -167,7 +167,7 @@ fn presets_are_valid_and_survive_json() {
         }
         other => panic!("{other:?}"),
     }
-    // A file names what it changes; an operand's fields have defaults.
+    // A file contains only changed settings; an operand's fields have defaults.
     let mut json: serde_json::Value = serde_json::to_value(Nvfp4Recipe::new()).unwrap();
     json["fprop"]["x"] = serde_json::json!({"format": "nvfp4", "scale": "four_over_six_mae"});
     let loaded = Nvfp4Recipe::load_binary(json.to_string().as_bytes()).unwrap();
@@ -245,7 +245,7 @@ fn illegal_combinations_say_why() {
         let layer = Nvfp4LinearConfig::new(16, 16).with_recipe(recipe);
         assert!(layer.try_init(&device()).is_err());
     }
-    // What looks odd and is offered: weights alone, and everything to nearest.
+    // Unusual but supported: only weights, and everything rounded to nearest.
     let mut recipe = Nvfp4Recipe::new();
     recipe.fprop.x = QuantSpec::HIGH_PRECISION;
     recipe.wgrad.dy = one.rht(16).map(|f| f.rounding = RoundingMode::Nearest);
@@ -344,7 +344,7 @@ fn healing_changes_the_forward_the_backward_or_both() {
     let grads = qat.forward(x.clone()).square().sum().backward();
     assert_eq!(dw, values(qat.weight.grad(&grads).unwrap()));
 
-    // A checkpoint brings the mode back.
+    // A checkpoint restores the mode.
     let json = serde_json::to_string(&state).unwrap();
     assign_layer_ids(&model);
     Nvfp4State::load_binary(json.as_bytes())
@@ -357,7 +357,7 @@ fn healing_changes_the_forward_the_backward_or_both() {
     assert!(Nvfp4State::collect(&model).modes.is_empty());
 }
 
-/// A value that a field does not know is an error that lists those it knows.
+/// An unknown value of a field is an error that lists the known values.
 #[test]
 fn unknown_values_are_refused_with_the_known_ones() {
     for (field, value, known) in [

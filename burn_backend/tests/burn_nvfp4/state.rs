@@ -1,4 +1,4 @@
-//! Random state: saved beside the record, restored to the bit.
+//! Random state: saved next to the record, restored with the same bits.
 
 use burn_core as burn;
 
@@ -33,7 +33,7 @@ impl Net {
         net
     }
 
-    /// Gradients of one training forward, of all three weights.
+    /// Returns the gradients of one training forward, of all three weights.
     fn gradients(&self, batch: u64, device: &Device) -> Vec<Vec<f32>> {
         let x = Matrix::gaussian(48, 32, DType::BF16, batch).tensor(device);
         let mut y = self.up.forward(x);
@@ -150,7 +150,8 @@ fn a_state_of_another_model_is_refused_whole() {
     assert_eq!(Nvfp4State::collect(&net), before, "nothing was changed");
 }
 
-/// What an optimizer, a fork and a device move return is the same layer: its counter goes on.
+/// The result of an optimizer step, a fork or a device move is the same layer: its counter
+/// continues.
 #[test]
 fn the_counter_survives_what_burn_does_to_modules() {
     flex_only!();

@@ -1,4 +1,4 @@
-//! What telemetry sees is what the oracle computes.
+//! Telemetry equals the oracle's statistics.
 
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
 use burn_nvfp4::ops::{BackwardSource, LinearSpec, OperandSpec, QuantParams};
@@ -15,10 +15,11 @@ use crate::support::{Matrix, Operand, activation, device, skip_where_small_only,
 
 const WIDTHS: [usize; 2] = [64, 48];
 
-/// What is looked at in a step of a plain layer.
+/// Operands sampled in a step of a plain layer.
 const OPERANDS: [&str; 5] = ["fprop.w", "fprop.x", "wgrad.x", "dgrad.dy", "wgrad.dy"];
 
-/// Normal values, with zeros, and one block so small beside the rest that its scale underflows.
+/// Normal values, with zeros, and one block so much smaller than the rest that its scale
+/// underflows.
 fn input(dtype: DType) -> Matrix {
     let mut x = Matrix::gaussian(20, WIDTHS[0], dtype, 5);
     for (i, value) in x.values.iter_mut().enumerate() {
@@ -32,8 +33,8 @@ fn input(dtype: DType) -> Matrix {
     Matrix::new(values, x.rows, x.cols, dtype)
 }
 
-/// `found` must be what is seen of the whole of `parts`, each a matrix and what the oracle packed
-/// it to.
+/// Asserts that `found` has the statistics of all `parts`, each a matrix and the oracle's packed
+/// tensor of it.
 fn assert_sample(found: &OperandSample, parts: &[(Matrix, QuantizedTensor)]) {
     let exact: Vec<f32> = parts.iter().flat_map(|(x, _)| x.values.clone()).collect();
     let decoded: Vec<f32> = parts
@@ -87,8 +88,8 @@ fn assert_sample(found: &OperandSample, parts: &[(Matrix, QuantizedTensor)]) {
     assert_eq!(found.amax, amax.fold(0f32, f32::max));
 }
 
-/// `found` must be what is seen of `parts` after `hadamard`, padding included: each a matrix and
-/// what the oracle packed its transform to.
+/// Asserts that `found` has the statistics of `parts` after `hadamard`, including padding: each a
+/// matrix and the oracle's packed tensor of its transform.
 fn assert_transformed_sample(
     found: &OperandSample,
     parts: &[(&Matrix, QuantizedTensor)],
@@ -139,10 +140,10 @@ struct Experts {
 impl Experts {
     const SIZES: [usize; 3] = [9, 0, 4];
     const TOKENS: usize = 16;
-    /// Where each begins, those of no expert last.
+    /// Offsets of the experts, with the tokens of no expert last.
     const STARTS: [usize; 5] = [0, 9, 9, 13, Self::TOKENS];
 
-    /// Inputs that differ in size, so that another expert's scale would show.
+    /// Inputs of different magnitudes, so that another expert's scale would be detected.
     fn new() -> Self {
         let mut x = input(activation());
         x.rows = Self::TOKENS;
@@ -159,7 +160,7 @@ impl Experts {
         }
     }
 
-    /// The operands of a step by `preset`, what is seen of them, and the weights.
+    /// Returns the operands of a step by `preset`, their samples, and the weights.
     fn step(&self, preset: &str) -> (LinearSpec, Vec<OperandSample>, Vec<f32>) {
         let device = device().autodiff();
         let counts = Self::SIZES.map(|size| size as i64);
@@ -179,7 +180,7 @@ impl Experts {
         (spec, samples, values(layer.weight.val().inner()))
     }
 
-    /// The rows of each expert in `matrix`, as a matrix of their own, and where they begin.
+    /// Returns the rows of each expert in `matrix` as a separate matrix, with their offset.
     fn apart(matrix: &Matrix) -> Vec<(usize, Matrix)> {
         let ranges = Self::STARTS.windows(2).take(Self::SIZES.len());
         ranges
@@ -196,13 +197,13 @@ impl Experts {
     }
 }
 
-/// How `operand` is quantized.
+/// Returns the quantization parameters of `operand`.
 fn params_of(operand: OperandSpec) -> QuantParams {
     *operand.params().expect("it is quantized")
 }
 
-/// Of experts: each one's tokens and weights against what its own global scale made of them, an
-/// expert without tokens and tokens without an expert included.
+/// Samples of experts: each expert's tokens and weights compared with their quantization by its own
+/// global scale, including an expert without tokens and tokens without an expert.
 #[test]
 fn samples_of_experts_are_the_oracles() {
     let experts = Experts::new();
@@ -210,7 +211,7 @@ fn samples_of_experts_are_the_oracles() {
         let (spec, samples, weights) = experts.step(preset);
         let stochastic: Vec<bool> = samples.iter().map(|sample| sample.stochastic).collect();
         assert_eq!(stochastic, [false, false, false, true, true], "{preset}");
-        // Each expert's rows are a matrix; blocks, and so random bits, are numbered through.
+        // Each expert's rows are a matrix; blocks, and so random bits, are numbered consecutively.
         let by_expert = |matrix: &Matrix, operand: OperandSpec| -> Vec<_> {
             let packed = |(start, own): (usize, Matrix)| {
                 let first = start * matrix.cols / BLOCK;
@@ -235,8 +236,8 @@ fn samples_of_experts_are_the_oracles() {
     }
 }
 
-/// The operands of the weights' gradients: each expert's tokens are padded, transformed and packed
-/// for themselves, in blocks that begin behind those of the expert before.
+/// Operands of the weights' gradients: each expert's tokens are padded, transformed and packed
+/// separately, in blocks that begin after those of the previous expert.
 #[test]
 fn samples_of_experts_along_the_tokens_are_the_oracles() {
     let experts = Experts::new();
@@ -261,7 +262,7 @@ fn samples_of_experts_along_the_tokens_are_the_oracles() {
     }
 }
 
-/// The same by MS-EDEN, whose groups of 128 are padded for each expert.
+/// Version by MS-EDEN, whose groups of 128 are padded for each expert.
 #[test]
 fn samples_of_experts_by_ms_eden_are_the_oracles() {
     skip_where_small_only!();
@@ -297,13 +298,13 @@ fn a_mixture_is_looked_at_layer_by_layer() {
     }
 }
 
-/// Of more than a sample reads, rows that lie evenly among all: every expert has a share.
+/// For operands larger than a sample, the rows are evenly spaced: every expert has a share.
 #[test]
 fn samples_are_of_all_rows() {
     skip_where_small_only!();
     let device = device().autodiff();
     let (tokens, width) = (4096, 256);
-    // Only the second half of the tokens, the second expert's, loses values to zero.
+    // Only the second half of the tokens, those of the second expert, loses values to zero.
     let mut x = Matrix::gaussian(tokens, width, DType::F32, 3);
     for values in x.values[tokens / 2 * width..].chunks_exact_mut(BLOCK) {
         values.iter_mut().for_each(|value| *value = 1e-3);
@@ -374,13 +375,13 @@ fn other_formats_are_not_looked_at() {
     }
 }
 
-/// Operands of the weight's gradient, and those by MS-EDEN, are what the oracle makes of the
-/// transformed values, padding included, and are measured against those.
+/// Operands of the weight's gradient, and those by MS-EDEN, equal the oracle's quantization of the
+/// transformed values, including padding, and are compared with those values.
 #[test]
 fn transformed_operands_are_measured_in_their_basis() {
     skip_where_small_only!();
     let device = device().autodiff();
-    // Tokens that fill no block of any size.
+    // A number of tokens that fills no block of any size.
     let tokens = 40;
     let x = Matrix::gaussian(tokens, WIDTHS[0], DType::F32, 5);
     let dy = Matrix::gaussian(tokens, WIDTHS[1], DType::F32, 6);

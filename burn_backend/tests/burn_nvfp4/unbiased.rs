@@ -1,5 +1,5 @@
-//! Gradients are right on average: over many draws, what is rounded stochastically converges to
-//! what is not.
+//! Gradients are unbiased: over many draws, the mean of stochastically rounded results converges to
+//! the unrounded result.
 
 use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use burn_nvfp4::functions::{dequantize, linear, quantize_tiles};
@@ -15,7 +15,7 @@ const ROWS: usize = 48;
 const D_IN: usize = 64;
 const D_OUT: usize = 128;
 
-/// The means of both gradients over the first 64, 256 and 1024 draws.
+/// Returns the means of both gradients over the first 64, 256 and 1024 draws.
 fn means(recipe: &Nvfp4Recipe, device: &Device) -> [[Vec<f64>; 2]; 3] {
     let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1);
     let w = Matrix::gaussian(D_IN, D_OUT, DType::F32, 2);
@@ -47,14 +47,14 @@ fn means(recipe: &Nvfp4Recipe, device: &Device) -> [[Vec<f64>; 2]; 3] {
     found.try_into().expect("three")
 }
 
-/// The norm of the difference, relative to the norm of `exact`.
+/// Returns the norm of the difference relative to the norm of `exact`.
 fn error(mean: &[f64], exact: &[f32]) -> f64 {
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
     let difference = norm(&mut mean.iter().zip(exact).map(|(m, e)| m - f64::from(*e)));
     difference / norm(&mut exact.iter().map(|e| f64::from(*e)))
 }
 
-/// Errors of the means of 64, 256 and 1024 draws.
+/// Returns the errors of the means of 64, 256 and 1024 draws.
 fn errors(means: &[[Vec<f64>; 2]; 3], which: usize, exact: Tensor<2>) -> [f64; 3] {
     let exact = values(exact);
     let errors = [0, 1, 2].map(|n| error(&means[n][which], &exact));
@@ -62,7 +62,7 @@ fn errors(means: &[[Vec<f64>; 2]; 3], which: usize, exact: Tensor<2>) -> [f64; 3
     errors
 }
 
-/// Four times the draws halve the error of an unbiased mean.
+/// Asserts that four times the draws halve the error, as for an unbiased mean.
 fn assert_converges(what: &str, [first, second, third]: [f64; 3]) {
     for ratio in [second / first, third / second] {
         assert!(
@@ -72,8 +72,8 @@ fn assert_converges(what: &str, [first, second, third]: [f64; 3]) {
     }
 }
 
-/// `dx` of TransformerEngine's recipe: with headroom it converges to the product of `dy` and the
-/// quantized weight; without, what clips stays missing.
+/// `dx` of TransformerEngine's recipe: with headroom it converges to the GEMM of `dy` and the
+/// quantized weight; without headroom, the clipped part stays missing.
 #[test]
 fn headroom_takes_the_bias_of_clipping_out_of_dgrad() {
     flex_only!();
@@ -94,8 +94,8 @@ fn headroom_takes_the_bias_of_clipping_out_of_dgrad() {
     );
 }
 
-/// MS-EDEN's gradients converge to those of the values that the forward multiplied: both products,
-/// with both of their operands drawn.
+/// MS-EDEN's gradients converge to those of the dequantized forward operands: in both GEMMs, with
+/// both of their operands drawn.
 #[test]
 fn ms_eden_gradients_are_unbiased() {
     flex_only!();
@@ -125,10 +125,9 @@ fn ms_eden_gradients_are_unbiased() {
     assert_converges("dw", errors(&found, 1, dw));
 }
 
-/// The statement itself, where a recipe allows it: with everything that is not drawn in high
-/// precision, both gradients converge to those of the high-precision product. That of the input has
-/// its weight as it is; that of the weight, whose operands have one format, has both of them drawn,
-/// after the transform.
+/// The claim itself, for recipes that allow it: with all operands without random draws in high
+/// precision, both gradients converge to those in high precision. dgrad uses the unquantized
+/// weight; wgrad, whose operands have one format, draws both operands, after the transform.
 #[test]
 fn gradients_converge_to_those_of_high_precision() {
     flex_only!();

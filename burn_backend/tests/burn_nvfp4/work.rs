@@ -1,4 +1,4 @@
-//! What is computed, and what is kept: nothing that no gradient asks for.
+//! Work and saved tensors: nothing beyond the requested gradients.
 
 use burn_core as burn;
 
@@ -15,12 +15,13 @@ use crate::support::counted::{
 };
 use crate::support::{Matrix, device, flex_only, one_by_16, skip_where_small_only, spec, values};
 
-/// Sizes that no other test uses, by which this test tells its own work from that of others.
+/// Sizes that no other test uses, which identify the work of this test.
 const ROWS: usize = 21;
 const D_IN: usize = 112;
 const D_OUT: usize = 208;
 
-/// The work of one forward and backward with the given tracking, as `op copy` of its operands.
+/// Returns the work of one forward and backward with the given tracking, as `op copy` of its
+/// operands.
 fn work(x_grad: bool, w_grad: bool, bias_grad: bool, spec: LinearSpec) -> Vec<String> {
     let device = device().autodiff();
     let x = Matrix::gaussian(ROWS, D_IN, DType::F32, 1)
@@ -84,7 +85,7 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
         "everything is wanted, without tiles"
     );
 
-    // A frozen weight: no column-wise copy of x or dy, no wgrad.
+    // Frozen weight: no column-wise tensor of x or dy, no wgrad.
     let frozen = [
         "gemm x",
         "gemm y",
@@ -95,7 +96,7 @@ fn a_gradient_that_nobody_asks_for_costs_nothing() {
     assert_eq!(work(true, false, false, tiles), frozen);
     assert_eq!(work(true, false, true, blocks), frozen);
 
-    // A constant input: no row-wise copy of dy, no dgrad, and so no row-wise copy of w either.
+    // Constant input: no row-wise tensor of dy, no dgrad, and so no row-wise tensor of w.
     let constant = [
         "gemm w",
         "gemm y",
@@ -254,10 +255,10 @@ struct Together {
 impl Together {
     const D_IN: usize = 80;
     const WIDTHS: [usize; 3] = [48, 16, 80];
-    /// Of all weights side by side.
+    /// Size of the concatenated weights.
     const SIZE: [usize; 2] = [Self::D_IN, 48 + 16 + 80];
 
-    /// Layers number 5, 6, ... for `recipe`.
+    /// Creates layers with numbers 5, 6, ... for `recipe`.
     fn new(recipe: Nvfp4Recipe) -> Self {
         let device = device().autodiff();
         let layer = |(number, width)| {
@@ -293,7 +294,7 @@ fn weights_side_by_side_are_quantized_once_until_they_change() {
     is_quantized_once_until_it_changes(Together::SIZE, Together::new, Together::step);
 }
 
-/// Any of them: the others keep their values, and the whole is another weight.
+/// A change of any layer: the others keep their values, and the whole is another weight.
 #[test]
 fn weights_side_by_side_are_quantized_anew_when_one_of_them_changes() {
     skip_where_small_only!();
@@ -313,7 +314,7 @@ fn weights_side_by_side_are_quantized_anew_when_one_of_them_changes() {
         assert_eq!(found.output, fresh.step(1).output, "layer {index}");
         assert_ne!(found.output, before, "layer {index}");
     }
-    // Fewer of them, or the same in another order, are another weight.
+    // A subset of the layers, or another order, is another weight.
     let [one, two] = [[0, 1], [1, 0]].map(|order| Together {
         layers: order.map(|index| kept.layers[index].clone()).into(),
     });
@@ -334,7 +335,7 @@ fn weights_side_by_side_are_quantized_anew_when_one_of_them_changes() {
     }
 }
 
-/// A kept weight belongs to the type of the activations too: operands in high precision have it.
+/// The dtype of the activations is part of the cache key: operands in high precision have it.
 #[test]
 fn a_kept_weight_has_the_type_of_the_activations() {
     flex_only!();
@@ -355,7 +356,7 @@ fn a_kept_weight_has_the_type_of_the_activations() {
     let first = gradient(DType::BF16);
     let other = gradient(DType::F32);
     assert_eq!(gradient(DType::BF16), first);
-    // Without a cache there is nothing to mistake.
+    // Without a cache nothing can be mixed up.
     let uncached = Nvfp4Recipe::preset("fwd_nvfp4_bwd_bf16").unwrap();
     let uncached = uncached.with_cache_weights(false);
     let fresh = Nvfp4LinearConfig::new(32, 48).with_recipe(uncached);
@@ -364,7 +365,7 @@ fn a_kept_weight_has_the_type_of_the_activations() {
     assert_eq!(gradient_of(&fresh, DType::BF16), first);
 }
 
-/// After the forward nothing holds the buffers of `x` and `w` but this test: what waits for the
+/// After the forward only this test holds the buffers of `x` and `w`: the state saved for the
 /// backward is packed.
 #[cfg(feature = "flex")]
 #[test]

@@ -17,13 +17,13 @@ pub(crate) use session::{Session, Start};
 
 use crate::ranks::Ranks;
 
-/// Defaults where they differ between the commands.
+/// Defaults of `finetune` that differ from those of `pretrain`.
 const DEFAULTS: Defaults = Defaults {
     lr: 1e-5,
     weight_decay: 0.0,
 };
 
-/// Adapters begin at zero and take larger steps.
+/// Defaults for LoRA: adapters start at zero and take larger steps.
 const LORA_DEFAULTS: Defaults = Defaults {
     lr: 2e-4,
     ..DEFAULTS
@@ -31,33 +31,34 @@ const LORA_DEFAULTS: Defaults = Defaults {
 
 #[derive(Args)]
 pub(crate) struct Finetune {
-    /// Begin with the model in this folder: config.json, safetensors files and tokenizer.json
+    /// Start from the model in this folder: config.json, safetensors files and tokenizer.json
     #[arg(value_name = "MODEL", required_unless_present = "resume")]
     model: Option<PathBuf>,
-    /// Minimise the KL divergence to a frozen model instead of the cross entropy: to MODEL itself,
-    /// or to --teacher
+    /// Minimise the KL divergence to a frozen teacher instead of the cross entropy: MODEL itself,
+    /// or --teacher
     #[arg(long)]
     distill: bool,
-    /// Distill from the model in this folder, which has the same tokens
+    /// Distill from the model in this folder, which must have the same tokens
     #[arg(long, value_name = "DIR")]
     teacher: Option<PathBuf>,
-    /// Hold the weights of the teacher in this form [default: w4a16 if its folder is quantized,
-    /// else high]
+    /// Keep the teacher's weights in this form [default: w4a16 if its folder is quantized, else
+    /// high]
     #[arg(long, value_name = "FORM")]
     teacher_form: Option<FrozenForm>,
-    /// Divide the logits of both models [default: 1]
+    /// Divide the logits of both models by this temperature [default: 1]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Freeze the model, and train adapters of this rank beside its projections (LoRA)
+    /// Freeze the model and train LoRA adapters of this rank on its projections
     #[arg(long, value_name = "RANK")]
     lora: Option<usize>,
-    /// Hold the frozen weights in this form [default: w4a16 if MODEL is quantized, else high]
+    /// Keep the frozen weights in this form [default: w4a16 if MODEL is quantized, else high]
     ///
-    /// Weights of a quantized folder stay as they are, or are dequantized. Of another folder, the
-    /// projections and experts are quantized when they are loaded, by rounding to nearest.
+    /// The weights of a quantized folder are kept as they are, or dequantized. For any other
+    /// folder, the projections and experts are quantized at load time by rounding to nearest.
     #[arg(long, value_name = "FORM", requires = "lora")]
     frozen: Option<FrozenForm>,
-    /// Let adapters count this much divided by their rank [default: twice the rank]
+    /// Scale the adapters' output by this value (LoRA alpha) divided by the rank [default: twice
+    /// the rank]
     #[arg(
         long,
         value_name = "A",
@@ -65,11 +66,11 @@ pub(crate) struct Finetune {
         allow_negative_numbers = true
     )]
     lora_alpha: Option<f64>,
-    /// Train adapters of the modules whose name this regular expression matches [default: all
+    /// Train adapters on modules whose name matches this regular expression [default: all
     /// projections of attention and dense feed-forwards]
     #[arg(long, value_name = "REGEX", requires = "lora")]
     lora_targets: Option<String>,
-    /// Also write the model with its adapters merged
+    /// Also write the model with the adapters merged
     #[arg(long, requires = "lora")]
     merge: bool,
     #[command(flatten)]

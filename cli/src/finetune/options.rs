@@ -1,4 +1,4 @@
-//! Options that `finetune` and `pretrain` share.
+//! Options shared by `finetune` and `pretrain`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use nvfp4_lm::interchange::{Dialect, Scheme};
 use crate::device::DeviceName;
 use crate::options::recipes::named;
 
-/// Values that the commands have where nothing is given.
+/// Default values of a command.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Defaults {
     pub(crate) lr: f64,
     pub(crate) weight_decay: f64,
 }
 
-/// Type of the tensors of a saved model.
+/// Type of the saved tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum SavedType {
     F32,
@@ -39,7 +39,7 @@ impl From<SavedType> for Dtype {
     }
 }
 
-/// What the folder of a run says, when it is resumed.
+/// Options that the run's folder records, and that a resumed run therefore must not set.
 const SETTINGS: [&str; 28] = [
     "out",
     "data",
@@ -73,18 +73,18 @@ const SETTINGS: [&str; 28] = [
 
 #[derive(Args)]
 pub(crate) struct TrainingOptions {
-    /// Train on these files and folders: tokens (.tokens), JSON lines (.jsonl) and text
+    /// Train on these files and folders: tokens (.tokens), JSON lines (.jsonl) and plain text
     ///
-    /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT}, of which the
-    /// completion counts in the loss, or {"messages": [{"role": ROLE, "content": TEXT}, ..]}, of
-    /// which the assistant's text counts, by the chat template of the tokenizer's folder.
+    /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} (only the completion
+    /// counts in the loss), or {"messages": [{"role": ROLE, "content": TEXT}, ..]} (only the
+    /// assistant's text counts; uses the chat template of the tokenizer's folder).
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "resume")]
     pub(crate) data: Vec<PathBuf>,
     /// Evaluate on these files and folders [default: a share of the documents of --data, or the end
-    /// of a single one]
+    /// of the only document]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub(crate) valid: Vec<PathBuf>,
-    /// Keep this share of the documents for evaluation
+    /// Hold out this share of the documents for evaluation
     #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
     pub(crate) valid_share: f64,
     /// Write the run and the trained model to this new folder
@@ -97,11 +97,11 @@ pub(crate) struct TrainingOptions {
     #[arg(long, value_name = "STEP")]
     pub(crate) stop_at: Option<u64>,
     /// Train the layers' projections with this recipe: nvfp4, a preset, bf16, f32, or a JSON file
-    /// [default: nvfp4; bf16 beside packed weights]
+    /// [default: nvfp4; bf16 with packed frozen weights]
     #[arg(long, value_name = "NAME", conflicts_with = "qat")]
     pub(crate) recipe: Option<String>,
-    /// Train for serving in NVFP4: the forward has the codes of weights (w4a16) or of weights and
-    /// activations (w4a4), rounded to nearest, the backward is in high precision
+    /// Train for serving in NVFP4: the forward pass quantizes weights (w4a16) or weights and
+    /// activations (w4a4), rounded to nearest; the backward pass is in high precision
     #[arg(long, value_name = "SCHEME")]
     pub(crate) qat: Option<Scheme>,
     /// Keep projections whose path matches this regular expression in high precision, for example
@@ -111,28 +111,27 @@ pub(crate) struct TrainingOptions {
     /// Train for this many optimizer steps
     #[arg(long, value_name = "N", default_value_t = 1000)]
     pub(crate) steps: u64,
-    /// Compute this many rows at a time, of which ranks take equal parts
+    /// Use a global batch of this many rows, divided evenly over the ranks
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub(crate) batch: usize,
-    /// Add up the gradients of this many batches for a step
+    /// Accumulate the gradients of this many batches per step
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// Pack documents into rows of this many tokens; longer ones are cut [default: 1024, or the
-    /// positions that the model is meant for]
+    /// Pack documents into rows of this many tokens; longer documents are cut [default: 1024, or
+    /// the model's maximum context]
     #[arg(long, value_name = "N")]
     pub(crate) context: Option<usize>,
-    /// Set the highest learning rate [default: 1e-5, with --lora 2e-4, for pretrain
-    /// 3e-4]
+    /// Set the peak learning rate [default: 1e-5; 2e-4 with --lora; 3e-4 for pretrain]
     #[arg(long, allow_negative_numbers = true)]
     pub(crate) lr: Option<f64>,
-    /// Raise the learning rate over this many steps; it then falls to a tenth along a cosine
+    /// Warm up the learning rate over this many steps; it then decays to a tenth along a cosine
     /// [default: a tenth of the steps, at most 100]
     #[arg(long, value_name = "STEPS")]
     pub(crate) warmup: Option<u64>,
-    /// Set the decoupled weight decay of the matrices [default: 0, for pretrain 0.1]
+    /// Set the decoupled weight decay of the matrices [default: 0; 0.1 for pretrain]
     #[arg(long, allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
-    /// Clip the gradients to this global norm
+    /// Clip gradients to this global norm
     #[arg(
         long,
         value_name = "NORM",
@@ -140,38 +139,37 @@ pub(crate) struct TrainingOptions {
         allow_negative_numbers = true
     )]
     pub(crate) grad_clip: f64,
-    /// Seed the order of rows and stochastic rounding
+    /// Seed the row order and stochastic rounding
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
-    /// Evaluate every this many steps
+    /// Evaluate every N steps
     #[arg(long, value_name = "STEPS", default_value_t = 100)]
     pub(crate) eval_every: u64,
-    /// Evaluate on this many rows at most
+    /// Evaluate on at most this many rows
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub(crate) eval_rows: usize,
-    /// Write a row of metrics.csv and a log line every this many steps
+    /// Write a row of metrics.csv and a log line every N steps
     #[arg(long, value_name = "STEPS", default_value_t = 10)]
     pub(crate) log_every: u64,
-    /// Write a checkpoint every this many steps
+    /// Write a checkpoint every N steps
     #[arg(long, value_name = "STEPS", default_value_t = 500)]
     pub(crate) checkpoint_every: u64,
-    /// Compute activations in this type [default: bf16 on a GPU, f32 else]
+    /// Compute activations in this type [default: bf16 on a GPU, else f32]
     #[arg(long, value_name = "TYPE")]
     pub(crate) activation: Option<Activation>,
-    /// Compute the inputs of the feed-forward's activation again in the backward of this many
-    /// layers, instead of keeping them: less memory for more time, and the same bits
+    /// Recompute the activation inputs of the feed-forward in the backward pass of this many layers
+    /// instead of saving them: less memory, more time, identical bits
     #[arg(long, value_name = "LAYERS", default_value_t = 0)]
     pub(crate) recompute: usize,
-    /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
-    /// launches
+    /// Capture the step as a CUDA graph after three steps: no launch overhead, identical bits
     #[arg(long)]
     pub(crate) graph: bool,
-    /// Shard parameters, gradients and the optimizer's state over the ranks of the launch, instead
-    /// of keeping all of them on each (FSDP)
+    /// Shard parameters, gradients and optimizer state over the ranks instead of replicating them
+    /// (FSDP)
     #[arg(long)]
     pub(crate) fsdp: bool,
-    /// Exchange gradients between ranks in this type, f32 or bf16: half the bytes, each gradient
-    /// rounded once before it travels
+    /// Exchange gradients between ranks in this type, f32 or bf16; bf16 halves the traffic and
+    /// rounds each gradient once before the exchange
     #[arg(
         long,
         value_name = "TYPE",
@@ -179,14 +177,14 @@ pub(crate) struct TrainingOptions {
         hide_possible_values = true
     )]
     pub(crate) grad_reduce: GradReduce,
-    /// Save the model with tensors of this type
+    /// Save the model's tensors in this type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     pub(crate) save_dtype: SavedType,
-    /// Also write the model quantized to NVFP4, for the readers of this dialect
+    /// Also write the model quantized to NVFP4, in this dialect
     #[arg(long, value_name = "DIALECT")]
     pub(crate) export: Option<Dialect>,
-    /// Quantize weights, or activations too, in what --export writes [default: that of --qat, else
-    /// w4a16]
+    /// Quantize weights only or activations too in the output of --export [default: that of --qat,
+    /// else w4a16]
     #[arg(long, value_name = "SCHEME", requires = "export")]
     pub(crate) export_scheme: Option<Scheme>,
     /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
@@ -195,7 +193,7 @@ pub(crate) struct TrainingOptions {
 }
 
 impl TrainingOptions {
-    /// The recipe and its name, beside frozen weights of a form.
+    /// Returns the recipe and its name, given the form of the frozen weights.
     pub(super) fn recipe(
         &self,
         activation: Activation,
@@ -234,7 +232,8 @@ impl TrainingOptions {
         Ok((name.clone(), config.nvfp4_recipe(&name)?))
     }
 
-    /// Packed weights have been quantized: what a recipe would do is not silently left out.
+    /// Refuses recipes with packed weights: these are quantized already, and a recipe would be
+    /// ignored silently.
     fn refuse_recipes(&self, frozen: FrozenForm) -> Result<()> {
         let recipe = self.recipe.as_deref();
         let given = match (recipe, self.qat) {
@@ -252,7 +251,7 @@ impl TrainingOptions {
         )
     }
 
-    /// The activations' type under the recipe.
+    /// Returns the type of activations under the recipe.
     pub(super) fn activation(&self, device: DeviceName) -> Activation {
         match (self.activation, self.recipe.as_deref(), device) {
             (Some(activation), _, _) => activation,

@@ -1,4 +1,4 @@
-//! A run of `finetune` or `pretrain`, from its options to the folders that it writes.
+//! Runs `finetune` or `pretrain`, from the options to the folders written.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -24,34 +24,34 @@ use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
 use crate::ranks::{Quiet, Ranks, launch};
 use crate::shell::{program, quoted};
 
-/// Where the trained model is, in the folder of the run.
+/// Subfolder of the trained model.
 const MODEL: &str = "model";
-/// Where the adapters are.
+/// Subfolder of the adapters.
 const ADAPTER: &str = "adapter";
-/// Where it is quantized.
+/// Subfolder of the quantized model.
 const QUANTIZED: &str = "nvfp4";
-/// Tokens of a row unless said otherwise, or unless the model is meant for fewer.
+/// Default number of tokens per row, unless the model's maximum context is shorter.
 const CONTEXT: usize = 1024;
-/// What becomes of the trained model.
+/// File that records what the run writes at its end.
 const RESULT: &str = "result.json";
 
-/// What a run begins with.
+/// Model that a run starts from.
 pub(crate) struct Start {
     pub(crate) model: PathBuf,
     pub(crate) objective: Objective,
     pub(crate) lora: Option<LoraConfig>,
-    /// The form of the weights beside adapters.
+    /// Form of the frozen weights.
     pub(crate) frozen: FrozenForm,
-    /// Whether the model is written with its adapters merged.
+    /// True if the model is also written with its adapters merged.
     pub(crate) merge: bool,
     pub(crate) defaults: Defaults,
 }
 
-/// What is written at the end: what `result.json` holds.
+/// Output written at the end of the run; the contents of `result.json`.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Written {
     dtype: Saved,
-    /// Whether the model is written, and not only adapters.
+    /// True if the model is written, and not only adapters.
     model: bool,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     export: Option<Export>,
@@ -74,7 +74,7 @@ struct Export {
     scheme: Scheme,
 }
 
-/// Values of the command line by the names that they have there.
+/// Serializes values of the command line by their names there.
 mod by_name {
     use clap::ValueEnum;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -95,21 +95,22 @@ mod by_name {
     }
 }
 
-/// A run that is ready.
+/// A run that is ready to start.
 pub(crate) struct Session {
     config: FinetuneConfig,
     written: Written,
-    /// Whether its folder does not say yet what it is.
+    /// True if the folder does not yet hold the run's configuration.
     is_new: bool,
     folder: PathBuf,
     stop_at: Option<u64>,
     device: DeviceName,
-    /// The command that resumes it.
+    /// The command that resumes this run.
     command: &'static str,
 }
 
 impl Session {
-    /// A new run, whose tokens are written to its folder. All `ranks` call it; rank 0 writes.
+    /// Starts a new run and writes its tokens to its folder. All `ranks` call this function; rank 0
+    /// writes.
     pub(crate) fn begin(
         start: Start,
         options: &TrainingOptions,
@@ -139,7 +140,8 @@ impl Session {
         })
     }
 
-    /// The configuration of a new run, what it is to write, and its folder, which has the tokens.
+    /// Prepares a new run: returns its configuration, its output and its folder, which holds the
+    /// tokens.
     fn prepare(
         start: Start,
         options: &TrainingOptions,
@@ -157,7 +159,7 @@ impl Session {
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
         let reader = TextReader::read(&start.model)?;
-        // A default that fits the model.
+        // A default that fits the model's maximum context.
         let context = options.context.unwrap_or(CONTEXT.min(reader.longest()));
         let shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
             let (shards, found) = reader.shards(paths, &folder.join(name))?;
@@ -167,7 +169,7 @@ impl Session {
                     found.documents, found.skipped
                 );
             }
-            // The run can be resumed from another folder.
+            // Absolute, so that the run can be resumed from another working directory.
             let absolute = shards.iter().map(|path| Ok(std::path::absolute(path)?));
             absolute.collect()
         };
@@ -220,7 +222,7 @@ impl Session {
         Ok((config, written, folder))
     }
 
-    /// The run in `folder`, on `ranks`, all of which call it.
+    /// Loads the run in `folder` on `ranks`, all of which call this function.
     pub(crate) fn resume(
         folder: &Path,
         options: &TrainingOptions,
@@ -249,7 +251,7 @@ impl Session {
         };
         let device = ranks.device(device);
         config.device = device.to_string();
-        // It changes how fast steps are, not what they do.
+        // The option changes the speed of a step, not its result.
         config.graph &= matches!(device, DeviceName::Cuda(_));
         Ok(Self {
             config,
@@ -262,7 +264,7 @@ impl Session {
         })
     }
 
-    /// Trains, and writes the model.
+    /// Trains, then writes the model.
     pub(crate) fn run(self, ranks: &Ranks) -> Result<ExitCode> {
         let config = &self.config;
         let group = ranks.group();
@@ -282,7 +284,7 @@ impl Session {
         ranks.label("loading the model");
         let mut run = Finetune::open_rank(config, &data, &device, &self.folder, world)?;
         if self.is_new {
-            // It has begun: from here on it can be resumed.
+            // The run has begun; from here on it can be resumed.
             on_first(group, || {
                 write_json(&self.folder.join(RESULT), &self.written)?;
                 write_json(&self.folder.join(CONFIG), config)
@@ -320,7 +322,7 @@ impl Session {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Says what of the documents is left.
+    /// Prints which documents were cut or left out by packing them into rows.
     fn describe_rows(&self, data: &TrainingData) {
         if data.is_one {
             eprintln!(
@@ -368,7 +370,7 @@ impl Session {
         }
     }
 
-    /// Says what is trained on what.
+    /// Prints the model and the data that it is trained on.
     fn describe(&self, data: &TrainingData, ranks: usize) {
         let config = &self.config;
         let rows = [&data.train, &data.valid];
@@ -404,9 +406,9 @@ impl Session {
         );
     }
 
-    /// How good what was trained is.
+    /// Returns the perplexity of the trained model as text.
     fn perplexity(&self) -> Result<String> {
-        // With the digits of the file, which are all that a resumed run has of its beginning.
+        // Use the digits in the file: a resumed run knows only those about its beginning.
         let rows = read_metrics(&self.folder.join(METRICS))?;
         let mut losses = rows.iter().filter_map(|row| row.valid_loss);
         let before = losses.next().context("the run has no validation loss")?;
@@ -418,7 +420,7 @@ impl Session {
         ))
     }
 
-    /// Writes what was trained, and says how good it is.
+    /// Writes the trained model and prints its perplexity.
     fn report(&self, run: &Finetune<'_>, ranks: &Ranks) -> Result<()> {
         let say = |text: String| {
             if ranks.is_first() {
@@ -426,7 +428,8 @@ impl Session {
             }
         };
         let folders = [ADAPTER, MODEL, QUANTIZED].map(|name| self.folder.join(name));
-        // A run that is resumed at its end has written it already. All ranks look before one writes.
+        // A run resumed after its end has written these folders already. All ranks check before one
+        // writes.
         let is_missing = [0, 1, 2].map(|at| !folders[at].exists());
         let perplexity = on_first(ranks.group(), || self.perplexity())?;
         say(perplexity.unwrap_or_default());

@@ -1,7 +1,7 @@
-//! The options of a run in layers: flags over a file over a preset.
+//! Options of a run, in layers: flags override a file, which overrides a preset.
 //!
-//! A layer is a set of keys with values. Every key is a field of [`RunConfig`] or of [`Request`],
-//! which also are the flags: nothing here lists them again.
+//! A layer is a set of keys and values. Every key is a field of [`RunConfig`] or [`Request`]. These
+//! structs also define the flags, so no list of keys is repeated here.
 
 pub(crate) mod recipes;
 mod request;
@@ -23,13 +23,14 @@ use request::{Compare, Request};
 
 type Fields = Map<String, Value>;
 
-/// One layer: the flags of a command line, or the keys of a file. Keys are the names of the flags
-/// with `_` for `-`.
+/// One layer: the flags of a command line, or the keys of a file. Keys are the flag names with `_`
+/// instead of `-`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
 
-/// Where and on which ranks a resumed run goes on, where that is another.
+/// Options that a resumed run may change: its device and its ranks. `None` keeps the value of the
+/// run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Resumed {
     pub(crate) device: Option<DeviceName>,
@@ -39,7 +40,7 @@ pub(crate) struct Resumed {
 }
 
 impl From<Fields> for Options {
-    /// A key that is `null` is not given.
+    /// Drops keys whose value is `null`, so that they count as unset.
     fn from(mut fields: Fields) -> Self {
         fields.retain(|_, value| !value.is_null());
         Self(fields)
@@ -81,7 +82,7 @@ impl FromArgMatches for Options {
     }
 }
 
-/// The fields of a struct.
+/// Returns the fields of a struct.
 fn fields(of: &impl Serialize) -> Fields {
     match serde_json::to_value(of) {
         Ok(Value::Object(fields)) => fields,
@@ -89,12 +90,13 @@ fn fields(of: &impl Serialize) -> Fields {
     }
 }
 
-/// `base` with the values of `layer`, each of which is a field of it.
+/// Returns `base` with the values of `layer`, whose keys must be fields of it.
 fn overlay<T: Serialize + DeserializeOwned>(base: &T, layer: &Fields) -> Result<T> {
     let mut all = fields(base);
     for (key, value) in layer {
         all.insert(key.clone(), value.clone());
-        // One by one, as the error of the whole would not say which value is wrong.
+        // Deserialize one key at a time, because an error for the whole would not name the wrong
+        // value.
         serde_json::from_value::<T>(Value::Object(all.clone()))
             .map_err(|error| anyhow::anyhow!("{key} is {value}, but {error}"))?;
     }
@@ -102,7 +104,7 @@ fn overlay<T: Serialize + DeserializeOwned>(base: &T, layer: &Fields) -> Result<
 }
 
 impl Options {
-    /// Read a `--config` file.
+    /// Reads a `--config` file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("config {} cannot be read", path.display()))?;
@@ -121,7 +123,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether nothing is set.
+    /// Returns true if no option is set.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -130,12 +132,12 @@ impl Options {
         self.0.contains_key(key)
     }
 
-    /// Whether no recipe is named.
+    /// Returns true if no recipe is named.
     pub(crate) fn recipe_is_unset(&self) -> bool {
         !self.has("recipe") && !self.has("compare")
     }
 
-    /// What may be another for the rest of a run that is resumed. Nothing else is set.
+    /// Returns the options that a resumed run may change. Fails if any other is set.
     pub(crate) fn of_resumed(mut self) -> Result<Resumed> {
         let mut take = |key: &str| self.0.remove(key);
         let [device, tp, ep] = [take("device"), take("tp"), take("ep")];
@@ -155,7 +157,8 @@ impl Options {
         })
     }
 
-    /// These options with `recipe` alone, `seed`, and `device` if one is given.
+    /// Returns these options with `recipe` as the only recipe, with `seed`, and with `device` if
+    /// given.
     pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<&str>) -> Self {
         self.0.remove("healing");
         self.0.insert("recipe".into(), recipe.into());
@@ -167,8 +170,8 @@ impl Options {
         self
     }
 
-    /// Put these options over those of `below`. An option removes those that contradict it: `model`
-    /// dense removes the experts, and the other way round.
+    /// Puts these options over those of `below`. An option removes options that contradict it: a
+    /// dense `model` removes the experts, and experts remove a dense `model`.
     pub(crate) fn over(self, below: Self) -> Self {
         let Self(mut all) = below;
         let dense = |fields: &Fields| fields.get("model").is_some_and(|kind| kind == "dense");
@@ -183,7 +186,7 @@ impl Options {
         Self(all)
     }
 
-    /// What is requested, and the values of a configuration.
+    /// Splits the options into the request and the values of the configuration.
     fn split(self) -> Result<(Request, Fields)> {
         let requests = fields(&Request::default());
         let (requested, values): (Fields, Fields) = self
@@ -200,7 +203,7 @@ impl Options {
         Ok((overlay(&Request::default(), &requested)?, values))
     }
 
-    /// Take unset options from the preset and the machine, and check the result.
+    /// Takes unset options from the preset and the machine, and checks the result.
     pub(crate) fn resolve(self) -> Result<(RunConfig, DeviceName)> {
         let is_given = ["warmup", "seed", "experts"].map(|key| self.has(key));
         let [warmup_is_given, seed_is_given, experts_are_given] = is_given;
@@ -249,7 +252,7 @@ impl Options {
             config.seed = own.seed;
         }
         if !warmup_is_given {
-            // The preset's warm-up would not fit into a shorter run.
+            // The preset's warm-up may be longer than a short run.
             config.warmup = config.warmup.min(config.steps / 10);
         }
         config.check()?;

@@ -1,4 +1,4 @@
-//! Recipes by name, or by the file of one.
+//! Recipes, looked up by name or read from a file.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::config::RecipeName;
 
-/// The recipe called `name`; the file of one is read into `recipes`.
+/// Returns the recipe called `name`; if it names a file, reads the file into `recipes`.
 pub(crate) fn named(
     name: &str,
     option: &str,
@@ -34,7 +34,7 @@ pub(crate) fn named(
     Ok(found)
 }
 
-/// The recipe in the JSON file `path`. What it leaves out is that of [`Nvfp4Recipe::new`].
+/// Reads the recipe in the JSON file `path`. Missing fields come from [`Nvfp4Recipe::new`].
 fn read_recipe(path: &Path) -> Result<Nvfp4Recipe> {
     let mut recipe = serde_json::to_value(Nvfp4Recipe::new())?;
     let known = recipe.as_object_mut().context("a recipe has fields")?;

@@ -1,4 +1,4 @@
-//! Options that name something: a preset, a recipe, a device. The command looks them up.
+//! Options that name a preset, a recipe or a device. The command looks the names up.
 
 use std::str::FromStr;
 
@@ -7,7 +7,7 @@ use nvfp4_lm::config::{Decoration, ModelKind, Preset};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What a run is asked to be.
+/// Named choices of a run, before they are looked up.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[group(skip)]
 #[serde(default)]
@@ -15,11 +15,10 @@ pub(super) struct Request {
     /// Start from the values of this preset [default: tiny]
     #[arg(long, value_name = "NAME")]
     pub(super) preset: Option<Preset>,
-    /// Train with this recipe: nvfp4, bf16, f32, a recipe preset, or the JSON file of a recipe
-    /// [default: nvfp4]
+    /// Train with this recipe: nvfp4, bf16, f32, a recipe preset, or a JSON file [default: nvfp4]
     #[arg(long, value_name = "NAME|FILE")]
     pub(super) recipe: Option<String>,
-    /// Also train with these recipes, on the same batches, and report the gaps; without a value,
+    /// Also train with these recipes on the same batches and report the loss gaps; without a value,
     /// compare with high precision [default: high precision for tiny, else none]
     #[arg(
         long,
@@ -34,25 +33,25 @@ pub(super) struct Request {
     #[serde(skip)]
     pub(super) no_compare: bool,
     /// Train a model of Burn's own layers through the decorator, on device cpu or cuda:N. A GEMM
-    /// that does not run in NVFP4 is an error (strict) or is counted (lenient) [default: false;
-    /// strict without a value]
+    /// that does not run in NVFP4 is an error (strict) or counted (lenient) [default: false; strict
+    /// without a value]
     #[arg(long, value_name = "HOW|BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub(super) decorate: Option<Decorate>,
     /// Train on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
     #[arg(long, value_name = "DEVICE")]
     pub(super) device: Option<String>,
-    /// Train a dense model or a mixture of experts [default: dense]
+    /// Train a dense model or a mixture-of-experts model [default: dense]
     #[arg(long, value_name = "KIND")]
     pub(super) model: Option<ModelKind>,
 }
 
-/// What `--compare` takes.
+/// Value of `--compare`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub(super) enum Compare {
-    /// In high precision, or not at all.
+    /// Compare with high precision if true, with nothing if false.
     Baseline(bool),
-    /// With these recipes: names or files.
+    /// Compare with these recipes, given as names or files.
     With(Vec<String>),
 }
 
@@ -68,7 +67,7 @@ impl FromStr for Compare {
     }
 }
 
-/// What `--decorate` takes.
+/// Value of `--decorate`.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize)]
 #[serde(try_from = "Value", into = "Value")]
 pub(super) struct Decorate(pub(super) Option<Decoration>);

@@ -11,7 +11,7 @@ fn parse(json: &str) -> Options {
     serde_json::from_str(json).unwrap()
 }
 
-/// The layer of a command line.
+/// Parses the layer of a command line.
 fn flags(arguments: &[&str]) -> Options {
     #[derive(Parser)]
     struct Command {
@@ -23,7 +23,7 @@ fn flags(arguments: &[&str]) -> Options {
         .options
 }
 
-/// A flag gives its key and no other.
+/// Each flag sets its own key only.
 #[test]
 fn flags_give_what_they_say() {
     assert!(flags(&[]).is_empty());
@@ -67,7 +67,7 @@ fn flags_win_over_the_file_and_the_file_over_the_preset() {
     );
 }
 
-/// The configuration of the flags `flags` (as keys of a file) over the file `file`.
+/// Returns the configuration of `flags` (as keys of a file) over the file `file`.
 fn over(flags: &str, file: &str) -> RunConfig {
     let resolved = parse(flags).over(parse(file)).resolve();
     resolved
@@ -149,7 +149,7 @@ fn recipes_have_names_or_files() {
     assert!(healing.unwrap().forward_only);
     assert_eq!(recipe, mine.with_healing(healing));
     assert!(config.healing_of(&RecipeName::f32()).is_none());
-    // The file is not needed again.
+    // The file is not needed after the configuration is resolved.
     std::fs::remove_dir_all(&folder).unwrap();
     let text = serde_json::to_string(&config).unwrap();
     assert_eq!(parse(&text).resolve().unwrap().0, config);
@@ -167,7 +167,7 @@ fn recipes_have_names_or_files() {
     }
 }
 
-/// The configuration of a run with a recipe's file that says `text`, and flags.
+/// Returns the configuration of a run with a recipe file whose text is `text`, and with flags.
 fn with_file(name: &str, text: &str, flags: Options) -> Result<RunConfig> {
     let folder = std::env::temp_dir().join(format!("nvfp4-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -178,7 +178,7 @@ fn with_file(name: &str, text: &str, flags: Options) -> Result<RunConfig> {
     let resolved = flags.resolve();
     std::fs::remove_dir_all(&folder).unwrap();
     let config = resolved?.0;
-    // A resumed run reads the same from what was written.
+    // A resumed run reads the same configuration from the file that was written.
     let written = serde_json::to_string(&config).unwrap();
     assert_eq!(parse(&written).resolve().unwrap().0, config);
     Ok(config)
@@ -331,7 +331,7 @@ fn recipes_of_the_ladder_train() {
     }
     std::fs::remove_dir_all(&folder).unwrap();
     assert!(own.keys().all(|name| found.contains_key(&**name)));
-    // A file says all that differs from `nvidia`.
+    // The file states every difference from `nvidia`.
     let quartet2 = Nvfp4Recipe::quartet2();
     let healing = Some(Healing {
         at_fraction: 0.85,
@@ -351,7 +351,8 @@ fn recipes_of_the_ladder_train() {
         found["forward_1x16_4over6"].operands()[..2],
         quartet2.operands()[..2]
     );
-    // One operand each, but for the two of wgrad, which have one format.
+    // Each `only_` recipe quantizes one operand, except `only_wgrad`, whose two operands share one
+    // format.
     let high = found["bf16"].operands();
     for (name, own) in [
         ("only_fprop_x", 0..1),

@@ -1,6 +1,6 @@
 //! The options of the checks.
 
-// A build without kernels reads the device alone.
+// A build without kernels reads only the device.
 #![cfg_attr(not(any(feature = "cpu", feature = "cuda")), allow(dead_code))]
 
 use std::path::PathBuf;
@@ -17,12 +17,12 @@ pub(super) struct Tcgen05 {
 pub(super) struct All {
     #[command(flatten)]
     pub options: CheckOptions,
-    /// The folder with the sources of nvfp4, whose tests and benchmarks run
+    /// Folder with the sources of nvfp4, whose tests and benchmarks run
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     pub source: PathBuf,
 }
 
-/// What all runs of checks have.
+/// Options shared by all check runs.
 #[derive(Args)]
 pub(super) struct CheckOptions {
     /// Check this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
@@ -31,24 +31,24 @@ pub(super) struct CheckOptions {
     /// Write the report to this file
     #[arg(long, value_name = "FILE", default_value = "nvfp4-oracle.json")]
     pub report: PathBuf,
-    /// Run only the check of this name; may be given several times
+    /// Run only the check with this name; may be given several times
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
-    /// Give each check this many seconds
+    /// Limit each check to this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     pub timeout: u64,
 }
 
 #[derive(Args)]
 pub(super) struct OneCheck {
-    /// The name of the check
+    /// Name of the check
     pub name: String,
-    /// The device: cpu or cuda:N
+    /// Device: cpu or cuda:N
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
 }
 
-/// A build without kernels has the options and checks nothing.
+/// Commands of a build without kernels: they accept the options and check nothing.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 mod without_kernels {
     use anyhow::{Result, bail};

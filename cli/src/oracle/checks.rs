@@ -1,4 +1,4 @@
-//! The checks of `nvfp4 oracle tcgen05`, each in a process of its own.
+//! The checks of `nvfp4 oracle tcgen05`, each in a separate process.
 
 use std::{env, process::Command, time::Duration};
 
@@ -18,7 +18,7 @@ use super::{
 use crate::device::DeviceName;
 
 impl CheckOptions {
-    /// Runs the checks, each in a process of its own.
+    /// Runs the checks, each in a separate process.
     pub(super) fn run(&self) -> Result<Report> {
         let chosen = self.chosen()?;
         let device = TestedDevice::open(self.device.as_deref())?;
@@ -47,7 +47,7 @@ impl CheckOptions {
         Ok(report)
     }
 
-    /// The checks that were asked for, in their order.
+    /// Returns the requested checks, in their fixed order.
     fn chosen(&self) -> Result<Vec<Check>> {
         let known = Check::ALL.map(Check::name);
         for name in &self.only {
@@ -66,7 +66,7 @@ impl CheckOptions {
     }
 }
 
-/// What a check said, or how its process ended without a word.
+/// Returns the outcome that a check reported, or describes how its process ended without one.
 fn outcome_of(ended: &Ended, limit: Duration) -> Value {
     let said = ended.output.lines().next_back();
     let said = said.and_then(|line| serde_json::from_str::<Outcome>(line).ok());
@@ -90,7 +90,7 @@ impl Tcgen05 {
     }
 }
 
-/// Says what a report holds, and fails if a check failed.
+/// Prints a summary of the report. Returns an error if a check failed.
 pub(super) fn finish(report: &Report) -> Result<()> {
     println!("{}", report.summary());
     ensure!(report.failed() == 0, "{} checks failed", report.failed());

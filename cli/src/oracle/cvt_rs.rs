@@ -1,4 +1,4 @@
-//! `nvfp4 oracle cvt-rs`: the order of random bits in a conversion.
+//! `nvfp4 oracle cvt-rs`: finds the order of the random bits in a stochastic-rounding conversion.
 
 use anyhow::Result;
 use clap::Args;

@@ -1,4 +1,4 @@
-//! The device that is asked.
+//! The device under test.
 
 use anyhow::{Result, anyhow, bail};
 use burn::backend::DispatchDevice;
@@ -8,16 +8,16 @@ use crate::device::{DeviceName, cuda_count, hardware};
 
 /// A device with kernels.
 pub(super) struct TestedDevice {
-    /// Its name on the command line.
+    /// Name on the command line.
     pub name: DeviceName,
-    /// What queues kernels on it.
+    /// CubeCL client of the device.
     pub client: Client,
-    /// The hardware's own name.
+    /// Name of the hardware.
     pub hardware: String,
 }
 
 impl TestedDevice {
-    /// The device of this name, or the first GPU, or the CPU.
+    /// Opens the device of this name, else the first GPU, else the CPU.
     pub fn open(asked: Option<&str>) -> Result<Self> {
         let name: DeviceName = match asked {
             Some(name) => name

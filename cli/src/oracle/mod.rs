@@ -1,4 +1,4 @@
-//! `nvfp4 oracle`: what a device does, compared with the reference.
+//! `nvfp4 oracle`: compares device behaviour with the reference.
 
 mod arguments;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -28,18 +28,18 @@ enum Question {
     ///
     /// B200 and B300 have the instruction; other devices run its software form.
     CvtRs(cvt_rs::CvtRs),
-    /// Check the kernel for the tensor cores of B200 and B300 step by step, and write a report
+    /// Check the tensor-core kernel for B200 and B300 step by step, and write a report
     ///
-    /// From tensor memory over single instructions to whole GEMMs, each in a process of its own.
+    /// Covers tensor memory, single instructions and whole GEMMs, each check in a separate process.
     /// Other devices run what they can: the software model of the instructions, or their own
     /// kernels.
     Tcgen05(arguments::Tcgen05),
     /// Run the checks of `tcgen05`, then the test suite and the benchmarks, and write a report
     ///
-    /// In a folder with the sources of nvfp4. The kernel has never run on hardware: please send the
-    /// report of a B200 or B300 to the project.
+    /// Needs a folder with the sources of nvfp4. The kernel has never run on hardware: please send
+    /// the report of a B200 or B300 to the project.
     All(arguments::All),
-    /// Run one check and print what it found as JSON
+    /// Run one check and print its result as JSON
     #[command(hide = true)]
     Check(arguments::OneCheck),
 }

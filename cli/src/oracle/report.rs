@@ -1,4 +1,4 @@
-//! The report of a device: one file, to send back.
+//! Report about a device, in one file that users can send back.
 
 use std::{
     fs,
@@ -11,40 +11,39 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::Value;
 
-/// What is reported of the device.
+/// Description of the device.
 #[derive(Serialize)]
 pub(super) struct AboutDevice {
-    /// Its name on the command line.
+    /// Name on the command line.
     pub device: String,
-    /// The hardware's own name.
+    /// Name of the hardware.
     pub hardware: String,
-    /// CubeCL's runtime.
+    /// CubeCL runtime.
     pub runtime: String,
-    /// 100 for 10.0.
+    /// Compute capability; 100 for 10.0.
     pub compute_capability: Option<u32>,
-    /// What `nvidia-smi` says of a GPU: name, driver, VBIOS, clocks and memory.
+    /// Output of `nvidia-smi` for a GPU: name, driver, VBIOS, clocks and memory.
     pub nvidia_smi: Option<String>,
 }
 
 impl AboutDevice {
-    /// Whether the device is a GPU.
+    /// Returns true if the device is a GPU.
     pub fn is_gpu(&self) -> bool {
         self.runtime == "cuda"
     }
 }
 
-/// A check and what it found.
+/// A check and its result.
 #[derive(Serialize)]
 struct Entry {
     name: String,
-    /// The outcome: `result`, `detail`, `on`, `notes`.
+    /// Outcome with the keys `result`, `detail`, `on` and `notes`.
     #[serde(flatten)]
     outcome: Value,
     seconds: f64,
 }
 
-/// The report, which is written anew behind each check: a machine that goes down leaves what was
-/// found before.
+/// The report. It is rewritten after each check, so that earlier results survive a machine crash.
 #[derive(Serialize)]
 pub(super) struct Report {
     program: &'static str,
@@ -61,10 +60,10 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// A report without checks, in `file`.
+    /// Creates a report without checks, in `file`.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn new(file: &Path, about: AboutDevice) -> Result<Self> {
         let report = Self {
             program: "nvfp4 oracle",
@@ -81,10 +80,10 @@ impl Report {
         Ok(report)
     }
 
-    /// Adds what check `name` found, in JSON, to the file, and prints it.
+    /// Adds the JSON outcome of check `name` to the file, and prints it.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn add(&mut self, name: &str, outcome: Value, took: Duration) -> Result<()> {
         let text = |key: &str| outcome[key].as_str().unwrap_or_default().to_owned();
         let (result, detail, on) = (text("result"), text("detail"), text("on"));
@@ -106,17 +105,17 @@ impl Report {
         self.write()
     }
 
-    /// The device.
+    /// Returns the description of the device.
     pub fn about(&self) -> &AboutDevice {
         &self.about
     }
 
-    /// How many checks failed.
+    /// Returns the number of failed checks.
     pub fn failed(&self) -> usize {
         self.failed
     }
 
-    /// The counts, and where the report is.
+    /// Returns the counts of results and the path of the report.
     pub fn summary(&self) -> String {
         format!(
             "{} passed, {} failed, {} left out; the report is in {}",
@@ -134,7 +133,7 @@ impl Report {
     }
 }
 
-/// What `nvidia-smi` says of GPU `index`, where there is one.
+/// Returns the output of `nvidia-smi` for GPU `index`, if available.
 pub(super) fn nvidia_smi(index: usize) -> Option<String> {
     let fields = "name,driver_version,vbios_version,clocks.max.sm,power.limit,memory.total";
     let output = Command::new("nvidia-smi")
@@ -148,7 +147,7 @@ pub(super) fn nvidia_smi(index: usize) -> Option<String> {
     (output.status.success() && !text.is_empty()).then(|| text.to_owned())
 }
 
-/// `time` in UTC, as YYYY-MM-DD HH:MM.
+/// Formats `time` in UTC, as YYYY-MM-DD HH:MM.
 fn date(time: SystemTime) -> String {
     let now = time.duration_since(SystemTime::UNIX_EPOCH);
     let seconds = now.map_or(0, |now| now.as_secs());
@@ -173,7 +172,7 @@ mod tests {
     fn dates() {
         let at = |seconds| date(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
         assert_eq!(at(0), "1970-01-01 00:00");
-        // Of `date --utc --date=@N`.
+        // Expected values from `date --utc --date=@N`.
         assert_eq!(at(1_709_208_000), "2024-02-29 12:00");
         assert_eq!(at(1_767_225_599), "2025-12-31 23:59");
     }

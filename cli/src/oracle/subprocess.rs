@@ -1,5 +1,5 @@
-//! A program with a time limit: a check on new hardware may never end, and an error of the device
-//! ends all later work of its process.
+//! Runs a program with a time limit. A check on new hardware may hang, and a device error breaks
+//! all later work in its process.
 
 use std::{
     io::Read,
@@ -11,20 +11,20 @@ use std::{
 
 use anyhow::{Context, Result};
 
-/// How a program ended.
+/// End and output of a program.
 pub(super) struct Ended {
-    /// Its status; none if it did not end in time and was killed.
+    /// Exit status; none if the program exceeded the limit and was killed.
     pub status: Option<ExitStatus>,
-    /// Its standard output.
+    /// Standard output.
     pub output: String,
-    /// Its standard error.
+    /// Standard error.
     pub error: String,
-    /// How long it ran.
+    /// Run time.
     pub took: Duration,
 }
 
 impl Ended {
-    /// The last `count` lines of both outputs.
+    /// Returns the last `count` lines of both outputs.
     pub fn tail(&self, count: usize) -> Vec<String> {
         let lines = self.output.lines().chain(self.error.lines());
         let lines: Vec<String> = lines.map(str::to_owned).collect();
@@ -32,10 +32,10 @@ impl Ended {
     }
 }
 
-/// Runs `command`, for `limit` at most.
+/// Runs `command` for at most `limit`.
 ///
 /// # Errors
-/// When it cannot be started.
+/// Returns an error if it cannot be started.
 pub(super) fn run(command: &mut Command, limit: Duration) -> Result<Ended> {
     let start = Instant::now();
     let mut child = command
@@ -51,7 +51,7 @@ pub(super) fn run(command: &mut Command, limit: Duration) -> Result<Ended> {
             break Some(status);
         }
         if start.elapsed() >= limit {
-            // It may have ended by itself meanwhile.
+            // The program may have exited in the meantime.
             let _ = child.kill();
             let _ = child.wait();
             break None;
@@ -67,7 +67,7 @@ pub(super) fn run(command: &mut Command, limit: Duration) -> Result<Ended> {
     })
 }
 
-/// A thread that reads a pipe, so that the program never waits for it.
+/// Thread that reads a pipe, so that the program never blocks on it.
 struct Reader {
     bytes: Arc<Mutex<Vec<u8>>>,
     thread: JoinHandle<()>,
@@ -88,8 +88,8 @@ impl Reader {
         Self { bytes, thread }
     }
 
-    /// What was read: all, if the program has ended. Of one that was killed the pipe may be open in
-    /// a program that it has started.
+    /// Returns the text read: all of it if the program has ended. After a kill, the pipe may still
+    /// be held open by a child of the program.
     fn text(self, is_ended: bool) -> String {
         if is_ended {
             // Reading does not panic.

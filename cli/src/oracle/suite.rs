@@ -13,26 +13,26 @@ use super::{
     subprocess,
 };
 
-/// The time that the test suite or a benchmark may take.
+/// Time limit of the test suite and of each benchmark.
 const LIMIT: Duration = Duration::from_secs(3 * 3600);
-/// Lines of their output in the report.
+/// Number of output lines kept in the report.
 const LINES: usize = 120;
 
-/// A command of cargo that a report has the outcome of.
+/// A cargo command whose outcome goes into the report.
 struct Stage {
     name: &'static str,
     arguments: &'static [&'static str],
-    /// Variables of its environment.
+    /// Environment variables.
     variables: Vec<(&'static str, String)>,
     needs: Needs,
 }
 
-/// What a stage needs of the device.
+/// Device required by a stage.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     Nothing,
     Gpu,
-    /// A GPU of sm_100 or sm_103.
+    /// A GPU with sm_100 or sm_103.
     Tcgen05,
 }
 
@@ -72,7 +72,7 @@ impl All {
     }
 }
 
-/// An outcome in the form of those of the checks.
+/// Returns an outcome in the same form as that of a check.
 fn outcome(result: &str, detail: &str, on: &str, notes: Vec<String>) -> Value {
     let mut outcome = json!({ "result": result, "on": on, "notes": notes });
     if !detail.is_empty() {
@@ -81,7 +81,7 @@ fn outcome(result: &str, detail: &str, on: &str, notes: Vec<String>) -> Value {
     outcome
 }
 
-/// What runs behind the checks of this device.
+/// Returns the stages that run after the checks on this device.
 fn stages(device: &AboutDevice) -> Vec<Stage> {
     let device = if device.is_gpu() { "cuda" } else { "cpu" };
     let bench = |name, variables, needs| Stage {
@@ -120,7 +120,7 @@ fn stages(device: &AboutDevice) -> Vec<Stage> {
     ]
 }
 
-/// Why a stage does not run.
+/// Returns the reason why a stage is skipped, if any.
 fn left_out(source: &Path, stage: &Stage, device: &AboutDevice) -> Option<String> {
     if !source.join("cube_kernels/Cargo.toml").exists() {
         let folder = source.display();

@@ -1,5 +1,5 @@
-//! `nvfp4 soak`: launches many runs of several ranks, kills ranks of some, and compares what all of
-//! them leave.
+//! `nvfp4 soak`: launches many multi-rank runs, kills ranks in some of them, and compares the
+//! results.
 
 mod process;
 mod report;
@@ -21,11 +21,11 @@ use nvfp4_lm::metrics::{METRICS, Row, read_metrics};
 use process::{End, Launched};
 use report::{KilledRun, Outcome, Report, UndisturbedRun};
 
-/// In so many seconds all processes must end once a rank was killed.
+/// Seconds within which all processes must end after a rank was killed.
 const END_LIMIT: u64 = 30;
-/// Files that differ from run to run: times, and check sums of them.
+/// Files that differ from run to run: timings, and checksums of them.
 const OF_TIME: [&str; 2] = ["timing.json", "manifest.json"];
-/// Options that the soak sets itself.
+/// Options of `train` that the soak sets itself.
 const OWN_OPTIONS: [&str; 6] = [
     "--out",
     "--resume",
@@ -38,7 +38,7 @@ const NO_COMPARE: &str = "--no-compare";
 
 #[derive(Args)]
 pub(crate) struct Soak {
-    /// Start this many ranks in each launch, each with a GPU
+    /// Start this many ranks in each launch, each with one GPU
     #[arg(
         long,
         visible_alias = "ranks",
@@ -46,25 +46,26 @@ pub(crate) struct Soak {
         default_value_t = 2
     )]
     gpus: usize,
-    /// Launch this many runs that nobody disturbs; the others are compared with the first one
+    /// Launch this many undisturbed runs; all runs are compared with the first one
     #[arg(long, value_name = "N", default_value_t = 100)]
     runs: usize,
-    /// Kill a rank of this many further runs, at a step by --seed, and resume them
+    /// Kill a rank in this many further runs, at a step drawn from --seed, and resume them
     #[arg(long, value_name = "N", default_value_t = 20)]
     kills: usize,
-    /// Steps of each run
+    /// Train each run for this many steps
     #[arg(long, value_name = "STEPS", default_value_t = 50)]
     steps: u64,
-    /// A launch that takes longer than this hangs
+    /// Count a launch that takes longer than this many seconds as hung
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     limit: u64,
-    /// Choose ranks and times of the kills by this number
+    /// Seed the choice of ranks and times of the kills
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
-    /// Write runs, logs and soak.json to this new folder; runs without a fault are removed
+    /// Write runs, logs and soak.json to this new folder; folders of runs that match the first are
+    /// removed
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// `train` with its options, after `--`
+    /// `train` and its options, after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -93,7 +94,7 @@ impl Soak {
         for number in 0..self.runs {
             session.undisturbed(number)?;
         }
-        // A kill that comes too late, after the run, is tried again.
+        // A kill that comes after the end of the run is tried again.
         for attempt in 0..2 * self.kills {
             if session.report.kills.len() < self.kills {
                 session.killed(attempt)?;
@@ -150,12 +151,12 @@ impl Soak {
         Ok(())
     }
 
-    /// Steps between two rows, by which the time of a kill is found.
+    /// Returns the number of steps between two rows of metrics, which time the kill.
     fn log_every(&self) -> u64 {
         (self.steps / 10).max(1)
     }
 
-    /// The command that trains into `folder`.
+    /// Returns the command that trains into `folder`.
     fn train(&self, folder: &Path) -> Vec<OsString> {
         let numbers = [
             ("--steps", self.steps),
@@ -174,22 +175,22 @@ impl Soak {
         command
     }
 
-    /// One of `choices`, of kill number `attempt`.
+    /// Draws one of `choices` for kill number `attempt`.
     fn draw(&self, what: &str, attempt: usize, choices: u64) -> u64 {
-        // Mixes well, where FNV does not; the same in each run of one binary.
+        // This hasher mixes well, which FNV does not, and is deterministic within one binary.
         let mut hasher = DefaultHasher::new();
         (what, self.seed, attempt).hash(&mut hasher);
         hasher.finish() % choices
     }
 }
 
-/// What a run leaves: its files by name, and its rows.
+/// Result of a run: hashes of its files by name.
 struct Left {
-    /// The folder of the recipe, in that of the run.
+    /// Name of the recipe's subfolder.
     recipe: OsString,
-    /// Hashes of the files of the last checkpoint, and of the rows.
+    /// Hashes of the files of the last checkpoint, and of the rows of metrics.
     files: BTreeMap<String, u64>,
-    /// Seconds between two rows.
+    /// Shortest time between two rows, in seconds.
     interval: f64,
 }
 
@@ -232,7 +233,7 @@ impl Left {
         })
     }
 
-    /// Names of what differs.
+    /// Returns the names of the files that differ.
     fn differences(&self, other: &Self) -> Vec<String> {
         let names = self.files.keys().chain(other.files.keys());
         let mut names: Vec<String> = names
@@ -245,10 +246,10 @@ impl Left {
     }
 }
 
-/// A soak that is under way.
+/// A soak in progress.
 struct Session<'a> {
     options: &'a Soak,
-    /// What the first run has left, once it has.
+    /// Result of the first run, once it has finished.
     first: Option<Left>,
     report: Report,
 }
@@ -258,7 +259,7 @@ impl Session<'_> {
         Instant::now() + Duration::from_secs(self.options.limit)
     }
 
-    /// A run that nobody disturbs.
+    /// Runs without a kill.
     fn undisturbed(&mut self, number: usize) -> Result<()> {
         let folder = self.options.out.join(format!("run-{number}"));
         let command = self.options.train(&folder);
@@ -276,7 +277,7 @@ impl Session<'_> {
         self.write()
     }
 
-    /// Launches `command`, which trains into `folder`, to its end.
+    /// Launches `command`, which trains into `folder`, and waits for its end.
     fn finish(&mut self, command: &[OsString], folder: &Path) -> Result<UndisturbedRun> {
         let began = Instant::now();
         let mut launched = Launched::start(self.options.gpus, command, &log_of(folder))?;
@@ -302,7 +303,8 @@ impl Session<'_> {
         })
     }
 
-    /// Whether `folder` has what the first run has left, which this may be.
+    /// Compares the result in `folder` with that of the first run. The first call records the
+    /// result.
     fn compare(&mut self, folder: &Path) -> Result<Outcome> {
         let left = Left::of(folder)?;
         let differences = match &self.first {
@@ -318,7 +320,7 @@ impl Session<'_> {
         })
     }
 
-    /// A run of which a rank is killed, and which is resumed.
+    /// Runs, kills a rank, and resumes the run.
     fn killed(&mut self, attempt: usize) -> Result<()> {
         let options = self.options;
         let first = self
@@ -415,13 +417,13 @@ impl Session<'_> {
         println!("{name}: {outcome}, {:.1} s", run.seconds);
     }
 
-    /// After each run: a soak that is stopped leaves what it has found.
+    /// Called after each run, so that an interrupted soak keeps its findings.
     fn write(&self) -> Result<()> {
         write_json(&self.options.report_path(), &self.report)
     }
 }
 
-/// The file with the output of the launches that train into `folder`.
+/// Returns the log file of the launches that train into `folder`.
 fn log_of(folder: &Path) -> PathBuf {
     folder.with_extension("log")
 }
@@ -436,7 +438,7 @@ fn remove(folder: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Seeds choose other ranks at other steps, all of them in the end.
+    /// Different seeds choose different ranks and steps, and over many seeds all of them.
     #[test]
     fn kills_are_drawn_by_the_seed() {
         let draws = |seed| {

@@ -1,4 +1,4 @@
-//! A launch that is watched from outside: its end, its ranks, and the death of one of them.
+//! Watches a launch from outside: waits for its end, lists its ranks, and kills one of them.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use nvfp4_parallel::environment::RANK;
 
-/// Between two looks at the processes.
+/// Polling interval for processes.
 const TICK: Duration = Duration::from_millis(2);
 
-/// How a launch ended.
+/// End of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// By itself.
+    /// The launch exited.
     Exited(ExitStatus),
-    /// It did not in time; all of its processes were killed.
+    /// The launch exceeded its limit; all of its processes were killed.
     Hung,
 }
 
@@ -29,10 +29,10 @@ pub(super) struct Launched {
 }
 
 impl Launched {
-    /// Starts `command`, of this program, as `ranks` ranks.
+    /// Starts `command` of this program on `ranks` ranks.
     ///
     /// # Errors
-    /// When the program cannot be started, or `log` not be written.
+    /// Returns an error if the program cannot be started or `log` cannot be written.
     pub(super) fn start(ranks: usize, command: &[OsString], log: &Path) -> Result<Self> {
         let program = std::env::current_exe().context("the path of this program")?;
         let output =
@@ -49,15 +49,15 @@ impl Launched {
         Ok(Self { launcher, log })
     }
 
-    /// Its status, if it has ended.
+    /// Returns the exit status, if the launch has ended.
     pub(super) fn status(&mut self) -> Result<Option<ExitStatus>> {
         self.launcher.try_wait().context("waiting for a launch")
     }
 
-    /// Waits for the end of the launcher, which waits for its ranks, until `deadline`.
+    /// Waits until `deadline` for the launcher, which waits for its ranks.
     ///
     /// # Errors
-    /// When the system does not say.
+    /// Returns an error if the system cannot report the status.
     pub(super) fn wait(&mut self, deadline: Instant) -> Result<End> {
         loop {
             if let Some(status) = self.status()? {
@@ -71,10 +71,10 @@ impl Launched {
         }
     }
 
-    /// The process of rank `rank`; none if it has ended.
+    /// Returns the process ID of rank `rank`; none if it has ended.
     ///
     /// # Errors
-    /// When this system does not list processes.
+    /// Returns an error if this system cannot list processes.
     pub(super) fn rank(&self, rank: usize) -> Result<Option<u32>> {
         let found = self
             .ranks()?
@@ -83,7 +83,7 @@ impl Launched {
         Ok(found.map(|(_, pid)| pid))
     }
 
-    /// The ranks with their processes.
+    /// Returns the ranks and their process IDs.
     fn ranks(&self) -> Result<Vec<(usize, u32)>> {
         let pid = self.launcher.id();
         let Ok(children) = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")) else {
@@ -104,7 +104,7 @@ impl Launched {
         Ok(ranks.collect())
     }
 
-    /// Kills every process of the launch. The ranks lead process groups of their own.
+    /// Kills every process of the launch. Each rank leads a separate process group.
     fn kill_all(&mut self) {
         let ranks = self.ranks().unwrap_or_default();
         ranks.into_iter().for_each(|(_, pid)| kill(pid));
@@ -112,8 +112,8 @@ impl Launched {
         let _ = self.launcher.wait();
     }
 
-    /// The errors that it has written: those of rank 0, and that of the launcher, which says whose
-    /// failure was the first.
+    /// Returns the errors written so far: those of rank 0, and that of the launcher, which names
+    /// the first failure.
     pub(super) fn errors(&self) -> String {
         let bytes = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&bytes);
@@ -122,7 +122,7 @@ impl Launched {
     }
 }
 
-/// A launch that is not waited for ends with the soak.
+/// Ends the launch if nobody waits for it.
 impl Drop for Launched {
     fn drop(&mut self) {
         if let Ok(None) = self.launcher.try_wait() {
@@ -131,7 +131,7 @@ impl Drop for Launched {
     }
 }
 
-/// Ends a rank by SIGKILL, with what it has started.
+/// Kills a rank and its children by SIGKILL.
 #[cfg(unix)]
 pub(super) fn kill(pid: u32) {
     // SAFETY: no memory is passed. A rank leads a process group with its number.

@@ -1,4 +1,4 @@
-//! What a soak has found.
+//! Findings of a soak.
 
 use std::path::PathBuf;
 
@@ -6,67 +6,67 @@ use serde::Serialize;
 
 use crate::table::table;
 
-/// Exit code where a launch did not end in time.
+/// Exit code if a launch hung.
 const HUNG: u8 = 3;
-/// Exit code where a launch ended with an error that nobody caused.
+/// Exit code if a launch failed without a kill.
 const FAILED: u8 = 4;
-/// Exit code where a run ended with other bytes.
+/// Exit code if the bytes of a run differ.
 const DIFFERS: u8 = 5;
 
-/// Everything that was run.
+/// All runs of a soak.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
-    /// The command of each rank.
+    /// Command of each rank.
     pub(super) command: Vec<String>,
     pub(super) gpus: usize,
     pub(super) steps: u64,
     pub(super) seed: u64,
-    /// Seconds that a launch may take.
+    /// Time limit of a launch, in seconds.
     pub(super) limit: u64,
-    /// Seconds in which all processes must end once a rank was killed.
+    /// Seconds within which all processes must end after a rank was killed.
     pub(super) end_limit: u64,
     pub(super) runs: Vec<UndisturbedRun>,
     pub(super) kills: Vec<KilledRun>,
 }
 
-/// A launch that nobody disturbed.
+/// A launch without a kill.
 #[derive(Debug, Serialize)]
 pub(super) struct UndisturbedRun {
     pub(super) outcome: Outcome,
     pub(super) seconds: f64,
-    /// Where its files were left, unless it has the bytes of the first run.
+    /// Folder with the run's files; none if they match the first run and were removed.
     pub(super) folder: Option<PathBuf>,
 }
 
-/// A launch of which a rank was killed, and the one that resumed it.
+/// A launch in which a rank was killed, and the launch that resumed it.
 #[derive(Debug, Serialize)]
 pub(super) struct KilledRun {
     pub(super) rank: usize,
-    /// The last step that was recorded before.
+    /// Last step recorded before the kill.
     pub(super) step: u64,
     /// Seconds from the kill until all processes had ended.
     pub(super) end_seconds: f64,
-    /// Whether they had not in time.
+    /// True if some process had not ended in time.
     pub(super) late: bool,
-    /// The exit code of the launcher, if it ended by itself.
+    /// Exit code of the launcher, if it exited before being killed.
     pub(super) code: Option<i32>,
-    /// What rank 0 and the launcher said.
+    /// Errors of rank 0 and the launcher.
     pub(super) problem: String,
-    /// Of the run that went on; none after one that was late.
+    /// The resumed run; none if `late`.
     pub(super) resumed: Option<UndisturbedRun>,
 }
 
-/// How a run ended.
+/// Outcome of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Outcome {
-    /// With the bytes of the first run.
+    /// The bytes match the first run.
     Same,
-    /// With others: in these files.
+    /// These files differ.
     Differs(Vec<String>),
-    /// With an error.
+    /// The run failed with this error.
     Failed(String),
-    /// It did not.
+    /// The run did not end in time.
     Hung,
 }
 
@@ -75,14 +75,14 @@ impl Report {
         self.kills.iter().filter_map(|kill| kill.resumed.as_ref())
     }
 
-    /// 0 if nothing was found.
+    /// Returns the exit code; 0 if there are no findings.
     pub(super) fn code(&self) -> u8 {
         let mut outcomes = (self.runs.iter().chain(self.resumed())).map(|run| &run.outcome);
         let mut code = 0;
         if self.kills.iter().any(|kill| kill.late) {
             return HUNG;
         }
-        // The worst of them.
+        // Report the most severe outcome.
         for outcome in &mut outcomes {
             code = match (outcome, code) {
                 (Outcome::Hung, _) => return HUNG,
@@ -94,7 +94,7 @@ impl Report {
         code
     }
 
-    /// A line for each kind of run.
+    /// Returns one line per kind of run.
     pub(super) fn lines(&self) -> Vec<String> {
         let head = ["", "runs", "hung", "failed", "other bytes", "slowest"];
         let row = |name: &str, runs: Vec<&UndisturbedRun>| {

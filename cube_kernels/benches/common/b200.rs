@@ -1,22 +1,22 @@
-//! What a B200 should take for an NVFP4 or MXFP8 GEMM, without one: a roofline, and the figures of
-//! NVIDIA's model that `benches/model_b200.py` has written. Nothing here is measured.
+//! Estimates for NVFP4 or MXFP8 GEMMs on a B200: a roofline, and the figures of NVIDIA's model, as
+//! written by `benches/model_b200.py`. Nothing here is measured.
 
 use std::fs;
 
 use nvfp4_kernels::Format;
 use serde_json::Value;
 
-/// Dense FP4 operations a second of a B200; FP8 has half as many.
+/// Dense FP4 operations per second of a B200; FP8 has half as many.
 const FP4_OPERATIONS: f64 = 9.0e15;
-/// Bytes a second of its memory.
+/// Memory bandwidth in bytes per second.
 const BANDWIDTH: f64 = 7.67e12;
-/// The results file of the model.
+/// Results file of the model.
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../results/model-b200.json");
 
-/// What rows of MXFP8 begin with.
+/// Prefix of MXFP8 rows.
 const MXFP8: &str = "MXFP8, ";
 
-/// A GEMM of packed operands into bf16: their format, M, N, K and groups of M.
+/// A GEMM of packed operands with bf16 output: format, M, N, K and groups of M.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub format: Format,
@@ -27,8 +27,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Microseconds of its operations or of its bytes, whichever are more: codes, scales and the
-    /// output.
+    /// Returns the microseconds of its operations or of its bytes (codes, scales and the output),
+    /// whichever are more.
     pub fn roofline(self) -> f64 {
         let Self {
             m, n, k, groups, ..
@@ -39,12 +39,12 @@ impl Shape {
         1e6 * operations.max(moved / BANDWIDTH)
     }
 
-    /// Bytes of a packed element, with its part of a scale.
+    /// Returns the bytes of a packed element, including its share of a scale.
     pub fn element_bytes(self) -> f64 {
         self.format.code_bits() as f64 / 8.0 + 1.0 / self.format.block() as f64
     }
 
-    /// Of the name of a row of the model, such as `DeepSeek-V3, 8 experts, 8192 x 4096 x 7168`.
+    /// Parses the name of a row of the model, such as `DeepSeek-V3, 8 experts, 8192 x 4096 x 7168`.
     fn of_row(name: &str) -> Option<Self> {
         let (format, name) = match name.strip_prefix(MXFP8) {
             Some(name) => (Format::Mxfp8, name),
@@ -66,7 +66,7 @@ impl Shape {
     }
 }
 
-/// The shapes of the model's file, with microseconds; none where there is no file.
+/// Returns the shapes of the model's file, with microseconds; empty if there is no file.
 pub fn modelled() -> Vec<(Shape, f64)> {
     let text = fs::read_to_string(MODEL).unwrap_or_default();
     let file: Value = serde_json::from_str(&text).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! The copy that kernels are measured against, and the results file.
+//! The copy used as a baseline, and the results file.
 
 // The benchmark of quantization has no GEMMs.
 #[allow(dead_code)]
@@ -15,7 +15,7 @@ fn copy_kernel(from: &[Vector<u32, Const<4>>], to: &mut [Vector<u32, Const<4>>])
     }
 }
 
-/// Queues a copy of `bytes` bytes, a multiple of 16, that both buffers hold.
+/// Launches a copy of `bytes` bytes, a multiple of 16, which both buffers must have.
 pub fn copy(client: &Client, from: &Handle, to: &Handle, bytes: usize) {
     let vectors = bytes / 16;
     // SAFETY: both buffers hold `vectors` vectors.

@@ -9,21 +9,21 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// What a benchmark measured.
+/// Results of a benchmark.
 pub struct Results {
-    /// The target's name: `cargo bench --bench NAME`.
+    /// Name of the target: `cargo bench --bench NAME`.
     pub bench: &'static str,
-    /// The GPU, as its driver names it.
+    /// Name of the GPU, as reported by its driver.
     pub gpu: String,
-    /// The heading of the table.
+    /// Heading of the table.
     pub title: &'static str,
     /// Folders of the measured code, from the root of the repository.
     pub about: &'static [&'static str],
-    /// How times were taken.
+    /// Method of timing.
     pub method: &'static str,
-    /// What a row is.
+    /// Meaning of a row.
     pub row: &'static str,
-    /// What is measured, and the digits behind the point.
+    /// Measured quantities, and their decimal places.
     pub units: &'static [(&'static str, usize)],
     pub rows: Vec<Row>,
 }
@@ -31,15 +31,15 @@ pub struct Results {
 /// One line of a results file.
 pub struct Row {
     pub name: String,
-    /// The shape, where rows of one name were measured at several.
+    /// Shape, if rows of one name were measured at several.
     pub at: Option<String>,
-    /// One for each unit.
+    /// Values, one per unit.
     pub values: Vec<Option<f64>>,
 }
 
 impl Results {
-    /// Writes the file that `NVFP4_BENCH_JSON` names, or `nvfp4-bench-NAME.json` in the target
-    /// folder, and prints where it is.
+    /// Writes the file in `NVFP4_BENCH_JSON`, or `nvfp4-bench-NAME.json` in the target folder, and
+    /// prints its path.
     pub fn write(&self) -> std::io::Result<()> {
         let path = self.path();
         if let Some(folder) = path.parent() {
@@ -51,8 +51,8 @@ impl Results {
     }
 
     fn path(&self) -> PathBuf {
-        // A folder in the target folder, wherever Cargo was told to have that; the working
-        // directory of a benchmark is that of its package.
+        // A folder in the target folder, wherever that is; the working directory of a benchmark is
+        // that of its package.
         let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent();
         env::var_os("NVFP4_BENCH_JSON").map_or_else(
             || {
@@ -79,8 +79,7 @@ impl Results {
                 "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader",
             ]),
             "date": date(),
-            // Empty where it cannot be known: `cargo xtask results` refuses the file until it is
-            // filled in.
+            // Empty if it is unknown: `cargo xtask results` refuses the file until it is filled in.
             "commit": known("NVFP4_BENCH_COMMIT", &["git", "describe", "--always", "--dirty"])
                 .unwrap_or_default(),
             "command": self.command(),
@@ -92,7 +91,7 @@ impl Results {
         })
     }
 
-    /// What the user typed.
+    /// Returns the command that the user typed.
     fn command(&self) -> String {
         let mut command = String::new();
         for name in [
@@ -110,7 +109,7 @@ impl Results {
             " --features cuda --bench "
         );
         command += self.bench;
-        // Cargo adds the last.
+        // Cargo adds the last argument.
         let arguments: Vec<String> = env::args().skip(1).filter(|one| one != "--bench").collect();
         if !arguments.is_empty() {
             command += &format!(" -- '{}'", arguments.join("' '"));
@@ -119,7 +118,7 @@ impl Results {
     }
 }
 
-/// The variable `name`, or the first line that `command` prints.
+/// Returns the variable `name`, or the first line that `command` prints.
 fn known(name: &str, command: &[&str]) -> Option<String> {
     env::var(name).ok().or_else(|| {
         let output = Command::new(command[0]).args(&command[1..]).output().ok()?;
@@ -129,7 +128,7 @@ fn known(name: &str, command: &[&str]) -> Option<String> {
     })
 }
 
-/// Today in UTC, as YYYY-MM-DD.
+/// Returns today's date in UTC, as YYYY-MM-DD.
 fn date() -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let days = now.expect("a clock after 1970").as_secs() / 86_400;

@@ -1,5 +1,5 @@
-//! The gradient by the input of layers whose weight is packed as their forward reads it: codes read
-//! across the contraction, beside the same weight dequantized before.
+//! Dgrad of layers with a packed weight in the layout that their forward reads: codes read across
+//! the K dimension, compared with the same weight dequantized in advance.
 
 use criterion::Criterion;
 use cubecl::prelude::*;
@@ -23,10 +23,10 @@ const LAYERS: [(usize, usize, usize); 5] = [
     (256, 4096, 14336),
 ];
 
-/// The same of all tokens, with the number of experts.
+/// Layers of all tokens, with the number of experts.
 const EXPERTS: [(usize, usize, usize, usize); 2] = [(8192, 4096, 7168, 8), (8192, 2048, 1536, 128)];
 
-/// A matrix of `rows` rows of packed elements as bf16, without its global scale.
+/// Returns `rows` rows of packed elements as bf16, without the global scale.
 fn dequantized(client: &Client, noise: &Noise, rows: usize, cols: usize) -> Matrix {
     let packed = noise.packed(client, rows, cols, 2);
     Matrix::new(decode(client, &packed), rows, cols, FloatKind::Bf16).unwrap()

@@ -1,4 +1,4 @@
-//! Attention, forward and backward, at the shapes at which `benches/pytorch_step.py attention` has
+//! Attention, forward and backward, at the shapes for which `benches/pytorch_step.py attention` has
 //! PyTorch's times: 16384 tokens, a width of 2048, causal.
 
 use cubecl::prelude::Client;
@@ -15,14 +15,14 @@ use crate::{
 /// Tokens of all sequences.
 const TOKENS: usize = 16384;
 
-/// Attention of `heads` heads of `head` elements over sequences of `length` tokens.
+/// Times attention of `heads` heads of `head` elements over sequences of `length` tokens.
 pub fn causal(section: &mut Section<'_>, length: usize, heads: usize, head: usize) {
     let lengths = vec![length; TOKENS / length];
     let sequences = Sequences::Equal(lengths.len());
     time(section, sequences, &lengths, [heads, head]);
 }
 
-/// The same over documents that fill rows of 2048 tokens, whose offsets are in device memory.
+/// Times attention over documents that fill rows of 2048 tokens, with offsets in device memory.
 pub fn packed(section: &mut Section<'_>, heads: usize, head: usize) {
     const ROW: [usize; 8] = [37, 911, 120, 300, 9, 480, 64, 127];
     let lengths = ROW.repeat(TOKENS / 2048);
@@ -40,7 +40,7 @@ pub fn packed(section: &mut Section<'_>, heads: usize, head: usize) {
     time(section, sequences, &lengths, [heads, head]);
 }
 
-/// Forward and backward over sequences of these lengths.
+/// Times forward and backward over sequences of these lengths.
 fn time(
     section: &mut Section<'_>,
     sequences: Sequences,
@@ -56,7 +56,7 @@ fn time(
         sequences,
         params: AttentionParams::causal(head),
     };
-    // Half of the scores, two operations for each element of both GEMMs.
+    // Half of the scores, two operations per element in both GEMMs.
     let scores: usize = lengths.iter().map(|length| length * length).sum();
     let forward = 2.0 * (scores * heads * head) as f64;
     section.time_work("attention", Work::Operations(forward), |_| {

@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// Tensors of a step of training.
+/// Tensors per training step.
 const PER_STEP: usize = 32;
 const ONE: &Groups = &Groups::One;
 const MAE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
@@ -28,7 +28,7 @@ pub fn copy(section: &mut Section<'_>, inputs: &Inputs) {
     section.copy(bytes, |i| &inputs.get(i).handle);
 }
 
-/// What training does to activations and gradients.
+/// Times the quantization of activations and gradients in training.
 pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     section.time("amax", inputs.bytes(0.0), |i| {
@@ -51,7 +51,7 @@ pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// The two maxima that training asks for, of each group.
+/// Times the two amax values that training computes, for each group.
 pub fn amax_pair(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, groups: &Groups) {
     let client = section.client();
     let name = format!("amax plain + RHT, one read{suffix}");
@@ -60,7 +60,7 @@ pub fn amax_pair(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, group
     });
 }
 
-/// Both copies of each group, as `requests` says.
+/// Times both quantized tensors of each group, as specified by `requests`.
 pub fn pair<'a>(
     section: &mut Section<'_>,
     name: &str,
@@ -75,7 +75,7 @@ pub fn pair<'a>(
     });
 }
 
-/// One copy of each group, as `request` says.
+/// Times one quantized tensor of each group, as specified by `request`.
 pub fn single<'a>(
     section: &mut Section<'_>,
     name: &str,
@@ -115,7 +115,7 @@ fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: Devic
     });
 }
 
-/// What training does to weights, of each group.
+/// Times the quantization of weights in training, for each group.
 pub fn tiles(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, groups: &Groups) {
     for (policy, scaling) in [("", BlockScaling::Standard), (", 4/6", MAE)] {
         let name = format!("16x16 tiles{policy}, both copies{suffix}");
@@ -144,7 +144,7 @@ fn tiles_with(
     });
 }
 
-/// Everything else that is made of one matrix.
+/// Times all other quantizations of one matrix.
 pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
     let other_maxima = [
         ("amax of rows", Some(AmaxGranularity::PerRow), None),
@@ -250,7 +250,7 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
     mx(section, "", inputs);
 }
 
-/// Four over six along rows.
+/// Times four over six along rows.
 pub fn four_over_six(section: &mut Section<'_>, inputs: &Inputs) {
     for (name, scaling) in [("row 4/6 MAE", MAE), ("row 4/6 MSE", MSE)] {
         row(section, name, inputs, scaled(NEAREST, scaling));
@@ -268,11 +268,11 @@ fn rht_of(size: HadamardSize) -> Option<Hadamard> {
     Some(Hadamard::seeded_with_size(size, 1))
 }
 
-/// With an amax for each row and column, which takes two passes.
+/// Times quantization with one amax per row and column, which takes two passes.
 fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
-    // What each does from x on: amax values, and both tensors by them; then as in a step of
-    // training, where one launch clears the amax values of many tensors.
+    // Everything from x on: amax values, and both tensors derived from them. Then the same as in a
+    // training step, where one launch clears the amax values of many tensors.
     let copies = [copy_of(NEAREST, None), copy_of(stochastic(), rht())];
     for (place, in_step) in [("", false), (", in a step", true)] {
         let begin = |i: usize| {
@@ -311,7 +311,7 @@ fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// Copies that are written as values of two bytes, for products that would decode them.
+/// Times quantized tensors that are stored as two-byte values, for GEMMs that would decode them.
 fn values(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     for (name, wanted) in [
@@ -333,9 +333,9 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// What training makes of gradients and of activations, for GEMMs that dequantize what is packed:
-/// both tensors packed, packed and then dequantized, and as unscaled bf16. Of activations the
-/// columnwise one is saved for the backward, and stays packed.
+/// Times the quantization of gradients and activations for GEMMs that dequantize packed operands:
+/// both tensors packed, packed and then dequantized, and as unscaled bf16. The columnwise tensor of
+/// activations is saved for the backward and stays packed.
 pub fn unscaled(section: &mut Section<'_>, inputs: &Inputs) {
     use Storage::{Bf16Unscaled, Packed};
     let client = section.client();
@@ -363,9 +363,9 @@ pub fn unscaled(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// What training makes of activations where the backward quantizes what the forward did: a rowwise
-/// tensor that a GEMM multiplies and the backward reads, packed and then dequantized, and in both
-/// storages from one read.
+/// Times the rowwise tensor of activations if the backward re-quantizes the forward's tensor, which
+/// both a GEMM and the backward read: packed and then dequantized, and in both storages from one
+/// read.
 pub fn both_storages(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     let bytes = inputs.bytes(1.0) + 2.0 * inputs.elements();
@@ -387,7 +387,7 @@ pub fn both_storages(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// The microscaling formats, in both usages.
+/// Times the microscaling formats, in both usages.
 fn mx(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
     let client = section.client();
     for (name, format, packed) in [
@@ -403,7 +403,7 @@ fn mx(section: &mut Section<'_>, suffix: &str, inputs: &Inputs) {
     }
 }
 
-/// The commonest kernels with elements of the other types.
+/// Times the most common kernels with the other element types.
 pub fn types(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     for (dtype, suffix) in [(FloatKind::F16, ", f16"), (FloatKind::F32, ", f32")] {

@@ -1,4 +1,4 @@
-//! Tokens sorted by expert, the experts' weights, and what is done with rows around them.
+//! Tokens sorted by expert, the experts' weights, and the permutation and padding of rows.
 
 use std::cell::LazyCell;
 
@@ -18,12 +18,12 @@ use crate::{
     packed,
 };
 
-/// Rows that grouped products want in multiples.
+/// Multiple of rows that grouped GEMMs require.
 const ALIGNMENT: usize = 32;
 
-/// Tokens in groups of about equally many rows, with offsets in device memory.
+/// Times tokens in groups of nearly equal numbers of rows, with offsets in device memory.
 pub fn tokens(section: &mut Section<'_>, inputs: &Inputs) {
-    // What groups are compared with.
+    // Baseline of the groups.
     packed::grouped(&mut section.brief(), inputs, &Groups::One, inputs.amax());
     for count in [1usize, 8, 32, 64, 128, 256] {
         let groups = groups_of(&equal_groups(&section.client(), inputs.rows, count));
@@ -34,14 +34,14 @@ pub fn tokens(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// The weights of experts: matrices of the same size, one below the other.
+/// Times the weights of experts: matrices of equal size, stacked vertically.
 pub fn experts(section: &mut Section<'_>, inputs: &Inputs, count: usize) {
     let groups = Groups::Batch(count);
     dense::tiles(section, "", inputs, &groups);
     copies(section, inputs, &groups);
 }
 
-/// What training does to the rows of all groups.
+/// Times the quantization of all groups' rows in training.
 fn copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
     let client = section.client();
     let suffix = format!(", {} groups", groups.count());
@@ -59,7 +59,7 @@ fn copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
     });
 }
 
-/// What is done with rows of groups less often.
+/// Times less frequent quantizations of groups' rows.
 fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
     let client = section.client();
     let suffix = format!(", {} groups", groups.count());
@@ -92,7 +92,7 @@ fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
     packed::grouped(section, inputs, groups, &found);
 }
 
-/// Rows on their way to the experts and back.
+/// Times the permutation of rows to the experts and back.
 pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     let (count, bytes) = (inputs.rows, inputs.bytes(0.0));
@@ -148,7 +148,7 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     side_by_side(section, inputs);
 }
 
-/// Copies of groups as operands of grouped products.
+/// Times quantized groups as operands of grouped GEMMs.
 fn side_by_side(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     for count in [8, 64] {

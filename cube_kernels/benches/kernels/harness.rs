@@ -1,4 +1,4 @@
-//! Timing with device events inside criterion, and the summary.
+//! Timing with device events inside criterion, and the summary table.
 
 use std::time::Duration;
 
@@ -12,25 +12,25 @@ use crate::common::{
     results::{Results, Row},
 };
 
-/// The kernel whose rate is 100 %.
+/// Kernel whose rate is 100 %.
 const COPY: &str = "copy";
-/// The kernel whose time is that of a launch.
+/// Kernel whose time is that of a launch.
 const EMPTY: &str = "empty kernel";
 
 #[cube(launch_unchecked)]
 fn empty_kernel(out: &mut [u32], limit: u32) {
-    // Never true: a kernel without a use of its arguments has none.
+    // Never true: a kernel that does not use its arguments has none.
     if UNIT_POS >= limit {
         out[0] = limit;
     }
 }
 
-/// What one launch does.
+/// Work of one launch.
 #[derive(Clone, Copy)]
 pub enum Work {
-    /// Compulsory bytes.
+    /// Compulsory memory traffic in bytes.
     Bytes(f64),
-    /// Floating-point operations.
+    /// Number of floating-point operations.
     Operations(f64),
 }
 
@@ -42,17 +42,17 @@ impl Work {
     }
 }
 
-/// How much time a measurement may take.
+/// Measurement time.
 #[derive(Clone, Copy)]
 pub enum Effort {
-    /// What bars are set for.
+    /// For benchmarks with performance limits.
     Full,
-    /// Everything else.
+    /// For all other benchmarks.
     Brief,
 }
 
 impl Effort {
-    /// Time to warm up, and time to measure.
+    /// Returns the time to warm up, and the time to measure.
     fn windows(self) -> [Duration; 2] {
         match self {
             Self::Full => [60, 250],
@@ -62,12 +62,12 @@ impl Effort {
     }
 }
 
-/// What one benchmark gave.
+/// Result of one benchmark.
 struct Record {
     shape: String,
     kernel: String,
     work: Work,
-    /// Seconds for each launch, a batch to an entry.
+    /// Seconds per launch, one entry per batch.
     seconds: Vec<f64>,
 }
 
@@ -78,7 +78,7 @@ impl Record {
         seconds[seconds.len() / 2]
     }
 
-    /// Amount a second, in units of 10⁹.
+    /// Returns the amount per second, in units of 10⁹.
     fn rate(&self) -> f64 {
         self.work.amount() / self.median() / 1e9
     }
@@ -93,7 +93,7 @@ pub struct Bench {
 impl Bench {
     pub fn new(client: &Client) -> Self {
         Self {
-            // Ten samples need no hundred thousand resamples; an argument asks for them.
+            // Ten samples do not need a hundred thousand resamples; an argument can request them.
             criterion: Criterion::default()
                 .nresamples(2000)
                 .configure_from_args()
@@ -103,8 +103,8 @@ impl Bench {
         }
     }
 
-    /// `measure` under the name of a shape, unless `NVFP4_BENCH_SHAPES` is set and not a part of
-    /// it.
+    /// Runs `measure` under the name of a shape, unless `NVFP4_BENCH_SHAPES` is set and not
+    /// contained in that name.
     pub fn at(&mut self, shape: String, effort: Effort, measure: impl FnOnce(&mut Section<'_>)) {
         if std::env::var("NVFP4_BENCH_SHAPES").is_ok_and(|part| !shape.contains(&part)) {
             return;
@@ -117,13 +117,13 @@ impl Bench {
         });
     }
 
-    /// The record of `kernel` at `shape`.
+    /// Returns the record of `kernel` at `shape`.
     fn find(&self, shape: &str, kernel: &str) -> Option<&Record> {
         let is_it = |record: &&Record| record.shape == shape && record.kernel == kernel;
         self.records.iter().find(is_it)
     }
 
-    /// Prints the table, and writes the same as a results file.
+    /// Prints the table, and writes it as a results file.
     pub fn report(self) -> std::io::Result<()> {
         self.criterion.final_summary();
         let device = Capabilities::of(&self.client);
@@ -135,7 +135,7 @@ impl Bench {
         for record in &self.records {
             let Record { shape, kernel, .. } = record;
             let (us, rate) = (record.median() * 1e6, record.rate());
-            // Where a launch that does nothing was timed: how many of them this takes.
+            // If an empty launch was timed: the time as a multiple of it.
             let launches = self.find(shape, EMPTY).map(|one| us / (one.median() * 1e6));
             let shown = |value: Option<f64>, digits| {
                 value.map_or(String::new(), |value| format!("{value:.digits$}"))
@@ -179,7 +179,7 @@ impl Bench {
     }
 }
 
-/// Measurements under the name of a shape.
+/// Measurements of one shape.
 pub struct Section<'a> {
     bench: &'a mut Bench,
     shape: String,
@@ -192,7 +192,7 @@ impl Section<'_> {
         self.bench.client.clone()
     }
 
-    /// The same shape with less effort.
+    /// Returns the section with less measurement time.
     pub fn brief(&mut self) -> Section<'_> {
         Section {
             effort: Effort::Brief,
@@ -202,8 +202,8 @@ impl Section<'_> {
         }
     }
 
-    /// The same with launches captured into a graph that is replayed, so that the host does not
-    /// count however short they are.
+    /// Returns the section with launches captured into a graph that is replayed, which excludes
+    /// host time even for short launches.
     pub fn captured(&mut self) -> Section<'_> {
         Section {
             captured: true,
@@ -211,13 +211,13 @@ impl Section<'_> {
         }
     }
 
-    /// Times `launch(i)`, which moves `bytes`.
+    /// Times `launch(i)`, which reads and writes `bytes` bytes.
     pub fn time(&mut self, kernel: &str, bytes: f64, launch: impl FnMut(usize)) {
         self.time_work(kernel, Work::Bytes(bytes), launch);
     }
 
-    /// Times `launch(i)`, which does `work`, unless `NVFP4_BENCH_KERNELS` is set and none of its
-    /// parts is one of the name.
+    /// Times `launch(i)`, which does `work`, unless `NVFP4_BENCH_KERNELS` is set and no alternative
+    /// of it is contained in the name.
     pub fn time_work(&mut self, kernel: &str, work: Work, mut launch: impl FnMut(usize)) {
         let is_asked = |parts: String| parts.split('|').any(|part| kernel.contains(part));
         if !std::env::var("NVFP4_BENCH_KERNELS").map_or(true, is_asked) {
@@ -250,7 +250,8 @@ impl Section<'_> {
         });
     }
 
-    /// Samples of `run(count)`, which launches at least `count` times and says how often.
+    /// Samples `run(count)`, which launches at least `count` times and returns the number of
+    /// launches.
     fn sample(&mut self, kernel: &str, work: Work, run: &mut dyn FnMut(usize) -> usize) {
         let client = self.client();
         let mut seconds: Vec<f64> = Vec::new();
@@ -267,12 +268,12 @@ impl Section<'_> {
         group.bench_function(kernel, |bencher| {
             bencher.iter_custom(|iterations| {
                 if !warm {
-                    // Compilation and the memory pool's growth stay out of the samples.
+                    // Compile kernels and grow the memory pool before the samples.
                     run(4);
                     block_on(client.sync()).expect("a kernel failed");
                     warm = true;
                 }
-                // Batches of less than 3 ms measure what goes before and after.
+                // In batches of less than 3 ms, overhead before and after dominates.
                 let least = seconds.last().map_or(8.0, |each| 3e-3 / each);
                 let window = client.profile_start().expect("profiling");
                 let launches = run((iterations as usize).max(least.clamp(4.0, 32.0) as usize));
@@ -294,8 +295,7 @@ impl Section<'_> {
         }
     }
 
-    /// Times the copy of `bytes` from `source(i)`, what the other kernels of the shape are compared
-    /// to.
+    /// Times the copy of `bytes` from `source(i)`, the baseline of the shape's other kernels.
     pub fn copy<'h>(&mut self, bytes: usize, source: impl Fn(usize) -> &'h Handle) {
         let client = self.client();
         let out = client.empty(bytes);
@@ -304,7 +304,7 @@ impl Section<'_> {
         });
     }
 
-    /// Times a launch that does nothing, of which others of the shape are then multiples.
+    /// Times an empty launch, of which other launches of the shape are reported as multiples.
     pub fn empty(&mut self) {
         let client = self.client();
         let out = client.empty(4);

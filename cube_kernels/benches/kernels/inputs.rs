@@ -1,4 +1,4 @@
-//! What kernels read: buffers of the same size that rotate, together larger than the L2 cache.
+//! Inputs of kernels: buffers of equal size that rotate and together exceed the L2 cache.
 
 use std::{
     cell::{LazyCell, OnceCell},
@@ -13,11 +13,11 @@ use nvfp4_kernels::{
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, FloatKind, Groups, Matrix},
 };
 
-/// Bytes of codes and scales for an element.
+/// Bytes of codes and scales per NVFP4 element.
 pub const PACKED: f64 = 0.5 + 1.0 / 16.0;
-/// Those of MXFP8.
+/// Bytes of codes and scales per MXFP8 element.
 pub const MX: f64 = 1.0 + 1.0 / 32.0;
-/// Those of MXFP4.
+/// Bytes of codes and scales per MXFP4 element.
 pub const MXFP4: f64 = 0.5 + 1.0 / 32.0;
 
 pub const NEAREST: DeviceRounding = DeviceRounding::Nearest;
@@ -30,12 +30,12 @@ pub fn rht() -> Option<Hadamard> {
     Some(Hadamard::default())
 }
 
-/// As many of the same as exceed the L2 cache several times, made when the first is asked for: what
-/// a filter leaves out costs nothing. Numbers go round.
+/// Buffers that together exceed the L2 cache several times, created on first use, so that
+/// filtered-out benchmarks cost nothing. Indices wrap around.
 pub struct Rotated<'a, T>(LazyCell<Vec<T>, Box<dyn FnOnce() -> Vec<T> + 'a>>);
 
 impl<'a, T> Rotated<'a, T> {
-    /// Those of `make(i)`, each of `bytes`.
+    /// Returns the buffers of `make(i)`, with `bytes` bytes each.
     pub fn new(bytes: f64, make: impl Fn(usize) -> T + 'a) -> Self {
         let count = (300e6 / bytes).ceil().max(2.0) as usize;
         Self(LazyCell::new(Box::new(move || {
@@ -60,7 +60,7 @@ fn fill_kernel(out: &mut [u32], len: usize, mask: u32, base: u32) {
     }
 }
 
-/// Memory of `bytes`, a multiple of 4, filled with words `(hash & mask) + base`.
+/// Returns memory of `bytes` bytes, a multiple of 4, filled with words `(hash & mask) + base`.
 fn filled(client: &Client, bytes: usize, mask: u32, base: u32) -> Handle {
     let (out, words) = (client.empty(bytes), bytes / 4);
     // SAFETY: the buffer holds `words` words.
@@ -78,23 +78,23 @@ fn filled(client: &Client, bytes: usize, mask: u32, base: u32) -> Handle {
     out
 }
 
-/// Rotating buffers of any bytes.
+/// Returns rotating buffers of arbitrary bytes.
 pub fn bytes(client: &Client, bytes: usize) -> Rotated<'_, Handle> {
     Rotated::new(bytes as f64, move |_| filled(client, bytes, u32::MAX, 0))
 }
 
-/// Words in device memory.
+/// Copies words to device memory.
 pub fn words(client: &Client, words: impl Iterator<Item = u32>) -> Handle {
     client.create_from_slice(bytemuck::cast_slice(&words.collect::<Vec<u32>>()))
 }
 
-/// `rows` rows in `count` groups of about the same size.
+/// Returns `rows` rows in `count` groups of about equal size.
 pub fn equal_groups(client: &Client, rows: usize, count: usize) -> GroupOffsets {
     let offsets = (0..=count).map(|group| (group * rows / count) as u32);
     GroupOffsets::new(words(client, offsets), count).unwrap()
 }
 
-/// The same as what kernels with a copy for each group take.
+/// Returns the groups in the form that kernels with a quantized tensor per group take.
 pub fn groups_of(offsets: &GroupOffsets) -> Groups {
     Groups::Offsets {
         offsets: offsets.offsets.clone(),
@@ -102,7 +102,8 @@ pub fn groups_of(offsets: &GroupOffsets) -> Groups {
     }
 }
 
-/// Maxima of what both copies of training are made of: the values, and the transformed columns.
+/// Requests the amax values of both quantized tensors of training: of the values, and of the
+/// transformed columns.
 pub fn plain_and_transformed() -> AmaxRequest {
     AmaxRequest {
         rows: Some(AmaxGranularity::PerTensor),
@@ -110,7 +111,7 @@ pub fn plain_and_transformed() -> AmaxRequest {
     }
 }
 
-/// A copy with one amax for each group.
+/// Requests a quantized tensor with one amax per group.
 pub fn with_amax(amax: &Handle, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
     QuantRequest {
         amax,
@@ -119,7 +120,7 @@ pub fn with_amax(amax: &Handle, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
     }
 }
 
-/// A copy with everything plain but rounding and transform.
+/// Returns default parameters with the given rounding and transform.
 pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceNvfp4Params {
     DeviceNvfp4Params {
         hadamard,
@@ -127,7 +128,7 @@ pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceNv
     }
 }
 
-/// Matrices of the same shape.
+/// Matrices of equal shape.
 pub struct Inputs {
     client: Client,
     sets: Rotated<'static, Matrix>,
@@ -139,7 +140,7 @@ pub struct Inputs {
 
 impl Inputs {
     pub fn new(client: &Client, rows: usize, cols: usize, dtype: FloatKind) -> Self {
-        // Finite values of mixed magnitude; contents do not matter to a memory-bound kernel.
+        // Finite values of mixed magnitude; the contents do not matter to a memory-bound kernel.
         let (mask, base) = match dtype {
             FloatKind::Bf16 | FloatKind::F16 => (0x83FF_83FF, 0x3C00_3C00),
             FloatKind::F32 => (0x83FF_FFFF, 0x3C00_0000),
@@ -171,12 +172,12 @@ impl Inputs {
         (self.rows * self.cols) as f64
     }
 
-    /// Bytes of the input with `copies` packed ones.
+    /// Returns the bytes of the input plus `copies` packed tensors.
     pub fn bytes(&self, copies: f64) -> f64 {
         self.elements() * (self.dtype.size() as f64 + copies * PACKED)
     }
 
-    /// The amax, and that of the columns after the RHT.
+    /// Returns the amax of the values, and that of the columns after the RHT.
     fn maxima(&self) -> &[Handle; 2] {
         self.maxima.get_or_init(|| {
             let x = self.get(0);
@@ -191,9 +192,9 @@ impl Inputs {
         &self.maxima()[0]
     }
 
-    /// `copy` with the amax that it takes.
+    /// Requests `copy` with the amax that it requires.
     pub fn with(&self, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
-        // Larger transforms than that of 16 have maxima of about the same size.
+        // Transforms larger than 16 have amax values of about the same size.
         let transformed = usize::from(copy.hadamard.is_some());
         with_amax(&self.maxima()[transformed], copy)
     }

@@ -1,4 +1,4 @@
-//! What stands between linear layers: norms with and without a residual, and activations, forward
+//! Operations between linear layers: norms with and without a residual, and activations, forward
 //! and backward.
 
 use nvfp4_kernels::{
@@ -16,8 +16,8 @@ use crate::{
 
 const EPSILON: f32 = 1e-6;
 
-/// Norms of `rows` x `cols` elements. Bytes: each matrix read or written once; factors, statistics
-/// and partial sums are not counted.
+/// Times norms of `rows` x `cols` elements. The byte count has each matrix read or written once;
+/// factors, statistics and partial sums are not counted.
 pub fn norms(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     let [x, y, grad] = [0; 3].map(|_| Inputs::bf16(&client, rows, cols));
@@ -81,7 +81,7 @@ pub fn norms(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     }
 }
 
-/// Activations with `rows` x `width` outputs.
+/// Times activations with `rows` x `width` outputs.
 pub fn activations(section: &mut Section<'_>, (rows, width): (usize, usize)) {
     let client = section.client();
     let (x, both) = (
@@ -104,7 +104,7 @@ pub fn activations(section: &mut Section<'_>, (rows, width): (usize, usize)) {
             activation(&client, which, of(i)).unwrap();
         });
         section.time(&format!("{name} backward"), (2.0 * inputs + 1.0) * n, |i| {
-            // The gradient is another matrix than the input.
+            // The gradient is a different matrix from the input.
             activation_backward(&client, which, x.get(i + 1), of(i)).unwrap();
         });
     }

@@ -11,12 +11,12 @@ use crate::{
     inputs::{self, Inputs},
 };
 
-/// Numbers below `below` without an order.
+/// Returns numbers less than `below`, in no order.
 fn numbers(count: usize, below: usize) -> impl Iterator<Item = u32> {
     (0..count).map(move |i| (i as u32).wrapping_mul(2_654_435_761) % below as u32)
 }
 
-/// The loss of logits with its gradient, which takes their place, and alone.
+/// Times the loss of logits, with the gradient computed in place, and alone.
 pub fn cross_entropy(section: &mut Section<'_>, inputs: &Inputs) {
     let client = section.client();
     let (rows, vocab) = (inputs.rows, inputs.cols);
@@ -48,7 +48,7 @@ pub fn cross_entropy(section: &mut Section<'_>, inputs: &Inputs) {
     });
 }
 
-/// Rows of an `f32` table of `vocab` in bf16, and the table's gradient.
+/// Times lookups in an `f32` table of `vocab` rows with bf16 output, and the table's gradient.
 pub fn embeddings(section: &mut Section<'_>, inputs: &Inputs, vocab: usize) {
     let client = section.client();
     let (tokens, cols) = (inputs.rows, inputs.cols);

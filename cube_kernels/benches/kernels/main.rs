@@ -1,22 +1,23 @@
-//! Every kernel of `ops` on a GPU: bytes a second against a copy timed in the same process. `cargo
-//! bench -p nvfp4-kernels --features cuda --bench kernels`; a filter is the usual one of criterion,
-//! a regular expression for `shape/kernel`.
+//! Benchmarks every kernel except GEMMs on a GPU: bytes per second, relative to a copy timed in the
+//! same process. Run `cargo bench -p nvfp4-kernels --features cuda --bench kernels`; the filter is
+//! criterion's, a regular expression for `shape/kernel`.
 //!
-//! A sample is a batch of launches between two events of the device, so that the host does not
-//! count as long as it keeps up. Inputs rotate among sets that together exceed the L2 cache, packed
-//! ones too. Bytes are compulsory ones: every input read once, every output written once. The
-//! shapes are those of the peers: squares, Llama 3's activations and weights, DeepSeek-V3's tokens
-//! in groups and experts. At 1024x1024, where a launch is what counts, an empty kernel is timed
-//! beside the others, launched one by one, and replayed from a graph.
+//! A sample is a batch of launches between two device events, which excludes host time as long as
+//! the host keeps up. Inputs, packed ones too, rotate among sets that together exceed the L2 cache.
+//! Bytes are compulsory traffic: every input read once, every output written once. The shapes are
+//! those that peers report: squares, Llama 3's activations and weights, DeepSeek-V3's tokens in
+//! groups and experts. At 1024x1024, where the launch dominates, an empty kernel is timed, too,
+//! launched one by one and replayed from a graph.
 //!
-//! `NVFP4_BENCH_SHAPES` takes a part of the names of shapes, and leaves out all others;
-//! `NVFP4_BENCH_KERNELS` takes parts of the names of kernels, with `|` between them. A table
-//! goes to standard output, and the same as a results file, which `cargo xtask results` reads, to
-//! `nvfp4-bench-kernels.json` in the target folder (or the file that `NVFP4_BENCH_JSON` names).
+//! `NVFP4_BENCH_SHAPES` selects shapes whose name contains it; `NVFP4_BENCH_KERNELS` selects
+//! kernels whose name contains one of its alternatives, separated by `|`. A table is printed to
+//! standard output. The same figures are written as a results file, which `cargo xtask results`
+//! reads, to `nvfp4-bench-kernels.json` in the target folder (or to the file in
+//! `NVFP4_BENCH_JSON`).
 //!
-//! Not here: products, and the decoding and transposing that goes with them (`benches/gemm.rs`);
-//! the diagnostics of `cvt.rs`, and the kernels of one cube that advance a random offset or add up
-//! the sizes of groups (part of what is padded and swizzled here).
+//! Not included: GEMMs, with their decoding and transposing (`benches/gemm.rs`); the diagnostics of
+//! `cvt.rs`; and the one-cube kernels that advance a random offset or sum the sizes of groups (the
+//! latter are part of padding and swizzling here).
 
 mod attention;
 #[path = "../common/mod.rs"]
@@ -40,7 +41,7 @@ use harness::{
 use inputs::Inputs;
 use nvfp4_kernels::tensor::Groups;
 
-/// The shapes at which all kernels of matrices are timed, but for one.
+/// Times all kernels of matrices, except one, at these shapes.
 fn squares(bench: &mut Bench) {
     for side in [1024, 4096, 8192, 16384] {
         matrix(
@@ -94,7 +95,7 @@ fn llama(bench: &mut Bench) {
     }
 }
 
-/// Norms and activations of the models that training is measured with.
+/// Times norms and activations of the models used to measure training.
 fn between_layers(bench: &mut Bench) {
     for (rows, cols) in [
         (8192, 4096),
@@ -114,7 +115,7 @@ fn between_layers(bench: &mut Bench) {
     }
 }
 
-/// Operands of a GPU that dequantizes before it multiplies.
+/// Times the operands of a GPU that dequantizes before it multiplies.
 fn unscaled(bench: &mut Bench) {
     for cols in [4096, 8192, 14336] {
         let name = format!("unscaled 8192x{cols}");
@@ -130,7 +131,7 @@ fn deepseek(bench: &mut Bench) {
     let name = "DeepSeek tokens 16384x7168".into();
     matrix(bench, name, Full, (16384, 7168), |section, inputs| {
         dense::activations(section, inputs);
-        // Without groups, beside those with them.
+        // Without groups, for comparison with groups.
         dense::tiles(&mut section.brief(), "", inputs, &Groups::One);
         dense::four_over_six(&mut section.brief(), inputs);
         grouped::tokens(section, inputs);
@@ -198,7 +199,7 @@ fn attentions(bench: &mut Bench) {
     }
 }
 
-/// The ends of language models.
+/// Times the final layers of language models.
 fn losses(bench: &mut Bench) {
     for vocab in [256, 32768, 50264, 131_072] {
         let name = format!("logits 8192x{vocab}");
@@ -212,7 +213,7 @@ fn losses(bench: &mut Bench) {
     }
 }
 
-/// `measure` of bf16 matrices, behind the copy of one.
+/// Runs `measure` for bf16 matrices, after the copy of one.
 fn matrix(
     bench: &mut Bench,
     name: String,

@@ -10,7 +10,7 @@ use nvfp4_kernels::{
 
 use crate::harness::Section;
 
-/// Parameters of the model, and elements of each.
+/// Number of parameters of the model, and elements of each.
 const PARAMETERS: usize = 13;
 const ELEMENTS: usize = 16 << 20;
 
@@ -20,8 +20,8 @@ const PARAMS: AdamWParams = AdamWParams {
     epsilon: 1e-8,
 };
 
-/// A step of 218 million parameters, as `benches/pytorch_step.py` has it: `f32` all through, and
-/// with gradients and parameters of `bf16`, and moments too.
+/// Times a step of 218 million parameters, as in `benches/pytorch_step.py`: everything in `f32`;
+/// then with gradients and parameter copies in `bf16`; then with moments in `bf16`, too.
 pub fn adamw(section: &mut Section<'_>) {
     let client = section.client();
     let total = (PARAMETERS * ELEMENTS) as f64;

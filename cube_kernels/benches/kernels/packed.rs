@@ -1,4 +1,4 @@
-//! Kernels whose input is packed already, and MS-EDEN, which takes both.
+//! Kernels with packed inputs, and MS-EDEN with both kinds of input.
 
 use cubecl::server::Handle;
 use nvfp4_kernels::{
@@ -64,7 +64,7 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
             });
         }
     }
-    // As the backward makes the left operand of a weight gradient, for a GEMM of bf16.
+    // As the backward makes the left operand of a weight gradient, for a bf16 GEMM.
     let (from, packed) = &quantized[0];
     let name = format!("MS-EDEN, NVFP4 {from} to col, unscaled bf16");
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
@@ -82,7 +82,8 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-/// What the backward pass makes of tokens in groups, with `amax` for each: along the tokens.
+/// Times the quantization of tokens in groups in the backward, with one `amax` per group: along the
+/// tokens.
 pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax: &Handle) {
     let client = section.client();
     let n = inputs.elements();
@@ -134,8 +135,8 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
     );
 }
 
-/// MS-EDEN of `source(i)` along `usage`, and its maxima, of which those of the values before the
-/// transform are about as large. `bytes` are read and written.
+/// Times MS-EDEN of `source(i)` along `usage`, and its amax; the amax before the transform is about
+/// as large. `bytes` are read and written.
 fn eden<'a>(
     section: &mut Section<'_>,
     name: &str,

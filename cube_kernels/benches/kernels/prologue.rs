@@ -1,4 +1,4 @@
-//! The operation before a GEMM, fused with what finds amax values and as an operation of its own.
+//! The operation before a GEMM, fused with amax computation and as a separate kernel.
 
 use cubecl::prelude::Client;
 use nvfp4_kernels::{
@@ -12,18 +12,18 @@ use crate::{
     inputs::{Inputs, NEAREST, PACKED, copy_of, plain_and_transformed, rht, stochastic, with_amax},
 };
 
-/// A prologue, by the name of its operation.
+/// A prologue, with the name of its operation.
 struct Case<'a> {
     name: &'a str,
     source: &'a dyn Fn(usize) -> Prologue<'a>,
-    /// Bytes that it reads, and elements that it makes.
+    /// Bytes read, and elements computed.
     sizes: [f64; 2],
-    /// How its copies are rounded.
+    /// Rounding of its quantized tensors.
     rounding: DeviceRounding,
 }
 
-/// All prologues of `rows` x `cols` values. Rates of chains count the bytes of the fused form, so
-/// that their times compare.
+/// Times all prologues of `rows` x `cols` values. The rates of unfused sequences use the bytes of
+/// the fused form, so that times are comparable.
 pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     let (x, gate_up) = (
@@ -56,7 +56,8 @@ pub fn prologues(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     }
 }
 
-/// The amax values and both quantized tensors of what is computed, in every way to them.
+/// Times the amax values and both quantized tensors of the computed values, in every
+/// implementation.
 fn both(section: &mut Section<'_>, case: &Case<'_>) {
     let client = section.client();
     let Case {
@@ -90,7 +91,7 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
     });
 }
 
-/// The rowwise tensor and the transformed columnwise one, in one read.
+/// Computes the rowwise tensor and the transformed columnwise one, in one read.
 fn copies(client: &Client, x: &Matrix, found: &Amaxes, rounding: &DeviceRounding) {
     let copy = |hadamard| copy_of(rounding.clone(), hadamard);
     let row = with_amax(found.rows.as_ref().unwrap(), copy(None));

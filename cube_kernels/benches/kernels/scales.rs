@@ -1,5 +1,5 @@
-//! Block scales into the 128x4 tiles of FP4 tensor cores, and back. Bytes are those of the scales,
-//! without padding.
+//! Conversion of block scales to the 128x4 tiles of FP4 tensor cores, and back. Bytes are those of
+//! the scales, without padding.
 
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_kernels::{BLOCK, quantize};
@@ -9,7 +9,7 @@ use crate::{
     inputs::{Rotated, bytes, equal_groups},
 };
 
-/// The copy of as many bytes as `elements` have scales.
+/// Times the copy of as many bytes as the scales of `elements` elements.
 pub fn copy(section: &mut Section<'_>, elements: usize) {
     let len = elements / BLOCK;
     let client = section.client();
@@ -17,7 +17,7 @@ pub fn copy(section: &mut Section<'_>, elements: usize) {
     section.copy(len, |i| &scales[i]);
 }
 
-/// `count` matrices of `rows` x `cols` values.
+/// Times `count` matrices of `rows` x `cols` values.
 pub fn batch(section: &mut Section<'_>, count: usize, (rows, cols): (usize, usize)) {
     let blocks = cols / BLOCK;
     both(
@@ -29,7 +29,7 @@ pub fn batch(section: &mut Section<'_>, count: usize, (rows, cols): (usize, usiz
     );
 }
 
-/// `tokens` tokens of `cols` values in `count` groups, in both orientations.
+/// Times `tokens` tokens of `cols` values in `count` groups, in both orientations.
 pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count: usize) {
     let groups = &equal_groups(&section.client(), tokens, count);
     let blocks = cols / BLOCK;
@@ -48,7 +48,7 @@ pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count:
     both(
         section,
         &format!(", {count} groups of blocks"),
-        // Each group may end with a block that is not full.
+        // Each group may end with a partial block.
         cols * (tokens / BLOCK + count),
         |client, scales| {
             let swizzled =
@@ -61,7 +61,7 @@ pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count:
     );
 }
 
-/// Both directions, from `len` bytes of scales.
+/// Times both directions, for `len` bytes of scales.
 fn both(
     section: &mut Section<'_>,
     name: &str,

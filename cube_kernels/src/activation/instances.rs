@@ -9,7 +9,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let mut all = Vec::new();

@@ -1,4 +1,5 @@
-//! GELU of vectors, and SwiGLU of single elements, for rows that are no whole vectors.
+//! Kernels of GELU on vectors, and of SwiGLU on single elements for rows that are not whole
+//! vectors.
 
 use cubecl::prelude::*;
 
@@ -12,22 +13,22 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The comptime choices of [`gelu_kernel()`].
+/// Comptime choices of [`gelu_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GeluPlan {
-    /// Which form.
+    /// Form of GELU.
     pub gelu: Gelu,
-    /// Whether the gradient is computed.
+    /// True for the gradient.
     pub backward: bool,
-    /// Whether vectors are four words; else one element.
+    /// True if vectors are four words; otherwise they are one element.
     pub whole: bool,
-    /// The element type.
+    /// Element type.
     pub kind: FloatKind,
-    /// Who computes.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// GELU of one number, or `grad` times its slope.
+/// Returns GELU of one number, or `grad` times its derivative.
 #[cube]
 fn value(x: f32, grad: f32, #[comptime] plan: GeluPlan) -> f32 {
     if comptime!(plan.backward) {
@@ -37,8 +38,8 @@ fn value(x: f32, grad: f32, #[comptime] plan: GeluPlan) -> f32 {
     }
 }
 
-/// One unit computes every `units`-th of `len` vectors. The forward does not read `grad`, which is
-/// any memory.
+/// Each unit computes every `units`-th of `len` vectors. The forward does not read `grad`, which
+/// may be any memory.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn gelu_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -91,19 +92,19 @@ pub fn gelu_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// The comptime choices of [`swiglu_elements_kernel()`].
+/// Comptime choices of [`swiglu_elements_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SwiGluPlan {
-    /// Whether the gradients are computed.
+    /// True for the gradients.
     pub backward: bool,
-    /// The element type.
+    /// Element type.
     pub kind: FloatKind,
-    /// Who computes.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// One unit computes every `units`-th element of `rows` x `width`, or the gradients by both of its
-/// inputs. The forward does not read `grad`, which is any memory.
+/// Each unit computes every `units`-th element of `rows` x `width`, or the gradients of both of its
+/// inputs. The forward does not read `grad`, which may be any memory.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn swiglu_elements_kernel<F: Numeric>(
     gate_up: &[F],

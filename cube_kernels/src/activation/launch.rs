@@ -15,11 +15,12 @@ use crate::{
     tensor::{Groups, Matrix},
 };
 
-/// `activation` of the rows of `x`, in the type of `x`: `[rows, cols]`, or `[rows, cols / 2]` for
-/// SwiGLU.
+/// Applies `activation` to the rows of `x`, in the type of `x`. The output is `[rows, cols]`, or
+/// `[rows, cols / 2]` for SwiGLU.
 ///
 /// # Errors
-/// When the columns of `x` are odd for SwiGLU, or its memory is smaller than its shape.
+/// Returns an error if `x` has an odd number of columns for SwiGLU, or its memory is smaller than
+/// its shape.
 pub fn activation(
     client: &Client,
     activation: Activation,
@@ -28,12 +29,12 @@ pub fn activation(
     activation_of_groups(client, activation, (x, None), &Groups::One)
 }
 
-/// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], of rows
-/// in `groups`: of groups with offsets, rows behind the last one have undefined elements, and take
-/// no time where the rows of a SwiGLU are whole vectors.
+/// Computes [`activation()`] of `x`, or [`activation_backward`] if the gradient of the output is
+/// given, for rows in `groups`. With offsets, rows after the last group have undefined elements;
+/// they take no time if the rows of a SwiGLU are whole vectors.
 ///
 /// # Errors
-/// As those, and when the groups do not fit.
+/// Returns the errors of these functions, and an error if the groups do not fit.
 pub fn activation_of_groups(
     client: &Client,
     activation: Activation,
@@ -67,12 +68,12 @@ pub fn activation_of_groups(
     }
 }
 
-/// The gradient of [`activation()`] by `x`, of its shape and type, given `grad`, that of its
-/// output.
+/// Computes the gradient of [`activation()`] with respect to `x`, in the shape and type of `x`,
+/// from `grad`, the gradient of its output.
 ///
 /// # Errors
-/// When `grad` has not the shape and type of the output, the columns of `x` are odd for SwiGLU, or
-/// a buffer is smaller than its shape.
+/// Returns an error if `grad` differs from the output in shape or type, `x` has an odd number of
+/// columns for SwiGLU, or a buffer is smaller than its shape.
 pub fn activation_backward(
     client: &Client,
     activation: Activation,
@@ -82,7 +83,7 @@ pub fn activation_backward(
     activation_of_groups(client, activation, (x, Some(grad)), &Groups::One)
 }
 
-/// An error unless `grad` is a gradient of the output.
+/// Returns an error unless `grad` is a gradient of the output.
 fn check_grad(activation: Activation, grad: &Matrix, x: &Matrix) -> Result<(), Nvfp4Error> {
     grad.check("grad")?;
     let cols = x.cols / activation.inputs();
@@ -96,11 +97,11 @@ fn check_grad(activation: Activation, grad: &Matrix, x: &Matrix) -> Result<(), N
     Ok(())
 }
 
-/// [`activation()`] of `x`, or, with the gradient of its output, [`activation_backward`], and amax
-/// values of it: in one pass where the rows of a SwiGLU are whole vectors.
+/// Computes [`activation()`] of `x`, or [`activation_backward`] if the gradient of the output is
+/// given, and amax values of the result. Takes one pass if the rows of a SwiGLU are whole vectors.
 ///
 /// # Errors
-/// As those, and as [`amaxes`](crate::quantize::amaxes).
+/// Returns the errors of these functions and of [`amaxes`](crate::quantize::amaxes).
 pub fn activation_with_amaxes(
     client: &Client,
     activation: Activation,
@@ -136,14 +137,14 @@ fn check_input(activation: Activation, x: &Matrix) -> Result<(), Nvfp4Error> {
     ))
 }
 
-/// Whether the prologue's kernel takes the matrices of a SwiGLU.
+/// True if the prologue's kernel supports the matrices of a SwiGLU.
 fn is_whole(matrices: &[&Matrix]) -> bool {
     let is_whole = |x: &&Matrix| x.cols.is_multiple_of(BLOCK) && is_aligned(&x.handle);
     let halves = |x: &&Matrix| (x.cols / 2).is_multiple_of(BLOCK);
     matrices.iter().all(is_whole) && matrices.last().is_some_and(halves)
 }
 
-/// GELU of each element of `x`, or with `grad` its gradient.
+/// Computes GELU of each element of `x`, or its gradient if `grad` is given.
 fn gelu(client: &Client, gelu: Gelu, x: &Matrix, grad: Option<&Matrix>) -> Matrix {
     let out = Matrix::empty(client, x.rows, x.cols, x.dtype);
     if x.is_empty() {
@@ -183,7 +184,7 @@ fn gelu(client: &Client, gelu: Gelu, x: &Matrix, grad: Option<&Matrix>) -> Matri
     out
 }
 
-/// SwiGLU of rows of any length to `out`, or with `grad` its gradients.
+/// Computes SwiGLU of rows of any length into `out`, or its gradients if `grad` is given.
 fn swiglu_elements(client: &Client, x: &Matrix, grad: Option<&Matrix>, out: &Matrix) {
     if x.is_empty() {
         return;

@@ -1,9 +1,9 @@
-//! Activations between linear layers, SwiGLU and GELU, forward and backward, each in one read and
+//! Activations between linear layers: SwiGLU and GELU, forward and backward, each with one read and
 //! one write of its matrices.
 //!
-//! Every element is rounded once, from `f32`, by operations that have the same bits on every
-//! device: those of [`reference::activation`](crate::reference::activation). SwiGLU of rows in
-//! whole vectors is the prologue of the quantization kernels, written:
+//! Every element is computed in `f32` and rounded once, by operations that give identical bits on
+//! every device: those of [`reference::activation`](crate::reference::activation). If rows are
+//! whole vectors, SwiGLU is the prologue of the quantization kernels with a dense output:
 //! [`run_prologue`](crate::quantize::run_prologue).
 
 pub(crate) mod instances;

@@ -1,6 +1,6 @@
-//! `delta`, the sum of `dout · out` of each row: what the gradient of the softmax takes off the
-//! gradients of weights. See [`reference::attention`](mod@crate::reference::attention) for the
-//! order of the sum.
+//! `delta`, the sum of `dout · out` of each row, which the softmax backward subtracts from the
+//! gradients of the weights. See [`reference::attention`](mod@crate::reference::attention) for the
+//! summation order.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -17,10 +17,10 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Elements that one lane multiplies and adds, one after another.
+/// Elements that one lane multiplies and sums sequentially.
 const CHUNK: usize = 8;
 
-/// `f32[heads, tokens]`, of checked operands of one shape and type.
+/// Computes `f32[heads, tokens]` from checked operands of equal shape and type.
 pub(super) fn delta(client: &Client, out: &Heads, dout: &Heads) -> Handle {
     let rows = out.heads * out.tokens;
     let delta = allocate(client, rows * 4);
@@ -62,44 +62,44 @@ pub(super) fn delta(client: &Client, out: &Heads, dout: &Heads) -> Handle {
     delta
 }
 
-/// Where tokens lie.
+/// Location of tokens in memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct DeltaView {
-    /// Vectors before the first.
+    /// Vectors before the first token.
     pub offset: usize,
     /// Vectors from one token to the next.
     pub stride: usize,
 }
 
-/// The sizes of the operands.
+/// Sizes of the operands.
 #[derive(CubeType, CubeLaunch)]
 pub struct DeltaShape {
-    /// Where the outputs lie.
+    /// Location of the outputs.
     pub out: DeltaView,
-    /// Where their gradients lie.
+    /// Location of the outputs' gradients.
     pub dout: DeltaView,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Heads of a token.
+    /// Heads per token.
     pub heads: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head: usize,
 }
 
-/// The comptime choices of [`delta_kernel()`].
+/// Comptime choices of [`delta_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeltaPlan {
-    /// Lanes of a row, each with eight elements.
+    /// Lanes per row, each with eight elements.
     pub lanes: usize,
-    /// Whether they are units of a plane; else one unit has all.
+    /// True if lanes are units of a plane; otherwise one unit processes all lanes.
     pub planes: bool,
     /// Type of the operands.
     pub kind: FloatKind,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// The sum of one lane's eight products.
+/// Returns the sum of one lane's eight products.
 #[cube]
 fn chunk_product<F: Numeric, N: Size>(
     out: &[Vector<F, N>],
@@ -129,8 +129,8 @@ fn chunk_product<F: Numeric, N: Size>(
     sum
 }
 
-/// The sums of rows, `[heads, tokens]`. The lanes of a row are neighbours; rows are those of
-/// memory.
+/// Computes the sums of rows, `[heads, tokens]`. The lanes of a row are adjacent; rows are
+/// processed in memory order.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn delta_kernel<F: Numeric, N: Size>(
     out: &[Vector<F, N>],
@@ -148,7 +148,7 @@ pub fn delta_kernel<F: Numeric, N: Size>(
         here = comptime!(plan.lanes).runtime();
     }
     let mut item = ABSOLUTE_POS;
-    // All units of a plane go on while one of them has a row.
+    // All units of a plane continue while one of them has a row.
     while item - (UNIT_POS_PLANE as usize) < rows * here {
         let row = item / here;
         let token = min(row, rows - 1usize) / shape.heads;

@@ -16,13 +16,13 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Of the operands. Nothing is launched: lengths of buffers do not matter.
+/// Size of the operands. Nothing is launched, so buffer lengths do not matter.
 const TOKENS: usize = 64;
 const LEN: usize = 1 << 14;
 
 const KINDS: [FloatKind; 3] = [FloatKind::F32, FloatKind::F16, FloatKind::Bf16];
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let mut all = super::mma::instances::instances(device);
     all.extend(super::sm90::instances::instances(device));
@@ -35,7 +35,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             }
         }
     }
-    // A head for each number of lanes, the widest that it takes.
+    // For each number of lanes, the widest head that uses it.
     for (head, kind) in [
         (32, FloatKind::Bf16),
         (64, FloatKind::F32),

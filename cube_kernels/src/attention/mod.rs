@@ -1,17 +1,16 @@
-//! Attention, `softmax(mask(scale · q kᵀ)) v`, forward and backward, without a matrix of tokens by
-//! tokens in memory.
+//! Attention, `softmax(mask(scale · q kᵀ)) v`, forward and backward, without storing a matrix of
+//! tokens by tokens.
 //!
-//! - [`forward`] gives the output and the log-sum-exp of each row of scores; from these
-//!   [`backward`] computes the weights again, block by block.
+//! - [`forward`] returns the output and the log-sum-exp of each row of scores, from which
+//!   [`backward`] recomputes the weights block by block.
 //! - [`decode`](mod@decode) attends to a cache of keys and values, and writes to it.
 //! - [`rope()`] rotates queries and keys by their positions, or back.
-//! - `mma` has kernels by matrix instructions for CUDA GPUs, bf16 and f16; `scalar` has kernels for
-//!   every device and type, which are the twins of
-//!   [`reference::attention`](crate::reference::attention).
+//! - `mma` has matrix-instruction kernels for CUDA GPUs, bf16 and f16. `scalar` has kernels for
+//!   every device and type, which mirror [`reference::attention`](crate::reference::attention).
 //!
-//! Every sum has an order that depends on its operands' shapes alone: results repeat bit for bit,
-//! and a sequence has the same bits in any company that the same kernels compute. Chapter
-//! "Attention" of the book has the formulas.
+//! The order of every sum depends on the operands' shapes alone: results repeat bit for bit, and a
+//! sequence has the same bits in any batch that the same kernels compute. The formulas are in the
+//! chapter "Attention" of the book.
 
 #[allow(missing_docs)]
 pub mod decode;
@@ -48,7 +47,7 @@ pub use request::{
 pub(crate) use request::{Backward, MAX_TOKENS, is_vectorized};
 pub use rope::{Rotation, rope};
 
-/// The kernels themselves, for tests that compile them without launching.
+/// Kernels, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{
@@ -58,13 +57,13 @@ pub mod kernels {
     };
 }
 
-/// The attention of `attention`.
+/// Computes attention.
 ///
-/// A row that sees nothing has output 0 and log-sum-exp `-inf` (0 with `quiet_softmax`). NaN in a
-/// query, or in a key or value that it sees, gives NaN in its row, and in no other.
+/// A row that sees no keys has output 0 and log-sum-exp `-inf` (0 with `quiet_softmax`). NaN in a
+/// query, or in a key or value that it sees, gives NaN in the query's row, and in no other.
 ///
 /// # Errors
-/// When [`Attention::check`] fails.
+/// Returns an error if [`Attention::check`] fails.
 pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput, Nvfp4Error> {
     attention.check()?;
     let output = AttentionOutput::empty(client, attention);
@@ -72,15 +71,16 @@ pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput
     Ok(output)
 }
 
-/// [`forward`], and the amax values that `request` asks for of the output as a matrix, `[tokens,
-/// heads * head]`: [those](amaxes) that a pass over it finds.
+/// Computes [`forward`], and the amax values in `request` of the output as a matrix,
+/// `[tokens, heads * head]`, with the results of a separate [pass](amaxes).
 ///
-/// Of the whole matrix, where the transform mixes 16 tokens and sequences are of a multiple of 16,
-/// [`AttentionKernel::Sm90`] finds them while it writes the output; else a pass of their own does.
-/// It does for an amax down columns of [`Sequences::Offsets`], whose lengths the host does not know.
+/// [`AttentionKernel::Sm90`] computes amax values of the whole matrix while it writes the output,
+/// if the transform mixes 16 tokens and sequence lengths are multiples of 16. In all other cases a
+/// separate pass computes them; this includes column amax values with [`Sequences::Offsets`], whose
+/// lengths the host does not know.
 ///
 /// # Errors
-/// When [`Attention::check`] fails.
+/// Returns an error if [`Attention::check`] fails.
 pub fn forward_with_amaxes(
     client: &Client,
     attention: &Attention,
@@ -112,10 +112,11 @@ pub fn forward_with_amaxes(
     Ok((output, found))
 }
 
-/// [`forward`] into memory that there is.
+/// Computes [`forward`] into existing memory.
 ///
 /// # Errors
-/// When [`Attention::check`] fails, or the memory is not what [`AttentionOutput::empty`] gives.
+/// Returns an error if [`Attention::check`] fails, or the memory does not match
+/// [`AttentionOutput::empty`].
 pub fn forward_into(
     client: &Client,
     attention: &Attention,
@@ -137,15 +138,15 @@ pub fn forward_into(
     Ok(())
 }
 
-/// The gradients of the operands of `attention`, from `saved`, which [`forward`] gave for them, and
-/// the gradient `dout` of its output.
+/// Computes the gradients of the operands of `attention` from `saved`, the result of [`forward`],
+/// and `dout`, the gradient of its output.
 ///
-/// With `rope`, `q` and `k` are rotated ones, and their gradients are rotated back: `dq` and `dk`
-/// are those of what was rotated.
+/// With `rope`, `q` and `k` are rotated operands, and their gradients are rotated back: `dq` and
+/// `dk` are the gradients of the unrotated queries and keys.
 ///
 /// # Errors
-/// When [`Attention::check`] fails, or `dout`, `saved`, `rope` or the memory of the gradients does
-/// not fit the operands.
+/// Returns an error if [`Attention::check`] fails, or `dout`, `saved`, `rope` or the memory of the
+/// gradients does not fit the operands.
 pub fn backward(
     client: &Client,
     attention: &Attention,
@@ -185,19 +186,19 @@ pub fn backward(
     Ok(())
 }
 
-/// The kernels that compute attention.
+/// Families of attention kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AttentionKernel {
-    /// `wgmma` and TMA: compute capability 9.0, bf16, heads of 64 and 128.
+    /// `wgmma` and TMA: compute capability 9.0, bf16, head sizes 64 and 128.
     Sm90,
-    /// `mma.sync`: compute capability 8.0 and later, bf16 and f16, heads of a multiple of 16.
+    /// `mma.sync`: compute capability 8.0 and later, bf16 and f16, head sizes in multiples of 16.
     Mma,
     /// No matrix instructions: every device, type and size.
     Scalar,
 }
 
-/// The kernels that compute `attention`: the first of [`AttentionKernel`] that takes it, from the
-/// one on that the environment variable `NVFP4_ATTENTION` names (`sm90`, `mma`, `scalar`).
+/// Returns the first [`AttentionKernel`] that supports `attention`. The environment variable
+/// `NVFP4_ATTENTION` (`sm90`, `mma`, `scalar`) excludes the kernels before the one that it names.
 pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
     let first = Environment::get().attention;
     if first == AttentionKernel::Sm90 && sm90::supports(client, attention).is_ok() {
@@ -209,7 +210,7 @@ pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
     AttentionKernel::Scalar
 }
 
-/// How attention runs on a device with these capabilities.
+/// Describes how attention runs on a device with these capabilities.
 pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
     let row =
         |operation, kernel: &str, reason: &str| CodePath::new(operation, "CubeCL", kernel, reason);

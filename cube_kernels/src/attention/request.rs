@@ -1,4 +1,4 @@
-//! What attention is asked for: operands, sequences, rotations, and where results go.
+//! Arguments of attention: operands, sequences, rotations and outputs.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -9,35 +9,35 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The widest head.
+/// Largest head size.
 pub const MAX_HEAD: usize = 256;
 
-/// The most tokens: sums of three token numbers and a window fit 31 bits.
+/// Largest number of tokens: sums of three token indices and a window fit 31 bits.
 pub const MAX_TOKENS: usize = 1 << 29;
 
-/// Heads of all tokens, `[tokens, heads, head]`, in device memory: the heads of a token lie one
-/// after another, and tokens `row_stride` elements apart. Columns of the output of a projection to
-/// queries, keys and values are one.
+/// Heads of all tokens, `[tokens, heads, head]`, in device memory. The heads of a token are
+/// contiguous, and tokens are `row_stride` elements apart, so that queries, keys and values may be
+/// column ranges of one projection output.
 #[derive(Debug, Clone)]
 pub struct Heads {
-    /// The memory.
+    /// Memory of the heads.
     pub handle: Handle,
-    /// Elements before the first.
+    /// Elements before the first head.
     pub offset: usize,
-    /// Elements from a token to the next.
+    /// Elements from one token to the next.
     pub row_stride: usize,
-    /// Tokens of all sequences.
+    /// Number of tokens of all sequences.
     pub tokens: usize,
-    /// Heads of a token.
+    /// Heads per token.
     pub heads: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head: usize,
-    /// Their type.
+    /// Element type.
     pub dtype: FloatKind,
 }
 
 impl Heads {
-    /// Heads that fill their memory: `row_stride` is `heads * head`.
+    /// Returns contiguous heads: `row_stride` is `heads * head`.
     pub fn contiguous(handle: Handle, [tokens, heads, head]: [usize; 3], dtype: FloatKind) -> Self {
         Self {
             handle,
@@ -50,16 +50,16 @@ impl Heads {
         }
     }
 
-    /// Contiguous heads with undefined contents.
+    /// Allocates contiguous heads with undefined contents.
     pub fn empty(client: &Client, shape: [usize; 3], dtype: FloatKind) -> Self {
         let bytes = shape.iter().product::<usize>() * dtype.size();
         Self::contiguous(allocate(client, bytes), shape, dtype)
     }
 
-    /// `heads` heads from `first` on.
+    /// Returns `heads` heads from `first` on.
     ///
     /// # Panics
-    /// When there are not as many.
+    /// Panics if there are not that many heads.
     pub fn part(&self, first: usize, heads: usize) -> Self {
         assert!(first + heads <= self.heads, "heads of a part");
         Self {
@@ -69,12 +69,12 @@ impl Heads {
         }
     }
 
-    /// `[tokens, heads, head]`.
+    /// Returns `[tokens, heads, head]`.
     pub fn shape(&self) -> [usize; 3] {
         [self.tokens, self.heads, self.head]
     }
 
-    /// Elements of memory up to the last.
+    /// Returns the number of elements up to the end of the last head.
     pub(crate) fn span(&self) -> usize {
         match self.tokens * self.heads {
             0 => 0,
@@ -114,7 +114,7 @@ impl Heads {
         check_memory(argument, &self.handle, self.span() * self.dtype.size())
     }
 
-    /// An error unless shape and type are those of `other`, called `name`.
+    /// Returns an error unless shape and type equal those of `other`, which is called `name`.
     pub(super) fn check_like(
         &self,
         argument: &'static str,
@@ -149,22 +149,22 @@ impl Heads {
     }
 }
 
-/// Which tokens belong together: a query sees keys of its own sequence. Positions count from 0 in
-/// every sequence.
+/// Partition of the tokens into sequences: a query sees only keys of the same sequence. Positions
+/// count from 0 in every sequence.
 #[derive(Debug, Clone)]
 pub enum Sequences {
-    /// So many sequences of equal length, one after another, in `q` as in `k` and `v`; the lengths
-    /// of `q` and of `k` may differ.
+    /// This many sequences of equal length, one after another, in `q` as well as in `k` and `v`;
+    /// the lengths of `q` and of `k` may differ.
     Equal(usize),
-    /// Sequences of any lengths, 0 included. Each handle holds `count + 1` ascending `u32` token
-    /// numbers from 0 on: sequence `s` is the tokens from entry `s` to entry `s + 1`. Tokens behind
-    /// the last entry belong to nobody: their output and gradients are 0, their log-sum-exp is
-    /// `-inf`. They are not read back: with entries that do not ascend, or exceed the tokens,
-    /// results are not specified, but nothing outside a buffer is touched.
+    /// Sequences of any length, including 0. Each handle contains `count + 1` ascending `u32` token
+    /// indices starting at 0: sequence `s` is the tokens from entry `s` up to entry `s + 1`. Tokens
+    /// from the last entry on belong to no sequence: their output and gradients are 0, their
+    /// log-sum-exp is `-inf`. The host does not read the entries: if they do not ascend, or exceed
+    /// the number of tokens, results are unspecified, but no access is out of bounds.
     Offsets {
-        /// For the tokens of `q`.
+        /// Offsets of the tokens of `q`.
         q: Handle,
-        /// For those of `k` and `v`; it may be the same.
+        /// Offsets of the tokens of `k` and `v`; may be the same handle.
         k: Handle,
         /// Number of sequences.
         count: usize,
@@ -172,7 +172,7 @@ pub enum Sequences {
 }
 
 impl Sequences {
-    /// Those of the tokens of `q`.
+    /// Returns the sequences of the tokens of `q`.
     pub fn of_q(&self) -> TokenSequences<'_> {
         match self {
             Self::Equal(count) => TokenSequences::Equal(*count),
@@ -183,7 +183,7 @@ impl Sequences {
         }
     }
 
-    /// Those of the tokens of `k` and `v`.
+    /// Returns the sequences of the tokens of `k` and `v`.
     pub fn of_k(&self) -> TokenSequences<'_> {
         match self {
             Self::Equal(count) => TokenSequences::Equal(*count),
@@ -198,11 +198,11 @@ impl Sequences {
 /// One side of [`Sequences`].
 #[derive(Debug, Clone, Copy)]
 pub enum TokenSequences<'a> {
-    /// So many of equal length.
+    /// This many sequences of equal length.
     Equal(usize),
-    /// `count + 1` ascending `u32` token numbers.
+    /// Sequences at offsets.
     Offsets {
-        /// They.
+        /// `count + 1` ascending `u32` token indices.
         starts: &'a Handle,
         /// Number of sequences.
         count: usize,
@@ -233,27 +233,27 @@ impl TokenSequences<'_> {
     }
 }
 
-/// The operands of attention. Head `h` of `q` reads head `h / (q.heads / k.heads)` of `k` and `v`.
+/// Operands of attention. Head `h` of `q` reads head `h / (q.heads / k.heads)` of `k` and `v`.
 #[derive(Debug, Clone)]
 pub struct Attention {
     /// Queries.
     pub q: Heads,
     /// Keys.
     pub k: Heads,
-    /// Values, as many as keys.
+    /// Values, as many as there are keys.
     pub v: Heads,
-    /// Which tokens belong together.
+    /// Partition of the tokens into sequences.
     pub sequences: Sequences,
-    /// How scores become weights.
+    /// Mapping of scores to weights.
     pub params: AttentionParams,
 }
 
 impl Attention {
-    /// An error unless shapes, types and memory fit.
+    /// Checks shapes, types and memory.
     ///
     /// # Errors
-    /// When heads of `k` and `v` differ, or do not divide those of `q`, types or sizes of heads
-    /// differ, memory is too small, or a parameter or the sequences cannot be.
+    /// Returns an error if the heads of `k` and `v` differ, or do not divide those of `q`, types or
+    /// head sizes differ, memory is too small, or a parameter or the sequences are invalid.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         let Self {
             q,
@@ -285,24 +285,24 @@ impl Attention {
         params.check()
     }
 
-    /// Heads of `q` that read one head of `k` and `v`.
+    /// Returns the number of heads of `q` that read one head of `k` and `v`.
     pub fn group(&self) -> usize {
         self.q.heads / self.k.heads
     }
 }
 
-/// What [`forward`](super::forward) gives, and what the backward needs of it.
+/// Result of [`forward`](super::forward), which is also the state saved for backward.
 #[derive(Debug, Clone)]
 pub struct AttentionOutput {
-    /// `[tokens, heads, head]`, contiguous, in the type of `q`. 0 for rows that see nothing.
+    /// Output `[tokens, heads, head]`, contiguous, in the type of `q`. 0 for rows that see no keys.
     pub out: Heads,
-    /// Natural logarithm of the sum of the exponentials of a row's scores, `f32[heads, tokens of
-    /// q]`; `-inf` for rows that see nothing.
+    /// Natural logarithm of the sum of the exponentials of a row's scores,
+    /// `f32[heads, tokens of q]`; `-inf` for rows that see no keys.
     pub lse: Handle,
 }
 
 impl AttentionOutput {
-    /// Memory for the output of `attention`, with undefined contents.
+    /// Allocates the output of `attention`, with undefined contents.
     pub fn empty(client: &Client, attention: &Attention) -> Self {
         let q = &attention.q;
         Self {
@@ -329,20 +329,21 @@ impl AttentionOutput {
 }
 
 /// Tables of rotary positions in device memory, `f32[positions, head / 2]`: element `i` of a head
-/// and element `i + head / 2` are a pair, which position `p` turns by the angle of entry `(p, i)`.
+/// and element `i + head / 2` are a pair, which position `p` rotates by the angle of entry
+/// `(p, i)`.
 #[derive(Debug, Clone)]
 pub struct Rope {
     /// Cosines.
     pub cos: Handle,
     /// Sines.
     pub sin: Handle,
-    /// Positions; tokens further on are turned as the last.
+    /// Number of positions; tokens further on are rotated like the last position.
     pub positions: usize,
 }
 
 impl Rope {
-    /// An error unless the tables fit heads of `x`, in sequences of known length all of which have
-    /// a position.
+    /// Returns an error unless the tables fit the heads of `x`, and every token of sequences with
+    /// known length has a position.
     pub(crate) fn check(&self, x: &Heads, sequences: TokenSequences<'_>) -> Result<(), Nvfp4Error> {
         if !x.head.is_multiple_of(2) {
             return Err(Nvfp4Error::shape(
@@ -368,35 +369,35 @@ impl Rope {
     }
 }
 
-/// Where gradients are written, in shape and type those of `q`, `k` and `v`; they may be parts of
-/// one buffer.
+/// Output gradients, in shape and type those of `q`, `k` and `v`; they may be column ranges of one
+/// buffer.
 #[derive(Debug, Clone)]
 pub struct AttentionGradients {
-    /// Of `q`.
+    /// Gradient of `q`.
     pub dq: Heads,
-    /// Of `k`.
+    /// Gradient of `k`.
     pub dk: Heads,
-    /// Of `v`.
+    /// Gradient of `v`.
     pub dv: Heads,
 }
 
-/// What the backward kernels read beside the operands, and where they write.
+/// Inputs of the backward kernels besides the operands, and their outputs.
 #[derive(Debug, Clone, Copy)]
 pub struct Backward<'a> {
-    /// What the forward gave.
+    /// Result of the forward.
     pub saved: &'a AttentionOutput,
-    /// The gradient of its output.
+    /// Gradient of the forward's output.
     pub dout: &'a Heads,
-    /// The sum of `dout · out` of each row, `f32[heads, tokens of q]`.
+    /// Sum of `dout · out` of each row, `f32[heads, tokens of q]`.
     pub delta: &'a Handle,
-    /// How gradients of `q` and `k` are rotated back.
+    /// Rotation to undo in the gradients of `q` and `k`.
     pub rope: Option<&'a Rope>,
-    /// Where gradients are written.
+    /// Output gradients.
     pub gradients: &'a AttentionGradients,
 }
 
-/// Whether every vector of `elements` of a head, and every 16 bytes, begin at a multiple of their
-/// size.
+/// True if every vector of `elements` elements of a head, and every 16 bytes, starts at a multiple
+/// of its size.
 pub(crate) fn is_vectorized(heads: &Heads, elements: usize) -> bool {
     let places = [heads.offset, heads.row_stride, heads.head];
     is_aligned(&heads.handle) && places.iter().all(|place| place.is_multiple_of(elements))

@@ -16,27 +16,27 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Which way pairs are turned.
+/// Direction of rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rotation {
     /// By the angle of the position: `(a cos - b sin, b cos + a sin)`.
     Forward,
-    /// By its negative, as gradients are.
+    /// By the negative angle, for gradients.
     Inverse,
 }
 
-/// Heads that a unit turns by one load of its angles.
+/// Heads that a unit rotates per load of its angles.
 const HEADS_AT_ONCE: usize = 4;
 
-/// Turns the pairs of each head of `x` by its token's position in its sequence into `out`, which
+/// Rotates the pairs of each head of `x` by its token's position in its sequence into `out`, which
 /// may be `x` itself.
 ///
-/// Heads of queries and keys that lie side by side are turned in one call. `fma(-b, sin, a cos)`
-/// and `fma(a, sin, b cos)` in `f32`, rounded once to the type of `x`.
+/// Adjacent heads of queries and keys can be rotated in one call. The results `fma(-b, sin, a cos)`
+/// and `fma(a, sin, b cos)` are computed in `f32` and rounded once to the type of `x`.
 ///
 /// # Errors
-/// When shape or type of `out` differs from that of `x`, the tables do not fit, or memory is too
-/// small.
+/// Returns an error if `out` differs from `x` in shape or type, the tables do not fit, or memory is
+/// too small.
 pub fn rope(
     client: &Client,
     x: &Heads,
@@ -53,7 +53,7 @@ pub fn rope(
     Ok(())
 }
 
-/// [`rope()`] of checked operands.
+/// Computes [`rope()`] of checked operands.
 pub(super) fn rotate(
     client: &Client,
     x: &Heads,
@@ -115,55 +115,56 @@ pub(super) fn rotate(
     }
 }
 
-/// Tables of angles, and where positions begin.
+/// Tables of angles, and sequence offsets.
 #[derive(CubeType, CubeLaunch)]
 pub struct Rotations {
     /// Cosines, `[positions, head / 2]`.
     pub cos: Box<[f32]>,
-    /// Sines.
+    /// Sines, `[positions, head / 2]`.
     pub sin: Box<[f32]>,
-    /// Positions.
+    /// Number of positions.
     pub positions: usize,
-    /// Where sequences begin, and the last one ends. Read only where there are `offsets`.
+    /// Start of each sequence, and the end of the last one. Read only with `offsets`.
     pub starts: Box<[u32]>,
     /// Number of sequences.
     pub sequences: usize,
-    /// 1 where they begin at offsets, 0 where their lengths are equal.
+    /// 1 if sequences start at offsets, 0 if their lengths are equal.
     pub offsets: u32,
 }
 
-/// The sizes of what is turned.
+/// Sizes of the operands.
 #[derive(CubeType, CubeLaunch)]
 pub struct RopeShape {
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Heads of a token.
+    /// Heads per token.
     pub heads: usize,
-    /// Vectors of half a head.
+    /// Vectors per half head.
     pub half: usize,
-    /// Vectors before the first.
+    /// Vectors before the first token of the input.
     pub from_offset: usize,
-    /// Vectors from one token to the next.
+    /// Vectors from one token of the input to the next.
     pub from_stride: usize,
-    /// Vectors before the first of the result.
+    /// Vectors before the first token of the result.
     pub to_offset: usize,
     /// Vectors from one token of the result to the next.
     pub to_stride: usize,
 }
 
-/// The comptime choices of [`rope_kernel()`].
+/// Comptime choices of [`rope_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RopePlan {
-    /// Whether pairs are turned back.
+    /// True for the inverse rotation.
     pub inverse: bool,
     /// Type of the operands.
     pub kind: FloatKind,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// One unit turns every `units`-th vector of the first halves, and that of the second that belongs
-/// to it, of four heads. What it reads of `x` it alone writes, so `out` may be `x`.
+/// Each unit rotates every `units`-th vector of the first halves, with its partner in the second
+/// half, of four heads. Elements of `x` that a unit reads are written by it alone, so `out` may be
+/// `x`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn rope_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -223,7 +224,7 @@ pub fn rope_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// The position of a token in its sequence, one that there is an angle for.
+/// Returns the position of a token in its sequence, clamped to the table of angles.
 #[cube]
 fn position(rotations: &Rotations, token: usize, tokens: usize) -> usize {
     let start = if rotations.offsets == 1u32 {

@@ -1,4 +1,4 @@
-//! SwiGLU and GELU; see [`reference::swiglu`](crate::reference::swiglu) and
+//! Activations; see [`reference::swiglu`](crate::reference::swiglu) and
 //! [`reference::gelu`](crate::reference::gelu()).
 
 use cubecl::prelude::*;
@@ -57,7 +57,7 @@ pub fn ln(x: f32, #[comptime] conversion: Conversion) -> f32 {
     select(x != x, x, value)
 }
 
-/// A sigmoid, and 1 less it.
+/// A sigmoid and its complement.
 #[derive(CubeType, Clone, Copy)]
 pub struct Sigmoid {
     /// `1 / (1 + e^-x)`.
@@ -70,7 +70,7 @@ pub struct Sigmoid {
 #[cube]
 pub fn sigmoid(x: f32, #[comptime] conversion: Conversion) -> Sigmoid {
     let e = exp_of_negative(-x.abs(), conversion);
-    // The sum of bits made by integers: nothing to contract.
+    // `e` is assembled by an integer addition, so this sum has no multiplication to contract with.
     let far = reciprocal_of_1_to_2(1.0f32 + e, conversion);
     let near = e * far;
     let negative = x < 0.0f32;
@@ -80,18 +80,18 @@ pub fn sigmoid(x: f32, #[comptime] conversion: Conversion) -> Sigmoid {
     }
 }
 
-/// `silu(gate) · up`.
+/// Returns `silu(gate) · up`.
 #[cube]
 pub fn swiglu(gate: f32, up: f32, #[comptime] conversion: Conversion) -> f32 {
     gate * sigmoid(gate, conversion).value * up
 }
 
-/// The gradients of a gated activation.
+/// Gradients of a gated activation.
 #[derive(CubeType, Clone, Copy)]
 pub struct Gradients {
-    /// By the gate.
+    /// Gradient with respect to the gate.
     pub by_gate: f32,
-    /// By what it is multiplied with.
+    /// Gradient with respect to the factor of the activated gate (up).
     pub by_up: f32,
 }
 
@@ -111,8 +111,8 @@ pub fn swiglu_backward(
     }
 }
 
-/// The distribution function of the normal distribution, as
-/// [`reference::gelu`](crate::reference::gelu) has it.
+/// Returns the cumulative distribution function of the normal distribution, as in
+/// [`reference::gelu`](crate::reference::gelu).
 #[cube]
 fn normal_distribution(x: f32, #[comptime] conversion: Conversion) -> f32 {
     let a = x * INV_SQRT_2;
@@ -131,13 +131,13 @@ fn normal_distribution(x: f32, #[comptime] conversion: Conversion) -> f32 {
         tail = fma(tail, t, comptime!(ERFC_POLYNOMIAL[5 - i]), conversion);
     }
     tail = fma(tail, t, -t, conversion);
-    // Halves are exact: the difference is rounded once, contracted or not.
+    // Halving is exact: the difference is rounded once, contracted or not.
     let rest = 0.5f32 * exp_of_negative(tail, conversion);
     let far = select(x < 0.0f32, rest, 1.0f32 - rest);
     select(t > ERF_SPLIT, far, near)
 }
 
-/// Twice what `tanh` is taken of.
+/// Returns twice the argument of `tanh`.
 #[cube]
 fn tanh_argument(x: f32, square: f32, #[comptime] conversion: Conversion) -> f32 {
     x * (TANH_SCALE * fma(square, TANH_CUBE, 1.0f32, conversion))
@@ -153,7 +153,7 @@ pub fn gelu(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conversion) 
     }
 }
 
-/// The slope of GELU; see [`reference::gelu_backward`](crate::reference::gelu_backward).
+/// Returns the slope of GELU; see [`reference::gelu_backward`](crate::reference::gelu_backward).
 #[cube]
 pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conversion) -> f32 {
     let square = x * x;
@@ -165,7 +165,7 @@ pub fn gelu_slope(x: f32, #[comptime] gelu: Gelu, #[comptime] conversion: Conver
         let inner = TANH_SCALE * fma(square, TANH_SLOPE, 1.0f32, conversion);
         let bell = sigmoid.value * sigmoid.rest;
         let slope = fma(x * bell, inner, sigmoid.value, conversion);
-        // Of NaN the exponential may be a number, and the bell 0.
+        // For NaN the exponential may be a number, and the bell curve 0.
         let is_number = x <= 0.0f32 || x > 0.0f32;
         select(bell == 0.0f32 && is_number, sigmoid.value, slope)
     }

@@ -1,16 +1,17 @@
-//! The last cube of several: it goes on with what all of them wrote, in the same launch.
+//! Detection of the last of several cubes, which continues with the results of all of them in the
+//! same launch.
 
 use cubecl::prelude::*;
 
 use super::ptx;
 
-/// Whether this cube is the last of `cubes`, at least one, that come here with word `at` of
-/// `counters`. The last one sees what all of them wrote to device memory before. The word is zero
-/// before the first of them, and again behind the last, for the next launch.
+/// Returns true in the last of `cubes` cubes (at least one) that arrive at word `at` of `counters`.
+/// The last cube sees everything that the others wrote to device memory before arriving. The word
+/// must be zero before the first arrival, and is zero again after the last, for the next launch.
 ///
-/// All units of a cube come here together; `verdict` is a word of its shared memory. `concurrent`
-/// says that cubes run at the same time, which is so on CUDA devices; the CPU runtime takes one
-/// after another.
+/// All units of a cube must call it together; `verdict` is a word of its shared memory.
+/// `concurrent` means that cubes run at the same time, as on CUDA devices; the CPU runtime runs
+/// them one after another.
 #[cube]
 pub fn is_last_cube(
     counters: &mut [u32],
@@ -19,7 +20,7 @@ pub fn is_last_cube(
     verdict: &mut Shared<[u32]>,
     #[comptime] concurrent: bool,
 ) -> bool {
-    // Unit 0 releases what it synchronized with: the writes of all units.
+    // Unit 0 releases the writes of all units, with which it has synchronized.
     sync_cube();
     if UNIT_POS == 0u32 {
         let mut before = 0u32;
@@ -35,7 +36,7 @@ pub fn is_last_cube(
         }
         verdict[0] = u32::cast_from(before == cubes - 1u32);
     }
-    // And all units see what it acquired.
+    // All units see what unit 0 acquired.
     sync_cube();
     verdict[0] == 1u32
 }

@@ -1,4 +1,4 @@
-//! One block of 16 values: its largest magnitude, its scale byte, its codes.
+//! Quantization of one block of 16 values: its amax, scale byte and codes.
 
 use cubecl::prelude::*;
 
@@ -14,29 +14,29 @@ use super::{
 };
 use crate::{BlockScaling, ErrorNorm};
 
-/// The comptime choices for one quantized copy.
+/// Comptime configuration of one quantized copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockPlan {
-    /// Round stochastically.
+    /// True to round stochastically.
     pub stochastic: bool,
-    /// The random offset has a part in device memory.
+    /// True if the random offset has a part in device memory.
     pub device_offset: bool,
-    /// How blocks are numbered in drawing.
+    /// Numbering of blocks for random draws.
     pub numbering: Numbering,
-    /// How block scales are found.
+    /// Computation of block scales.
     pub scaling: BlockScaling,
-    /// Who converts.
+    /// Implementation of conversions.
     pub conversion: Conversion,
 }
 
-/// The random source with the device-resident part of its offset added, if there is one.
+/// Returns the random source with the device-resident part of its offset, if any, added.
 #[cube]
 pub fn resolve_offset(random: &Random, offset: &[u32], #[comptime] policy: BlockPlan) -> Random {
     let mut low = random.offset_low;
     let mut high = random.offset_high;
     if comptime!(policy.stochastic && policy.device_offset) {
         low += offset[0];
-        // Unsigned addition wrapped exactly when the sum is below a summand.
+        // The unsigned addition wrapped if and only if the sum is below a summand.
         high += offset[1] + u32::cast_from(low < random.offset_low);
     }
     Random {
@@ -50,13 +50,13 @@ pub fn resolve_offset(random: &Random, offset: &[u32], #[comptime] policy: Block
 /// A quantized block.
 #[derive(CubeType, Clone, Copy)]
 pub struct Encoded {
-    /// The scale byte.
+    /// Scale byte.
     pub scale: u32,
     /// 16 codes, lowest nibble first.
     pub codes: Vector<u32, Const<2>>,
 }
 
-/// The largest magnitude of 16 values from `first` on; NaN if there is one.
+/// Returns the largest magnitude of 16 values from `first` on; NaN if any is NaN.
 #[cube]
 pub fn block_amax(
     block: &Array<f32>,
@@ -64,7 +64,7 @@ pub fn block_amax(
     #[comptime] conversion: Conversion,
 ) -> f32 {
     if comptime!(conversion.has_ptx()) {
-        // Two chains: the latency of one would be that of 16 instructions.
+        // Two dependency chains: a single one would have the latency of 16 instructions.
         let mut even = 0.0f32;
         let mut odd = 0.0f32;
         #[unroll]
@@ -83,7 +83,8 @@ pub fn block_amax(
     }
 }
 
-/// The largest magnitude in eight bf16 pairs from `first` on; NaN if there is one. Needs PTX.
+/// Returns the largest magnitude in eight bf16 pairs from `first` on; NaN if any is NaN. Requires
+/// PTX.
 #[cube]
 pub fn pairs_amax(pairs: &Array<u32>, #[comptime] first: usize) -> f32 {
     let both = max_of_pairs(pairs, first, 8usize);
@@ -91,10 +92,11 @@ pub fn pairs_amax(pairs: &Array<u32>, #[comptime] first: usize) -> f32 {
     ptx::max_nan_abs(low, f32::reinterpret(both & 0xFFFF_0000u32))
 }
 
-/// The largest magnitudes in the lower and in the upper halves of bf16 pairs, as a pair. Needs PTX.
+/// Returns the largest magnitudes in the lower and in the upper halves of bf16 pairs, as a pair.
+/// Requires PTX.
 #[cube]
 pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] count: usize) -> u32 {
-    // Magnitudes would cost an instruction each.
+    // Computing magnitudes would cost an instruction each.
     let mut high = pairs[first];
     let mut low = pairs[first];
     #[unroll]
@@ -102,12 +104,12 @@ pub fn max_of_pairs(pairs: &Array<u32>, #[comptime] first: usize, #[comptime] co
         high = ptx::max_nan_bf16x2(high, pairs[comptime!(first + i)]);
         low = ptx::min_nan_bf16x2(low, pairs[comptime!(first + i)]);
     }
-    // The smallest with its sign turned: one of the two is a magnitude, and the other not above it.
+    // Negates the minimum: one of the two is the largest magnitude, and the other is not above it.
     ptx::max_nan_bf16x2(high, low ^ 0x8000_8000u32)
 }
 
-/// Scale byte and codes of the 16 values of `block` from `first` on, whose largest magnitude is
-/// `amax`. `index` is the logical index of the block in the stored matrix.
+/// Returns scale byte and codes of the 16 values of `block` from `first` on, whose largest
+/// magnitude is `amax`. `index` is the logical index of the block in the stored matrix.
 #[cube]
 pub fn quantize_with_amax(
     block: &Array<f32>,
@@ -145,28 +147,28 @@ pub fn quantize_with_amax(
     }
 }
 
-/// Whether the elements of a block with this largest magnitude and multiplier stay below 7, beyond
-/// which they would have to be clamped before they are rounded to nearest. So they do where the
-/// scale byte has all its bits; false for NaN.
+/// Returns true if the elements of a block with this largest magnitude and multiplier stay below 7;
+/// larger ones must be clamped before they are rounded to nearest. They stay below 7 if the scale
+/// byte has full precision. False for NaN.
 #[cube]
 pub fn stays_below_7(amax: f32, multiplier: f32) -> bool {
     amax * multiplier < 7.0f32
 }
 
-/// What the elements of a block are multiplied by before they are rounded.
+/// Multiplier of a block's elements before rounding.
 #[derive(CubeType, Clone, Copy)]
 pub struct Multiplier {
-    /// The factor that belongs to the scale byte.
+    /// Factor that corresponds to the scale byte.
     pub factor: f32,
-    /// What [`stays_below_7()`] says of it.
+    /// Result of [`stays_below_7()`].
     pub below_7: bool,
-    /// Whether it is known to be no NaN.
+    /// True if it is known not to be NaN.
     #[cube(comptime)]
     pub finite: bool,
 }
 
-/// The codes of 16 values. Where they are `in_pairs`, too, `pairs` holds them as bf16 from pair
-/// `first / 2` on, from which their signs take fewer instructions.
+/// Returns the codes of 16 values. If `in_pairs`, `pairs` also holds them as bf16 from pair `first
+/// / 2` on, from which their signs take fewer instructions.
 #[cube]
 pub fn encode_block(
     block: &Array<f32>,
@@ -202,7 +204,7 @@ pub fn encode_block(
             };
         }
         if comptime!(policy.stochastic) {
-            // Every element of a block with a NaN among them is one: so is its multiplier.
+            // If a block contains a NaN, its multiplier is NaN, and so are all its elements.
             let finite = multiplier <= f32::MAX;
             #[unroll]
             for half in 0..2usize {
@@ -259,8 +261,8 @@ pub fn encode_block(
     codes
 }
 
-/// The two scale bytes between which four over six chooses, for a block or tile with this largest
-/// magnitude: 6, then 4.
+/// Returns the two candidate scale bytes of four over six for a block or tile with this largest
+/// magnitude: for 6, then for 4.
 #[cube]
 pub fn candidate_scales(
     amax: f32,
@@ -274,7 +276,7 @@ pub fn candidate_scales(
     scales
 }
 
-/// The scale byte that four over six chooses.
+/// Returns the scale byte that four over six selects.
 #[cube]
 fn four_over_six(
     block: &Array<f32>,
@@ -290,8 +292,8 @@ fn four_over_six(
     select(keeps_four, scales.extract(1usize), scales.extract(0usize))
 }
 
-/// The sums of the errors of the 16 values of `block` from `first` on, element 0 first, rounded to
-/// nearest with either of the scale bytes `scales`.
+/// Returns the sums of the errors of the 16 values of `block` from `first` on, element 0 first,
+/// when rounded to nearest with each of the scale bytes `scales`.
 #[cube]
 pub fn candidate_errors(
     block: &Array<f32>,
@@ -302,8 +304,8 @@ pub fn candidate_errors(
     #[comptime] conversion: Conversion,
 ) -> Vector<f32, Const<2>> {
     if comptime!(conversion.has_ptx()) {
-        // The quotient by multiplication needs room for its intermediate results; see `divide`. One
-        // test for all elements: with one for each they would be computed one after another.
+        // Division by multiplication needs headroom for its intermediate results; see `divide`. A
+        // single test covers all elements; separate tests would serialize them.
         if global.amax > 1e-24f32 && global.amax < 1e30f32 {
             errors_of(block, first, scales, global, norm, true, conversion)
         } else {
@@ -314,7 +316,7 @@ pub fn candidate_errors(
     }
 }
 
-/// [`candidate_errors()`]; where the amax of the tensor is `ordinary`, without divisions.
+/// [`candidate_errors()`], without divisions if the amax of the tensor is `ordinary`.
 #[cube]
 fn errors_of(
     block: &Array<f32>,
@@ -338,9 +340,9 @@ fn errors_of(
             let magnitude = clamp_to_six(x * multiplier, conversion);
             let binade = binade_bits(magnitude);
             let sum = nearest_bits(magnitude, binade);
-            // Exact: the sum is a multiple of the grid's step, and so is what is subtracted.
+            // Exact: both operands are multiples of the grid's step.
             let rounded = f32::reinterpret(sum) - f32::reinterpret(binade) * 4_194_305.0f32;
-            // Code and element have the same sign, so magnitudes will do.
+            // Code and element have the same sign, so magnitudes suffice.
             let decoded = divide(rounded * value * global.amax, ordinary);
             let difference = decoded - x.abs();
             let term = match comptime!(norm) {
@@ -358,11 +360,11 @@ fn errors_of(
     errors
 }
 
-/// `value / 1536`, correctly rounded.
+/// Returns `value / 1536`, correctly rounded.
 ///
 /// With `y` the correctly rounded reciprocal and `q` the quotient to within a unit in the last
-/// place, `fma(fma(-1536, q, value), y, q)` is the correctly rounded quotient (Markstein, 1990),
-/// where nothing under- or overflows: `ordinary` says so. Needs PTX then.
+/// place, `fma(fma(-1536, q, value), y, q)` is the correctly rounded quotient (Markstein, 1990) if
+/// nothing under- or overflows, which `ordinary` asserts. Requires PTX in that case.
 #[cube]
 fn divide(value: f32, #[comptime] ordinary: bool) -> f32 {
     if comptime!(ordinary) {

@@ -1,10 +1,10 @@
 //! MS-EDEN; see [`reference::ms_eden`](crate::reference::ms_eden), whose documentation numbers the
 //! steps.
 //!
-//! The unit of work is a tile of 128 positions along the contraction (a group) by 32 lines. On CUDA
-//! one plane works on a tile: eight neighbouring units share two lines and transform them by
-//! shuffles. Elsewhere a cube works on a tile, in `f32` in shared memory, in phases between
-//! barriers; each phase is cut into 256 tasks of 16 values.
+//! The unit of work is a tile of 128 positions along K (a group) by 32 lines. On CUDA one plane
+//! processes a tile: eight neighbouring units share two lines and transform them by shuffles. On
+//! other devices a cube processes a tile, as `f32` in shared memory, in phases between barriers;
+//! each phase is split into 256 tasks of 16 values.
 
 use cubecl::prelude::*;
 
@@ -22,17 +22,16 @@ use super::{
     words::unpack,
 };
 
-/// Lines of a tile.
+/// Lines per tile.
 pub const LINES: usize = 32;
-/// Tasks of a phase: a line by an eighth of the group.
+/// Tasks per phase: a line by an eighth of the group.
 pub const TASKS: usize = LINES * 8;
-/// Values of a tile in shared memory, with the padding of either layout.
+/// Values of a tile in shared memory, including the padding of either layout.
 pub const TILE: usize = 4384;
-/// Values of one line in the arrays of block sums and scales: eight, and one against bank
-/// conflicts.
+/// Pitch of a line in the arrays of block sums and scales: eight, plus one against bank conflicts.
 pub const SUMS: usize = 9;
 
-/// What derives from the amax of the transformed values: steps 2 and 3.
+/// Scale factors derived from the amax of the transformed values: steps 2 and 3.
 #[derive(CubeType, Clone, Copy)]
 pub struct EdenScale {
     /// `amax'`.
@@ -45,7 +44,7 @@ pub struct EdenScale {
 
 #[cube]
 impl EdenScale {
-    /// From the amax and the two factors of the target.
+    /// Derives the scale from the amax and the two factors of the target.
     pub fn from_amax(amax: f32, amax_factor: f32, block_factor: f32) -> EdenScale {
         let scaled = amax * amax_factor;
         let overflows = scaled > f32::MAX && amax <= f32::MAX;
@@ -61,14 +60,14 @@ impl EdenScale {
         }
     }
 
-    /// The scale byte of a block before its correction: step 4.
+    /// Returns the scale byte of a block before its correction: step 4.
     pub fn block_scale(&self, amax: f32, #[comptime] conversion: Conversion) -> u32 {
         let scaled = amax * self.block;
         let byte = scale_byte(select(scaled > f32::MAX, f32::MAX, scaled), conversion);
         select(byte == 0u32, 0x38u32, byte)
     }
 
-    /// `e` of step 4.
+    /// Returns `e` of step 4.
     pub fn encode_multiplier(&self, scale: u32, #[comptime] conversion: Conversion) -> f32 {
         let product = decode_e4m3(scale) * self.decode;
         let multiplier = if comptime!(conversion.has_ptx()) {
@@ -80,9 +79,9 @@ impl EdenScale {
     }
 }
 
-/// Where position `k` of a group and line `line` stand in shared memory. Lines are neighbours where
-/// they are in the source (`across`), positions otherwise; the padding puts the 32 values that a
-/// plane touches at once in 32 banks, in every phase.
+/// Returns the index in shared memory of position `k` of a group and line `line`. If `across`,
+/// neighbouring lines are adjacent, as in the source; otherwise neighbouring positions. The padding
+/// puts the 32 values that a plane accesses at once in 32 banks, in every phase.
 #[cube]
 pub fn slot(k: usize, line: usize, #[comptime] across: bool) -> usize {
     if comptime!(across) {
@@ -92,7 +91,7 @@ pub fn slot(k: usize, line: usize, #[comptime] across: bool) -> usize {
     }
 }
 
-/// The signs of segment `segment` (16 elements), in the low bits.
+/// Returns the signs of segment `segment` (16 elements), in the low bits.
 #[cube]
 pub fn segment_signs(signs: &Signs, segment: usize) -> u32 {
     let low = select(segment < 2usize, signs.word0, signs.word1);
@@ -101,7 +100,7 @@ pub fn segment_signs(signs: &Signs, segment: usize) -> u32 {
     select(segment % 2usize == 1usize, word >> 16u32, word)
 }
 
-/// The signs of a segment, whose `word` is that of [`segment_signs()`].
+/// Applies the signs of a segment; `word` is that of [`segment_signs()`].
 #[cube]
 pub fn flip_segment(block: &mut Array<f32>, word: u32) {
     #[unroll]
@@ -111,7 +110,7 @@ pub fn flip_segment(block: &mut Array<f32>, word: u32) {
     }
 }
 
-/// Signs, and distances 1 to 8: the first half of the transform, on one segment.
+/// Applies signs and distances 1 to 8 to one segment: the first half of the transform.
 #[cube]
 pub fn transform_segment(block: &mut Array<f32>, signs: &Signs, segment: usize) {
     flip_segment(block, segment_signs(signs, segment));
@@ -130,19 +129,20 @@ pub fn transform_segment(block: &mut Array<f32>, signs: &Signs, segment: usize) 
     }
 }
 
-/// The segment of a task in phases over segments: neighbouring units take neighbouring segments.
+/// Returns the segment of a task in phases over segments: neighbouring units take neighbouring
+/// segments.
 #[cube]
 pub fn segment_of(task: usize) -> usize {
     task % 8usize
 }
 
-/// The line of a task in phases over segments.
+/// Returns the line of a task in phases over segments.
 #[cube]
 pub fn line_of(task: usize) -> usize {
     task / 8usize
 }
 
-/// Values of one segment from shared memory.
+/// Loads one segment from shared memory.
 #[cube]
 pub fn load_segment(
     tile: &[f32],
@@ -177,9 +177,9 @@ pub fn store_segment(
     }
 }
 
-/// Distances 16 to 64, the factor, and rounding: the second half of the transform, in place. A task
-/// is two times eight values, 16 positions apart. `hardware` rounds by the instruction, which gives
-/// another NaN and the same of everything else.
+/// Applies distances 16 to 64, the factor, and rounding in place: the second half of the transform.
+/// A task has two times eight values, 16 positions apart. `hardware` rounds by the conversion
+/// instruction, which yields a different NaN but otherwise identical results.
 #[cube]
 pub fn transform_between_segments(
     tile: &mut [f32],
@@ -236,7 +236,7 @@ pub fn transform_between_segments(
     }
 }
 
-/// The largest magnitude of a segment, as bits.
+/// Returns the largest magnitude of a segment, as bits.
 #[cube]
 pub fn segment_amax(block: &Array<f32>) -> u32 {
     let mut bits = 0u32;
@@ -247,7 +247,7 @@ pub fn segment_amax(block: &Array<f32>) -> u32 {
     bits
 }
 
-/// The two sums of a block of step 5.
+/// The two sums of a block in step 5.
 #[derive(CubeType, Clone, Copy)]
 pub struct EdenSums {
     /// `Σ y · y`.
@@ -256,21 +256,21 @@ pub struct EdenSums {
     pub xq: f32,
 }
 
-/// The codes of a block, and its sums.
+/// Codes of a block with its sums.
 #[derive(CubeType)]
 pub struct EdenBlock {
-    /// The codes, two words.
+    /// Codes, two words.
     pub codes: Vector<u32, Const<2>>,
-    /// The sums.
+    /// Sums.
     pub sums: EdenSums,
 }
 
-/// What the codes of a block stand for, and its sums.
+/// Decoded codes of a block with its sums.
 #[derive(CubeType)]
 pub struct EdenRounded {
     /// Eight pairs of bf16.
     pub pairs: Array<u32>,
-    /// The sums.
+    /// Sums.
     pub sums: EdenSums,
 }
 
@@ -278,18 +278,19 @@ pub struct EdenRounded {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Nearest {
-    /// What it stands for.
+    /// Value of the code.
     value: f32,
     /// A word whose lowest byte is the code.
     code: u32,
 }
 
-/// The code nearest to a magnitude of at most 6.
+/// Returns the code nearest to a magnitude of at most 6.
 ///
-/// `2²²`, times the power of two below the magnitude where that is above 1, has the distance of two
-/// grid points as its last place: the sum rounds to the grid, ties to even codes, and ends in the
-/// number of the grid point within its binade. Exponent and top bit of the mantissa are 298 and two
-/// more for each binade above 1, as many as codes; 214 grid points in the sum make that 512.
+/// The unit in the last place of `2²²` times the power of two below the magnitude (at least 1) is
+/// the distance between two grid points. The sum rounds to the grid, with ties to even codes, and
+/// ends in the index of the grid point within its binade. Exponent and top bit of the mantissa are
+/// 298, and two more per binade above 1, as many as there are codes in it; 214 grid points in the
+/// sum make that 512.
 #[cube]
 fn nearest(magnitude: f32) -> Nearest {
     let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;
@@ -302,7 +303,8 @@ fn nearest(magnitude: f32) -> Nearest {
     }
 }
 
-/// What the code nearest to a magnitude of at most 6 stands for: [`nearest()`] without the code.
+/// Returns the value of the code nearest to a magnitude of at most 6: [`nearest()`] without the
+/// code.
 #[cube]
 fn nearest_value(magnitude: f32) -> f32 {
     let binade = max(u32::reinterpret(magnitude), 0x3F80_0000u32) & 0x7F80_0000u32;
@@ -311,7 +313,7 @@ fn nearest_value(magnitude: f32) -> f32 {
     fma(binade, comptime!(-((1u32 << 22) as f32)), sum)
 }
 
-/// Codes and sums of a block.
+/// Returns codes and sums of a block.
 #[cube]
 pub fn quantize_block(
     block: &Array<f32>,
@@ -334,11 +336,11 @@ pub fn quantize_block(
             let y = scaled[comptime!(half * 8 + i)];
             let bits = u32::reinterpret(y);
             let magnitude = bits & 0x7FFF_FFFFu32;
-            // Saturates at 6, NaN too: the rest is on finite values.
+            // Saturates at 6, also for NaN: the following operations are on finite values.
             let found = nearest(f32::reinterpret(min(magnitude, 0x40C0_0000u32)));
             word |= (found.code & 7u32) << comptime!(4 * i as u32);
             word |= (bits >> comptime!(28 - 4 * i as u32)) & comptime!(8u32 << (4 * i));
-            // Magnitudes give the same sums: both factors have one sign.
+            // Magnitudes give the same sums, since both factors have the same sign.
             let y = f32::reinterpret(magnitude);
             xx = fma(y, y, xx);
             xq = fma(y, found.value, xq);
@@ -349,7 +351,7 @@ pub fn quantize_block(
                 nearest_codes(&scaled, comptime!(half * 8), conversion),
             );
         } else {
-            // A value is NaN where the multiplier is, and then all are: 6 without a sign.
+            // A value is NaN if the multiplier is, and then all are: 6 without a sign.
             codes.insert(half, select(multiplier.is_nan(), 0x7777_7777u32, word));
         }
     }
@@ -357,8 +359,8 @@ pub fn quantize_block(
     EdenBlock { codes, sums }
 }
 
-/// [`quantize_block()`] of a block as eight bf16 pairs, to what the codes stand for: fewer
-/// instructions than codes take. Needs PTX.
+/// [`quantize_block()`] of a block as eight bf16 pairs, returning the decoded values, which takes
+/// fewer instructions than codes. Requires PTX.
 #[cube]
 pub fn round_pairs(pairs: &Array<u32>, multiplier: f32) -> EdenRounded {
     let mut values = Array::<u32>::new(8usize);
@@ -371,14 +373,14 @@ pub fn round_pairs(pairs: &Array<u32>, multiplier: f32) -> EdenRounded {
         for odd in 0..2usize {
             let value = unpack(pairs[pair], comptime!(odd as u32), FloatKind::Bf16);
             let y = value * multiplier;
-            // Saturates at 6, NaN too, which the multiplication made positive.
+            // Saturates at 6, also for NaN, which the multiplication made positive.
             let found = nearest_value(ptx::min_abs(y, 6.0f32));
             let found = (u32::reinterpret(y) & 0x8000_0000u32) | u32::reinterpret(found);
             xx = fma(y, y, xx);
             xq = fma(y, f32::reinterpret(found), xq);
             two[odd] = found;
         }
-        // At most two significant bits: a bf16, the upper half, is all of it.
+        // At most two significant bits: the upper half, a bf16, is exact.
         values[pair] = ptx::prmt(two[0], two[1], 0x7632u32);
     }
     let sums = EdenSums { xx, xq };
@@ -388,7 +390,7 @@ pub fn round_pairs(pairs: &Array<u32>, multiplier: f32) -> EdenRounded {
     }
 }
 
-/// [`quantize_block()`] of a block as eight bf16 pairs. Needs PTX.
+/// [`quantize_block()`] of a block as eight bf16 pairs. Requires PTX.
 #[cube]
 pub fn quantize_pairs(
     pairs: &Array<u32>,
@@ -434,7 +436,7 @@ pub fn quantize_pairs(
     EdenBlock { codes, sums }
 }
 
-/// The correction of a group: step 6.
+/// Returns the correction of a group: step 6.
 #[cube]
 pub fn eden_correction(xx: f32, xq: f32) -> f32 {
     let ratio = xx / xq;
@@ -442,20 +444,20 @@ pub fn eden_correction(xx: f32, xq: f32) -> f32 {
     select(usable, ratio, 1.0f32)
 }
 
-/// Step 7's rounding; see
+/// Rounding of step 7; see
 /// [`reference::round_scale_stochastic`](crate::reference::round_scale_stochastic).
 #[cube]
 pub fn round_scale_stochastic(value: f32, random: u32, #[comptime] conversion: Conversion) -> u32 {
     let bits = u32::reinterpret(value);
     let dithered = ((bits + (random << 4u32)) >> 20u32) - 960u32;
-    // 2^-6 up to, but not, 448: a difference of bits, because the value is not negative.
+    // From 2^-6 up to but excluding 448: a difference of bits, because the value is not negative.
     let normal = bits - 0x3C80_0000u32 < 0x0760_0000u32;
-    // The conversion of two values leaves that of the second, zero, in the upper byte.
+    // The upper byte has the conversion of the second value, zero.
     select(normal, dithered, scale_byte(value, conversion))
 }
 
-/// The eight scale bytes of the group of one line: steps 5 to 7, from the sums and bytes of its
-/// blocks. `index` is the logical index of the group.
+/// Returns the eight scale bytes of the group of one line: steps 5 to 7, from the sums and bytes of
+/// its blocks. `index` is the logical index of the group.
 #[cube]
 pub fn correct_group(
     xx: &[f32],

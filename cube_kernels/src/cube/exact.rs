@@ -1,13 +1,14 @@
-//! Operations that are rounded once on every device, whatever its compiler makes of plain ones.
+//! Operations that are rounded once on every device, independent of how its compiler treats plain
+//! ones.
 
 use cubecl::prelude::*;
 
 use super::{codec::Conversion, ptx};
 
-/// `a · b + c`, rounded once, to nearest even.
+/// Returns `a · b + c`, rounded once, to nearest even.
 ///
-/// Without PTX by `f64`, which the device must have: CubeCL's own `fma` may be two operations on
-/// its CPU runtime.
+/// Without PTX it uses `f64`, which the device must support: CubeCL's own `fma` may be two
+/// operations on its CPU runtime.
 #[cube]
 pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -17,8 +18,8 @@ pub fn fma(a: f32, b: f32, c: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// `a · b`, rounded to nearest even, whatever it is added to: compilers make one operation of a
-/// plain product and a sum.
+/// Returns `a · b`, rounded to nearest even, independent of later additions: compilers contract a
+/// plain product and a sum to one operation.
 #[cube]
 pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -29,10 +30,10 @@ pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// The product of two `f32` is exact in `f64`. The sum is rounded to odd: where it is inexact, and
-/// its last bit even, it goes to the neighbour on the side of what was lost (Knuth's two-sum).
-/// Rounding that to `f32`, with more than two bits less, gives the nearest `f32` of the exact sum
-/// (Boldo and Melquiond, 2008).
+/// The product of two `f32` is exact in `f64`. The sum is rounded to odd: if it is inexact and its
+/// last bit even, it moves to the neighbour in the direction of the rounding error (Knuth's
+/// two-sum). Rounding that to `f32`, with more than two bits less, gives the nearest `f32` of the
+/// exact sum (Boldo and Melquiond, 2008).
 #[cube]
 fn fma_by_f64(a: f32, b: f32, c: f32) -> f32 {
     let product = f64::cast_from(a) * f64::cast_from(b);
@@ -49,7 +50,7 @@ fn fma_by_f64(a: f32, b: f32, c: f32) -> f32 {
     f32::cast_from(f64::reinterpret(odd))
 }
 
-/// The square root, correctly rounded.
+/// Returns the square root, correctly rounded.
 #[cube]
 pub fn sqrt(value: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -59,7 +60,7 @@ pub fn sqrt(value: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// `1 / value`, correctly rounded.
+/// Returns `1 / value`, correctly rounded.
 #[cube]
 pub fn reciprocal(value: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -69,8 +70,8 @@ pub fn reciprocal(value: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// `1 / value` for a value from 1 to 2, correctly rounded, without the branch that a reciprocal of
-/// any value has.
+/// Returns `1 / value` for a value from 1 to 2, correctly rounded, without the branch of a general
+/// reciprocal.
 #[cube]
 pub fn reciprocal_of_1_to_2(value: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -80,12 +81,12 @@ pub fn reciprocal_of_1_to_2(value: f32, #[comptime] conversion: Conversion) -> f
     }
 }
 
-/// `1 / a` for `a` from 2⁻¹²⁶ on and below 2¹²⁶, correctly rounded: `rcp.approx.f32` and one Newton
-/// step. These are the instructions that `rcp.rn.f32` becomes on the devices this is for, but for
-/// the branch that looks after exponents at either end. Every `a` from 1 to 2 is tested, and the
-/// others follow: nothing here over- or underflows, so exponents do not touch the digits.
+/// Returns `1 / a` for `a` from 2⁻¹²⁶ to below 2¹²⁶, correctly rounded: `rcp.approx.f32` and one
+/// Newton step. `rcp.rn.f32` compiles to these instructions on the target devices, plus a branch
+/// for exponents at either end. Every `a` from 1 to 2 is tested, which covers the others: nothing
+/// here over- or underflows, so exponents do not affect the digits.
 ///
-/// NaN for zero, for subnormals, which count as zero, and for infinity. Needs PTX.
+/// NaN for zero, for subnormals, which count as zero, and for infinity. Requires PTX.
 #[cube]
 pub fn rcp_of_ordinary(a: f32) -> f32 {
     let a = f32::reinterpret(a);

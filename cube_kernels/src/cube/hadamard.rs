@@ -10,8 +10,7 @@ use super::{
 use crate::Hadamard;
 use crate::HadamardSize;
 
-/// The signs of a transform, 32 elements to a word: bit `i % 32` of word `i / 32` negates element
-/// `i`.
+/// Signs of a transform, 32 elements per word: bit `i % 32` of word `i / 32` negates element `i`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Signs {
     /// Elements 0 to 31.
@@ -26,7 +25,7 @@ pub struct Signs {
 
 #[cube]
 impl Signs {
-    /// 1 where element `i` is negated, else 0.
+    /// Returns 1 if element `i` is negated, else 0.
     pub fn bit(&self, #[comptime] i: usize) -> u32 {
         let word = if comptime!(i / 32 == 0) {
             self.word0
@@ -40,7 +39,7 @@ impl Signs {
         (word >> comptime!(i as u32 % 32)) & 1u32
     }
 
-    /// Those of elements `16 lane` to `16 lane + 15`, in the lower bits.
+    /// Returns the signs of elements `16 lane` to `16 lane + 15`, in the lower bits.
     pub fn of_lane(&self, lane: usize) -> u32 {
         let low = select(lane < 2usize, self.word0, self.word1);
         let high = select(lane < 6usize, self.word2, self.word3);
@@ -49,7 +48,7 @@ impl Signs {
     }
 }
 
-/// The finaliser of SplitMix64, as [`Hadamard::seeded_with_size`] uses it.
+/// Finalizer of SplitMix64, as in [`Hadamard::seeded_with_size`].
 #[cube]
 fn splitmix64(value: u64) -> u64 {
     let z = value + 0x9E37_79B9_7F4A_7C15u64;
@@ -58,7 +57,7 @@ fn splitmix64(value: u64) -> u64 {
     z ^ (z >> 31u64)
 }
 
-/// The signs of [`Hadamard::seeded_with_size`] for 128 elements.
+/// Returns the signs of [`Hadamard::seeded_with_size`] for 128 elements.
 #[cube]
 pub fn seeded_signs(seed: u64) -> Signs {
     let first = splitmix64(seed);
@@ -71,8 +70,8 @@ pub fn seeded_signs(seed: u64) -> Signs {
     }
 }
 
-/// `values · H`, in place, without signs and without the factor: combines neighbours at distances
-/// 1, 2, 4, ... in this order.
+/// Computes `values · H` in place, without signs and without the factor: combines neighbours at
+/// distances 1, 2, 4, ... in this order.
 #[cube]
 pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     #[unroll]
@@ -81,7 +80,7 @@ pub fn butterfly(values: &mut Array<f32>, #[comptime] size: HadamardSize) {
     }
 }
 
-/// Stage `stage` of [`butterfly()`] of so many elements.
+/// Applies stage `stage` of [`butterfly()`] to `elements` elements.
 #[cube]
 pub fn combine(values: &mut Array<f32>, #[comptime] stage: u32, #[comptime] elements: usize) {
     let distance = comptime!(1usize << stage);
@@ -96,7 +95,7 @@ pub fn combine(values: &mut Array<f32>, #[comptime] stage: u32, #[comptime] elem
     }
 }
 
-/// The first `count` of `values · 1/√size`, rounded to bf16, in pairs. Needs PTX.
+/// Returns the first `count` of `values · 1/√size`, rounded to bf16, in pairs. Requires PTX.
 #[cube]
 pub fn normalized_pairs(
     values: &Array<f32>,
@@ -114,7 +113,7 @@ pub fn normalized_pairs(
     pairs
 }
 
-/// The first `count` of `values`, rounded to bf16, in pairs. Needs PTX.
+/// Returns the first `count` of `values`, rounded to bf16, in pairs. Requires PTX.
 #[cube]
 pub fn pairs_of(values: &Array<f32>, #[comptime] count: usize) -> Array<u32> {
     let mut pairs = Array::<u32>::new(comptime!(count / 2));
@@ -126,14 +125,14 @@ pub fn pairs_of(values: &Array<f32>, #[comptime] count: usize) -> Array<u32> {
     pairs
 }
 
-/// `value · 1/√size`, rounded to bf16. Needs PTX.
+/// Returns `value · 1/√size`, rounded to bf16. Requires PTX.
 #[cube]
 pub fn round_normalized(value: f32, #[comptime] size: HadamardSize) -> f32 {
     let pair = ptx::cvt_rn_bf16x2(value * comptime!(size.factor()), 0.0f32);
     f32::reinterpret(pair << 16u32)
 }
 
-/// `values · 1/√size`, rounded to bf16: the second half of a transform.
+/// Computes `values · 1/√size`, rounded to bf16: the second half of a transform.
 #[cube]
 pub fn normalize(
     values: &mut Array<f32>,
@@ -152,7 +151,7 @@ pub fn normalize(
     }
 }
 
-/// The `count` values of bf16 pairs.
+/// Unpacks the `count` values of bf16 pairs.
 #[cube]
 pub fn unpack_pairs(pairs: &Array<u32>, values: &mut Array<f32>, #[comptime] count: usize) {
     #[unroll]

@@ -1,8 +1,9 @@
-//! Building blocks of the kernels, one concept in each file: the twins of
-//! [`reference`](mod@crate::reference) in CubeCL. Bit-equal to it by test, on every runtime.
+//! CubeCL building blocks of the kernels, one concept per file: counterparts of
+//! [`reference`](mod@crate::reference). Tests check that they are bit-identical to it on every
+//! runtime.
 //!
-//! No kernel asks a buffer for its `len()`: in CubeCL 0.11.3 that is the size of the memory behind
-//! the handle, which may be larger than the tensor. Counts are arguments.
+//! Kernels never use a buffer's `len()`: in CubeCL 0.11.3 it is the size of the memory of the
+//! handle, which may be larger than the tensor. Counts are passed as arguments.
 
 #![allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 

@@ -6,39 +6,40 @@ use cubecl::prelude::*;
 use super::codec::{Conversion, decode_e2m1, decode_e4m3_element, encode_e4m3x4, round_nearest};
 use crate::format::block::ElementFormat;
 
-/// The UE8M0 byte of `value`, which is not negative, rounded up.
+/// Returns the UE8M0 byte of `value`, which is not negative, rounded up.
 #[cube]
 pub fn encode_ue8m0_up(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
     let exponent = bits >> 23u32;
     let mantissa = bits & 0x007F_FFFFu32;
-    // Any mantissa bit of a normal value, more than 2^22 of a subnormal.
+    // Any mantissa bit of a normal value, or more than 2^22 for a subnormal.
     let up = mantissa > select(exponent == 0u32, 0x0040_0000u32, 0u32);
     let byte = min(exponent + u32::cast_from(up), 254u32);
     select(bits > 0x7F80_0000u32, 255u32, byte)
 }
 
-/// `2^(byte - 127)`, or NaN.
+/// Returns `2^(byte - 127)`, or NaN.
 #[cube]
 pub fn decode_ue8m0(byte: u32) -> f32 {
     let bits = select(byte == 0u32, 0x0040_0000u32, byte << 23u32);
     f32::reinterpret(select(byte == 255u32, 0x7FC0_0000u32, bits))
 }
 
-/// `2^(127 - byte)`, or NaN.
+/// Returns `2^(127 - byte)`, or NaN.
 #[cube]
 pub fn decode_ue8m0_reciprocal(byte: u32) -> f32 {
     let bits = select(byte == 254u32, 0x0040_0000u32, (254u32 - byte) << 23u32);
     f32::reinterpret(select(byte == 255u32, 0x7FC0_0000u32, bits))
 }
 
-/// The scale byte of a block whose largest magnitude has the bits `amax`.
+/// Returns the scale byte of a block whose largest magnitude has the bits `amax`.
 #[cube]
 pub fn mx_scale(amax: u32, #[comptime] element: ElementFormat) -> u32 {
     encode_ue8m0_up(f32::reinterpret(amax) * comptime!(1.0f32 / element.max()))
 }
 
-/// As many scaled elements from `first` on as a word holds, the first in the lowest bits.
+/// Encodes as many scaled elements from `first` on as fit into a word, the first in the lowest
+/// bits.
 #[cube]
 pub fn encode_word(
     values: &Array<f32>,
@@ -59,7 +60,7 @@ pub fn encode_word(
     }
 }
 
-/// The value of the code in the lowest bits of `code`.
+/// Returns the value of the code in the lowest bits of `code`.
 #[cube]
 pub fn decode_element(code: u32, #[comptime] element: ElementFormat) -> f32 {
     match comptime!(element) {

@@ -1,11 +1,11 @@
-//! Kernels that begin before the one in front of them has ended, where a graph says so: see
+//! Kernels that begin before the previous one has ended, in graphs that enable it: see
 //! [`graph::overlap_kernels`](crate::graph::overlap_kernels).
 
 use cubecl::prelude::*;
 
 use super::ptx;
 
-/// Lets the next kernel begin: its cubes take what room those of this one leave.
+/// Lets the next kernel begin: its cubes fill the space that those of this kernel leave.
 #[cube]
 pub fn let_next_begin(#[comptime] overlaps: bool) {
     if comptime!(overlaps) {
@@ -13,8 +13,8 @@ pub fn let_next_begin(#[comptime] overlaps: bool) {
     }
 }
 
-/// Kernels in front of this one may write `memory`: call this before the wait. Without it compilers
-/// load what a kernel does not write as a constant, which may be ahead of the wait.
+/// Declares that previous kernels may write `memory`; call it before the wait. Otherwise compilers
+/// treat memory that a kernel does not write as constant, and may load it before the wait.
 #[cube]
 pub fn written_before<T: CubePrimitive>(memory: &[T], #[comptime] overlaps: bool) {
     if comptime!(overlaps) {
@@ -22,8 +22,8 @@ pub fn written_before<T: CubePrimitive>(memory: &[T], #[comptime] overlaps: bool
     }
 }
 
-/// Waits for the kernels in front of this one, and sees what they wrote. What stands before this
-/// reads only memory that no kernel of a graph with overlapping kernels writes in front of it.
+/// Waits for the previous kernels and makes their writes visible. Code before the wait may only
+/// read memory that no earlier kernel of a graph with overlapping kernels writes.
 #[cube]
 pub fn wait_for_previous(#[comptime] overlaps: bool) {
     if comptime!(overlaps) {

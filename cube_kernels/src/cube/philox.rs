@@ -5,14 +5,14 @@ use cubecl::prelude::*;
 use crate::reference::philox::{MULTIPLIERS, ROUNDS, WEYL};
 use crate::{BlockPosition, Gap, Gaps};
 
-/// Where a kernel takes its random bits from: the key of the stream, and the offset, which is added
-/// to the one in device memory where there is one.
+/// Random source of a kernel: the key of the stream, and the offset, which is added to the one in
+/// device memory, if any.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Random {
     /// Low words of the keys of all rounds.
     pub key_low: RoundKeys,
-    /// High words.
+    /// High words of the keys of all rounds.
     pub key_high: RoundKeys,
     /// Low word of the offset.
     pub offset_low: u32,
@@ -21,15 +21,15 @@ pub struct Random {
 }
 
 impl RandomLaunch {
-    /// The stream of `key` at `offset`.
+    /// Returns the stream of `key` at `offset`.
     pub fn of(key: [u32; 2], offset: u64) -> Self {
         let [low, high] = [0, 1].map(|word| RoundKeysLaunch::of(key[word], WEYL[word]));
         Self::new(low, high, offset as u32, (offset >> 32) as u32)
     }
 }
 
-/// A word of the key of each round. As arguments of a kernel they are operands of the instructions
-/// that take them, where a block that adds them up takes two instructions more for each round.
+/// One word of the key of each round. As kernel arguments they are direct operands of the
+/// instructions; computing them in the kernel takes two more instructions per round.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct RoundKeys {
@@ -75,7 +75,8 @@ impl RoundKeysLaunch {
 
 #[cube]
 impl RoundKeys {
-    /// Those of a stream whose key has the word `first`; `step` is that of [`WEYL`].
+    /// Returns the round keys of a stream whose key has the word `first`; `step` is that of
+    /// [`WEYL`].
     pub fn of(first: u32, #[comptime] step: u32) -> RoundKeys {
         RoundKeys {
             round0: first + comptime!(step.wrapping_mul(0)),
@@ -107,20 +108,20 @@ impl RoundKeys {
     }
 }
 
-/// How a kernel numbers the blocks for which it draws.
+/// Numbering of the blocks for which a kernel draws random bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Numbering {
-    /// As they lie in their own tensor.
+    /// By position in the tensor itself.
     Own,
-    /// From a first number on.
+    /// By position in the tensor itself, from a first number on.
     Shifted,
-    /// Behind those of earlier groups of rows, which are counted in device memory.
+    /// After the blocks of earlier groups of rows, which are counted in device memory.
     Behind,
-    /// As they lie in a larger tensor, with a row length of its own.
+    /// By position in a larger tensor with a different row length.
     Part,
-    /// The same, with rows of the larger tensor between rows.
+    /// By position in a larger tensor, which has additional rows between the rows.
     RowGaps,
-    /// The same, with blocks of the larger tensor between blocks of a row.
+    /// By position in a larger tensor, which has additional blocks between the blocks of a row.
     BlockGaps,
 }
 
@@ -142,24 +143,23 @@ impl Numbering {
     }
 }
 
-/// Where the blocks of a tensor stand in the larger one of which it is a part; see
-/// [`BlockPosition`].
+/// Position of the blocks of a tensor in a larger tensor that it is part of; see [`BlockPosition`].
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Position {
     /// Low word of the first number.
     pub first_low: u32,
     /// High word of the first number.
     pub first_high: u32,
-    /// Blocks of a stored row of the larger tensor; with [`Numbering::Behind`] those of a unit that
-    /// is counted in device memory.
+    /// Blocks per stored row of the larger tensor; with [`Numbering::Behind`] the blocks per unit
+    /// that is counted in device memory.
     pub row_blocks: u32,
-    /// Where the first gap is.
+    /// Position of the first gap.
     pub first_gap: u32,
-    /// What lies in it.
+    /// Length of the first gap.
     pub first_gap_len: u32,
-    /// Where the second gap is.
+    /// Position of the second gap.
     pub second_gap: u32,
-    /// What lies in it.
+    /// Length of the second gap.
     pub second_gap_len: u32,
 }
 
@@ -188,8 +188,9 @@ impl From<BlockPosition> for PositionLaunch {
 
 #[cube]
 impl Position {
-    /// The number of block `index` of a tensor whose stored rows have `row_blocks`; `earlier` are
-    /// the units of earlier groups, a word that is read with [`Numbering::Behind`] alone.
+    /// Returns the number of block `index` in a tensor whose stored rows have `row_blocks` blocks.
+    /// `earlier` holds the units of earlier groups, one word, which is only read with
+    /// [`Numbering::Behind`].
     pub fn number(
         &self,
         index: usize,
@@ -218,7 +219,7 @@ impl Position {
         }
     }
 
-    /// Number `index` in the larger tensor.
+    /// Maps number `index` to the larger tensor, skipping the gaps.
     fn behind_gaps(&self, index: usize) -> usize {
         let one = select(index < self.first_gap as usize, 0u32, self.first_gap_len);
         let two = select(index < self.second_gap as usize, 0u32, self.second_gap_len);
@@ -230,7 +231,8 @@ impl Position {
     }
 }
 
-/// The four random words of block `index`: byte `i` of them, little-endian, rounds element `i`.
+/// Returns the four random words of block `index`: byte `i` of them, little-endian, rounds element
+/// `i`.
 #[cube]
 pub fn block_words(index: u64, random: &Random) -> Array<u32> {
     let mut c0 = u32::cast_from(index & 0xFFFF_FFFFu64);

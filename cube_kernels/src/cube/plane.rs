@@ -1,10 +1,10 @@
-//! Reductions over a plane of 32 units, by exchanges: the same order on every device.
+//! Reductions over a plane of 32 units by exchanges, in the same order on every device.
 
 use cubecl::prelude::*;
 
 use super::{codec::Conversion, ptx};
 
-/// `value` of the unit of this plane whose number differs by the bits of `mask`.
+/// Returns `value` of the unit of this plane whose index differs by the bits of `mask`.
 #[cube]
 pub fn exchange(value: f32, #[comptime] mask: u32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -14,7 +14,7 @@ pub fn exchange(value: f32, #[comptime] mask: u32, #[comptime] conversion: Conve
     }
 }
 
-/// The largest value of a plane.
+/// Returns the largest value of a plane.
 #[cube]
 pub fn plane_largest(value: f32, #[comptime] conversion: Conversion) -> f32 {
     let mut largest = value;
@@ -28,7 +28,7 @@ pub fn plane_largest(value: f32, #[comptime] conversion: Conversion) -> f32 {
     largest
 }
 
-/// The sum of a plane's values, in a tree of neighbours.
+/// Returns the sum of a plane's values, in a tree of neighbours.
 #[cube]
 pub fn plane_tree(value: f32, #[comptime] conversion: Conversion) -> f32 {
     let mut sum = value;
@@ -39,13 +39,13 @@ pub fn plane_tree(value: f32, #[comptime] conversion: Conversion) -> f32 {
     sum
 }
 
-/// The largest of the numbers of a plane.
+/// Returns the largest integer of a plane.
 #[cube]
 pub fn plane_largest_u32(value: u32, #[comptime] conversion: Conversion) -> u32 {
     let mut largest = value;
     #[unroll]
     for stage in 0..5u32 {
-        // Bits are moved as they are.
+        // Moves the bits unchanged.
         let other = exchange(
             f32::reinterpret(largest),
             comptime!(1u32 << stage),

@@ -1,4 +1,4 @@
-//! Rows of any length in blocks of 8 elements, which is what a unit loads and stores at once.
+//! Rows of any length in blocks of 8 elements, the amount that a unit loads and stores at once.
 
 use cubecl::prelude::*;
 
@@ -8,22 +8,22 @@ use super::{
 };
 use crate::tensor::FloatKind;
 
-/// Elements of a block.
+/// Elements per block.
 pub const ROW_BLOCK: usize = 8;
 
-/// How the rows of a matrix are loaded and stored in blocks of 8; the last one may be shorter.
+/// Access pattern for the rows of a matrix in blocks of 8; the last block may be shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RowPlan {
-    /// Whether a loaded scalar is an element of 16 bits, and not a word.
+    /// True if a loaded scalar is an element of 16 bits instead of a word.
     pub elements: bool,
-    /// Whether rows are whole blocks.
+    /// True if rows consist of whole blocks.
     pub whole: bool,
-    /// The element type.
+    /// Element type.
     pub kind: FloatKind,
 }
 
 impl RowPlan {
-    /// Elements of a loaded scalar.
+    /// Returns the elements per loaded scalar.
     pub const fn per_scalar(&self) -> usize {
         if self.elements {
             1
@@ -32,14 +32,14 @@ impl RowPlan {
         }
     }
 
-    /// Vectors of `width` scalars of a block.
+    /// Returns the vectors of `width` scalars per block.
     pub const fn vectors(&self, width: usize) -> usize {
         ROW_BLOCK / self.per_scalar() / width
     }
 }
 
-/// Vector `v` of block `block` of the row that begins at vector `row`. Behind the end of a row
-/// that is not whole blocks it is the row's last one again.
+/// Returns the index of vector `v` of block `block` of the row that begins at vector `row`. If rows
+/// are not whole blocks, vectors after the end of the row are replaced by its last one.
 #[cube]
 pub fn vector_index(
     row: usize,
@@ -57,8 +57,8 @@ pub fn vector_index(
     }
 }
 
-/// The elements of a block whose vectors are entries `first` and on of `loaded`; of those from
-/// `left` on, which are behind the end of the row, `fill`.
+/// Returns the elements of a block whose vectors start at entry `first` of `loaded`. Elements from
+/// `left` on, which are after the end of the row, are `fill`.
 #[cube]
 pub fn block_values<F: Numeric, N: Size>(
     loaded: &Array<Vector<F, N>>,
@@ -85,7 +85,7 @@ pub fn block_values<F: Numeric, N: Size>(
     values
 }
 
-/// Vector `v` of the block `values`, rounded to nearest even.
+/// Returns vector `v` of the block `values`, rounded to nearest even.
 #[cube]
 pub fn block_vector<F: Numeric, N: Size>(
     values: &Array<f32>,
@@ -111,7 +111,7 @@ pub fn block_vector<F: Numeric, N: Size>(
     vector
 }
 
-/// The sum of 8 values in a tree: neighbours, then neighbouring pairs, then the two halves.
+/// Returns the sum of 8 values in a tree: neighbours, then neighbouring pairs, then the two halves.
 #[cube]
 pub fn block_sum(values: &Array<f32>) -> f32 {
     let low = (values[0] + values[1]) + (values[2] + values[3]);

@@ -9,14 +9,14 @@ use super::{
 };
 use crate::BlockScaling;
 
-/// What derives from one amax.
+/// Scale factors derived from one amax.
 #[derive(CubeType, Clone, Copy)]
 pub struct GlobalScale {
-    /// The amax itself.
+    /// Amax.
     pub amax: f32,
     /// `S`.
     pub encode: f32,
-    /// `m = fl(S · fl(1/6))`: block maximum to block scale.
+    /// `m = fl(S · fl(1/6))`: factor from block amax to block scale.
     pub block: f32,
     /// `D = fl(1 / S)`.
     pub decode: f32,
@@ -24,7 +24,7 @@ pub struct GlobalScale {
 
 #[cube]
 impl GlobalScale {
-    /// The scales of a tensor whose largest magnitude is `amax`.
+    /// Derives the scales of a tensor whose largest magnitude is `amax`.
     pub fn from_amax(amax: f32, #[comptime] scaling: BlockScaling) -> GlobalScale {
         let quotient = comptime!(scaling.range()) / amax;
         // False for NaN, for the 0 of an infinite amax, and by its second half for amax = 0.
@@ -39,8 +39,8 @@ impl GlobalScale {
         }
     }
 
-    /// The scales for blocks of `multiple` times the values, a power of two: they have the same
-    /// scale bytes, and multipliers of which this is a divisor. Not for four over six.
+    /// Returns the scales for blocks of `multiple` times the values, a power of two. Scale bytes
+    /// are unchanged, and multipliers are divided by `multiple`. Not for four over six.
     pub fn of_multiples(&self, #[comptime] multiple: f32) -> GlobalScale {
         GlobalScale {
             amax: self.amax,
@@ -50,8 +50,8 @@ impl GlobalScale {
         }
     }
 
-    /// The scale byte of a block whose largest magnitude is `amax`, where it does not choose
-    /// between two.
+    /// Returns the scale byte of a block whose largest magnitude is `amax`, for scaling without a
+    /// choice between two candidates.
     pub fn block_scale(
         &self,
         amax: f32,
@@ -65,12 +65,12 @@ impl GlobalScale {
         scale_byte(magnitude * self.block, conversion)
     }
 
-    /// `fl(fl(a / 6) · S)`, from which four over six forms both candidates.
+    /// Returns `fl(fl(a / 6) · S)`, from which four over six derives both candidates.
     pub fn block_base(&self, amax: f32) -> f32 {
         (amax / 6.0f32) * self.encode
     }
 
-    /// The factor that brings the elements of a block with scale byte `scale` onto the grid.
+    /// Returns the factor that maps the elements of a block with scale byte `scale` to the grid.
     pub fn encode_multiplier(&self, scale: u32, #[comptime] conversion: Conversion) -> f32 {
         let product = decode_e4m3(scale) * self.decode;
         let multiplier = if comptime!(conversion.has_ptx()) {
@@ -81,25 +81,26 @@ impl GlobalScale {
         select(multiplier > f32::MAX, f32::MAX, multiplier)
     }
 
-    /// [`encode_multiplier`](GlobalScale::encode_multiplier) in a third of its instructions where
-    /// it is below [`LARGEST_USUAL`] and the amax of the block is a number; for NaN, any number.
-    /// Elsewhere not below that, or NaN. Needs PTX.
+    /// Returns [`encode_multiplier`](GlobalScale::encode_multiplier) in a third of its
+    /// instructions, if the result is below [`LARGEST_USUAL`] and the amax of the block is a
+    /// number; for NaN, returns any number. Otherwise the result is not below that limit, or NaN.
+    /// Requires PTX.
     ///
-    /// `value · decode` is below 2¹²⁶ for every byte: `448 / fl(2688 / f32::MAX)` is. Where it is no
-    /// normal number the reciprocal is NaN, and where it is a small one the reciprocal is large.
-    /// With the scales [of multiples](GlobalScale::of_multiples) it is below that where the amax of
-    /// the block is: `value · decode` is at most a third of it.
+    /// `value · decode` is below 2¹²⁶ for every byte, since `448 / fl(2688 / f32::MAX)` is. If it
+    /// is not a normal number, the reciprocal is NaN; if it is a small one, the reciprocal is
+    /// large. With the scales [of multiples](GlobalScale::of_multiples), `value · decode` is below
+    /// 2¹²⁶ if the amax of the block is, because it is at most a third of that amax.
     pub fn usual_multiplier(&self, scale: u32) -> f32 {
-        // As in `decode_e4m3`.
+        // The same as in `decode_e4m3`.
         let value = f32::reinterpret(scale << 20u32) * f32::reinterpret(247u32 << 23u32);
         rcp_of_ordinary(value * self.decode)
     }
 }
 
-/// See [`GlobalScale::usual_multiplier`]: 2⁹⁰.
+/// Limit of [`GlobalScale::usual_multiplier`]: 2⁹⁰.
 pub const LARGEST_USUAL: f32 = 1_237_940_039_285_380_274_899_124_224.0;
 
-/// The E4M3 byte of a non-negative scale; beyond 448 it is 448, NaN stays NaN.
+/// Returns the E4M3 byte of a non-negative scale; values above 448 become 448, NaN stays NaN.
 #[cube]
 pub fn scale_byte(scale: f32, #[comptime] conversion: Conversion) -> u32 {
     if comptime!(conversion.has_e4m3()) {
@@ -109,8 +110,8 @@ pub fn scale_byte(scale: f32, #[comptime] conversion: Conversion) -> u32 {
     }
 }
 
-/// Where the scale of block `block` of stored row `row` lies in the 128x4 layout of rows that take
-/// `padded_blocks` tiles; see [`reference::swizzle`](crate::reference::swizzle).
+/// Returns the index of the scale of block `block` of stored row `row` in the 128x4 layout, in
+/// which rows take `padded_blocks` tiles; see [`reference::swizzle`](crate::reference::swizzle).
 #[cube]
 pub fn swizzled_at(row: usize, block: usize, padded_blocks: usize) -> usize {
     ((row / 128usize) * padded_blocks + block / 4usize) * 512usize

@@ -1,5 +1,5 @@
-//! Blocks as what their codes stand for: code times block scale in bf16, which is exact, without
-//! the global scale. What a GEMM multiplies on devices without FP4 instructions.
+//! Unscaled values of blocks: code times block scale in bf16, which is exact, without the global
+//! scale. GEMMs on devices without FP4 instructions multiply them.
 
 use cubecl::prelude::*;
 
@@ -9,15 +9,15 @@ use super::{
     ptx,
 };
 
-/// The E4M3 scale `byte` as a bf16 in both halves of a word, exactly: a bf16 is the upper half of
-/// an `f32`.
+/// Returns the E4M3 scale `byte` as a bf16 in both halves of a word, exactly: a bf16 is the upper
+/// half of an `f32`.
 #[cube]
 pub fn scale_pair(byte: u32) -> u32 {
     let scale = u32::reinterpret(decode_e4m3(byte)) >> 16u32;
     scale | (scale << 16u32)
 }
 
-/// The values of a word of eight codes with the scale `pair` of [`scale_pair()`], in order.
+/// Returns the values of a word of eight codes with the scale `pair` of [`scale_pair()`], in order.
 #[cube]
 pub fn unscaled_word(
     codes: u32,
@@ -42,9 +42,9 @@ pub fn unscaled_word(
 
 /// Writes the values of block `at`, given its 16 codes and its scale byte, if it is `inside`.
 ///
-/// On a GPU neighbouring units, an even one and the next, have neighbouring blocks, and all units
-/// of the plane must be here. Each takes a half of either block, since what one instruction of two
-/// units writes is then the 32 bytes of a whole sector.
+/// On a GPU neighbouring units, an even one and the next, must have neighbouring blocks, and all
+/// units of the plane must call it. Each writes a half of both blocks, so that one instruction of
+/// two units writes the 32 bytes of a whole sector.
 #[cube]
 pub fn store_unscaled_block(
     out: &mut [Vector<u32, Const<4>>],
@@ -59,7 +59,7 @@ pub fn store_unscaled_block(
     if comptime!(conversion.has_ptx()) {
         let odd = UNIT_POS % 2u32;
         let is_odd = odd == 1u32;
-        // A scale has no sign: that bit says whether the block is inside.
+        // A scale has no sign, so the sign bit tells if the block is inside.
         let own = pair | (u32::cast_from(inside) << 31u32);
         let other = of_neighbour(own);
         let taken = of_neighbour(select(is_odd, low, high));
@@ -80,7 +80,7 @@ pub fn store_unscaled_block(
     }
 }
 
-/// `word` of the other of two neighbouring units.
+/// Returns `word` of the other one of two neighbouring units.
 #[cube]
 fn of_neighbour(word: u32) -> u32 {
     u32::reinterpret(ptx::shfl_sync_bfly(f32::reinterpret(word), 1u32))

@@ -1,33 +1,32 @@
-//! Sums of the fragments of `mma.sync` by several warps, which add them up through shared memory:
-//! for GEMMs of small M, where the rows of a weight are the left operand and those of `a` the right
-//! one.
+//! Sums of `mma.sync` fragments over several warps, which add them through shared memory. For GEMMs
+//! of small M, in which the rows of a weight are the left operand and those of `a` the right one.
 
 use cubecl::prelude::*;
 
-/// What each warp of a cube has sums of.
+/// Layout of each warp's sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WarpSums {
     /// Groups of 16 rows of the left operand.
     pub strips: usize,
-    /// Groups of 8 rows of the right one.
+    /// Groups of 8 rows of the right operand.
     pub columns: usize,
 }
 
 impl WarpSums {
-    /// Floats from one row of the right operand to the next: four more than there are, so that the
-    /// lanes of a warp write to different banks.
+    /// Returns the pitch of rows of the right operand, in floats: padded by four, so that the lanes
+    /// of a warp write to different banks.
     pub const fn stride(self) -> usize {
         16 * self.strips + 4
     }
 
-    /// Floats of one warp.
+    /// Returns the floats per warp.
     pub const fn floats(self) -> usize {
         8 * self.columns * self.stride()
     }
 }
 
-/// Stores the sums of a warp behind those of the warps before it. A lane has rows `lane / 4` and 8
-/// below of a strip, for two neighbouring rows of the right operand.
+/// Stores the sums of a warp after those of the warps before it. A lane has rows `lane / 4` and
+/// `lane / 4 + 8` of a strip, for two neighbouring rows of the right operand.
 #[cube]
 pub fn stage_sums(
     sums: &Array<Vector<f32, Const<4>>>,

@@ -1,7 +1,8 @@
 //! Matrices as 32-bit words: two elements of 16 bits, or one of 32.
 //!
-//! Kernels load and share whole words, whatever they hold, and unpack them where they compute. A
-//! matrix of 16-bit elements with an odd row length has no words; it is loaded by elements.
+//! Kernels load and share whole words, independent of their element type, and unpack them for
+//! computation. A matrix of 16-bit elements with an odd row length has no words; it is loaded by
+//! elements.
 
 use cubecl::prelude::*;
 use half::f16;
@@ -12,7 +13,7 @@ use super::{
 };
 use crate::tensor::FloatKind;
 
-/// Element `half` of a word (0: the lower, earlier one), exactly.
+/// Returns element `half` of a word (0: the lower, earlier one), exactly.
 #[cube]
 pub fn unpack(word: u32, #[comptime] half: u32, #[comptime] kind: FloatKind) -> f32 {
     match comptime!(kind) {
@@ -31,7 +32,7 @@ pub fn unpack(word: u32, #[comptime] half: u32, #[comptime] kind: FloatKind) -> 
     }
 }
 
-/// The word of two values (of `low` alone, where a word is one element), rounded to nearest even.
+/// Packs two values (only `low` if a word is one element), rounded to nearest even, into a word.
 #[cube]
 pub fn pack(
     low: f32,
@@ -60,7 +61,7 @@ pub fn pack(
     }
 }
 
-/// `word` with its elements negated where `negate` is 1.
+/// Returns `word` with its elements negated if `negate` is 1.
 #[cube]
 pub fn flip_signs(word: u32, negate: u32, #[comptime] kind: FloatKind) -> u32 {
     word ^ (negate
@@ -71,12 +72,12 @@ pub fn flip_signs(word: u32, negate: u32, #[comptime] kind: FloatKind) -> u32 {
         }))
 }
 
-/// Words of one block of 16.
+/// Returns the words per block of 16.
 pub const fn block_words(kind: FloatKind) -> usize {
     4 * kind.size()
 }
 
-/// The 16 consecutive elements whose words start at vector `first`.
+/// Loads 16 consecutive elements, whose words start at vector `first`.
 #[cube]
 pub fn load_block_words<N: Size>(
     x: &[Vector<u32, N>],
@@ -96,7 +97,7 @@ pub fn load_block_words<N: Size>(
     words
 }
 
-/// The elements of the words of one block.
+/// Returns the elements of the words of one block.
 #[cube]
 pub fn unpack_block(words: &Array<u32>, #[comptime] kind: FloatKind) -> Array<f32> {
     let mut block = Array::<f32>::new(16usize);

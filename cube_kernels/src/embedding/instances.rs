@@ -13,20 +13,20 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Nothing is launched: sizes do not matter.
+/// Nothing is launched, so sizes do not matter.
 const TOKENS: usize = 256;
 const VOCAB: usize = 256;
 const COLS: usize = 256;
 const SORT: SortPlan = SortPlan { tile: 256, bits: 8 };
 
-/// Of rows that are not whole blocks of 8: ptxas keeps some numbers that are used before and behind
-/// the loop on the stack, for sm_90a or for sm_100a, whichever number of rows is in flight.
+/// For rows that are not whole blocks of 8: ptxas keeps some values that are used before and after
+/// the loop on the stack, for sm_90a or for sm_100a, for any number of rows in flight.
 const ODD_ROWS: Expected = Expected {
     spills: None,
     ..Expected::NONE
 };
 
-/// Rows as kernels load them: whole blocks, whole words, elements.
+/// Returns rows as kernels load them: whole blocks, whole words, elements.
 pub(crate) fn row_plans(kind: FloatKind) -> Vec<(usize, RowPlan, ElemType)> {
     let word = u32::elem_type_native();
     let plan = |whole, elements| RowPlan {
@@ -41,7 +41,7 @@ pub(crate) fn row_plans(kind: FloatKind) -> Vec<(usize, RowPlan, ElemType)> {
     plans
 }
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let sorted = || SortedTokensLaunch::new(b(TOKENS), b(TOKENS), TOKENS, VOCAB, COLS);

@@ -1,4 +1,4 @@
-//! The kernels that look rows up and that add up their gradients; see
+//! Kernels that look up rows and that sum their gradients; see
 //! [`reference::embedding_gradient`](crate::reference::embedding_gradient).
 
 use cubecl::prelude::*;
@@ -12,40 +12,40 @@ use crate::{
     reference::EMBEDDING_RUN,
 };
 
-/// Rows that are loaded before the first is added.
+/// Rows that are loaded before the first one is added.
 const IN_FLIGHT: usize = 4;
 
-/// Sizes of a look-up.
+/// Ids and sizes of a lookup.
 #[derive(CubeType, CubeLaunch)]
 pub struct LookUp {
-    /// Numbers of rows.
+    /// Row numbers.
     pub ids: Box<[u32]>,
-    /// How many there are.
+    /// Number of ids.
     pub tokens: usize,
-    /// The number of the first row.
+    /// Number of the first row of the shard.
     pub first: usize,
-    /// Rows that are here.
+    /// Number of rows of the shard.
     pub rows: usize,
-    /// Rows of the whole table.
+    /// Number of rows of the whole table.
     pub vocab: usize,
-    /// Elements of a row.
+    /// Elements per row.
     pub cols: usize,
 }
 
-/// The comptime choices of [`embedding_kernel()`].
+/// Comptime choices of [`embedding_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LookUpPlan {
     /// Rows of the table.
     pub from: RowPlan,
     /// Rows of the output.
     pub to: RowPlan,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
-    /// Whether the kernel behind this one can begin before it has ended.
+    /// True if the next kernel can start before this one has ended.
     pub overlaps: bool,
 }
 
-/// One unit looks up every `units`-th block of 8.
+/// Each unit looks up every `units`-th block of 8.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
     table: &[Vector<F, N>],
@@ -99,19 +99,19 @@ pub fn embedding_kernel<F: Numeric, N: Size, G: Numeric, M: Size>(
 /// Tokens sorted by id.
 #[derive(CubeType, CubeLaunch)]
 pub struct SortedTokens {
-    /// Ids, ascending; `vocab` of those that are no row.
+    /// Ids, ascending; `vocab` for ids that are not a row.
     pub keys: Box<[u32]>,
-    /// Numbers of the tokens.
+    /// Indices of the tokens.
     pub order: Box<[u32]>,
-    /// How many there are.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Rows of the table.
+    /// Number of rows of the table.
     pub vocab: usize,
-    /// Elements of a row.
+    /// Elements per row.
     pub cols: usize,
 }
 
-/// Writes 8 sums to a row of `f32` that begins at vector `row`.
+/// Writes 8 sums to a row of `f32` that starts at vector `row`.
 #[cube]
 fn store_sums<M: Size>(
     out: &mut [Vector<f32, M>],
@@ -135,9 +135,9 @@ fn store_sums<M: Size>(
     }
 }
 
-/// One unit adds up a block of 8 columns of [`EMBEDDING_RUN`] tokens. The sum of an id that has
-/// tokens in one run alone goes to the table. Of one that goes on, the sum of its first run is
-/// entry `2 run + 1` of `partial`, those of the others are entries `2 run`.
+/// Each unit sums a block of 8 columns over [`EMBEDDING_RUN`] tokens. If all tokens of an id are in
+/// one run, their sum is written to the table. If an id spans several runs, the sum of its first
+/// run is entry `2 run + 1` of `partial`, and those of the other runs are entries `2 run`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
     grad: &[Vector<F, N>],
@@ -219,7 +219,7 @@ pub fn sum_runs_kernel<F: Numeric, N: Size, M: Size>(
     }
 }
 
-/// One unit adds up a vector of the sums of an id that has tokens in several runs.
+/// Each unit adds a vector of the partial sums of an id whose tokens span several runs.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn join_runs_kernel<M: Size>(
     partial: &[Vector<f32, M>],

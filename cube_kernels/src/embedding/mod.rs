@@ -1,8 +1,8 @@
-//! Rows of a table by number, and the gradient of the table in a fixed order, without a one-hot
-//! product or float atomics; see [`reference::embedding`](crate::reference::embedding) and
+//! Embedding lookup, and the gradient of the table in a fixed summation order, without a one-hot
+//! GEMM or float atomics; see [`reference::embedding`](crate::reference::embedding) and
 //! [`reference::embedding_gradient`](crate::reference::embedding_gradient).
 //!
-//! For the gradient the tokens are sorted by id on the device. Nothing waits for the device.
+//! For the gradient, the tokens are sorted by id on the device. Nothing waits for the device.
 
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
@@ -28,7 +28,7 @@ use kernel::{
     sum_runs_kernel,
 };
 
-/// The kernels themselves, for tests that compile them without launching.
+/// Kernels, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::kernel::{
@@ -40,13 +40,13 @@ pub mod kernels {
     };
 }
 
-/// Row `ids[i]` (`u32`) of a table for each of `tokens` `i`, rounded to `dtype`: `[tokens, cols]`.
-/// `table` (`[rows, cols]`) is this `part` of it: rows that are not in it are zeros. NaN where there
-/// is no such row.
+/// Returns row `ids[i]` (`u32`) of a table for each of `tokens` tokens `i`, rounded to `dtype`:
+/// `[tokens, cols]`. `table` (`[rows, cols]`) is the shard `part` of the table: ids of rows outside
+/// the shard give zeros, ids outside the table NaN.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, a size does not fit 32 bits, the part is not one of its
-/// table, or it is empty and the ids are not.
+/// Returns an error if a buffer is smaller than its shape, a size does not fit 32 bits, the shard
+/// is not within its table, or it is empty and there are ids.
 pub fn embedding(
     client: &Client,
     (table, part): (&Matrix, TablePart),
@@ -113,12 +113,11 @@ pub fn embedding(
     Ok(out)
 }
 
-/// The gradient of a table of `vocab` rows, given that of the rows that were looked up, `grad`
-/// (`[tokens, cols]`), by their `ids` (`u32`): `f32[vocab, cols]`. Ids that are no row count for
-/// nothing.
+/// Computes the gradient of a table of `vocab` rows from `grad` (`[tokens, cols]`), the gradient of
+/// the rows looked up by `ids` (`u32`): `f32[vocab, cols]`. Ids that are not a row are ignored.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, or a size does not fit 32 bits.
+/// Returns an error if a buffer is smaller than its shape, or a size does not fit 32 bits.
 pub fn embedding_gradient(
     client: &Client,
     grad: &Matrix,

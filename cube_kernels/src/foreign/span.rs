@@ -1,4 +1,4 @@
-//! Spans of a stream's time, by the device's own clock.
+//! Time spans of a stream, measured by the device's clock.
 
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,14 +11,14 @@ use cudarc::driver::sys::{
 
 use super::{ForeignPlace, visit};
 
-/// A point of a stream: when the device has done what was queued before.
+/// A point of a stream, reached when the device has finished the work queued before it.
 struct Point(CUevent);
 
 // SAFETY: an event may be used from any thread.
 unsafe impl Send for Point {}
 
 impl Point {
-    /// The point that the stream of `place` has come to.
+    /// Records a point on the stream of `place`.
     fn record(place: &ForeignPlace) -> Result<Self, String> {
         let mut event: CUevent = ptr::null_mut();
         let flags = CUevent_flags::CU_EVENT_DEFAULT as u32;
@@ -33,7 +33,7 @@ impl Point {
         }
     }
 
-    /// Seconds from here to `end`, a later point, which this waits for.
+    /// Returns the seconds from this point to `end`, a later point, for which it waits.
     fn seconds_to(&self, end: &Self) -> Result<f64, String> {
         // SAFETY: both events are alive, and have been recorded with their times.
         let milliseconds = unsafe {
@@ -55,7 +55,7 @@ impl Drop for Point {
     }
 }
 
-/// A span of the time of a stream, between two of its points. Clones are the same.
+/// Time span of a stream between two points. Clones are the same span.
 #[derive(Clone, Default)]
 pub struct StreamSpan(Arc<Mutex<Points>>);
 
@@ -70,29 +70,29 @@ impl StreamSpan {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins at `place`, behind what was queued there.
+    /// Begins the span at `place`, after the work queued there so far.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// Returns an error if a driver call fails.
     pub fn begin(&self, place: &ForeignPlace) -> Result<(), String> {
         self.points().begin = Some(Point::record(place)?);
         Ok(())
     }
 
-    /// Ends at `place`, behind what was queued there.
+    /// Ends the span at `place`, after the work queued there so far.
     ///
     /// # Errors
-    /// When the driver fails.
+    /// Returns an error if a driver call fails.
     pub fn end(&self, place: &ForeignPlace) -> Result<(), String> {
         self.points().end = Some(Point::record(place)?);
         Ok(())
     }
 
-    /// Its length in seconds; waits until the device has passed its end. For the device thread:
-    /// [`run`](super::run) it.
+    /// Returns the length in seconds; waits until the device has passed the end. Call it on the
+    /// device thread, through [`run`](super::run).
     ///
     /// # Errors
-    /// When it has not begun and ended, or the driver fails.
+    /// Returns an error if the span has not begun and ended, or a driver call fails.
     pub fn seconds(&self) -> Result<f64, String> {
         let points = self.points();
         match (&points.begin, &points.end) {
@@ -102,8 +102,8 @@ impl StreamSpan {
     }
 }
 
-/// Has `mark` look at the stream of the calling thread, behind what the thread has launched:
-/// [`StreamSpan::begin`] or [`StreamSpan::end`]. Nothing happens while a graph is captured, in
+/// Calls `mark`, which is [`StreamSpan::begin`] or [`StreamSpan::end`], with the stream of the
+/// calling thread, after the thread's earlier launches. Does nothing while a graph is captured, in
 /// which a point has no time.
 pub fn mark(
     client: &Client,

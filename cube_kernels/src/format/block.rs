@@ -1,10 +1,10 @@
-//! The block formats: their elements, scales and rules.
+//! Block formats: their elements, scales and rules.
 
 use serde::{Deserialize, Serialize};
 
 use super::{e2m1, e4m3};
 
-/// A block format, chosen at run time. Each is a type that implements [`BlockFormat`], too.
+/// A block format, chosen at run time. Each one also has a type that implements [`BlockFormat`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Format {
@@ -17,7 +17,7 @@ pub enum Format {
     Mxfp4,
 }
 
-/// The type of one element.
+/// Type of one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ElementFormat {
     /// 4 bits, magnitudes up to 6.
@@ -27,7 +27,7 @@ pub enum ElementFormat {
 }
 
 impl ElementFormat {
-    /// Bits of a code.
+    /// Returns the number of bits of a code.
     pub const fn bits(self) -> usize {
         match self {
             Self::E2m1 => 4,
@@ -35,7 +35,7 @@ impl ElementFormat {
         }
     }
 
-    /// The largest magnitude.
+    /// Returns the largest magnitude.
     pub const fn max(self) -> f32 {
         match self {
             Self::E2m1 => e2m1::MAX,
@@ -44,7 +44,7 @@ impl ElementFormat {
     }
 }
 
-/// The type of a block scale, one byte.
+/// Type of a block scale, one byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScaleFormat {
     /// E4M3 without a sign.
@@ -53,23 +53,23 @@ pub enum ScaleFormat {
     Ue8m0,
 }
 
-/// What a block format is made of: elements, and a scale for each block of them.
+/// A block format: elements, and one scale per block of them.
 pub trait BlockFormat {
-    /// The run-time name.
+    /// Run-time name.
     const FORMAT: Format;
-    /// Elements that share one scale.
+    /// Number of elements that share one scale.
     const BLOCK: usize;
-    /// The type of an element.
+    /// Type of an element.
     const ELEMENT: ElementFormat;
-    /// The type of a block scale.
+    /// Type of a block scale.
     const SCALE: ScaleFormat;
-    /// Whether an amax, from which a global scale derives, belongs to the tensor.
+    /// True if the tensor has an amax, from which a global scale derives.
     const GLOBAL_SCALE: bool;
-    /// Bits of a code.
+    /// Number of bits of a code.
     const CODE_BITS: usize = Self::ELEMENT.bits();
 }
 
-/// Blocks of 16 E2M1 elements, an E4M3 scale each, and a global scale.
+/// Blocks of 16 E2M1 elements with one E4M3 scale each, and a global scale.
 #[derive(Debug, Clone, Copy)]
 pub struct Nvfp4;
 
@@ -81,7 +81,7 @@ impl BlockFormat for Nvfp4 {
     const GLOBAL_SCALE: bool = true;
 }
 
-/// Blocks of 32 E4M3 elements and a UE8M0 scale each.
+/// Blocks of 32 E4M3 elements with one UE8M0 scale each.
 #[derive(Debug, Clone, Copy)]
 pub struct Mxfp8;
 
@@ -93,7 +93,7 @@ impl BlockFormat for Mxfp8 {
     const GLOBAL_SCALE: bool = false;
 }
 
-/// Blocks of 32 E2M1 elements and a UE8M0 scale each.
+/// Blocks of 32 E2M1 elements with one UE8M0 scale each.
 #[derive(Debug, Clone, Copy)]
 pub struct Mxfp4;
 
@@ -105,13 +105,13 @@ impl BlockFormat for Mxfp4 {
     const GLOBAL_SCALE: bool = false;
 }
 
-/// Elements of an NVFP4 block.
+/// Number of elements of an NVFP4 block.
 pub const BLOCK: usize = Nvfp4::BLOCK;
 
-/// Elements of a block of a microscaling format.
+/// Number of elements of a block of a microscaling format.
 pub const MX_BLOCK: usize = 32;
 
-/// The constants of a [`BlockFormat`] as values.
+/// Constants of a [`BlockFormat`] as values.
 struct Constants {
     block: usize,
     element: ElementFormat,
@@ -139,32 +139,32 @@ impl Format {
         }
     }
 
-    /// [`BlockFormat::BLOCK`].
+    /// Returns [`BlockFormat::BLOCK`].
     pub const fn block(self) -> usize {
         self.constants().block
     }
 
-    /// [`BlockFormat::ELEMENT`].
+    /// Returns [`BlockFormat::ELEMENT`].
     pub const fn element(self) -> ElementFormat {
         self.constants().element
     }
 
-    /// [`BlockFormat::SCALE`].
+    /// Returns [`BlockFormat::SCALE`].
     pub const fn scale(self) -> ScaleFormat {
         self.constants().scale
     }
 
-    /// [`BlockFormat::CODE_BITS`].
+    /// Returns [`BlockFormat::CODE_BITS`].
     pub const fn code_bits(self) -> usize {
         self.element().bits()
     }
 
-    /// [`BlockFormat::GLOBAL_SCALE`].
+    /// Returns [`BlockFormat::GLOBAL_SCALE`].
     pub const fn has_global_scale(self) -> bool {
         self.constants().global_scale
     }
 
-    /// Whether it is a microscaling format: its scales are powers of two.
+    /// True for a microscaling format, whose scales are powers of two.
     pub const fn is_mx(self) -> bool {
         matches!(self.scale(), ScaleFormat::Ue8m0)
     }

@@ -1,25 +1,25 @@
-//! E2M1, the 4-bit element: `s eem`, magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 for codes 0 to 7, bit 3
-//! the sign. Two codes share a byte, the earlier element in the low nibble.
+//! E2M1, the 4-bit element: `s eem`. Codes 0 to 7 have the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6,
+//! and bit 3 is the sign. Two codes share a byte, the earlier element in the low nibble.
 
 /// Largest magnitude.
 pub const MAX: f32 = 6.0;
 
-/// The value of each of the 16 codes.
+/// Values of the 16 codes.
 pub const VALUES: [f32; 16] = [
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
 ];
 
-/// The value of `code`; bits above the low nibble are ignored.
+/// Returns the value of `code`; bits above the low nibble are ignored.
 #[inline(always)]
 pub fn decode(code: u8) -> f32 {
     VALUES[(code & 0xF) as usize]
 }
 
-/// [`decode`] without a branch or a table.
+/// Computes [`decode`] without a branch or a table.
 #[inline(always)]
 pub(crate) fn decode_wide(code: u32) -> f32 {
     let magnitude = (code & 7) as i32;
-    // From 1 on, exponent and mantissa stand as in an `f32`, but for the bias of 1 instead of 127.
+    // From 1 on, exponent and mantissa are those of an `f32`, except that the bias is 1, not 127.
     let normal = (magnitude << 22).wrapping_add(126 << 23);
     let half = if magnitude == 1 {
         0.5f32.to_bits() as i32
@@ -30,7 +30,7 @@ pub(crate) fn decode_wide(code: u32) -> f32 {
     f32::from_bits(bits as u32 | (code & 8) << 28)
 }
 
-/// The two values of a packed byte, in element order.
+/// Returns the two values of a packed byte, in element order.
 #[inline(always)]
 pub fn decode_byte(byte: u8) -> [f32; 2] {
     [decode(byte), decode(byte >> 4)]

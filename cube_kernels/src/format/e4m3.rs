@@ -4,16 +4,16 @@
 /// Largest finite value.
 pub const MAX: f32 = 448.0;
 
-/// The byte of [`MAX`].
+/// Byte of [`MAX`].
 pub const MAX_BYTE: u8 = 0x7E;
 
-/// The byte that stands for NaN.
+/// Byte of NaN.
 pub const NAN_BYTE: u8 = 0x7F;
 
 /// Bits of 2⁻⁶, the smallest normal value.
 const MIN_NORMAL_BITS: u32 = (127 - 6) << 23;
 
-/// The byte nearest to `value`, ties to even, saturating at 448. NaN gives [`NAN_BYTE`].
+/// Returns the byte nearest to `value`, ties to even, saturating at 448. NaN gives [`NAN_BYTE`].
 ///
 /// `value` is a scale: non-negative (zero included) or NaN. The sign bit is ignored.
 #[inline(always)]
@@ -21,16 +21,16 @@ pub fn encode(value: f32) -> u8 {
     encode_wide(value) as u8
 }
 
-/// [`encode`] in the width of its argument, without a branch.
+/// Computes [`encode`] in the width of its argument, without a branch.
 #[inline(always)]
 pub(crate) fn encode_wide(value: f32) -> u32 {
     let bits = (value.to_bits() & 0x7FFF_FFFF) as i32;
-    // Normal numbers: keep three mantissa bits, round half to even; a carry moves into the exponent
-    // by itself. What rounds beyond 448 (464 and more, infinity) saturates.
+    // Normal numbers: keep three mantissa bits and round half to even; a carry propagates into the
+    // exponent. Results beyond 448 (inputs of 464 and more, infinity) saturate.
     let rounded = bits.wrapping_add(0x0007_FFFF + (bits >> 20 & 1));
     let normal = (rounded >> 20).wrapping_sub(120 << 3).min(MAX_BYTE as i32);
-    // Subnormals count units of 2⁻⁹. Adding 2¹⁴, whose last place is 2⁻⁹, rounds to that unit, ties
-    // to even; eight units are the first normal byte, as they should be.
+    // Subnormals are multiples of 2⁻⁹. Adding 2¹⁴, whose ulp is 2⁻⁹, rounds to such a multiple,
+    // ties to even. Eight units give the byte of the first normal value, as required.
     let sum = f32::from_bits(bits as u32) + 16384.0;
     let subnormal = (sum.to_bits() as i32).wrapping_sub(16384f32.to_bits() as i32);
     let byte = if bits < MIN_NORMAL_BITS as i32 {
@@ -42,17 +42,17 @@ pub(crate) fn encode_wide(value: f32) -> u32 {
     (if nan { NAN_BYTE as i32 } else { byte }) as u32
 }
 
-/// The value of `byte`; the sign bit is ignored.
+/// Returns the value of `byte`; the sign bit is ignored.
 #[inline(always)]
 pub fn decode(byte: u8) -> f32 {
     decode_wide(byte as u32)
 }
 
-/// [`decode`] in the width of its result, without a branch or a table.
+/// Computes [`decode`] in the width of its result, without a branch or a table.
 #[inline(always)]
 pub(crate) fn decode_wide(byte: u32) -> f32 {
     let byte = (byte & 0x7F) as i32;
-    // Exponent and mantissa stand as in an `f32`, but for the bias of 7 instead of 127.
+    // Exponent and mantissa are those of an `f32`, except that the bias is 7, not 127.
     let normal = f32::from_bits((byte << 20).wrapping_add(120 << 23) as u32);
     let subnormal = byte as f32 * (1.0 / 512.0);
     let value = if byte < 8 { subnormal } else { normal };
@@ -63,9 +63,9 @@ pub(crate) fn decode_wide(byte: u32) -> f32 {
     }
 }
 
-/// The byte nearest to `value` where E4M3 is the element and has a sign (MXFP8): to nearest even,
-/// saturating at 448, the sign kept on a zero. NaN gives [`NAN_BYTE`], without its sign: what
-/// `cvt.rn.satfinite.e4m3x2.f32` computes.
+/// Returns the byte nearest to `value` for E4M3 as an element, which has a sign (MXFP8): ties to
+/// even, saturating at 448, with the sign of a zero kept. NaN gives [`NAN_BYTE`] without its sign,
+/// as `cvt.rn.satfinite.e4m3x2.f32` computes it.
 #[inline(always)]
 pub fn encode_element(value: f32) -> u8 {
     let sign = if value.is_nan() {
@@ -76,7 +76,7 @@ pub fn encode_element(value: f32) -> u8 {
     encode(value) | sign
 }
 
-/// The value of an element with its sign.
+/// Returns the value of an element with its sign.
 #[inline(always)]
 pub fn decode_element(byte: u8) -> f32 {
     let magnitude = decode(byte);
@@ -91,7 +91,7 @@ pub fn decode_element(byte: u8) -> f32 {
 mod tests {
     use super::*;
 
-    /// By the definition of the format.
+    /// Computes the value by the definition of the format.
     fn value(byte: u8) -> f32 {
         let (exponent, mantissa) = ((byte >> 3) as i32, (byte & 7) as f32);
         match exponent {
@@ -118,7 +118,7 @@ mod tests {
         let mut bits = 1u32;
         for i in 0..2_000_000u32 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // One in two near the range of the format.
+            // Every second value is near the range of the format.
             let exponent = if i % 2 == 0 {
                 112 + (bits >> 27)
             } else {

@@ -1,11 +1,12 @@
-//! What the buffers of a quantized matrix mean.
+//! Layout of the buffers of a quantized matrix.
 
 use serde::{Deserialize, Serialize};
 
 use super::{block::Format, swizzle};
 use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, ScaleLayout, Storage};
 
-/// Which operand of a GEMM a quantized tensor is: the axis of its source along which blocks lie.
+/// Axis of the source along which blocks lie; it decides which GEMM operand the quantized tensor
+/// can be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Usage {
@@ -16,7 +17,7 @@ pub enum Usage {
 }
 
 impl Usage {
-    /// The usage with the same blocks of the transposed matrix.
+    /// Returns the usage that has the same blocks in the transposed matrix.
     pub const fn transposed(self) -> Self {
         match self {
             Self::Rowwise => Self::Columnwise,
@@ -24,8 +25,8 @@ impl Usage {
         }
     }
 
-    /// `(outer, inner)` of a quantized `rows` x `cols` matrix: stored rows, and the length of the
-    /// blocked axis before padding.
+    /// Returns `(outer, inner)` of a quantized `rows` x `cols` matrix: the number of stored rows,
+    /// and the length of the blocked axis before padding.
     pub const fn stored_shape(self, rows: usize, cols: usize) -> (usize, usize) {
         match self {
             Self::Rowwise => (rows, cols),
@@ -34,35 +35,36 @@ impl Usage {
     }
 }
 
-/// What the buffers of a quantized matrix mean, on the host, on a device and in Burn.
+/// Layout of the buffers of a quantized matrix, on the host, on a device and in Burn.
 ///
 /// The source is `rows` x `cols`. The quantized tensor has `outer` stored rows of `inner` elements:
 /// the source for [`Usage::Rowwise`], its transpose for [`Usage::Columnwise`]. Stored rows are
 /// padded with zeros to a multiple of [`unit`](Self::unit).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Layout {
-    /// Rows of the source matrix.
+    /// Number of rows of the source matrix.
     pub rows: usize,
-    /// Columns of the source matrix.
+    /// Number of columns of the source matrix.
     pub cols: usize,
-    /// The axis of the source along which blocks lie.
+    /// Axis of the source along which blocks lie.
     pub usage: Usage,
-    /// The block format.
+    /// Block format.
     pub format: Format,
     /// Order of the block scales.
     pub scale_layout: ScaleLayout,
-    /// How block scales were found, which decides the range that an amax stands for.
+    /// Rule for the block scales, which decides the range that an amax stands for.
     pub scaling: BlockScaling,
-    /// How many elements share one amax, where the format has a global scale.
+    /// Granularity of the amax, if the format has a global scale.
     pub amax: AmaxGranularity,
-    /// The transform that was applied along the blocks.
+    /// Transform that was applied along the blocks.
     pub hadamard: Option<Hadamard>,
     /// Codes and scales, or their bf16 products.
     pub storage: Storage,
 }
 
 impl Layout {
-    /// Codes and compact scales, standard block scales, one amax, no transform.
+    /// Returns a layout of codes and compact scales with standard block scales, one amax and no
+    /// transform.
     pub const fn new(format: Format, (rows, cols): (usize, usize), usage: Usage) -> Self {
         Self {
             rows,
@@ -77,22 +79,23 @@ impl Layout {
         }
     }
 
-    /// [`Self::new`] in NVFP4.
+    /// Returns [`Self::new`] for NVFP4.
     pub const fn nvfp4(rows: usize, cols: usize, usage: Usage) -> Self {
         Self::new(Format::Nvfp4, (rows, cols), usage)
     }
 
-    /// Stored rows.
+    /// Returns the number of stored rows.
     pub const fn outer(&self) -> usize {
         self.usage.stored_shape(self.rows, self.cols).0
     }
 
-    /// Length of a stored row, without padding.
+    /// Returns the length of a stored row, without padding.
     pub const fn inner(&self) -> usize {
         self.usage.stored_shape(self.rows, self.cols).1
     }
 
-    /// Elements to whose multiple stored rows are padded: those of a block, or of a transform.
+    /// Returns the number of elements of a block or of a transform, to a multiple of which stored
+    /// rows are padded.
     pub const fn unit(&self) -> usize {
         match &self.hadamard {
             None => self.format.block(),
@@ -100,18 +103,18 @@ impl Layout {
         }
     }
 
-    /// Blocks in one stored row, with padding.
+    /// Returns the number of blocks of one stored row, including padding.
     pub const fn blocks(&self) -> usize {
         let unit = self.unit();
         self.inner().div_ceil(unit) * (unit / self.format.block())
     }
 
-    /// Elements of one stored row, with padding.
+    /// Returns the number of elements of one stored row, including padding.
     pub const fn padded_inner(&self) -> usize {
         self.blocks() * self.format.block()
     }
 
-    /// Bytes of the codes of one block; of its bf16 values where these are stored.
+    /// Returns the size in bytes of one block's codes, or of its bf16 values if these are stored.
     pub const fn block_bytes(&self) -> usize {
         match self.storage {
             Storage::Packed => self.format.block() * self.format.code_bits() / 8,
@@ -119,12 +122,12 @@ impl Layout {
         }
     }
 
-    /// Bytes of the codes, or of the bf16 values.
+    /// Returns the size in bytes of the codes, or of the bf16 values.
     pub const fn code_bytes(&self) -> usize {
         self.outer() * self.blocks() * self.block_bytes()
     }
 
-    /// Bytes of the block scales, in their order; bf16 values have none.
+    /// Returns the size in bytes of the block scales, in their layout; 0 for bf16 values.
     pub const fn scale_bytes(&self) -> usize {
         match (self.storage, self.scale_layout) {
             (Storage::Bf16Unscaled, _) => 0,
@@ -135,7 +138,7 @@ impl Layout {
         }
     }
 
-    /// Number of amax values; none where the format has no global scale.
+    /// Returns the number of amax values; 0 if the format has no global scale.
     pub const fn amax_len(&self) -> usize {
         match self.amax {
             _ if !self.format.has_global_scale() => 0,
@@ -144,7 +147,8 @@ impl Layout {
         }
     }
 
-    /// The stored matrix as it lies in memory, padding included, as the rowwise tensor of a matrix.
+    /// Returns the layout of the stored matrix as it is in memory, including padding, seen as the
+    /// rowwise tensor of a matrix.
     pub const fn stored(&self) -> Self {
         Self {
             rows: self.outer(),

@@ -1,4 +1,4 @@
-//! The bits: codecs of the small floats, the block formats, and the quantized matrix on the host.
+//! Codecs of the small floats, block formats, and the quantized matrix on the host.
 
 pub mod block;
 pub mod e2m1;
@@ -13,11 +13,11 @@ use block::Format;
 
 use crate::error::Nvfp4Error;
 
-/// The most elements that a matrix may have with both sides padded to 128: no memory holds as many,
-/// and no count of bytes, blocks or groups of so many overflows.
+/// Largest number of elements of a matrix with both dimensions padded to 128. No memory is that
+/// large, and no number of bytes, blocks or groups of such a matrix overflows.
 const MAX_ELEMENTS: usize = 1 << 44;
 
-/// Fails for shapes whose sizes could overflow before they are compared with any memory.
+/// Returns an error for shapes whose sizes could overflow before they are compared with a buffer.
 pub(crate) fn check_extent(
     argument: &'static str,
     rows: usize,
@@ -37,7 +37,7 @@ pub(crate) fn check_extent(
     }
 }
 
-/// Fails for formats whose block scale is no power of two.
+/// Returns an error for formats whose block scales are not powers of two.
 pub(crate) fn check_mx(format: Format) -> Result<(), Nvfp4Error> {
     if format.is_mx() {
         return Ok(());

@@ -1,22 +1,23 @@
-//! Padding groups of rows to an alignment.
+//! Pads groups of rows to an alignment.
 //!
 //! Rows `offsets[g]..offsets[g + 1]` of a matrix are group `g`; groups may be empty. Offsets
-//! ascend, and the last may be less than the number of rows: what lies behind it belongs to no
+//! ascend, and the last one may be less than the number of rows: the remaining rows belong to no
 //! group.
 
-/// The most rows that `rows` rows in `groups` groups can take when each group is padded to a
-/// multiple of `alignment`: `alignment · (n + (rows - n) / alignment)` with `n = min(rows,
-/// groups)`, reached when all groups but one have a single row. It does not depend on the offsets,
-/// so memory for the padded rows can be had without reading them.
+/// Returns the largest number of rows that `rows` rows in `groups` groups can take if each group is
+/// padded to a multiple of `alignment`: `alignment · (n + (rows - n) / alignment)` with
+/// `n = min(rows, groups)`, reached if all groups but one have a single row. It does not depend on
+/// the offsets, so memory for the padded rows can be allocated without reading them.
 pub const fn padded_bound(rows: usize, groups: usize, alignment: usize) -> usize {
     let single = if rows < groups { rows } else { groups };
     alignment * (single + (rows - single) / alignment)
 }
 
-/// Where each group starts when it is padded to a multiple of `alignment`, and where the last ends.
+/// Returns the start of each group after padding to a multiple of `alignment`, and the end of the
+/// last group.
 ///
 /// # Panics
-/// When there is no offset, or the offsets are not ascending up to `rows`.
+/// Panics if there is no offset, or the offsets are not ascending up to `rows`.
 pub fn padded_offsets(offsets: &[u32], rows: usize, alignment: usize) -> Vec<u32> {
     assert!(
         offsets.is_sorted() && offsets.last().is_some_and(|&end| end as usize <= rows),
@@ -31,11 +32,11 @@ pub fn padded_offsets(offsets: &[u32], rows: usize, alignment: usize) -> Vec<u32
     padded
 }
 
-/// The rows of `x` with each group padded by zero rows: [`padded_bound`] rows, those behind the
-/// last group zero; and the [`padded_offsets`].
+/// Returns the rows of `x` with each group padded by zero rows, and the [`padded_offsets`]. The
+/// result has [`padded_bound`] rows; those after the last group are zero.
 ///
 /// # Panics
-/// When `x` does not hold `rows * cols` elements, or as [`padded_offsets`].
+/// Panics if `x` does not have `rows * cols` elements, or like [`padded_offsets`].
 pub fn pad_groups<T: Copy + Default>(
     x: &[T],
     rows: usize,
@@ -54,10 +55,10 @@ pub fn pad_groups<T: Copy + Default>(
     (out, padded)
 }
 
-/// The inverse of [`pad_groups`]: `rows` rows, those of no group zero.
+/// Inverts [`pad_groups`]: returns `rows` rows, in which rows of no group are zero.
 ///
 /// # Panics
-/// When `padded` does not hold [`padded_bound`] rows, or as [`padded_offsets`].
+/// Panics if `padded` does not have [`padded_bound`] rows, or like [`padded_offsets`].
 pub fn unpad_groups<T: Copy + Default>(
     padded: &[T],
     rows: usize,
@@ -98,7 +99,7 @@ mod tests {
                         bound,
                         "{rows} rows, {groups} groups"
                     );
-                    // And any other split needs no more.
+                    // Any other split needs at most as many rows.
                     for seed in 0..20u32 {
                         let mut offsets: Vec<u32> = (0..=groups as u32)
                             .map(|g| g.wrapping_mul(2_654_435_761u32.wrapping_mul(seed + 1)) >> 7)

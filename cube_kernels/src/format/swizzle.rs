@@ -1,42 +1,43 @@
 //! The 128x4 scale layout of FP4 tensor cores.
 //!
-//! The byte of outer row `r` and block `c` stands at
-//! `((r/128 · ceil(C/4) + c/4) · 32 + r%32) · 16 + (r%128)/32 · 4 + c%4`, `C` being the number of
-//! blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero (numerics, section
+//! The byte of outer row `r` and block `c` has the offset
+//! `((r/128 · ceil(C/4) + c/4) · 32 + r%32) · 16 + (r%128)/32 · 4 + c%4`, where `C` is the number
+//! of blocks in a row. Rows pad to 128 and blocks to 4; padding bytes are zero (numerics, section
 //! 11).
 //!
 //! # Several matrices in one buffer
-//! The tiling restarts at each of them, which stays invisible where a matrix is one tile:
+//! The tiling restarts at each matrix; this makes no difference if every matrix is one tile:
 //! - a **batch** of equal matrices: `[batch, rows, blocks]`, each in its own [`padded_len`] bytes;
 //! - **row groups** (M groups): rows `offsets[g]..offsets[g + 1]` of one `[rows, blocks]` matrix
 //!   are group `g`, whose rows pad to 128;
-//! - **block groups** (K groups): tokens lie along the contraction, group `g` has `ceil(tokens in g
-//!   / elements in a block)` blocks and is a compact `[outer, blocks of g]` array, the arrays one
-//!   after another; in the result each is a swizzled matrix of its own, in `ceil(outer / 128) ·
-//!   ceil(blocks of g / 4)` tiles of 512 bytes.
+//! - **block groups** (K groups): tokens lie along the contraction, and group `g` has
+//!   `ceil(tokens in g / elements in a block)` blocks. Its scales are a compact
+//!   `[outer, blocks of g]` array; the arrays of the groups follow one another. In the result each
+//!   group is a separate swizzled matrix of `ceil(outer / 128) · ceil(blocks of g / 4)` tiles of
+//!   512 bytes.
 //!
-//! The result of a grouped function has a length that depends on the number of groups and not on
-//! their sizes, so that a device can allocate it without knowing them: [`row_group_tiles`] and
-//! [`block_group_tiles`]. What lies behind the last group is zero.
+//! The length of a grouped result depends on the number of groups and not on their sizes, so that a
+//! device can allocate it without knowing them: [`row_group_tiles`] and [`block_group_tiles`].
+//! Bytes after the last group are zero.
 
 use crate::BLOCK;
 
 /// Elements of a stored NVFP4 row whose scales are in one tile: four blocks.
 pub const TILE_INNER: usize = 4 * BLOCK;
 
-/// Where the scale of row `row` and block `block` stands, with `blocks` blocks in a row.
+/// Returns the offset of the scale of row `row` and block `block`, with `blocks` blocks per row.
 #[inline]
 pub const fn offset(row: usize, block: usize, blocks: usize) -> usize {
     let tile = row / 128 * blocks.div_ceil(4) + block / 4;
     (tile * 32 + row % 32) * 16 + (row % 128) / 32 * 4 + block % 4
 }
 
-/// Bytes of the swizzled layout of `rows` x `blocks` scales, padding included.
+/// Returns the size in bytes of the swizzled layout of `rows` x `blocks` scales, including padding.
 pub const fn padded_len(rows: usize, blocks: usize) -> usize {
     rows.div_ceil(128) * 128 * blocks.div_ceil(4) * 4
 }
 
-/// Row and block of the first padding byte of `swizzled` that is not zero, if there is one.
+/// Returns row and block of the first nonzero padding byte of `swizzled`, if any.
 pub(crate) fn first_unclean_padding(
     swizzled: &[u8],
     rows: usize,
@@ -49,10 +50,10 @@ pub(crate) fn first_unclean_padding(
         .find(|&(row, block)| swizzled[offset(row, block, blocks)] != 0)
 }
 
-/// Compact `[rows, blocks]` scales in the swizzled layout.
+/// Converts compact `[rows, blocks]` scales to the swizzled layout.
 ///
 /// # Panics
-/// When `scales` does not hold `rows * blocks` bytes.
+/// Panics if `scales` does not have `rows * blocks` bytes.
 pub fn swizzle(scales: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
     assert_eq!(
         scales.len(),
@@ -68,10 +69,10 @@ pub fn swizzle(scales: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
     out
 }
 
-/// The inverse of [`swizzle`]; padding is dropped.
+/// Inverts [`swizzle`], dropping the padding.
 ///
 /// # Panics
-/// When `swizzled` does not have the padded length.
+/// Panics if `swizzled` does not have the padded length.
 pub fn unswizzle(swizzled: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
     assert_eq!(
         swizzled.len(),
@@ -87,10 +88,10 @@ pub fn unswizzle(swizzled: &[u8], rows: usize, blocks: usize) -> Vec<u8> {
     out
 }
 
-/// [`swizzle`] of each of `batch` matrices.
+/// Applies [`swizzle`] to each of `batch` matrices.
 ///
 /// # Panics
-/// When `scales` does not hold `batch * rows * blocks` bytes.
+/// Panics if `scales` does not have `batch * rows * blocks` bytes.
 pub fn swizzle_batch(scales: &[u8], batch: usize, rows: usize, blocks: usize) -> Vec<u8> {
     assert_eq!(
         scales.len(),
@@ -102,10 +103,10 @@ pub fn swizzle_batch(scales: &[u8], batch: usize, rows: usize, blocks: usize) ->
         .collect()
 }
 
-/// The inverse of [`swizzle_batch`].
+/// Inverts [`swizzle_batch`].
 ///
 /// # Panics
-/// When `swizzled` does not have the padded length.
+/// Panics if `swizzled` does not have the padded length.
 pub fn unswizzle_batch(swizzled: &[u8], batch: usize, rows: usize, blocks: usize) -> Vec<u8> {
     let len = padded_len(rows, blocks);
     assert_eq!(
@@ -118,18 +119,18 @@ pub fn unswizzle_batch(swizzled: &[u8], batch: usize, rows: usize, blocks: usize
         .collect()
 }
 
-/// The most tiles of 128 rows that `rows` rows in `groups` groups can take:
-/// `n + (rows - n) / 128` with `n = min(rows, groups)`, reached when all groups but one have a
-/// single row.
+/// Returns the largest number of 128-row tiles that `rows` rows in `groups` groups can take:
+/// `n + (rows - n) / 128` with `n = min(rows, groups)`, reached if all groups but one have a single
+/// row.
 pub const fn row_group_tiles(rows: usize, groups: usize) -> usize {
     super::padding::padded_bound(rows, groups, 128) / 128
 }
 
-/// [`swizzle`] of each group of rows, `row_group_tiles(rows, groups)` tiles of rows in all; also
-/// the first padded row of each group, and the end of the last.
+/// Applies [`swizzle`] to each group of rows, for `row_group_tiles(rows, groups)` tiles of rows in
+/// total. Also returns the first padded row of each group, and the end of the last group.
 ///
 /// # Panics
-/// When `scales` does not hold `rows * blocks` bytes, or the offsets are not ascending up to
+/// Panics if `scales` does not have `rows * blocks` bytes, or the offsets are not ascending up to
 /// `rows`.
 pub fn swizzle_row_groups(
     scales: &[u8],
@@ -159,10 +160,10 @@ pub fn swizzle_row_groups(
     (out, padded)
 }
 
-/// The inverse of [`swizzle_row_groups`]; rows of no group are zero.
+/// Inverts [`swizzle_row_groups`]; rows of no group are zero.
 ///
 /// # Panics
-/// When `swizzled` does not have the length that [`swizzle_row_groups`] gives.
+/// Panics if `swizzled` does not have the length that [`swizzle_row_groups`] returns.
 pub fn unswizzle_row_groups(
     swizzled: &[u8],
     rows: usize,
@@ -185,23 +186,24 @@ pub fn unswizzle_row_groups(
     out
 }
 
-/// The most blocks that `tokens` tokens in `groups` groups can take, with `elements` tokens to a
-/// block: `n + (tokens - n) / elements` with `n = min(tokens, groups)`.
+/// Returns the largest number of blocks that `tokens` tokens in `groups` groups can take, with
+/// `elements` tokens per block: `n + (tokens - n) / elements` with `n = min(tokens, groups)`.
 pub const fn block_group_blocks(tokens: usize, groups: usize, elements: usize) -> usize {
     super::padding::padded_bound(tokens, groups, elements) / elements
 }
 
-/// The most tiles of 4 blocks that they can take: `n + (tokens - n) / (4 · elements)`.
+/// Returns the largest number of 4-block tiles that they can take:
+/// `n + (tokens - n) / (4 · elements)`.
 pub const fn block_group_tiles(tokens: usize, groups: usize, elements: usize) -> usize {
     block_group_blocks(tokens, groups, 4 * elements)
 }
 
-/// [`swizzle`] of each group of blocks, `ceil(outer / 128) · block_group_tiles(..)` tiles in all;
-/// also the first tile of 4 blocks of each group, and the end of the last. `offsets` counts tokens,
-/// `elements` of which share a block.
+/// Applies [`swizzle`] to each group of blocks, for `ceil(outer / 128) · block_group_tiles(..)`
+/// tiles in total. Also returns the first 4-block tile of each group, and the end of the last
+/// group. `offsets` counts tokens, `elements` of which share a block.
 ///
 /// # Panics
-/// When `scales` is shorter than the groups, or the offsets are not ascending up to `tokens`.
+/// Panics if `scales` is shorter than the groups, or the offsets are not ascending up to `tokens`.
 pub fn swizzle_block_groups(
     scales: &[u8],
     outer: usize,
@@ -226,11 +228,11 @@ pub fn swizzle_block_groups(
     (out, starts)
 }
 
-/// The inverse of [`swizzle_block_groups`]: `outer * block_group_blocks(..)` bytes, zero behind the
-/// last group.
+/// Inverts [`swizzle_block_groups`]: returns `outer * block_group_blocks(..)` bytes, which are zero
+/// after the last group.
 ///
 /// # Panics
-/// When `swizzled` does not have the length that [`swizzle_block_groups`] gives.
+/// Panics if `swizzled` does not have the length that [`swizzle_block_groups`] returns.
 pub fn unswizzle_block_groups(
     swizzled: &[u8],
     outer: usize,
@@ -260,22 +262,22 @@ pub fn unswizzle_block_groups(
 mod tests {
     use super::*;
 
-    /// The bug of grouped scales that swizzled them as one matrix: it gives the same bytes where
-    /// each group is one tile, and only there.
+    /// Guards against a bug: grouped scales that are swizzled as one matrix have the correct bytes
+    /// only if each group is one tile.
     #[test]
     fn tiling_restarts_at_each_group() {
         let scales = |len: usize| -> Vec<u8> { (0..len).map(|i| (i % 126) as u8 + 1).collect() };
-        // Rows in multiples of 128: one tiling over all rows is the same as one for each group.
+        // Rows in multiples of 128: one tiling over all rows equals one tiling per group.
         let bytes = scales(256 * 4);
         let grouped = swizzle_row_groups(&bytes, 256, 4, &[0, 128, 256]).0;
         assert_eq!(grouped[..1024], swizzle(&bytes, 256, 4));
-        // And it is not with groups that end inside a tile.
+        // They differ if a group ends inside a tile.
         let grouped = swizzle_row_groups(&bytes, 256, 4, &[0, 100, 256]).0;
         assert_ne!(grouped[..1024], swizzle(&bytes, 256, 4));
         // Row 100 is row 0 of the second group.
         assert_eq!(grouped[512..516], bytes[400..404]);
 
-        // Along K, two groups of four blocks over 128 rows: invisible, a tile each.
+        // Along K, two groups of four blocks over 128 rows: one tile each, so no difference.
         let (first, second) = (scales(512), scales(512));
         let mut joined = vec![0; 1024];
         for row in 0..128 {
@@ -285,7 +287,7 @@ mod tests {
         let both = [first, second].concat();
         let grouped = swizzle_block_groups(&both, 128, 128, 16, &[0, 64, 128]).0;
         assert_eq!(grouped[..1024], swizzle(&joined, 128, 8));
-        // Over 256 rows the second group starts behind all tiles of the first.
+        // Over 256 rows, the second group starts after all tiles of the first.
         let both = scales(2048);
         let grouped = swizzle_block_groups(&both, 256, 128, 16, &[0, 64, 128]).0;
         assert_eq!(grouped[1024..1028], both[1024..1028]);

@@ -8,22 +8,22 @@ use crate::{
     policy::{AmaxGranularity, BlockScaling, BlockShape, Rounding, ScaleLayout, Storage},
 };
 
-/// The largest magnitudes from which the global scales derive.
+/// Amax values from which the global scales derive.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Amax {
     /// None: the format has no global scale.
     Absent,
-    /// One for the tensor.
+    /// One value for the tensor.
     Tensor(f32),
-    /// One for each stored row (per-token scaling).
+    /// One value per stored row (per-token scaling).
     PerRow(Vec<f32>),
 }
 
 impl Amax {
-    /// The amax that governs stored row `outer`.
+    /// Returns the amax of stored row `outer`.
     ///
     /// # Panics
-    /// When there is none.
+    /// Panics if there is none.
     #[inline]
     pub fn of(&self, outer: usize) -> f32 {
         self.values()[if self.granularity() == AmaxGranularity::PerRow {
@@ -33,7 +33,7 @@ impl Amax {
         }]
     }
 
-    /// All of them.
+    /// Returns all values.
     pub fn values(&self) -> &[f32] {
         match self {
             Self::Absent => &[],
@@ -42,7 +42,7 @@ impl Amax {
         }
     }
 
-    /// How many elements share one.
+    /// Returns the granularity of the amax.
     pub const fn granularity(&self) -> AmaxGranularity {
         match self {
             Self::Absent | Self::Tensor(_) => AmaxGranularity::PerTensor,
@@ -50,10 +50,10 @@ impl Amax {
         }
     }
 
-    /// The values of a tensor of `layout`.
+    /// Returns the values of a tensor of layout `layout`.
     ///
     /// # Panics
-    /// When the layout has one amax and `values` is empty.
+    /// Panics if the layout has one amax and `values` is empty.
     pub fn new(layout: &Layout, values: Vec<f32>) -> Self {
         match layout.amax {
             _ if !layout.format.has_global_scale() => Self::Absent,
@@ -63,17 +63,17 @@ impl Amax {
     }
 }
 
-/// How the codes of a quantized tensor came about, which dequantization does not ask.
+/// Origin of a quantized tensor's codes: block shape and rounding. Dequantization does not need it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
-    /// Elements that decided one scale.
+    /// Shape of the elements that share one block scale.
     pub block: BlockShape,
-    /// How elements were rounded.
+    /// Rounding of the elements.
     pub rounding: Rounding,
 }
 
 impl Origin {
-    /// Blocks along the contraction, rounded by `rounding`.
+    /// Returns blocks along the contraction, rounded by `rounding`.
     pub const fn block_1d(rounding: Rounding) -> Self {
         Self {
             block: BlockShape::Block1d,
@@ -81,7 +81,7 @@ impl Origin {
         }
     }
 
-    /// 16x16 tiles, rounded to nearest.
+    /// Returns 16x16 tiles, rounded to nearest.
     pub const fn block_2d() -> Self {
         Self {
             block: BlockShape::Block2d,
@@ -89,9 +89,10 @@ impl Origin {
         }
     }
 
-    /// Fails for what no quantizer makes: stochastic rounding with four over six, and 16x16 tiles
-    /// that are rounded stochastically, transformed or scaled by stored rows, because then the two
-    /// quantized tensors are not each other's transpose.
+    /// Returns an error for combinations that no quantizer makes. These are stochastic rounding
+    /// with four over six, and 16x16 tiles that are rounded stochastically, transformed or scaled
+    /// per stored row: the rowwise and columnwise tensors of such tiles would not be each other's
+    /// transpose.
     fn check(&self, layout: &Layout, amax: &Amax) -> Result<(), Nvfp4Error> {
         let is_stochastic = matches!(self.rounding, Rounding::Stochastic(_));
         let refused = match (self.block, layout.scaling) {
@@ -122,7 +123,7 @@ impl Origin {
 }
 
 impl Default for Origin {
-    /// Blocks along the contraction, rounded to nearest.
+    /// Returns blocks along the contraction, rounded to nearest.
     fn default() -> Self {
         Self::block_1d(Rounding::Nearest)
     }
@@ -130,8 +131,9 @@ impl Default for Origin {
 
 /// A quantized matrix: codes, block scales, amax values, and how they were made.
 ///
-/// An NVFP4 element dequantizes to `e2m1(code) · e4m3(scale) · amax / range`, `range` being
-/// [`BlockScaling::range`], 2688 or 1536; an MXFP8 element to `e4m3(code) · 2^(scale - 127)`.
+/// An NVFP4 element dequantizes to `e2m1(code) · e4m3(scale) · amax / range`, where `range` is
+/// [`BlockScaling::range`], 2688 or 1536. An MXFP8 element dequantizes to
+/// `e4m3(code) · 2^(scale - 127)`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Parts")]
 pub struct QuantizedTensor {
@@ -142,7 +144,7 @@ pub struct QuantizedTensor {
     origin: Origin,
 }
 
-/// A [`QuantizedTensor`] as it is read, before it is checked.
+/// Fields of a deserialized [`QuantizedTensor`] before they are checked.
 #[derive(Deserialize)]
 #[serde(rename = "QuantizedTensor")]
 struct Parts {
@@ -168,15 +170,16 @@ impl TryFrom<Parts> for QuantizedTensor {
 }
 
 impl QuantizedTensor {
-    /// A quantized tensor from its parts.
+    /// Builds a quantized tensor from its buffers.
     ///
-    /// `codes` holds [`Layout::code_bytes`], `scales` [`Layout::scale_bytes`] bytes.
+    /// `codes` has [`Layout::code_bytes`], `scales` [`Layout::scale_bytes`] bytes.
     ///
     /// # Errors
-    /// When a length does not fit the shape, an E4M3 scale has its sign bit set, a byte of the
-    /// swizzled layout's padding is not zero, an amax is negative, `amax` is not of the layout's
-    /// granularity, the layout is not one of codes, or `origin` is a combination that no quantizer
-    /// makes. Amax values and scales may be infinite or NaN: those survive quantization.
+    /// Returns an error if a length does not fit the shape, an E4M3 scale has its sign bit set, a
+    /// padding byte of the swizzled layout is not zero, an amax is negative, `amax` does not have
+    /// the layout's granularity, the layout is not one of codes, or `origin` is a combination that
+    /// no quantizer makes. Amax values and scales may be infinite or NaN, because quantization
+    /// preserves those.
     pub fn from_parts(
         layout: Layout,
         codes: Vec<u8>,
@@ -225,7 +228,7 @@ impl QuantizedTensor {
                 "magnitudes, 0 or more",
             ));
         }
-        // All bits together first: that vectorises, a search does not.
+        // Combining all bits first vectorizes; a search does not.
         if layout.format.scale() == ScaleFormat::E4m3
             && scales.iter().fold(0, |all, scale| all | scale) & 0x80 != 0
             && let Some(position) = scales.iter().position(|scale| scale & 0x80 != 0)
@@ -257,67 +260,68 @@ impl QuantizedTensor {
         })
     }
 
-    /// What the buffers mean.
+    /// Returns the layout of the buffers.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Rows of the source matrix.
+    /// Returns the number of rows of the source matrix.
     pub fn rows(&self) -> usize {
         self.layout.rows
     }
 
-    /// Columns of the source matrix.
+    /// Returns the number of columns of the source matrix.
     pub fn cols(&self) -> usize {
         self.layout.cols
     }
 
-    /// The axis of the source along which blocks lie.
+    /// Returns the axis of the source along which blocks lie.
     pub fn usage(&self) -> Usage {
         self.layout.usage
     }
 
-    /// Stored rows.
+    /// Returns the number of stored rows.
     pub fn outer(&self) -> usize {
         self.layout.outer()
     }
 
-    /// Length of a stored row, without padding.
+    /// Returns the length of a stored row, without padding.
     pub fn inner(&self) -> usize {
         self.layout.inner()
     }
 
-    /// Blocks in one stored row, padding included.
+    /// Returns the number of blocks of one stored row, including padding.
     pub fn blocks(&self) -> usize {
         self.layout.blocks()
     }
 
-    /// The codes, `[outer, blocks * bytes of a block]`: of 4 bits two to a byte, low nibble first.
+    /// Returns the codes, `[outer, blocks * bytes of a block]`. Two 4-bit codes share a byte, low
+    /// nibble first.
     pub fn codes(&self) -> &[u8] {
         &self.codes
     }
 
-    /// The block scales, in the order of [`Layout::scale_layout`].
+    /// Returns the block scales, in the order of [`Layout::scale_layout`].
     pub fn scales(&self) -> &[u8] {
         &self.scales
     }
 
-    /// The amax values of the source.
+    /// Returns the amax values of the source.
     pub fn amax(&self) -> &Amax {
         &self.amax
     }
 
-    /// How it was made.
+    /// Returns how the tensor was made.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
 
-    /// What an amax is divided by to give the global scale.
+    /// Returns the divisor that turns an amax into the global scale.
     pub fn range(&self) -> f32 {
         self.layout.scaling.range()
     }
 
-    /// The same tensor with its scales in `scale_layout`.
+    /// Returns the tensor with its scales in `scale_layout`.
     pub fn with_scale_layout(mut self, scale_layout: ScaleLayout) -> Self {
         let (outer, blocks) = (self.outer(), self.blocks());
         self.scales = match (self.layout.scale_layout, scale_layout) {
@@ -339,7 +343,7 @@ mod tests {
     use super::*;
     use crate::{ErrorNorm, Format, Hadamard, RandomStream};
 
-    /// Parts of a packed tensor, and one way in which they are wrong.
+    /// Fields of a quantized tensor with one error in them.
     struct Case {
         layout: Layout,
         codes: usize,
@@ -349,7 +353,7 @@ mod tests {
     }
 
     impl Case {
-        /// 16 x 32, in order.
+        /// Returns valid 16 x 32 fields.
         fn good() -> Self {
             Self {
                 layout: Layout::nvfp4(16, 32, Usage::Rowwise),
@@ -381,7 +385,7 @@ mod tests {
             )
         }
 
-        /// The same parts as a file would hold them.
+        /// Reads the fields from the form that a file has.
         fn read(self) -> Result<QuantizedTensor, String> {
             let value = serde_json::json!({
                 "layout": self.layout,
@@ -405,7 +409,7 @@ mod tests {
                 built
             );
         }
-        // What survives quantization is not refused.
+        // Values that quantization preserves are accepted.
         for amax in [f32::NAN, -f32::NAN, f32::INFINITY, 0.0] {
             let amax = Amax::Tensor(amax);
             let case = Case {
@@ -424,7 +428,8 @@ mod tests {
         let mut signed = vec![0x38; 32];
         signed[7] = 0x81;
         let mut unclean = Case::swizzled().scales;
-        // Row 16 is the first behind the matrix, and block 2 of row 3 lies behind its two blocks.
+        // Row 16 is the first row after the matrix, and block 2 of row 3 lies after the row's two
+        // blocks.
         for (row, block) in [(16, 0), (3, 2)] {
             unclean[swizzle::offset(row, block, 2)] = 1;
         }

@@ -1,12 +1,12 @@
 //! UE8M0, the block scale of MXFP8: the byte `e` stands for `2^(e - 127)`, 255 for NaN. There is no
 //! zero; the smallest value, 2⁻¹²⁷, is a subnormal `f32`.
 
-/// The byte that stands for NaN.
+/// Byte of NaN.
 pub const NAN_BYTE: u8 = 255;
 
-/// The byte of the smallest power of two that is not below `value`: rounded up, as
-/// `cvt.rp.satfinite.ue8m0x2.f32` does it. Zero and everything up to 2⁻¹²⁷ give 0, infinity
-/// saturates to 254, NaN gives [`NAN_BYTE`]. The sign is ignored.
+/// Returns the byte of the smallest power of two that is not below `value`: rounded up, like
+/// `cvt.rp.satfinite.ue8m0x2.f32`. Zero and everything up to 2⁻¹²⁷ give 0, infinity saturates to
+/// 254, NaN gives [`NAN_BYTE`]. The sign is ignored.
 #[inline(always)]
 pub fn encode_up(value: f32) -> u8 {
     let bits = value.to_bits() & 0x7FFF_FFFF;
@@ -24,7 +24,7 @@ pub fn encode_up(value: f32) -> u8 {
     (exponent + up as u32).min(254) as u8
 }
 
-/// `2^(e - 127)`, or NaN.
+/// Returns `2^(e - 127)`, or NaN.
 #[inline(always)]
 pub fn decode(byte: u8) -> f32 {
     match byte {
@@ -34,7 +34,7 @@ pub fn decode(byte: u8) -> f32 {
     }
 }
 
-/// `2^(127 - e)`, by which elements are brought into range, or NaN: exact for every byte.
+/// Returns `2^(127 - e)`, the factor that scales elements into range, or NaN: exact for every byte.
 #[inline(always)]
 pub fn decode_reciprocal(byte: u8) -> f32 {
     match byte {

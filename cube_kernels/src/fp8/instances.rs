@@ -12,7 +12,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let mut all = linears(device);
     all.extend(quantizers(device));

@@ -1,4 +1,4 @@
-//! The portable kernel: a unit for each element of the output.
+//! Portable kernel with one unit per output element.
 
 use cubecl::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The comptime choices of [`fp8_linear_kernel()`].
+/// Comptime choices of [`fp8_linear_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fp8LinearPlan {
     /// Type of `a`.
@@ -17,7 +17,7 @@ pub struct Fp8LinearPlan {
     pub out: FloatKind,
 }
 
-/// `out[m, n] = (Σₖ a[m, k] · code[n, k]) · scale[n]`, the columns ascending.
+/// Computes `out[m, n] = (Σₖ a[m, k] · code[n, k]) · scale[n]`, with ascending `k`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn fp8_linear_kernel<A: Numeric, F: Numeric>(
     a: &[A],

@@ -1,12 +1,12 @@
-//! The kernel for `mma.sync`, for few rows of `a`: bound by reading the codes of the weight once.
-//! They are decoded in registers.
+//! `mma.sync` kernel for small M. It is bound by reading the weight's codes once and decodes them
+//! in registers.
 //!
 //! The weight is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8
-//! rows). A lane takes 16 codes of a row from each 64: the order of the contraction inside an
+//! rows). A lane loads 16 codes of a row from each 64: the order of the contraction inside an
 //! instruction is free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g`
-//! at `16 c`, and the same columns of `a`. Each word of four codes is one instruction's share of a
-//! lane, as pairs (0, 2) and (1, 3). The warps of a cube share its rows and take turns along the
-//! contraction; their sums are added in the order of the warps.
+//! at `16 c`, and the same columns of `a`. Each word of four codes is a lane's fragment for one
+//! instruction, as pairs (0, 2) and (1, 3). The warps of a cube share its rows and alternate along
+//! the contraction; their sums are added in warp order.
 
 use cubecl::prelude::*;
 
@@ -21,50 +21,50 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Columns that a warp takes at a time.
+/// Columns that a warp processes at a time.
 const CHUNK: usize = FP8_CHUNK;
 
-/// The weight of [`fp8_linear_mma_kernel()`] and of the portable kernel.
+/// Weight operand of [`fp8_linear_mma_kernel()`] and of the portable kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct Fp8Weight {
-    /// Four codes a word, row-major.
+    /// Codes, four per word, row-major.
     pub codes: Box<[u32]>,
-    /// One for each row.
+    /// Scale factors, one per row.
     pub scales: Box<[f32]>,
 }
 
-/// The sizes of the product.
+/// GEMM shape.
 #[derive(CubeType, CubeLaunch)]
 pub struct Fp8Shape {
-    /// Rows of `a`.
+    /// Number of rows of `a`.
     pub m: u32,
-    /// Rows of the weight.
+    /// Number of rows of the weight.
     pub n: u32,
-    /// Columns of both.
+    /// Number of columns of both.
     pub k: u32,
 }
 
-/// The comptime choices of [`fp8_linear_mma_kernel()`].
+/// Comptime choices of [`fp8_linear_mma_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fp8MmaPlan {
-    /// Warps of a cube.
+    /// Warps per cube.
     pub warps: usize,
-    /// Groups of 16 rows of the weight.
+    /// Groups of 16 rows of the weight per cube.
     pub strips: usize,
-    /// Groups of 8 rows of `a`.
+    /// Groups of 8 rows of `a` per cube.
     pub columns: usize,
-    /// Chunks of a warp that are on the way at a time.
+    /// Chunks per warp that are in flight at a time.
     pub ahead: usize,
     /// Type of the output.
     pub out: FloatKind,
-    /// Whether the kernel can begin before the one in front of it has ended: the weight is on its
-    /// way while it waits.
+    /// True if the kernel can start before the previous one has ended: it loads the weight while it
+    /// waits.
     pub overlaps: bool,
 }
 
 impl Fp8MmaPlan {
-    /// For `m` rows of `a`. A chunk on its way for each of 8 warps takes so few registers that four
-    /// cubes fit on an SM: 64 KiB of codes are on their way there.
+    /// Returns the plan for `m` rows of `a`. One chunk in flight for each of 8 warps takes few
+    /// enough registers for four cubes per SM, which keeps 64 KiB of codes in flight.
     pub(super) fn of(m: usize, out: FloatKind, overlaps: bool) -> Self {
         Self {
             warps: 8,
@@ -76,17 +76,17 @@ impl Fp8MmaPlan {
         }
     }
 
-    /// Rows of the weight that a cube has.
+    /// Returns the rows of the weight per cube.
     pub(super) const fn rows(self) -> usize {
         16 * self.strips
     }
 
-    /// Rows of `a` that a cube has.
+    /// Returns the rows of `a` per cube.
     pub(super) const fn lines(self) -> usize {
         8 * self.columns
     }
 
-    /// What each warp has sums of.
+    /// Returns the shape of each warp's sums.
     const fn warp_sums(self) -> WarpSums {
         WarpSums {
             strips: self.strips,
@@ -95,21 +95,21 @@ impl Fp8MmaPlan {
     }
 }
 
-/// The rows of the weight that a lane has, and what is on the way of each chunk of them.
+/// The weight's rows of a lane, and their chunks in flight.
 #[derive(CubeType)]
 struct Rows {
     /// Address of the codes.
     codes: u64,
-    /// Number of the first vector of each row: 32 bits, whatever addresses have.
+    /// Index of the first vector of each row: 32 bits for any address width.
     first: Array<u32>,
-    /// Vectors of codes, row after row for each chunk on its way.
+    /// Vectors of codes, row after row for each chunk in flight.
     words: Array<Vector<u32, Const<4>>>,
 }
 
 #[cube]
 impl Rows {
-    /// Those of the cube whose first row is `row0`, with the first chunks of the warp on their way.
-    /// Rows behind the last one read it, and are not written.
+    /// Returns the rows of the cube whose first row is `row0`, and starts loading the warp's first
+    /// chunks. Rows past the last one read the last row, and are not written.
     fn start(codes: &[u32], row0: u32, shape: &Fp8Shape, #[comptime] plan: Fp8MmaPlan) -> Rows {
         let count = comptime!(2 * plan.strips);
         let vectors = shape.k / 16u32;
@@ -129,7 +129,7 @@ impl Rows {
         #[unroll]
         for set in 0..plan.ahead {
             let chunk = warp + comptime!((set * plan.warps) as u32);
-            // A warp without a chunk reads the last.
+            // A warp without a chunk reads the last one.
             let at = min(chunk * 4u32 + lane % 4u32, vectors - 1u32);
             #[unroll]
             for i in 0..count {
@@ -139,16 +139,16 @@ impl Rows {
         rows
     }
 
-    /// Loads vector `at` of row `row` for slot `to`.
+    /// Loads vector `at` of row `row` into slot `to`.
     fn load(&mut self, at: u32, #[comptime] row: usize, #[comptime] to: usize) {
         let vector = self.first[row] + at;
         self.words[to] = ld_global_no_allocate_v4(self.codes + u64::cast_from(vector) * 16u64);
     }
 }
 
-/// `out[m, n] = (Σₖ a[m, k] · code[n, k]) · scale[n]` for some rows of the weight and some of `a`,
-/// bf16 in units of eight elements. Of neighbouring cubes those with the same rows of the weight
-/// come first: together they read them from memory once.
+/// Computes `out[m, n] = (Σₖ a[m, k] · code[n, k]) · scale[n]` for a tile of rows of the weight and
+/// of `a`. `a` is bf16, in vectors of eight elements. Consecutive cubes share the rows of the
+/// weight, so that these are read from memory once.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn fp8_linear_mma_kernel<F: Numeric>(
     a: &[Vector<u32, Const<4>>],
@@ -170,7 +170,7 @@ pub fn fp8_linear_mma_kernel<F: Numeric>(
     let mut rows = Rows::start(&b.codes, row0, &shape, plan);
     let factor_row = row0 + UNIT_POS % comptime!(plan.rows() as u32);
     let factor = b.scales[min(factor_row, shape.n - 1u32) as usize];
-    // The weight is written long before; `a` may be the output of the last kernel.
+    // The weight is written long before; `a` may be the output of the previous kernel.
     wait_for_previous(plan.overlaps);
     let sums = mainloop(a, line0, &mut rows, &shape, plan);
     if UNIT_POS < comptime!(plan.rows() as u32) {
@@ -198,7 +198,7 @@ pub fn fp8_linear_mma_kernel<F: Numeric>(
     }
 }
 
-/// The sums of one warp: every `plan.warps`th chunk.
+/// Returns the sums of one warp: every `plan.warps`th chunk.
 #[cube]
 fn mainloop(
     a: &[Vector<u32, Const<4>>],
@@ -233,7 +233,8 @@ fn mainloop(
             if chunk < chunks {
                 let at = chunk * 4u32 + quarter;
                 let next = chunk + comptime!((plan.ahead * plan.warps) as u32);
-                // One half after the other: from sm_100 on the compiler keeps to 64 registers.
+                // One half after the other: from sm_100 on this keeps the compiler within 64
+                // registers.
                 #[unroll]
                 for half in 0..2usize {
                     let mut others = Array::<Vector<u32, Const<4>>>::new(columns);
@@ -246,8 +247,8 @@ fn mainloop(
                     for i in 0..strips {
                         let low = comptime!(2 * (set * strips + i));
                         multiply_strip(&*rows, &others, &mut sums, low, i, half, plan);
-                        // What the lane held of these rows is multiplied: the next is under way
-                        // while the other strips are.
+                        // The lane's codes of these rows are used up: load the next ones while the
+                        // other strips are multiplied.
                         #[allow(clippy::collapsible_if)]
                         if comptime!(half == 1) {
                             if next < chunks {
@@ -265,8 +266,8 @@ fn mainloop(
     sums
 }
 
-/// Adds the products of half a vector, which is two words, to the sums of strip `strip`, whose rows
-/// are in slots `low` and the next.
+/// Adds the products of half a vector (two words) to the sums of strip `strip`, whose rows are in
+/// slots `low` and `low + 1`.
 #[cube]
 fn multiply_strip(
     rows: &Rows,

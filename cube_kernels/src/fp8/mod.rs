@@ -1,10 +1,10 @@
-//! Weights in FP8 for inference: E4M3 codes with one scale for each row. See
+//! FP8 weights for inference: E4M3 codes with one scale factor per row. See
 //! [`reference::fp8_quantize_rows`](crate::reference::fp8_quantize_rows) for the format.
 //!
-//! [`quantize_rows`] makes such a weight, with the bits of the oracle. [`linear`] multiplies rows
-//! with it. With bf16 rows on a GPU with `mma.sync` its kernel reads the codes once for each 16
-//! rows, and is bound by that: it is meant for decoding. Elsewhere a portable kernel has a unit for
-//! each element of the output.
+//! [`quantize_rows`] makes such a weight, bit-identical to the oracle. [`linear`] multiplies rows
+//! with it. For bf16 rows on a GPU with `mma.sync`, its kernel reads the codes once per 16 rows and
+//! is bound by that: it is meant for decoding. In all other cases a portable kernel computes one
+//! output element per unit.
 
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
@@ -34,11 +34,11 @@ use quantize::{Fp8QuantizePlan, fp8_quantize_kernel};
 pub struct Fp8Weight {
     /// E4M3 bytes, row-major: `u32[n, k / 4]`, the first code in the lowest byte.
     pub codes: Handle,
-    /// `f32[n]`.
+    /// Scale factors, `f32[n]`.
     pub scales: Handle,
-    /// Rows.
+    /// Number of rows.
     pub n: usize,
-    /// Columns.
+    /// Number of columns.
     pub k: usize,
 }
 
@@ -60,11 +60,12 @@ impl Fp8Weight {
     }
 }
 
-/// `x` in FP8, with the bits of
+/// Quantizes `x` to FP8, bit-identical to
 /// [`reference::fp8_quantize_rows`](crate::reference::fp8_quantize_rows).
 ///
 /// # Errors
-/// When the columns of `x` are no positive multiple of 4, or its memory is smaller than its shape.
+/// Returns an error if the number of columns of `x` is not a positive multiple of 4, or its memory
+/// is smaller than its shape.
 pub fn quantize_rows(client: &Client, x: &Matrix) -> Result<Fp8Weight, Nvfp4Error> {
     x.check("x")?;
     let (n, k) = (x.rows, x.cols);
@@ -115,15 +116,17 @@ pub fn quantize_rows(client: &Client, x: &Matrix) -> Result<Fp8Weight, Nvfp4Erro
     Ok(made)
 }
 
-/// `out[m, n] = fl_out(fl(Σₖ a[m, k] · code[n, k]) · scale[n])` for the rows of `a` (`[m, k]`):
-/// `[m, n]`, rounded once to `dtype`. Sums are in `f32`, in an order that depends on the device.
+/// Computes `out[m, n] = fl_out(fl(Σₖ a[m, k] · code[n, k]) · scale[n])` for the rows of `a`
+/// (`[m, k]`): `[m, n]`, rounded once to `dtype`. Sums are in `f32`, in an order that depends on
+/// the device.
 ///
-/// With `a` in bf16 on a GPU of sm_80 or later the codes are read once for each 16 rows of `a`.
-/// Elsewhere each element reads its row, which takes far longer.
+/// For bf16 `a` on a GPU of sm_80 or later, the codes are read once per 16 rows of `a`. In all
+/// other cases each output element reads its row, which takes far longer.
 ///
 /// # Errors
-/// When `k` is no positive multiple of 64, the weight has no rows, `a` has not the weight's number
-/// of columns, a size does not fit 32 bits, or memory is smaller than its shape.
+/// Returns an error if `k` is not a positive multiple of 64, the weight has no rows, `a` and the
+/// weight differ in their number of columns, a size does not fit 32 bits, or memory is smaller than
+/// its shape.
 pub fn linear(
     client: &Client,
     a: &Matrix,
@@ -156,7 +159,7 @@ pub fn linear(
     Ok(out)
 }
 
-/// Queues the kernel for `mma.sync`.
+/// Launches the `mma.sync` kernel.
 fn launch_mma(client: &Client, a: &Matrix, weight: &Fp8Weight, out: &Matrix) {
     let (m, n, k) = (a.rows, weight.n, weight.k);
     let plan = Fp8MmaPlan::of(m, out.dtype, overlaps_kernels(client));
@@ -178,7 +181,7 @@ fn launch_mma(client: &Client, a: &Matrix, weight: &Fp8Weight, out: &Matrix) {
     }
 }
 
-/// Queues the kernel of any device.
+/// Launches the portable kernel.
 fn launch_portable(client: &Client, a: &Matrix, weight: &Fp8Weight, out: &Matrix) {
     let (m, n, k) = (a.rows, weight.n, weight.k);
     let (count, dim) = grid(client, m * n);

@@ -1,4 +1,4 @@
-//! The kernel that quantizes rows.
+//! Kernel that quantizes rows.
 
 use cubecl::prelude::*;
 
@@ -7,18 +7,18 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The comptime choices of [`fp8_quantize_kernel()`].
+/// Comptime choices of [`fp8_quantize_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Fp8QuantizePlan {
-    /// Type of the elements.
+    /// Element type.
     pub kind: FloatKind,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
-    /// Units of a cube.
+    /// Units per cube.
     pub units: usize,
 }
 
-/// The four elements of a word of codes.
+/// Loads the four elements of a word of codes.
 #[cube]
 fn load_four<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -38,10 +38,10 @@ fn load_four<F: Numeric, N: Size>(
     values
 }
 
-/// The largest of the numbers of all units.
+/// Returns the largest number over all units.
 #[cube]
 fn largest_of_cube(own: u32, all: &mut Shared<[u32]>) -> u32 {
-    // What was read of the row before.
+    // Waits until the values of the previous row have been read.
     sync_cube();
     all[UNIT_POS as usize] = own;
     let mut len = CUBE_DIM;
@@ -58,8 +58,8 @@ fn largest_of_cube(own: u32, all: &mut Shared<[u32]>) -> u32 {
     all[0]
 }
 
-/// The scale and the codes of each row of `x`, which has `words` words of four codes. A cube takes
-/// a row at a time.
+/// Computes the scale factor and the codes of each row of `x`, which has `words` words of four
+/// codes. A cube processes one row at a time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn fp8_quantize_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],

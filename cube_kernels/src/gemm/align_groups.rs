@@ -1,6 +1,6 @@
-//! Groups along K moved to a wider alignment: `tcgen05` reads 64 columns at a time, and quantizers
-//! align groups to a block or to the size of their transform. Codes are copied, and block scales go
-//! to 128x4 tiles, which the kernel reads, in the same pass.
+//! Moves groups along K to a wider alignment. `tcgen05` reads 64 columns at a time, whereas
+//! quantizers align groups to a block or to the size of their transform. The same pass copies the
+//! codes and rearranges block scales into the 128x4 tiles that the kernel reads.
 
 use cubecl::prelude::*;
 
@@ -15,37 +15,37 @@ use crate::{
     tensor::DeviceQuantized,
 };
 
-/// Columns that the groups are aligned to: a step of `tcgen05.mma`.
+/// Alignment of the groups in columns: a step of `tcgen05.mma`.
 const STEP: usize = 64;
-/// Blocks of a step.
+/// Blocks per step.
 const BLOCKS: usize = STEP / BLOCK;
 
 /// Groups along K that begin at multiples of 64.
 pub(crate) struct AlignedGroups {
-    /// Where they begin.
+    /// Offsets of the groups.
     pub offsets: GroupOffsets,
-    /// Columns that hold them, whatever their sizes are.
+    /// Upper bound of the number of columns, whatever the group sizes.
     pub k: usize,
 }
 
 impl AlignedGroups {
-    /// `groups` of `k` columns, each with its size rounded up.
+    /// Rounds up the size of each of `groups`, which have `k` columns in total.
     ///
     /// # Errors
-    /// When a number does not fit 32 bits.
+    /// Returns an error if a number does not fit 32 bits.
     pub fn of(client: &Client, groups: &GroupOffsets, k: usize) -> Result<Self, Nvfp4Error> {
         Ok(Self {
             offsets: groups.aligned(client, k, STEP)?,
-            // Groups have whole blocks.
+            // Groups consist of whole blocks.
             k: BLOCK * padded_bound(k / BLOCK, groups.count, BLOCKS),
         })
     }
 
-    /// `packed`, whose columns are in `groups`, with the columns of each group where `self` has
-    /// them, zeros behind them, and block scales in 128x4 tiles.
+    /// Copies `packed`, whose columns are in `groups`, to the aligned offsets of `self`. Each group
+    /// is padded with zeros, and block scales are arranged in 128x4 tiles.
     ///
     /// # Errors
-    /// When block scales are in tiles, which groups cannot be.
+    /// Returns an error if the block scales are in tiles, which cannot be split into groups.
     pub fn arrange(
         &self,
         client: &Client,
@@ -99,21 +99,21 @@ impl AlignedGroups {
     }
 }
 
-/// An operand with groups along K, where they are.
+/// An operand with groups along K at their original offsets.
 #[derive(CubeType, CubeLaunch)]
 pub struct SparseGroups {
-    /// Two words of codes for each block.
+    /// Two words of codes per block.
     codes: Box<[Vector<u32, Const<2>>]>,
-    /// A byte for each block, in rows.
+    /// A byte per block, in rows.
     scales: Box<[u8]>,
-    /// Where groups begin, multiples of a block, and where the last ends.
+    /// Offsets of the groups, multiples of a block, and the end of the last group.
     offsets: Box<[u32]>,
-    /// Blocks of a row.
+    /// Blocks per row.
     blocks: usize,
 }
 
-/// One unit moves 64 columns of a row: two vectors of codes, and a word of scales. Rows behind the
-/// last have zeros as scales.
+/// Each unit moves 64 columns of a row: two vectors of codes and a word of scales. Rows after the
+/// last one get zero scales.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn align_groups_kernel(
     from: SparseGroups,
@@ -159,14 +159,14 @@ pub fn align_groups_kernel(
             codes[item * 2usize] = low;
             codes[item * 2usize + 1usize] = high;
         }
-        // The word of the row in the tile of 128 rows and of the step.
+        // Word index of the row within the tile of 128 rows and of the step.
         let line = (row / 128usize * steps + step) * 32usize + row % 32usize;
         scales[line * 4usize + row % 128usize / 32usize] = word;
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
 }
 
-/// For the registry of kernels.
+/// Kernel instances for the registry.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = || device.buffer(1 << 10);
     [AddressType::U32, AddressType::U64]
@@ -200,11 +200,11 @@ mod tests {
         reference::philox::philox4x32,
     };
 
-    /// Codes and scales of each group begin at a multiple of 64, with zeros behind them.
+    /// Codes and scales of each group start at a multiple of 64, padded with zeros.
     #[test]
     fn groups_are_moved() {
         let client = cubecl::Device::Cpu(Default::default()).client();
-        // Stored columns behind the last group belong to nobody.
+        // Stored columns after the last group belong to no group.
         for (sizes, rows, behind) in [
             (vec![16, 0, 80, 64, 48], 3, 32),
             (vec![0, 0, 160], 130, 0),
@@ -255,7 +255,7 @@ mod tests {
         }
     }
 
-    /// Block scales in tiles have no groups along K.
+    /// Operands whose block scales are in tiles cannot have groups along K.
     #[test]
     fn tiles_of_scales_are_refused() {
         let client = cubecl::Device::Cpu(Default::default()).client();

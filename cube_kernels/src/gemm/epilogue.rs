@@ -1,5 +1,5 @@
-//! What happens to a sum before it is written, on every path that has the full epilogue:
-//! `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output held, rounded once to its type.
+//! The epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus the previous contents of the output if
+//! it accumulates, rounded once to the output's type. All paths with the full epilogue share it.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -13,21 +13,21 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Where the factor of one operand comes from.
+/// Granularity of the global scale factor of one operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Factor {
-    /// The operand is what it says: a factor of one.
+    /// No factor: 1.
     One,
-    /// One maximum for the operand.
+    /// One amax for the operand.
     Tensor,
-    /// One maximum for each stored row of the operand.
+    /// One amax per stored row of the operand.
     PerRow,
-    /// One amax for each group of a grouped GEMM.
+    /// One amax per group of a grouped GEMM.
     PerGroup,
 }
 
 impl Factor {
-    /// What can be computed once for a tile.
+    /// Returns the factor kind to load once per tile.
     pub const fn of_tile(self) -> Self {
         match self {
             Self::PerRow => Self::One,
@@ -36,33 +36,33 @@ impl Factor {
     }
 }
 
-/// Which amax values of its output a GEMM finds while it writes.
+/// Amax values that a GEMM computes of its output while it writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OutputAmax {
-    /// One, of all that it writes.
+    /// One amax of the whole output.
     Whole,
-    /// One for each group of a grouped GEMM; that of a group without elements is zero.
+    /// One amax per group of a grouped GEMM; zero for a group without elements.
     PerGroup,
 }
 
-/// The comptime choices of an epilogue.
+/// Comptime configuration of an epilogue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct EpilogueKind {
-    /// The factor of the left operand.
+    /// Factor of the left operand.
     pub a: Factor,
-    /// The factor of the right operand.
+    /// Factor of the right operand.
     pub b: Factor,
-    /// Add a bias to each row.
+    /// True to add a bias to each row.
     pub bias: bool,
-    /// Add to what the output holds.
+    /// True to add to the previous contents of the output.
     pub accumulate: bool,
-    /// Type of the output.
+    /// Output type.
     pub out: FloatKind,
-    /// Find the largest magnitudes of the output, as it is stored.
+    /// Amax to compute of the output as stored.
     pub amax: Option<OutputAmax>,
 }
 
-/// `α` of one stored row, or of `group`: `fl(amax / range)`.
+/// Returns `α` of a stored row or of `group`: `fl(amax / range)`.
 #[cube]
 pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: Factor) -> f32 {
     let mut value = 1.0f32;
@@ -78,50 +78,50 @@ pub fn factor(amax: &[f32], row: u32, group: u32, range: f32, #[comptime] kind: 
     value
 }
 
-/// What the epilogue reads beside the sums, and the amax values of the output that it raises.
-/// Memory that `kind` does not ask for is any other.
+/// Inputs of the epilogue besides the sums, and the amax values of the output that it raises.
+/// Buffers that `kind` does not use may be any memory.
 ///
-/// `c` is the memory of the output, although the compiler is told that pointers do not alias: an
-/// element of it is read to compute the value that replaces it, and never again.
+/// `c` aliases the output, although the compiler is told that pointers do not alias. This is sound
+/// because an element of `c` is only read to compute the value that replaces it.
 #[derive(CubeType, CubeLaunch)]
 pub struct Epilogue {
     /// Amax values of `a`.
     pub a_amax: Box<[f32]>,
     /// Amax values of `b`.
     pub b_amax: Box<[f32]>,
-    /// An addend for each column, a row for each group.
+    /// Bias per column, with a row per group.
     pub bias: Box<[f32]>,
-    /// What the output held, in words.
+    /// Previous contents of the output, in words.
     pub c: Box<[u32]>,
-    /// The largest magnitudes of the output, as the bits of an `f32`.
+    /// Output amax values, as the bits of an `f32`.
     pub amax: Box<[Atomic<u32>]>,
-    /// What an amax of `a` is divided by.
+    /// Divisor of an amax of `a`.
     pub a_range: f32,
-    /// What an amax of `b` is divided by.
+    /// Divisor of an amax of `b`.
     pub b_range: f32,
-    /// What sums are multiplied by first, a power of two: kernels that decode elements in registers
-    /// decode them as a fraction of what they stand for.
+    /// Power of two by which sums are multiplied first: kernels that decode elements in registers
+    /// decode them as a fraction of their value.
     pub sum_scale: f32,
-    /// What is done.
+    /// Configuration.
     #[cube(comptime)]
     pub kind: EpilogueKind,
 }
 
 #[cube]
 impl Epilogue {
-    /// `α` of `a`, if one holds for a tile of `group`.
+    /// Returns `α` of `a` if a tile of `group` has a single one.
     pub fn a_tile_factor(&self, group: u32) -> f32 {
         let kind = comptime!(self.kind.a.of_tile());
         factor(&self.a_amax, 0u32, group, self.a_range, kind)
     }
 
-    /// `α` of `b`, if one holds for a tile of `group`.
+    /// Returns `α` of `b` if a tile of `group` has a single one.
     pub fn b_tile_factor(&self, group: u32) -> f32 {
         let kind = comptime!(self.kind.b.of_tile());
         factor(&self.b_amax, 0u32, group, self.b_range, kind)
     }
 
-    /// `α` of stored row `row` of `a`, which belongs to `group`.
+    /// Returns `α` of stored row `row` of `a`, which belongs to `group`.
     pub fn a_factor(&self, row: u32, group: u32) -> f32 {
         factor(
             &self.a_amax,
@@ -132,7 +132,7 @@ impl Epilogue {
         )
     }
 
-    /// `α` of stored row `row` of `b`, which belongs to `group`.
+    /// Returns `α` of stored row `row` of `b`, which belongs to `group`.
     pub fn b_factor(&self, row: u32, group: u32) -> f32 {
         factor(
             &self.b_amax,
@@ -143,7 +143,7 @@ impl Epilogue {
         )
     }
 
-    /// `α` of stored row `row` of `a`, `tile` being that of its tile.
+    /// Returns `α` of stored row `row` of `a`; `tile` is the factor of its tile.
     pub fn a_row_factor(&self, row: u32, tile: f32) -> f32 {
         let mut value = tile;
         if comptime!(self.kind.a == Factor::PerRow) {
@@ -152,7 +152,7 @@ impl Epilogue {
         value
     }
 
-    /// `α` of stored row `row` of `b`, `tile` being that of its tile.
+    /// Returns `α` of stored row `row` of `b`; `tile` is the factor of its tile.
     pub fn b_row_factor(&self, row: u32, tile: f32) -> f32 {
         let mut value = tile;
         if comptime!(self.kind.b == Factor::PerRow) {
@@ -161,7 +161,7 @@ impl Epilogue {
         value
     }
 
-    /// The bias at `index`.
+    /// Returns the bias at `index`.
     pub fn load_bias(&self, index: usize) -> f32 {
         let mut value = 0.0f32;
         if comptime!(self.kind.bias) {
@@ -170,8 +170,8 @@ impl Epilogue {
         value
     }
 
-    /// What the output held in an element: `pair` is the even element of a pair, `odd` which of the
-    /// two.
+    /// Returns the previous contents of an output element: `pair` is the index of the even element
+    /// of its pair, `odd` selects one of the two.
     pub fn load_c(&self, pair: usize, #[comptime] odd: u32) -> f32 {
         if comptime!(!self.kind.accumulate) {
             0.0f32.runtime()
@@ -187,8 +187,8 @@ impl Epilogue {
         }
     }
 
-    /// Raises the amax of the output, or of `group`, to the largest `bits` of the plane, all of one
-    /// group.
+    /// Raises the output amax, or that of `group`, to the largest `bits` of the plane. All units
+    /// must be in the same group.
     pub fn atomic_amax(&self, group: u32, bits: u32) {
         if comptime!(self.kind.amax.is_some()) {
             let plane = plane_max(bits);
@@ -198,9 +198,9 @@ impl Epilogue {
         }
     }
 
-    /// [`atomic_amax`](Self::atomic_amax) by one unit. The magnitude bits of floats are in the
-    /// order of the floats, with NaN above infinity, and a maximum does not depend on the order of
-    /// its arguments.
+    /// [`atomic_amax`](Self::atomic_amax) by a single unit. The magnitude bits of floats order like
+    /// the floats, with NaN above infinity, and a maximum does not depend on the order of its
+    /// arguments.
     pub fn atomic_amax_of_unit(&self, group: u32, bits: u32) {
         if comptime!(self.kind.amax.is_some()) {
             let mut index = 0u32;
@@ -212,24 +212,24 @@ impl Epilogue {
     }
 }
 
-/// What a sum is finished with.
+/// Epilogue inputs of one output element.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Addends {
-    /// The product of the factors of both operands.
+    /// Product of the factors of both operands.
     pub alpha: f32,
-    /// The bias of its column.
+    /// Bias of the column.
     pub bias: f32,
-    /// What the output held.
+    /// Previous contents of the output.
     pub c: f32,
 }
 
-/// The value of one output element, in CUDA C++.
+/// Returns the value of one output element (CUDA C++ only).
 #[cube]
 pub fn apply(sum: f32, with: Addends, #[comptime] kind: EpilogueKind) -> f32 {
     let scaled = sum * with.alpha;
-    // Reinterpreted: a variable would reach the instruction as a pointer. The additions must not be
-    // contracted with the multiplication, whose rounding is specified.
+    // Reinterpreted because a variable would reach the instruction as a pointer. The additions must
+    // not be contracted with the multiplication, whose rounding is specified.
     if comptime!(kind.bias && kind.accumulate) {
         let biased = f32::reinterpret(ptx::add_rn(scaled, f32::reinterpret(with.bias)));
         ptx::add_rn(biased, f32::reinterpret(with.c))
@@ -242,8 +242,8 @@ pub fn apply(sum: f32, with: Addends, #[comptime] kind: EpilogueKind) -> f32 {
     }
 }
 
-/// [`apply()`] on any device. `ordered` says whether the compiler may contract additions with the
-/// multiplication before them, as CUDA's does: then they are its own instructions.
+/// [`apply()`] on any device. If the compiler may contract additions with the preceding
+/// multiplication, as CUDA's does, `ordered` makes them separate instructions.
 #[cube]
 pub fn apply_on(
     sum: f32,
@@ -265,7 +265,7 @@ pub fn apply_on(
     }
 }
 
-/// Two neighbours, rounded to `out`, which has two bytes.
+/// Rounds two neighbours to the 2-byte type `out` and packs them.
 #[cube]
 pub fn pack_pair(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
     if comptime!(out == FloatKind::Bf16) {
@@ -275,7 +275,7 @@ pub fn pack_pair(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
     }
 }
 
-/// The magnitude bits of the larger of two neighbours, as `f32` and after rounding to `out`.
+/// Returns the magnitude bits of the larger of two neighbours, as `f32` after rounding to `out`.
 #[cube]
 pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32 {
     let mut low = magnitude_bits(even);
@@ -293,20 +293,20 @@ pub fn rounded_magnitude(even: f32, odd: f32, #[comptime] out: FloatKind) -> u32
     max(low, high)
 }
 
-/// What the epilogue reads. Handles that `kind` does not ask for are any other.
+/// Host side of [`Epilogue`]. Handles that `kind` does not use may be any memory.
 pub(crate) struct EpilogueArgs {
     pub kind: EpilogueKind,
     pub a_amax: Handle,
     pub b_amax: Handle,
     pub ranges: [f32; 2],
     pub bias: Handle,
-    /// As many `f32` as `kind.amax` asks for, which the output's largest magnitudes raise.
+    /// Output amax buffer: as many `f32` as `kind.amax` requires.
     pub amax: Handle,
 }
 
 impl EpilogueArgs {
-    /// How many amax values `kind.amax` asks for, of a GEMM in `groups` groups; at least one, which
-    /// no kernel reads where it asks for none.
+    /// Returns the number of amax values that `kind.amax` requires for `groups` groups. It is at
+    /// least 1; kernels do not read that one if no amax is requested.
     pub fn amax_len(&self, groups: usize) -> usize {
         match self.kind.amax {
             Some(OutputAmax::PerGroup) => groups,
@@ -314,11 +314,11 @@ impl EpilogueArgs {
         }
     }
 
-    /// The device's part, for `rows` stored rows of `a` and of `b` in `groups` groups, and the
-    /// memory of the output, of so many words.
+    /// Returns the launch arguments for `rows` stored rows of `a` and of `b` in `groups` groups,
+    /// and output memory `c` with its length in words.
     ///
     /// # Safety
-    /// The memory must hold what `kind` asks for.
+    /// The memory must hold everything that `kind` uses.
     pub unsafe fn launch(
         &self,
         rows: [usize; 2],
@@ -326,7 +326,7 @@ impl EpilogueArgs {
         c: (&Handle, usize),
         sum_scale: f32,
     ) -> EpilogueLaunch {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees it.
         let memory =
             |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
         EpilogueLaunch::new(
@@ -343,34 +343,34 @@ impl EpilogueArgs {
     }
 }
 
-/// Bytes between the 16 rows that a warp stages for its stores: 128 of data, and 16 that spread
-/// rows over the banks.
+/// Row pitch in bytes of the 16 rows that a warp stages for its stores: 128 of data, plus 16
+/// against bank conflicts.
 const STAGING_ROW: usize = 144;
 /// Bytes that a warp stages at a time.
 pub(crate) const STAGING: usize = 16 * STAGING_ROW;
 
-/// The part of a tile that a warp writes.
+/// Portion of an output tile that one warp writes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WarpTile {
-    /// The first of its rows of the output.
+    /// First row of the output.
     pub row: u32,
-    /// The row behind the last of the group.
+    /// End row of the group (exclusive).
     pub end: u32,
-    /// Its first column.
+    /// First column.
     pub column: u32,
-    /// Columns of the output.
+    /// Number of output columns.
     pub n: u32,
-    /// The group.
+    /// Group index.
     pub group: u32,
-    /// Address of `STAGING` bytes of the warp in shared memory.
+    /// Shared memory address of the warp's `STAGING` bytes.
     pub staging: u32,
 }
 
-/// Applies the epilogue to the 16 x `tile_n` sums of one warp and writes them: eight columns at a
-/// time a thread has two neighbours in rows `lane / 4` and 8 below ("Register Fragments for
-/// wgmma"), which go through shared memory so that eight threads write 128 bytes of one row. `out`
-/// is in units of 16 bytes.
+/// Applies the epilogue to the 16 x `tile_n` sums of one warp and writes them. For every eight
+/// columns a thread holds two neighbours in row `lane / 4` and in the row 8 below ("Register
+/// Fragments for wgmma"). They pass through shared memory so that eight threads write 128 bytes of
+/// one row. `out` is in units of 16 bytes.
 #[cube]
 pub(crate) fn write_warp_tile<N: Size>(
     sums: Vector<f32, N>,
@@ -382,11 +382,11 @@ pub(crate) fn write_warp_tile<N: Size>(
     let kind = comptime!(epilogue.kind);
     let lane = UNIT_POS % 32u32;
     let size = comptime!(kind.out.size());
-    // Columns of 128 bytes.
+    // Columns per 128 bytes.
     let width = comptime!(128 / kind.out.size());
     let upper = tile.row + lane / 4u32;
     let lower = upper + 8u32;
-    // Rows and columns outside read the factors of row and column 0, and are not written.
+    // Rows and columns out of bounds read the factors of row and column 0, and are not written.
     let upper_in = select(upper < tile.end, upper, 0u32);
     let lower_in = select(lower < tile.end, lower, 0u32);
     let upper_factor = epilogue.a_factor(upper_in, tile.group);
@@ -397,7 +397,7 @@ pub(crate) fn write_warp_tile<N: Size>(
     let mut largest = 0u32;
     #[unroll]
     for chunk in 0..comptime!(tile_n.div_ceil(width)) {
-        // The warp has read the chunk before.
+        // Wait until the warp has read the previous chunk.
         sync_plane();
         #[unroll]
         for j in 0..comptime!(usize::min(width, tile_n - chunk * width) / 8) {
@@ -406,7 +406,7 @@ pub(crate) fn write_warp_tile<N: Size>(
                 tile.column + comptime!((chunk * width + j * 8) as u32) + (lane % 4u32) * 2u32;
             let inside = column < tile.n;
             let column = select(inside, column, 0u32);
-            // Where the group's own rows of `b` and its bias have this column.
+            // Index of this column in the group's rows of `b` and in its bias.
             let own = tile.group * tile.n + column;
             let even_factor = epilogue.b_row_factor(own, tile_factor);
             let odd_factor = epilogue.b_row_factor(own + 1u32, tile_factor);

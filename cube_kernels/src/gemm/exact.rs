@@ -1,9 +1,8 @@
-//! Small GEMMs of packed operands whose sums are exact in any order, and how a device's results are
-//! compared with the reference. The check of a kernel on hardware that it has not run on.
+//! Small GEMMs of packed operands with order-independent exact sums, and their comparison with the
+//! reference. They check kernels on hardware on which these have not run before.
 //!
-//! Elements are multiples of 1/4 up to 12 with the block scale, so that a sum of up to 2048
-//! products is a multiple of 1/16 below 2^20: exact in `f32`, whatever the order. Global scales are
-//! powers of two.
+//! Elements with their block scale are multiples of 1/4 up to 12, so a sum of up to 2048 products
+//! is a multiple of 1/16 below 2^20: exact in `f32` in any order. Global scales are powers of two.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -16,16 +15,16 @@ use crate::{
     tensor::{DeviceQuantized, Matrix},
 };
 
-/// E4M3 of 1/2, 1 and 2.
+/// E4M3 encodings of 1/2, 1 and 2.
 const SCALES: [u8; 3] = [0x30, 0x38, 0x40];
-/// UE8M0 of the same.
+/// UE8M0 encodings of 1/2, 1 and 2.
 const POWERS: [u8; 3] = [126, 127, 128];
-/// E4M3 of the magnitudes of E2M1, in the order of its codes.
+/// E4M3 encodings of the E2M1 magnitudes, in code order.
 const ELEMENTS: [u8; 8] = [0x00, 0x30, 0x38, 0x3c, 0x40, 0x44, 0x48, 0x4c];
-/// The amax of a global scale of 1.
+/// Amax that corresponds to a global scale of 1.
 const AMAX: f32 = 2688.0;
 
-/// Codes and scales of some rows.
+/// Codes and scales of several rows.
 #[derive(Clone)]
 struct Rows {
     format: Format,
@@ -36,13 +35,13 @@ struct Rows {
 }
 
 impl Rows {
-    /// Any values of E2M1, in either format, with any of [`SCALES`].
+    /// Random E2M1 values, in either format, with scales from [`SCALES`].
     fn random(format: Format, rows: usize, k: usize, seed: u32) -> Self {
         if !format.is_mx() {
             return Self::with_scales(rows, k, seed, |byte| SCALES[usize::from(byte) % 3]);
         }
         let drawn = Self::with_scales(rows, k, seed, |byte| POWERS[usize::from(byte) % 3]);
-        // Half as many blocks, and a byte for each code.
+        // MXFP8 has half as many blocks, and a byte per code.
         let codes = drawn.codes.iter().flat_map(|byte| [byte & 0xf, byte >> 4]);
         let element = |code: u8| ELEMENTS[usize::from(code & 7)] | (code & 8) << 4;
         Self {
@@ -53,7 +52,7 @@ impl Rows {
         }
     }
 
-    /// Any NVFP4 codes, with the scales that `scale` makes of any byte.
+    /// Random NVFP4 codes; `scale` maps random bytes to scale bytes.
     fn with_scales(rows: usize, k: usize, seed: u32, scale: fn(u8) -> u8) -> Self {
         let blocks = rows * k / BLOCK;
         let bytes = |stream: u32, len: usize| -> Vec<u8> {
@@ -73,7 +72,7 @@ impl Rows {
         }
     }
 
-    /// The rows of all `parts`, one below the other.
+    /// Concatenates `parts` along the rows.
     fn stacked(parts: &[Self]) -> Self {
         Self {
             format: parts[0].format,
@@ -84,7 +83,7 @@ impl Rows {
         }
     }
 
-    /// The columns of all `parts`, side by side.
+    /// Concatenates `parts` along the columns.
     fn side_by_side(parts: &[Self]) -> Self {
         let rows = parts[0].rows;
         let join = |bytes: fn(&Self) -> &[u8]| -> Vec<u8> {
@@ -106,7 +105,8 @@ impl Rows {
         }
     }
 
-    /// With a global scale of one, or one of 1, 2, 4 or 8 for each row, where the format has one.
+    /// Builds a tensor. In formats with global scales, the scale is 1, or one of 1, 2, 4 and 8 per
+    /// row.
     fn tensor(&self, per_row: bool) -> Result<QuantizedTensor, Nvfp4Error> {
         let layout = Layout::new(self.format, (self.rows, self.k), Usage::Rowwise);
         let (granularity, amax) = match per_row {
@@ -126,10 +126,10 @@ impl Rows {
     }
 }
 
-/// The product of two tensors in one format.
+/// Multiplies two tensors of the same format.
 ///
 /// # Errors
-/// When they do not fit each other.
+/// Returns an error if their shapes do not match.
 fn product(a: &QuantizedTensor, b: &QuantizedTensor) -> Result<Vec<f32>, Nvfp4Error> {
     if !a.layout().format.is_mx() {
         return reference::gemm_f32(a, b, None);
@@ -142,10 +142,11 @@ fn product(a: &QuantizedTensor, b: &QuantizedTensor) -> Result<Vec<f32>, Nvfp4Er
         .collect())
 }
 
-/// Operands of `m x n x k` whose sums depend on their order: any scales from 2^-3 to 16.
+/// Returns operands of `m x n x k` whose sums depend on the order of additions: random scales from
+/// 2^-3 to 16.
 ///
 /// # Errors
-/// When a size is none of a packed operand.
+/// Returns an error if a size is invalid for a packed operand.
 pub(crate) fn inexact(
     client: &Client,
     (m, n, k): (usize, usize, usize),
@@ -158,30 +159,30 @@ pub(crate) fn inexact(
     Ok((operand(m, 11)?, operand(n, 12)?))
 }
 
-/// A GEMM of which every sum is exact.
+/// A GEMM whose sums are all exact.
 pub(crate) struct ExactGemm {
-    /// What it is, for messages.
+    /// Description for messages.
     pub what: String,
-    /// The left operand.
+    /// Left operand.
     pub a: DeviceQuantized,
-    /// The right operand.
+    /// Right operand.
     pub b: DeviceQuantized,
-    /// What is in groups, with their offsets.
+    /// Grouped dimension and offsets.
     pub groups: Option<(GroupedDim, GroupOffsets)>,
-    /// What groups along K begin at multiples of.
+    /// Alignment of groups along K.
     pub k_alignment: usize,
-    /// Rows that are in groups, which the product has, in `f32`.
+    /// Expected `f32` output of the rows that belong to groups.
     expected: Vec<f32>,
-    /// Columns of the product.
+    /// Columns of the output.
     columns: usize,
 }
 
 impl ExactGemm {
-    /// `m x n x k` with one global scale, or with one for each row of either operand; with none in
-    /// MXFP8.
+    /// A dense `m x n x k` GEMM with one global scale per operand, or one per row of either
+    /// operand; MXFP8 has none.
     ///
     /// # Errors
-    /// When a size is none of a packed operand.
+    /// Returns an error if a size is invalid for a packed operand.
     pub fn dense(
         client: &Client,
         format: Format,
@@ -202,10 +203,10 @@ impl ExactGemm {
         })
     }
 
-    /// Groups of `sizes` rows, each with `n` rows of `b`.
+    /// An M-grouped GEMM with groups of `sizes` rows, each with `n` rows of `b`.
     ///
     /// # Errors
-    /// As [`Self::dense`].
+    /// See [`Self::dense`].
     pub fn m_grouped(
         client: &Client,
         format: Format,
@@ -228,10 +229,10 @@ impl ExactGemm {
         Self::of_groups(client, what, operands, (GroupedDim::M, sizes), expected, n)
     }
 
-    /// Groups of `sizes` columns of the contraction, multiples of a block.
+    /// A K-grouped GEMM with groups of `sizes` columns, which are multiples of a block.
     ///
     /// # Errors
-    /// As [`Self::dense`].
+    /// See [`Self::dense`].
     pub fn k_grouped(
         client: &Client,
         format: Format,
@@ -286,10 +287,10 @@ impl ExactGemm {
         })
     }
 
-    /// Compares `found`, in `f32`, with what the reference computes, waiting for the device.
+    /// Compares `found`, in `f32`, with the reference. Waits for the device.
     ///
     /// # Errors
-    /// The first element that differs, or how the device failed.
+    /// Returns the first element that differs, or the device error.
     pub fn compare(&self, client: &Client, found: &Matrix) -> Result<(), String> {
         let bytes = download(client, &found.handle, 4 * self.expected.len());
         let bytes = bytes.map_err(|error| format!("{}: {error}", self.what))?;
@@ -300,7 +301,7 @@ impl ExactGemm {
         self.compare_values(&found)
     }
 
-    /// [`Self::compare`] on the host.
+    /// [`Self::compare`] for values on the host.
     fn compare_values(&self, found: &[f32]) -> Result<(), String> {
         // Zeros of either sign are equal; NaN differs from everything.
         let differs = |(found, expected): (&f32, &f32)| found != expected;
@@ -325,7 +326,7 @@ impl ExactGemm {
 mod tests {
     use super::*;
 
-    /// The first difference is named by row and column; the sign of zero is none.
+    /// The first difference is reported by row and column; the sign of zero is ignored.
     #[test]
     fn differences_are_named() {
         let client = cubecl::Device::Cpu(Default::default()).client();
@@ -346,7 +347,7 @@ mod tests {
         assert_eq!(case.compare_values(&signed), Ok(()));
     }
 
-    /// Sums are exact: of the elements in any order, they are multiples of 1/16 below 2^20.
+    /// Sums are exact in any order: they are multiples of 1/16 below 2^20.
     #[test]
     fn sums_are_exact() {
         let client = cubecl::Device::Cpu(Default::default()).client();

@@ -1,7 +1,7 @@
-//! Linear layers of few tokens with what stands around them, in one kernel.
+//! Linear layers for small M with fused RMSNorm and SwiGLU, in one kernel.
 //!
-//! In a step of decoding a kernel between two GEMMs takes longer to launch than to compute. The
-//! kernel of small M therefore computes RMSNorm in front of it and SwiGLU behind it.
+//! In a decoding step, a kernel between two GEMMs takes longer to launch than to run. The small-M
+//! kernel therefore computes RMSNorm in its prologue and SwiGLU in its epilogue.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -21,52 +21,54 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// RMSNorm in front of a linear layer.
+/// RMSNorm prologue of a linear layer.
 #[derive(Debug, Clone, Copy)]
 pub struct FusedNorm<'a> {
-    /// What is added to `x` before, of its shape and type.
+    /// Residual added to `x` before the norm, of the same shape and type.
     pub residual: Option<&'a Matrix>,
-    /// `f32[k]`.
+    /// Gain, `f32[k]`.
     pub gain: &'a Handle,
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub epsilon: f32,
 }
 
-/// `swiglu(norm(x + residual) · weightᵀ + bias)`, or what is asked for of that.
+/// A fused linear layer: `swiglu(norm(x + residual) · weightᵀ + bias)`, with optional norm,
+/// residual, bias and SwiGLU.
 ///
-/// The bits are those of [`norm`](crate::norm::norm()), [`gemm`](super::gemm()) into bf16 and
-/// [`activation`](crate::activation::activation()), one after another.
+/// The result is bit-identical to running [`norm`](crate::norm::norm()), [`gemm`](super::gemm())
+/// into bf16 and [`activation`](crate::activation::activation()) in sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct FusedLinear<'a> {
-    /// bf16 `[m, k]`, K-major.
+    /// Input, bf16 `[m, k]`, K-major.
     pub x: &'a Matrix,
-    /// What becomes of `x` before the GEMM.
+    /// RMSNorm of `x` before the GEMM.
     pub norm: Option<FusedNorm<'a>>,
-    /// The right operand of the GEMM, `[n, k]`.
+    /// Right operand of the GEMM, `[n, k]`.
     pub weight: Operand<'a>,
-    /// An `f32` for each row of the weight.
+    /// Bias: an `f32` per row of the weight.
     pub bias: Option<&'a Matrix>,
-    /// Whether the first half of the rows of the weight is the gate and the second half what it
-    /// multiplies: the output is SwiGLU of both.
+    /// True to output SwiGLU: the first half of the weight's rows is the gate, the second half the
+    /// factor that it multiplies (up).
     pub swiglu: bool,
 }
 
-/// What a fused linear layer gives.
+/// Result of a fused linear layer.
 #[derive(Debug, Clone)]
 pub struct FusedLinearOutput {
-    /// The sum of `x` and the residual, rounded to bf16; `None` without a residual.
+    /// Sum of `x` and the residual, rounded to bf16; `None` without a residual.
     pub sum: Option<Matrix>,
-    /// bf16 `[m, n]`, or `[m, n / 2]` with SwiGLU.
+    /// Output, bf16 `[m, n]`, or `[m, n / 2]` with SwiGLU.
     pub matrix: Matrix,
 }
 
 impl<'a> FusedLinear<'a> {
-    /// The GEMM of it, by itself: of what has the shape of the normalised rows.
+    /// Returns its GEMM without prologue and epilogue. `x` stands in for the normalized rows, which
+    /// have the same shape.
     fn gemm(&self) -> Gemm<'a> {
         Gemm::new(self.x, self.weight).bias(self.bias)
     }
 
-    /// Fails when an operand does not fit.
+    /// Returns an error if an operand does not fit.
     fn check(&self) -> Result<(), Nvfp4Error> {
         let x = self.x;
         self.gemm().check()?;
@@ -99,7 +101,7 @@ impl<'a> FusedLinear<'a> {
         Ok(())
     }
 
-    /// What the GEMM of it depends on.
+    /// Returns the GEMM's inputs of the kernel choice.
     fn problem(&self, client: &Client) -> Result<Problem, Nvfp4Error> {
         let gemm = self.gemm();
         let GemmShape { m, n, .. } = gemm.shape();
@@ -107,10 +109,11 @@ impl<'a> FusedLinear<'a> {
         Ok(gemm.problem(&output))
     }
 
-    /// Why no one kernel computes it on the device behind `client`; `None` where one does.
+    /// Returns why this request cannot be fused into one kernel on the device of `client`, or
+    /// `None` if it can.
     ///
     /// # Errors
-    /// When an operand does not fit.
+    /// Returns an error if an operand does not fit.
     pub fn refusal(&self, client: &Client) -> Result<Option<Refusal>, Nvfp4Error> {
         self.check()?;
         let problem = self.problem(client)?;
@@ -131,10 +134,10 @@ impl<'a> FusedLinear<'a> {
     }
 }
 
-/// Computes a linear layer with what stands around it in one kernel.
+/// Computes a linear layer with its norm and activation in one kernel.
 ///
 /// # Errors
-/// When a shape, element type or buffer does not fit, or there is a
+/// Returns an error if a shape, element type or buffer does not fit, or if there is a
 /// [refusal](FusedLinear::refusal).
 pub fn fused_linear(
     client: &Client,
@@ -167,7 +170,7 @@ pub fn fused_linear(
         compact(&x, problem.a)?,
         compact(&request.weight, problem.b)?,
     );
-    // What the epilogue does not read may be any memory.
+    // Placeholder for the buffers that the epilogue does not read.
     let unread = &request.x.handle;
     let (_, b_amax, b_range) = request.weight.factor();
     let epilogue = EpilogueArgs {
@@ -178,7 +181,7 @@ pub fn fused_linear(
         bias: request.bias.map_or(unread, |bias| &bias.handle).clone(),
         amax: unread.clone(),
     };
-    // Allocated right before the kernel is queued, as the output of a GEMM is.
+    // Allocated right before the kernel is queued, like the output of a GEMM.
     let empty = |cols| Matrix::empty(client, m, cols, FloatKind::Bf16);
     let out = empty(if request.swiglu { n / 2 } else { n });
     let residual = request.norm.and_then(|norm| norm.residual);

@@ -1,5 +1,6 @@
-//! Operands as kernels read them: block scales in rows or in 128x4 tiles, packed elements
-//! dequantized to bf16, exactly and without the global scale, and MN-major ones transposed.
+//! Conversion of operands to the form that a kernel reads: block scales in rows or in 128x4 tiles,
+//! packed elements dequantized to bf16 (exactly and without the global scale), and MN-major
+//! operands transposed.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -14,18 +15,19 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// What a kernel reads of its operands.
+/// Operand forms that a kernel reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Reads {
     pub packed: PackedReads,
-    /// Whether it takes MN-major bf16.
+    /// True if the kernel reads MN-major bf16.
     pub mn_major: bool,
-    /// Whether it takes MXFP8, as `packed` says; else that is dequantized to bf16.
+    /// True if the kernel reads MXFP8 with scales as in `packed`; otherwise MXFP8 is dequantized to
+    /// bf16.
     pub mxfp8: bool,
 }
 
 impl Reads {
-    /// Packed operands with block scales in rows, K-major ones as they are.
+    /// Packed operands with block scales in rows, K-major operands unchanged.
     pub const COMPACT: Self = Self {
         packed: PackedReads::Compact,
         mn_major: false,
@@ -33,21 +35,21 @@ impl Reads {
     };
 }
 
-/// An operand as a kernel reads it. What its layout does not have is any other memory of it,
-/// unread.
+/// An operand in the form that a kernel reads. Handles that its layout does not use are unread
+/// placeholders.
 #[derive(Debug, Clone)]
 pub(crate) struct Materialized {
-    /// How it is stored now.
+    /// Layout after conversion.
     pub layout: OperandLayout,
-    /// Stored rows along K, or as many columns down it.
+    /// Stored rows if rows run along K, otherwise stored columns.
     pub rows: usize,
-    /// Matrices one below the other, along K: more than one in a stack that is MN-major.
+    /// Matrices stacked along K: more than one only in an MN-major stack.
     pub stack: usize,
-    /// Codes of a packed one.
+    /// Codes, if packed.
     pub codes: Handle,
-    /// Block scales of a packed one.
+    /// Block scales, if packed.
     pub scales: Handle,
-    /// Elements of a bf16 one.
+    /// Elements, if bf16.
     pub dense: Handle,
 }
 
@@ -63,8 +65,8 @@ impl Materialized {
         self.layout.is_mn_major()
     }
 
-    /// Elements in memory, with a contraction of `k`: rows of an MN-major packed one are padded to
-    /// whole blocks.
+    /// Returns the number of elements in memory for a K dimension of `k`. Rows of an MN-major
+    /// packed operand are padded to whole blocks.
     pub fn stored_len(&self, k: usize) -> usize {
         match self.layout {
             OperandLayout::PackedMnMajor => self.stack * k * self.rows.next_multiple_of(BLOCK),
@@ -72,18 +74,18 @@ impl Materialized {
         }
     }
 
-    /// Whether its bf16 elements begin at a multiple of 16 bytes.
+    /// Returns true if the bf16 elements begin at a multiple of 16 bytes.
     pub fn is_aligned(&self) -> bool {
         is_aligned(&self.dense)
     }
 }
 
-/// `operand`, which may be read as `layout` and has `stack` matrices one below the other along K,
-/// as `reads` says. What is made for it lives until the last kernel that reads it has run. Of
-/// groups along K, `ends`, what lies behind the last one is not made.
+/// Converts `operand`, which may be read as `layout` and stacks `stack` matrices along K, to the
+/// form in `reads`. Buffers that it allocates live until the last kernel that reads them has run.
+/// If `ends` has groups along K, elements after the last group are left undefined.
 ///
 /// # Errors
-/// When block scales cannot be brought into another layout.
+/// Returns an error if the block scales cannot be converted to the other layout.
 pub(crate) fn materialize(
     client: &Client,
     operand: &Operand,
@@ -119,7 +121,7 @@ pub(crate) fn materialize(
                 ..dense(OperandLayout::KMajor, &copy.handle)
             })
         }
-        // Whatever else a kernel reads: those that take one read its codes and rows of scales.
+        // Independent of `reads`: kernels that take this layout read its codes and rows of scales.
         Elements::PackedMnMajor(packed) => Ok(Materialized {
             layout: OperandLayout::PackedMnMajor,
             rows,
@@ -151,8 +153,8 @@ pub(crate) fn materialize(
     }
 }
 
-/// A bf16 copy of an MXFP8 operand in stored orientation, padding included: an E4M3 code times a
-/// power of two is exact in bf16.
+/// Returns a bf16 copy of an MXFP8 operand in stored orientation, including padding. An E4M3 code
+/// times a power of two is exact in bf16.
 fn decode_mxfp8(
     client: &Client,
     packed: &DeviceQuantized,
@@ -165,14 +167,14 @@ fn decode_mxfp8(
             ..packed.layout.stored()
         },
         scales,
-        // Only tiles of scales begin anew at groups.
+        // Groups only affect the tiles of scales.
         groups: Groups::One,
         ..packed.clone()
     };
     Ok(quantize::mx_dequantize(client, &stored, FloatKind::Bf16)?.handle)
 }
 
-/// The block scales of `packed`, in rows unless a kernel reads 128x4 tiles.
+/// Returns the block scales of `packed`, in rows unless the kernel reads 128x4 tiles.
 fn block_scales(
     client: &Client,
     packed: &DeviceQuantized,
@@ -214,14 +216,14 @@ fn block_scales(
     }
 }
 
-/// Units of a cube.
+/// Units per cube.
 const UNITS: usize = 256;
-/// Words that a unit decodes, all loaded before the first is stored.
+/// Words that a unit decodes; it loads all before it stores the first.
 const WORDS: usize = 4;
 
-/// One word of eight codes becomes 16 bytes of eight bf16: a warp reads 128 bytes of codes and
-/// writes 512 at a time. Where it is `bounded`, elements of each row of `row_words` words from
-/// `end` on, a word in device memory, are neither read nor written.
+/// Converts each word of eight codes to 16 bytes of eight bf16: a warp reads 128 bytes of codes and
+/// writes 512 at a time. If `bounded`, elements of each row of `row_words` words from `end` on (a
+/// word in device memory) are neither read nor written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_unscaled_kernel(
     codes: &[u32],
@@ -244,7 +246,7 @@ pub fn dequantize_unscaled_kernel(
             is_inside = is_inside && word % row_words < (end[0] as usize).div_ceil(8usize);
         }
         inside[i] = u32::cast_from(is_inside);
-        // What lies outside reads the first word and is not stored.
+        // Out-of-bounds units read the first word and store nothing.
         let word = select(is_inside, word, 0usize);
         loaded[i] = codes[word];
         bytes[i] = u32::cast_from(scales[word / 2usize]);
@@ -259,14 +261,14 @@ pub fn dequantize_unscaled_kernel(
     }
 }
 
-/// A bf16 copy of `packed`: `outer` rows of `blocks * 16` elements, without the factor of its
-/// amax. It lives until the last kernel that reads it has run.
+/// Returns a bf16 copy of `packed`, `outer` rows of `blocks * 16` elements, without the factor of
+/// its amax. The copy lives until the last kernel that reads it has run.
 pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
     decode_from(client, packed, &packed.scales, None)
 }
 
-/// [`decode`] with block scales in rows that are beside `packed`, as far as the groups along its
-/// rows go, if there are such.
+/// [`decode`] with row-wise block scales from `scales`. If there are groups along the rows, stops
+/// at the end of the last one.
 fn decode_from(
     client: &Client,
     packed: &DeviceQuantized,
@@ -289,7 +291,7 @@ fn decode_from(
             BufferArg::from_raw_parts(packed.codes.clone(), words),
             BufferArg::from_raw_parts(scales.clone(), words / 2),
             BufferArg::from_raw_parts(out.clone(), words),
-            // Not read where there are no groups.
+            // Not read without groups.
             ends.map_or_else(
                 || BufferArg::from_raw_parts(out.clone(), 1),
                 GroupOffsets::end,
@@ -302,15 +304,16 @@ fn decode_from(
     out
 }
 
-/// Rows and columns of a tile that [`transpose_kernel`] transposes at a time.
+/// Rows and columns of a tile of [`transpose_kernel`].
 const SIDE: usize = 64;
-/// Words from one column of the tile to the next in shared memory: a word for each two rows, and
-/// one that spreads columns over the banks.
+/// Column pitch of the tile in shared memory, in words: a word per two rows, plus one against bank
+/// conflicts.
 const PITCH: usize = SIDE / 2 + 1;
 
-/// `out[s, j, i] = x[s, i, j]` for elements of 16 bits, `x` being `stack` matrices of `rows` x
-/// `cols`. Vectors divide the rows of either matrix. A tile at a time waits in shared memory, two
-/// rows of a column in a word: 128 bytes of a row are read together, and as many written.
+/// Transposes 16-bit elements: `out[s, j, i] = x[s, i, j]`, where `x` consists of `stack` matrices
+/// of `rows` x `cols`. Vector lengths divide the rows of both matrices. Each tile passes through
+/// shared memory with two rows of a column per word, so that reads and writes cover 128 bytes of a
+/// row.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn transpose_kernel<R: Size, W: Size>(
     x: &[Vector<u16, R>],
@@ -380,8 +383,8 @@ pub fn transpose_kernel<R: Size, W: Size>(
     }
 }
 
-/// A transposed copy of a bf16 matrix, or of each of the `stack` matrices that it has one below the
-/// other. It lives until the last kernel that reads it has run.
+/// Returns a transposed copy of a bf16 matrix, or of each of its `stack` stacked matrices. The copy
+/// lives until the last kernel that reads it has run.
 pub fn transposed(client: &Client, matrix: &Matrix, stack: usize) -> Matrix {
     let Matrix { cols, dtype, .. } = *matrix;
     let rows = matrix.rows / stack;

@@ -1,16 +1,20 @@
-//! GEMMs of packed operands (NVFP4, MXFP8) and bf16 ones, dense and grouped.
+//! Dense and grouped GEMMs of NVFP4, MXFP8 and bf16 operands.
 //!
-//! A request, [`Gemm`], is complete when it is made. [`gemm()`] takes it through validation, the
-//! choice of a kernel, the materialization of its operands and the launch, once each and in this
-//! order.
+//! A [`Gemm`] request is complete when it is built. [`gemm()`] validates it, chooses a kernel,
+//! materializes the operands and launches the kernel, once each and in this order.
 //!
-//! From the bottom up: `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output` are
-//! what requests and kernels are made of, `materialize` brings operands into the form that a kernel
-//! reads, `problem` is what the choice depends on and what every kernel answers, `heuristics` has
-//! the measurements, the kernels are in `kernels`, one a file, and `dispatch` asks them in order.
-//! `fused` has linear layers of few tokens with a norm in front and SwiGLU behind, in one kernel.
-//! [`cublaslt`] is NVIDIA's library, for FP4 tensor cores. `exact` has small GEMMs with exact sums,
-//! by which `self_check` and [`bring_up`] check the kernel for `tcgen05` on its hardware.
+//! Modules, bottom up:
+//!
+//! - `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output`: the building blocks of
+//!   requests and kernels.
+//! - `materialize`: converts operands to the form that a kernel reads.
+//! - `problem`: the inputs of the kernel choice, and the trait that every kernel implements.
+//! - `heuristics`: measured timings.
+//! - `kernels`: the kernels, one per file. `dispatch` asks them in order.
+//! - `fused`: linear layers for small M with a fused RMSNorm prologue and SwiGLU epilogue.
+//! - [`cublaslt`]: NVIDIA's library, for FP4 tensor cores.
+//! - `exact`: small GEMMs with exact sums, by which `self_check` and [`bring_up`] check the
+//!   `tcgen05` kernel on hardware.
 
 use std::borrow::Cow;
 
@@ -74,30 +78,30 @@ use problem::{Launch, sms};
 use scheduler::GroupArgs;
 use tiles::Sm100Tile;
 
-/// What of a GEMM is in groups, as mixtures of experts need it: one launch for all groups, with
-/// their offsets in device memory, which no host ever reads.
+/// Dimension of a GEMM that is split into groups, as mixtures of experts need it. One launch
+/// computes all groups. Their offsets stay in device memory; the host never reads them.
 #[derive(Debug, Clone, Copy)]
 pub enum Grouped<'a> {
-    /// Nothing.
+    /// A dense GEMM.
     None,
-    /// Rows of `a`, each group with its own `b` (an expert's forward pass and its input gradient):
+    /// Groups of rows of `a`, each with its own `b` (forward pass and input gradient of an expert):
     /// `out[i, n] = α · Σ a[i, k] · b[g · N + n, k] + bias[g, n]` for the rows `i` of group `g`.
     ///
-    /// `a` has any rows, of which those between the first and the last offset are in groups; rows
-    /// outside all groups are not written. `b` stacks the groups' N rows each, or of an MN-major
-    /// one ([bf16](Elements::Bf16MnMajor) or [packed](Elements::PackedMnMajor)) the groups' K rows
-    /// each, and the `f32` bias has a row for each group. Global scales may be one for the tensor,
-    /// for each group or for each of the rows.
+    /// `a` may have rows before the first offset and after the last one; these rows belong to no
+    /// group, and their output is not written. `b` stacks the N rows of each group. An MN-major `b`
+    /// ([bf16](Elements::Bf16MnMajor) or [packed](Elements::PackedMnMajor)) stacks the K rows of
+    /// each group. The `f32` bias has a row per group. Global scales may be per tensor, per group
+    /// or per row.
     M(&'a GroupOffsets),
-    /// The contraction (an expert's weight gradient): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
-    /// over the columns `k` of group `g`, one M x N output after another.
+    /// Groups along K (weight gradient of an expert): `out[g · M + m, n] = α · Σ a[m, k] · b[n, k]`
+    /// over the columns `k` of group `g`. The M x N outputs are stacked.
     ///
-    /// Groups begin at multiples of 16 along K, or of 32 in MXFP8 (columns of an operand, rows of
-    /// an [MN-major](Elements::Bf16MnMajor) one), and what lies between the end of a group's data
-    /// and the next group is zero: what quantizing each group by itself leaves. An empty group
-    /// gives zeros. Global scales may be one for the tensor, for each group, or for each stored row
-    /// of each group: `groups x M` of `a`, `groups x N` of `b`, one group after another. There is
-    /// no bias.
+    /// Groups begin at multiples of 16 along K, or of 32 in MXFP8. K runs along the columns of an
+    /// operand, or along the rows of an [MN-major](Elements::Bf16MnMajor) one. The padding between
+    /// the end of a group's data and the next group must be zero, which is what quantizing each
+    /// group separately produces. An empty group yields zeros. Global scales may be per tensor, per
+    /// group, or per stored row of each group: `groups x M` of `a`, `groups x N` of `b`, one group
+    /// after another. There is no bias.
     K(&'a GroupOffsets),
 }
 
@@ -118,63 +122,65 @@ impl<'a> Grouped<'a> {
     }
 }
 
-/// `a · bᵀ` with the whole epilogue: `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus what the output
-/// held, rounded once. Operands are in stored orientation, rows along K.
+/// A GEMM request: `a · bᵀ` with the full epilogue `fl(fl(sum · fl(α_a · α_b)) + bias)`, plus the
+/// previous contents of the output if it accumulates, rounded once. Operands are in stored
+/// orientation, with rows along K.
 ///
-/// The sum is in `f32`. On [`GemmBackend::Scalar`] `k` ascends, which is the order of
-/// [`reference::gemm_f32`](crate::reference::gemm_f32), bit for bit; matrix instructions add in
-/// their own order. A grouped GEMM has the bits of the dense GEMMs of its groups by the same kernel
-/// and tile.
+/// Sums are in `f32`. [`GemmBackend::Scalar`] adds in ascending `k`, the order of
+/// [`reference::gemm_f32`](crate::reference::gemm_f32), and matches it bit for bit; matrix
+/// instructions add in their own order. A grouped GEMM is bit-identical to the dense GEMMs of its
+/// groups by the same kernel and tile.
 #[derive(Debug, Clone, Copy)]
 pub struct Gemm<'a> {
-    /// The left operand: rows of the output. Packed operands may have their block scales in rows
-    /// or in 128x4 tiles, which [`GemmBackend::CublasLt`] and [`GemmBackend::Sm100Tcgen05`] read
-    /// and other backends turn into rows before; [`packed_reads`] says which. With groups along M
-    /// tiles of `a` begin anew at each group of rows, tiles of `b` at each group's matrix. With
-    /// groups along K, each begins with a tile: at a multiple of 64 columns.
+    /// Left operand: rows of the output.
+    ///
+    /// Block scales of packed operands may be stored in rows or in 128x4 tiles.
+    /// [`GemmBackend::CublasLt`] and [`GemmBackend::Sm100Tcgen05`] read tiles; for other backends
+    /// the GEMM unswizzles them first. [`packed_reads`] returns which one a GEMM reads. With groups
+    /// along M, the tiles of `a` start anew at each group of rows and those of `b` at each group's
+    /// matrix. With groups along K, each group starts with a tile: at a multiple of 64 columns.
     pub a: Operand<'a>,
-    /// The right operand: columns of the output.
+    /// Right operand: columns of the output.
     pub b: Operand<'a>,
-    /// An `f32` for each column of the output, a row for each group. On [`GemmBackend::CublasLt`]
-    /// the library rounds once more: a bias of an output of 16 bits is rounded to the output's type
-    /// first.
+    /// `f32` bias per column of the output, with a row per group. [`GemmBackend::CublasLt`] rounds
+    /// once more: for a 16-bit output it first rounds the bias to the output's type.
     pub bias: Option<&'a Matrix>,
-    /// What is written.
+    /// Output.
     pub target: Target<'a>,
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: Grouped<'a>,
-    /// What the offsets of groups along K are multiples of, the last one too: a block of the
-    /// operands unless the caller knows better. The kernel of [`GemmBackend::Sm100Tcgen05`] reads
-    /// NVFP4 operands with multiples of 64 as they are, and a rearranged copy of others; MXFP8
-    /// operands, whose blocks are 32, always as they are.
+    /// Alignment of the offsets of groups along K, including the last one. Defaults to a block of
+    /// the operands. The kernel of [`GemmBackend::Sm100Tcgen05`] reads NVFP4 operands directly if
+    /// the alignment is a multiple of 64, and a rearranged copy of them otherwise. It always reads
+    /// MXFP8 operands, whose blocks have 32 elements, directly.
     pub k_alignment: usize,
-    /// Find the largest magnitude of the output as it is stored too. Kernels find it while they
-    /// write; after cuBLASLt a second kernel reads the output, which a tracing event says.
+    /// Amax to compute of the output as stored. Kernels compute it in the epilogue; after cuBLASLt
+    /// a second kernel reads the output, and a tracing event reports this.
     pub amax: Option<OutputAmax>,
-    /// The backend, or that which [`choose`] says. One that was asked for is never replaced.
+    /// Backend, or `None` for the one that [`choose`] returns. A requested backend is never
+    /// replaced.
     pub backend: Option<GemmBackend>,
-    /// The kernel and its tile, for measurements and tests, where the backend has several.
+    /// Kernel and tile, for measurements and tests of backends that have several.
     #[doc(hidden)]
     pub plan: Option<Plan>,
-    /// What the device can do, for tests of the choice.
+    /// Device capabilities, overridden by tests of the kernel choice.
     #[doc(hidden)]
     pub capabilities: Option<&'a Capabilities>,
 }
 
-/// What a GEMM made.
+/// Result of a GEMM.
 #[derive(Debug, Clone)]
 pub struct GemmOutput {
-    /// The output.
+    /// Output.
     pub matrix: Matrix,
-    /// The amax values that were asked for, in device memory: one `f32`, or one for each group.
-    /// They are what [`amax`](crate::quantize::amax()) of the output would find, so that
-    /// quantizing it next needs no pass over it. NaN and infinity survive; a group without elements
-    /// has a zero.
+    /// Requested amax values in device memory: one `f32`, or one per group. They equal the
+    /// [`amax`](crate::quantize::amax()) of the output, so that quantizing it needs no separate
+    /// pass. NaN and infinity propagate; a group without elements yields zero.
     pub amax: Option<Handle>,
 }
 
 impl<'a> Gemm<'a> {
-    /// `a · bᵀ` into a new bf16 matrix.
+    /// Returns a request for `a · bᵀ` into a new bf16 matrix.
     pub fn new(a: impl Into<Operand<'a>>, b: impl Into<Operand<'a>>) -> Self {
         Self {
             a: a.into(),
@@ -190,7 +196,7 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// A GEMM whose sums are exact, into a new `f32` matrix.
+    /// Returns a request for a GEMM with exact sums into a new `f32` matrix.
     fn of_exact(case: &'a ExactGemm) -> Self {
         let grouped = match &case.groups {
             None => Grouped::None,
@@ -201,38 +207,38 @@ impl<'a> Gemm<'a> {
         request.grouped(grouped).k_alignment(case.k_alignment)
     }
 
-    /// Into a new matrix of this type.
+    /// Sets the output to a new matrix of this type.
     pub fn out(self, dtype: FloatKind) -> Self {
         self.target(Target::New(dtype))
     }
 
-    /// Into this target.
+    /// Sets the output.
     pub fn target(self, target: Target<'a>) -> Self {
         Self { target, ..self }
     }
 
-    /// With a bias, or without.
+    /// Sets or removes the bias.
     pub fn bias(self, bias: impl Into<Option<&'a Matrix>>) -> Self {
         let bias = bias.into();
         Self { bias, ..self }
     }
 
-    /// With groups.
+    /// Sets the grouped dimension.
     pub fn grouped(self, grouped: Grouped<'a>) -> Self {
         Self { grouped, ..self }
     }
 
-    /// With groups along M.
+    /// Sets groups along M.
     pub fn m_grouped(self, offsets: &'a GroupOffsets) -> Self {
         self.grouped(Grouped::M(offsets))
     }
 
-    /// With groups along K.
+    /// Sets groups along K.
     pub fn k_grouped(self, offsets: &'a GroupOffsets) -> Self {
         self.grouped(Grouped::K(offsets))
     }
 
-    /// With groups along K that begin at multiples of `alignment`, itself a multiple of 16.
+    /// Sets the alignment of groups along K, a multiple of 16.
     pub fn k_alignment(self, alignment: usize) -> Self {
         Self {
             k_alignment: alignment,
@@ -240,26 +246,26 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// With the amax of the output.
+    /// Requests the amax of the output.
     pub fn amax(self, amax: impl Into<Option<OutputAmax>>) -> Self {
         let amax = amax.into();
         Self { amax, ..self }
     }
 
-    /// On a backend, or on that which [`choose`] says.
+    /// Requests a backend; `None` selects the one that [`choose`] returns.
     pub fn backend(self, backend: impl Into<Option<GemmBackend>>) -> Self {
         let backend = backend.into();
         Self { backend, ..self }
     }
 
-    /// With a given kernel and tile.
+    /// Requests a kernel and tile.
     #[doc(hidden)]
     pub fn plan(self, plan: impl Into<Option<Plan>>) -> Self {
         let plan = plan.into();
         Self { plan, ..self }
     }
 
-    /// As on a device that can do something else.
+    /// Overrides the capabilities of the device.
     #[doc(hidden)]
     pub fn capabilities(self, capabilities: &'a Capabilities) -> Self {
         let capabilities = Some(capabilities);
@@ -269,7 +275,7 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// The sizes, of a request that was checked.
+    /// Returns the sizes of a checked request.
     fn shape(&self) -> GemmShape {
         let n = match self.grouped {
             Grouped::M(groups) if !self.b.layout().is_mn_major() => self.b.outer() / groups.count,
@@ -282,7 +288,7 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// The matrices that `b` has one below the other along K.
+    /// Returns the number of matrices that `b` stacks along K.
     fn stack(&self) -> usize {
         match self.grouped {
             Grouped::M(groups) if self.b.layout().is_mn_major() => groups.count,
@@ -309,7 +315,7 @@ impl<'a> Gemm<'a> {
         if let Some(groups) = groups {
             groups.check("groups")?;
         }
-        // What is not packed does not say how much of it is padding.
+        // An operand that is not packed does not say how much of it is padding.
         let may_be_padded = groups.is_none() && !(a.is_packed() && b.is_packed());
         let stack = self.stack();
         let is_same = stack * a.inner() == b.inner() || may_be_padded;
@@ -382,7 +388,7 @@ impl<'a> Gemm<'a> {
         Ok(())
     }
 
-    /// Where tiles of the operands' block scales begin anew.
+    /// Returns how the 128x4 tiles of the operands' block scales start anew.
     fn scale_tilings(&self) -> [ScaleTiling<'a>; 2] {
         match self.grouped {
             Grouped::None => [ScaleTiling::Matrix; 2],
@@ -394,7 +400,7 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// What the choice depends on.
+    /// Returns the inputs of the kernel choice.
     fn problem(&self, output: &Output) -> Problem {
         let ((a, ..), (b, ..)) = (self.a.factor(), self.b.factor());
         Problem {
@@ -417,8 +423,8 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// How kernels may read `b`. TMA brings K in steps of the instructions: what it would bring of
-    /// the next matrix of a stack is not multiplied.
+    /// Returns the layout in which kernels may read `b`. TMA loads K in steps of the instructions;
+    /// elements of a stack's next matrix that it loads are not multiplied.
     fn b_layout(&self) -> OperandLayout {
         match self.b.layout() {
             OperandLayout::MnMajor if self.stack() > 1 && !self.shape().k.is_multiple_of(16) => {
@@ -428,13 +434,13 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// What groups along K begin at multiples of: whole blocks, whatever the request says.
+    /// Returns the alignment of groups along K: whole blocks, even if the request claims more.
     fn known_alignment(&self) -> usize {
         self.k_alignment.max(self.a.block()).max(self.b.block())
     }
 
-    /// Groups along K with the alignment that a kernel needs, where they, or all columns, have
-    /// less.
+    /// Returns groups along K with the alignment that a kernel needs, if the groups or the total
+    /// number of columns are less aligned.
     fn align_groups(
         &self,
         client: &Client,
@@ -451,8 +457,8 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// What the device can do, or what it is taken for: [emulated](Plan::is_emulated) plans run on
-    /// CUDA devices that lack their instruction.
+    /// Returns the capabilities of the device, or the overridden ones:
+    /// [emulated](Plan::is_emulated) plans run on CUDA devices that lack the instruction.
     fn capabilities_of(&self, client: &Client) -> Cow<'a, Capabilities> {
         let found = self.capabilities;
         let mut capabilities = Cow::Borrowed(found.unwrap_or_else(|| Capabilities::of(client)));
@@ -468,13 +474,15 @@ impl<'a> Gemm<'a> {
     }
 }
 
-/// Computes a GEMM. A tracing event says which kernel it takes. Where that dequantizes operands
-/// which the device's tensor cores multiply as they are, another event says why: a warning for the
-/// first such GEMM of a process and each reason, a debug event for the others.
+/// Computes a GEMM.
+///
+/// A tracing event names the kernel. If the kernel dequantizes operands that the tensor cores of
+/// the device could multiply directly, another event gives the reason: a warning for the first such
+/// GEMM of the process per reason, a debug event for the others.
 ///
 /// # Errors
-/// When a shape, element type or buffer does not fit, or when the backend that was asked for does
-/// not take the operands on this device.
+/// Returns an error if a shape, element type or buffer does not fit, or if the requested backend
+/// does not support the operands on this device.
 pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     gemm.check()?;
     let shape = gemm.shape();
@@ -539,7 +547,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     };
     let k = aligned.as_ref().map_or(shape.k, |aligned| aligned.k);
 
-    // What the epilogue does not read may be any memory.
+    // Placeholder for the buffers that the epilogue does not read.
     let unread = gemm.a.memory();
     let ((_, a_amax, a_range), (_, b_amax, b_range)) = (gemm.a.factor(), gemm.b.factor());
     let launch = Launch {
@@ -586,7 +594,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     Ok(GemmOutput { matrix, amax })
 }
 
-/// A GEMM of the self-check, by the kernel that it checks.
+/// Computes a GEMM of the self-check with the kernel under test.
 fn multiply_exact(
     client: &Client,
     case: &ExactGemm,
@@ -597,7 +605,7 @@ fn multiply_exact(
     gemm(client, &request).map(|output| output.matrix)
 }
 
-/// Says which kernel a GEMM takes, and why not one that multiplies codes.
+/// Reports the kernel of a GEMM, and why no kernel that multiplies codes was chosen.
 fn trace(device: &Device, problem: &Problem, choice: &Choice) {
     let GemmShape { m, n, k } = problem.shape;
     slow_path::report(device, problem, choice);

@@ -1,4 +1,4 @@
-//! The operands of a GEMM as a caller describes them: elements, and the global scale beside them.
+//! Operands of a GEMM as the caller describes them: elements and global scale.
 
 use cubecl::server::Handle;
 
@@ -11,47 +11,46 @@ use crate::{
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// The elements of an operand: `outer` rows along K.
+/// Elements of an operand: `outer` rows along K.
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
-    /// Codes and block scales, in NVFP4 or MXFP8. The kernel of
+    /// NVFP4 or MXFP8 codes and block scales. The kernel of
     /// [`Sm100Tcgen05`](crate::capabilities::GemmBackend::Sm100Tcgen05) reads two MXFP8 operands;
-    /// for every other one an MXFP8 operand is dequantized to bf16 before, exactly.
+    /// for every other kernel an MXFP8 operand is first dequantized to bf16, exactly.
     Packed(&'a DeviceQuantized),
-    /// Code times block scale in bf16, stored in their place. The GEMM has the bits of that of
-    /// codes and scales.
+    /// Code times block scale in bf16, stored instead of codes and scales. The GEMM is
+    /// bit-identical to that of the codes and scales.
     Bf16Unscaled(&'a DeviceQuantized),
-    /// A K-major bf16 matrix: its columns are K, as long as that of the other operand is in memory.
-    /// Where a packed one pads K with zeros, its columns there may hold anything finite.
+    /// A K-major bf16 matrix: its columns are K, with the other operand's stored length. Columns at
+    /// which a packed operand pads K with zeros may hold any finite values.
     Bf16(&'a Matrix),
-    /// An MN-major bf16 matrix, whose *rows* are K: the transpose of what [`Self::Bf16`] takes,
-    /// with the same result, bit for bit. The kernel of sm_90 reads it as it is, if it has a
-    /// multiple of 8 columns. Elsewhere a transposed copy is made first, which a tracing event
-    /// says. As `b` of a GEMM with groups along M it is the groups' K x N matrices, one below the
-    /// other.
+    /// An MN-major bf16 matrix, whose *rows* are K: the transpose of [`Self::Bf16`], with the same
+    /// result, bit for bit. The sm_90 kernel reads it directly if the number of columns is a
+    /// multiple of 8. Other kernels get a transposed copy, and a tracing event reports the copy. As
+    /// `b` of a GEMM with groups along M it stacks the K x N matrices of the groups.
     Bf16MnMajor(&'a Matrix),
-    /// A packed NVFP4 matrix that is MN-major: its stored *rows* are K, and its block scales are
-    /// over 16 elements along N. As `b` alone: the weight of a linear layer as its forward reads
-    /// it, in the GEMM of the gradient by the input (dgrad). No kernel dequantizes it as a whole.
-    /// With groups along M it is the groups' K x N matrices, one below the other.
+    /// An MN-major packed NVFP4 matrix: its stored *rows* are K, and its block scales cover 16
+    /// elements along N. Only valid as `b`: the weight of a linear layer as stored for its forward
+    /// pass, in the dgrad GEMM. Kernels never dequantize it as a whole. With groups along M it
+    /// stacks the K x N matrices of the groups.
     PackedMnMajor(&'a DeviceQuantized),
 }
 
-/// Where 128x4 tiles of block scales begin anew.
+/// Boundaries at which 128x4 tiles of block scales start anew.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ScaleTiling<'a> {
-    /// Nowhere: one matrix.
+    /// A single matrix without boundaries.
     Matrix,
-    /// The same, with groups along the contraction, each of which begins with a tile in NVFP4.
+    /// A single matrix with groups along K, each of which begins with a tile in NVFP4.
     WholeTiles,
-    /// At each of so many matrices of equal size.
+    /// Each of this number of matrices of equal size.
     Batch(usize),
-    /// At each group of rows.
+    /// Each group of rows.
     RowGroups(&'a GroupOffsets),
 }
 
 impl ScaleTiling<'_> {
-    /// Bytes of the tiles of `outer` x `blocks` scales.
+    /// Returns the bytes of the tiles of `outer` x `blocks` scales.
     fn bytes(self, outer: usize, blocks: usize) -> usize {
         match self {
             Self::Matrix | Self::WholeTiles => padded_len(outer, blocks),
@@ -62,7 +61,7 @@ impl ScaleTiling<'_> {
         }
     }
 
-    /// Fails unless the tiles of `packed` begin where these do.
+    /// Returns an error unless the tiles of `packed` start anew at these boundaries.
     fn check(self, argument: &'static str, packed: &DeviceQuantized) -> Result<(), Nvfp4Error> {
         let own = match (&packed.groups, self) {
             (Groups::One, _) => true,
@@ -81,7 +80,8 @@ impl ScaleTiling<'_> {
         }
         let (outer, blocks) = (packed.outer(), packed.blocks());
         let columns = blocks * packed.layout.format.block();
-        // A group of MXFP8 may begin within a tile: at a block, which an instruction multiplies.
+        // An MXFP8 group may begin within a tile, at a block, because an instruction multiplies a
+        // whole block.
         let is_whole = packed.layout.format == Format::Mxfp8 || columns.is_multiple_of(TILE_INNER);
         if matches!(self, Self::WholeTiles) && !is_whole {
             return Err(Nvfp4Error::value(
@@ -94,24 +94,25 @@ impl ScaleTiling<'_> {
     }
 }
 
-/// How the elements of an operand are stored.
+/// Storage layout of an operand's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OperandLayout {
-    /// NVFP4 codes and block scales, in rows along K.
+    /// NVFP4 codes and block scales, with rows along K.
     Packed,
-    /// MXFP8 codes and block scales, in rows along K.
+    /// MXFP8 codes and block scales, with rows along K.
     Mxfp8,
-    /// bf16, in rows along K.
+    /// bf16, with rows along K.
     KMajor,
-    /// bf16, columns along K.
+    /// bf16, with columns along K.
     MnMajor,
-    /// NVFP4 codes and block scales, columns along K.
+    /// NVFP4 codes and block scales, with columns along K.
     PackedMnMajor,
 }
 
 impl OperandLayout {
-    /// Of an operand of `outer` rows as kernels may read it. TMA reads stored rows of whole 16
-    /// bytes, so that other MN-major operands are transposed before any kernel reads them.
+    /// Returns the layout in which kernels read an operand of `outer` rows. TMA requires stored
+    /// rows of a multiple of 16 bytes, so other MN-major operands are transposed before the kernel
+    /// runs.
     pub const fn as_read(self, outer: usize) -> Self {
         match self {
             Self::MnMajor if !outer.is_multiple_of(8) => Self::KMajor,
@@ -119,32 +120,32 @@ impl OperandLayout {
         }
     }
 
-    /// Whether stored rows are K.
+    /// Returns true if the stored rows are K.
     pub const fn is_mn_major(self) -> bool {
         matches!(self, Self::MnMajor | Self::PackedMnMajor)
     }
 }
 
-/// The global scale `amax / range` of an operand, which the epilogue multiplies sums by.
+/// Global scale `amax / range` of an operand, by which the epilogue multiplies sums.
 #[derive(Debug, Clone, Copy)]
 pub enum Scale<'a> {
-    /// One.
+    /// A scale of 1.
     One,
-    /// One amax, an `f32` on the device, for the operand, and the range that it stands for: 2688,
-    /// or 1536 where scales were bounded by 256 (four-over-six).
+    /// One amax for the operand, an `f32` on the device, and its range: 2688, or 1536 if scales are
+    /// bounded by 256 (four over six).
     Tensor(&'a Handle, f32),
-    /// One amax for each stored row.
+    /// One amax per stored row.
     PerRow(&'a Handle, f32),
-    /// One amax for each group of a grouped GEMM.
+    /// One amax per group of a grouped GEMM.
     PerGroup(&'a Handle, f32),
 }
 
 /// One operand of a GEMM.
 #[derive(Debug, Clone, Copy)]
 pub struct Operand<'a> {
-    /// Its elements.
+    /// Elements.
     pub elements: Elements<'a>,
-    /// Their global scale.
+    /// Global scale.
     pub scale: Scale<'a>,
 }
 
@@ -155,8 +156,8 @@ impl<'a> From<&Operand<'a>> for Operand<'a> {
 }
 
 impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
-    /// A quantized tensor in either storage with its own amax values, one or one for each stored
-    /// row, and its own range; in MXFP8, which has none, with a factor of one.
+    /// Wraps a quantized tensor in either storage with its own range and amax values, one per
+    /// tensor or per stored row. MXFP8, which has no global scale, gets a factor of 1.
     fn from(packed: &'a DeviceQuantized) -> Self {
         let range = packed.layout.scaling.range();
         Self {
@@ -174,7 +175,7 @@ impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
 }
 
 impl<'a> From<&'a Matrix> for Operand<'a> {
-    /// A K-major bf16 matrix as it is.
+    /// Wraps a K-major bf16 matrix without a scale.
     fn from(matrix: &'a Matrix) -> Self {
         Self {
             elements: Elements::Bf16(matrix),
@@ -184,7 +185,7 @@ impl<'a> From<&'a Matrix> for Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// An MN-major bf16 matrix as it is.
+    /// Wraps an MN-major bf16 matrix without a scale.
     pub fn mn_major(matrix: &'a Matrix) -> Self {
         Self {
             elements: Elements::Bf16MnMajor(matrix),
@@ -192,7 +193,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// A packed matrix, or a stack of them, whose stored rows are K, with its own amax value and
+    /// Wraps a packed matrix whose stored rows are K, or a stack of them, with its own amax and
     /// range: [`Elements::PackedMnMajor`].
     pub fn packed_mn_major(packed: &'a DeviceQuantized) -> Self {
         Self {
@@ -201,10 +202,10 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// The codes and block scales of a packed one.
+    /// Returns the codes and block scales.
     ///
     /// # Errors
-    /// When it is not packed.
+    /// Returns an error if the operand is not packed.
     pub(crate) fn packed(&self, argument: &'static str) -> Result<&'a DeviceQuantized, Nvfp4Error> {
         match self.elements {
             Elements::Packed(packed) => Ok(packed),
@@ -219,7 +220,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Rows, which become rows or columns of the output.
+    /// Returns the number of rows, which become rows or columns of the output.
     pub fn outer(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
@@ -229,7 +230,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Length of K, without padding.
+    /// Returns the length of K without padding.
     pub fn inner(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.inner(),
@@ -240,8 +241,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Length of K in memory: packed operands are padded to whole blocks along their rows, with
-    /// zeros.
+    /// Returns the length of K in memory: rows of packed operands are padded with zeros to whole
+    /// blocks.
     pub(crate) fn stored(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => {
@@ -253,12 +254,12 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// How its elements are stored.
+    /// Returns the storage layout.
     pub fn layout(&self) -> OperandLayout {
         match self.elements {
             Elements::Packed(packed) => match packed.layout.format {
                 Format::Mxfp8 => OperandLayout::Mxfp8,
-                // Another format is refused before this is asked.
+                // Other formats were refused before.
                 Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
             },
             Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
@@ -267,7 +268,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Whether it is stored as codes and block scales, whose layout says how much of K is padding.
+    /// Returns true if the operand is stored as codes and block scales; its layout then tells how
+    /// much of K is padding.
     pub(crate) fn is_packed(&self) -> bool {
         matches!(
             self.elements,
@@ -275,7 +277,7 @@ impl<'a> Operand<'a> {
         )
     }
 
-    /// The columns that a block has: what groups along K begin at multiples of in any case.
+    /// Returns the columns per block, the minimum alignment of groups along K.
     pub(crate) fn block(&self) -> usize {
         match self.elements {
             Elements::Packed(packed) => packed.layout.format.block(),
@@ -286,8 +288,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Whether its memory begins at a multiple of 16 bytes. Every allocation does; a view into one
-    /// may not.
+    /// Returns true if the memory begins at a multiple of 16 bytes. Every allocation does; a view
+    /// into one may not.
     pub(crate) fn is_aligned(&self) -> bool {
         match self.elements {
             Elements::Packed(packed) | Elements::PackedMnMajor(packed) => {
@@ -298,7 +300,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Some memory of it.
+    /// Returns any of the operand's buffers.
     pub(crate) fn memory(&self) -> &'a Handle {
         match self.elements {
             Elements::Packed(packed)
@@ -308,7 +310,7 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// The global scale as the epilogue takes it: where it comes from, the amax and its range.
+    /// Returns the global scale for the epilogue: its granularity, the amax and its range.
     pub(crate) fn factor(&self) -> (Factor, Option<Handle>, f32) {
         match self.scale {
             Scale::One => (Factor::One, None, 1.0),
@@ -318,8 +320,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Fails where `a` and `b` were quantized after different transforms: those do not cancel. What
-    /// is not packed does not say how it was made.
+    /// Returns an error if `a` and `b` were quantized after different transforms, which would not
+    /// cancel. Operands that are not packed do not record their transform.
     pub(crate) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
         match (a.elements, b.elements) {
             (Elements::Packed(a), Elements::Packed(b))
@@ -335,8 +337,8 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// Checks elements and global scale against the shape, for a GEMM of `groups` groups, or none,
-    /// in which block scales in 128x4 tiles begin anew as `tiling` says.
+    /// Checks elements and global scale against the shape of a GEMM with `groups` groups, or none,
+    /// and block scales in 128x4 tiles against the boundaries `tiling`.
     pub(crate) fn check(
         &self,
         argument: &'static str,
@@ -353,7 +355,7 @@ impl<'a> Operand<'a> {
             }
             Elements::PackedMnMajor(packed) => {
                 check_packed(argument, packed, Format::Nvfp4, tiling)?;
-                // What was rotated along N, a GEMM along K does not rotate back.
+                // A rotation along N is not undone by a GEMM along K.
                 if let Some(hadamard) = packed.layout.hadamard {
                     return Err(Nvfp4Error::value(
                         argument,
@@ -411,8 +413,8 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Checks codes and block scales of `format`, those in 128x4 tiles against `tiling`. Where a kernel
-/// wants rows of scales, the GEMM unswizzles.
+/// Checks codes and block scales of `format`, and scales in 128x4 tiles against `tiling`. If the
+/// kernel reads rows of scales, the GEMM unswizzles the tiles.
 fn check_packed(
     argument: &'static str,
     packed: &DeviceQuantized,

@@ -1,4 +1,4 @@
-//! What a GEMM writes.
+//! Output of a GEMM.
 
 use std::cell::OnceCell;
 
@@ -10,24 +10,25 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// What a GEMM writes, and where.
+/// Destination of a GEMM's output.
 #[derive(Debug, Clone, Copy)]
 pub enum Target<'a> {
     /// A new matrix of this type.
     New(FloatKind),
-    /// Add to an existing matrix (gradient accumulation): sum and addend are rounded once,
-    /// together.
+    /// Accumulate into an existing matrix (gradient accumulation). The sum of both is rounded once.
     Accumulate(&'a Matrix),
-    /// Replace what an existing matrix holds, for example some rows of a larger one.
+    /// Overwrite an existing matrix, for example some rows of a larger one.
     Replace(&'a Matrix),
 }
 
-/// The matrix that a GEMM writes. A new one is allocated when it is first asked for, which is right
-/// before the kernel that writes it is queued, behind those that prepare its operands: CubeCL
-/// 0.11.3 has a stream wait for another one's memory unless it has waited since the memory was
-/// *allocated*. Where another thread waits for this stream between the two (as Burn's averaging of
-/// gradients over GPUs does, over and over), it would not wait for the GEMM, and would read memory
-/// that is not written yet.
+/// The output matrix of a GEMM.
+///
+/// A new matrix is allocated on first use, which is right before the kernel that writes it is
+/// queued and after the kernels that prepare its operands. The reason: CubeCL 0.11.3 makes a stream
+/// wait for another stream's memory unless it has waited since the memory was *allocated*. If
+/// another thread waited for this stream between allocation and launch (as Burn's gradient
+/// averaging across GPUs does repeatedly), it would not wait for the GEMM and would read memory
+/// before it is written.
 pub(crate) struct Output<'a> {
     client: &'a Client,
     target: Target<'a>,
@@ -37,7 +38,7 @@ pub(crate) struct Output<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// Fails unless the matrix to add to, if there is one, is `rows` x `cols`.
+    /// Returns an error unless an existing target matrix is `rows` x `cols`.
     pub fn new(
         client: &'a Client,
         target: Target<'a>,
@@ -63,7 +64,8 @@ impl<'a> Output<'a> {
         })
     }
 
-    /// The matrix. Asked for too early, what reads it on another stream may not wait for the GEMM.
+    /// Returns the matrix. Call this only right before the launch: otherwise a reader on another
+    /// stream may not wait for the GEMM.
     pub fn matrix(&self) -> &Matrix {
         self.matrix.get_or_init(|| match self.target {
             Target::New(out) => Matrix::empty(self.client, self.rows, self.cols, out),
@@ -87,12 +89,12 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Whether the GEMM adds to what is there.
+    /// Returns true if the GEMM accumulates into the matrix.
     pub fn accumulates(&self) -> bool {
         matches!(self.target, Target::Accumulate(_))
     }
 
-    /// Whether it begins where fast kernels need it to. New memory does.
+    /// Returns true if the memory is aligned as fast kernels need it. New memory is.
     pub fn is_aligned(&self) -> bool {
         match self.target {
             Target::New(_) => true,

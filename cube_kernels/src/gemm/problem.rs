@@ -1,4 +1,4 @@
-//! What decides which kernel computes a GEMM, and what every kernel answers.
+//! Inputs of the kernel choice, and the trait that every kernel implements.
 
 use std::fmt;
 
@@ -23,15 +23,15 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The sizes of a GEMM. With groups along M, `n` is that of one group; with groups along K, `m` and
-/// `n` are those of one group's output.
+/// Sizes of a GEMM. With groups along M, `n` is per group; with groups along K, `m` and `n` are per
+/// group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GemmShape {
     /// Rows of the output.
     pub m: usize,
     /// Columns of the output.
     pub n: usize,
-    /// Length of the contraction, as stored.
+    /// Length of the K dimension as stored.
     pub k: usize,
 }
 
@@ -41,30 +41,30 @@ impl From<(usize, usize, usize)> for GemmShape {
     }
 }
 
-/// A GEMM without its memory: all that the choice of a kernel depends on.
+/// A GEMM without its memory: all inputs of the kernel choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Problem {
-    /// Its sizes.
+    /// Sizes.
     pub shape: GemmShape,
-    /// How `a` is stored.
+    /// Layout of `a`.
     pub a: OperandLayout,
-    /// How `b` is stored.
+    /// Layout of `b`.
     pub b: OperandLayout,
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedDim,
-    /// How many groups.
+    /// Number of groups.
     pub groups: usize,
-    /// Whether the memory of operands and target begins at multiples of 16 bytes.
+    /// True if the memory of operands and target begins at multiples of 16 bytes.
     pub aligned: bool,
-    /// What happens to a sum before it is written.
+    /// Epilogue.
     pub epilogue: EpilogueKind,
-    /// The backend that the caller asked for.
+    /// Backend requested by the caller.
     pub backend: Option<GemmBackend>,
 }
 
 impl Problem {
     /// A dense GEMM of aligned operands into a bf16 matrix, with the global scales of packed
-    /// operands. MN-major operands that no kernel reads count as K-major: they are transposed
+    /// operands. MN-major operands that no kernel reads count as K-major, since they are transposed
     /// first.
     pub fn new([a, b]: [OperandLayout; 2], shape: impl Into<GemmShape>) -> Self {
         let shape = shape.into();
@@ -91,7 +91,7 @@ impl Problem {
         }
     }
 
-    /// The same with `groups` groups along `grouped`.
+    /// Sets `groups` groups along `grouped`.
     pub const fn grouped(self, grouped: GroupedDim, groups: usize) -> Self {
         Self {
             grouped,
@@ -107,7 +107,7 @@ impl Problem {
     /// Refuses a packed MN-major `b`, for kernels that would have to dequantize it as a whole.
     ///
     /// # Errors
-    /// Where `b` is one.
+    /// Returns an error if `b` is packed and MN-major.
     pub(crate) fn refuse_packed_mn_major(&self) -> Result<(), Refusal> {
         match self.b {
             OperandLayout::PackedMnMajor => Err(Refusal::Operands("`b` is packed and MN-major")),
@@ -115,12 +115,14 @@ impl Problem {
         }
     }
 
-    /// What block-scaled instructions multiply: both operands in one format.
+    /// Returns the format of block-scaled instructions for this problem, if both operands have the
+    /// same one.
     pub(crate) fn block_scaled(&self) -> Option<BlockScaled> {
         block_scaled([self.a, self.b])
     }
 
-    /// As kernels see it that do not read MXFP8: such operands are dequantized to bf16 for them.
+    /// Returns the problem for kernels that do not read MXFP8: such operands are dequantized to
+    /// bf16 for them.
     pub(crate) fn without_mxfp8(&self) -> Self {
         let bf16 = |operand| match operand {
             OperandLayout::Mxfp8 => OperandLayout::KMajor,
@@ -134,7 +136,7 @@ impl Problem {
     }
 }
 
-/// The format of operands that block-scaled instructions multiply.
+/// Returns the common block-scaled format of two operands, if any.
 fn block_scaled(operands: [OperandLayout; 2]) -> Option<BlockScaled> {
     match operands {
         [OperandLayout::Packed, OperandLayout::Packed] => Some(BlockScaled::Nvfp4),
@@ -143,53 +145,53 @@ fn block_scaled(operands: [OperandLayout; 2]) -> Option<BlockScaled> {
     }
 }
 
-/// What a choice depends on beside the problem.
+/// Inputs of the kernel choice that depend on the device.
 #[derive(Clone, Copy)]
 pub struct Device<'a> {
-    /// What the device can do.
+    /// Capabilities.
     pub capabilities: &'a Capabilities,
-    /// Its SMs.
+    /// Number of SMs.
     pub sms: usize,
-    /// What cuBLASLt answers on it.
+    /// Support query to cuBLASLt on this device.
     pub cublaslt: &'a dyn Fn(&CublasLtProblem) -> Result<(), Nvfp4Error>,
-    /// What the self-check of the kernel for `tcgen05` found on it, for a format and a form.
+    /// Self-check result of the `tcgen05` kernel on this device, by format and form.
     pub tcgen05: &'a dyn Fn(Sm100Tile) -> Result<(), String>,
 }
 
-/// The SMs of the device behind `client`.
+/// Returns the number of SMs of the device of `client`.
 pub(crate) fn sms(client: &Client) -> usize {
     let sms = client.properties().hardware.num_streaming_multiprocessors;
     sms.unwrap_or(132) as usize
 }
 
-/// A kernel, and how it runs.
+/// A kernel and its configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
-    /// cuBLASLt, on operands in this format.
+    /// cuBLASLt with operands in this format.
     CublasLt(CublasLtFormat),
-    /// Up to 16 rows, `b` dequantized in registers by a kernel without TMA.
+    /// Up to 16 rows; `b` is dequantized in registers by a kernel without TMA.
     SmallM,
-    /// `b` dequantized in registers; with the height of a band of tiles.
+    /// `b` dequantized in registers, with the height of a band of tiles.
     W4a16(W4a16Tile, usize),
-    /// `b`, which is MN-major, dequantized in registers; with the height of a band.
+    /// MN-major `b` dequantized in registers, with the height of a band.
     W4a16MnMajor(W4a16MnTile, usize),
-    /// Packed operands dequantized to bf16 before the GEMM; with the height of a band.
+    /// Packed operands dequantized to bf16 before the GEMM, with the height of a band.
     DequantThenBf16(Sm90Tile, usize),
-    /// The same, with the tiles of the last wave shared out along the contraction.
+    /// As `DequantThenBf16`, with the tiles of the last wave split along K (stream-K).
     StreamK(Sm90Tile, usize),
-    /// Codes and scales go to block-scaled matrix instructions.
+    /// Block-scaled matrix instructions on codes and scales.
     BlockScaled(Sm120Tile),
-    /// Codes and scales go to the tensor cores of data-center Blackwell.
+    /// Tensor cores of data-center Blackwell on codes and scales.
     Tcgen05(Sm100Tile),
     /// Tiles dequantized in shared memory, 16x16x16 matrix instructions.
     Cmma,
-    /// One unit for each output element.
+    /// One unit per output element.
     Scalar,
 }
 
 impl Plan {
-    /// The backend whose instruction plain arithmetic stands in for, so that other devices can run
-    /// the rest.
+    /// Returns the backend whose instructions are emulated by plain arithmetic, so that other
+    /// devices can run the rest of the kernel.
     pub(crate) fn emulated_backend(self) -> Option<GemmBackend> {
         match self {
             Self::BlockScaled(tile) if tile.multiply == Multiply::Software => {
@@ -203,7 +205,7 @@ impl Plan {
     }
 }
 
-/// A format other than NVFP4, behind what multiplies it.
+/// Returns a suffix for the kernel name that names the format; empty for NVFP4.
 fn name_of(format: BlockScaled) -> &'static str {
     match format {
         BlockScaled::Nvfp4 => "",
@@ -269,23 +271,23 @@ impl fmt::Display for Plan {
     }
 }
 
-/// Why a kernel does not compute a GEMM.
+/// Reason why a kernel does not compute a GEMM.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Refusal {
-    /// The device lacks what the kernel is made of.
+    /// The device lacks a feature that the kernel needs.
     Device(&'static str),
-    /// The kernel does not take such operands.
+    /// The kernel does not support these operands.
     Operands(&'static str),
     /// Another kernel is estimated to take less time.
     Slower {
-        /// What this one takes, in the units of the heuristics.
+        /// Estimate for this kernel, in the units of the heuristics.
         estimate: f64,
-        /// What the other one takes.
+        /// Estimate for the fastest kernel.
         best: f64,
     },
-    /// What cuBLASLt answers.
+    /// The answer of cuBLASLt.
     Library(Nvfp4Error),
-    /// The kernel failed its check when it was first wanted on this device, or is not wanted.
+    /// The kernel failed its self-check on this device, or is disabled.
     SelfCheck(String),
 }
 
@@ -302,10 +304,10 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Why a kernel that reads 16 bytes at a time refuses.
+/// Refusal of a kernel that reads 16 bytes at a time.
 pub(crate) const UNALIGNED: &str = "memory begins at no multiple of 16 bytes";
 
-/// A plan and, where there are several kernels to compare, the time that it is estimated to take.
+/// A plan with its estimated time, if several kernels are compared.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Candidate {
     pub plan: Plan,
@@ -321,7 +323,7 @@ impl From<Plan> for Candidate {
     }
 }
 
-/// A GEMM that is ready to run: a kernel finds all that it reads.
+/// A GEMM that is ready to run, with all buffers that the kernel reads.
 pub(crate) struct Launch<'a> {
     pub client: &'a Client,
     pub capabilities: &'a Capabilities,
@@ -329,70 +331,70 @@ pub(crate) struct Launch<'a> {
     pub a: &'a Materialized,
     pub b: &'a Materialized,
     pub groups: &'a GroupArgs,
-    /// What groups along K begin at multiples of, and their columns end at.
+    /// Alignment of groups along K, and of the end of their columns.
     pub k_alignment: usize,
-    /// Whether all memory begins at multiples of 16 bytes, as [`Problem::aligned`] says.
+    /// True if all memory begins at multiples of 16 bytes; see [`Problem::aligned`].
     pub aligned: bool,
     pub epilogue: &'a EpilogueArgs,
     pub output: &'a Output<'a>,
 }
 
 impl Launch<'_> {
-    /// What block-scaled instructions multiply: both operands in one format.
+    /// Returns the format of block-scaled instructions, if both operands have the same one.
     pub fn block_scaled(&self) -> Option<BlockScaled> {
         block_scaled([self.a.layout, self.b.layout])
     }
 }
 
-/// What every kernel answers. The one source of "which kernel, and why not the others".
+/// Interface of every kernel: the single source for which kernel runs, and why others do not.
 pub(crate) trait Kernel: Sync {
-    /// What it is called, in `nvfp4 doctor`.
+    /// Returns the name that `nvfp4 doctor` shows.
     fn name(&self) -> &'static str;
 
-    /// The backend that it is part of on this device and for this problem.
+    /// Returns the backend that the kernel belongs to on this device and for this problem.
     fn backend(&self, device: &Device, problem: &Problem) -> GemmBackend;
 
-    /// Whether it takes the problem on this device.
+    /// Checks whether the kernel supports the problem on this device.
     ///
     /// # Errors
-    /// Why not.
+    /// Returns the reason if it does not.
     fn supports(&self, device: &Device, problem: &Problem) -> Result<(), Refusal>;
 
-    /// How it would run a problem that it takes.
+    /// Returns the configuration for a problem that the kernel supports.
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate;
 
-    /// What it reads of packed and of MN-major operands.
+    /// Returns the forms of packed and MN-major operands that the kernel reads.
     fn reads(&self, plan: Plan) -> Reads {
         let _ = plan;
         Reads::COMPACT
     }
 
-    /// Whether it reads MXFP8. For other kernels such operands are dequantized to bf16, exactly,
-    /// and [`Problem::without_mxfp8`] is what they are asked about.
+    /// Returns true if the kernel reads MXFP8. For other kernels MXFP8 operands are dequantized to
+    /// bf16, exactly, and they are queried with [`Problem::without_mxfp8`].
     fn takes_mxfp8(&self) -> bool {
         false
     }
 
-    /// What groups along K of packed operands must begin, and all of their columns end, at
-    /// multiples of; 1 where it takes what there is.
+    /// Returns the required alignment of groups along K of packed operands, and of the end of all
+    /// their columns; 1 if any is supported.
     fn k_alignment(&self, plan: Plan) -> usize {
         let _ = plan;
         1
     }
 
-    /// Whether it finds the amax of the output while it writes.
+    /// Returns true if the kernel computes the output amax in its epilogue.
     fn finds_amax(&self) -> bool {
         true
     }
 
-    /// Queues it, behind whatever has to run before.
+    /// Queues the kernel after the work that it depends on.
     ///
     /// # Errors
-    /// When a plan that was given does not fit the operands, or a library fails.
+    /// Returns an error if a requested plan does not fit the operands, or if a library fails.
     fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error>;
 }
 
-/// The error of a plan that does not fit the operands.
+/// Returns the error of a plan that does not fit the operands.
 pub(crate) fn misfit(plan: Plan, launch: &Launch) -> Nvfp4Error {
     let GemmShape { m, n, k } = launch.shape;
     let layouts = [launch.a.layout, launch.b.layout];

@@ -1,40 +1,40 @@
-//! Which tile a CTA computes next: the order of tiles in the L2 cache, and where the tiles of a
-//! grouped GEMM lie.
+//! Tile scheduler: the order of tiles for L2 reuse, and the location of the tiles of a grouped
+//! GEMM.
 
 use cubecl::{prelude::*, server::Handle};
 
 use super::tiles::W4a16Tile;
 use crate::moe::groups::extent;
 
-/// The dimension of a GEMM that is in groups. Offsets, one more than groups, say where groups
-/// begin.
+/// Dimension of a GEMM that is split into groups. The offsets of the groups have one more entry
+/// than there are groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GroupedDim {
-    /// None: one GEMM.
+    /// A dense GEMM.
     None,
     /// Rows of `a`; each group has its own `n` rows of `b`.
     M,
-    /// The contraction; each group has its own `m` x `n` output.
+    /// The K dimension; each group has its own `m` x `n` output.
     K,
 }
 
-/// The groups of a GEMM, in device memory.
+/// Groups of a GEMM, in device memory.
 pub(crate) struct GroupArgs {
     pub grouping: GroupedDim,
-    /// `groups + 1` offsets; any memory for a dense GEMM.
+    /// `groups + 1` offsets; unused for a dense GEMM.
     pub offsets: Handle,
     pub groups: usize,
 }
 
-/// Where a tile lies.
+/// Position of a tile.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Place {
     pub row: u32,
     pub column: u32,
 }
 
-/// Sm90Tile number `tile`, columns of `band` tiles first, so that the tiles that run at the same
-/// time share rows of both operands in the L2 cache.
+/// Returns the position of tile number `tile`. Tiles are ordered along columns of `band` tiles
+/// first, so that tiles that run at the same time share rows of both operands in the L2 cache.
 #[cube]
 pub(crate) fn place(
     tile: u32,
@@ -54,8 +54,8 @@ pub(crate) fn place(
     }
 }
 
-/// The class of a tile with `rows` rows of `a`: in an order by width, how many widths are wider
-/// than they need.
+/// Returns the class of a tile with `rows` rows of `a`: if ordered by width, the number of widths
+/// wider than it needs.
 #[cube]
 fn class_of(rows: u32, #[comptime] order: Schedule) -> u32 {
     let last = comptime!(order.classes() - 1);
@@ -69,20 +69,20 @@ fn class_of(rows: u32, #[comptime] order: Schedule) -> u32 {
     class
 }
 
-/// The order of the rows of tiles of a grouped GEMM.
+/// Order of the rows of tiles of a grouped GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Schedule {
-    /// Their shape.
+    /// Tile shape.
     pub tile: W4a16Tile,
-    /// Those with the widest instructions first, instead of group after group. Tiles of unequal
-    /// groups take unequal times, and cubes take every `CUBE_COUNT`th: in this order those that run
-    /// at the same time take equally long, and what is left at the end is short.
+    /// True to schedule tiles with the widest instructions first instead of group by group. Tiles
+    /// of unequal groups take unequal times, and cubes take every `CUBE_COUNT`th tile: ordered by
+    /// width, the tiles that run at the same time take equally long, and the tail is short.
     pub by_width: bool,
 }
 
 impl Schedule {
-    /// The order for `rows` rows in `groups` groups. Where groups are small, wide tiles are bound
-    /// by operations and narrow ones by bytes, and run better beside each other.
+    /// Returns the order for `rows` rows in `groups` groups. If groups are small, wide tiles are
+    /// compute-bound and narrow ones memory-bound, and they run better concurrently.
     ///
     /// Measured (H100, 8192 rows x 4096 x 7168, microseconds by width / by group, skewed groups):
     /// 32 groups 866 / 931, 64 998 / 1111, 128 1207 / 1154.
@@ -93,7 +93,7 @@ impl Schedule {
         }
     }
 
-    /// Classes of rows of tiles that follow each other.
+    /// Returns the number of classes, which are scheduled one after another.
     pub(crate) const fn classes(self) -> usize {
         if self.by_width {
             self.tile.widths().len()
@@ -102,17 +102,17 @@ impl Schedule {
         }
     }
 
-    /// Entries of a schedule of `rows` rows in `groups` groups: each group may end in a tile of its
-    /// own.
+    /// Returns the maximum number of entries of a schedule of `rows` rows in `groups` groups: each
+    /// group may end in a partial tile.
     pub(crate) const fn rows_of_tiles(self, rows: usize, groups: usize) -> usize {
         rows.div_ceil(self.tile.rows_a) + groups
     }
 }
 
-/// Writes the rows of tiles of all groups, `rows` rows of `a` in all, in the order of `order`:
-/// group, first row, and the row behind the last of the group, from entry 1 on; entry 0 has their
-/// number. Groups that overlap, as those of offsets that do not ascend may, could need more entries
-/// than there are: what does not fit is left out.
+/// Writes the rows of tiles of all groups, with `rows` rows of `a` in total, in the order of
+/// `order`. From entry 1 on, an entry holds the group, the first row and the end row of the group
+/// (exclusive); entry 0 holds the number of entries. Overlapping groups, which offsets that do not
+/// ascend may produce, could need more entries than there are; excess entries are dropped.
 #[cube]
 pub(crate) fn schedule_groups(
     offsets: &[u32],
@@ -124,10 +124,10 @@ pub(crate) fn schedule_groups(
     let classes = comptime!(order.classes());
     let rows_a = comptime!(order.tile.rows_a as u32);
     let entries = rows.div_ceil(rows_a) + groups;
-    // The first cube does it.
+    // Only the first cube writes the schedule.
     let mut group = select(CUBE_POS == 0, UNIT_POS, groups);
     while group < groups {
-        // Rows of tiles in each class: of all groups, and of those before this one.
+        // Rows of tiles in each class: of all groups, and of the groups before this one.
         let mut all = Array::<u32>::new(classes);
         let mut next = Array::<u32>::new(classes);
         #[unroll]

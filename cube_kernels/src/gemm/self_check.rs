@@ -1,5 +1,5 @@
-//! Whether a kernel that no hardware report vouches for may be a default on a device: it computes
-//! a few small exact GEMMs when it is first wanted there, and is taken only if all are right.
+//! Self-check that decides if a kernel without a hardware report may be a default on a device: on
+//! first use it computes a few small exact GEMMs, and is enabled only if all results are correct.
 
 use std::{
     collections::HashMap,
@@ -19,8 +19,8 @@ use crate::{
     tensor::Matrix,
 };
 
-/// The GEMMs of the check of `tile`: every form for which it is a default, with tails of rows,
-/// columns and K, and an empty group.
+/// Returns the GEMMs of the check of `tile`: every form in which it is a default, with partial
+/// tiles in rows, columns and K, and an empty group.
 fn cases(client: &Client, tile: Sm100Tile) -> Result<Vec<ExactGemm>, Nvfp4Error> {
     let format = tile.format.format();
     // MXFP8 has no global scales.
@@ -30,7 +30,7 @@ fn cases(client: &Client, tile: Sm100Tile) -> Result<Vec<ExactGemm>, Nvfp4Error>
         ExactGemm::m_grouped(client, format, &[3, 0, 129, 40], (136, 96))?,
     ];
     if tile.form == Sm100Form::TwoCta {
-        // More rows than a tile has.
+        // More rows than a tile.
         cases.push(ExactGemm::dense(client, format, (389, 264, 96), per_row)?);
     }
     if tile.form == Sm100Form::OneCta {
@@ -46,10 +46,10 @@ fn cases(client: &Client, tile: Sm100Tile) -> Result<Vec<ExactGemm>, Nvfp4Error>
     Ok(cases)
 }
 
-/// Runs the check of `tile`: each GEMM by `multiply`, into `f32`.
+/// Runs the check of `tile`; `multiply` computes each GEMM into `f32`.
 ///
 /// # Errors
-/// The first element that is wrong, or how the kernel failed.
+/// Returns the first wrong element, or the error of the kernel.
 fn check(
     client: &Client,
     tile: Sm100Tile,
@@ -65,11 +65,11 @@ fn check(
 
 static FOUND: LazyLock<Verdicts> = LazyLock::new(Verdicts::default);
 
-/// What the check of `tile` found on the device behind `client`, which runs it when it is first
-/// asked and waits for the device then; a mismatch is one warning.
+/// Returns the result of the check of `tile` on the device of `client`. The first call runs the
+/// check and waits for the device; a mismatch is logged as one warning.
 ///
 /// # Errors
-/// What is wrong.
+/// Returns a description of the mismatch.
 pub(crate) fn once(
     client: &Client,
     tile: Sm100Tile,
@@ -83,14 +83,14 @@ pub(crate) fn once(
     FOUND.of(name(client, tile), || check(client, tile, multiply))
 }
 
-/// A device, and what of the kernel is checked there by itself: each format in each form.
+/// Key of a check: the device, format and form.
 fn name(client: &Client, tile: Sm100Tile) -> String {
     let (format, form) = (tile.format, tile.form);
     format!("{format:?}, {form}, on {:?}", client.service_id())
 }
 
-/// Lets the variable `NVFP4_GEMM` keep the kernel from being a default: a kernel that never ends,
-/// or an error of the device, is nothing that a check in the same process survives.
+/// Refuses the kernel if the environment variable `NVFP4_GEMM` disables it. A check in the same
+/// process cannot survive a kernel that hangs or a device error.
 fn refuse_if_asked(choice: GemmChoice) -> Result<(), String> {
     match choice {
         GemmChoice::Portable => Err("NVFP4_GEMM=portable asks for the portable kernel".into()),
@@ -98,23 +98,24 @@ fn refuse_if_asked(choice: GemmChoice) -> Result<(), String> {
     }
 }
 
-/// What the check of `tile` found on the device behind `client`, if it has run there.
+/// Returns the result of the check of `tile` on the device of `client`, or success if it has not
+/// run.
 ///
 /// # Errors
-/// What is wrong.
+/// Returns a description of the mismatch.
 pub(crate) fn known(client: &Client, tile: Sm100Tile) -> Result<(), String> {
     refuse_if_asked(Environment::get().gemm)?;
     let found = FOUND.0.lock().unwrap_or_else(|held| held.into_inner());
     found.get(&name(client, tile)).cloned().unwrap_or(Ok(()))
 }
 
-/// What the check found, by [`name`].
+/// Results of checks by [`name`].
 #[derive(Default)]
 struct Verdicts(Mutex<HashMap<String, Result<(), String>>>);
 
 impl Verdicts {
-    /// What is known of `checked`, or what `check` finds. A thread that asks while another one
-    /// checks waits for it.
+    /// Returns the stored result of `checked`, or runs `check` and stores its result. Concurrent
+    /// callers wait for a running check.
     fn of(
         &self,
         checked: String,
@@ -144,7 +145,7 @@ mod tests {
     use super::*;
     use crate::tensor::FloatKind;
 
-    /// Each form of the kernel is a check of its own.
+    /// Each form of the kernel has a separate check.
     #[test]
     fn forms_are_checked_by_themselves() {
         let client = cubecl::Device::Cpu(Default::default()).client();
@@ -158,7 +159,7 @@ mod tests {
         names.sort();
         names.dedup();
         assert_eq!(names.len(), 6, "{names:?}");
-        // And what it computes is right by the kernels of any device.
+        // The kernels of every device compute the checked GEMMs correctly.
         for tile in tiles.as_flattened() {
             let own = |case: &ExactGemm| {
                 let output = crate::gemm::gemm(&client, &crate::gemm::Gemm::of_exact(case));
@@ -168,7 +169,7 @@ mod tests {
         }
     }
 
-    /// Each device is checked once, and keeps what was found.
+    /// Each device is checked once, and the result is kept.
     #[test]
     fn devices_are_checked_once() {
         let verdicts = Verdicts::default();
@@ -195,7 +196,7 @@ mod tests {
         assert_eq!(refuse_if_asked(GemmChoice::Default), Ok(()));
     }
 
-    /// A kernel that writes anything else, or fails, does not pass.
+    /// A kernel that writes wrong results, or fails, does not pass.
     #[test]
     fn wrong_results_do_not_pass() {
         let client = cubecl::Device::Cpu(Default::default()).client();

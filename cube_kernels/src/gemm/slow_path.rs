@@ -1,4 +1,5 @@
-//! Events about GEMMs that dequantize what the tensor cores of their device multiply as it is.
+//! Tracing events for GEMMs that dequantize operands which the device's tensor cores could multiply
+//! directly.
 
 use std::{
     collections::HashSet,
@@ -12,11 +13,11 @@ use super::{
 };
 use crate::capabilities::GemmBackend;
 
-/// The kernels that multiply codes and block scales as they are.
+/// Kernels that multiply codes and block scales directly.
 const MULTIPLY_CODES: [&str; 3] = ["cublaslt", "sm100_block_scaled", "sm120_block_scaled"];
 
-/// Why a GEMM takes a slower kernel than the device has for its operands, one reason for each
-/// faster kernel; none where it does not.
+/// Returns the reasons why a GEMM takes a slower kernel than the device has for its operands, one
+/// per faster kernel; empty if it does not.
 fn reasons<'a>(
     device: &Device,
     problem: &Problem,
@@ -31,10 +32,10 @@ fn reasons<'a>(
         Plan::CublasLt(CublasLtFormat::Nvfp4)
             | Plan::Tcgen05(_)
             | Plan::BlockScaled(_)
-            // Bound by reading the weight, which it reads as it is.
+            // Memory-bound on the packed weight, which this kernel reads directly.
             | Plan::SmallM
     );
-    // One that was asked for is what its caller wants.
+    // The caller requested this backend.
     if !has_units || is_fast || problem.backend.is_some() || problem.block_scaled().is_none() {
         return Vec::new();
     }
@@ -49,7 +50,7 @@ fn reasons<'a>(
         .collect()
 }
 
-/// What a reason is known by, whatever the shape of the GEMM.
+/// Returns the key of a reason, independent of the GEMM's shape.
 fn kind(kernel: &'static str, refusal: &Refusal) -> String {
     let why = match refusal {
         Refusal::Device(why) | Refusal::Operands(why) => why,
@@ -60,12 +61,12 @@ fn kind(kernel: &'static str, refusal: &Refusal) -> String {
     format!("{kernel}: {why}")
 }
 
-/// The reasons that were reported in this process.
+/// Reasons already reported in this process.
 #[derive(Default)]
 struct Reported(Mutex<HashSet<String>>);
 
 impl Reported {
-    /// Whether this is the first time that `reasons` are given.
+    /// Returns true the first time that `reasons` are given.
     fn is_first(&self, reasons: &[(&'static str, &Refusal)]) -> bool {
         let kinds = reasons
             .iter()
@@ -78,8 +79,8 @@ impl Reported {
 
 static REPORTED: LazyLock<Reported> = LazyLock::new(Reported::default);
 
-/// Reports a GEMM that takes a slower kernel: the first one of a process with its reasons as a
-/// warning, all others as debug events, so that `RUST_LOG=nvfp4_kernels=debug` shows each.
+/// Reports a GEMM that takes a slower kernel: the first one in the process as a warning with its
+/// reasons, all others as debug events, so that `RUST_LOG=nvfp4_kernels=debug` shows each.
 pub(super) fn report(device: &Device, problem: &Problem, choice: &Choice) {
     let reasons = reasons(device, problem, choice);
     if reasons.is_empty() {
@@ -142,7 +143,7 @@ mod tests {
         assert!(found(GemmBackend::CublasLt, 100, &bf16).is_empty());
         let refused = found(GemmBackend::CublasLt, 100, &dense);
         assert_eq!(refused.len(), 2, "{refused:?}");
-        // Whatever the library says of another shape.
+        // The library's answer for another shape does not matter.
         assert_eq!(
             refused,
             found(GemmBackend::CublasLt, 100, &packed(256, 256, 512))
@@ -151,7 +152,7 @@ mod tests {
         assert!(odd.len() == 2 && odd != refused, "{odd:?}");
         let narrow = found(GemmBackend::Sm120BlockScaled, 120, &packed(256, 260, 256));
         assert_eq!(narrow.len(), 1, "{narrow:?}");
-        // It was asked for.
+        // The backend was requested.
         let asked = Problem {
             backend: Some(GemmBackend::Cmma),
             ..packed(256, 260, 256)

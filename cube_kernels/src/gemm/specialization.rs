@@ -1,4 +1,4 @@
-//! What GEMM kernels are specialized for.
+//! Specializations of the GEMM kernels.
 
 use cubecl::prelude::AddressType;
 
@@ -9,45 +9,44 @@ use super::kernels::{
     W4a16MnMajorPlan, W4a16Plan,
 };
 
-/// What a GEMM kernel, or one that prepares its operands, was specialized for.
+/// Specialization of a GEMM kernel, or of a kernel that prepares its operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GemmInstance {
-    /// The bf16 kernel of Hopper.
+    /// Hopper bf16 kernel.
     Sm90Bf16(Sm90Plan, EpilogueKind),
-    /// The bf16 kernel of Hopper that shares tiles out along the contraction.
+    /// Hopper bf16 kernel with stream-K.
     Sm90StreamK(StreamKPlan),
-    /// The W4A16 kernel of Hopper.
+    /// Hopper W4A16 kernel.
     Sm90W4a16(W4a16Plan),
-    /// The W4A16 kernel of Hopper for an MN-major weight.
+    /// Hopper W4A16 kernel for an MN-major weight.
     Sm90W4a16MnMajor(W4a16MnMajorPlan),
-    /// The block-scaled kernel of data-center Blackwell.
+    /// Block-scaled kernel of data-center Blackwell.
     Sm100BlockScaled(Sm100Plan),
-    /// A probe of data-center Blackwell: tensor memory, or the copies of scales, or a
-    /// multiplication too.
+    /// Probe of data-center Blackwell: tensor memory, copies of scales, or a multiplication.
     Sm100Probe {
-        /// Copies of scales.
+        /// Number of scale copies.
         copies: usize,
-        /// In which format it multiplies, once, if it does.
+        /// Format of the single multiplication, if any.
         multiplies: Option<BlockScaled>,
     },
-    /// The block-scaled kernel of consumer Blackwell.
+    /// Block-scaled kernel of consumer Blackwell.
     Sm120BlockScaled(Sm120Plan),
-    /// The kernel of small M.
+    /// Small-M kernel.
     SmallM(SmallMShape),
-    /// The kernel with portable matrix instructions.
+    /// Kernel with portable matrix instructions.
     Cmma(CmmaPlan, AddressType),
-    /// The kernel with a thread for each output element.
+    /// Kernel with a unit per output element.
     Scalar(ScalarPlan),
-    /// `a` in the order of the W4A16 kernel, rows in groups or not.
+    /// Rearranges `a` to the order of the W4A16 kernel.
     Arrange {
-        /// Whether they are.
+        /// True if the rows are in groups.
         grouped: bool,
     },
-    /// Packed elements to bf16.
+    /// Dequantizes packed elements to bf16.
     Dequantize,
-    /// The transposition of bf16.
+    /// Transposes bf16.
     Transpose {
-        /// Elements that are read and written at a time.
+        /// Elements read and written at a time.
         vector: usize,
     },
 }

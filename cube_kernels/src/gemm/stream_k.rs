@@ -1,27 +1,27 @@
-//! Stream-K: how the tiles of the last wave are shared out along the contraction.
+//! Stream-K: splits the tiles of the last wave along K.
 
 use super::{
     problem::GemmShape,
     tiles::{SM90_TILE_K, SM90_TILE_M, Sm90Tile},
 };
 
-/// Stages of [`SM90_TILE_K`] in a contraction.
+/// Returns the number of stages of [`SM90_TILE_K`] in a K dimension.
 pub(crate) fn stages_of(k: usize) -> usize {
     k.div_ceil(SM90_TILE_K)
 }
 
-/// Tiles of an output.
+/// Returns the number of output tiles.
 pub(crate) fn tiles_of(shape: GemmShape, tile: Sm90Tile) -> usize {
     shape.m.div_ceil(SM90_TILE_M) * shape.n.div_ceil(tile.n())
 }
 
-/// How the tiles of a GEMM are shared out among CTAs. All depths are in stages of [`SM90_TILE_K`].
+/// Partition of the tiles of a GEMM among CTAs. All depths are in stages of [`SM90_TILE_K`].
 ///
-/// A grid has `slices * shared + helpers` CTAs. Each computes its share of the first `whole` tiles.
-/// Then `slices` CTAs compute `slice` stages each of a shared tile, which leaves `rest` stages of
-/// every shared tile to the helpers; these take `per_helper` stages each of all rests, one tile
-/// after another. CTAs that compute the same slice of their tiles read operands at the same time,
-/// which share them in the L2 cache; ranges that begin anywhere in a tile would not.
+/// The grid has `slices * shared + helpers` CTAs. Each computes its share of the first `whole`
+/// tiles. Then `slices` CTAs compute `slice` stages each of a shared tile. The remaining `rest`
+/// stages of every shared tile go to the helpers, which take `per_helper` stages each of the
+/// concatenated rests. CTAs that compute the same slice of different tiles read operands at the
+/// same time and share them in the L2 cache; ranges with arbitrary starts within a tile would not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StreamK {
     pub whole: usize,
@@ -34,8 +34,8 @@ pub(crate) struct StreamK {
 }
 
 impl StreamK {
-    /// For `tiles` tiles of `depth` stages on so many SMs: `None` where nothing is to be shared
-    /// out, since the waves are full or a tile has too few stages.
+    /// Returns the partition of `tiles` tiles of `depth` stages for `sms` SMs, or `None` if no
+    /// tiles are shared, because the waves are full or a tile has too few stages.
     pub fn of(tiles: usize, depth: usize, sms: usize) -> Option<Self> {
         let shared = tiles % sms;
         if shared == 0 || depth < 2 {
@@ -53,7 +53,7 @@ impl StreamK {
                 (per_helper, (shared * rest).div_ceil(per_helper))
             }
         };
-        // A rest without helpers: `slice` was rounded up from a whole share.
+        // Without helpers, `rest` is 0: `slice` was rounded up from a whole share.
         debug_assert!(rest == 0 || helpers > 0);
         let is_shared = slices > 1 || rest > 0;
         is_shared.then_some(Self {
@@ -67,13 +67,13 @@ impl StreamK {
         })
     }
 
-    /// CTAs of the grid.
+    /// Returns the number of CTAs of the grid.
     pub fn ctas(&self) -> usize {
         self.slices * self.shared + self.helpers
     }
 
-    /// Partial tiles in the workspace: the slices behind the first, and the parts of rests, whose
-    /// number is that of tile and helper together.
+    /// Returns the number of partial tiles in the workspace: the slices after the first one, and
+    /// the pieces of rests, which are numbered by tile plus helper.
     pub fn partials(&self) -> usize {
         let rests = if self.rest > 0 {
             self.shared + self.helpers
@@ -83,7 +83,7 @@ impl StreamK {
         (self.slices - 1) * self.shared + rests
     }
 
-    /// Partial tiles that the owner of a tile adds, at most.
+    /// Returns the maximum number of partial tiles that the owner of a tile adds.
     pub fn partials_of_tile(&self) -> usize {
         let rests = match self.rest {
             0 => 0,
@@ -97,7 +97,7 @@ impl StreamK {
 mod tests {
     use super::*;
 
-    /// What `StreamKProblem::piece` gives, in the language of the host.
+    /// Host version of `StreamKProblem::piece`.
     fn pieces(
         plan: &StreamK,
         cta: usize,
@@ -134,8 +134,8 @@ mod tests {
         pieces
     }
 
-    /// Every stage of every tile is computed once, no CTA has more than a slice of shared tiles,
-    /// and no two pieces have the same partial tile.
+    /// Every stage of every tile is computed exactly once, no CTA has more than a slice of the
+    /// shared tiles, and no two pieces use the same partial tile.
     #[test]
     fn all_stages_are_shared_out_evenly() {
         let mut shared = 0;

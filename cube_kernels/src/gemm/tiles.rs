@@ -1,23 +1,23 @@
-//! The shapes of tiles that the kernels are compiled for. A kernel adds what follows from its own
-//! layout of shared memory in an `impl` of its own.
+//! Tile shapes that the kernels are compiled for. Kernels add the values that follow from their own
+//! shared memory layout in separate `impl` blocks.
 
 use std::fmt;
 
 use crate::cube::ptx::BlockScaled;
 
-/// Rows of `a` in a tile: 64 for each consumer warpgroup.
+/// Rows of `a` per tile: 64 for each consumer warpgroup.
 pub const SM90_TILE_M: usize = 128;
-/// Rows of a tile in one TMA box of an MN-major operand: the 128 bytes that the swizzle spans.
+/// Rows of a tile per TMA box of an MN-major operand: the 128 bytes that the swizzle spans.
 pub(crate) const SM90_BOX: usize = 64;
-/// Columns of both operands in a stage: the 128 bytes that the swizzle spans.
+/// Columns of both operands per stage: the 128 bytes that the swizzle spans.
 pub(crate) const SM90_TILE_K: usize = 64;
 
-/// The shape of a tile and of the ring.
+/// Tile shape and number of pipeline stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Sm90Tile {
     /// 128 x 256, four stages.
     N256,
-    /// 128 x 176, five stages: an `n` of 2112, DeepSeek-V3's first projection, is twelve of these.
+    /// 128 x 176, five stages: `n` = 2112, the first projection of DeepSeek-V3, is twelve of these.
     N176,
     /// 128 x 128, six stages.
     N128,
@@ -26,10 +26,10 @@ pub enum Sm90Tile {
 }
 
 impl Sm90Tile {
-    /// All of them, the widest first.
+    /// All shapes, widest first.
     pub const ALL: [Self; 4] = [Self::N256, Self::N176, Self::N128, Self::N64];
 
-    /// Rows of `b` in a tile.
+    /// Returns the rows of `b` per tile.
     pub const fn n(self) -> usize {
         match self {
             Self::N256 => 256,
@@ -39,13 +39,13 @@ impl Sm90Tile {
         }
     }
 
-    /// Whether `b` may be MN-major: in boxes of 64 rows of the tile.
+    /// Returns true if `b` may be MN-major: the tile then consists of boxes of 64 rows.
     pub const fn takes_mn_major(self) -> bool {
         self.n().is_multiple_of(SM90_BOX)
     }
 
-    /// Sums that a unit holds of a tile. There is no vector of 88 values: of 128 the last 40 stay
-    /// unwritten (and take no registers).
+    /// Returns the accumulators per unit. There is no vector of 88 values, so 128 are declared; the
+    /// last 40 stay unwritten and take no registers.
     pub const fn accumulators(self) -> usize {
         match self {
             Self::N176 => 128,
@@ -53,8 +53,9 @@ impl Sm90Tile {
         }
     }
 
-    /// Stages of the ring, as many as shared memory holds beside the staging; the main loops of
-    /// [`sm90_mainloop`](crate::cube::ptx::sm90_mainloop) count the same.
+    /// Returns the number of stages, as many as fit into shared memory besides the epilogue
+    /// staging. The main loops of [`sm90_mainloop`](crate::cube::ptx::sm90_mainloop) use the same
+    /// number.
     pub const fn stages(self) -> usize {
         match self {
             Self::N256 => 4,
@@ -65,21 +66,21 @@ impl Sm90Tile {
     }
 }
 
-/// Rows of `b` of one consumer warpgroup.
+/// Rows of `b` per consumer warpgroup.
 pub(crate) const W4A16_STRIP: usize = 64;
-/// The shape of a tile and of the ring.
+/// Tile shape and number of pipeline stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16Tile {
     /// Rows of `a`: 32, 64, 112, 128, 192 or 256.
     pub rows_a: usize,
-    /// Consumer warpgroups that have the same 64 rows of `b` and take turns along the contraction:
-    /// 2 or 4; or 1, and two warpgroups have 64 rows each.
+    /// Number of consumer warpgroups that share the same 64 rows of `b` and alternate along K, 2
+    /// or 4. If it is 1, there are two warpgroups with 64 rows each.
     pub ways: usize,
 }
 
 impl W4a16Tile {
-    /// The tiles that there are kernels for. Of 112 rows, 768 x 2304 are 126, a wave of an H100
-    /// with 132 SMs; of 128 rows they are 108.
+    /// All tiles with compiled kernels. With 112 rows, 768 x 2304 has 126 tiles, one wave of an
+    /// H100 with 132 SMs; with 128 rows it has 108.
     pub const ALL: [Self; 7] = {
         const fn tile(rows_a: usize, ways: usize) -> W4a16Tile {
             W4a16Tile { rows_a, ways }
@@ -95,17 +96,17 @@ impl W4a16Tile {
         ]
     };
 
-    /// Consumer warpgroups.
+    /// Returns the number of consumer warpgroups.
     pub const fn consumers(self) -> usize {
         if self.ways == 1 { 2 } else { self.ways }
     }
 
-    /// Units of a cube: the first warpgroup and the consumers.
+    /// Returns the units per cube: one producer warpgroup and the consumers.
     pub const fn units(self) -> u32 {
         128 + 128 * self.consumers() as u32
     }
 
-    /// Rows of `b`.
+    /// Returns the rows of `b` per tile.
     pub const fn rows_b(self) -> usize {
         if self.ways == 1 {
             2 * W4A16_STRIP
@@ -114,8 +115,8 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its
-    /// rows.
+    /// Returns the instruction widths in rows of `a`, ascending: a tile uses the first one that
+    /// holds its rows.
     pub const fn widths(self) -> &'static [usize] {
         match (self.rows_a, self.ways) {
             (256, _) => &[128, 256],
@@ -128,7 +129,7 @@ impl W4a16Tile {
         }
     }
 
-    /// Rows of `a` that one TMA instruction brings: they divide all widths.
+    /// Returns the rows of `a` that one TMA instruction loads: a divisor of all widths.
     pub const fn rows_of_copy(self) -> usize {
         match self.rows_a {
             256 => 128,
@@ -139,7 +140,7 @@ impl W4a16Tile {
         }
     }
 
-    /// Stages of 128 columns in the ring, about as many as shared memory holds.
+    /// Returns the number of stages of 128 columns, about as many as fit into shared memory.
     pub const fn stages(self) -> usize {
         match self.rows_a {
             256 => 2,
@@ -151,23 +152,23 @@ impl W4a16Tile {
     }
 }
 
-/// Columns of a tile of the W4A16 kernel that reads an MN-major `b`: 128 for each of two consumer
+/// Columns per tile of the W4A16 kernel for an MN-major `b`: 128 for each of two consumer
 /// warpgroups.
 pub(crate) const W4A16_MN_TILE_N: usize = 256;
-/// The height of a tile of that kernel.
+/// Tile height of the W4A16 kernel for an MN-major `b`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum W4a16MnTile {
     /// 128 rows of `a`.
     M128,
-    /// 64 rows of `a`, where those of 128 leave SMs idle.
+    /// 64 rows of `a`, for shapes in which tiles of 128 rows leave SMs idle.
     M64,
 }
 
 impl W4a16MnTile {
-    /// Both.
+    /// All heights.
     pub const ALL: [Self; 2] = [Self::M128, Self::M64];
 
-    /// Rows of `a`.
+    /// Returns the rows of `a` per tile.
     pub const fn rows_a(self) -> usize {
         match self {
             Self::M128 => 128,
@@ -175,8 +176,8 @@ impl W4a16MnTile {
         }
     }
 
-    /// Rows of `a` that instructions may span, ascending: a tile takes the first that holds its
-    /// rows. Copies of 32 rows bring them.
+    /// Returns the instruction widths in rows of `a`, ascending: a tile uses the first one that
+    /// holds its rows. Each TMA copy loads 32 rows.
     pub const fn widths(self) -> &'static [usize] {
         match self {
             Self::M128 => &[32, 64, 128],
@@ -184,7 +185,8 @@ impl W4a16MnTile {
         }
     }
 
-    /// Stages of 64 along the contraction in the ring, about as many as shared memory holds.
+    /// Returns the number of stages of 64 elements along K, about as many as fit into shared
+    /// memory.
     pub const fn stages(self) -> usize {
         match self {
             Self::M128 => 8,
@@ -193,9 +195,9 @@ impl W4a16MnTile {
     }
 }
 
-/// Columns of a tile: rows of `b`.
+/// Columns per tile: rows of `b`.
 pub(crate) const CMMA_TILE_N: usize = 128;
-/// The shape of a tile, shared by eight planes.
+/// Tile shape, shared by eight planes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CmmaTile {
     /// 128 x 128: each plane has 64 x 32.
@@ -205,7 +207,7 @@ pub enum CmmaTile {
 }
 
 impl CmmaTile {
-    /// Rows of `a` in a tile.
+    /// Returns the rows of `a` per tile.
     pub const fn rows(self) -> usize {
         match self {
             Self::M128 => 128,
@@ -213,7 +215,7 @@ impl CmmaTile {
         }
     }
 
-    /// Planes along the rows of `b`.
+    /// Returns the number of planes along the rows of `b`.
     pub(crate) const fn planes_n(self) -> usize {
         match self {
             Self::M128 => 4,
@@ -221,7 +223,7 @@ impl CmmaTile {
         }
     }
 
-    /// Instructions of a plane along the rows of `a`, and of `b`.
+    /// Returns the instructions per plane along the rows of `a`, and of `b`.
     pub(crate) const fn strips(self) -> usize {
         match self {
             Self::M128 => 4,
@@ -233,7 +235,7 @@ impl CmmaTile {
         CMMA_TILE_N / 16 / self.planes_n()
     }
 
-    /// The narrowest tile that holds `rows` rows.
+    /// Returns the smallest tile that holds `rows` rows, or the larger one.
     pub(crate) const fn of(rows: usize) -> Self {
         if rows <= Self::M32.rows() {
             Self::M32
@@ -243,38 +245,38 @@ impl CmmaTile {
     }
 }
 
-/// Who multiplies.
+/// Implementation of the multiplication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Multiply {
-    /// The block-scaled instruction, of sm_120 and sm_121.
+    /// The block-scaled instruction of sm_120 and sm_121.
     Instruction,
-    /// The same by exchanges between the lanes and plain arithmetic, from the layout of the
-    /// instruction's operands as it is documented: any GPU with warps of 32, for tests.
+    /// Emulation by lane exchanges and plain arithmetic, with the documented layout of the
+    /// instruction's operands: runs on any GPU with warps of 32, for tests.
     Software,
 }
 
-/// Rows of `b` in a tile of the block-scaled kernel.
+/// Rows of `b` per tile of the block-scaled kernel.
 pub const SM120_TILE_N: usize = 128;
 
-/// The shape of a cube's tile, and who multiplies.
+/// Tile of a cube, and implementation of the multiplication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm120Tile {
-    /// The format of the operands, and the instruction with it.
+    /// Format of the operands, which selects the instruction.
     pub format: BlockScaled,
-    /// Groups of 16 rows of `a` in each warp: 1 or 2.
+    /// Groups of 16 rows of `a` per warp: 1 or 2.
     pub strips: usize,
-    /// Who multiplies.
+    /// Implementation of the multiplication.
     pub multiply: Multiply,
 }
 
 impl Sm120Tile {
-    /// Rows of `a` in a tile.
+    /// Returns the rows of `a` per tile.
     pub const fn tile_m(self) -> usize {
         64 * self.strips
     }
 
-    /// The widest tile of which there is one for each SM, of `outputs` outputs of `m` x `n`, or the
-    /// narrowest. Not measured.
+    /// Returns the widest tile of which there is at least one per SM, for `outputs` outputs of `m`
+    /// x `n`; otherwise the narrowest. Not measured.
     pub(crate) fn of(
         format: BlockScaled,
         sms: usize,
@@ -292,26 +294,26 @@ impl Sm120Tile {
     }
 }
 
-/// Rows of the first operand of a `tcgen05` instruction in a CTA: the lanes of tensor memory.
+/// Rows of the first operand of a `tcgen05` instruction per CTA: the lanes of tensor memory.
 pub const SM100_TILE_M: usize = 128;
 /// Rows of the second operand: the columns of its accumulators.
 pub const SM100_TILE_N: usize = 256;
-/// The same where the operands are exchanged for few rows of `a`, which are the second operand
-/// then.
+/// Rows of the second operand with swapped operands: for small M, `a` is the second operand.
 pub const SM100_SWAP_AB_N: usize = 64;
 
-/// Who executes `tcgen05` instructions.
+/// Executor of `tcgen05` instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TensorCore {
-    /// The tensor cores of sm_100 and sm_103.
+    /// Tensor cores of sm_100 and sm_103.
     Instruction,
-    /// Four warps more, which execute the same commands from a ring in shared memory; tensor memory
-    /// is in device memory. For Hopper, whose TMA and barriers are the same, and for tests.
+    /// Four additional warps, which execute the same commands from a ring buffer in shared memory;
+    /// tensor memory is emulated in device memory. For tests, and for Hopper, which has the same
+    /// TMA and barriers.
     Software(Fault),
 }
 
 impl TensorCore {
-    /// Whether a kernel with it has `fault`.
+    /// Returns true if a kernel with this executor has `fault` injected.
     pub const fn has_fault(self, fault: Fault) -> bool {
         match self {
             Self::Instruction => false,
@@ -320,40 +322,40 @@ impl TensorCore {
     }
 }
 
-/// What a test breaks in the kernel, to see that the software model notices it.
+/// Fault that a test injects into the kernel, to verify that the software model detects it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Fault {
-    /// Nothing.
+    /// No fault.
     None,
-    /// Stages are multiplied without waiting for them.
+    /// Stages are multiplied without waiting for their data.
     NoFullWait,
     /// Accumulators are read without waiting for them.
     NoAccumulatorWait,
-    /// A stage is released when its instructions are issued, not when they are complete.
+    /// A stage is released when its instructions are issued, before they are complete.
     EarlyStageReuse,
-    /// Codes are copied without the swizzle that their descriptor names.
+    /// Codes are copied without the swizzle that their descriptor specifies.
     WrongSwizzle,
-    /// Scales of `b` are read four columns further.
+    /// Scales of `b` are read at an offset of four columns.
     WrongScaleColumn,
-    /// All stages have their scales in the same columns, so that a copy may overtake the
+    /// All stages keep their scales in the same columns, so that a copy may overtake the
     /// instruction that reads them.
     SharedScaleColumns,
-    /// The instruction descriptor names scales of the other format.
+    /// The instruction descriptor specifies scales of the other format.
     WrongInstructionDescriptor,
-    /// The descriptor of codes has another distance between groups of eight rows.
+    /// The descriptor of codes has a wrong stride between groups of eight rows.
     WrongStride,
-    /// The instruction descriptor names the next scale of each word.
+    /// The instruction descriptor specifies the next scale of each word.
     WrongScaleId,
-    /// Of two CTAs: stages are multiplied without waiting for those of the odd CTA.
+    /// Two CTAs: stages are multiplied without waiting for those of the odd CTA.
     NoPeerWait,
-    /// Of two CTAs: each has the other one's half of the rows of `b`.
+    /// Two CTAs: each loads the other one's half of the rows of `b`.
     WrongHalf,
-    /// Of two CTAs: each has the scales of its own half of `b` alone, twice.
+    /// Two CTAs: each loads only the scales of its own half of `b`, twice.
     HalfOfScales,
 }
 
 impl Fault {
-    /// Those of every form.
+    /// Faults that apply to every form.
     pub const INJECTED: [Self; 9] = [
         Self::NoFullWait,
         Self::NoAccumulatorWait,
@@ -365,28 +367,28 @@ impl Fault {
         Self::WrongStride,
         Self::WrongScaleId,
     ];
-    /// Those of [`Sm100Form::TwoCta`] alone.
+    /// Faults that only apply to [`Sm100Form::TwoCta`].
     pub const OF_PAIRS: [Self; 3] = [Self::NoPeerWait, Self::WrongHalf, Self::HalfOfScales];
 }
 
-/// How a tile of the `tcgen05` kernel is shared out to instructions and CTAs.
+/// Mapping of a tile of the `tcgen05` kernel to instructions and CTAs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Sm100Form {
     /// A CTA multiplies 128 rows of `a` by 256 of `b`.
     OneCta,
-    /// Two CTAs of a cluster multiply 256 rows of each, with one instruction for both: a CTA has
-    /// half of the rows of either in its shared memory, and 128 rows of the output.
+    /// Two CTAs of a cluster multiply 256 rows of each operand, with one instruction for both. A
+    /// CTA has half of the rows of each operand in its shared memory, and 128 rows of the output.
     TwoCta,
-    /// `b` is the first operand of the instructions and `a` the second, whose width follows the
-    /// rows that there are: for few rows of `a`. Not with groups along K.
+    /// `b` is the first operand of the instructions and `a` the second, whose width adapts to the
+    /// number of rows: for small M. Not with groups along K.
     SwapAb,
 }
 
 impl Sm100Form {
-    /// All of them.
+    /// All forms.
     pub const ALL: [Self; 3] = [Self::OneCta, Self::TwoCta, Self::SwapAb];
 
-    /// CTAs that share a tile.
+    /// Returns the number of CTAs that share a tile.
     pub const fn ctas(self) -> usize {
         match self {
             Self::TwoCta => 2,
@@ -394,7 +396,7 @@ impl Sm100Form {
         }
     }
 
-    /// Whether the first operand of the instructions is `b`.
+    /// Returns true if the first operand of the instructions is `b`.
     pub const fn swaps_ab(self) -> bool {
         matches!(self, Self::SwapAb)
     }
@@ -410,22 +412,22 @@ impl fmt::Display for Sm100Form {
     }
 }
 
-/// How the `tcgen05` kernel runs.
+/// Configuration of the `tcgen05` kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm100Tile {
-    /// The format of both operands.
+    /// Format of both operands.
     pub format: BlockScaled,
-    /// How a tile is shared out.
+    /// Mapping of a tile to instructions and CTAs.
     pub form: Sm100Form,
-    /// Who multiplies.
+    /// Executor of the instructions.
     pub core: TensorCore,
-    /// In software: the seed of delays and of the order of commands, or 0 for none and the order in
-    /// which they were issued. Odd seeds let scale copies overtake instructions.
+    /// Seed of delays and command order in the software model; 0 means no delays and issue order.
+    /// With odd seeds, scale copies may overtake instructions.
     pub seed: u32,
 }
 
 impl Sm100Tile {
-    /// Of `format`, with the instructions.
+    /// Returns the tile of `format` on hardware instructions.
     pub const fn instruction(format: BlockScaled, form: Sm100Form) -> Self {
         Self {
             format,
@@ -435,7 +437,7 @@ impl Sm100Tile {
         }
     }
 
-    /// The same in software, as it is.
+    /// Returns the same tile on the software model, without faults.
     pub const fn in_software(self, seed: u32) -> Self {
         Self {
             core: TensorCore::Software(Fault::None),
@@ -444,7 +446,7 @@ impl Sm100Tile {
         }
     }
 
-    /// Rows of `a`.
+    /// Returns the rows of `a` per tile.
     pub const fn tile_m(self) -> usize {
         match self.form {
             Sm100Form::OneCta | Sm100Form::TwoCta => self.form.ctas() * SM100_TILE_M,
@@ -452,7 +454,7 @@ impl Sm100Tile {
         }
     }
 
-    /// Rows of `b`.
+    /// Returns the rows of `b` per tile.
     pub const fn tile_n(self) -> usize {
         match self.form {
             Sm100Form::OneCta | Sm100Form::TwoCta => SM100_TILE_N,

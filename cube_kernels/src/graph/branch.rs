@@ -1,8 +1,8 @@
-//! A branch of a captured graph: kernels that run beside those queued after them.
+//! A branch of a captured graph: kernels that run concurrently with those queued after them.
 //!
-//! What a stream launches while it is captured stands in one row, each kernel behind the one before
-//! it. Of two chains of kernels that need nothing of each other, one can be a branch: kernels that
-//! leave a part of the device idle, or wait for memory most of their time, then cost less of it.
+//! Kernels that a stream launches during a capture are serialized in the graph. Of two independent
+//! chains of kernels one can be a branch. Kernels that leave SMs idle, or mostly wait for memory,
+//! then overlap with the other chain.
 
 #[cfg(feature = "cuda")]
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,56 +12,57 @@ use cubecl::{client::Client, server::Handle};
 use super::held::Held;
 use crate::zeroed;
 
-/// A part of what the calling thread queues on its stream.
+/// A section of the work that the calling thread queues on its stream.
 ///
-/// What is queued between [`begin`](Self::begin) and [`end`](Self::end) is the branch. What is
-/// queued from there to [`join`](Self::join) must need nothing of it: in a graph that is being
-/// captured it runs beside it. What is queued later is behind both. Outside a capture all of it runs
-/// in its order.
+/// Work queued between [`begin`](Self::begin) and [`end`](Self::end) is the branch. Work queued
+/// from there to [`join`](Self::join) must not depend on it: in a graph under capture it runs
+/// concurrently with the branch. Later work waits for both. Outside a capture everything runs in
+/// launch order.
 ///
-/// A branch allocates through this crate alone, and reads memory of others only as it
-/// [holds](Self::hold) it: what runs beside it must not be given that.
+/// A branch may allocate only through this crate, and must [hold](Self::hold) any other memory that
+/// it reads, because the allocator must not give that memory to concurrent work.
 ///
-/// Clones are the same branch.
+/// Clones refer to the same branch.
 #[derive(Clone, Debug, Default)]
 pub struct Branch {
-    /// The memory that it uses, until the join.
+    /// Memory that the branch uses, kept until the join.
     held: Held,
     #[cfg(feature = "cuda")]
     nodes: Arc<Mutex<cuda::Nodes>>,
 }
 
 impl Branch {
-    /// Keeps `memory`, which the branch reads, until the join: the tensor may be dropped before.
+    /// Keeps `memory`, which the branch reads, until the join: the tensor may be dropped earlier.
     pub fn hold(&self, memory: &Handle) {
         self.held.push(memory);
     }
 
-    /// The branch begins. It has no other in it.
+    /// Begins the branch. Branches do not nest.
     pub fn begin(&self, client: &Client) {
-        // Words that are cleared in the branch would not be for what runs beside it.
+        // Words cleared inside the branch could not be used by concurrent work.
         zeroed::make_ready(client);
         self.held.begin();
         self.visit(client, Point::Begin);
     }
 
-    /// It ends: what is queued from here on runs beside it.
+    /// Ends the branch: work queued from here on runs concurrently with it.
     pub fn end(&self, client: &Client) {
         self.held.end();
         self.visit(client, Point::End);
     }
 
-    /// What is queued from here on is behind the branch, and behind what ran beside it.
+    /// Makes work queued from here on wait for the branch and for the work concurrent with it.
     pub fn join(&self, client: &Client) {
         self.visit(client, Point::Join);
     }
 
-    /// Notes a point, behind what was queued before.
+    /// Records a point after the work queued so far.
     fn visit(&self, client: &Client, point: Point) {
         #[cfg(feature = "cuda")]
         if crate::foreign::is_cuda(client) {
             let branch = self.clone();
-            // On the thread that serves allocations: those beside the branch were, at the join.
+            // Runs on the thread that serves allocations: at the join, all allocations of the
+            // concurrent work are done.
             crate::foreign::visit(client, move |place| {
                 if point == Point::Join {
                     branch.held.release();
@@ -99,12 +100,12 @@ mod cuda {
     use super::Point;
     use crate::foreign::ForeignPlace;
 
-    /// Nodes of the graph that is being captured; none outside a capture.
+    /// Nodes of the graph under capture; none outside a capture.
     #[derive(Debug, Default)]
     pub(super) struct Nodes {
-        /// What both the branch and what runs beside it are behind.
+        /// Nodes on which both the branch and the work concurrent with it depend.
         before: Vec<CUgraphNode>,
-        /// The last of the branch.
+        /// Last nodes of the branch.
         last: Vec<CUgraphNode>,
     }
 
@@ -112,9 +113,9 @@ mod cuda {
     unsafe impl Send for Nodes {}
 
     impl Nodes {
-        /// What is captured behind `point`.
+        /// Records or updates the dependencies of the stream at `point`.
         ///
-        /// An error here is one of the capture, whose end reports it.
+        /// An error here is an error of the capture, which the end of the capture reports.
         pub(super) fn visit(&mut self, place: &ForeignPlace, point: Point) -> Result<(), String> {
             if !place.is_captured {
                 return Ok(());
@@ -130,7 +131,7 @@ mod cuda {
                     let set = UpdateFlags::CU_STREAM_SET_CAPTURE_DEPENDENCIES;
                     update(stream, &mut self.before, set)
                 }
-                // Nothing was queued in it.
+                // The branch is empty.
                 Point::Join if self.last == self.before => Ok(()),
                 Point::Join => {
                     let add = UpdateFlags::CU_STREAM_ADD_CAPTURE_DEPENDENCIES;
@@ -140,7 +141,7 @@ mod cuda {
         }
     }
 
-    /// What the next node that is captured on `stream` will depend on.
+    /// Returns the dependencies of the next node captured on `stream`.
     fn dependencies(stream: CUstream) -> Result<Vec<CUgraphNode>, String> {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let (mut nodes, mut edges, mut count) = (ptr::null(), ptr::null(), 0);
@@ -165,7 +166,7 @@ mod cuda {
         Ok(unsafe { std::slice::from_raw_parts(nodes, count) }.to_vec())
     }
 
-    /// Has the next node that is captured on `stream` depend on `nodes`, by ordinary edges.
+    /// Makes the next node captured on `stream` depend on `nodes`, by ordinary edges.
     fn update(
         stream: CUstream,
         nodes: &mut [CUgraphNode],

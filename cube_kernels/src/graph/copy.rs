@@ -1,4 +1,4 @@
-//! Words from one buffer to another.
+//! Copies words from one buffer to another.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -6,10 +6,10 @@ use crate::launch::{buffer, grid};
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
-/// Copies `words` words of 4 bytes from `from` to `out`, after the kernels that were queued before.
+/// Copies `words` words of 4 bytes from `from` to `out`, after the kernels queued before.
 ///
 /// # Errors
-/// When one of the buffers is smaller.
+/// Returns an error if one of the buffers is smaller.
 pub fn copy_words(
     client: &Client,
     from: &Handle,
@@ -36,7 +36,7 @@ pub fn copy_words(
     Ok(())
 }
 
-/// A unit copies every `units`-th word.
+/// Each unit copies every `units`-th word.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn copy_words_kernel(from: &[u32], out: &mut [u32], words: u32) {
     let mut word = ABSOLUTE_POS as u32;
@@ -46,7 +46,7 @@ pub fn copy_words_kernel(from: &[u32], out: &mut [u32], words: u32) {
     }
 }
 
-/// For the registry of kernels.
+/// Instances for the registry of kernels.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let (from, out) = (device.buffer(64), device.buffer(64));
     vec![instance!(

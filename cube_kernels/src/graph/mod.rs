@@ -1,8 +1,8 @@
-//! Captured graphs: writes to memory that they read, kernels that overlap, and branches.
+//! Captured graphs: updates of their input buffers, overlapping kernels, and branches.
 //!
-//! A graph reads and writes the buffers that it was captured with, and has the scalar arguments of
-//! then. So inputs of a replay are copied into buffers that stay where they are, by kernels that
-//! are queued before it. See [`quantize::advance_offset`](crate::quantize::advance_offset) too.
+//! A graph reads and writes the buffers that it was captured with, and uses the scalar arguments of
+//! the capture. Inputs of a replay are therefore copied into fixed buffers, by kernels queued
+//! before the replay. See also [`quantize::advance_offset`](crate::quantize::advance_offset).
 
 mod branch;
 mod copy;
@@ -20,7 +20,7 @@ pub use words::set_words;
 
 use crate::registry::instance::{DummyDevice, Instance};
 
-/// For the registry of kernels.
+/// Instances for the registry of kernels.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let all = [copy::instances, words::instances];
     all.into_iter()

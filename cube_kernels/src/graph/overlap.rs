@@ -1,9 +1,9 @@
-//! Kernels of a captured graph that overlap: programmatic dependent launch.
+//! Overlapping kernels of a captured graph: programmatic dependent launch.
 //!
-//! Behind an ordinary edge of a graph a kernel begins when the one in front of it has ended: its
-//! launch and its first loads take one to two microseconds in which the device does nothing. Behind
-//! a programmatic edge its cubes begin as soon as those in front leave them room. They bring what
-//! the graph does not write, such as weights, and wait for the rest
+//! Along an ordinary edge of a graph a kernel starts when the previous one has ended: its launch
+//! and first loads take one to two microseconds in which the device is idle. Along a programmatic
+//! edge its cubes start as soon as the previous kernel's cubes leave room. They prefetch data that
+//! the graph does not write, such as weights, and then wait
 //! ([`cube::overlap`](crate::cube::overlap)).
 
 use std::ffi::{CStr, c_char};
@@ -22,8 +22,8 @@ use crate::{
     foreign::{ForeignPlace, is_cuda, visit},
 };
 
-/// Kernels that wait for those in front of them, by what their names begin with: all whose plans say
-/// whether they overlap.
+/// Name prefixes of kernels that wait for the previous kernel: all kernels with an `overlaps`
+/// choice in their plan.
 pub const WAITING: [&str; 8] = [
     "decode_mma_kernel",
     "decode_run_kernel",
@@ -35,7 +35,7 @@ pub const WAITING: [&str; 8] = [
     "small_m_norm_kernel",
 ];
 
-/// A dependency on the point of a kernel where it lets the next begin.
+/// Dependency on the point at which a kernel lets the next one start.
 const PROGRAMMATIC: CUgraphEdgeData = CUgraphEdgeData {
     // `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC`.
     from_port: 1,
@@ -44,7 +44,7 @@ const PROGRAMMATIC: CUgraphEdgeData = CUgraphEdgeData {
     reserved: [0; 5],
 };
 
-/// A dependency on the end of a kernel.
+/// Dependency on the end of a kernel.
 const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
     from_port: 0,
     to_port: 0,
@@ -52,15 +52,15 @@ const ORDINARY: CUgraphEdgeData = CUgraphEdgeData {
     reserved: [0; 5],
 };
 
-/// Has kernels overlap in the graph that is being captured on the stream of the calling thread, as
-/// far as it goes: where a kernel that can begin early comes behind another. Nothing happens where
-/// no graph is captured, and on devices below compute capability 9.0.
+/// Makes kernels overlap in the graph that is being captured on the stream of the calling thread,
+/// as captured so far: each kernel that can start early overlaps with the kernel before it. Does
+/// nothing outside a capture, and on devices below compute capability 9.0.
 ///
 /// # Safety
-/// What these kernels read before they wait must not be written by the graph in front of them. They
-/// are packed weights `b` of [`gemm`](crate::gemm) of few rows, weights of
-/// [`fp8::linear`](crate::fp8::linear()), gains of [`norm`](crate::norm) and of
-/// [`fused_linear`](crate::gemm::fused_linear) of few rows, and the cache, starts and counts of
+/// The graph must not write, before these kernels, the data that they read before they wait. This
+/// data consists of packed weights `b` of [`gemm`](crate::gemm) at small M, weights of
+/// [`fp8::linear`](crate::fp8::linear()), gains of [`norm`](crate::norm) and, at small M, of
+/// [`fused_linear`](crate::gemm::fused_linear), and the cache, starts and counts of
 /// [`attention::decode`](mod@crate::attention::decode).
 pub unsafe fn overlap_kernels(client: &Client) {
     if is_cuda(client) && overlaps_kernels(client) {
@@ -68,7 +68,7 @@ pub unsafe fn overlap_kernels(client: &Client) {
     }
 }
 
-/// On the device thread: replaces the edges.
+/// Runs on the device thread: replaces the edges.
 fn overlap(place: &ForeignPlace) -> Result<(), String> {
     if !place.is_captured {
         return Ok(());
@@ -92,7 +92,7 @@ fn waits(name: &str) -> bool {
     WAITING.iter().any(|kernel| name.starts_with(kernel))
 }
 
-/// The graph that is being captured on `stream`.
+/// Returns the graph that is being captured on `stream`.
 fn captured_graph(stream: CUstream) -> Result<CUgraph, String> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     let mut graph: CUgraph = ptr::null_mut();
@@ -115,7 +115,7 @@ fn captured_graph(stream: CUstream) -> Result<CUgraph, String> {
     }
 }
 
-/// A dependency of a graph: from, to, and of which kind.
+/// A dependency of a graph: source, destination and kind.
 type Edge = (CUgraphNode, CUgraphNode, CUgraphEdgeData);
 
 fn edges(graph: CUgraph) -> Result<Vec<Edge>, String> {
@@ -142,7 +142,7 @@ fn edges(graph: CUgraph) -> Result<Vec<Edge>, String> {
     Ok(nodes.map(|((from, to), data)| (from, to, data)).collect())
 }
 
-/// The name of the kernel of a node; none of other nodes.
+/// Returns the name of a kernel node; `None` for other nodes.
 fn kernel_name(node: CUgraphNode) -> Result<Option<String>, String> {
     let mut kind = CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
     // SAFETY: the node is of a graph that is alive.
@@ -168,7 +168,7 @@ fn kernel_name(node: CUgraphNode) -> Result<Option<String>, String> {
     }
 }
 
-/// Makes an ordinary edge a programmatic one.
+/// Replaces an ordinary edge by a programmatic one.
 fn replace(graph: CUgraph, (from, to): (CUgraphNode, CUgraphNode)) -> Result<(), String> {
     let add = |data: &CUgraphEdgeData| {
         // SAFETY: both nodes are of the graph.

@@ -1,4 +1,4 @@
-//! Words of the host, to a buffer.
+//! Writes words from the host to a buffer.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -6,11 +6,11 @@ use crate::launch::buffer;
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
-/// Writes `words` to the first four words of `out`, after the kernels that were queued before: the
-/// memory stays where it is, so that a captured graph that reads it takes the next step with them.
+/// Writes `words` to the first four words of `out`, after the kernels queued before. The buffer
+/// keeps its address, so that the next replay of a captured graph that reads it uses the new words.
 ///
 /// # Errors
-/// When `out` does not hold four words.
+/// Returns an error if `out` has less than four words.
 pub fn set_words(client: &Client, out: &Handle, words: [u32; 4]) -> Result<(), Nvfp4Error> {
     check_memory("out", out, 16)?;
     let [w0, w1, w2, w3] = words;
@@ -30,7 +30,7 @@ pub fn set_words(client: &Client, out: &Handle, words: [u32; 4]) -> Result<(), N
     Ok(())
 }
 
-/// One unit writes all words.
+/// Writes all words, with one unit.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn set_words_kernel(out: &mut [u32], w0: u32, w1: u32, w2: u32, w3: u32) {
     out[0] = w0;
@@ -39,7 +39,7 @@ pub fn set_words_kernel(out: &mut [u32], w0: u32, w1: u32, w2: u32, w3: u32) {
     out[3] = w3;
 }
 
-/// For the registry of kernels.
+/// Instances for the registry of kernels.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let out = device.buffer(4);
     vec![instance!(

@@ -13,17 +13,17 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Nothing is launched: sizes do not matter.
+/// Nothing is launched, so sizes do not matter.
 const ROWS: usize = 256;
 
 /// No conversion to 4 or 8 bits, and no spilled registers.
 const NONE: Expected = Expected {
-    // One instance of the cross entropy spills a few registers on sm_90a, which is open.
+    // Open issue: one instance of the cross entropy spills a few registers on sm_90a.
     spills: None,
     ..Expected::NONE
 };
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let wide = AddressType::U64;

@@ -1,4 +1,4 @@
-//! The kernels of the cross entropy; see [`reference`](crate::reference::cross_entropy).
+//! Kernels of the cross entropy; see [`reference`](crate::reference::cross_entropy).
 
 use cubecl::prelude::*;
 
@@ -14,44 +14,45 @@ use crate::{
     reference::{LOG2_E, LOSS_LANES},
 };
 
-/// Blocks that a unit loads before it looks at the first.
+/// Blocks that a unit loads before it processes the first one.
 pub(super) const GROUP: usize = 4;
 
 /// Bits of negative infinity.
 pub(super) const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
 
-/// Bits of the lowest finite number, below which no maximum is.
+/// Bits of the lowest finite number, the lower bound of every maximum.
 pub(super) const LOWEST: u32 = 0xFF7F_FFFF;
 
-/// The comptime choices of [`cross_entropy_kernel()`].
+/// Comptime choices of [`cross_entropy_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CrossEntropyPlan {
     /// Lanes that share a row: [`cross_entropy_lanes`](crate::reference::cross_entropy_lanes).
     pub lanes: usize,
-    /// Whether each lane is a unit, in planes of 32; else a unit takes the lanes one by one.
+    /// True if each lane is a unit, in planes of 32; otherwise a unit processes the lanes one by
+    /// one.
     pub planes: bool,
-    /// Groups of `GROUP` blocks a lane that stay in shared memory between the two passes.
+    /// Groups of `GROUP` blocks per lane that stay in shared memory between the two passes.
     pub held: usize,
-    /// Whether the logits become their gradient.
+    /// True if the logits are replaced by their gradient.
     pub gradient: bool,
-    /// Whether there is label smoothing.
+    /// True if label smoothing is used.
     pub smoothing: bool,
-    /// How rows are loaded.
+    /// Load plan of rows.
     pub rows: RowPlan,
-    /// Who computes exponentials.
+    /// Method of computing exponentials.
     pub conversion: Conversion,
 }
 
-/// Sizes and factors.
+/// Sizes and factors of a cross entropy.
 #[derive(CubeType, CubeLaunch)]
 pub struct CrossEntropyArgs {
-    /// Rows of logits.
+    /// Number of rows of logits.
     pub rows: usize,
-    /// Logits of a row.
+    /// Logits per row.
     pub vocab: usize,
-    /// Vectors of a row.
+    /// Vectors per row.
     pub row_vectors: usize,
-    /// The target of rows that are left out.
+    /// Target of rows that are ignored.
     pub ignore: u32,
     /// Label smoothing.
     pub smoothing: f32,
@@ -61,7 +62,7 @@ pub struct CrossEntropyArgs {
     pub z_loss: f32,
 }
 
-/// `e^x` for `x <= 0`.
+/// Returns `e^x` for `x <= 0`.
 #[cube]
 pub(super) fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
@@ -71,7 +72,7 @@ pub(super) fn exp(x: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
-/// The exponentials of a block, below `max`.
+/// Returns the exponentials of a block, relative to `max`.
 #[cube]
 pub(super) fn exponentials(
     values: &Array<f32>,
@@ -86,7 +87,7 @@ pub(super) fn exponentials(
     terms
 }
 
-/// A running maximum, the sum of exponentials below it, and the sum of the values.
+/// A running maximum, the sum of exponentials relative to it, and the sum of the values.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Lane {
     pub max: f32,
@@ -94,32 +95,33 @@ pub(super) struct Lane {
     pub total: f32,
 }
 
-/// Sizes of a row.
+/// Size of a row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RowSize {
-    /// Logits.
+    /// Number of logits.
     pub vocab: usize,
-    /// Vectors.
+    /// Number of vectors.
     pub vectors: usize,
 }
 
-/// The rows and lanes that a unit goes through.
+/// Rows and lanes over which a unit iterates.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RowWalk {
-    /// The first row.
+    /// First row.
     pub row: usize,
-    /// From one row to the next.
+    /// Step from one row to the next.
     pub step: usize,
-    /// The first lane of each row.
+    /// First lane of each row.
     pub lane: usize,
-    /// From one lane to the next.
+    /// Step from one lane to the next.
     pub lane_step: usize,
 }
 
-/// A cube takes a row at a time, or a plane does where a row has 32 lanes that are units (`planes`);
-/// a unit is a lane, or takes the lanes one by one.
+/// Returns the iteration of a unit. A cube processes one row at a time; if a row has 32 lanes and
+/// lanes are units (`planes`), each plane processes one. A unit is a lane, or iterates over the
+/// lanes.
 #[cube]
 pub(super) fn row_walk(#[comptime] lanes: usize, #[comptime] planes: bool) -> RowWalk {
     let mut walk = RowWalk {
@@ -140,7 +142,7 @@ pub(super) fn row_walk(#[comptime] lanes: usize, #[comptime] planes: bool) -> Ro
     walk
 }
 
-/// The larger of all values and `start`.
+/// Returns the largest of all values and `start`.
 #[cube]
 pub(super) fn largest(values: &Array<f32>, start: f32) -> f32 {
     let low = max(max(values[0], values[1]), max(values[2], values[3]));
@@ -148,7 +150,7 @@ pub(super) fn largest(values: &Array<f32>, start: f32) -> f32 {
     max(start, max(low, high))
 }
 
-/// Loads a group of the blocks of a lane: those that are `lanes` apart, from `first` on.
+/// Loads a group of a lane's blocks, which are `lanes` apart, starting at `first`.
 #[cube]
 pub(super) fn load_group<F: Numeric, N: Size>(
     x: &mut [Vector<F, N>],
@@ -175,7 +177,7 @@ pub(super) fn load_group<F: Numeric, N: Size>(
     loaded
 }
 
-/// Adds a group of blocks to a lane.
+/// Adds a group of blocks to a lane's sums.
 #[cube]
 fn fold_group<F: Numeric, N: Size>(
     lane: &mut Lane,
@@ -208,7 +210,7 @@ fn fold_group<F: Numeric, N: Size>(
     }
 }
 
-/// The row of lanes that are units: the same for all of them.
+/// Combines lanes that are units into the result of the row, which all of them receive.
 #[cube]
 pub(super) fn combine_planes(
     own: &Lane,
@@ -252,7 +254,7 @@ pub(super) fn combine_planes(
     Lane { max, sum, total }
 }
 
-/// Adds up entries from `start` on, a power of two of them, in a tree of neighbours.
+/// Sums a power of two of entries from `start` on, in a tree that adds neighbors first.
 #[cube]
 pub(super) fn serial_tree(
     values: &mut Shared<[f32]>,
@@ -270,9 +272,10 @@ pub(super) fn serial_tree(
     values[start]
 }
 
-/// One unit combines lanes that are entries of shared memory: their maxima, from `start` on, and
-/// behind these their sums. The first entry of each becomes the row's. Further sums below the same
-/// maxima, from `rescaled` on, are rescaled with them and not added up.
+/// Combines lanes that are entries of shared memory, with one unit. Each lane's maximum is at
+/// `start`, followed by its sum at `start + lanes`. The first entry of each becomes that of the
+/// row. Further sums relative to the same lane maximum, from `rescaled` on, are rescaled with it
+/// but not added.
 #[cube]
 pub(super) fn combine_sums(
     shared: &mut Shared<[f32]>,
@@ -297,7 +300,8 @@ pub(super) fn combine_sums(
     shared[start] = max;
 }
 
-/// The row of lanes that are entries of shared memory: maxima, then sums, then totals.
+/// Combines lanes that are entries of shared memory into the result of the row. The entries are
+/// each lane's maximum, then its sum, then its total.
 #[cube]
 fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: CrossEntropyPlan) -> Lane {
     let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
@@ -322,7 +326,7 @@ fn largest_of(a: f32, b: f32) -> f32 {
     max(a, b)
 }
 
-/// Element `column` of the row that begins at vector `row`.
+/// Returns element `column` of the row that starts at vector `row`.
 #[cube]
 fn element<F: Numeric, N: Size>(
     x: &mut [Vector<F, N>],
@@ -345,22 +349,22 @@ fn element<F: Numeric, N: Size>(
     found
 }
 
-/// What the gradient of a row is made of.
+/// Coefficients of the gradient of a row.
 #[derive(CubeType, Clone, Copy)]
 struct Slope {
     /// The row's largest logit.
     max: f32,
     /// Factor of the exponentials.
     factor: f32,
-    /// What is taken from each.
+    /// Value subtracted from every element.
     uniform: f32,
-    /// What is taken from that of the target.
+    /// Value subtracted from the target's element in addition.
     kept: f32,
-    /// The target.
+    /// Target class.
     target: usize,
 }
 
-/// Replaces a group of blocks by its gradient; by zeros unless the row is counted.
+/// Replaces a group of blocks by its gradient, or by zeros if the row is ignored.
 #[cube]
 fn store_group<F: Numeric, N: Size>(
     x: &mut [Vector<F, N>],
@@ -407,10 +411,12 @@ fn store_group<F: Numeric, N: Size>(
     }
 }
 
-/// One cube takes a row at a time, or, where a row has 32 lanes that are units, one plane does.
+/// Computes the loss of each row and optionally replaces the logits by their gradient. A cube
+/// processes one row at a time; if a row has 32 lanes and lanes are units, each plane processes
+/// one.
 ///
-/// The logits that do not stay in shared memory are read again in the second pass, which goes
-/// through them from the last to the first: the L2 cache then still has most of them.
+/// The second pass rereads the logits that do not stay in shared memory, from the last to the
+/// first: the L2 cache then still has most of them.
 #[allow(
     clippy::collapsible_if,
     reason = "a comptime condition is decided before the other"
@@ -560,8 +566,8 @@ pub fn cross_entropy_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// One cube counts the targets that are not ignored; `out` becomes `1 / count` (0 for none), or 1
-/// where the sum of losses is asked for.
+/// Counts the targets that are not ignored, with one cube. `out` becomes `1 / count` (0 for none),
+/// or 1 for the sum of losses.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn target_scale_kernel(
     targets: &[u32],
@@ -600,7 +606,7 @@ pub fn target_scale_kernel(
     }
 }
 
-/// One cube adds up the losses of rows; see
+/// Sums the losses of rows, with one cube; see
 /// [`reference::sum_losses`](crate::reference::sum_losses).
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn sum_losses_kernel(losses: &[f32], scale: &[f32], out: &mut [f32], rows: usize) {
@@ -633,7 +639,7 @@ pub fn sum_losses_kernel(losses: &[f32], scale: &[f32], out: &mut [f32], rows: u
     }
 }
 
-/// Every element times `factor[0]`; where that is 1 nothing is read or written.
+/// Multiplies every element by `factor[0]`; if that is 1, nothing is read or written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scale_kernel<F: Numeric, N: Size>(
     x: &mut [Vector<F, N>],

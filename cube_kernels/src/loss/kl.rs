@@ -1,4 +1,4 @@
-//! The KL divergence of a student's logits to its teacher's, with or without the heads before them.
+//! KL divergence of a student's logits to its teacher's, with or without their heads.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -16,14 +16,15 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// The losses of the rows of `student` (`[rows, vocab]`), `f32[rows]`, into `losses`; not scaled.
-/// With a `scale`, one `f32`, the student's logits become their gradient, times it, in place.
-/// `teacher` has the shape and type of `student`, `targets` are `i32[rows]`. See
-/// [`reference::kl_divergence_rows`](crate::reference::kl_divergence_rows).
+/// Writes the losses of the rows of `student` (`[rows, vocab]`), `f32[rows]`, to `losses`, not
+/// scaled. If `scale` (one `f32`) is given, the student's logits are replaced by their gradient
+/// times `scale`, in place. `teacher` has the shape and type of `student`; `targets` are
+/// `i32[rows]`. See [`reference::kl_divergence_rows`](crate::reference::kl_divergence_rows).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, the teacher has another shape or type, there are rows
-/// without a class, a size does not fit 32 bits, or `params` do not pass [`KlDivergence::check`].
+/// Returns an error if a buffer is smaller than its shape, the teacher has another shape or type,
+/// there are rows without a class, a size does not fit 32 bits, or `params` fail
+/// [`KlDivergence::check`].
 pub fn kl_divergence_rows(
     client: &Client,
     [student, teacher]: [&Matrix; 2],
@@ -44,7 +45,7 @@ pub fn kl_divergence_rows(
     if !has_rows("student", student, [targets, losses], scale)? {
         return Ok(());
     }
-    // Both matrices are loaded by the words of the one that is less aligned.
+    // Both matrices are loaded by the words of the less aligned one.
     let (words, rows_plan) = [student, teacher]
         .map(row_plan)
         .into_iter()
@@ -84,7 +85,7 @@ pub fn kl_divergence_rows(
             buffer(&student.handle, vectors),
             buffer(&teacher.handle, vectors),
             buffer(targets, rows),
-            // Without a scale only the losses are written, and no gradient has its factor.
+            // Without a scale only the losses are written, and the gradient's factor is unused.
             buffer(scale.unwrap_or(losses), 1),
             buffer(losses, rows),
             args,
@@ -95,32 +96,33 @@ pub fn kl_divergence_rows(
     Ok(())
 }
 
-/// A student and a teacher, and what is asked for.
+/// A student, a teacher, and the gradients to compute.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearKlRequest<'a> {
-    /// The model whose gradients are asked for.
+    /// Model whose gradients are computed.
     pub student: Head<'a>,
-    /// The model that it is compared with; it may have another width.
+    /// Reference model; its width may differ.
     pub teacher: Head<'a>,
-    /// `i32[rows]`: which rows count.
+    /// Targets that select the rows to count: `i32[rows]`.
     pub targets: &'a Handle,
-    /// One `f32`, with which losses and gradients are multiplied.
+    /// Factor of losses and gradients, one `f32`.
     pub scale: &'a Handle,
-    /// Temperature, and the target of rows that do not count.
+    /// Temperature, and the target of ignored rows.
     pub params: KlDivergence,
-    /// Gradients of the student; bytes for the logits of both models.
+    /// Gradients of the student to compute, and bytes for the logits of both models.
     pub gradients: LinearLossRequest,
 }
 
-/// The KL divergence of the student's logits to the teacher's, summed over the rows that count and
-/// times the scale, with its gradients in the student's features and head.
+/// Computes the KL divergence of the student's logits to the teacher's, summed over the rows that
+/// count and multiplied by the scale, with its gradients with respect to the student's features and
+/// head.
 ///
-/// Rows go through in chunks, as in [`linear_cross_entropy`](super::linear_cross_entropy). No more
-/// than one chunk of logits of either model is ever in memory.
+/// Rows are processed in chunks, as in [`linear_cross_entropy`](super::linear_cross_entropy).
+/// Memory never contains more than one chunk of logits of either model.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, shapes or types do not fit, a size does not fit 32
-/// bits, or the parameters do not pass [`KlDivergence::check`].
+/// Returns an error if a buffer is smaller than its shape, shapes or types do not fit, a size does
+/// not fit 32 bits, or the parameters fail [`KlDivergence::check`].
 pub fn linear_kl_divergence(
     client: &Client,
     request: &LinearKlRequest<'_>,

@@ -1,4 +1,4 @@
-//! The kernel of the KL divergence; see [`reference`](crate::reference::kl_divergence_rows).
+//! Kernel of the KL divergence; see [`reference`](crate::reference::kl_divergence_rows).
 
 use cubecl::prelude::*;
 
@@ -13,35 +13,36 @@ use crate::cube::{
     row_blocks::{ROW_BLOCK, RowPlan, block_sum, block_values, block_vector},
 };
 
-/// The comptime choices of [`kl_divergence_kernel()`].
+/// Comptime choices of [`kl_divergence_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KlDivergencePlan {
     /// Lanes that share a row: [`cross_entropy_lanes`](crate::reference::cross_entropy_lanes).
     pub lanes: usize,
-    /// Whether each lane is a unit, in planes of 32; else a unit takes the lanes one by one.
+    /// True if each lane is a unit, in planes of 32; otherwise a unit processes the lanes one by
+    /// one.
     pub planes: bool,
-    /// Whether the student's logits become their gradient.
+    /// True if the student's logits are replaced by their gradient.
     pub gradient: bool,
-    /// How rows are loaded.
+    /// Load plan of rows.
     pub rows: RowPlan,
-    /// Who computes exponentials.
+    /// Method of computing exponentials.
     pub conversion: Conversion,
 }
 
-/// Sizes and factors.
+/// Sizes and factors of a KL divergence.
 #[derive(CubeType, CubeLaunch)]
 pub struct KlDivergenceArgs {
-    /// Rows of logits.
+    /// Number of rows of logits.
     pub rows: usize,
-    /// Logits of a row.
+    /// Logits per row.
     pub vocab: usize,
-    /// Vectors of a row.
+    /// Vectors per row.
     pub row_vectors: usize,
-    /// The target of rows that are left out.
+    /// Target of rows that are ignored.
     pub ignore: u32,
-    /// The temperature.
+    /// Temperature.
     pub temperature: f32,
-    /// Its reciprocal.
+    /// Reciprocal of the temperature.
     pub inverse: f32,
 }
 
@@ -69,7 +70,8 @@ fn clear(lane: &mut Lane) {
     lane.total = 0.0f32;
 }
 
-/// The logits of a block divided by the temperature, negative infinity behind the end of the row.
+/// Returns the logits of a block divided by the temperature; negative infinity past the end of the
+/// row.
 #[cube]
 fn scaled<F: Numeric, N: Size>(
     loaded: &Array<Vector<F, N>>,
@@ -87,7 +89,7 @@ fn scaled<F: Numeric, N: Size>(
     values
 }
 
-/// Adds a group of blocks to a lane of both.
+/// Adds a group of blocks to a lane of both models.
 #[cube]
 fn fold_group<F: Numeric, N: Size>(
     pair: &mut Pair,
@@ -119,7 +121,7 @@ fn fold_group<F: Numeric, N: Size>(
             let mut products = Array::<f32>::new(ROW_BLOCK);
             #[unroll]
             for i in 0..ROW_BLOCK {
-                // Behind the end of the row both are infinite.
+                // Past the end of the row both are infinite.
                 let product = terms[i] * (other[i] - own[i]);
                 products[i] = select(terms[i] == 0.0f32, 0.0f32, product);
             }
@@ -131,7 +133,7 @@ fn fold_group<F: Numeric, N: Size>(
     }
 }
 
-/// The row of lanes that are units: the same for all of them.
+/// Combines lanes that are units into the result of the row, which all of them receive.
 #[cube]
 fn combine_units(
     own: &Pair,
@@ -141,7 +143,7 @@ fn combine_units(
     let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
     let student = combine_planes(&own.student, shared, lanes, false, conversion);
     let sum = combine_planes(&own.teacher, shared, lanes, false, conversion);
-    // The total is rescaled as the sum is.
+    // The total is rescaled like the sum.
     let total = Lane {
         max: own.teacher.max,
         sum: own.teacher.total,
@@ -158,8 +160,9 @@ fn combine_units(
     }
 }
 
-/// The row of lanes that are entries of shared memory: the student's maxima and sums, then the
-/// teacher's, then its totals.
+/// Combines lanes that are entries of shared memory into the result of the row. The entries are
+/// each lane's maximum and sum of the student, then those of the teacher, then the teacher's
+/// totals.
 #[cube]
 fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: KlDivergencePlan) -> Pair {
     let (lanes, conversion) = comptime!((plan.lanes, plan.conversion));
@@ -188,18 +191,18 @@ fn combine_entries(shared: &mut Shared<[f32]>, #[comptime] plan: KlDivergencePla
     row
 }
 
-/// What the gradient of a row is made of.
+/// Coefficients of the gradient of a row.
 #[derive(CubeType, Clone, Copy)]
 struct Slope {
-    /// The largest of the student's.
+    /// Largest logit of the student.
     student: f32,
-    /// The largest of the teacher's.
+    /// Largest logit of the teacher.
     teacher: f32,
     /// Factor of the student's exponentials.
     of_student: f32,
-    /// Factor of the teacher's.
+    /// Factor of the teacher's exponentials.
     of_teacher: f32,
-    /// Whether the row counts.
+    /// True if the row counts.
     counted: bool,
 }
 
@@ -245,9 +248,10 @@ fn store_group<F: Numeric, N: Size>(
     }
 }
 
-/// One cube takes a row at a time, or, where a row has 32 lanes that are units, one plane does. Both
-/// matrices are read twice, the second time from the last group to the first: the L2 cache then
-/// still has most of them. `teacher` is not written.
+/// Computes the loss of each row and optionally replaces the student's logits by their gradient. A
+/// cube processes one row at a time; if a row has 32 lanes and lanes are units, each plane
+/// processes one. Both matrices are read twice, the second time from the last group to the first:
+/// the L2 cache then still has most of them. `teacher` is not written.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn kl_divergence_kernel<F: Numeric, N: Size>(
     student: &mut [Vector<F, N>],

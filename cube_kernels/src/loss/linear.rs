@@ -1,4 +1,4 @@
-//! A head and its cross entropy, a chunk of tokens at a time.
+//! Linear head and cross entropy, one chunk of tokens at a time.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -11,39 +11,39 @@ use crate::{
     zeroed::zeros,
 };
 
-/// Which gradients of a head are asked for, and the memory for its logits.
+/// Gradients of a head to compute, and the memory for its logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinearLossRequest {
-    /// That of the input.
+    /// True to compute the gradient of the input.
     pub x: bool,
-    /// That of the weight.
+    /// True to compute the gradient of the weight.
     pub w: bool,
     /// Bytes for the logits of a chunk of tokens; see [`chunk_rows`].
     pub chunk_bytes: usize,
 }
 
-/// What a head and its loss gave.
+/// Loss of a head, and its gradients.
 #[derive(Debug, Clone)]
 pub struct LinearLoss {
-    /// The loss, one `f32`.
+    /// Loss, one `f32`.
     pub loss: Handle,
-    /// Its gradient by the input, bf16 `[rows, d]`.
+    /// Gradient of the input, bf16 `[rows, d]`.
     pub dx: Option<Matrix>,
-    /// Its gradient by the weight, `f32[d, vocab]`.
+    /// Gradient of the weight, `f32[d, vocab]`.
     pub dw: Option<Matrix>,
 }
 
-/// The cross entropy of the logits `x w`, for bf16 `x` (`[rows, d]`) and `w` (`[d, vocab]`) and
-/// `targets` (`i32[rows]`), with its gradients.
+/// Computes the cross entropy of the logits `x w`, for bf16 `x` (`[rows, d]`) and `w`
+/// (`[d, vocab]`) and `targets` (`i32[rows]`), with its gradients.
 ///
-/// Rows go through in chunks, one after another: the GEMM of a chunk's bf16 logits, the loss, for
-/// which the logits become their gradient in place, and the GEMMs of that gradient with `w` and
-/// with `x`. The latter adds to `dw` in `f32`. No more than one chunk of logits is ever in memory,
-/// whatever the number of rows.
+/// Rows are processed in chunks, one after another: a GEMM gives the chunk's bf16 logits, the loss
+/// replaces them by their gradient in place, and GEMMs multiply that gradient with `w` and with
+/// `x`. The latter adds to `dw` in `f32`. Memory never contains more than one chunk of logits, for
+/// any number of rows.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, shapes or types do not fit, a size does not fit 32
-/// bits, or `params` do not pass [`CrossEntropy::check`].
+/// Returns an error if a buffer is smaller than its shape, shapes or types do not fit, a size does
+/// not fit 32 bits, or `params` fail [`CrossEntropy::check`].
 pub fn linear_cross_entropy(
     client: &Client,
     x: &Matrix,
@@ -91,17 +91,17 @@ pub fn linear_cross_entropy(
     })
 }
 
-/// Features and head of a model, whose product are its logits.
+/// Features and head of a model, whose GEMM gives its logits.
 #[derive(Debug, Clone, Copy)]
 pub struct Head<'a> {
-    /// bf16 `[rows, d]`.
+    /// Features, bf16 `[rows, d]`.
     pub x: &'a Matrix,
-    /// bf16 `[d, vocab]`.
+    /// Head, bf16 `[d, vocab]`.
     pub w: &'a Matrix,
 }
 
 impl Head<'_> {
-    /// The logits of the rows from `start` on, as many as `out` has.
+    /// Computes the logits of the rows from `start` on, as many as `out` has.
     pub(super) fn logits(
         &self,
         client: &Client,
@@ -115,14 +115,14 @@ impl Head<'_> {
     }
 }
 
-/// The gradients of a head that are asked for.
+/// Requested gradients of a head.
 pub(super) struct HeadGradients {
     pub dx: Option<Matrix>,
     pub dw: Option<Matrix>,
 }
 
 impl HeadGradients {
-    /// Memory for them.
+    /// Allocates the gradients.
     pub fn new(
         client: &Client,
         head: Head<'_>,
@@ -130,7 +130,7 @@ impl HeadGradients {
     ) -> Result<Self, Nvfp4Error> {
         let ((rows, d), vocab) = ((head.x.rows, head.x.cols), head.w.cols);
         let dw = match request.w {
-            // Nothing adds to it.
+            // With no rows, nothing is added to it.
             true if rows == 0 => {
                 let zeros = zeros(client, d * vocab);
                 Some(Matrix::new(zeros, d, vocab, FloatKind::F32)?)
@@ -144,7 +144,7 @@ impl HeadGradients {
         })
     }
 
-    /// Adds what the rows from `start` on give; `gradient` is that of their logits.
+    /// Adds the contribution of the rows from `start` on; `gradient` is that of their logits.
     pub fn add(
         &self,
         client: &Client,
@@ -170,7 +170,7 @@ impl HeadGradients {
     }
 }
 
-/// `count` rows of `x` from row `start` on.
+/// Returns `count` rows of `x` from row `start` on.
 pub(super) fn rows_of(x: &Matrix, start: usize, count: usize) -> Matrix {
     let offset = start * x.cols * x.dtype.size();
     Matrix {
@@ -180,7 +180,7 @@ pub(super) fn rows_of(x: &Matrix, start: usize, count: usize) -> Matrix {
     }
 }
 
-/// The words of `handle` from number `start` on.
+/// Returns the words of `handle` from index `start` on.
 pub(super) fn words_from(handle: &Handle, start: usize) -> Handle {
     handle.clone().offset_start(4 * start as u64)
 }

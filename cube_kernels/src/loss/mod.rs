@@ -1,9 +1,9 @@
-//! Softmax cross entropy of logits in device memory, which become their gradient in place; see
+//! Softmax cross entropy of logits in device memory, with the gradient computed in place; see
 //! [`reference::cross_entropy`](crate::reference::cross_entropy).
 //!
-//! The pieces are separate, so that a caller can go through the rows in chunks: [`target_scale`]
-//! of all targets, [`cross_entropy_rows`] of each chunk of logits, [`sum_losses`] of all rows.
-//! Nothing waits for the device.
+//! The steps are separate, so that a caller can process the rows in chunks: [`target_scale`] of all
+//! targets, [`cross_entropy_rows`] of each chunk of logits, [`sum_losses`] of all rows. Nothing
+//! waits for the device.
 
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
@@ -33,7 +33,7 @@ use kernel::{
     sum_losses_kernel, target_scale_kernel,
 };
 
-/// The kernels themselves, for tests that compile them without launching.
+/// Kernels, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::kernel::{
@@ -43,17 +43,17 @@ pub mod kernels {
     pub use super::kl_kernel::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel};
 }
 
-/// Bytes of a row that stay in shared memory between the two passes, where three cubes of 512
-/// units share an SM.
+/// Bytes of a row that stay in shared memory between the two passes if three cubes of 512 units
+/// share an SM.
 const HELD_OF_THREE: usize = 64 << 10;
-/// The same where one cube of 1024 units has an SM. What such a row has beyond is read again, from
-/// an L2 cache that a row of each SM fits into.
+/// Bytes of a row that stay in shared memory if one cube of 1024 units has an SM. The rest of the
+/// row is reread from the L2 cache, which has room for one row per SM.
 const HELD_OF_ONE: usize = 192 << 10;
 
-/// Units of a cube whose planes take a row each.
+/// Units of a cube in which each plane processes a row.
 const UNITS_OF_PLANES: usize = 256;
 
-/// How the rows of `x` are loaded in blocks of 8, and with which words.
+/// Returns the plan for loading the rows of `x` in blocks of 8, and the words of the loads.
 pub(crate) fn row_plan(x: &Matrix) -> (Words, RowPlan) {
     let mut words = Words::of(x);
     let plan = RowPlan {
@@ -61,16 +61,16 @@ pub(crate) fn row_plan(x: &Matrix) -> (Words, RowPlan) {
         whole: x.cols.is_multiple_of(ROW_BLOCK),
         kind: x.dtype,
     };
-    // A block of 16-bit elements is one vector of 16 bytes at most, one of f32 two.
+    // A block is at most one 16-byte vector for 16-bit elements, two for f32.
     words.width = words.width.min(4);
     (words, plan)
 }
 
-/// What the losses and gradients of rows are multiplied with, one `f32`: `1 / count` of the `rows`
-/// `targets` (`i32`) that are counted, 0 for none; 1 for [`Reduction::Sum`].
+/// Returns the factor of the losses and gradients of rows, one `f32`: `1 / count` with the number
+/// of `targets` (`i32[rows]`) that are not ignored, or 0 for none; 1 for [`Reduction::Sum`].
 ///
 /// # Errors
-/// When `targets` is smaller than `rows`, or a size does not fit 32 bits.
+/// Returns an error if `targets` is smaller than `rows`, or a size does not fit 32 bits.
 pub fn target_scale(
     client: &Client,
     targets: &Handle,
@@ -99,14 +99,14 @@ pub fn target_scale(
     Ok(out)
 }
 
-/// The losses of the rows of `logits` (`[rows, vocab]`), `f32[rows]`, into `losses`; not scaled.
-/// With a `scale`, one `f32`, the logits become their gradient, times it, in place: one read and
-/// one write, but for rows of more than 64 KiB (of more than 65536 logits: 192 KiB), whose rest is
-/// read twice. `targets` are `i32[rows]`.
+/// Writes the losses of the rows of `logits` (`[rows, vocab]`), `f32[rows]`, to `losses`, not
+/// scaled. If `scale` (one `f32`) is given, the logits are replaced by their gradient times
+/// `scale`, in place. This takes one read and one write, except that a row's bytes beyond 64 KiB
+/// (192 KiB for more than 65536 logits) are read twice. `targets` are `i32[rows]`.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, there are rows without a class, a size does not fit 32
-/// bits, or `params` do not pass [`CrossEntropy::check`].
+/// Returns an error if a buffer is smaller than its shape, there are rows without a class, a size
+/// does not fit 32 bits, or `params` fail [`CrossEntropy::check`].
 pub fn cross_entropy_rows(
     client: &Client,
     logits: &Matrix,
@@ -172,11 +172,11 @@ pub fn cross_entropy_rows(
     Ok(())
 }
 
-/// Whether there are rows of `logits`, which targets and losses have an entry of each for.
+/// True if `logits` has rows. Checks that targets and losses have one entry per row.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, there are rows without a class, or a size does not fit
-/// 32 bits.
+/// Returns an error if a buffer is smaller than its shape, there are rows without a class, or a
+/// size does not fit 32 bits.
 fn has_rows(
     argument: &'static str,
     logits: &Matrix,
@@ -199,13 +199,13 @@ fn has_rows(
     Ok(rows > 0)
 }
 
-/// Who goes through rows of logits.
+/// Launch geometry for rows of logits.
 struct RowLaunch {
     /// Lanes that share a row.
     lanes: usize,
-    /// Whether each lane is a unit.
+    /// True if each lane is a unit.
     planes: bool,
-    /// Units of a cube.
+    /// Units per cube.
     units: usize,
     cubes: u32,
 }
@@ -227,7 +227,7 @@ impl RowLaunch {
     }
 }
 
-/// Groups of blocks of a row that stay in shared memory.
+/// Returns the groups of blocks per lane that stay in shared memory.
 fn held_groups(lanes: usize, vocab: usize, plan: RowPlan) -> usize {
     let bytes = match lanes {
         32 => return 0,
@@ -241,11 +241,11 @@ fn held_groups(lanes: usize, vocab: usize, plan: RowPlan) -> usize {
     (bytes / (group * plan.kind.size())).min(vocab.div_ceil(group))
 }
 
-/// The sum of the losses of `rows` rows times `scale`, one `f32`, in the order of
+/// Sums the losses of `rows` rows and multiplies by `scale`, one `f32`, in the order of
 /// [`reference::sum_losses`](crate::reference::sum_losses).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn sum_losses(
     client: &Client,
     losses: &Handle,
@@ -272,11 +272,11 @@ pub fn sum_losses(
     Ok(out)
 }
 
-/// A cross entropy of all of `logits` at once: the loss, one `f32`. With `gradient` the logits
-/// become the gradient of that loss, in place.
+/// Computes the cross entropy of all of `logits` at once: one `f32`. With `gradient`, the logits
+/// are replaced by the gradient of that loss, in place.
 ///
 /// # Errors
-/// As [`cross_entropy_rows`].
+/// Returns the errors of [`cross_entropy_rows`].
 pub fn cross_entropy(
     client: &Client,
     logits: &Matrix,
@@ -291,11 +291,11 @@ pub fn cross_entropy(
     sum_losses(client, &losses, logits.rows, &scale)
 }
 
-/// Multiplies `x` by `factor`, one `f32`, in place. Where the factor is 1, as it is for the
-/// gradient of a loss by itself, the memory of `x` is not touched: only the launch is paid for.
+/// Multiplies `x` by `factor`, one `f32`, in place. If the factor is 1, as for the gradient of a
+/// loss that is not scaled further, the memory of `x` is not accessed: only the launch costs time.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn scale(client: &Client, x: &Matrix, factor: &Handle) -> Result<(), Nvfp4Error> {
     x.check("x")?;
     check_memory("factor", factor, 4)?;
@@ -330,8 +330,8 @@ pub fn scale(client: &Client, x: &Matrix, factor: &Handle) -> Result<(), Nvfp4Er
     Ok(())
 }
 
-/// Rows of logits of `vocab` classes in `bytes` of memory: a multiple of 128, as GEMMs have tiles
-/// of that many, and at least that.
+/// Returns the number of rows of logits of `vocab` classes that fit in `bytes` of memory, rounded
+/// to a multiple of 128, the tile height of GEMMs, and at least 128.
 pub fn chunk_rows(vocab: usize, dtype: FloatKind, bytes: usize) -> usize {
     let row = (vocab * dtype.size()).max(1);
     (bytes / row / 128 * 128).max(128)

@@ -1,32 +1,32 @@
-//! The groups of rows of other devices.
+//! Groups of rows on other devices.
 
 use cubecl::server::Handle;
 
 use crate::{Nvfp4Error, memory::check_memory, reference::EARLIER_UNITS};
 
-/// Groups of rows that stand before those of a matrix in the logical tensor of all groups, such as
-/// the tokens of the experts of earlier ranks: how many units they take, in device memory.
+/// Groups of rows that precede those of a matrix in the logical tensor of all groups, such as the
+/// tokens of earlier ranks' experts. The number of row units that they take is in device memory.
 #[derive(Debug, Clone)]
 pub struct EarlierGroups {
-    /// Units of each of [`EARLIER_UNITS`] rows, each group's rounded up: `u32`, one after the
-    /// other.
+    /// Number of units for each unit size of [`EARLIER_UNITS`], with each group's number rounded
+    /// up: consecutive `u32`.
     units: Handle,
 }
 
 impl EarlierGroups {
-    /// The groups with these `units`, one number for each of [`EARLIER_UNITS`].
+    /// Returns groups with these `units`, one number for each of [`EARLIER_UNITS`].
     ///
     /// # Errors
-    /// When the memory is smaller.
+    /// Returns an error if the memory is smaller.
     pub fn new(units: Handle) -> Result<Self, Nvfp4Error> {
         check_memory("earlier", &units, EARLIER_UNITS.len() * 4)?;
         Ok(Self { units })
     }
 
-    /// The number of their units of `rows` rows, a word.
+    /// Returns the number of units of `rows` rows, one word.
     ///
     /// # Errors
-    /// When `rows` is none of [`EARLIER_UNITS`].
+    /// Returns an error if `rows` is not one of [`EARLIER_UNITS`].
     pub(crate) fn units_of(&self, rows: usize) -> Result<Handle, Nvfp4Error> {
         let Some(entry) = EARLIER_UNITS.iter().position(|&unit| unit == rows) else {
             return Err(Nvfp4Error::value(

@@ -1,4 +1,4 @@
-//! GroupOffsets of rows, as offsets in device memory.
+//! Groups of rows, as offsets in device memory.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -8,26 +8,26 @@ use crate::{
     memory::{allocate, check_memory},
 };
 
-/// GroupOffsets of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
+/// Offsets of groups of consecutive rows: group `g` is rows `offsets[g]..offsets[g + 1]`.
 ///
-/// The offsets live in device memory and are never read by the host: launches and allocations
-/// depend on the number of groups and on the number of rows. Offsets ascend; a group may be empty,
-/// wherever it stands, and rows behind the last offset belong to no group. Offsets beyond the rows
-/// count as their end, and groups that end before they start are empty: with offsets that do not
-/// ascend the contents of a result are not specified, but nothing outside a buffer is touched.
+/// The offsets are in device memory and the host never reads them: launches and allocations depend
+/// on the number of groups and on the number of rows. Offsets ascend; any group may be empty, and
+/// rows after the last offset belong to no group. Offsets beyond the number of rows are clamped to
+/// it, and a group that ends before it starts is empty: if offsets do not ascend, the contents of a
+/// result are unspecified, but no access is out of bounds.
 #[derive(Debug, Clone)]
 pub struct GroupOffsets {
     /// `count + 1` offsets, `u32`.
     pub offsets: Handle,
-    /// GroupOffsets, at least one.
+    /// Number of groups, at least one.
     pub count: usize,
 }
 
 impl GroupOffsets {
-    /// GroupOffsets over existing memory.
+    /// Returns groups over existing memory.
     ///
     /// # Errors
-    /// When there is no group, or the memory does not hold `count + 1` words.
+    /// Returns an error if there are no groups, or the memory has less than `count + 1` words.
     pub fn new(offsets: Handle, count: usize) -> Result<Self, Nvfp4Error> {
         let groups = Self { offsets, count };
         groups.check("offsets")?;
@@ -46,19 +46,19 @@ impl GroupOffsets {
         unsafe { BufferArg::from_raw_parts(self.offsets.clone(), self.count + 1) }
     }
 
-    /// The end of the last group, a word.
+    /// Returns the end of the last group, one word.
     pub(crate) fn end(&self) -> BufferArg {
         let end = self.offsets.clone().offset_start(4 * self.count as u64);
         // SAFETY: checked to hold one offset more than there are groups.
         unsafe { BufferArg::from_raw_parts(end, 1) }
     }
 
-    /// The groups with each size rounded up to a multiple of `alignment`, of `rows` rows in all:
-    /// where padded groups begin ([`pad_groups`](super::pad_groups),
+    /// Rounds the size of each group up to a multiple of `alignment`, for `rows` rows in total. The
+    /// result contains the offsets of padded groups ([`pad_groups`](super::pad_groups),
     /// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side)).
     ///
     /// # Errors
-    /// When `alignment` is zero, or a number does not fit 32 bits.
+    /// Returns an error if `alignment` is zero, or a number does not fit 32 bits.
     pub fn aligned(
         &self,
         client: &Client,
@@ -71,7 +71,7 @@ impl GroupOffsets {
         self.rescaled(client, rows, alignment, alignment)
     }
 
-    /// The groups with each size divided by `unit`, rounded up, and multiplied by `scale`: with
+    /// Divides each group's size by `unit`, rounds up and multiplies by `scale`: with
     /// `unit == scale` each group is padded to a multiple of it.
     pub(crate) fn rescaled(
         &self,
@@ -105,7 +105,7 @@ impl GroupOffsets {
     }
 }
 
-/// Offsets are 32 bits wide.
+/// Converts a size to the 32 bits of an offset.
 pub(crate) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4Error> {
     u32::try_from(value).map_err(|_| {
         Nvfp4Error::value(
@@ -116,16 +116,16 @@ pub(crate) fn to_u32(argument: &'static str, value: usize) -> Result<u32, Nvfp4E
     })
 }
 
-/// The rows of a group.
+/// Rows of a group.
 #[derive(CubeType, Clone, Copy)]
 pub struct Span {
     /// First row.
     pub start: usize,
-    /// One past the last row.
+    /// End of the rows (exclusive).
     pub end: usize,
 }
 
-/// The rows of group `group`, within `rows` rows.
+/// Returns the rows of group `group`, within `rows` rows.
 #[cube]
 pub fn span(offsets: &[u32], group: usize, rows: usize) -> Span {
     Span {
@@ -134,16 +134,16 @@ pub fn span(offsets: &[u32], group: usize, rows: usize) -> Span {
     }
 }
 
-/// The rows of a group in 32 bits, which no group ends before it starts in.
+/// Rows of a group in 32 bits, with `start <= end`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Extent {
     /// First row.
     pub start: u32,
-    /// One past the last row.
+    /// End of the rows (exclusive).
     pub end: u32,
 }
 
-/// The rows of group `group`, within `rows` rows; none where it ends before it starts.
+/// Returns the rows of group `group`, within `rows` rows; empty if it ends before it starts.
 #[cube]
 pub fn extent(offsets: &[u32], group: u32, rows: u32) -> Extent {
     let start = min(offsets[group as usize], rows);
@@ -154,7 +154,8 @@ pub fn extent(offsets: &[u32], group: u32, rows: u32) -> Extent {
     }
 }
 
-/// The last of `groups` groups that starts at or before `position`; the first where none does.
+/// Returns the last of `groups` groups that starts at or before `position`, or the first group if
+/// none does.
 #[cube]
 pub fn find_group(starts: &[u32], groups: usize, position: usize) -> usize {
     let mut low = 0usize;
@@ -171,7 +172,7 @@ pub fn find_group(starts: &[u32], groups: usize, position: usize) -> usize {
     low
 }
 
-/// One cube adds the group sizes: each unit those of its share, then the shares.
+/// Prefix sum of the group sizes by one cube: each unit sums its share, then the shares are summed.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn rescale_kernel(
     offsets: &[u32],
@@ -197,7 +198,7 @@ pub fn rescale_kernel(
     let mut before = 0u32;
     let mut distance = 1u32;
     while distance < CUBE_DIM {
-        // Inclusive sums at twice the distance.
+        // Inclusive scan step with twice the distance.
         let mut other = 0u32;
         if UNIT_POS >= distance {
             other = shares[(UNIT_POS - distance) as usize];
@@ -225,17 +226,17 @@ pub fn rescale_kernel(
 fn rescaled_size(offsets: &[u32], group: usize, rows: u32, unit: u32, scale: u32) -> u32 {
     let own = extent(offsets, group as u32, rows);
     let size = own.end - own.start;
-    // Not `size + unit - 1`, which may not fit.
+    // `size + unit - 1` could overflow.
     (size / unit + min(size % unit, 1u32)) * scale
 }
 
-/// Groups of rows in a kernel. Not read where there are none.
+/// Groups of rows in a kernel. Not read if there are no groups.
 #[derive(CubeType, CubeLaunch)]
 pub struct GroupRows {
-    /// The first row of each group, and the row behind the last.
+    /// First row of each group, and the end of the last group.
     pub offsets: Box<[u32]>,
-    /// The same where every group is padded.
+    /// Starts of the padded groups, in the form of `offsets`.
     pub starts: Box<[u32]>,
-    /// Groups.
+    /// Number of groups.
     pub count: usize,
 }

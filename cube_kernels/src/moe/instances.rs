@@ -1,4 +1,4 @@
-//! Instances of the kernels of mixtures of experts, for the registry.
+//! Instances of the kernels of mixture of experts, for the registry.
 
 use cubecl::prelude::*;
 
@@ -15,12 +15,12 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Of the matrices. Nothing is launched: lengths of buffers do not matter.
+/// Shape of the matrices. Nothing is launched, so buffer lengths do not matter.
 const ROWS: usize = 256;
 const COLS: usize = 256;
 const BLOCKS: usize = ROWS * COLS / 16;
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let mut all = router(device);
@@ -168,7 +168,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// The kernels of the router, with few experts and with the most.
+/// Returns the kernels of the router, with few experts and with the maximum.
 fn router(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let args = || RouterArgsLaunch::new(ROWS, 16, 2, 1.0, 1.0, 1.0);

@@ -1,7 +1,7 @@
-//! Mixtures of experts: groups of rows (the tokens of an expert), their permutation, padding and
+//! Mixture of experts: groups of rows (the tokens of an expert), their permutation, padding and
 //! sums.
 //!
-//! Groups are named by offsets in device memory ([`GroupOffsets`]), so no launch waits for the
+//! Groups are defined by offsets in device memory ([`GroupOffsets`]), so no launch waits for the
 //! device.
 
 // `#[cube]` generates public items that cannot carry documentation.
@@ -31,7 +31,7 @@ pub use router::{
 pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
 pub use window::{DeviceChoiceWindow, sort_window};
 
-/// The kernels themselves, for tests that compile them without launching.
+/// Kernels, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{

@@ -1,7 +1,7 @@
-//! Padding groups of rows to an alignment, and back, without waiting for the device.
+//! Pads groups of rows to an alignment, and removes the padding, without waiting for the device.
 //!
-//! Grouped GEMMs want the tokens of each expert in a multiple of 16, 32 or 128 rows. Rows move
-//! as bits, 16 bytes at a time where their length allows; see
+//! Grouped GEMMs require the tokens of each expert in a multiple of 16, 32 or 128 rows. Rows are
+//! copied bitwise, 16 bytes at a time if their length allows; see
 //! [`reference::padding`](mod@crate::reference::padding).
 
 use cubecl::{prelude::*, server::Handle};
@@ -15,14 +15,15 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// The rows of `x` with each group padded by zero rows to a multiple of `alignment`; and where the
-/// padded groups start.
+/// Pads each group of rows of `x` by zero rows to a multiple of `alignment`. Returns the padded
+/// rows and the offsets of the padded groups.
 ///
-/// The result has [`padded_bound(rows, groups, alignment)`](padded_bound) rows, whatever the groups
-/// are: those behind the last group are zero. Rows of `x` that belong to no group are dropped.
+/// The result has [`padded_bound(rows, groups, alignment)`](padded_bound) rows for any group sizes:
+/// those after the last group are zero. Rows of `x` that belong to no group are dropped.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, `alignment` is zero, or there are more than 2^32 rows.
+/// Returns an error if a buffer is smaller than its shape, `alignment` is zero, or there are more
+/// than 2^32 rows.
 pub fn pad_groups(
     client: &Client,
     x: &Matrix,
@@ -32,10 +33,10 @@ pub fn pad_groups(
     pad(client, x, groups, alignment, MovePlan::Pad)
 }
 
-/// [`pad_groups`] whose rows behind the last group have undefined elements, and take no time.
+/// Like [`pad_groups`], but leaves the rows after the last group undefined, which saves their time.
 ///
 /// # Errors
-/// As [`pad_groups`].
+/// Returns the errors of [`pad_groups`].
 pub fn pad_groups_only(
     client: &Client,
     x: &Matrix,
@@ -61,10 +62,12 @@ fn pad(
     Ok((out, padded))
 }
 
-/// The inverse of [`pad_groups`] with the same groups: `rows` rows, those of no group zero.
+/// Inverts [`pad_groups`] with the same groups: returns `rows` rows, in which rows of no group are
+/// zero.
 ///
 /// # Errors
-/// When `padded` does not have the rows that [`pad_groups`] gives, or as there.
+/// Returns an error if `padded` does not have the number of rows that [`pad_groups`] returns, and
+/// the errors of [`pad_groups`].
 pub fn unpad_groups(
     client: &Client,
     padded: &Matrix,
@@ -108,7 +111,7 @@ fn launch(
     if out.is_empty() {
         return;
     }
-    // Elements do not matter: rows are whole words, or whole halves of words.
+    // Rows are copied as whole words or half words, whatever the element type.
     let row_bytes = out.cols * out.dtype.size();
     let halves = !row_bytes.is_multiple_of(4);
     let (storage, size) = if halves {
@@ -146,18 +149,18 @@ fn launch(
     }
 }
 
-/// The comptime choice of [`move_groups_kernel()`].
+/// Comptime choice of [`move_groups_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MovePlan {
-    /// Groups are padded, and rows behind the last one are zeros.
+    /// Pads groups, and writes zeros to rows after the last group.
     Pad,
-    /// Groups are padded, and rows behind the last one are not written.
+    /// Pads groups, and does not write rows after the last group.
     PadOnly,
-    /// Padding is left out.
+    /// Removes padding.
     Unpad,
 }
 
-/// One unit moves every `units`-th vector of the result.
+/// Each unit copies every `units`-th vector of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn move_groups_kernel<S: Numeric, N: Size>(
     source: &[Vector<S, N>],

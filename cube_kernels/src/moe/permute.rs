@@ -1,9 +1,9 @@
-//! Rows by number: what a mixture of experts does to tokens before and after its experts.
+//! Gathers rows by index: permutation of tokens before experts, and its weighted inverse after
+//! them.
 //!
-//! Tokens are gathered for the experts that they go to, and each token's results are added up with
-//! weights. Numbers are `u32` in device memory. A number that is not below the rows of its matrix
-//! names no row, which is as good as one of zeros; whatever the numbers are, nothing else is read
-//! or written.
+//! Tokens are gathered for the experts that they are routed to, and each token's results are summed
+//! with weights. Indices are `u32` in device memory. An index that is out of range names no row,
+//! which is equivalent to a row of zeros; for any indices, no access is out of bounds.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -22,24 +22,24 @@ use crate::{
     zeroed::zeros,
 };
 
-/// Units that share a row of the backward's sums, where there are planes.
+/// Planes of a cube of the backward, if there are planes.
 const PLANES_PER_CUBE: usize = 8;
 
-/// Whether every number names a row.
+/// Guarantee about indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Named {
-    /// Every one does.
+    /// Every index names a row.
     All,
-    /// Some name none: that of a row of another device.
+    /// Some indices name no row here: they belong to rows of another device.
     Some,
 }
 
-/// `out[i] = x[numbers[i]]`, for `rows` numbers (`u32`). Rows whose number names no row of `x` are
-/// not written.
+/// Computes `out[i] = x[numbers[i]]` for `rows` indices (`u32`). Rows whose index is out of range
+/// are not written.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, the rows of `x` are not whole words of 32 bits, or a
-/// size does not fit 32 bits.
+/// Returns an error if a buffer is smaller than its shape, the rows of `x` are not whole 32-bit
+/// words, or a size does not fit 32 bits.
 pub fn moe_permute(
     client: &Client,
     x: &Matrix,
@@ -75,15 +75,15 @@ pub fn moe_permute(
     Ok(out)
 }
 
-/// `out[i] = Σⱼ weights[i, j] · x[places[i, j]]` for `rows` rows `i` of `copies` places each:
-/// products and sums in `f32`, in the order of `j`, rounded once to the type of `x`. Without
-/// `weights` they are 1; with one copy besides, rows are only moved.
+/// Computes `out[i] = Σⱼ weights[i, j] · x[places[i, j]]` for `rows` rows `i` of `copies` places
+/// each: products and sums in `f32`, in the order of `j`, rounded once to the type of `x`. Without
+/// `weights` every weight is 1; if `copies` is 1 too, rows are only copied.
 ///
 /// `places` is `u32[rows, copies]`, `weights` `f32[rows, copies]`.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, the rows of `x` are not whole words of 32 bits, or a
-/// size does not fit 32 bits.
+/// Returns an error if a buffer is smaller than its shape, the rows of `x` are not whole 32-bit
+/// words, or a size does not fit 32 bits.
 pub fn moe_unpermute(
     client: &Client,
     x: &Matrix,
@@ -134,18 +134,20 @@ pub fn moe_unpermute(
     Ok(out)
 }
 
-/// The gradients of [`moe_unpermute`] with weights, given that of its output, `grad` (`[tokens,
-/// cols]`), in one read: by the rows of `x`, `choice = choices[s]` being the place `t * copies + j`
-/// that names row `s`, `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`; and by the
-/// weights, `f32[tokens, copies]`, `dw[choice] = Σ grad[t] · x[s]`.
+/// Computes the gradients of [`moe_unpermute`] with weights in one read, from `grad`
+/// (`[tokens, cols]`), the gradient of its output. Let `choice = choices[s]` be the place
+/// `t * copies + j` that names row `s`. The gradient of row `s` of `x` is
+/// `dx[s] = weights[choice] · grad[t]`, rounded to the type of `x`. The gradient of the weights
+/// (`f32[tokens, copies]`) is `dw[choice] = Σ grad[t] · x[s]`.
 ///
-/// Every place names a row of `x`, and no row twice; with [`Named::Some`] places and rows may name
-/// none: such rows of `dx` are not written, and such weights have a gradient of 0.
+/// Every place names a row of `x`, and no row is named twice. With [`Named::Some`], places may name
+/// no row and rows may have no place: such rows of `dx` are not written, and such weights have a
+/// gradient of 0.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, `grad` has other columns or another type than `x`, `x`
-/// has not `tokens * copies` rows, rows are not whole words of 32 bits, or a size does not fit 32
-/// bits.
+/// Returns an error if a buffer is smaller than its shape, `grad` differs from `x` in columns or
+/// type, `x` does not have `tokens * copies` rows, rows are not whole 32-bit words, or a size does
+/// not fit 32 bits.
 pub fn moe_unpermute_backward(
     client: &Client,
     grad: &Matrix,
@@ -207,7 +209,7 @@ pub fn moe_unpermute_backward(
     Ok((out, by_weights))
 }
 
-/// Fail unless the rows of `x` lie in its memory, in whole words.
+/// Returns an error unless the rows of `x` are within its memory, in whole words.
 fn check_words(argument: &'static str, x: &Matrix) -> Result<(), Nvfp4Error> {
     x.check(argument)?;
     to_u32(argument, x.rows)?;
@@ -221,7 +223,7 @@ fn check_words(argument: &'static str, x: &Matrix) -> Result<(), Nvfp4Error> {
     ))
 }
 
-/// How matrices with the same columns are loaded and stored: as wide as all of them allow.
+/// Returns the widest loads and stores that all of these matrices with the same columns allow.
 fn words_of<const N: usize>(matrices: [&Matrix; N]) -> [Words; N] {
     let mut words = matrices.map(Words::of);
     let width = words.iter().map(|words| words.width).min().unwrap_or(1);
@@ -231,12 +233,12 @@ fn words_of<const N: usize>(matrices: [&Matrix; N]) -> [Words; N] {
     words
 }
 
-/// Loads that a row of `x` takes.
+/// Returns the number of loads per row of `x`.
 fn per_row(words: &Words, x: &Matrix) -> usize {
     x.cols / per_word(x.dtype) / words.width
 }
 
-/// One unit moves every `units`-th vector of the `rows` rows of the result.
+/// Each unit copies every `units`-th vector of the `rows` rows of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn moe_permute_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -257,29 +259,29 @@ pub fn moe_permute_kernel<N: Size>(
     }
 }
 
-/// Rows that are named by number, with weights, in a kernel.
+/// Rows named by index, with weights, in a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct WeightedRows {
-    /// The numbers: of the rows of `x` by places, or in the backward of the places by rows of `x`.
+    /// Indices: rows of `x` by place, or in the backward places by row of `x`.
     pub numbers: Box<[u32]>,
-    /// The weights of the places.
+    /// Weights of the places.
     pub weights: Box<[f32]>,
-    /// Places of a row of the output.
+    /// Places per row of the output.
     pub copies: usize,
 }
 
-/// The comptime choices of [`moe_unpermute_kernel()`].
+/// Comptime choices of [`moe_unpermute_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct UnpermutePlan {
-    /// Whether there are weights.
+    /// True if there are weights.
     pub weighted: bool,
-    /// The element type of the matrices.
+    /// Element type of the matrices.
     pub kind: FloatKind,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// One unit adds up every `units`-th vector of the `rows` rows of the result.
+/// Each unit sums every `units`-th vector of the `rows` rows of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn moe_unpermute_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -301,8 +303,8 @@ pub fn moe_unpermute_kernel<N: Size>(
         let mut sums = Array::<f32>::new(elements);
         #[unroll]
         for i in 0..elements {
-            // What is added to -0 stays as it is, zeros included. (CubeCL writes the literal as an
-            // integer, 0.)
+            // Starting from -0 preserves the first addend, including zeros. (CubeCL writes the
+            // literal as an integer, 0.)
             sums[i] = f32::reinterpret(0x8000_0000u32);
         }
         for copy in 0..copies {
@@ -330,18 +332,18 @@ pub fn moe_unpermute_kernel<N: Size>(
     }
 }
 
-/// The comptime choices of [`moe_unpermute_backward_kernel()`].
+/// Comptime choices of [`moe_unpermute_backward_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct UnpermuteBackwardPlan {
-    /// Whether there are planes.
+    /// True if there are planes.
     pub planes: bool,
-    /// The element type of the matrices.
+    /// Element type of the matrices.
     pub kind: FloatKind,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// One plane, or one unit where there are none, makes every `planes`-th row of `x_grad`.
+/// Each plane (or unit, without planes) computes every `planes`-th row of `x_grad`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn moe_unpermute_backward_kernel<N: Size>(
     grad: &[Vector<u32, N>],
@@ -395,7 +397,7 @@ pub fn moe_unpermute_backward_kernel<N: Size>(
     }
 }
 
-/// Element `index` of the words of a vector.
+/// Returns element `index` of a vector of words.
 #[cube]
 fn element<N: Size>(
     vector: Vector<u32, N>,
@@ -406,7 +408,7 @@ fn element<N: Size>(
     unpack(word, comptime!((index % per_word(kind)) as u32), kind)
 }
 
-/// The words of as many values as they hold, rounded to nearest even.
+/// Packs values into words, rounded to nearest even.
 #[cube]
 fn packed<N: Size>(
     values: &Array<f32>,

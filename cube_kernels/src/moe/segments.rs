@@ -1,5 +1,5 @@
-//! What grouped layers need of the rows of groups beside GEMMs: their sums, zeros behind the
-//! last group, and the value of its group for each row.
+//! Helpers of grouped layers besides GEMMs: sums over the rows of each group, zeroing of the rows
+//! after the last group, and broadcast of per-group values to rows.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -13,17 +13,17 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Partial sums of a column: rows of a group are dealt out to them in turn.
+/// Partial sums per column: the rows of a group are distributed over them in turn.
 const LANES: usize = 8;
 
-/// The sum of the rows of each group, `count x cols` in `f32`: zeros for an empty group.
+/// Sums the rows of each group, `count x cols` in `f32`: zeros for an empty group.
 ///
 /// Row `r` of a group is added to partial sum `r % 8`, rows ascending, and the partial sums in a
-/// tree (`s += s[i + 4]`, then `+ 2`, then `+ 1`): the same bits on every runtime and from run to
-/// run.
+/// tree (`s += s[i + 4]`, then `+ 2`, then `+ 1`), so that results are bit-identical on every
+/// runtime and from run to run.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn segment_sum(
     client: &Client,
     x: &Matrix,
@@ -57,11 +57,10 @@ pub fn segment_sum(
     Ok(out)
 }
 
-/// Writes zeros to the rows of `x` behind the last group, which a grouped GEMM leaves as they
-/// were.
+/// Writes zeros to the rows of `x` after the last group, which a grouped GEMM leaves unchanged.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn zero_padding_rows(
     client: &Client,
     x: &Matrix,
@@ -73,7 +72,7 @@ pub fn zero_padding_rows(
     if x.is_empty() {
         return Ok(());
     }
-    // There are few such rows, mostly none: the grid is not made for many.
+    // There are usually few such rows or none, so the grid is small.
     let items = if is_cpu(client) {
         1
     } else {
@@ -99,12 +98,12 @@ pub fn zero_padding_rows(
     Ok(())
 }
 
-/// The value of its group for each of `rows` rows, `f32[rows]` from `values`, `f32[count]`; 0 for
-/// rows of no group. It makes amax values of groups those of their rows, as dense kernels take
-/// them.
+/// Broadcasts `values` (`f32[count]`) to rows: `f32[rows]` with the value of each row's group, or 0
+/// for rows of no group. It converts per-group amax values to the per-row ones of dense kernels.
 ///
 /// # Errors
-/// When `values` is smaller than the number of groups, or there are more than 2^32 rows.
+/// Returns an error if `values` is smaller than the number of groups, or there are more than 2^32
+/// rows.
 pub fn broadcast_group_values(
     client: &Client,
     values: &Handle,
@@ -135,7 +134,7 @@ pub fn broadcast_group_values(
     Ok(out)
 }
 
-/// One unit adds up every `units`-th column of a group.
+/// Each unit sums every `units`-th column of a group.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn segment_sum_kernel<F: Numeric>(
     x: &[F],
@@ -180,7 +179,7 @@ pub fn segment_sum_kernel<F: Numeric>(
     }
 }
 
-/// Units write zeros from the end of the last group on.
+/// Writes zeros from the end of the last group on.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn zero_padding_rows_kernel<F: Numeric>(
     offsets: &[u32],
@@ -199,7 +198,7 @@ pub fn zero_padding_rows_kernel<F: Numeric>(
     }
 }
 
-/// One unit finds the group of every `units`-th row.
+/// Each unit looks up the group of every `units`-th row.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn broadcast_group_values_kernel(
     values: &[f32],

@@ -1,4 +1,4 @@
-//! The choices that fall on the experts of one device, where others have the other experts; see
+//! Choices of the experts of one device under expert parallelism; see
 //! [`reference::sort_window`](crate::reference::sort_window). Nothing waits for the device.
 
 use std::ops::Range;
@@ -17,29 +17,29 @@ use crate::{
     sort::sort,
 };
 
-/// The choices of some experts in the order of these, in device memory; see
+/// The choices of one device's experts, sorted by expert, in device memory; see
 /// [`reference::ChoiceWindow`](crate::reference::ChoiceWindow).
 #[derive(Debug, Clone)]
 pub struct DeviceChoiceWindow {
-    /// The choice at each place, `u32[slots]`; `slots` behind those of the experts.
+    /// Choice at each place, `u32[slots]`; `slots` after those of the experts.
     pub choices: Handle,
-    /// The place of each choice, `u32[slots]`; `slots` for those of other experts.
+    /// Place of each choice, `u32[slots]`; `slots` for choices of other experts.
     pub places: Handle,
-    /// Where the choices of each of the experts begin, `u32[held + 1]`.
+    /// Start of each expert's choices, `u32[held + 1]`.
     pub offsets: Handle,
-    /// What the choices of earlier experts take, for
+    /// Row units that the choices of earlier experts take, for
     /// [`EarlierGroups`](crate::moe::EarlierGroups): `u32[5]`.
     pub earlier: Handle,
-    /// Choices of each expert, `u32[experts]`.
+    /// Number of choices of each expert, `u32[experts]`.
     pub counts: Handle,
 }
 
-/// Sorts `slots` choices (`u32`, numbers of experts) by expert and keeps those of the experts
-/// `held`; see [`reference::sort_window`](crate::reference::sort_window), whose result this is.
+/// Sorts `slots` choices (`u32` expert indices) by expert and keeps those of the experts `held`,
+/// like [`reference::sort_window`](crate::reference::sort_window).
 ///
 /// # Errors
-/// When there is no choice, `held` are no experts, a buffer is smaller than its shape, or a size
-/// does not fit 32 bits.
+/// Returns an error if there are no choices, `held` is not a range of experts, a buffer is smaller
+/// than its shape, or a size does not fit 32 bits.
 pub fn sort_window(
     client: &Client,
     chosen: &Handle,
@@ -97,23 +97,23 @@ pub fn sort_window(
 /// A [`DeviceChoiceWindow`] in a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct ChoiceWindow {
-    /// The choice at each place.
+    /// Choice at each place.
     pub choices: Box<[u32]>,
-    /// The place of each choice.
+    /// Place of each choice.
     pub places: Box<[u32]>,
-    /// Where the choices of each of the experts begin.
+    /// Start of each expert's choices.
     pub offsets: Box<[u32]>,
-    /// What the choices of earlier experts take.
+    /// Row units that the choices of earlier experts take.
     pub earlier: Box<[u32]>,
-    /// Choices of each expert.
+    /// Number of choices of each expert.
     pub counts: Box<[u32]>,
 }
 
-/// Sums in [`ChoiceWindow::earlier`].
+/// Number of sums in [`ChoiceWindow::earlier`].
 const SUMS: usize = EARLIER_UNITS.len();
 
-/// Units move the sorted choices so that those of the experts come first, and tell others by a
-/// number that is none. Cube 0 adds up what the choices of earlier experts take.
+/// Moves the sorted choices so that those of this device's experts come first; other choices get an
+/// out-of-range place. Cube 0 sums the row units that the choices of earlier experts take.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn window_places_kernel(
     sorted: &SortedKeys,
@@ -136,7 +136,7 @@ pub fn window_places_kernel(
         }
         let is_own = place < own;
         out.choices[place as usize] = select(is_own, choice, none);
-        // Always, unless the sorted choices were written to.
+        // Always true, unless the sorted choices were overwritten.
         if choice < none {
             out.places[choice as usize] = select(is_own, place, none);
         }
@@ -189,7 +189,7 @@ pub fn window_places_kernel(
     }
 }
 
-/// The number of `sorted` keys that are `expert`.
+/// Returns how many sorted keys equal `expert`.
 #[cube]
 fn count_of(keys: &[u32], slots: usize, expert: u32) -> u32 {
     first_place(keys, slots, expert + 1u32) - first_place(keys, slots, expert)

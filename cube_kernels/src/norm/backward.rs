@@ -1,4 +1,4 @@
-//! The backward of a norm.
+//! Backward of a norm.
 
 use cubecl::prelude::*;
 
@@ -16,46 +16,46 @@ use crate::{
     reference::{Norm, PART_LANES},
 };
 
-/// What the backward reads. What the plan has not is any memory.
+/// Inputs of the backward. Inputs that the plan does not use may be any memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct NormGradInputs<C: CubePrimitive, D: CubePrimitive> {
-    /// The gradient of the output.
+    /// Gradient of the output.
     pub grad: Box<[C]>,
-    /// The gradient of the sum by its other uses.
+    /// Gradient that the sum receives from its other uses.
     pub sum_grad: Box<[C]>,
-    /// What was normalised.
+    /// Input of the normalization.
     pub x: Box<[C]>,
-    /// The factors of the rows, and behind them their means.
+    /// Reciprocal standard deviation (rstd) of each row, followed by the row means.
     pub stats: Box<[f32]>,
-    /// A factor for each column.
+    /// Gain of each column.
     pub gain: Box<[D]>,
 }
 
-/// What the backward writes. What the plan has not is any memory.
+/// Outputs of the backward. Outputs that the plan does not use may be any memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct NormGradOutputs<C: CubePrimitive, D: CubePrimitive> {
-    /// The gradient by what was normalised.
+    /// Gradient of the normalization's input.
     pub x: Box<[C]>,
-    /// For each part of the rows and each column, the gradient by the gain.
+    /// Gradient of the gain, `[part, column]`: one partial sum per part of the rows.
     pub gain: Box<[D]>,
-    /// The same by the bias.
+    /// Gradient of the bias, `[part, column]`.
     pub bias: Box<[D]>,
-    /// Where the amax values of the gradient by what was normalised are raised.
+    /// Buffer for the amax values of the gradient of the normalization's input.
     pub amax: AmaxOut,
 }
 
-/// The rows of a part.
+/// A part: a range of rows whose column sums are accumulated together.
 #[derive(CubeType, Clone, Copy)]
 struct Part {
     number: usize,
     start: usize,
     end: usize,
-    /// Rows of the matrix.
+    /// Number of rows of the matrix.
     count: usize,
     cols: usize,
 }
 
-/// The first row of part `number`.
+/// Returns the first row of part `number`.
 #[cube]
 fn part_start(number: usize, rows: usize, parts: usize, #[comptime] plan: NormPlan) -> usize {
     if comptime!(plan.strips) {
@@ -65,21 +65,21 @@ fn part_start(number: usize, rows: usize, parts: usize, #[comptime] plan: NormPl
     }
 }
 
-/// What is found of the gradient by what was normalised.
+/// Amax state of the gradient of the normalization's input.
 #[derive(CubeType)]
 struct Found {
-    /// Of all elements.
+    /// Amax of all elements.
     largest: Running,
-    /// Of transformed columns.
+    /// Amax values of transformed columns.
     maxima: Maxima,
-    /// The signs of their transform.
+    /// Signs of the transform.
     signs: Signs,
 }
 
 #[cube]
 impl Found {
-    /// Takes what the units of the cube wrote of the strip that ends with row `row` of a part, if one
-    /// does: the L2 cache has it. All units must be here.
+    /// If row `row` ends a strip of the part, folds that strip, as the cube's units wrote it, into
+    /// the column amax; the strip is in the L2 cache. All units must participate.
     fn end_row<F: Numeric, N: Size>(
         &mut self,
         x: &[Vector<F, N>],
@@ -106,7 +106,8 @@ impl Found {
     }
 }
 
-/// A cube takes a part at a time, and as many of its rows as its planes share.
+/// Computes the gradients. A cube processes one part at a time, and as many of its rows as its
+/// planes share.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn norm_backward_kernel<F: Numeric, N: Size, G: Size>(
     inputs: NormGradInputs<Vector<F, N>, Vector<f32, G>>,
@@ -147,7 +148,7 @@ pub fn norm_backward_kernel<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// What is known of a row.
+/// Statistics of a row.
 #[derive(CubeType, Clone, Copy)]
 struct Stats {
     rstd: f32,
@@ -166,7 +167,7 @@ fn load_stats(stats: &[f32], row: usize, count: usize, #[comptime] plan: NormPla
     }
 }
 
-/// An element of the row, normalised, before the gain.
+/// Returns a normalized element of the row, before the gain.
 #[cube]
 fn normed(x: f32, stats: &Stats, #[comptime] plan: NormPlan) -> f32 {
     if comptime!(plan.norm == Norm::Layer) {
@@ -176,7 +177,7 @@ fn normed(x: f32, stats: &Stats, #[comptime] plan: NormPlan) -> f32 {
     }
 }
 
-/// `sum` with the elements of a block of `grad · gain` times the normalised ones.
+/// Adds the elements of a block of `grad · gain` times the normalized elements to `sum`.
 #[cube]
 fn add_dot(
     grad: &Array<f32>,
@@ -200,7 +201,7 @@ fn add_dot(
     sum
 }
 
-/// `sum` with the elements of a block of `grad · gain`.
+/// Adds the elements of a block of `grad · gain` to `sum`.
 #[cube]
 fn add_scaled(grad: &Array<f32>, gain: &Array<f32>, sum: f32, #[comptime] plan: NormPlan) -> f32 {
     let unrolled = comptime!(plan.conversion.has_ptx());
@@ -212,17 +213,17 @@ fn add_scaled(grad: &Array<f32>, gain: &Array<f32>, sum: f32, #[comptime] plan: 
     sum
 }
 
-/// The means over a row that its gradient needs.
+/// Row means that the gradient needs.
 #[derive(CubeType, Clone, Copy)]
 struct Means {
-    /// Of `grad · gain` times the normalised row.
+    /// Mean of `grad · gain` times the normalized row.
     dot: f32,
-    /// Of `grad · gain`.
+    /// Mean of `grad · gain`.
     scaled: f32,
 }
 
-/// A block of the gradient by `x`, in place of that of the output. `sum_grad` is used by plans with
-/// a residual.
+/// Replaces a block of the output's gradient by the gradient of `x`. Plans with a residual use
+/// `sum_grad`.
 #[cube]
 fn by_x(
     grad: &mut Array<f32>,
@@ -250,7 +251,7 @@ fn by_x(
     }
 }
 
-/// The blocks of a unit in a row of each matrix, and the factor and the mean of the row.
+/// A unit's blocks of a row of each matrix, and the row's rstd and mean.
 #[derive(CubeType)]
 struct Loaded {
     grad: Array<u32>,
@@ -300,8 +301,8 @@ impl Loaded {
     }
 }
 
-/// A part whose rows and column sums are kept in registers. While a row is computed the next is on
-/// its way, where a unit has one block of it.
+/// Processes a part whose rows and column sums are kept in registers. If a unit has one block of a
+/// row, the next row is loaded while the current one is computed.
 #[cube]
 fn kept_part<F: Numeric, N: Size, G: Size>(
     inputs: &NormGradInputs<Vector<F, N>, Vector<f32, G>>,
@@ -371,7 +372,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
             scaled = sums.total(scaled, place, plan) / columns;
         }
         let means = Means { dot, scaled };
-        // Of a part that is no multiple of the slots the last row is loaded again, and not used.
+        // If the part is not a multiple of the slots, the last row is loaded again and not used.
         if row < part.end {
             #[unroll]
             for k in 0..kept {
@@ -427,8 +428,8 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// The sums of a block of all slots in those of the first, neighbours first. All units of the cube
-/// must be here.
+/// Adds a block's sums of all slots into the first slot, neighbors first. All units of the cube
+/// must participate.
 #[cube]
 fn add_slots(
     sums: &mut Array<f32>,
@@ -463,7 +464,7 @@ fn add_slots(
     }
 }
 
-/// A part whose rows are read again for each step.
+/// Processes a part whose rows are read again in each step.
 #[cube]
 fn long_part<F: Numeric, N: Size, G: Size>(
     inputs: &NormGradInputs<Vector<F, N>, Vector<f32, G>>,
@@ -539,7 +540,7 @@ fn long_part<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// The sums of one block of columns over the rows of a part.
+/// Computes the sums of one block of columns over the rows of a part.
 #[cube]
 fn long_columns<F: Numeric, N: Size, G: Size>(
     inputs: &NormGradInputs<Vector<F, N>, Vector<f32, G>>,
@@ -587,7 +588,7 @@ fn long_columns<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// The sum of `lanes` blocks in the first, neighbours first.
+/// Adds `lanes` blocks into the first one, neighbors first.
 #[cube]
 fn add_lanes(sums: &mut Array<f32>, #[comptime] lanes: usize) {
     #[unroll]
@@ -604,10 +605,10 @@ fn add_lanes(sums: &mut Array<f32>, #[comptime] lanes: usize) {
     }
 }
 
-/// The sums of the parts of each column, in the order of
+/// Sums the parts of each column, in the order of
 /// [`reference::norm_backward`](crate::reference::norm_backward).
 ///
-/// Where units share memory each has a sum of a column, 16 columns in a cube of 256 units.
+/// If units share memory, each has one partial sum of a column: 16 columns in a cube of 256 units.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn norm_parts_kernel(
     partial: &[f32],
@@ -623,7 +624,7 @@ pub fn norm_parts_kernel(
         let lane = UNIT_POS as usize / columns;
         while first < cols {
             let column = first + UNIT_POS as usize % columns;
-            // Behind the end the last column is read again, and not used.
+            // Past the end, the last column is read again and not used.
             let sum = lane_sum(partial, min(column, cols - 1usize), lane, parts, cols);
             scratch[UNIT_POS as usize] = sum;
             sync_cube();
@@ -651,10 +652,10 @@ pub fn norm_parts_kernel(
     }
 }
 
-/// Loads of a sum that are under way together.
+/// Loads of a sum that are in flight together.
 const AHEAD: usize = 6;
 
-/// The sum of every 16th part of a column, from `lane` on.
+/// Returns the sum of every 16th part of a column, from `lane` on.
 #[cube]
 fn lane_sum(partial: &[f32], column: usize, lane: usize, parts: usize, cols: usize) -> f32 {
     let mut sum = 0.0f32;
@@ -665,7 +666,7 @@ fn lane_sum(partial: &[f32], column: usize, lane: usize, parts: usize, cols: usi
         for i in 0..AHEAD {
             let this = part + comptime!(i * PART_LANES);
             let value = partial[min(this, parts - 1usize) * cols + column];
-            // No sum is -0, which +0 would change.
+            // No sum is -0, which adding +0 would change.
             values[i] = select(this < parts, value, 0.0f32);
         }
         #[unroll]
@@ -677,7 +678,7 @@ fn lane_sum(partial: &[f32], column: usize, lane: usize, parts: usize, cols: usi
     sum
 }
 
-/// The sum of 16, neighbours first.
+/// Returns the sum of 16 lanes, neighbors first.
 #[cube]
 fn lane_tree(sums: &mut Array<f32>) -> f32 {
     #[unroll]

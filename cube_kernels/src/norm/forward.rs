@@ -1,4 +1,4 @@
-//! The forward of a norm.
+//! Forward of a norm.
 
 use cubecl::prelude::*;
 
@@ -19,47 +19,47 @@ use crate::{
     reference::Norm,
 };
 
-/// What a norm reads. What the plan has not is any memory.
+/// Inputs of a norm. Inputs that the plan does not use may be any memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct NormInputs<C: CubePrimitive, D: CubePrimitive> {
-    /// What is normalised, or what is added to the residual.
+    /// Input of the normalization, or the tensor that is added to the residual.
     pub x: Box<[C]>,
-    /// What is added before.
+    /// Residual that is added before the normalization.
     pub residual: Box<[C]>,
-    /// A factor for each column.
+    /// Gain of each column.
     pub gain: Box<[D]>,
-    /// What is added to each column.
+    /// Bias of each column.
     pub bias: Box<[D]>,
-    /// Added to the mean square.
+    /// Term added to the mean square.
     pub epsilon: f32,
 }
 
-/// What a norm writes. What the plan has not is any memory.
+/// Outputs of a norm. Outputs that the plan does not use may be any memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct NormOutputs<C: CubePrimitive> {
-    /// The sum of `x` and the residual.
+    /// Sum of `x` and the residual.
     pub sum: Box<[C]>,
-    /// The normalised rows.
+    /// Normalized rows.
     pub normed: Box<[C]>,
-    /// The factors of the rows, and behind them their means.
+    /// Reciprocal standard deviation (rstd) of each row, followed by the row means.
     pub stats: Box<[f32]>,
-    /// Where the amax values of the normalised rows are raised.
+    /// Buffer for the amax values of the normalized rows.
     pub amax: AmaxOut,
 }
 
-/// The rows that a cube works on at a time.
+/// Rows that a cube processes at a time.
 #[derive(CubeType, Clone, Copy)]
 struct Rows {
-    /// The first of them.
+    /// First row.
     first: usize,
-    /// Rows of the matrix.
+    /// Number of rows of the matrix.
     count: usize,
     cols: usize,
 }
 
-/// A cube takes as many rows at a time as its planes share. Where it finds an amax of transformed
-/// columns, it takes a strip of rows before it goes on, and reads what it wrote of these: the L2
-/// cache has it, and registers have no room for 16 rows.
+/// Normalizes rows. A cube processes as many rows at a time as its planes share. If it computes the
+/// amax of transformed columns, it completes a strip of rows first and then rereads its output from
+/// the L2 cache, because registers have no room for 16 rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     inputs: NormInputs<Vector<F, N>, Vector<f32, G>>,
@@ -83,7 +83,7 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
             load_factors::<G>(&inputs.gain, &at, &mut gain, k * BLOCK, plan);
         }
     }
-    // The weights of a GEMM behind this kernel are on their way while both wait.
+    // The next GEMM loads its weights while both kernels wait.
     let_next_begin(plan.overlaps);
     wait_for_previous(plan.overlaps);
     let cube_rows = comptime!(plan.cube_rows());
@@ -127,7 +127,7 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
                 rows: None,
                 ..plan.amax.unwrap()
             });
-            // What other units of the cube wrote.
+            // Waits for the output of the cube's other units.
             sync_cube();
             let strip = Strip {
                 row0: first,
@@ -145,7 +145,7 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// Takes the words of a block of the output.
+/// Folds the words of an output block into the amax.
 #[cube]
 pub(super) fn find_largest(
     raw: &Array<u32>,
@@ -161,7 +161,7 @@ pub(super) fn find_largest(
     }
 }
 
-/// `1 / sqrt(squares / cols + epsilon)`.
+/// Returns `1 / sqrt(squares / cols + epsilon)`.
 #[cube]
 pub fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
     let mean = squares / f32::cast_from(cols);
@@ -169,7 +169,8 @@ pub fn row_factor(squares: f32, cols: usize, epsilon: f32, #[comptime] plan: Nor
     reciprocal(sqrt(mean + epsilon, conversion), conversion)
 }
 
-/// `sum` with the elements of a block, or their squares where `square` says so, without their mean.
+/// Adds the elements of a block to `sum`, or their squares if `square` is set, after subtracting
+/// the mean.
 #[cube]
 fn add_block(
     values: &Array<f32>,
@@ -197,13 +198,13 @@ fn add_block(
     sum
 }
 
-/// An element without its mean, normalised.
+/// Normalizes a centered element.
 #[cube]
 pub fn scaled(centered: f32, rstd: f32, gain: f32) -> f32 {
     centered * rstd * gain
 }
 
-/// A block, normalised, in place.
+/// Normalizes a block in place.
 #[cube]
 fn normalize<G: Size>(
     gain: &Array<f32>,
@@ -236,7 +237,7 @@ fn normalize<G: Size>(
     }
 }
 
-/// The sum of two blocks.
+/// Returns the sum of two blocks.
 #[cube]
 fn add_residual(
     x: &Array<u32>,
@@ -253,8 +254,8 @@ fn add_residual(
     values
 }
 
-/// The words of the blocks of row `row` that this unit keeps to `x`: those of the sum with the
-/// residual, where there is one.
+/// Loads the words of this unit's blocks of row `row` into `x`: those of the sum with the residual,
+/// if any.
 #[cube]
 pub fn load_kept<F: Numeric, N: Size, G: Size>(
     inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
@@ -285,7 +286,7 @@ pub fn load_kept<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// The squares of the blocks of a row that are kept in `x`, without its mean, added up.
+/// Returns the sum of squares of the kept blocks `x` of a row, after subtracting the mean.
 #[cube]
 pub fn kept_squares(
     x: &Array<u32>,
@@ -305,7 +306,7 @@ pub fn kept_squares(
     own
 }
 
-/// Rows whose blocks are kept in registers.
+/// Processes rows whose blocks are kept in registers.
 #[cube]
 fn kept_rows<F: Numeric, N: Size, G: Size>(
     inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
@@ -319,7 +320,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
 ) {
     let (kept, words) = comptime!((plan.kept, plan.raw_words()));
     let (cols, blocks) = (rows.cols, rows.cols.div_ceil(BLOCK));
-    // Behind the end the last row is read again, and not used.
+    // Past the end, the last row is read again and not used.
     let is_row = rows.first + place.slot < rows.count;
     let row = min(rows.first + place.slot, rows.count - 1usize);
     let mut x = Array::<u32>::new(comptime!(words * kept));
@@ -378,7 +379,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
     }
 }
 
-/// A row that is read again for each step.
+/// Processes a row that is read again in each step.
 #[cube]
 fn long_row<F: Numeric, N: Size, G: Size>(
     inputs: &NormInputs<Vector<F, N>, Vector<f32, G>>,
@@ -427,7 +428,7 @@ fn long_row<F: Numeric, N: Size, G: Size>(
         block = place.unit;
         while block < blocks {
             let at = At { row, block, cols };
-            // The sum is what this unit wrote.
+            // This unit wrote the sum.
             if comptime!(plan.residual) {
                 load_raw::<F, N>(&outputs.sum, &at, &mut x, 0usize, plan);
             } else {
@@ -444,7 +445,7 @@ fn long_row<F: Numeric, N: Size, G: Size>(
     block = place.unit;
     while block < blocks {
         let at = At { row, block, cols };
-        // The sum is what this unit wrote.
+        // This unit wrote the sum.
         if comptime!(plan.residual) {
             load_raw::<F, N>(&outputs.sum, &at, &mut x, 0usize, plan);
         } else {

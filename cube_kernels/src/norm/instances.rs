@@ -23,7 +23,7 @@ use crate::{
 
 const ROWS: usize = 256;
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let signs = || SignsLaunch::new(1, 2, 3, 4);
@@ -84,7 +84,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             scalar
         ));
     }
-    // Those that find amax values: of transformed columns, too, and of all elements alone.
+    // Instances with amax values: of transformed columns and all elements, and of all elements
+    // alone.
     for (norm, residual, cols, hadamard) in [
         (Norm::Rms, true, 768, Some(HadamardSize::H16)),
         (Norm::Layer, true, 768, Some(HadamardSize::H16)),
@@ -148,8 +149,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Norm, element type, whether there is a residual, and columns: rows of one plane, of two, of
-/// eight, of several blocks a unit, with a tail, and too long to be kept.
+/// Returns norm, element type, whether a residual is added, and columns. The rows take one plane,
+/// two or eight planes, several blocks per unit, a tail, or are too long to be kept.
 fn shapes() -> Vec<(Norm, FloatKind, bool, usize)> {
     let mut shapes = Vec::new();
     for norm in [Norm::Rms, Norm::Layer] {
@@ -164,7 +165,7 @@ fn shapes() -> Vec<(Norm, FloatKind, bool, usize)> {
     shapes
 }
 
-/// That of RMSNorm of few bf16 rows as a prologue, in cubes of `cube_planes` planes.
+/// Returns the plan of RMSNorm of few bf16 rows as a prologue, in cubes of `cube_planes` planes.
 pub(crate) fn prologue_plan(
     device: &DummyDevice,
     cols: usize,

@@ -19,80 +19,81 @@ use crate::{
     tensor::{Groups, Matrix},
 };
 
-/// A norm of rows.
+/// Request to normalize rows.
 #[derive(Debug, Clone, Copy)]
 pub struct NormRequest<'a> {
-    /// Which norm.
+    /// Kind of norm.
     pub norm: Norm,
-    /// `[rows, cols]`, what is normalised, or what is added to `residual` before.
+    /// Input `[rows, cols]`; added to `residual` first if that is given.
     pub x: &'a Matrix,
-    /// Of the shape and type of `x`.
+    /// Residual, of the shape and type of `x`.
     pub residual: Option<&'a Matrix>,
-    /// `f32[cols]`.
+    /// Gain, `f32[cols]`.
     pub gain: &'a Handle,
-    /// `f32[cols]`, for [`Norm::Layer`] alone.
+    /// Bias, `f32[cols]`; only for [`Norm::Layer`].
     pub bias: Option<&'a Handle>,
-    /// Added to the mean square, or to the variance.
+    /// Term added to the mean square, or to the variance.
     pub epsilon: f32,
-    /// Amax values of the normalised rows, which are [those](amaxes) that a pass over them finds.
-    /// Of the whole matrix they are found in the pass that writes it, if it has a multiple of 16
-    /// columns and the transform mixes 16 rows; else in a pass of their own.
+    /// Amax values of the normalized rows to compute, with the results of a separate
+    /// [pass](amaxes). Amax values of the whole matrix are computed in the pass that writes it if
+    /// it has a multiple of 16 columns and the transform mixes 16 rows; otherwise in a separate
+    /// pass.
     pub amax: AmaxRequest,
 }
 
-/// What a norm gives.
+/// Result of a norm.
 #[derive(Debug, Clone)]
 pub struct NormResult {
-    /// The sum of `x` and the residual, rounded to their type; `None` without a residual.
+    /// Sum of `x` and the residual, rounded to their type; `None` without a residual.
     pub sum: Option<Matrix>,
-    /// The normalised rows, of the shape and type of `x`.
+    /// Normalized rows, of the shape and type of `x`.
     pub normed: Matrix,
-    /// What the backward needs: the factor of each row, `f32[rows]`, and for [`Norm::Layer`] behind
-    /// them their means.
+    /// Statistics for the backward: the rstd of each row, `f32[rows]`, followed by the row means
+    /// for [`Norm::Layer`].
     pub stats: Handle,
-    /// The amax values that were asked for.
+    /// Requested amax values.
     pub amax: Amaxes,
 }
 
-/// The backward of a norm.
+/// Request for the backward of a norm.
 #[derive(Debug, Clone, Copy)]
 pub struct NormBackwardRequest<'a> {
-    /// Which norm.
+    /// Kind of norm.
     pub norm: Norm,
-    /// The gradient of the normalised rows, of the shape and type of `x`.
+    /// Gradient of the normalized rows, of the shape and type of `x`.
     pub grad: &'a Matrix,
-    /// The gradient of the sum by its other uses, of the shape and type of `x`.
+    /// Gradient that the sum receives from its other uses, of the shape and type of `x`.
     pub sum_grad: Option<&'a Matrix>,
-    /// What was normalised: the sum, where there was a residual.
+    /// Input of the normalization: the sum, if there was a residual.
     pub x: &'a Matrix,
-    /// As the forward gave them.
+    /// Statistics from the forward.
     pub stats: &'a Handle,
-    /// `f32[cols]`.
+    /// Gain, `f32[cols]`.
     pub gain: &'a Handle,
-    /// Whether the gradient by the bias is wanted.
+    /// True to compute the gradient of the bias.
     pub bias: bool,
-    /// Amax values of the gradient by what was normalised, which are [those](amaxes) that a pass over
-    /// it finds. Of the whole matrix they are found in the pass that writes it, if it has a multiple
-    /// of 16 columns; those down columns if the transform mixes 16 rows and
-    /// [parts begin](crate::reference::norm_parts_are_strips) with such. Else they are found in a
-    /// pass of their own.
+    /// Amax values of the gradient of the normalization's input to compute, with the results of a
+    /// separate [pass](amaxes). Amax values of the whole matrix are computed in the pass that
+    /// writes it if it has a multiple of 16 columns. Column amax values further require that the
+    /// transform mixes 16 rows and that [parts begin](crate::reference::norm_parts_are_strips) at
+    /// multiples of 16 rows. Otherwise they are computed in a separate pass.
     pub amax: AmaxRequest,
 }
 
-/// The gradients of a norm.
+/// Gradients of a norm.
 #[derive(Debug, Clone)]
 pub struct NormGradients {
-    /// By what was normalised, and so by `x` and by the residual.
+    /// Gradient of the normalization's input, and so of `x` and of the residual.
     pub x: Matrix,
-    /// By the gain, `f32[cols]`.
+    /// Gradient of the gain, `f32[cols]`.
     pub gain: Handle,
-    /// By the bias, `f32[cols]`.
+    /// Gradient of the bias, `f32[cols]`.
     pub bias: Option<Handle>,
-    /// The amax values that were asked for.
+    /// Requested amax values.
     pub amax: Amaxes,
 }
 
-/// Floats of the statistics of `rows` rows.
+/// Returns the number of floats of the statistics of `rows` rows.
 fn stats_len(norm: Norm, rows: usize) -> usize {
     match norm {
         Norm::Rms => rows,
@@ -100,7 +101,7 @@ fn stats_len(norm: Norm, rows: usize) -> usize {
     }
 }
 
-/// An error unless `matrix` has the shape and type of `x`, or is `x`.
+/// Returns an error unless `matrix` has the shape and type of `x`, or is `x`.
 fn check_like(argument: &'static str, matrix: &Matrix, x: &Matrix) -> Result<(), Nvfp4Error> {
     matrix.check(argument)?;
     if (matrix.rows, matrix.cols, matrix.dtype) == (x.rows, x.cols, x.dtype) {
@@ -122,11 +123,11 @@ fn check_x(x: &Matrix) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// Norms the rows of `x`, or of the sum of `x` and a residual.
+/// Normalizes the rows of `x`, or of the sum of `x` and a residual.
 ///
 /// # Errors
-/// When there is no column, the residual has not the shape and type of `x`, a bias is given to
-/// [`Norm::Rms`], or a buffer is smaller than its shape.
+/// Returns an error if there are no columns, the residual differs from `x` in shape or type, a bias
+/// is given for [`Norm::Rms`], or a buffer is smaller than its shape.
 pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nvfp4Error> {
     let NormRequest {
         norm,
@@ -223,11 +224,11 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
     Ok(result)
 }
 
-/// The gradients of [`norm()`].
+/// Computes the gradients of [`norm()`].
 ///
 /// # Errors
-/// When there is no column, a matrix has not the shape and type of `x`, a gradient by a bias is
-/// asked of [`Norm::Rms`], or a buffer is smaller than its shape.
+/// Returns an error if there are no columns, a matrix differs from `x` in shape or type, the
+/// gradient of a bias is requested for [`Norm::Rms`], or a buffer is smaller than its shape.
 pub fn norm_backward(
     client: &Client,
     request: &NormBackwardRequest<'_>,
@@ -302,7 +303,7 @@ pub fn norm_backward(
             client,
             count,
             dim,
-            // The first row of a part is found by multiplying rows with parts.
+            // The first row of a part is computed as a product of rows and parts.
             address_type(x.len().max(x.rows * (parts + 1))),
             width,
             factors,
@@ -338,7 +339,7 @@ pub fn norm_backward(
     })
 }
 
-/// The sum of the rows of `partial`, `f32[parts, cols]`.
+/// Sums the rows of `partial`, `f32[parts, cols]`.
 fn sum_parts(client: &Client, partial: &Handle, parts: usize, cols: usize) -> Handle {
     const UNITS: usize = 256;
     let out = allocate(client, cols * 4);

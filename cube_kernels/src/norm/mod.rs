@@ -1,9 +1,10 @@
-//! RMSNorm and LayerNorm of rows, with the addition of a residual before them, forward and
-//! backward, each in one read and one write of its matrices.
+//! RMSNorm and LayerNorm of rows, with an optional residual added first, forward and backward, each
+//! with one read and one write of its matrices.
 //!
-//! Arithmetic is in `f32`; matrices are `f32`, `bf16` or `f16`. Every sum has an order that
-//! depends on the shape alone: see [`reference::norm_forward`](crate::reference::norm_forward) and
-//! [`reference::norm_backward`](crate::reference::norm_backward), whose bits these are.
+//! Arithmetic is in `f32`; matrices are `f32`, `bf16` or `f16`. The order of every sum depends on
+//! the shape alone: results are bit-identical to
+//! [`reference::norm_forward`](crate::reference::norm_forward) and
+//! [`reference::norm_backward`](crate::reference::norm_backward).
 
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod backward;

@@ -1,4 +1,4 @@
-//! How the kernels of norms are specialized, and their grids.
+//! Comptime choices and grids of the kernels of norms.
 
 use cubecl::{ir::ElemType, prelude::*};
 
@@ -13,15 +13,15 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Elements of a block.
+/// Elements per block.
 pub(crate) const BLOCK: usize = 16;
-/// Planes of a cube, where a row has no more.
+/// Planes of a cube, unless a row needs more.
 pub(crate) const PLANES: usize = 8;
 
-/// Most rows that are few: those of the steps of decoding.
+/// Largest number of rows that counts as few: those of decoding steps.
 const FEW_ROWS: usize = 16;
 
-/// The forward of a norm or its backward.
+/// Direction: forward or backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
     Forward,
@@ -29,7 +29,7 @@ pub(super) enum Pass {
 }
 
 impl Pass {
-    /// Partial sums along a row.
+    /// Returns the number of partial sums along a row.
     pub(super) const fn row_lanes(self) -> usize {
         match self {
             Self::Forward => SUM_LANES,
@@ -37,13 +37,13 @@ impl Pass {
         }
     }
 
-    /// Planes that share a row of `cols` elements.
+    /// Returns the number of planes that share a row of `cols` elements.
     pub(super) fn planes(self, cols: usize) -> usize {
         norm_planes(cols, self.row_lanes() / 32)
     }
 
-    /// Blocks of a row of `cols` elements that a unit keeps in registers: all of them, or none
-    /// where these are too many. The backward keeps more of each.
+    /// Returns how many blocks of a row of `cols` elements a unit keeps in registers: all of them,
+    /// or none if there are too many. The backward keeps more values per block.
     pub(super) fn kept(self, cols: usize) -> usize {
         let blocks = cols.div_ceil(BLOCK * 32 * self.planes(cols));
         let most = match self {
@@ -54,46 +54,48 @@ impl Pass {
     }
 }
 
-/// The comptime choices of the kernels of norms.
+/// Comptime choices of the kernels of norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NormPlan {
-    /// Which norm.
+    /// Kind of norm.
     pub norm: Norm,
-    /// Whether there is a residual in the forward, or a gradient of the sum in the backward.
+    /// True if the forward adds a residual, or the backward adds a gradient of the sum.
     pub residual: bool,
-    /// Whether a bias is added, or its gradient wanted.
+    /// True if the forward adds a bias, or the backward computes its gradient.
     pub bias: bool,
-    /// Planes that share a row, a power of two; 0 where there are no planes and a cube shares it.
+    /// Planes that share a row, a power of two; 0 if there are no planes and a cube shares the row.
     pub planes: usize,
-    /// Planes of a cube that has planes.
+    /// Planes per cube, if it has planes.
     pub cube_planes: usize,
-    /// Sums that the rows of a part are dealt out to.
+    /// Partial sums over which the rows of a part are distributed.
     pub lanes: usize,
     /// Partial sums along a row.
     pub row_lanes: usize,
-    /// Blocks of a row that each unit keeps in registers, which are all of them; 0 where they are
-    /// too many and are read again.
+    /// Blocks of a row that each unit keeps in registers, which are all of its blocks; 0 if there
+    /// are too many, and they are read again.
     pub kept: usize,
-    /// Whether rows are whole blocks that start at multiples of 16 bytes.
+    /// True if rows are whole blocks that start at multiples of 16 bytes.
     pub whole: bool,
-    /// Whether the kernel can begin before the one in front of it has ended.
+    /// True if the kernel can start before the previous one has ended.
     pub overlaps: bool,
-    /// Whether there are few rows: time is that of loads, not of memory.
+    /// True for at most 16 rows: the time is the latency of loads, not memory bandwidth.
     pub few: bool,
-    /// Whether the parts of the backward begin at multiples of 16 rows.
+    /// True if the parts of the backward start at multiples of 16 rows.
     pub strips: bool,
-    /// The amax values of the normalised rows that the forward finds, or of the gradient by what was
-    /// normalised that the backward does, if they do. Of columns the backward needs parts of strips.
+    /// Amax values to compute, if any: of the normalized rows in the forward, of the gradient of
+    /// the normalization's input in the backward. Column amax values in the backward require
+    /// `strips`.
     pub amax: Option<AmaxPlan>,
-    /// The element type of matrices.
+    /// Element type of matrices.
     pub kind: FloatKind,
-    /// Who computes.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
 impl NormPlan {
-    /// RMSNorm of few bf16 rows of `cols` elements, in whole aligned blocks, as the prologue of a
-    /// kernel on the device of `client` whose cubes have `cube_planes` planes, at least [`PLANES`].
+    /// Returns the plan of RMSNorm of few bf16 rows of `cols` elements, in whole aligned blocks, as
+    /// the prologue of a kernel on the device of `client`. Its cubes have `cube_planes` planes, at
+    /// least [`PLANES`].
     pub(crate) fn of_prologue(
         client: &Client,
         x: &Matrix,
@@ -108,8 +110,8 @@ impl NormPlan {
         }
     }
 
-    /// For rows as those of `x` on the device of `client`; `aligned` says whether all matrices and
-    /// factors start at multiples of 16 bytes.
+    /// Returns the plan for rows of `x` on the device of `client`. `aligned` is true if all
+    /// matrices and per-column factors start at multiples of 16 bytes.
     pub(super) fn new(
         client: &Client,
         (norm, pass): (Norm, Pass),
@@ -138,7 +140,7 @@ impl NormPlan {
         }
     }
 
-    /// Rows that a cube works on at a time.
+    /// Returns the number of rows that a cube processes at a time.
     pub const fn slots(&self) -> usize {
         match self.planes {
             0 => 1,
@@ -146,8 +148,8 @@ impl NormPlan {
         }
     }
 
-    /// Rows that a cube has before it takes others: those that it works on at a time, or a strip of
-    /// them, down whose columns it finds an amax.
+    /// Returns the number of rows that a cube completes before it continues with others: those that
+    /// it processes at a time, or a strip of them if it computes column amax values.
     pub const fn cube_rows(&self) -> usize {
         match self.amax {
             Some(amax) if amax.cols.is_some() => STRIP,
@@ -155,8 +157,8 @@ impl NormPlan {
         }
     }
 
-    /// Gains that a unit loads before it waits for the rows: of all blocks that it keeps, where
-    /// there are few rows.
+    /// Returns the number of gains that a unit loads before it waits for the rows: those of all
+    /// blocks that it keeps if `few` is set, otherwise none.
     pub const fn ready_gains(&self) -> usize {
         match self.few {
             true => BLOCK * self.kept,
@@ -164,7 +166,7 @@ impl NormPlan {
         }
     }
 
-    /// Words of a block in registers: those of its memory, or an `f32` for each element.
+    /// Returns the words of a block in registers: those in memory, or one `f32` per element.
     pub const fn raw_words(&self) -> usize {
         match self.whole {
             true => 4 * self.kind.size(),
@@ -172,7 +174,7 @@ impl NormPlan {
         }
     }
 
-    /// A matrix as the kernels take it.
+    /// Returns a matrix as a kernel argument.
     ///
     /// # Safety
     /// Its memory must hold it.
@@ -185,8 +187,8 @@ impl NormPlan {
         unsafe { buffer(&matrix.handle, len) }
     }
 
-    /// The type of the scalars that matrices are loaded by, how many a load takes, and how many
-    /// factors of columns.
+    /// Returns the scalar type of matrix loads, the scalars per load, and the per-column factors
+    /// per load.
     pub(super) fn loads(&self) -> (ElemType, usize, usize) {
         match self.whole {
             true => (u32::elem_type_native(), 4, 4),
@@ -195,10 +197,10 @@ impl NormPlan {
     }
 }
 
-/// Cubes that work on `items` in turn, each of them the whole cube.
+/// Returns cubes that iterate over `items`; a whole cube processes an item.
 ///
-/// Where there are no planes the units are a power of two, so that each partial sum of a row has
-/// one unit.
+/// Without planes the number of units is a power of two, so that each partial sum of a row belongs
+/// to one unit.
 pub(super) fn cubes(client: &Client, items: usize, plan: &NormPlan) -> (CubeCount, CubeDim) {
     let (count, dim) = tile_grid(client, items);
     let units = match plan.planes {

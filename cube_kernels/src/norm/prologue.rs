@@ -1,4 +1,4 @@
-//! RMSNorm as the prologue of another kernel, in every cube of it.
+//! RMSNorm as the prologue of another kernel, computed in each of its cubes.
 
 use cubecl::prelude::*;
 
@@ -8,17 +8,17 @@ use super::{
     row::{Place, RowSum, block_at, place, plane_total, store_raw},
 };
 
-/// The state of a unit, of rows that are whole blocks, of which units keep all.
+/// State of a unit, for rows that are whole blocks and are kept in registers.
 #[derive(CubeType)]
 pub struct NormPrologue {
     sums: RowSum,
-    /// The part of the cube's rows that this unit loads.
+    /// Row and blocks that this unit loads.
     pub place: Place,
 }
 
 #[cube]
 impl NormPrologue {
-    /// Before the first rows.
+    /// Returns the state before the first rows.
     pub fn new(#[comptime] plan: NormPlan) -> NormPrologue {
         NormPrologue {
             sums: RowSum::new(plan),
@@ -26,8 +26,8 @@ impl NormPrologue {
         }
     }
 
-    /// The words of this unit's blocks of row `row`, with the residual, where there is one; zeros
-    /// where that is no row. A unit that `is_writer` writes the sum with the residual to `sum`.
+    /// Loads the words of this unit's blocks of row `row`, with the residual added, if any; zeros
+    /// if `row` is out of range. A unit with `is_writer` writes the sum with the residual to `sum`.
     pub fn load_row(
         &self,
         inputs: &NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,
@@ -44,11 +44,11 @@ impl NormPrologue {
         for i in 0..comptime!(words * plan.kept) {
             x[i] = 0u32;
         }
-        // The others do not wait for what nobody needs.
+        // Other units skip loads that are not needed.
         if is_row {
             load_kept::<u32, Const<4>, Const<4>>(inputs, &mut x, row, &self.place, cols, plan);
         }
-        // Two conditions, of which only the inner one is left to the kernel.
+        // Two conditions, of which only the inner one remains in the kernel.
         #[allow(clippy::collapsible_if)]
         if comptime!(plan.residual) {
             if is_row && is_writer {
@@ -64,14 +64,14 @@ impl NormPrologue {
         x
     }
 
-    /// Adds up the squares of the rows that the units loaded. All of the cube must be here, and
-    /// what they wrote to shared memory before is there for all of them.
+    /// Sums the squares of the rows that the units loaded. All units of the cube must participate;
+    /// their earlier writes to shared memory are visible to all afterwards.
     pub fn add_squares(&mut self, x: &Array<u32>, cols: usize, #[comptime] plan: NormPlan) {
         let own = kept_squares(x, 0.0f32, &self.place, cols, plan);
         self.sums.leave(plane_total(own, plan), &self.place, plan);
     }
 
-    /// The factor of row `slot` of the cube, for any unit.
+    /// Returns the rstd of row `slot` of the cube, for any unit.
     pub fn rstd(&self, slot: usize, cols: usize, epsilon: f32, #[comptime] plan: NormPlan) -> f32 {
         row_factor(self.sums.of_slot(slot, plan), cols, epsilon, plan)
     }

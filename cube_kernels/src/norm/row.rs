@@ -1,4 +1,4 @@
-//! Rows in blocks of 16 elements: how units share them, load and store them, and add them up.
+//! Rows in blocks of 16 elements: distribution over units, loads, stores and sums.
 
 use cubecl::prelude::*;
 
@@ -12,29 +12,29 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// A block of a row.
+/// Position of a block in a row.
 #[derive(CubeType, Clone, Copy)]
 pub struct At {
-    /// The row.
+    /// Row.
     pub row: usize,
-    /// The number of the block.
+    /// Index of the block.
     pub block: usize,
-    /// Columns of the matrix.
+    /// Number of columns of the matrix.
     pub cols: usize,
 }
 
-/// The part of a cube's rows that a unit works on.
+/// Share of a unit in the rows of its cube.
 #[derive(CubeType, Clone, Copy)]
 pub struct Place {
-    /// The number of this unit among those of its row.
+    /// Index of this unit among the units of its row.
     pub unit: usize,
-    /// The units of a row.
+    /// Number of units per row.
     pub units: usize,
-    /// The row of the cube.
+    /// Row within the cube.
     pub slot: usize,
 }
 
-/// The place of this unit.
+/// Returns the place of this unit.
 #[cube]
 pub fn place(#[comptime] plan: NormPlan) -> Place {
     let thread = thread_in_cta() as usize;
@@ -54,7 +54,7 @@ pub fn place(#[comptime] plan: NormPlan) -> Place {
     }
 }
 
-/// Block `k` of those of a unit in `row`.
+/// Returns the position of a unit's block `k` in `row`.
 #[cube]
 pub fn block_at(row: usize, k: usize, place: &Place, cols: usize) -> At {
     At {
@@ -64,8 +64,8 @@ pub fn block_at(row: usize, k: usize, place: &Place, cols: usize) -> At {
     }
 }
 
-/// Loads a block to `raw` from `first` on, [as it is kept](NormPlan::raw_words): zeros behind the
-/// end of the row.
+/// Loads a block into `raw` from `first` on, [in register form](NormPlan::raw_words): zeros past
+/// the end of the row.
 #[cube]
 pub fn load_raw<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -75,10 +75,10 @@ pub fn load_raw<F: Numeric, N: Size>(
     #[comptime] plan: NormPlan,
 ) {
     if comptime!(plan.whole) {
-        // As many vectors of 16 bytes as an element has bytes.
+        // A block is as many 16-byte vectors as an element has bytes.
         let vectors = comptime!(plan.kind.size());
         let blocks = at.cols / BLOCK;
-        // Behind the end the last block is loaded again, and not used: loads do not branch.
+        // Past the end, the last block is loaded again and not used, so that loads do not branch.
         let inside = at.block < blocks;
         let start = (at.row * blocks + select(inside, at.block, blocks - 1usize)) * vectors;
         #[unroll]
@@ -102,7 +102,7 @@ pub fn load_raw<F: Numeric, N: Size>(
     }
 }
 
-/// Writes a block as it is kept in `raw` from `first` on.
+/// Writes a block from its register form in `raw`, from `first` on.
 #[cube]
 pub fn store_raw<F: Numeric, N: Size>(
     out: &mut [Vector<F, N>],
@@ -139,7 +139,7 @@ pub fn store_raw<F: Numeric, N: Size>(
     }
 }
 
-/// The elements of a block that is kept in `raw` from `first` on.
+/// Returns the elements of a block in register form in `raw`, from `first` on.
 #[cube]
 pub fn unpack_raw(raw: &Array<u32>, first: usize, #[comptime] plan: NormPlan) -> Array<f32> {
     let kind = comptime!(plan.kind);
@@ -159,7 +159,7 @@ pub fn unpack_raw(raw: &Array<u32>, first: usize, #[comptime] plan: NormPlan) ->
     values
 }
 
-/// Rounds the elements of a block to nearest even, and puts it to `raw` from `first` on.
+/// Rounds the elements of a block to nearest even, and writes them to `raw` from `first` on.
 #[cube]
 pub fn pack_raw(
     values: &Array<f32>,
@@ -184,7 +184,7 @@ pub fn pack_raw(
     }
 }
 
-/// The factors of the columns of a block, to `values` from `first` on: zeros behind the end of the
+/// Loads the per-column factors of a block into `values` from `first` on: zeros past the end of the
 /// row.
 #[cube]
 pub fn load_factors<G: Size>(
@@ -218,7 +218,7 @@ pub fn load_factors<G: Size>(
     }
 }
 
-/// Writes what the columns of a block have in common to row `at.row` of a matrix of `f32`.
+/// Writes the per-column values of a block to row `at.row` of a matrix of `f32`.
 #[cube]
 pub fn store_factors<G: Size>(
     out: &mut [Vector<f32, G>],
@@ -251,8 +251,8 @@ pub fn store_factors<G: Size>(
     }
 }
 
-/// Whether element `i` of a block lies in the row. Elements behind its end are zeros, which change
-/// no sum but one of differences from the mean.
+/// True if element `i` of a block is in the row. Elements past its end are zeros, which change no
+/// sum except one of differences from the mean.
 #[cube]
 pub fn is_inside(at: &At, i: usize, #[comptime] plan: NormPlan) -> bool {
     if comptime!(plan.whole) {
@@ -264,18 +264,18 @@ pub fn is_inside(at: &At, i: usize, #[comptime] plan: NormPlan) -> bool {
 
 /// Sums along rows, in the order of [`reference::norm_forward`](crate::reference::norm_forward).
 ///
-/// Unit `u` of a row adds the blocks `u`, `u + units`, ... in this order. Where planes share a row,
+/// Unit `u` of a row adds the blocks `u`, `u + units`, ... in this order. If planes share a row,
 /// there are as many units as partial sums, or no more blocks than units.
 #[derive(CubeType)]
 pub struct RowSum {
-    /// The partial sums, where there are no planes; else those of planes, two sets in turn.
+    /// Partial sums if there are no planes; otherwise the sums of planes, double-buffered.
     sums: Shared<[f32]>,
     set: usize,
 }
 
 #[cube]
 impl RowSum {
-    /// Memory for it.
+    /// Allocates shared memory for the sums.
     pub fn new(#[comptime] plan: NormPlan) -> RowSum {
         let len = comptime!(match plan.planes {
             0 => plan.row_lanes,
@@ -287,7 +287,7 @@ impl RowSum {
         }
     }
 
-    /// Starts the sum of a row where there are no planes. All units of the cube must be here.
+    /// Starts the sum of a row if there are no planes. All units of the cube must participate.
     pub fn clear(&mut self, #[comptime] plan: NormPlan) {
         if comptime!(plan.planes == 0) {
             sync_cube();
@@ -300,8 +300,8 @@ impl RowSum {
         }
     }
 
-    /// What was added for the earlier blocks that go to the sum of `block`; `own` is this unit's
-    /// sum where there are planes.
+    /// Returns the partial sum of `block` over the earlier blocks; with planes this is `own`, the
+    /// unit's sum.
     pub fn get(&self, own: f32, block: usize, #[comptime] plan: NormPlan) -> f32 {
         if comptime!(plan.planes == 0) {
             self.sums[block % plan.row_lanes]
@@ -310,14 +310,14 @@ impl RowSum {
         }
     }
 
-    /// Keeps the sum with `block` where there are no planes.
+    /// Stores the partial sum of `block` if there are no planes.
     pub fn set(&mut self, sum: f32, block: usize, #[comptime] plan: NormPlan) {
         if comptime!(plan.planes == 0) {
             self.sums[block % plan.row_lanes] = sum;
         }
     }
 
-    /// The sum of the row for every unit, all of which must be here.
+    /// Returns the sum of the row to every unit. All units must participate.
     pub fn total(&mut self, own: f32, place: &Place, #[comptime] plan: NormPlan) -> f32 {
         if comptime!(plan.planes == 0) {
             sync_cube();
@@ -344,10 +344,10 @@ impl RowSum {
         }
     }
 
-    /// Leaves the [sum of this plane](plane_total) for all units of the cube, which must all be
-    /// here.
+    /// Publishes the [sum of this plane](plane_total) to all units of the cube, which must all
+    /// participate.
     pub fn leave(&mut self, sum: f32, place: &Place, #[comptime] plan: NormPlan) {
-        // Not where slower units still read the sums before.
+        // Slower units may still read the previous set.
         self.set = 1usize - self.set;
         let first = self.set * plan.cube_planes + place.slot * plan.planes;
         if place.unit & 31usize == 0usize {
@@ -356,7 +356,7 @@ impl RowSum {
         sync_cube();
     }
 
-    /// The sum of row `slot` of the cube, whose planes left theirs.
+    /// Returns the sum of row `slot` of the cube, whose planes have published theirs.
     pub fn of_slot(&self, slot: usize, #[comptime] plan: NormPlan) -> f32 {
         let planes = comptime!(plan.planes);
         let first = self.set * plan.cube_planes + slot * planes;
@@ -377,10 +377,10 @@ impl RowSum {
     }
 }
 
-/// The sum of a plane, for each of its units.
+/// Returns the sum of a plane to each of its units.
 #[cube]
 pub fn plane_total(own: f32, #[comptime] plan: NormPlan) -> f32 {
-    // Both of two units add the same two numbers, so all of them have the sum of the tree.
+    // Both units of a pair add the same two numbers, so all of them have the sum of the tree.
     let mut sum = own;
     #[unroll]
     for stage in 0..5u32 {

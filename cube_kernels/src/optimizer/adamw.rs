@@ -12,73 +12,73 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// One parameter of a launch. What the plan has not is any memory.
+/// One parameter of a launch. Buffers that the plan does not use may be any memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct AdamWSlot<G: CubePrimitive, W: CubePrimitive, M: CubePrimitive, P: CubePrimitive> {
-    /// The gradient.
+    /// Gradient.
     pub gradient: Box<[G]>,
-    /// The parameter in `f32`.
+    /// Parameter in `f32`.
     pub weight: Box<[W]>,
-    /// The running mean of the gradient.
+    /// First moment: the running mean of the gradient.
     pub first: Box<[M]>,
-    /// The running mean of its square.
+    /// Second moment: the running mean of the squared gradient.
     pub second: Box<[M]>,
-    /// The parameter in another type.
+    /// Copy of the parameter in another type.
     pub copy: Box<[P]>,
-    /// Where its vectors begin among those of all parameters of the launch.
+    /// Start of its vectors among those of all parameters of the launch.
     pub start: usize,
-    /// Where they end.
+    /// End of its vectors.
     pub end: usize,
-    /// Its decay.
+    /// Weight decay.
     pub decay: f32,
     /// Low word of the key of its random bits.
     pub key_low: u32,
     /// High word of the key.
     pub key_high: u32,
-    /// Its number among the amax values.
+    /// Index of its amax value.
     pub entry: usize,
 }
 
-/// What all parameters have in common.
+/// Inputs shared by all parameters.
 #[derive(CubeType, CubeLaunch)]
 pub struct AdamWStep {
     /// [`words`](crate::reference::AdamWSchedule::words) of the schedule.
     pub schedule: Box<[u32]>,
-    /// The norm of the gradients and what they are multiplied by.
+    /// Norm of the gradients, and the factor by which they are multiplied.
     pub factor: Box<[f32]>,
     /// Decay of the first moment.
     pub beta_1: f32,
-    /// What is missing to 1.
+    /// `1 - beta_1`.
     pub rest_1: f32,
     /// Decay of the second moment.
     pub beta_2: f32,
-    /// What is missing to 1.
+    /// `1 - beta_2`.
     pub rest_2: f32,
-    /// Added to the root of the second moment.
+    /// Term added to the root of the second moment.
     pub epsilon: f32,
 }
 
-/// The comptime choices of `adamw_kernel`.
+/// Comptime choices of `adamw_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AdamWPlan {
-    /// The type of the gradients.
+    /// Type of the gradients.
     pub gradient: FloatKind,
-    /// The type of the moments: `F32`, or `Bf16` with stochastic rounding.
+    /// Type of the moments: `F32`, or `Bf16` with stochastic rounding.
     pub moment: FloatKind,
-    /// The type that the parameter is also written in.
+    /// Type of the parameter's copy, if any.
     pub copy: Option<FloatKind>,
-    /// Whether gradients are multiplied by a factor.
+    /// True if gradients are multiplied by a factor.
     pub clip: bool,
-    /// Whether the amax of every new parameter is asked for.
+    /// True if the amax of every new parameter is computed.
     pub amax: bool,
-    /// Whether planes can reduce.
+    /// True if planes can reduce.
     pub planes: bool,
-    /// Who rounds.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
 impl AdamWPlan {
-    /// The type of what is written beside the parameter.
+    /// Returns the type of the parameter's copy.
     pub const fn copy_kind(&self) -> FloatKind {
         match self.copy {
             Some(kind) => kind,
@@ -87,7 +87,7 @@ impl AdamWPlan {
     }
 }
 
-/// The numbers of a step, in registers.
+/// Numbers of a step, in registers.
 #[derive(CubeType, Clone, Copy)]
 struct Numbers {
     lr: f32,
@@ -97,10 +97,10 @@ struct Numbers {
     keep: f32,
 }
 
-/// A parameter by vectors of `N`.
+/// A parameter in vectors of `N` elements.
 type VectorSlot<G, M, P, N> = AdamWSlot<Vector<G, N>, Vector<f32, N>, Vector<M, N>, Vector<P, N>>;
 
-/// A unit takes every `units`-th vector of all parameters, one parameter after the other.
+/// Each unit updates every `units`-th vector of all parameters, one parameter after the other.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn adamw_kernel<G: Numeric, M: Numeric, P: Numeric, N: Size>(
     mut slots: Sequence<VectorSlot<G, M, P, N>>,
@@ -139,7 +139,7 @@ pub fn adamw_kernel<G: Numeric, M: Numeric, P: Numeric, N: Size>(
     }
 }
 
-/// Raises an entry to `bits`, unless it is as large: atomics on one word run one after another, and
+/// Raises an entry to `bits` unless it is as large already. Atomics on one word are serialized, and
 /// after the first of them few values are larger.
 #[cube]
 fn raise(amax: &mut [Atomic<u32>], entry: usize, bits: u32, #[comptime] planes: bool) {
@@ -155,7 +155,7 @@ fn raise(amax: &mut [Atomic<u32>], entry: usize, bits: u32, #[comptime] planes: 
 
 #[cube]
 fn raise_alone(amax: &mut [Atomic<u32>], entry: usize, bits: u32) {
-    // Those of parameters that a unit has nothing of are zero: nothing is to be looked up.
+    // A unit's value is zero for parameters of which it has no vectors: skip the load.
     let mut held = bits;
     if bits != 0u32 {
         held = amax[entry].load();
@@ -165,7 +165,7 @@ fn raise_alone(amax: &mut [Atomic<u32>], entry: usize, bits: u32) {
     }
 }
 
-/// Updates a vector of every buffer; the largest magnitude of the new parameter's.
+/// Updates a vector of every buffer. Returns the amax of the new parameter's vector.
 #[cube]
 fn update_vector<G: Numeric, M: Numeric, P: Numeric, N: Size>(
     slot: &mut VectorSlot<G, M, P, N>,
@@ -176,7 +176,7 @@ fn update_vector<G: Numeric, M: Numeric, P: Numeric, N: Size>(
 ) -> u32 {
     let width = N::value();
     let conversion = comptime!(plan.conversion);
-    // Without PTX what an fma becomes is too long for many copies.
+    // Without PTX, the code of an fma is too long to be unrolled often.
     let unrolled = comptime!(conversion.has_ptx());
     let vector = item - slot.start;
     let gradients = slot.gradient[vector];
@@ -253,7 +253,7 @@ fn update_vector<G: Numeric, M: Numeric, P: Numeric, N: Size>(
     largest
 }
 
-/// The random word of element `e` of `vector`.
+/// Returns the random word of element `e` of `vector`.
 #[cube]
 fn word_of(
     words: &Array<u32>,

@@ -12,7 +12,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let mut all = vec![instance!(
@@ -88,7 +88,7 @@ fn shapes() -> [(usize, usize, AddressType); 3] {
     ]
 }
 
-/// Gradients, moments and copies.
+/// Returns the types of gradients, moments and copies.
 fn types() -> [(FloatKind, FloatKind, Option<FloatKind>); 4] {
     [
         (FloatKind::F32, FloatKind::F32, None),

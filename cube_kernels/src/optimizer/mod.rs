@@ -1,11 +1,11 @@
 //! AdamW over many parameters at once, in place, and the norm of all gradients.
 //!
-//! What changes from step to step is read from device memory: the learning rate, the corrections of
-//! the moments' bias and the step ([`AdamWSchedule`](crate::reference::AdamWSchedule)), and the
-//! factor that clips gradients. Nothing waits for the device. See [`reference`](crate::reference)
-//! for the arithmetic: a gradient that is NaN or infinite makes the norm so, and with it every
-//! parameter NaN (of a norm that is infinite, those parameters whose gradients are; the others
-//! take a step of zero gradients).
+//! Values that change between steps are read from device memory: the learning rate, the bias
+//! corrections of the moments and the step ([`AdamWSchedule`](crate::reference::AdamWSchedule)),
+//! and the factor that clips gradients. Nothing waits for the device. See
+//! [`reference`](crate::reference) for the arithmetic. A NaN or infinite gradient makes the norm
+//! NaN or infinite. A NaN norm makes every parameter NaN; an infinite norm makes those parameters
+//! NaN whose gradients are infinite, and the others take a step with zero gradients.
 
 mod adamw;
 pub(crate) mod instances;
@@ -26,22 +26,22 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Parameters of a launch on a GPU. Each has its own copy of the kernel's loop.
+/// Parameters per launch on a GPU. Each has its own copy of the kernel's loop.
 const SLOTS: usize = 8;
-/// The same on the CPU, where compiling takes longer.
+/// Parameters per launch on the CPU, where compiling takes longer.
 const CPU_SLOTS: usize = 2;
 
-/// Elements of a vector; one where a length is no multiple.
+/// Elements per vector; one if a length is not a multiple of it.
 const WIDTH: usize = 4;
 
-/// A gradient in device memory, contiguous.
+/// Contiguous gradient in device memory.
 #[derive(Debug, Clone)]
 pub struct Gradient {
-    /// The memory.
+    /// Memory of the gradient.
     pub handle: Handle,
-    /// Its elements.
+    /// Number of elements.
     pub elements: usize,
-    /// Their type.
+    /// Element type.
     pub dtype: FloatKind,
 }
 
@@ -61,45 +61,45 @@ impl Gradient {
 /// One parameter of a step; all buffers are contiguous.
 #[derive(Debug, Clone)]
 pub struct AdamWUpdate {
-    /// The gradient.
+    /// Gradient.
     pub gradient: Gradient,
-    /// The parameter, `f32`, which is updated in place.
+    /// Parameter in `f32`, updated in place.
     pub weight: Handle,
-    /// The running mean of the gradient, updated in place.
+    /// First moment: the running mean of the gradient, updated in place.
     pub first: Handle,
-    /// The running mean of its square, updated in place.
+    /// Second moment: the running mean of the squared gradient, updated in place.
     pub second: Handle,
-    /// The parameter in another type (`Bf16` or `F16`), which is written.
+    /// Output copy of the parameter in another type (`Bf16` or `F16`).
     pub copy: Option<(Handle, FloatKind)>,
-    /// The decay of the weight, which is multiplied by the learning rate.
+    /// Weight decay, which is multiplied by the learning rate.
     pub decay: f32,
-    /// The key of the random bits that round moments.
+    /// Key of the random bits that round moments.
     pub key: [u32; 2],
 }
 
-/// How a step is taken.
+/// Settings of a step.
 #[derive(Debug, Clone)]
 pub struct AdamWSpec<'a> {
-    /// The constants.
+    /// Constants of AdamW.
     pub params: AdamWParams,
-    /// The type of the moments: `F32`, or `Bf16` with stochastic rounding.
+    /// Type of the moments: `F32`, or `Bf16` with stochastic rounding.
     pub moments: FloatKind,
     /// [Four words](crate::reference::AdamWSchedule::words) in device memory.
     pub schedule: &'a Handle,
-    /// What [`clip_factor`] made, where gradients are clipped.
+    /// Result of [`clip_factor`], if gradients are clipped.
     pub factor: Option<&'a Handle>,
 }
 
-/// The number of sums that [`square_sums`] makes of a gradient.
+/// Returns the number of sums that [`square_sums`] computes for a gradient.
 fn square_sum_count(elements: usize) -> usize {
     elements.div_ceil(SQUARE_CHUNK)
 }
 
-/// The sums of squares of all chunks of the gradients, one gradient after the other, `f32`; how
-/// many that are.
+/// Computes the sums of squares (`f32`) of all chunks of the gradients, one gradient after the
+/// other. Returns the sums and their number.
 ///
 /// # Errors
-/// When a buffer is smaller than its elements.
+/// Returns an error if a buffer is smaller than its elements.
 pub fn square_sums(client: &Client, gradients: &[Gradient]) -> Result<(Handle, usize), Nvfp4Error> {
     gradients.iter().try_for_each(Gradient::check)?;
     let counts = gradients
@@ -179,11 +179,11 @@ fn square_batch(
     }
 }
 
-/// The norm of all gradients and the factor that scales them down to `max_norm` where it is larger:
-/// `f32[2]`. `sums` has the `count` sums of [`square_sums`].
+/// Computes the norm of all gradients, and the factor that scales them down to `max_norm` if the
+/// norm is larger: `f32[2]`. `sums` contains the `count` sums of [`square_sums`].
 ///
 /// # Errors
-/// When `sums` is smaller.
+/// Returns an error if `sums` is smaller.
 pub fn clip_factor(
     client: &Client,
     sums: &Handle,
@@ -208,26 +208,27 @@ pub fn clip_factor(
     Ok(out)
 }
 
-/// What [`adamw`] raises to the largest magnitudes of `parameters` parameters: zeros.
+/// Returns amax values of zero for `parameters` parameters, which [`adamw`] raises.
 pub fn no_amax(client: &Client, parameters: usize) -> Handle {
     crate::zeroed::zeros(client, parameters)
 }
 
-/// [`no_amax`] in the memory of an earlier step's.
+/// Resets the amax values of an earlier step to zero, like [`no_amax`].
 ///
 /// # Errors
-/// When `amax` is smaller.
+/// Returns an error if `amax` is smaller.
 pub fn clear_amax(client: &Client, amax: &Handle, parameters: usize) -> Result<(), Nvfp4Error> {
     check_memory("amax", amax, parameters * 4)?;
     crate::zeroed::clear(client, amax, parameters);
     Ok(())
 }
 
-/// A step of AdamW of all parameters, in place. With `amax`, `f32[parameters]`, each entry is
-/// raised to the largest magnitude of the new parameter (of its copy, where it has one).
+/// Performs a step of AdamW on all parameters, in place. If `amax` (`f32[parameters]`) is given,
+/// each entry is raised to the amax of the new parameter, or of its copy if it has one.
 ///
 /// # Errors
-/// When a buffer is smaller than its elements, or a type is not one that is written.
+/// Returns an error if a buffer is smaller than its elements, or the type of an output is not
+/// supported.
 pub fn adamw(
     client: &Client,
     spec: &AdamWSpec<'_>,
@@ -283,7 +284,7 @@ fn check(
 }
 
 impl AdamWUpdate {
-    /// Elements of a vector in every buffer.
+    /// Returns the number of elements per vector, for every buffer.
     fn width(&self) -> usize {
         let copy = self.copy.as_ref().map(|(handle, _)| handle);
         let others = [&self.weight, &self.first, &self.second];
@@ -379,13 +380,13 @@ fn adamw_batch(
     }
 }
 
-/// The most parameters of a launch.
+/// Returns the largest number of parameters per launch.
 fn most_slots(client: &Client) -> usize {
     if is_cpu(client) { CPU_SLOTS } else { SLOTS }
 }
 
-/// `batch`, and its first entry again until the launch is full or has one alone: each number of
-/// slots is a kernel of its own to compile.
+/// Returns `batch` with its first entry repeated until the launch is full, or `batch` itself if it
+/// has one entry: each number of slots is a separate kernel to compile.
 fn padded(batch: &[usize], client: &Client) -> Vec<usize> {
     let mut slots = batch.to_vec();
     if slots.len() > 1 {

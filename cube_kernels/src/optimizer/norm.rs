@@ -1,5 +1,4 @@
-//! The kernels of the gradients' norm; the order of their sums is that of
-//! `reference::square_sums`.
+//! Kernels of the gradients' norm; their summation order is that of `reference::square_sums`.
 
 use cubecl::prelude::*;
 
@@ -13,36 +12,36 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Elements that lie beside each other in a lane's group.
+/// Consecutive elements in a lane's group.
 const LANE: usize = 4;
-/// Elements of all lanes, one each.
+/// Elements of all lanes' groups.
 const ROW: usize = SQUARE_LANES * LANE;
 
 /// One gradient of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub struct GradientSlot<G: CubePrimitive> {
-    /// The gradient.
+    /// Gradient.
     pub gradient: Box<[G]>,
-    /// Its elements, a multiple of those in a vector.
+    /// Number of elements, a multiple of the vector width.
     pub elements: usize,
-    /// Where its chunks begin among those of the launch.
+    /// Start of its chunks among those of the launch.
     pub start: usize,
-    /// Where they end.
+    /// End of its chunks.
     pub end: usize,
-    /// Where their sums are written.
+    /// Offset of its sums in the output.
     pub out: usize,
 }
 
-/// The comptime choices of `square_sums_kernel`.
+/// Comptime choices of `square_sums_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SquarePlan {
-    /// The type of the gradients.
+    /// Type of the gradients.
     pub gradient: FloatKind,
-    /// Who rounds.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// A cube adds the squares of every `cubes`-th chunk.
+/// Each cube sums the squares of every `cubes`-th chunk.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn square_sums_kernel<G: Numeric, N: Size>(
     slots: Sequence<GradientSlot<Vector<G, N>>>,
@@ -66,14 +65,14 @@ pub fn square_sums_kernel<G: Numeric, N: Size>(
             if thread_in_cta() == 0u32 {
                 sums[slot.out + (chunk - slot.start)] = sum;
             }
-            // The next chunk's lanes must not come before every unit has read the sum.
+            // The next chunk overwrites the lanes only after every unit has read the sum.
             sync_cube();
             chunk += CUBE_COUNT;
         }
     }
 }
 
-/// The squares of four lanes, the first of which begins at element `first`.
+/// Returns the sums of squares of four lanes; the first lane begins at element `first`.
 #[cube]
 fn lane_sum<G: Numeric, N: Size>(
     slot: &GradientSlot<Vector<G, N>>,
@@ -95,7 +94,7 @@ fn lane_sum<G: Numeric, N: Size>(
         for part in 0..vectors {
             let element = first + row * ROW + comptime!(part * width);
             let inside = element < slot.elements;
-            // Behind the end the last vector is loaded, and not used: loads do not branch.
+            // Past the end, the last vector is loaded and not used, so that loads do not branch.
             let last = slot.elements / width - 1usize;
             let vector = slot.gradient[select(inside, element / width, last)];
             #[unroll]
@@ -110,7 +109,7 @@ fn lane_sum<G: Numeric, N: Size>(
     (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
-/// The sum of all lanes, in every unit.
+/// Returns the sum of all lanes to every unit.
 #[cube]
 fn tree(lanes: &mut Shared<[f32]>) -> f32 {
     #[unroll]
@@ -128,7 +127,7 @@ fn tree(lanes: &mut Shared<[f32]>) -> f32 {
     lanes[0]
 }
 
-/// One cube adds the sums of all chunks: the norm, and the factor that scales gradients down to
+/// Sums all chunks with one cube. Writes the norm, and the factor that scales gradients down to
 /// `max_norm`.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn clip_factor_kernel(
@@ -154,7 +153,7 @@ pub fn clip_factor_kernel(
     let factor = reciprocal(norm + NORM_EPSILON, conversion) * max_norm;
     if thread_in_cta() == 0u32 {
         out[0] = norm;
-        // A factor that is NaN stays.
+        // A NaN factor stays NaN.
         out[1] = select(factor > 1.0f32, 1.0f32, factor);
     }
 }

@@ -1,4 +1,4 @@
-//! 16x16 tiles: one scale for each, and the columnwise tensor as the exact transpose of the rowwise
+//! 16x16 tiles with one scale each. The columnwise tensor is the exact transpose of the rowwise
 //! one, so that nothing is quantized twice.
 
 use cubecl::prelude::*;
@@ -21,8 +21,8 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The scale bytes of the 16x16 tiles of a tile in shared memory, with bit 8 set where
-/// [`stays_below_7()`] says so of the whole tile. Synchronises before it returns.
+/// Chooses the scale bytes of the 16x16 tiles of a tile in shared memory. Bit 8 is set if
+/// [`stays_below_7()`] holds for the whole 16x16 tile. Synchronizes before it returns.
 #[cube]
 pub(super) fn choose_tile_scales(
     memory: &mut TileMemory,
@@ -57,7 +57,7 @@ pub(super) fn choose_tile_scales(
         let amax = f32::reinterpret(bits);
         memory.tile_scales[item] = match comptime!(plan.policy.scaling) {
             BlockScaling::FourOverSix(_) => {
-                // Both candidates wait here, the one for 6 in the low byte.
+                // Stores both candidates, the one for 6 in the low byte.
                 let both = candidate_scales(amax, &global, conversion);
                 both.extract(0usize) | (both.extract(1usize) << 8u32)
             }
@@ -103,7 +103,7 @@ pub(super) fn choose_tile_scales(
     }
 }
 
-/// The sum of the errors of 16 rows, by the tree of the specification (section 7).
+/// Returns the sum of the errors of 16 rows, in the tree order of the specification (section 7).
 #[cube]
 fn sum_of_rows(errors: &Shared<[u32]>, first: usize, #[comptime] per_row: usize) -> f32 {
     let mut rows = Array::<f32>::new(16usize);
@@ -122,16 +122,16 @@ fn sum_of_rows(errors: &Shared<[u32]>, first: usize, #[comptime] per_row: usize)
     rows[0]
 }
 
-/// Where the two words of codes of a block along a row wait. Units that transpose 16 rows of eight
-/// columns each read words of four neighbouring columns of eight times 16 rows: all in different
-/// banks.
+/// Returns the index of the two staged words of codes of a block along a row. Units that transpose
+/// 16 rows of eight columns each read words of four neighbouring columns of eight times 16 rows,
+/// which are all in different banks.
 #[cube]
 pub fn code_at(row: usize, block: usize) -> usize {
     row * CODE_PITCH + row / 8usize * 2usize + block * 2usize
 }
 
 /// Writes the transposed codes of a tile, and the scales of its 16x16 tiles for each of their
-/// columns. A unit takes 16 rows of eight columns at a time.
+/// columns. A unit transposes 16 rows of eight columns at a time.
 #[cube]
 pub(super) fn write_transposed(
     memory: &TileMemory,
@@ -151,7 +151,7 @@ pub(super) fn write_transposed(
     let padded_start = shape.cols.div_ceil(128) * 128usize * tile.padded_before * 4usize;
     let mut item = UNIT_POS as usize;
     while item < comptime!(8 * 2 * tile::row_blocks(kind)) {
-        // Neighbours take the 16-row blocks of the same columns, which are neighbours in the
+        // Neighbouring units take the 16-row blocks of the same columns, which are adjacent in the
         // result.
         let place = item % 8usize;
         let eight = item / 8usize;
@@ -187,8 +187,7 @@ pub(super) fn write_transposed(
                 }
             }
             if comptime!(plan.swizzled) {
-                // Columns behind the last one and blocks behind the last one pad the layout with
-                // zeros.
+                // Columns and blocks after the last one pad the layout with zeros.
                 if block < padded_group * 4usize {
                     let target = padded_start + swizzled_at(column, block, padded_group);
                     let byte = select(column < shape.cols, scale, 0u32);
@@ -201,7 +200,7 @@ pub(super) fn write_transposed(
 }
 
 /// Transposes eight words of eight nibbles: nibble `i` of word `j` becomes nibble `j` of word `i`.
-/// Halves, then bytes, then nibbles change places.
+/// Exchanges halves, then bytes, then nibbles.
 #[cube]
 pub fn transpose_8x8(words: &mut Array<u32>, #[comptime] conversion: Conversion) {
     #[unroll]
@@ -226,8 +225,8 @@ pub fn transpose_8x8(words: &mut Array<u32>, #[comptime] conversion: Conversion)
     }
 }
 
-/// Bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest
-/// first.
+/// Returns bytes of `a` (numbers 0 to 3) and `b` (4 to 7), selected by the nibbles of `selector`,
+/// lowest first.
 #[cube]
 fn bytes_of(a: u32, b: u32, #[comptime] selector: u32, #[comptime] conversion: Conversion) -> u32 {
     if comptime!(conversion.has_ptx()) {

@@ -1,4 +1,4 @@
-//! Blocks down the columns of a tile: the columnwise tensor.
+//! The columnwise tensor: blocks down the columns of a tile.
 
 use cubecl::prelude::*;
 
@@ -23,7 +23,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Quantizes the blocks down the columns of a tile; codes and scales wait in shared memory.
+/// Quantizes the blocks down the columns of a tile; codes and scales are staged in shared memory.
 #[cube]
 pub(super) fn quantize_columns(
     memory: &mut TileMemory,
@@ -40,12 +40,12 @@ pub(super) fn quantize_columns(
     let conversion = comptime!(policy.conversion);
     let per_word = comptime!(4 / kind.size());
     let span = comptime!(tile::span(plan.hadamard));
-    // Whether a column's maximum comes from its words, two columns at once.
+    // True if the amax of a column is computed from words, two columns at once.
     let packed_amax =
         comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none());
     let count = comptime!(span / tile::lanes(plan.hadamard, conversion));
     let shared = comptime!(tile::lanes(plan.hadamard, conversion) > 1);
-    // Blocks of one stored row of this group's copy, and the first of them in this tile.
+    // Blocks per stored row of this group's copy, and the first of them in this tile.
     let per_unit = comptime!(span / 16);
     let group_blocks = (tile.row_end - tile.group_row0).div_ceil(span) * per_unit;
     let block0 = (tile.row0 - tile.group_row0) / 16usize;
@@ -58,8 +58,8 @@ pub(super) fn quantize_columns(
         let at = tile::column_item(item, units, plan.hadamard, conversion);
         let word = at.word;
         let first = block0 + at.block;
-        // Units that share a transform go on together, and only what they store depends on where
-        // the matrix ends.
+        // Units that share a transform stay together; only their stores depend on where the matrix
+        // ends.
         if shared || first < group_blocks {
             let words = tile::load_words(&memory.data, at.block * 16usize, word, count, conversion);
             let both = if comptime!(packed_amax) {
@@ -93,8 +93,8 @@ pub(super) fn quantize_columns(
                         stage_block(memory, &encoded, word, half as usize, at.block, plan);
                     }
                 } else if shared || inside {
-                    // Loaded again for the other column, where they would take registers that a
-                    // fourth cube on the SM needs.
+                    // Reloaded for the second column: keeping them would take registers that a
+                    // fourth cube per SM needs.
                     let words = if comptime!(packed_amax || half == 0) {
                         words
                     } else {
@@ -153,7 +153,7 @@ pub(super) fn quantize_columns(
     }
 }
 
-/// Leaves the codes and the scale of block `place` of a column in shared memory.
+/// Stages the codes and the scale of block `place` of a column in shared memory.
 #[cube]
 fn stage_block(
     memory: &mut TileMemory,
@@ -174,22 +174,22 @@ fn stage_block(
     memory.stage_scales[scale_slot(word, half, place)] = scale;
 }
 
-/// By what a multiple of a block is quantized; see [`TilePlan::col_multiple`].
+/// Parameters for quantizing a multiple of a block; see [`TilePlan::col_multiple`].
 #[derive(CubeType)]
 struct MultipleRule {
-    /// The scale of its stored row, of such multiples.
+    /// Scale of the stored row, for these multiples.
     global: GlobalScale,
-    /// The number by which it draws.
+    /// Block number for random bits.
     index: u64,
 }
 
-/// Quantizes four times the transformed values of a column's block, where they and their multiplier
-/// are of usual size, and else the values.
+/// Quantizes four times the transformed values of a column's block if they and their multiplier are
+/// in the usual range, and otherwise the values themselves.
 ///
-/// The largest of the former is below 2¹²⁰ here, and not below 2⁻⁸⁹: its block's scale is at most
-/// twice what it should be. No bit of a value of 2⁻¹²⁶ or more depends on the factor of 1/4.
-/// Smaller ones, of which it takes bits, are below 2⁻³² when they are rounded to E2M1, where
-/// nothing is left of them but the sign.
+/// The largest of these multiples is below 2¹²⁰ here, and at least 2⁻⁸⁹: the block's scale is at
+/// most twice what it should be. No bit of a value of 2⁻¹²⁶ or more depends on the factor of 1/4.
+/// Smaller values, which lose bits by that factor, are below 2⁻³² when they are rounded to E2M1,
+/// where only the sign is left of them.
 #[cube]
 fn quantize_multiple(
     data: &Shared<[u32]>,
@@ -236,10 +236,10 @@ fn quantize_multiple(
     Encoded { scale, codes }
 }
 
-/// See [`quantize_multiple()`]: 2¹²⁰.
+/// Upper bound in [`quantize_multiple()`]: 2¹²⁰.
 const LARGEST_MULTIPLE: f32 = 1_329_227_995_784_915_872_903_807_060_280_344_576.0;
 
-/// The values of a column's block of 16, with the signs of the transform.
+/// Loads the values of a column's block of 16, with the signs of the transform.
 #[cube]
 fn load_column(
     data: &Shared<[u32]>,
@@ -263,8 +263,8 @@ fn load_column(
     )
 }
 
-/// Transforms `count` values of a column, where the plan says so; with PTX they are returned in
-/// bf16 pairs, too.
+/// Transforms `count` values of a column if the plan requires it. With PTX, also returns them as
+/// bf16 pairs.
 #[cube]
 fn transform_column(
     values: &mut Array<f32>,
@@ -289,21 +289,21 @@ fn transform_column(
     }
 }
 
-/// Where the codes of a column wait: neighbouring units hold neighbouring words, so the columns of
-/// a word lie apart, an odd number of banks.
+/// Returns the index of the staged codes of a column. Neighbouring units hold neighbouring words,
+/// so the columns of a word are an odd number of banks apart.
 #[cube]
 fn stage_slot(word: usize, half: usize) -> usize {
     (half * tile::WORDS + word) * STAGE_PITCH + half
 }
 
-/// Where the scale of a column's block waits: 8 blocks of two columns are written, and those of
-/// four neighbouring columns read, in different banks.
+/// Returns the index of the staged scale of a column's block. Writes of 8 blocks of two columns,
+/// and reads of four neighbouring columns, go to different banks.
 #[cube]
 fn scale_slot(word: usize, half: usize, place: usize) -> usize {
     place * SCALE_PITCH + half * comptime!(tile::WORDS + 2) + word
 }
 
-/// Writes the codes and scales that wait in `stage`, or the values that they stand for.
+/// Writes the codes and scales staged in `stage`, or the values that they represent.
 #[cube]
 pub(super) fn write_columns(
     memory: &TileMemory,
@@ -322,8 +322,8 @@ pub(super) fn write_columns(
     let block0 = (tile.row0 - tile.group_row0) / 16usize;
     let whole_tiles = comptime!(plan.whole_tiles);
     let per_padded = comptime!(tile::padded_unit(span) / 16);
-    // Where the group's copy begins, and from one stored row to the next. Random bits are drawn for
-    // the same blocks in either order.
+    // Start of the group's copy, and pitch of its stored rows. Random bits are drawn for the same
+    // blocks in either order.
     let mut start = shape.cols * tile.units_before * per_unit;
     let mut row_pitch = group_blocks;
     if comptime!(whole_tiles) {
@@ -335,7 +335,8 @@ pub(super) fn write_columns(
     }
     let padded_group = group_blocks.div_ceil(4);
     let padded_base = shape.cols.div_ceil(128) * 128usize * tile.padded_before * per_padded;
-    // With units for several whole columns, turn by turn the same place of columns further on.
+    // With units for several whole columns, each iteration handles the same position of later
+    // columns.
     let writers = comptime!(plan.writers());
     let across = comptime!(8 * writers);
     let whole = comptime!(units.is_multiple_of(2 * across));
@@ -369,7 +370,7 @@ pub(super) fn write_columns(
         let slot = stage_slot(word, half);
         let mut scale = 0u32;
         if comptime!(whole_tiles) {
-            // Blocks that pad the last tile of the group have codes, too: zeros.
+            // Blocks that pad the last scale tile of the group also have codes: zeros.
             if column < shape.cols && block < padded_group * 4usize && !inside {
                 let zeros = Vector::<u32, Const<2>>::new(0u32);
                 out.store_codes(start + column * row_pitch + block, zeros);
@@ -377,7 +378,7 @@ pub(super) fn write_columns(
         }
         if inside {
             if comptime!(plan.unscaled) {
-                // A unit for each word of codes.
+                // One unit per word of codes.
                 let vector = (start + column * row_pitch + block) * writers + part % writers;
                 let pair = memory.stage_scales[scale_slot(word, half, place)];
                 let conversion = comptime!(plan.policy.conversion);
@@ -391,11 +392,11 @@ pub(super) fn write_columns(
             }
         }
         if comptime!(plan.unscaled) {
-            // Values have no scales.
+            // Unscaled values have no scales.
         } else if comptime!(plan.swizzled) {
             if block < padded_group * 4usize {
                 let target = if comptime!(whole_tiles) {
-                    // Whole tiles of all groups are those of one matrix.
+                    // With whole tiles, the tiles of all groups are those of one matrix.
                     swizzled_at(column, start + block, row_blocks / 4usize)
                 } else {
                     padded_base + swizzled_at(column, block, padded_group)

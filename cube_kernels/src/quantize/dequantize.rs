@@ -1,4 +1,4 @@
-//! From codes back to values.
+//! Dequantization kernels.
 
 use cubecl::prelude::*;
 
@@ -18,12 +18,12 @@ use crate::{
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// The matrix that `packed` stands for, `rows` x `cols` in the orientation of its source, rounded
-/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). Values of a
-/// transformed copy stay transformed; rows of no group are undefined.
+/// Dequantizes `packed` to a matrix of `rows` x `cols` in the orientation of its source, rounded
+/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). A transform is not
+/// undone; rows that belong to no group are undefined.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn dequantize(
     client: &Client,
     packed: &DeviceQuantized,
@@ -41,13 +41,13 @@ pub fn dequantize(
     Ok(result)
 }
 
-/// The launch for a copy in the orientation of its source.
+/// Launches the kernel for a copy in the orientation of its source.
 fn dequantize_rows(
     client: &Client,
     packed: &DeviceQuantized,
     result: &Matrix,
 ) -> Result<(), Nvfp4Error> {
-    // The kernel knows of rows and not of groups, at each of which tiles of scales begin anew.
+    // The kernel handles rows but not groups, at each of which tiles of scales start anew.
     let is_tiled = packed.layout.scale_layout == ScaleLayout::Swizzled128x4;
     let in_rows = match &packed.groups {
         Groups::Batch(_) | Groups::Offsets { .. } if is_tiled => {
@@ -65,7 +65,7 @@ fn dequantize_rows(
         ));
     }
     let maxima = source.row_maxima(client)?;
-    // Eight codes make 16 bytes of 16-bit values.
+    // Eight codes become 16 bytes of 16-bit values.
     let row_words = source.blocks * 2;
     let words = source.rows * row_words;
     let (count, dim) = grid(client, words);
@@ -97,7 +97,7 @@ fn dequantize_rows(
     Ok(())
 }
 
-/// The launch for a copy that is stored transposed, or for such copies of groups.
+/// Launches the kernel for a copy that is stored transposed, or for such copies of groups.
 fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     let out = result.dtype;
     let blocks = packed.code_blocks();
@@ -177,35 +177,35 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     }
 }
 
-/// A rowwise tensor in a kernel that reads words of eight codes.
+/// A rowwise tensor for a kernel that reads words of eight codes.
 #[derive(CubeType, CubeLaunch)]
 pub struct PackedWords {
-    /// The codes, eight to an item.
+    /// Codes, eight per item.
     pub codes: Box<[u32]>,
-    /// The scale bytes.
+    /// Scale bytes.
     pub scales: Box<[u8]>,
-    /// The amax values.
+    /// Amax values.
     pub amax: Box<[f32]>,
-    /// Words of a row.
+    /// Words per row.
     pub row_words: usize,
-    /// Words that one amax stands for, where it is not one for all.
+    /// Words per amax, unless one amax applies to all.
     pub amax_words: usize,
-    /// What an amax is divided by.
+    /// Divisor of an amax.
     pub range: f32,
 }
 
-/// The comptime choices of [`dequantize_rows_kernel()`].
+/// Comptime configuration of [`dequantize_rows_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WordsPlan {
-    /// Whether an amax stands for `amax_words` words, and not for all.
+    /// True if an amax applies to `amax_words` words instead of all.
     pub per_row: bool,
-    /// Whether scales lie in 128x4 tiles.
+    /// True if scales are in 128x4 tiles.
     pub swizzled: bool,
-    /// The element type of the result.
+    /// Element type of the result.
     pub kind: FloatKind,
 }
 
-/// One unit decodes every `units`-th of `words` words of eight codes into one vector.
+/// Each unit decodes every `units`-th of `words` words of eight codes to one vector.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_rows_kernel<F: Numeric>(
     source: PackedWords,
@@ -244,32 +244,32 @@ pub fn dequantize_rows_kernel<F: Numeric>(
     }
 }
 
-/// Blocks of a stored row that a unit decodes: 32 bytes of codes, a sector of memory.
+/// Blocks of a stored row that a unit decodes: 32 bytes of codes, a memory sector.
 const BLOCKS: usize = 4;
 
-/// A columnwise tensor in a kernel that reads whole sectors of memory.
+/// A columnwise tensor for a kernel that reads whole memory sectors.
 #[derive(CubeType, CubeLaunch)]
 pub struct PackedSectors {
-    /// The codes, two blocks to an item.
+    /// Codes, two blocks per item.
     pub codes: Box<[Vector<u32, Const<4>>]>,
-    /// The scale bytes, four to an item.
+    /// Scale bytes, four per item.
     pub scales: Box<[u32]>,
-    /// The amax values.
+    /// Amax values.
     pub amax: Box<[f32]>,
     /// Stored rows.
     pub outer: usize,
-    /// Elements of a stored row, without padding.
+    /// Elements per stored row, without padding.
     pub inner: usize,
-    /// Blocks of a stored row.
+    /// Blocks per stored row.
     pub blocks: usize,
-    /// What an amax is divided by.
+    /// Divisor of an amax.
     pub range: f32,
 }
 
-/// One unit decodes `BLOCKS` blocks of each of two stored rows of a columnwise tensor, and stores
-/// pairs of the result; neighbours take neighbouring stored rows, which are neighbouring columns of
-/// the result. Whole sectors are loaded at once: neighbours' lie in other rows, and would be gone
-/// from the cache before a second load of each.
+/// Each unit decodes `BLOCKS` blocks of each of two stored rows of a columnwise tensor, and stores
+/// pairs of the result. Neighbouring units take neighbouring stored rows, which are neighbouring
+/// columns of the result. Whole sectors are loaded at once: neighbours load from other rows, so a
+/// second load of a sector would miss the cache.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_col_pairs_kernel<F: Numeric>(
     source: PackedSectors,
@@ -328,26 +328,26 @@ pub fn dequantize_col_pairs_kernel<F: Numeric>(
     }
 }
 
-/// Blocks down a column of a tile of rows.
+/// Blocks down a column of a tile.
 const TILE_BLOCKS: usize = ROWS / BLOCK;
 
 /// A block of a columnwise tensor.
 #[derive(CubeType, Clone, Copy)]
 struct ColumnBlock {
-    /// Where its codes are.
+    /// Index of its codes.
     index: usize,
-    /// Where its scale byte is.
+    /// Index of its scale byte.
     scale: usize,
-    /// Where its amax is, if there are several.
+    /// Index of its amax, if there are several.
     amax: usize,
-    /// The row of its first element.
+    /// Row of its first element.
     first: usize,
-    /// The row behind the last of its group.
+    /// End row of its group (exclusive).
     end: usize,
 }
 
-/// Block number `number` of column `column`: of its `blocks`, or with groups of those of its tiles,
-/// some of which end before.
+/// Returns block number `number` of column `column`: counted among its `blocks` or, with groups,
+/// among those of its tiles, some of which are cut short.
 #[cube]
 fn column_block(
     map: &[Vector<u32, Const<4>>],
@@ -396,20 +396,20 @@ fn column_block(
     }
 }
 
-/// The comptime choices of [`dequantize_cols_kernel()`].
+/// Comptime configuration of [`dequantize_cols_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ColumnsPlan {
-    /// The unit of rows to which the tensor is padded.
+    /// Number of rows to a multiple of which the tensor is padded.
     pub span: usize,
-    /// How it is stored.
+    /// Storage of the tensor.
     pub source: SourcePlan,
-    /// The element type of the result.
+    /// Element type of the result.
     pub kind: FloatKind,
 }
 
-/// One unit decodes every `units`-th block of a columnwise tensor, the `numbers` of a column of
-/// which are those of `column_block`; neighbours take neighbouring stored rows, which are
-/// neighbouring columns of the result. `map` is what `tile::map_tiles` wrote for the plan's span.
+/// Each unit decodes every `units`-th block of a columnwise tensor; `numbers` is the count of block
+/// numbers per column for `column_block`. Neighbouring units take neighbouring stored rows, which
+/// are neighbouring columns of the result. `tile::map_tiles` writes `map` for the plan's span.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn dequantize_cols_kernel<F: Numeric>(
     source: PackedRows,

@@ -1,4 +1,4 @@
-//! Which kernels quantization takes on a device, and why: rows of `nvfp4 doctor`.
+//! Quantization kernels of a device with reasons: rows of `nvfp4 doctor`.
 
 use crate::{
     capabilities::{Capabilities, GemmBackend},
@@ -6,12 +6,12 @@ use crate::{
     describe::CodePath,
 };
 
-/// One row.
+/// Returns one row.
 fn row(operation: &'static str, kernel: impl Into<String>, reason: impl Into<String>) -> CodePath {
     CodePath::new(operation, "CubeCL", kernel, reason)
 }
 
-/// What the device is compiled for, as reasons name it.
+/// Returns the compilation target of the device, as reasons name it.
 fn target(capabilities: &Capabilities) -> String {
     match capabilities.compute_capability {
         Some(capability) => format!("sm_{capability}"),
@@ -19,7 +19,7 @@ fn target(capabilities: &Capabilities) -> String {
     }
 }
 
-/// How the operations of this module run on a device with these capabilities.
+/// Returns how the operations of this module run on a device with these capabilities.
 pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
     let target = target(capabilities);
     let (kernel, why) = match capabilities.runtime == "cpu" {
@@ -149,7 +149,7 @@ fn stochastic(conversion: Conversion, target: &str) -> (&'static str, String) {
 mod tests {
     use super::*;
 
-    /// Every architecture says what is its own, in rows that fit the table.
+    /// Every architecture reports its own kernels, in rows that fit the table.
     #[test]
     fn every_architecture_says_what_it_does() {
         use Conversion::{Hardware, HardwareNearest, Sm80, Sm89, Software};

@@ -1,8 +1,8 @@
-//! Launching the quantization kernels.
+//! Launches of the quantization kernels.
 //!
 //! Each function checks its arguments, allocates its output, queues the kernels and returns without
-//! waiting; nothing is read back. All kernels index with 64 bits where a tensor needs it, and are
-//! written for any number of units in a cube.
+//! waiting; nothing is read back. All kernels use 64-bit indices if a tensor requires them, and
+//! support any number of units per cube.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
@@ -72,7 +72,7 @@ pub use swizzle::{
     unswizzle_block_groups, unswizzle_row_groups,
 };
 
-/// The kernels themselves, for tests that compile them without launching.
+/// The kernels, for tests that compile them without launching.
 #[doc(hidden)]
 pub mod kernels {
     pub use super::{

@@ -7,12 +7,12 @@ use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at
-/// 2^64, after the kernels that were queued before. A captured graph that ends with it draws fresh
-/// bits at every replay of its [`StochasticAt`](crate::tensor::DeviceRounding::StochasticAt)
-/// copies.
+/// 2^64, after the kernels that were queued before. A captured graph that ends with this kernel
+/// draws fresh bits at every replay of its
+/// [`StochasticAt`](crate::tensor::DeviceRounding::StochasticAt) copies.
 ///
 /// # Errors
-/// When `offset` does not hold two words.
+/// Returns an error if `offset` does not hold two words.
 pub fn advance_offset(client: &Client, offset: &Handle, step: u32) -> Result<(), Nvfp4Error> {
     check_memory("offset", offset, 8)?;
     // SAFETY: checked to hold two words.
@@ -28,17 +28,17 @@ pub fn advance_offset(client: &Client, offset: &Handle, step: u32) -> Result<(),
     Ok(())
 }
 
-/// One unit adds `step`.
+/// Adds `step` on a single unit.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn advance_offset_kernel(offset: &mut [u32], step: u32) {
     let low = offset[0] + step;
-    // Unsigned addition wrapped exactly when the sum is below a summand.
+    // The unsigned addition wrapped if and only if the sum is below a summand.
     let carry = u32::cast_from(low < step);
     offset[0] = low;
     offset[1] += carry;
 }
 
-/// For the registry of kernels.
+/// Kernel instances for the registry.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let offset = device.buffer(2);
     vec![instance!(

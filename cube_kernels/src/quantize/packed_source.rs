@@ -1,5 +1,4 @@
-//! NVFP4 operands as kernels read them: rows of blocks, whichever axis of the matrix these lie
-//! along.
+//! NVFP4 operands as seen by kernels: rows of blocks, along either axis of the matrix.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -12,38 +11,38 @@ use crate::{
     tensor::{AmaxGranularity, DeviceQuantized, Groups},
 };
 
-/// The comptime side of a packed source.
+/// Comptime configuration of a packed source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SourcePlan {
-    /// Whether each stored row has its own amax.
+    /// True if each stored row has its own amax.
     pub per_row: bool,
-    /// Whether scales lie in 128x4 tiles.
+    /// True if scales are in 128x4 tiles.
     pub swizzled: bool,
-    /// How groups of stored rows are given.
+    /// Representation of the groups of stored rows.
     pub grouping: Grouping,
 }
 
 /// A packed matrix as `rows` stored rows of `cols` elements, in groups of stored rows.
 ///
-/// Matrices of equally many rows that are packed along them are stored as their transposes, one
-/// below the other, which makes them groups of stored rows, too.
+/// Equally sized matrices that are packed along their rows are stored as stacked transposes, which
+/// makes them groups of stored rows, too.
 pub(crate) struct PackedSource<'a> {
     packed: &'a DeviceQuantized,
-    /// Stored rows, of all groups.
+    /// Stored rows of all groups.
     pub rows: usize,
-    /// Elements of a stored row, without padding.
+    /// Elements per stored row, without padding.
     pub cols: usize,
-    /// Blocks of a stored row, with padding.
+    /// Blocks per stored row, with padding.
     pub blocks: usize,
-    /// Which stored rows belong together.
+    /// Groups of stored rows.
     pub groups: Groups,
-    /// The comptime side.
+    /// Comptime configuration.
     pub plan: SourcePlan,
 }
 
 impl<'a> PackedSource<'a> {
-    /// Checks `packed`, which is called `argument` in errors. `None` where groups of different
-    /// sizes are packed along their rows: these have stored rows of different lengths.
+    /// Checks `packed`, which errors name `argument`. Returns `None` if groups of different sizes
+    /// are packed along their rows, since these have stored rows of different lengths.
     pub fn new(
         argument: &'static str,
         packed: &'a DeviceQuantized,
@@ -77,7 +76,7 @@ impl<'a> PackedSource<'a> {
         }))
     }
 
-    /// [`Self::new`] for kernels that need stored rows of one length.
+    /// [`Self::new`] for kernels that need stored rows of equal length.
     pub fn even(argument: &'static str, packed: &'a DeviceQuantized) -> Result<Self, Nvfp4Error> {
         Self::new(argument, packed)?.ok_or_else(|| {
             Nvfp4Error::value(
@@ -88,7 +87,7 @@ impl<'a> PackedSource<'a> {
         })
     }
 
-    /// The argument of kernels that read whole blocks.
+    /// Returns the argument of kernels that read whole blocks.
     pub fn arg(&self) -> PackedRowsLaunch {
         self.arg_with(self.amax())
     }
@@ -98,35 +97,35 @@ impl<'a> PackedSource<'a> {
         PackedRowsLaunch::new(self.codes(), self.scales(), amax, self.blocks, self.range())
     }
 
-    /// The codes, a block to an item.
+    /// Returns the codes, one block per item.
     pub fn codes(&self) -> BufferArg {
         // SAFETY: checked in `new`.
         unsafe { buffer(&self.packed.codes, self.rows * self.blocks) }
     }
 
-    /// The scale bytes.
+    /// Returns the scale bytes.
     pub fn scales(&self) -> BufferArg {
         // SAFETY: checked in `new`.
         unsafe { buffer(&self.packed.scales, self.packed.scale_bytes()) }
     }
 
-    /// The amax values, as they are.
+    /// Returns the amax values as stored.
     pub fn amax(&self) -> BufferArg {
         // SAFETY: checked in `new`.
         unsafe { buffer(&self.packed.amax, self.packed.amax_len()) }
     }
 
-    /// Memory that there is, for arguments that are not read.
+    /// Returns a valid buffer as a placeholder for arguments that are not read.
     pub fn unread(&self) -> &Handle {
         &self.packed.amax
     }
 
-    /// What an amax is divided by.
+    /// Returns the divisor of an amax.
     pub fn range(&self) -> f32 {
         self.packed.layout.scaling.range()
     }
 
-    /// The amax values for kernels that know of rows and not of groups.
+    /// Returns the amax values for kernels that handle rows but not groups.
     pub fn row_maxima(&self, client: &Client) -> Result<RowMaxima, Nvfp4Error> {
         let packed = self.packed;
         let own = |rows| RowMaxima {
@@ -152,8 +151,8 @@ impl<'a> PackedSource<'a> {
     }
 }
 
-/// Maxima in device memory, and how many rows one of them stands for: all of them where that is
-/// `None`.
+/// Amax values in device memory, with the number of rows per amax; `None` if one applies to all
+/// rows.
 pub(crate) struct RowMaxima {
     amax: Handle,
     len: usize,
@@ -166,14 +165,14 @@ impl RowMaxima {
         unsafe { buffer(&self.amax, self.len) }
     }
 
-    /// What one of them stands for, in items of which a row has `per_row`.
+    /// Returns the number of items per amax, for rows of `per_row` items.
     pub fn items(&self, per_row: usize) -> usize {
         (self.rows.unwrap_or(1) * per_row).max(1)
     }
 }
 
-/// Where the scale byte of block `block` of stored row `row` lies, `blocks` being those of a row.
-/// Among rows that are padded to 128 in every group it is row `tiled`.
+/// Returns the index of the scale byte of block `block` of stored row `row`; each row has `blocks`
+/// blocks. `tiled` is the row's index if every group is padded to 128 rows.
 #[cube]
 pub fn scale_at(
     row: usize,
@@ -192,35 +191,36 @@ pub fn scale_at(
 /// Stored rows of an NVFP4 matrix in a kernel that reads whole blocks.
 #[derive(CubeType, CubeLaunch)]
 pub struct PackedRows {
-    /// The codes, a block to an item.
+    /// Codes, one block per item.
     pub codes: Box<[Vector<u32, Const<2>>]>,
-    /// The scale bytes.
+    /// Scale bytes.
     pub scales: Box<[u8]>,
-    /// The amax values.
+    /// Amax values.
     pub amax: Box<[f32]>,
-    /// Blocks of a stored row, with padding.
+    /// Blocks per stored row, with padding.
     pub blocks: usize,
-    /// What an amax is divided by.
+    /// Divisor of an amax.
     pub range: f32,
 }
 
-/// The codes of a block, and what they are multiplied by.
+/// Codes of a block with their factors.
 #[derive(CubeType)]
 pub struct PackedBlock {
-    /// The codes, eight to a word.
+    /// Codes, eight per word.
     pub words: Vector<u32, Const<2>>,
-    /// The factors of the block and of the tensor.
+    /// Factors of the block and of the tensor.
     pub factors: BlockFactors,
 }
 
 #[cube]
 impl PackedRows {
-    /// The factor of the first amax, which is that of all rows where there is one.
+    /// Returns the factor of the first amax, which applies to all rows if there is only one.
     pub fn factor(&self) -> f32 {
         self.amax[0] / self.range
     }
 
-    /// The factor of the rows of group `group`: `all`, where there is one, or each row has its own.
+    /// Returns the factor of the rows of group `group`: `all` if there is only one, or if each row
+    /// has its own.
     pub fn factor_of(&self, group: usize, all: f32, #[comptime] plan: SourcePlan) -> f32 {
         if comptime!(plan.grouping == Grouping::One || plan.per_row) {
             all
@@ -229,8 +229,8 @@ impl PackedRows {
         }
     }
 
-    /// Block `block` of stored row `row`, which is row `tiled` among those padded to 128 in every
-    /// group; zeros where `inside` is false. The factor of its group is `own`.
+    /// Loads block `block` of stored row `row`, whose index is `tiled` if every group is padded to
+    /// 128 rows; zeros if `inside` is false. `own` is the factor of its group.
     pub fn load(
         &self,
         row: usize,
@@ -251,7 +251,7 @@ impl PackedRows {
                 factor = self.amax[row] / self.range;
             }
         } else {
-            // Zero where there is no element, also where the factor is NaN or infinite.
+            // Zero for missing elements, even if the factor is NaN or infinite.
             factor = 0.0f32;
         }
         PackedBlock {

@@ -1,5 +1,5 @@
-//! Per-token quantization in one read: a row's maximum is found while the row is loaded, and the
-//! row is quantized from registers.
+//! Per-token quantization in one read: the kernel computes a row's amax while it loads the row, and
+//! quantizes the row from registers.
 
 use cubecl::prelude::*;
 
@@ -22,17 +22,17 @@ use crate::{
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// The most blocks of a row that each unit keeps in registers between finding the maximum and
-/// quantizing. What exceeds `units * KEPT` blocks of a row is read again.
+/// Maximum number of blocks of a row that each unit keeps in registers between computing the amax
+/// and quantizing. Blocks of a row beyond `units * KEPT` are read again.
 const KEPT: usize = 4;
 
-/// The rowwise tensor of `x` with one amax for each row, which it also finds: rows are tokens. See
-/// [`reference::quantize`](crate::reference::quantize) with the amax values of
+/// Quantizes `x` to a rowwise tensor with one amax per row, i.e. per token, which it also computes.
+/// See [`reference::quantize`](crate::reference::quantize) with the amax values of
 /// [`reference::amax_rows`](crate::reference::amax_rows).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, the copy has a transform or stochastic four over
-/// six, or a buffer is smaller than its shape.
+/// Returns an error if the columns of `x` are no multiple of 16, if the copy has a transform or
+/// stochastic four over six, or if a buffer is smaller than its shape.
 pub fn quantize_per_token(
     client: &Client,
     x: &Matrix,
@@ -75,8 +75,7 @@ pub fn quantize_per_token(
             client,
             count,
             dim,
-            // The padding of swizzled scales makes them more than elements where rows are few and
-            // long.
+            // With few long rows, the padding of swizzled scales makes more scales than elements.
             address_type(x.len().max(args.out.scale_bytes())),
             words.width,
             words.arg(),
@@ -95,7 +94,8 @@ pub fn quantize_per_token(
     Ok(args.out)
 }
 
-/// Cubes that take a row at a time, with no more units than a row has blocks.
+/// Returns the launch of cubes that process one row at a time, with at most as many units as a row
+/// has blocks.
 fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim) {
     let (count, dim) = cubes(client, rows);
     let dim = if is_cpu(client) {
@@ -117,27 +117,27 @@ fn check_no_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
     ))
 }
 
-/// The comptime choices of [`quantize_per_token_kernel()`].
+/// Comptime configuration of [`quantize_per_token_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PerTokenPlan {
-    /// The tensor.
+    /// Configuration of the tensor.
     pub quant: QuantPlan,
     /// Blocks of a row that each unit keeps in registers.
     pub kept_blocks: usize,
-    /// Whether planes can reduce.
+    /// True if planes support reductions.
     pub planes: bool,
-    /// The element type of `x`.
+    /// Element type of `x`.
     pub kind: FloatKind,
 }
 
-/// The rows of a matrix.
+/// Rows of a matrix.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct TokenRows {
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// The same with those that pad swizzled scales.
+    /// Number of rows including those that pad swizzled scales.
     pub padded_rows: usize,
-    /// Blocks of a row.
+    /// Blocks per row.
     pub blocks: usize,
 }
 
@@ -149,7 +149,7 @@ struct RowBlock {
     blocks: usize,
 }
 
-/// Loads block `block` of a row into place `k` of `kept`; zeros behind the last.
+/// Loads block `block` of a row to slot `k` of `kept`; zeros after the last block.
 #[cube]
 fn keep_block<N: Size>(
     x: &[Vector<u32, N>],
@@ -176,7 +176,7 @@ fn keep_block<N: Size>(
     }
 }
 
-/// The words of a block that is not kept.
+/// Loads the words of a block that is not kept.
 #[cube]
 fn load_block<N: Size>(
     x: &[Vector<u32, N>],
@@ -190,7 +190,7 @@ fn load_block<N: Size>(
     load_block_words::<N>(x, (row * blocks + block) * per_block, kind)
 }
 
-/// One cube quantizes one row at a time. A unit's first blocks stay in its registers.
+/// Each cube quantizes one row at a time. A unit's first blocks stay in its registers.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_per_token_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -209,8 +209,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     let units = CUBE_DIM as usize;
     let unit = UNIT_POS as usize;
     let padded_blocks = blocks.div_ceil(4);
-    // One slot for each plane, or for each unit; two sets, used in turn, so that one barrier for
-    // each row is enough.
+    // One slot per plane, or per unit; two alternating sets, so that one barrier per row is enough.
     let slots = comptime!(if planes { MAX_UNITS / 32 } else { MAX_UNITS });
     let mut partial: Shared<[u32]> = Shared::new_slice(comptime!(2 * slots));
     let mut turn = 0usize;
@@ -219,7 +218,7 @@ pub fn quantize_per_token_kernel<N: Size>(
         if row < rows {
             let mut kept = Array::<u32>::new(comptime!(kept_blocks * words_per_block));
             let mut bits = 0u32;
-            // All loads are under way before the first is waited for.
+            // Issues all loads before waiting for the first.
             #[unroll]
             for k in 0..kept_blocks {
                 let block = unit + k * units;
@@ -230,7 +229,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             for k in 0..kept_blocks {
                 let words = kept_block(&kept, k, kind);
                 let values = row_block(&words, &draw.signs, plan, kind);
-                // Blocks behind the last are zeros.
+                // Blocks after the last one are zeros.
                 let here = row_amax_of(&words, &values, false, plan, kind);
                 bits = max(bits, magnitude_bits(here));
             }
@@ -300,7 +299,7 @@ pub fn quantize_per_token_kernel<N: Size>(
             }
         }
         if comptime!(plan.swizzled) {
-            // Padding: behind the last block of a row, and all of the rows behind the last.
+            // Padding: blocks after the last one of a row, and all of the rows after the last one.
             let mut block = unit;
             if row < rows {
                 block += blocks;
@@ -315,7 +314,7 @@ pub fn quantize_per_token_kernel<N: Size>(
     }
 }
 
-/// The words of one of the blocks in registers.
+/// Returns the words of one of the blocks in registers.
 #[cube]
 fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKind) -> Array<u32> {
     let count = comptime!(block_words(kind));
@@ -327,7 +326,7 @@ fn kept_block(kept: &Array<u32>, #[comptime] k: usize, #[comptime] kind: FloatKi
     words
 }
 
-/// Where the scale of a block of a rowwise tensor stands.
+/// Returns the index of the scale of a block of a rowwise tensor.
 #[cube]
 fn scale_place(row: usize, block: usize, blocks: usize, #[comptime] plan: QuantPlan) -> usize {
     if comptime!(plan.swizzled) {

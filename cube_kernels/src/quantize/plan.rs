@@ -1,4 +1,4 @@
-//! What one launch of a quantization kernel is asked for, decided at compile time, and given.
+//! Request, comptime plan and arguments of one launch of a quantization kernel.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -22,61 +22,61 @@ use crate::{
     },
 };
 
-/// The comptime choices for one copy.
+/// Comptime configuration of one copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QuantPlan {
-    /// How blocks become codes.
+    /// Quantization of blocks.
     pub policy: BlockPlan,
-    /// The transform along the contraction.
+    /// Transform along K.
     pub hadamard: Option<HadamardSize>,
-    /// Whether its signs are the default ones, which columnwise kernels then have built in.
+    /// True if its signs are the default ones, which columnwise kernels then have built in.
     pub default_signs: bool,
-    /// Whether scales are written in the 128x4 layout.
+    /// True if scales are written in the 128x4 layout.
     pub swizzled: bool,
-    /// Whether the contraction of a columnwise tensor is padded to whole tiles of that layout, and
-    /// its scales are those of one matrix, whatever groups it has.
+    /// True if K of a columnwise tensor is padded to whole tiles of that layout, and its scales are
+    /// those of one matrix, whatever groups it has.
     pub whole_tiles: bool,
-    /// Whether each stored row has its own amax.
+    /// True if each stored row has its own amax.
     pub per_row: bool,
-    /// Whether code times block scale is written, and neither codes nor scales.
+    /// True to write code times block scale instead of codes and scales.
     pub unscaled: bool,
 }
 
 impl QuantPlan {
-    /// Neighbouring units that write one block: one its 8 bytes of codes, or two its 32 of values.
+    /// Returns the number of neighbouring units that write one block: one for its 8 bytes of codes,
+    /// or two for its 32 of values.
     pub(crate) const fn writers(&self) -> usize {
         if self.unscaled { 2 } else { 1 }
     }
 }
 
-/// What a copy is made from and how: the amax, what it stands for, and the policy.
+/// Quantization request: amax, its granularity, and the policy.
 #[derive(Debug, Clone)]
 pub struct QuantRequest<'a> {
-    /// The largest magnitudes, `f32` in device memory; of the transformed values where there is a
-    /// transform.
+    /// Amax values, `f32` in device memory; of the transformed values if there is a transform.
     pub amax: &'a Handle,
-    /// What one of them stands for.
+    /// Granularity of the amax values.
     pub scope: AmaxGranularity,
-    /// How the copy is made.
+    /// Quantization parameters.
     pub copy: DeviceNvfp4Params,
 }
 
-/// One copy to be written: its plan, its run-time arguments, its memory.
+/// A copy to be written: its plan, run-time arguments and memory.
 pub(crate) struct QuantArgs {
     pub plan: QuantPlan,
     pub out: DeviceQuantized,
-    /// Values of the amax, of all groups however the copy is laid out.
+    /// Number of amax values of all groups, in any layout of the copy.
     maxima: usize,
     key: [u32; 2],
     offset: u64,
     position: BlockPosition,
     device_offset: Option<Handle>,
-    /// The units of earlier groups of rows, a word.
+    /// Units of earlier groups of rows, one word.
     earlier: Option<Handle>,
     signs: [u32; 4],
 }
 
-/// Fails unless a tensor in `groups` can stand at `position`.
+/// Returns an error unless a tensor in `groups` can be at `position`.
 pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Result<(), Nvfp4Error> {
     let expected = match (position.row_blocks, groups) {
         (Some(_), Groups::One) => return Ok(()),
@@ -91,11 +91,12 @@ pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Resul
     Err(Nvfp4Error::value("position", found, expected))
 }
 
-/// The units of `earlier` groups behind which a tensor in `groups` is numbered, of `unit` rows
-/// each, and its position with the `blocks` of one of them.
+/// Returns the units of `earlier` groups, of `unit` rows each, after which a tensor in `groups` is
+/// numbered, and the tensor's position with the `blocks` of one unit.
 ///
 /// # Errors
-/// When the groups have no offsets, the tensor stands elsewhere too, or there are no such units.
+/// Returns an error if the groups have no offsets, if the tensor also has another position, or if
+/// there are no such units.
 pub(super) fn behind_earlier(
     earlier: &EarlierGroups,
     position: &BlockPosition,
@@ -123,7 +124,7 @@ pub(super) fn behind_earlier(
     Ok((earlier.units_of(unit)?, position))
 }
 
-/// Fails unless a tensor along `usage` can be padded as `copy` says.
+/// Returns an error unless a tensor along `usage` can be padded as `copy` requires.
 fn check_whole_tiles(copy: &DeviceNvfp4Params, usage: crate::Usage) -> Result<(), Nvfp4Error> {
     let expected = match (copy.whole_tiles, usage, copy.layout) {
         (false, ..) | (true, crate::Usage::Columnwise, ScaleLayout::Swizzled128x4) => return Ok(()),
@@ -137,7 +138,7 @@ fn check_whole_tiles(copy: &DeviceNvfp4Params, usage: crate::Usage) -> Result<()
     ))
 }
 
-/// Fails unless values can be written of a tensor that is made as `copy` says.
+/// Returns an error unless a tensor with the parameters `copy` can be written as values.
 pub(super) fn check_values_layout(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
     match copy.layout {
         ScaleLayout::Compact => Ok(()),
@@ -149,7 +150,7 @@ pub(super) fn check_values_layout(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4E
     }
 }
 
-/// Where a kernel writes all of `out`.
+/// Returns the output buffers of all of `out`.
 pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
     let blocks = out.code_blocks();
     // SAFETY (of every argument): allocated for it.
@@ -208,7 +209,7 @@ impl QuantArgs {
             (numbering, earlier, position) = (Numbering::Behind, Some(units), behind);
         }
         check_whole_tiles(copy, usage)?;
-        // Tensors of groups side by side get their rows where they are launched.
+        // Tensors of groups that are concatenated along the columns get their rows at launch.
         let rows = match (copy.whole_tiles, groups) {
             (true, Groups::One) => x.rows.next_multiple_of(TILE_INNER),
             _ => x.rows,
@@ -257,12 +258,13 @@ impl QuantArgs {
         })
     }
 
-    /// What a kernel reads and writes for this tensor.
+    /// Returns the kernel's inputs and outputs for this tensor.
     pub fn target(&self) -> QuantTargetLaunch {
         QuantTargetLaunch::new(self.amax(), self.draw(), self.memory())
     }
 
-    /// The same for a tensor that is not made, where its kernel makes the other one by this amax.
+    /// Returns the inputs without outputs, for a kernel that uses this amax but only makes the
+    /// other tensor.
     pub fn absent(&self) -> QuantTargetLaunch {
         QuantTargetLaunch::new(self.amax(), self.draw(), QuantOutArgs::Absent)
     }
@@ -272,15 +274,15 @@ impl QuantArgs {
         unsafe { buffer(&self.out.amax, self.maxima) }
     }
 
-    /// Where the tensor is written.
+    /// Returns the output buffers of the tensor.
     pub fn memory(&self) -> QuantOutArgs {
         memory_of(&self.out)
     }
 
-    /// What was drawn for the tensor.
+    /// Returns the random inputs of the tensor.
     pub fn draw(&self) -> DrawLaunch {
         let random = RandomLaunch::of(self.key, self.offset);
-        // Where there is no offset in device memory it is the amax, which is not read as one.
+        // Without an offset in device memory the amax is a placeholder, which is not read.
         let offset = match &self.device_offset {
             // SAFETY: checked in `new` to hold two words.
             Some(handle) => unsafe { buffer(handle, 2) },
@@ -298,52 +300,53 @@ impl QuantArgs {
     }
 }
 
-/// What is drawn at random for one quantized tensor.
+/// Random inputs of one quantized tensor.
 #[derive(CubeType, CubeLaunch)]
 pub struct Draw {
-    /// A further part of the random offset, where the plan says so: two words, low word first.
+    /// Additional random offset, if the plan has one: two words, low word first.
     pub offset: Box<[u32]>,
-    /// Where random bits come from.
+    /// Source of random bits.
     pub random: Random,
-    /// Where the blocks of the tensor stand.
+    /// Position of the tensor's blocks.
     pub position: Position,
-    /// The units of the groups of rows before those of the tensor, a word, where the plan says so.
+    /// Units of the groups of rows before those of the tensor, one word, if the plan has them.
     pub earlier: Box<[u32]>,
-    /// The signs of the transform.
+    /// Signs of the transform.
     pub signs: Signs,
 }
 
 #[cube]
 impl Draw {
-    /// The stream at its offset.
+    /// Returns the random stream at its offset.
     pub fn resolve(&self, #[comptime] policy: BlockPlan) -> Random {
         resolve_offset(&self.random, &self.offset, policy)
     }
 
-    /// The number by which block `index` draws, of a tensor whose stored rows have `row_blocks`.
+    /// Returns the number that selects the random bits of block `index`, in a tensor whose stored
+    /// rows have `row_blocks` blocks.
     pub fn number(&self, index: usize, row_blocks: usize, #[comptime] policy: BlockPlan) -> u64 {
         self.position
             .number(index, row_blocks, &self.earlier, policy.numbering)
     }
 }
 
-/// Codes and block scales that a kernel writes.
+/// Output buffers for codes and block scales.
 #[derive(CubeType, CubeLaunch)]
 pub struct PackedOut {
-    /// The codes, a block to an item.
+    /// Codes, one block per item.
     pub codes: Box<[Vector<u32, Const<2>>]>,
-    /// The scale bytes.
+    /// Scale bytes.
     pub scales: Box<[u8]>,
 }
 
-/// Where a kernel writes a quantized tensor. Which variant it is agrees with the comptime plan.
+/// Output of a quantized tensor. The variant agrees with the comptime plan.
 #[derive(CubeType, CubeLaunch)]
 pub enum QuantOut {
-    /// Nowhere: it is not made.
+    /// The tensor is not made.
     Absent,
-    /// As codes and block scales.
+    /// Codes and block scales.
     Packed(PackedOut),
-    /// As code times block scale in bf16, half a block to an item.
+    /// Code times block scale in bf16, half a block per item.
     Bf16Unscaled(Box<[Vector<u32, Const<4>>]>),
 }
 
@@ -367,7 +370,7 @@ impl QuantOut {
         }
     }
 
-    /// Writes the values of block `at`, if it is `inside`; see [`store_unscaled_block()`].
+    /// Writes the values of block `at` if it is `inside`; see [`store_unscaled_block()`].
     pub fn store_values(
         &mut self,
         at: usize,
@@ -382,7 +385,7 @@ impl QuantOut {
         }
     }
 
-    /// Writes the values of eight codes to item `at`, `pair` being their scale twice.
+    /// Writes the values of eight codes to item `at`; `pair` holds their scale twice.
     pub fn store_word(
         &mut self,
         at: usize,
@@ -398,14 +401,14 @@ impl QuantOut {
     }
 }
 
-/// A quantized tensor in a kernel that makes it: what it is made by, and where it is written.
+/// A quantized tensor in the kernel that makes it: inputs and outputs.
 #[derive(CubeType, CubeLaunch)]
 pub struct QuantTarget {
-    /// The amax values.
+    /// Amax values.
     pub amax: Box<[f32]>,
-    /// What is drawn.
+    /// Random inputs.
     pub draw: Draw,
-    /// The memory.
+    /// Output buffers.
     pub out: QuantOut,
 }
 
@@ -413,7 +416,7 @@ pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {
     SignsLaunch::new(words[0], words[1], words[2], words[3])
 }
 
-/// The signs of an optional transform.
+/// Returns the signs of an optional transform.
 pub(crate) fn signs_of(hadamard: Option<Hadamard>) -> SignsLaunch {
     signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()))
 }

@@ -1,5 +1,5 @@
-//! Stochastic rounding of four values by one word, as a device does it: what
-//! [`reference::read_random_bits`](crate::reference::read_random_bits) asks its questions of.
+//! Stochastic rounding of four values by one random word on a device, which answers the questions
+//! of [`reference::read_random_bits`](crate::reference::read_random_bits).
 
 use cubecl::prelude::*;
 
@@ -16,19 +16,19 @@ use crate::{
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
-/// Whether the device rounds stochastically by an instruction of its own.
+/// Returns true if the device has an instruction for stochastic rounding to E2M1.
 pub fn has_stochastic_instruction(client: &Client) -> bool {
     Capabilities::of(client).conversion == Conversion::Hardware
 }
 
-/// The codes of each question, element 0 in the lowest nibble, waiting for the device: by
-/// `cvt.rs.satfinite.e2m1x4.f32` where the device has it, else by the software form, in which byte
-/// `i` of the word rounds element `i`.
+/// Returns the codes of each question, element 0 in the lowest nibble, waiting for the device. Uses
+/// `cvt.rs.satfinite.e2m1x4.f32` if the device has it, and otherwise the software form, in which
+/// byte `i` of the word rounds element `i`.
 ///
-/// The instruction has never run: no GPU that has it was at hand.
+/// The instruction has never run, because no GPU that has it was available.
 ///
 /// # Errors
-/// When the kernel failed.
+/// Returns an error if the kernel failed.
 pub fn answer_random_bits(client: &Client, questions: &[Question]) -> Result<Vec<u16>, Nvfp4Error> {
     if questions.is_empty() {
         return Ok(Vec::new());
@@ -60,7 +60,7 @@ pub fn answer_random_bits(client: &Client, questions: &[Question]) -> Result<Vec
         .collect())
 }
 
-/// One unit answers every `units`-th question.
+/// Each unit answers every `units`-th question.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn random_bits_kernel(
     values: &[f32],
@@ -84,7 +84,7 @@ pub fn random_bits_kernel(
             #[unroll]
             for i in 0..4usize {
                 let element = comptime!(3 - i);
-                // As every operation of the device would have made a NaN: positive.
+                // Canonicalizes NaN to positive, as every operation of the device would produce it.
                 let bits = u32::reinterpret(values[4 * item + element]);
                 let value = f32::reinterpret(select(bits & MAGNITUDE > INFINITY, QUIET_NAN, bits));
                 four = four * 16u32
@@ -96,7 +96,7 @@ pub fn random_bits_kernel(
     }
 }
 
-/// For the registry of kernels.
+/// Kernel instances for the registry.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let expected = match device.has_stochastic() {
         true => Expected {

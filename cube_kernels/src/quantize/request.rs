@@ -1,4 +1,4 @@
-//! Quantization from a given amax, as it is asked for.
+//! Quantization requests with a given amax.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -13,11 +13,12 @@ use crate::{
     tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups, Matrix},
 };
 
-/// The rowwise tensor of `x` with one amax and compact scales: 1x16 blocks along each row. See
-/// [`reference::quantize_row`](crate::reference::quantize_row).
+/// Quantizes `x` to a rowwise tensor with one amax and compact scales: 1x16 blocks along each row.
+/// See [`reference::quantize_row`](crate::reference::quantize_row).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, or a buffer is smaller than its shape.
+/// Returns an error if the columns of `x` are no multiple of 16, or if a buffer is smaller than its
+/// shape.
 pub fn quantize_row(
     client: &Client,
     x: &Matrix,
@@ -33,13 +34,13 @@ pub fn quantize_row(
     )
 }
 
-/// The columnwise tensor of `x` with one amax and compact scales: 16x1 blocks down each column,
-/// stored transposed, the last block padded with zeros; transformed first with `hadamard`, in which
-/// case `amax` is that of the transformed values. See
+/// Quantizes `x` to a columnwise tensor with one amax and compact scales: 16x1 blocks down each
+/// column, stored transposed, the last block padded with zeros. With `hadamard`, the values are
+/// transformed first, and `amax` must be that of the transformed values. See
 /// [`reference::quantize_col`](crate::reference::quantize_col).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn quantize_col(
     client: &Client,
     x: &Matrix,
@@ -67,13 +68,13 @@ fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) ->
     }
 }
 
-/// One copy of `x`, along `usage`. See [`reference::quantize`](crate::reference::quantize); with
-/// groups, each group is quantized as a matrix of its own, but for the block indices of stochastic
-/// rounding, which go on from group to group.
+/// Quantizes `x` along `usage`. See [`reference::quantize`](crate::reference::quantize). With
+/// groups, each group is quantized as a separate matrix; only the block indices of stochastic
+/// rounding continue from group to group.
 ///
 /// # Errors
-/// When the contraction of a rowwise tensor is no multiple of 16 (with a transform, of its size),
-/// four over six is asked to round stochastically, the groups do not fit, or a buffer is smaller
+/// Returns an error if K of a rowwise tensor is no multiple of 16 (with a transform, of its size),
+/// if stochastic four over six is requested, if the groups do not fit, or if a buffer is smaller
 /// than its shape.
 pub fn quantize(
     client: &Client,
@@ -94,12 +95,12 @@ pub fn quantize(
     Ok(row.or(col).expect("one was asked for"))
 }
 
-/// The copies of `x` that are asked for, `(rowwise, columnwise)`, from one read of it, each as
-/// [`quantize`] makes it and in the form that is asked for: what a GEMM multiplies next, and
-/// once, may be written as values.
+/// Makes the requested copies of `x`, `(rowwise, columnwise)`, from one read of it, each as by
+/// [`quantize`] and in the requested storage: a copy that only the next GEMM reads, once, may be
+/// stored as values.
 ///
 /// # Errors
-/// As [`quantize`], and when scales of values are to be swizzled.
+/// See [`quantize`]; also returns an error if scales of values are to be swizzled.
 pub fn quantize_operands(
     client: &Client,
     x: &Matrix,
@@ -113,12 +114,12 @@ pub fn quantize_operands(
     }
 }
 
-/// The rowwise tensor of `x` in both storages from one read of it, `(packed, values)`: as
-/// [`quantize`] makes it, and what its codes and scales stand for, as [`quantize_operands`] writes
-/// it. Where a GEMM multiplies values, this is what it reads next, and what is kept for later.
+/// Makes the rowwise tensor of `x` in both storages, `(packed, values)`, from one read of it: as by
+/// [`quantize`], and with the decoded values as by [`quantize_operands`]. If a GEMM multiplies
+/// values, it reads the latter next, and the former is kept for later.
 ///
 /// # Errors
-/// As [`quantize`], and when scales are to be swizzled.
+/// See [`quantize`]; also returns an error if scales are to be swizzled.
 pub fn quantize_in_both_storages(
     client: &Client,
     x: &Matrix,
@@ -127,10 +128,11 @@ pub fn quantize_in_both_storages(
     quantize_rows_in_both_storages(client, x, request)
 }
 
-/// Both copies of `x` from one read of it: `(rowwise, columnwise)`, each as [`quantize`] makes it.
+/// Quantizes `x` to both copies from one read of it, `(rowwise, columnwise)`, each as by
+/// [`quantize`].
 ///
 /// # Errors
-/// As [`quantize`].
+/// See [`quantize`].
 pub fn quantize_both(
     client: &Client,
     x: &Matrix,
@@ -144,23 +146,23 @@ pub fn quantize_both(
     Ok((row, col))
 }
 
-/// The copies of `x` that are asked for, `(rowwise, columnwise)`, each as [`quantize`] makes it of
-/// the groups, as operands of the grouped GEMMs: plain matrices, with one amax for each group, or
-/// for each stored row of each group.
+/// Makes the requested copies of `x`, `(rowwise, columnwise)`, each as by [`quantize`] of the
+/// groups, as operands of the grouped GEMMs: plain matrices, with one amax per group, or per stored
+/// row of each group.
 ///
 /// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups share stored rows
-/// and do not lie one after another: `cols` stored rows, in each of which group `g` takes the
-/// columns from entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on, `unit` being 16
-/// or the size of the transform, and 64 at least in
-/// [`whole_tiles`](DeviceNvfp4Params::whole_tiles). It has room for `padded_bound(x.rows, groups,
-/// unit)` of them; those behind the last group are not written. Rows of `x` behind the last group
-/// are not written in the rowwise tensor, whose scales in 128x4 tiles begin anew at each group;
-/// those in whole tiles of the columnwise one are one matrix. Stochastic rounding numbers blocks as
-/// [`quantize`] does, group after group.
+/// instead of following each other: there are `cols` stored rows, in each of which group `g` takes
+/// the columns from entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on. `unit` is 16
+/// or the size of the transform, and at least 64 with
+/// [`whole_tiles`](DeviceNvfp4Params::whole_tiles). There is space for `padded_bound(x.rows,
+/// groups, unit)` columns; those after the last group are not written. Rows of `x` after the last
+/// group are not written in the rowwise tensor, whose scales in 128x4 tiles start anew at each
+/// group; with whole tiles, the scales of the columnwise one are those of one matrix. Stochastic
+/// rounding numbers blocks like [`quantize`], group after group.
 ///
 /// # Errors
-/// As [`quantize`], and when scales of a columnwise tensor are to be swizzled without
-/// [`whole_tiles`](DeviceNvfp4Params::whole_tiles).
+/// See [`quantize`]; also returns an error if scales of a columnwise tensor are to be swizzled
+/// without [`whole_tiles`](DeviceNvfp4Params::whole_tiles).
 pub fn quantize_side_by_side(
     client: &Client,
     x: &Matrix,
@@ -193,12 +195,13 @@ pub fn quantize_side_by_side(
     Ok((row, col))
 }
 
-/// Both copies of `x` in 16x16 tiles, rounded to nearest: `(rowwise, columnwise)`, the second the
-/// exact transpose of the first. See
+/// Quantizes `x` to both copies in 16x16 tiles, rounded to nearest: `(rowwise, columnwise)`, the
+/// second one the exact transpose of the first. See
 /// [`reference::quantize_tile`](crate::reference::quantize_tile).
 ///
 /// # Errors
-/// When the columns of `x` are no multiple of 16, or a buffer is smaller than its shape.
+/// Returns an error if the columns of `x` are no multiple of 16, or if a buffer is smaller than its
+/// shape.
 pub fn quantize_tile(
     client: &Client,
     x: &Matrix,
@@ -215,11 +218,11 @@ pub fn quantize_tile(
     )
 }
 
-/// [`quantize_tile`] of every group, with one amax for each, any scaling, and scales in `layouts`
-/// (rowwise, columnwise). Four over six decides once for a tile.
+/// [`quantize_tile`] of every group, with one amax per group, any scaling, and scales in `layouts`
+/// (rowwise, columnwise). Four over six decides once per tile.
 ///
 /// # Errors
-/// As [`quantize_tile`], and when the groups do not fit.
+/// See [`quantize_tile`]; also returns an error if the groups do not fit.
 pub fn quantize_tile_with(
     client: &Client,
     x: &Matrix,
@@ -235,11 +238,10 @@ pub fn quantize_tile_with(
     Ok((row, col))
 }
 
-/// One of the two copies of [`quantize_tile_with`], that along `usage`, without the bytes of the
-/// other.
+/// Makes only the copy of [`quantize_tile_with`] along `usage`, without writing the other one.
 ///
 /// # Errors
-/// As [`quantize_tile_with`].
+/// See [`quantize_tile_with`].
 pub fn quantize_tile_copy(
     client: &Client,
     x: &Matrix,
@@ -259,7 +261,7 @@ pub fn quantize_tile_copy(
     Ok(row.or(col).expect("asked for"))
 }
 
-/// A copy of 16x16 tiles.
+/// Returns the request for a copy of 16x16 tiles.
 fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> QuantRequest<'_> {
     QuantRequest {
         amax,

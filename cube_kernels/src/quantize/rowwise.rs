@@ -1,4 +1,4 @@
-//! Blocks along rows: the rowwise tensor by itself, straight from memory to memory.
+//! The rowwise tensor alone: blocks along rows, directly from memory to memory.
 
 use cubecl::prelude::*;
 
@@ -32,9 +32,9 @@ pub(super) fn check_row_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4E
     }
 }
 
-/// Whether [`quantize_rows`] makes the rowwise tensor of these groups. Not four over six: its
-/// candidates follow from the amax, which a row of a group has to itself there (16384 x 7168 in 8
-/// groups, H100: 260 us, and 222 by tiles).
+/// Returns true if [`quantize_rows`] makes the rowwise tensor of these groups. Not for four over
+/// six, whose candidates derive from the amax, in this kernel separately for each row (16384 x 7168
+/// in 8 groups, H100: 260 us, and 222 us by tiles).
 pub(super) fn by_rows(groups: &Groups, copy: &DeviceNvfp4Params) -> bool {
     match groups {
         Groups::One => true,
@@ -46,9 +46,9 @@ pub(super) fn by_rows(groups: &Groups, copy: &DeviceNvfp4Params) -> bool {
     }
 }
 
-/// The rowwise tensor of a matrix, or of groups ([`by_rows`]). A row of a group is quantized as any
-/// other, but from the amax of its group: that takes less than tiles, whose elements go through
-/// shared memory.
+/// Makes the rowwise tensor of a matrix, or of groups ([`by_rows`]). A row of a group is quantized
+/// like any other, but with the amax of its group. This is faster than tiles, whose elements pass
+/// through shared memory.
 pub(super) fn quantize_rows(
     client: &Client,
     x: &Matrix,
@@ -60,7 +60,7 @@ pub(super) fn quantize_rows(
     Ok(args.out)
 }
 
-/// The rowwise tensor of a matrix as codes and scales, and as their values.
+/// Makes the rowwise tensor of a matrix as codes and scales, and as values.
 pub(super) fn quantize_rows_in_both_storages(
     client: &Client,
     x: &Matrix,
@@ -92,7 +92,7 @@ fn row_args(
     QuantArgs::new(client, x, groups, Usage::Rowwise, request, form, conversion)
 }
 
-/// Writes the tensor of `args`, and its values to `values`, if there is such a place.
+/// Writes the tensor of `args`, and its values to `values`, if present.
 fn launch_rows(client: &Client, x: &Matrix, args: &QuantArgs, values: Option<&DeviceQuantized>) {
     if x.is_empty() {
         return;
@@ -147,43 +147,44 @@ fn launch_rows(client: &Client, x: &Matrix, args: &QuantArgs, values: Option<&De
     }
 }
 
-/// Neighbouring scale tiles of 128x4 that are quantized together, where rows have a multiple of
-/// them: their blocks of a row are 256 bytes of `x`, those of one tile 128.
+/// Neighbouring 128x4 scale tiles that are quantized together, if rows have a multiple of them:
+/// their blocks of a row are 256 bytes of `x`, those of one tile 128.
 const ACROSS: usize = 2;
 
-/// The comptime choices of [`quantize_row_kernel()`].
+/// Comptime configuration of [`quantize_row_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RowPlan {
-    /// The tensor.
+    /// Configuration of the tensor.
     pub quant: QuantPlan,
-    /// Scale tiles of 128x4 that are quantized together.
+    /// 128x4 scale tiles that are quantized together.
     pub across: usize,
-    /// Whether the units of the grid are a multiple of the `512 across` blocks of such tiles.
+    /// True if the number of units of the grid is a multiple of the `512 across` blocks of such
+    /// tiles.
     pub whole_tiles: bool,
-    /// Whether the amax of a row is that of its group.
+    /// True if the amax of a row is that of its group.
     pub find_groups: bool,
-    /// Whether values are written beside codes and scales.
+    /// True to write values in addition to codes and scales.
     pub with_values: bool,
-    /// The element type of `x`.
+    /// Element type of `x`.
     pub kind: FloatKind,
 }
 
-/// Groups of rows. Not read where there is one, or each row has its own amax.
+/// Groups of rows. Not read if there is one group, or if each row has its own amax.
 #[derive(CubeType, CubeLaunch)]
 pub struct RowGroups {
-    /// The first row of each group, and the row behind the last.
+    /// First row of each group, and end of the last one.
     pub offsets: Box<[u32]>,
-    /// Groups.
+    /// Number of groups.
     pub count: usize,
 }
 
-/// One unit quantizes every `units`-th block. Blocks go row by row, or by `across` 128x4 tiles of
-/// scales that are neighbours in a row of tiles, so that scale bytes are written contiguously in
-/// both orders. With `find_groups` rows behind the last group are not written. A cube then has
-/// neighbouring rows, so that its units seldom come to another group, which they look for by
-/// bisection and whose scale they compute.
+/// Each unit quantizes every `units`-th block. Blocks are processed row by row, or by `across`
+/// 128x4 tiles of scales that are neighbours in a row of tiles, so that scale bytes are written
+/// contiguously in both orders. With `find_groups`, rows after the last group are not written. A
+/// cube then has neighbouring rows, so that its units rarely reach another group, which they find
+/// by bisection and whose scale they compute.
 ///
-/// `values` is where code times block scale is written, too, of a tensor that is packed.
+/// `values` is an additional output with code times block scale, for a packed tensor.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_row_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -211,7 +212,7 @@ pub fn quantize_row_kernel<N: Size>(
     } else {
         rows * blocks
     };
-    // Swizzled: the place of an item's tiles, kept up to date without a division for each.
+    // For swizzled scales: the position of an item's tiles, updated without a division per item.
     let tile_items = comptime!(512 * across);
     let tile_cols = padded_blocks / across;
     let position = ABSOLUTE_POS / tile_items;
@@ -227,7 +228,7 @@ pub fn quantize_row_kernel<N: Size>(
         row_step = (stride / tile_items) / tile_cols;
         col_step = stride / tile_items - row_step * tile_cols;
     }
-    // Units that exchange halves of blocks go on together.
+    // Units that exchange halves of blocks stay together.
     let mut end = items;
     let mut item = ABSOLUTE_POS;
     let mut step = stride;
@@ -240,7 +241,7 @@ pub fn quantize_row_kernel<N: Size>(
         item = CUBE_POS * share + UNIT_POS as usize;
         end = min(items, (CUBE_POS + 1usize) * share);
     }
-    // The scale of the last group that was looked for, and the item behind its last.
+    // Scale of the last group found, and end of its items.
     let mut group_amax = shared_scale.amax;
     let mut group_encode = shared_scale.encode;
     let mut group_block = shared_scale.block;
@@ -283,7 +284,7 @@ pub fn quantize_row_kernel<N: Size>(
             }
         }
         if inside {
-            // Loaded first: it takes long.
+            // Loaded first, because of its latency.
             let words = load_block_words::<N>(x, index * per_block, kind);
             let global = if comptime!(find_groups) {
                 if index >= group_end {
@@ -327,7 +328,7 @@ pub fn quantize_row_kernel<N: Size>(
                 scale,
                 codes: block_codes,
             };
-            // One of these is where values are written.
+            // One of these outputs takes values.
             let conversion = comptime!(policy.conversion);
             target.out.store_values(index, &block, inside, conversion);
             values.store_values(index, &block, inside, conversion);
@@ -336,7 +337,7 @@ pub fn quantize_row_kernel<N: Size>(
     }
 }
 
-/// The scale that governs stored row `outer`: its own, where each has one, or the one for all.
+/// Returns the scale of stored row `outer`: its own if each row has one, otherwise the one for all.
 #[cube]
 fn scale_of(
     all: &GlobalScale,
@@ -356,7 +357,7 @@ fn scale_of(
     }
 }
 
-/// The values of one block of a rowwise tensor, transformed where the plan says so.
+/// Returns the values of one block of a rowwise tensor, transformed if the plan requires it.
 #[cube]
 pub(super) fn row_block(
     words: &Array<u32>,
@@ -377,7 +378,8 @@ pub(super) fn row_block(
     block
 }
 
-/// The largest magnitude of a block along a row, from its words where they are bf16 pairs.
+/// Returns the largest magnitude of a block along a row, computed from words if these are bf16
+/// pairs.
 #[cube]
 pub(super) fn row_amax_of(
     words: &Array<u32>,
@@ -388,7 +390,7 @@ pub(super) fn row_amax_of(
 ) -> f32 {
     let conversion = comptime!(plan.policy.conversion);
     if comptime!(tiles) {
-        // That of the tile counts.
+        // The amax of the tile applies.
         0.0f32.runtime()
     } else if comptime!(conversion.has_ptx() && kind == FloatKind::Bf16 && plan.hadamard.is_none())
     {

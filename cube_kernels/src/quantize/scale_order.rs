@@ -1,4 +1,4 @@
-//! Quantized tensors with their block scales in the other order.
+//! Conversion of quantized tensors to the other order of block scales.
 
 use cubecl::{client::Client, server::Handle};
 
@@ -9,12 +9,12 @@ use crate::{
     tensor::{DeviceQuantized, Groups},
 };
 
-/// `packed` with its block scales in rows: as it is, or after a pass over the scales, for what does
-/// not read 128x4 tiles.
+/// Returns `packed` with its block scales in rows, for consumers that do not read 128x4 tiles:
+/// unchanged, or after a pass over the scales.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, values are stored instead of codes, or groups with
-/// offsets are packed along their rows.
+/// Returns an error if a buffer is smaller than its shape, if values are stored instead of codes,
+/// or if groups with offsets are packed along their rows.
 pub fn scales_in_rows(
     client: &Client,
     packed: &DeviceQuantized,
@@ -22,12 +22,12 @@ pub fn scales_in_rows(
     in_order(client, packed, ScaleLayout::Compact)
 }
 
-/// `packed` with its block scales in 128x4 tiles, which begin anew at each of its groups, for what
-/// reads it more than once: as it is, or after a pass over the scales. Nothing is padded but the
-/// tiles.
+/// Returns `packed` with its block scales in 128x4 tiles, which start anew at each of its groups,
+/// for tensors that are read more than once: unchanged, or after a pass over the scales. Only the
+/// tiles are padded.
 ///
 /// # Errors
-/// As [`scales_in_rows`].
+/// See [`scales_in_rows`].
 pub fn scales_in_tiles(
     client: &Client,
     packed: &DeviceQuantized,
@@ -62,7 +62,7 @@ fn in_order(
     })
 }
 
-/// The block scales of `packed` in the `order` that they are not in.
+/// Returns the block scales of `packed`, converted to the other order `order`.
 fn reordered(
     client: &Client,
     packed: &DeviceQuantized,
@@ -76,7 +76,7 @@ fn reordered(
     match (&packed.groups, packed.usage()) {
         (Groups::One, _) => batch(1, outer, blocks),
         (&Groups::Batch(count), Usage::Rowwise) => batch(count, outer / count, blocks),
-        // One below the other, each stored transposed.
+        // Stacked matrices, each stored transposed.
         (&Groups::Batch(count), Usage::Columnwise) => batch(count, outer, blocks / count),
         (Groups::Offsets { offsets, count }, Usage::Rowwise) => {
             let groups = GroupOffsets::new(offsets.clone(), *count)?;

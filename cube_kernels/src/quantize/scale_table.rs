@@ -1,4 +1,4 @@
-//! The scales of a group in shared memory, and blocks that are quantized by them.
+//! Scales of a group in shared memory, and quantization of blocks with them.
 
 use cubecl::prelude::*;
 
@@ -12,35 +12,35 @@ use crate::{
     },
 };
 
-/// What derives from amax values, once for each cube and group: the two factors of a block's scale,
-/// and the multiplier for every scale byte. Where each stored row has its own amax, the factors of
-/// every row of the tile: a block would take longer to derive them than to quantize by them.
+/// Scale factors derived from amax values, once per cube and group: the two factors of a block's
+/// scale, and the multiplier for every scale byte. If each stored row has its own amax, the factors
+/// of every row of the tile: a block would take longer to derive them than to quantize by them.
 #[derive(CubeType)]
 pub(super) struct ScaleTable {
-    /// The fields of [`GlobalScale`].
+    /// Fields of [`GlobalScale`].
     pub scalars: Shared<[f32]>,
-    /// Multipliers of the elements of a block, by its scale byte.
+    /// Multipliers of the elements of a block, by scale byte.
     pub multipliers: Shared<[f32]>,
     /// `block` and `decode` of [`GlobalScale`] for each stored row, then `amax` and `encode`, which
-    /// four over six alone reads.
+    /// only four over six reads.
     lines: Shared<[Vector<f32, Const<2>>]>,
 }
 
-/// The stored rows of a tile, each of which has an amax.
+/// Stored rows of a tile, each of which has an amax.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Lines {
-    /// The number of the first one among the amax values.
+    /// Index of the first one among the amax values.
     pub first: usize,
-    /// How many of them there are.
+    /// Number of rows.
     pub count: usize,
-    /// The first that this unit derives factors for, of as many as there are units.
+    /// First row for which this unit derives factors; the stride is the number of units.
     pub own: usize,
 }
 
 #[cube]
 impl ScaleTable {
-    /// A table for tiles of so many stored rows with an amax each, or none.
+    /// Allocates a table for tiles of `lines` stored rows with an amax each, or none.
     pub fn new(#[comptime] lines: usize) -> ScaleTable {
         ScaleTable {
             scalars: Shared::new_slice(4usize),
@@ -49,8 +49,8 @@ impl ScaleTable {
         }
     }
 
-    /// Filled by all units of the cube with the factors of `lines`, for blocks of `multiple` times
-    /// the values. The caller synchronises before and after.
+    /// Fills the table with the factors of `lines`, for blocks of `multiple` times the values. All
+    /// units of the cube must call it, and the caller synchronizes before and after.
     pub fn fill_lines(
         &mut self,
         amax: &[f32],
@@ -77,8 +77,8 @@ impl ScaleTable {
         }
     }
 
-    /// The scale that governs stored row `line` of a tile of at most `most`: its own, where each has
-    /// one, or the one for `all`.
+    /// Returns the scale of stored row `line` of a tile of at most `most` rows: its own if each row
+    /// has one, otherwise the one for `all`.
     pub fn of_line(
         &self,
         all: &GlobalScale,
@@ -110,8 +110,8 @@ impl ScaleTable {
         }
     }
 
-    /// Filled by `count` units, of which this is number `unit`, for blocks of `multiple` times the
-    /// values. The caller synchronises before and after.
+    /// Fills the table by `count` units, of which this is number `unit`, for blocks of `multiple`
+    /// times the values. The caller synchronizes before and after.
     pub fn fill(
         &mut self,
         amax: f32,
@@ -136,8 +136,8 @@ impl ScaleTable {
         }
     }
 
-    /// The multiplier of a block with this scale byte in a stored row of scale `global`. Where each
-    /// stored row has its own amax and there is PTX, [`GlobalScale::usual_multiplier`].
+    /// Returns the multiplier of a block with this scale byte in a stored row of scale `global`.
+    /// With an amax per stored row and PTX, uses [`GlobalScale::usual_multiplier`].
     pub fn multiplier(&self, scale: u32, global: &GlobalScale, #[comptime] plan: QuantPlan) -> f32 {
         let conversion = comptime!(plan.policy.conversion);
         if comptime!(!plan.per_row) {
@@ -159,33 +159,33 @@ impl ScaleTable {
     }
 }
 
-/// By what a block is quantized beside its values.
+/// Quantization parameters of a block.
 #[derive(CubeType)]
 pub(super) struct BlockRule {
-    /// Its largest magnitude.
+    /// Amax of the block.
     pub amax: f32,
-    /// In a 16x16 tile the scale byte of the tile.
+    /// Scale byte of the tile, for 16x16 tiles.
     pub scale: u32,
-    /// In a 16x16 tile what [`stays_below_7()`] said of all of it.
+    /// Result of [`stays_below_7()`] for the whole tile, for 16x16 tiles.
     pub below_7: bool,
-    /// Its logical index.
+    /// Logical index of the block.
     pub index: u64,
 }
 
-/// The comptime side of [`quantize_by_table()`].
+/// Comptime configuration of [`quantize_by_table()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct TablePlan {
-    /// The first of the values.
+    /// Index of the first value.
     pub first: usize,
-    /// Whether the block is part of a 16x16 tile.
+    /// True if the block is part of a 16x16 tile.
     pub tiles: bool,
-    /// Whether the values are given in bf16 pairs, too; see [`encode_block()`].
+    /// True if the values are also given in bf16 pairs; see [`encode_block()`].
     pub in_pairs: bool,
-    /// The tensor.
+    /// Configuration of the tensor.
     pub quant: QuantPlan,
 }
 
-/// Scale byte and codes of a block of `values`, which are also given as `pairs`, where the plan
+/// Returns scale byte and codes of a block of `values`, which are also given as `pairs` if the plan
 /// says so.
 #[cube]
 pub(super) fn quantize_by_table(
@@ -242,7 +242,7 @@ pub(super) fn quantize_by_table(
     }
 }
 
-/// [`encode_block()`] by `rule`.
+/// [`encode_block()`] with the parameters of `rule`.
 #[cube]
 fn encode(
     values: &Array<f32>,

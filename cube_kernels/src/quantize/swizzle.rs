@@ -1,11 +1,11 @@
-//! Block scales from rows to the 128x4 tiles of FP4 tensor cores, and back.
+//! Conversion of block scales from rows to the 128x4 tiles of FP4 tensor cores, and back.
 //!
 //! The layouts are those of [`reference::swizzle`](mod@crate::reference::swizzle) (specification,
-//! section 11). Every byte of a result is written, padding with zeros. Any scales of one byte will
-//! do: E4M3 of 16-blocks, UE8M0 of 32-blocks.
+//! section 11). Every byte of a result is written; padding is zero. Any one-byte scales are
+//! supported: E4M3 of 16-blocks, UE8M0 of 32-blocks.
 //!
-//! GroupOffsets are given by offsets in device memory ([`GroupOffsets`]); results then have the
-//! length of the worst split, so that neither memory nor launches depend on the offsets and nothing
+//! Groups are given by offsets in device memory ([`GroupOffsets`]). Results then have the length of
+//! the worst-case split, so that neither memory nor launches depend on the offsets and nothing
 //! waits for the device.
 
 use cubecl::{prelude::*, server::Handle};
@@ -18,11 +18,11 @@ use crate::{
     reference::swizzle::{block_group_blocks, block_group_tiles, padded_len, row_group_tiles},
 };
 
-/// The `[rows, blocks]` bytes of `scales` in 128x4 tiles: `ceil128(rows) * ceil4(blocks)` bytes.
-/// See [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
+/// Converts the `[rows, blocks]` bytes of `scales` to 128x4 tiles: `ceil128(rows) * ceil4(blocks)`
+/// bytes. See [`reference::swizzle::swizzle`](crate::reference::swizzle::swizzle).
 ///
 /// # Errors
-/// When `scales` is smaller than its shape.
+/// Returns an error if `scales` is smaller than its shape.
 pub fn swizzle(
     client: &Client,
     scales: &Handle,
@@ -35,7 +35,7 @@ pub fn swizzle(
 /// The inverse of [`swizzle`]: `[rows, blocks]` bytes.
 ///
 /// # Errors
-/// When `swizzled` is smaller than its shape.
+/// Returns an error if `swizzled` is smaller than its shape.
 pub fn unswizzle(
     client: &Client,
     swizzled: &Handle,
@@ -49,7 +49,7 @@ pub fn unswizzle(
 /// weights.
 ///
 /// # Errors
-/// When `scales` is smaller than its shape.
+/// Returns an error if `scales` is smaller than its shape.
 pub fn swizzle_batch(
     client: &Client,
     scales: &Handle,
@@ -74,7 +74,7 @@ pub fn swizzle_batch(
 /// The inverse of [`swizzle_batch`].
 ///
 /// # Errors
-/// When `swizzled` is smaller than its shape.
+/// Returns an error if `swizzled` is smaller than its shape.
 pub fn unswizzle_batch(
     client: &Client,
     swizzled: &Handle,
@@ -96,14 +96,13 @@ pub fn unswizzle_batch(
     Ok(out)
 }
 
-/// [`swizzle`] of each group of rows (M groups), one after another:
-/// `row_group_tiles(rows, groups) * 128 * ceil4(blocks)` bytes, zero behind the last group; and
-/// where the groups start there, in
-/// padded rows. See
+/// [`swizzle`] of each group of rows (M groups), one after another. Returns `row_group_tiles(rows,
+/// groups) * 128 * ceil4(blocks)` bytes, zero after the last group, and the starts of the groups in
+/// them, in padded rows. See
 /// [`reference::swizzle::swizzle_row_groups`](crate::reference::swizzle::swizzle_row_groups).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, or there are more than 2^32 rows.
+/// Returns an error if a buffer is smaller than its shape, or if there are more than 2^32 rows.
 pub fn swizzle_row_groups(
     client: &Client,
     scales: &Handle,
@@ -122,10 +121,11 @@ pub fn swizzle_row_groups(
     Ok((out, padded))
 }
 
-/// The inverse of [`swizzle_row_groups`]: `[rows, blocks]` bytes, zero in rows of no group.
+/// The inverse of [`swizzle_row_groups`]: `[rows, blocks]` bytes, zero in rows that belong to no
+/// group.
 ///
 /// # Errors
-/// As [`swizzle_row_groups`].
+/// See [`swizzle_row_groups`].
 pub fn unswizzle_row_groups(
     client: &Client,
     swizzled: &Handle,
@@ -156,15 +156,16 @@ pub fn unswizzle_row_groups(
 ///
 /// `groups` counts tokens, `elements` of which share a block (16, or 32 for MXFP8): group `g` has
 /// `ceil(tokens in g / elements)` blocks, and its scales are a compact `[outer, blocks of g]` array
-/// behind that of group `g - 1`. `scales` has room for the worst split, `outer *
+/// after that of group `g - 1`. `scales` has space for the worst-case split, `outer *
 /// block_group_blocks(tokens, groups, elements)` bytes. The result has `ceil(outer / 128) *
-/// block_group_tiles(tokens, groups, elements)` tiles of 512 bytes, those behind the last group
-/// zero; the second result is where the groups start there, in tiles of one row of tiles: group `g`
+/// block_group_tiles(tokens, groups, elements)` tiles of 512 bytes; those after the last group are
+/// zero. The second result has the starts of the groups, in tiles of one row of tiles: group `g`
 /// begins at byte `512 * ceil(outer / 128) * starts[g]`. See
 /// [`reference::swizzle::swizzle_block_groups`](crate::reference::swizzle::swizzle_block_groups).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, `elements` is zero, or there are more than 2^32 tokens.
+/// Returns an error if a buffer is smaller than its shape, if `elements` is zero, or if there are
+/// more than 2^32 tokens.
 pub fn swizzle_block_groups(
     client: &Client,
     scales: &Handle,
@@ -199,11 +200,11 @@ pub fn swizzle_block_groups(
     Ok((out, counts.tile_starts))
 }
 
-/// The inverse of [`swizzle_block_groups`]: `outer * block_group_blocks(..)` bytes, zero behind the
+/// The inverse of [`swizzle_block_groups`]: `outer * block_group_blocks(..)` bytes, zero after the
 /// last group.
 ///
 /// # Errors
-/// As [`swizzle_block_groups`].
+/// See [`swizzle_block_groups`].
 pub fn unswizzle_block_groups(
     client: &Client,
     swizzled: &Handle,
@@ -239,7 +240,7 @@ pub fn unswizzle_block_groups(
     Ok(out)
 }
 
-/// What both directions need to know about groups of blocks.
+/// Layout of groups of blocks, which both directions need.
 struct BlockGroups {
     row_tiles: usize,
     blocks: usize,
@@ -275,7 +276,7 @@ impl BlockGroups {
     }
 }
 
-/// Words of one load: as many as divide a row, at most four.
+/// Returns the words per load: as many as divide a row, at most four.
 fn words(blocks: usize) -> usize {
     match blocks {
         _ if blocks.is_multiple_of(16) => 4,
@@ -360,7 +361,8 @@ fn launch_unswizzle(
     }
 }
 
-/// The groups' buffers; a placeholder, which the kernel does not read, where there are none.
+/// Returns the groups' buffers, or a placeholder, which the kernel does not read, if there are no
+/// groups.
 fn groups_arg(
     grouping: Option<(&GroupOffsets, &GroupOffsets)>,
     placeholder: &Handle,
@@ -375,23 +377,23 @@ fn groups_arg(
     }
 }
 
-/// Scales of one matrix, or of a batch of equal ones.
+/// Scales of one matrix, or of a batch of equally sized ones.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ScaleShape {
     /// Rows of all matrices.
     pub rows: usize,
-    /// Rows of one.
+    /// Rows of one matrix.
     pub matrix_rows: usize,
-    /// Blocks of a row.
+    /// Blocks per row.
     pub blocks: usize,
     /// Tiles of 128 rows.
     pub tiles: usize,
-    /// What the grid works on.
+    /// Work items of the grid.
     pub items: usize,
 }
 
-/// One unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart,
-/// four blocks to a tile. Neighbouring units write neighbouring lines.
+/// Each unit makes the 16 bytes of line `r % 32` in `N` neighbouring tiles: four rows, 32 apart,
+/// and four blocks per tile. Neighbouring units write neighbouring lines.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn swizzle_kernel<N: Size>(
     source_words: &[Vector<u32, N>],
@@ -416,7 +418,7 @@ pub fn swizzle_kernel<N: Size>(
         if comptime!(grouped) {
             let group = find_group(&groups.starts, groups.count, first);
             let rows = span(&groups.offsets, group, rows);
-            // Behind the last group this lies behind its rows too.
+            // After the last group this index is also after its rows.
             first = rows.start + (first - groups.starts[group] as usize);
             if first < rows.end {
                 present = rows.end - first;
@@ -467,7 +469,7 @@ pub fn swizzle_kernel<N: Size>(
     }
 }
 
-/// One unit makes `N` words of a row, or one byte where rows are no whole words.
+/// Each unit makes `N` words of a row, or one byte if rows are not whole words.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn unswizzle_kernel<N: Size>(
     source: &[u32],
@@ -503,7 +505,7 @@ pub fn unswizzle_kernel<N: Size>(
             local = row % matrix_rows;
             tile = (row / matrix_rows) * matrix_rows.div_ceil(128) + local / 128usize;
         }
-        // A row of no group has no tile.
+        // A row that belongs to no group has no tile.
         let inside = tile < tiles;
         let line = (local % 32usize) * 4usize + (local % 128usize) / 32usize;
         if comptime!(wide) {
@@ -528,18 +530,18 @@ pub fn unswizzle_kernel<N: Size>(
     }
 }
 
-/// Where groups of blocks start in a kernel.
+/// Starts of groups of blocks in a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockStarts {
-    /// The first block of each group, and the block behind the last.
+    /// First block of each group, and end of the last one.
     pub blocks: Box<[u32]>,
-    /// The same in tiles of one row of tiles.
+    /// First tile of each group, and end of the last one, in tiles of one row of tiles.
     pub tiles: Box<[u32]>,
-    /// Groups.
+    /// Number of groups.
     pub count: usize,
 }
 
-/// One unit makes the 16 bytes of one line of one tile.
+/// Each unit makes the 16 bytes of one line of one tile.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn swizzle_block_groups_kernel(
     source_words: &[u32],
@@ -555,7 +557,7 @@ pub fn swizzle_block_groups_kernel(
     while item < items {
         let line = item % 32usize;
         let tile = item / 32usize;
-        // Group g has tiles `row_tiles * starts.tiles[g]` and following.
+        // Group `g` has the tiles from `row_tiles * starts.tiles[g]` on.
         let group = find_group(&starts.tiles, starts.count, tile / row_tiles);
         let local = tile - row_tiles * starts.tiles[group] as usize;
         let block_start = starts.blocks[group] as usize;
@@ -594,7 +596,7 @@ pub fn swizzle_block_groups_kernel(
     }
 }
 
-/// One unit makes four bytes, which may lie in several rows and groups.
+/// Each unit makes four bytes, which may be in several rows and groups.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn unswizzle_block_groups_kernel(
     source: &[u32],
@@ -611,7 +613,7 @@ pub fn unswizzle_block_groups_kernel(
         let mut i = 0usize;
         while i < 4usize {
             let position = item * 4usize + i;
-            // Group g has bytes `outer * starts.blocks[g]` and following.
+            // Group `g` has the bytes from `outer * starts.blocks[g]` on.
             let group = find_group(&starts.blocks, starts.count, position / outer);
             let block_start = starts.blocks[group] as usize;
             let blocks = starts.blocks[group + 1usize] as usize - block_start;

@@ -1,4 +1,4 @@
-//! What a kernel that quantizes tiles is asked for, and its shared memory.
+//! Configuration and shared memory of a kernel that quantizes tiles.
 
 use cubecl::prelude::*;
 
@@ -8,29 +8,29 @@ use super::{
 };
 use crate::{BlockScaling, HadamardSize, tensor::FloatKind};
 
-/// The comptime choices of `quantize_tiles_kernel`.
+/// Comptime configuration of `quantize_tiles_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TilePlan {
-    /// The rowwise tensor, if it is made.
+    /// Rowwise tensor, if requested.
     pub row: Option<QuantPlan>,
-    /// The columnwise tensor, if it is made.
+    /// Columnwise tensor, if requested.
     pub col: Option<QuantPlan>,
-    /// Whether 16x16 tiles share a scale.
+    /// True if 16x16 tiles share a scale.
     pub tiles: bool,
-    /// Whether the columnwise tensors of groups share their stored rows.
+    /// True if the columnwise tensors of groups share their stored rows.
     pub side_by_side: bool,
-    /// How groups are given.
+    /// Representation of groups.
     pub grouping: Grouping,
-    /// Whether `x` is loaded by elements.
+    /// True if `x` is loaded by elements.
     pub elements: bool,
-    /// Units of a cube.
+    /// Units per cube.
     pub units: usize,
-    /// The element type of `x`.
+    /// Element type of `x`.
     pub kind: FloatKind,
 }
 
 impl TilePlan {
-    /// Rows that a unit of the columnwise tensor spans.
+    /// Returns the rows that a unit of the columnwise tensor spans.
     pub(super) const fn span(&self) -> usize {
         match self.col {
             Some(col) => tile::span(col.hadamard),
@@ -38,13 +38,13 @@ impl TilePlan {
         }
     }
 
-    /// The rowwise tensor, or else the columnwise one: blocks of 16x16 tiles are quantized along
-    /// rows for either.
+    /// Returns the rowwise tensor, or else the columnwise one: blocks of 16x16 tiles are quantized
+    /// along rows for either.
     pub(super) fn either(&self) -> QuantPlan {
         self.row.or(self.col).expect("a copy is made")
     }
 
-    /// Rows of a tile, if each has its own amax.
+    /// Returns the rows per tile, if each has its own amax.
     pub(super) fn row_lines(&self) -> usize {
         match self.row {
             Some(row) if row.per_row && !self.tiles => ROWS,
@@ -52,7 +52,7 @@ impl TilePlan {
         }
     }
 
-    /// Columns of a tile, if each has its own amax.
+    /// Returns the columns per tile, if each has its own amax.
     pub(super) fn col_lines(&self) -> usize {
         match self.col {
             Some(col) if col.per_row && !self.tiles => tile::cols(self.kind),
@@ -60,10 +60,10 @@ impl TilePlan {
         }
     }
 
-    /// What blocks of columns are a multiple of while they are quantized: transformed values keep
-    /// the transform's factor back where it is a power of two, which takes no bits from them, and
-    /// the scales make up for it. A transform that units share cannot be done again by one of them,
-    /// as extreme values need it.
+    /// Returns the multiple of blocks of columns at which they are quantized. If the transform's
+    /// factor is a power of two, transformed values are kept without it, which loses no bits, and
+    /// the scales compensate. Not if units share the transform, since one of them could not repeat
+    /// it, as extreme values require.
     pub(super) fn col_multiple(&self) -> f32 {
         match self.col {
             Some(QuantPlan {
@@ -81,7 +81,7 @@ impl TilePlan {
         }
     }
 
-    /// How tiles are loaded.
+    /// Returns the load parameters of tiles.
     pub(super) fn load(&self) -> LoadPlan {
         LoadPlan {
             elements: self.elements,
@@ -92,52 +92,51 @@ impl TilePlan {
     }
 }
 
-/// The tiles of a matrix and of its groups.
+/// Tiles of a matrix and of its groups.
 #[derive(CubeType, CubeLaunch)]
 pub struct TileGrid {
-    /// A record for each row of tiles, where groups are in device memory.
+    /// Record per row of tiles, if groups are in device memory.
     pub map: Box<[Vector<u32, Const<4>>]>,
-    /// The matrix.
+    /// Matrix shape.
     pub shape: Shape,
-    /// Rows of tiles that there may be.
+    /// Maximum number of rows of tiles.
     pub row_tiles: usize,
-    /// Blocks of a stored row of the columnwise tensor, where groups share its stored rows or each
-    /// is padded to whole tiles of scales.
+    /// Blocks per stored row of the columnwise tensor, if groups share its stored rows or each is
+    /// padded to whole tiles of scales.
     pub row_blocks: usize,
 }
 
-/// Words from one column to the next where codes wait to be written: two for each of eight blocks,
-/// and one that spreads columns over banks.
+/// Column pitch of staged codes in words: two for each of eight blocks, plus one against bank
+/// conflicts.
 pub(super) const STAGE_PITCH: usize = 17;
 
 /// Words from the scales of one block of all columns to those of the next.
 pub(super) const SCALE_PITCH: usize = 2 * tile::WORDS + 4;
 
-/// Words of codes from one row of a tile to the next where 16x16 tiles wait for being transposed:
-/// 16, and two that spread rows over banks.
+/// Row pitch of staged codes in words, for 16x16 tiles that are to be transposed: 16, plus two
+/// against bank conflicts.
 pub(super) const CODE_PITCH: usize = 18;
 
-/// Words of codes of a tile, each 8 rows two further on.
+/// Words of codes per tile, with an offset of two words every 8 rows.
 const CODES: usize = ROWS * CODE_PITCH + ROWS / 8 * 2;
 
-/// 16x16 tiles of a tile.
+/// Returns the number of 16x16 tiles per tile.
 pub(super) const fn tile_count(kind: FloatKind) -> usize {
     tile::blocks(kind) / 16
 }
 
-/// The shared memory of a cube that quantizes a tile.
+/// Shared memory of a cube that quantizes a tile.
 #[derive(CubeType)]
 pub(super) struct TileMemory {
-    /// The words of the tile.
+    /// Words of the tile.
     pub data: Shared<[u32]>,
     /// Scale bytes of its 16x16 tiles.
     pub tile_scales: Shared<[u32]>,
-    /// Of 16x16 tiles: the amax values, then the errors of blocks; then codes, until they are
-    /// transposed.
+    /// For 16x16 tiles: amax values, then errors of blocks, then codes until they are transposed.
     pub partial: Shared<[u32]>,
     /// Codes of the columns, until they are written.
     pub stage: Shared<[u32]>,
-    /// Their scales.
+    /// Scales of the columns.
     pub stage_scales: Shared<[u32]>,
 }
 

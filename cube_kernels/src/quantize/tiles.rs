@@ -1,5 +1,5 @@
-//! Quantization of tiles in shared memory: both tensors from one read, columnwise ones, and 16x16
-//! tiles.
+//! Quantization of tiles in shared memory: both tensors from one read, columnwise tensors, and
+//! 16x16 tiles.
 
 use cubecl::prelude::*;
 
@@ -23,19 +23,20 @@ use crate::{
     tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// What [`launch_tiles`] makes.
+/// Output kind of [`launch_tiles`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// 1x16 blocks, the copies of groups one after another.
+    /// 1x16 blocks, with the copies of groups one after another.
     Blocks,
-    /// 16x16 tiles, the copies of groups one after another.
+    /// 16x16 tiles, with the copies of groups one after another.
     Tiles,
-    /// 1x16 blocks, the columnwise tensors of groups concatenated along the columns.
+    /// 1x16 blocks, with the columnwise tensors of groups concatenated along the columns.
     SideBySide,
 }
 
-/// Fails unless a columnwise tensor of `groups` lies as `kind` says with scales as `copy` says:
-/// groups that share stored rows share tiles of scales, unless each begins with a whole one.
+/// Returns an error unless a columnwise tensor of `groups` can be laid out as `kind` with the scale
+/// layout of `copy`: groups that share stored rows share tiles of scales, unless each begins with a
+/// whole one.
 fn check_kind(
     groups: &Groups,
     copy: Option<&DeviceNvfp4Params>,
@@ -138,7 +139,7 @@ pub(super) fn launch_tiles(
     let elements = (x.len())
         .max(c.out.code_blocks() * BLOCK)
         .max(r.out.code_blocks() * BLOCK)
-        // The padding of swizzled scales makes them more than elements where rows are few and long.
+        // With few long rows, the padding of swizzled scales makes more scales than elements.
         .max(c.out.scale_bytes())
         .max(r.out.scale_bytes());
     // SAFETY: the kernel masks every access by the shapes it is given.
@@ -161,8 +162,8 @@ pub(super) fn launch_tiles(
     Ok((row, col))
 }
 
-/// One cube quantizes a tile: it loads the tile, its units quantize the blocks of columns, whose
-/// codes and scales wait in shared memory, and those of rows; then whole columns, 64 bytes of
+/// Each cube quantizes a tile: it loads the tile; its units quantize the blocks of columns, whose
+/// codes and scales are staged in shared memory, and those of rows; then whole columns, 64 bytes of
 /// codes, are written contiguously. Other cubes of the SM compute while one waits.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
@@ -193,7 +194,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
         );
         if tile.row0 < tile.row_end {
             tile::start_load::<F, N>(x, &mut memory.data, &tile, shape, load);
-            // Half of the units for each table, where there are two to fill.
+            // If there are two tables to fill, each takes half of the units.
             let row_tabled = comptime!(plan.tiles || plan.row.is_some_and(|row| !row.per_row));
             let col_tabled = comptime!(plan.col.is_some_and(|col| !col.per_row) && !plan.tiles);
             let halves = comptime!(row_tabled && col_tabled && units == 256);
@@ -231,7 +232,7 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
                 row_table.fill_lines(&row.amax, lines, most, 1.0, policy);
             }
             if comptime!(plan.col_lines() > 0) {
-                // Units that had no rows come first, where both tables are filled.
+                // If both tables are filled, start with the units that had no rows.
                 let behind = comptime!(if units.is_power_of_two() {
                     plan.row_lines()
                 } else {
@@ -268,9 +269,9 @@ pub fn quantize_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Quantizes the blocks along the rows of a tile, for the rowwise tensor, if it is made. Codes of
-/// 16x16 tiles wait in shared memory, too, if there is a columnwise tensor, for being transposed:
-/// those of rows behind the last one as well, which pad blocks of columns.
+/// Quantizes the blocks along the rows of a tile, for the rowwise tensor, if requested. If there is
+/// a columnwise tensor, codes of 16x16 tiles are also staged in shared memory for the
+/// transposition, including those of rows after the last one, which pad blocks of columns.
 #[cube]
 fn quantize_rows_of_tile(
     memory: &mut TileMemory,
@@ -325,7 +326,7 @@ fn quantize_rows_of_tile(
             let encoded = quantize_by_table(&block, &words, &rule, &global, table, &random, by);
             scale = encoded.scale;
             if comptime!(tiles) {
-                // A tile that the last row cuts: below it is padding, whose scales are zero.
+                // A tile that the last row cuts: rows below it are padding, with zero scales.
                 scale = select(inside, scale, 0u32);
             }
             if comptime!(transposes) {
@@ -347,7 +348,7 @@ fn quantize_rows_of_tile(
                 };
                 target.out.store_values(stored, &block, inside, conversion);
             } else if comptime!(plan.swizzled) {
-                // Columns of tiles beyond these pad the columnwise tensor only.
+                // Columns of tiles beyond these only pad the columnwise tensor.
                 if block_index < padded_blocks * 4usize {
                     let row = tile.row_tile * 128usize + r;
                     let at = swizzled_at(row, block_index, padded_blocks);

@@ -1,10 +1,10 @@
-//! What stands before a quantized GEMM: SwiGLU and GELU, with their gradients.
+//! Prologues of a quantized GEMM: SwiGLU and GELU, with their gradients.
 //!
-//! Kernels compute these while they read the inputs and quantize at once, so every operation here
-//! is one that has the same bits everywhere: IEEE additions, multiplications, divisions and square
-//! roots, fused multiply-adds where `mul_add` is written, and an exponential made of those. Each
-//! result is rounded once more, to the element type of the inputs, before anything is quantized: a
-//! fused kernel gives the bytes of the two operations one after the other.
+//! Kernels compute these while they read the inputs, and quantize in the same pass. Every operation
+//! here is therefore one with identical bits on every device: IEEE additions, multiplications,
+//! divisions and square roots, fused multiply-adds where `mul_add` is written, and an exponential
+//! made of those. Each result is rounded once more, to the element type of the inputs, before it is
+//! quantized, so that a fused kernel gives the bytes of the two separate operations.
 
 use rayon::prelude::*;
 
@@ -17,7 +17,7 @@ use super::{
 /// An activation between two linear layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
-    /// `silu(gate) · up` of rows that hold `gate` and `up`, concatenated: half as long as the
+    /// `silu(gate) · up` of rows that contain `gate` and `up`, concatenated: half as long as the
     /// input.
     SwiGlu,
     /// GELU of each element.
@@ -25,7 +25,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Columns of the input for one of the output.
+    /// Returns the number of input columns per output column.
     pub const fn inputs(self) -> usize {
         match self {
             Self::SwiGlu => 2,
@@ -34,10 +34,10 @@ impl Activation {
     }
 }
 
-/// `activation` of the rows of `x`, `rows` x `cols`.
+/// Applies `activation` to the rows of `x`, `rows` x `cols`.
 ///
 /// # Panics
-/// When `x` does not hold `rows * cols` elements, or `cols` is odd for SwiGLU.
+/// Panics if `x` does not have `rows * cols` elements, or `cols` is odd for SwiGLU.
 pub fn activation<T: Element>(activation: Activation, x: &[T], rows: usize, cols: usize) -> Vec<T> {
     assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
     match activation {
@@ -46,10 +46,11 @@ pub fn activation<T: Element>(activation: Activation, x: &[T], rows: usize, cols
     }
 }
 
-/// The gradient of [`activation`] by `x`, `rows` x `cols`, given `grad`, that of its output.
+/// Computes the gradient of [`activation`] with respect to `x`, `rows` x `cols`, from `grad`, the
+/// gradient of its output.
 ///
 /// # Panics
-/// When a matrix does not hold its elements.
+/// Panics if a matrix does not have the required number of elements.
 pub fn activation_backward<T: Element>(
     activation: Activation,
     grad: &[T],
@@ -63,12 +64,12 @@ pub fn activation_backward<T: Element>(
     }
 }
 
-/// `silu(gate) · up`, rounded to the type of `gate_up`: `rows` x `width`, of a matrix of `rows` x
-/// `2 width` with the gate in the first half of each row. `silu(x) = x · sigmoid(x)`; at -∞ that is
-/// NaN.
+/// Returns `silu(gate) · up`, `rows` x `width`, rounded to the type of `gate_up`, a matrix of
+/// `rows` x `2 width` with the gate in the first half of each row. `silu(x) = x · sigmoid(x)`,
+/// which is NaN at -∞.
 ///
 /// # Panics
-/// When `gate_up` does not hold `rows * 2 * width` elements.
+/// Panics if `gate_up` does not have `rows * 2 * width` elements.
 pub fn swiglu<T: Element>(gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
     check_halves(gate_up, rows, width);
     let mut out = vec![T::from_f32(0.0); rows * width];
@@ -93,12 +94,13 @@ fn swiglu_rows_body<T: Element>(gate_up: &[T], width: usize, out: &mut [T]) {
     }
 }
 
-/// The gradient of [`swiglu`] by its two inputs, concatenated: `rows` x `2 width`, from `grad`,
-/// that of its output: `(grad · up) · σ (1 + gate (1 - σ))`, the sum by a multiply-add, and `grad ·
-/// (gate σ)`, with `σ` the sigmoid of the gate.
+/// Computes the gradients of [`swiglu`] with respect to gate and up, concatenated: `rows` x
+/// `2 width`. `grad` is the gradient of its output, and `σ` the sigmoid of the gate. The gradient
+/// of the gate is `(grad · up) · σ (1 + gate (1 - σ))`, with the sum by a multiply-add, and that of
+/// up is `grad · (gate σ)`.
 ///
 /// # Panics
-/// When a matrix does not hold its elements.
+/// Panics if a matrix does not have the required number of elements.
 pub fn swiglu_backward<T: Element>(grad: &[T], gate_up: &[T], rows: usize, width: usize) -> Vec<T> {
     assert_eq!(
         grad.len(),
@@ -120,7 +122,7 @@ with_fma!(
         = swiglu_backward_rows_body
 );
 
-/// Writes the gradients by rows of gate and up.
+/// Writes the gradients of the rows of gate and up.
 #[inline(always)]
 fn swiglu_backward_rows_body<T: Element>(grad: &[T], gate_up: &[T], width: usize, both: &mut [T]) {
     let rows = both.chunks_exact_mut(2 * width);

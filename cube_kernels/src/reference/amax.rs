@@ -1,4 +1,4 @@
-//! Largest magnitudes.
+//! Amax: largest magnitudes of tensors, rows and columns.
 
 use rayon::prelude::*;
 
@@ -11,14 +11,14 @@ use super::{
 };
 use crate::{BLOCK, Hadamard};
 
-/// Elements that one task handles before it is worth waking another core.
+/// Smallest number of elements per task that is worth waking another core.
 const GRAIN: usize = 1 << 15;
 
-/// The largest magnitude in `x`, 0 for an empty slice. NaN and infinity survive; NaN is returned as
-/// the canonical quiet NaN.
+/// Returns the largest magnitude in `x`, 0 for an empty slice. Infinity is preserved; NaN is
+/// returned as the canonical quiet NaN.
 ///
-/// Magnitudes are compared as integers, an order that is total and does not depend on the order of
-/// the elements, so every device gets the same answer.
+/// Magnitudes are compared as integers. This order is total, so the result does not depend on the
+/// order of the elements and is identical on every device.
 pub fn amax<T: Element>(x: &[T]) -> f32 {
     let bits = x.par_chunks(GRAIN).map(largest).max().unwrap_or(0);
     canonical(bits)
@@ -26,7 +26,7 @@ pub fn amax<T: Element>(x: &[T]) -> f32 {
 
 with_fma!(fn largest[T: Element](x: &[T]) -> u32 = largest_body);
 
-/// The bits of the largest magnitude.
+/// Returns the bits of the largest magnitude.
 #[inline(always)]
 fn largest_body<T: Element>(x: &[T]) -> u32 {
     let mut largest = 0;
@@ -36,7 +36,7 @@ fn largest_body<T: Element>(x: &[T]) -> u32 {
     largest
 }
 
-/// The largest magnitude of each row of a `rows` x `cols` matrix.
+/// Returns the amax of each row of a `rows` x `cols` matrix.
 pub fn amax_rows<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
     assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
     (0..rows)
@@ -45,7 +45,7 @@ pub fn amax_rows<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
         .collect()
 }
 
-/// The largest magnitude of each column of a `rows` x `cols` matrix.
+/// Returns the amax of each column of a `rows` x `cols` matrix.
 pub fn amax_cols<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
     assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
     let mut bits = vec![0u32; cols];
@@ -57,21 +57,21 @@ pub fn amax_cols<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
     bits.into_iter().map(canonical).collect()
 }
 
-/// The largest magnitude of the columnwise transformed matrix: as many rows at a time as `hadamard`
-/// mixes, the last group padded with zeros (numerics, section 6).
+/// Returns the amax of the columnwise transformed matrix. The transform mixes as many rows at a
+/// time as `hadamard` requires; the last group is padded with zeros (numerics, section 6).
 ///
 /// # Panics
-/// When `x` does not hold `rows * cols` elements.
+/// Panics if `x` does not have `rows * cols` elements.
 pub fn amax_rht<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadamard) -> f32 {
     let bits = rht_magnitudes(x, rows, cols, hadamard);
     canonical(bits.into_iter().max().unwrap_or(0))
 }
 
-/// The largest magnitude of each column of the columnwise transformed matrix: the amax values of
-/// per-token scaling for a transformed columnwise tensor.
+/// Returns the amax of each column of the columnwise transformed matrix, which is used for
+/// per-token scaling of a transformed columnwise tensor.
 ///
 /// # Panics
-/// As [`amax_rht`].
+/// Panics like [`amax_rht`].
 pub fn amax_rht_cols<T: Element>(
     x: &[T],
     rows: usize,
@@ -82,7 +82,7 @@ pub fn amax_rht_cols<T: Element>(
     bits.into_iter().map(canonical).collect()
 }
 
-/// The largest magnitude of each transformed column, as bits.
+/// Returns the bits of the amax of each transformed column.
 fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadamard) -> Vec<u32> {
     assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
     let size = hadamard.size().elements();
@@ -112,7 +112,7 @@ fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hada
         )
 }
 
-/// The rows that are transformed together, from `row0` on, whose magnitudes raise `bits`.
+/// Rows from `row0` on that are transformed together; their magnitudes raise `bits`.
 struct Group<'a, T> {
     x: &'a [T],
     shape: (usize, usize),
@@ -164,7 +164,7 @@ mod tests {
         for size in HadamardSize::ALL {
             let hadamard = Hadamard::seeded_with_size(size, 1);
             assert!(amax_rht(&x, 1000, 100, &hadamard).is_nan());
-            // The infinity is alone in its group of column 77: it spreads with both signs.
+            // The infinity is alone in its group of column 77, and spreads over it with both signs.
             let cols = amax_rht_cols(&x, 1000, 100, &hadamard);
             assert_eq!(cols[77], f32::INFINITY);
             assert!(cols[5].is_nan() && cols[6].is_finite());

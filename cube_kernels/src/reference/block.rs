@@ -1,4 +1,4 @@
-//! Loading blocks along the rows of a matrix, 16 at a time, and turning blocks into codes.
+//! Loads blocks along the rows of a matrix, 16 at a time, and encodes blocks to codes.
 
 use super::{
     Element,
@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{BLOCK, Hadamard, Rounding};
 
-/// Fills `rows` with 16 blocks of the rowwise tensor, transformed: those from `first` on, counted
-/// over the whole copy with `blocks` in each of its rows; zeros beyond it.
+/// Fills `rows` with 16 transformed blocks of the rowwise tensor, from block `first` on, with zeros
+/// beyond the tensor. Blocks are numbered over the whole tensor, `blocks` per row.
 ///
 /// `first` is a multiple of 16, so that a group of `hadamard` never straddles two calls.
 #[inline(always)]
@@ -24,7 +24,7 @@ pub(super) fn load_blocks<T: Element>(
 ) {
     *rows = [[0f32; BLOCK]; BLOCK];
     if cols == blocks * BLOCK {
-        // Without padding all blocks lie one after the other.
+        // Without padding, all blocks are contiguous.
         let source = &x[first * BLOCK..];
         let source = &source[..source.len().min(BLOCK * BLOCK)];
         for (value, source) in rows.as_flattened_mut().iter_mut().zip(source) {
@@ -49,9 +49,9 @@ pub(super) fn load_blocks<T: Element>(
     }
 }
 
-/// The codes of the 16 blocks of `tile`, eight little-endian bytes each, given the factors that
-/// bring them onto the grid. `index` is each block's logical index in the stored matrix, from which
-/// stochastic rounding draws its bits.
+/// Returns the codes of the 16 blocks of `tile`, eight little-endian bytes each, given the factors
+/// that scale them to the grid. `index` is each block's logical index in the stored matrix, from
+/// which stochastic rounding draws its bits.
 #[inline(always)]
 pub(super) fn encode_tile(
     tile: &Tile,
@@ -62,7 +62,7 @@ pub(super) fn encode_tile(
     match rounding {
         Rounding::Nearest => encode_by(|i, lane| nearest_code(tile[i][lane] * multipliers[lane])),
         Rounding::Stochastic(stream) => {
-            // Eight blocks at a time: the state of 16 does not fit into registers.
+            // Eight blocks at a time: the state of 16 does not fit in registers.
             let mut words = [[0u32; BLOCK]; 4];
             for (part, index) in index.as_chunks::<8>().0.iter().enumerate() {
                 let drawn = philox::block_words(stream.offset, stream.key(), index);
@@ -78,13 +78,13 @@ pub(super) fn encode_tile(
     }
 }
 
-/// Two codes to a byte, the earlier one in the low nibble; `code` gives that of an element and
-/// lane.
+/// Packs two codes per byte, the earlier one in the low nibble; `code` returns the code of an
+/// element and lane.
 #[inline(always)]
 fn encode_by(code: impl Fn(usize, usize) -> u32) -> Lanes<u64> {
     let mut words = [[0u32; BLOCK]; 2];
     for (half, word) in words.iter_mut().enumerate() {
-        // The last code first, so that each step shifts by the same distance.
+        // Last code first, so that each step shifts by the same distance.
         for i in (8 * half..8 * half + 8).rev() {
             for (lane, word) in word.iter_mut().enumerate() {
                 *word = *word << 4 | code(i, lane);

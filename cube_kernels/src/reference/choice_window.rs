@@ -1,34 +1,34 @@
-//! The choices that fall on some of the experts, sorted by expert.
+//! Sorts the choices of some of the experts by expert.
 
 use std::ops::Range;
 
 use super::router::{SortedChoices, sort_choices};
 
-/// Rows of the units in which [`ChoiceWindow::earlier`] counts: rows, and the units of which the
-/// blocks and the transforms of a columnwise tensor take whole numbers.
+/// Unit sizes in rows by which [`ChoiceWindow::earlier`] counts: single rows, and the sizes of
+/// which the blocks and the transforms of a columnwise tensor take whole numbers.
 pub const EARLIER_UNITS: [usize; 5] = [1, 16, 32, 64, 128];
 
-/// The choices of some experts, neighbours, in the order of these, those of one expert in their own
-/// order: what [`SortedChoices`] has of them, from the first of them on.
+/// Choices of some consecutive experts, sorted by expert and stable within an expert: the section
+/// of [`SortedChoices`] that starts at the first of these experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChoiceWindow {
-    /// The choice at each place; behind those of the experts the number of all choices, which is
-    /// none.
+    /// Choice at each place. Places after those of the experts contain the number of all choices,
+    /// which is not a valid choice.
     pub choices: Vec<u32>,
-    /// The place of each choice; of those of other experts the number of all choices, which is
-    /// none.
+    /// Place of each choice. Choices of other experts contain the number of all choices, which is
+    /// not a valid place.
     pub places: Vec<u32>,
-    /// Where the choices of each of the experts begin, and where those of the last end.
+    /// Start of each expert's choices, and the end of the last one's.
     pub offsets: Vec<u32>,
-    /// The choices of experts before these in units of each of [`EARLIER_UNITS`], each expert's
-    /// rounded up.
+    /// Number of row units, for each of [`EARLIER_UNITS`], that the choices of earlier experts
+    /// take, rounded up per expert.
     pub earlier: Vec<u32>,
-    /// Choices of each expert, of all of them.
+    /// Number of choices of each expert, for all experts.
     pub counts: Vec<u32>,
 }
 
-/// Sorts `chosen`, numbers of `experts` experts, by expert, and keeps the choices of the experts
-/// `held`. A number that is no expert is not counted.
+/// Sorts `chosen`, indices of `experts` experts, by expert, and keeps the choices of the experts
+/// `held`. An index that is not an expert is not counted.
 pub fn sort_window(chosen: &[u32], experts: usize, held: Range<usize>) -> ChoiceWindow {
     let SortedChoices {
         choices,

@@ -1,4 +1,4 @@
-//! From codes back to values.
+//! Dequantization: from codes back to values.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -10,10 +10,10 @@ use crate::{
     reference::simd::{self, Isa, Task},
 };
 
-/// The matrix that `packed` stands for, `[rows, cols]` in the orientation of the source:
+/// Dequantizes `packed` to a matrix `[rows, cols]` in the orientation of the source:
 /// `fl(fl(e2m1 · e4m3) · fl(amax / range))`, with the range of
-/// [`BlockScaling::range`](crate::BlockScaling::range). A copy made with the Hadamard transform
-/// stays transformed, and what its padding holds is dropped.
+/// [`BlockScaling::range`](crate::BlockScaling::range). A tensor made with the Hadamard transform
+/// stays transformed, and its padding is dropped.
 pub fn dequantize(packed: &QuantizedTensor) -> Vec<f32> {
     let (rows, cols, width) = (packed.rows(), packed.cols(), packed.blocks() * BLOCK);
     let mut stored = decode_blocks(packed);
@@ -38,13 +38,13 @@ pub fn dequantize(packed: &QuantizedTensor) -> Vec<f32> {
     }
 }
 
-/// The operand that a GEMM multiplies, `[outer, blocks * 16]` in stored orientation: `e2m1 · e4m3`
-/// without the global scale. Every value is exact in bf16.
+/// Decodes the operand that a GEMM multiplies, `[outer, blocks * 16]` in stored orientation:
+/// `e2m1 · e4m3` without the global scale. Every value is exact in bf16.
 pub fn decode_blocks(packed: &QuantizedTensor) -> Vec<f32> {
     decode_rows(packed, &compact_scales(packed), 0..packed.outer())
 }
 
-/// The block scales in the order of the blocks.
+/// Returns the block scales in block order.
 pub(super) fn compact_scales(packed: &QuantizedTensor) -> Cow<'_, [u8]> {
     match packed.layout().scale_layout {
         ScaleLayout::Compact => Cow::Borrowed(packed.scales()),
@@ -56,7 +56,7 @@ pub(super) fn compact_scales(packed: &QuantizedTensor) -> Cow<'_, [u8]> {
     }
 }
 
-/// Some stored rows of [`decode_blocks`], from the [`compact_scales`] of all.
+/// Decodes some stored rows of [`decode_blocks`], from the [`compact_scales`] of all rows.
 pub(super) fn decode_rows(packed: &QuantizedTensor, scales: &[u8], rows: Range<usize>) -> Vec<f32> {
     let blocks = rows.start * packed.blocks()..rows.end * packed.blocks();
     let mut out = vec![0f32; blocks.len() * BLOCK];
@@ -65,11 +65,11 @@ pub(super) fn decode_rows(packed: &QuantizedTensor, scales: &[u8], rows: Range<u
     out
 }
 
-/// [`decode_blocks`] on plain buffers: 8 bytes of codes and one compact scale for each 16 values of
-/// `out`.
+/// Computes [`decode_blocks`] on plain buffers: 8 bytes of codes and one compact scale per 16
+/// values of `out`.
 ///
 /// # Panics
-/// When the lengths do not fit each other.
+/// Panics if the lengths do not match.
 pub fn decode_blocks_into(codes: &[u8], scales: &[u8], out: &mut [f32]) {
     assert_eq!(
         codes.len(),
@@ -88,7 +88,7 @@ pub fn decode_blocks_into(codes: &[u8], scales: &[u8], out: &mut [f32]) {
         .for_each(|((out, codes), scales)| simd::run(Decode { codes, scales, out }));
 }
 
-/// Neighbouring blocks, which one task decodes.
+/// Consecutive blocks that one task decodes.
 struct Decode<'a> {
     codes: &'a [u8],
     scales: &'a [u8],
@@ -98,7 +98,7 @@ struct Decode<'a> {
 impl Task for Decode<'_> {
     #[inline(always)]
     fn compute<I: Isa>(self, _: I) {
-        // Half a block at a time: eight codes in a word.
+        // Half a block at a time: eight codes per word.
         let codes = self.codes.as_chunks::<4>().0;
         let out = self.out.as_chunks_mut::<8>().0;
         for (i, (out, codes)) in out.iter_mut().zip(codes).enumerate() {
@@ -111,7 +111,7 @@ impl Task for Decode<'_> {
     }
 }
 
-/// `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
+/// Transposes `[rows, cols]` to `[cols, rows]`, in tiles that stay in the cache.
 pub(super) fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     const TILE: usize = 32;
     let mut out = vec![0f32; rows * cols];

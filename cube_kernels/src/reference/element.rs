@@ -1,13 +1,13 @@
-//! The element types that can be quantized.
+//! Element types that can be quantized.
 
 use half::{bf16, f16};
 
 /// An input element: converts to `f32` exactly.
 pub trait Element: Copy + Send + Sync + 'static {
-    /// The value, exactly.
+    /// Returns the exact value.
     fn to_f32(self) -> f32;
 
-    /// The element nearest to `value`, ties to even.
+    /// Returns the element nearest to `value`, ties to even.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -26,8 +26,8 @@ impl Element for f32 {
 impl Element for bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        // A bf16 is the upper half of an f32, NaN payloads included; written out because the
-        // library's conversion tests for NaN and does not vectorise.
+        // A bf16 is the upper half of an f32, including NaN payloads. The library's conversion
+        // tests for NaN and does not vectorize.
         f32::from_bits((self.to_bits() as u32) << 16)
     }
 
@@ -40,8 +40,8 @@ impl Element for bf16 {
 impl Element for f16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        // Written out because the library's conversion branches. Exponent and mantissa stand as in
-        // an f32, but for the bias of 15 instead of 127.
+        // The library's conversion branches. Exponent and mantissa are those of an f32, except that
+        // the bias is 15, not 127.
         let bits = (self.to_bits() & 0x7FFF) as i32;
         let subnormal = bits as f32 * (1.0 / 16_777_216.0);
         let rebias = if bits >= 0x7C00 { 224 } else { 112 } << 23;

@@ -1,34 +1,34 @@
-//! Rows of a table by number, and the gradient of the table.
+//! Embedding lookup, and the gradient of the table.
 
 use rayon::prelude::*;
 
 use super::Element;
 
-/// Occurrences that are added up one after another: positions `32 k` to `32 k + 31` of the tokens
-/// as sorted by id.
+/// Number of tokens that are added sequentially: positions `32 k` to `32 k + 31` of the tokens
+/// sorted by id.
 pub const EMBEDDING_RUN: usize = 32;
 
-/// Which rows of a table a part of it has.
+/// Shard of the rows of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TablePart {
-    /// The first one.
+    /// First row of the shard.
     pub first: usize,
-    /// Rows of the table.
+    /// Number of rows of the whole table.
     pub of: usize,
 }
 
 impl TablePart {
-    /// All of a table of `rows` rows.
+    /// Returns the shard that is the whole table of `rows` rows.
     pub const fn whole(rows: usize) -> Self {
         Self { first: 0, of: rows }
     }
 }
 
-/// Row `ids[i]` of the table for each `i`: zeros for a row that is not in this `part` of it
-/// (`rows` x `cols`), NaN where there is no such row.
+/// Returns row `ids[i]` of the table for each `i`. `rows` (`rows` x `cols`) is the shard `part`:
+/// other rows of the table give zeros, ids outside the table NaN.
 ///
 /// # Panics
-/// When `rows` is not whole rows of `cols`.
+/// Panics if `rows` is not whole rows of `cols` elements.
 pub fn embedding<T: Element>(rows: &[T], part: TablePart, ids: &[u32], cols: usize) -> Vec<T> {
     assert!(cols == 0 || rows.len().is_multiple_of(cols), "whole rows");
     let value = |id: u32, column: usize| {
@@ -46,16 +46,15 @@ pub fn embedding<T: Element>(rows: &[T], part: TablePart, ids: &[u32], cols: usi
     ids.iter().flat_map(row).collect()
 }
 
-/// The gradient of a table of `vocab` rows, given that of the rows that were looked up, `grad`
-/// (`ids.len()` x `cols`): for each id the sum over its tokens, in `f32`. Ids that are no row count
-/// for nothing.
+/// Computes the gradient of a table of `vocab` rows from `grad` (`ids.len()` x `cols`), the
+/// gradient of the rows looked up: the sum over the tokens of each id, in `f32`. Ids that are not a
+/// row are ignored.
 ///
-/// Tokens are sorted by id, those of one id stay in their order. The tokens of an id that lie in
-/// the same [32 positions](EMBEDDING_RUN) are added one after another, from 0 on, and these sums
-/// are added in their order.
+/// Tokens are sorted by id, stably. The tokens of an id in the same [32 positions](EMBEDDING_RUN)
+/// are added one after another, starting from 0, and these sums are added in order.
 ///
 /// # Panics
-/// When `grad` does not hold `ids.len() * cols` elements.
+/// Panics if `grad` does not have `ids.len() * cols` elements.
 pub fn embedding_gradient<T: Element>(
     grad: &[T],
     ids: &[u32],

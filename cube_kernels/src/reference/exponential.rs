@@ -1,17 +1,17 @@
-//! The exponential and the sigmoid, made of operations that have the same bits on every device.
+//! Exponential and sigmoid, made of operations with identical bits on every device.
 
-/// Below it [`exp_of_negative`] is 0.
+/// [`exp_of_negative`] is 0 below this value.
 pub(crate) const EXP_CUTOFF: f32 = -87.0;
 /// `log2(e)`, rounded.
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// 1.5 · 2²³: a sum with it is rounded to an integer, which its lowest bits then hold.
+/// 1.5 · 2²³: adding it rounds to an integer, which is then in the lowest bits.
 pub(crate) const TO_INTEGER: f32 = 12_582_912.0;
-/// `ln 2`, rounded, and what is left of it.
+/// `ln 2`, rounded.
 pub(crate) const LN2_HIGH: f32 = std::f32::consts::LN_2;
-/// See [`LN2_HIGH`].
+/// Remainder of `ln 2` after [`LN2_HIGH`].
 pub(crate) const LN2_LOW: f32 = -1.904_654_2e-9;
-/// `(e^r - 1 - r) / r²` for `|r| <= ln 2 / 2`, from the constant on: interpolated at the zeros of
-/// Chebyshev's polynomial, coefficients rounded. With it `e^r` has a relative error of 1.1e-8.
+/// `(e^r - 1 - r) / r²` for `|r| <= ln 2 / 2`, constant term first: interpolated at the zeros of a
+/// Chebyshev polynomial, with rounded coefficients. It gives `e^r` a relative error of 1.1e-8.
 pub(crate) const EXP_POLYNOMIAL: [f32; 5] = [
     0.5,
     0.166_665_76,
@@ -20,11 +20,11 @@ pub(crate) const EXP_POLYNOMIAL: [f32; 5] = [
     0.001_392_618_4,
 ];
 
-/// `e^x` for `x <= 0`, by at most 1 unit in the last place; 0 below -87, where the result would
-/// leave the normal numbers at -87.3. NaN stays NaN.
+/// Returns `e^x` for `x <= 0`, within 1 ulp; 0 below -87 (results leave the normal numbers at
+/// -87.3). NaN stays NaN.
 ///
-/// Cody and Waite: `x = k ln 2 + r`, with `ln 2` in two parts so that `r` is exact but for one
-/// rounding; a polynomial of degree 6 in `r`; `2^k` goes into the exponent.
+/// Cody and Waite: `x = k ln 2 + r`, with `ln 2` in two parts so that `r` is exact except for one
+/// rounding; a polynomial of degree 6 in `r`; `2^k` is added to the exponent.
 #[inline(always)]
 pub fn exp_of_negative(x: f32) -> f32 {
     let shifted = x.mul_add(LOG2_E, TO_INTEGER);
@@ -40,12 +40,12 @@ pub fn exp_of_negative(x: f32) -> f32 {
     if x < EXP_CUTOFF {
         0.0
     } else {
-        // The lowest bits of `shifted` are `k`; all above them are shifted out.
+        // The lowest bits of `shifted` are `k`; the bits above are shifted out.
         f32::from_bits(value.to_bits().wrapping_add(shifted.to_bits() << 23))
     }
 }
 
-/// `1 / (1 + e^-x)` and 1 less that, both without cancellation.
+/// Returns `s = 1 / (1 + e^-x)` and `1 - s`, both without cancellation.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> (f32, f32) {
     let e = exp_of_negative(-x.abs());
@@ -58,7 +58,7 @@ pub fn sigmoid(x: f32) -> (f32, f32) {
 mod tests {
     use super::*;
 
-    /// Units in the last place between `found` and the real number `expected`.
+    /// Returns the error of `found` against the real number `expected`, in ulps.
     fn ulps(found: f32, expected: f64) -> f64 {
         let magnitude = (expected.abs() as f32).max(f32::MIN_POSITIVE);
         let unit = 2f64.powi(magnitude.log2().floor() as i32 - 23);
@@ -68,7 +68,8 @@ mod tests {
     #[test]
     fn exponential_is_within_a_unit() {
         let mut worst = 0f64;
-        // Every 509th float, and every one from -2 to -1, where all bits of the polynomial count.
+        // Every 509th float, and every float from -2 to -1, where all bits of the polynomial
+        // matter.
         let all = (0x8000_0000u32..=(-87f32).to_bits()).step_by(509);
         for bits in all.chain((-1f32).to_bits()..(-2f32).to_bits()) {
             let x = f32::from_bits(bits);

@@ -1,33 +1,33 @@
-//! Rows in FP8: E4M3 codes with one scale for each row.
+//! Rows in FP8: E4M3 codes with one scale factor per row.
 
 use rayon::prelude::*;
 
 use super::{Element, amax_rows};
 use crate::format::e4m3;
 
-/// What the columns of a weight in FP8 are a multiple of where kernels multiply with it.
+/// Multiple that kernels require of the columns of an FP8 weight.
 pub const FP8_CHUNK: usize = 64;
 
-/// Partial sums of a row of [`fp8_linear`].
+/// Partial sums per row of [`fp8_linear`].
 const LANES: usize = 16;
 
-/// Element `(n, k)` is `e4m3(codes[n, k]) · scales[n]`.
+/// Rows in FP8: element `(n, k)` is `e4m3(codes[n, k]) · scales[n]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fp8Rows {
     /// E4M3 bytes, row-major.
     pub codes: Vec<u8>,
-    /// One for each row.
+    /// Scale factors, one per row.
     pub scales: Vec<f32>,
 }
 
-/// `x` (`[rows, cols]`) in FP8: `scale = fl(amax / 448)` of each row, and `code = E4M3(fl(x /
-/// scale))`, to nearest even, saturating at 448.
+/// Quantizes `x` (`[rows, cols]`) to FP8: `scale = fl(amax / 448)` of each row, and
+/// `code = E4M3(fl(x / scale))`, rounded to nearest even, saturating at 448.
 ///
-/// A row whose scale is zero has codes of zero. A row with NaN or infinity is NaN: so is its scale,
-/// and all its codes are `0x7F`.
+/// A row whose scale is zero has codes of zero. A row with NaN or infinity becomes NaN: its scale
+/// is NaN and all its codes are `0x7F`.
 ///
 /// # Panics
-/// When `x` does not hold `rows * cols` elements.
+/// Panics if `x` does not have `rows * cols` elements.
 pub fn fp8_quantize_rows<T: Element>(x: &[T], rows: usize, cols: usize) -> Fp8Rows {
     let scales = amax_rows(x, rows, cols).into_iter().map(row_scale);
     let scales: Vec<f32> = scales.collect();
@@ -44,7 +44,7 @@ pub fn fp8_quantize_rows<T: Element>(x: &[T], rows: usize, cols: usize) -> Fp8Ro
     Fp8Rows { codes, scales }
 }
 
-/// The scale of a row with this amax.
+/// Returns the scale of a row with this amax.
 fn row_scale(amax: f32) -> f32 {
     match amax.is_finite() {
         true => amax / e4m3::MAX,
@@ -52,10 +52,10 @@ fn row_scale(amax: f32) -> f32 {
     }
 }
 
-/// The values of rows of `cols` codes: `fl(code · scale)`.
+/// Returns the values of rows of `cols` codes: `fl(code · scale)`.
 ///
 /// # Panics
-/// When there are not `cols` codes for each scale.
+/// Panics if there are not `cols` codes per scale.
 #[cfg(test)]
 fn fp8_dequantize_rows(rows: &Fp8Rows, cols: usize) -> Vec<f32> {
     let Fp8Rows { codes, scales } = rows;
@@ -73,20 +73,20 @@ fn fp8_dequantize_rows(rows: &Fp8Rows, cols: usize) -> Vec<f32> {
     values
 }
 
-/// `out[m, n] = fl(fl(Σₖ a[m, k] · e4m3(code[n, k])) · scale[n])` in `f32`: `a` is `[m, k]`, the
-/// result `[m, n]`.
+/// Computes `out[m, n] = fl(fl(Σₖ a[m, k] · e4m3(code[n, k])) · scale[n])` in `f32`: `a` is
+/// `[m, k]`, the result `[m, n]`.
 ///
-/// Lane `i` of 16 adds up the products of columns `i`, `i + 16` and on, each rounded, from +0. The
-/// lanes are added in order.
+/// Lane `i` of 16 sums the rounded products of columns `i`, `i + 16` and so on, starting from +0.
+/// The lanes are added in order.
 ///
 /// # Panics
-/// When `a` is not rows of `k`, or `codes` do not have `k` for each scale.
+/// Panics if `a` is not rows of `k` elements, or there are not `k` codes per scale.
 pub fn fp8_linear<T: Element>(a: &[T], b: &Fp8Rows, k: usize) -> Vec<f32> {
     let (m, n) = (a.len() / k.max(1), b.scales.len());
     assert_eq!(a.len(), m * k, "`a` must be rows of {k}");
     assert_eq!(b.codes.len(), n * k, "`codes` must be rows of {k}");
     let a: Vec<f32> = a.iter().map(|value| value.to_f32()).collect();
-    // A row of `b` is decoded once for all rows of `a`.
+    // Each row of `b` is decoded once for all rows of `a`.
     let mut columns = vec![0.0; m * n];
     let each = columns.par_chunks_mut(m.max(1)).enumerate();
     each.for_each_init(
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(made.scales[0], 1.0);
         assert_eq!(made.scales[1], 4.48 / 448.0);
         assert_eq!(made.scales[2].to_bits(), 0);
-        // 17 lies between 16 and 18, and goes to the even one.
+        // 17 is halfway between 16 and 18, and rounds to the even code.
         assert_eq!(made.codes[..4], [0x7E, 0xB8, 0x58, 0]);
         assert_eq!(made.codes[8..12], [0; 4]);
         assert_eq!(made.codes[12..14], [0xFE, 0x7E]);
@@ -138,7 +138,7 @@ mod tests {
         for (row, (found, expected)) in values.chunks(4).zip(&x).enumerate() {
             let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
             for (found, expected) in found.iter().zip(expected) {
-                // Half a unit of three mantissa bits, or of the smallest subnormal.
+                // Half an ulp of three mantissa bits, or half of the smallest subnormal.
                 let bound = (expected.abs() / 16.0).max(largest / 448.0 / 1024.0) * 1.0001;
                 assert!(
                     (found - expected).abs() <= bound,
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// Amaxes so small that the scale is subnormal, or zero.
+    /// Amax values so small that the scale is subnormal or zero.
     #[test]
     fn tiny_rows_do_not_become_infinite() {
         for bits in [1u32, 200, 224, 225, 5000, 1 << 23] {
@@ -178,8 +178,8 @@ mod tests {
         }
     }
 
-    /// Halfway between two codes a multiplication by the reciprocal would go the wrong way
-    /// somewhere.
+    /// At values halfway between two codes, multiplying by the reciprocal would round some of them
+    /// the wrong way.
     #[test]
     fn values_are_divided_by_the_scale() {
         let halves: Vec<f32> = (17..32).step_by(2).map(|half| half as f32).collect();

@@ -1,24 +1,24 @@
-//! GELU and its gradient, made of operations that have the same bits on every device.
+//! GELU and its gradient, made of operations with identical bits on every device.
 
 use rayon::prelude::*;
 
 use super::{Element, exp_of_negative, sigmoid, simd::with_fma};
 
-/// Which form of GELU.
+/// Form of GELU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Gelu {
-    /// `x · Φ(x)`, with `Φ` the distribution function of the normal distribution.
+    /// `x · Φ(x)`, where `Φ` is the cumulative distribution function of the normal distribution.
     Erf,
     /// `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
     Tanh,
 }
 
-/// Elements per task, so that a task is worth starting.
+/// Elements per task, enough to be worth starting one.
 const CHUNK: usize = 8192;
 
-/// Below it `erf` is made of a polynomial, above of an exponential of one.
+/// `erf` is a polynomial below this value, and uses the exponential of a polynomial above it.
 pub(crate) const ERF_SPLIT: f32 = 0.927_734_4;
-/// `erf(a) / a - 1` for `|a|` up to [`ERF_SPLIT`], a polynomial in `a²`, from the constant on.
+/// `erf(a) / a - 1` for `|a|` up to [`ERF_SPLIT`], a polynomial in `a²`, constant term first.
 pub(crate) const ERF_POLYNOMIAL: [f32; 6] = [
     1.283_791_7e-1,
     -3.761_253_4e-1,
@@ -27,8 +27,8 @@ pub(crate) const ERF_POLYNOMIAL: [f32; 6] = [
     4.991_194_2e-3,
     -5.967_617e-4,
 ];
-/// `ln(1 - erf(t)) / t + 1` for `t` from [`ERF_SPLIT`] on, a polynomial in `t`, from the constant
-/// on.
+/// `ln(1 - erf(t)) / t + 1` for `t` from [`ERF_SPLIT`] on, a polynomial in `t`, constant term
+/// first.
 pub(crate) const ERFC_POLYNOMIAL: [f32; 7] = [
     -1.287_175_1e-1,
     -6.348_467e-1,
@@ -44,14 +44,15 @@ pub(crate) const INV_SQRT_2: f32 = std::f32::consts::FRAC_1_SQRT_2;
 pub(crate) const INV_SQRT_2PI: f32 = 0.398_942_3;
 /// `2 √(2/π)`, rounded.
 pub(crate) const TANH_SCALE: f32 = 1.595_769;
-/// What `x³` is multiplied by in the form with `tanh`.
+/// Factor of `x³` in the `tanh` form.
 pub(crate) const TANH_CUBE: f32 = 0.044_715;
-/// Three times that, rounded.
+/// `3 · TANH_CUBE`, rounded.
 pub(crate) const TANH_SLOPE: f32 = 0.134_145;
 
-/// `Φ(x)`, to about a unit in the last place of 1, and in the lower tail to 1e-5 of itself.
+/// Returns `Φ(x)`, with an absolute error of about one ulp of 1, and in the lower tail a relative
+/// error of 1e-5.
 ///
-/// `erf` by a polynomial near 0; elsewhere `1 - erf` by the exponential of one (after N. Juffa).
+/// `erf` is a polynomial near 0; elsewhere `1 - erf` is the exponential of one (after N. Juffa).
 #[inline(always)]
 fn normal_distribution(x: f32) -> f32 {
     let a = x * INV_SQRT_2;
@@ -77,7 +78,7 @@ fn normal_distribution(x: f32) -> f32 {
     }
 }
 
-/// GELU of one number.
+/// Computes GELU of one number.
 #[inline(always)]
 fn value(gelu: Gelu, x: f32) -> f32 {
     match gelu {
@@ -86,14 +87,14 @@ fn value(gelu: Gelu, x: f32) -> f32 {
     }
 }
 
-/// Twice what `tanh` is taken of: `(1 + tanh(u)) / 2` is the sigmoid of `2 u`.
+/// Returns twice the argument `u` of `tanh`: `(1 + tanh(u)) / 2` is the sigmoid of `2 u`.
 #[inline(always)]
 fn tanh_argument(x: f32) -> f32 {
     let square = x * x;
     x * (TANH_SCALE * square.mul_add(TANH_CUBE, 1.0))
 }
 
-/// The slope of GELU at a number.
+/// Returns the derivative of GELU.
 #[inline(always)]
 fn slope(gelu: Gelu, x: f32) -> f32 {
     let square = x * x;
@@ -106,7 +107,7 @@ fn slope(gelu: Gelu, x: f32) -> f32 {
             let (value, rest) = sigmoid(tanh_argument(x));
             let inner = TANH_SCALE * square.mul_add(TANH_SLOPE, 1.0);
             let bell = value * rest;
-            // Where the square overflows, zero would be multiplied by infinity.
+            // If the square overflows, zero would be multiplied by infinity.
             if bell == 0.0 {
                 value
             } else {
@@ -116,7 +117,7 @@ fn slope(gelu: Gelu, x: f32) -> f32 {
     }
 }
 
-/// GELU of each element, rounded to the type of `x`.
+/// Computes GELU of each element, rounded to the type of `x`.
 pub fn gelu<T: Element>(gelu: Gelu, x: &[T]) -> Vec<T> {
     let mut out = x.to_vec();
     out.par_chunks_mut(CHUNK)
@@ -133,10 +134,10 @@ fn apply_values_body<T: Element>(gelu: Gelu, x: &mut [T]) {
     }
 }
 
-/// The gradient of [`gelu`] by `x`, given `grad`, that of its output.
+/// Computes the gradient of [`gelu`] with respect to `x` from `grad`, the gradient of its output.
 ///
 /// # Panics
-/// When `grad` is not as long as `x`.
+/// Panics if `grad` and `x` differ in length.
 pub fn gelu_backward<T: Element>(gelu: Gelu, grad: &[T], x: &[T]) -> Vec<T> {
     assert_eq!(grad.len(), x.len(), "`grad` must have the size of `x`");
     let mut out = grad.to_vec();
@@ -158,7 +159,7 @@ fn apply_slopes_body<T: Element>(gelu: Gelu, grad: &mut [T], x: &[T]) {
 mod tests {
     use super::*;
 
-    /// The distribution function by Simpson's rule over the density.
+    /// Integrates the density by Simpson's rule.
     fn exact_distribution(x: f64) -> f64 {
         let steps = 4000;
         let density = |t: f64| (-0.5 * t * t).exp() / std::f64::consts::TAU.sqrt();

@@ -1,4 +1,4 @@
-//! The GEMM of two packed operands.
+//! GEMM of two packed operands.
 
 use rayon::prelude::*;
 
@@ -10,24 +10,24 @@ use super::{
 };
 use crate::{BLOCK, Nvfp4Error, QuantizedTensor};
 
-/// The factor of a GEMM whose operands have the given amax values and standard scales:
+/// Returns the factor of a GEMM whose operands have the given amax values and standard scales:
 /// `fl(fl(a / 2688) · fl(b / 2688))`.
 #[inline]
 pub fn alpha(amax_a: f32, amax_b: f32) -> f32 {
     (amax_a / SCALE_RANGE) * (amax_b / SCALE_RANGE)
 }
 
-/// `out[m, n] = fl(fl(alpha · acc) + bias[n])` with `acc` the sum over the contraction of
-/// `a[m, k] · b[n, k]`, in `f32`, and `alpha = fl(fl(amax_a / range_a) · fl(amax_b / range_b))` of
+/// Computes `out[m, n] = fl(fl(alpha · acc) + bias[n])` in `f32`. `acc` is the sum of
+/// `a[m, k] · b[n, k]` over `k`, and `alpha = fl(fl(amax_a / range_a) · fl(amax_b / range_b))` for
 /// stored row `m` of `a` and `n` of `b` (numerics, sections 5 and 12).
 ///
-/// The order is stated: `k` ascends from 0 through the padding, one addition at a time, from an
-/// accumulator of +0. Each product of decoded elements is exact, so a fused multiply-add gives the
-/// same sum. Other paths add in other orders and are held to a bound.
+/// The summation order is fixed: `k` ascends from 0 through the padding, one addition at a time,
+/// from an accumulator of +0. Each product of decoded elements is exact, so a fused multiply-add
+/// gives the same sum. Other paths use other orders and are tested against an error bound.
 ///
 /// # Errors
-/// When the contraction lengths differ, before or after the padding to the size of a transform, or
-/// `bias` does not have one value for each column.
+/// Returns an error if the operands differ in K, before or after padding to the size of a
+/// transform, or `bias` does not have one value per column.
 pub fn gemm_f32(
     a: &QuantizedTensor,
     b: &QuantizedTensor,
@@ -47,8 +47,8 @@ pub fn gemm_f32(
     Ok(out)
 }
 
-/// Adds `a[m, k] · b[n, k]` to each element of `out`, `k` ascending. A panel of `b` is decoded at a
-/// time.
+/// Adds `a[m, k] · b[n, k]` to each element of `out`, with ascending `k`. Decodes one panel of `b`
+/// at a time.
 fn add_products<T: Send>(
     a: &QuantizedTensor,
     b: &QuantizedTensor,
@@ -74,10 +74,11 @@ fn add_products<T: Send>(
     }
 }
 
-/// The same in `f64`, with `alpha` formed in `f64` too: what the `f32` paths approximate.
+/// Computes [`gemm_f32`] in `f64`, including `alpha`: the exact result that the `f32` paths
+/// approximate.
 ///
 /// # Errors
-/// As [`gemm_f32`].
+/// Returns the errors of [`gemm_f32`].
 pub fn gemm_f64(
     a: &QuantizedTensor,
     b: &QuantizedTensor,
@@ -98,7 +99,7 @@ pub fn gemm_f64(
     Ok(out)
 }
 
-/// What stored row `outer` of an operand contributes to `alpha`.
+/// Returns the contribution of an operand's stored row `outer` to `alpha`.
 fn factor(operand: &QuantizedTensor, outer: usize) -> f32 {
     operand.amax().of(outer) / operand.range()
 }

@@ -1,31 +1,31 @@
-//! The random Hadamard transform `R = diag(s) · H · 1/√size` on groups of 16, 32, 64 or 128
-//! elements (numerics, section 6).
+//! Random Hadamard transform `R = diag(s) · H · 1/√size` on groups of 16, 32, 64 or 128 elements
+//! (numerics, section 6).
 
 use crate::{Hadamard, HadamardSize};
 
-/// The largest group, for buffers that hold any of them.
+/// Size of the largest group, for buffers that hold a group of any size.
 pub(super) const MAX_GROUP: usize = HadamardSize::H128.elements();
 
-/// `x R`, in `f32` and rounded to bf16, which is how operands are transformed before their amax is
-/// taken and before they are quantized.
+/// Computes `x R` in `f32` and rounds to bf16. Operands are transformed this way before their amax
+/// is computed and before they are quantized.
 ///
-/// The butterfly combines neighbours at distances 1, 2, 4 and so on, in this order; one
-/// multiplication by [`HadamardSize::factor`] follows, and the rounding.
+/// The butterfly combines elements at distances 1, 2, 4 and so on, in this order, followed by one
+/// multiplication by [`HadamardSize::factor`] and the rounding.
 ///
 /// # Panics
-/// When `group` does not hold as many elements as `hadamard` mixes.
+/// Panics if `group` does not have as many elements as `hadamard` mixes.
 #[inline]
 pub fn transform(group: &mut [f32], hadamard: &Hadamard) {
     transform_lanes(group.as_chunks_mut::<1>().0, hadamard);
 }
 
-/// [`transform`] of each of `L` columns, which are given as their rows.
+/// Applies [`transform`] to each of `L` columns, which are given by rows.
 ///
 /// Each step combines whole rows, so that a vector holds many columns and nothing moves between its
-/// lanes; every element sees the operations of [`transform`] in the same order.
+/// lanes. Every element undergoes the operations of [`transform`] in the same order.
 ///
 /// # Panics
-/// As [`transform`].
+/// Panics like [`transform`].
 #[inline(always)]
 pub(super) fn transform_lanes<const L: usize>(rows: &mut [[f32; L]], hadamard: &Hadamard) {
     match hadamard.size() {
@@ -59,7 +59,7 @@ fn rotate<const N: usize, const L: usize>(rows: &mut [[f32; L]; N], hadamard: &H
     }
 }
 
-/// `rows H`, for a power of two rows.
+/// Computes `rows H` for a power of two of rows.
 #[inline(always)]
 fn butterfly<const L: usize>(rows: &mut [[f32; L]]) {
     let mut distance = 1;
@@ -76,19 +76,19 @@ fn butterfly<const L: usize>(rows: &mut [[f32; L]]) {
     }
 }
 
-/// `value` rounded to bf16, to nearest even, as `bf16::from_f32` does it, but without a branch: the
-/// library's version does not vectorise.
+/// Rounds `value` to bf16, to nearest even, like `bf16::from_f32`, but without a branch: the
+/// library's version does not vectorize.
 #[inline(always)]
 fn round_to_bf16(value: f32) -> f32 {
     let bits = value.to_bits();
-    // Half a unit in the last place, less one where the last place is even, carries into it.
+    // Adding half an ulp (minus one if the last bit is even) carries into the last bit.
     let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
     let is_nan = bits & 0x7FFF_FFFF > f32::INFINITY.to_bits();
     f32::from_bits(if is_nan { bits | 0x0040_0000 } else { rounded } & 0xFFFF_0000)
 }
 
-/// The columnwise transformed matrix, stored transposed: `[cols, padded]`. `padded` is `rows`
-/// rounded up to a multiple of the transform's size; rows beyond the matrix are zeros.
+/// Returns the columnwise transformed matrix, stored transposed: `[cols, padded]`. `padded` is
+/// `rows` rounded up to a multiple of the transform's size; rows beyond the matrix are zeros.
 #[cfg(test)]
 pub(super) fn transform_cols(x: &[f32], rows: usize, cols: usize, hadamard: &Hadamard) -> Vec<f32> {
     let size = hadamard.size().elements();
@@ -113,7 +113,7 @@ mod tests {
         Hadamard::seeded_with_size(size, 5)
     }
 
-    /// `R`, row by row.
+    /// Returns `R`, row by row.
     fn matrix(hadamard: &Hadamard) -> Vec<Vec<f32>> {
         let size = hadamard.size().elements();
         (0..size)
@@ -205,7 +205,7 @@ mod tests {
             for (i, left) in matrix.iter().enumerate() {
                 for (j, right) in matrix.iter().enumerate() {
                     let dot: f32 = left.iter().zip(right).map(|(a, b)| a * b).sum();
-                    // Entries are bf16: exact for 1/4 and 1/8, else off by up to 2^-9 each.
+                    // Entries are bf16: exact for 1/4 and 1/8, otherwise off by up to 2^-9 each.
                     let norm: f32 = if i == j { 1.0 } else { 0.0 };
                     let exact = matches!(size, HadamardSize::H16 | HadamardSize::H64);
                     let bound = if exact || i != j { 0.0 } else { 1.0 / 256.0 };
@@ -223,8 +223,8 @@ mod tests {
 
     #[test]
     fn cancels_in_a_product_along_the_contraction() {
-        // Small integers: with a factor that is a power of two every intermediate is exact, so the
-        // identity holds exactly, for a number of rows that is no multiple of the size too.
+        // Small integers: with a power-of-two factor every intermediate is exact, so the identity
+        // holds exactly, also if the number of rows is not a multiple of the size.
         let (n, m) = (3, 5);
         for size in HadamardSize::ALL {
             for rows in [1, 37, 128, 150] {
@@ -245,7 +245,7 @@ mod tests {
                             .sum();
                         let bound = match size {
                             HadamardSize::H16 | HadamardSize::H64 => 0.0,
-                            // 2^-9 of each factor, so 2^-8 of |x| |y|, which is at most 6 a row.
+                            // 2^-9 for each factor, so 2^-8 of |x| |y|, which is at most 6 per row.
                             _ => 6.0 * rows as f32 / 256.0,
                         };
                         assert!(

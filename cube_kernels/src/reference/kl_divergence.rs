@@ -1,7 +1,7 @@
-//! The KL divergence of rows of logits to those of a teacher, and its gradient.
+//! KL divergence of rows of logits to those of a teacher, and its gradient.
 //!
-//! Rows are cut into blocks and lanes as those of the [cross entropy](super::loss). A lane has two
-//! running maxima and sums, the teacher's and the student's, and the sum of the teacher's
+//! Rows are split into blocks and lanes as in the [cross entropy](super::loss). A lane has a
+//! running maximum and a sum for each of teacher and student, and the sum of the teacher's
 //! exponentials times the differences of the logits, which is rescaled with the teacher's sum.
 
 use rayon::prelude::*;
@@ -9,23 +9,23 @@ use rayon::prelude::*;
 use super::loss::{BLOCK, Lane, cross_entropy_lanes, exponentials, ln, tree};
 use super::{Element, exp_of_negative, simd::with_fma};
 
-/// The KL divergence of a student to its teacher on their logits.
+/// KL divergence of a student to its teacher, computed from their logits.
 ///
-/// With `p = softmax(teacher / T)` and `q = softmax(student / T)` the loss of a row is
-/// `T² Σ p (ln p - ln q)`, and its gradient in the student's logits `T (q - p)`. The factor `T²`
-/// keeps the size of gradients where the temperature changes (Hinton et al., arXiv 1503.02531). A
-/// class whose probability the teacher rounds to 0 adds nothing. A row whose target is
-/// [`ignore`](Self::ignore) has a loss and a gradient of 0.
+/// With `p = softmax(teacher / T)` and `q = softmax(student / T)`, the loss of a row is
+/// `T² Σ p (ln p - ln q)`, and its gradient with respect to the student's logits is `T (q - p)`.
+/// The factor `T²` keeps the magnitude of gradients when the temperature changes (Hinton et al.,
+/// arXiv 1503.02531). A class whose teacher probability rounds to 0 adds nothing. A row whose
+/// target is [`ignore`](Self::ignore) has a loss and a gradient of 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlDivergence {
-    /// The target of rows that are left out.
+    /// Target of rows that are ignored.
     pub ignore: i32,
-    /// The temperature `T`.
+    /// Temperature `T`.
     pub temperature: f32,
 }
 
 impl Default for KlDivergence {
-    /// Targets of -100 are ignored; a temperature of 1.
+    /// Returns a temperature of 1; targets of -100 are ignored.
     fn default() -> Self {
         Self {
             ignore: -100,
@@ -35,10 +35,10 @@ impl Default for KlDivergence {
 }
 
 impl KlDivergence {
-    /// Whether the temperature is one.
+    /// Checks the temperature.
     ///
     /// # Errors
-    /// Unless it is finite and positive.
+    /// Returns an error unless the temperature is finite and positive.
     pub fn check(&self) -> Result<(), crate::Nvfp4Error> {
         let t = self.temperature;
         if t.is_finite() && t > 0.0 {
@@ -53,12 +53,12 @@ impl KlDivergence {
     }
 }
 
-/// The losses of the rows of `student`, not scaled; with a `scale` the student's logits become their
-/// gradient, times it.
+/// Computes the losses of the rows of `student`, not scaled. If `scale` is given, the student's
+/// logits are replaced by their gradient times `scale`.
 ///
 /// # Panics
-/// When a matrix does not hold an element for each pair of a target and a class, or there are rows
-/// without a class.
+/// Panics if a matrix does not have one element per target and class, or there are rows without a
+/// class.
 pub fn kl_divergence_rows<T: Element>(
     student: &mut [T],
     teacher: &[T],
@@ -128,8 +128,8 @@ fn row_of_body<T: Element>(
     loss
 }
 
-/// Student and teacher of a row; the teacher's total is the sum of its exponentials times the
-/// differences.
+/// Returns student and teacher of a row; the teacher's total is the sum of its exponentials times
+/// the differences of the logits.
 #[inline(always)]
 fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, Lane) {
     let count = cross_entropy_lanes(student.len());
@@ -174,7 +174,7 @@ fn fold_rows<T: Element>(student: &[T], teacher: &[T], inverse: f32) -> (Lane, L
     (combined(&q), combined(&p))
 }
 
-/// The lanes of a row as one.
+/// Combines the lanes of a row.
 #[inline(always)]
 fn combined(lanes: &[Lane]) -> Lane {
     let max = lanes.iter().fold(f32::MIN, |max, lane| max.max(lane.max));

@@ -1,10 +1,10 @@
-//! Loading 16 columns of a matrix, which is how blocks down its columns are read.
+//! Loads 16 columns of a matrix, for blocks along its columns.
 
 use super::{Element, simd::Isa};
 use crate::BLOCK;
 
-/// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on; zeros beyond
-/// the matrix. The rows below, which are read next but one line of each only, are fetched ahead.
+/// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on, with zeros
+/// beyond the matrix. Prefetches one cache line of each row of the tile below, which is read next.
 #[inline(always)]
 pub(super) fn load_rows<T: Element, I: Isa>(
     isa: I,

@@ -1,14 +1,14 @@
-//! Softmax cross entropy of rows of logits, and its gradient; a natural logarithm that has the same
-//! bits everywhere.
+//! Softmax cross entropy of rows of logits, and its gradient; also a natural logarithm with
+//! identical bits on every device.
 //!
-//! Every sum has an order that does not depend on who computes it. A row is cut into blocks of 8
-//! logits. Block `b` belongs to lane `b % lanes` ([`cross_entropy_lanes`]), which goes through its
-//! blocks in ascending order with a running maximum, and a sum of exponentials that is rescaled
-//! with each block. The lanes' sums, each times `e^(its maximum - the row's)`, are then added in a
-//! tree: neighbours first, then neighbouring pairs, and so on.
+//! The order of every sum is fixed. A row is split into blocks of 8 logits. Block `b` belongs to
+//! lane `b % lanes` ([`cross_entropy_lanes`]), which processes its blocks in ascending order with a
+//! running maximum and a sum of exponentials that is rescaled with each block. The lanes' sums,
+//! each times `e^(its maximum - the row's)`, are then added in a tree: neighbors first, then
+//! neighboring pairs, and so on.
 //!
-//! Kernels with an exponential of their own (CUDA's, within 2 units in the last place) differ from
-//! this by that, and by nothing else.
+//! Kernels with another exponential (CUDA's, within 2 ulps) differ from the reference only by that
+//! exponential.
 
 use rayon::prelude::*;
 
@@ -17,41 +17,41 @@ use super::{
     simd::{rows_per_task, with_fma},
 };
 
-/// Elements of a block.
+/// Elements per block.
 pub(super) const BLOCK: usize = 8;
 /// Partial sums of the losses of rows.
 pub(crate) const LOSS_LANES: usize = 1024;
 
-/// How the losses of rows become one.
+/// Reduction of the losses of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 pub enum Reduction {
-    /// Their sum divided by the number of rows that are counted; 0 where there are none.
+    /// Sum divided by the number of rows that are not ignored; 0 if there are none.
     #[default]
     Mean,
-    /// Their sum.
+    /// Sum of the losses.
     Sum,
 }
 
-/// A softmax cross entropy with targets that are numbers of classes.
+/// Softmax cross entropy with class indices as targets.
 ///
-/// With `lse = ln(Σ e^x)`, the loss of a row `x` with the target `t` is `(1 - smoothing) (lse -
-/// x[t]) + smoothing (lse - mean(x)) + z_loss lse²`. A row whose target is
-/// [`ignore`](Self::ignore) has a loss and a gradient of 0, and is not counted. A row with another
-/// target that is no class has a loss and a gradient of NaN.
+/// With `lse = ln(Σ e^x)`, the loss of a row `x` with target `t` is the sum of
+/// `(1 - smoothing) (lse - x[t])`, `smoothing (lse - mean(x))` and `z_loss lse²`. A row whose
+/// target is [`ignore`](Self::ignore) has a loss and a gradient of 0, and is not counted. Any other
+/// target that is not a class gives a loss and a gradient of NaN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CrossEntropy {
-    /// The target of rows that are left out.
+    /// Target of rows that are ignored.
     pub ignore: i32,
-    /// Share of the probability that is spread over all classes, from 0 to 1.
+    /// Label smoothing: share of the probability that is spread over all classes, from 0 to 1.
     pub smoothing: f32,
     /// Factor of the squared log-sum-exp, at least 0.
     pub z_loss: f32,
-    /// How the losses of rows become one.
+    /// Reduction of the losses of rows.
     pub reduction: Reduction,
 }
 
 impl Default for CrossEntropy {
-    /// Targets of -100 are ignored, as by PyTorch; no smoothing, no z-loss, the mean.
+    /// Returns PyTorch's defaults: targets of -100 are ignored, no smoothing, no z-loss, mean.
     fn default() -> Self {
         Self {
             ignore: -100,
@@ -63,11 +63,11 @@ impl Default for CrossEntropy {
 }
 
 impl CrossEntropy {
-    /// An error unless its numbers are in their ranges.
+    /// Checks the ranges of the parameters.
     ///
     /// # Errors
-    /// When the smoothing is not from 0 to 1, or the factor of the z-loss is negative or not
-    /// finite.
+    /// Returns an error if the smoothing is not within 0 and 1, or the factor of the z-loss is
+    /// negative or not finite.
     pub fn check(&self) -> Result<(), crate::Nvfp4Error> {
         if !(0.0..=1.0).contains(&self.smoothing) {
             return Err(crate::Nvfp4Error::value(
@@ -87,7 +87,8 @@ impl CrossEntropy {
     }
 }
 
-/// Lanes that share the blocks of a row: a plane for short rows, so that several rows fit a cube.
+/// Returns the number of lanes that share the blocks of a row: one plane for short rows, so that
+/// several rows fit in a cube.
 pub const fn cross_entropy_lanes(vocab: usize) -> usize {
     if vocab <= 2048 {
         32
@@ -98,7 +99,7 @@ pub const fn cross_entropy_lanes(vocab: usize) -> usize {
     }
 }
 
-/// The polynomial of [`ln`], from the highest power on.
+/// Polynomial of [`ln`], highest power first.
 pub(crate) const LN_POLYNOMIAL: [f32; 9] = [
     7.037_683_6e-2,
     -1.151_461e-1,
@@ -110,15 +111,15 @@ pub(crate) const LN_POLYNOMIAL: [f32; 9] = [
     -2.499_999_4e-1,
     3.333_333e-1,
 ];
-/// `ln 2` in two parts, the first with few bits.
+/// Upper part of `ln 2`, with few bits.
 pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
-/// See [`LN_2_HIGH`].
+/// Remainder of `ln 2` after [`LN_2_HIGH`].
 pub(crate) const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// `sqrt(1/2)`.
 pub(crate) const SQRT_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
-/// The natural logarithm of a normal positive number, by at most 2 units in the last place; NaN
-/// stays NaN. Cephes' polynomial, by fused multiply-adds.
+/// Returns the natural logarithm of a normal positive number, within 2 ulps; NaN stays NaN. Cephes'
+/// polynomial, by fused multiply-adds.
 #[inline(always)]
 pub fn ln(x: f32) -> f32 {
     if x.is_nan() {
@@ -144,19 +145,19 @@ pub fn ln(x: f32) -> f32 {
     exponent.mul_add(LN_2_HIGH, r + y)
 }
 
-/// Losses of rows, `1 / count` and the loss, and the gradient.
+/// Losses of rows, total loss, and gradient.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CrossEntropyResult<T> {
-    /// The loss of each row, not scaled.
+    /// Loss of each row, not scaled.
     pub rows: Vec<f32>,
-    /// The loss.
+    /// Total loss.
     pub loss: f32,
-    /// The gradient of the loss by the logits.
+    /// Gradient of the loss with respect to the logits.
     pub gradient: Vec<T>,
 }
 
-/// What the losses and gradients of rows are multiplied with: `1 / count` for the mean, 0 where no
-/// row is counted.
+/// Returns the factor of the losses and gradients of rows: 1 for the sum, `1 / count` for the mean,
+/// or 0 if no row is counted.
 pub fn target_scale(targets: &[i32], params: &CrossEntropy) -> f32 {
     if params.reduction == Reduction::Sum {
         return 1.0;
@@ -168,8 +169,9 @@ pub fn target_scale(targets: &[i32], params: &CrossEntropy) -> f32 {
     }
 }
 
-/// The sum of the losses of rows times `scale`. Row `r` is added to partial sum `r % 1024`, rows
-/// ascending; the partial sums in a tree, `s[i] += s[i + 512]`, then `+ 256` and so on.
+/// Sums the losses of rows and multiplies by `scale`. Row `r` is added to partial sum `r % 1024`,
+/// rows ascending; the partial sums are added in a tree, `s[i] += s[i + 512]`, then `+ 256` and so
+/// on.
 pub fn sum_losses(rows: &[f32], scale: f32) -> f32 {
     let mut sums = [0f32; LOSS_LANES];
     for (row, loss) in rows.iter().enumerate() {
@@ -185,11 +187,11 @@ pub fn sum_losses(rows: &[f32], scale: f32) -> f32 {
     sums[0] * scale
 }
 
-/// The cross entropy of `logits`, `targets.len()` rows of `vocab`, and its gradient.
+/// Computes the cross entropy of `logits`, `targets.len()` rows of `vocab`, and its gradient.
 ///
 /// # Panics
-/// When `logits` does not hold an element for each pair of a target and a class, or there are rows
-/// without a class.
+/// Panics if `logits` does not have one element per target and class, or there are rows without a
+/// class.
 pub fn cross_entropy<T: Element + Default>(
     logits: &[T],
     targets: &[i32],
@@ -206,10 +208,11 @@ pub fn cross_entropy<T: Element + Default>(
     }
 }
 
-/// The losses of the rows of `logits`; with a `scale` the logits become their gradient, times it.
+/// Computes the losses of the rows of `logits`. If `scale` is given, the logits are replaced by
+/// their gradient times `scale`.
 ///
 /// # Panics
-/// As [`cross_entropy`].
+/// Panics like [`cross_entropy`].
 pub fn cross_entropy_rows<T: Element>(
     logits: &mut [T],
     targets: &[i32],
@@ -234,7 +237,7 @@ pub fn cross_entropy_rows<T: Element>(
         .collect()
 }
 
-/// A running maximum, the sum of exponentials below it, and the sum of the values.
+/// A running maximum, the sum of exponentials relative to it, and the sum of the values.
 #[derive(Clone, Copy)]
 pub(super) struct Lane {
     pub max: f32,
@@ -299,7 +302,7 @@ fn cross_entropy_row_body<T: Element>(
     loss
 }
 
-/// The lanes of a row, and their combination.
+/// Computes the lanes of a row, and combines them.
 #[inline(always)]
 fn fold_row<T: Element>(row: &[T]) -> Lane {
     let count = cross_entropy_lanes(row.len());
@@ -336,7 +339,7 @@ fn fold_row<T: Element>(row: &[T]) -> Lane {
     }
 }
 
-/// The exponentials of values relative to their maximum.
+/// Returns the exponentials of values relative to their maximum.
 #[inline(always)]
 pub(super) fn exponentials(mut values: [f32; BLOCK], max: f32) -> [f32; BLOCK] {
     for value in &mut values {
@@ -345,7 +348,7 @@ pub(super) fn exponentials(mut values: [f32; BLOCK], max: f32) -> [f32; BLOCK] {
     values
 }
 
-/// The sum of a power of two of values: neighbours, then neighbouring pairs, and so on.
+/// Sums a power of two of values in a tree: neighbors, then neighboring pairs, and so on.
 #[inline(always)]
 pub(super) fn tree(values: &mut [f32]) -> f32 {
     let mut len = values.len();
@@ -376,7 +379,7 @@ mod tests {
         assert!(ln(f32::NAN).is_nan());
     }
 
-    /// Loss and gradient against `f64`, by the formula and by finite differences.
+    /// Compares loss and gradient with `f64`, by the formula and by finite differences.
     #[test]
     fn gradient_is_that_of_the_loss() {
         let (rows, vocab) = (5, 37);

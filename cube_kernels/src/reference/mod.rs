@@ -1,12 +1,12 @@
-//! The oracle: what every path computes, in plain Rust.
+//! The oracle: reference implementations of all operations in plain Rust.
 //!
-//! This is the only place where the numerics are written for the host. Kernels are compared with it
-//! byte for byte, and CPU training runs on it, so it is also fast: blocks are arrays that the
-//! compiler vectorises, and rows are spread over all cores.
+//! The numerics of the host are written only here. Kernels are compared with the oracle byte for
+//! byte. CPU training runs on it, so it is also fast: blocks are arrays that the compiler
+//! vectorizes, and rows are distributed over all cores.
 //!
 //! Arithmetic is IEEE binary32, round to nearest even, one operation at a time: no contraction, no
-//! approximate reciprocal, no fast-math. Matrices are contiguous, row-major slices of
-//! [`Element`] (`f32`, `bf16`, `f16`).
+//! approximate reciprocal, no fast-math. Matrices are contiguous, row-major slices of [`Element`]
+//! (`f32`, `bf16`, `f16`).
 //!
 //! "Numerics, section N" is a section of the book's chapter, `docs/src/numerics.md`.
 

@@ -1,38 +1,38 @@
 //! MS-EDEN, the unbiased quantization of Quartet II's backward (numerics, section 9).
 //!
-//! Elements are rounded to nearest, which is biased; a factor for each rotated group takes the bias
-//! away, and the block scales, not the elements, are rounded stochastically. Operands of one
-//! GEMM are rotated by the same transform, which cancels in it.
+//! Elements are rounded to nearest, which is biased. A correction factor per rotation group removes
+//! the bias, and the block scales, not the elements, are rounded stochastically. Both operands of a
+//! GEMM are rotated by the same transform, which cancels in the GEMM.
 //!
 //! # Order of operations
-//! All in `f32`, one rounding for each operation written; `fma` rounds once. A *line* is a row of
-//! the matrix for [`Usage::Rowwise`] and a column for [`Usage::Columnwise`].
-//! 1. A line is cut into groups of 128, the last padded with zeros. Each is transformed: signs, a
-//!    butterfly at distances 1, 2, 4, .., 64, `fma(value, factor, +0)` with
-//!    [`HadamardSize::factor`] (so that a sum of zero has no sign, whichever way it came about),
-//!    rounding to bf16. The result `t` has the contraction padded to a multiple of 128: its packed
-//!    tensor is that much longer than the source.
-//! 2. `amax` is the largest magnitude of all `t` ([`ms_eden_amax`]). The global scale maps it to `T
-//!    · 255.99` where plain NVFP4 maps it to 6 · 448; `T = 6 / f` is where the largest element of a
-//!    block lands, `f = (17/16) · 0.93`. So that everything which reads a packed tensor may go on
-//!    decoding with `amax / 2688`, the tensor keeps `amax' = fl(amax · fl(448 f / 255.99))` in its
-//!    place, at most `f32::MAX` where `amax` is finite.
+//! Everything is computed in `f32`, with one rounding per operation; `fma` rounds once. A *line* is
+//! a row of the matrix for [`Usage::Rowwise`] and a column for [`Usage::Columnwise`].
+//! 1. A line is split into groups of 128, the last one padded with zeros. Each group is
+//!    transformed: signs, a butterfly at distances 1, 2, 4, .., 64, `fma(value, factor, +0)` with
+//!    [`HadamardSize::factor`] (so that a sum of zero never has a sign), and rounding to bf16. The
+//!    contraction of the result `t` is padded to a multiple of 128, and so is the packed tensor.
+//! 2. `amax` is the largest magnitude over all `t` ([`ms_eden_amax`]). The global scale maps it to
+//!    `T · 255.99`, whereas plain NVFP4 maps it to 6 · 448. `T = 6 / f` is the value to which the
+//!    largest element of a block is scaled, with `f = (17/16) · 0.93`. So that every reader of a
+//!    packed tensor can decode with `amax / 2688`, the tensor stores
+//!    `amax' = fl(amax · fl(448 f / 255.99))` as its amax, clamped to `f32::MAX` if `amax` is
+//!    finite.
 //! 3. `S` and `D` follow from `amax'` as in section 4; `m = fl(S · fl(f / 6))`.
-//! 4. For each block of 16, `a = max |t|` and `s = e4m3(min(fl(a · m), FLT_MAX))`, a zero byte
-//!    replaced by that of 1. `e = min(fl(1 / fl(s · D)), FLT_MAX)`, `y = fl(t · e)`, and the code
-//!    is `y` to nearest, of value `q`.
-//! 5. For each block `xx = Σ y · y` and `xq = Σ y · q`: from 0, elements in order, each added by
-//!    one `fma`. For the group `XX = Σ s² · xx` and `XQ = Σ s² · xq`: from 0, blocks in order, each
-//!    added by one `fma` (`s²` is exact). With these weights the blocks are in one unit, and the
-//!    correction below is EDEN's; without them, which is how Quartet II's code sums, its mean is
-//!    off by the spread of the scales within a group.
+//! 4. For each block of 16, `a = max |t|` and `s = e4m3(min(fl(a · m), FLT_MAX))`, where the byte
+//!    of zero is replaced by that of 1. `e = min(fl(1 / fl(s · D)), FLT_MAX)`, `y = fl(t · e)`, and
+//!    the code is `y` rounded to nearest, with value `q`.
+//! 5. For each block `xx = Σ y · y` and `xq = Σ y · q`, starting from 0, elements in order, one
+//!    `fma` each. For the group `XX = Σ s² · xx` and `XQ = Σ s² · xq`, starting from 0, blocks in
+//!    order, one `fma` each (`s²` is exact). These weights bring the blocks to the same unit, so
+//!    that the correction below is EDEN's. Quartet II's code sums without them; the mean of its
+//!    results is then off by the spread of the scales within a group.
 //! 6. `c = fl(XX / XQ)`; 1 unless `XQ > 0` and `c` is finite.
 //! 7. The stored scale byte of block `i` is `fl(s · c)` rounded stochastically
-//!    ([`round_scale_stochastic`]) with half-word `i` (little-endian) of the one Philox call of the
-//!    group, whose index is `line · groups + group`.
+//!    ([`round_scale_stochastic`]) with half-word `i` (little-endian) of the group's single Philox
+//!    call, whose index is `line · groups + group`.
 //!
-//! A zero tensor has scale bytes of 1 and codes of zero. A NaN spreads over its group: its scale
-//! bytes are NaN. An infinity spreads as NaN and infinities.
+//! A zero tensor has scale bytes of 1 and codes of zero. A NaN makes all scale bytes of its group
+//! NaN. An infinity spreads over its group as NaN and infinities.
 
 use rayon::prelude::*;
 
@@ -45,33 +45,34 @@ use crate::{
     format::{e2m1, e4m3},
 };
 
-/// Elements that one correction covers.
+/// Number of elements that share one correction factor.
 pub const EDEN_GROUP: usize = 128;
 
-/// Blocks in a group.
+/// Blocks per group.
 const BLOCKS: usize = EDEN_GROUP / BLOCK;
 
-/// `f`: 6 divided by where the largest element of a block lands, `6 / ((17/16) · 0.93)`. It
-/// saturates, by a little, and the grid is used where most elements are: Quartet II's choice for
-/// the backward.
+/// `f`: 6 divided by the value to which the largest element of a block is scaled, `6 / ((17/16) ·
+/// 0.93)`. The largest element saturates slightly, and the grid is used where most elements are.
+/// Quartet II's choice for the backward.
 const FRACTION: f64 = 17.0 / 16.0 * 0.93;
 
-/// `fl(448 f / 255.99)`: an amax to the one that plain NVFP4 would have at the same global scale.
+/// `fl(448 f / 255.99)`, the factor from an amax to the amax that gives plain NVFP4 the same global
+/// scale.
 pub(crate) const EDEN_AMAX_FACTOR: f32 = (448.0 * FRACTION / 255.99) as f32;
 
-/// `fl(f / 6)`: the reciprocal of where the largest element lands.
+/// `fl(f / 6)`, the reciprocal of the value to which the largest element is scaled.
 pub(crate) const EDEN_BLOCK_FACTOR: f32 = (FRACTION / 6.0) as f32;
 
-/// What one MS-EDEN quantization is made by.
+/// Parameters of an MS-EDEN quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EdenParams {
-    /// The transform, which mixes 128 elements.
+    /// Transform, which mixes 128 elements.
     pub hadamard: Hadamard,
-    /// Where the random bits of the block scales come from.
+    /// Source of the random bits of the block scales.
     pub stream: RandomStream,
 }
 
-/// `amax'`, from which the scales of a tensor derive whose transformed values reach `amax`.
+/// Returns `amax'`, from which the scales of a tensor with transformed amax `amax` derive.
 #[inline]
 pub fn eden_amax(amax: f32) -> f32 {
     let scaled = amax * EDEN_AMAX_FACTOR;
@@ -82,24 +83,24 @@ pub fn eden_amax(amax: f32) -> f32 {
     }
 }
 
-/// The E4M3 byte of a scale, rounded stochastically by 16 bits: for `value` a fraction `f` of the
-/// way from one byte to the next, up with probability `floor(65536 f) / 65536`. To nearest outside
-/// [2⁻⁶, 448], where the steps are not those of a normal number. NaN gives NaN.
+/// Rounds a scale to an E4M3 byte stochastically by 16 bits: a `value` at fraction `f` of the way
+/// from one byte to the next is rounded up with probability `floor(65536 f) / 65536`. Outside [2⁻⁶,
+/// 448], where the steps are not those of a normal number, rounds to nearest. NaN gives NaN.
 #[inline(always)]
 pub fn round_scale_stochastic(value: f32, random: u16) -> u8 {
     if value >= f32::powi(2.0, -6) && value < e4m3::MAX {
-        // Twenty bits are dropped; the random ones are added to the upper sixteen of them.
+        // Twenty bits are dropped; the random bits are added to the upper sixteen of them.
         (((value.to_bits() + ((random as u32) << 4)) >> 20) - (120 << 3)) as u8
     } else {
         e4m3::encode(value)
     }
 }
 
-/// The largest magnitude of a `rows` x `cols` matrix after the transform of 128 along `usage`; NaN
-/// and infinity survive. 0 for an empty matrix.
+/// Returns the amax of a `rows` x `cols` matrix after the transform of 128 along `usage`. NaN and
+/// infinity are preserved. 0 for an empty matrix.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, or the transform does not mix 128.
+/// Returns an error if `x` does not have `rows * cols` elements, or the transform does not mix 128.
 pub fn ms_eden_amax<T: Element>(
     x: &[T],
     rows: usize,
@@ -123,14 +124,14 @@ pub fn ms_eden_amax<T: Element>(
     Ok(super::amax(&[f32::from_bits(bits)]))
 }
 
-/// A `rows` x `cols` matrix by MS-EDEN along `usage`, from the `amax` of its transformed values
-/// ([`ms_eden_amax`]). The packed tensor is that of the transformed matrix, whose contraction is
-/// padded to a multiple of 128.
+/// Quantizes a `rows` x `cols` matrix by MS-EDEN along `usage`, given the `amax` of its transformed
+/// values ([`ms_eden_amax`]). The packed tensor is that of the transformed matrix, whose
+/// contraction is padded to a multiple of 128.
 ///
-/// To re-quantize a forward operand, pass what [`dequantize`](super::dequantize) gives.
+/// To re-quantize a forward operand, pass the result of [`dequantize`](super::dequantize).
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, or the transform does not mix 128.
+/// Returns an error if `x` does not have `rows * cols` elements, or the transform does not mix 128.
 pub fn ms_eden<T: Element>(
     x: &[T],
     rows: usize,
@@ -142,12 +143,13 @@ pub fn ms_eden<T: Element>(
     ms_eden_at(x, rows, cols, usage, amax, params, 0)
 }
 
-/// [`ms_eden`] of one of several matrices that share a stream, its rotation groups numbered from
-/// `first_group` on. In groups of rows each follows the one before: `rows · ceil(cols / 128)`
-/// rotation groups along [`Usage::Rowwise`], `cols · ceil(rows / 128)` along [`Usage::Columnwise`].
+/// Computes [`ms_eden`] of one of several matrices that share a stream, with its rotation groups
+/// numbered from `first_group` on. In groups of rows, numbering continues from one group to the
+/// next: `rows · ceil(cols / 128)` rotation groups along [`Usage::Rowwise`],
+/// `cols · ceil(rows / 128)` along [`Usage::Columnwise`].
 ///
 /// # Errors
-/// As [`ms_eden`].
+/// Returns the errors of [`ms_eden`].
 pub fn ms_eden_at<T: Element>(
     x: &[T],
     rows: usize,
@@ -191,10 +193,10 @@ pub fn ms_eden_at<T: Element>(
     QuantizedTensor::from_parts(layout, codes, scales, Amax::Tensor(amax), origin)
 }
 
-/// The position in rotation groups.
+/// Converts a position in blocks to one in rotation groups.
 ///
 /// # Errors
-/// When it lies within a rotation group.
+/// Returns an error if it lies within a rotation group.
 pub(crate) fn eden_position(position: &BlockPosition) -> Result<BlockPosition, Nvfp4Error> {
     let blocks = BLOCKS as u32;
     let in_groups = |count: u32| count.is_multiple_of(blocks).then_some(count / blocks);
@@ -232,7 +234,7 @@ pub(crate) fn eden_position(position: &BlockPosition) -> Result<BlockPosition, N
     })
 }
 
-/// Steps 4 to 7 of the module's documentation.
+/// Performs steps 4 to 7 of the module's documentation.
 fn quantize_group(
     values: &[f32; EDEN_GROUP],
     global: &GlobalScale,
@@ -268,7 +270,7 @@ fn quantize_group(
     }
 }
 
-/// Step 4's scale byte.
+/// Returns the scale byte of step 4.
 #[inline(always)]
 fn eden_block_scale(amax: f32, block_factor: f32) -> u8 {
     let scaled = amax * block_factor;
@@ -279,10 +281,10 @@ fn eden_block_scale(amax: f32, block_factor: f32) -> u8 {
     }
 }
 
-/// The E4M3 byte of 1.
+/// E4M3 byte of 1.
 const ONE: u8 = 0x38;
 
-/// Step 6.
+/// Returns the correction factor of step 6.
 #[inline(always)]
 fn eden_correction(xx: f32, xq: f32) -> f32 {
     let ratio = xx / xq;
@@ -293,7 +295,7 @@ fn eden_correction(xx: f32, xq: f32) -> f32 {
     }
 }
 
-/// Group `at.1` of line `at.0`, transformed; zeros beyond the line.
+/// Loads and transforms group `at.1` of line `at.0`, with zeros beyond the line.
 #[inline]
 fn load_group<T: Element>(
     x: &[T],
@@ -315,7 +317,7 @@ fn load_group<T: Element>(
     values
 }
 
-/// `x R` with the transform of 128.
+/// Computes `x R` with the transform of 128.
 fn transform(values: &mut [f32; EDEN_GROUP], hadamard: &Hadamard) {
     for (i, value) in values.iter_mut().enumerate() {
         *value = f32::from_bits(value.to_bits() ^ ((hadamard.negates(i) as u32) << 31));
@@ -370,7 +372,7 @@ mod tests {
         }
     }
 
-    /// `x` with its own amax.
+    /// Quantizes `x` with its own amax.
     fn quantize(
         x: &[f32],
         (rows, cols): (usize, usize),
@@ -381,7 +383,7 @@ mod tests {
         ms_eden(x, rows, cols, usage, amax, params).unwrap()
     }
 
-    /// The decoded tensor, rotated back.
+    /// Returns the decoded tensor, rotated back.
     fn decoded(x: &[f32], n: usize) -> Vec<f32> {
         let params = draw(n);
         let shape = (x.len() / EDEN_GROUP, EDEN_GROUP);
@@ -410,9 +412,9 @@ mod tests {
         x.map(|value| value * value).sum::<f64>().sqrt()
     }
 
-    /// The error of the mean of `n` draws is that of one draw divided by √n: no bias shows. (One
-    /// remains that a Hadamard transform cannot take away: where three elements of a group are 20
-    /// times the rest, the rotated group is no longer near normal, and 0.8 % stay.)
+    /// The error of the mean of `n` draws is that of one draw divided by √n, so there is no visible
+    /// bias. (A Hadamard transform cannot remove one kind of bias: if three elements of a group are
+    /// 20 times the others, the rotated group is far from normal, and 0.8 % of bias remain.)
     #[test]
     fn the_mean_of_many_draws_is_the_source() {
         const DRAWS: usize = 4096;
@@ -448,7 +450,7 @@ mod tests {
                 assert!([byte, byte + 1].contains(&round_scale_stochastic(value, u16::MAX)));
             }
         }
-        // Outside: to nearest, whatever the bits.
+        // Outside the range: rounds to nearest, for any random bits.
         for value in [0.0, 0.001, 0.0145, 448.0, 500.0, f32::INFINITY, f32::NAN] {
             for random in [0, 0x8000, u16::MAX] {
                 assert_eq!(round_scale_stochastic(value, random), e4m3::encode(value));
@@ -516,7 +518,7 @@ mod tests {
             panic!("one amax")
         };
         assert!(!amax.is_finite());
-        // The largest finite values do not become infinite by a larger amax'.
+        // A larger amax' does not turn the largest finite values into infinities.
         let large = quantize(&[f32::MAX / 256.0; 128]);
         assert!(dequantize(&large).iter().all(|value| value.is_finite()));
         assert_eq!(eden_amax(f32::MAX), f32::MAX);

@@ -1,18 +1,18 @@
-//! The microscaling formats: blocks of 32 elements with a UE8M0 scale (numerics, section 10).
+//! Microscaling formats: blocks of 32 elements with a UE8M0 scale (numerics, section 10).
 //!
-//! For a block whose largest magnitude is `a`: `v = fl(a · fl(1/max))`, `max` being the largest
-//! element: 448 in MXFP8, 6 in MXFP4. The scale byte `e` is `v` rounded up to a power of two, an
-//! element is `fl(x · 2^(127 - e))` rounded to nearest even and saturating, and decodes to `fl(q ·
-//! 2^(e - 127))`.
+//! For a block with amax `a`: `v = fl(a · fl(1/max))`, where `max` is the largest value of an
+//! element, 448 in MXFP8 and 6 in MXFP4. The scale byte `e` is `v` rounded up to a power of two. An
+//! element is `fl(x · 2^(127 - e))` rounded to nearest even and saturating, and decodes to
+//! `fl(q · 2^(e - 127))`.
 //!
 //! Special values: a NaN anywhere in a block makes its scale and all its values NaN. An infinity
 //! makes the scale byte 254 and saturates to the largest element, which decodes to infinity; the
 //! finite elements of such a block are not accurate. A block of zeros has scale byte 0 and keeps
 //! its signs. Elements that pad the last block are zeros like any other.
 //!
-//! The NVFP4 operand of a forward GEMM becomes such an operand of its backward by
-//! [`dequantize`](super::dequantize()), rounded to the element type of the original, and
-//! [`mx_quantize`] in the wanted usage; the kernel does both at once.
+//! To turn the NVFP4 operand of a forward GEMM into such an operand of its backward, apply
+//! [`dequantize`](super::dequantize()), round to the element type of the original, and apply
+//! [`mx_quantize`] with the required usage; the kernel fuses both steps.
 
 use rayon::prelude::*;
 
@@ -27,9 +27,9 @@ use crate::{
 
 /// A block format of the OCP microscaling specification: 32 elements and a UE8M0 scale.
 trait MxFormat: BlockFormat {
-    /// The code of a scaled value, rounded to nearest even and saturating.
+    /// Returns the code of a scaled value, rounded to nearest even and saturating.
     fn encode(value: f32) -> u8;
-    /// The value of a code.
+    /// Returns the value of a code.
     fn decode(code: u8) -> f32;
 }
 
@@ -57,10 +57,12 @@ impl MxFormat for Mxfp4 {
     }
 }
 
-/// A `rows` x `cols` matrix in the microscaling format `format`, with blocks along `usage`.
+/// Quantizes a `rows` x `cols` matrix to the microscaling format `format`, with blocks along
+/// `usage`.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, or `format` is no microscaling format.
+/// Returns an error if `x` does not have `rows * cols` elements, or `format` is not a microscaling
+/// format.
 pub fn mx_quantize<T: Element>(
     x: &[T],
     rows: usize,
@@ -86,7 +88,7 @@ pub fn mx_quantize<T: Element>(
     QuantizedTensor::from_parts(layout, codes, scales, Amax::Absent, Origin::default())
 }
 
-/// Stored row `row` of `layout`.
+/// Quantizes stored row `row` of `layout`.
 fn quantize_row<T: Element, F: MxFormat>(
     x: &[T],
     layout: &Layout,
@@ -106,7 +108,7 @@ fn quantize_row<T: Element, F: MxFormat>(
         });
         *scale = mx_scale::<F>(&block);
         let multiplier = ue8m0::decode_reciprocal(*scale);
-        // The first element in the lowest bits.
+        // The first element is in the lowest bits.
         let per_byte = 8 / F::CODE_BITS;
         for (byte, values) in codes.iter_mut().zip(block.chunks_exact(per_byte)) {
             let parts = values.iter().enumerate();
@@ -117,7 +119,7 @@ fn quantize_row<T: Element, F: MxFormat>(
     }
 }
 
-/// The scale byte of a block.
+/// Returns the scale byte of a block.
 fn mx_scale<F: MxFormat>(block: &[f32; MX_BLOCK]) -> u8 {
     // Magnitudes compare as integers, NaN above everything.
     let bits = block
@@ -126,10 +128,10 @@ fn mx_scale<F: MxFormat>(block: &[f32; MX_BLOCK]) -> u8 {
     ue8m0::encode_up(f32::from_bits(bits) * (1.0 / F::ELEMENT.max()))
 }
 
-/// The matrix that `packed` stands for, `[rows, cols]` in the orientation of the source.
+/// Dequantizes `packed` to a matrix `[rows, cols]` in the orientation of the source.
 ///
 /// # Panics
-/// When `packed` is not in a microscaling format.
+/// Panics if `packed` is not in a microscaling format.
 pub fn mx_dequantize(packed: &QuantizedTensor) -> Vec<f32> {
     match packed.layout().format {
         Format::Nvfp4 => panic!("`packed` must be in a microscaling format"),
@@ -182,7 +184,7 @@ mod tests {
         x[..5].copy_from_slice(&[0.75, -0.0625, 0.3, -0.0, 0.03]);
         let packed = mx_quantize(&x, 1, 32, Usage::Rowwise, Format::Mxfp4).unwrap();
         assert_eq!(packed.scales(), [124]);
-        // 6, -0.5, 2.4 -> 2, -0, 0.24 -> 0; the first of two elements in the low nibble.
+        // 6, -0.5, 2.4 -> 2, -0, 0.24 -> 0; the first of two elements is in the low nibble.
         assert_eq!(packed.codes().len(), 16);
         assert_eq!(packed.codes()[..3], [0x97, 0x84, 0x00]);
         assert_eq!(mx_dequantize(&packed)[..5], [0.75, -0.0625, 0.25, 0.0, 0.0]);
@@ -195,7 +197,7 @@ mod tests {
 
     #[test]
     fn no_finite_value_saturates() {
-        // Not 2^127: its largest values round up to 2^128, which no f32 holds.
+        // 2^127 is excluded: its largest values round up to 2^128, which no f32 can represent.
         for exponent in -140..=126 {
             for mantissa in [1.0f32, 1.25, 1.74, 1.75, 1.76, 1.99] {
                 let value = mantissa * 2f64.powi(exponent) as f32;
@@ -204,7 +206,7 @@ mod tests {
                 let packed = mx_quantize(&x, 32, 1, Usage::Columnwise, Format::Mxfp8).unwrap();
                 let back = mx_dequantize(&packed)[7];
                 let error = (back as f64 - value as f64).abs();
-                // Half a unit of a 4-bit significand, or of the smallest scaled subnormal.
+                // Half an ulp of a 4-bit significand, or of the smallest scaled subnormal.
                 let bound = (value as f64 / 16.0).max(2f64.powi(-127 - 10));
                 assert!(error <= bound, "{value:e} -> {back:e}");
             }

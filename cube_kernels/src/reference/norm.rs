@@ -1,10 +1,11 @@
-//! RMSNorm and LayerNorm of rows, with an addition before them, and their gradients.
+//! RMSNorm and LayerNorm of rows, with an optional residual added first, and their gradients.
 //!
-//! Sums along a row in the forward: block `b` of 16 elements goes to partial sum `b % 256`, element
-//! after element, and neighbouring sums are added, then neighbouring pairs, and so on. Sums over
-//! rows (the gradients of gain and bias) are made of parts, whose number depends on the rows alone,
-//! see [`norm_parts`], and so does where they begin, see [`norm_parts_are_strips`]. No order depends
-//! on how a kernel is launched, so that kernels have the same bits on every device.
+//! Sums along a row in the forward: block `b` of 16 elements is added to partial sum `b % 256`,
+//! element after element, and the partial sums are added in a tree, neighbors first, then
+//! neighboring pairs, and so on. Sums over rows (the gradients of gain and bias) are split into
+//! parts. Their number depends only on the number of rows, see [`norm_parts`], and so do their
+//! starts, see [`norm_parts_are_strips`]. No order depends on the launch geometry, so that kernels
+//! have identical bits on every device.
 
 use std::ops::Range;
 
@@ -16,7 +17,7 @@ use super::{
 };
 use crate::BLOCK;
 
-/// Which norm.
+/// Kind of norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Norm {
     /// `x / sqrt(mean(x²) + ε) · gain`.
@@ -25,34 +26,34 @@ pub enum Norm {
     Layer,
 }
 
-/// The most parts that sums over rows are made of: as many CTAs as run at once on a GPU of 132 SMs,
-/// two to an SM.
+/// Largest number of parts of sums over rows: the CTAs that run at once on a GPU of 132 SMs, two
+/// per SM.
 const MOST_PARTS: usize = 264;
-/// The rows of a part are at least so many, where there are so many.
+/// Smallest number of rows of a part, if there are that many.
 const LEAST_ROWS: usize = 8;
-/// Sums that the parts are dealt out to in turn before these are added in a tree.
+/// Partial sums over which the parts are distributed in turn, before these are added in a tree.
 pub(crate) const PART_LANES: usize = 16;
 /// Elements per task of an addition.
 const CHUNK: usize = 8192;
 /// Partial sums along a row in the forward.
 pub(crate) const SUM_LANES: usize = 256;
-/// Partial sums along a row in the backward, which needs more registers for each element.
+/// Partial sums along a row in the backward, which needs more registers per element.
 pub(crate) const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
 
-/// Parts of `rows` rows.
+/// Returns the number of parts of `rows` rows.
 pub fn norm_parts(rows: usize) -> usize {
     rows.div_ceil(LEAST_ROWS).min(MOST_PARTS)
 }
 
-/// Whether parts of `rows` rows begin at multiples of 16 rows: where each has as many, and the
-/// longest is not an eighth longer for it.
+/// True if the parts of `rows` rows start at multiples of 16 rows. This requires at least one block
+/// of 16 rows per part, and that the longest part becomes at most an eighth longer.
 pub fn norm_parts_are_strips(rows: usize) -> bool {
     let (strips, parts) = (rows.div_ceil(BLOCK), norm_parts(rows));
     let longest = |units: usize| units.div_ceil(parts.max(1));
     strips >= parts && 8 * BLOCK * longest(strips) <= 9 * longest(rows)
 }
 
-/// The rows of part `part` of `parts`.
+/// Returns the rows of part `part` of `parts`.
 fn part_rows(part: usize, parts: usize, rows: usize) -> Range<usize> {
     let start = |part: usize| match norm_parts_are_strips(rows) {
         true => (part * rows.div_ceil(BLOCK) / parts * BLOCK).min(rows),
@@ -61,45 +62,46 @@ fn part_rows(part: usize, parts: usize, rows: usize) -> Range<usize> {
     start(part)..start(part + 1)
 }
 
-/// The sums that the rows of a part are dealt out to in turn, first row first; they are then added
-/// in a tree, neighbours first. As many as rows of `cols` elements fit into 256 units with 16
-/// elements each, 1 to 8.
+/// Returns the number of partial sums over which the rows of a part are distributed in turn, first
+/// row first; these are then added in a tree, neighbors first. It is the number of rows of `cols`
+/// elements that fit in 256 units with 16 elements each, 1 to 8.
 pub fn norm_part_lanes(cols: usize) -> usize {
     SUM_LANES / 32 / norm_planes(cols, SUM_LANES / 32)
 }
 
-/// Planes of 32 units that share a row of `cols` elements, 16 elements a unit, at most `most`.
+/// Returns the planes of 32 units that share a row of `cols` elements, 16 elements per unit, at
+/// most `most`.
 pub(crate) fn norm_planes(cols: usize, most: usize) -> usize {
     (cols.div_ceil(32 * BLOCK))
         .clamp(1, most)
         .next_power_of_two()
 }
 
-/// What a norm gives.
+/// Result of a norm.
 #[derive(Debug, Clone)]
 pub struct NormForward<T> {
-    /// `x + residual`, rounded to their type, which is what is normalised; `None` without a
-    /// residual.
+    /// `x + residual`, rounded to their type, which is the input of the normalization; `None`
+    /// without a residual.
     pub sum: Option<Vec<T>>,
-    /// The normalised rows.
+    /// Normalized rows.
     pub normed: Vec<T>,
-    /// The reciprocal of the standard deviation of each row, or of the root of its mean square;
-    /// behind these, for [`Norm::Layer`], the mean of each row.
+    /// Reciprocal of the standard deviation of each row, or of its root mean square; for
+    /// [`Norm::Layer`] followed by the mean of each row.
     pub stats: Vec<f32>,
 }
 
-/// The gradients of a norm.
+/// Gradients of a norm.
 #[derive(Debug, Clone)]
 pub struct NormBackward<T> {
-    /// By `x`, and by the residual.
+    /// Gradient of `x`, and of the residual.
     pub x: Vec<T>,
-    /// By the gain.
+    /// Gradient of the gain.
     pub gain: Vec<f32>,
-    /// By the bias; empty for [`Norm::Rms`].
+    /// Gradient of the bias; empty for [`Norm::Rms`].
     pub bias: Vec<f32>,
 }
 
-/// The sums of blocks of a row, of what `add` adds for each element to a sum.
+/// Sums over the blocks of a row; `add` adds the term of an element to a partial sum.
 #[inline(always)]
 fn row_sum<const LANES: usize>(cols: usize, add: impl Fn(f32, usize) -> f32) -> f32 {
     let mut sums = [0f32; LANES];
@@ -110,11 +112,12 @@ fn row_sum<const LANES: usize>(cols: usize, add: impl Fn(f32, usize) -> f32) -> 
             *sum = add(*sum, column);
         }
     }
-    // The other sums are zeros, and none is a negative zero, which adding zeros would change.
+    // The other sums are zeros, and none of these is a negative zero, which adding zeros would
+    // change.
     tree(&mut sums[..blocks.next_power_of_two().min(LANES)])
 }
 
-/// The sum of neighbours, then of neighbouring pairs, and so on, of a power of two of sums.
+/// Sums a power of two of sums in a tree: neighbors, then neighboring pairs, and so on.
 #[inline(always)]
 fn tree(sums: &mut [f32]) -> f32 {
     let mut len = sums.len();
@@ -127,16 +130,16 @@ fn tree(sums: &mut [f32]) -> f32 {
     sums[0]
 }
 
-/// The factor of a row from the mean of its squares.
+/// Returns the reciprocal standard deviation from the mean of squares.
 fn rstd(mean_square: f32, epsilon: f32) -> f32 {
     1.0 / (mean_square + epsilon).sqrt()
 }
 
-/// The norm of each row of `x` (`[rows, cols]`), or of `x + residual` rounded to their type.
-/// `gain` has a factor for each column; `bias`, added to the result, belongs to [`Norm::Layer`].
+/// Normalizes each row of `x` (`[rows, cols]`), or of `x + residual` rounded to their type. `gain`
+/// has one factor per column; `bias`, added to the result, is only for [`Norm::Layer`].
 ///
 /// # Panics
-/// When a matrix does not hold `rows * gain.len()` elements.
+/// Panics if a matrix does not have `rows * gain.len()` elements.
 pub fn norm_forward<T: Element>(
     norm: Norm,
     x: &[T],
@@ -197,7 +200,7 @@ with_fma!(
     ) = norm_rows_body
 );
 
-/// Normalises rows in place.
+/// Normalizes rows in place.
 #[inline(always)]
 fn norm_rows_body<T: Element>(
     norm: Norm,
@@ -212,7 +215,7 @@ fn norm_rows_body<T: Element>(
     }
 }
 
-/// Normalises a row in place.
+/// Normalizes a row in place.
 #[inline(always)]
 fn norm_row<T: Element>(
     norm: Norm,
@@ -242,7 +245,7 @@ fn norm_row<T: Element>(
     }
 }
 
-/// The factor and the mean of a row.
+/// Returns the rstd and the mean of a row.
 #[inline(always)]
 fn row_stats<T: Element>(norm: Norm, row: &[T], epsilon: f32) -> [f32; 2] {
     let cols = row.len() as f32;
@@ -260,16 +263,18 @@ fn row_stats<T: Element>(norm: Norm, row: &[T], epsilon: f32) -> [f32; 2] {
     [rstd(squares / cols, epsilon), mean]
 }
 
-/// The gradients of [`norm_forward`], given `grad`, that of its output, and `sum_grad`, that of the
-/// sum by its other uses. `x` is what was normalised (the sum, if there was one), and `stats` are
-/// those of the forward.
+/// Computes the gradients of [`norm_forward`] from `grad`, the gradient of its output, and
+/// `sum_grad`, the gradient that the sum receives from its other uses. `x` is the input of the
+/// normalization (the sum, if there is a residual), and `stats` are those of the forward.
 ///
-/// With `n` the normalised row before gain and bias and `t = grad · gain`, the gradient by `x` is
-/// `rstd · (t - mean(t) - n · mean(t · n)) + sum_grad`, without `mean(t)` for [`Norm::Rms`]; that
-/// by the gain is the sum of `grad · n` over the rows, and that by the bias the sum of `grad`.
+/// Let `n` be the normalized row before gain and bias, and `t = grad · gain`. The gradient of `x`
+/// is `rstd · (t - mean(t) - n · mean(t · n)) + sum_grad`, without `mean(t)` for [`Norm::Rms`]. The
+/// gradient of the gain is the sum of `grad · n` over the rows, and that of the bias the sum of
+/// `grad`.
 ///
 /// # Panics
-/// When a matrix does not hold `rows * gain.len()` elements, or `stats` not those of the rows.
+/// Panics if a matrix does not have `rows * gain.len()` elements, or `stats` does not match the
+/// rows.
 pub fn norm_backward<T: Element>(
     norm: Norm,
     grad: &[T],
@@ -328,7 +333,7 @@ pub fn norm_backward<T: Element>(
     }
 }
 
-/// The sum of the rows of a matrix of a power of two of rows, in a tree, neighbours first.
+/// Sums the rows of a matrix with a power of two of rows, in a tree, neighbors first.
 fn add_lanes(mut sums: Vec<f32>, cols: usize) -> Vec<f32> {
     while sums.len() > cols {
         let pairs = sums.chunks_exact(2 * cols);
@@ -342,8 +347,8 @@ fn add_lanes(mut sums: Vec<f32>, cols: usize) -> Vec<f32> {
     sums
 }
 
-/// The sum of what the parts have for one column: part `p` goes to sum `p % 16`, and the sums are
-/// added in a tree.
+/// Sums the parts of one column: part `p` is added to sum `p % 16`, and the sums are added in a
+/// tree.
 fn sum_parts(parts: impl Iterator<Item = f32>) -> f32 {
     let mut sums = [0f32; PART_LANES];
     for (part, value) in parts.enumerate() {
@@ -352,7 +357,7 @@ fn sum_parts(parts: impl Iterator<Item = f32>) -> f32 {
     tree(&mut sums)
 }
 
-/// The matrices of the backward, and the factors of rows and columns.
+/// Matrices of the backward, and the factors of rows and columns.
 struct BackwardOperands<'a, T> {
     norm: Norm,
     grad: &'a [T],
@@ -387,7 +392,7 @@ with_fma!(
         = gradients_by_x_body
 );
 
-/// Writes the gradients by the rows from `first` on.
+/// Writes the gradients of `x` for the rows from `first` on.
 #[inline(always)]
 fn gradients_by_x_body<T: Element>(
     operands: &BackwardOperands<'_, T>,
@@ -409,8 +414,8 @@ with_fma!(
     ) = add_by_factors_body
 );
 
-/// Adds the gradients by gain and bias, which `rows` deal out to the lanes in turn. There is no
-/// bias where its sums are empty.
+/// Adds the gradients of gain and bias to the lanes, over which `rows` are distributed in turn.
+/// Without a bias its sums are empty.
 #[inline(always)]
 fn add_by_factors_body<T: Element>(
     operands: &BackwardOperands<'_, T>,
@@ -443,7 +448,7 @@ struct Row<'a, T> {
 }
 
 impl<T: Element> Row<'_, T> {
-    /// A normalised element, before the gain.
+    /// Returns a normalized element, before the gain.
     #[inline(always)]
     fn normed(&self, x: T) -> f32 {
         match self.norm {
@@ -452,7 +457,7 @@ impl<T: Element> Row<'_, T> {
         }
     }
 
-    /// Adds the gradient by the gain to `sums`.
+    /// Adds the gradient of the gain to `sums`.
     #[inline(always)]
     fn add_by_gain(&self, sums: &mut [f32]) {
         for ((grad, x), sum) in self.grad.iter().zip(self.x).zip(sums) {
@@ -460,7 +465,7 @@ impl<T: Element> Row<'_, T> {
         }
     }
 
-    /// Writes the gradient by `x`.
+    /// Writes the gradient of `x`.
     #[inline(always)]
     fn by_x(&self, by_x: &mut [T]) {
         let cols = by_x.len();

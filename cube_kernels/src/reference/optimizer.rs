@@ -2,51 +2,51 @@
 //!
 //! # Sums of squares
 //!
-//! A gradient is cut into chunks of [`SQUARE_CHUNK`] elements. In a chunk, element `i` belongs to
-//! lane `i mod 1024`, which adds its squares in ascending order by `fma`. Four neighbouring lanes
-//! are added as `(l0 + l1) + (l2 + l3)`, and the 256 results by a tree: entry `t` takes entry
-//! `t + s` for `s = 128, 64, ..., 1`. The sums of all chunks are then added in the same way: entry
-//! `t` of 256 adds those with numbers `t, t + 256, ...`, and the tree follows. No sum depends on
-//! the geometry of a launch.
+//! A gradient is split into chunks of [`SQUARE_CHUNK`] elements. In a chunk, element `i` belongs to
+//! lane `i mod 1024`, which adds its squares in ascending order by `fma`. Four consecutive lanes
+//! are added as `(l0 + l1) + (l2 + l3)`, and the 256 results in a tree: entry `t` adds entry
+//! `t + s` for `s = 128, 64, ..., 1`. The sums of all chunks are then added the same way: entry `t`
+//! of 256 sums those with indices `t, t + 256, ...`, and the tree follows. No sum depends on the
+//! launch geometry.
 
 use half::bf16;
 use rayon::prelude::*;
 
 use super::{Element, philox::philox4x32, simd::with_fma};
 
-/// Elements of a gradient whose squares are added together.
+/// Number of elements of a gradient whose squares are added together.
 pub const SQUARE_CHUNK: usize = 16_384;
-/// Sums that the tree adds.
+/// Number of sums that the tree adds.
 pub(crate) const SQUARE_LANES: usize = 256;
-/// Added to the norm of gradients, which may be zero.
+/// Term added to the norm of gradients, which may be zero.
 pub const NORM_EPSILON: f32 = 1e-6;
 
-/// The constants of AdamW.
+/// Constants of AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWParams {
     /// Decay of the first moment.
     pub beta_1: f64,
     /// Decay of the second moment.
     pub beta_2: f64,
-    /// Added to the root of the second moment.
+    /// Term added to the root of the second moment.
     pub epsilon: f64,
 }
 
-/// What changes from step to step. It travels through device memory as [four words](Self::words).
+/// Values that change between steps. Device memory contains them as [four words](Self::words).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWSchedule {
-    /// The learning rate.
+    /// Learning rate.
     pub learning_rate: f32,
     /// `1 / (1 - beta_1^t)` for step `t`, counted from 1.
     pub correction_1: f32,
     /// `1 / (1 - beta_2^t)`.
     pub correction_2: f32,
-    /// The step, modulo 2^32: where random bits are taken from.
+    /// Step modulo 2^32, from which random bits derive.
     pub step: u32,
 }
 
 impl AdamWSchedule {
-    /// That of step `step`, counted from 1.
+    /// Returns the values of step `step`, counted from 1.
     pub fn new(params: &AdamWParams, learning_rate: f64, step: u64) -> Self {
         let correction = |beta: f64| (1.0 / (1.0 - beta.powf(step as f64))) as f32;
         Self {
@@ -57,7 +57,7 @@ impl AdamWSchedule {
         }
     }
 
-    /// The bits of the three numbers, in their order above, and the step.
+    /// Returns the bits of the three numbers, in the order above, and the step.
     pub fn words(&self) -> [u32; 4] {
         [
             self.learning_rate.to_bits(),
@@ -67,7 +67,7 @@ impl AdamWSchedule {
         ]
     }
 
-    /// The inverse of [`words`](Self::words).
+    /// Inverts [`words`](Self::words).
     pub fn from_words(words: [u32; 4]) -> Self {
         Self {
             learning_rate: f32::from_bits(words[0]),
@@ -78,15 +78,15 @@ impl AdamWSchedule {
     }
 }
 
-/// How moments are stored.
+/// Storage type of moments.
 pub trait Moment: Copy + Send + Sync + 'static {
-    /// The value, exactly.
+    /// Returns the exact value.
     fn to_f32(self) -> f32;
 
-    /// `value`, rounded by 16 random bits where it does not fit.
+    /// Rounds `value` by 16 random bits, if it is not exactly representable.
     fn round(value: f32, random: u32) -> Self;
 
-    /// Whether [`round`](Self::round) uses its random bits.
+    /// True if [`round`](Self::round) uses its random bits.
     const RANDOM: bool;
 }
 
@@ -114,41 +114,41 @@ impl Moment for bf16 {
     const RANDOM: bool = true;
 }
 
-/// The bits of one of the two bf16 around `value`: the one of larger magnitude with probability
-/// `f / 2^16`, `f` being the lower half of the value's bits. `random` is below 2^16. Infinities
-/// stay, NaN is made quiet.
+/// Rounds `value` stochastically to one of the two adjacent bf16 and returns its bits: the one of
+/// larger magnitude with probability `f / 2^16`, where `f` is the lower half of the value's bits.
+/// `random` is below 2^16. Infinities are preserved, NaN is made quiet.
 pub fn round_bf16_stochastic(value: f32, random: u32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
         return (bits >> 16) as u16 | 0x40;
     }
-    // The sum carries into the upper half as often as it should; from the largest value it
-    // carries to infinity, whose lower half is zero.
+    // The sum carries into the upper half with exactly this probability. The largest value may
+    // carry to infinity, whose lower half is zero.
     (bits.wrapping_add(random) >> 16) as u16
 }
 
 /// One parameter in a step of AdamW.
 #[derive(Debug)]
 pub struct AdamWUpdate<'a, G, M> {
-    /// The gradient.
+    /// Gradient.
     pub gradient: &'a [G],
-    /// The parameter.
+    /// Parameter.
     pub weight: &'a mut [f32],
-    /// The running mean of the gradient.
+    /// First moment: the running mean of the gradient.
     pub first: &'a mut [M],
-    /// The running mean of its square.
+    /// Second moment: the running mean of the squared gradient.
     pub second: &'a mut [M],
-    /// The decay of the weight, which is multiplied by the learning rate.
+    /// Weight decay, which is multiplied by the learning rate.
     pub decay: f32,
-    /// The key of the random bits that round moments.
+    /// Key of the random bits that round moments.
     pub key: [u32; 2],
 }
 
-/// A step of AdamW of one parameter, in place. Gradients are multiplied by `factor` first.
+/// Performs a step of AdamW on one parameter, in place. Gradients are multiplied by `factor` first.
 ///
-/// Element `i` takes the word `i mod 4` of block `i / 4` of Philox with the counter's offset
-/// `schedule.step`: its lower half rounds the first moment, its upper half the second one. The
-/// step is taken with moments as they were before that.
+/// Element `i` uses word `i mod 4` of block `i / 4` of Philox with the counter's offset
+/// `schedule.step`: the lower half of the word rounds the first moment, the upper half the second
+/// one. The parameter is updated with the unrounded moments.
 pub fn adamw<G: Element, M: Moment>(
     params: &AdamWParams,
     schedule: &AdamWSchedule,
@@ -186,7 +186,8 @@ with_fma!(
     ) = adamw_run_body
 );
 
-/// Steps neighbouring elements of a parameter, a multiple of four `before` them.
+/// Updates consecutive elements of a parameter; `before`, a multiple of four, elements precede
+/// them.
 #[inline(always)]
 fn adamw_run_body<G: Element, M: Moment>(
     constants: &AdamWConstants,
@@ -218,7 +219,7 @@ fn adamw_run_body<G: Element, M: Moment>(
     }
 }
 
-/// The constants as the arithmetic takes them.
+/// Constants in the form that the arithmetic uses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AdamWConstants {
     pub beta_1: f32,
@@ -242,7 +243,7 @@ impl AdamWConstants {
     }
 }
 
-/// The sums of squares of the chunks of a gradient.
+/// Computes the sums of squares of the chunks of a gradient.
 pub fn square_sums<G: Element>(gradient: &[G]) -> Vec<f32> {
     gradient
         .par_chunks(SQUARE_CHUNK)
@@ -252,7 +253,7 @@ pub fn square_sums<G: Element>(gradient: &[G]) -> Vec<f32> {
 
 with_fma!(fn sum_of_squares[G: Element](chunk: &[G]) -> f32 = sum_of_squares_body);
 
-/// The sum of the squares of a chunk.
+/// Returns the sum of the squares of a chunk.
 #[inline(always)]
 fn sum_of_squares_body<G: Element>(chunk: &[G]) -> f32 {
     let mut lanes = [0.0f32; 4 * SQUARE_LANES];
@@ -267,8 +268,8 @@ fn sum_of_squares_body<G: Element>(chunk: &[G]) -> f32 {
     }))
 }
 
-/// The norm whose square the sums of all chunks make, and the factor that scales gradients down to
-/// `max_norm` where theirs is larger. Of a norm that is NaN the factor is NaN, too.
+/// Returns the norm of the gradients, from the sums of squares of all chunks, and the factor that
+/// scales gradients down to `max_norm` if the norm is larger. A NaN norm gives a NaN factor.
 pub fn clip_factor(square_sums: &[f32], max_norm: f32) -> (f32, f32) {
     let mut lanes = [0.0f32; SQUARE_LANES];
     for row in square_sums.chunks(SQUARE_LANES) {

@@ -1,21 +1,21 @@
-//! Rows of an operand that are decoded together, so that no decoded copy of a large one is ever
-//! whole.
+//! Panels: rows of an operand that are decoded together, so that a large operand is never decoded
+//! as a whole.
 
 use std::ops::Range;
 
-/// Bytes of `f32` that a panel may have, where that is no fewer than [`PANEL_ROWS`] rows.
+/// Largest number of bytes of a panel in `f32`, unless that is fewer than [`PANEL_ROWS`] rows.
 const PANEL_BYTES: usize = 32 << 20;
 
-/// Rows that a panel may have at least.
+/// Number of rows that a panel may always have.
 ///
-/// A GEMM of fewer rows could be summed in another order than the whole one: GEMMs choose their
-/// loops by shape, those of small M or N apart from all others. Panels of one operand are of the
-/// same size but for one row, so that none has fewer than half of this.
+/// A GEMM with fewer rows could use another summation order than the whole one: GEMMs choose their
+/// loops by shape, and those of small M or N differ from all others. Panels of one operand have
+/// equal sizes up to one row, so that none has fewer than half of this.
 const PANEL_ROWS: usize = 640;
 
-/// `outer` rows of `depth` elements in panels: in order, as few as there can be, of equal size but
-/// for one row, and none larger than 32 MiB in `f32` or 640 rows, whichever is more. One, of
-/// nothing, where there are no rows.
+/// Splits `outer` rows of `depth` elements into panels: in order, as few as possible, of equal size
+/// up to one row, and none larger than 32 MiB in `f32` or 640 rows, whichever is more. Returns one
+/// empty panel if there are no rows.
 pub fn panels(outer: usize, depth: usize) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
     let most = (PANEL_BYTES / (4 * depth.max(1))).max(PANEL_ROWS);
     let count = outer.div_ceil(most).max(1);

@@ -8,23 +8,24 @@ pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 /// Weyl increments of the key.
 pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Rounds.
+/// Number of rounds.
 pub const ROUNDS: usize = 10;
 
-/// Ten rounds of Philox4x32: 128 random bits, a pure function of counter and key.
+/// Computes ten rounds of Philox4x32: 128 random bits, a pure function of counter and key.
 #[inline(always)]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     philox4x32_lanes(counter.map(|word| [word]), key).map(|[word]| word)
 }
 
-/// [`philox4x32`] of `L` counters at once: the outer index is the word, the inner one the counter.
+/// Computes [`philox4x32`] of `L` counters at once: the outer index is the word, the inner one the
+/// counter.
 #[inline(always)]
 pub(super) fn philox4x32_lanes<const L: usize>(
     counter: [[u32; L]; 4],
     key: [u32; 2],
 ) -> [[u32; L]; 4] {
-    // Words live in the low halves of 64 bits, whose high halves hold what the last product left
-    // there and nothing reads: this is how vector units multiply 32 bits by 32.
+    // Words are in the low halves of 64 bits. The high halves contain remainders of the last
+    // products and are never read: this is how vector units multiply 32 bits by 32.
     let [mut c0, mut c1, mut c2, mut c3] = counter.map(|word| word.map(|word| word as u64));
     let [mut k0, mut k1] = key;
     for _ in 0..ROUNDS {
@@ -42,10 +43,10 @@ pub(super) fn philox4x32_lanes<const L: usize>(
     [c0, c1, c2, c3].map(|word| word.map(|word| word as u32))
 }
 
-/// The random words of `L` blocks (numerics, section 3): byte `i` of a block, little-endian
+/// Returns the random words of `L` blocks (numerics, section 3): byte `i` of a block, little-endian
 /// within its words, rounds element `i`.
 ///
-/// The counter is (block low, block high, offset low, offset high), the key that of the stream.
+/// The counter is (block low, block high, offset low, offset high); the key is that of the stream.
 #[inline(always)]
 pub(super) fn block_words<const L: usize>(
     offset: u64,
@@ -61,7 +62,7 @@ pub(super) fn block_words<const L: usize>(
     philox4x32_lanes(counter, key)
 }
 
-/// The 16 random bytes of block `block`: byte `i` rounds element `i`.
+/// Returns the 16 random bytes of block `block`: byte `i` rounds element `i`.
 #[inline]
 pub fn block_bytes(stream: &RandomStream, block: u64) -> [u8; 16] {
     let mut bytes = [0; 16];
@@ -76,7 +77,7 @@ pub fn block_bytes(stream: &RandomStream, block: u64) -> [u8; 16] {
 mod tests {
     use super::*;
 
-    /// The known answers that Random123 publishes for philox4x32-10.
+    /// Checks the known answers that Random123 publishes for philox4x32-10.
     #[test]
     fn known_answers() {
         let cases = [

@@ -17,23 +17,23 @@ use crate::{
     Nvfp4Params, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
 };
 
-/// One packed copy of a `rows` x `cols` matrix: 1x16 blocks along each row ([`Usage::Rowwise`]), or
-/// 16x1 blocks down each column, stored transposed ([`Usage::Columnwise`]), made as `policy` says
-/// (numerics, sections 4 to 8).
+/// Quantizes a `rows` x `cols` matrix to one packed tensor, as specified by `policy` (numerics,
+/// sections 4 to 8): 1x16 blocks along each row ([`Usage::Rowwise`]), or 16x1 blocks along each
+/// column, stored transposed ([`Usage::Columnwise`]).
 ///
-/// With a transform the contraction is padded with zeros to a multiple of its size, all of which is
-/// stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
-/// [`amax_rht_cols`](super::amax_rht_cols)). An `amax` for each stored row makes the copy
-/// row-scaled (per token).
+/// With a transform, the contraction is padded with zeros to a multiple of its size, all of which
+/// is stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
+/// [`amax_rht_cols`](super::amax_rht_cols)). One `amax` per stored row gives a row-scaled tensor
+/// (per token).
 ///
-/// `first_block` is added to the logical index of each block, which the
-/// [position](crate::BlockPosition) of the stream gives, before stochastic rounding draws its bits:
+/// `first_block` is added to the logical index of each block, as given by the
+/// [position](crate::BlockPosition) of the stream, before stochastic rounding draws its bits:
 /// matrices that share a buffer and a stream pass the number of blocks before them.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16 for a rowwise tensor,
-/// `amax` has one value for each row but not as many as there are stored rows, or `policy` combines
-/// four over six with stochastic rounding.
+/// Returns an error if `x` does not have `rows * cols` elements, `cols` is not a multiple of 16 for
+/// a rowwise tensor, the length of a per-row `amax` is not the number of stored rows, or `policy`
+/// combines four over six with stochastic rounding.
 pub fn quantize<T: Element>(
     x: &[T],
     rows: usize,
@@ -66,11 +66,11 @@ pub fn quantize<T: Element>(
     .pack(policy.layout)
 }
 
-/// The rowwise tensor of a `rows` x `cols` matrix with standard, compact scales: [`quantize`] along
-/// [`Usage::Rowwise`].
+/// Quantizes a `rows` x `cols` matrix to a rowwise tensor with standard, compact scales:
+/// [`quantize`] along [`Usage::Rowwise`].
 ///
 /// # Errors
-/// As [`quantize`].
+/// Returns the errors of [`quantize`].
 pub fn quantize_row<T: Element>(
     x: &[T],
     rows: usize,
@@ -82,11 +82,11 @@ pub fn quantize_row<T: Element>(
     quantize(x, rows, cols, Usage::Rowwise, amax, &policy, 0)
 }
 
-/// The columnwise tensor of a `rows` x `cols` matrix with standard, compact scales, transformed by
-/// `hadamard` if there is one: [`quantize`] along [`Usage::Columnwise`].
+/// Quantizes a `rows` x `cols` matrix to a columnwise tensor with standard, compact scales,
+/// transformed by `hadamard`, if any: [`quantize`] along [`Usage::Columnwise`].
 ///
 /// # Errors
-/// As [`quantize`].
+/// Returns the errors of [`quantize`].
 pub fn quantize_col<T: Element>(
     x: &[T],
     rows: usize,
@@ -102,14 +102,14 @@ pub fn quantize_col<T: Element>(
     quantize(x, rows, cols, Usage::Columnwise, amax, &policy, 0)
 }
 
-/// Both copies of a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest: `(rowwise,
-/// columnwise)`, with their scales in `layouts`, the second the exact transpose of the first. Each
-/// tile has one scale, found by `scaling` (numerics, sections 4, 7 and 8). Rows beyond the
+/// Quantizes a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest. Returns the rowwise and
+/// the columnwise tensor, with their scales in `layouts`; one is the exact transpose of the other.
+/// Each tile has one scale, chosen by `scaling` (numerics, sections 4, 7 and 8). Rows beyond the
 /// matrix count as zeros.
 ///
 /// # Errors
-/// When `x` does not hold `rows * cols` elements, `cols` is no multiple of 16, or `amax` is not one
-/// value for the tensor.
+/// Returns an error if `x` does not have `rows * cols` elements, `cols` is not a multiple of 16, or
+/// `amax` is not one value for the tensor.
 pub fn quantize_tile<T: Element>(
     x: &[T],
     rows: usize,
@@ -118,8 +118,8 @@ pub fn quantize_tile<T: Element>(
     scaling: BlockScaling,
     layouts: [ScaleLayout; 2],
 ) -> Result<(QuantizedTensor, QuantizedTensor), Nvfp4Error> {
-    // Each copy is written by its own pass over disjoint slices; the second pass reads the matrix
-    // again, which costs less than a transposition of nibbles across threads.
+    // Each tensor is written by its own pass over disjoint slices. The second pass reads the matrix
+    // again, which costs less than transposing nibbles across threads.
     let copy = |usage, layout| quantize_tile_copy(x, rows, cols, usage, amax, scaling, layout);
     Ok((
         copy(Usage::Rowwise, layouts[0])?,
@@ -127,10 +127,10 @@ pub fn quantize_tile<T: Element>(
     ))
 }
 
-/// One of the two copies of [`quantize_tile`], that along `usage`.
+/// Returns the tensor of [`quantize_tile`] along `usage`.
 ///
 /// # Errors
-/// As [`quantize_tile`].
+/// Returns the errors of [`quantize_tile`].
 pub fn quantize_tile_copy<T: Element>(
     x: &[T],
     rows: usize,
@@ -162,39 +162,39 @@ pub fn quantize_tile_copy<T: Element>(
     source.pack(layout)
 }
 
-/// A matrix and how it is to be packed: what all tasks of one copy share.
+/// A matrix and its quantization parameters, shared by all tasks of one tensor.
 struct Source<'a, T> {
     x: &'a [T],
-    /// What is made, with its scales in compact order.
+    /// Layout of the result, with scales in compact order.
     layout: Layout,
     amax: &'a Amax,
     origin: Origin,
     first_block: u64,
 }
 
-/// Blocks of the rowwise tensor that one task packs: 64 KiB of `f32`, and a multiple of 16.
+/// Blocks of the rowwise tensor per task: 64 KiB of `f32`, and a multiple of 16.
 const RUN: usize = 1024;
 
-/// Most columns that one task packs. 16 rows of them are read at a time, and the codes of 128 rows
-/// gather before they are written, so that lines are read and written whole.
+/// Largest number of columns per task. 16 rows of them are read at a time, and the codes of 128
+/// rows are gathered before they are written, so that whole cache lines are read and written.
 const COLUMNS: usize = 256;
 
-/// Blocks of a column that are written together: a line of codes.
+/// Blocks of a column that are written together: a cache line of codes.
 const GATHERED: usize = 8;
 
 impl<T: Element> Source<'_, T> {
-    /// The quantized tensor, with its scales in `scale_layout`.
+    /// Returns the quantized tensor, with its scales in `scale_layout`.
     fn pack(&self, scale_layout: ScaleLayout) -> Result<QuantizedTensor, Nvfp4Error> {
         let usage = self.layout.usage;
         let (outer, blocks) = (self.layout.outer(), self.layout.blocks());
         let count = outer * blocks;
         let (mut codes, mut scales) = (Vec::with_capacity(count * 8), Vec::with_capacity(count));
-        // Blocks of neighbouring stored rows that one task packs.
+        // Number of blocks, in consecutive stored rows, per task.
         let len = match (usage, self.origin.block) {
             (Usage::Rowwise, BlockShape::Block1d) => RUN,
             (Usage::Rowwise, BlockShape::Block2d) => BLOCK * blocks,
             (Usage::Columnwise, _) => {
-                // Four tasks for each core, so that none waits long for the last one.
+                // Four tasks per core, so that no core waits long for the last one.
                 let columns = outer.div_ceil(4 * rayon::current_num_threads());
                 columns.next_multiple_of(BLOCK).min(COLUMNS) * blocks
             }
@@ -223,19 +223,19 @@ impl<T: Element> Source<'_, T> {
     }
 }
 
-/// New memory, zeroed by the task that writes it: on all cores, and while it is in the cache.
+/// Zeroes new memory in the task that writes it: in parallel, and while the memory is in the cache.
 fn zeroed(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
     bytes.fill(MaybeUninit::new(0));
     // SAFETY: all were just written.
     unsafe { bytes.assume_init_mut() }
 }
 
-/// Neighbouring blocks of a packed copy, which one task fills.
+/// Consecutive blocks of a packed tensor, which one task fills.
 struct Part<'a, T> {
     source: &'a Source<'a, T>,
-    /// Blocks in a stored row.
+    /// Blocks per stored row.
     blocks: usize,
-    /// The first block of the part, counted over the whole copy.
+    /// First block, counted over the whole tensor.
     first: usize,
     codes: &'a mut [u8],
     scales: &'a mut [u8],
@@ -253,7 +253,7 @@ impl<T: Element> Task for Part<'_, T> {
 }
 
 impl<T: Element> Part<'_, T> {
-    /// A run of the rowwise tensor: the lanes are blocks one after the other, across rows too.
+    /// Packs a run of the rowwise tensor: the lanes are consecutive blocks, which may cross rows.
     #[inline(always)]
     fn pack_run<I: Isa>(self, isa: I) {
         let Source { x, layout, .. } = *self.source;
@@ -280,7 +280,7 @@ impl<T: Element> Part<'_, T> {
         }
     }
 
-    /// 16 rows of the rowwise tensor in tiles: the lanes are the rows.
+    /// Packs 16 rows of the rowwise tensor in tiles: the lanes are the rows.
     #[inline(always)]
     fn pack_tiles<I: Isa>(self, isa: I) {
         let row0 = self.first / self.blocks;
@@ -295,7 +295,7 @@ impl<T: Element> Part<'_, T> {
                 &mut rows,
             );
             let tile = isa.transpose(&rows);
-            // Nothing is drawn: tiles round to nearest.
+            // Tiles round to nearest, so no random bits are drawn.
             let (bytes, words) = self.source.quantize(&tile, &tile, &scaler, &[0; BLOCK]);
             for r in 0..self.scales.len() / self.blocks {
                 let at = r * self.blocks + index;
@@ -305,7 +305,7 @@ impl<T: Element> Part<'_, T> {
         }
     }
 
-    /// Some columns, all of their rows: the lanes are neighbouring columns.
+    /// Packs all rows of some columns: the lanes are consecutive columns.
     #[inline(always)]
     fn pack_columns<I: Isa>(self, isa: I) {
         let Source { x, layout, .. } = *self.source;
@@ -351,7 +351,7 @@ impl<T: Element> Part<'_, T> {
                 let at = c * self.blocks + first;
                 let (scales, codes) = (&mut self.scales[at..], &mut self.codes[at * 8..]);
                 if count == GATHERED {
-                    // Of constant length: two moves instead of two calls.
+                    // The constant length gives two moves instead of two calls.
                     scales[..GATHERED].copy_from_slice(&gathered_scales[c]);
                     codes[..GATHERED * 8].copy_from_slice(&gathered_codes[c]);
                 } else {
@@ -364,7 +364,7 @@ impl<T: Element> Part<'_, T> {
 }
 
 impl<T: Element> Source<'_, T> {
-    /// Where the copy stands in the logical output.
+    /// Returns the position of the tensor in the logical output.
     #[inline(always)]
     fn position(&self) -> BlockPosition {
         match &self.origin.rounding {
@@ -373,8 +373,8 @@ impl<T: Element> Source<'_, T> {
         }
     }
 
-    /// The logical indices of 16 blocks one after the other, the first of them block `first` of the
-    /// copy, whose stored rows have `blocks`.
+    /// Returns the logical indices of 16 consecutive blocks, the first of which is block `first` of
+    /// the tensor; its stored rows have `blocks` blocks.
     #[inline(always)]
     fn run_indices(&self, first: usize, blocks: usize) -> Lanes<u64> {
         let position = self.position();
@@ -391,7 +391,8 @@ impl<T: Element> Source<'_, T> {
         }
     }
 
-    /// The logical indices of block `block` of 16 stored rows from `row` on, of `blocks` each.
+    /// Returns the logical indices of block `block` of 16 stored rows from `row` on, with `blocks`
+    /// blocks each.
     #[inline(always)]
     fn column_indices(&self, row: usize, block: usize, blocks: usize) -> Lanes<u64> {
         let position = self.position();
@@ -401,7 +402,7 @@ impl<T: Element> Source<'_, T> {
         })
     }
 
-    /// The rule for 16 blocks, `outer` giving the stored row of each.
+    /// Returns the scaling rule for 16 blocks; `outer` returns the stored row of each.
     #[inline(always)]
     fn scaler(&self, outer: impl Fn(usize) -> usize) -> Scaler {
         let amax = match self.amax {
@@ -412,9 +413,9 @@ impl<T: Element> Source<'_, T> {
         Scaler::new(amax, self.layout.scaling)
     }
 
-    /// Scale bytes and codes of the 16 blocks of `tile`, which draw at `index`.
-    /// `decides` finds the scales: `tile`, or its transpose where the lanes must be the source's
-    /// rows.
+    /// Returns scale bytes and codes of the 16 blocks of `tile`, whose random bits are those of
+    /// `index`. `decides` determines the scales: it is `tile`, or its transpose if the lanes must
+    /// be the source's rows.
     #[inline(always)]
     fn quantize(
         &self,
@@ -483,7 +484,7 @@ mod tests {
     use super::*;
     use crate::{ErrorNorm, HadamardSize, RandomStream, reference::simd::Baseline};
 
-    /// The same bytes without wide vectors: what a processor without AVX2 computes.
+    /// Compares with the bytes without wide vectors, as a processor without AVX2 computes them.
     #[test]
     fn instruction_sets_agree() {
         let (rows, cols) = (150, 48);
@@ -527,7 +528,7 @@ mod tests {
                     first_block: 5,
                 };
                 let packed = source.pack(ScaleLayout::Compact).unwrap();
-                // One task after the other, each on its own 16 stored rows.
+                // Runs one task after the other, each on its own 16 stored rows.
                 let len = BLOCK * packed.blocks();
                 let mut codes = vec![0; packed.codes().len()];
                 let mut scales = vec![0; packed.scales().len()];

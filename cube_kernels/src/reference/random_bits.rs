@@ -1,10 +1,10 @@
-//! Which random bit rounds which element, read off whatever does the rounding.
+//! Determines by experiment which random bit rounds which element.
 //!
-//! `cvt.rs.satfinite.e2m1x4.f32` rounds four values by 32 random bits, eight to each, but the PTX
-//! ISA does not say which eight, nor in which order. [`read_random_bits`] asks: a value a fraction
-//! `1 - 2^j / 256` of the way to its upper neighbour goes up if the byte that rounds it is at least
-//! `2^j`, so a word with a single bit set tells whether that bit belongs to the element, and what
-//! it counts.
+//! `cvt.rs.satfinite.e2m1x4.f32` rounds four values by 32 random bits, eight per value, but the PTX
+//! ISA does not specify which eight, nor their order. [`read_random_bits`] finds out: a value at
+//! fraction `1 - 2^j / 256` of the way to its upper neighbor is rounded up if its random byte is at
+//! least `2^j`. A word with a single bit set therefore tells whether that bit belongs to the
+//! element, and its significance.
 
 use super::{philox::philox4x32, round_stochastic};
 use crate::Nvfp4Error;
@@ -12,8 +12,8 @@ use crate::Nvfp4Error;
 /// Four values and the random word that rounds them.
 pub type Question = ([f32; 4], u32);
 
-/// For each of four elements, the position in the random word of each bit of its byte, the least
-/// significant first.
+/// Position in the random word of each bit of each element's byte, for four elements, least
+/// significant bit first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RandomBits {
     /// `positions[element][significance]`.
@@ -21,7 +21,7 @@ pub struct RandomBits {
 }
 
 impl RandomBits {
-    /// The software form: byte `i` of the word, little-endian, rounds element `i`.
+    /// Returns the software form: byte `i` of the word, little-endian, rounds element `i`.
     pub fn software() -> Self {
         Self {
             positions: std::array::from_fn(|element| {
@@ -30,7 +30,8 @@ impl RandomBits {
         }
     }
 
-    /// The four codes, element 0 in the lowest nibble, that the oracle gives with these bits.
+    /// Returns the four codes, element 0 in the lowest nibble, that the oracle computes with these
+    /// bits.
     pub fn round(&self, (values, word): &Question) -> u16 {
         let code = |element: usize| {
             let byte = (0..8).fold(0, |byte, bit| {
@@ -42,11 +43,12 @@ impl RandomBits {
     }
 }
 
-/// Reads the bits of `round`, which answers each question with four codes, element 0 in the lowest
-/// nibble.
+/// Determines the bits of `round`, which answers each question with four codes, element 0 in the
+/// lowest nibble.
 ///
 /// # Errors
-/// When `round` fails, or its answers are not those of eight bits of their own for each element.
+/// Returns an error if `round` fails, or its answers do not correspond to eight separate bits per
+/// element.
 pub fn read_random_bits(
     mut round: impl FnMut(&[Question]) -> Result<Vec<u16>, Nvfp4Error>,
 ) -> Result<RandomBits, Nvfp4Error> {
@@ -105,22 +107,22 @@ fn mapping(found: String) -> Nvfp4Error {
     )
 }
 
-/// What [`compare_random_bits`] found.
+/// Result of [`compare_random_bits`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct BitComparison {
-    /// Questions asked.
+    /// Number of questions.
     pub questions: usize,
-    /// How many answers were not the oracle's.
+    /// Number of answers that differ from the oracle's.
     pub different: usize,
-    /// The first of those: the question, the answer, the oracle's.
+    /// First different answer: the question, the answer, the oracle's.
     pub first: Option<(Question, u16, u16)>,
 }
 
-/// Compares `round` with the oracle under `bits` on `count` questions: values all over the range,
+/// Compares `round` with the oracle under `bits` on `count` questions: values over the whole range,
 /// on and beside the grid, beyond it, NaN and infinities, with random words.
 ///
 /// # Errors
-/// When `round` fails.
+/// Returns an error if `round` fails.
 pub fn compare_random_bits(
     bits: &RandomBits,
     count: usize,
@@ -166,7 +168,7 @@ pub fn compare_random_bits(
 mod tests {
     use super::*;
 
-    /// Two bytes each from two half-words, as the PTX ISA's text hints for e2m1x4.
+    /// Returns two bytes each from two half-words, as the text of the PTX ISA suggests for e2m1x4.
     fn halves() -> RandomBits {
         let byte = |first: u8| std::array::from_fn(|bit| first + bit as u8);
         RandomBits {

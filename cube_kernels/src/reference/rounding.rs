@@ -1,53 +1,55 @@
-//! Rounding a scaled value to E2M1.
+//! Rounds a scaled value to E2M1.
 
-/// The code nearest to `value`, ties to the even code, saturating at ±6; the sign is kept on a zero
-/// result, and NaN gives +6. What `cvt.rn.satfinite.e2m1x2.f32` computes.
+/// Returns the code nearest to `value`, ties to the even code, saturating at ±6. The sign is kept
+/// on a zero result, and NaN gives +6, as in `cvt.rn.satfinite.e2m1x2.f32`.
 #[inline(always)]
 pub fn round_nearest(value: f32) -> u8 {
     nearest_code(value) as u8
 }
 
-/// `value` rounded to one of its two neighbours by eight random bits: up with probability
-/// `floor(256 f) / 256` for a value a fraction `f` above the lower one. Values on the grid never
-/// move, values beyond ±6 saturate, NaN gives +6.
+/// Rounds `value` to one of its two neighbors by eight random bits: up with probability
+/// `floor(256 f) / 256` for a value at fraction `f` above the lower one. Values on the grid are
+/// unchanged, values beyond ±6 saturate, NaN gives +6.
 #[inline(always)]
 pub fn round_stochastic(value: f32, random: u8) -> u8 {
     stochastic_code(value, random as u32) as u8
 }
 
-/// [`round_nearest`] in the width of its argument, without a branch.
+/// Computes [`round_nearest`] in the width of its argument, without a branch.
 #[inline(always)]
 pub(super) fn nearest_code(value: f32) -> u32 {
     let (magnitude, binade) = clamp(value.to_bits());
-    // The neighbours of `magnitude` are half of its binade apart, and so are the floats from 2^22 ·
-    // binade on: this sum rounds to them, ties to even. The product is exact. What the sum has
+    // The neighbors of `magnitude` are half its binade apart, and so are the floats from 2^22 ·
+    // binade on: this sum rounds to them, ties to even. The product is exact. The part of the sum
     // below 2^22 · binade is counted in its last bits: 2 for the binade that was added, then twice
-    // the magnitude over the binade.
+    // the magnitude divided by the binade.
     let sum = binade * 4_194_305.0 + magnitude;
-    // Its last bit is the last bit of the code, so ties go to the even code. What is missing to the
-    // code itself is -2, 0 and 2 in the three binades: the exponent of the binade, twice, modulo 8.
+    // The last bit of the sum is the last bit of the code, so ties go to the even code. The
+    // difference to the code is -2, 0 and 2 in the three binades: twice the exponent of the binade,
+    // modulo 8.
     let code = sum.to_bits().wrapping_add(binade.to_bits() >> 22) & 7;
     code | sign_unless_nan(value)
 }
 
-/// [`round_stochastic`] in the width of its argument, without a branch; `random` is below 256.
+/// Computes [`round_stochastic`] in the width of its argument, without a branch; `random` is below
+/// 256.
 #[inline(always)]
 pub(super) fn stochastic_code(value: f32, random: u32) -> u32 {
     let (magnitude, binade) = clamp(value.to_bits());
-    // Eight bits times a power of two are exact, so this sum rounds once, as an fma would. The step
-    // between neighbours is half of the binade.
+    // Eight bits times a power of two are exact, so this sum rounds once, like an fma. The step
+    // between neighbors is half the binade.
     let dithered = random as i32 as f32 * (binade * (1.0 / 512.0)) + magnitude;
     // The largest grid value not above `dithered` is `floor(dithered / step) * step`, saturated at
-    // 6, because the grid is what is left of the multiples of each step in its range. From 1 on its
-    // code is exponent and first mantissa bit, counted from those of 0.5; `dithered` is below 8.
+    // 6, because the grid consists of the multiples of each step in its range. From 1 on, its code
+    // is the exponent and first mantissa bit, counted from those of 0.5; `dithered` is below 8.
     let reached = dithered.to_bits() as i32;
     let code = (reached >> 22).wrapping_sub((0.5f32.to_bits() >> 22) as i32);
     let half = (reached >= 0.5f32.to_bits() as i32) as i32;
     code.max(half) as u32 | sign_unless_nan(value)
 }
 
-/// The magnitude of the float with these bits, at most 6, NaN counting as 6; and the power of two
-/// below it, at least 1: the binade whose grid it is rounded to.
+/// Returns the magnitude of the float with these bits, at most 6, with NaN counting as 6. Also
+/// returns the power of two below it, at least 1: the binade that determines its grid.
 #[inline(always)]
 fn clamp(bits: u32) -> (f32, f32) {
     // Magnitudes compare as integers, NaN above everything.
@@ -59,7 +61,7 @@ fn clamp(bits: u32) -> (f32, f32) {
     )
 }
 
-/// Bit 3 of a code.
+/// Returns bit 3 of a code.
 #[inline(always)]
 fn sign_unless_nan(value: f32) -> u32 {
     let sign = value.to_bits() >> 28 & 8;
@@ -71,9 +73,9 @@ mod tests {
     use super::*;
     use crate::format::e2m1;
 
-    /// Nearest by exhaustive search, independent of thresholds.
+    /// Finds the nearest code by exhaustive search, independent of thresholds.
     fn nearest_by_search(value: f32) -> u8 {
-        // Beyond f64's resolution all codes would be equally far.
+        // Beyond f64's resolution all codes would have the same distance.
         let magnitude = (value.abs() as f64).min(100.0);
         let mut best = 0u8;
         for code in 1..8u8 {
@@ -105,7 +107,7 @@ mod tests {
         }
     }
 
-    /// Codes by counting the thresholds that a magnitude reaches, the plainest form.
+    /// Computes codes by counting the thresholds that a magnitude reaches, the simplest form.
     fn count(value: f32, thresholds: [(f32, bool); 7]) -> u8 {
         if value.is_nan() {
             return 7;
@@ -138,7 +140,8 @@ mod tests {
         }
     }
 
-    /// Every float with its 16 upper bits free and its 16 lower ones at their corners.
+    /// Returns every combination of the 16 upper bits of a float, with corner values of the lower
+    /// 16 bits.
     fn floats() -> impl Iterator<Item = f32> {
         let corners = [0u32, 1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF];
         (0..=u16::MAX as u32)
@@ -157,7 +160,7 @@ mod tests {
         }
         let mut bits = 1u32;
         for _ in 0..4_000_000 {
-            // A full period generator modulo 2^32.
+            // A full-period generator modulo 2^32.
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let value = f32::from_bits(bits);
             assert_eq!(
@@ -170,7 +173,7 @@ mod tests {
 
     #[test]
     fn stochastic_agrees_with_counting() {
-        // Dithered sums that land on and beside every grid point, from every random byte.
+        // Dithered sums on and beside every grid point, for every random byte.
         for random in 0..=255u8 {
             for code in 0..8u8 {
                 let grid = e2m1::decode(code);
@@ -201,7 +204,7 @@ mod tests {
         let mut bits = 1u32;
         for _ in 0..4_000_000 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // Half of them in the range that is not saturated or zero.
+            // Half of the values are in the range that is not saturated or zero.
             let exponent = if bits & 1 == 0 {
                 124 + (bits >> 5 & 7)
             } else {

@@ -1,39 +1,39 @@
-//! The router of a mixture of experts: softmax, choice of experts, weights and the losses that keep
-//! it balanced; and the order of tokens by expert.
+//! Router of a mixture of experts: softmax, choice of experts, weights, load-balancing losses, and
+//! sorting of tokens by expert.
 //!
-//! Every sum has an order that does not depend on who computes it. Expert `e` belongs to lane
-//! `e % 32`; a lane goes through its experts in ascending order, and lanes are added in a tree:
-//! neighbours first, then neighbouring pairs, and so on. Sums over tokens are those of chunks of
-//! `ROUTER_CHUNK` tokens, in each of which token `t` belongs to part `t % ROUTER_PLANES`; chunk `c`
-//! belongs to segment `c % ROUTER_SEGMENTS`.
+//! The order of every sum is fixed. Expert `e` belongs to lane `e % 32`; a lane processes its
+//! experts in ascending order, and lanes are added in a tree: neighbors first, then neighboring
+//! pairs, and so on. Sums over tokens are split into chunks of `ROUTER_CHUNK` tokens, in each of
+//! which token `t` belongs to part `t % ROUTER_PLANES`; chunk `c` belongs to segment
+//! `c % ROUTER_SEGMENTS`.
 
 use super::{exp_of_negative, ln};
 
-/// Lanes of a row.
+/// Lanes per row.
 const LANES: usize = 32;
-/// Tokens of a chunk.
+/// Tokens per chunk.
 pub(crate) const ROUTER_CHUNK: usize = 32;
-/// Parts of a chunk.
+/// Parts per chunk.
 pub(crate) const ROUTER_PLANES: usize = 8;
-/// Segments of the chunks.
+/// Number of segments of the chunks.
 pub(crate) const ROUTER_SEGMENTS: usize = 16;
 
-/// How tokens choose experts.
+/// Parameters of the choice of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Router {
-    /// Experts, 1 to 512.
+    /// Number of experts, 1 to 512.
     pub experts: usize,
-    /// Experts of a token, 1 to `experts`.
+    /// Experts per token, 1 to `experts`.
     pub top_k: usize,
-    /// Divide the weights of a token by their sum. It has no effect for a `top_k` of 1.
+    /// True to divide the weights of a token by their sum. Has no effect for a `top_k` of 1.
     pub normalize: bool,
 }
 
 impl Router {
-    /// An error unless its numbers are in their ranges.
+    /// Checks the ranges of the parameters.
     ///
     /// # Errors
-    /// When there is no expert or more than 512, or `top_k` is not 1 to `experts`.
+    /// Returns an error if the number of experts is not 1 to 512, or `top_k` is not 1 to `experts`.
     pub fn check(&self) -> Result<(), crate::Nvfp4Error> {
         let Self { experts, top_k, .. } = *self;
         if !(1..=512).contains(&experts) {
@@ -53,12 +53,12 @@ impl Router {
         Ok(())
     }
 
-    /// Whether weights are divided by their sum.
+    /// True if weights are divided by their sum.
     pub fn normalizes(&self) -> bool {
         self.normalize && self.top_k > 1
     }
 
-    /// The factors of the losses and of their gradients for `tokens` tokens.
+    /// Returns the factors of the losses and of their gradients for `tokens` tokens.
     pub(crate) fn factors(&self, tokens: usize) -> RouterFactors {
         let (experts, tokens) = (self.experts as f64, tokens as f64);
         RouterFactors {
@@ -72,7 +72,7 @@ impl Router {
 /// Factors of sums over tokens, each rounded once.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RouterFactors {
-    /// `experts / (tokens² · top_k)`: of count times sum of probabilities.
+    /// `experts / (tokens² · top_k)`: factor of count times sum of probabilities.
     pub balance: f32,
     /// `1 / tokens`.
     pub mean: f32,
@@ -80,44 +80,44 @@ pub(crate) struct RouterFactors {
     pub z: f32,
 }
 
-/// Tokens of a batch, of whose other tokens the losses are too.
+/// Number of tokens that are present, and of the whole batch, over which losses are averaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchPart {
-    /// Tokens with logits.
+    /// Number of tokens with logits.
     pub tokens: usize,
-    /// Tokens of the batch.
+    /// Number of tokens of the batch.
     pub of: usize,
 }
 
-/// What a router gives for each token, and of all of them.
+/// Outputs of a router.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Routed {
-    /// The experts of each token, `[tokens, top_k]`: those of the largest logits, the largest
-    /// first; of equal ones the first. (0 is above -0, and NaN with a clear sign above all.)
+    /// Experts of each token, `[tokens, top_k]`: those of the largest logits, the largest first,
+    /// and of equal ones the first. (0 is above -0, and NaN with a clear sign bit above all.)
     pub chosen: Vec<u32>,
-    /// Their weights, `[tokens, top_k]`.
+    /// Weights of the experts, `[tokens, top_k]`.
     pub weights: Vec<f32>,
-    /// Choices of each expert, `[experts]`.
+    /// Number of choices of each expert, `[experts]`.
     pub counts: Vec<u32>,
-    /// `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each expert and `P`
-    /// the mean probabilities: 1 where experts are chosen alike.
+    /// Balance loss `experts · Σₑ fₑ · Pₑ`, where `f` is the share of the choices of each expert
+    /// and `P` its mean probability: 1 if experts are balanced.
     pub balance: f32,
-    /// The mean over tokens of `(log Σₑ exp(logitₑ))²`.
+    /// Mean over tokens of `(log Σₑ exp(logitₑ))²`.
     pub z: f32,
 }
 
-/// The gradients of what a router gives.
+/// Gradients of the outputs of a router.
 #[derive(Debug, Clone, Copy)]
 pub struct RouterGradients<'a> {
-    /// By the weights, `[tokens, top_k]`.
+    /// Gradient of the weights, `[tokens, top_k]`.
     pub weights: &'a [f32],
-    /// By [`Routed::balance`].
+    /// Gradient of [`Routed::balance`].
     pub balance: f32,
-    /// By [`Routed::z`].
+    /// Gradient of [`Routed::z`].
     pub z: f32,
 }
 
-/// The softmax of a row: exponentials, their sum's reciprocal, and `log Σ exp`.
+/// Softmax of a row: exponentials, the reciprocal of their sum, and `log Σ exp`.
 struct Softmax {
     exponentials: Vec<f32>,
     scale: f32,
@@ -141,7 +141,7 @@ impl Softmax {
     }
 }
 
-/// A sum over experts in the order of lanes; `add` adds a term to a partial sum.
+/// Sums over experts in lane order; `add` adds a term to a partial sum.
 fn lane_sum(experts: usize, add: impl Fn(usize, f32) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
     for (lane, sum) in lanes.iter_mut().enumerate() {
@@ -159,7 +159,7 @@ fn lane_sum(experts: usize, add: impl Fn(usize, f32) -> f32) -> f32 {
     lanes[0]
 }
 
-/// A key that orders numbers by size, whatever their signs; none is 0.
+/// Returns a key that orders numbers by value, including their signs; no key is 0.
 fn key(x: f32) -> u32 {
     let bits = x.to_bits();
     let key = match bits >> 31 {
@@ -169,17 +169,17 @@ fn key(x: f32) -> u32 {
     key.max(1)
 }
 
-/// The experts of `top_k` of the largest logits.
+/// Returns the experts of the `top_k` largest logits.
 fn choose(logits: &[f32], top_k: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..logits.len()).collect();
-    // Stable: the first of equal ones stays the first.
+    // Stable sort: the first of equal logits stays first.
     order.sort_by_key(|&expert| std::cmp::Reverse(key(logits[expert])));
     order.truncate(top_k);
     order
 }
 
-/// Sums over tokens of `columns` terms each, in the order of chunks and segments. `add` adds the
-/// terms of a token to partial sums.
+/// Sums `columns` terms each over tokens, in the order of chunks and segments. `add` adds the terms
+/// of a token to partial sums.
 fn token_sums(tokens: usize, columns: usize, add: impl Fn(usize, &mut [f32])) -> Vec<f32> {
     let plus = |sums: &mut Vec<f32>, other: &[f32]| {
         sums.iter_mut().zip(other).for_each(|(sum, x)| *sum += x);
@@ -209,8 +209,8 @@ fn token_sums(tokens: usize, columns: usize, add: impl Fn(usize, &mut [f32])) ->
     all
 }
 
-/// The balance loss and the mean of the squared log-sums, as far as these tokens add to them, given
-/// the choices of each expert.
+/// Returns the contributions of these tokens to the balance loss and to the mean of the squared
+/// log-sum-exps, given the number of choices of each expert.
 fn losses_of(softmax: &[Softmax], counts: &[u32], factors: RouterFactors) -> [f32; 2] {
     let experts = counts.len();
     let sums = token_sums(softmax.len(), experts + 1, |token, sums| {
@@ -226,7 +226,7 @@ fn losses_of(softmax: &[Softmax], counts: &[u32], factors: RouterFactors) -> [f3
     [balance * factors.balance, sums[experts] * factors.mean]
 }
 
-/// Choices, weights and losses of the logits `[tokens, experts]`.
+/// Computes choices, weights and losses from the logits `[tokens, experts]`.
 pub fn route(logits: &[f32], router: Router) -> Routed {
     let Router { experts, top_k, .. } = router;
     let rows: Vec<&[f32]> = logits.chunks_exact(experts).collect();
@@ -255,8 +255,8 @@ pub fn route(logits: &[f32], router: Router) -> Routed {
     }
 }
 
-/// The gradient by the logits of [`route`], `[tokens, experts]`. No gradient passes through the
-/// choice, or through the counts.
+/// Computes the gradient of the logits of [`route`], `[tokens, experts]`. No gradient passes
+/// through the choice, or through the counts.
 pub fn route_backward(
     logits: &[f32],
     routed: &Routed,
@@ -277,7 +277,7 @@ pub fn route_backward(
             &routed.weights[slots.clone()],
             &grads.weights[slots.clone()],
         );
-        // The sum of the weights' gradients, each times its weight.
+        // Sum of the weights' gradients, each times its weight.
         let inner = (weights.iter().zip(by_weights)).fold(0f32, |sum, (w, dw)| w.mul_add(*dw, sum));
         for (expert, mut factor) in by_losses.of(&own).into_iter().enumerate() {
             if !router.normalizes() {
@@ -298,20 +298,20 @@ pub fn route_backward(
     out
 }
 
-/// The gradients by the two losses, and what the losses are made with.
+/// Gradients of the two losses, and the inputs of the losses.
 struct LossGradients<'a> {
-    /// Choices of each expert.
+    /// Number of choices of each expert.
     counts: &'a [u32],
-    /// By the balance loss, and by the mean of squares.
+    /// Gradients of the balance loss, and of the mean of squares.
     by: [f32; 2],
     factors: RouterFactors,
 }
 
 impl LossGradients<'_> {
-    /// The gradient by each logit of a token, divided by its probability.
+    /// Returns the gradient of each logit of a token, divided by its probability.
     fn of(&self, own: &Softmax) -> Vec<f32> {
         let [balance, z] = self.by;
-        // The gradient by a probability of the balance loss.
+        // Gradient of a probability through the balance loss.
         let balance = balance * self.factors.balance;
         let by_probability = |expert: usize| balance * self.counts[expert] as f32;
         let mean = lane_sum(self.counts.len(), |expert, sum| {
@@ -324,8 +324,8 @@ impl LossGradients<'_> {
     }
 }
 
-/// The losses of [`route`] of a batch, as far as the tokens of the logits
-/// `[part.tokens, experts]` add to them, given the choices of each expert in the batch.
+/// Computes the contributions of the tokens with logits `[part.tokens, experts]` to the losses of
+/// [`route`] of a batch, given the number of choices of each expert in the whole batch.
 pub fn router_losses(
     logits: &[f32],
     counts: &[u32],
@@ -336,8 +336,8 @@ pub fn router_losses(
     losses_of(&softmax, counts, router.factors(part.of))
 }
 
-/// The gradient by the logits of [`router_losses`], `[part.tokens, experts]`, given those by the
-/// losses. No gradient passes through the counts.
+/// Computes the gradient of the logits of [`router_losses`], `[part.tokens, experts]`, from the
+/// gradients of the losses. No gradient passes through the counts.
 pub fn router_losses_backward(
     logits: &[f32],
     counts: &[u32],
@@ -359,20 +359,21 @@ pub fn router_losses_backward(
     rows.flat_map(gradient).collect()
 }
 
-/// Choices in the order of their experts, those of one expert in their own order.
+/// Choices sorted by expert, stable within an expert.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SortedChoices {
-    /// The choice at each place.
+    /// Choice at each place.
     pub choices: Vec<u32>,
-    /// The place of each choice.
+    /// Place of each choice.
     pub places: Vec<u32>,
-    /// Where each expert's choices begin, and where those of the last end: `experts + 1`.
+    /// Start of each expert's choices, and the end of the last one's: `experts + 1` entries.
     pub offsets: Vec<u32>,
-    /// Choices of each expert.
+    /// Number of choices of each expert.
     pub counts: Vec<u32>,
 }
 
-/// Sorts `chosen` by expert. A number that is no expert is behind all of them, and not counted.
+/// Sorts `chosen` by expert. An index that is not an expert comes after all of them, and is not
+/// counted.
 pub fn sort_choices(chosen: &[u32], experts: usize) -> SortedChoices {
     let last = experts as u32;
     let mut choices: Vec<u32> = (0..chosen.len() as u32).collect();
@@ -401,7 +402,7 @@ mod tests {
         (0..tokens * experts).map(value).collect()
     }
 
-    /// The loss `Σ g · weights + b · balance + z · z`, in f64, of choices that are given.
+    /// Returns the loss `Σ g · weights + b · balance + z · z`, in f64, for given choices.
     fn loss(x: &[f64], routed: &Routed, grads: RouterGradients<'_>, router: Router) -> f64 {
         let Router { experts, top_k, .. } = router;
         let tokens = x.len() / experts;
@@ -427,7 +428,7 @@ mod tests {
         total + grads.balance as f64 * balance + grads.z as f64 * z
     }
 
-    /// The losses and their gradients are those of the formulas in f64, by differences.
+    /// Compares the losses and their gradients with the formulas in f64, by differences.
     #[test]
     fn gradients_are_the_derivatives() {
         for (experts, top_k, normalize) in

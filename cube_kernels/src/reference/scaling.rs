@@ -1,4 +1,4 @@
-//! The two levels of scale (numerics, sections 4, 7 and 8).
+//! Global and block scales (numerics, sections 4, 7 and 8).
 
 use super::{
     rounding::nearest_code,
@@ -9,37 +9,38 @@ use crate::{
     format::{e2m1, e4m3},
 };
 
-/// 6 · 448: the largest scaled value, and the numerator of every global scale.
+/// 6 · 448: the largest scaled value, and the numerator of the standard global scale.
 pub const SCALE_RANGE: f32 = 2688.0;
 
-/// By what the block maximum is multiplied to leave room for the rounding of the scale byte, which
-/// may take a seventeenth of it away.
+/// Factor of the block amax that leaves room for the rounding of the scale byte, which may lower
+/// the scale by a seventeenth.
 const HEADROOM: f32 = 17.0 / 16.0;
 
-/// What derives from one `amax`: the factor that brings the tensor into range, and its friends.
+/// Scale factors derived from one amax.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GlobalScale {
-    /// `S = min(fl(2688 / amax), FLT_MAX)`, or 1 where that is zero or undefined.
+    /// `S = min(fl(2688 / amax), FLT_MAX)`, or 1 if that is zero or undefined.
     pub encode: f32,
-    /// `m = fl(S · fl(1/6))`: block maximum to block scale.
+    /// `m = fl(S · fl(1/6))`: factor from block amax to block scale.
     pub block: f32,
     /// `D = fl(1 / S)`.
     pub decode: f32,
 }
 
 impl GlobalScale {
-    /// The scales of a tensor whose largest magnitude is `amax`. Zero, NaN and infinity give the
+    /// Returns the scale factors of a tensor with amax `amax`. Zero, NaN and infinity give the
     /// neutral `S = 1`.
     #[inline]
     pub fn from_amax(amax: f32) -> Self {
         Self::with_range(amax, SCALE_RANGE)
     }
 
-    /// The same with `range` in place of 2688; see [`BlockScaling::range`].
+    /// Returns the scale factors with `range` instead of 2688; see [`BlockScaling::range`].
     #[inline(always)]
     pub fn with_range(amax: f32, range: f32) -> Self {
         let quotient = range / amax;
-        // False for NaN, for the 0 of an infinite amax, and by its second half for amax = 0.
+        // False for NaN, for the 0 of an infinite amax, and through the second condition for amax =
+        // 0.
         let usable = quotient > 0.0 && amax > 0.0;
         let encode = if usable { quotient.min(f32::MAX) } else { 1.0 };
         Self {
@@ -50,7 +51,7 @@ impl GlobalScale {
     }
 }
 
-/// The rule by which 16 blocks find their scales, with the global scale of each.
+/// Scaling rule of 16 blocks, with the global scale of each.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scaler {
     amax: Lanes<f32>,
@@ -61,7 +62,7 @@ pub(super) struct Scaler {
 }
 
 impl Scaler {
-    /// The rule for blocks under the maximum `amax` of each.
+    /// Returns the rule for blocks with these global `amax` values.
     #[inline(always)]
     pub(super) fn new(amax: Lanes<f32>, scaling: BlockScaling) -> Self {
         let global = |lane: usize| GlobalScale::with_range(amax[lane], scaling.range());
@@ -74,10 +75,10 @@ impl Scaler {
         }
     }
 
-    /// The scale byte of each of the 16 blocks of `tile`.
+    /// Returns the scale byte of each of the 16 blocks of `tile`.
     ///
     /// With [`BlockShape::Block2d`] they share one. The lanes must then be the tile's rows in the
-    /// source, because that decides the order in which errors are summed.
+    /// source, because that determines the order in which errors are summed.
     #[inline(always)]
     pub(super) fn scale_bytes(&self, tile: &Tile, shape: BlockShape) -> Lanes<u32> {
         let mut bits = magnitudes(tile);
@@ -92,19 +93,20 @@ impl Scaler {
         }
     }
 
-    /// [`block_scale`] of each lane.
+    /// Computes [`block_scale`] of each lane.
     #[inline(always)]
     fn round_scales(&self, amax: Lanes<f32>) -> Lanes<u32> {
         lanes(|lane| round_scale(amax[lane] * self.block[lane], f32::MAX))
     }
 
-    /// [`encode_multiplier`] of each lane.
+    /// Computes [`encode_multiplier`] of each lane.
     #[inline(always)]
     pub(super) fn multipliers(&self, bytes: &Lanes<u32>) -> Lanes<f32> {
         lanes(|lane| multiplier(e4m3::decode_wide(bytes[lane]), self.decode[lane]))
     }
 
-    /// The scale that maps the maximum to 6, unless mapping it to 4 has the smaller error.
+    /// Returns the scale that maps the block amax to 6, unless mapping it to 4 has the smaller
+    /// error.
     #[inline(always)]
     fn four_over_six(
         &self,
@@ -113,7 +115,7 @@ impl Scaler {
         amax: Lanes<f32>,
         norm: ErrorNorm,
     ) -> Lanes<u32> {
-        // A true division here, unlike the multiplication by fl(1/6) of the other rules.
+        // This is a true division, unlike the multiplication by fl(1/6) of the other rules.
         let base = lanes(|lane| amax[lane] / 6.0 * self.encode[lane]);
         let six = lanes(|lane| round_scale(base[lane], e4m3::MAX));
         let four = lanes(|lane| round_scale(base[lane] * 1.5, e4m3::MAX));
@@ -128,8 +130,8 @@ impl Scaler {
         })
     }
 
-    /// What rounding to nearest under the scale bytes `bytes` costs: the sum over each block, in
-    /// order; for tiles the sums of their rows, added by a tree.
+    /// Returns the error of rounding to nearest with the scale bytes `bytes`: the sum over each
+    /// block, in order; for tiles the sums of their rows, added in a tree.
     #[inline(always)]
     fn errors(
         &self,
@@ -166,14 +168,14 @@ impl Scaler {
     }
 }
 
-/// The bits of the largest magnitude in each lane of `tile`. They compare as integers, NaN above
-/// infinity.
+/// Returns the bits of the largest magnitude in each lane of `tile`. They compare as integers, with
+/// NaN above infinity.
 #[inline(always)]
 pub(super) fn magnitudes(tile: &Tile) -> Lanes<i32> {
     const HALF: usize = BLOCK * BLOCK / 2;
     let (low, high) = tile.as_flattened().split_at(HALF);
-    // By a tree of flat loops: the compiler would vectorise a running maximum across rows, and
-    // gather.
+    // A tree of flat loops: the compiler would vectorize a running maximum across rows, with
+    // gathers.
     let mut maxima = [0i32; HALF];
     for (max, (low, high)) in maxima.iter_mut().zip(low.iter().zip(high)) {
         let [low, high] = [low, high].map(|value| (value.to_bits() & 0x7FFF_FFFF) as i32);
@@ -188,14 +190,14 @@ pub(super) fn magnitudes(tile: &Tile) -> Lanes<i32> {
     lanes(|lane| maxima[lane])
 }
 
-/// The E4M3 byte of a block scale, at most `bound`.
+/// Returns the E4M3 byte of a block scale, at most `bound`.
 #[inline(always)]
 fn round_scale(scale: f32, bound: f32) -> u32 {
     // A NaN must reach the byte, so this is a comparison and not `f32::min`.
     e4m3::encode_wide(if scale > bound { bound } else { scale })
 }
 
-/// `min(fl(1 / fl(scale · D)), FLT_MAX)`.
+/// Returns `min(fl(1 / fl(scale · D)), FLT_MAX)`.
 #[inline(always)]
 fn multiplier(scale: f32, decode: f32) -> f32 {
     let multiplier = 1.0 / (scale * decode);
@@ -206,14 +208,14 @@ fn multiplier(scale: f32, decode: f32) -> f32 {
     }
 }
 
-/// The scale byte of a block whose largest magnitude is `amax`.
+/// Returns the scale byte of a block with amax `amax`.
 #[inline(always)]
 pub fn block_scale(amax: f32, global: &GlobalScale) -> u8 {
     round_scale(amax * global.block, f32::MAX) as u8
 }
 
-/// The factor `e` that brings the elements of a block with scale byte `scale` onto the E2M1 grid:
-/// `min(fl(1 / fl(e4m3(scale) · D)), FLT_MAX)`.
+/// Returns the factor `e` that scales the elements of a block with scale byte `scale` to the E2M1
+/// grid: `min(fl(1 / fl(e4m3(scale) · D)), FLT_MAX)`.
 #[inline(always)]
 pub fn encode_multiplier(scale: u8, global: &GlobalScale) -> f32 {
     multiplier(e4m3::decode(scale), global.decode)

@@ -1,20 +1,20 @@
-//! Sixteen interleaved blocks, and the instructions that compute them.
+//! Sixteen interleaved blocks, and their compilation for vector instructions.
 //!
 //! The arithmetic of the oracle is written once, on plain arrays whose last index runs over 16
 //! blocks (*lanes*): every step is a loop over lanes without a branch, which the compiler turns
-//! into vector instructions. [`run`] has that code compiled twice, for the baseline of the target
-//! and for AVX2, and picks one when it runs. Both do the same IEEE operations in the same order
-//! (Rust never contracts or reorders them), so the choice cannot be seen in a result.
+//! into vector instructions. [`run`] compiles that code twice, for the baseline of the target and
+//! for AVX2, and chooses at run time. Both perform the same IEEE operations in the same order (Rust
+//! never contracts or reorders them), so the choice does not affect results.
 
 use crate::BLOCK;
 
-/// One value for each of 16 blocks.
+/// One value per block, for 16 blocks.
 pub(super) type Lanes<T> = [T; BLOCK];
 
 /// 16 interleaved blocks: entry `[i][lane]` is element `i` of block `lane`.
 pub(super) type Tile = [Lanes<f32>; BLOCK];
 
-/// `op` of each lane.
+/// Computes `op` of each lane.
 #[inline(always)]
 pub(super) fn lanes<T: Copy + Default>(op: impl Fn(usize) -> T) -> Lanes<T> {
     let mut out = [T::default(); BLOCK];
@@ -24,23 +24,23 @@ pub(super) fn lanes<T: Copy + Default>(op: impl Fn(usize) -> T) -> Lanes<T> {
     out
 }
 
-/// Work worth compiling for wide vectors. `compute` and all that it calls must be
-/// `#[inline(always)]`: only what is inlined into [`run`] is compiled for them.
+/// Work that is compiled for wide vectors. `compute` and all functions that it calls must be
+/// `#[inline(always)]`: only code that is inlined into [`run`] is compiled for them.
 pub(super) trait Task {
-    /// Does it, for a processor that has `isa`.
+    /// Performs the work on a processor that has `isa`.
     fn compute<I: Isa>(self, isa: I);
 }
 
-/// Instructions that the processor has: the two moves that the compiler does not find by itself.
+/// Instructions of the processor: the two that the compiler does not generate by itself.
 pub(super) trait Isa: Copy {
-    /// Rows from columns, and columns from rows: 16 blocks one after the other become a [`Tile`].
+    /// Transposes a tile: 16 consecutive blocks become a [`Tile`].
     fn transpose(self, tile: &Tile) -> Tile;
 
-    /// Asks for the cache line of `value`, without waiting.
+    /// Prefetches the cache line of `value`.
     fn prefetch<T>(self, value: &T);
 }
 
-/// What every processor has.
+/// Instructions that every processor has.
 #[derive(Clone, Copy)]
 pub(super) struct Baseline;
 
@@ -54,7 +54,7 @@ impl Isa for Baseline {
     fn prefetch<T>(self, _: &T) {}
 }
 
-/// Does `task` with the widest vectors that the processor has.
+/// Performs `task` with the widest vectors that the processor has.
 #[inline]
 pub(super) fn run(task: impl Task) {
     #[cfg(target_arch = "x86_64")]
@@ -64,18 +64,19 @@ pub(super) fn run(task: impl Task) {
     task.compute(Baseline);
 }
 
-/// Rows of `cols` elements that one task takes, so that it is worth starting.
+/// Returns the number of rows of `cols` elements per task, enough to be worth starting one.
 pub(super) fn rows_per_task(cols: usize) -> usize {
     const ELEMENTS: usize = 8192;
     (ELEMENTS / cols.max(1)).max(1)
 }
 
-/// Defines a function that runs `$body`, an `#[inline(always)]` function of the same arguments, with
-/// fused multiply-adds and the widest vectors that the processor has: compiled without them, every
-/// `mul_add` is a call. Only what is inlined into `$body` is compiled for them, so that what takes
-/// time there must be `#[inline(always)]`, too, or small. Results do not depend on the processor.
+/// Defines a function that runs `$body`, an `#[inline(always)]` function with the same arguments,
+/// with fused multiply-adds and the widest vectors that the processor has. Without them, every
+/// `mul_add` compiles to a call. Only code that is inlined into `$body` is compiled for them, so
+/// that hot code must be small or `#[inline(always)]`, too. Results do not depend on the processor.
 ///
-/// Generic parameters are written in brackets: `with_fma!(fn f[T: Element](x: &mut [T]) = f_body);`.
+/// Generic parameters are written in brackets:
+/// `with_fma!(fn f[T: Element](x: &mut [T]) = f_body);`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! with_fma {
@@ -108,7 +109,7 @@ mod x86 {
 
     use super::{BLOCK, Isa, Task, Tile};
 
-    /// A witness that the processor has AVX2: made by [`Avx2::detect`] only.
+    /// Proof that the processor has AVX2: only [`Avx2::detect`] creates it.
     #[derive(Clone, Copy)]
     pub(super) struct Avx2(());
 
@@ -149,8 +150,8 @@ mod x86 {
         }
     }
 
-    /// The 8x8 part of `tile` at (`row`, `col`), transposed into `out`: pairs of elements are
-    /// interleaved, then pairs of pairs, then halves.
+    /// Transposes the 8x8 quarter of `tile` at (`row`, `col`) into `out`: interleaves pairs of
+    /// elements, then pairs of pairs, then halves.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn transpose_quarter(tile: &Tile, out: &mut Tile, row: usize, col: usize) {

@@ -1,4 +1,4 @@
-//! One instance of a kernel, and the device that it is specialized for.
+//! An instance of a kernel, and the device that it is specialized for.
 
 use std::sync::Arc;
 
@@ -13,22 +13,23 @@ use cubecl::{
 
 use crate::{cube::codec::Conversion, gemm::specialization::GemmInstance};
 
-/// A device that kernels are specialized for, and that nothing is launched on.
+/// A device for specializing kernels without launching them.
 pub struct DummyDevice {
     client: Client,
-    /// The properties that kernels ask for.
+    /// Properties that kernels query.
     pub properties: Arc<DeviceProperties>,
-    /// What the compiler of the device needs to know.
+    /// Properties that the device's compiler queries.
     pub target: Arc<TargetProperties>,
-    /// How it converts.
+    /// Conversion method.
     pub conversion: Conversion,
-    /// Whether its kernels can overlap (compute capability 9.0 and later).
+    /// True if its kernels can overlap (compute capability 9.0 and later).
     pub overlaps: bool,
 }
 
 impl DummyDevice {
-    /// A CUDA GPU with `conversion`, whose kernels can overlap or not; `target` is that of CubeCL's CUDA runtime. Any client will do:
-    /// it allocates memory, and nothing else.
+    /// Returns a CUDA GPU with `conversion`, whose kernels can overlap if `overlaps` is set;
+    /// `target` comes from CubeCL's CUDA runtime. Any client works, because it only allocates
+    /// memory.
     pub fn new(
         client: Client,
         target: TargetProperties,
@@ -58,37 +59,37 @@ impl DummyDevice {
         }
     }
 
-    /// Some memory.
+    /// Allocates some memory.
     pub(crate) fn memory(&self) -> Handle {
         self.client.empty(1 << 16)
     }
 
-    /// A buffer of `len` elements, whatever their type.
+    /// Returns a buffer of `len` elements of any type.
     pub fn buffer(&self, len: usize) -> BufferArg {
         // SAFETY: nothing is launched.
         unsafe { BufferArg::from_raw_parts(self.memory(), len) }
     }
 
-    /// Whether it has an instruction that rounds to nearest E2M1.
+    /// True if the device has an instruction that rounds to nearest E2M1.
     pub fn has_nearest(&self) -> bool {
         self.conversion.has_nearest() && self.conversion != Conversion::Emulated
     }
 
-    /// Whether it has an instruction that rounds to E2M1 stochastically.
+    /// True if the device has an instruction that rounds to E2M1 stochastically.
     pub fn has_stochastic(&self) -> bool {
         self.conversion == Conversion::Hardware
     }
 }
 
-/// What the machine code of an instance must hold (`Some(true)`), must not hold (`Some(false)`), or
-/// may (`None`).
+/// Features that the machine code of an instance must have (`Some(true)`), must not have
+/// (`Some(false)`), or may have (`None`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Expected {
-    /// The conversion to E2M1, to nearest.
+    /// Conversion to E2M1 with rounding to nearest.
     pub e2m1_rn: Option<bool>,
-    /// The conversion to E2M1, stochastic.
+    /// Conversion to E2M1 with stochastic rounding.
     pub e2m1_rs: Option<bool>,
-    /// The conversion to E4M3.
+    /// Conversion to E4M3.
     pub e4m3: Option<bool>,
     /// Loads and stores of spilled registers.
     pub spills: Option<bool>,
@@ -103,18 +104,18 @@ impl Expected {
         spills: Some(false),
     };
 
-    /// Whether a conversion is expected, or excluded.
+    /// True if a conversion is expected or excluded.
     pub fn converts(&self) -> bool {
         self.e2m1_rn.is_some() || self.e2m1_rs.is_some() || self.e4m3.is_some()
     }
 }
 
-/// The architectures that an instance is for.
+/// Architectures that an instance is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architectures {
-    /// All that the project names, from sm_80 on.
+    /// All architectures that the project supports, from sm_80 on.
     All,
-    /// sm_90a: `wgmma` and TMA, or what only kernels with them need.
+    /// sm_90a: `wgmma` and TMA, or features that only kernels with them need.
     Sm90a,
     /// sm_100a and sm_103a: `tcgen05`.
     Sm100,
@@ -123,7 +124,7 @@ pub enum Architectures {
 }
 
 impl Architectures {
-    /// Whether `arch`, such as `sm_90a`, is one of them.
+    /// True if `arch`, such as `sm_90a`, is one of them.
     pub fn contains(self, arch: &str) -> bool {
         match self {
             Self::All => true,
@@ -136,20 +137,21 @@ impl Architectures {
 
 /// One instance of a kernel.
 pub struct Instance {
-    /// The kernel's name and what tells its instances apart.
+    /// Name of the kernel and its variant.
     pub name: String,
-    /// The instance itself.
+    /// Specialized kernel.
     pub kernel: Box<dyn CubeKernel>,
-    /// What its machine code must hold.
+    /// Expected features of its machine code.
     pub expected: Expected,
-    /// What it is compiled for.
+    /// Architectures that it is compiled for.
     pub architectures: Architectures,
-    /// What a GEMM kernel was specialized for, from which its instructions follow.
+    /// Parameters of a GEMM kernel, which determine its instructions.
     pub gemm: Option<GemmInstance>,
 }
 
 impl Instance {
-    /// An instance of the function `function`; `variant` tells it from the function's others.
+    /// Returns an instance of the function `function`; `variant` distinguishes it from the
+    /// function's other instances.
     pub fn new(
         function: &str,
         variant: impl std::fmt::Display,
@@ -167,7 +169,7 @@ impl Instance {
         }
     }
 
-    /// The same, for `architectures` alone.
+    /// Restricts the instance to `architectures`.
     pub(crate) fn on(self, architectures: Architectures) -> Self {
         Self {
             architectures,
@@ -175,7 +177,7 @@ impl Instance {
         }
     }
 
-    /// The same, of a GEMM kernel for `architectures`.
+    /// Marks the instance as a GEMM kernel for `architectures`.
     pub fn of_gemm(self, gemm: GemmInstance, architectures: Architectures) -> Self {
         Self {
             architectures,
@@ -184,17 +186,17 @@ impl Instance {
         }
     }
 
-    /// The name of the kernel's function, from the kernel's type.
+    /// Returns the name of the kernel's function, from the kernel's type.
     pub fn function(&self) -> &'static str {
         let path = self.kernel.name().split('<').next().unwrap_or_default();
         let mut parts = path.rsplit("::");
-        // The last is the generated type, in a module with the function's name.
+        // The last component is the generated type, in a module with the function's name.
         parts.nth(1).unwrap_or_default()
     }
 }
 
-/// `instance!(device, kernel, variant, expected, arguments...)`: an [`Instance`] of `kernel`, in
-/// one cube of 256 units, or of as many as `units N,` says behind the device.
+/// `instance!(device, kernel, variant, expected, arguments...)` returns an [`Instance`] of `kernel`
+/// in one cube of 256 units, or of `N` units if `units N,` follows the device.
 macro_rules! instance {
     ($device:expr, $kernel:ident, $($rest:tt)*) => {
         instance!($device, units 256, $kernel, $($rest)*)

@@ -1,15 +1,15 @@
-//! Instances of every kernel, made without a launch: what the tests compile to machine code on a
+//! Instances of every kernel, made without a launch. Tests compile them to machine code on a
 //! machine without a GPU.
 //!
-//! Each module that has kernels makes their instances, in functions `instances(&DummyDevice) ->
-//! Vec<Instance>` by the macro `instance!`; [`instances`] lists the modules. A test compares the
-//! kernels that it finds here with all that the crate defines.
+//! Each module with kernels has a function `instances(&DummyDevice) -> Vec<Instance>`, which uses
+//! the macro `instance!`; [`instances`] lists the modules. A test compares the kernels found here
+//! with all kernels that the crate defines.
 
 pub(crate) mod instance;
 
 pub use instance::{Architectures, DummyDevice, Expected, Instance};
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub fn instances(device: &DummyDevice) -> Vec<Instance> {
     let modules = [
         crate::activation::instances::instances,

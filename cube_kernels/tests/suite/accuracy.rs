@@ -1,17 +1,16 @@
-//! How much quantization keeps of a signal, where a scale for each row or a global scale is what
-//! keeps it.
+//! Signal-to-noise ratio of quantization in cases that require a scale per row or a global scale.
 
 use crate::support::inputs::{Kind, values};
 use nvfp4_kernels::{Amax, BlockScaling, Nvfp4Params, Rounding, Usage, reference};
 
 const ROWS: usize = 64;
 const COLS: usize = 256;
-/// Round to nearest keeps 20.4 dB of normal data.
+/// Threshold for a preserved signal: rounding to nearest gives 20.4 dB for normal data.
 const KEPT: f64 = 18.0;
-/// Less is a signal that is lost.
+/// Threshold for a lost signal.
 const LOST: f64 = 3.0;
 
-/// Normal data, each row multiplied by its factor.
+/// Returns normal data, with each row multiplied by its factor.
 fn rows(factor: impl Fn(usize) -> f32) -> Vec<f32> {
     let mut x = values(Kind::Normal, ROWS * COLS, 7);
     for (row, values) in x.chunks_exact_mut(COLS).enumerate() {
@@ -20,7 +19,7 @@ fn rows(factor: impl Fn(usize) -> f32) -> Vec<f32> {
     x
 }
 
-/// What codes and scales of `x` stand for, to nearest.
+/// Quantizes `x` to nearest, and dequantizes it.
 fn quantized(x: &[f32], amax: &Amax) -> Vec<f32> {
     let params = Nvfp4Params {
         scaling: BlockScaling::Standard,
@@ -31,7 +30,7 @@ fn quantized(x: &[f32], amax: &Amax) -> Vec<f32> {
     reference::dequantize(&packed)
 }
 
-/// Signal to quantization noise, in decibels.
+/// Returns the signal-to-quantization-noise ratio in decibels.
 fn sqnr(exact: &[f32], found: &[f32]) -> f64 {
     let exact = exact.iter().map(|&x| f64::from(x));
     let noise = exact.clone().zip(found).map(|(x, &y)| x - f64::from(y));
@@ -40,7 +39,8 @@ fn sqnr(exact: &[f32], found: &[f32]) -> f64 {
 }
 
 /// TransformerEngine's dual-SNR test: rows a million times smaller than others are lost with one
-/// amax for the tensor, whose E4M3 block scales they underflow, and kept with one for each row.
+/// amax for the tensor, because their E4M3 block scales underflow, and preserved with one amax per
+/// row.
 #[test]
 fn small_rows_are_kept_by_an_amax_of_their_own() {
     let x = rows(|row| if row % 2 == 0 { 1.0 } else { 1e-6 });
@@ -64,9 +64,9 @@ fn small_rows_are_kept_by_an_amax_of_their_own() {
     }
 }
 
-/// torchao's pull request 2408: without a global scale the block scales of a tensor of tiny amax
-/// underflow E4M3, and its values vanish; with it the SQNR is that of any other tensor. An amax of
-/// 2688 stands for no global scale: it makes one of 1.
+/// torchao's pull request 2408: without a global scale, the block scales of a tensor with a tiny
+/// amax underflow E4M3, and its values vanish. With one, the SQNR is that of any other tensor. An
+/// amax of 2688 stands for no global scale, because the global scale is then 1.
 #[test]
 fn tiny_tensors_are_kept_by_the_global_scale() {
     for factor in [1e-5, 1e-10, 1e-20, 1e-30, 1e-34] {
@@ -78,11 +78,11 @@ fn tiny_tensors_are_kept_by_the_global_scale() {
         println!("{factor:e}: {found:.2} dB with the global scale");
         assert!(found >= KEPT, "{factor:e}: {found:.2} dB");
     }
-    // From an amax of 7.9e-36 down, 2688 / FLT_MAX, the global scale saturates: values are encoded
-    // with FLT_MAX, and decoded with amax / 2688 all the same. So they lose magnitude, by `gain =
-    // amax * FLT_MAX / 2688`, and nothing else: the block scales, which are as much smaller, are
-    // still far above the subnormal ones of E4M3. The error follows: `1 - gain` of the signal, and
-    // `gain` times the noise of any other tensor, whose amplitudes add up at worst.
+    // For an amax below 7.9e-36 (2688 / FLT_MAX) the global scale saturates: values are encoded
+    // with FLT_MAX, but still decoded with amax / 2688. They only lose magnitude, by
+    // `gain = amax * FLT_MAX / 2688`: the block scales become smaller by the same factor, but are
+    // still far above the subnormals of E4M3. The error is `1 - gain` of the signal, and `gain`
+    // times the noise of any other tensor; their amplitudes add up at worst.
     let x = rows(|_| 1e-36);
     let amax = reference::amax(&x);
     let gain = f64::from(amax) * f64::from(f32::MAX) / 2688.0;
@@ -93,12 +93,12 @@ fn tiny_tensors_are_kept_by_the_global_scale() {
     let found = sqnr(&x, &with);
     println!("1e-36: {found:.2} dB, at least {least:.2}");
     assert!(found >= least, "{found:.2} dB, but at least {least:.2}");
-    // With the magnitude given back, it is any other tensor.
+    // Divided by the gain, it behaves like any other tensor.
     let regained: Vec<f32> = with.iter().map(|&x| (f64::from(x) / gain) as f32).collect();
     let found = sqnr(&x, &regained);
     println!("1e-36, with its magnitude: {found:.2} dB");
     assert!(found >= KEPT, "{found:.2} dB");
-    // Smaller still, values stay finite, and do not vanish.
+    // Even smaller values stay finite and do not vanish.
     let x = rows(|_| 1e-39);
     let amax = reference::amax(&x);
     assert!(amax < f32::MIN_POSITIVE);

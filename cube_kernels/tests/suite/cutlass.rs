@@ -1,5 +1,5 @@
-//! The descriptors of the kernel for `tcgen05`, and how many instructions it issues for a stage,
-//! beside those of CUTLASS's block-scaled kernel, which NVIDIA's compiler makes without a GPU.
+//! Compares the descriptors of the `tcgen05` kernel, and the number of instructions per stage, with
+//! those of CUTLASS's block-scaled kernel, which NVIDIA's compiler compiles without a GPU.
 //! `NVFP4_CUTLASS_PTX` names the folder that `tests/cutlass/compile.py` fills.
 
 use std::{env, fs, path::Path};
@@ -9,7 +9,7 @@ use nvfp4_kernels::{
     gemm::kernels::{GroupedDim, Sm100Form, Sm100Plan, Sm100Tile},
 };
 
-/// Fails where the PTX of CUTLASS's kernel with the tiles of `plan` lacks what ours has.
+/// Asserts that the PTX of CUTLASS's kernel with the tiles of `plan` contains what ours does.
 fn check(ptx: &str, plan: Sm100Plan) {
     let (kind, ctas) = (plan.format, plan.ctas());
     let (m, n) = (128 * ctas as u32, plan.b_rows() as u32);
@@ -41,7 +41,7 @@ fn check(ptx: &str, plan: Sm100Plan) {
     let copy = format!("tcgen05.cp.cta_group::{ctas}.32x128b.warpx4");
     assert_eq!(count(&copy), copies, "{what}");
     if ctas == 2 {
-        // Both CTAs' bytes, and a commit that arrives in both.
+        // Bytes of both CTAs, and a commit that arrives in both.
         let bytes = ctas * plan.stage_bytes();
         assert!(
             constants.contains(&bytes.to_string().as_str()),

@@ -1,6 +1,6 @@
-//! What reads packed operands reads every scaling: dequantize, NVFP4 to MXFP8 and MS-EDEN take
-//! copies made with four over six, and copies with one maximum for each stored row. On CubeCL's CPU
-//! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
+//! All readers of packed operands support every scaling: dequantize, NVFP4 to MXFP8 and MS-EDEN
+//! accept tensors made with four over six, and tensors with one amax per stored row. On CubeCL's
+//! CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use crate::support::inputs::{Kind, convert, values};
@@ -52,7 +52,7 @@ fn dequantize_reads_every_scaling_and_scope() {
     }
 }
 
-/// By their own range and, per token, by the maximum of each row.
+/// Operands are decoded by their range and, per token, by the amax of each row.
 #[test]
 fn operands_are_requantized_by_what_scales_them() {
     let client = client!("operands_are_requantized_by_what_scales_them");
@@ -98,8 +98,8 @@ fn operands_are_requantized_by_what_scales_them() {
     }
 }
 
-/// The device's stochastic rounding has eight bits of its own for each element, and under their
-/// order the oracle's answers; without an instruction for it, in the order of the software form.
+/// The device's stochastic rounding uses eight separate bits per element, and with their order the
+/// oracle gives the same answers. Without an instruction, the order is that of the software form.
 #[test]
 fn random_bits_are_read_off_the_device() {
     let client = client!("random_bits_are_read_off_the_device");

@@ -1,4 +1,4 @@
-//! Rows by number, and the gradient of their table, against the oracle, bit for bit.
+//! Embedding lookup and the gradient of the table, compared with the oracle bit for bit.
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
@@ -23,7 +23,7 @@ fn ids_of(kind: &str, tokens: usize, vocab: usize) -> Vec<u32> {
                 let u = random.uniform();
                 (u * u * u * u * vocab as f32) as u32
             }
-            // Some are no row.
+            // Some ids are not a row.
             "wrong" => (random.next_u32() % (2 * vocab as u32 + 1)).wrapping_sub(1),
             _ => random.next_u32() % vocab as u32,
         })

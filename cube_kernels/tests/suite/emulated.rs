@@ -1,11 +1,11 @@
-//! The kernels of Blackwell on devices that are none: every way of quantizing with each
-//! `cvt.rn.e2m1x2` and `cvt.rs.e2m1x4` replaced by its software form, which takes the operands and
-//! the random word that the instruction would, against the oracle, byte for byte.
+//! Blackwell's kernels on other devices: every quantization with each `cvt.rn.e2m1x2` and
+//! `cvt.rs.e2m1x4` replaced by a software form with the same operands and random word, compared
+//! with the oracle byte for byte.
 //!
-//! On CUDA devices of sm_89 and later this is the code around the instructions as sm_100a has it,
-//! but for them. On CubeCL's CPU runtime it is what every kernel is anyway: there only `--full`
-//! runs these tests. In a process of its own, since all kernels of a process convert alike;
-//! `NVFP4_TEST_EMULATED=1` does the same to all other tests.
+//! On CUDA devices of sm_89 and later this runs the sm_100a code around these instructions. On
+//! CubeCL's CPU runtime every kernel uses the software forms anyway, so only `--full` runs these
+//! tests there. The tests run in a separate process, because all kernels of a process convert the
+//! same way; `NVFP4_TEST_EMULATED=1` runs all other tests this way.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_packed, offsets, read_f32, upload};
@@ -26,7 +26,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, Groups},
 };
 
-/// The device under test, with the instructions emulated if it can; in a process of its own.
+/// Returns the device under test, with emulated instructions if possible, in a separate process.
 fn emulated(test: &str) -> Option<Client> {
     device::client_of_full_run(&format!("emulated::{test}"))?;
     if ran_in_own_process("emulated", test, &[]) {
@@ -48,7 +48,7 @@ fn emulated(test: &str) -> Option<Client> {
     Some(client)
 }
 
-/// The client, or an early return.
+/// Returns the client, or returns early.
 macro_rules! emulated {
     ($test:expr) => {
         match emulated($test) {
@@ -58,8 +58,8 @@ macro_rules! emulated {
     };
 }
 
-/// Layouts, roundings, scalings, transforms of all sizes, maxima of all scopes; each copy, and
-/// both.
+/// Layouts, roundings, scalings, transforms of all sizes, amax of all granularities; each quantized
+/// tensor alone, and both.
 #[test]
 fn every_policy() {
     let client = emulated!("every_policy");
@@ -134,7 +134,7 @@ fn ms_eden() {
     }
 }
 
-/// MS-EDEN of a matrix along both axes, and of what it is packed to.
+/// Checks MS-EDEN of a matrix along both axes, and of its packed form.
 fn check_eden<T: DeviceElement>(client: &Client, x: &[T], (rows, cols): (usize, usize)) {
     let matrix = upload(client, x, rows, cols);
     eden(client, (&matrix).into(), x, (rows, cols));

@@ -1,4 +1,4 @@
-//! Weights in FP8: quantization against the oracle, bit for bit, and products with few rows.
+//! FP8 weights: quantization compared with the oracle bit for bit, and GEMMs with small M.
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
@@ -27,8 +27,8 @@ fn check_rows<T: DeviceElement>(client: &Client, x: &Matrix, values: &[T], what:
     assert_bytes(&codes, &expected.codes, what);
 }
 
-/// Rows of other lengths than cubes have units, of zeros, of subnormals, and with elements that are
-/// not finite.
+/// Rows whose length is not the number of units of a cube, rows of zeros and of subnormals, and
+/// rows with elements that are not finite.
 fn check_quantize<T: DeviceElement>(client: &Client) {
     for (i, (rows, cols)) in [(1, 4), (5, 64), (3, 1028), (17, 260)]
         .into_iter()
@@ -44,7 +44,7 @@ fn check_quantize<T: DeviceElement>(client: &Client) {
                 x[3 * cols + 7] = f32::NAN;
                 x[4 * cols + 200] = f32::NEG_INFINITY;
                 x[5 * cols..6 * cols].fill(0.0);
-                // The scale is subnormal, or zero.
+                // The scale is subnormal or zero.
                 x[5 * cols + 1] = -1e-44;
             }
             let x: Vec<T> = convert(&x);
@@ -53,7 +53,7 @@ fn check_quantize<T: DeviceElement>(client: &Client) {
             check_rows(client, &matrix, &x, &what);
         }
     }
-    // From a place at which no vector begins.
+    // From an address that is not vector-aligned.
     let (rows, cols) = (3, 12);
     let x: Vec<T> = convert(&values(Kind::Normal, rows * cols + 1, 3));
     let handle = upload_bytes(client, bytemuck::cast_slice(&x));
@@ -67,7 +67,7 @@ element_tests! {
         rows_are_those_of_the_oracle_f16;
 }
 
-/// Codes and scales on the device.
+/// Uploads codes and scales.
 fn upload_weight(client: &Client, b: &Fp8Rows, k: usize) -> Fp8Weight {
     Fp8Weight {
         codes: upload_bytes(client, &b.codes),
@@ -77,7 +77,8 @@ fn upload_weight(client: &Client, b: &Fp8Rows, k: usize) -> Fp8Weight {
     }
 }
 
-/// Products with `a`, in `f32` and rounded to `T`; twice the same bits.
+/// Returns GEMMs with `a`, in `f32` and rounded to `T`; checks that a second run gives the same
+/// bits.
 fn products<T: DeviceElement>(
     client: &Client,
     a: &[T],
@@ -93,8 +94,8 @@ fn products<T: DeviceElement>(
     (sums, read_matrix(client, &run(T::KIND)))
 }
 
-/// `[m, n, k]`, several groups of 16 rows, tails of rows of the weight, and fewer chunks than
-/// warps: fewer of them on the CPU runtime.
+/// Shapes `[m, n, k]` with several groups of 16 rows, tails of rows of the weight, and fewer chunks
+/// than warps; a smaller selection on the CPU runtime.
 fn shapes(client: &Client) -> Vec<[usize; 3]> {
     let is_cpu = client.name() == "cpu";
     let sizes: &[(usize, usize)] = match is_cpu {
@@ -116,7 +117,7 @@ fn shapes(client: &Client) -> Vec<[usize; 3]> {
     sizes.iter().flat_map(of_size).collect()
 }
 
-/// Products of integers of at most four bits: every sum is exact in any order.
+/// GEMMs of integers of at most four bits: every sum is exact in any order.
 fn check_integers<T: DeviceElement>(client: &Client) {
     for [m, n, k] in shapes(client) {
         let mut random = Generator::new((m * n + k) as u32);
@@ -150,7 +151,7 @@ element_tests! {
 }
 
 /// Random weights, and activations with outliers, within the bound of `f32` accumulation in any
-/// order, `2 (k + 2) eps Σ |a b|`, and of one rounding to the type of the output.
+/// order, `2 (k + 2) eps Σ |a b|`, plus one rounding to the type of the output.
 fn check_bound<T: DeviceElement>(client: &Client) {
     for [m, n, k] in shapes(client) {
         let a: Vec<T> = convert(&values(Kind::Heavy, m * k, (m + k) as u32));
@@ -184,8 +185,8 @@ element_tests! {
         sums_are_within_the_bound_f16;
 }
 
-/// Every code at every place of a chunk, by rows with a single one: each product is the code's
-/// value, subnormals and zeros of both signs too.
+/// Every code at every position of a chunk, with rows that have a single nonzero element: each
+/// result is the code's value, including subnormals and zeros of both signs.
 #[test]
 fn every_code_has_its_value() {
     let client = client!("fp8::every_code_has_its_value");
@@ -208,7 +209,7 @@ fn every_code_has_its_value() {
     let (sums, _) = products::<bf16>(&client, &convert(&a), &b, k);
     for (at, found) in sums.iter().enumerate() {
         let code = b.codes[at % n * k + at / n];
-        // The others add zeros.
+        // The other elements add zeros.
         assert_eq!(
             *found,
             e4m3::decode_element(code),
@@ -218,7 +219,7 @@ fn every_code_has_its_value() {
     }
 }
 
-/// A row that is NaN gives NaN, whatever its codes, and no other row does.
+/// A NaN row gives NaN for any codes, and no other row does.
 #[test]
 fn nan_stays_in_its_row() {
     let client = client!("fp8::nan_stays_in_its_row");
@@ -237,7 +238,7 @@ fn nan_stays_in_its_row() {
     }
 }
 
-/// Activations from a place at which no vector begins take the portable kernel.
+/// Activations at an address that is not vector-aligned use the portable kernel.
 #[test]
 fn activations_may_begin_anywhere() {
     let client = client!("fp8::activations_may_begin_anywhere");

@@ -1,8 +1,8 @@
-//! Products on the path that the device takes, against sums in f64 and bit for bit against each
-//! other.
+//! GEMMs on the path that the device chooses, compared with sums in f64, and paths compared bit for
+//! bit with one another.
 //!
-//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`. Large products are checked at
-//! sampled rows and columns, through [`reference::gemm_f64`] of those rows alone.
+//! `NVFP4_TEST_DEVICE` selects `cpu` (the default) or `cuda`. Large GEMMs are checked at sampled
+//! rows and columns, through [`reference::gemm_f64`] of those rows alone.
 
 use crate::support::device;
 use crate::support::epilogue::{Epilogue, check_epilogues};
@@ -51,7 +51,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Equal bits, or both NaN.
+/// Asserts equal bits, or NaN on both sides.
 fn assert_same(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
@@ -114,7 +114,7 @@ fn beyond_two_to_the_31_elements() {
             (Some(GemmBackend::Cmma), None),
             (Some(GemmBackend::Scalar), None),
         ];
-        // Its copies of `a` are longer than 16 elements.
+        // Its copies of `a` have more than 16 elements.
         if k > 16 {
             plans.push(plan(Plan::W4a16(W4a16Tile::ALL[0], 8)));
         }
@@ -145,7 +145,8 @@ fn beyond_two_to_the_31_elements() {
     }
 }
 
-/// Small integers have exact sums in any order: every path, every tile shape and the oracle agree.
+/// Sums of small integers are exact in any order: every path, every tile shape and the oracle
+/// agree.
 #[test]
 fn integers_are_exact() {
     let client = client!("integers_are_exact");
@@ -180,8 +181,8 @@ fn integers_are_exact() {
     }
 }
 
-/// Row `i` of the left operand picks element `picked(i)` of every row of the right one, exactly:
-/// every position along the contraction arrives where it belongs.
+/// Row `i` of the left operand selects element `picked(i)` of every row of the right one, exactly:
+/// every position along K is read correctly.
 #[test]
 fn one_hot_rows_pick_elements() {
     let client = client!("one_hot_rows_pick_elements");
@@ -219,7 +220,7 @@ fn one_hot_rows_pick_elements() {
     }
 }
 
-/// A code that is not zero in any block that is NaN, and an infinite factor.
+/// A nonzero code in any block that is NaN, and an infinite factor.
 #[test]
 fn nan_and_infinity_propagate() {
     let client = client!("nan_and_infinity_propagate");
@@ -262,7 +263,7 @@ fn repeated_products_are_identical() {
     }
 }
 
-/// The same sums through the bf16 instance, with either operand packed or not.
+/// The bf16 instance gives the same sums, with either operand packed or not.
 #[test]
 fn packed_and_bf16_operands_agree() {
     let client = hopper!("packed_and_bf16_operands_agree");
@@ -279,7 +280,7 @@ fn packed_and_bf16_operands_agree() {
             upload(&client, &x, packed.rows, k, FloatKind::Bf16)
         };
         let (x, y) = (dense(&a), dense(&b));
-        // The kernel that decodes `b` in registers adds in another order.
+        // The kernel that decodes `b` in registers has another summation order.
         let plan = (m > 64).then_some(Plan::DequantThenBf16(Sm90Tile::N128, 8));
         let one = |operand: &DeviceQuantized| {
             let operand = operand.clone();
@@ -319,7 +320,7 @@ fn packed_and_bf16_operands_agree() {
                 &what,
             );
         }
-        // Few rows of a packed right operand take their own kernel, whether the left one is packed
+        // A packed right operand at small M uses a separate kernel, whether the left one is packed
         // or not.
         if m <= 64 {
             let few = one(&right)(&client, &Operand::from(&x), false);
@@ -343,7 +344,7 @@ fn packed_and_bf16_operands_agree() {
             assert_same(&one(&right)(&client, &left, false), &few, &what);
             continue;
         }
-        // The factors of both maxima, in the order that the specification states.
+        // Factors of both amax values, in the order of the specification.
         let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(FloatKind::F32));
         let operands = (Operand::from(&left), Operand::from(&right));
         let both = multiply(
@@ -359,7 +360,7 @@ fn packed_and_bf16_operands_agree() {
     }
 }
 
-/// The paths that take bf16 operands here.
+/// Returns the paths that support bf16 operands here.
 fn bf16_paths(client: &Client) -> Vec<GemmBackend> {
     match Capabilities::of(client).gemm {
         GemmBackend::Scalar => vec![GemmBackend::Scalar],
@@ -372,8 +373,8 @@ fn bf16_paths(client: &Client) -> Vec<GemmBackend> {
     }
 }
 
-/// Tails of `m`, `n` and the contraction, and rows that the copy engine cannot read (an `m` or a
-/// contraction that is no multiple of 8), which are transposed before or take another path.
+/// Tails of `m`, `n` and K, and rows that TMA cannot read (`m` or K not a multiple of 8), which are
+/// transposed first or use another path.
 #[test]
 fn columns_equal_rows() {
     let client = client!("columns_equal_rows");
@@ -407,8 +408,8 @@ fn columns_equal_rows_of_large_products() {
     columns_equal_rows_for(&client, &shapes);
 }
 
-/// Operands in columns, either or both, have the bits of the product of the same operands in rows,
-/// on every path and with every tile.
+/// MN-major operands, either or both, give the bits of the GEMM of the same operands K-major, on
+/// every path and with every tile.
 fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
     for &(m, n, k) in shapes {
         let (x, a, a_columns) = both_ways(client, m, k, 11);
@@ -438,7 +439,7 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             let expected = if reads_rows {
                 run(a, b, None)
             } else {
-                // Zeros at the end of the contraction change nothing.
+                // Zeros at the end of K change nothing.
                 let width = k.next_multiple_of(8);
                 let [a, b] = [&x, &y].map(|x| {
                     let rows = x
@@ -469,7 +470,7 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
                     assert_same(&run(left, right, plan), &expected, &what);
                 }
             }
-            // And they are the right ones.
+            // The results are also correct.
             for (row, col) in [(0, 0), (m - 1, n - 1), (m / 2, n / 3), (m / 3, n - 1)] {
                 let terms = x[row * k..][..k].iter().zip(&y[col * k..][..k]);
                 let (sum, magnitude) = terms.fold((0.0, 0.0), |(sum, magnitude), (x, y)| {
@@ -487,7 +488,7 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
     }
 }
 
-/// An operand in columns beside a packed one, and every part of the epilogue.
+/// An MN-major operand with a packed one, and every epilogue operation.
 #[test]
 fn columns_with_packed_operands_and_epilogues() {
     let client = client!("columns_with_packed_operands_and_epilogues");
@@ -507,7 +508,7 @@ fn columns_with_packed_operands_and_epilogues() {
         let (_, b, b_columns) = both_ways(&client, n, k, 22);
         let packed_a = Packed::random(m, k, 5).device(&client);
         let packed_b = Packed::random(n, k, 6).device(&client);
-        // The kernel that decodes a packed `b` in registers adds in another order.
+        // The kernel that decodes a packed `b` in registers has another summation order.
         let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
         let plan = hopper.then_some(Plan::DequantThenBf16(Sm90Tile::N128, 8));
         for (name, [left, right], [in_rows_left, in_rows_right]) in [
@@ -573,9 +574,9 @@ fn columns_with_packed_operands_and_epilogues() {
     }
 }
 
-/// `packed` in bf16, its columns in the order in which the kernel that decodes `b` in registers
-/// adds: in each 128, zeros beyond the end, four lanes have 32 consecutive columns each, and of
-/// these an instruction takes two pairs, whose columns are four apart.
+/// Returns `packed` in bf16, with its columns in the summation order of the kernel that decodes `b`
+/// in registers. In each 128 columns, with zeros beyond the end, four lanes have 32 consecutive
+/// columns each. An instruction takes two pairs of these; the columns of a pair are four apart.
 fn in_order_of_sums(client: &Client, packed: &Packed) -> Matrix {
     let (x, k) = (packed.decoded(), packed.blocks * 16);
     let width = k.next_multiple_of(128);
@@ -595,8 +596,8 @@ fn in_order_of_sums(client: &Client, packed: &Packed) -> Matrix {
     upload(client, &ordered, packed.rows, width, FloatKind::Bf16)
 }
 
-/// Every tile of the kernel that reads bf16, with tails everywhere and both sizes of output
-/// elements: the width changes no bit.
+/// Every tile of the kernel that reads bf16, with tails in all dimensions and both sizes of output
+/// elements: the tile width changes no bit.
 #[test]
 fn decoded_tiles() {
     let client = hopper!("decoded_tiles");
@@ -631,9 +632,9 @@ fn decoded_tiles() {
     }
 }
 
-/// Every tile of the kernel that decodes `b` in registers: with tails everywhere, against the
-/// bound; the tiles in which each warpgroup sums alone, bit for bit as the other kernel on columns
-/// in the same order.
+/// Every tile of the kernel that decodes `b` in registers, with tails in all dimensions, compared
+/// with the bound. Tiles in which each warpgroup sums alone equal, bit for bit, the other kernel on
+/// columns in the same order.
 #[test]
 fn fused_tiles() {
     let client = hopper!("fused_tiles");
@@ -687,7 +688,7 @@ fn fused_tiles() {
     }
 }
 
-/// Every kernel of Hopper for packed operands that takes `m` rows.
+/// Returns every Hopper kernel for packed operands that supports `m` rows.
 fn packed_plans(m: usize) -> Vec<Plan> {
     let fused = W4a16Tile::ALL.map(|tile| Plan::W4a16(tile, 4));
     let decoded = Sm90Tile::ALL.map(|tile| Plan::DequantThenBf16(tile, 4));
@@ -695,7 +696,7 @@ fn packed_plans(m: usize) -> Vec<Plan> {
     few.into_iter().chain(fused).chain(decoded).collect()
 }
 
-/// Block scales at both ends of E4M3, subnormal ones among them, zeros, and NaN in either operand.
+/// Block scales at both ends of E4M3, including subnormals, zeros, and NaN in either operand.
 #[test]
 fn extreme_scales() {
     let client = hopper!("extreme_scales");
@@ -728,7 +729,8 @@ fn extreme_scales() {
         a.scales[..a.blocks].fill(1);
         a.scales[a.blocks..2 * a.blocks].fill(0x7e);
         a.scales[2 * a.blocks..3 * a.blocks].fill(0);
-        // One NaN scale each, in the last block too: its row and its column, and nothing else.
+        // One NaN scale each, also in the last block: it affects its row and its column, and
+        // nothing else.
         let (mut x, mut y) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
         x.scales[3 * x.blocks + 5] = 0x7f;
         y.scales[11 * y.blocks + 2] = 0x7f;
@@ -754,8 +756,8 @@ fn extreme_scales() {
     }
 }
 
-/// NaN and infinities inside a bf16 operand reach all of its row of the output, and nothing else:
-/// on every path, beside a bf16 and beside a packed operand.
+/// NaN and infinities in a bf16 operand affect their whole output row, and nothing else: on every
+/// path, with a bf16 and with a packed other operand.
 #[test]
 fn nan_and_infinity_in_bf16_operands() {
     let client = client!("nan_and_infinity_in_bf16_operands");
@@ -821,9 +823,9 @@ fn nan_and_infinity_in_bf16_operands() {
     }
 }
 
-/// Several tiles for each cube, so that the ring runs on from one into the next and wraps:
-/// integers, whose sums are exact in any order, have the bits of the portable kernel with every
-/// tile.
+/// Several tiles per cube, so that the pipeline continues from one tile to the next and wraps
+/// around. Integers, whose sums are exact in any order, give the bits of the portable kernel with
+/// every tile.
 #[test]
 fn tiles_follow_each_other() {
     let client = hopper!("tiles_follow_each_other");
@@ -847,7 +849,7 @@ fn tiles_follow_each_other() {
     }
 }
 
-/// Contractions of 65536 against the oracle, by kernels that shapes so small would not choose.
+/// K of 65536, compared with the oracle, on kernels that such small shapes would not choose.
 #[test]
 fn long_contractions() {
     let client = hopper!("long_contractions");
@@ -873,7 +875,7 @@ fn long_contractions() {
     }
 }
 
-/// The maximum that a product finds while it writes is that of what it wrote, on every path.
+/// The amax that a GEMM computes while it writes is that of its output, on every path.
 #[test]
 fn maximum_of_the_output() {
     let client = client!("maximum_of_the_output");
@@ -915,7 +917,8 @@ fn maximum_of_the_output() {
     }
 }
 
-/// On the scalar path too, which takes any combination of operands on every device.
+/// Packed and bf16 operands agree on the scalar path, which supports any combination of operands on
+/// every device.
 #[test]
 fn packed_and_bf16_operands_agree_on_the_scalar_path() {
     let client = client!("packed_and_bf16_operands_agree_on_the_scalar_path");
@@ -943,8 +946,9 @@ fn packed_and_bf16_operands_agree_on_the_scalar_path() {
     assert!(expected.iter().any(|value| *value != 0.0));
 }
 
-/// Every part of the epilogue, on the kernel that the shape takes: tiles of each width with tails,
-/// few rows of one and of two groups of eight, and few rows that end in half a vector.
+/// Every epilogue operation, on the kernel that the shape chooses: tiles of each width with tails,
+/// small M with one and with two groups of eight rows, and small M with rows that end in half a
+/// vector.
 #[test]
 fn epilogues() {
     let client = client!("epilogues");
@@ -967,8 +971,8 @@ fn epilogues() {
     }
 }
 
-/// The same on the kernel that reads bf16, which large products take: tiles of one and of several
-/// chunks, and one whose last chunk is narrower.
+/// Every epilogue operation on the kernel that reads bf16, which large GEMMs use: tiles of one and
+/// of several chunks, and one whose last chunk is narrower.
 #[test]
 fn epilogues_of_decoded_tiles_64() {
     check_decoded_tile(&hopper!("epilogues_of_decoded_tiles_64"), Sm90Tile::N64);
@@ -990,7 +994,8 @@ fn check_decoded_tile(client: &Client, tile: Sm90Tile) {
     check_epilogues_of(client, (300, 2112, 112), plan, true, &Epilogue::all());
 }
 
-/// The epilogues of a product of `m` x `n` x `k` with random operands, the left one bf16 or packed.
+/// Checks the epilogues of a GEMM of `m` x `n` x `k` with random operands, the left one bf16 or
+/// packed.
 pub fn check_epilogues_of(
     client: &Client,
     (m, n, k): (usize, usize, usize),
@@ -1020,7 +1025,7 @@ pub fn check_epilogues_of(
     );
 }
 
-/// Nothing outside the product is written: the memory behind it keeps its contents.
+/// Memory after the output keeps its contents.
 #[test]
 fn memory_behind_the_output_is_untouched() {
     let client = client!("memory_behind_the_output_is_untouched");
@@ -1051,15 +1056,15 @@ fn empty_products() {
     let b = Packed::random(8, 32, 2).device(&client);
     let out = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     assert_eq!((out.rows, out.cols), (0, 8));
-    // A contraction over nothing is zeros, and keeps what it adds to.
+    // With K of zero the result is zeros, or the unchanged output if it accumulates.
     let a = Packed::random(40, 0, 1).device(&client);
     let b = Packed::random(48, 0, 2).device(&client);
     let out = multiply(&client, Gemm::new(&a, &b).out(FloatKind::F32)).unwrap();
     assert_eq!(read::<f32>(&client, &out), vec![0.0; 40 * 48]);
 }
 
-/// A view that begins in the middle of 16 bytes cannot be read by the copy engine: another path
-/// takes it, with the same result on integers.
+/// TMA cannot read a view that is not aligned to 16 bytes: another path computes it, with the same
+/// result for integers.
 #[test]
 fn views_into_memory() {
     let client = client!("views_into_memory");
@@ -1083,7 +1088,7 @@ fn views_into_memory() {
     }
 }
 
-/// Which path a shape takes is known without running it.
+/// The path of a shape is known without running it.
 #[test]
 fn paths_of_shapes() {
     let client = client!("paths_of_shapes");
@@ -1180,7 +1185,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..Default::default() })]
 
-    /// Any shape, few rows in every second one, with any epilogue, a packed or a bf16 operand, and
+    /// Any shape, small M in every second one, with any epilogue, a packed or a bf16 operand, and
     /// any type of output.
     #[test]
     fn random_epilogues(

@@ -1,8 +1,8 @@
-//! Products by cuBLASLt: what they are called with, when they are chosen, and, on a CUDA GPU
-//! (`NVFP4_TEST_DEVICE=cuda`), bf16 and FP8 products through the code that FP4 goes through.
+//! GEMMs by cuBLASLt: arguments of its calls, its selection, and, on a CUDA GPU
+//! (`NVFP4_TEST_DEVICE=cuda`), bf16 and FP8 GEMMs through the code that FP4 uses.
 //!
-//! Products of small integers have exact sums in any order and are compared bit for bit; random
-//! ones within a bound that each test states.
+//! GEMMs of small integers have exact sums in any order and are compared bit for bit; random ones
+//! are compared within a bound that each test states.
 
 use crate::support::device::{read_matrix, read_u32, upload};
 use crate::support::gemm::{multiply, multiply_amax};
@@ -30,7 +30,7 @@ use std::{
     sync::{Arc, Barrier, Mutex},
 };
 
-/// The client of a CUDA GPU that has the library, or an early return.
+/// Returns the client of a CUDA GPU that has the library, or returns early.
 macro_rules! cublaslt {
     ($test:literal) => {{
         let client = on_gpu!($test, "cuBLASLt");
@@ -56,7 +56,7 @@ fn problem(format: CublasLtFormat, (m, n, k): (usize, usize, usize)) -> CublasLt
     }
 }
 
-/// Why there is no cuBLASLt here, if there is none. A library that refuses bf16 is a failure.
+/// Returns the reason why cuBLASLt is missing, if it is. A library that refuses bf16 is a failure.
 fn missing(client: &Client) -> Option<String> {
     let bf16 = problem(CublasLtFormat::Bf16, (128, 128, 128));
     match cublaslt::supports(client, &bf16) {
@@ -138,7 +138,7 @@ fn problems_are_checked() {
     }
 }
 
-/// Memory of every operand of a product, as large as it has to be.
+/// Memory of every operand of a GEMM, of the required size.
 struct Memory {
     a: Handle,
     b: Handle,
@@ -293,7 +293,7 @@ fn products_are_checked() {
     }
 }
 
-/// Without the library, as on CubeCL's CPU runtime, the error says what was asked of what.
+/// Without the library, as on CubeCL's CPU runtime, the error names the request and the library.
 #[cfg(feature = "cpu")]
 #[test]
 fn no_library_is_an_error() {
@@ -321,7 +321,7 @@ fn no_library_is_an_error() {
     assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
 }
 
-/// The kernels of shapes on a B200 and a B300, without one, and of other devices as before.
+/// Kernel choices for shapes on a B200 and a B300, without such a GPU, and on other devices.
 #[test]
 fn choice_on_blackwell() {
     let client = client!("choice_on_blackwell");
@@ -364,8 +364,8 @@ fn choice_on_blackwell() {
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
-        // A packed weight beside bf16 rows is read as it is where they are few, else decoded for
-        // the library.
+        // A packed weight with bf16 rows is read directly at small M, otherwise decoded for the
+        // library.
         let weight_only = [dense, packed];
         for m in [1, 16] {
             let choice = of(weight_only, (m, 4096, 14336), 1);
@@ -381,7 +381,7 @@ fn choice_on_blackwell() {
             asked.lock().unwrap().pop().unwrap().format,
             CublasLtFormat::Bf16
         );
-        // Codes whose rows are no multiple of 16 bytes, outputs likewise, and groups: the portable
+        // Code rows or output rows that are not multiples of 16 bytes, and groups, use the portable
         // path.
         let portable = GemmBackend::Cmma;
         assert_eq!(of(both, (64, 4096, 48), 1).backend, portable);
@@ -418,7 +418,7 @@ fn choice_on_blackwell() {
     assert!(asked.lock().unwrap().is_empty());
 }
 
-/// The choice on a device with so many SMs, for which cuBLASLt answers by `cublaslt`.
+/// Returns the choice on a device with this many SMs, for which cuBLASLt answers by `cublaslt`.
 fn chosen(
     capabilities: &Capabilities,
     sms: usize,
@@ -441,7 +441,7 @@ fn chosen(
     gemm::plan(&device, &problem).unwrap()
 }
 
-/// The same operand with its block scales in 128x4 tiles.
+/// Returns the operand with its block scales in 128x4 tiles.
 fn swizzled(client: &Client, packed: &DeviceQuantized) -> DeviceQuantized {
     let (outer, blocks) = (packed.outer(), packed.blocks());
     DeviceQuantized {
@@ -454,7 +454,7 @@ fn swizzled(client: &Client, packed: &DeviceQuantized) -> DeviceQuantized {
     }
 }
 
-/// Paths that read scales in rows take those in tiles too.
+/// Paths that read row-major scales accept tiled ones, too.
 #[test]
 fn tiles_of_scales_become_rows() {
     let client = client!("tiles_of_scales_become_rows");
@@ -470,7 +470,7 @@ fn tiles_of_scales_become_rows() {
     }
 }
 
-/// `alpha` is rounded as the specification says, and the bias where the library wants it.
+/// `alpha` is rounded as specified, and so is the bias if the library requires it.
 #[test]
 fn factors_and_bias() {
     let client = client!("factors_and_bias");
@@ -536,7 +536,7 @@ fn factors_and_bias() {
     device::assert_floats(&read_matrix::<f32>(&client, &out), &expected, "added");
 }
 
-/// One operand on the host, values that its format holds exactly.
+/// One operand on the host, with values that its format represents exactly.
 struct Host {
     format: CublasLtFormat,
     rows: usize,
@@ -545,7 +545,7 @@ struct Host {
 }
 
 impl Host {
-    /// Integers from -2 to 2, and a scale of a power of two.
+    /// Returns integers from -2 to 2, with a power-of-two scale.
     fn integers(format: CublasLtFormat, rows: usize, k: usize, seed: u32) -> Self {
         let mut random = Generator::new(seed);
         let mut next = || (random.next_u32() % 5) as f32 - 2.0;
@@ -561,7 +561,7 @@ impl Host {
         }
     }
 
-    /// Normal, rounded to the format.
+    /// Returns normal values, rounded to the format.
     fn normal(format: CublasLtFormat, rows: usize, k: usize, seed: u32) -> Self {
         let mut random = Generator::new(seed);
         let mut next = || match format {
@@ -605,10 +605,10 @@ impl Host {
     }
 }
 
-/// What an epilogue adds.
+/// Operations of an epilogue.
 #[derive(Debug, Clone, Copy)]
 struct Epilogue {
-    /// `alpha` on the device.
+    /// `alpha` on the device, if any.
     alpha: Option<f32>,
     bias: bool,
     accumulate: bool,
@@ -632,14 +632,14 @@ const EPILOGUES: [Epilogue; 6] = {
     ]
 };
 
-/// What the output held, the bias, and what it holds then.
+/// Previous contents of the output, the bias, and the new contents.
 struct Outcome {
     before: Vec<f32>,
     bias: Vec<f32>,
     found: Vec<f32>,
 }
 
-/// Runs a product with new memory.
+/// Runs a GEMM with new memory.
 fn run(
     client: &Client,
     a: &Host,
@@ -655,7 +655,7 @@ fn run(
             .map(|_| if nan { f32::NAN } else { next() })
             .collect()
     };
-    // Without accumulation the output must not be read: it holds NaN.
+    // Without accumulation the output must not be read, so it contains NaN.
     let before = integers(m * n, !epilogue.accumulate);
     let bias = integers(n, false);
     let matrix = |x: &[f32], rows: usize, kind: FloatKind| {
@@ -709,8 +709,8 @@ fn rounded(value: f64, out: FloatKind) -> f32 {
     }
 }
 
-/// Integers, every epilogue, every output: bit for bit what the exact sum rounds to. What the
-/// library refuses is listed, and may be nothing but what is known of it.
+/// Integers, every epilogue, every output: bit for bit the rounded exact sum. Requests that the
+/// library refuses are collected, and must all be known limitations.
 #[test]
 fn integers_are_exact() {
     let client = cublaslt!("integers_are_exact");
@@ -736,7 +736,7 @@ fn integers_are_exact() {
                         Ok(results) => results,
                         Err(error) => {
                             assert!(matches!(error, Nvfp4Error::Unsupported { .. }), "{error}");
-                            // bf16 operands have no f16 output in the library.
+                            // The library has no f16 output for bf16 operands.
                             assert!(
                                 (format, out) == (CublasLtFormat::Bf16, FloatKind::F16),
                                 "{error}"
@@ -756,7 +756,7 @@ fn integers_are_exact() {
                             }
                             let mut twice = expected;
                             if epilogue.accumulate {
-                                // What the library adds to an output of 16 bits was rounded before.
+                                // The library may round to 16 bits before it adds to the output.
                                 let held = before[i * n + j] as f64;
                                 twice = rounded(expected, out) as f64 + held;
                                 expected += held;
@@ -779,8 +779,9 @@ fn integers_are_exact() {
     );
 }
 
-/// Random operands within `bound · alpha · Σ |a b|`, and half a unit of the output: 2 (k + 2) ε of
-/// `f32` sums in any order for bf16; 2^-11 for FP8, whose sums a Hopper keeps in fewer bits.
+/// Random operands within `bound · alpha · Σ |a b|` plus half an ulp of the output. The bound is 2
+/// (k + 2) ε for bf16, with `f32` sums in any order, and 2^-11 for FP8, whose sums Hopper
+/// accumulates with fewer bits.
 #[test]
 fn random_within_the_bound() {
     let client = cublaslt!("random_within_the_bound");
@@ -834,8 +835,8 @@ fn random_within_the_bound() {
     }
 }
 
-/// [`gemm::gemm`] on this backend: alpha from maxima on the device, `f32` biases, accumulation, packed
-/// operands decoded, against the exact product.
+/// [`gemm::gemm`] on this backend compared with the exact result: alpha from amax values on the
+/// device, `f32` biases, accumulation, and decoded packed operands.
 #[test]
 fn products_of_operands() {
     let client = cublaslt!("products_of_operands");
@@ -854,7 +855,7 @@ fn products_of_operands() {
     let (a_packed, b_packed) = (a.device(&client), b.device(&client));
     let b_tiles = swizzled(&client, &b_packed);
     let mut random = Generator::new(8);
-    // Not exact in bf16: an f32 output must keep it.
+    // Not exact in bf16: an f32 output must preserve it.
     let bias: Vec<f32> = (0..n)
         .map(|_| 1.0 + (random.next_u32() % 999) as f32 / 1024.0)
         .collect();
@@ -912,7 +913,7 @@ fn products_of_operands() {
                         let terms = x[i * k..][..k].iter().zip(&y[j * k..][..k]);
                         let mut expected = alpha * terms.map(|(a, b)| (a * b) as f64).sum::<f64>();
                         if biased {
-                            // The library takes a bias of the output's type.
+                            // The library takes a bias in the output's type.
                             let whole = accumulate || out == FloatKind::F32;
                             let bias = bias[j] as f64;
                             expected += if whole {
@@ -936,7 +937,7 @@ fn products_of_operands() {
             }
         }
     }
-    // What the library has no form for is said before anything runs.
+    // Unsupported forms are refused before anything runs.
     let rows = client.create_from_slice(bytemuck::cast_slice(&vec![1.0f32; m]));
     let per_row = Operand {
         elements: Elements::Bf16(&a_dense),
@@ -978,8 +979,8 @@ impl tracing::Subscriber for Events {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// A GPU without FP4 that takes itself for a B200: the library refuses, an event says so, and the
-/// portable kernel computes the product.
+/// A GPU without FP4 whose capabilities claim a B200: the library refuses, an event reports it, and
+/// the portable kernel computes the GEMM.
 #[test]
 fn fp4_is_refused_visibly() {
     let client = cublaslt!("fp4_is_refused_visibly");
@@ -1017,8 +1018,8 @@ fn fp4_is_refused_visibly() {
         ..here.clone()
     };
     let events = Arc::new(Mutex::new(Vec::new()));
-    // With two of them, `tracing` asks both about a call that another test made without any,
-    // instead of remembering that nobody listened.
+    // With two subscribers, `tracing` asks both about a call site that another test reached without
+    // any, instead of caching that nobody listened.
     let _second = tracing::Dispatch::new(Events(Arc::default()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
         let (a, b) = (Operand::from(&a), Operand::from(&b));
@@ -1044,7 +1045,7 @@ fn fp4_is_refused_visibly() {
         read_matrix(&client, &expected),
     );
     device::assert_floats::<f32>(&found, &expected, "portable");
-    // And a bf16 product is the library's there.
+    // A bf16 GEMM uses the library there.
     let x = upload(&client, &vec![bf16::ONE; m * k], m, k);
     let new = Target::New(FloatKind::F32);
     let found = multiply(
@@ -1057,7 +1058,7 @@ fn fp4_is_refused_visibly() {
             .iter()
             .all(|&x| x == k as f32)
     );
-    // But few bf16 rows with a packed operand have a kernel that does not decode it.
+    // But at small M with a packed operand, a kernel that does not decode it is used.
     let few = upload(&client, &vec![bf16::ONE; 8 * k], 8, k);
     let events = Arc::new(Mutex::new(Vec::new()));
     let found = tracing::subscriber::with_default(Events(events.clone()), || {
@@ -1075,7 +1076,7 @@ fn fp4_is_refused_visibly() {
         read_matrix(&client, &found),
         read_matrix(&client, &expected),
     );
-    // In another order: of 320 terms, a few units in the last place of the largest.
+    // The summation order differs: with 320 terms, by a few ulps of the largest.
     let largest = expected
         .iter()
         .fold(0.0f32, |largest, x| largest.max(x.abs()));
@@ -1109,9 +1110,9 @@ fn compare(found: &[f32], expected: f32, len: usize, wrong: &mut [Atomic<u32>]) 
     }
 }
 
-/// A chain of `steps` products of constant matrices whose operands a kernel overwrites right before
-/// and whose result another reads right after: any two of them in another order, or at once, give
-/// wrong elements, which are counted on the device.
+/// A chain of `steps` GEMMs of constant matrices. A kernel overwrites the operands immediately
+/// before each GEMM, and another one reads the result immediately after it. If any two run in
+/// another order, or concurrently, elements are wrong; these are counted on the device.
 struct Chain {
     client: Client,
     a: Matrix,
@@ -1146,7 +1147,7 @@ impl Chain {
         }
     }
 
-    /// Counts what is not `expected` in a product.
+    /// Counts the elements of a GEMM that differ from `expected`.
     fn compare(&self, found: &Matrix, expected: f32) {
         // SAFETY: as above.
         unsafe {
@@ -1181,8 +1182,8 @@ impl Chain {
     }
 }
 
-/// Thousands of products between kernels of CubeCL, of lengths from a few microseconds to longer
-/// than submitting them takes.
+/// Thousands of GEMMs between CubeCL kernels, with run times from a few microseconds to longer than
+/// their submission.
 #[test]
 fn ordered_with_kernels() {
     let client = cublaslt!("ordered_with_kernels");
@@ -1196,7 +1197,7 @@ fn ordered_with_kernels() {
     }
 }
 
-/// The same on eight streams at once, and with operands that another stream writes.
+/// Eight streams at once, and operands that another stream writes.
 #[test]
 fn ordered_between_streams() {
     let client = cublaslt!("ordered_between_streams");
@@ -1206,7 +1207,7 @@ fn ordered_between_streams() {
         for thread in 0..threads {
             let (client, barrier) = (client.clone(), &barrier);
             scope.spawn(move || {
-                // A thread of its own is a stream of its own.
+                // Each thread has a separate stream.
                 let chain = Chain::new(&client, 16384);
                 barrier.wait();
                 (0..1000).for_each(|i| chain.step(i));

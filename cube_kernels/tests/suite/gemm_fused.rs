@@ -1,5 +1,5 @@
-//! Linear layers of few rows with a norm in front and SwiGLU behind, in one kernel: the bits are
-//! those of the kernels one after another.
+//! Small-M linear layers with RMSNorm prologue and SwiGLU epilogue in one kernel, bit-identical to
+//! the separate kernels.
 
 use crate::support::device::{assert_floats, read_matrix, upload, upload_bytes};
 use crate::support::inputs::{Generator, Kind, convert, values};
@@ -31,7 +31,7 @@ struct Case {
     shape: (usize, usize, usize),
 }
 
-/// What is asked for beside the GEMM.
+/// Fused operations around the GEMM.
 #[derive(Debug, Clone, Copy)]
 struct Around {
     norm: bool,
@@ -40,7 +40,7 @@ struct Around {
     swiglu: bool,
 }
 
-/// Nothing.
+/// No fused operations.
 const NONE: Around = Around {
     norm: false,
     residual: false,
@@ -87,7 +87,7 @@ impl Case {
         }
     }
 
-    /// The sum and the output, of one kernel after another.
+    /// Computes the sum and the output by separate kernels.
     fn separate(&self, client: &Client) -> (Option<Matrix>, Matrix) {
         let made = self.norm.then(|| {
             let request = NormRequest {
@@ -111,7 +111,7 @@ impl Case {
         (made.and_then(|made| made.sum), y)
     }
 
-    /// One kernel takes it, and gives the bits of several, twice.
+    /// Checks that one kernel supports the layer and gives the bits of the separate ones, twice.
     fn check(&self, client: &Client) {
         let (m, n, k) = self.shape;
         let request = self.request();
@@ -171,8 +171,8 @@ fn swiglu_behind() {
     }
 }
 
-/// Rows that one plane shares, several, and all of a cube, with units that have no block; one row
-/// and as many as fit.
+/// Rows shared by one plane, by several, and by all of a cube, with units that have no block; one
+/// row and as many as fit.
 #[test]
 fn norm_in_front() {
     let client = gpu!("norm_in_front");
@@ -222,7 +222,7 @@ fn both() {
     }
 }
 
-/// What is too large, or no small M, is refused before anything is queued.
+/// Requests that are too large, or not small M, are refused before anything is launched.
 #[test]
 fn refusals() {
     let client = client!("refusals");
@@ -232,8 +232,8 @@ fn refusals() {
         swiglu: true,
         ..NONE
     };
-    // Too many rows to normalise in every CTA; too many CTAs; parts of a chunk; more blocks than
-    // units; no pairs of columns; more rows than the kernel takes.
+    // Too many rows to normalize in every CTA; too many CTAs; partial chunks; more blocks than
+    // units; no pairs of columns; more rows than the kernel supports.
     let mut refused = vec![
         (16, 64, 1024),
         (1, 65536, 128),

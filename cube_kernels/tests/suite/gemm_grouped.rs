@@ -1,6 +1,6 @@
-//! Grouped products against a loop over their groups, bit for bit on the same path.
+//! Grouped GEMMs compared with a loop over their groups, bit for bit on the same path.
 //!
-//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`.
+//! `NVFP4_TEST_DEVICE` selects `cpu` (the default) or `cuda`.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, read_f32s, read_matrix};
@@ -22,12 +22,12 @@ use nvfp4_kernels::{
 };
 use proptest::prelude::*;
 
-/// The paths that the device has.
+/// Returns the paths of the device.
 fn paths(client: &Client) -> Vec<GemmBackend> {
     match Capabilities::of(client).gemm {
         GemmBackend::Scalar => vec![GemmBackend::Scalar],
-        // cuBLASLt takes no groups. The block-scaled kernel takes no contractions in groups and no
-        // bf16 operands; its groups of rows are tested beside it.
+        // cuBLASLt supports no groups. The block-scaled kernel supports neither groups along K nor
+        // bf16 operands; its groups of rows have separate tests.
         GemmBackend::Cmma
         | GemmBackend::Sm120BlockScaled
         | GemmBackend::Sm100Tcgen05
@@ -75,7 +75,7 @@ fn offsets(sizes: &[usize]) -> Vec<usize> {
     offsets
 }
 
-/// One group as a product of its own, on Hopper with the kernel that the groups take.
+/// Computes one group as a separate GEMM, on Hopper with the kernel that the groups use.
 fn alone(
     client: &Client,
     path: GemmBackend,
@@ -110,7 +110,7 @@ fn assert_same(found: &[f32], expected: &[f32], what: &str) {
     }
 }
 
-/// Sizes on both sides of a tile, and none; of many groups; skewed.
+/// Returns group sizes smaller and larger than a tile, and zero; many groups; skewed sizes.
 fn sizes(large: bool) -> Vec<Vec<usize>> {
     if large {
         let mut random = Generator::new(3);
@@ -144,7 +144,7 @@ fn rows_in_groups_equal_the_loop() {
     }
 }
 
-/// Rows in groups of these sizes, `n` rows of `b` for each, with a bias.
+/// Rows in groups of these sizes, `n` rows of `b` per group, with a bias.
 fn rows_equal_the_loop(
     client: &Client,
     path: GemmBackend,
@@ -204,7 +204,7 @@ fn contractions_in_groups_equal_the_loop() {
         let large = Capabilities::of(&client).gemm != GemmBackend::Scalar;
         let mut sizes = sizes(large);
         if large {
-            // 65536 columns in all.
+            // 65536 columns in total.
             sizes.push(vec![40000, 16, 25520]);
         }
         for sizes in sizes {
@@ -218,8 +218,8 @@ fn contractions_in_groups_equal_the_loop() {
     }
 }
 
-/// Contractions in groups of these sizes, which begin at multiples of 16 columns, most of them
-/// inside a stage: new outputs, and outputs that are added to.
+/// Groups along K of these sizes, which begin at multiples of 16 columns, most of them inside a
+/// pipeline stage: with new outputs, and with accumulation.
 fn contractions_equal_the_loop(
     client: &Client,
     path: GemmBackend,
@@ -275,7 +275,7 @@ fn contractions_equal_the_loop(
     }
 }
 
-/// Every tile of the fused kernel, for groups on both sides of it.
+/// Every tile of the fused kernel, for groups smaller and larger than the tile.
 #[test]
 fn fused_tiles_in_groups_equal_the_loop() {
     let client = hopper!("fused_tiles_in_groups_equal_the_loop");
@@ -314,8 +314,8 @@ fn fused_tiles_in_groups_equal_the_loop() {
     }
 }
 
-/// bf16 operands in columns have the bits of those in rows: the contraction in groups, each
-/// followed by zeros up to a multiple of 16, and rows in groups.
+/// MN-major bf16 operands give the bits of K-major ones: groups along K, each followed by zeros up
+/// to a multiple of 16, and groups of rows.
 #[test]
 fn columns_equal_rows_in_groups() {
     let client = client!("columns_equal_rows_in_groups");
@@ -348,8 +348,8 @@ fn columns_equal_rows_in_groups() {
             }
 
             let rows = offsets(&sizes);
-            // A whole number of stages of the contraction, a part of one, and a length of which an
-            // instruction would multiply rows of the next matrix.
+            // K of whole pipeline stages, of a partial one, and a length for which an instruction
+            // would multiply rows of the next matrix.
             for k in [128, 48, 40] {
                 rows_either_way(&client, &rows, (n, k), path, &format!("{name}, k {k}"));
             }
@@ -357,7 +357,7 @@ fn columns_equal_rows_in_groups() {
     }
 }
 
-/// Rows in groups with operands stored either way: `a` as one matrix, `b` as a stack of matrices.
+/// Groups of rows with operands in either layout: `a` as one matrix, `b` as a stack of matrices.
 fn rows_either_way(
     client: &Client,
     rows: &[usize],
@@ -391,7 +391,7 @@ fn rows_either_way(
     }
 }
 
-/// A factor for each group, and bf16 operands, through integers that every path sums exactly.
+/// A factor per group, and bf16 operands, with integers that every path sums exactly.
 #[test]
 fn factors_of_groups_and_bf16_operands() {
     let client = client!("factors_of_groups_and_bf16_operands");
@@ -446,7 +446,7 @@ fn factors_of_groups_and_bf16_operands() {
     }
 }
 
-/// A contraction in groups takes a factor for each stored row of each group, on either side.
+/// A GEMM with groups along K takes a factor per stored row of each group, for either operand.
 #[test]
 fn factors_of_the_rows_of_contractions() {
     let client = client!("factors_of_the_rows_of_contractions");
@@ -486,8 +486,8 @@ fn factors_of_the_rows_of_contractions() {
     }
 }
 
-/// Every part of the epilogue of rows in groups and of contractions in groups, by both kernels that
-/// Hopper has for rows in groups, with a row that is NaN and a group that is zero.
+/// Every epilogue operation with groups of rows and with groups along K, by both Hopper kernels for
+/// groups of rows, with a NaN row and a zero group.
 #[test]
 fn epilogues_of_groups() {
     let client = client!("epilogues_of_groups");
@@ -503,7 +503,7 @@ fn epilogues_of_groups() {
         let groups = sizes.iter().enumerate();
         groups.flat_map(|(g, &size)| vec![g; size]).collect()
     };
-    // Every second one: each part, and each type.
+    // Every second one: each operation, and each type.
     let (all, some) = (Epilogue::all(), Epilogue::all().into_iter().step_by(2));
     let some: Vec<Epilogue> = some.collect();
     for (path, k) in paths(&client)
@@ -539,12 +539,12 @@ fn epilogues_of_groups() {
             },
         );
 
-        // Groups of one, no, four and two blocks.
+        // Groups of one, zero, four and two blocks.
         let columns = groups(&client, &[0, 16, 16, 80, 112]);
         let m = if large { 72 } else { 5 };
         let (a, b) = (Packed::random(m, 112, 3), Packed::random(n, 112, 4));
         let (left, right) = (a.device(&client), b.device(&client));
-        // A contraction in groups takes none.
+        // Groups along K support no bias.
         let mut without_bias = some.clone();
         without_bias
             .iter_mut()
@@ -572,8 +572,8 @@ fn epilogues_of_groups() {
     }
 }
 
-/// The maxima that products in groups find while they write are those of what they wrote: of all
-/// groups, of each, and zero for a group without rows.
+/// The amax values that grouped GEMMs compute while they write are those of their outputs: of all
+/// groups, of each group, and zero for a group without rows.
 #[test]
 fn maxima_of_groups() {
     let client = client!("maxima_of_groups");
@@ -591,7 +591,7 @@ fn check_maxima<T: DeviceElement>(client: &Client) {
     };
     let starts = offsets(&sizes);
     let (m, count) = (*starts.last().unwrap(), sizes.len());
-    // The magnitude bits of the largest element, as NaN if there is one.
+    // Returns the magnitude bits of the largest element, or of NaN if there is one.
     let largest = |values: &[T]| {
         values.iter().fold(0.0f32, |largest, value| {
             let value = value.to_f32().abs();
@@ -660,8 +660,8 @@ fn check_maxima<T: DeviceElement>(client: &Client) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
-    /// Groups of any sizes, along the rows and along the contraction: on every path the bits of the
-    /// products of the groups alone.
+    /// Groups of any size, of rows and along K: on every path the bits of the groups' separate
+    /// GEMMs.
     #[test]
     fn random_groups(
         sizes in prop::collection::vec(0usize..200, 1..12),
@@ -682,9 +682,8 @@ proptest! {
     }
 }
 
-/// Offsets beyond the rows or columns count as their end, and groups that end before they start are
-/// empty: nothing outside the buffers is read or written. A contraction of 64 and one of 48 have
-/// kernels of their own.
+/// Offsets beyond the rows or columns are clamped, and groups that end before they start are empty:
+/// no access is outside the buffers. K of 64 and of 48 use different kernels.
 #[test]
 fn offsets_beyond_the_end() {
     let client = client!("offsets_beyond_the_end");
@@ -697,7 +696,7 @@ fn offsets_beyond_the_end() {
         let run = |offsets: &[usize]| {
             let b = b.rows(0..(offsets.len() - 1) * n);
             let (left, right) = (a.device(&client), b.device(&client));
-            // What lies behind the output keeps its contents.
+            // Memory after the output keeps its contents.
             let held = floats(&client, &vec![0.5; (m + 100) * n], m + 100);
             let target = Matrix::new(held.handle.clone(), m, n, FloatKind::F32).unwrap();
             let (a, b, groups) = (
@@ -719,8 +718,8 @@ fn offsets_beyond_the_end() {
         let found = run(&[0, 33, 90, 70]);
         let expected = run(&[0, 33, 40, 40]);
         assert_same(&found, &expected, &format!("{path:?}, k {k}: rows"));
-        // Groups that overlap, and as many rows of tiles as no schedule has place for: what lies
-        // inside is not specified.
+        // Overlapping groups, with more rows of tiles than a schedule has room for: the result is
+        // unspecified.
         let descending = (0..65).map(|i| if i % 2 == 0 { 0 } else { 40 });
         let descending: Vec<usize> = descending.collect();
         for found in [found, run(&[0, 40, 10, 70]), run(&descending)] {
@@ -765,7 +764,7 @@ fn arguments_are_named() {
     };
     let error = run(&Operand::from(&a), &Operand::from(&a), &short);
     assert!(error.contains("`groups`"), "{error}");
-    // A stack of two matrices has as many rows as two contractions.
+    // A stack of two matrices has as many rows as two groups along K.
     let (_, x, columns) = both_ways(&client, 8, 32, 3);
     let error = run(&Operand::from(&x), &Operand::mn_major(&columns), &two);
     assert!(

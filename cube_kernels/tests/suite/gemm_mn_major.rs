@@ -1,7 +1,8 @@
-//! GEMMs whose packed `b` is MN-major, its stored rows being the contraction: bit for bit those of
-//! its transposed elements in bf16 on the same path, whose sums have the same order.
+//! GEMMs with a packed MN-major `b`, whose stored rows are the K dimension, compared bit for bit
+//! with GEMMs of its transposed elements in bf16 on the same path, which have the same summation
+//! order.
 //!
-//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`.
+//! `NVFP4_TEST_DEVICE` selects `cpu` (the default) or `cuda`.
 
 use crate::support::{
     device,
@@ -26,8 +27,8 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-/// The paths that the device has, with the kernel that reads a packed MN-major `b` and the one that
-/// sums its bf16 elements in the same order.
+/// Returns the paths of the device, each with the kernel that reads a packed MN-major `b` and the
+/// one that sums its bf16 elements in the same order.
 fn paths(client: &Client) -> Vec<(GemmBackend, Option<(Plan, Plan)>)> {
     let scalar = (GemmBackend::Scalar, None);
     let cmma = (GemmBackend::Cmma, None);
@@ -49,8 +50,8 @@ fn is_large(client: &Client) -> bool {
     Capabilities::of(client).gemm != GemmBackend::Scalar
 }
 
-/// The elements of `stack` matrices one below the other, each transposed and rounded to bf16,
-/// without the factor of the tensor: exact.
+/// Returns the elements of `stack` vertically stacked matrices, each transposed and rounded to
+/// bf16, without the global scale: exact.
 fn transposed(client: &Client, b: &Packed, stack: usize) -> Matrix {
     let (n, k) = (b.blocks * 16, b.rows / stack);
     let x = b.decoded();
@@ -84,7 +85,7 @@ fn groups(client: &Client, sizes: &[usize]) -> (GroupOffsets, Vec<usize>) {
     (groups, offsets)
 }
 
-/// Equal bits, or both NaN.
+/// Asserts equal bits, or NaN on both sides.
 fn assert_same(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
@@ -95,8 +96,8 @@ fn assert_same(found: &[f32], expected: &[f32], what: &str) {
     }
 }
 
-/// Shapes as `(m, n, k)` with tails everywhere. Those that the kernel of Hopper does not take have
-/// other kernels there.
+/// Shapes as `(m, n, k)` with tails in all dimensions. On Hopper, shapes that its kernel does not
+/// support use other kernels.
 fn shapes(large: bool) -> &'static [(usize, usize, usize)] {
     match large {
         true => &[
@@ -141,7 +142,7 @@ fn elements_are_those_of_bf16() {
             let found: Vec<bf16> = read_matrix(&client, &run(own, plan, FloatKind::Bf16));
             let rounded: Vec<bf16> = expected.iter().map(|&x| bf16::from_f32(x)).collect();
             assert!(found == rounded, "{what}, bf16");
-            // An MN-major `a` is transposed before.
+            // An MN-major `a` is transposed first.
             let columns = Operand::mn_major(&a_columns);
             let request = Gemm::new(columns, own).out(FloatKind::F32).backend(path);
             let found = multiply(&client, request.plan(plan)).unwrap();
@@ -154,7 +155,8 @@ fn elements_are_those_of_bf16() {
     }
 }
 
-/// Integers are exact in any order: every path, and the one that is chosen, has the scalar's bits.
+/// Integers are exact in any order: every path, and the chosen one, gives the bits of the scalar
+/// path.
 #[test]
 fn integers_are_exact() {
     let client = client!("gemm_mn_major::integers_are_exact");
@@ -197,7 +199,7 @@ fn integers_are_exact() {
     }
 }
 
-/// Columns that end within a block, whose padding is no column of the output: of a columnwise
+/// Columns that end within a block, whose padding is not a column of the output: for a columnwise
 /// tensor, whose stored rows are its columns.
 #[test]
 fn columns_of_part_of_a_block() {
@@ -239,7 +241,7 @@ fn columns_of_part_of_a_block() {
     }
 }
 
-/// A packed `a`, and block scales of `b` in 128x4 tiles, have the bits of what they stand for.
+/// A packed `a`, and block scales of `b` in 128x4 tiles, give the bits of the equivalent operands.
 #[test]
 fn other_forms_of_operands() {
     let client = client!("gemm_mn_major::other_forms_of_operands");
@@ -279,8 +281,8 @@ fn other_forms_of_operands() {
     }
 }
 
-/// Scales at both ends of E4M3, zeros and NaN: a NaN reaches the sixteen columns of its block and
-/// nothing else, at the end of the contraction too.
+/// Scales at both ends of E4M3, zeros and NaN: a NaN affects the sixteen columns of its block and
+/// nothing else, also at the end of K.
 #[test]
 fn extreme_scales() {
     let client = client!("gemm_mn_major::extreme_scales");
@@ -330,8 +332,8 @@ fn extreme_scales() {
     }
 }
 
-/// Groups of rows, empty ones too, have the bits of their GEMMs alone, whatever the scales of the
-/// matrices before and behind theirs are.
+/// Groups of rows, including empty ones, give the bits of their separate GEMMs for any scales of
+/// the adjacent matrices.
 #[test]
 fn groups_equal_the_loop() {
     let client = client!("gemm_mn_major::groups_equal_the_loop");
@@ -350,8 +352,8 @@ fn groups_equal_the_loop() {
         let (count, m) = (sizes.len(), *offsets.last().unwrap());
         let (values, a, _) = both_ways(&client, m, k, 1);
         let mut stack = Packed::random(count * k, n, 2);
-        // The matrices of empty groups are NaN: what lies behind the contraction of a group before
-        // them is not multiplied, nor what lies before that of a group behind them.
+        // The matrices of empty groups are NaN: data before and after the K range of an adjacent
+        // group is not multiplied.
         for (g, _) in sizes.iter().enumerate().filter(|(_, size)| **size == 0) {
             stack.scales[g * k * n / 16..(g + 1) * k * n / 16].fill(0x7f);
         }
@@ -408,7 +410,7 @@ fn epilogues() {
     };
     let (_, a, _) = both_ways(&client, m, k, 5);
     let b = Packed::random(k, n, 6).device(&client);
-    // Stored rows are no columns of the output.
+    // Stored rows are not columns of the output.
     let all = Epilogue::all().into_iter().filter(|it| !it.by_column);
     let all: Vec<_> = all.collect();
     for (path, plans) in paths(&client) {
@@ -455,7 +457,7 @@ fn maximum_of_the_output() {
     }
 }
 
-/// Which path a shape takes: none dequantizes the whole of `b`.
+/// The path of each shape: none dequantizes the whole of `b`.
 #[test]
 fn paths_of_shapes() {
     let client = client!("gemm_mn_major::paths_of_shapes");

@@ -1,9 +1,9 @@
-//! Products by matrix instructions on any CUDA GPU, and those of consumer Blackwell with plain
-//! arithmetic in place of its instruction. Both need a GPU (`NVFP4_TEST_DEVICE=cuda`).
+//! GEMMs by matrix instructions on any CUDA GPU, and those of consumer Blackwell with plain
+//! arithmetic instead of its instruction. Both require a GPU (`NVFP4_TEST_DEVICE=cuda`).
 //!
-//! The arithmetic in place of the instruction adds in the order of the scalar path, from the
-//! fragments that the instruction would get: the two have the same bits, unless codes or scales are
-//! loaded from where they do not lie, or into lanes where the instruction does not expect them.
+//! The plain arithmetic uses the summation order of the scalar path and the fragments that the
+//! instruction would get. The two give the same bits, unless codes or scales are loaded from the
+//! wrong address, or into the wrong lanes.
 
 use crate::support::device;
 use crate::support::device::{DeviceElement, assert_floats, read_f32, read_matrix, upload};
@@ -26,12 +26,12 @@ use nvfp4_kernels::{
 };
 use proptest::prelude::*;
 
-/// The block-scaled kernel in software, with tiles of `64 * strips` rows.
+/// Returns the block-scaled kernel in software, with tiles of `64 * strips` rows.
 fn software(strips: usize) -> Plan {
     software_of(BlockScaled::Nvfp4, strips)
 }
 
-/// The same for operands in a format.
+/// Returns the block-scaled kernel in software for operands in a format.
 fn software_of(format: BlockScaled, strips: usize) -> Plan {
     Plan::BlockScaled(Sm120Tile {
         format,
@@ -40,7 +40,7 @@ fn software_of(format: BlockScaled, strips: usize) -> Plan {
     })
 }
 
-/// How a product is made: by matrix instructions, or by the block-scaled kernel in software.
+/// Kernel of a GEMM: matrix instructions, or the block-scaled kernel in software.
 #[derive(Debug, Clone, Copy)]
 enum Kernel {
     Matrix,
@@ -89,7 +89,7 @@ impl Kernel {
     }
 }
 
-/// Tails of every kind: rows, columns, and a contraction that ends inside a stage (128), inside an
+/// Tails of every kind: rows, columns, and K that ends inside a pipeline stage (128), inside an
 /// instruction (64), inside 16 bytes of codes (32) and at each number of blocks.
 const SHAPES: [(usize, usize, usize); 18] = [
     (1, 8, 16),
@@ -125,7 +125,7 @@ fn within_the_bound() {
     }
 }
 
-/// Long contractions, and TE's larger shapes.
+/// Large K, and TransformerEngine's larger shapes.
 #[test]
 fn large_products_are_within_the_bound() {
     let client = gpu!("large_products_are_within_the_bound");
@@ -150,7 +150,7 @@ fn large_products_are_within_the_bound() {
     }
 }
 
-/// In the order of the scalar path, so with its bits: any misplaced code or scale would show.
+/// The scalar path's summation order gives its bits: any misplaced code or scale would show.
 #[test]
 fn block_scaled_fragments_are_where_they_belong() {
     let client = gpu!("block_scaled_fragments_are_where_they_belong");
@@ -165,8 +165,8 @@ fn block_scaled_fragments_are_where_they_belong() {
     }
 }
 
-/// More tiles than processors, and more stages than the ring has: it is filled anew for each tile
-/// of a cube.
+/// More tiles than SMs, and more pipeline stages than the kernel has buffers: these are refilled
+/// for each tile of a cube.
 #[test]
 fn many_tiles_and_stages() {
     let client = gpu!("many_tiles_and_stages");
@@ -181,7 +181,7 @@ fn many_tiles_and_stages() {
     }
 }
 
-/// Row `i` of the left operand picks one element of every row of the right one, exactly, with a
+/// Row `i` of the left operand selects one element of every row of the right one, exactly, with a
 /// block scale that no other block has.
 #[test]
 fn one_hot_rows_pick_elements() {
@@ -233,7 +233,7 @@ fn extreme_scales_zeros_and_nan() {
         assert_bound(&found, &a, &b, &format!("{kernel:?}"));
         assert!(found[2 * n..3 * n].iter().all(|value| *value == 0.0));
         assert!(found.iter().any(|value| *value != 0.0));
-        // One NaN scale each: its row and its column, and nothing else.
+        // One NaN scale each: it affects its row and its column, and nothing else.
         let (mut x, mut y) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
         x.scales[7 * x.blocks + x.blocks - 1] = 0x7f;
         y.scales[11 * y.blocks + 2] = 0x7f;
@@ -251,8 +251,8 @@ fn extreme_scales_zeros_and_nan() {
     }
 }
 
-/// Factors of every kind, bias, accumulation and output types: each from the plain sums by the
-/// roundings that are specified.
+/// Factors of every kind, bias, accumulation and output types: each derived from the plain sums by
+/// the specified roundings.
 #[test]
 fn epilogues() {
     let client = gpu!("epilogues");
@@ -338,7 +338,7 @@ fn epilogues_of<T: DeviceElement>(
     }
 }
 
-/// Found while the block-scaled kernel writes, or by a pass over the output.
+/// Computed while the block-scaled kernel writes, or by a pass over the output.
 #[test]
 fn maximum_of_the_output() {
     let client = gpu!("maximum_of_the_output");
@@ -371,7 +371,7 @@ fn maximum_of_the_output() {
     }
 }
 
-/// Any operand.
+/// Returns a random operand.
 fn random(
     client: &Client,
     format: BlockScaled,
@@ -400,7 +400,7 @@ fn assert_scalar_bits(client: &Client, request: Gemm, format: BlockScaled, what:
     }
 }
 
-/// MXFP8 in any shape: tails of rows, columns and of a stage (64 columns).
+/// MXFP8 in any shape: tails of rows, of columns and of a pipeline stage (64 columns).
 #[test]
 fn mxfp8_has_the_bits_of_the_scalar_kernel() {
     let client = gpu!("mxfp8_has_the_bits_of_the_scalar_kernel");
@@ -425,9 +425,9 @@ fn mxfp8_has_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Groups along the rows, and along the contraction with an amax for each row of each group: empty
-/// ones, groups that begin within a stage, within 16 bytes of codes and within four scales, and
-/// groups at multiples of 64 columns, which are copied in larger pieces.
+/// Groups of rows, and groups along K with an amax per row of each group: empty groups, groups that
+/// begin within a pipeline stage, within 16 bytes of codes and within four scales, and groups at
+/// multiples of 64 columns, which are copied in larger pieces.
 #[test]
 fn groups_have_the_bits_of_the_scalar_kernel() {
     let client = gpu!("groups_have_the_bits_of_the_scalar_kernel");
@@ -469,7 +469,7 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Offsets of groups of these sizes.
+/// Returns the offsets of groups of these sizes.
 fn offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
     let mut offsets = vec![0u32];
     for size in sizes {
@@ -496,7 +496,7 @@ fn repeated_products_are_identical() {
     }
 }
 
-/// Nothing outside the product is written: the memory behind it keeps its contents.
+/// Memory after the output keeps its contents.
 #[test]
 fn memory_behind_the_output_is_untouched() {
     let client = gpu!("memory_behind_the_output_is_untouched");
@@ -538,8 +538,8 @@ fn empty_contractions() {
     }
 }
 
-/// bf16 operands on matrix instructions, in rows of any length and from any address, with either
-/// operand packed or not: the bits of the packed product where both exist.
+/// bf16 operands on matrix instructions, in rows of any length and at any address, with either
+/// operand packed or not: the bits of the packed GEMM if both exist.
 #[test]
 fn bf16_operands() {
     let client = gpu!("bf16_operands");
@@ -578,7 +578,7 @@ fn bf16_operands() {
         assert_floats(&found, &expected, &what);
         assert_floats(&run(&left, &Operand::from(&dense.1)), &expected, &what);
         assert_floats(&run(&Operand::from(&dense.0), &right), &expected, &what);
-        // A view that begins in the middle of a vector.
+        // A view that begins inside a vector.
         let mut padded = vec![bf16::from_f32(100.0)];
         padded.extend(&x);
         let handle = client.create_from_slice(bytemuck::cast_slice(&padded));
@@ -589,7 +589,7 @@ fn bf16_operands() {
             &format!("{what}: view"),
         );
     }
-    // Rows that are no multiple of any vector, of integers, whose sums are exact.
+    // Rows whose length is not a multiple of any vector, with integers, whose sums are exact.
     for (m, n, k) in [(9, 16, 33), (40, 24, 50), (131, 140, 84)] {
         let values = |len: usize, step: usize| -> Vec<bf16> {
             (0..len)
@@ -609,9 +609,8 @@ fn bf16_operands() {
     }
 }
 
-/// Few rows on the path of other devices, which on Hopper is that of rows of `b` that are no
-/// multiple of 8; with scales of all bytes, and as on a device that cannot convert them, bit for
-/// bit.
+/// Small M on the path of other devices, which Hopper uses if the rows of `b` are not a multiple of
+/// 8; with scales of all bytes, and as on a device that cannot convert them, bit for bit.
 #[test]
 fn few_rows_without_a_path_of_their_own() {
     let client = gpu!("few_rows_without_a_path_of_their_own");
@@ -639,7 +638,7 @@ fn few_rows_without_a_path_of_their_own() {
         let (left, right) = (a.device(&client), b.device(&client));
         let found = multiply(&client, Gemm::new(&left, &right).out(FloatKind::F32)).unwrap();
         assert_bound(&read_matrix::<f32>(&client, &found), &a, &b, &what);
-        // NaN, zero and subnormal ones among them.
+        // Includes NaN, zero and subnormal scales.
         for (i, scale) in b.scales.iter_mut().enumerate() {
             *scale = (i % 128) as u8;
         }
@@ -660,7 +659,7 @@ fn few_rows_without_a_path_of_their_own() {
     }
 }
 
-/// Rows in groups through the block-scaled kernel, against the scalar path, bit for bit.
+/// Groups of rows by the block-scaled kernel, compared with the scalar path bit for bit.
 #[test]
 fn block_scaled_rows_in_groups() {
     let client = gpu!("block_scaled_rows_in_groups");
@@ -678,7 +677,7 @@ fn block_scaled_rows_in_groups() {
             for size in &sizes {
                 offsets.push(offsets.last().unwrap() + *size as u32);
             }
-            // Rows behind the last group are not written.
+            // Rows after the last group are not written.
             let m = *offsets.last().unwrap() as usize + 3;
             let (a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
             let (left, right) = (a.device(&client), b.device(&client));
@@ -759,7 +758,7 @@ proptest! {
         }
     }
 
-    /// Any contraction, up to 65536, with few rows and columns.
+    /// Any K up to 65536, with few rows and columns.
     #[test]
     fn random_contractions(m in 1usize..40, n in 1usize..6, blocks in 1usize..4097, seed: u32) {
         let Some(client) = device::client_of_gpu("random_contractions", "cmma") else { return Ok(()) };

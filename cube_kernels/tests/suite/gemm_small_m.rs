@@ -1,4 +1,4 @@
-//! GEMMs of few bf16 rows with a packed `b`, as decoding has them.
+//! GEMMs of few bf16 rows with a packed `b`, as in decoding.
 
 use crate::gemm::check_epilogues_of;
 use crate::support::device::{assert_floats, read_f32, read_matrix, upload};
@@ -14,8 +14,8 @@ use nvfp4_kernels::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Fewer rows of `b` than cubes would take, whole chunks and a tail, long contractions, and rows that
-/// end in half a vector.
+/// Fewer rows of `b` than cubes would use, whole chunks and a tail, large K, and rows that end in
+/// half a vector.
 const SHAPES: [(usize, usize, usize); 17] = [
     (1, 16, 256),
     (1, 3072, 2048),
@@ -37,7 +37,7 @@ const SHAPES: [(usize, usize, usize); 17] = [
     (1, 4096, 14336),
 ];
 
-/// `a` in bf16, without the factor of the tensor.
+/// Returns `a` in bf16, without the global scale.
 fn as_bf16(client: &Client, a: &Packed, m: usize, k: usize) -> Matrix {
     let values: Vec<bf16> = a.decoded().into_iter().map(bf16::from_f32).collect();
     upload(client, &values, m, k)
@@ -52,7 +52,7 @@ fn sums(client: &Client, a: &Matrix, b: &Packed, plan: Option<Plan>) -> Vec<f32>
     read_matrix(client, &found.unwrap())
 }
 
-/// Sums of integers are exact in any order: they have the bits of the scalar kernel.
+/// Sums of integers are exact in any order: they equal the bits of the scalar kernel.
 #[test]
 fn integers_are_exact() {
     let client = gpu!("integers_are_exact");
@@ -70,7 +70,7 @@ fn integers_are_exact() {
     }
 }
 
-/// All codes and scales, against sums in f64; twice the same bits.
+/// All codes and scales, compared with sums in f64; a second run gives the same bits.
 #[test]
 fn random_elements_are_within_the_bound() {
     let client = gpu!("random_elements_are_within_the_bound");
@@ -101,7 +101,7 @@ fn epilogues() {
     }
 }
 
-/// The amax of the output is that of what is written, which many cubes write.
+/// The amax of the output is that of the written values, to which many cubes contribute.
 #[test]
 fn amax_of_the_output() {
     let client = gpu!("amax_of_the_output");

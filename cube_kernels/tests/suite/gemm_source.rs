@@ -1,6 +1,6 @@
-//! What the machine code of the GEMM kernels must hold: the matrix instructions, as many as the
-//! tile needs and no more; no accumulator that waits for another; no register in memory within a
-//! main loop. `registry_source` compiles the kernels and asks here.
+//! Required machine code of the GEMM kernels: exactly as many matrix instructions as the tile
+//! needs, no accumulator that waits for another, and no spilled registers within a main loop.
+//! `registry_source` compiles the kernels and calls this module.
 
 use crate::support::sources::{count, spills};
 use cubecl::prelude::AddressType;
@@ -15,22 +15,22 @@ use nvfp4_kernels::{
     },
 };
 
-/// `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements, in SASS.
+/// SASS of `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements.
 const NVFP4_BLOCK_SCALED: &str = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X";
-/// The same of MXFP8: 16 x 8 x 32.
+/// SASS of the MXFP8 instruction: 16 x 8 x 32.
 const MXFP8_BLOCK_SCALED: &str = "QMMA.SF.16832.F32.E4M3.E4M3.E8";
 
-/// What a CTA takes.
+/// Resources of a CTA.
 #[derive(Clone, Copy)]
 pub struct Resources {
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: usize,
     /// Bytes of shared memory.
     pub shared: usize,
 }
 
-/// Fails when the machine code `sass` of `gemm` for `arch` lacks what it must hold. `name` is for
-/// the messages.
+/// Asserts that the machine code `sass` of `gemm` for `arch` has the required instructions. `name`
+/// is for the messages.
 pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch: &str) {
     let name = &format!("{name} for {arch}");
     println!(
@@ -74,7 +74,7 @@ pub fn check(name: &str, gemm: GemmInstance, takes: Resources, sass: &str, arch:
 }
 
 fn sm90_bf16(name: &str, plan: Sm90Plan, kind: EpilogueKind, sass: &str) {
-    // With every part of the epilogue, the widest tile keeps one register of it in memory.
+    // With all epilogue operations, the widest tile spills one register of the epilogue.
     let most = match kind.accumulate && plan.tile == Sm90Tile::N256 {
         true => 2,
         false => 0,
@@ -85,8 +85,8 @@ fn sm90_bf16(name: &str, plan: Sm90Plan, kind: EpilogueKind, sass: &str) {
 
 fn sm90_stream_k(name: &str, plan: StreamKPlan, sass: &str) {
     bf16_main_loop(name, plan.tile, plan.majors, sass);
-    // A partial tile is written and read 16 bytes at a time, and its counter raised and waited for
-    // across the GPU.
+    // A partial tile is written and read 16 bytes at a time, and its counter is raised and polled
+    // with GPU scope.
     let vectors = plan.tile.n() / 8;
     assert!(count(sass, "STG.E.128") >= vectors, "{name}");
     assert!(count(sass, "LDGSTS.E.BYPASS.128") >= vectors, "{name}");
@@ -97,11 +97,11 @@ fn sm90_stream_k(name: &str, plan: StreamKPlan, sass: &str) {
     );
 }
 
-/// The main loop of the kernels that read bf16.
+/// Checks the main loop of the kernels that read bf16.
 fn bf16_main_loop(name: &str, tile: Sm90Tile, majors: [Major; 2], sass: &str) {
     // Four in the loop, one in the tail.
     assert_eq!(count(sass, "HGMMA"), 5, "{name}");
-    // The operands that the instruction transposes.
+    // Operands that the instruction transposes.
     let mn_major = majors.map(|major| major == Major::Mn);
     for (which, is_transposed) in [(".tnspA", mn_major[0]), (".tnspB", mn_major[1])] {
         let expected = if is_transposed { 5 } else { 0 };
@@ -118,17 +118,17 @@ fn bf16_main_loop(name: &str, tile: Sm90Tile, majors: [Major; 2], sass: &str) {
     assert!(count(sass, "UTMALDG") >= boxes, "{name}");
 }
 
-/// The W4A16 kernels, whose instructions may be so wide.
+/// Checks the W4A16 kernels with instructions of these widths.
 fn sm90_w4a16(name: &str, widths: &[usize], sass: &str) {
     let widths = widths.len();
-    // Two sets of four in a stage: one for each 16 columns of the contraction, or two for each 16
-    // of half as many.
+    // Two sets of four per pipeline stage: one per 16 K columns, or two per 16 for half-width
+    // instructions.
     assert_eq!(count(sass, "HGMMA"), 8 * widths, "{name}");
-    // Never more than the instructions of one set is waited for: the compiler has not serialized
-    // them (it says `gsb0, 0x0` behind each, then).
+    // No wait is for more than the instructions of one set: the compiler has not serialized them
+    // (it would emit `gsb0, 0x0` after each one).
     let waits = sass.matches("WARPGROUP.DEPBAR.LE gsb0, 0x0").count();
     assert_eq!(waits, widths, "{name} is serialized");
-    // A main loop is what lies between the first instruction of a width and the last.
+    // A main loop is the code between the first and the last instruction of a width.
     let lines: Vec<&str> = sass.lines().collect();
     let wgmma: Vec<usize> = (0..lines.len())
         .filter(|&line| lines[line].contains("HGMMA"))
@@ -139,12 +139,12 @@ fn sm90_w4a16(name: &str, widths: &[usize], sass: &str) {
     }
 }
 
-/// Registers and shared memory of a CTA on sm_90 and sm_100.
+/// Registers, and shared memory, of a CTA on sm_90 and sm_100.
 const REGISTERS: usize = 65536;
 const SHARED: usize = 227 << 10;
-/// Registers that the kernel for `tcgen05` takes at most, of the instances of the registry: with
-/// operands as they are, and exchanged, whose epilogue exchanges sums among lanes. The accumulators
-/// are in tensor memory and a CTA is alone on its SM, so that neither limits anything.
+/// Largest number of registers of the `tcgen05` kernel over the instances of the registry: with
+/// normal operands, and with exchanged ones, whose epilogue shuffles sums among lanes. The
+/// accumulators are in tensor memory and a CTA is alone on its SM, so registers limit neither.
 const SM100_REGISTERS: usize = 56;
 const SM100_SWAPPED_REGISTERS: usize = 80;
 
@@ -179,10 +179,10 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
     for other in ["HMMA", "OMMA", "QMMA", "HGMMA"] {
         assert_eq!(found(other), 0, "{name}: {other}");
     }
-    // Codes of both operands, and the scales of one and one or two times 128 rows, for each time
-    // that the compiler has unrolled the loop.
+    // Codes of both operands, and the scales of one and of one or two times 128 rows, for each
+    // unrolled iteration of the loop.
     let (boxes, tiles) = (found("UTMALDG"), 1 + plan.b_tiles());
-    // Two CTAs read scales in boxes too.
+    // Two CTAs also load scales as TMA boxes.
     let (of_stage, copies) = match plan.ctas() {
         1 => (2, tiles),
         _ => (2 + tiles, 0),
@@ -193,8 +193,8 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
     );
     assert_eq!(found("UBLKCP"), boxes / of_stage * copies, "{name}");
     let (multiply, copies, commits) = match plan.core {
-        // Of each K tile: four multiplications; copies for each 128 rows, in NVFP4 for each of the
-        // four and in MXFP8 for all of them; and a commit. One commit more for each tile of the
+        // Per K tile: four multiplications; scale copies per 128 rows, in NVFP4 for each of the
+        // four and in MXFP8 once for all of them; and a commit. One further commit per tile of the
         // output.
         TensorCore::Instruction => (4, plan.atoms() * tiles, 2),
         TensorCore::Software(_) => (0, 0, 0),
@@ -209,7 +209,7 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
         assert_eq!(found(opcode), expected, "{name}: {opcode}");
     }
     if plan.ctas() == 2 && plan.core == TensorCore::Instruction {
-        // Each of them is that of two CTAs, and a commit arrives in both.
+        // All of them are the two-CTA form, and a commit arrives in both.
         let all = |opcode, of_two: &str| {
             let lines = sass.lines().filter(|line| line.contains(of_two));
             assert_eq!(lines.count(), found(opcode), "{name}: {opcode}, {of_two}");
@@ -219,8 +219,8 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
         all("UTCCP", "UTCCP.T.S.2CTA");
         all("UTCBAR", "UTCBAR.2CTA.MULTICAST");
         all("UTMALDG", "UTMALDG.2D.2CTA");
-        // Nothing but the barriers of the cluster waits for the memory of other SMs, or empties the
-        // L1 cache.
+        // Only the barriers of the cluster wait for the memory of other SMs or invalidate the L1
+        // cache.
         assert!(
             found("UCGABAR_ARV") > 0,
             "{name}: no barrier of the cluster"
@@ -228,8 +228,8 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
         assert_eq!(found("MEMBAR.ALL.GPU"), found("UCGABAR_ARV"), "{name}");
         assert_eq!(found("CCTL.IVALL"), found("UCGABAR_WAIT"), "{name}");
     }
-    // Around instructions of one thread whose choice ptxas does not understand it makes loops,
-    // which elect one thread after another.
+    // If ptxas does not recognize that one thread is elected for an instruction, it generates loops
+    // that elect one thread after another.
     assert_eq!(sass.matches("BRA.U.ANY").count(), 0, "{name}: a loop");
     if plan.core == TensorCore::Instruction {
         assert!(found("LDTM.x16") > 0, "{name}: LDTM");
@@ -251,7 +251,7 @@ fn sm100_block_scaled(name: &str, plan: Sm100Plan, takes: Resources, sass: &str)
     }
 }
 
-/// One multiplication at most, behind the copies of its scales, without loops that elect threads.
+/// Checks for at most one multiplication, after the copies of its scales, without electing loops.
 fn sm100_probe(name: &str, copies: usize, multiplies: Option<BlockScaled>, sass: &str) {
     let commits = usize::from(copies > 0);
     for (opcode, expected) in [
@@ -290,19 +290,19 @@ fn sm120_block_scaled(name: &str, plan: Sm120Plan, sass: &str) {
     if plan.tile.multiply == Multiply::Software {
         return assert_eq!(found, 0, "{name}");
     }
-    // Two instructions along the contraction of a stage, for each strip and each of eight columns;
-    // the compiler may have unrolled the loop over stages.
+    // Two instructions per pipeline stage along K, for each strip and each eight columns; the
+    // compiler may have unrolled the loop over stages.
     let strips = plan.tile.strips;
     let stage = 2 * strips * 8;
     let stages = found / stage;
     assert!(stages > 0 && found == stages * stage, "{name}: {found}");
-    // Fragments of two columns of `b`, and of one strip of `a`, by one load each.
+    // Fragments of two columns of `b`, and of one strip of `a`, with one load each.
     let loads = stages * 2 * (4 + strips);
     assert_eq!(count(sass, "LDSM.16.M88.4"), loads, "{name}");
 }
 
 fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
-    // Two instructions for each word, strip and group of columns, and four words.
+    // Two instructions per word, strip and group of columns, and four words.
     let step = 8 * shape.ahead * shape.strips * shape.columns;
     let found = count(sass, "HMMA");
     match arch {
@@ -313,8 +313,8 @@ fn small_m(name: &str, shape: SmallMShape, sass: &str, arch: &str) {
 }
 
 fn cmma(name: &str, plan: CmmaPlan, address: AddressType, sass: &str, arch: &str) {
-    // For matrices of more than 2^31 elements: one register, stored and loaded once; before sm_90 up
-    // to three of a tile.
+    // For matrices of more than 2^31 elements: one register, stored and loaded once; before sm_90
+    // up to three per tile.
     let most = match (address, arch) {
         (AddressType::U64, "sm_100a" | "sm_103a") => 2,
         (AddressType::U64, "sm_80" | "sm_86" | "sm_89") => 7,

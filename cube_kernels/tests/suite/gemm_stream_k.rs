@@ -1,5 +1,5 @@
-//! Products whose tiles are shared out along the contraction, on Hopper: bit for bit as whole tiles
-//! where sums are exact, and within the bound of sums in f32 where they are not.
+//! Stream-K GEMMs on Hopper, whose tiles are split along K: bit for bit equal to whole tiles if
+//! sums are exact, otherwise within the bound of f32 sums.
 
 use crate::support::device::upload;
 use crate::support::gemm::multiply;
@@ -13,13 +13,13 @@ use nvfp4_kernels::{
     tensor::{FloatKind, Matrix},
 };
 
-/// The bytes of a matrix.
+/// Returns the bytes of a matrix.
 fn bytes(client: &Client, matrix: &Matrix) -> Vec<u8> {
     let bytes = client.read_one(matrix.handle.clone()).unwrap();
     bytes[..matrix.len() * matrix.dtype.size()].to_vec()
 }
 
-/// `rows` x `k` whole numbers from -3 to 3, in rows and in columns.
+/// Returns `rows` x `k` integers from -3 to 3, K-major and MN-major.
 fn whole_numbers(client: &Client, rows: usize, k: usize, seed: u32) -> [Matrix; 2] {
     let mut random = Generator::new(seed);
     let x: Vec<bf16> = (0..rows * k)
@@ -32,8 +32,8 @@ fn whole_numbers(client: &Client, rows: usize, k: usize, seed: u32) -> [Matrix; 
     ]
 }
 
-/// Shapes with one shared tile and with many, with and without whole waves before them, with one
-/// slice and with several, with tails everywhere.
+/// Shapes with one split tile and with many, with and without whole waves before them, with one
+/// slice and with several, with tails in all dimensions.
 const SHAPES: [(usize, usize, usize); 9] = [
     (64, 64, 128),
     (1, 8, 4096),
@@ -46,7 +46,7 @@ const SHAPES: [(usize, usize, usize); 9] = [
     (1544, 3000, 200),
 ];
 
-/// Shared tiles of one width have the bits of whole ones, for each layout of the operands.
+/// Split tiles of one width give the bits of whole ones, for each layout of the operands.
 fn shared_equal_whole(client: &Client, tile: Sm90Tile) {
     let mut compared = 0;
     for (m, n, k) in SHAPES {
@@ -84,7 +84,7 @@ fn shared_equal_whole(client: &Client, tile: Sm90Tile) {
     assert!(compared >= 16, "{compared}");
 }
 
-/// A test for each width: most of the time goes by in compiling kernels.
+/// Defines a test per width, because compiling kernels takes most of the time.
 macro_rules! widths {
     ($($test:ident: $tile:ident),*) => {$(
         #[test]
@@ -102,8 +102,7 @@ widths!(
     shared_tiles_of_256_have_the_bits_of_whole_ones: N256
 );
 
-/// The whole epilogue, again and again: the order of the sums is that of the contraction, whoever
-/// is done first.
+/// The whole epilogue, repeatedly: sums are in K order, independent of which slice finishes first.
 #[test]
 fn shared_tiles_with_epilogues_are_deterministic() {
     let client = hopper!("shared_tiles_with_epilogues_are_deterministic");

@@ -1,9 +1,9 @@
-//! The NVFP4 kernel of data-center Blackwell with its tensor core in software, on a Hopper GPU
-//! (`NVFP4_TEST_DEVICE=cuda`): TMA, barriers, the ring of stages, the schedule and the epilogue are
-//! those of the kernel, and the model adds in the order of the scalar path. So the two have the
-//! same bits, unless something is read before it is there or from where it does not lie.
+//! The NVFP4 kernel of data center Blackwell with its tensor core in software, on a Hopper GPU
+//! (`NVFP4_TEST_DEVICE=cuda`). TMA, barriers, pipeline stages, the schedule and the epilogue are
+//! those of the kernel, and the model uses the summation order of the scalar path. The two give the
+//! same bits, unless data is read too early or from the wrong address.
 //!
-//! Seeds delay TMA and the model; odd ones let scale copies overtake instructions, as the PTX ISA
+//! Seeds delay TMA and the model; with odd seeds scale copies overtake instructions, as the PTX ISA
 //! permits.
 
 use std::cell::Cell;
@@ -30,12 +30,12 @@ use nvfp4_kernels::{
     tensor::{FloatKind, Matrix},
 };
 
-/// The kernel in software on one CTA, with `fault` and `seed`.
+/// Returns the kernel in software on one CTA, with `fault` and `seed`.
 fn software(fault: Fault, seed: u32) -> Plan {
     in_form(Sm100Form::OneCta, fault, seed)
 }
 
-/// The same in `form`.
+/// Returns the kernel in software in `form`.
 fn in_form(form: Sm100Form, fault: Fault, seed: u32) -> Plan {
     Plan::Tcgen05(Sm100Tile {
         core: TensorCore::Software(fault),
@@ -44,7 +44,7 @@ fn in_form(form: Sm100Form, fault: Fault, seed: u32) -> Plan {
     })
 }
 
-/// The plain sums of `plan`.
+/// Returns the plain sums of `plan`.
 fn sums(client: &Client, a: &Packed, b: &Packed, plan: Plan) -> Result<Vec<f32>, Nvfp4Error> {
     let (a, b) = (a.device(client), b.device(client));
     let request = Gemm::new(&a, &b).out(FloatKind::F32);
@@ -52,7 +52,7 @@ fn sums(client: &Client, a: &Packed, b: &Packed, plan: Plan) -> Result<Vec<f32>,
     Ok(read_matrix(client, &found))
 }
 
-/// The plain sums of the scalar kernel.
+/// Returns the plain sums of the scalar kernel.
 fn expected(client: &Client, a: &Packed, b: &Packed) -> Vec<f32> {
     let (a, b) = (a.device(client), b.device(client));
     let request = Gemm::new(&a, &b).out(FloatKind::F32);
@@ -60,8 +60,8 @@ fn expected(client: &Client, a: &Packed, b: &Packed) -> Vec<f32> {
     read_matrix(client, &found)
 }
 
-/// Tails of every kind: rows, columns within a tile of 256 and of 128, and a contraction that ends
-/// within an instruction, within a stage, and behind several turns of the ring.
+/// Tails of every kind: rows, columns within a tile of 256 and of 128, and K that ends within an
+/// instruction, within a pipeline stage, and after the stages have wrapped around several times.
 const SHAPES: [(usize, usize, usize); 12] = [
     (1, 8, 32),
     (128, 256, 64),
@@ -92,8 +92,8 @@ fn dense_has_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// More tiles than SMs, and more stages than the ring has: accumulators, barriers and the ring are
-/// used again for each tile of a CTA.
+/// More tiles than SMs, and more pipeline stages than buffers: accumulators, barriers and buffers
+/// are reused for each tile of a CTA.
 #[test]
 fn many_tiles_and_stages() {
     let client = hopper!("gemm_tcgen05::many_tiles_and_stages");
@@ -109,8 +109,8 @@ fn many_tiles_and_stages() {
     }
 }
 
-/// One NaN scale each makes NaN of its row and its column, and of nothing else: no padding and no
-/// foreign row gets into a sum.
+/// One NaN scale per operand makes its row and its column NaN, and nothing else: no padding and no
+/// other row enters a sum.
 #[test]
 fn nan_scales_stay_in_their_row_and_column() {
     let client = hopper!("gemm_tcgen05::nan_scales_stay_in_their_row_and_column");
@@ -129,8 +129,8 @@ fn nan_scales_stay_in_their_row_and_column() {
     }
 }
 
-/// Factors for each row and column, bias, accumulation and output types, dense and in groups: each
-/// from the plain sums by the roundings that are specified.
+/// Factors per row and column, bias, accumulation and output types, dense and grouped: each derived
+/// from the plain sums by the specified roundings.
 #[test]
 fn epilogues() {
     let client = hopper!("gemm_tcgen05::epilogues");
@@ -163,7 +163,7 @@ fn epilogues() {
     }
 }
 
-/// Offsets of groups of `sizes` rows.
+/// Returns the offsets of groups of `sizes` rows.
 fn offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
     let mut offsets = vec![0u32];
     for size in sizes {
@@ -175,8 +175,8 @@ fn offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
     }
 }
 
-/// Rows in groups, empty ones among them: against the scalar kernel, bit for bit. Rows behind the
-/// last group keep what they held.
+/// Groups of rows, including empty ones, compared with the scalar kernel bit for bit. Rows after
+/// the last group keep their contents.
 #[test]
 fn groups_have_the_bits_of_the_scalar_kernel() {
     let client = hopper!("gemm_tcgen05::groups_have_the_bits_of_the_scalar_kernel");
@@ -211,13 +211,13 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Groups along K, empty ones and tails among them, and a contraction that ends within an
-/// instruction: against the scalar kernel, bit for bit, with factors and accumulation.
+/// Groups along K, including empty ones and tails, and K that ends within an instruction: compared
+/// with the scalar kernel bit for bit, with factors and accumulation.
 #[test]
 fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
     let client = hopper!("gemm_tcgen05::groups_along_k_have_the_bits_of_the_scalar_kernel");
     let many: Vec<usize> = (0..40).map(|i| 64 * (i % 5)).collect();
-    // Multiples of 64 are read as they are, others are moved.
+    // Multiples of 64 are read in place, others are moved.
     for (sizes, alignment) in [
         (vec![64, 0, 320, 128], 64),
         (vec![0, 0], 64),
@@ -254,7 +254,7 @@ fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Found while the kernel writes, of the whole output and of each group.
+/// Computed while the kernel writes, for the whole output and for each group.
 #[test]
 fn amax_of_the_output() {
     let client = hopper!("gemm_tcgen05::amax_of_the_output");
@@ -289,7 +289,7 @@ fn amax_of_the_output() {
     }
 }
 
-/// Nothing behind the output is written.
+/// Memory after the output is not written.
 #[test]
 fn memory_behind_the_output_is_untouched() {
     let client = hopper!("gemm_tcgen05::memory_behind_the_output_is_untouched");
@@ -310,18 +310,18 @@ fn memory_behind_the_output_is_untouched() {
     }
 }
 
-/// What a fault leads to.
+/// Expected effect of a fault.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Caught {
-    /// Other bits than the scalar kernel's.
+    /// Bits that differ from the scalar kernel's.
     Wrong,
-    /// An error that names what is wrong.
+    /// An error that names the violation.
     Violation(&'static str),
 }
 
-/// Each fault of operands as they are is noticed: in the bits of the result, or because a command
-/// is not what the PTX ISA asks for. The contraction takes more stages than the ring has, so that
-/// one that is released too early is filled again.
+/// Each fault with normal operands is detected: by the bits of the result, or because a command
+/// violates the PTX ISA. K takes more pipeline stages than there are buffers, so that a buffer that
+/// is released too early is refilled.
 pub fn check_faults(client: &Client, form: Sm100Form) {
     let (m, n, k) = (128 * form.ctas(), 256, 2560);
     let (a, b) = (Packed::random(m, k, 5), Packed::random(n, k, 6));
@@ -337,7 +337,7 @@ pub fn check_faults(client: &Client, form: Sm100Form) {
         (Fault::EarlyStageReuse, 0, Caught::Wrong),
         (Fault::WrongSwizzle, 0, Caught::Wrong),
         (Fault::WrongScaleColumn, 0, Caught::Wrong),
-        // Only where a copy overtakes an instruction.
+        // Only if a copy overtakes an instruction.
         (Fault::SharedScaleColumns, 1, Caught::Wrong),
         (
             Fault::WrongInstructionDescriptor,
@@ -369,7 +369,7 @@ pub fn check_faults(client: &Client, form: Sm100Form) {
             (Caught::Violation(what), Err(error)) => {
                 assert!(error.to_string().contains(what), "{fault:?}: {error}");
             }
-            // A wrong column may leave tensor memory too.
+            // A wrong column may also be outside tensor memory.
             (Caught::Wrong, Err(error)) => {
                 assert!(
                     error.to_string().contains("tensor-memory"),
@@ -379,8 +379,7 @@ pub fn check_faults(client: &Client, form: Sm100Form) {
             (Caught::Violation(what), Ok(_)) => panic!("{fault:?}: no violation of {what}"),
         }
     }
-    // In the order in which they were issued, copies to shared columns do no harm: it is the other
-    // order that finds them.
+    // In issue order, copies to shared columns are harmless: only the other order detects them.
     let in_order = in_form(form, Fault::SharedScaleColumns, 0);
     let found = sums(client, &a, &b, in_order).unwrap();
     assert_floats(&found, &expected, "shared columns in order");
@@ -392,8 +391,8 @@ fn injected_faults_are_caught() {
     check_faults(&client, Sm100Form::OneCta);
 }
 
-/// Data-center Blackwell: grouped and per-token GEMMs take the kernel unasked, if its self-check
-/// passes; dense ones are cuBLASLt's, and ask for no check.
+/// Data center Blackwell: grouped and per-token GEMMs choose the kernel by default, if its
+/// self-check passes; dense ones use cuBLASLt, without a check.
 #[test]
 fn the_self_check_decides() {
     let blackwell = Capabilities {
@@ -431,10 +430,11 @@ fn the_self_check_decides() {
         assert_eq!(*kernel, "sm100_block_scaled");
         assert!(refusal.to_string().contains("row 3"), "{refusal}");
     }
-    // Where the check passes the plan asks again, which a device answers from memory; where that of
-    // two CTAs does not, one CTA is checked.
+    // If the check passes, the plan asks again, which a device answers from its cache; if the
+    // two-CTA check fails, one CTA is checked.
     assert_eq!(checks.get(), 11);
-    // What the kernel does not take, what cuBLASLt takes, and what was asked for is not checked.
+    // Problems that the kernel does not support, cuBLASLt's problems, and explicit requests are not
+    // checked.
     let narrow = Problem::new([OperandLayout::Packed; 2], (4096, 4100, 4096));
     let narrow = narrow.grouped(GroupedDim::K, 8);
     assert_eq!(chosen(narrow, Ok(())).backend, GemmBackend::Cmma);
@@ -448,7 +448,8 @@ fn the_self_check_decides() {
     assert_eq!(checks.get(), 11);
 }
 
-/// A device that lacks the instructions says so, and the kernel says what it does not take.
+/// A device that lacks the instructions returns an error, and the kernel names unsupported
+/// problems.
 #[test]
 fn errors_name_what_is_missing() {
     let client = client!("gemm_tcgen05::errors_name_what_is_missing");

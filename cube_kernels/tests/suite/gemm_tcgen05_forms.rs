@@ -1,7 +1,7 @@
-//! The kernel for `tcgen05` in MXFP8, on two CTAs and with exchanged operands, with its tensor core
-//! in software, on a Hopper GPU (`NVFP4_TEST_DEVICE=cuda`): against the scalar kernel, bit for bit,
-//! which multiplies MXFP8 operands dequantized to bf16. Products are exact, and the order of sums
-//! is the same.
+//! The `tcgen05` kernel in MXFP8, on two CTAs and with exchanged operands, with its tensor core in
+//! software, on a Hopper GPU (`NVFP4_TEST_DEVICE=cuda`). Compared bit for bit with the scalar
+//! kernel, which multiplies MXFP8 operands dequantized to bf16: products are exact, and the
+//! summation order is the same.
 
 use crate::gemm_tcgen05::check_faults;
 use crate::support::{
@@ -28,7 +28,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
-/// What the module `gemm_tcgen05` does not test: formats and forms.
+/// Formats and forms that the module `gemm_tcgen05` does not test.
 const FORMS: [(BlockScaled, Sm100Form); 5] = [
     (BlockScaled::Mxfp8, Sm100Form::OneCta),
     (BlockScaled::Nvfp4, Sm100Form::TwoCta),
@@ -37,7 +37,7 @@ const FORMS: [(BlockScaled, Sm100Form); 5] = [
     (BlockScaled::Mxfp8, Sm100Form::SwapAb),
 ];
 
-/// The kernel in software, with `fault` and `seed`.
+/// Returns the kernel in software, with `fault` and `seed`.
 fn software((format, form): (BlockScaled, Sm100Form), fault: Fault, seed: u32) -> Plan {
     Plan::Tcgen05(Sm100Tile {
         format,
@@ -47,7 +47,7 @@ fn software((format, form): (BlockScaled, Sm100Form), fault: Fault, seed: u32) -
     })
 }
 
-/// Any operand.
+/// Returns a random operand.
 fn random(
     client: &Client,
     format: BlockScaled,
@@ -60,7 +60,7 @@ fn random(
     }
 }
 
-/// Offsets of groups of `sizes` rows or columns.
+/// Returns the offsets of groups of `sizes` rows or columns.
 fn offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
     let mut offsets = vec![0u32];
     for size in sizes {
@@ -72,7 +72,7 @@ fn offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
     }
 }
 
-/// The plain sums of the scalar kernel, and those of the kernel with `plan`.
+/// Returns the plain sums of the scalar kernel, and those of the kernel with `plan`.
 fn both(
     client: &Client,
     [a, b]: [&DeviceQuantized; 2],
@@ -87,8 +87,8 @@ fn both(
     )
 }
 
-/// Tails of every kind: rows and columns within a tile of scales and of the output, and a
-/// contraction that ends within a stage and behind several turns of either ring.
+/// Tails of every kind: rows and columns within a tile of scales and of the output, and K that ends
+/// within a pipeline stage and after the stages of either kind have wrapped around several times.
 #[test]
 fn dense_has_the_bits_of_the_scalar_kernel() {
     let client = hopper!("gemm_tcgen05_forms::dense_has_the_bits_of_the_scalar_kernel");
@@ -124,7 +124,7 @@ fn dense_has_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// More tiles than SMs, and more stages than the ring has.
+/// More tiles than SMs, and more pipeline stages than buffers.
 #[test]
 fn many_tiles_and_stages() {
     let client = hopper!("gemm_tcgen05_forms::many_tiles_and_stages");
@@ -144,7 +144,7 @@ fn many_tiles_and_stages() {
     }
 }
 
-/// Rows in groups, empty ones among them. Rows behind the last group keep what they held.
+/// Groups of rows, including empty ones. Rows after the last group keep their contents.
 #[test]
 fn groups_have_the_bits_of_the_scalar_kernel() {
     let client = hopper!("gemm_tcgen05_forms::groups_have_the_bits_of_the_scalar_kernel");
@@ -184,8 +184,8 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Groups along K, those of MXFP8 at any multiple of 32, within a stage too, where they are read as
-/// they are; those of NVFP4 are moved.
+/// Groups along K. Those of MXFP8 are at any multiple of 32, also within a pipeline stage, and are
+/// read in place; those of NVFP4 are moved.
 #[test]
 fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
     let client = hopper!("gemm_tcgen05_forms::groups_along_k_have_the_bits_of_the_scalar_kernel");
@@ -220,8 +220,8 @@ fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
     }
 }
 
-/// Factors for each row and column, bias, accumulation and output types, dense and in groups: each
-/// from the plain sums by the roundings that are specified.
+/// Factors per row and column, bias, accumulation and output types, dense and grouped: each derived
+/// from the plain sums by the specified roundings.
 #[test]
 fn epilogues() {
     let client = hopper!("gemm_tcgen05_forms::epilogues");
@@ -257,7 +257,7 @@ fn epilogues() {
     }
 }
 
-/// Found while the kernel writes, of the whole output and of each group.
+/// Computed while the kernel writes, for the whole output and for each group.
 #[test]
 fn amax_of_the_output() {
     let client = hopper!("gemm_tcgen05_forms::amax_of_the_output");
@@ -294,7 +294,7 @@ fn amax_of_the_output() {
     }
 }
 
-/// Nothing behind the output is written.
+/// Memory after the output is not written.
 #[test]
 fn memory_behind_the_output_is_untouched() {
     let client = hopper!("gemm_tcgen05_forms::memory_behind_the_output_is_untouched");
@@ -317,7 +317,7 @@ fn memory_behind_the_output_is_untouched() {
     }
 }
 
-/// One NaN scale each makes NaN of its row and its column, and of nothing else.
+/// One NaN scale per operand makes its row and its column NaN, and nothing else.
 #[test]
 fn nan_scales_stay_in_their_row_and_column() {
     let client = hopper!("gemm_tcgen05_forms::nan_scales_stay_in_their_row_and_column");
@@ -346,8 +346,8 @@ fn nan_scales_stay_in_their_row_and_column() {
     }
 }
 
-/// The second CTA has rows of its own, which other forms' tiles of the same problem do not: a GEMM
-/// of it alone, of both, and of both with a tail in either.
+/// The second CTA has separate rows, unlike the tiles of other forms for the same problem: a GEMM
+/// of only that CTA, of both, and of both with a tail in either.
 #[test]
 fn both_ctas_write_their_rows() {
     let client = hopper!("gemm_tcgen05_forms::both_ctas_write_their_rows");
@@ -368,16 +368,16 @@ fn both_ctas_write_their_rows() {
     }
 }
 
-/// The faults of one CTA are noticed in two of them too, and so are those of two alone: stages that
-/// are not waited for, the other half of `b`, the scales of one half of it.
+/// The faults of one CTA are detected with two CTAs, too, and so are those specific to two: stages
+/// that are not waited for, the other half of `b`, the scales of one half of it.
 #[test]
 fn injected_faults_of_two_ctas_are_caught() {
     let client = hopper!("gemm_tcgen05_forms::injected_faults_of_two_ctas_are_caught");
     check_faults(&client, Sm100Form::TwoCta);
 }
 
-/// What is particular to the forms is noticed when it is wrong: the place of a scale in its word in
-/// MXFP8, and the scales of rows in the second half of their 128.
+/// Faults specific to the forms are detected: the position of a scale in its word in MXFP8, and the
+/// scales of rows in the second half of their 128.
 #[test]
 fn injected_faults_are_caught() {
     let client = hopper!("gemm_tcgen05_forms::injected_faults_are_caught");
@@ -398,8 +398,8 @@ fn injected_faults_are_caught() {
     }
 }
 
-/// Any device multiplies MXFP8 operands, dense and in groups, with scales in rows or, dense, in
-/// tiles: dequantized to bf16 where there are no instructions for them.
+/// Any device multiplies MXFP8 operands, dense and grouped, with row-major scales or, if dense,
+/// with tiled ones: they are dequantized to bf16 if there are no instructions for them.
 #[test]
 fn any_device_takes_mxfp8() {
     let client = client!("gemm_tcgen05_forms::any_device_takes_mxfp8");
@@ -440,7 +440,7 @@ fn any_device_takes_mxfp8() {
     assert_floats(&found, &of_groups, "K groups");
 }
 
-/// Formats that no kernel multiplies, and plans of another format, are errors that say so.
+/// Formats that no kernel multiplies, and plans of another format, are errors that name the format.
 #[test]
 fn errors_name_the_format() {
     let client = client!("gemm_tcgen05_forms::errors_name_the_format");
@@ -452,7 +452,7 @@ fn errors_name_the_format() {
     let error = error.to_string();
     assert!(error.contains("`b`") && error.contains("Mxfp4"), "{error}");
     let nvfp4 = Packed::random(32, 64, 1).device(&client);
-    // One operand in each format is what bf16 operands are, and no block-scaled GEMM.
+    // Operands of two formats are treated like bf16 operands, which is not a block-scaled GEMM.
     let request = Gemm::new(&nvfp4, Operand::from(&mxfp8));
     let error = multiply(&client, request.backend(GemmBackend::Sm100Tcgen05)).unwrap_err();
     assert!(error.to_string().contains("Sm100Tcgen05"), "{error}");

@@ -1,4 +1,5 @@
-//! Every byte of TransformerEngine's reference quantizer, except the sign of exact zeros.
+//! Compares with every byte of TransformerEngine's reference quantizer, except the sign of exact
+//! zeros.
 
 use std::{cell::RefCell, collections::BTreeSet};
 
@@ -18,7 +19,7 @@ struct Case<'a> {
     x: Vec<bf16>,
     rows: usize,
     cols: usize,
-    /// What was asked for, without the name.
+    /// Keys that were read, without the name.
     read: RefCell<BTreeSet<String>>,
 }
 
@@ -39,7 +40,7 @@ impl Case<'_> {
             .collect()
     }
 
-    /// Compares maxima, codes and scales; the reference drops the sign of zeros.
+    /// Compares amax, codes and scales; the reference drops the sign of zeros.
     fn check(&self, mode: &str, side: &str, packed: &QuantizedTensor) {
         let what = format!("{}.{mode}.{side}", self.name);
         let ours = packed.amax().values();
@@ -64,7 +65,7 @@ impl Case<'_> {
     }
 }
 
-/// What the file holds of each input.
+/// Modes in the file for each input.
 const MODES: [&str; 8] = [
     "1x16",
     "16x16",
@@ -76,8 +77,8 @@ const MODES: [&str; 8] = [
     "4over6_mse_16x16",
 ];
 
-/// Runs `check` on every input, which must read all that the file holds of `modes`; the inputs are
-/// the twelve that the file is known to hold.
+/// Runs `check` on every input; together the calls must read everything that the file has for
+/// `modes`. The inputs are the twelve that the file is known to contain.
 fn for_each_case(modes: &[&str], check: impl Fn(&Case)) {
     let file = SafeTensors::deserialize(DATA).unwrap();
     let mut seen = 0;
@@ -189,8 +190,8 @@ fn four_over_six() {
             let row = reference::quantize(&case.x, rows, cols, Usage::Rowwise, &amax, &policy, 0);
             case.check(&mode, "row", &row.unwrap());
 
-            // Of tiles the file holds the row-wise copy; the other is its transpose, which the
-            // oracle's own tests check.
+            // For tiles the file contains the rowwise tensor; the other one is its transpose, which
+            // the oracle's tests check.
             let mode = format!("4over6_{name}_16x16");
             let amax = tensor_amax(case);
             let (row, _) = tiles_of(case, &amax, scaling);

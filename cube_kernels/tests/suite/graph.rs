@@ -1,5 +1,5 @@
-//! Quantization and products in captured CUDA graphs. Alone in its process, one test at a time:
-//! while a graph is being captured, reads of other tests would be refused and would spoil it.
+//! Quantization and GEMMs in captured CUDA graphs. Runs in a separate process, one test at a time:
+//! while a graph is being captured, reads by other tests would be refused and would invalidate it.
 
 use crate::attention::decode_launches::Repeated;
 use crate::support::device::{assert_floats, read_f32s, read_matrix, upload_bytes};
@@ -31,16 +31,16 @@ use nvfp4_kernels::{
 use nvfp4_test_support::Skip;
 use std::sync::{Mutex, MutexGuard};
 
-/// Held by the test that runs.
+/// Held by the running test.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The client of the GPU and the lock of the test that runs, or `None` (after saying so) without
-/// one.
+/// Returns the client of the GPU and the lock of the running test, or `None`, with a message,
+/// without a GPU.
 fn alone(test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
     alone_in("graph", test)
 }
 
-/// The same, for a test of `module`.
+/// Like [`alone`], for a test of `module`.
 pub(crate) fn alone_in(module: &str, test: &str) -> Option<(Client, MutexGuard<'static, ()>)> {
     if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
         Skip::NoGpu.print(test, "only CUDA captures graphs");
@@ -65,14 +65,14 @@ fn upload(client: &Client, x: &[bf16]) -> Matrix {
     Matrix::new(handle, SHAPE.0, SHAPE.1, FloatKind::Bf16).unwrap()
 }
 
-/// A random offset in device memory.
+/// Returns a random offset in device memory.
 fn offset(client: &Client, value: u64) -> Handle {
     client.create_from_slice(&value.to_le_bytes())
 }
 
-/// What `run` makes at offsets 1, 2 and 3: replays of a graph that advances its offset draw fresh
-/// bits, those of ordinary calls at the same offsets. `run` gives the memory that it wrote, and how
-/// much of it.
+/// Returns the outputs of `run` at offsets 1, 2 and 3: replays of a graph that advances its offset
+/// draw fresh bits, equal to those of ordinary calls at the same offsets. `run` returns the memory
+/// that it wrote, and the number of bytes.
 fn replay(client: &Client, run: impl Fn(&Handle) -> Vec<(Handle, usize)>) -> Vec<Vec<Vec<u8>>> {
     let read = |results: &[(Handle, usize)]| -> Vec<Vec<u8>> {
         let bytes = |(handle, len): &(Handle, usize)| {
@@ -91,7 +91,7 @@ fn replay(client: &Client, run: impl Fn(&Handle) -> Vec<(Handle, usize)>) -> Vec
     client.start_capture().unwrap();
     let results = captured();
     let graph = client.stop_capture().unwrap();
-    // The warm-up used offset 0; what a capture records does not run.
+    // The warm-up used offset 0; a captured run does not execute.
     let replayed: Vec<_> = (1..4)
         .map(|_| {
             // SAFETY: every buffer of the graph is alive, and nothing else runs on this stream.
@@ -115,18 +115,18 @@ fn written(packed: &DeviceQuantized) -> Vec<(Handle, usize)> {
     ]
 }
 
-/// How copies round, with a part of their offset in device memory.
+/// Returns parameters with part of the random offset in device memory.
 fn at(offset: &Handle) -> DeviceNvfp4Params {
     DeviceNvfp4Params::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
 }
 
-/// The policy of copies at offset `value`, for the oracle.
+/// Returns the policy at offset `value`, for the oracle.
 fn policy_at(value: u64) -> Nvfp4Params {
     let stream = RandomStream::new(1, 2, STREAM.offset + value);
     Nvfp4Params::new(Rounding::Stochastic(stream))
 }
 
-/// Both copies with a given amax, which are the oracle's, too.
+/// Both quantized tensors with a given amax, also compared with the oracle.
 #[test]
 fn graph_replays_draw_fresh_bits() {
     let Some((client, _guard)) = alone("graph_replays_draw_fresh_bits") else {
@@ -163,7 +163,7 @@ fn graph_replays_draw_fresh_bits() {
     }
 }
 
-/// Copies with an amax for each row and column, in one read and in two.
+/// Quantized tensors with an amax per row and column, in one read and in two.
 #[test]
 fn graph_replays_per_token() {
     let Some((client, _guard)) = alone("graph_replays_per_token") else {
@@ -198,7 +198,7 @@ fn graph_replays_per_token() {
     }
 }
 
-/// MS-EDEN along both axes, with its maximum found in the graph: the scale bytes are fresh.
+/// MS-EDEN along both axes, with its amax computed in the graph: the scale bytes are fresh.
 #[test]
 fn graph_replays_ms_eden() {
     let Some((client, _guard)) = alone("graph_replays_ms_eden") else {
@@ -240,8 +240,8 @@ fn graph_replays_ms_eden() {
     }
 }
 
-/// A captured product of cuBLASLt runs at every replay, in its place: each adds the same product to
-/// its output.
+/// A captured cuBLASLt GEMM runs at every replay, in order: each one adds the same product to its
+/// output.
 #[test]
 fn graph_replays_products_of_cublaslt() {
     let test = "graph_replays_products_of_cublaslt";
@@ -306,9 +306,9 @@ fn copy_words(from: &[u32], to: &mut [u32]) {
     to[UNIT_POS as usize] = from[UNIT_POS as usize];
 }
 
-/// A captured product in groups reads its offsets at every replay: whoever changes them on the
-/// device gets the product and the maxima of an ordinary call with those, by both kernels that
-/// Hopper has for rows in groups.
+/// A captured grouped GEMM reads its offsets at every replay: offsets changed on the device give
+/// the result and amax values of an ordinary call with these offsets, for both Hopper kernels for
+/// groups of rows.
 #[test]
 fn graph_replays_products_in_groups() {
     let Some((client, _guard)) = alone("graph_replays_products_in_groups") else {
@@ -367,8 +367,8 @@ fn graph_replays_products_in_groups() {
     }
 }
 
-/// Replays of a captured step of AdamW, each with the schedule of its own step written to the one
-/// buffer, are ordinary steps.
+/// Replays of a captured AdamW step, each with its schedule written to the same buffer, equal
+/// ordinary steps.
 #[test]
 fn graph_replays_adamw() {
     let Some((client, _guard)) = alone("graph_replays_adamw") else {
@@ -390,7 +390,7 @@ fn graph_replays_adamw() {
         let zeros = [0.0; LEN];
         [values(Kind::Normal, LEN, 1), zeros.to_vec(), zeros.to_vec()].map(|x| upload(&x))
     };
-    // What a graph reads and writes must stay alive.
+    // Buffers that a graph reads and writes must stay alive.
     let step = |[weight, first, second]: &[Handle; 3], schedule: &Handle| -> [Handle; 2] {
         let (sums, count) =
             optimizer::square_sums(&client, std::slice::from_ref(&gradient)).unwrap();
@@ -421,7 +421,7 @@ fn graph_replays_adamw() {
     let schedule = client.empty(16);
     set(&schedule, 1);
     client.graph_prepare().unwrap();
-    // The warm-up is the first step; what a capture records does not run.
+    // The warm-up is the first step; a captured step does not execute.
     drop(step(&replayed, &schedule));
     client.start_capture().unwrap();
     let _alive = step(&replayed, &schedule);
@@ -446,11 +446,10 @@ fn graph_replays_adamw() {
     }
 }
 
-/// A call, and what it gives.
+/// A call, and its result.
 type Product<'a> = Box<dyn Fn() -> Matrix + 'a>;
 
-/// What a product decodes or brings into another order is memory of the product alone: behind it
-/// there is the output and nothing else.
+/// Memory for decoded or reordered operands is released after a GEMM: only the output remains.
 #[test]
 fn workspaces_are_released() {
     let Some((client, _guard)) = alone("workspaces_are_released") else {
@@ -494,7 +493,7 @@ fn workspaces_are_released() {
         ));
     }
     for (what, product) in products {
-        // The first call compiles, and may keep memory for good.
+        // The first call compiles, and may keep memory permanently.
         drop(product());
         let before = in_use();
         let out = product();
@@ -509,8 +508,8 @@ fn workspaces_are_released() {
     }
 }
 
-/// Two launches of decoding in a graph, which share counters: replays at other lengths have the
-/// bits of the oracle, ordinary launches between them too.
+/// Two launches of decoding in a graph, which share counters: replays at other lengths give the
+/// bits of the oracle, also with ordinary launches between them.
 #[test]
 fn graph_replays_decoding() {
     let Some((client, _guard)) = alone("graph_replays_decoding") else {

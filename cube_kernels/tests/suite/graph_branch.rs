@@ -35,12 +35,13 @@ fn quantized(client: &Client, matrix: &Matrix) -> DeviceQuantized {
     quantize::quantize(client, matrix, &Groups::One, Usage::Columnwise, &request).unwrap()
 }
 
-/// The codes of `packed`, by words.
+/// Returns the number of words of the codes of `packed`.
 fn words(packed: &DeviceQuantized) -> usize {
     packed.code_blocks() * 2
 }
 
-/// A branch runs beside what is queued behind it, and before what is queued behind the join.
+/// A branch runs concurrently with the work queued after it, and before the work queued after the
+/// join.
 #[test]
 fn graph_branch_is_joined() {
     let Some((client, _guard)) = alone_in("graph_branch", "graph_branch_is_joined") else {
@@ -55,7 +56,7 @@ fn graph_branch_is_joined() {
     let captured = || {
         let branch = Branch::default();
         branch.begin(&client);
-        // Long beside what is queued behind the join.
+        // Takes long compared with the work queued after the join.
         for _ in 0..8 {
             drop(quantized(&client, &y));
         }
@@ -89,7 +90,7 @@ fn graph_branch_is_joined() {
     }
 }
 
-/// The address of `memory`.
+/// Returns the address of `memory`.
 fn address(client: &Client, memory: &Handle) -> u64 {
     let (send, found) = channel();
     let memory = ForeignMemory {
@@ -101,12 +102,12 @@ fn address(client: &Client, memory: &Handle) -> u64 {
         send.send(place.addresses[0])
             .map_err(|error| error.to_string())
     });
-    // What was submitted has run by then.
+    // Submitted work has run by then.
     client.memory_report(MemoryScope::CurrentStream);
     found.try_recv().unwrap()
 }
 
-/// What runs beside a branch is given none of its memory, which is free again behind the join.
+/// Work concurrent with a branch receives none of its memory, which is free again after the join.
 #[test]
 fn graph_branch_holds_memory() {
     let Some((client, _guard)) = alone_in("graph_branch", "graph_branch_holds_memory") else {

@@ -1,4 +1,4 @@
-//! The next token on the device.
+//! Greedy choice of the next token on the device.
 
 use half::bf16;
 
@@ -6,7 +6,8 @@ use crate::support::device::{read_u32, upload, upload_bytes};
 use crate::support::inputs::Generator;
 use nvfp4_kernels::greedy::{Greedy, choose};
 
-/// Steps of three sequences through a ring of two rows, over vocabularies of one chunk and several.
+/// Steps of three sequences through a ring of two rows, with vocabularies of one chunk and of
+/// several.
 #[test]
 fn the_first_of_the_largest_comes_next() {
     let client = client!("greedy::the_first_of_the_largest_comes_next");
@@ -27,7 +28,7 @@ fn the_first_of_the_largest_comes_next() {
             let mut logits: Vec<f32> = (0..batch * vocab).map(|_| random.normal()).collect();
             let expected = match step {
                 0 => {
-                    // Twice the same, in different chunks where there are several.
+                    // Equal maxima, in different chunks if there are several.
                     let places = [vocab / 3, vocab / 2, vocab - 1];
                     for (row, place) in places.into_iter().enumerate() {
                         logits[row * vocab + place] = 9.0;
@@ -36,7 +37,7 @@ fn the_first_of_the_largest_comes_next() {
                     places.map(|place| place as u32)
                 }
                 1 => {
-                    // Both zeros are equal; -inf is a logit like others; NaN is an error.
+                    // Both zeros are equal; -inf is an ordinary logit; NaN is an error.
                     logits[..vocab].fill(-0.0);
                     logits[2] = 0.0;
                     logits[vocab..2 * vocab].fill(f32::NEG_INFINITY);
@@ -51,7 +52,7 @@ fn the_first_of_the_largest_comes_next() {
                     [u32::MAX, 3, 0]
                 }
             };
-            // The last step in bf16.
+            // The last step is in bf16.
             let matrix = match step {
                 0 | 1 => upload(&client, &logits, batch, vocab),
                 _ => {

@@ -1,6 +1,6 @@
-//! MXFP8, MS-EDEN and decoding of groups of rows, and of copies with one maximum for each stored
-//! row or with swizzled scales, against the oracle on each group by itself, byte for byte; on
-//! CubeCL's CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
+//! MXFP8, MS-EDEN and decoding of groups of rows, and of tensors with one amax per stored row or
+//! with swizzled scales, compared byte for byte with the oracle on each separate group; on CubeCL's
+//! CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, offsets, read_bytes, read_matrix, read_u32, upload,
@@ -24,7 +24,7 @@ fn hadamard() -> Hadamard {
     Hadamard::seeded_with_size(HadamardSize::H128, 77)
 }
 
-/// Rows in groups, and rows behind the last one.
+/// Rows in groups, and rows after the last group.
 struct Case {
     sizes: Vec<usize>,
     rest: usize,
@@ -68,7 +68,7 @@ impl Case {
         values(kind, self.rows() * self.cols, self.rows() as u32)
     }
 
-    /// The rows of each group, and how many.
+    /// Returns the rows of each group, and their number.
     fn split<'a, T>(&self, x: &'a [T]) -> Vec<(&'a [T], usize)> {
         let mut rest = x;
         let parts = self.sizes.iter().map(|&rows| {
@@ -79,8 +79,8 @@ impl Case {
         parts.collect()
     }
 
-    /// Copies of groups, in bytes, lie in `found` as results do: side by side where they have
-    /// offsets and are column-wise, one after another otherwise.
+    /// Asserts the location in `found` of the groups' quantized tensors, in bytes: columnwise
+    /// tensors with offsets are joined along the stored rows, all others follow one another.
     fn assert_lie(&self, found: &[u8], copies: &[Vec<u8>], usage: Usage, what: &str) {
         if matches!(self.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
             let pitch = found.len() / self.cols;
@@ -100,15 +100,16 @@ impl Case {
     }
 }
 
-/// The bytes of bf16 values, with the same bits for every NaN: devices multiply to different ones.
+/// Returns the bytes of bf16 values, with the same bits for every NaN: devices produce different
+/// ones.
 fn one_nan(bytes: &[u8]) -> Vec<u8> {
     let values = bytes.chunks_exact(2).map(bytemuck::pod_read_unaligned);
     let values = values.map(|value: bf16| if value.is_nan() { bf16::NAN } else { value });
     values.flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Groups of any sizes, empty ones at the start, in the middle and at the end, odd ones, none with
-/// a row; rows of no group; 3-D batches; contractions with and without a tail.
+/// Groups of any size, empty ones at the start, in the middle and at the end, odd sizes, no groups
+/// with rows; rows of no group; 3-D batches; K with and without a tail.
 fn cases(client: &Client) -> Vec<Case> {
     vec![
         Case::new(client, &[0, 5, 128, 0, 129, 0], 0, 80),
@@ -239,7 +240,7 @@ fn assert_eden<'a, T: Element>(
     ));
     case.assert_lie(&read, &values, usage, &format!("{what}: unscaled"));
 
-    // Of groups side by side see `scale_tiles`.
+    // Groups joined along the stored rows are tested in `scale_tiles`.
     if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
         return;
     }
@@ -289,12 +290,12 @@ fn host_amax(x: &[f32], rows: usize, cols: usize, usage: Usage, scope: AmaxGranu
     }
 }
 
-/// A copy of `memory`, all bytes of which are written.
+/// Returns a copy of `memory`, all bytes of which are written.
 fn written(client: &Client, memory: &Handle) -> Handle {
     upload_bytes(client, &client.read_one(memory.clone()).unwrap())
 }
 
-/// A packed copy of the groups on the device, and the values that each of them stands for.
+/// Returns the packed groups on the device, and the values that each of them represents.
 fn packed(
     client: &Client,
     case: &Case,
@@ -321,8 +322,8 @@ fn packed(
         copy: policy.into(),
     };
     let mut packed = quantize::quantize(client, &matrix, &case.groups, usage, &request).unwrap();
-    // Nothing writes rows of no group, and what dequantizes whole matrices reads them: initcheck
-    // shall find no other such read.
+    // Rows of no group are not written, but dequantizing whole matrices reads them: initcheck must
+    // not report these reads, only others.
     packed.codes = written(client, &packed.codes);
     packed.scales = written(client, &packed.scales);
     (packed, decoded)
@@ -451,7 +452,7 @@ fn packed_along_columns() {
     }
 }
 
-/// Padding of a transform goes beyond the last block of 16, and is not zero.
+/// Padding of a transform extends past the last block of 16, and is not zero.
 #[test]
 fn padding_of_transforms() {
     let client = client!("padding_of_transforms");
@@ -467,7 +468,7 @@ fn padding_of_transforms() {
     }
 }
 
-/// One maximum for each stored row, or scales in 128x4 tiles, with and without groups.
+/// One amax per stored row, or scales in 128x4 tiles, with and without groups.
 #[test]
 fn other_scales() {
     let client = client!("other_scales");
@@ -497,7 +498,7 @@ fn other_scales() {
     }
 }
 
-/// What is not finite in one group stays there.
+/// Non-finite values in one group do not affect other groups.
 #[test]
 fn special_values_stay_in_their_group() {
     let client = client!("special_values_stay_in_their_group");

@@ -1,6 +1,6 @@
-//! Every kernel against the oracle, byte for byte, on CubeCL's CPU runtime or on a GPU.
+//! Compares every kernel with the oracle byte for byte, on CubeCL's CPU runtime or on a GPU.
 //!
-//! `NVFP4_TEST_DEVICE` chooses: `cpu` (the default) or `cuda`.
+//! `NVFP4_TEST_DEVICE` selects `cpu` (the default) or `cuda`.
 
 use crate::support::device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use crate::support::gemm::multiply;
@@ -28,12 +28,12 @@ fn roundings() -> [Rounding; 2] {
     [Rounding::Nearest, Rounding::Stochastic(STREAM)]
 }
 
-/// All quantize kernels on one matrix.
+/// Checks all quantization kernels on one matrix.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     check_uploaded(client, &upload(client, x, rows, cols), x, rows, cols, what);
 }
 
-/// [`check_matrix`] on a matrix that is on the device already.
+/// Computes [`check_matrix`] on a matrix that is on the device already.
 fn check_uploaded<T: DeviceElement>(
     client: &Client,
     matrix: &Matrix,
@@ -121,7 +121,7 @@ fn check_uploaded<T: DeviceElement>(
     }
 }
 
-/// Equal bits, or both NaN.
+/// Asserts equal bits, or NaN on both sides.
 fn assert_floats<T: TestElement>(found: &[T], expected: &[T], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
@@ -151,7 +151,7 @@ const SHAPES: [(usize, usize); 13] = [
 
 matrix_tests!(check_matrix, SHAPES, (47, 64));
 
-/// Every E2M1 threshold and grid point, with both neighbours and both signs, at an exact scale.
+/// Every E2M1 threshold and grid point, with both neighbors and both signs, at an exact scale.
 #[test]
 fn every_threshold() {
     let client = client!("every_threshold");
@@ -160,7 +160,7 @@ fn every_threshold() {
     ];
     let mut x = Vec::new();
     for point in points {
-        // A block of its own: 6 fixes the block scale, so that scaled values are the values.
+        // A separate block: 6 fixes the block scale, so that values are not scaled.
         let bits = point.to_bits() as i32;
         let around = (-3..=3).map(|d| f32::from_bits((bits + d).max(0) as u32).min(6.0));
         let around: Vec<f32> = around.collect();
@@ -172,7 +172,7 @@ fn every_threshold() {
     check_matrix(&client, &x, points.len(), 16, "thresholds");
 }
 
-/// Block maxima that put the scale byte on every midpoint between E4M3 neighbours, and beside it.
+/// Block amax values that put the scale byte on every midpoint between E4M3 neighbors, and near it.
 #[test]
 fn every_scale_byte_boundary() {
     let client = client!("every_scale_byte_boundary");
@@ -201,14 +201,14 @@ fn empty() {
     let a = quantize::quantize_row(&client, &row, &amax, DeviceRounding::Nearest).unwrap();
     let out = multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32)).unwrap();
     assert_eq!((out.rows, out.cols), (0, 0));
-    // No tokens: the weight gradient is a product over nothing, and must be zeros.
+    // No tokens: the weight gradient has K of zero, and must be zeros.
     let x = Matrix::empty(&client, 0, 48, FloatKind::F32);
     let a = quantize::quantize_col(&client, &x, &amax, DeviceRounding::Nearest, None).unwrap();
     let out = multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32)).unwrap();
     assert_eq!(read_matrix::<f32>(&client, &out), vec![0.0; 48 * 48]);
 }
 
-/// The offset may lie in device memory, partly or wholly, and carries into its high word.
+/// The offset may be in device memory, partly or wholly, and carries into its high word.
 #[test]
 fn device_offset_equals_plain_offset() {
     let client = client!("device_offset_equals_plain_offset");
@@ -237,7 +237,7 @@ fn device_offset_equals_plain_offset() {
     }
 }
 
-/// Operands of a product, on both sides.
+/// Returns operands of a GEMM, on host and device.
 fn operands(
     client: &Client,
     (m, n, k): (usize, usize, usize),
@@ -252,7 +252,7 @@ fn operands(
     })
 }
 
-/// On the scalar path `k` ascends as in the oracle: the same bits.
+/// On the scalar path `k` ascends as in the oracle: the bits are the same.
 #[test]
 fn scalar_gemm_equals_the_oracle() {
     let client = client!("scalar_gemm_equals_the_oracle");
@@ -286,8 +286,8 @@ fn scalar_gemm_equals_the_oracle() {
     }
 }
 
-/// The default path against the f64 oracle, within the bound of f32 accumulation in any order:
-/// `2 k eps · alpha · Σ |a b|`.
+/// The default path compared with the f64 oracle, within the bound of f32 accumulation in any
+/// order: `2 k eps · alpha · Σ |a b|`.
 #[test]
 fn gemm_is_within_the_bound_of_any_order() {
     let client = client!("gemm_is_within_the_bound_of_any_order");
@@ -333,8 +333,8 @@ fn gemm_is_within_the_bound_of_any_order() {
     }
 }
 
-/// A matrix may lie in memory larger than itself, as Burn's pitched tensors do: what lies behind it
-/// must not count.
+/// A matrix may be in memory larger than itself, like Burn's pitched tensors: memory after it has
+/// no effect.
 #[test]
 fn memory_behind_a_matrix_does_not_count() {
     let client = client!("memory_behind_a_matrix_does_not_count");
@@ -348,7 +348,7 @@ fn memory_behind_a_matrix_does_not_count() {
     }
 }
 
-/// Small integers have exact sums in any order, so every path gives the same bits.
+/// Sums of small integers are exact in any order, so every path gives the same bits.
 #[test]
 fn gemm_of_integers_is_exact() {
     let client = client!("gemm_of_integers_is_exact");
@@ -359,7 +359,7 @@ fn gemm_of_integers_is_exact() {
                 .collect()
         };
         let pack = |x: &[f32], rows| {
-            // amax = 2688 makes the global scale 1; every block holds a 6.
+            // amax = 2688 makes the global scale 1; every block contains a 6.
             let mut x = x.to_vec();
             x.chunks_exact_mut(16).for_each(|block| block[3] = 6.0);
             let amax = Amax::Tensor(2688.0);
@@ -416,7 +416,7 @@ fn repeated_launches_are_identical() {
         (host, bits)
     };
     let first = run();
-    // CubeCL's CPU runtime takes two seconds for each product.
+    // CubeCL's CPU runtime takes two seconds per GEMM.
     let launches = if client.name() == "cuda" { 100 } else { 10 };
     for _ in 0..launches {
         assert!(run() == first);
@@ -428,7 +428,7 @@ fn repeated_launches_are_identical() {
 fn beyond_two_to_the_31_elements() {
     let client = on_gpu!("beyond_two_to_the_31_elements", "needs 12 GB of GPU memory");
     let (rows, cols) = ((1 << 17) + 24, 16384);
-    // A period that divides neither dimension makes every row different.
+    // The period divides neither dimension, so that every row differs.
     let period = values(Kind::Normal, 1_000_003, 1);
     let period: Vec<bf16> = convert(&period);
     let x: Vec<bf16> = (0..rows * cols).map(|i| period[i % period.len()]).collect();
@@ -516,13 +516,14 @@ fn bad_arguments_are_named() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
-    /// Any shape, any bit patterns at all.
+    /// Any shape, arbitrary bit patterns.
     #[test]
     fn arbitrary_bits(rows in 0usize..70, blocks in 1usize..9, seed: u32, exponent in 0u32..=255) {
         let Some(client) = device::client("arbitrary_bits") else { return Ok(()) };
         let cols = blocks * 16;
         let mut random = inputs::Generator::new(seed);
-        // Random mantissas and signs, exponents within 8 of a random one, so that scales matter.
+        // Random mantissas and signs, with exponents within 8 of a random one, so that scales
+        // matter.
         let x: Vec<f32> = (0..rows * cols)
             .map(|_| {
                 let bits = random.next_u32();

@@ -1,5 +1,5 @@
-//! Swizzled scales and padded groups against the oracle, byte for byte, on CubeCL's CPU runtime or
-//! on a GPU (`NVFP4_TEST_DEVICE`).
+//! Swizzled scales and padded groups compared with the oracle byte for byte, on CubeCL's CPU
+//! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, read_u32, upload,
@@ -15,7 +15,7 @@ use nvfp4_kernels::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Scales without a zero byte, so that padding shows.
+/// Returns scales without a zero byte, so that padding is visible.
 fn scales(len: usize, seed: u32) -> Vec<u8> {
     let mut random = Generator::new(seed);
     (0..len)
@@ -23,7 +23,8 @@ fn scales(len: usize, seed: u32) -> Vec<u8> {
         .collect()
 }
 
-/// Memory full of ones goes back to the pool, so that bytes which a kernel does not write show.
+/// Returns memory full of ones to the pool, so that bytes which a kernel does not write are
+/// detected.
 fn dirty_pool(client: &Client, bytes: usize) {
     let dirty = vec![0xFFu8; bytes.max(1)];
     for _ in 0..3 {
@@ -36,8 +37,8 @@ fn groups(client: &Client, offsets: &[u32]) -> GroupOffsets {
     GroupOffsets::new(handle, offsets.len() - 1).unwrap()
 }
 
-/// Splits of `rows`: empty groups at the start, in the middle and at the end, rows behind the last
-/// group, single rows, one group, many.
+/// Returns splits of `rows`: empty groups at the start, in the middle and at the end, rows after
+/// the last group, single rows, one group, many.
 fn splits(rows: u32) -> Vec<Vec<u32>> {
     let part = |numerator: u32| rows * numerator / 10;
     vec![
@@ -185,8 +186,8 @@ fn swizzle_groups_of_blocks() {
     }
 }
 
-/// The sum of each group, in the order of the specification of [`moe::segment_sum`], and zeros
-/// behind the last group.
+/// Checks the sum of each group, in the order specified by [`moe::segment_sum`], and zeros after
+/// the last group.
 fn check_group_rows<T: DeviceElement>(client: &Client) {
     for (rows, cols) in [(300, 16), (77, 3), (1, 1), (0, 8)] {
         let mut random = Generator::new(rows as u32);
@@ -298,8 +299,8 @@ fn padding_f16() {
     check_padding::<f16>(&client!("padding_f16"));
 }
 
-/// Rows by number, added up with weights and without, and the gradients. Each product and each sum
-/// is rounded, in the order of the specification.
+/// Checks rows gathered by index, summed with weights and without, and the gradients. Each product
+/// and each sum is rounded, in the specified order.
 fn check_rows_by_number<T: DeviceElement>(client: &Client) {
     for (tokens, copies, cols) in [(37, 2, 64), (5, 1, 6), (9, 3, 2072), (0, 2, 16)] {
         let what = format!("{tokens} x {copies} rows of {cols} {:?}", T::KIND);
@@ -311,7 +312,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
         };
         let (x, grad) = (matrix(slots), matrix(tokens));
         let weights: Vec<f32> = (0..slots).map(|i| (i % 13) as f32 / 14.0 - 0.25).collect();
-        // A permutation: 5 divides none of the numbers of rows but 5, which is left as it is.
+        // A permutation: 5 divides none of the row counts except 5, which keeps its order.
         let step = if slots == 5 { 1 } else { 5 };
         let places: Vec<u32> = (0..slots).map(|i| (i * step % slots) as u32).collect();
         let mut choices = vec![0u32; slots];
@@ -326,7 +327,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             row.iter().map(|value| value.to_f32()).collect()
         };
         for weighted in [false, true] {
-            // A number too large names no row.
+            // An index that is too large names no row.
             let mut places = places.clone();
             if let Some(place) = places.last_mut() {
                 *place = u32::MAX;
@@ -373,7 +374,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
             let terms = || grad.iter().zip(&own).map(|(g, x)| f64::from(g * x));
             let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
             let found = f64::from(f32::from_bits(by_weights[choice]));
-            // Any order of the additions.
+            // For any order of the additions.
             let bound = cols as f64 * 2f64.powi(-24) * size;
             assert!(
                 (found - sum).abs() <= bound,
@@ -383,7 +384,7 @@ fn check_rows_by_number<T: DeviceElement>(client: &Client) {
     }
 }
 
-/// Where numbers name none, rows are left out, and weights have no gradient.
+/// Indices that name no row: rows are left out, and weights have no gradient.
 #[test]
 fn rows_of_which_some_are_elsewhere() {
     let client = client!("rows_of_which_some_are_elsewhere");
@@ -412,7 +413,7 @@ fn rows_of_which_some_are_elsewhere() {
         let row = &x[token as usize * cols..][..cols];
         assert_eq!(&found[place * cols..][..cols], row);
     }
-    // Rows behind the last place are anything: here NaN.
+    // Rows after the last place may have any contents: here NaN.
     let mut y = values(slots, 0.5);
     y[4 * cols..].fill(f32::NAN);
     let y_there = upload(&client, &y, slots, cols);
@@ -464,7 +465,7 @@ fn rows_of_which_some_are_elsewhere() {
     }
 }
 
-/// Groups that are padded without what is behind them.
+/// Pads groups without the rows after them.
 #[test]
 fn groups_alone_are_padded() {
     let client = client!("groups_alone_are_padded");
@@ -489,7 +490,7 @@ fn rows_by_number() {
     check_rows_by_number::<f16>(&client);
 }
 
-/// More than 2^31 bytes, on a GPU: there and back, and the last tile by the formula.
+/// More than 2^31 bytes, on a GPU: the round trip, and the last tile by the formula.
 #[test]
 fn more_bytes_than_32_bits_index() {
     let client = on_gpu!("more_bytes_than_32_bits_index", "a GPU's memory is needed");
@@ -502,7 +503,7 @@ fn more_bytes_than_32_bits_index() {
     let back = quantize::unswizzle_row_groups(&client, &swizzled, rows, blocks, &groups).unwrap();
     assert!(read_bytes(&client, &back, bytes.len()) == bytes);
     drop(back);
-    // Both groups are whole tiles: what is swizzled is the matrix.
+    // Both groups are whole tiles, so the whole matrix is swizzled.
     let swizzled = read_bytes(&client, &swizzled, swizzle::padded_len(rows, blocks));
     for row in rows - 128..rows {
         for block in blocks - 64..blocks {
@@ -516,8 +517,8 @@ fn more_bytes_than_32_bits_index() {
     }
 }
 
-/// Offsets that are wrong give wrong contents, not an access outside a buffer (which
-/// compute-sanitizer would report).
+/// Wrong offsets give wrong contents, not an access outside a buffer (which compute-sanitizer would
+/// report).
 #[test]
 fn wrong_offsets_stay_inside_the_buffers() {
     let client = client!("wrong_offsets_stay_inside_the_buffers");
@@ -551,7 +552,7 @@ fn wrong_offsets_stay_inside_the_buffers() {
         let back =
             quantize::unswizzle_block_groups(&client, &swizzled, 32, rows, 16, &groups).unwrap();
         read_bytes(&client, &back, 32 * room);
-        // No kernel wrote to its inputs; zeroed rows are the only change of a matrix.
+        // No kernel wrote to its inputs; the zeroed rows are the only change to a matrix.
         assert!(
             read_bytes(&client, &handle, rows * blocks) == scales(rows * blocks, 1),
             "{offsets:?}: the scales changed"

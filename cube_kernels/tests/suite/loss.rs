@@ -1,5 +1,5 @@
-//! The cross entropy on a device against the oracle: bit for bit where the exponential is the same,
-//! else within what CUDA's own exponential differs by.
+//! Cross entropy on a device compared with the oracle: bit for bit if the exponential is the same,
+//! otherwise within the error of CUDA's exponential.
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
@@ -15,13 +15,13 @@ use crate::support::{
     inputs::{Generator, Kind, convert, values},
 };
 
-/// Whether the device has the oracle's exponential.
+/// True if the device has the oracle's exponential.
 fn is_exact(client: &Client) -> bool {
     client.name() != "cuda"
 }
 
-/// `found` differs from `expected` by its last bits alone: an exponential's relative error of 4e-6,
-/// of terms of `size`, and one rounding to `T`.
+/// Asserts that `found` differs from `expected` by at most an exponential's relative error of 4e-6,
+/// for terms of magnitude `size`, and one rounding to `T`.
 fn assert_close<T: DeviceElement>(found: &[T], expected: &[T], size: f32, what: &str) {
     let (unit, least) = match T::KIND {
         FloatKind::F32 => (0.0, 0.0),
@@ -50,7 +50,7 @@ fn targets_of(rows: usize, vocab: usize, seed: u32) -> Vec<i32> {
         .collect()
 }
 
-/// Loss, losses of rows and gradient of `logits` against the oracle; and the loss alone.
+/// Checks loss, losses of rows and gradient of `logits` against the oracle; also the loss alone.
 fn check<T: DeviceElement>(
     client: &Client,
     logits: &[T],
@@ -145,7 +145,7 @@ fn all_params() -> [CrossEntropy; 4] {
 fn check_sizes<T: DeviceElement>(client: &Client) {
     let cpu = is_brief(client);
     let small = 1..=300usize;
-    // The CPU runtime takes a while for each.
+    // The CPU runtime takes long for each.
     let small = small.filter(|vocab| !cpu || *vocab < 35 || *vocab % 37 == 0 || *vocab == 256);
     for vocab in small.chain([2048, 2050, 2056]) {
         let rows = 1 + vocab % 11;
@@ -228,7 +228,7 @@ fn rows_that_are_ignored_and_targets_that_are_no_class() {
     assert_eq!(read_matrix::<f32>(&client, &logits), vec![0f32; 64]);
 }
 
-/// The bits do not change from call to call, nor with what other rows hold.
+/// The bits depend neither on the call nor on the contents of other rows.
 #[test]
 fn a_row_is_the_same_among_others() {
     let client = client!("loss::a_row_is_the_same_among_others");
@@ -306,12 +306,12 @@ fn wrong_arguments_are_refused() {
     assert_eq!(read_f32(&client, &found), 0.0);
 }
 
-/// Losses and gradient of rows against the oracle; and the losses alone.
+/// Checks losses and gradient of rows against the oracle; also the losses alone.
 fn check_kl<T: DeviceElement>(client: &Client, rows: usize, vocab: usize, temperature: f32) {
     let what = &format!("{rows} x {vocab} {:?}, T = {temperature}", T::KIND);
     let logits = |seed| -> Vec<T> {
         let mut logits = convert::<T>(&values(Kind::Normal, rows * vocab, seed));
-        // A class that neither has, and one that the student alone has not.
+        // One class that both models mask, and one that only the student masks.
         if vocab > 2 {
             logits[1] = T::from_f32(f32::NEG_INFINITY);
         }
@@ -379,7 +379,7 @@ element_tests! {
     check_divergences: divergences_f32, divergences_bf16, divergences_f16;
 }
 
-/// The oracle of rows is the definition, in `f64`.
+/// Compares the oracle of rows with the definition, in `f64`.
 #[test]
 fn the_oracle_of_a_divergence_is_its_definition() {
     let (rows, vocab, temperature, scale) = (4, 100, 1.5f32, 0.5f32);

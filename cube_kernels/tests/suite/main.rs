@@ -1,6 +1,6 @@
-//! The tests of the formats, the oracle and the kernels.
+//! Tests of the formats, the oracle and the kernels.
 //!
-//! `NVFP4_TEST_DEVICE` names the device that kernels run on: `cpu` (CubeCL's CPU runtime, the
+//! `NVFP4_TEST_DEVICE` selects the device that kernels run on: `cpu` (CubeCL's CPU runtime, the
 //! default) or `cuda`. The modules `*_source` need no device: they compile the kernels' CUDA
 //! source.
 

@@ -1,4 +1,4 @@
-//! MS-EDEN kernels against the oracle, byte for byte, on CubeCL's CPU runtime or on a GPU
+//! MS-EDEN kernels compared with the oracle byte for byte, on CubeCL's CPU runtime or on a GPU
 //! (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device;
@@ -31,7 +31,7 @@ fn params(stream: RandomStream) -> EdenParams {
     }
 }
 
-/// Both kernels on one source, against the oracle on the values it stands for.
+/// Checks both kernels on one source, against the oracle on the values that it represents.
 fn check<T: Element>(
     client: &Client,
     source: EdenSource,
@@ -61,7 +61,7 @@ fn check<T: Element>(
     }
 }
 
-/// The values of `found` are those of the codes and scales of `expected`, exactly.
+/// Asserts that the values of `found` are exactly those of the codes and scales of `expected`.
 fn assert_unscaled(
     client: &Client,
     found: &DeviceQuantized,
@@ -87,7 +87,7 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
     check_amax_pair(client, &matrix, x, &what);
 }
 
-/// The amax values along and across the rows, of transforms with different signs, which are found
+/// Checks the amax values along and across the rows, for transforms with different signs, computed
 /// together.
 fn check_amax_pair<T: Element>(client: &Client, matrix: &Matrix, x: &[T], what: &str) {
     let transforms = [
@@ -107,8 +107,8 @@ fn check_amax_pair<T: Element>(client: &Client, matrix: &Matrix, x: &[T], what: 
     }
 }
 
-/// Tiles whose largest values differ by little or not at all, wherever the larger one is: which of
-/// them the exact kernel looks at must not matter.
+/// Tiles whose largest values differ by little or not at all, at any position of the larger one:
+/// the result must not depend on which of them the exact kernel examines.
 #[test]
 fn amax_pair_of_near_ties() {
     let client = client!("amax_pair_of_near_ties");
@@ -125,11 +125,12 @@ fn amax_pair_of_near_ties() {
     }
 }
 
-/// NVFP4 operands of all kinds that a forward product has.
+/// Checks NVFP4 operands of all kinds that occur in a forward GEMM.
 fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
     let x = values(kind, rows * cols, rows as u32);
     let amax = Amax::Tensor(reference::amax(&x));
-    // What pads the last block of a transformed copy is not zero, and no part of the matrix.
+    // The padding of a transformed tensor's last block is not zero, and does not belong to the
+    // matrix.
     let transform = Hadamard::default();
     let packed_col = |hadamard: Option<&Hadamard>| {
         reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, hadamard).unwrap()
@@ -188,7 +189,7 @@ fn empty() {
     }
 }
 
-/// A kernel draws the signs that the host draws from the seed of the step, with the carry of the
+/// A kernel draws the same signs from the seed of the step as the host, with the carry of the
 /// offset.
 #[test]
 fn redrawn_signs() {
@@ -225,7 +226,7 @@ fn redrawn_signs() {
     }
 }
 
-/// An offset in device memory adds to that of the stream, with its carry.
+/// An offset in device memory is added to that of the stream, with its carry.
 #[test]
 fn device_offset() {
     let client = client!("device_offset");
@@ -263,7 +264,7 @@ fn device_offset() {
     assert_ne!(other.scales(), expected.scales());
 }
 
-/// Rotated operands multiply to the product of the originals: the result feeds the GEMM as it is.
+/// The GEMM of rotated operands equals that of the originals: the GEMM uses the result directly.
 #[test]
 fn products_survive_the_rotation() {
     let client = client!("products_survive_the_rotation");
@@ -291,7 +292,7 @@ fn products_survive_the_rotation() {
             power += exact * exact;
         }
     }
-    // Two operands of relative error 0.1 or so each.
+    // Two operands with a relative error of about 0.1 each.
     assert!(error / power < 0.04, "{}", error / power);
 }
 
@@ -311,22 +312,22 @@ fn repeated_launches_agree() {
     }
 }
 
-/// Packed operands of so many tiles that two planes of a GPU share one, and that none share one; of
-/// other shapes four do.
+/// Packed operands with so many tiles that two planes of a GPU share one, and that each plane has
+/// one; for other shapes four planes share one.
 #[test]
 fn many_tiles() {
     let client = on_gpu!("many_tiles", "a CPU takes all tiles alike");
     let sms = client.properties().hardware.num_streaming_multiprocessors;
     let sms = sms.unwrap_or(128) as usize;
-    // Of 32 columns by 128 rows; along rows there are three quarters as many.
+    // Tiles of 32 columns by 128 rows; along rows there are three quarters as many.
     for tiles in [sms * 27 / 5, sms * 9] {
         let cols = (32 * tiles / 3).next_multiple_of(16);
         check_packed(&client, 260, cols, Kind::Heavy);
     }
 }
 
-/// More tiles than the planes of a GPU look at together, nearly all of which have the largest
-/// magnitude: both amax values found together are those of either kernel by itself.
+/// More tiles than the planes of a GPU process at once, nearly all of which contain the largest
+/// magnitude: both amax values computed together equal those of the separate kernels.
 #[test]
 fn amax_pair_of_many_tiles() {
     let client = on_gpu!(
@@ -353,8 +354,8 @@ fn amax_pair_of_many_tiles() {
     }
 }
 
-/// More than 2^31 elements, on a GPU: the codes of the last rows are those of these rows alone.
-/// (The scale bytes are not: their random bits belong to other groups. `shapes` compares them with
+/// More than 2^31 elements, on a GPU: the codes of the last rows equal those of these rows alone.
+/// (The scale bytes do not: their random bits belong to other groups. `shapes` compares them with
 /// the oracle.)
 #[test]
 fn more_elements_than_32_bits_index() {
@@ -377,7 +378,7 @@ fn more_elements_than_32_bits_index() {
             device::read_bytes(&client, &packed.codes, packed.outer() * packed.blocks() * 8)
         };
         let (large, small) = (codes(&matrix), codes(&small));
-        // Stored rows of the large matrix end in those of the small one; all else is zero.
+        // Stored rows of the large matrix end in those of the small one; everything else is zero.
         let (outer, length) = match usage {
             Usage::Rowwise => (1, small.len()),
             Usage::Columnwise => (cols, 64),

@@ -1,6 +1,6 @@
-//! Microscaling tensors with block scales in 128x4 tiles, as tensor cores read them: those of the
-//! oracle, swizzled; and GEMMs of MXFP8 in either order, which have the same bits. On CubeCL's CPU
-//! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
+//! Microscaling tensors with block scales in 128x4 tiles, as tensor cores read them, compared with
+//! the swizzled scales of the oracle; and GEMMs of MXFP8 with either scale layout, which give the
+//! same bits. On CubeCL's CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::{
     device::{
@@ -31,7 +31,7 @@ fn in_tiles(format: Format) -> MxForm {
     }
 }
 
-/// A matrix whose rows are in groups, some of them behind the last group.
+/// A matrix whose rows are in groups, with some rows after the last group.
 struct Case {
     sizes: Vec<usize>,
     cols: usize,
@@ -78,7 +78,7 @@ impl Case {
         self.sizes.iter().sum::<usize>() + self.rest
     }
 
-    /// The oracle's tensor of each group.
+    /// Returns the oracle's tensor of each group.
     fn oracle<T: Element>(&self, x: &[T], usage: Usage, format: Format) -> Vec<QuantizedTensor> {
         let mut start = 0;
         let groups = self.sizes.iter().map(|&rows| {
@@ -129,14 +129,14 @@ impl Case {
             "{what}: {} bytes",
             scales.len()
         );
-        // Tiles of no group, which the worst split would fill.
+        // Tiles of no group, which only the worst split would fill.
         assert!(
             scales[tiled.len()..].iter().all(|&byte| byte == 0),
             "{what}: behind"
         );
     }
 
-    /// The same of groups of tokens side by side, whose tiles are those of one matrix.
+    /// Asserts groups of tokens joined along the stored rows, whose tiles are those of one matrix.
     fn assert_side_by_side(
         &self,
         [codes, scales]: [&[u8]; 2],
@@ -192,14 +192,15 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
                 quantize::mx_quantize_groups(client, &matrix, &case.groups, usage, form).unwrap();
             let expected = case.oracle(&x, usage, format);
             case.assert_same(client, &found, &expected, usage, &what);
-            // What reads rows finds them: of groups side by side with what lies between them.
+            // Readers of row-major scales find them; joined groups include the padding between
+            // them.
             if case.has_offsets() && usage == Usage::Columnwise {
                 continue;
             }
             let decoded = quantize::mx_dequantize(client, &found, FloatKind::F32).unwrap();
             let decoded = read_matrix::<f32>(client, &decoded);
             let stored = |one: &QuantizedTensor| match (&case.groups, usage) {
-                // One below the other, each as it is stored.
+                // Vertically stacked, each as it is stored.
                 (Groups::Batch(_), Usage::Columnwise) => {
                     let (rows, cols) = (one.rows(), one.cols());
                     let x = reference::mx_dequantize(one);
@@ -218,14 +219,14 @@ element_tests! {
     check_matrices: matrices_f32, matrices_bf16, matrices_f16;
 }
 
-/// From NVFP4 in either order of its scales to an MX format in either order, along both axes.
+/// Converts NVFP4 with either scale layout to an MX format with either layout, along both axes.
 #[test]
 fn requantized() {
     let client = client!("requantized");
     for case in cases(&client) {
         let x = values(Kind::Heavy, case.rows() * case.cols, 3);
         let matrix = upload(&client, &x, case.rows(), case.cols);
-        // One amax for each group, one for all of them here.
+        // One amax per group, here equal for all of them.
         let amax = vec![reference::amax(&x); case.sizes.len()];
         let amax_on_device = upload_bytes(&client, bytemuck::cast_slice(&amax));
         for (usage, layout) in USAGES.into_iter().flat_map(|usage| {
@@ -262,7 +263,7 @@ fn requantized() {
     }
 }
 
-/// The values of the groups of `x` in NVFP4, in bf16.
+/// Returns the values of the groups of `x` in NVFP4, in bf16.
 fn decoded(case: &Case, x: &[f32], usage: Usage, params: &Nvfp4Params, amax: f32) -> Vec<bf16> {
     let (amax, mut start) = (Amax::Tensor(amax), 0);
     let mut all = Vec::new();
@@ -275,7 +276,7 @@ fn decoded(case: &Case, x: &[f32], usage: Usage, params: &Nvfp4Params, amax: f32
     all
 }
 
-/// Scales in tiles, in rows, and in tiles again, of one matrix, of stacks, and of groups of rows.
+/// Converts scales from tiles to rows and back, for one matrix, for stacks, and for groups of rows.
 #[test]
 fn there_and_back() {
     let client = client!("there_and_back");
@@ -318,8 +319,8 @@ fn there_and_back() {
     assert!(error.to_string().contains("packed"), "{error}");
 }
 
-/// GEMMs of MXFP8, dense and grouped, have the same bits of rows and of tiles; along tokens in
-/// groups that begin within a tile.
+/// GEMMs of MXFP8, dense and grouped, give the same bits for row-major and tiled scales, also along
+/// tokens in groups that begin within a tile.
 #[test]
 fn gemms() {
     let client = client!("gemms");
@@ -362,7 +363,7 @@ fn gemms() {
     );
     assert_eq!(rows, tiles);
 
-    // Tiles of a stack that are not those of the GEMM's groups.
+    // Tiles of a stack that do not match the GEMM's groups.
     let stack = quantize::mx_quantize_groups(
         &client,
         &w,

@@ -1,4 +1,4 @@
-//! The kernels of the microscaling formats against the oracle, byte for byte, on CubeCL's CPU
+//! Kernels of the microscaling formats compared with the oracle byte for byte, on CubeCL's CPU
 //! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
@@ -26,7 +26,7 @@ fn assert_same(client: &Client, found: &DeviceQuantized, expected: &QuantizedTen
     assert_blocks!(found, expected, what);
 }
 
-/// Both usages of one matrix in every format, and back.
+/// Checks both usages of one matrix in every format, and dequantization.
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
     for (format, usage) in cases() {
@@ -66,8 +66,8 @@ const SHAPES: [(usize, usize); 15] = [
 
 matrix_tests!(check_matrix, SHAPES, (79, 72));
 
-/// Every E2M1 value and every midpoint between two, with their neighbours, in a block whose scale
-/// is one.
+/// Every E2M1 value and every midpoint between two, with their neighbors, in a block whose scale is
+/// one.
 #[test]
 fn every_boundary_of_e2m1() {
     let client = client!("every_boundary_of_e2m1");
@@ -88,8 +88,8 @@ fn every_boundary_of_e2m1() {
     check_matrix(&client, &x, x.len() / 32, 32, "boundaries");
 }
 
-/// Every E4M3 value and every midpoint between two, with their neighbours, in a block whose scale
-/// is one: the instruction and its software form must agree on all of them.
+/// Every E4M3 value and every midpoint between two, with their neighbors, in a block whose scale is
+/// one: the instruction and its software form must agree on all of them.
 #[test]
 fn every_element_boundary() {
     let client = client!("every_element_boundary");
@@ -110,7 +110,7 @@ fn every_element_boundary() {
     check_matrix(&client, &x, x.len() / 32, 32, "boundaries");
 }
 
-/// Block amax values at each power of two times 448 and times 6, and beside them, over the whole
+/// Block amax values at each power of two times 448 and times 6, and near them, over the whole
 /// range of `f32`.
 #[test]
 fn every_scale_boundary() {
@@ -138,7 +138,7 @@ fn empty() {
     }
 }
 
-/// The bytes of an NVFP4 operand dequantized, rounded to `V`, and quantized to every format.
+/// Checks the bytes of an NVFP4 operand dequantized, rounded to `V`, and quantized to every format.
 fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor, what: &str) {
     let device = DeviceQuantized::from_host(client, packed);
     let dequantized = convert::<V>(&reference::dequantize(packed));
@@ -155,7 +155,7 @@ fn check_requantize<V: DeviceElement>(client: &Client, packed: &QuantizedTensor,
                 .unwrap();
         let found = quantize::mx_requantize(client, &device, usage, format, V::KIND).unwrap();
         assert_same(client, &found, &expected, &what);
-        // And it is what the kernels do one after another.
+        // The separate kernels give the same result.
         let dense = quantize::dequantize(client, &device, V::KIND).unwrap();
         let found = quantize::mx_quantize(client, &dense, usage, format).unwrap();
         assert_same(client, &found, &expected, &what);
@@ -166,7 +166,8 @@ fn check_requantized(client: &Client, rows: usize, cols: usize, kind: Kind) {
     let x = values(kind, rows * cols, rows as u32);
     let amax = Amax::Tensor(reference::amax(&x));
     let what = format!("{kind:?}");
-    // What pads the last block of a transformed copy is not zero, and no part of the matrix.
+    // The padding of a transformed tensor's last block is not zero, and does not belong to the
+    // matrix.
     let transform = Hadamard::default();
     let packed_col = |hadamard: Option<&Hadamard>| {
         reference::quantize_col(&x, rows, cols, &amax, &Rounding::Nearest, hadamard).unwrap()
@@ -234,7 +235,7 @@ fn repeated_launches_agree() {
     }
 }
 
-/// More than 2^31 elements, on a GPU: the last rows are those of the same rows alone.
+/// More than 2^31 elements, on a GPU: the last rows equal those of these rows alone.
 #[test]
 fn more_elements_than_32_bits_index() {
     let client = on_gpu!(
@@ -242,7 +243,7 @@ fn more_elements_than_32_bits_index() {
         "a GPU's memory is needed"
     );
     let (rows, cols) = (65_536 + 128, 32_768);
-    // Zeros, but for the last 128 rows.
+    // Zeros, except in the last 128 rows.
     let tail = convert::<bf16>(&values(Kind::Normal, 128 * cols, 1));
     let mut x = vec![bf16::ZERO; rows * cols];
     x[(rows - 128) * cols..].copy_from_slice(&tail);
@@ -254,7 +255,7 @@ fn more_elements_than_32_bits_index() {
         let large = large.to_host(&client, Origin::default()).unwrap();
         let small = quantize::mx_quantize(&client, &small, usage, format).unwrap();
         let small = small.to_host(&client, Origin::default()).unwrap();
-        // Stored rows of the large matrix end in those of the small one; all else is zero.
+        // Stored rows of the large matrix end in those of the small one; everything else is zero.
         let (outer, length) = match usage {
             Usage::Rowwise => (1, 128 * cols),
             Usage::Columnwise => (cols, 128),

@@ -1,4 +1,4 @@
-//! RMSNorm, LayerNorm and activations against the oracle, bit for bit, and the oracle against
+//! RMSNorm, LayerNorm and activations compared with the oracle bit for bit, and the oracle with
 //! `f64`; on CubeCL's CPU runtime or on a GPU.
 
 use crate::support::device::{
@@ -19,8 +19,9 @@ use nvfp4_kernels::{
 const EPSILON: f32 = 1e-6;
 const NORMS: [Norm; 2] = [Norm::Rms, Norm::Layer];
 
-/// Rows of a tail, of one plane, of several, of whole vectors and not, of several blocks a unit,
-/// and too long to be kept; one row, none, and several parts, also such that begin with strips.
+/// Rows with a tail, of one plane, of several, of whole vectors and not, of several blocks per
+/// unit, and too long to be kept; one row, none, and several parts, including parts that begin with
+/// strips.
 const SHAPES: [(usize, usize); 13] = [
     (1, 1),
     (3, 7),
@@ -72,7 +73,7 @@ impl<T: DeviceElement> Case<T> {
         }
     }
 
-    /// The kernels give the bits of the oracle.
+    /// Asserts that the kernels give the bits of the oracle.
     fn check(&self, client: &Client, what: &str) {
         let (rows, cols) = (self.rows, self.cols);
         let what = format!("{:?} {rows}x{cols} {:?} {what}", self.norm, T::KIND);
@@ -146,7 +147,7 @@ impl<T: DeviceElement> Case<T> {
 }
 
 fn check_shapes<T: DeviceElement>(client: &Client) {
-    // Types differ in how elements are loaded and stored, and in nothing else.
+    // Types differ only in how elements are loaded and stored.
     let all = T::KIND == FloatKind::Bf16;
     for (i, shape) in SHAPES.into_iter().enumerate() {
         if !all && shape.1 > 500 {
@@ -179,7 +180,7 @@ element_tests! {
     check_kinds: kinds_f32, kinds_bf16, kinds_f16;
 }
 
-/// The most parts that there are, and rows that they do not divide.
+/// The largest number of parts, and row counts that they do not divide.
 #[test]
 fn many_rows() {
     let client = client!("many_rows");
@@ -190,7 +191,7 @@ fn many_rows() {
     }
 }
 
-/// On a GPU, the sizes of models: all paths of the kernels with several rows for each cube.
+/// On a GPU, the sizes of models: all paths of the kernels with several rows per cube.
 #[test]
 fn large_matrices() {
     let client = on_gpu!("norm::large_matrices", "it needs a GPU");
@@ -210,7 +211,7 @@ fn large_matrices() {
     }
 }
 
-/// A NaN stays in its row, but for the gradients of the columns.
+/// A NaN does not leave its row, except in the gradients of the columns.
 #[test]
 fn a_nan_stays_in_its_row() {
     for norm in NORMS {
@@ -229,7 +230,7 @@ fn a_nan_stays_in_its_row() {
     }
 }
 
-/// The norm of one row in `f64`.
+/// Returns the norm of one row in `f64`.
 fn exact_norm(norm: Norm, x: &[f64], gain: &[f32], bias: &[f32]) -> Vec<f64> {
     let mean_of = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let mean = match norm {
@@ -244,7 +245,8 @@ fn exact_norm(norm: Norm, x: &[f64], gain: &[f32], bias: &[f32]) -> Vec<f64> {
         .collect()
 }
 
-/// The oracle's values are the real ones, and its gradients are differences of real values.
+/// The oracle's values are close to exact ones, and its gradients to finite differences of exact
+/// ones.
 #[test]
 fn gradients_are_slopes() {
     const STEP: f64 = 1e-5;
@@ -268,7 +270,7 @@ fn gradients_are_slopes() {
                 .map(|x| f64::from(*x))
                 .collect()
         };
-        // What the gradients are those of: the sum of products with the given gradients.
+        // Function whose gradients are computed: the sum of the outputs times the given gradients.
         let loss = |row: usize, x: &[f64], gain: &[f32], bias: &[f32]| -> f64 {
             let normed = exact_norm(norm, x, gain, bias);
             let columns = normed.iter().zip(x).enumerate();
@@ -360,7 +362,7 @@ element_tests! {
     check_activations: activations_f32, activations_bf16, activations_f16;
 }
 
-/// What a norm is asked to find of its output.
+/// Returns requests for amax values of a norm's output.
 fn amax_requests() -> Vec<AmaxRequest> {
     let (whole, rows) = (AmaxGranularity::PerTensor, AmaxGranularity::PerRow);
     let seeded = |size| Hadamard::seeded_with_size(size, 9);
@@ -373,15 +375,15 @@ fn amax_requests() -> Vec<AmaxRequest> {
         with_cols(whole, Some((whole, None))),
         with_cols(whole, Some((whole, Some(Hadamard::default())))),
         with_cols(whole, Some((whole, Some(seeded(HadamardSize::H16))))),
-        // These take a pass of their own.
+        // These take a separate pass.
         with_cols(whole, Some((whole, Some(seeded(HadamardSize::H32))))),
         with_cols(rows, Some((whole, Some(Hadamard::default())))),
     ]
 }
 
-/// The amax values of the output are those that a pass over it finds, which are the oracle's, and
-/// the output is the same: of strips that end within one, of one row, of none, of rows in one block
-/// a unit, in several, and too long to be kept, and without whole vectors.
+/// The amax values of the output equal those of a separate pass, and the oracle's, and the output
+/// is unchanged. Covers strips that end within one, one row, no rows, rows in one block per unit,
+/// in several, and too long to be kept, and rows without whole vectors.
 fn check_amax<T: DeviceElement>(client: &Client) {
     let shapes = [
         (1, 16),
@@ -446,9 +448,9 @@ fn check_amax<T: DeviceElement>(client: &Client) {
     }
 }
 
-/// The amax values of the gradient are those that a pass over it finds, which are the oracle's, and
-/// the gradients are the same: of rows without strips in parts and with, in one block a unit, in
-/// several, and too long to be kept, and without whole vectors.
+/// The amax values of the gradient equal those of a separate pass, and the oracle's, and the
+/// gradients are unchanged. Covers parts with and without strips, rows in one block per unit, in
+/// several, and too long to be kept, and rows without whole vectors.
 fn check_backward_amax<T: DeviceElement>(client: &Client) {
     let mut shapes = vec![(0, 16), (37, 48), (21, 500), (4220, 16)];
     if client.name() == "cuda" {
@@ -512,7 +514,8 @@ fn check_backward_amax<T: DeviceElement>(client: &Client) {
     }
 }
 
-/// Parts of strips are parts of all rows, none of them empty, at most an eighth longer than others.
+/// Parts of strips cover all rows; none of them is empty, or more than an eighth longer than
+/// others.
 #[test]
 fn parts_of_strips_are_alike() {
     let mut strips = 0;

@@ -1,5 +1,5 @@
-//! AdamW and the norm of gradients against the oracle, bit for bit; on CubeCL's CPU runtime or on a
-//! GPU (`NVFP4_TEST_DEVICE`).
+//! AdamW and the norm of gradients compared with the oracle bit for bit; on CubeCL's CPU runtime or
+//! on a GPU (`NVFP4_TEST_DEVICE`).
 
 use crate::support::device::{DeviceElement, read_bytes, upload_bytes};
 use crate::support::inputs::{Kind, convert, values};
@@ -18,10 +18,10 @@ const PARAMS: AdamWParams = AdamWParams {
     epsilon: 1e-8,
 };
 
-/// Whole vectors and tails, one chunk of the norm and several, nothing, one element.
+/// Whole vectors and tails, one chunk of the norm and several, no elements, one element.
 const LENGTHS: [usize; 9] = [4096, 1, 3, 0, 20_000, 16_384, 16_388, 33_001, 8];
 
-/// The bits, of any NaN the same.
+/// Returns the bits, with the same bits for every NaN.
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter()
         .map(|x| if x.is_nan() { f32::NAN } else { *x }.to_bits())
@@ -36,7 +36,7 @@ fn raise(x: &[impl Moment]) -> Vec<u32> {
     bits(&x.iter().map(|x| x.to_f32()).collect::<Vec<_>>())
 }
 
-/// One parameter on both sides.
+/// One parameter on host and device.
 struct Parameter<M> {
     weight: Vec<f32>,
     first: Vec<M>,
@@ -67,7 +67,7 @@ impl<M: Moment + bytemuck::Pod> Parameter<M> {
     }
 }
 
-/// Three steps of parameters of all lengths: all state equals the oracle's after each.
+/// Three steps of parameters of all lengths: all state equals the oracle's after each step.
 fn check<G: DeviceElement, M: Moment + bytemuck::Pod, C: DeviceElement + bytemuck::Pod>(
     client: &Client,
     moments: FloatKind,
@@ -198,7 +198,7 @@ fn f16_parameters_are_the_oracles() {
     check::<f16, f32, f16>(&client, FloatKind::F32, Some(1.0), Kind::Normal);
 }
 
-/// A buffer has the words of the last step that was set, in the memory that it had.
+/// A buffer contains the words of the last step that was set, at an unchanged address.
 #[test]
 fn words_are_written_in_place() {
     let client = client!("words_are_written_in_place");

@@ -1,5 +1,5 @@
-//! The oracle against the specification written down literally, in every combination of axis,
-//! amax, rounding, transform, scaling and layout, and the properties that it promises.
+//! Compares the oracle with the literal specification, in every combination of axis, amax,
+//! rounding, transform, scaling and layout, and checks the properties that it guarantees.
 
 use crate::support::inputs::{ALL_KINDS, Kind, TestElement, convert, values};
 use crate::support::literal;
@@ -40,7 +40,7 @@ fn transforms() -> impl Iterator<Item = Option<Hadamard>> {
         .chain(HadamardSize::ALL.map(of))
 }
 
-/// Every policy that the oracle takes, with compact scales.
+/// Returns every policy that the oracle supports, with compact scales.
 fn policies() -> Vec<Nvfp4Params> {
     let mut policies = Vec::new();
     for hadamard in transforms() {
@@ -61,7 +61,7 @@ fn policies() -> Vec<Nvfp4Params> {
     policies
 }
 
-/// The maxima of stored rows, by the literal definition.
+/// Returns the amax values of stored rows, by the literal definition.
 fn maxima(stored: &[Vec<f32>], per_row: bool) -> Amax {
     let all = |rows: &[Vec<f32>]| reference::amax(&rows.concat());
     if per_row {
@@ -203,7 +203,7 @@ fn transformed_maxima_are_those_of_what_is_stored() {
     }
 }
 
-/// The random bits included: they hang on the stored block alone.
+/// Includes the random bits, which depend on the stored block alone.
 #[test]
 fn the_column_copy_is_the_row_copy_of_the_transpose() {
     for (rows, cols) in [(17, 48), (33, 16), (130, 7)] {
@@ -301,7 +301,7 @@ fn tiles_are_literal_and_their_copies_transposes() {
     }
 }
 
-/// Largest scaled magnitude of each block whose scale byte is a normal number.
+/// Returns the largest scaled magnitude of each block whose scale byte is a normal number.
 fn largest_scaled(x: &[f32], scaling: BlockScaling) -> f32 {
     let amax = reference::amax(x);
     let policy = Nvfp4Params {
@@ -321,13 +321,14 @@ fn largest_scaled(x: &[f32], scaling: BlockScaling) -> f32 {
     largest
 }
 
-/// Rounding takes at most a seventeenth from a normal scale byte, which is what headroom adds; what
-/// is left are the last places of five roundings.
+/// Rounding lowers a normal scale byte by at most a seventeenth, which the headroom compensates;
+/// the remaining error is that of five roundings.
 #[test]
 fn headroom_never_clips() {
     let ulps = 6.0 * 5.0 * f32::EPSILON;
     for seed in 0..20 {
-        // Maxima on a fine grid over the whole range of scales, and one block with the largest.
+        // Block amax values on a fine grid over the whole range of scales, and one block with the
+        // largest.
         let x: Vec<f32> = (0..4096)
             .flat_map(|i| {
                 let largest = ((seed * 4096 + i) as f32 * 1.1e-4 - 8.9).exp();
@@ -342,7 +343,7 @@ fn headroom_never_clips() {
     }
 }
 
-/// Subnormal scale bytes round by more than a seventeenth; no headroom is promised for them.
+/// Subnormal scale bytes round by more than a seventeenth; headroom does not cover them.
 #[test]
 fn headroom_ends_at_subnormal_scales() {
     // 2.35 · 17/16 units of 2^-9 round to 2 units.
@@ -357,7 +358,7 @@ fn headroom_ends_at_subnormal_scales() {
     assert!(x[0] * 512.0 / 2.0 > 6.5);
 }
 
-/// A block whose scale byte rounds down by a seventeenth: its maximum stands at 6.375 without
+/// A block whose scale byte rounds down by a seventeenth: its amax scales to 6.375 without
 /// headroom, and clips.
 #[test]
 fn headroom_makes_stochastic_rounding_unbiased() {
@@ -394,7 +395,7 @@ fn headroom_makes_stochastic_rounding_unbiased() {
             .map(|r| e2m1::decode(reference::round_stochastic(y, r)))
             .sum();
         assert!((sum / 256.0 - y).abs() <= step / 256.0, "element {i}");
-        // And the draws follow it, within five standard errors.
+        // The draws follow it, within five standard errors.
         let noise = 5.0 * 0.5 * step / (draws as f32).sqrt();
         let bound = scale * (step / 256.0 + noise);
         assert!(bias.abs() <= bound, "element {i}: bias {bias}, not {bound}");
@@ -416,8 +417,8 @@ fn literal_step(magnitude: f32) -> f32 {
 #[test]
 fn four_over_six_is_never_worse_than_six() {
     let (rows, cols) = (64, 64);
-    // Not for huge values: above 2^128 / 1536 the decoded value overflows in the order that the
-    // specification gives, and six is kept.
+    // Huge values are excluded: above 2^128 / 1536 the decoded value overflows in the specified
+    // order of operations, and six is chosen.
     for kind in [Kind::Normal, Kind::Heavy, Kind::Thresholds] {
         let x = values(kind, rows * cols, 8);
         for norm in [ErrorNorm::Mae, ErrorNorm::Mse] {
@@ -454,7 +455,7 @@ fn four_over_six_is_never_worse_than_six() {
     }
 }
 
-/// 2688 or 1536, by the rule that made the scales; a wrong one is off by 7/4.
+/// 2688 or 1536, depending on the scaling; the wrong one is off by 7/4.
 #[test]
 fn dequantization_divides_by_the_range_of_the_scaling() {
     let (rows, cols) = (33, 48);
@@ -479,8 +480,8 @@ fn dequantization_divides_by_the_range_of_the_scaling() {
     }
 }
 
-/// Both operands transformed, along a contraction that is no multiple of anything, and each
-/// scaling: the product is that of the sources, up to quantization.
+/// Both operands transformed, with a K that is not a multiple of anything, and each scaling: the
+/// GEMM equals that of the sources, up to quantization.
 #[test]
 fn products_survive_transforms_and_scalings() {
     let (tokens, m, n) = (150, 24, 20);

@@ -1,6 +1,6 @@
-//! Bugs that other implementations of NVFP4 have had, each as a test that a kernel with the bug
-//! fails, on CubeCL's CPU runtime or on a GPU. (Tiles of swizzled scales that go on across groups:
-//! `swizzle_tiling_restarts_at_groups` in `copies`, and `layouts`.)
+//! Bugs found in other implementations of NVFP4, each as a test that a kernel with the bug fails,
+//! on CubeCL's CPU runtime or on a GPU. (Tiles of swizzled scales that continue across groups:
+//! `swizzle_tiling_restarts_at_groups` in `quantize`, and `layouts`.)
 
 use std::collections::HashSet;
 
@@ -23,7 +23,8 @@ fn codes(bytes: &[u8]) -> Vec<u8> {
         .collect()
 }
 
-/// Codes of the row-wise and of the column-wise copy of `x`, each rounded by a stream of its own.
+/// Returns the codes of the rowwise and the columnwise tensor of `x`, each rounded by a separate
+/// stream.
 fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec<u8>; 2] {
     let handle = client.create_from_slice(&amax.to_le_bytes());
     let request = |stream| QuantRequest {
@@ -38,8 +39,8 @@ fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec
     [row, col].map(|copy| codes(&read_bytes(client, &copy.codes, len)))
 }
 
-/// Seeds that depend on too few bits of a row's or block's index repeat the bits of other rows:
-/// here 8192 blocks of a wide matrix round 15 coins each.
+/// Seeds that depend on too few bits of the row or block index repeat the bits of other rows. Here
+/// 8192 blocks of a wide matrix round 15 elements each.
 #[test]
 fn seeds_of_wide_rows_do_not_collide() {
     let client = client!("seeds_of_wide_rows_do_not_collide");
@@ -59,8 +60,8 @@ fn seeds_of_wide_rows_do_not_collide() {
     assert_eq!(rows.len(), 8);
 }
 
-/// Copies that share their random bits round an element in the same direction. Bits of different
-/// streams agree in half of the cases: 61,440 coins, and six standard deviations are 743.
+/// Tensors that share their random bits round an element in the same direction. Bits of different
+/// streams agree in half of the cases: of 61,440 elements, six standard deviations are 743.
 #[test]
 fn row_and_column_copies_share_no_bits() {
     let client = client!("row_and_column_copies_share_no_bits");
@@ -77,8 +78,8 @@ fn row_and_column_copies_share_no_bits() {
     assert!((same - 30_720).abs() < 743, "{same} of 61440 agree");
 }
 
-/// Software forms of the stochastic conversion that were missing on devices without the instruction
-/// left nothing but zeros: the mean of the codes is that of the values.
+/// Missing software forms of the stochastic conversion, on devices without the instruction,
+/// produced only zeros: the mean of the codes must be that of the values.
 #[test]
 fn stochastic_codes_are_not_all_zero() {
     let client = client!("stochastic_codes_are_not_all_zero");
@@ -93,8 +94,8 @@ fn stochastic_codes_are_not_all_zero() {
     }
 }
 
-/// `amax / 6 · S` in another order than the specification's gives another byte for one block of
-/// bf16 values in a thousand. All blocks here are such.
+/// Computing `amax / 6 · S` in another order than the specification's changes the byte of one block
+/// of bf16 values in a thousand. All blocks here are such.
 #[test]
 fn scale_bytes_come_from_the_specifications_order() {
     let client = client!("scale_bytes_come_from_the_specifications_order");
@@ -107,7 +108,7 @@ fn scale_bytes_come_from_the_specifications_order() {
             .filter(|&a| of(a, tensor) != other(a, tensor))
             .collect()
     };
-    // Maxima from 1 to 8.
+    // Block amax values from 1 to 8.
     let found = bf16s(0x3F80, 0x4100).map(|tensor| (tensor, told_apart(tensor)));
     let (tensor, maxima) = found
         .max_by_key(|(_, maxima)| maxima.len())
@@ -131,16 +132,17 @@ fn scale_bytes_come_from_the_specifications_order() {
     }
 }
 
-/// `S / s8`, the fast form of a peer, in place of `1 / (s8 · (1 / S))` differs in the last bit of
-/// the multiplier for three blocks in ten, and in codes where a product falls between.
+/// `S / s8`, the fast form of a peer, instead of `1 / (s8 · (1 / S))` differs in the last bit of
+/// the multiplier for three blocks in ten, and in codes if a threshold lies between the two
+/// products.
 #[test]
 fn multipliers_are_not_the_fast_ones() {
     let client = client!("multipliers_are_not_the_fast_ones");
     let tensor = 5.3f32;
     let global = GlobalScale::from_amax(tensor);
     let encode = 2688.0 / tensor;
-    // A block's largest element sets its scale byte; the second is where the two multipliers'
-    // products lie on different sides of the threshold 0.25, beyond which the code is not 0.
+    // A block's largest element sets its scale byte; for the second one, the products with the two
+    // multipliers are on different sides of the threshold 0.25, above which the code is not 0.
     let mut blocks = Vec::new();
     for byte in 8..=0x7Eu8 {
         let a = e4m3::decode(byte) * 6.0 / encode;
@@ -176,8 +178,8 @@ fn multipliers_are_not_the_fast_ones() {
     }
 }
 
-/// Maxima by comparisons that are false for NaN lose it; wherever it stands, it must come out, of
-/// whole matrices, rows, columns and transformed columns.
+/// An amax by comparisons that are false for NaN loses NaN. It must be preserved at any position,
+/// in the amax of whole matrices, rows, columns and transformed columns.
 #[test]
 fn nan_survives_every_maximum() {
     let client = client!("nan_survives_every_maximum");
@@ -210,8 +212,8 @@ fn nan_survives_every_maximum() {
     }
 }
 
-/// The padding of swizzled scales that is not written holds what was in the memory before; here it
-/// was filled with 0xFF, and must be zero.
+/// Padding of swizzled scales that is not written keeps the previous contents of the memory. Here
+/// the memory was filled with 0xFF, and the padding must be zero.
 #[test]
 fn padding_of_scales_is_written() {
     let client = client!("padding_of_scales_is_written");
@@ -233,7 +235,7 @@ fn padding_of_scales_is_written() {
                 Usage::Columnwise => (cols, rows.div_ceil(16)),
             };
             let len = swizzle::padded_len(outer, blocks);
-            // What the pool hands out next has been used, and by this.
+            // The pool returns memory that was used here before.
             for size in [len, 512 * 4, 512 * 64] {
                 drop(client.create_from_slice(&vec![0xFFu8; size]));
             }

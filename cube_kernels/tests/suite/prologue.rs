@@ -1,6 +1,6 @@
-//! Fused prologues: matrices that are computed while a kernel reads their inputs, against the
-//! oracle, against the same operations one after another, and against `f64`, on CubeCL's CPU
-//! runtime or on a GPU.
+//! Fused prologues: matrices that are computed while a kernel reads their inputs, compared with the
+//! oracle, with the same operations as separate kernels, and with `f64`, on CubeCL's CPU runtime or
+//! on a GPU.
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, is_brief, read_bytes, read_matrix, read_u32,
@@ -23,7 +23,7 @@ use nvfp4_kernels::{
 
 const SHAPES: [(usize, usize); 6] = [(1, 16), (3, 48), (0, 16), (33, 80), (130, 64), (257, 144)];
 
-/// One computed matrix: what it should be, and its inputs on the device.
+/// One computed matrix: its expected values, and its inputs on the device.
 struct Case<T> {
     name: &'static str,
     rows: usize,
@@ -45,13 +45,13 @@ impl<T: DeviceElement> Case<T> {
         }
     }
 
-    /// The computed matrix in memory, by an operation of its own.
+    /// Returns the computed matrix in memory, from a separate operation.
     fn unfused(&self, client: &Client) -> Matrix {
         quantize::run_prologue(client, self.source()).unwrap()
     }
 }
 
-/// Every prologue, of inputs that are `rows` x `width`.
+/// Returns every prologue, with inputs of `rows` x `width`.
 fn cases<T: DeviceElement>(
     client: &Client,
     kind: Kind,
@@ -114,7 +114,7 @@ fn read_floats(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
         .collect()
 }
 
-/// What amax values stand for, and the transform of the columns.
+/// Returns amax granularities, with the transform of the columns.
 fn requests() -> Vec<(AmaxGranularity, Option<Hadamard>)> {
     let transform = |size| Some(Hadamard::seeded_with_size(size, 3));
     vec![
@@ -125,7 +125,7 @@ fn requests() -> Vec<(AmaxGranularity, Option<Hadamard>)> {
     ]
 }
 
-/// The matrix, and its amax values beside it: those of the matrix from memory.
+/// Checks the written matrix, and that its amax values are those of the matrix in memory.
 fn check_fused<T: DeviceElement>(
     client: &Client,
     case: &Case<T>,
@@ -161,7 +161,7 @@ fn check_fused<T: DeviceElement>(
     }
 }
 
-/// Every request in bf16; what training asks for in the other types and of special values.
+/// Every request in bf16; training's requests for the other types and for special values.
 fn check_prologue(client: &Client, name: &str) {
     fn of<T: DeviceElement>(
         client: &Client,
@@ -174,7 +174,7 @@ fn check_prologue(client: &Client, name: &str) {
         cases.into_iter().filter(move |case| case.name == name)
     }
     let (all, one) = (requests(), Groups::One);
-    // A brief run has every request, and every shape and kind of values, but not all pairs of them.
+    // A brief run has every request, shape and kind of values, but not all combinations.
     let some = |i: usize| match is_brief(client) {
         true => &all[i % all.len()..][..1],
         false => &all[..],
@@ -212,7 +212,7 @@ fn swiglu_backward_fused_is_unfused() {
     check_prologue(&client, "SwiGLU backward");
 }
 
-/// Groups with offsets in device memory, empty ones among them, and batches; tokens of experts.
+/// Groups with offsets in device memory, including empty ones, and batches; tokens of experts.
 #[test]
 fn groups_fused_are_unfused() {
     let client = client!("groups_fused_are_unfused");
@@ -237,7 +237,7 @@ fn groups_fused_are_unfused() {
     }
 }
 
-/// What training asks for, against the oracle with nothing of a kernel between.
+/// Compares what training requests with the oracle directly.
 #[test]
 fn fused_amaxes_are_the_oracles() {
     fn check<T: DeviceElement>(client: &Client, shape: (usize, usize)) {
@@ -265,16 +265,16 @@ fn fused_amaxes_are_the_oracles() {
     check::<f32>(&client, (33, 80));
 }
 
-/// `|found - expected| <= relative · |expected| + absolute`.
+/// Asserts `|found - expected| <= relative · |expected| + absolute`.
 fn assert_close(found: f32, expected: f64, relative: f64, absolute: f64, what: &str) {
     let bound = relative * expected.abs() + absolute;
     let error = (found as f64 - expected).abs();
     assert!(error <= bound, "{what}: {found:e}, {expected:e}");
 }
 
-/// Against real numbers. Forward: a few rounding errors of 2⁻²⁴ relative to the result. Backward:
-/// the slope of SiLU has a zero near -1.28, near which errors are relative to 1, which its terms do
-/// not exceed by much.
+/// Compares with real numbers. Forward: a few rounding errors of 2⁻²⁴ relative to the result.
+/// Backward: the derivative of SiLU has a zero near -1.28. Near it, errors are relative to 1, which
+/// its terms do not exceed by much.
 #[test]
 fn oracle_is_close_to_real_numbers() {
     let unit = 2f64.powi(-24);
@@ -293,7 +293,7 @@ fn oracle_is_close_to_real_numbers() {
                 let gate = both[r * 2 * width + c] as f64;
                 let up = both[r * 2 * width + width + c] as f64;
                 let g = grad[r * width + c] as f64;
-                // Below -87 the sigmoid is taken for 0.
+                // Below -87 the sigmoid is taken as 0.
                 let tail = if gate < -87.0 {
                     1e-35 * (up * g).abs().max(up.abs())
                 } else {
@@ -365,7 +365,7 @@ fn run_exact(client: &Client, x: &[f32], count: usize, operation: u32) -> Vec<f3
     read_floats(client, &out, count)
 }
 
-/// Multiply-adds that two roundings would get wrong, and sums next to the middle of two neighbours.
+/// Multiply-adds that two roundings would get wrong, and sums near the midpoint of two neighbors.
 #[test]
 fn multiply_adds_are_rounded_once() {
     let client = client!("multiply_adds_are_rounded_once");
@@ -388,7 +388,7 @@ fn multiply_adds_are_rounded_once() {
             f32::from_bits((random.next_u32() & 0x807F_FFFF) | exponent << 23)
         };
         let (a, b) = (value(40), value(40));
-        // Anything; near minus the product; and half a unit of the product apart from a tie.
+        // Arbitrary; near minus the product; and half an ulp of the product away from a tie.
         triples.push([a, b, value(60)]);
         triples.push([a, b, -(a * b)]);
         triples.push([

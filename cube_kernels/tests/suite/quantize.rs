@@ -1,5 +1,5 @@
-//! Every policy of a copy against the oracle, byte for byte: transforms of all sizes, scalings,
-//! per-token maxima, both scale layouts, groups, on CubeCL's CPU runtime or on a GPU.
+//! Compares every quantization policy with the oracle byte for byte: transforms of all sizes,
+//! scalings, per-token amax, both scale layouts, groups, on CubeCL's CPU runtime or on a GPU.
 
 use crate::support::device::{DeviceElement, offsets, upload, upload_bytes};
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
@@ -73,7 +73,7 @@ element_tests! {
     check_special_values: special_values_f32, special_values_bf16, special_values_f16;
 }
 
-/// Column-wise copies of matrices whose rows are no multiples of a word or of a wide load.
+/// Columnwise tensors of matrices whose rows are not multiples of a word or of a wide load.
 #[test]
 fn odd_columns() {
     let client = client!("odd_columns");
@@ -103,8 +103,8 @@ fn odd_columns() {
     }
 }
 
-/// Groups of any sizes, empty ones at the start, in the middle and at the end, and 3-D batches;
-/// rows of one block, too.
+/// Groups of any size, empty ones at the start, in the middle and at the end, and 3-D batches; rows
+/// of one block, too.
 fn check_groups<T: DeviceElement>(client: &Client, cols: usize, cases: &[&[usize]]) {
     for (i, sizes) in cases.iter().enumerate() {
         let rows = sizes.iter().sum::<usize>();
@@ -151,8 +151,8 @@ fn groups_are_matrices_of_their_own_f32() {
     check_groups::<f32>(&client, 16, &[EMPTY_AND_ODD]);
 }
 
-/// The copies of groups side by side hold the blocks of the copies one after another, each in its
-/// place.
+/// Groups joined along the stored rows contain the blocks of the consecutive tensors, each at the
+/// right position.
 #[test]
 fn groups_lie_side_by_side() {
     let client = client!("groups_lie_side_by_side");
@@ -240,8 +240,8 @@ fn groups_lie_side_by_side() {
     }
 }
 
-/// The 128x4 tiling restarts at every group: tiling across groups is invisible where there is one
-/// group of 128 rows and 128 columns.
+/// The 128x4 tiling restarts at every group: tiling across groups makes no difference for one group
+/// of 128 rows and 128 columns.
 #[test]
 fn swizzle_tiling_restarts_at_groups() {
     let client = client!("swizzle_tiling_restarts_at_groups");
@@ -278,7 +278,7 @@ fn swizzle_tiling_restarts_at_groups() {
     }
 }
 
-/// 16x16 tiles: both copies, every scaling and layout.
+/// 16x16 tiles: both quantized tensors, every scaling and layout.
 #[test]
 fn tiles_of_every_scaling() {
     let client = client!("tiles_of_every_scaling");
@@ -293,7 +293,8 @@ fn tiles_of_every_scaling() {
     }
 }
 
-/// Tiles of groups: batches, and any sizes with empty groups and such that end within a tile.
+/// Tiles of groups: batches, and any sizes, including empty groups and groups that end within a
+/// tile.
 #[test]
 fn tiles_of_groups() {
     let client = client!("tiles_of_groups");
@@ -316,7 +317,7 @@ fn tiles_of_groups() {
     }
 }
 
-/// All maxima that one read can give.
+/// All amax values that one read can compute.
 #[test]
 fn maxima_of_rows_columns_and_groups() {
     let client = client!("maxima_of_rows_columns_and_groups");
@@ -372,8 +373,8 @@ fn maxima_of_rows_columns_and_groups() {
     }
 }
 
-/// One maximum of all rows and one of all columns, in one read and alone: of strips of 16 rows that
-/// end within one, of rows of vectors of two words, of one, and without whole words.
+/// One amax over rows and one over columns, in one read and alone. Covers strips of 16 rows that
+/// end within one, and rows of two-word vectors, of one-word vectors, and without whole words.
 fn check_whole_matrices<T: DeviceElement>(client: &Client) {
     let transforms = [None, Some(Hadamard::default()), Some(Hadamard::seeded(5))];
     let whole = Some(AmaxGranularity::PerTensor);
@@ -417,8 +418,8 @@ element_tests! {
         maxima_of_whole_matrices_f16;
 }
 
-/// Per token in one read: the maximum of each row and the copy made with it. A row of 1024 blocks
-/// and more does not stay in registers.
+/// Per token in one read: the amax of each row and the quantized tensor. A row of 1024 blocks or
+/// more does not stay in registers.
 fn check_per_tokens<T: DeviceElement>(client: &Client) {
     for (rows, cols) in [(1, 16), (5, 48), (130, 272), (3, 5 * 1024), (2, 20_000)] {
         for kind in [Kind::Heavy, Kind::Nan, Kind::Zeros] {
@@ -435,7 +436,7 @@ element_tests! {
         per_token_in_one_read_f16;
 }
 
-/// Per token along both axes: maxima in one read, copies in another.
+/// Per token along both axes: amax values in one read, quantized tensors in another.
 #[test]
 fn per_token_of_columns() {
     let client = client!("per_token_of_columns");
@@ -493,7 +494,7 @@ fn device_offsets_advance() {
     }
 }
 
-/// The same bytes for any number of cubes and units: nothing depends on the launch.
+/// The bytes are independent of the number of cubes and units.
 #[test]
 fn launch_geometry_does_not_matter() {
     let client = client!("launch_geometry_does_not_matter");

@@ -1,14 +1,14 @@
-//! The CUDA source of every kernel of the registry, on a machine without a GPU: compared with the
-//! lock files of [`lock`], compiled where it changed, and checked for conversion instructions, matrix
+//! CUDA source of every kernel of the registry, on a machine without a GPU: compared with the lock
+//! files of [`lock`], compiled if it changed, and checked for conversion instructions, matrix
 //! instructions and spilled registers.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, btree_map::Entry},
     fs,
     panic::{self, AssertUnwindSafe},
     path::{Path, PathBuf},
     sync::{
-        Mutex,
+        LazyLock, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -35,15 +35,15 @@ use nvfp4_kernels::{
 };
 use nvfp4_test_support::Skip;
 
-/// `cvt.rn.satfinite.e2m1x2`, `cvt.rs.satfinite.e2m1x4` and `cvt.rn.satfinite.e4m3x2` in SASS.
+/// SASS of `cvt.rn.satfinite.e2m1x2`, `cvt.rs.satfinite.e2m1x4` and `cvt.rn.satfinite.e4m3x2`.
 const E2M1_RN: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C";
 const E2M1_RS: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C.RS";
 const E4M3: &str = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C";
 
-/// Which instances are compiled.
+/// Selects the instances that are compiled.
 type IsChosen = fn(&Instance) -> bool;
 
-/// Instances that keep a few registers in memory, by architecture; the lock files have the bytes.
+/// Instances that spill a few registers, by architecture; the lock files have the bytes.
 const SPILLING: [(&str, &str); 12] = [
     ("decode_run_kernel-128-8-Bf16-E4m3-U32", "sm_90a"),
     ("ms_eden_amax_kernel-F32-U32-false", "sm_90a"),
@@ -59,7 +59,7 @@ const SPILLING: [(&str, &str); 12] = [
     ("rope_kernel-F16-U32-8", "sm_120a"),
 ];
 
-/// What kernels are compiled for: an architecture, how a device of it converts, and the kernels.
+/// Compilation target: an architecture, the conversion method of its devices, and the kernels.
 struct Target {
     /// Name of the lock file.
     name: &'static str,
@@ -68,9 +68,9 @@ struct Target {
     is_chosen: IsChosen,
 }
 
-/// One lock file each. Architectures without kernels of their own have those with the matrix
-/// instructions of every GPU. The emulated conversions of Blackwell are compiled for Hopper with
-/// one type of element.
+/// Targets, with one lock file each. Architectures without dedicated kernels have those with the
+/// matrix instructions of every GPU. The emulated conversions of Blackwell are compiled for Hopper
+/// with one element type.
 const TARGETS: [Target; 10] = [
     target("sm_90a", Conversion::Sm89, |_| true),
     target("sm_100a", Conversion::Hardware, |_| true),
@@ -119,16 +119,16 @@ fn instances(conversion: Conversion, arch: &str) -> Vec<Instance> {
     registry::instances(&DummyDevice::new(client, target, conversion, overlaps))
 }
 
-/// `found` is what was expected, or nothing was.
+/// Asserts that `found` equals `expected`, if that is given.
 fn assert_found(expected: Option<bool>, found: bool, what: &str) {
     if let Some(expected) = expected {
         assert_eq!(found, expected, "{what}");
     }
 }
 
-/// A mutable variable reaches an asm block as a pointer, which some instructions take silently: a
-/// store of 32 bits from a register of 64, and an address in shared memory. What takes 64 bits
-/// rightly is named here.
+/// A mutable variable reaches an asm block as a pointer, which some instructions accept silently: a
+/// 32-bit store from a 64-bit register, and an address in shared memory. Instructions that
+/// legitimately take 64 bits are named here.
 fn assert_no_pointers(name: &str, source: &str) {
     let takes_64 = [
         "cvta.to.",
@@ -196,11 +196,43 @@ struct Source {
     shared: usize,
 }
 
-/// The hash of the source of an instance, and its machine code where that is known.
+impl Source {
+    fn of(instance: &Instance) -> Self {
+        let (text, shared) = sources::cuda_kernel(&instance.name, &*instance.kernel);
+        Self { text, shared }
+    }
+}
+
+/// The hash of the source of a kernel, and the source if it was generated just now.
+struct Generated {
+    hash: u64,
+    source: Option<Source>,
+}
+
+impl Generated {
+    /// Generates the source of `instance`, unless this process has generated it for another target:
+    /// the source depends on the id of the kernel alone.
+    fn of(instance: &Instance) -> Self {
+        static HASHES: LazyLock<Mutex<HashMap<KernelId, u64>>> = LazyLock::new(Mutex::default);
+        let id = instance.kernel.id();
+        if let Some(&hash) = HASHES.lock().unwrap().get(&id) {
+            return Self { hash, source: None };
+        }
+        let source = Source::of(instance);
+        let hash = lock::hash(&source.text);
+        HASHES.lock().unwrap().insert(id, hash);
+        Self {
+            hash,
+            source: Some(source),
+        }
+    }
+}
+
+/// Hash of the source of an instance, and its machine code if that is known.
 type Found = BTreeMap<String, (u64, Option<Cost>)>;
 
-/// Compares the kernels of a target with its lock file. Compiles those whose source changed; with
-/// `--full` all of them.
+/// Compares the kernels of a target with its lock file. Compiles those whose source changed, or all
+/// of them with `--full`.
 fn check(target: &str) {
     let target = TARGETS.iter().find(|it| it.name == target).unwrap();
     let mut lock = Lock::read(target.name);
@@ -248,8 +280,8 @@ impl Target {
         instances
     }
 
-    /// Makes the sources, and compiles and checks those that differ from `lock`, on all cores.
-    /// Returns what it found and the messages of failed checks.
+    /// Generates the sources, and compiles and checks those that differ from `lock`, on all cores.
+    /// Returns the results and the messages of failed checks.
     fn compile(&self, lock: &Lock, tools: Option<&CudaTools>) -> (Found, Vec<String>) {
         let instances = self.instances();
         let next = AtomicUsize::new(0);
@@ -290,8 +322,7 @@ impl Target {
         tools: Option<&CudaTools>,
     ) -> (u64, Option<Cost>) {
         let start = Instant::now();
-        let (text, shared) = sources::cuda_kernel(&instance.name, &*instance.kernel);
-        let hash = lock::hash(&text);
+        let Generated { hash, source } = Generated::of(instance);
         let locked = lock.entries.get(&instance.name);
         let locked = locked.filter(|entry| entry.hash == hash);
         let cost = match (tools, locked) {
@@ -300,7 +331,7 @@ impl Target {
             }
             (None, _) => locked.map(|entry| entry.cost),
             (Some(tools), _) => {
-                let source = Source { text, shared };
+                let source = source.unwrap_or_else(|| Source::of(instance));
                 let cost = check_instance(tools, instance, &source, self.arch);
                 println!(
                     "{} {}: {cost}, {:.1?}",
@@ -315,7 +346,7 @@ impl Target {
     }
 }
 
-/// One line for each instance that is not as in the lock file.
+/// Returns one line per instance that differs from the lock file.
 fn differences(lock: &Lock, found: &Found) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, &(hash, cost)) in found {
@@ -341,7 +372,7 @@ fn differences(lock: &Lock, found: &Found) -> Vec<String> {
     lines
 }
 
-/// No kernel that waits is left out where kernels are made to overlap.
+/// Every kernel that waits is in the list of kernels that are made to overlap.
 #[test]
 fn kernels_that_wait_are_known() {
     let mut functions = BTreeSet::new();
@@ -355,8 +386,9 @@ fn kernels_that_wait_are_known() {
     }
 }
 
-/// What an overlapping kernel loads before it waits for those in front of it: by compilers that may
-/// move loads, nothing but what the contract of `graph::overlap_kernels` names.
+/// Checks which loads an overlapping kernel issues before it waits for the previous kernel.
+/// Compilers may move loads; only data named in the contract of `graph::overlap_kernels` may be
+/// loaded early.
 fn assert_waits(name: &str, function: &str, sass: &str) {
     let wait = sass.find("ACQBULK");
     let wait = wait.unwrap_or_else(|| panic!("{name} does not wait"));
@@ -366,11 +398,11 @@ fn assert_waits(name: &str, function: &str, sass: &str) {
     match function {
         // Gains are constant.
         "norm_kernel" => assert!(other.is_empty(), "{name}: {other:?}"),
-        // Starts and counts are; what is in the cache is on its way.
+        // Starts and counts are constant; the cache is loaded asynchronously.
         "decode_run_kernel" | "decode_mma_kernel" => {
             assert!(constant.len() <= 2, "{name}: {constant:?}");
         }
-        // Weights are on their way.
+        // Weights are loaded asynchronously.
         "small_m_kernel" => {
             assert!(
                 constant.is_empty() && !other.is_empty(),
@@ -386,10 +418,10 @@ fn assert_waits(name: &str, function: &str, sass: &str) {
             );
             assert!(!other.is_empty(), "{name}");
         }
-        // Weights are, and gains, which are constant, may be.
+        // Weights are loaded early, and gains, which are constant, may be.
         "small_m_norm_kernel" => {
             assert!(!other.is_empty(), "{name}");
-            // Vectors of weights are not kept in L1, those of activations are.
+            // Vectors of weights bypass L1, those of activations do not.
             let is_weight = |line: &&str| line.contains(".NA") || !line.contains(".128");
             assert!(other.iter().all(is_weight), "{name}: {other:?}");
         }
@@ -400,8 +432,8 @@ fn assert_waits(name: &str, function: &str, sass: &str) {
     }
 }
 
-/// CubeCL makes the same source of a kernel each time, but for the numbers of its variables: lock
-/// files rest on it.
+/// CubeCL generates the same source for a kernel each time, except for the numbers of its
+/// variables: lock files rely on it.
 #[test]
 fn sources_are_reproducible() {
     let sources = || -> BTreeMap<String, u64> {
@@ -447,8 +479,8 @@ targets! {
     sm_90a_emulated "sm_90a-emulated",
 }
 
-/// The compilation can fail: the block-scaled instruction exists on sm_120a and sm_121a alone,
-/// `tcgen05` on sm_100a and sm_103a, and the conversion of E4M3 from sm_89 on.
+/// Compilation can fail: the block-scaled instruction exists only on sm_120a and sm_121a, `tcgen05`
+/// on sm_100a and sm_103a, and the conversion of E4M3 from sm_89 on.
 #[test]
 fn instructions_are_refused_where_they_do_not_exist() {
     let tools = tools!("registry_source::instructions_are_refused_where_they_do_not_exist");
@@ -485,7 +517,7 @@ fn instructions_are_refused_where_they_do_not_exist() {
     }
 }
 
-/// The compilation can fail: the stochastic conversion does not exist for sm_120a.
+/// Compilation can fail: the stochastic conversion does not exist on sm_120a.
 #[test]
 fn stochastic_conversion_is_refused_where_it_does_not_exist() {
     let tools = tools!("registry_source::stochastic_conversion_is_refused_where_it_does_not_exist");
@@ -501,8 +533,9 @@ fn stochastic_conversion_is_refused_where_it_does_not_exist() {
     }
 }
 
-/// The statements of a source in any order, without the numbers in names: CubeCL numbers variables
-/// anew each time, and the name of a function ends in a hash of its arguments.
+/// Returns the statements of a source in a canonical order, without the numbers in names: CubeCL
+/// numbers variables differently each time, and the name of a function ends in a hash of its
+/// arguments.
 fn statements(source: &str) -> Vec<String> {
     let mut all: Vec<String> = source
         .lines()
@@ -510,7 +543,7 @@ fn statements(source: &str) -> Vec<String> {
             let mut kept = String::new();
             let mut in_name = false;
             for c in line.chars() {
-                // A digit or letter behind a letter belongs to a name.
+                // A digit or letter after a letter belongs to a name.
                 in_name = c.is_alphabetic() || c == '_' || in_name && c.is_ascii_digit();
                 if !(in_name && c.is_ascii_digit()) {
                     kept.push(c);
@@ -526,9 +559,9 @@ fn statements(source: &str) -> Vec<String> {
     all
 }
 
-/// A fault that a test injects into the kernel for `tcgen05` is in its code, and in no other's: the
-/// sources are all different, but for the swizzle, which is one of the tensor maps. Of NVFP4 alone:
-/// in MXFP8 a wrong place of scales only changes the order of statements.
+/// A fault that a test injects into the `tcgen05` kernel changes its code, and no two faults give
+/// the same code: all sources differ, except that of the swizzle, which is part of the tensor maps.
+/// Only for NVFP4: in MXFP8 a wrong position of scales only changes the order of statements.
 #[test]
 fn injected_faults_are_in_the_source() {
     let instances = instances(Conversion::Hardware, "sm_100a");
@@ -562,7 +595,7 @@ fn injected_faults_are_in_the_source() {
     }
 }
 
-/// All files with Rust source in `folder` and below.
+/// Returns all files with Rust source in `folder` and below.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {
@@ -576,11 +609,11 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Names of the functions behind `#[cube(launch…)]`.
+/// Returns the names of the functions after `#[cube(launch…)]`.
 fn launched(text: &str) -> Vec<String> {
     let mut names = Vec::new();
     for attribute in text.split("#[cube(").skip(1) {
-        // A long attribute has a line for each of its arguments.
+        // A long attribute has one line per argument.
         if !attribute.trim_start().starts_with("launch") {
             continue;
         }
@@ -591,7 +624,7 @@ fn launched(text: &str) -> Vec<String> {
     names
 }
 
-/// No kernel is forgotten: the registry has those that the crate defines, by the names of their
+/// No kernel is missing: the registry has all kernels that the crate defines, by the names of their
 /// types.
 #[test]
 fn the_registry_has_every_kernel() {
@@ -612,8 +645,8 @@ fn the_registry_has_every_kernel() {
     assert!(gone.is_empty(), "no longer in the crate: {gone:?}");
 }
 
-/// Kernels that are kept across processes are found by a hash of their arguments, in which two
-/// variants of an enum may be equal: a comptime argument has to tell them apart.
+/// Kernels cached across processes are looked up by a hash of their arguments, which may be equal
+/// for two variants of an enum: a comptime argument must distinguish them.
 #[test]
 fn hashes_of_kernels_are_their_own() {
     let mut found: BTreeMap<StableHash, (KernelId, String)> = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! A hundred launches of every kernel give the same bytes: nothing depends on the order in which
-//! units and cubes come.
+//! A hundred launches of every kernel give the same bytes: nothing depends on the order of units
+//! and cubes.
 
 use crate::support::device;
 use crate::support::device::{offsets, upload, upload_bytes};
@@ -19,11 +19,11 @@ use nvfp4_kernels::{
 
 const ROWS: usize = 200;
 const COLS: usize = 160;
-/// Groups end within tiles, and one is empty; all rows belong to one.
+/// Groups that end within tiles, one of them empty; every row belongs to one.
 const SIZES: [usize; 4] = [70, 0, 113, 17];
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
-/// Results: memory, and how many bytes of it are written whatever the groups are.
+/// Results: memory, and the number of bytes that are written for any groups.
 type Results = Vec<(Handle, usize)>;
 
 fn of_packed(packed: DeviceQuantized) -> Results {
@@ -40,7 +40,7 @@ fn of_two((row, col): (DeviceQuantized, DeviceQuantized)) -> Results {
     of_packed(row).into_iter().chain(of_packed(col)).collect()
 }
 
-/// `run` gives the same bytes a hundred times.
+/// Asserts that `run` gives the same bytes a hundred times.
 fn repeat(client: &Client, what: &str, run: impl Fn() -> Results) {
     let read = || -> Vec<Vec<u8>> {
         let results = run().into_iter();
@@ -64,7 +64,7 @@ fn matrix(client: &Client) -> Matrix {
     upload(client, &x, ROWS, COLS)
 }
 
-/// `count` maxima, as large as the data's.
+/// Returns `count` amax values, as large as that of the data.
 fn amax(client: &Client, count: usize) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&vec![90.0f32; count]))
 }
@@ -179,7 +179,7 @@ fn groups() {
         transformed(HadamardSize::H16, STOCHASTIC),
         AmaxGranularity::PerTensor,
     );
-    // What the groups take of a column-wise copy, which has room for the worst split.
+    // Blocks that the groups use of a columnwise tensor, which has room for the worst split.
     let blocks: usize = SIZES.iter().map(|rows| rows.div_ceil(16)).sum::<usize>() * COLS;
     let written = |(row, col): (DeviceQuantized, DeviceQuantized)| {
         let mut results = of_packed(row);
@@ -197,7 +197,7 @@ fn groups() {
     });
 }
 
-/// MXFP8 from values and from NVFP4, and both back to values.
+/// MXFP8 from values and from NVFP4, and dequantization of both.
 #[test]
 fn mxfp8_and_values() {
     let client = client!("mxfp8_and_values");
@@ -234,7 +234,7 @@ fn mxfp8_and_values() {
     }
 }
 
-/// Scales in 128x4 tiles and back, and rows padded and back: dense and in groups.
+/// Scales to 128x4 tiles and back, and padding of rows and back: dense and grouped.
 #[test]
 fn layouts() {
     let client = client!("layouts");

@@ -1,4 +1,4 @@
-//! The router, its gradient and the order of choices, against the oracle, bit for bit.
+//! Router, its gradient and the order of choices, compared with the oracle bit for bit.
 
 use cubecl::prelude::*;
 use nvfp4_kernels::{
@@ -11,7 +11,7 @@ use crate::support::{
     inputs::{Generator, Kind, values},
 };
 
-/// Tokens, experts and choices.
+/// Numbers of tokens, experts and choices.
 fn sizes(client: &Client) -> Vec<(usize, usize, usize)> {
     let mut sizes = vec![(1, 1, 1), (5, 4, 2), (33, 16, 2), (70, 33, 1), (40, 6, 6)];
     if client.name() != "cpu" {
@@ -28,7 +28,7 @@ fn sizes(client: &Client) -> Vec<(usize, usize, usize)> {
 fn logits(kind: &str, tokens: usize, experts: usize) -> Vec<f32> {
     let mut x = values(Kind::Normal, tokens * experts, 5);
     match kind {
-        // Many equal logits, zeros of both signs among them.
+        // Many equal logits, including zeros of both signs.
         "equal" => x.iter_mut().for_each(|x| *x = (*x * 2.0).round()),
         "wide" => x.iter_mut().for_each(|x| *x *= 40.0),
         _ => {}
@@ -81,7 +81,7 @@ fn routes_equal_the_oracle() {
     }
 }
 
-/// Of a batch of three times as many tokens, whose choices are those of the others too.
+/// A batch of three times as many tokens, whose choices include those of the other tokens.
 #[test]
 fn losses_of_a_part_equal_the_oracle() {
     let client = client!("losses_of_a_part_equal_the_oracle");
@@ -114,12 +114,12 @@ fn losses_of_a_part_equal_the_oracle() {
         let made = read_f32s(&client, &made.unwrap(), tokens * experts);
         let expected = reference::router_losses_backward(&x, &counts, by, place);
         assert_floats(&made, &expected, &format!("{what}: gradient"));
-        // Counts are an input, and stay what they were.
+        // Counts are an input, and stay unchanged.
         assert_eq!(read_u32(&client, &counted, experts), counts, "{what}");
     }
 }
 
-/// The parts of a batch add up to the losses of all of it, and their gradients are its rows.
+/// The parts of a batch sum to the losses of the whole batch, and their gradients are its rows.
 #[test]
 fn losses_of_parts_are_those_of_the_batch() {
     let (tokens, experts, top_k) = (96, 8, 2);
@@ -173,7 +173,7 @@ fn sorted_choices_equal_the_oracle() {
         let count = experts as u32;
         let kinds = [
             random.iter().map(|x| x % count).collect::<Vec<_>>(),
-            // Some are no expert.
+            // Some are not an expert.
             random.iter().map(|x| x % (count + 3)).collect(),
             vec![count - 1; slots],
             vec![u32::MAX; slots],

@@ -1,6 +1,6 @@
-//! Quantized tensors with block scales in 128x4 tiles, as FP4 tensor cores read them, against those
-//! with scales in rows; and GEMMs of either, which have the same bits. On CubeCL's CPU runtime or
-//! on a GPU (`NVFP4_TEST_DEVICE`).
+//! Quantized tensors with block scales in 128x4 tiles, as FP4 tensor cores read them, compared with
+//! those with row-major scales; and GEMMs of either, which give the same bits. On CubeCL's CPU
+//! runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
 use std::ops::Range;
 
@@ -22,8 +22,8 @@ use nvfp4_kernels::{
 
 const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 7);
 
-/// How tensors are quantized here: to nearest, after transforms, stochastically, and with an amax
-/// for each stored row.
+/// Returns quantization policies: to nearest, after transforms, stochastic, and with an amax per
+/// stored row.
 fn policies() -> Vec<(DeviceNvfp4Params, AmaxGranularity)> {
     let nearest = || DeviceNvfp4Params::new(Rounding::Nearest);
     let transformed = |size, rounding| DeviceNvfp4Params {
@@ -45,7 +45,7 @@ fn policies() -> Vec<(DeviceNvfp4Params, AmaxGranularity)> {
     ]
 }
 
-/// Rows of groups in device memory.
+/// Returns groups of rows with offsets in device memory.
 fn group_offsets(client: &Client, sizes: &[usize]) -> GroupOffsets {
     let Groups::Offsets { offsets, count } = offsets(client, sizes) else {
         unreachable!("offsets in device memory");
@@ -65,7 +65,7 @@ fn amax(
     found.rows.or(found.cols).unwrap()
 }
 
-/// The bytes of codes and of scales.
+/// Returns the bytes of codes and of scales.
 fn bytes(client: &Client, packed: &DeviceQuantized) -> [Vec<u8>; 2] {
     [
         read_bytes(client, &packed.codes, packed.code_bytes()),
@@ -73,7 +73,7 @@ fn bytes(client: &Client, packed: &DeviceQuantized) -> [Vec<u8>; 2] {
     ]
 }
 
-/// A columnwise tensor of groups along its stored rows: where each of them is, in blocks.
+/// A columnwise tensor of groups joined along its stored rows: the block range of each group.
 struct SideBySide {
     outer: usize,
     blocks: usize,
@@ -81,7 +81,7 @@ struct SideBySide {
 }
 
 impl SideBySide {
-    /// Groups of these sizes, each padded to a multiple of `unit`.
+    /// Returns groups of these sizes, each padded to a multiple of `unit`.
     fn new(packed: &DeviceQuantized, sizes: &[usize], unit: usize) -> Self {
         let mut start = 0;
         let groups = sizes.iter().map(|size| {
@@ -96,7 +96,7 @@ impl SideBySide {
         }
     }
 
-    /// Asserts that codes and scales in tiles are those in rows, with zeros behind each group.
+    /// Asserts that codes and tiled scales equal the row-major ones, with zeros after each group.
     fn assert_tiles(&self, found: &[Vec<u8>; 2], rows: (&Self, &[Vec<u8>; 2]), what: &str) {
         let [codes, scales] = found;
         let (of_rows, [row_codes, row_scales]) = rows;
@@ -124,7 +124,7 @@ impl SideBySide {
     }
 }
 
-/// Any number of tokens, in whole tiles: the tensor in rows, and zeros.
+/// Any number of tokens, in whole tiles: the row-major tensor, and zeros.
 #[test]
 fn tokens_in_whole_tiles() {
     let client = client!("tokens_in_whole_tiles");
@@ -157,8 +157,8 @@ fn tokens_in_whole_tiles() {
     }
 }
 
-/// Groups of tokens, empty ones too: columnwise in whole tiles side by side, rowwise in tiles that
-/// begin anew at each group, from one read.
+/// Groups of tokens, including empty ones: columnwise in whole tiles joined along the stored rows,
+/// rowwise in tiles that restart at each group, from one read.
 #[test]
 fn groups_of_tokens() {
     let client = client!("groups_of_tokens");
@@ -249,7 +249,8 @@ fn ms_eden_of_groups_of_tokens() {
     place.assert_tiles(&found, (&place, &expected), "MS-EDEN");
 }
 
-/// A dense GEMM, along tokens that are no whole tile, has the same bits of rows and of tiles.
+/// A dense GEMM, along tokens that are not whole tiles, gives the same bits for row-major and tiled
+/// scales.
 #[test]
 fn dense_gemm() {
     let client = client!("dense_gemm");
@@ -278,7 +279,7 @@ fn dense_gemm() {
     assert_eq!(product(true), product(false));
 }
 
-/// Operands of a grouped GEMM with one amax for each group.
+/// Returns an operand of a grouped GEMM with one amax per group.
 fn per_group(packed: &DeviceQuantized) -> Operand<'_> {
     let operand = Operand::from(packed);
     let Scale::Tensor(amax, range) = operand.scale else {
@@ -290,7 +291,7 @@ fn per_group(packed: &DeviceQuantized) -> Operand<'_> {
     }
 }
 
-/// Grouped GEMMs, along rows and along tokens, have the same bits of rows and of tiles.
+/// Grouped GEMMs, along rows and along tokens, give the same bits for row-major and tiled scales.
 #[test]
 fn grouped_gemms() {
     let client = client!("grouped_gemms");
@@ -371,7 +372,7 @@ fn grouped_gemms() {
     assert_eq!(products(true), products(false));
 }
 
-/// What cannot be in tiles is refused, by name.
+/// Tensors that cannot be tiled are refused, by name.
 #[test]
 fn what_has_no_tiles() {
     let client = client!("what_has_no_tiles");
@@ -407,7 +408,7 @@ fn what_has_no_tiles() {
     let made = quantize::quantize_side_by_side(&client, &x, &groups, None, Some(&tiles));
     refused(made.map(|(_, col)| col.unwrap()), "copy");
 
-    // Tiles that begin elsewhere than the groups of the GEMM.
+    // Tiles whose starts do not match the groups of the GEMM.
     let tiles = quantized(Usage::Columnwise, tiles.copy).unwrap();
     let request = Gemm::new(&tiles, &tiles).k_grouped(&groups);
     let error = multiply(&client, request).unwrap_err().to_string();

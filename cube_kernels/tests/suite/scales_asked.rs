@@ -1,4 +1,4 @@
-//! What `NVFP4_SCALES` in the environment asks for, in a process of its own.
+//! The environment variable `NVFP4_SCALES`, tested in a separate process.
 
 use crate::support::process::ran_in_own_process;
 use nvfp4_kernels::{
@@ -13,7 +13,7 @@ fn tiles_on_every_device() {
     let reads = packed_reads(&client, &problem);
     let environment = [("NVFP4_SCALES", "tiles")];
     if ran_in_own_process("scales_asked", "tiles_on_every_device", &environment) {
-        // Without it they are what the kernels of the device read.
+        // Without it, the layout is the one that the device's kernels read.
         let asked = std::env::var_os("NVFP4_SCALES").is_some();
         assert!(asked || client.name() != "cpu" || reads == PackedReads::Compact);
         return;

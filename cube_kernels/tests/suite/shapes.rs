@@ -1,4 +1,4 @@
-//! The shapes of TransformerEngine's quantization tests, and one of more than 2^31 elements, in
+//! The shapes of TransformerEngine's quantization tests, and one of more than 2^31 elements, with
 //! every policy; large ones are for a GPU.
 
 use crate::support::device::read_f32;
@@ -29,7 +29,7 @@ const LARGE: [(usize, usize); 5] = [
 ];
 const HUGE: (usize, usize) = ((1 << 17) + 24, 16384);
 
-/// A test of each of the `check`s at each of `shapes`.
+/// Defines a test of each of the `check`s at each of `shapes`.
 macro_rules! shape_tests {
     ($($test:ident, $large:ident: $check:ident;)*) => {$(
         #[test]
@@ -59,7 +59,7 @@ shape_tests! {
     shapes_of_prologues, large_shapes_of_prologues: prologues;
 }
 
-/// The maxima of a large matrix, of each row and column and of all.
+/// The amax values of a large matrix: of each row, of each column and of all elements.
 #[test]
 fn maxima_of_a_large_matrix() {
     let client = on_gpu!("maxima_of_a_large_matrix", "large matrices are for a GPU");

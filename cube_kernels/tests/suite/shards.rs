@@ -1,6 +1,6 @@
 //! Stochastic rounding by the logical position of a block: each shard of a matrix is quantized to
-//! the bytes of its part of the quantized matrix, random bits included; by the oracle, on CubeCL's
-//! CPU runtime or on a GPU.
+//! the bytes of its section of the quantized matrix, including random bits; by the oracle, on
+//! CubeCL's CPU runtime or on a GPU.
 
 use cubecl::prelude::*;
 use half::bf16;
@@ -19,9 +19,9 @@ use crate::support::policies::{device_amax, read};
 
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
-/// Elements of a block.
+/// Elements per block.
 const BLOCK: usize = 16;
-/// Elements of a transform of MS-EDEN.
+/// Elements per transform of MS-EDEN.
 const GROUP: usize = 128;
 
 /// A matrix.
@@ -31,7 +31,7 @@ struct Whole {
     cols: usize,
 }
 
-/// Part of a matrix: its first row and column, its rows and columns.
+/// Shard of a matrix: its first row and column, and its numbers of rows and columns.
 #[derive(Debug, Clone, Copy)]
 struct Shard {
     start: (usize, usize),
@@ -44,7 +44,7 @@ impl Whole {
         Self { x, rows, cols }
     }
 
-    /// The matrix, its second half by rows, its second half by columns, and a quarter.
+    /// Returns the matrix, its second half by rows, its second half by columns, and a quarter.
     fn shards(&self) -> [Shard; 4] {
         let (rows, cols) = (self.rows / 2, self.cols / 2);
         let shard = |start, shape| Shard { start, shape };
@@ -64,7 +64,7 @@ impl Whole {
         rows.flatten().copied().collect()
     }
 
-    /// The stream of a shard whose contraction is padded to `unit`.
+    /// Returns the stream of a shard whose K dimension is padded to `unit`.
     fn stream(&self, shard: Shard, usage: Usage, unit: usize) -> RandomStream {
         let (_, inner) = usage.stored_shape(self.rows, self.cols);
         let row_blocks = inner.next_multiple_of(unit) / BLOCK;
@@ -76,7 +76,7 @@ impl Whole {
         })
     }
 
-    /// One amax, of the whole matrix, or those of the stored rows of a shard.
+    /// Returns one amax of the whole matrix, or those of the stored rows of a shard.
     fn amax(&self, scope: AmaxGranularity, shard: Shard, usage: Usage) -> Amax {
         match (scope, usage) {
             (AmaxGranularity::PerTensor, _) => Amax::Tensor(reference::amax(&self.x)),
@@ -92,7 +92,7 @@ impl Whole {
     }
 }
 
-/// `found` has the bytes of its part of `whole`.
+/// Asserts that `found` has the bytes of its section of `whole`.
 fn assert_part(found: &QuantizedTensor, whole: &QuantizedTensor, shard: Shard, what: &str) {
     let (row, element) = whole.usage().stored_shape(shard.start.0, shard.start.1);
     let buffers = [
@@ -117,7 +117,7 @@ fn params(stream: RandomStream, hadamard: Option<Hadamard>) -> Nvfp4Params {
     }
 }
 
-/// A shard by the oracle, with the amax of the whole matrix.
+/// Quantizes a shard by the oracle, with the amax of the whole matrix.
 fn of_oracle(
     whole: &Whole,
     shard: Shard,
@@ -130,7 +130,7 @@ fn of_oracle(
     reference::quantize(&x, rows, cols, usage, &amax, params, 0).unwrap()
 }
 
-/// The transforms that a usage has.
+/// Returns the transforms that a usage supports.
 fn transforms(usage: Usage) -> Vec<Option<Hadamard>> {
     match usage {
         Usage::Rowwise => vec![None],
@@ -142,7 +142,7 @@ fn transforms(usage: Usage) -> Vec<Option<Hadamard>> {
     }
 }
 
-/// Runs `check` on each shard of each kind of tensor, given the tensor of the whole matrix.
+/// Runs `check` on each shard of each kind of tensor, with the tensor of the whole matrix.
 fn each_shard(
     whole: &Whole,
     check: impl Fn(Shard, Usage, AmaxGranularity, &Nvfp4Params, &QuantizedTensor),
@@ -170,7 +170,7 @@ fn shards_of_the_oracle() {
             let found = of_oracle(&whole, shard, usage, scope, params);
             let what = format!("{rows} x {cols} {usage:?} {scope:?} {:?}", params.hadamard);
             assert_part(&found, expected, shard, &what);
-            // A shard that draws as a tensor of its own has other bits.
+            // A shard that draws as a separate tensor has other bits.
             let own = Nvfp4Params {
                 rounding: Rounding::Stochastic(STREAM),
                 ..*params
@@ -205,8 +205,8 @@ fn shards_of_kernels() {
         let found = quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap();
         assert_part(&host(&client, &found), expected, shard, &what);
         if scope == AmaxGranularity::PerTensor {
-            // The kernel of tiles makes rowwise tensors beside columnwise ones. Rowwise ones are
-            // not transformed.
+            // The tile kernel writes rowwise tensors together with columnwise ones. Rowwise ones
+            // are not transformed.
             let mut beside = request.clone();
             beside.copy.hadamard = None;
             let both = quantize::quantize_both(&client, &x, &Groups::One, &beside, &request);
@@ -257,17 +257,18 @@ fn shards_by_ms_eden() {
     }
 }
 
-/// Three pieces of a matrix along one axis, side by side: a rank's part of queries, keys and values.
+/// Three concatenated pieces of a matrix along one axis: a rank's shards of queries, keys and
+/// values.
 struct Pieces<'a> {
     whole: &'a Whole,
-    /// Whether they are pieces of its rows, else of its columns.
+    /// True for pieces of its rows, false for pieces of its columns.
     of_rows: bool,
-    /// The first row or column of each, and how many it has.
+    /// First row or column of each piece, and its length.
     pieces: [(usize, usize); 3],
 }
 
 impl Pieces<'_> {
-    /// Each of them, and where it begins in their matrix.
+    /// Returns each piece, and its start in the concatenated matrix.
     fn shards(&self) -> Vec<(Shard, usize)> {
         let mut own = 0;
         let shard = |&(start, len): &(usize, usize)| {
@@ -287,7 +288,7 @@ impl Pieces<'_> {
         self.pieces.iter().map(shard).collect()
     }
 
-    /// Their matrix.
+    /// Returns the concatenated matrix.
     fn matrix(&self) -> Whole {
         let len: usize = self.pieces.iter().map(|(_, len)| len).sum();
         let (rows, cols) = match self.of_rows {
@@ -308,7 +309,7 @@ impl Pieces<'_> {
         Whole { x, rows, cols }
     }
 
-    /// The stream of their matrix.
+    /// Returns the stream of the concatenated matrix.
     fn stream(&self, usage: Usage, unit: usize) -> RandomStream {
         let shards = self.shards();
         let stored_rows = self.of_rows == (usage == Usage::Rowwise);
@@ -329,7 +330,8 @@ impl Pieces<'_> {
         stream
     }
 
-    /// `found`, of their matrix, has the bytes of each piece of `all`, of the whole matrix.
+    /// Asserts that `found`, from the concatenated matrix, has the bytes of each piece of `all`,
+    /// from the whole matrix.
     fn assert(&self, found: &QuantizedTensor, all: &QuantizedTensor, what: &str) {
         for (shard, own) in self.shards() {
             let usage = all.usage();
@@ -357,8 +359,8 @@ impl Pieces<'_> {
     }
 }
 
-/// Pieces that are neighbours in a rank's matrix, and not in the whole one, draw what they draw
-/// there; by the oracle, and by the kernels.
+/// Pieces that are adjacent in a rank's matrix, but not in the whole one, draw the same bits as in
+/// the whole one; by the oracle, and by the kernels.
 #[test]
 fn pieces_with_gaps() {
     let client = client!("pieces_with_gaps");
@@ -405,7 +407,7 @@ fn pieces_with_gaps() {
             pieces.assert(&host(&client, &found), &expected, &format!("{what}, both"));
         }
     }
-    // Rows of a length of their own have no place in rows with gaps.
+    // A separate row length has no meaning for rows with gaps.
     let mut stream = STREAM;
     stream.position.gaps = Gaps::Rows([Default::default(); 2]);
     let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
@@ -423,7 +425,7 @@ fn pieces_with_gaps() {
     );
 }
 
-/// The same by MS-EDEN, whose pieces are of whole transforms along the contraction.
+/// MS-EDEN, whose pieces consist of whole transforms along K.
 #[test]
 fn pieces_with_gaps_by_ms_eden() {
     let client = client!("pieces_with_gaps_by_ms_eden");
@@ -455,8 +457,8 @@ fn pieces_with_gaps_by_ms_eden() {
     }
 }
 
-/// The groups of one rank, from some group on, draw what they draw among all groups, whether the
-/// host knows where they begin or the device does.
+/// The groups of one rank, from some group on, draw the same bits as among all groups, whether the
+/// host or the device knows their start.
 #[test]
 fn groups_begin_at_a_block() {
     let client = client!("groups_begin_at_a_block");
@@ -506,7 +508,7 @@ fn groups_begin_at_a_block() {
         };
         let found = made(own, &sizes[before..], STREAM.at(position)).unwrap();
         let (all_codes, codes) = (read(&client, &all.codes), read(&client, &found.codes));
-        // What is before them in device memory: the units of 1, 16, 32, 64 and 128 rows.
+        // Units of preceding groups, in device memory: for 1, 16, 32, 64 and 128 rows.
         let units = [1, 16, 32, 64, 128].map(|unit| {
             sizes[..before]
                 .iter()
@@ -543,7 +545,7 @@ fn groups_begin_at_a_block() {
     }
 }
 
-/// The same by MS-EDEN, which draws for 128 elements at once.
+/// MS-EDEN, which draws for 128 elements at once.
 #[test]
 fn groups_by_ms_eden_begin_where_the_device_says() {
     let client = client!("groups_by_ms_eden_begin_where_the_device_says");
@@ -585,7 +587,7 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
             earlier: Some(EarlierGroups::new(earlier.clone()).unwrap()),
             ..STREAM.into()
         });
-        // Behind the last of columnwise groups is what was there.
+        // Memory after the last columnwise group keeps its contents.
         let used: usize = sizes[before..]
             .iter()
             .map(|rows| rows.div_ceil(GROUP))

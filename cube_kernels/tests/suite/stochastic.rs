@@ -1,5 +1,5 @@
-//! What stochastic rounding promises, on whole matrices of the oracle (and so of every kernel,
-//! which draws the same bytes).
+//! Guarantees of stochastic rounding, tested on whole matrices of the oracle (and so of every
+//! kernel, which draws the same bytes).
 
 use crate::support::inputs::{Kind, values};
 use nvfp4_kernels::{Amax, RandomStream, Rounding, format::e2m1, reference};
@@ -21,8 +21,8 @@ fn codes(packed: &nvfp4_kernels::QuantizedTensor) -> Vec<u8> {
 }
 
 /// The mean of `n` draws differs from the value by no more than the truncation of eight bits (1/256
-/// of a step, downward in magnitude) and six standard errors, wherever the value does not clip; and
-/// so does the mean over all elements, whose standard error is a hundredth of one element's.
+/// of a step, downward in magnitude) and six standard errors, unless the value clips. The same
+/// holds for the mean over all elements, whose standard error is a hundredth of one element's.
 #[test]
 fn unbiased_within_its_law() {
     let x = values(Kind::Normal, ROWS * COLS, 1);
@@ -34,7 +34,7 @@ fn unbiased_within_its_law() {
         .collect();
     let scales = draw(&x, RandomStream::new(5, 0, 0));
     let mut checked = 0;
-    // How far means lie outside their values, in steps: away from zero, or upward.
+    // Deviations of means from their values, in steps: away from zero, or upward.
     let (mut outward, mut upward) = (0f64, 0f64);
     for i in 0..x.len() {
         let multiplier = reference::encode_multiplier(scales.scales()[i / 16], &global);
@@ -118,7 +118,7 @@ fn same_offset_same_bytes_and_different_ones_differ() {
     }
 }
 
-/// Rows of a wide matrix do not repeat each other's bits: a known bug of a peer, whose seed
+/// Rows of a wide matrix do not repeat one another's bits: a known bug of a peer, whose seed
 /// depended on too few bits of the row index.
 #[test]
 fn wide_rows_do_not_collide() {
@@ -131,20 +131,20 @@ fn wide_rows_do_not_collide() {
     let rounding = Rounding::Stochastic(RandomStream::new(1, 0, 0));
     let packed = reference::quantize_row(&x, rows, cols, &amax, &rounding).unwrap();
     let blocks: std::collections::HashSet<&[u8]> = packed.codes().chunks_exact(8).collect();
-    // 15 independent coins a block, biased but not by much: collisions are few.
+    // 15 independent, slightly biased bits per block: collisions are few.
     assert!(blocks.len() > 3000, "{} distinct blocks", blocks.len());
     let mut rows: Vec<&[u8]> = packed.codes().chunks_exact(cols / 2).collect();
     rows.dedup();
     assert_eq!(rows.len(), 8);
 }
 
-/// Row-wise and column-wise streams of one matrix are independent: chi-square of the joint
+/// The rowwise and columnwise streams of one matrix are independent: chi-square of the joint
 /// distribution of their rounding directions, one degree of freedom.
 #[test]
 fn row_and_column_streams_are_independent() {
     let side = 256;
-    // Rows and columns of both kinds of block hold a maximum of 6 on the diagonal of each 16x16
-    // tile; the other values lie strictly between two codes.
+    // Rows and columns of both kinds of block have an amax of 6 on the diagonal of each 16x16 tile;
+    // the other values lie strictly between two codes.
     let value = |i: usize| {
         if i / side % 16 == i % 16 {
             6.0

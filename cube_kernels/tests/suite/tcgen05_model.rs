@@ -1,6 +1,6 @@
 //! The software model of `tcgen05` on CubeCL's CPU runtime or any other device: descriptors, the
 //! 128-byte swizzle, the layout of scales in tensor memory, and the sums. Shared memory is a buffer
-//! here, which this module fills as TMA would.
+//! here, which this module fills like TMA.
 
 use std::ops::Range;
 
@@ -21,13 +21,12 @@ use nvfp4_kernels::{
 };
 
 const NVFP4: BlockScaled = BlockScaled::Nvfp4;
-/// Columns of a stage of NVFP4.
+/// Columns of a pipeline stage of NVFP4.
 const TILE_K: usize = 256;
-/// Where the shared memory of this test begins in the shared window: what tiles of codes are
-/// aligned to.
+/// Start of this test's shared memory in the shared window, with the alignment of code tiles.
 pub const BASE: u32 = 1024;
 
-/// A command on the host, and in a buffer.
+/// A command on the host, and its form in a buffer.
 #[derive(Clone, Copy, Default, Debug)]
 struct HostCommand {
     is_copy: bool,
@@ -57,7 +56,7 @@ impl HostCommand {
     }
 }
 
-/// Executes commands one after another, each for all lanes. One unit.
+/// Executes commands one after another, each for all lanes, with one unit.
 #[cube(launch_unchecked)]
 fn execute_kernel(
     shared: &[u32],
@@ -100,7 +99,7 @@ fn execute_kernel(
     }
 }
 
-/// What [`execute_kernel`] leaves: tensor memory, and the counts of violations.
+/// Returns the results of [`execute_kernel`]: tensor memory, and the counts of violations.
 fn execute(
     client: &Client,
     shared: &[u8],
@@ -142,7 +141,7 @@ fn execute(
     )
 }
 
-/// The operands of a tile in shared memory, in this order, one stage after another.
+/// Operands of a tile in shared memory, in this order, one pipeline stage after another.
 struct Stages {
     bytes: Vec<u8>,
     /// Rows of `a` and of `b`.
@@ -151,7 +150,7 @@ struct Stages {
 }
 
 impl Stages {
-    /// Where the codes (0 and 1) and the scales (2 and 3) of `a` and `b` begin in a stage.
+    /// Returns the offsets of codes (0 and 1) and scales (2 and 3) of `a` and `b` in a stage.
     fn parts(rows: [usize; 2]) -> [usize; 5] {
         let sizes = [
             rows[0] * 128,
@@ -166,8 +165,8 @@ impl Stages {
         at
     }
 
-    /// As TMA's boxes with the 128-byte swizzle, which exchanges the 16-byte parts of a row by its
-    /// number modulo 8, and bulk copies of whole tiles of scales leave them.
+    /// Fills the stages like TMA boxes with the 128-byte swizzle, which XORs the index of a row's
+    /// 16-byte chunks with the row index modulo 8, and like bulk copies of whole tiles of scales.
     fn of(a: &Packed, b: &Packed) -> Self {
         let rows = [a.rows, b.rows];
         let k = a.blocks * 16;
@@ -179,7 +178,7 @@ impl Stages {
                 let codes = stage * parts[4] + parts[which];
                 for row in 0..packed.rows {
                     for byte in 0..128 {
-                        // Columns behind the last are zero.
+                        // Columns past the last one are zero.
                         let column = stage * 128 + byte;
                         let code = match column < k / 2 {
                             true => packed.codes[row * k / 2 + column],
@@ -202,7 +201,8 @@ impl Stages {
         Self { bytes, rows, k }
     }
 
-    /// The commands of the kernel: of each stage the copies of scales, then the multiplications.
+    /// Returns the commands of the kernel: for each stage the copies of scales, then the
+    /// multiplications.
     fn commands(&self) -> Vec<HostCommand> {
         let n = self.rows[1];
         let parts = Self::parts(self.rows);
@@ -242,14 +242,14 @@ impl Stages {
     }
 }
 
-/// The sums in tensor memory, column by column, as rows.
+/// Converts the sums in tensor memory from columns to rows.
 pub fn sums(tmem: &[u32], n: usize) -> Vec<f32> {
     (0..128 * n)
         .map(|i| f32::from_bits(tmem[i % n * 128 + i / n]))
         .collect()
 }
 
-/// The exact order of the scalar kernel, for the columns `columns` of rows of `k`.
+/// Returns sums in the exact order of the scalar kernel, for the columns `columns` of rows of `k`.
 pub fn ordered_sums(x: &[f32], y: &[f32], k: usize, columns: Range<usize>) -> Vec<f32> {
     let mut out = Vec::new();
     for row in x.chunks(k) {
@@ -264,7 +264,7 @@ pub fn ordered_sums(x: &[f32], y: &[f32], k: usize, columns: Range<usize>) -> Ve
     out
 }
 
-/// The same of whole operands.
+/// Returns these sums for whole operands.
 pub fn expected(a: &Packed, b: &Packed) -> Vec<f32> {
     let k = a.blocks * 16;
     ordered_sums(&a.decoded(), &b.decoded(), k, 0..k)
@@ -294,15 +294,15 @@ fn sums_have_the_bits_of_the_scalar_order() {
                 at % n
             );
         }
-        // Columns behind the accumulators keep what was there.
+        // Columns past the accumulators keep their contents.
         if n < 256 {
             assert_eq!(tmem[n * 128], 0x7fff_ffff);
         }
     }
 }
 
-/// The instruction descriptor of MXFP8: every bit but those of N and of the scales' places is
-/// checked, NVFP4's is refused, and a place is where the scales are.
+/// The instruction descriptor of MXFP8: every bit except those of N and of the scales' positions is
+/// checked, NVFP4's is refused, and a position selects the right scales.
 #[test]
 fn instruction_descriptors_of_mxfp8_are_checked() {
     let client = client!("tcgen05_model::instruction_descriptors_of_mxfp8_are_checked");
@@ -354,7 +354,7 @@ fn the_scalar_order_is_that_of_the_oracle() {
     assert_eq!(oracle, expected(&a, &b));
 }
 
-/// A copy replicates a line to the four quadrants, and a lane has the scales of its own row.
+/// A copy replicates a line to the four quadrants, and a lane has the scales of its row.
 #[test]
 fn copies_replicate_scales() {
     let client = client!("tcgen05_model::copies_replicate_scales");
@@ -385,7 +385,7 @@ fn copies_replicate_scales() {
     }
 }
 
-/// What a command may not have is counted, under its own name, and a good one is not.
+/// Invalid commands are counted, each under its name, and a valid one is not.
 #[test]
 fn violations_are_counted() {
     let client = client!("tcgen05_model::violations_are_counted");
@@ -397,7 +397,7 @@ fn violations_are_counted() {
     let mut cases = vec![
         (copy, None),
         (mma, None),
-        // Lanes in addresses, columns behind the last, and scales over accumulators.
+        // Lanes in addresses, columns out of range, and scales over accumulators.
         (
             HostCommand {
                 target: 509,
@@ -422,7 +422,7 @@ fn violations_are_counted() {
             },
             Some(BAD_TMEM),
         ),
-        // Outside of the operands.
+        // Outside the operands.
         (
             HostCommand {
                 a: SharedLayout::CODES.at(end),
@@ -459,7 +459,7 @@ fn violations_are_counted() {
             },
             Some(BAD_SHARED),
         ),
-        // No width.
+        // Width of zero.
         (
             HostCommand {
                 idesc: mma.idesc & !(0x3f << 17),
@@ -468,18 +468,18 @@ fn violations_are_counted() {
             Some(BAD_INSTRUCTION),
         ),
     ];
-    // Every bit of an instruction descriptor but those of N, one at a time.
+    // Every bit of an instruction descriptor except those of N, one at a time.
     for bit in (0..32).filter(|bit| !(17..23).contains(bit)) {
         let idesc = mma.idesc ^ 1 << bit;
         cases.push((HostCommand { idesc, ..mma }, Some(BAD_INSTRUCTION)));
     }
-    // Every bit of a descriptor of codes but those of the address.
+    // Every bit of a descriptor of codes except those of the address.
     for bit in 14..64 {
         let a = mma.a ^ 1 << bit;
         cases.push((HostCommand { a, ..mma }, Some(BAD_SHARED)));
     }
-    // Of scales too, but for the leading offset, which a copy does not use, and the stride, which
-    // may lead elsewhere.
+    // Descriptors of scales, too, except for the leading offset, which a copy does not use, and the
+    // stride, which may point elsewhere.
     for bit in (14..16).chain(30..32).chain(46..64) {
         let a = copy.a ^ 1 << bit;
         cases.push((HostCommand { a, ..copy }, Some(BAD_SHARED)));

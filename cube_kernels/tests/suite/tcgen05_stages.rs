@@ -1,6 +1,6 @@
-//! The operands that the kernel for `tcgen05` computes for its instructions, on stages as it lays
-//! them out, by the software model on CubeCL's CPU runtime or any other device: both formats,
-//! operands as they are, shared out to two CTAs, and exchanged, and groups along K.
+//! Operands that the `tcgen05` kernel computes for its instructions, on pipeline stages in its
+//! layout, by the software model on CubeCL's CPU runtime or any other device: both formats, normal
+//! operands, operands split over two CTAs, exchanged operands, and groups along K.
 
 use crate::support::{
     device::{read_u32, upload_bytes},
@@ -26,21 +26,21 @@ const NVFP4: BlockScaled = BlockScaled::Nvfp4;
 const ONE: Sm100Form = Sm100Form::OneCta;
 const TWO: Sm100Form = Sm100Form::TwoCta;
 
-/// What a tile is made of beside its operands.
+/// Parameters of a tile besides its operands.
 #[derive(Clone, Copy)]
 struct Part {
-    /// Columns, from where the first stage begins.
+    /// Number of columns, counted from the start of the first stage.
     k: usize,
-    /// Steps of these that are not multiplied.
+    /// Number of leading steps that are not multiplied.
     lead: usize,
-    /// With exchanged operands: rows of the second one, and the first of them among its 128 rows of
-    /// scales.
+    /// With exchanged operands: number of rows of the second operand, and its first row among its
+    /// 128 rows of scales.
     n: usize,
     b_row: usize,
 }
 
 impl Part {
-    /// All of `k` columns.
+    /// Returns a tile of all `k` columns.
     fn of(k: usize) -> Self {
         Self {
             k,
@@ -51,8 +51,8 @@ impl Part {
     }
 }
 
-/// Executes the instructions of the kernel for a contraction of `k` in the order of the kernel, one
-/// stage for each K tile. `part` has `k`, `lead`, `n` and `b_row`.
+/// Executes the instructions of the kernel for a K of `k` in the kernel's order, one stage per K
+/// tile. `part` contains `k`, `lead`, `n` and `b_row`.
 #[cube(launch_unchecked)]
 fn execute_stages_kernel(
     shared: &[u32],
@@ -61,7 +61,7 @@ fn execute_stages_kernel(
     part: &[u32],
     #[comptime] plan: Sm100Plan,
 ) {
-    // Of two CTAs the odd one's stages lie behind those of the even one.
+    // With two CTAs, the stages of the odd one follow those of the even one.
     let memory = Memory {
         shared: BASE.runtime(),
         bytes: comptime!(plan.operands() as u32).runtime(),
@@ -134,18 +134,18 @@ fn execute_stages_kernel(
     }
 }
 
-/// What the kernel loads for a CTA of a tile at the first row of either operand.
+/// Loads of the kernel for a CTA of a tile at the first row of either operand.
 struct Loads {
-    /// The first rows of `a` and of `b` that it has the codes of.
+    /// First rows of `a` and of `b` whose codes are loaded.
     rows: [usize; 2],
-    /// Which 128 rows of `a` it has the scales of.
+    /// Index of the 128 rows of `a` whose scales are loaded.
     a_tile: usize,
-    /// The same of `b`, one after another.
+    /// Indices of the 128 rows of `b` whose scales are loaded.
     b_tiles: Vec<usize>,
 }
 
-/// Writes what each CTA loads: first rows of `a` and `b`, the tile of scales of `a`, and up to two
-/// of `b`.
+/// Writes the loads of each CTA: first rows of `a` and `b`, the tile of scales of `a`, and up to
+/// two of `b`.
 #[cube(launch_unchecked)]
 fn loads_kernel(out: &mut [u32], #[comptime] plan: Sm100Plan) {
     if UNIT_POS == 0u32 {
@@ -163,7 +163,7 @@ fn loads_kernel(out: &mut [u32], #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// What the kernel loads for each CTA that shares a tile.
+/// Returns the loads of the kernel for each CTA that shares a tile.
 fn loads(client: &Client, plan: Sm100Plan) -> Vec<Loads> {
     let len = 5 * plan.ctas();
     let out = upload_bytes(client, &vec![0; 4 * len]);
@@ -191,12 +191,12 @@ fn loads(client: &Client, plan: Sm100Plan) -> Vec<Loads> {
 /// An operand of the instruction as it is stored, in either format.
 struct Stored<'a> {
     rows: usize,
-    /// Bytes of codes and of scales of a row.
+    /// Bytes per row of codes and of scales.
     bytes: usize,
     blocks: usize,
     codes: &'a [u8],
     scales: &'a [u8],
-    /// Its first row among the 128 of its scales.
+    /// First row among the 128 of its scales.
     first: usize,
 }
 
@@ -226,10 +226,10 @@ impl<'a> From<&'a Mxfp8> for Stored<'a> {
     }
 }
 
-/// The memory of all stages of a CTA, each with the K tile of its number: codes as TMA leaves them,
-/// zeros behind the last row and column, and the scales that there are; anything elsewhere. Two
-/// CTAs read scales in boxes as high as a stage: behind the last column those of other rows, and
-/// zeros behind the last of all.
+/// Returns the memory of all stages of a CTA, one K tile per stage: codes as TMA writes them, zeros
+/// past the last row and column, and the available scales; arbitrary bytes elsewhere. Two CTAs load
+/// scales as boxes as high as a stage: past the last column these are scales of other rows, and
+/// zeros past the last of all.
 fn stages_of_cta(a: &Stored, b: &Stored, loads: &Loads, plan: Sm100Plan) -> Vec<u8> {
     let mut bytes = vec![0x77u8; plan.operands()];
     let (in_boxes, whole) = (plan.ctas() > 1, plan.atoms() * 512);
@@ -280,8 +280,8 @@ fn stages_of_cta(a: &Stored, b: &Stored, loads: &Loads, plan: Sm100Plan) -> Vec<
     bytes
 }
 
-/// The sums of [`execute_stages_kernel`], as many to a row as the tile has columns, and the counts
-/// of violations.
+/// Returns the sums of [`execute_stages_kernel`], in rows as wide as the tile, and the counts of
+/// violations.
 fn execute_stages<'a>(
     client: &Client,
     a: impl Into<Stored<'a>>,
@@ -331,7 +331,7 @@ fn execute_stages<'a>(
     )
 }
 
-/// A plan without groups.
+/// Returns a plan without groups.
 fn plan(format: BlockScaled, form: Sm100Form, core: TensorCore) -> Sm100Plan {
     Sm100Plan {
         format,
@@ -341,7 +341,7 @@ fn plan(format: BlockScaled, form: Sm100Form, core: TensorCore) -> Sm100Plan {
     }
 }
 
-/// `found`, of a tile that is `width` wide, begins with `expected`, in rows of `n`.
+/// Asserts that `found`, of a tile of width `width`, begins with `expected`, in rows of `n`.
 fn assert_tile(found: &[f32], expected: &[f32], n: usize, width: usize, what: &str) {
     assert!(expected.iter().any(|sum| *sum != 0.0), "{what}");
     for (i, expected) in expected.iter().enumerate() {
@@ -355,9 +355,9 @@ fn assert_tile(found: &[f32], expected: &[f32], n: usize, width: usize, what: &s
     }
 }
 
-/// The operands that the kernel computes for its instructions, on the stages as it lays them out:
-/// whole and partial K tiles, with and without a second 128 rows of `b`, and of two CTAs with and
-/// without rows of `a` in the odd one.
+/// Operands that the kernel computes for its instructions, on stages in its layout: whole and
+/// partial K tiles, with and without a second 128 rows of `b`, and for two CTAs with and without
+/// rows of `a` in the odd one.
 #[test]
 fn the_operands_of_the_kernel_multiply_its_stages() {
     let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_its_stages");
@@ -380,7 +380,7 @@ fn the_operands_of_the_kernel_multiply_its_stages() {
     }
 }
 
-/// The same in MXFP8: a word of scales serves the four instructions of a stage.
+/// MXFP8: a word of scales serves the four instructions of a stage.
 #[test]
 fn the_operands_of_the_kernel_multiply_mxfp8() {
     let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_mxfp8");
@@ -404,8 +404,8 @@ fn the_operands_of_the_kernel_multiply_mxfp8() {
     }
 }
 
-/// With exchanged operands: narrow instructions, and rows of the second operand in either half of
-/// the 128 rows of its scales. Columns behind the narrow ones keep what was there.
+/// Exchanged operands: narrow instructions, and rows of the second operand in either half of the
+/// 128 rows of its scales. Columns past the narrow ones keep their contents.
 #[test]
 fn the_operands_of_the_kernel_multiply_few_rows() {
     let client = client!("tcgen05_model::the_operands_of_the_kernel_multiply_few_rows");
@@ -430,7 +430,7 @@ fn the_operands_of_the_kernel_multiply_few_rows() {
         if part.n < 64 {
             assert_eq!(found[part.n].to_bits(), 0x7fff_ffff, "{what}");
         }
-        // The ring has seven stages, half as wide in MXFP8.
+        // There are seven stages, half as wide in MXFP8.
         let k = k / 2 / 32 * 32;
         let (a, b) = (Mxfp8::random(m, k, 3), Mxfp8::random(rows, k, 4));
         let own = plan(
@@ -446,8 +446,8 @@ fn the_operands_of_the_kernel_multiply_few_rows() {
     }
 }
 
-/// A group along K ends within a stage, behind which lie the codes of the next group: they are in
-/// no sum, NaN scales of theirs neither.
+/// A group along K ends within a stage, and is followed by the codes of the next group: neither
+/// these nor their NaN scales enter a sum.
 #[test]
 fn columns_behind_a_group_are_not_multiplied() {
     let client = client!("tcgen05_model::columns_behind_a_group_are_not_multiplied");
@@ -469,8 +469,8 @@ fn columns_behind_a_group_are_not_multiplied() {
     }
 }
 
-/// In MXFP8 a group along K may begin within a stage too: neither what is before nor what is behind
-/// it is in a sum.
+/// In MXFP8 a group along K may also begin within a stage: data before or after it does not enter a
+/// sum.
 #[test]
 fn columns_around_a_group_of_mxfp8_are_not_multiplied() {
     let client = client!("tcgen05_model::columns_around_a_group_of_mxfp8_are_not_multiplied");
@@ -500,8 +500,8 @@ fn columns_around_a_group_of_mxfp8_are_not_multiplied() {
     }
 }
 
-/// The faults that are in operands, and in what each of two CTAs loads of them: the model reports
-/// them, or the sums are wrong.
+/// Faults in operands, and in each CTA's loads of them: the model reports them, or the sums are
+/// wrong.
 #[test]
 fn faults_of_operands_are_noticed() {
     let client = client!("tcgen05_model::faults_of_operands_are_noticed");
@@ -512,7 +512,7 @@ fn faults_of_operands_are_noticed() {
             [Some(BAD_INSTRUCTION), Some(BAD_INSTRUCTION)],
         ),
         (Fault::WrongStride, [Some(BAD_SHARED), Some(BAD_SHARED)]),
-        // Any byte of a word of scales is one of MXFP8.
+        // Any byte of a word of scales is valid in MXFP8.
         (Fault::WrongScaleId, [Some(BAD_INSTRUCTION), None]),
     ];
     let of_pairs = [
@@ -546,7 +546,7 @@ fn faults_of_operands_are_noticed() {
     }
 }
 
-/// Writes which of `idescs` are no instruction descriptors of `kind` for `ctas` CTAs.
+/// Writes which of `idescs` are invalid instruction descriptors of `kind` for `ctas` CTAs.
 #[cube(launch_unchecked)]
 fn bad_instructions_kernel(
     idescs: &[u32],
@@ -561,8 +561,8 @@ fn bad_instructions_kernel(
     }
 }
 
-/// An instruction for two CTAs is none of one, nor the other way, and two have as many rows of `b`
-/// each.
+/// An instruction for two CTAs is invalid for one, and vice versa; with two, each has the same
+/// number of rows of `b`.
 #[test]
 fn instructions_are_of_as_many_ctas() {
     let client = client!("tcgen05_model::instructions_are_of_as_many_ctas");

@@ -1,6 +1,6 @@
-//! Cubes of any number of units give the same bytes: every kernel of every way of quantizing,
-//! against the oracle. In a process of its own, since all kernels of a process have as many units;
-//! `NVFP4_TEST_UNITS=64` asks for it in all other tests.
+//! Cubes of any number of units give the same bytes: every kernel of every quantization, compared
+//! with the oracle. Runs in a separate process, because all kernels of a process have the same
+//! number of units; `NVFP4_TEST_UNITS=64` sets it in all other tests.
 
 use crate::support::{
     process::ran_in_own_process,
@@ -14,7 +14,7 @@ fn units_of_a_cube_do_not_matter() {
         return;
     }
     let client = client!("units_of_a_cube_do_not_matter");
-    // More units than cores wait for each other for a very long time on the CPU.
+    // On the CPU, barriers among more units than cores take very long.
     let all: &[usize] = match client.name() {
         "cuda" => &[32, 64, 128, 256],
         _ => &[2],

@@ -1,6 +1,6 @@
-//! Copies that are written as values instead of codes, or beside them: they are what codes and
-//! scales stand for, and products with them have the bits of products with the codes, on CubeCL's
-//! CPU runtime or on a GPU.
+//! Quantized tensors that are stored as values instead of codes, or in both forms: the values are
+//! those of codes and scales, and GEMMs with them give the bits of GEMMs with the codes, on
+//! CubeCL's CPU runtime or on a GPU.
 
 use crate::support::device::{
     DeviceElement, assert_bytes, assert_floats, read_bytes, read_matrix, upload,
@@ -41,7 +41,7 @@ fn transformed(size: HadamardSize, rounding: Rounding) -> Nvfp4Params {
     }
 }
 
-/// Policies that a row-wise and a column-wise copy can both have.
+/// Returns policies that a rowwise and a columnwise tensor both support.
 fn policies() -> Vec<Policy> {
     use AmaxGranularity::{PerRow, PerTensor};
     let [mae, mse] = [ErrorNorm::Mae, ErrorNorm::Mse].map(BlockScaling::FourOverSix);
@@ -55,7 +55,7 @@ fn policies() -> Vec<Policy> {
     ]
 }
 
-/// Policies of a column-wise copy.
+/// Returns policies of a columnwise tensor.
 fn col_policies() -> Vec<Policy> {
     let mut all = policies();
     all.push((
@@ -71,7 +71,7 @@ fn col_policies() -> Vec<Policy> {
     all
 }
 
-/// A policy with the maxima that it needs.
+/// A policy with the amax values that it requires.
 struct Copy {
     policy: Nvfp4Params,
     scope: AmaxGranularity,
@@ -80,7 +80,7 @@ struct Copy {
 
 impl Copy {
     fn new(client: &Client, x: &Matrix, usage: Usage, (policy, scope): Policy) -> Self {
-        // A row-wise transform has no kernel for its maxima: any that bound the values will do.
+        // No kernel computes the amax of a rowwise transform: any bound of the values works.
         let request = AmaxRequest::along(usage, scope, policy.hadamard);
         let found = quantize::amaxes(client, x, &Groups::One, &request).unwrap();
         Self {
@@ -99,7 +99,7 @@ impl Copy {
     }
 }
 
-/// The copies of `x` in these forms.
+/// Returns the quantized tensors of `x` in these forms.
 fn copies(
     client: &Client,
     x: &Matrix,
@@ -114,7 +114,7 @@ fn copies(
     [row, col]
 }
 
-/// What the oracle decodes from the codes and scales of `packed` is what `decoded` holds.
+/// Asserts that `decoded` contains the values that the oracle decodes from `packed`.
 fn assert_values(client: &Client, packed: DeviceQuantized, decoded: DeviceQuantized, what: &str) {
     assert!(packed.is_packed(), "{what}");
     let values = decoded.values().expect("values");
@@ -131,7 +131,7 @@ fn assert_values(client: &Client, packed: DeviceQuantized, decoded: DeviceQuanti
     assert_floats(&found, &expected, what);
 }
 
-/// The bytes of the codes, the scales and the amax values of a packed copy.
+/// Returns the bytes of the codes, the scales and the amax values of a packed tensor.
 fn packed_bytes(client: &Client, copy: &DeviceQuantized) -> [Vec<u8>; 3] {
     let blocks = copy.code_blocks();
     [
@@ -141,7 +141,7 @@ fn packed_bytes(client: &Client, copy: &DeviceQuantized) -> [Vec<u8>; 3] {
     ]
 }
 
-/// From one read of `x` come the row-wise copy `packed`, and its values.
+/// Checks that one read of `x` gives the rowwise tensor `packed`, and its values.
 fn check_both_storages(
     client: &Client,
     x: &Matrix,
@@ -159,7 +159,8 @@ fn check_both_storages(
     assert_values(client, found, values, what);
 }
 
-/// One copy alone, both from one read in every pair of forms, and the row-wise one in both forms.
+/// Checks one tensor alone, both from one read in every pair of forms, and the rowwise one in both
+/// forms.
 fn check<T: DeviceElement>(
     client: &Client,
     x: &[T],
@@ -172,7 +173,8 @@ fn check<T: DeviceElement>(
     let row = &Copy::new(client, &x, Usage::Rowwise, row);
     let col = &Copy::new(client, &x, Usage::Columnwise, col);
     use Storage::{Bf16Unscaled, Packed};
-    // The row-wise kernel, the other one with values of both, and of the first policy all forms.
+    // The rowwise kernel, the other one with both tensors as values, and all forms for the first
+    // policy.
     let mut forms = vec![
         (Some(Packed), Some(Packed)),
         (Some(Bf16Unscaled), None),
@@ -211,7 +213,7 @@ fn check<T: DeviceElement>(
     }
 }
 
-/// Matrices of all `shapes` with the first `count` policies.
+/// Checks matrices of all `shapes` with the first `count` policies.
 fn check_policies<T: DeviceElement>(client: &Client, shapes: &[(usize, usize)], count: usize) {
     for (i, &(rows, cols)) in shapes.iter().enumerate() {
         let x = convert::<T>(&values(Kind::Heavy, rows * cols, i as u32));
@@ -252,7 +254,7 @@ fn special_values() {
     }
 }
 
-/// More blocks than a grid of row-wise copies has units, and columns that end within a tile.
+/// More blocks than a grid of rowwise tensors has units, and columns that end within a tile.
 #[test]
 fn many_blocks() {
     let client = client!("many_blocks");
@@ -269,8 +271,8 @@ fn bits(client: &Client, matrix: &Matrix) -> Vec<u8> {
     read_bytes(client, &matrix.handle, matrix.len() * matrix.dtype.size())
 }
 
-/// Products of either form have the same bits: with one maximum and one for each row, contractions
-/// that are padded, on the path of the device, and on Hopper by the plan that decodes.
+/// GEMMs of either form give the same bits: with one amax and one per row, padded K, on the
+/// device's path, and on Hopper by the plan that decodes.
 #[test]
 fn products_have_the_same_bits() {
     let client = client!("products_have_the_same_bits");
@@ -282,7 +284,7 @@ fn products_have_the_same_bits() {
     let scopes = [AmaxGranularity::PerTensor, AmaxGranularity::PerRow];
     for (i, (m, n, k)) in shapes.into_iter().enumerate() {
         for (scope, usage) in scopes.into_iter().zip([Usage::Columnwise, Usage::Rowwise]) {
-            // Padding is a matter of column-wise copies.
+            // Only columnwise tensors are padded.
             let k = match usage {
                 Usage::Rowwise => usize::next_multiple_of(k, 16),
                 Usage::Columnwise => k,
@@ -331,7 +333,7 @@ fn products_have_the_same_bits() {
     }
 }
 
-/// On a GPU that decodes before it multiplies, the values are those which it would have decoded.
+/// On a GPU that decodes before it multiplies, the values are those that it would have decoded.
 #[test]
 fn values_are_those_of_the_workspace() {
     let client = hopper!("values_are_those_of_the_workspace");

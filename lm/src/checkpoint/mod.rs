@@ -1,21 +1,21 @@
-//! A run on disk.
+//! Reads and writes checkpoints of a run.
 //!
-//! A checkpoint is a folder `checkpoint-STEP` with
+//! A checkpoint is a folder `checkpoint-STEP` with these files:
 //!
 //! - `model.bpk`: the parameters, a Burn record;
-//! - `optimizer.bpk`: the moments of AdamW, and f32 copies of parameters of another type;
+//! - `optimizer.bpk`: the optimizer state, and f32 copies of parameters of another type;
 //! - `state.json`: [`State`], everything else that decides how the run continues;
-//! - `timing.json`: the time spent, in a separate file because it differs from run to run;
-//! - `manifest.json`: length and check sum of the other four.
+//! - `timing.json`: the time spent, in a separate file because it differs between runs;
+//! - `manifest.json`: length and checksum of the other four.
 //!
-//! Where ranks have parts of the parameters or of the optimizer's state, each writes its own,
-//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` says what they are parts of: ranks that
-//! share a part, of a matrix or of the experts, may have parts of it again. Such a checkpoint is
-//! read as any other, on another number of ranks too, and has the parameters and the paths of the
-//! model of one rank.
+//! If parameters or optimizer state are split over ranks, each rank writes its shards as
+//! `model-R.bpk` and `optimizer-R.bpk`, and `layout.json` describes the split. Ranks that share a
+//! shard (of a matrix or of the experts) may split it again. Such a checkpoint can be read like any
+//! other, also on a different number of ranks. It uses the parameters and paths of the single-rank
+//! model.
 //!
-//! It is written under another name, synced to the disk, and renamed. Only then are older ones
-//! removed, so that the checkpoint with the highest step is complete.
+//! A checkpoint is written under another name, synced to disk, and renamed. Only then are older
+//! ones removed, so the checkpoint with the highest step is always complete.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -36,7 +36,7 @@ use parts::{Level, Partition, ranks_of};
 
 pub(crate) mod parts;
 
-/// Version of the format; others are refused.
+/// Version of the format; other versions are refused.
 pub(crate) const FORMAT: u32 = 1;
 const PREFIX: &str = "checkpoint-";
 const UNFINISHED: &str = ".unfinished";
@@ -46,29 +46,29 @@ const MODEL: &str = "model.bpk";
 const OPTIMIZER: &str = "optimizer.bpk";
 const STATE: &str = "state.json";
 const TIMING: &str = "timing.json";
-/// Name of the file with the run's configuration, in the folder of a run.
+/// File with the run's configuration, in the folder of a run.
 pub const CONFIG: &str = "config.json";
 
-/// What decides how a run continues, beside the parameters and the optimizer's moments.
+/// State that decides how a run continues, apart from the parameters and the optimizer state.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct State {
     format: u32,
-    /// The run's configuration.
+    /// Configuration of the run.
     pub config: RunConfig,
-    /// Which of its recipes this is.
+    /// Recipe of the checkpoint; one of the run's.
     pub recipe: RecipeName,
-    /// The text that it reads.
+    /// Fingerprint of the training text.
     pub corpus: Fingerprint,
-    /// Steps done: also the position in the data.
+    /// Number of finished steps, which is also the position in the data.
     pub step: u64,
     /// Losses of the steps since the last row of `metrics.csv`.
     pub losses: Vec<f32>,
-    /// Where each layer draws its random bits from next.
+    /// Position in the random stream of each layer.
     pub nvfp4: Nvfp4State,
 }
 
 impl State {
-    /// The state after `step` steps.
+    /// Returns the state after `step` steps.
     pub fn new(
         config: RunConfig,
         recipe: RecipeName,
@@ -89,16 +89,16 @@ impl State {
     }
 }
 
-/// The wall-clock side of a run.
+/// Wall-clock time of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
     /// Seconds spent on training and evaluation so far.
     pub seconds: f64,
 }
 
-/// The state of a run that checkpoints are of. It has a field `format`, of value `FORMAT`.
+/// State of a run that is checkpointed. It has a field `format`, of value `FORMAT`.
 pub trait RunState: Serialize + serde::de::DeserializeOwned {
-    /// Steps done.
+    /// Returns the number of finished steps.
     fn step(&self) -> u64;
 }
 
@@ -111,7 +111,7 @@ impl RunState for State {
 /// A checkpoint of `nvfp4 train`.
 pub type Checkpoint = Saved<State>;
 
-/// The content of a checkpoint of a run with state `S`.
+/// Contents of a checkpoint of a run with state `S`.
 pub struct Saved<S> {
     /// See [`State`].
     pub state: S,
@@ -142,27 +142,27 @@ impl Entry {
     }
 }
 
-/// What the files of several ranks are parts of.
+/// Describes how the files of several ranks split the tensors.
 #[derive(Debug, Serialize, Deserialize)]
 struct Layout {
-    /// How parameters are cut into parts, the parts again, and so on.
+    /// Levels of the split, outermost first; each level splits the shards of the level before.
     levels: Vec<Level>,
 }
 
 impl Layout {
-    /// The levels that cut the optimizer's state, or those that cut the model, too.
+    /// Returns the levels that split the optimizer state, or only those that also split the model.
     fn levels(&self, of_model: bool) -> Vec<&Level> {
         let levels = self.levels.iter();
         levels.filter(|level| level.model || !of_model).collect()
     }
 
-    /// Number of ranks that write, of parts of the optimizer's state or of the model.
+    /// Returns the number of ranks that write shards of the optimizer state or of the model.
     fn ranks(&self, of_model: bool) -> usize {
         ranks_of(self.levels(of_model)).unwrap_or_default()
     }
 
-    /// The files of `rank`: of the model, if it writes it, and of the optimizer's state. Others
-    /// write the same.
+    /// Returns the files that `rank` writes: the model, if this rank writes one, and the optimizer
+    /// state. The shards of all other ranks are duplicates.
     fn names(&self, rank: usize) -> [Option<String>; 2] {
         let model = match self.levels(true).is_empty() {
             false => format!("model-{rank}.bpk"),
@@ -177,7 +177,7 @@ impl Layout {
 }
 
 impl Checkpoint {
-    /// The same point of a run that differs in what comes after it: `config` and `recipe`.
+    /// Returns a checkpoint of the same step that continues with another `config` and `recipe`.
     pub fn fork(mut self, config: RunConfig, recipe: RecipeName) -> Self {
         self.state.config = config;
         self.state.recipe = recipe;
@@ -186,10 +186,10 @@ impl Checkpoint {
 }
 
 impl<S: RunState> Saved<S> {
-    /// Write the checkpoint into `folder`, then remove the older ones there. Returns its path.
+    /// Writes the checkpoint into `folder`, then removes the older ones there. Returns its path.
     ///
     /// # Errors
-    /// When something cannot be written; the older ones are still there then.
+    /// Returns an error if a file cannot be written; the older checkpoints then remain.
     pub fn save(&self, folder: &Path) -> Result<PathBuf> {
         let unfinished = Unfinished::begin(folder, self.state.step())?;
         let model = unfinished.write(MODEL, &self.model)?;
@@ -198,12 +198,12 @@ impl<S: RunState> Saved<S> {
         self.finish(unfinished, manifest.into(), None)
     }
 
-    /// Write the checkpoint of the ranks of `world` into `folder`, which all of them see: their
-    /// parts, where there is a `partition`, or else what all of them have. All ranks call it.
-    /// Returns the path; without parts, on rank 0.
+    /// Writes the checkpoint of the ranks of `world` into `folder`, which all of them see. With a
+    /// `partition`, each rank writes its shards; else rank 0 writes the common state. All ranks
+    /// call this function. Returns the path; without a partition, only on rank 0.
     ///
     /// # Errors
-    /// As [`save`](Self::save), on all ranks.
+    /// Returns the errors of [`save`](Self::save), on all ranks.
     pub(crate) fn save_of_ranks(
         &self,
         folder: &Path,
@@ -219,12 +219,12 @@ impl<S: RunState> Saved<S> {
         }
     }
 
-    /// Write the checkpoint of ranks that have parts of what `partition` says into `folder`, which
-    /// all of them see. All ranks of `world` call it, each with its own parts; the other files are
-    /// those of rank 0. Returns the path.
+    /// Writes the checkpoint of ranks whose shards `partition` describes into `folder`, which all
+    /// of them see. All ranks of `world` call this function, each with its own shards; rank 0
+    /// writes the other files. Returns the path.
     ///
     /// # Errors
-    /// When something cannot be written on one of the ranks; the older ones are still there then.
+    /// Returns an error if one of the ranks cannot write a file; the older checkpoints then remain.
     fn save_parts(
         &self,
         folder: &Path,
@@ -246,7 +246,7 @@ impl<S: RunState> Saved<S> {
             None => Ok(()),
         };
         agree(world, files.into_iter().try_for_each(write))?;
-        // Length and check sum of both files.
+        // Length and checksum of both files.
         let mut numbers = [0; 32];
         for (place, content) in contents.into_iter().enumerate() {
             let own = &mut numbers[16 * place..16 * (place + 1)];
@@ -272,7 +272,8 @@ impl<S: RunState> Saved<S> {
         agree(world, finished)
     }
 
-    /// Write the files that one rank writes, name the checkpoint and remove the older ones.
+    /// Writes the files that only one rank writes, renames the checkpoint and removes the older
+    /// ones.
     fn finish(
         &self,
         unfinished: Unfinished,
@@ -293,10 +294,11 @@ impl<S: RunState> Saved<S> {
         unfinished.finish()
     }
 
-    /// Read the checkpoint at `path`.
+    /// Reads the checkpoint at `path`.
     ///
     /// # Errors
-    /// When a file is missing, damaged, or of another version of the format; says which.
+    /// Returns an error that names the file if a file is missing, corrupt, or of another version of
+    /// the format.
     pub fn load(path: &Path) -> Result<Self> {
         let context = || format!("cannot load checkpoint {}", path.display());
         Self::try_load(path).with_context(context)
@@ -360,16 +362,16 @@ impl<S: RunState> Saved<S> {
     }
 }
 
-/// A checkpoint that is being written, under another name.
+/// A checkpoint that is being written under a temporary name.
 struct Unfinished {
-    /// What it will be.
+    /// Final path.
     path: PathBuf,
-    /// What it is.
+    /// Temporary folder.
     folder: PathBuf,
 }
 
 impl Unfinished {
-    /// The checkpoint of `step` in `folder`, which another rank begins.
+    /// Refers to the checkpoint of `step` in `folder`, which another rank begins.
     fn at(folder: &Path, step: u64) -> Self {
         let path = folder.join(format!("{PREFIX}{step:08}"));
         let folder = path.with_extension(&UNFINISHED[1..]);
@@ -394,11 +396,12 @@ impl Unfinished {
         Ok(Entry::of(content))
     }
 
-    /// It gets its name; the older ones are removed.
+    /// Renames the checkpoint to its final name and removes the older ones.
     fn finish(self) -> Result<PathBuf> {
         let context = || self.context();
         sync_folder(&self.folder).with_context(context)?;
-        // Only a run that was resumed at this very step finds one with this name: the same content.
+        // The name exists only if the run was resumed at this very step, and then with the same
+        // contents.
         remove_folder(&self.path).with_context(context)?;
         fs::rename(&self.folder, &self.path).with_context(context)?;
         let parent = self.path.parent().unwrap_or(Path::new("."));
@@ -412,19 +415,19 @@ impl Unfinished {
     }
 }
 
-/// The latest checkpoint in `folder`, if there is one.
+/// Returns the path of the latest checkpoint in `folder`, if there is one.
 ///
 /// # Errors
-/// When the folder cannot be read.
+/// Returns an error if the folder cannot be read.
 pub fn latest(folder: &Path) -> Result<Option<PathBuf>> {
     Ok(list(folder)?.pop().map(|(_, path)| path))
 }
 
-/// The checkpoint that `path` means: itself, the latest of a recipe's folder, or the latest of the
-/// main recipe of a run's folder.
+/// Resolves `path` to a checkpoint: itself, the latest in a recipe's folder, or the latest of the
+/// main recipe in a run's folder.
 ///
 /// # Errors
-/// When there is none.
+/// Returns an error if there is none.
 pub fn resolve(path: &Path) -> Result<PathBuf> {
     ensure!(
         path.is_dir(),
@@ -454,27 +457,27 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
     )
 }
 
-/// Parse the JSON file at `path`.
+/// Parses the JSON file at `path`.
 ///
 /// # Errors
-/// When it cannot be read or parsed; names it.
+/// Returns an error that names the file if it cannot be read or parsed.
 pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
     let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_slice(&text).with_context(|| format!("{} is not valid", path.display()))
 }
 
-/// Write `value` to `path` as JSON, replacing the file in one go.
+/// Writes `value` to `path` as JSON, replacing the file atomically.
 ///
 /// # Errors
-/// When it cannot be written; the old file is still there then.
+/// Returns an error if the file cannot be written; the old file then remains.
 pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     replace(path, &pretty(value)?)
 }
 
-/// Replace the file at `path` by `content`, in one go.
+/// Replaces the file at `path` by `content` atomically.
 ///
 /// # Errors
-/// When it cannot be written; the old file is still there then.
+/// Returns an error if the file cannot be written; the old file then remains.
 pub fn replace(path: &Path, content: &[u8]) -> Result<()> {
     let context = || format!("cannot write {}", path.display());
     let mut unfinished = path.as_os_str().to_owned();
@@ -495,7 +498,7 @@ fn write_durably(path: &Path, content: &[u8]) -> std::io::Result<()> {
     file.sync_all()
 }
 
-/// Force the names in a folder to the disk, where the system has a call for that.
+/// Flushes the names in a folder to disk, on systems with a call for that.
 fn sync_folder(path: &Path) -> std::io::Result<()> {
     if cfg!(unix) {
         File::open(path)?.sync_all()
@@ -511,7 +514,7 @@ fn remove_folder(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// The finished checkpoints in `folder`, lowest step first.
+/// Lists the finished checkpoints in `folder`, lowest step first.
 fn list(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let context = || format!("cannot read {}", folder.display());
     let mut found = Vec::new();
@@ -577,7 +580,7 @@ mod tests {
         assert_eq!(latest(&folder).unwrap(), Some(second.clone()));
         assert_eq!(resolve(&folder).unwrap(), second);
 
-        // A crash while the next one is written leaves a folder of another name behind.
+        // A crash during the next write leaves a folder with a temporary name.
         let crashed = folder.join(format!("{PREFIX}{:08}{UNFINISHED}", 200));
         fs::create_dir(&crashed).unwrap();
         fs::write(crashed.join("model.bpk"), [1, 2, 3]).unwrap();

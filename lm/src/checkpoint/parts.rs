@@ -1,4 +1,4 @@
-//! Containers of tensors of which each rank has a part.
+//! Splits and joins containers of tensors that are sharded over ranks.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,25 +11,25 @@ use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
 use burn_pack::{Reader, Tensor, Writer};
 use serde::{Deserialize, Serialize};
 
-/// The end of the path of a layer's weight.
+/// Suffix of the path of a layer's weight.
 const WEIGHT: &str = ".weight";
 
-/// What a rank has of the files of a checkpoint.
+/// The part of a checkpoint's tensors that a rank holds.
 #[derive(Debug, Clone)]
 pub(crate) struct Partition {
-    /// How the parameters are cut, and the parts again; no more than two of them cut the same one.
+    /// Levels of the split, outermost first; at most two of them split the same parameter.
     pub levels: Vec<Level>,
-    /// This rank.
+    /// Index of this rank.
     pub rank: usize,
-    /// Names of the parameters in the model of one rank, by id, where they may differ.
+    /// Parameter names in the single-rank model, by ID, if they may differ.
     pub names: BTreeMap<u64, String>,
 }
 
 impl Partition {
-    /// `container`, of parameters, with the names that they have in the model of one rank.
+    /// Renames the parameters in `container` to their names in the single-rank model.
     ///
     /// # Errors
-    /// When it is no such container.
+    /// Returns an error if `container` is not such a container.
     pub fn renamed(&self, container: Bytes) -> Result<Bytes> {
         if self.names.is_empty() {
             return Ok(container);
@@ -44,10 +44,9 @@ impl Partition {
         pack(tensors.collect::<Result<_>>()?, metadata)
     }
 
-    /// The paths of the layers of `model` in the model of one rank, by their own, where those
-    /// differ.
+    /// Maps the path of each layer of `model` to its path in the single-rank model, if different.
     pub fn layer_paths<M: Module>(&self, model: &M) -> BTreeMap<String, String> {
-        // A layer is known by its weight.
+        // A layer is identified by its weight.
         let own = parameter_names(model);
         let layers = own.iter().filter_map(|(id, own)| {
             let whole = self.names.get(id)?;
@@ -59,7 +58,7 @@ impl Partition {
         layers.collect()
     }
 
-    /// `state`, of the layers of `model`, with the paths that they have in the model of one rank.
+    /// Renames the layers of `model` in `state` to their paths in the single-rank model.
     pub fn renamed_state<M: Module>(&self, state: Nvfp4State, model: &M) -> Nvfp4State {
         if self.names.is_empty() {
             return state;
@@ -74,7 +73,7 @@ impl Partition {
     }
 }
 
-/// The path of each parameter of `model`, by its id.
+/// Returns the path of each parameter of `model`, by ID.
 pub(crate) fn parameter_names<M: Module>(model: &M) -> BTreeMap<u64, String> {
     let mut names = Names::default();
     model.visit(&mut names);
@@ -101,26 +100,25 @@ impl ModuleVisitor for Names {
     }
 }
 
-/// How some tensors are cut into the parts of ranks, of which ranks may cut theirs again: rank `r`
-/// has part `r / stride % ranks`.
+/// Describes how some tensors are split over ranks. Ranks may split their shards again. Rank `r`
+/// has shard `r / stride % ranks`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Level {
-    /// Number of parts.
+    /// Number of shards.
     pub ranks: usize,
-    /// So many neighbours have the same part.
+    /// Number of adjacent ranks that have the same shard.
     pub stride: usize,
-    /// Whether ranks have parts of the model, too, and not only of the optimizer's state.
+    /// True if the model is split as well, and not only the optimizer state.
     pub model: bool,
-    /// Ids of the parameters whose tensors are parts.
+    /// IDs of the split parameters.
     pub sharded: BTreeSet<u64>,
-    /// The parts of those that are not cut along the first axis of each of their tensors, as one
-    /// segment.
+    /// Split of parameters that are not split along the first axis as one segment.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parameters: BTreeMap<u64, ShardedParameter>,
 }
 
-/// How many ranks have all parts of `levels`: the first ones. None where `levels` are none that
-/// ranks could have.
+/// Returns the number of ranks, counted from the first, that together hold all shards of `levels`.
+/// Returns none if `levels` are invalid.
 pub(crate) fn ranks_of<'a>(levels: impl IntoIterator<Item = &'a Level>) -> Option<usize> {
     levels.into_iter().try_fold(1, |most: usize, level| {
         let ranks = level.ranks.checked_mul(level.stride)?;
@@ -128,32 +126,32 @@ pub(crate) fn ranks_of<'a>(levels: impl IntoIterator<Item = &'a Level>) -> Optio
     })
 }
 
-/// A tensor that is cut.
+/// Split of one tensor.
 struct Cut {
-    /// Of the whole.
+    /// Shape of the whole tensor.
     shape: Vec<usize>,
-    /// Of a part.
+    /// Shape of a shard.
     part: Vec<usize>,
-    /// The tensor is so many rows.
+    /// Number of rows of the tensor.
     rows: usize,
-    /// Each row has these runs of elements, one behind another, of each of which each rank has an
-    /// equal part.
+    /// Lengths, in elements, of the consecutive runs of each row. Every run is split evenly over
+    /// the ranks.
     runs: Vec<usize>,
 }
 
 impl Level {
-    /// The part of `rank`.
+    /// Returns the shard index of `rank`.
     fn part(&self, rank: usize) -> usize {
         rank / self.stride % self.ranks
     }
 
-    /// Whether the parameter `id` is cut.
+    /// Returns true if the parameter `id` is split.
     fn cuts(&self, id: Option<u64>) -> bool {
         id.is_some_and(|id| self.sharded.contains(&id))
     }
 
-    /// The cut of the tensor `name` of the parameter `id`, if that is cut; its shape is that of a part
-    /// where `is_part`, else of the whole. A tensor may be flat.
+    /// Returns the split of the tensor `name` of parameter `id`, if it is split. `dims` is the
+    /// shape of a shard if `is_part`, else of the whole tensor. A tensor may be flat.
     fn of(
         &self,
         name: &str,
@@ -186,7 +184,7 @@ impl Level {
             segments,
         } = found;
         let elements = product(&shape).unwrap_or_default();
-        // Flat tensors have the elements of the parameter in its order.
+        // Flat tensors hold the elements of the parameter in order.
         let (whole, cut_axis) = match dims.len() == 1 && shape.len() != 1 {
             true => (vec![elements], 0),
             false => (shape.clone(), axis),
@@ -219,19 +217,19 @@ impl Level {
     }
 }
 
-/// None where it has no number.
+/// Returns none on overflow.
 fn product(dims: &[usize]) -> Option<usize> {
     dims.iter()
         .try_fold(1usize, |product, len| product.checked_mul(*len))
 }
 
 impl Cut {
-    /// Bytes of an element, of a tensor of `bytes`.
+    /// Returns the bytes per element of a tensor of `bytes`.
     fn element(&self, bytes: usize, shape: &[usize]) -> usize {
         bytes / shape.iter().product::<usize>().max(1)
     }
 
-    /// The part of `rank` of `ranks`.
+    /// Extracts the shard of `rank` of `ranks`.
     fn slice(&self, whole: &[u8], rank: usize, ranks: usize) -> Vec<u8> {
         let element = self.element(whole.len(), &self.shape);
         let mut own = Vec::with_capacity(whole.len() / ranks);
@@ -246,7 +244,7 @@ impl Cut {
         own
     }
 
-    /// The whole of the parts of all ranks.
+    /// Joins the shards of all ranks.
     fn join(&self, parts: &[Cow<'_, [u8]>]) -> Vec<u8> {
         let ranks = parts.len();
         let element = self.element(parts[0].len(), &self.part);
@@ -265,10 +263,11 @@ impl Cut {
     }
 }
 
-/// This rank's part of a container of whole tensors, of those that are cut.
+/// Extracts this rank's shards from a container of whole tensors. Tensors that are not split stay
+/// whole.
 ///
 /// # Errors
-/// When it is no such container, or a tensor has no equal parts.
+/// Returns an error if `whole` is not such a container, or a tensor cannot be split evenly.
 pub(crate) fn slice(whole: Bytes, partition: &Partition) -> Result<Bytes> {
     let reader = Reader::from_bytes(whole)?;
     let metadata = reader.metadata().clone();
@@ -286,11 +285,11 @@ pub(crate) fn slice(whole: Bytes, partition: &Partition) -> Result<Bytes> {
     pack(tensors.collect::<Result<_>>()?, metadata)
 }
 
-/// The container of whole tensors of which `parts` are those of the ranks of `levels`, in their
-/// order. Tensors that are not cut are those of the first.
+/// Joins `parts`, the containers of the ranks of `levels` in order, into a container of whole
+/// tensors. Tensors that are not split are taken from the first rank.
 ///
 /// # Errors
-/// When the containers do not fit each other.
+/// Returns an error if the containers do not match each other.
 pub(crate) fn join(parts: Vec<Bytes>, levels: &[&Level]) -> Result<Bytes> {
     let ranks = ranks_of(levels.iter().copied());
     let ranks = ranks.context("the levels of layout.json are none that ranks could have")?;
@@ -318,7 +317,7 @@ pub(crate) fn join(parts: Vec<Bytes>, levels: &[&Level]) -> Result<Bytes> {
         );
         part.reverse();
     }
-    // One after another, so that no tensor is held twice.
+    // Tensors are joined one at a time, so that none is held twice.
     let mut whole = Vec::with_capacity(count);
     for _ in 0..count {
         let own = tensors.iter_mut().map(|part| part.pop());
@@ -350,15 +349,15 @@ pub(crate) fn join(parts: Vec<Bytes>, levels: &[&Level]) -> Result<Bytes> {
     pack(whole, metadata)
 }
 
-/// A part of a tensor, or all of it.
+/// A shard of a tensor, or the whole tensor.
 #[derive(Clone)]
 struct Part<'a> {
     dims: Vec<usize>,
     bytes: Cow<'a, [u8]>,
 }
 
-/// The tensor `name` of the parameter `id` of which ranks from `rank` on, of those of `parts`, have
-/// what `levels` say, the outermost first.
+/// Joins the tensor `name` of parameter `id` from the shards in `parts` that `levels` (outermost
+/// first) assign to ranks from `rank` on.
 fn joined<'a>(
     (name, id): (&str, Option<u64>),
     parts: &[Part<'a>],

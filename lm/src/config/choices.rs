@@ -1,4 +1,4 @@
-//! Values that are chosen by name.
+//! Enumerated and named values of the configuration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,36 +9,36 @@ use burn_nvfp4::recipe::Healing;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// The name of the recipe of the blocks' GEMMs, forward and backward: `nvfp4` (TransformerEngine's
+/// Name of the recipe of the blocks' GEMMs, forward and backward: `nvfp4` (TransformerEngine's
 /// recipe, with the switches of the run), a preset of
-/// [`Nvfp4Recipe::preset`](burn_nvfp4::Nvfp4Recipe::preset), `bf16`, `f32`, or a recipe of the
-/// run's own ([`RunConfig::recipes`](super::RunConfig::recipes)).
+/// [`Nvfp4Recipe::preset`](burn_nvfp4::Nvfp4Recipe::preset), `bf16`, `f32`, or a recipe that the
+/// run defines ([`RunConfig::recipes`](super::RunConfig::recipes)).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct RecipeName(String);
 
 impl RecipeName {
-    /// TransformerEngine's recipe, with the switches of the run.
+    /// Returns TransformerEngine's recipe, with the switches of the run.
     pub fn nvfp4() -> Self {
         Self("nvfp4".into())
     }
 
-    /// No quantization, bf16 activations.
+    /// Returns the recipe without quantization and with bf16 activations.
     pub fn bf16() -> Self {
         Self("bf16".into())
     }
 
-    /// No quantization, f32 activations.
+    /// Returns the recipe without quantization and with f32 activations.
     pub fn f32() -> Self {
         Self("f32".into())
     }
 
-    /// The name that the command and the files use.
+    /// Returns the name used by the command and the files.
     pub fn name(&self) -> &str {
         &self.0
     }
 
-    /// Whether nothing is quantized: what others are compared with.
+    /// Returns true if nothing is quantized, so that the recipe can serve as baseline.
     pub fn is_high_precision(&self) -> bool {
         *self == Self::bf16() || *self == Self::f32()
     }
@@ -73,7 +73,7 @@ impl TryFrom<String> for RecipeName {
 impl FromStr for RecipeName {
     type Err = String;
 
-    /// Takes a name that a folder can have. The run checks whether such a recipe exists.
+    /// Accepts any name that is valid for a folder. The run checks whether the recipe exists.
     fn from_str(name: &str) -> Result<Self, String> {
         let fits = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
         if name.is_empty() || name.starts_with('.') || !name.chars().all(fits) {
@@ -86,7 +86,7 @@ impl FromStr for RecipeName {
     }
 }
 
-/// When a run stops quantizing: `0.9` or `0.9:forward`, a share of its steps.
+/// Point at which a run stops quantizing, as a share of its steps: `0.9` or `0.9:forward`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct HealingOption(pub Healing);
@@ -135,18 +135,18 @@ impl FromStr for HealingOption {
     }
 }
 
-/// The feed-forward of the blocks.
+/// Feed-forward of the blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelKind {
-    /// One SwiGLU.
+    /// A single SwiGLU.
     Dense,
-    /// A mixture of experts, by default eight, two for each byte.
+    /// A mixture of experts, by default 8 with 2 active per byte.
     Moe,
 }
 
 impl ModelKind {
-    /// The default number of experts.
+    /// Returns the default number of experts.
     pub fn experts(self) -> Option<usize> {
         match self {
             Self::Dense => None,
@@ -155,15 +155,15 @@ impl ModelKind {
     }
 }
 
-/// How tokens travel to the ranks of their experts; see [`ExpertDispatch`].
+/// Exchange of tokens with the ranks of their experts; see [`ExpertDispatch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ExpertDispatchName {
-    /// Each choice to the rank of its expert, and the result back: the host counts the tokens of
-    /// each expert in each block. The bits of one rank.
+    /// All-to-all: sends each token to the ranks of its experts and the results back. The host
+    /// counts the tokens per expert in each block. Bitwise identical to a single rank.
     AllToAll,
-    /// All tokens to all ranks, and the sums of what their experts make of them back: nothing waits
-    /// for the host.
+    /// All-gather of the tokens, reduce-scatter of the experts' outputs. Needs no synchronization
+    /// with the host.
     AllGather,
 }
 
@@ -176,14 +176,14 @@ impl From<ExpertDispatchName> for ExpertDispatch {
     }
 }
 
-/// The type in which ranks exchange gradients of parameters; see [`ReduceDtype`].
+/// Type in which ranks exchange parameter gradients; see [`ReduceDtype`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GradReduce {
-    /// 32 bit, as the gradients are.
+    /// 32-bit float, the type of the gradients.
     #[default]
     F32,
-    /// bfloat16, rounded once before they travel.
+    /// bfloat16; gradients are rounded once before the exchange.
     Bf16,
 }
 
@@ -196,17 +196,17 @@ impl From<GradReduce> for ReduceDtype {
     }
 }
 
-/// How the decorator treats GEMMs that do not run in NVFP4; see [`burn_nvfp4::decorate()`].
+/// Treatment of GEMMs that a decorated model does not run in NVFP4; see [`burn_nvfp4::decorate()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decoration {
-    /// A missed GEMM is an error.
+    /// A GEMM outside NVFP4 is an error.
     Strict,
-    /// A missed GEMM is counted.
+    /// A GEMM outside NVFP4 is counted.
     Lenient,
 }
 
-/// How the parameters of a run are updated.
+/// Optimizer of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[value(rename_all = "lower")]
@@ -218,18 +218,18 @@ pub enum OptimizerName {
     Muon,
 }
 
-/// Type of the activations between the GEMMs. Norms, softmax and loss are always f32 inside.
+/// Type of the activations between the GEMMs. Norms, softmax and loss always compute in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Activation {
-    /// 32 bit.
+    /// 32-bit float.
     F32,
     /// bfloat16: fast on GPUs, slow on CPUs, which emulate it.
     Bf16,
 }
 
 impl Activation {
-    /// Bytes of an element.
+    /// Returns the bytes per element.
     pub fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -257,11 +257,11 @@ pub enum Preset {
     /// 7 M parameters: a fast CPU, or seconds on a GPU
     #[serde(rename = "small")]
     Small,
-    /// 10 M parameters, 25 bytes of text for each: the comparison of recipes, on a GPU
+    /// 10 M parameters, 25 bytes of text per parameter: compares recipes on a GPU
     #[serde(rename = "10m")]
     #[value(name = "10m")]
     M10,
-    /// 10 M parameters in mixtures of 8 experts, 3.2 M of them active
+    /// 10 M parameters in mixtures of 8 experts, 3.2 M active
     #[serde(rename = "moe-10m")]
     #[value(name = "moe-10m")]
     Moe10M,

@@ -1,7 +1,8 @@
-//! What to train: the shape of the model, the schedule, the recipe. Presets, and checks.
+//! Configuration of a run: the shape of the model, the schedule and the recipe, with presets and
+//! checks.
 //!
-//! Each value of a run is one field of [`RunConfig`]: its name is the flag and the key in the
-//! files, its documentation the text of `--help`.
+//! Each value of a run is one field of [`RunConfig`]. The field's name is the flag and the key in
+//! the files; its documentation is the text of `--help`.
 
 mod choices;
 mod model;

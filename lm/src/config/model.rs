@@ -1,4 +1,4 @@
-//! The sizes of the model.
+//! Sizes of the model.
 
 use anyhow::{Result, ensure};
 use burn_nvfp4::experts::MAX_EXPERTS;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// Number of symbols: the model reads and writes bytes.
 pub const VOCABULARY: usize = 256;
 
-/// The sizes of the model, in elements.
+/// Sizes of the model, in elements.
 #[derive(Debug, Clone, PartialEq, Eq, Args, Serialize, Deserialize)]
 #[group(skip)]
 pub struct ModelConfig {
@@ -18,20 +18,20 @@ pub struct ModelConfig {
     /// Set the number of blocks [default: the preset's]
     #[arg(long)]
     pub layers: usize,
-    /// Set the number of attention heads, each of an even width [default: the preset's]
+    /// Set the number of attention heads; the head dimension must be even [default: the preset's]
     #[arg(long)]
     pub heads: usize,
-    /// Set the width inside each feed-forward, a multiple of 16 [default: the preset's]
+    /// Set the hidden width of each feed-forward, a multiple of 16 [default: the preset's]
     #[arg(long)]
     pub hidden: usize,
-    /// Set the length of a sequence in bytes [default: the preset's]
+    /// Set the sequence length in bytes [default: the preset's]
     #[arg(long)]
     pub context: usize,
     /// Set the number of experts in each block [default: 8 with --model moe]
     #[arg(long)]
     #[serde(default)]
     pub experts: Option<usize>,
-    /// Send each byte to this many experts [default: 2]
+    /// Route each byte to this many experts [default: 2]
     #[arg(long)]
     #[serde(default = "top_2")]
     pub top_k: usize,
@@ -42,13 +42,13 @@ fn top_2() -> usize {
 }
 
 impl ModelConfig {
-    /// The usual number of experts for a byte.
+    /// Default number of experts per byte.
     pub const TOP_K: usize = 2;
 
-    /// Check that the model can be built.
+    /// Checks that the model can be built.
     ///
     /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check(&self) -> Result<()> {
         let Self {
             width,
@@ -91,20 +91,20 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Active weights of the blocks' projections: those that each byte is multiplied with. Of a
-    /// mixture they are the experts that the byte is sent to.
+    /// Returns the number of weights in the blocks' projections that are active for each byte. In a
+    /// mixture these are the experts that the byte is routed to.
     pub fn active_weights(&self) -> usize {
         let experts = self.experts.map_or(1, |_| self.top_k);
         let block = 4 * self.width * self.width + experts * 3 * self.width * self.hidden;
         self.layers * block
     }
 
-    /// [`active_weights`](Self::active_weights) of a model of Burn's own layers.
+    /// Returns the [`active_weights`](Self::active_weights) of a model of Burn's own layers.
     pub fn encoder_active_weights(&self) -> usize {
         self.layers * (4 * self.width * self.width + 2 * self.width * self.hidden)
     }
 
-    /// Number of trained parameters of a model of Burn's own layers.
+    /// Returns the number of trained parameters of a model of Burn's own layers.
     pub fn encoder_parameters(&self) -> usize {
         let &Self {
             width,
@@ -119,12 +119,12 @@ impl ModelConfig {
         layers * (attention + feed_forward + 2 * norm) + norm + (2 * VOCABULARY + context) * width
     }
 
-    /// Number of trained parameters of all experts, without their routers.
+    /// Returns the number of trained parameters of all experts, without their routers.
     pub fn expert_parameters(&self) -> usize {
         self.layers * self.experts.unwrap_or_default() * 3 * self.width * self.hidden
     }
 
-    /// Number of trained parameters.
+    /// Returns the number of trained parameters.
     pub fn parameters(&self) -> usize {
         let Self {
             width,

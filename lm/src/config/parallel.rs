@@ -1,4 +1,4 @@
-//! How a run is spread over ranks, and the checks of that.
+//! Parallelism of a run: numbers of ranks and their checks.
 
 use anyhow::{Result, bail, ensure};
 use burn_nvfp4::attention::MAX_HEAD;
@@ -8,20 +8,21 @@ use super::model::VOCABULARY;
 use super::run::RunConfig;
 
 impl RunConfig {
-    /// Ranks that share a batch.
+    /// Returns the number of ranks that share a batch.
     pub(crate) fn ranks_together(&self) -> usize {
         self.dp.unwrap_or(1).max(1)
     }
 
-    /// Parameters of each rank, where it has parts of matrices or of the experts.
+    /// Returns the number of parameters per rank, if matrices or experts are split.
     pub(crate) fn parameters_of_rank(&self) -> usize {
         let experts = self.model.expert_parameters();
         (self.parameters() - experts) / self.tp + experts / self.ep
     }
 
-    /// How tokens travel to the ranks of their experts: as the run says, else by an all-gather
-    /// where a graph asks for it, or where that sends no more than an all-to-all, which sends each
-    /// token to as many ranks as it has experts, at most.
+    /// Returns the exchange of tokens with the ranks of their experts: the run's choice if given.
+    /// Otherwise an all-gather if the run uses a graph, or if the all-gather sends no more than an
+    /// all-to-all, which sends each token to at most as many ranks as it has experts; else an
+    /// all-to-all.
     pub fn expert_dispatch(&self) -> ExpertDispatchName {
         let sends_no_more = self.ep <= self.model.top_k;
         let default = match self.graph || sends_no_more {
@@ -31,12 +32,13 @@ impl RunConfig {
         self.ep_dispatch.unwrap_or(default)
     }
 
-    /// The data-parallel ranks among `ranks`: those that take other parts of each batch.
+    /// Returns the number of data-parallel ranks among `ranks`, which take different shares of each
+    /// batch.
     pub fn data_ranks(&self, ranks: usize) -> usize {
         ranks / self.tp.max(1)
     }
 
-    /// Every check that does not need the number of ranks.
+    /// Runs every check that does not need the number of ranks.
     pub(super) fn check_parallel(&self) -> Result<()> {
         for (flag, ranks) in [("tp", self.tp), ("ep", self.ep)] {
             ensure!(ranks > 0, "{flag} is 0, but it must be at least 1");
@@ -49,7 +51,7 @@ impl RunConfig {
         self.check_expert_parallel()
     }
 
-    /// What is not combined with parts of the model on each of `ranks` ranks.
+    /// Checks that no option conflicts with a model that is split over `ranks` ranks.
     fn check_partition(&self, flag: &str, ranks: usize) -> Result<()> {
         ensure!(
             self.optimizer == OptimizerName::AdamW,
@@ -89,7 +91,7 @@ impl RunConfig {
              heads"
         );
         let unit = 16 * tp;
-        // Experts are whole.
+        // Experts are not split.
         let hidden = (self.model.experts.is_none()).then_some(("hidden", self.model.hidden));
         for (name, len) in [("width", self.model.width)].into_iter().chain(hidden) {
             ensure!(
@@ -127,7 +129,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// What cannot be sharded over ranks.
+    /// Checks that the run's state can be sharded over ranks.
     fn check_sharding(&self) -> Result<()> {
         let Some(flag) = [("fsdp", self.fsdp), ("zero1", self.zero1)]
             .into_iter()
@@ -158,10 +160,10 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Fail unless `ranks` ranks can train so, a process each.
+    /// Checks that `ranks` ranks, one process each, can train this configuration.
     ///
     /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check_ranks(&self, ranks: usize) -> Result<()> {
         ensure!(
             self.tp > 0 && ranks.is_multiple_of(self.tp),

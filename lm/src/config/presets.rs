@@ -1,4 +1,4 @@
-//! The values of the presets.
+//! Values of the presets.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use super::choices::{Activation, GradReduce, ModelKind, OptimizerName, Preset, R
 use super::model::ModelConfig;
 use super::run::RunConfig;
 
-/// A dense model of these sizes: width, layers, heads, hidden, context.
+/// Returns a dense model with these sizes: width, layers, heads, hidden, context.
 fn model([width, layers, heads, hidden, context]: [usize; 5]) -> ModelConfig {
     ModelConfig {
         width,
@@ -20,7 +20,7 @@ fn model([width, layers, heads, hidden, context]: [usize; 5]) -> ModelConfig {
 }
 
 impl RunConfig {
-    /// The values of a preset, in NVFP4, on `device`.
+    /// Returns the values of a preset, in NVFP4, on `device`.
     pub fn preset(preset: Preset, device: &str) -> Self {
         let gpu = device.starts_with("cuda");
         let tiny = Self {
@@ -71,7 +71,7 @@ impl RunConfig {
             rht_signs: None,
             high_precision: Vec::new(),
         };
-        // For GPUs.
+        // Presets for GPUs.
         let large = Self {
             data_bytes: 512 << 20,
             batch: 64,

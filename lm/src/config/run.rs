@@ -1,4 +1,4 @@
-//! The configuration of a run, and its checks.
+//! Configuration of a run, and its checks.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use super::choices::{
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
 
-/// Share of a block's load-balancing loss in the training loss.
+/// Default weight of a block's load-balancing loss in the training loss.
 pub const BALANCE_SHARE: f64 = 0.01;
 
 fn one() -> usize {
@@ -32,34 +32,35 @@ fn finite(text: &str) -> std::result::Result<f64, String> {
     }
 }
 
-/// Everything that decides a run: what `config.json` holds.
+/// All settings of a run; the contents of `config.json`.
 ///
-/// The fields without a flag are results: of names, files and devices that a command looks up.
+/// The fields without a flag hold looked-up values: names, files and devices that a command
+/// resolves.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[group(skip)]
 pub struct RunConfig {
-    /// The preset that gave the other values.
+    /// Preset that provided the other values.
     #[arg(skip)]
     pub preset: Preset,
-    /// The recipe of the run.
+    /// Recipe of the run.
     #[arg(skip)]
     pub recipe: RecipeName,
-    /// Recipes that the same model is trained with too, on the same batches, to compare.
+    /// Recipes that the same model is also trained with, on the same batches, for comparison.
     #[arg(skip)]
     pub compare: Vec<RecipeName>,
-    /// Recipes of the run's own, by name.
+    /// Recipes that the run defines, by name.
     #[arg(skip)]
     #[serde(default)]
     pub recipes: BTreeMap<String, Nvfp4Recipe>,
-    /// Whether to train a model of Burn's own layers, decorated where the recipe quantizes, in
-    /// place of one of this crate's layers.
+    /// If given, trains a model of Burn's own layers instead of this crate's, decorated in this
+    /// mode if the recipe quantizes.
     #[arg(skip)]
     #[serde(default)]
     pub decorate: Option<Decoration>,
-    /// `flex`, `cpu`, or `cuda:N`.
+    /// Device: `flex`, `cpu`, or `cuda:N`.
     #[arg(skip)]
     pub device: String,
-    /// Stop quantizing after this share of the steps; with `:forward`, only in the forward
+    /// Stop quantizing after this share of the steps; with `:forward`, only in the forward pass
     /// [default: the value in the recipe's file]
     #[arg(long, value_name = "SHARE[:forward]")]
     #[serde(default)]
@@ -70,32 +71,33 @@ pub struct RunConfig {
     /// Read text from these files and folders [default: the Rust sources in cargo's registry]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data: Vec<PathBuf>,
-    /// Stop reading text after the file that reaches this size, but read at least two files; 0 for
-    /// no limit [default: the preset's]
+    /// Stop reading text after the file that reaches this size in bytes, but read at least two
+    /// files; 0 for no limit [default: the preset's]
     #[arg(long, value_name = "BYTES")]
     pub data_bytes: u64,
-    /// The sizes of the model.
+    /// Sizes of the model.
     #[command(flatten)]
     #[serde(flatten)]
     pub model: ModelConfig,
-    /// Add this share of each block's load-balancing loss to the training loss [default: 0.01]
+    /// Add the load-balancing loss of each block to the training loss with this weight [default:
+    /// 0.01]
     #[arg(long, value_name = "SHARE", value_parser = finite)]
     #[serde(default)]
     pub balance_loss: Option<f64>,
     /// Train for this many optimizer steps [default: the preset's]
     #[arg(long)]
     pub steps: u64,
-    /// Train on this many sequences in a step [default: the preset's]
+    /// Train on a global batch of this many sequences [default: the preset's]
     #[arg(long)]
     pub batch: usize,
-    /// Update the parameters by this optimizer [default: adamw]
+    /// Update the parameters with this optimizer [default: adamw]
     #[arg(long, value_name = "NAME", hide_possible_values = true)]
     #[serde(default)]
     pub optimizer: OptimizerName,
-    /// Set the highest learning rate [default: the preset's]
+    /// Set the peak learning rate [default: the preset's]
     #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub lr: f64,
-    /// Raise the learning rate over this many steps; it then falls to a tenth along a cosine
+    /// Warm up the learning rate over this many steps; it then decays to a tenth along a cosine
     /// [default: the preset's, at most a tenth of the steps]
     #[arg(long, value_name = "STEPS")]
     pub warmup: u64,
@@ -109,79 +111,80 @@ pub struct RunConfig {
     /// file, else 0]
     #[arg(long)]
     pub seed: u64,
-    /// Evaluate on the validation text every this many steps [default: the preset's]
+    /// Evaluate on the validation text every N steps [default: the preset's]
     #[arg(long, value_name = "STEPS")]
     pub eval_every: u64,
     /// Evaluate on this many batches [default: the preset's]
     #[arg(long, value_name = "BATCHES")]
     pub eval_batches: usize,
-    /// Write a row of metrics.csv and a log line every this many steps [default: 10]
+    /// Write a row of metrics.csv and a log line every N steps [default: 10]
     #[arg(long, value_name = "STEPS")]
     pub log_every: u64,
-    /// Write a checkpoint every this many steps [default: the preset's]
+    /// Write a checkpoint every N steps [default: the preset's]
     #[arg(long, value_name = "STEPS")]
     pub checkpoint_every: u64,
-    /// Write statistics of quantization, layer by layer, to telemetry.csv every this many steps; 0
-    /// for never [default: 0]
+    /// Write per-layer quantization statistics to telemetry.csv every N steps; 0 for never
+    /// [default: 0]
     #[arg(long, value_name = "STEPS")]
     #[serde(default)]
     pub telemetry_every: u64,
-    /// Compute the inputs of the activation again in the backward of this many blocks, instead of
-    /// keeping them: less memory for more time, and the same bits [default: 0]
+    /// Recompute the activation inputs of the feed-forward in the backward pass of this many blocks
+    /// instead of saving them: less memory, more time, identical bits [default: 0]
     #[arg(long, value_name = "BLOCKS")]
     #[serde(default)]
     pub recompute: usize,
-    /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
-    /// host's time for each launch; with --optimizer adamw, on one GPU, or one for each rank
+    /// Capture the step as a CUDA graph after three steps: no launch overhead on the host,
+    /// identical bits; requires --optimizer adamw and one GPU per rank
     #[arg(long)]
     #[serde(default)]
     pub graph: bool,
-    /// Expect this many data-parallel ranks, which take equal parts of each batch [default: the
-    /// ranks of the launch, divided by --tp]
+    /// Expect this many data-parallel ranks, which split each batch evenly [default: the ranks of
+    /// the launch, divided by --tp]
     #[arg(long, value_name = "RANKS")]
     #[serde(default)]
     pub dp: Option<usize>,
-    /// Split each matrix over this many ranks (tensor parallelism), and activations between them by
-    /// tokens (sequence parallelism); with experts, which stay whole, --ep says where these are
+    /// Split each matrix over this many ranks (tensor parallelism), and the activations between
+    /// matrices by tokens (sequence parallelism); experts stay whole and are placed by --ep
     /// [default: 1]
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub tp: usize,
-    /// Split the experts of each block over this many ranks (expert parallelism): data-parallel
-    /// ones, or with --tp those of whole tensor groups, a multiple of --tp [default: 1]
+    /// Distribute the experts of each block over this many ranks (expert parallelism):
+    /// data-parallel ranks, or with --tp whole tensor groups (a multiple of --tp) [default: 1]
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub ep: usize,
-    /// Choose how tokens travel to the ranks of their experts, with --ep [default: all-gather where
-    /// a byte has as many experts as there are ranks, or more, or with --graph; else all-to-all]
+    /// Choose the exchange of tokens with the ranks of their experts, with --ep [default:
+    /// all-gather with --graph, or if --ep is at most --top-k; else all-to-all]
     #[arg(long, value_name = "HOW")]
     #[serde(default)]
     pub ep_dispatch: Option<ExpertDispatchName>,
-    /// Shard parameters, gradients and optimizer state over the data-parallel ranks, instead of
-    /// keeping all of them on each (FSDP)
+    /// Shard parameters, gradients and optimizer state over the data-parallel ranks instead of
+    /// replicating them (FSDP)
     #[arg(long)]
     #[serde(default)]
     pub fsdp: bool,
-    /// Shard the optimizer state alone over the data-parallel ranks (ZeRO-1)
+    /// Shard only the optimizer state over the data-parallel ranks (ZeRO-1)
     #[arg(long, conflicts_with = "fsdp")]
     #[serde(default)]
     pub zero1: bool,
-    /// Exchange gradients between ranks in this type, f32 or bf16: half the bytes, each gradient
-    /// rounded once before it travels; sums, clipping and the optimizer are f32 [default: f32]
+    /// Exchange gradients between ranks in this type, f32 or bf16; bf16 halves the traffic and
+    /// rounds each gradient once before the exchange; sums, clipping and the optimizer use f32
+    /// [default: f32]
     #[arg(long, value_name = "TYPE", hide_possible_values = true)]
     #[serde(default)]
     pub grad_reduce: GradReduce,
-    /// Rotate the operands of weight gradients by a random Hadamard transform, with recipe nvfp4
+    /// Apply a random Hadamard transform to the operands of weight gradients, with recipe nvfp4
     /// [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub rht: bool,
     /// Round gradients stochastically, with recipe nvfp4 [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub stochastic_rounding: bool,
-    /// Scale weights in 16x16 tiles instead of 1x16 blocks, with recipe nvfp4 [default: true]
+    /// Scale weights per 16x16 tile instead of per 1x16 block, with recipe nvfp4 [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub weight_2d: bool,
-    /// Set the signs of the Hadamard transform, 16 bits [default: the recipe's]
+    /// Set the sign bits of the Hadamard transform, 16 bits [default: the recipe's]
     #[arg(long, value_name = "BITS")]
     #[serde(default)]
     pub rht_signs: Option<u16>,
@@ -192,7 +195,7 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
-    /// Number of trained parameters.
+    /// Returns the number of trained parameters.
     pub fn parameters(&self) -> usize {
         match self.decorate {
             Some(_) => self.model.encoder_parameters(),
@@ -200,10 +203,10 @@ impl RunConfig {
         }
     }
 
-    /// Check every value that does not need the data or the device.
+    /// Checks every value that does not need the data or the device.
     ///
     /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check(&self) -> Result<()> {
         self.model.check()?;
         check_counts(&[
@@ -269,7 +272,8 @@ impl RunConfig {
                 names(&self.compare),
                 self.recipe
             );
-            // Its bf16 operations lack a library function, and then do nothing instead of failing.
+            // CubeCL's CPU runtime lacks a library function for bf16; its operations then do
+            // nothing instead of failing.
             if self.device == "cpu" && self.activation_of(recipe) == Activation::Bf16 {
                 bail!(
                     "{} on device cpu is not possible: CubeCL's CPU runtime computes in f32 only; \
@@ -286,7 +290,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// A switch that no recipe of the run has would do nothing.
+    /// Refuses a switch that no recipe of the run uses, because it would have no effect.
     fn check_switches(&self) -> Result<()> {
         let has_them = |recipe: &RecipeName| {
             recipe.is_high_precision()
@@ -335,12 +339,12 @@ impl RunConfig {
         Ok(())
     }
 
-    /// The recipes that the run trains with, in their order.
+    /// Returns the recipes that the run trains with, in order.
     pub fn all_recipes(&self) -> impl Iterator<Item = &RecipeName> {
         std::iter::once(&self.recipe).chain(&self.compare)
     }
 
-    /// The high-precision recipe that a quantized one is compared with.
+    /// Returns the high-precision recipe that serves as baseline of a quantized one.
     pub fn baseline(&self) -> RecipeName {
         match self.activation {
             Activation::F32 => RecipeName::f32(),
@@ -348,7 +352,7 @@ impl RunConfig {
         }
     }
 
-    /// Type of the activations under `recipe`.
+    /// Returns the type of the activations under `recipe`.
     pub fn activation_of(&self, recipe: &RecipeName) -> Activation {
         match recipe.name() {
             "bf16" => Activation::Bf16,
@@ -357,7 +361,7 @@ impl RunConfig {
         }
     }
 
-    /// When a run with `recipe` stops quantizing: as the run says, or else as the recipe does.
+    /// Returns when a run with `recipe` stops quantizing: the run's value, else the recipe's.
     pub fn healing_of(&self, recipe: &RecipeName) -> Option<Healing> {
         let own = || self.recipes.get(recipe.name())?.healing;
         self.healing
@@ -366,12 +370,11 @@ impl RunConfig {
             .filter(|_| !recipe.is_high_precision())
     }
 
-    /// The recipe of that name for the blocks' projections: its own values, but for those that the
-    /// run gives.
+    /// Returns the recipe of that name for the blocks' projections, with the overrides of the run.
     ///
     /// # Errors
-    /// When there is no such recipe, it does not pass [`Nvfp4Recipe::check`], or a pattern of
-    /// `high_precision` is not a regular expression.
+    /// Returns an error if there is no such recipe, if it does not pass [`Nvfp4Recipe::check`], or
+    /// if a pattern of `high_precision` is not a regular expression.
     pub fn nvfp4_recipe(&self, recipe: &RecipeName) -> Result<Nvfp4Recipe> {
         let own = self.recipes.get(recipe.name());
         let found = match (recipe.name(), own) {
@@ -409,7 +412,7 @@ impl RunConfig {
     }
 }
 
-/// Recipes as `--compare` has them.
+/// Formats recipes as the value of `--compare`.
 fn names(recipes: &[RecipeName]) -> String {
     let names: Vec<&str> = recipes.iter().map(RecipeName::name).collect();
     names.join(",")

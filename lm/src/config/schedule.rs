@@ -1,4 +1,4 @@
-//! What every training run says of its steps and its optimizer.
+//! Steps and optimizer settings shared by all training commands.
 
 use anyhow::{Result, ensure};
 
@@ -13,10 +13,10 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    /// Check the values.
+    /// Checks the values.
     ///
     /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check(&self) -> Result<()> {
         ensure!(
             self.warmup < self.steps,
@@ -39,10 +39,10 @@ impl Schedule {
     }
 }
 
-/// Check values, by name, that count something.
+/// Checks that named counts are not 0.
 ///
 /// # Errors
-/// Names the first that is 0.
+/// Returns an error that names the first count that is 0.
 pub(crate) fn check_counts(counts: &[(&str, u64)]) -> Result<()> {
     for (name, value) in counts {
         ensure!(*value > 0, "{name} is 0, but it must be at least 1");

@@ -129,7 +129,7 @@ fn graphs_are_refused_where_they_cannot_be() {
     }
 }
 
-/// What is split over ranks is refused by the name of what it does not go with.
+/// Options that conflict with a split over ranks are refused by name.
 #[test]
 fn what_ranks_cannot_split_is_said() {
     type Spoil = fn(&mut RunConfig);
@@ -181,7 +181,7 @@ fn what_ranks_cannot_split_is_said() {
     }
 }
 
-/// Tokens travel to all ranks where that sends no more, and in a graph.
+/// The default is an all-gather if it sends no more than an all-to-all, and with a graph.
 #[test]
 fn tokens_travel_as_the_layout_says() {
     use ExpertDispatchName::{AllGather, AllToAll};
@@ -206,7 +206,7 @@ fn tokens_travel_as_the_layout_says() {
     }
 }
 
-/// Data-parallel ranks are what tensor groups leave, and experts are on some of them.
+/// Data-parallel ranks are the ranks divided by the tensor-group size; experts are on some of them.
 #[test]
 fn ranks_fit_the_groups() {
     let mut config = RunConfig::preset(Preset::Tiny, "flex");
@@ -232,7 +232,7 @@ fn ranks_fit_the_groups() {
     (config.tp, config.ep) = (1, 2);
     config.check_ranks(4).unwrap();
     refused(&config, 3, &["ep is 2", "3 ranks"]);
-    // Experts are on whole tensor groups.
+    // Experts are distributed over whole tensor groups.
     (config.tp, config.ep, config.model.context) = (2, 4, 32);
     config.check_ranks(4).unwrap();
     refused(&config, 6, &["ep is 4", "6 ranks"]);

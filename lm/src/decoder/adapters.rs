@@ -1,5 +1,4 @@
-//! A decoder with LoRA adapters: where they are, their first values, and the folder that PEFT
-//! loads.
+//! LoRA adapters of a decoder: insertion, initialization, and export as a folder that PEFT loads.
 
 use std::fs;
 use std::path::Path;
@@ -19,19 +18,19 @@ use crate::checkpoint::write_json;
 use crate::hf::{Dtype, FeedForwardConfig, NewFolder, TensorWriter, WHOLE_FILE};
 use crate::random::normal;
 
-/// The file of an adapter's tensors.
+/// File with the adapter's tensors.
 const TENSORS: &str = "adapter_model.safetensors";
-/// The file that says what the adapter is.
+/// File with the adapter's configuration.
 const CONFIG: &str = "adapter_config.json";
 
 impl Decoder {
-    /// The model with frozen parameters and adapters, which depend on `seed` and their names. It
-    /// has been made for [training](Self::into_training), or for training beside its
-    /// [packed weights](Self::into_frozen).
+    /// Freezes the parameters and adds adapters, whose initial values depend only on `seed` and
+    /// their names. The model must have been prepared by [`into_training`](Self::into_training), or
+    /// by [`into_frozen`](Self::into_frozen) for packed weights.
     ///
     /// # Errors
-    /// When the configuration is wrong, its targets match no module or one that cannot have an
-    /// adapter, or the model was not made for training.
+    /// Returns an error if the configuration is invalid, if its targets match no module or one that
+    /// cannot have an adapter, or if the model was not prepared for training.
     pub fn into_lora(self, config: &LoraConfig, seed: u64) -> Result<Self> {
         let targets = config.check()?;
         self.refuse_experts(&targets)?;
@@ -71,7 +70,7 @@ impl Decoder {
         Ok(model.with_ids_of_paths())
     }
 
-    /// Experts are one weight, which has no adapters.
+    /// Refuses targets among experts: their fused weight cannot have adapters.
     fn refuse_experts(&self, targets: &Regex) -> Result<()> {
         for (index, layer) in self.config.layers.iter().enumerate() {
             let FeedForwardConfig::Moe { experts, .. } = layer.feed_forward else {
@@ -91,7 +90,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// All adapters.
+    /// Returns all adapters.
     fn adapters(&self) -> Vec<&Adapter> {
         let mut found = Vec::new();
         for layer in &self.layers {
@@ -109,10 +108,11 @@ impl Decoder {
         found
     }
 
-    /// Writes the adapters to the new folder `out`, as PEFT loads them for the model `base`.
+    /// Writes the adapters to the new folder `out`, in PEFT's format, for the model `base`.
     ///
     /// # Errors
-    /// When there is none, the folder has files, or the disk refuses.
+    /// Returns an error if the model has no adapters, the folder has files, or a file cannot be
+    /// written.
     pub fn save_adapter(&self, out: &Path, config: &LoraConfig, base: &Path) -> Result<()> {
         let adapters = self.adapters();
         ensure!(!adapters.is_empty(), "the model has no adapter");
@@ -149,7 +149,7 @@ impl Decoder {
     }
 }
 
-/// The projections of layer `index`, with the modules that each consists of.
+/// Returns the projections of layer `index`, each with the modules that it fuses.
 fn projections<'a>(
     layer: &'a mut DecoderLayer,
     config: &crate::hf::DecoderConfig,
@@ -168,7 +168,7 @@ fn projections<'a>(
     all
 }
 
-/// New adapters of the modules `parts` of `projection` that are targets.
+/// Creates adapters for those modules in `parts` of `projection` that are targets.
 fn adapters(
     projection: &Projection,
     parts: &[Part],
@@ -186,7 +186,7 @@ fn adapters(
                 "lora is {rank}, but {name} is [{outputs}, {d_in}]: the rank must be at most its \
                  smaller side"
             );
-            // The deviation of PEFT's uniform initial values.
+            // Standard deviation of PEFT's uniform initialization.
             let values = normal(seed, name, d_in * rank, (3.0 * d_in as f64).powf(-0.5));
             let a = Tensor::from_data(TensorData::new(values, [d_in, rank]), (device, DType::F32));
             let b = Tensor::zeros([rank, *outputs], (device, DType::F32));

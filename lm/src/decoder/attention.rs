@@ -1,4 +1,4 @@
-//! Attention with rotary positions, grouped queries, and norms of queries and keys where the
+//! Attention with rotary embedding, grouped-query heads, and query and key norms if the
 //! architecture has them.
 
 use anyhow::Result;
@@ -16,13 +16,13 @@ use super::projection::{Projection, rows};
 /// Attention of one layer.
 #[derive(Module, Debug)]
 pub struct Attention {
-    /// Queries, keys and values concatenated, to `(heads + 2 * kv_heads) * head` columns.
+    /// Fused query, key and value projection, with `(heads + 2 * kv_heads) * head` output columns.
     pub qkv: Projection,
-    /// From `heads * head` columns.
+    /// Output projection, from `heads * head` columns.
     pub out: Projection,
-    /// Of each head of queries, before the rotation.
+    /// Per-head norm of queries, before the rotary embedding.
     pub q_norm: Option<RmsNorm>,
-    /// Of each head of keys, before the rotation.
+    /// Per-head norm of keys, before the rotary embedding.
     pub k_norm: Option<RmsNorm>,
     #[module(skip)]
     pub(super) heads: usize,
@@ -35,8 +35,8 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// The stream, with the attention of its `norm` still to be added. `layer` is its number in
-    /// the cache.
+    /// Returns the stream with the attention output of its `norm` pending, to be added later.
+    /// `layer` is the layer index in the cache.
     pub(super) fn forward(
         &self,
         norm: &RmsNorm,
@@ -61,7 +61,7 @@ impl Attention {
             window: self.window,
             ..AttentionParams::causal(self.head)
         };
-        // Where there is no cache.
+        // Used without a cache.
         let (sequences, places) = match call.rows {
             Some(rows) => (rows.sequences.clone(), rows.places.clone()),
             None => (Sequences::Equal(batch), Places::FromZero { time }),
@@ -105,7 +105,8 @@ impl Attention {
         })
     }
 
-    /// Queries and keys, normalised and rotated, and values, `[batch, time, heads, head]` each.
+    /// Returns queries and keys after norm and rotary embedding, and values,
+    /// `[batch, time, heads, head]` each.
     fn rotated(
         &self,
         qkv: Tensor<2>,
@@ -121,7 +122,7 @@ impl Attention {
         [rotate(q, &turn), rotate(k, &turn), v]
     }
 
-    /// Queries and keys, normalised, and values, `[tokens, heads, head]` each.
+    /// Returns queries and keys after the norm, and values, `[tokens, heads, head]` each.
     fn normed(&self, qkv: Tensor<2>) -> [Tensor<3>; 3] {
         let dtype: FloatDType = qkv.dtype().into();
         let [tokens, _] = qkv.dims();
@@ -139,7 +140,7 @@ impl Attention {
         [q, k, part(heads + kv_heads, kv_heads)]
     }
 
-    /// What the cache takes up, which turns queries and keys itself.
+    /// Returns the input of the cache, which applies the rotary embedding to queries and keys.
     fn new_tokens(&self, qkv: Tensor<2>) -> NewTokens {
         match (&self.q_norm, &self.k_norm) {
             (None, None) => NewTokens::Qkv(qkv),
@@ -148,13 +149,13 @@ impl Attention {
     }
 }
 
-/// Sequences one behind another, `[batch * time, heads, head]`.
+/// Concatenates sequences, `[batch * time, heads, head]`.
 fn tokens(x: Tensor<4>) -> Tensor<3> {
     let [batch, time, heads, head] = x.dims();
     x.reshape([batch * time, heads, head])
 }
 
-/// `[tokens, heads * head]`.
+/// Reshapes to `[tokens, heads * head]`.
 fn flat(x: Tensor<3>) -> Tensor<2> {
     let [tokens, heads, head] = x.dims();
     x.reshape([tokens, heads * head])

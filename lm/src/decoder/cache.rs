@@ -1,4 +1,4 @@
-//! Keys and values of the tokens that a model has seen.
+//! Key-value cache.
 
 use anyhow::{Result, ensure};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -7,23 +7,23 @@ use burn_nvfp4::decode::{KvFormat, KvLayer, KvShape, Places};
 
 use crate::hf::DecoderConfig;
 
-/// New tokens of a sequence up to which attention reads the cache where it lies, in kernels made for
-/// few of them; a longer chunk is a prompt's, whose attention is that of training.
+/// Maximum number of new tokens per sequence for which attention reads the cache in place, with
+/// kernels for few tokens. A longer chunk is part of a prompt and uses the attention of training.
 pub(super) const FEW: usize = 8;
 
-/// How keys and values are stored.
+/// Storage format of keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvPrecision {
-    /// In the type of the model's activations.
+    /// Type of the model's activations.
     Activations,
-    /// In FP8 (E4M3), with the factors of the model's folder for all keys and all values of a layer,
-    /// or 1.
+    /// FP8 (E4M3). All keys and all values of a layer share one scale factor each, from the model's
+    /// folder, or 1.
     Fp8,
 }
 
-/// The keys and values of a batch of sequences, for all layers of a model. Sequences have lengths
-/// of their own, and room for `capacity` tokens each, in memory that is written in place: on a GPU
-/// clones share it.
+/// Keys and values of a batch of sequences, for all layers of a model. Sequences have separate
+/// lengths and space for `capacity` tokens each. The memory is written in place; on a GPU, clones
+/// share it.
 #[derive(Clone, Debug)]
 pub struct KvCache {
     pub(super) layers: Vec<KvLayer>,
@@ -32,19 +32,19 @@ pub struct KvCache {
     device: Device,
 }
 
-/// Where the new tokens of one call lie, the same for all layers.
+/// Positions of the new tokens of one call, the same for all layers.
 #[derive(Debug)]
 pub(super) struct Chunk {
-    /// The longest sequence with its new tokens.
+    /// Length of the longest sequence, including its new tokens.
     pub longest: usize,
     pub places: Places,
-    /// For more new tokens than [`FEW`].
+    /// Sequences for more than [`FEW`] new tokens.
     pub sequences: Option<Sequences>,
 }
 
 impl KvCache {
-    /// Room for `batch` sequences of `capacity` tokens of the model of `config`, whose layers are
-    /// stored as `formats` say.
+    /// Allocates space for `batch` sequences of `capacity` tokens of the model of `config`, with
+    /// the layers stored in `formats`.
     pub(super) fn new(
         config: &DecoderConfig,
         [batch, capacity]: [usize; 2],
@@ -75,26 +75,26 @@ impl KvCache {
         })
     }
 
-    /// Tokens of each sequence.
+    /// Returns the number of tokens of each sequence.
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
 
-    /// Tokens that a sequence has room for.
+    /// Returns the maximum number of tokens per sequence.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Forgets all but the first `length` tokens of sequence `index`.
+    /// Drops all but the first `length` tokens of sequence `index`.
     ///
     /// # Panics
-    /// When there is no such sequence.
+    /// If there is no such sequence.
     pub fn truncate(&mut self, index: usize, length: usize) {
         let current = &mut self.lengths[index];
         *current = length.min(*current);
     }
 
-    /// The plan for `counts` new tokens of each sequence, in rows of `time`.
+    /// Plans `counts` new tokens per sequence, in rows of `time`.
     pub(super) fn chunk(&self, time: usize, counts: &[usize]) -> Result<Chunk> {
         let batch = self.lengths.len();
         ensure!(
@@ -117,8 +117,8 @@ impl KvCache {
         })
     }
 
-    /// Each sequence, and behind it one of what has no meaning: padding among the queries, room
-    /// among the keys. So the cache is read where it lies.
+    /// Returns each sequence followed by a dummy one, which covers padding among the queries and
+    /// unused space among the keys. This lets attention read the cache in place.
     fn sequences(&self, time: usize, counts: &[usize], ends: &[usize]) -> Sequences {
         let offsets = |used: &[usize], stride: usize| {
             let mut offsets: Vec<u32> = vec![0];
@@ -136,7 +136,7 @@ impl KvCache {
         }
     }
 
-    /// The new tokens are seen.
+    /// Adds the new tokens to the lengths.
     pub(super) fn advance(&mut self, counts: &[usize]) {
         for (length, count) in self.lengths.iter_mut().zip(counts) {
             *length += count;

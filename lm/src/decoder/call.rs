@@ -1,4 +1,4 @@
-//! What all layers share in one call of a decoder.
+//! State shared by all layers in one call of a decoder.
 
 use anyhow::Result;
 use burn::tensor::Tensor;
@@ -10,19 +10,19 @@ use super::observe::{LinearInput, Observer};
 use super::packed_rows::PackedRows;
 use super::positions::Tables;
 
-/// What all layers of a call share.
+/// State shared by all layers of a call.
 pub(super) struct Call<'a> {
     pub tables: Tables,
-    /// Where documents lie that share rows; without it, a row is one.
+    /// Documents packed into rows; if none, each row is one document.
     pub rows: Option<&'a PackedRows>,
-    /// Where keys and values are kept; without it, sequences start at position 0.
+    /// Key-value cache; if none, sequences start at position 0.
     pub cache: Option<(&'a mut KvCache, Chunk)>,
-    /// Sees what linear layers read.
+    /// Observer of the inputs of linear layers.
     pub observer: Option<&'a mut dyn Observer>,
 }
 
 impl Call<'_> {
-    /// Shows `x` to the observer, if there is one.
+    /// Passes `x` to the observer, if any.
     pub(super) fn show(
         &mut self,
         layer: usize,
@@ -41,7 +41,7 @@ impl Call<'_> {
         }
     }
 
-    /// Shows the keys and values that a cache would hold to the observer, if there is one.
+    /// Passes the keys and values that a cache would store to the observer, if any.
     pub(super) fn show_cache(&mut self, layer: usize, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
         match &mut self.observer {
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! The second half of a layer: SwiGLU, or a mixture of SwiGLU experts.
+//! Feed-forward of a layer: SwiGLU, or a mixture of SwiGLU experts.
 
 use anyhow::Result;
 use burn::module::{Module, Param};
@@ -12,52 +12,52 @@ use super::names::Site;
 use super::projection::{Experts, Projection, rows};
 use crate::model::cast;
 
-/// The feed-forward of a layer.
+/// Feed-forward of a layer.
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum FeedForward {
-    /// One for all tokens.
+    /// One feed-forward for all tokens.
     Dense(SwiGlu),
-    /// A few experts for each token.
+    /// A mixture of experts, a few per token.
     Moe(Moe),
 }
 
 /// `down(silu(gate(x)) * up(x))`.
 #[derive(Module, Debug)]
 pub struct SwiGlu {
-    /// Gate and up concatenated.
+    /// Fused gate and up projection.
     pub gate_up: Projection,
-    /// Back to the width of the stream.
+    /// Down projection.
     pub down: Projection,
-    /// Whether the backward computes the input of the activation again.
+    /// True if the backward recomputes the input of the activation.
     #[module(skip)]
     pub(super) recompute: bool,
 }
 
 /// A mixture of experts.
 ///
-/// The router's probabilities are a softmax over all experts, in `f32`; the weights of the `top_k`
-/// experts of a token are their probabilities, divided by their sum where `normalize` says so.
+/// The router's probabilities are a softmax over all experts, in `f32`. The weights of a token's
+/// `top_k` experts are their probabilities, divided by their sum if `normalize` is true.
 #[derive(Module, Debug)]
 pub struct Moe {
-    /// The router, `[d_model, experts]`.
+    /// Router weight, `[d_model, experts]`.
     pub router: Param<Tensor<2>>,
-    /// Gate and up of each expert, concatenated.
+    /// Fused gate and up projection of each expert.
     pub gate_up: Experts,
-    /// Back to the width of the stream.
+    /// Down projection of each expert.
     pub down: Experts,
     #[module(skip)]
     pub(super) top_k: usize,
     #[module(skip)]
     pub(super) normalize: bool,
-    /// Whether the backward computes the inputs of the activation again.
+    /// True if the backward recomputes the inputs of the activation.
     #[module(skip)]
     pub(super) recompute: bool,
 }
 
 impl FeedForward {
-    /// Whether the backward can compute the input of the activation again: projections are those of
-    /// training, without adapters.
+    /// Returns true if the backward can recompute the input of the activation: the projections must
+    /// be those of training, without adapters.
     pub(super) fn can_recompute(&self) -> bool {
         match self {
             Self::Dense(layer) => {
@@ -68,7 +68,7 @@ impl FeedForward {
         }
     }
 
-    /// Has the backward compute the input of the activation again.
+    /// Makes the backward recompute the input of the activation.
     pub(super) fn recompute(&mut self) {
         match self {
             Self::Dense(layer) => layer.recompute = true,
@@ -76,8 +76,8 @@ impl FeedForward {
         }
     }
 
-    /// The stream, with the feed-forward of its `norm` still to be added, in the layer of number
-    /// `index`.
+    /// Returns the stream with the feed-forward output of its `norm` pending, to be added later.
+    /// `index` is the layer index.
     pub(super) fn forward(
         &self,
         norm: &RmsNorm,
@@ -107,7 +107,7 @@ impl FeedForward {
         Ok(ResidualStream { sum, pending })
     }
 
-    /// `[rows, d_model]` to the same, in the type of `x`.
+    /// Maps `[rows, d_model]` to the same shape, in the type of `x`.
     fn of_normed(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
         match self {
             Self::Dense(layer) => {
@@ -143,7 +143,7 @@ impl Moe {
             ..
         } = try_moe_route(logits, router)?;
         if self.normalize && self.top_k == 1 {
-            // transformers divides here too, which leaves 1.
+            // transformers also normalizes a single weight, which gives 1.
             weights = weights.clone() / weights;
         }
         let routing = Routing::try_new(chosen, experts)?;

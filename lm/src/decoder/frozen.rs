@@ -1,4 +1,4 @@
-//! Weights that are not trained: in high precision, or packed in NVFP4.
+//! Frozen weights: in high precision, or packed in NVFP4.
 
 use std::path::Path;
 
@@ -11,26 +11,26 @@ use super::Decoder;
 use crate::interchange::Scheme;
 use crate::interchange::checkpoint::is_quantized;
 
-/// The form of weights that are not trained: those beside adapters, and those of a teacher.
+/// Form of frozen weights: those under adapters, and those of a teacher.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum FrozenForm {
     /// High precision, in the type of the activations
     #[default]
     High,
-    /// NVFP4, multiplied with activations in high precision
+    /// NVFP4 weights, high-precision activations
     #[value(name = "w4a16")]
     W4a16,
-    /// NVFP4, multiplied with activations that are quantized, too
+    /// NVFP4 weights and activations
     #[value(name = "w4a4")]
     W4a4,
 }
 
 impl FrozenForm {
-    /// That of the weights in `folder`: packed ones stay packed.
+    /// Returns the form of the weights in `folder`: packed weights stay packed.
     ///
     /// # Errors
-    /// When the configuration of the folder cannot be read.
+    /// Returns an error if the configuration of the folder cannot be read.
     pub fn of(folder: &Path) -> Result<Self> {
         Ok(match is_quantized(folder)? {
             true => Self::W4a16,
@@ -38,7 +38,7 @@ impl FrozenForm {
         })
     }
 
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::High => "high",
@@ -47,7 +47,7 @@ impl FrozenForm {
         }
     }
 
-    /// What is quantized, if weights are packed.
+    /// Returns the quantization scheme if weights are packed.
     pub const fn scheme(self) -> Option<Scheme> {
         match self {
             Self::High => None,
@@ -58,14 +58,14 @@ impl FrozenForm {
 }
 
 impl Decoder {
-    /// The model in `folder` with its weights in `form`: those of a quantized folder as they are or
-    /// dequantized, others as they are or quantized when they are loaded, one after another. What
-    /// is in high precision has type `dtype`.
+    /// Loads the model in `folder` with its weights in `form`. Weights of a quantized folder are
+    /// kept or dequantized; those of other folders are kept, or quantized one by one at load time.
+    /// High-precision weights get type `dtype`.
     ///
     /// # Errors
-    /// As [`load`](Self::load), [`load_packed`](Self::load_packed) and
-    /// [`load_dequantized`](Self::load_dequantized); when weights are to be quantized whose width
-    /// is no multiple of 16.
+    /// Returns the errors of [`load`](Self::load), [`load_packed`](Self::load_packed) and
+    /// [`load_dequantized`](Self::load_dequantized). Also returns an error if the width of a weight
+    /// to be quantized is not a multiple of 16.
     pub fn load_frozen(
         folder: &Path,
         device: &Device,

@@ -1,4 +1,4 @@
-//! Texts that go on with prompts.
+//! Generates continuations for a batch of prompts.
 
 use anyhow::{Result, ensure};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -10,26 +10,26 @@ use crate::hf::Tokenizer;
 use crate::sampling::{Sampler, SamplingConfig};
 use crate::text::StopStrings;
 
-/// How texts are generated.
+/// Options of text generation.
 #[derive(Clone, Debug)]
 pub struct Generation {
-    /// Tokens of each text at most, its prompt not counted.
+    /// Maximum number of new tokens per text.
     pub most: usize,
     /// Tokens that end a text; they are not part of it.
     pub eos: Vec<u32>,
-    /// How tokens are chosen.
+    /// Sampling parameters.
     pub sampling: SamplingConfig,
-    /// Tokens of a prompt that are computed at a time.
+    /// Number of prompt tokens processed at a time.
     pub chunk: usize,
-    /// Replay steps as a CUDA graph, where the model's steps are alike: the device must have
-    /// graphs. Texts stay what they are.
+    /// True to replay steps as a CUDA graph if all steps of the model are alike. Requires a device
+    /// with graphs. The texts do not change.
     pub graph: bool,
-    /// How keys and values are stored; `None` for what the model's folder says.
+    /// Storage format of keys and values; `None` uses that of the model's folder.
     pub kv: Option<KvPrecision>,
 }
 
 impl Generation {
-    /// The most probable tokens, up to `most`, whatever they are.
+    /// Greedy generation of up to `most` tokens, without end tokens.
     pub fn greedy(most: usize) -> Self {
         Self {
             most,
@@ -41,21 +41,21 @@ impl Generation {
         }
     }
 
-    /// The same with `chunk` tokens of a prompt at a time.
+    /// Sets the number of prompt tokens processed at a time to `chunk`.
     pub fn with_chunk(self, chunk: usize) -> Self {
         Self { chunk, ..self }
     }
 }
 
 impl Decoder {
-    /// Goes on with each of `prompts`, all at once, and gives what was added to each. `emit` gets
-    /// the number of a text and its next token as soon as it is known, and says whether the text
-    /// goes on.
+    /// Continues all of `prompts` as one batch and returns the new tokens of each. `emit` receives
+    /// the index of a text and its next token as soon as it is known, and returns true to continue
+    /// the text.
     ///
     /// # Errors
-    /// When there is no prompt, one is empty or has a token that is not in the vocabulary, a text
-    /// gets longer than the model is meant for, the sampling is out of range, the model's logits are
-    /// not numbers, or `emit` fails.
+    /// Returns an error if there is no prompt, a prompt is empty or has a token outside the
+    /// vocabulary, a text exceeds the model's maximum context, the sampling is out of range, a
+    /// logit is not a number, or `emit` fails.
     pub fn generate(
         &self,
         prompts: &[Vec<u32>],
@@ -96,8 +96,8 @@ impl Decoder {
         let is_greedy = sampling.temperature == 0.0 && sampling.repetition_penalty == 1.0;
         let vocab = self.config().vocab;
         while texts.goes_on.contains(&true) {
-            // What is chosen on the device is read after several replays. Those behind the end of a
-            // text are forgotten.
+            // Tokens chosen on the device are read after several replays. Those after the end of a
+            // text are dropped.
             let left = generation.most - texts.added.iter().map(Vec::len).max().unwrap_or(0);
             let burst = match is_greedy && steps.is_captured() {
                 true => RING.min(left),
@@ -147,8 +147,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Puts the prompts into the cache, at most `chunk` tokens of each at a time: the logits behind
-    /// the last token of each.
+    /// Writes the prompts to the cache, at most `chunk` tokens of each at a time. Returns the
+    /// logits after the last token of each.
     fn prefill(
         &self,
         prompts: &[Vec<u32>],
@@ -194,15 +194,15 @@ impl Decoder {
 /// The texts of one call.
 struct Texts<'a> {
     generation: &'a Generation,
-    /// What was added to each.
+    /// New tokens of each text.
     added: Vec<Vec<u32>>,
-    /// The last token of each.
+    /// Last token of each text.
     next: Vec<u32>,
     goes_on: Vec<bool>,
 }
 
 impl Texts<'_> {
-    /// Adds a token to a text, if that goes on.
+    /// Adds a token to a text, unless the text has ended.
     fn add(
         &mut self,
         index: usize,
@@ -224,23 +224,23 @@ impl Texts<'_> {
     }
 }
 
-/// The text of tokens that come one by one: each piece as soon as no later token can change it, and
-/// nothing from the first of `stops` on.
+/// Decodes a stream of tokens to text. Emits each piece as soon as no later token can change it,
+/// and nothing from the first of `stops` on.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     stops: StopStrings,
-    /// All tokens, and the first of those that are decoded again with the next one.
+    /// All tokens, and the index of the first one to decode again with the next token.
     tokens: Vec<u32>,
     first: usize,
-    /// Text of the tokens from `first` on that was given out or is held back.
+    /// Length of the text of the tokens from `first` on that was emitted or is withheld.
     decoded: usize,
 }
 
 impl<'a> TextStream<'a> {
-    /// An empty text, which ends before any of `stops`.
+    /// Creates an empty text, which ends before any of `stops`.
     ///
     /// # Errors
-    /// When one of `stops` is empty.
+    /// Returns an error if one of `stops` is empty.
     pub fn new(tokenizer: &'a Tokenizer, stops: &[String]) -> Result<Self> {
         Ok(Self {
             tokenizer,
@@ -251,27 +251,28 @@ impl<'a> TextStream<'a> {
         })
     }
 
-    /// Whether a stop string was found.
+    /// Returns true if a stop string was found.
     pub fn is_stopped(&self) -> bool {
         self.stops.is_stopped()
     }
 
-    /// Takes the next token, and gives the text that is certain now; often there is none.
+    /// Takes the next token and returns the text that is now certain, often none.
     ///
     /// # Errors
-    /// When the tokenizer cannot decode.
+    /// Returns an error if the tokenizer cannot decode.
     pub fn push(&mut self, token: u32) -> Result<String> {
         if self.is_stopped() {
             return Ok(String::new());
         }
         self.tokens.push(token);
         let text = self.tokenizer.decode(&self.tokens[self.first..], false)?;
-        // Bytes that are no character yet.
+        // Incomplete character.
         if text.ends_with('\u{FFFD}') {
             return Ok(String::new());
         }
         let new = text.get(self.decoded..).unwrap_or_default().to_owned();
-        // The decoder needs the tokens before, as it may treat the first one of a text differently.
+        // The decoder needs preceding tokens, because it may treat the first token of a text
+        // differently.
         self.first = self.tokens.len().saturating_sub(4).max(self.first);
         self.decoded = self
             .tokenizer
@@ -280,10 +281,10 @@ impl<'a> TextStream<'a> {
         Ok(self.stops.push(&new))
     }
 
-    /// The text that was held back.
+    /// Returns the text that was withheld.
     ///
     /// # Errors
-    /// When the tokenizer cannot decode.
+    /// Returns an error if the tokenizer cannot decode.
     pub fn finish(self) -> Result<String> {
         if self.is_stopped() {
             return Ok(String::new());
@@ -299,7 +300,8 @@ mod tests {
     use super::*;
     use nvfp4_test_support::golden;
 
-    /// The text of `pieces`, one a token of bytes.
+    /// Streams the tokens of `text`. Returns one piece per token, and whether a stop string was
+    /// found.
     fn streamed(tokenizer: &Tokenizer, text: &str, stops: &[&str]) -> (Vec<String>, bool) {
         let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
         let mut stream = TextStream::new(tokenizer, &stops).unwrap();
@@ -333,7 +335,7 @@ mod tests {
                 "{pieces:?}"
             );
         }
-        // Given out as it comes.
+        // Emitted as it comes.
         let (pieces, _) = streamed(&tokenizer, "The quick brown fox", &[]);
         assert!(
             pieces.iter().filter(|piece| !piece.is_empty()).count() > 8,

@@ -1,4 +1,4 @@
-//! The head in fewer bits, for inference.
+//! Quantized head for inference.
 
 use anyhow::Result;
 use burn::module::{Module, Param};
@@ -10,20 +10,20 @@ use serde::Serialize;
 
 use crate::interchange::Scheme;
 
-/// How the weight of the head is stored for logits.
+/// Storage format of the head's weight, for computing logits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum HeadPrecision {
     /// As it was loaded
     #[default]
     Stored,
-    /// E4M3 with a scale for each token of the vocabulary
+    /// E4M3, with one scale per token of the vocabulary
     Fp8,
-    /// NVFP4, multiplied with activations in high precision
+    /// NVFP4 weights, high-precision activations
     Nvfp4,
 }
 
-/// The head in fewer bits.
+/// Quantized head.
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant, reason = "a model has one of them")]
 pub(super) enum QuantizedHead {
@@ -34,10 +34,11 @@ pub(super) enum QuantizedHead {
 }
 
 impl QuantizedHead {
-    /// Of `weight` (`[d_model, vocab]`), to nearest; none in the precision that it is stored in.
+    /// Quantizes `weight` (`[d_model, vocab]`), rounding to nearest. Returns none for
+    /// [`HeadPrecision::Stored`].
     ///
     /// # Errors
-    /// When `d_model` is no multiple of 64 in FP8, or of 16 in NVFP4.
+    /// Returns an error if `d_model` is not a multiple of 64 for FP8, or of 16 for NVFP4.
     pub(super) fn try_new(weight: Tensor<2>, precision: HeadPrecision) -> Result<Option<Self>> {
         Ok(match precision {
             HeadPrecision::Stored => None,
@@ -53,7 +54,7 @@ impl QuantizedHead {
         })
     }
 
-    /// `[rows, d_model]` to `[rows, vocab]`, in the type of `x`.
+    /// Maps `[rows, d_model]` to `[rows, vocab]`, in the type of `x`.
     pub(super) fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         match self {
             Self::Fp8(head) => head.forward(x),
@@ -61,7 +62,7 @@ impl QuantizedHead {
         }
     }
 
-    /// Bytes of codes and scales.
+    /// Returns the bytes of codes and scales.
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Fp8(head) => head.bytes(),

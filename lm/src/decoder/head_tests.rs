@@ -1,4 +1,4 @@
-//! Heads in FP8 and NVFP4: their logits, steps with them, and graphs.
+//! Tests heads in FP8 and NVFP4: their logits, decoding steps, and graphs.
 
 use burn::module::Param;
 use burn::tensor::TensorData;
@@ -12,7 +12,7 @@ use crate::decode_cost::Shape;
 fn model(device: &Device, head: HeadPrecision) -> Decoder {
     let config = Shape::Tiny.config().unwrap();
     let mut model = Decoder::random_packed(&config, device, FloatDType::F32, 5).unwrap();
-    // Each device draws others.
+    // Devices have different random generators, so the weights are generated here.
     let mut state = 1u32;
     let mut draw = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -35,7 +35,7 @@ fn logits(model: &Decoder) -> Vec<f32> {
     logits.into_data().try_to_vec::<f32>().unwrap()
 }
 
-/// Decibel of the logits above what rounding the head adds.
+/// Compares the signal-to-noise ratios of the logits under a rounded head, in dB.
 #[test]
 fn fp8_is_closer_than_nvfp4() {
     let device = Device::flex();
@@ -50,12 +50,12 @@ fn fp8_is_closer_than_nvfp4() {
     let [fp8, nvfp4] = [HeadPrecision::Fp8, HeadPrecision::Nvfp4].map(ratio);
     assert!(fp8 > 28.0 && fp8 < 40.0, "{fp8}");
     assert!(nvfp4 > 12.0 && fp8 > nvfp4 + 6.0, "{fp8} {nvfp4}");
-    // Back to the weight that was never left.
+    // Restores the stored weight, which was kept.
     let model = model(&device, HeadPrecision::Fp8).with_head(HeadPrecision::Stored);
     assert_eq!(logits(&model.unwrap()), stored);
 }
 
-/// Steps have the logits of whole texts.
+/// Steps compute the same logits as whole texts.
 #[test]
 fn steps_use_the_head() {
     let device = Device::flex();
@@ -83,7 +83,7 @@ fn steps_use_the_head() {
     }
 }
 
-/// The kernels of CubeCL's CPU runtime choose the tokens of Flex.
+/// CubeCL's CPU runtime chooses the same tokens as Flex.
 #[cfg(feature = "cpu")]
 #[test]
 fn kernels_choose_the_tokens_of_flex() {
@@ -91,8 +91,7 @@ fn kernels_choose_the_tokens_of_flex() {
     same_on_flex_and_cpu(&prompts, 5, |device| model(device, HeadPrecision::Fp8));
 }
 
-/// A graph of steps with the head has the tokens and logits of steps that are launched one by
-/// one.
+/// A graph of steps with the head gives the same tokens and logits as steps launched one by one.
 #[cfg(feature = "cuda")]
 #[test]
 fn replayed_steps_are_ordinary_ones() {

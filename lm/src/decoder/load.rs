@@ -1,8 +1,8 @@
-//! A decoder from the tensors of a folder.
+//! Loads a decoder from the tensors of a folder.
 //!
-//! Tensors are converted and sent to the device one weight at a time, from the mapped file: beside
-//! the device's copy, memory holds the largest fused weight (of one layer's experts, where there
-//! are any). Weights in NVFP4 are read as they are, or as the values that they stand for.
+//! Tensors are converted and copied to the device one weight at a time, from the memory-mapped
+//! file. Host memory therefore holds at most the largest fused weight, such as the experts of one
+//! layer. NVFP4 weights are kept packed or dequantized.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -30,23 +30,25 @@ use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
 use crate::model::check_dtype;
 
 impl Decoder {
-    /// The model in `folder`, of high-precision tensors, on `device`; parameters and activations
-    /// get type `dtype`.
+    /// Loads the model of high-precision tensors in `folder` on `device`; parameters and
+    /// activations get type `dtype`.
     ///
     /// # Errors
-    /// When a file is absent or malformed, the configuration is refused, tensors are missing,
-    /// unknown or of another shape or type than the configuration says (all of them are named), or
-    /// the device does not compute in `dtype`.
+    /// Returns an error if a file is absent or malformed, the configuration is refused, tensors are
+    /// missing, unknown or of another shape or type than the configuration states (all of them are
+    /// named), or the device does not support `dtype`.
     pub fn load(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
         Self::load_plain(folder, device, dtype, Form::Plain)
     }
 
-    /// The same, with the weights of the layers' projections and experts quantized when they are
-    /// loaded, in 1x16 blocks to nearest, one after another: what is fused is one weight. The
-    /// activations are those of `scheme`, under the amax of each input where they are quantized.
+    /// Loads the model and quantizes the weights of the layers' projections and experts at load
+    /// time, one after another, in 1x16 blocks with rounding to nearest. Fused projections are one
+    /// weight. Activations follow `scheme`; if they are quantized, the global scale comes from the
+    /// amax of each input.
     ///
     /// # Errors
-    /// As [`load`](Self::load), and when the width of a weight is no multiple of 16.
+    /// Returns the errors of [`load`](Self::load). Also returns an error if the width of a weight
+    /// is not a multiple of 16.
     pub fn load_quantizing(
         folder: &Path,
         device: &Device,
@@ -85,12 +87,12 @@ impl Decoder {
         .decoder()
     }
 
-    /// The model in `folder` in the form that inference is fastest in: weights of type `dtype` in a
-    /// folder of high precision, [packed](Self::load_packed) ones in a quantized folder.
+    /// Loads the model in `folder` in the fastest form for inference: weights of type `dtype` from
+    /// a high-precision folder, [packed](Self::load_packed) weights from a quantized one.
     ///
     /// # Errors
-    /// As [`load`](Self::load) and [`load_packed`](Self::load_packed), and when `scheme` is given
-    /// for a folder of high precision.
+    /// Returns the errors of [`load`](Self::load) and [`load_packed`](Self::load_packed). Also
+    /// returns an error if `scheme` is given for a high-precision folder.
     pub fn load_for_inference(
         folder: &Path,
         device: &Device,
@@ -108,16 +110,16 @@ impl Decoder {
         }
     }
 
-    /// The quantized model in `folder`, whose NVFP4 weights stay packed; other weights get type
-    /// `dtype`.
+    /// Loads the quantized model in `folder` and keeps its NVFP4 weights packed; other weights get
+    /// type `dtype`.
     ///
-    /// Activations are those of `scheme`, by default that of the folder: in a folder of W4A4 they
-    /// are quantized under its static global scales. Asked for W4A4 of a folder of W4A16, they are
-    /// quantized under the amax of each input.
+    /// Activations follow `scheme`, by default that of the folder. A W4A4 folder quantizes them
+    /// with its static global scales. If W4A4 is requested for a W4A16 folder, the global scale
+    /// comes from the amax of each input.
     ///
     /// # Errors
-    /// As [`load`](Self::load); when the folder is not quantized, or has a problem that
-    /// [`Checkpoint`] names.
+    /// Returns the errors of [`load`](Self::load). Also returns an error if the folder is not
+    /// quantized, or has a problem that [`Checkpoint`] names.
     pub fn load_packed(
         folder: &Path,
         device: &Device,
@@ -127,12 +129,12 @@ impl Decoder {
         Self::load_quantized(folder, device, dtype, Form::Packed(scheme))
     }
 
-    /// The quantized model in `folder`, with the values that its NVFP4 weights stand for as weights
-    /// of type `dtype`. Weights take the memory of the dequantized model.
+    /// Loads the quantized model in `folder` and dequantizes its NVFP4 weights to type `dtype`. The
+    /// weights take the memory of the dequantized model.
     ///
     /// # Errors
-    /// As [`load_packed`](Self::load_packed), and when the folder quantizes activations, which this
-    /// model would not do.
+    /// Returns the errors of [`load_packed`](Self::load_packed). Also returns an error if the
+    /// folder quantizes activations, which this model would not do.
     pub fn load_dequantized(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
         Self::load_quantized(folder, device, dtype, Form::Plain)
     }
@@ -182,19 +184,20 @@ impl Decoder {
     }
 }
 
-/// What becomes of weights.
+/// Target form of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
-    /// High precision: what is packed in the folder is dequantized.
+    /// High precision; packed weights of the folder are dequantized.
     Plain,
-    /// What is packed stays packed, with the activations of a scheme or of the folder's.
+    /// Packed weights stay packed, with activations of the given scheme or of the folder's.
     Packed(Option<Scheme>),
-    /// Projections and experts, which are in high precision in the folder, are quantized.
+    /// Projections and experts, stored in high precision, are quantized.
     Quantized(Scheme),
 }
 
 impl Form {
-    /// The recipe whose forward has the quantized weights, if they are made here.
+    /// Returns the recipe whose forward quantizes weights as needed, if they are quantized at load
+    /// time.
     fn quantizing(self) -> Option<Nvfp4Recipe> {
         match self {
             Self::Plain | Self::Packed(_) => None,
@@ -231,8 +234,8 @@ impl Loader<'_> {
     }
 }
 
-/// The factors of the keys and values of each layer, 1 where the folder has none for it; `None`
-/// where it does not quantize the cache.
+/// Returns the scale factors of the keys and values of each layer, 1 where the folder has none;
+/// `None` if the folder does not quantize the cache.
 fn kv_scales(
     config: &DecoderConfig,
     found: &BTreeMap<String, KvScales>,
@@ -255,10 +258,11 @@ fn kv_scales(
     Ok(Some((0..layers).map(of).collect()))
 }
 
-/// Fails unless the folder has what the model needs, and nothing else that may have a meaning.
+/// Checks that the folder has all tensors that the model needs, and no other tensor that may have a
+/// meaning.
 ///
 /// # Errors
-/// When they differ: names all differences.
+/// Returns an error that names all differences, if any.
 pub fn check_tensors(config: &DecoderConfig, tensors: &TensorFolder) -> Result<()> {
     names::differences(config, tensors, tensors.names(), &BTreeMap::new()).check()
 }
@@ -266,7 +270,7 @@ pub fn check_tensors(config: &DecoderConfig, tensors: &TensorFolder) -> Result<(
 struct Loader<'a> {
     config: &'a DecoderConfig,
     tensors: &'a TensorFolder,
-    /// Where some weights are packed.
+    /// Quantized folder, if some weights are packed.
     packed: Option<PackedFolder<'a>>,
     form: Form,
     device: &'a Device,
@@ -337,7 +341,7 @@ impl Loader<'_> {
         }
     }
 
-    /// The layers `paths` as one, with concatenated outputs.
+    /// Loads the layers `paths` as one, with concatenated outputs.
     fn projection(&self, paths: &[String], bias: bool) -> Result<Projection> {
         let of = |what: &str| -> Vec<String> {
             paths.iter().map(|path| format!("{path}.{what}")).collect()
@@ -352,7 +356,7 @@ impl Loader<'_> {
         }
         let recipe = self.form.quantizing();
         let weight: Tensor<2> = self.concatenated_as(&of("weight"), self.dtype_of_weights())?;
-        // A view: what is stored by output is what matrix instructions read best.
+        // A transposed view: matrix instructions read weights stored by output most efficiently.
         let weight = param(weight.transpose());
         let dense = Projection::Dense(Linear { weight, bias });
         let Some(recipe) = recipe else {
@@ -374,8 +378,8 @@ impl Loader<'_> {
             .with_context(|| format!("`{}` [{d_out}, {d_in}]", paths[0]))
     }
 
-    /// The type of the weights of projections and experts. Those that are quantized are not rounded
-    /// before.
+    /// Returns the type of projection and expert weights. Weights that will be quantized are not
+    /// rounded first.
     fn dtype_of_weights(&self) -> FloatDType {
         match self.form {
             Form::Plain | Form::Packed(_) => self.dtype,
@@ -383,7 +387,7 @@ impl Loader<'_> {
         }
     }
 
-    /// The layers `parts` of each expert of the module `moe`, as one.
+    /// Loads the layers `parts` of each expert of the module `moe` as one.
     fn experts(&self, moe: &str, experts: usize, parts: &[&str]) -> Result<Experts> {
         let name = |expert: usize, part: &str| format!("{moe}.experts.{expert}.{part}");
         let paths: Vec<String> = (0..experts)
@@ -411,11 +415,11 @@ impl Loader<'_> {
             .try_init(self.device)
             .with_context(|| format!("the experts of `{moe}`"))?;
         layer.weight = param(weight);
-        // Experts whose recipe quantizes nothing stay as they are.
+        // Experts whose recipe quantizes nothing are unchanged.
         Experts::Grouped(layer).into_packed()
     }
 
-    /// The folder and the scheme, if the weights `paths`, which are one here, stay packed.
+    /// Returns the folder and the scheme if the fused weights `paths` stay packed.
     fn kept_packed(&self, paths: &[String]) -> Result<Option<(&PackedFolder<'_>, Option<Scheme>)>> {
         match (&self.packed, self.form) {
             (Some(packed), Form::Packed(scheme)) if packed.has_all(paths)? => {
@@ -435,7 +439,7 @@ impl Loader<'_> {
         Ok(RmsNorm::from_rms_norm(norm))
     }
 
-    /// Matrices `[d_out, d_in]` of equal width, one below another.
+    /// Loads matrices `[d_out, d_in]` of equal width, concatenated along `d_out`.
     fn weight(&self, names: &[String]) -> Result<Tensor<2>> {
         self.concatenated(names)
     }
@@ -450,12 +454,12 @@ impl Loader<'_> {
         }
     }
 
-    /// Tensors along their first axis, in the type of the model.
+    /// Concatenates tensors along their first axis, in the type of the model.
     fn concatenated<const D: usize>(&self, names: &[String]) -> Result<Tensor<D>> {
         self.concatenated_as(names, self.dtype)
     }
 
-    /// The same in type `dtype`.
+    /// Concatenates tensors along their first axis, in type `dtype`.
     fn concatenated_as<const D: usize>(
         &self,
         names: &[String],
@@ -484,7 +488,7 @@ impl Loader<'_> {
     }
 }
 
-/// The least magnitude that rounds to infinity in f16.
+/// Smallest magnitude that rounds to infinity in f16.
 const F16_OVERFLOW: f32 = 65520.0;
 
 /// A stored weight.
@@ -505,7 +509,7 @@ impl Part<'_> {
         self.shape().iter().product()
     }
 
-    /// Its elements as `dtype`, behind `bytes`.
+    /// Appends its elements to `bytes`, converted to `dtype`.
     fn append(&self, bytes: &mut Vec<u8>, dtype: DType, name: &str) -> Result<()> {
         let values = match self {
             Self::Plain(tensor) => {
@@ -536,7 +540,7 @@ impl Part<'_> {
     }
 }
 
-/// A parameter, which requires a gradient on a device of autodiff.
+/// Creates a parameter, which requires a gradient on an autodiff device.
 fn param<const D: usize>(tensor: Tensor<D>) -> Param<Tensor<D>> {
     let tensor = match tensor.device().is_autodiff() {
         true => tensor.detach().require_grad(),

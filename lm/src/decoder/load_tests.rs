@@ -1,4 +1,4 @@
-//! Folders that do not say what they are, or do not hold what they say.
+//! Tests folders whose configuration is incomplete or does not match their tensors.
 
 use burn::module::ParamGroup;
 use burn::tensor::{Device, FloatDType};
@@ -13,12 +13,12 @@ use nvfp4_test_support::{Scratch, golden};
 
 const NORM: &str = "model.layers.1.input_layernorm.weight";
 
-/// A folder of this thread: tests share helpers.
+/// Returns a folder of this thread, because tests share helpers.
 fn scratch(name: &str) -> Scratch {
     Scratch::new(&format!("{name}-{:?}", std::thread::current().id()))
 }
 
-/// Loads the folder as inference does.
+/// Loads the folder in the same way as inference.
 fn load(folder: &std::path::Path) -> anyhow::Result<Decoder> {
     Decoder::load_for_inference(folder, &Device::flex(), FloatDType::F32, None)
 }
@@ -30,7 +30,7 @@ fn refused(variant: &Variant, says: &[&str]) {
     for part in says {
         assert!(error.contains(part), "does not say {part:?}: {error}");
     }
-    // Those who do not load the model see the same.
+    // A scan without loading the model reports the same problems.
     let problems = Checkpoint::scan(&folder).unwrap().problems().to_vec();
     let all = format!("{problems:?}");
     for part in says {
@@ -38,7 +38,7 @@ fn refused(variant: &Variant, says: &[&str]) {
     }
 }
 
-/// Plain folders and both dialects: whatever the model has no place for is an error.
+/// In plain folders and both dialects, any tensor unknown to the model is an error.
 #[test]
 fn every_tensor_is_used_or_refused() {
     let root = golden("");
@@ -66,7 +66,7 @@ fn every_tensor_is_used_or_refused() {
         let mut variant = Variant::of(&source);
         variant.fill(NORM, &[48], 1.0);
         refused(&variant, &[NORM, "[48]"]);
-        // A list of tensors without a meaning.
+        // A tensor from the list of those without a meaning.
         let mut variant = Variant::of(&source);
         let unused = "model.layers.0.self_attn.rotary_emb.inv_freq";
         variant.fill(unused, &[8], 1.0);
@@ -77,7 +77,7 @@ fn every_tensor_is_used_or_refused() {
         assert_eq!(checkpoint.unused()[0].0, unused);
         assert_eq!(checkpoint.problems(), []);
     }
-    // A head of its own beside tied embeddings.
+    // A separate head despite tied embeddings.
     for name in ["qwen3-tiny", "qwen3-tiny-ct-nvfp4"] {
         let mut variant = Variant::of(&root.join(name));
         let embedding = variant.tensors["model.embed_tokens.weight"].clone();
@@ -90,7 +90,7 @@ fn every_tensor_is_used_or_refused() {
     }
 }
 
-/// The prefix of torch.compile, a layer too many in the configuration, another width.
+/// The prefix of torch.compile, an extra layer in the configuration, another width.
 #[test]
 fn tensors_of_another_model_are_refused() {
     let mut variant = Variant::of(&golden("llama3-tiny"));
@@ -139,7 +139,7 @@ fn values_that_are_not_finite_are_refused_by_their_place() {
         variant.set(tensor, 3, f32::INFINITY);
         refused(&variant, &[tensor, "is inf"]);
     }
-    // Finite, but not in the type of the computation.
+    // Finite, but not in the computation type.
     let folder = Scratch::new("load-f16");
     let mut variant = Variant::of(&root.join("llama3-tiny"));
     variant.set(NORM, 3, 1e5);
@@ -149,7 +149,7 @@ fn values_that_are_not_finite_are_refused_by_their_place() {
     assert!(error.contains(NORM) && error.contains("f16"), "{error}");
 }
 
-/// A feed-forward of width 100.
+/// Returns a model with a feed-forward of width 100.
 fn odd() -> Variant {
     let mut variant = Variant::of(&golden("llama3-tiny"));
     variant.json["intermediate_size"] = json!(100);
@@ -166,7 +166,7 @@ fn odd() -> Variant {
     variant
 }
 
-/// Errors name the modules, the field, and what to do.
+/// Errors name the modules, the field, and a remedy.
 #[test]
 fn widths_that_are_no_multiple_of_16_are_named() {
     let folder = Scratch::new("load-odd");
@@ -184,7 +184,7 @@ fn widths_that_are_no_multiple_of_16_are_named() {
     ] {
         assert!(error.contains(part), "{error}");
     }
-    // By a pattern for all of them, and with other layers.
+    // With a pattern for all of them, and with further layers.
     for pattern in ["feed_forward", r"gate_up|down|layers\.1\.attention"] {
         let kept = ParamGroup::from_any_regexes(vec![pattern]).unwrap();
         let recipe = recipe.clone().with_high_precision(Some(kept));

@@ -1,9 +1,8 @@
-//! Low-rank adapters beside frozen projections (LoRA, arXiv 2106.09685).
+//! Low-rank adapters for frozen projections (LoRA, arXiv 2106.09685).
 //!
-//! A projection `y = x W` becomes `y = x W + (alpha / rank) (x A) B`, of which `A` (`[d_in, rank]`)
-//! and `B` (`[rank, d_out]`) are trained. `B` begins as 0. Projections that are one weight here,
-//! such as queries, keys and values, have adapters of their own, under the names that they have in
-//! PEFT.
+//! A projection `y = x W` becomes `y = x W + (alpha / rank) (x A) B`, where `A` (`[d_in, rank]`)
+//! and `B` (`[rank, d_out]`) are trained. `B` is initialized to 0. Modules that are fused into one
+//! weight here, such as queries, keys and values, have separate adapters under their PEFT names.
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, Param};
@@ -16,31 +15,30 @@ use super::scaled::ScaledPackedLinear;
 use super::values::{matrix_of, scaled_matrix_of};
 use crate::model::cast;
 
-/// The projections of attention and of dense feed-forwards.
+/// Default targets: the projections of attention and of dense feed-forwards.
 pub const DEFAULT_TARGETS: &str = r"\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj$";
 
-/// Which projections have adapters, and of which size.
+/// Configuration of adapters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LoraConfig {
-    /// Columns of `A`.
+    /// Rank: the number of columns of `A`.
     pub rank: usize,
-    /// Adapters count `alpha / rank`.
+    /// The adapters' output is scaled by `alpha / rank`.
     pub alpha: f64,
-    /// A regular expression of the names of modules, such as
-    /// `model.layers.0.self_attn.q_proj`.
+    /// Regular expression that matches names of modules, such as `model.layers.0.self_attn.q_proj`.
     pub targets: String,
 }
 
 impl LoraConfig {
-    /// The factor of adapters.
+    /// Returns the scale of the adapters' output.
     pub fn scale(&self) -> f64 {
         self.alpha / self.rank as f64
     }
 
-    /// Check the numbers, and that the targets are a regular expression.
+    /// Checks the numbers, and compiles the targets to a regular expression.
     ///
     /// # Errors
-    /// Names the value that is wrong, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check(&self) -> Result<Regex> {
         ensure!(self.rank > 0, "lora is 0, but the rank must be at least 1");
         ensure!(
@@ -56,23 +54,23 @@ impl LoraConfig {
 /// A frozen projection with adapters.
 #[derive(Module, Debug)]
 pub struct LoraProjection {
-    /// Not trained.
+    /// Frozen layer.
     pub base: FrozenBase,
-    /// In the order of the columns that they add to.
+    /// Adapters, in the order of their output columns.
     pub adapters: Vec<Adapter>,
     #[module(skip)]
     pub(super) scale: f64,
 }
 
-/// The frozen layer beside adapters, in one of the forms that its weight may have.
+/// Frozen layer under adapters, in one of the forms of its weight.
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum FrozenBase {
-    /// In high precision; its recipe says whether it is quantized when it is used.
+    /// High precision; its recipe decides whether it is quantized on use.
     Nvfp4(Nvfp4Linear),
     /// Stored in NVFP4.
     Packed(Nvfp4PackedLinear),
-    /// The same, whose input is multiplied by a scale for each feature first.
+    /// Stored in NVFP4, with a scale per input feature.
     Scaled(ScaledPackedLinear),
 }
 
@@ -85,7 +83,7 @@ impl FrozenBase {
         }
     }
 
-    /// `[d_in, d_out]`.
+    /// Returns the shape, `[d_in, d_out]`.
     pub(super) fn shape(&self) -> [usize; 2] {
         match self {
             Self::Nvfp4(linear) => linear.weight.lazy_shape().dims(),
@@ -96,12 +94,12 @@ impl FrozenBase {
         }
     }
 
-    /// Whether the weight is stored in NVFP4.
+    /// Returns true if the weight is stored in NVFP4.
     pub fn is_packed(&self) -> bool {
         !matches!(self, Self::Nvfp4(_))
     }
 
-    /// The values of the weight, `[d_in, d_out]`, f32, and the bias.
+    /// Returns the dequantized weight, `[d_in, d_out]`, f32, and the bias.
     fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
             Self::Nvfp4(linear) => (cast(linear.weight.val(), FloatDType::F32), &linear.bias),
@@ -112,26 +110,26 @@ impl FrozenBase {
     }
 }
 
-/// The adapter of one module.
+/// Adapter of one module.
 #[derive(Module, Debug)]
 pub struct Adapter {
-    /// `[d_in, rank]`, f32.
+    /// Matrix `A`, `[d_in, rank]`, f32.
     pub a: Param<Tensor<2>>,
-    /// `[rank, outputs]`, f32.
+    /// Matrix `B`, `[rank, outputs]`, f32.
     pub b: Param<Tensor<2>>,
-    /// The name of the module.
+    /// Name of the module.
     #[module(skip)]
     pub(super) name: String,
-    /// Its first column in the projection.
+    /// First column of the module in the projection.
     #[module(skip)]
     pub(super) first: usize,
 }
 
 impl LoraProjection {
-    /// `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
+    /// Maps `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
     ///
     /// # Errors
-    /// When a shape, type or device does not fit.
+    /// Returns an error if a shape, type or device does not match.
     pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
         let y = self.base.forward(x.clone())?;
         let dtype: FloatDType = x.dtype().into();
@@ -142,7 +140,7 @@ impl LoraProjection {
         Ok(y.clone() + self.spread(added, &y))
     }
 
-    /// The weight that computes the same, `[d_in, d_out]`, f32, and the bias.
+    /// Returns the equivalent merged weight, `[d_in, d_out]`, f32, and the bias.
     pub(super) fn merged(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = self.base.dense();
         let product = |adapter: &Adapter| {
@@ -152,7 +150,8 @@ impl LoraProjection {
         (weight.clone() + self.spread(product, &weight), bias)
     }
 
-    /// The columns of each adapter where they belong, between zeros, as many as `like` has.
+    /// Concatenates the columns of all adapters at their positions, filled with zeros to the width
+    /// of `like`.
     fn spread(&self, columns: impl Fn(&Adapter) -> Tensor<2>, like: &Tensor<2>) -> Tensor<2> {
         let [rows, width] = like.dims();
         let options = (&like.device(), like.dtype());

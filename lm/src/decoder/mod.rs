@@ -1,18 +1,18 @@
 //! Decoders of Hugging Face's Llama, Mistral, Qwen3, Qwen3-MoE and Mixtral, as Burn modules.
 //!
-//! - [`Decoder`]: the model, without a cache and with one.
-//! - [`load`] and [`save`]: from a folder and to one, tensor by tensor; [`names`] says which tensor
-//!   is which parameter.
-//! - [`lora`]: low-rank adapters beside frozen projections; [`Decoder::into_lora`] adds them.
-//! - [`FrozenForm`]: weights that are not trained, in high precision or packed.
-//! - [`projection`]: the linear layers, in one of the forms that a weight may have.
+//! - [`Decoder`]: the model, with and without a cache.
+//! - [`load`] and [`save`]: load a folder and save one, tensor by tensor; [`names`] maps tensors to
+//!   parameters.
+//! - [`lora`]: low-rank adapters for frozen projections; [`Decoder::into_lora`] adds them.
+//! - [`FrozenForm`]: form of frozen weights, in high precision or packed.
+//! - [`projection`]: linear layers, with a weight in one of several forms.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
-//! - [`cache`]: keys and values of tokens that the model has seen.
-//! - [`observe`]: what the linear layers read.
-//! - [`generate`] and [`steps`]: texts that go on with prompts.
+//! - [`cache`]: the key-value cache.
+//! - [`observe`]: observes the inputs of linear layers.
+//! - [`generate`] and [`steps`]: generate continuations of prompts.
 //!
-//! What is fused here is one weight: queries, keys and values, and gate and up. Their parts share
-//! one global scale when they are quantized, which every engine that serves NVFP4 needs.
+//! Queries, keys and values are fused to one weight, and so are gate and up. The fused parts share
+//! one global scale when they are quantized, as every engine that serves NVFP4 requires.
 
 mod adapters;
 pub mod attention;
@@ -63,15 +63,15 @@ use positions::Positions;
 /// A decoder-only transformer.
 #[derive(Module, Debug)]
 pub struct Decoder {
-    /// One row per token, `[vocab, d_model]`.
+    /// Token embedding, `[vocab, d_model]`.
     pub embedding: Embedding,
-    /// The layers, in order.
+    /// Layers, in order.
     pub layers: Vec<DecoderLayer>,
-    /// Before the head.
+    /// Norm before the head.
     pub norm: RmsNorm,
-    /// From features to logits; `None` where it is the embedding.
+    /// Head: maps features to logits; `None` if tied to the embedding.
     pub head: Option<LmHead>,
-    /// The head in fewer bits, for inference: logits are computed with it where it is there.
+    /// Quantized head for inference; if present, it computes the logits.
     quantized_head: Option<QuantizedHead>,
     #[module(skip)]
     config: DecoderConfig,
@@ -79,12 +79,13 @@ pub struct Decoder {
     dtype: FloatDType,
     #[module(skip)]
     positions: Positions,
-    /// Of keys and of values of each layer, where the folder quantizes the cache to FP8.
+    /// Scale factors of the keys and values of each layer, if the folder quantizes the cache to
+    /// FP8.
     #[module(skip)]
     kv_scales: Option<Vec<[f32; 2]>>,
 }
 
-/// One layer: attention and feed-forward, each behind a norm and added to the residual stream.
+/// One layer: attention and feed-forward, each after a norm, and each added to the residual stream.
 #[derive(Module, Debug)]
 pub struct DecoderLayer {
     /// `input_layernorm`.
@@ -113,39 +114,41 @@ impl DecoderLayer {
 }
 
 impl Decoder {
-    /// What the model was built from.
+    /// Returns the configuration of the model.
     pub fn config(&self) -> &DecoderConfig {
         &self.config
     }
 
-    /// Type of the activations.
+    /// Returns the type of the activations.
     pub fn dtype(&self) -> FloatDType {
         self.dtype
     }
 
-    /// Where the model is.
+    /// Returns the device of the model.
     pub fn device(&self) -> Device {
         self.embedding.weight.lazy_device()
     }
 
-    /// Whether rotary positions of texts of up to `length` tokens do not depend on their length.
+    /// Returns true if the rotary embedding of texts of up to `length` tokens does not depend on
+    /// their length.
     pub(crate) fn has_fixed_positions(&self, length: usize) -> bool {
         self.positions.is_fixed(length)
     }
 
-    /// An empty cache: room for `batch` sequences of `capacity` tokens, in FP8 where the model's
-    /// folder quantizes the cache, and else in the type of the activations.
+    /// Creates an empty cache with space for `batch` sequences of `capacity` tokens, in FP8 if the
+    /// model's folder quantizes the cache, else in the type of the activations.
     ///
     /// # Errors
-    /// When one of both is zero, or heads are no multiple of 8.
+    /// Returns an error if `batch` or `capacity` is zero, or the head dimension is not a multiple
+    /// of 8.
     pub fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache> {
         self.cache_as(batch, capacity, None)
     }
 
-    /// [`cache`](Self::cache), stored as `precision` says where it is given.
+    /// Creates a [`cache`](Self::cache) with the given `precision`, if any.
     ///
     /// # Errors
-    /// As [`cache`](Self::cache).
+    /// Returns the errors of [`cache`](Self::cache).
     pub fn cache_as(
         &self,
         batch: usize,
@@ -167,19 +170,21 @@ impl Decoder {
         KvCache::new(&self.config, [batch, capacity], &self.device(), formats)
     }
 
-    /// What the head reads, `[batch, time, d_model]` in the type of the activations: the final norm
-    /// of `tokens` (`[batch, time]`), whose sequences start at position 0.
+    /// Returns the input of the head, `[batch, time, d_model]` in the type of the activations: the
+    /// final norm for `tokens` (`[batch, time]`), whose sequences start at position 0.
     ///
     /// # Errors
-    /// When there is no token, or a type or device does not fit.
+    /// Returns an error if there is no token, or if a type or device does not match.
     pub fn features(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
         self.without_cache(tokens, None)
     }
 
-    /// [`features`](Self::features) of rows of several documents, which lie as `rows` says.
+    /// Returns [`features`](Self::features) of rows packed with several documents, whose positions
+    /// `rows` describes.
     ///
     /// # Errors
-    /// When the rows are of another shape than the tokens, or a type or device does not fit.
+    /// Returns an error if the rows have another shape than the tokens, or if a type or device does
+    /// not match.
     pub fn features_packed(&self, tokens: Tensor<2, Int>, rows: &PackedRows) -> Result<Tensor<3>> {
         let [batch, time] = tokens.dims();
         let found = rows.shape();
@@ -197,11 +202,11 @@ impl Decoder {
         self.run(tokens, call)
     }
 
-    /// [`features`](Self::features) of `tokens`, with every input of a linear layer shown to
+    /// Returns [`features`](Self::features) of `tokens`, and shows every input of a linear layer to
     /// `observer`.
     ///
     /// # Errors
-    /// As [`features`](Self::features), and those of the observer.
+    /// Returns the errors of [`features`](Self::features) and of the observer.
     pub fn observed(
         &self,
         tokens: Tensor<2, Int>,
@@ -210,7 +215,7 @@ impl Decoder {
         self.without_cache(tokens, Some(observer))
     }
 
-    /// [`features`](Self::features), with what linear layers read shown to `observer`.
+    /// Returns [`features`](Self::features), and shows the inputs of linear layers to `observer`.
     fn without_cache(
         &self,
         tokens: Tensor<2, Int>,
@@ -231,13 +236,13 @@ impl Decoder {
         self.run(tokens, call)
     }
 
-    /// As [`features`](Self::features) of tokens that come behind those in `cache`, which takes
-    /// them up: `counts[i]` of row `i`; the rest of the row is padding, whose features have no
-    /// meaning.
+    /// Returns [`features`](Self::features) of tokens that follow those in `cache`, and adds them
+    /// to it. Row `i` has `counts[i]` new tokens; the rest of the row is padding, whose features
+    /// are meaningless.
     ///
     /// # Errors
-    /// When rows and cache differ in number, a count is longer than its row, a sequence would get
-    /// longer than the cache's capacity, or a type or device does not fit.
+    /// Returns an error if the number of rows differs from that of the cache, a count exceeds its
+    /// row, a sequence would exceed the cache's capacity, or a type or device does not match.
     pub fn features_cached(
         &self,
         tokens: Tensor<2, Int>,
@@ -269,19 +274,19 @@ impl Decoder {
         Ok(features)
     }
 
-    /// The logits of the token after each of `tokens` (`[batch, time]`), f32
+    /// Returns the logits of the token after each of `tokens` (`[batch, time]`), f32
     /// `[batch, time, vocab]`.
     ///
     /// # Errors
-    /// As [`features`](Self::features).
+    /// Returns the errors of [`features`](Self::features).
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
         Ok(self.logits(self.features(tokens)?))
     }
 
-    /// [`forward`](Self::forward) of tokens behind those in `cache`.
+    /// Runs [`forward`](Self::forward) on tokens that follow those in `cache`.
     ///
     /// # Errors
-    /// As [`features_cached`](Self::features_cached).
+    /// Returns the errors of [`features_cached`](Self::features_cached).
     pub fn forward_cached(
         &self,
         tokens: Tensor<2, Int>,
@@ -291,14 +296,14 @@ impl Decoder {
         Ok(self.logits(self.features_cached(tokens, counts, cache)?))
     }
 
-    /// The same model, whose logits are computed with a head in this precision, to nearest: a step
-    /// of decoding reads half of the bytes of a bf16 head in FP8, and 28 % in NVFP4. Logits of both
+    /// Makes the model compute logits with a head in this precision, rounded to nearest. A decoding
+    /// step reads half of the bytes of a bf16 head with FP8, and 28 % with NVFP4. Logits of both
     /// are rounded to the type of the activations; those of FP8 are constants to autodiff. The
-    /// weight in high precision stays, and is the one that is saved; where it is the embedding,
-    /// tokens are looked up in it.
+    /// high-precision weight is kept: it is the one that is saved, and the embedding if tied.
     ///
     /// # Errors
-    /// When the width of the model is no multiple of 64 in FP8, or of 16 in NVFP4.
+    /// Returns an error if the width of the model is not a multiple of 64 for FP8, or of 16 for
+    /// NVFP4.
     pub fn with_head(self, precision: HeadPrecision) -> Result<Self> {
         let quantized_head = QuantizedHead::try_new(self.head_weight(), precision)?;
         Ok(Self {
@@ -307,12 +312,12 @@ impl Decoder {
         })
     }
 
-    /// The logits of features: f32 `[..., vocab]`.
+    /// Returns the logits of features: f32 `[..., vocab]`.
     pub fn logits<const D: usize>(&self, features: Tensor<D>) -> Tensor<D> {
         cast(self.rounded_logits(features), FloatDType::F32)
     }
 
-    /// The logits in the type in which the head gives them.
+    /// Returns the logits in the output type of the head.
     fn rounded_logits<const D: usize>(&self, features: Tensor<D>) -> Tensor<D> {
         let mut dims = features.dims();
         let rows = dims[..D - 1].iter().product();

@@ -1,4 +1,4 @@
-//! The tensors of a model folder: their names, as transformers has them, and shapes.
+//! Tensors of a model folder: their names in transformers, and their shapes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,39 +11,39 @@ use crate::hf::{DecoderConfig, Dtype, Family, FeedForwardConfig, TensorFolder};
 /// One tensor that a model folder must have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Expected {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// Its shape; of weights `[d_out, d_in]`.
+    /// Shape; `[d_out, d_in]` for weights.
     pub shape: Vec<usize>,
 }
 
-/// The embedding.
+/// Name of the embedding.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
-/// The last norm.
+/// Name of the final norm.
 pub const NORM: &str = "model.norm.weight";
-/// The head; absent where it is the embedding.
+/// Name of the head; absent if tied to the embedding.
 pub const HEAD: &str = "lm_head.weight";
 
-/// The path of layer `index`, with a dot behind it.
+/// Returns the path of layer `index`, with a trailing dot.
 pub fn layer(index: usize) -> String {
     format!("model.layers.{index}.")
 }
 
-/// The attention of layer `index`.
+/// Returns the path of the attention of layer `index`.
 pub fn attention(index: usize) -> String {
     format!("{}self_attn", layer(index))
 }
 
-/// A module of those that are one projection, and how many outputs it has.
+/// A module that is fused with others into one projection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Its name.
+    /// Name of the module.
     pub name: String,
-    /// Its columns in the projection.
+    /// Number of its output columns in the projection.
     pub outputs: usize,
 }
 
-/// Queries, keys and values of layer `index`.
+/// Returns the query, key and value modules of layer `index`.
 pub fn qkv(config: &DecoderConfig, index: usize) -> Vec<Part> {
     let (wide, narrow) = (config.heads * config.head, config.kv_heads * config.head);
     let parts = [("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)];
@@ -54,7 +54,7 @@ pub fn qkv(config: &DecoderConfig, index: usize) -> Vec<Part> {
     parts.into()
 }
 
-/// The projection behind the attention of layer `index`.
+/// Returns the output projection of the attention of layer `index`.
 pub fn out(config: &DecoderConfig, index: usize) -> Vec<Part> {
     vec![Part {
         name: format!("{}self_attn.o_proj", layer(index)),
@@ -62,7 +62,8 @@ pub fn out(config: &DecoderConfig, index: usize) -> Vec<Part> {
     }]
 }
 
-/// Gate and up of the dense feed-forward of layer `index`, which has the width `hidden`.
+/// Returns the gate and up modules of the dense feed-forward of layer `index`, whose hidden width
+/// is `hidden`.
 pub fn gate_up(hidden: usize, index: usize) -> Vec<Part> {
     let part = |name: &str| Part {
         name: format!("{}mlp.{name}", layer(index)),
@@ -71,7 +72,7 @@ pub fn gate_up(hidden: usize, index: usize) -> Vec<Part> {
     ["gate_proj", "up_proj"].map(part).into()
 }
 
-/// The projection behind them.
+/// Returns the down projection of the feed-forward of layer `index`.
 pub fn down(config: &DecoderConfig, index: usize) -> Vec<Part> {
     vec![Part {
         name: format!("{}mlp.down_proj", layer(index)),
@@ -79,8 +80,9 @@ pub fn down(config: &DecoderConfig, index: usize) -> Vec<Part> {
     }]
 }
 
-/// The widths of a projection that quantization does not take, with the fields of `config.json` that
-/// say them; `None` if both are multiples of 16. Its modules are `parts`, which have `d_in` inputs.
+/// Describes the widths of a projection that quantization does not support, with the fields of
+/// `config.json` that define them; `None` if all are multiples of 16. The projection consists of
+/// the modules `parts` with `d_in` inputs.
 pub fn odd_widths(config: &DecoderConfig, parts: &[Part], d_in: usize) -> Option<String> {
     let outputs: usize = parts.iter().map(|part| part.outputs).sum();
     if d_in.is_multiple_of(BLOCK) && outputs.is_multiple_of(BLOCK) {
@@ -114,7 +116,7 @@ pub fn odd_widths(config: &DecoderConfig, parts: &[Part], d_in: usize) -> Option
     ))
 }
 
-/// The name of the module with the experts of a layer.
+/// Returns the name of the module with the experts of a layer.
 pub fn moe(family: Family) -> &'static str {
     match family {
         Family::Mixtral => "block_sparse_moe",
@@ -122,7 +124,7 @@ pub fn moe(family: Family) -> &'static str {
     }
 }
 
-/// The names of an expert's gate, up and down, or of those of a dense feed-forward.
+/// Returns the names of gate, up and down, of an expert or of a dense feed-forward.
 pub fn gate_up_down(family: Family) -> [&'static str; 3] {
     match family {
         Family::Mixtral => ["w1", "w3", "w2"],
@@ -130,22 +132,22 @@ pub fn gate_up_down(family: Family) -> [&'static str; 3] {
     }
 }
 
-/// A place in a decoder layer where linear layers read one input.
+/// An input of linear layers in a decoder layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Site {
-    /// Queries, keys and values.
+    /// Input of queries, keys and values.
     Qkv,
-    /// The projection behind attention.
+    /// Input of the attention's output projection.
     Out,
-    /// Gate and up, of a dense feed-forward or of experts.
+    /// Input of gate and up, in a dense feed-forward or in experts.
     GateUp,
-    /// The projection behind them.
+    /// Input of the down projection.
     Down,
 }
 
 impl Site {
-    /// The name of a module that reads there, the first of several: of layer `index`, and of expert
-    /// `expert` where there are experts.
+    /// Returns the name of the first module that reads this input, in layer `index`, and in expert
+    /// `expert` if there are experts.
     pub fn module(self, family: Family, index: usize, expert: Option<usize>) -> String {
         let path = layer(index);
         let [gate, _, down] = gate_up_down(match expert {
@@ -165,7 +167,7 @@ impl Site {
     }
 }
 
-/// Ends of the names of tensors that a model does not use, and why.
+/// Suffixes of tensor names that a model does not use, with the reason.
 const UNUSED: [(&str, &str); 3] = [
     (
         "rotary_emb.inv_freq",
@@ -181,27 +183,27 @@ const UNUSED: [(&str, &str); 3] = [
     ),
 ];
 
-/// The reason for which a tensor of this name is not used, if it is known to have no meaning.
+/// Returns the reason why a tensor of this name is not used, if it is known to have no meaning.
 fn unused(name: &str) -> Option<&'static str> {
     let found = UNUSED.iter().find(|(end, _)| name.ends_with(end));
     found.map(|(_, reason)| *reason)
 }
 
-/// How the tensors of a folder differ from those that a model has.
+/// Differences between the tensors of a folder and those of a model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Differences {
-    /// Names and shapes of tensors that are not there.
+    /// Names and shapes of missing tensors.
     pub missing: Vec<String>,
-    /// Tensors of another shape or type, with both.
+    /// Tensors whose shape or type is wrong, with the found and expected values.
     pub wrong: Vec<String>,
     /// Names of tensors that the model does not have.
     pub unknown: Vec<String>,
-    /// Tensors that are known to have no meaning, and why.
+    /// Tensors that are known to have no meaning, with the reason.
     pub unused: Vec<(String, &'static str)>,
 }
 
 impl Differences {
-    /// The differences for which a folder is refused, a line for each kind.
+    /// Returns the differences for which a folder is refused, one line per kind.
     pub fn problems(&self) -> Vec<String> {
         let all = [
             ("missing", &self.missing),
@@ -219,10 +221,10 @@ impl Differences {
         .collect()
     }
 
-    /// Fails if there is a difference that is not known to have no meaning.
+    /// Checks that there is no difference, except tensors known to have no meaning.
     ///
     /// # Errors
-    /// Names all of them.
+    /// Returns an error that names all differences, if any.
     pub fn check(&self) -> Result<()> {
         let problems = self.problems();
         ensure!(
@@ -234,8 +236,8 @@ impl Differences {
     }
 }
 
-/// Holds tensors against the configuration: those of `tensors` called `plain`, and `packed`
-/// modules, by the names of transformers, with their shapes where these are known.
+/// Compares tensors with the configuration: those of `tensors` named in `plain`, and the `packed`
+/// modules, which have transformers names and, where known, shapes.
 pub fn differences<'a>(
     config: &DecoderConfig,
     tensors: &TensorFolder,
@@ -293,7 +295,7 @@ fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
-/// All tensors of a model, those of a layer together.
+/// Returns all tensors of a model, grouped by layer.
 pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
     let mut all = Vec::new();
     let mut add = |name: String, shape: &[usize]| {

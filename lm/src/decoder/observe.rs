@@ -1,4 +1,4 @@
-//! What the linear layers of a decoder read, shown to an observer: calibration looks at it.
+//! Shows the inputs of a decoder's linear layers to an observer, for calibration.
 
 use anyhow::Result;
 use burn::tensor::Tensor;
@@ -6,31 +6,31 @@ use burn_nvfp4::ExpertOffsets;
 
 use super::names::Site;
 
-/// An input of linear layers.
+/// Input of linear layers.
 pub struct LinearInput<'a> {
-    /// The number of the decoder layer.
+    /// Index of the decoder layer.
     pub layer: usize,
-    /// Which linear layers read it.
+    /// Linear layers that read the input.
     pub site: Site,
-    /// `[rows, d_in]`, in the type of the activations.
+    /// Input, `[rows, d_in]`, in the type of the activations.
     pub x: &'a Tensor<2>,
-    /// Which expert reads which rows, where several do.
+    /// Rows of each expert, if there are several.
     pub experts: Option<&'a ExpertOffsets>,
 }
 
-/// Looks at the inputs of all linear layers but the head and routers, in the order of the model.
+/// Observes the inputs of all linear layers except the head and routers, in model order.
 pub trait Observer {
-    /// Takes one of them.
+    /// Called with each input.
     ///
     /// # Errors
-    /// What the observer cannot take ends the call.
+    /// Returns an error if the observer cannot use the input. It ends the call of the model.
     fn observe(&mut self, input: LinearInput<'_>) -> Result<()>;
 
-    /// Takes the keys, normalised and rotated, and the values that layer `layer` would cache,
-    /// `[batch, time, kv_heads, head]` each.
+    /// Called with the keys (after norm and rotary embedding) and the values that layer `layer`
+    /// would cache, `[batch, time, kv_heads, head]` each.
     ///
     /// # Errors
-    /// As [`observe`](Self::observe).
+    /// Returns an error if the observer cannot use them. It ends the call of the model.
     fn observe_cache(&mut self, layer: usize, k: &Tensor<4>, v: &Tensor<4>) -> Result<()> {
         let _ = (layer, k, v);
         Ok(())

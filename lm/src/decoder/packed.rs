@@ -1,4 +1,4 @@
-//! The NVFP4 weights of a quantized folder, as layers that keep them packed.
+//! Loads the NVFP4 weights of a quantized folder as layers that keep them packed.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use crate::interchange::checkpoint::LayerInfo;
 use crate::interchange::names::canonical;
 use crate::interchange::{Checkpoint, GlobalScale, PackedWeight, PreQuantScale, Scheme};
 
-/// A quantized folder, whose modules have the names of transformers here.
+/// A quantized folder, whose modules are looked up by their transformers names.
 pub(super) struct PackedFolder<'a> {
     checkpoint: &'a Checkpoint,
-    /// The names of packed modules in the folder.
+    /// Maps transformers names of packed modules to their names in the folder.
     names: BTreeMap<String, &'a str>,
 }
 
@@ -26,7 +26,7 @@ impl<'a> PackedFolder<'a> {
         Self { checkpoint, names }
     }
 
-    /// The packed modules with their shapes.
+    /// Returns the packed modules with their shapes.
     pub fn shapes(&self) -> BTreeMap<String, Option<[usize; 2]>> {
         let shape = |module: &String| self.layer(module).map(|layer| [layer.n, layer.k]);
         let modules = self.names.keys();
@@ -35,20 +35,21 @@ impl<'a> PackedFolder<'a> {
             .collect()
     }
 
-    /// The module, if it is packed.
+    /// Returns the module, if it is packed.
     pub fn layer(&self, module: &str) -> Option<&'a LayerInfo> {
         let name = self.names.get(module)?;
         self.checkpoint.layers().get(*name)
     }
 
-    /// The weight of a packed module.
+    /// Returns the weight of a packed module.
     pub fn weight(&self, module: &str) -> Result<PackedWeight> {
         let name = self.names.get(module);
         let name = name.with_context(|| format!("`{module}` is not quantized"))?;
         self.checkpoint.weight(name)
     }
 
-    /// Whether the modules `paths`, which are one weight, are packed: all of them, or none.
+    /// Returns true if the fused modules `paths` are packed; returns an error if only some of them
+    /// are.
     pub fn has_all(&self, paths: &[String]) -> Result<bool> {
         let is_packed = |path: &&String| self.layer(path).is_some();
         let Some(packed) = paths.iter().find(is_packed) else {
@@ -60,7 +61,7 @@ impl<'a> PackedFolder<'a> {
         Ok(true)
     }
 
-    /// The modules `paths` as one layer, with concatenated outputs, and `bias`.
+    /// Loads the modules `paths` as one layer, with concatenated outputs and `bias`.
     pub fn linear(
         &self,
         paths: &[String],
@@ -81,7 +82,7 @@ impl<'a> PackedFolder<'a> {
         })
     }
 
-    /// The modules `paths`, equally many for each of the `experts`, as one layer.
+    /// Loads the modules `paths`, the same number for each of the `experts`, as one layer.
     pub fn grouped(
         &self,
         paths: &[String],
@@ -99,8 +100,8 @@ impl<'a> PackedFolder<'a> {
         })
     }
 
-    /// The weights of `paths`, one below another, with one global scale for the parts of each
-    /// matrix of the `stack`.
+    /// Concatenates the weights of `paths` along their rows. The parts of each matrix of the
+    /// `stack` share one global scale.
     fn fused(&self, paths: &[String], stack: usize, device: &Device) -> Result<Fused> {
         let (mut codes, mut scales) = (Vec::new(), Vec::new());
         let (mut rows, mut width) = (0, None);
@@ -151,26 +152,27 @@ impl<'a> PackedFolder<'a> {
     }
 }
 
-/// A weight of several modules.
+/// Fused weight of several modules.
 struct Fused {
     weight: Nvfp4Weight,
-    /// The factors that dequantize the input, one for each matrix.
+    /// Input dequantization factors, one per matrix.
     input: Option<Vec<f32>>,
-    /// By what the input of each matrix is multiplied, `[stack, k]`.
+    /// Scales by which the input of each matrix is multiplied, `[stack, k]`.
     pre_quant: Option<Tensor<2>>,
 }
 
-/// The scales of the input features of a stack of matrices, one after another.
+/// Input feature scales of a stack of matrices, concatenated.
 #[derive(Default)]
 struct Features {
     values: Vec<f32>,
-    /// Whether a layer has such a scale: then the others have ones.
+    /// True if at least one layer has such scales; the others then have ones.
     is_scaled: bool,
     last: Option<PreQuantScale>,
 }
 
 impl Features {
-    /// The part `path` of a matrix of `k` input features, the first of it or another.
+    /// Adds the module `path`, a part of a matrix with `k` input features; all parts of a matrix
+    /// share these.
     fn add(
         &mut self,
         path: &str,
@@ -202,14 +204,14 @@ impl Features {
     }
 }
 
-/// Whether two global scales are the same bits.
+/// Returns true if two global scales have the same bits.
 fn same(a: Option<GlobalScale>, b: Option<GlobalScale>) -> bool {
     let bits = |scale: GlobalScale| scale.value().to_bits();
     a.map(bits) == b.map(bits)
 }
 
-/// What layers do with their inputs in `scheme`, or by default with static global scales in W4A4
-/// and with none in W4A16; and the scales on `device`.
+/// Returns the activation quantization in `scheme`, and the scales on `device`. By default, W4A4
+/// uses static global scales and W4A16 quantizes nothing.
 fn activations(
     input: Option<Vec<f32>>,
     scheme: Option<Scheme>,

@@ -1,4 +1,4 @@
-//! Rows of several documents, which do not see each other.
+//! Rows packed with several documents that do not attend to each other.
 
 use anyhow::{Result, bail, ensure};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -7,8 +7,8 @@ use burn_nvfp4::attention::Sequences;
 use super::positions::Places;
 use crate::capture::copy_into;
 
-/// Where the documents of a batch of rows lie. Attention stays within a document, and positions
-/// begin anew in each.
+/// Positions of the documents in a batch of rows. Attention stays within a document, and positions
+/// restart in each.
 #[derive(Clone, Debug)]
 pub struct PackedRows {
     pub(super) sequences: Sequences,
@@ -19,21 +19,21 @@ pub struct PackedRows {
 }
 
 impl PackedRows {
-    /// `lengths[i]` are those of the documents in row `i`, one behind another; the rest of the `time`
-    /// tokens of a row is padding, a document of its own.
+    /// Creates rows of `time` tokens, where `lengths[i]` are the lengths of the consecutive
+    /// documents in row `i`. The rest of a row is padding, which counts as a document.
     ///
     /// # Errors
-    /// When there is no row, or documents are longer than their row.
+    /// Returns an error if there is no row, or if documents exceed their row.
     pub fn new(lengths: &[Vec<usize>], time: usize, device: &Device) -> Result<Self> {
         Self::of(lengths, time, None, device)
     }
 
-    /// The same with tensors whose shapes do not depend on the lengths: there is room for `most`
-    /// documents, paddings among them, of which the last ones are empty, and for documents as long
-    /// as a row. Attention gives the same bits.
+    /// Creates rows with tensors whose shapes do not depend on the lengths. There is space for
+    /// `most` documents including paddings, of which the last ones are empty, and a document may
+    /// fill a row. Attention computes the same bits.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and when there are more documents.
+    /// Returns the errors of [`new`](Self::new). Also returns an error if there are more documents.
     pub fn with_room(
         lengths: &[Vec<usize>],
         [time, most]: [usize; 2],
@@ -94,7 +94,7 @@ impl PackedRows {
         })
     }
 
-    /// The same rows, on the device without autodiff.
+    /// Detaches the rows to the inner (non-autodiff) device.
     pub(crate) fn without_autodiff(&self) -> Self {
         let sequences = match &self.sequences {
             Sequences::Offsets { q, .. } => Sequences::packed(q.clone().without_autodiff()),
@@ -114,17 +114,18 @@ impl PackedRows {
         }
     }
 
-    /// `from`, of the same shapes, in the memory of this one, which nobody else holds.
+    /// Copies `from`, which has the same shapes, into the memory of these rows, which must have no
+    /// other owner.
     ///
     /// # Errors
-    /// When shapes or devices differ, or on a device without graphs.
+    /// Returns an error if shapes or devices differ, or if the device has no graphs.
     pub(crate) fn filled(self, from: Self) -> Result<Self> {
         let (Sequences::Offsets { q: out, k }, Sequences::Offsets { q: offsets, .. }) =
             (self.sequences, from.sequences)
         else {
             bail!("rows of documents have offsets");
         };
-        // The same memory, of which the copy must be the only owner.
+        // `k` shares the memory of `q`, whose only owner the copy must be.
         drop(k);
         let sequences = Sequences::packed(copy_into(out, offsets)?);
         let places = match (self.places, from.places) {
@@ -147,7 +148,7 @@ impl PackedRows {
         })
     }
 
-    /// Rows, and tokens of each.
+    /// Returns the number of rows, and the tokens per row.
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }

@@ -1,4 +1,4 @@
-//! Models whose weights stay packed, against the references of quantized golden folders.
+//! Compares models with packed weights to the references of quantized golden folders.
 
 use std::path::Path;
 
@@ -24,7 +24,8 @@ fn ids(tensor: StoredTensor) -> Vec<u32> {
     numbers.collect()
 }
 
-/// Logits of the first 12 positions, as a share of the largest one.
+/// Returns the largest difference of the logits of the first 12 positions, as a share of the
+/// largest logit.
 fn distance(model: &Decoder, ids: &[u32], expected: &[f32]) -> f32 {
     let rows = ids.chunks(32).flat_map(|row| &row[..12]);
     let rows: Vec<i32> = rows.map(|id| *id as i32).collect();
@@ -36,7 +37,7 @@ fn distance(model: &Decoder, ids: &[u32], expected: &[f32]) -> f32 {
     pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
-/// Whether layers are packed where the folder's are.
+/// Asserts that exactly those layers are packed that the folder packs.
 fn assert_packed(model: &Decoder) {
     for layer in &model.layers {
         assert!(matches!(layer.attention.qkv, Projection::Packed(_)));
@@ -54,7 +55,7 @@ fn assert_packed(model: &Decoder) {
     }
 }
 
-/// Logits, losses and, of W4A16, greedy tokens.
+/// Compares logits, losses and, for W4A16, greedy tokens.
 fn matches_references(folder: &Path, scheme: Scheme, bound: f32) {
     let model = load(folder, Some(scheme), &Device::flex());
     assert_packed(&model);
@@ -74,7 +75,7 @@ fn matches_references(folder: &Path, scheme: Scheme, bound: f32) {
     }
     if scheme == Scheme::W4a16 {
         let greedy = ids(reference.get("greedy_24_w4a16").unwrap());
-        // Without the padding of the second row, as in the tests of unquantized models.
+        // Excludes the padding of the second row, as the tests of unquantized models do.
         let prompts = tokens.chunks(32).map(|row| &row[..16]);
         let prompts = prompts.map(|row| row.iter().copied().filter(|id| *id != 0).collect());
         let prompts: Vec<Vec<u32>> = prompts.collect();
@@ -85,7 +86,7 @@ fn matches_references(folder: &Path, scheme: Scheme, bound: f32) {
     }
 }
 
-/// As the notes of the references have it, W4A4 is compared in `f32`.
+/// W4A4 is compared in `f32`, as the notes of the references require.
 #[test]
 fn packed_models_match_the_references() {
     for (folder, schemes) in [
@@ -105,7 +106,7 @@ fn packed_models_match_the_references() {
     }
 }
 
-/// Counts what linear layers read.
+/// Counts the inputs of linear layers.
 struct Count(usize);
 
 impl Observer for Count {
@@ -116,8 +117,8 @@ impl Observer for Count {
     }
 }
 
-/// Norms and activations that are part of linear layers have the bits of separate ones, which show
-/// what lies between them.
+/// Norms and activations fused into linear layers compute the same bits as separate ones, which an
+/// observer requires.
 #[test]
 fn an_observed_model_computes_the_same() {
     let folder = golden("llama3-tiny-ct-nvfp4");
@@ -151,7 +152,7 @@ fn an_observed_model_computes_the_same() {
     }
 }
 
-/// The activations of the folder, of weights alone, and under amax values.
+/// Compares the folder's scheme, weight-only quantization, and global scales from amax values.
 #[test]
 fn schemes_differ() {
     let folder = golden("llama3-tiny-ct-nvfp4");
@@ -177,7 +178,7 @@ fn schemes_differ() {
     assert!(error.contains("is not quantized"), "{error}");
 }
 
-/// On CubeCL's CPU runtime, where kernels decode.
+/// Runs on CubeCL's CPU runtime, whose kernels decode the weights.
 #[cfg(feature = "cpu")]
 #[test]
 fn kernels_compute_packed_models() {

@@ -1,4 +1,4 @@
-//! Cosines and sines of rotary positions, on the device.
+//! Cosine and sine tables of the rotary embedding, on the device.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,11 +9,11 @@ use burn_nvfp4::attention::RotaryTables;
 use crate::hf::Rope;
 use crate::model::cast;
 
-/// Fewer positions are not worth a table of their own.
+/// Minimum number of positions of a table.
 const LEAST: usize = 256;
 
-/// The rotary positions of a model. Tables are made when they are first needed, for at least as
-/// many positions, and kept for all layers and calls.
+/// Rotary embedding of a model. Tables are made on first use, for at least the positions needed,
+/// and kept for all layers and calls.
 #[derive(Clone, Debug)]
 pub struct Positions {
     rope: Rope,
@@ -21,7 +21,7 @@ pub struct Positions {
     made: Arc<Mutex<Option<Tables>>>,
 }
 
-/// Cosines and sines, `f32[positions, head / 2]` each: entry `(p, i)` turns elements `i` and
+/// Cosine and sine tables, `f32[positions, head / 2]` each: entry `(p, i)` rotates elements `i` and
 /// `i + head / 2` of a head at position `p`.
 #[derive(Clone, Debug)]
 pub struct Tables {
@@ -29,7 +29,7 @@ pub struct Tables {
     pub cos: Tensor<2>,
     /// Sines.
     pub sin: Tensor<2>,
-    /// The length of text that the frequencies are for.
+    /// Text length for which the frequencies were computed.
     length: usize,
 }
 
@@ -39,17 +39,17 @@ impl Positions {
         Self { rope, head, made }
     }
 
-    /// Whether the angles of texts of up to `length` tokens do not depend on their length.
+    /// Returns true if the angles of texts of up to `length` tokens do not depend on their length.
     pub fn is_fixed(&self, length: usize) -> bool {
         self.rope.dynamic_beyond().is_none_or(|most| length <= most)
     }
 
-    /// Tables of at least `length` positions, for texts of `length`, on `device`.
+    /// Returns tables of at least `length` positions, for texts of `length`, on `device`.
     ///
     /// # Errors
-    /// When the rope has no frequencies for heads of this size.
+    /// Returns an error if there are no frequencies for heads of this size.
     pub fn tables(&self, length: usize, device: &Device) -> Result<Tables> {
-        // Frequencies that depend on the length are made for exactly that one.
+        // Frequencies that depend on the length are computed for exactly that length.
         let exact = self.rope.dynamic_beyond().is_some_and(|most| length > most);
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(tables) = made.as_ref().filter(|t| t.cos.device() == *device) {
@@ -86,7 +86,7 @@ impl Positions {
 }
 
 impl Tables {
-    /// The first `time` rows, as the fused attention takes them.
+    /// Returns the tables in the format of the fused attention.
     pub(super) fn rotary(&self) -> Result<RotaryTables> {
         Ok(RotaryTables::try_from_parts(
             self.cos.clone(),
@@ -94,7 +94,7 @@ impl Tables {
         )?)
     }
 
-    /// The rows of each position that is rotated, `[batch or 1, time, 1, head / 2]`.
+    /// Looks up the rows of each position, `[batch or 1, time, 1, head / 2]`.
     pub(super) fn at(&self, places: &Places) -> [Tensor<4>; 2] {
         let half = self.cos.dims()[1];
         [&self.cos, &self.sin].map(|table| match places {
@@ -110,25 +110,26 @@ impl Tables {
     }
 }
 
-/// The positions of the tokens of a call.
+/// Positions of the tokens of a call.
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant, reason = "there is one in a call")]
 pub(super) enum Places {
-    /// 0 to `time - 1` in every sequence.
+    /// Positions 0 to `time - 1` in every sequence.
     FromZero {
-        /// Tokens of a sequence.
+        /// Tokens per sequence.
         time: usize,
     },
-    /// Of each token.
+    /// A given position per token.
     Of {
-        /// `[batch * time]`.
+        /// Positions, `[batch * time]`.
         positions: Tensor<1, burn::tensor::Int>,
-        /// Batch and time.
+        /// Batch size and time.
         shape: [usize; 2],
     },
 }
 
-/// Rotates each head of `x`, `[batch, time, heads, head]`, computed in `f32`.
+/// Applies the rotary embedding to each head of `x`, `[batch, time, heads, head]`, computed in
+/// `f32`.
 pub(super) fn rotate(x: Tensor<4>, [cos, sin]: &[Tensor<4>; 2]) -> Tensor<4> {
     let dtype: FloatDType = x.dtype().into();
     let half = x.dims()[3] / 2;

@@ -1,7 +1,7 @@
-//! The linear layers of a decoder, in one of the forms that a weight may have.
+//! Linear layers of a decoder, with a weight in one of several forms.
 //!
-//! This is the one place that knows the forms: what computes with a weight calls
-//! [`Projection::forward`] or [`Experts::forward`], and another form is another variant.
+//! Only this module knows the forms: all users of a weight call [`Projection::forward`] or
+//! [`Experts::forward`]. A new form is a new variant.
 
 use anyhow::{Result, bail};
 use burn::module::{Module, Param};
@@ -24,23 +24,23 @@ use crate::model::cast;
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum Projection {
-    /// In high precision: `W` is `[d_in, d_out]` in the type that it is stored in.
+    /// High precision: `W` is `[d_in, d_out]` in its stored type.
     Dense(Linear),
-    /// Trained in NVFP4: `W` is in high precision, and quantized when it is used.
+    /// Trained in NVFP4: `W` is in high precision, and quantized on use.
     Nvfp4(Nvfp4Linear),
-    /// For inference, or frozen: `W` is stored in NVFP4.
+    /// Inference or frozen: `W` is stored in NVFP4.
     Packed(Nvfp4PackedLinear),
-    /// The same, whose input is multiplied by a scale for each feature first.
+    /// Stored in NVFP4, with a scale per input feature.
     Scaled(ScaledPackedLinear),
-    /// Frozen, with trained adapters beside it.
+    /// Frozen, with trained adapters.
     Lora(LoraProjection),
 }
 
 impl Projection {
-    /// `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
+    /// Maps `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
     ///
     /// # Errors
-    /// When a shape, type or device does not fit.
+    /// Returns an error if a shape, type or device does not match.
     pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
         match self {
             Self::Dense(linear) => dense(linear, x),
@@ -51,8 +51,8 @@ impl Projection {
         }
     }
 
-    /// The layer behind a norm, with SwiGLU of its output or not, as one layer, where the weight is
-    /// stored in NVFP4 and nothing else belongs to it.
+    /// Fuses the layer with the norm before it and, if `swiglu`, SwiGLU of its output. Returns none
+    /// unless the weight is stored in NVFP4 without scales or adapters.
     pub(super) fn behind<'a>(&'a self, norm: &'a RmsNorm, swiglu: bool) -> Option<NormLinear<'a>> {
         match self {
             Self::Packed(linear) => Some(NormLinear {
@@ -64,7 +64,7 @@ impl Projection {
         }
     }
 
-    /// The weight in high precision, `[d_in, d_out]`, with adapters merged, and the bias.
+    /// Returns the weight in high precision, `[d_in, d_out]`, with adapters merged, and the bias.
     pub fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
             Self::Dense(linear) => (linear.weight.val(), &linear.bias),
@@ -76,7 +76,7 @@ impl Projection {
         (weight, bias.as_ref().map(|bias| bias.val()))
     }
 
-    /// `[d_in, d_out]`.
+    /// Returns the shape, `[d_in, d_out]`.
     pub fn shape(&self) -> [usize; 2] {
         match self {
             Self::Dense(linear) => linear.weight.lazy_shape().dims(),
@@ -89,7 +89,7 @@ impl Projection {
         }
     }
 
-    /// Whether the weight is stored in NVFP4, with adapters or without.
+    /// Returns true if the weight is stored in NVFP4, with or without adapters.
     pub fn is_packed(&self) -> bool {
         match self {
             Self::Packed(_) | Self::Scaled(_) => true,
@@ -98,12 +98,12 @@ impl Projection {
         }
     }
 
-    /// The layer for inference: what is trained in NVFP4 is quantized once, and no weight in high
-    /// precision is left of it. Outputs stay what they are in validation.
+    /// Converts the layer for inference: a weight trained in NVFP4 is quantized once, and its
+    /// high-precision copy is dropped. Outputs equal those of validation.
     ///
     /// # Errors
-    /// When the recipe has weights or activations in other formats than NVFP4, or there are
-    /// adapters.
+    /// Returns an error if the recipe has formats other than NVFP4 for weights or activations, or
+    /// if there are adapters.
     pub fn into_packed(self) -> Result<Self> {
         match self {
             Self::Nvfp4(linear) if !linear.state.is_high_precision() => {
@@ -114,11 +114,12 @@ impl Projection {
         }
     }
 
-    /// The same parameters, with their ids, for training with `recipe`; of packed weights, the
-    /// values that they stand for, and of frozen ones with adapters, both merged.
+    /// Converts the layer for training with `recipe`, keeping parameters and IDs. Packed weights
+    /// are dequantized; frozen weights with adapters are merged.
     ///
     /// # Errors
-    /// When a width is no multiple of 16, or the recipe does not pass its checks.
+    /// Returns an error if a width is not a multiple of 16, or if the recipe does not pass its
+    /// checks.
     pub fn into_nvfp4(self, recipe: &Nvfp4Recipe) -> Result<Self> {
         let linear = match self {
             Self::Dense(linear) => linear,
@@ -134,13 +135,14 @@ impl Projection {
     }
 }
 
-/// `[batch, time, width]` as the rows that a layer takes.
+/// Reshapes `[batch, time, width]` to the rows that a layer takes.
 pub(super) fn rows(x: Tensor<3>) -> Tensor<2> {
     let [batch, time, width] = x.dims();
     x.reshape([batch * time, width])
 }
 
-/// A layer in high precision: of bf16 by the kernels of the training step, else by Burn's matmul.
+/// Applies a high-precision layer: bf16 uses the kernels of the training step, other types Burn's
+/// matmul.
 fn dense(linear: &Linear, x: Tensor<2>) -> Result<Tensor<2>> {
     let dtype: FloatDType = x.dtype().into();
     let weight = cast(linear.weight.val(), dtype);
@@ -159,20 +161,20 @@ fn dense(linear: &Linear, x: Tensor<2>) -> Result<Tensor<2>> {
 /// A linear layer for each expert, applied to tokens that are sorted by expert.
 #[derive(Module, Debug)]
 pub enum Experts {
-    /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer says
-    /// whether they are quantized when they are used.
+    /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer decides
+    /// whether they are quantized on use.
     Grouped(Nvfp4GroupedLinear),
-    /// For inference, or frozen: all weights are stored in NVFP4.
+    /// Inference or frozen: all weights are stored in NVFP4.
     Packed(Nvfp4PackedGroupedLinear),
-    /// The same, whose inputs are multiplied by a scale for each feature and expert first.
+    /// Stored in NVFP4, with a scale per input feature and expert.
     Scaled(ScaledPackedExperts),
 }
 
 impl Experts {
-    /// `[tokens, d_in]` to `[tokens, d_out]`, in the type of `x`.
+    /// Maps `[tokens, d_in]` to `[tokens, d_out]`, in the type of `x`.
     ///
     /// # Errors
-    /// When a shape, type or device does not fit.
+    /// Returns an error if a shape, type or device does not match.
     pub fn forward(&self, x: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>> {
         match self {
             Self::Grouped(linear) => Ok(linear.try_forward(x, experts)?),
@@ -181,7 +183,7 @@ impl Experts {
         }
     }
 
-    /// The weights in high precision, `[experts, d_in, d_out]`.
+    /// Returns the weights in high precision, `[experts, d_in, d_out]`.
     pub fn dense(&self) -> Tensor<3> {
         match self {
             Self::Grouped(linear) => linear.weight.val(),
@@ -190,16 +192,16 @@ impl Experts {
         }
     }
 
-    /// Whether the weights are stored in NVFP4.
+    /// Returns true if the weights are stored in NVFP4.
     pub fn is_packed(&self) -> bool {
         !matches!(self, Self::Grouped(_))
     }
 
-    /// The layer for inference, as [`Projection::into_packed`]. Experts whose recipe quantizes
-    /// nothing stay as they are.
+    /// Converts the layer for inference, like [`Projection::into_packed`]. Experts whose recipe
+    /// quantizes nothing are unchanged.
     ///
     /// # Errors
-    /// When the recipe has weights or activations in other formats than NVFP4.
+    /// Returns an error if the recipe has formats other than NVFP4 for weights or activations.
     pub fn into_packed(self) -> Result<Self> {
         match self {
             Self::Grouped(linear) => {

@@ -1,4 +1,4 @@
-//! Decoders of random packed weights, for measurements: no folder is read.
+//! Decoders with random packed weights for benchmarks; no folder is read.
 
 use anyhow::{Result, ensure};
 use burn::module::Param;
@@ -19,16 +19,16 @@ use crate::random::stream;
 
 /// Standard deviation of weights.
 const DEVIATION: f32 = 0.02;
-/// That of E2M1 elements of which every code is equally probable.
+/// Standard deviation of E2M1 values under uniformly distributed codes.
 const OF_CODES: f32 = 2.93;
 
 impl Decoder {
-    /// A model of random weights, in NVFP4 but for embedding, head and norms, with activations in
-    /// high precision (W4A16).
+    /// Creates a model with random NVFP4 weights and activations in high precision (W4A16).
+    /// Embedding, head and norms are in high precision.
     ///
     /// # Errors
-    /// When the model has experts, norms of queries and keys or biases, or the device has no such
-    /// type or not the memory.
+    /// Returns an error if the model has experts, query and key norms, or biases, or if the device
+    /// lacks the type or the memory.
     pub fn random_packed(
         config: &DecoderConfig,
         device: &Device,
@@ -67,8 +67,9 @@ impl Decoder {
         })
     }
 
-    /// Bytes of packed weights, a head in FP8 or NVFP4 among them, and of all weights that a step
-    /// of decoding reads: these, another head and norms. The look-up of one row is not counted.
+    /// Returns the bytes of packed weights, including an FP8 or NVFP4 head, and the bytes of all
+    /// weights that a decoding step reads: packed weights, an unpacked head, and norms. The lookup
+    /// of one embedding row is not counted.
     pub fn bytes_of_step(&self) -> (usize, usize) {
         let of = |projection: &Projection| match projection {
             Projection::Packed(layer) => (layer.weight.bytes(), 0),
@@ -105,7 +106,7 @@ impl Decoder {
     }
 }
 
-/// What weights are drawn from.
+/// Source of random weights.
 struct Random<'a> {
     config: &'a DecoderConfig,
     device: &'a Device,
@@ -114,7 +115,7 @@ struct Random<'a> {
 }
 
 impl Random<'_> {
-    /// `[rows, d_model]` in high precision.
+    /// Returns `[rows, d_model]` in high precision.
     fn dense(&self, rows: usize) -> Tensor<2> {
         let distribution = Distribution::Normal(0.0, f64::from(DEVIATION));
         let options = (self.device, DType::from(self.dtype));
@@ -158,7 +159,7 @@ impl Random<'_> {
         self.bytes.fill_bytes(&mut codes);
         let mut scales = vec![0; n * k / 16];
         self.bytes.fill_bytes(&mut scales);
-        // 0.5 to 1.875.
+        // Values from 0.5 to 1.875.
         for scale in &mut scales {
             *scale = 0x30 | (*scale & 0x0F);
         }

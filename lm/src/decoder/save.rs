@@ -1,4 +1,4 @@
-//! A decoder to a folder that transformers loads.
+//! Saves a decoder to a folder that transformers loads.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::checkpoint::{read_json, write_json};
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{Dtype, NewFolder, TensorWriter, copy_file};
 
-/// Files of a model folder beside tensors and configuration, which are copied as they are.
+/// Files of a model folder, other than tensors and configuration, that are copied unchanged.
 const COPIED: &[&str] = &[
     "generation_config.json",
     "tokenizer.json",
@@ -30,14 +30,13 @@ const COPIED: &[&str] = &[
 ];
 
 impl Decoder {
-    /// Writes the model to `folder`, which must not exist or be empty, with tensors of type
-    /// `dtype`: all of it or nothing. From `source`, a model folder, come the tokenizer's files,
-    /// the generation's configuration and the fields of `config.json` that say nothing about the
-    /// arithmetic.
+    /// Writes the model atomically to `folder`, which must be absent or empty, with tensors of type
+    /// `dtype`. The model folder `source` provides the tokenizer's files, the generation
+    /// configuration, and the fields of `config.json` that do not affect the arithmetic.
     ///
     /// # Errors
-    /// When `folder` has files, `dtype` is none of `F32`, `BF16` and `F16`, a file of `source`
-    /// cannot be read, or the disk refuses.
+    /// Returns an error if `folder` has files, `dtype` is not `F32`, `BF16` or `F16`, a file of
+    /// `source` cannot be read, or a file cannot be written.
     pub fn save(&self, folder: &Path, dtype: Dtype, source: Option<&Path>) -> Result<()> {
         let new = NewFolder::create(folder)?;
         self.write_config(new.path(), dtype, source)?;
@@ -56,7 +55,7 @@ impl Decoder {
         new.finish()
     }
 
-    /// `config.json`: that of the source, with another type, or one of the model's own.
+    /// Writes `config.json`: that of the source with another type, or one derived from the model.
     fn write_config(&self, folder: &Path, dtype: Dtype, source: Option<&Path>) -> Result<()> {
         let (_, name) = types(dtype)?;
         let json = match source {
@@ -75,10 +74,10 @@ impl Decoder {
         write_json(&folder.join(CONFIG_FILE), &json)
     }
 
-    /// Adds all tensors in type `dtype`, under the names of transformers.
+    /// Adds all tensors in type `dtype`, under their transformers names.
     ///
     /// # Errors
-    /// When `dtype` is none of `F32`, `BF16` and `F16`, or the disk refuses.
+    /// Returns an error if `dtype` is not `F32`, `BF16` or `F16`, or if a file cannot be written.
     pub fn write_tensors(&self, writer: &mut TensorWriter, dtype: Dtype) -> Result<()> {
         let mut writer = Writer { writer, dtype };
         writer.add(EMBEDDING, self.embedding.weight.val())?;
@@ -133,7 +132,7 @@ impl Decoder {
     }
 }
 
-/// The type of Burn, and its name in `config.json`.
+/// Returns Burn's type, and its name in `config.json`.
 fn types(dtype: Dtype) -> Result<(DType, &'static str)> {
     match dtype {
         Dtype::F32 => Ok((DType::F32, "float32")),
@@ -156,7 +155,7 @@ impl Writer<'_> {
         self.writer.add(name, self.dtype, &shape, data.as_bytes())
     }
 
-    /// The parts of a fused layer.
+    /// Adds the parts of a fused layer.
     fn projection(&mut self, layer: &Projection, parts: &[Part]) -> Result<()> {
         let (weight, bias) = layer.dense();
         let weight = weight.transpose();
@@ -173,7 +172,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// The parts of each expert, which have equal numbers of outputs.
+    /// Adds the parts of each expert, which have equal numbers of outputs.
     fn experts(&mut self, layer: &Experts, path: &str, parts: &[&str]) -> Result<()> {
         let weight = layer.dense().swap_dims(1, 2);
         let [experts, d_out, d_in] = weight.dims();

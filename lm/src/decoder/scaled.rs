@@ -1,5 +1,4 @@
-//! Packed layers that multiply their input by a scale for each feature first: ModelOpt's
-//! `NVFP4_AWQ`.
+//! Packed layers that first multiply their input by a scale per feature: ModelOpt's `NVFP4_AWQ`.
 
 use anyhow::Result;
 use burn::module::{Module, Param};
@@ -9,52 +8,52 @@ use burn_nvfp4::nn::{Nvfp4PackedGroupedLinear, Nvfp4PackedLinear};
 
 use crate::model::cast;
 
-/// `y = (x s) W + b` with a weight in NVFP4.
+/// `y = (x s) W + b` with an NVFP4 weight.
 #[derive(Module, Debug)]
 pub struct ScaledPackedLinear {
-    /// s, `[d_in]`, f32.
+    /// Scale s, `[d_in]`, f32.
     pub scale: Param<Tensor<1>>,
-    /// The layer behind it.
+    /// Packed layer that reads the scaled input.
     pub linear: Nvfp4PackedLinear,
 }
 
 impl ScaledPackedLinear {
-    /// Of a scale `[d_in]` and a layer of as many input features.
+    /// Combines a scale `[d_in]` and a layer with the same number of input features.
     pub fn new(scale: Tensor<1>, linear: Nvfp4PackedLinear) -> Self {
         let scale = Param::from_tensor(scale).set_require_grad(false);
         Self { scale, linear }
     }
 
-    /// `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
+    /// Maps `[rows, d_in]` to `[rows, d_out]`, in the type of `x`.
     ///
     /// # Errors
-    /// When a shape, type or device does not fit.
+    /// Returns an error if a shape, type or device does not match.
     pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
         let scale = cast(self.scale.val(), x.dtype().into());
         Ok(self.linear.try_forward(x * scale.unsqueeze())?)
     }
 }
 
-/// The same for each expert, applied to tokens that are sorted by expert.
+/// A [`ScaledPackedLinear`] per expert, applied to tokens that are sorted by expert.
 #[derive(Module, Debug)]
 pub struct ScaledPackedExperts {
-    /// s of each expert, `[experts, d_in]`, f32.
+    /// Scale s of each expert, `[experts, d_in]`, f32.
     pub scale: Param<Tensor<2>>,
-    /// The layers behind it.
+    /// Packed layers that read the scaled input.
     pub linear: Nvfp4PackedGroupedLinear,
 }
 
 impl ScaledPackedExperts {
-    /// Of a scale `[experts, d_in]` and layers of as many input features.
+    /// Combines a scale `[experts, d_in]` and layers with the same number of input features.
     pub fn new(scale: Tensor<2>, linear: Nvfp4PackedGroupedLinear) -> Self {
         let scale = Param::from_tensor(scale).set_require_grad(false);
         Self { scale, linear }
     }
 
-    /// `[tokens, d_in]` to `[tokens, d_out]`, in the type of `x`.
+    /// Maps `[tokens, d_in]` to `[tokens, d_out]`, in the type of `x`.
     ///
     /// # Errors
-    /// When a shape, type or device does not fit.
+    /// Returns an error if a shape, type or device does not match.
     pub fn forward(&self, x: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>> {
         let scale = cast(self.scale.val(), x.dtype().into());
         let [rows, _] = x.dims();
@@ -63,13 +62,13 @@ impl ScaledPackedExperts {
     }
 }
 
-/// The expert of each row: as many as begin at or before it, less one. Nothing is read back from
-/// the device.
+/// Returns the expert of each row: the number of experts that begin at or before it, minus 1. Does
+/// not synchronize with the device.
 fn expert_of_rows(rows: usize, experts: &ExpertOffsets) -> Tensor<1, Int> {
     let offsets = experts.offsets().clone();
     let ([count], device) = (offsets.dims(), offsets.device());
     let rows = Tensor::<1, Int>::arange(0..rows as i64, (&device, DType::I32));
-    // Of the ends, that of the last expert is left out: rows behind it are its own.
+    // The end of the last expert is left out, so rows after it count as its own.
     if count == 2 {
         return rows.zeros_like();
     }
@@ -87,8 +86,8 @@ mod tests {
     use super::*;
     use crate::decoder::projection::{Experts, Projection};
 
-    /// The gradient by the input is that of the values, each multiplied by the scale of its
-    /// feature.
+    /// The input gradient is that of the dequantized weight, with each value multiplied by the
+    /// scale of its feature.
     #[test]
     fn gradients_pass_scales_and_packed_weights() {
         let device = Device::flex().autodiff();
@@ -137,7 +136,7 @@ mod tests {
         }
     }
 
-    /// Experts without tokens, and rows behind all experts, which no layer reads.
+    /// Covers experts without tokens, and rows after all experts, which no layer reads.
     #[test]
     fn rows_have_the_expert_that_they_are_sorted_to() {
         let device = Device::flex();

@@ -1,9 +1,9 @@
-//! Steps of decoding: a new token of each text, launched kernel by kernel, or replayed as a CUDA
-//! graph that was captured once.
+//! Decoding steps: each computes a new token per text, launched kernel by kernel, or replayed from
+//! a CUDA graph captured once.
 //!
-//! What changes from step to step is in device memory ([`NextTokens`]): the token that comes next,
-//! the length of each text, the tokens that were chosen. So a step has the same launches with the
-//! same arguments at every length, and nothing compiles anew.
+//! All state that changes between steps is in device memory ([`NextTokens`]): the next token, the
+//! length of each text, and the chosen tokens. A step therefore has the same launches with the same
+//! arguments at every length, and nothing is recompiled.
 
 use anyhow::{Result, ensure};
 use burn::tensor::{FloatDType, Int, Tensor};
@@ -16,30 +16,31 @@ use super::{Decoder, KvCache};
 use crate::capture::GraphSteps;
 use crate::model::cast;
 
-/// Steps whose tokens are on the device at most before the host reads them.
+/// Maximum number of steps whose tokens are on the device before the host reads them.
 pub const RING: usize = 16;
 
 /// Decoding of a batch of texts.
 pub struct DecodeSteps<'a> {
-    // Before what it reads and writes.
+    // Declared first, so that it is dropped before the memory that it reads and writes.
     graph: Option<GraphSteps>,
     model: &'a Decoder,
     cache: KvCache,
-    /// `None` only after a step that failed.
+    /// `None` only after a failed step.
     next: Option<NextTokens>,
-    /// Logits of the last step: where a replay writes them, too.
+    /// Logits of the last step; a replay overwrites this buffer.
     logits: Option<Tensor<2>>,
     counts: Vec<usize>,
     taken: usize,
 }
 
 impl<'a> DecodeSteps<'a> {
-    /// Goes on with the texts in `cache`, behind which comes one of `tokens` each; those that do not
-    /// go on rest. With `graph` steps are replayed as soon as they can be.
+    /// Continues the texts in `cache` with one of `tokens` each; texts whose `goes_on` is false
+    /// pause. With `graph`, steps are replayed as soon as possible.
     ///
     /// # Errors
-    /// When numbers differ, or with `graph` when the device has no graphs, has the steps of another
-    /// graph, or the model has experts or frequencies that depend on the length.
+    /// Returns an error if the counts differ. With `graph`, also returns an error if the device has
+    /// no graphs or holds another graph, or if the model has experts or frequencies that depend on
+    /// the length.
     pub fn new(
         model: &'a Decoder,
         cache: KvCache,
@@ -85,21 +86,21 @@ impl<'a> DecodeSteps<'a> {
         })
     }
 
-    /// Whether steps are replays by now.
+    /// Returns true if steps are replayed.
     pub fn is_captured(&self) -> bool {
         self.graph.as_ref().is_some_and(|graph| graph.is_captured())
     }
 
-    /// Tokens of each text, without the next ones.
+    /// Returns the number of tokens of each text, without the pending ones.
     pub fn lengths(&self) -> &[usize] {
         self.cache.lengths()
     }
 
-    /// Takes a step: the tokens that came next are in the texts, and the most probable ones behind
-    /// them come next. The host does not wait for them.
+    /// Runs a step: appends the pending tokens to the texts, and makes the most probable successors
+    /// pending. The host does not wait.
     ///
     /// # Errors
-    /// When a text has no room, a step before failed, or the device refuses.
+    /// Returns an error if a text has no space left, an earlier step failed, or the device fails.
     pub fn step(&mut self) -> Result<()> {
         let capacity = self.cache.capacity();
         let fits = self.cache.lengths().iter().zip(&self.counts);
@@ -131,7 +132,7 @@ impl<'a> DecodeSteps<'a> {
         let next = self.next.take();
         let next = next.ok_or_else(|| anyhow::anyhow!("a step of decoding failed before"))?;
         let [batch] = next.tokens.dims();
-        // Of the whole room where they are the same for every length.
+        // Tables for the whole capacity if they are the same for every length.
         let positions = match model.positions.is_fixed(self.cache.capacity()) {
             true => self.cache.capacity(),
             false => longest.max(1),
@@ -155,12 +156,12 @@ impl<'a> DecodeSteps<'a> {
         Ok(())
     }
 
-    /// The tokens that the last `steps` steps chose, oldest first, one of each text; those of texts
-    /// that rest have no meaning. Waits for the device.
+    /// Returns the tokens that the last `steps` steps chose, oldest first, one per text; those of
+    /// paused texts are meaningless. Waits for the device.
     ///
     /// # Errors
-    /// When there were fewer steps or they exceed the ring, the model's logits are not numbers, or
-    /// the device refuses.
+    /// Returns an error if there were fewer steps or they exceed the ring, a logit is not a number,
+    /// or the device fails.
     pub fn chosen(&self, steps: usize) -> Result<Vec<Vec<u32>>> {
         ensure!(
             steps <= self.taken && steps <= RING,
@@ -186,20 +187,20 @@ impl<'a> DecodeSteps<'a> {
         (self.taken - steps..self.taken).map(row).collect()
     }
 
-    /// The logits of the last step, `[batch, vocab]`. Waits for the device.
+    /// Returns the logits of the last step, `[batch, vocab]`. Waits for the device.
     ///
     /// # Errors
-    /// When there was no step, or the device refuses.
+    /// Returns an error if there was no step, or the device fails.
     pub fn logits(&self) -> Result<Vec<f32>> {
         let logits = self.logits.clone();
         let logits = logits.ok_or_else(|| anyhow::anyhow!("there was no step yet"))?;
         read(logits)
     }
 
-    /// From now on `tokens` come next, and texts go on or rest.
+    /// Replaces the pending tokens by `tokens`, and sets which texts continue or pause.
     ///
     /// # Errors
-    /// When numbers differ, or a step before failed.
+    /// Returns an error if the counts differ, or an earlier step failed.
     pub fn set(&mut self, tokens: &[u32], goes_on: &[bool]) -> Result<()> {
         let next = self.next.take();
         let next = next.ok_or_else(|| anyhow::anyhow!("a step of decoding failed before"))?;
@@ -214,19 +215,20 @@ fn words(numbers: &[usize]) -> Vec<u32> {
 }
 
 impl Decoder {
-    /// Whether a step has the same launches at every length up to `capacity`, and reads nothing
-    /// back.
+    /// Returns true if a step has the same launches at every length up to `capacity` and does not
+    /// synchronize.
     pub fn steps_are_alike(&self, capacity: usize) -> bool {
         let dense =
             |layer: &super::DecoderLayer| matches!(layer.feed_forward, FeedForward::Dense(_));
         self.positions.is_fixed(capacity) && self.layers.iter().all(dense)
     }
 
-    /// The logits behind the last of the `counts` new tokens of each row, `[batch, vocab]`: see
-    /// [`features_cached`](Self::features_cached). Waits for the device.
+    /// Returns the logits after the last of the `counts` new tokens of each row, `[batch, vocab]`;
+    /// see [`features_cached`](Self::features_cached). Waits for the device.
     ///
     /// # Errors
-    /// As [`features_cached`](Self::features_cached), and when a row has no new token.
+    /// Returns the errors of [`features_cached`](Self::features_cached). Also returns an error if a
+    /// row has no new token.
     pub fn last_logits(
         &self,
         tokens: Tensor<2, Int>,
@@ -246,8 +248,8 @@ impl Decoder {
         read(self.next_logits(Tensor::cat(last.collect(), 0))?)
     }
 
-    /// The logits of `features` (`[rows, d_model]`), `[rows, vocab]`, as a constant to autodiff: those
-    /// of a head in fewer bits in the type of the activations, others in f32.
+    /// Returns the logits of `features` (`[rows, d_model]`), `[rows, vocab]`, as a constant to
+    /// autodiff. A quantized head gives them in the type of the activations, any other in f32.
     pub(super) fn next_logits(&self, features: Tensor<2>) -> Result<Tensor<2>> {
         if self.quantized_head.is_some() {
             return Ok(self.rounded_logits(features));
@@ -261,7 +263,7 @@ impl Decoder {
     }
 }
 
-/// The values of logits.
+/// Reads logits from the device.
 pub(super) fn read<const D: usize>(logits: Tensor<D>) -> Result<Vec<f32>> {
     let logits = cast(logits, FloatDType::F32)
         .into_data()

@@ -1,4 +1,4 @@
-//! Steps of decoding: what they share with whole texts, caches in FP8, and graphs.
+//! Tests decoding steps: agreement with whole texts, FP8 caches, and graphs.
 
 use burn::tensor::TensorData;
 
@@ -18,7 +18,7 @@ fn ids() -> Vec<u32> {
     (0..24).map(|i| (i * 37 + 5) % 288).collect()
 }
 
-/// Logits behind each of [`ids`], in chunks of `size` with a cache of `precision`.
+/// Returns the logits after each of [`ids`], in chunks of `size` with a cache of `precision`.
 fn cached(model: &Decoder, size: usize, precision: Option<KvPrecision>) -> Vec<f32> {
     let mut cache = model.cache_as(1, 24, precision).unwrap();
     let mut found = Vec::new();
@@ -31,7 +31,7 @@ fn cached(model: &Decoder, size: usize, precision: Option<KvPrecision>) -> Vec<f
     found
 }
 
-/// The largest difference, as a share of the largest value.
+/// Returns the largest difference, as a share of the largest value.
 fn distance(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -39,8 +39,8 @@ fn distance(found: &[f32], expected: &[f32]) -> f32 {
     pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
-/// A folder that quantizes its cache has an FP8 one, with its factors; the same elements are read
-/// whether tokens come one by one or many at a time.
+/// A folder that quantizes its cache gets an FP8 cache with its factors. The elements read are the
+/// same for tokens one by one or many at a time.
 #[test]
 fn quantized_caches_are_used() {
     for folder in [
@@ -48,7 +48,7 @@ fn quantized_caches_are_used() {
         "llama3-tiny-modelopt-nvfp4-kvfp8",
     ] {
         let folder = golden(folder);
-        // Rounded activations would hide what the cache does.
+        // Rounded activations would hide the effect of the cache.
         let (device, scheme) = (Device::flex(), Some(Scheme::W4a16));
         let model = Decoder::load_packed(&folder, &device, FloatDType::F32, scheme).unwrap();
         let scales = model.kv_scales.clone().unwrap();
@@ -63,8 +63,8 @@ fn quantized_caches_are_used() {
         assert!(fp8 == cached(&model, 1, Some(KvPrecision::Fp8)));
         let effect = distance(&fp8, &plain);
         assert!(effect > 1e-4 && effect < 0.2, "{effect}");
-        // GEMMs of other sizes add in another order, and an element next to a threshold of E4M3 may
-        // go the other way: far less than what rounding all of them does.
+        // GEMMs of other sizes sum in another order, and an element next to a threshold of E4M3 may
+        // round differently. The tolerance is far below the error from rounding all elements.
         for size in [6, 11] {
             let error = distance(&cached(&model, size, None), &fp8);
             assert!(
@@ -73,7 +73,7 @@ fn quantized_caches_are_used() {
             );
         }
     }
-    // Asked for, without factors.
+    // Requested explicitly, without factors.
     let folder = golden("llama3-tiny");
     let model = Decoder::load(&folder, &Device::flex(), FloatDType::F32).unwrap();
     let error = distance(
@@ -83,7 +83,7 @@ fn quantized_caches_are_used() {
     assert!(error > 1e-4 && error < 0.2, "{error}");
 }
 
-/// The device's choices are the host's; steps set by the host are those of sampling.
+/// The device chooses the same tokens as the host; tokens set by the host are those of sampling.
 #[test]
 fn steps_choose_what_logits_say() {
     let folder = golden("llama3-tiny");
@@ -97,7 +97,7 @@ fn steps_choose_what_logits_say() {
     let mut texts = [prompt.clone(), prompt[..2].to_vec()];
     let mut next = [7, 9];
     for step in 0..6 {
-        // The second rests for a while.
+        // The second text pauses for a while.
         let goes_on = [true, step % 3 != 1];
         steps.set(&next, &goes_on).unwrap();
         steps.step().unwrap();
@@ -128,7 +128,7 @@ fn steps_choose_what_logits_say() {
     assert!(DecodeSteps::new(&model, cache, &[1, 2], &[true], false).is_err());
 }
 
-/// The same kernel by kernel on CubeCL's CPU runtime.
+/// CubeCL's CPU runtime gives the same result kernel by kernel.
 #[cfg(feature = "cpu")]
 #[test]
 fn kernels_take_the_steps_of_flex() {
@@ -140,7 +140,7 @@ fn kernels_take_the_steps_of_flex() {
     });
 }
 
-/// Fails unless a model chooses the same `tokens` tokens on Flex and on CubeCL's CPU runtime.
+/// Asserts that a model chooses the same `tokens` tokens on Flex and on CubeCL's CPU runtime.
 #[cfg(feature = "cpu")]
 pub(super) fn same_on_flex_and_cpu(
     prompts: &[Vec<u32>],
@@ -156,8 +156,9 @@ pub(super) fn same_on_flex_and_cpu(
     assert_eq!(texts[0], texts[1]);
 }
 
-/// Replays give the texts of ordinary steps: greedy and sampled, of one text and of several that
-/// end at different times, with both caches; and the host's choices are written where replays read.
+/// Replays give the same texts as ordinary steps: greedy and sampled, one text and several that end
+/// at different times, with both cache formats. Tokens chosen by the host reach the buffers that
+/// replays read.
 #[cfg(feature = "cuda")]
 #[test]
 fn replayed_steps_are_ordinary_ones() {
@@ -194,7 +195,7 @@ fn replayed_steps_are_ordinary_ones() {
                     let mut left = vec![70usize; prompts.len()];
                     let emit = |index: usize, _| {
                         left[index] -= 1;
-                        // The first ends at a time of its own.
+                        // The first text ends earlier.
                         Ok(index > 0 || left[0] > 31)
                     };
                     model.generate(prompts, &generation, emit).unwrap()

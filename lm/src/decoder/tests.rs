@@ -33,7 +33,7 @@ fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().try_to_vec().unwrap()
 }
 
-/// The largest difference, as a share of the largest value.
+/// Returns the largest difference, as a share of the largest value.
 fn distance(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -41,14 +41,15 @@ fn distance(found: &[f32], expected: &[f32]) -> f32 {
     pairs.fold(0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
-/// Columns `range` of rows of `width`.
+/// Returns columns `range` of rows of `width`.
 fn columns(x: &[i64], width: usize, range: std::ops::Range<usize>) -> Vec<i64> {
     x.chunks(width)
         .flat_map(|row| row[range.clone()].to_vec())
         .collect()
 }
 
-/// Logits, negative log-likelihoods and greedy tokens against those of transformers, all in f32.
+/// Compares logits, negative log-likelihoods and greedy tokens with those of transformers, all in
+/// f32.
 fn matches_transformers(folder: &Path) {
     let model = load(folder);
     let reference = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
@@ -73,7 +74,7 @@ fn matches_transformers(folder: &Path) {
         }
     }
 
-    // In chunks of 5 with a cache, of which the last has 2 tokens in a row of 5.
+    // In chunks of 5 with a cache; the last chunk has 2 tokens in a row of 5.
     let mut cache = model.cache(2, 40).unwrap();
     let mut found = vec![Vec::new(); 2];
     for first in (0..32).step_by(5) {
@@ -96,8 +97,8 @@ fn matches_transformers(folder: &Path) {
     let error = distance(&found.concat(), &logits);
     assert!(error < 1e-5, "with a cache logits differ by {error}");
 
-    // Greedy. `generate` of transformers took token 0 for padding, which the second row has once:
-    // it was invisible and had no position, as if it were not there.
+    // Greedy. transformers' `generate` treated token 0 as padding, which occurs once in the second
+    // row: it was masked and had no position, as if absent.
     let greedy = integers(reference.get("greedy_24_from_first_16").unwrap());
     let prompts: Vec<Vec<u32>> = ids
         .chunks(32)
@@ -137,7 +138,7 @@ fn matches_transformers(folder: &Path) {
             .collect();
         assert_eq!(*found, expected, "row {row}");
     }
-    // Prompts of different lengths beside each other give what they give alone.
+    // Prompts of different lengths in one batch give the same results as alone.
     let uneven = [prompts[0].clone(), prompts[1][..9].to_vec()];
     let together = model
         .generate(&uneven, &Generation::greedy(6).with_chunk(5), |_, _| {
@@ -171,7 +172,7 @@ fn mixtral_matches_transformers() {
     matches_transformers(&golden("mixtral-tiny"));
 }
 
-/// Saved in the type of the source, whatever the type in memory, the files have the same bytes.
+/// A model saved in the type of its source has the same bytes, regardless of its type in memory.
 fn saves_the_same_bytes(source: &Path, dtype: FloatDType) {
     let model = Decoder::load(source, &flex(), dtype).unwrap();
     let name = source.file_name().unwrap().to_str().unwrap();
@@ -265,8 +266,8 @@ fn tensors_that_do_not_fit_are_all_named() {
     assert!(!error.contains("inv_freq"), "{error}");
 }
 
-/// A model of the configuration `changes` make of a small Llama, with values of its own: those of
-/// biases times `bias`.
+/// Writes a small Llama with `changes` to its configuration and generated values; those of biases
+/// are multiplied by `bias`.
 fn made(folder: &Path, changes: serde_json::Value, bias: f32) {
     let mut json = serde_json::json!({
         "model_type": "llama", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48,
@@ -296,8 +297,9 @@ fn made(folder: &Path, changes: serde_json::Value, bias: f32) {
     writer.finish().unwrap();
 }
 
-/// What no golden folder has: biases, dense layers among those with experts, and rotary positions
-/// that depend on the length. Saved, they have the same bytes; with a cache, the same logits.
+/// Features absent from the golden folders: biases, dense layers among layers with experts, and
+/// rotary embeddings that depend on the length. Saving preserves the bytes; a cache preserves the
+/// logits.
 #[test]
 fn rare_parts_load_save_and_run() {
     let experts = serde_json::json!({
@@ -314,7 +316,7 @@ fn rare_parts_load_save_and_run() {
         let ids: Vec<i64> = (0..20).map(|i| (i * 37 + 5) % 48).collect();
         let all = values(model.forward(tokens(&ids, 1)).unwrap());
         assert!(all.iter().all(|logit| logit.is_finite()), "{name}");
-        // A few tokens at a time, and more than these.
+        // A few tokens at a time, and more.
         for size in [6, 11] {
             let mut cache = model.cache(1, 20).unwrap();
             let mut found = Vec::new();
@@ -367,7 +369,7 @@ fn a_window_is_the_same_with_and_without_a_cache() {
     let all = values(model.forward(tokens(&ids, 1)).unwrap());
     let without = values(full.forward(tokens(&ids, 1)).unwrap());
     let vocab = 288;
-    // The first four tokens see what they see without a window.
+    // The first four tokens attend to the same tokens as without a window.
     assert!(distance(&all[..4 * vocab], &without[..4 * vocab]) < 1e-6);
     assert!(distance(&all[4 * vocab..5 * vocab], &without[4 * vocab..5 * vocab]) > 1e-3);
     let mut cache = model.cache(1, 24).unwrap();

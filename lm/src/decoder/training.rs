@@ -1,4 +1,4 @@
-//! A decoder for training.
+//! Prepares a decoder for training.
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -17,15 +17,15 @@ use crate::model::check_dtype;
 use crate::random::hash;
 
 impl Decoder {
-    /// The model for training with `recipe`: every projection of its layers is quantized as the
-    /// recipe says, but for those that it keeps in high precision; embedding, norms, routers and
-    /// head are not. Parameters keep their type, and get ids of their paths; activations are of
-    /// type `activation`.
+    /// Prepares the model for training with `recipe`. Every projection of its layers is quantized
+    /// according to the recipe, except those that it keeps in high precision; embedding, norms,
+    /// routers and head are not quantized. Parameters keep their type and get IDs derived from
+    /// their paths; activations have type `activation`.
     ///
     /// # Errors
-    /// When a width is no multiple of 16 in a projection that the recipe does not keep in high
-    /// precision, the device does not compute in the type, or the recipe does not pass its checks or
-    /// keeps layers that the model lacks.
+    /// Returns an error if a width is not a multiple of 16 in a projection that the recipe does not
+    /// keep in high precision, the device does not support the type, or the recipe does not pass
+    /// its checks or keeps layers that the model lacks.
     pub fn into_training(self, recipe: &Nvfp4Recipe, activation: FloatDType) -> Result<Self> {
         let mut kept = 0;
         let model = self.with_projections(
@@ -47,19 +47,20 @@ impl Decoder {
             |it| grouped(it, recipe),
         )?;
         match recipe.apply(&model) {
-            // All that the pattern names are among those that are no layers of NVFP4.
+            // The pattern matches only projections that are not NVFP4 layers.
             Err(_) if kept > 0 => recipe.clone().with_high_precision(None).apply(&model)?,
             applied => applied?,
         };
         Ok(model)
     }
 
-    /// The model for training beside its weights: packed ones stay packed, and what its layers have
-    /// in high precision is multiplied as it is. Parameters get ids of their paths; activations are
-    /// of type `activation`. [`into_lora`](Self::into_lora) freezes it.
+    /// Prepares the model for training adapters: packed weights stay packed, and high-precision
+    /// weights are not quantized. Parameters get IDs derived from their paths; activations have
+    /// type `activation`. [`into_lora`](Self::into_lora) then freezes the model.
     ///
     /// # Errors
-    /// When a width is no multiple of 16, or the device does not compute in the type.
+    /// Returns an error if a width is not a multiple of 16, or if the device does not support the
+    /// type.
     pub fn into_frozen(self, activation: FloatDType) -> Result<Self> {
         let recipe = Nvfp4Recipe::bf16();
         self.with_projections(
@@ -75,8 +76,8 @@ impl Decoder {
         )
     }
 
-    /// The model with the projections and experts that are made of its own, and parameters with ids
-    /// of their paths.
+    /// Converts the projections and experts of the model with the given functions, and gives
+    /// parameters IDs derived from their paths.
     fn with_projections(
         self,
         activation: FloatDType,
@@ -95,7 +96,7 @@ impl Decoder {
         model.dtype = activation;
         for (index, layer) in model.layers.iter_mut().enumerate() {
             let attention = &mut layer.attention;
-            // What patterns of layers in NVFP4 match.
+            // The path that patterns match for NVFP4 layers.
             let path = |name: &str| format!("layers.{index}.{name}.Nvfp4.weight");
             let parts = names::qkv(&config, index);
             replace_at(&mut attention.qkv, parts, path("attention.qkv"))?;
@@ -125,14 +126,15 @@ impl Decoder {
         Ok(model)
     }
 
-    /// The same model, in whose first `layers` layers the backward computes the inputs of the
-    /// feed-forward's activation again instead of keeping them. Results have the same bits.
+    /// Makes the backward of the first `layers` layers recompute the inputs of the feed-forward's
+    /// activation instead of saving them. Results have the same bits.
     ///
-    /// The first layers: the backward reaches them last, when the others have freed their memory.
+    /// The first layers are chosen because the backward reaches them last, when the other layers
+    /// have freed their memory.
     ///
     /// # Errors
-    /// When the model has fewer layers, or one of them was not made for
-    /// [training](Self::into_training), or has adapters.
+    /// Returns an error if the model has fewer layers, or if one of them was not prepared by
+    /// [`into_training`](Self::into_training) or has adapters.
     pub fn with_recompute(mut self, layers: usize) -> Result<Self> {
         let all = self.layers.len();
         ensure!(
@@ -151,13 +153,13 @@ impl Decoder {
         Ok(self)
     }
 
-    /// The same parameters with ids of their paths: those of Burn are of the process, and files of
-    /// a run would not be those of another.
+    /// Gives parameters IDs derived from their paths. Burn's IDs differ between processes, so the
+    /// files of a run would not be reproducible.
     pub(crate) fn with_ids_of_paths(self) -> Self {
         self.map(&mut Ids::default())
     }
 
-    /// The weight of the head, `[d_model, vocab]`; that of the embedding where they are one.
+    /// Returns the weight of the head, `[d_model, vocab]`; that of the embedding if tied.
     pub fn head_weight(&self) -> Tensor<2> {
         match &self.head {
             Some(head) => head.weight.val(),
@@ -165,11 +167,12 @@ impl Decoder {
         }
     }
 
-    /// The cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features` (`[rows, d_model]`),
-    /// as `params` says; differentiable. Logits of all rows are never in memory.
+    /// Computes the cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features`
+    /// (`[rows, d_model]`), according to `params`; differentiable. Never holds the logits of all
+    /// rows in memory.
     ///
     /// # Errors
-    /// When a type or shape does not fit.
+    /// Returns an error if a type or shape does not match.
     pub fn cross_entropy(
         &self,
         features: Tensor<2>,
@@ -182,24 +185,24 @@ impl Decoder {
     }
 }
 
-/// The field of a layer with gate, up and down.
+/// Field of a layer that holds gate, up and down.
 const FEED_FORWARD: &str = "feed_forward";
 
-/// A projection of a width that is no multiple of 16.
+/// A projection whose width is not a multiple of 16.
 struct Odd {
-    /// Its modules and their widths.
+    /// Description of its modules and widths.
     what: String,
-    /// The path of its weight.
+    /// Path of its weight.
     path: String,
 }
 
-/// Puts what `make` makes of `place` there. After an error it has no meaning.
+/// Replaces the value at `place` by the result of `make`. The value is meaningless after an error.
 fn replace<T: Clone>(place: &mut T, make: impl FnOnce(T) -> Result<T>) -> Result<()> {
     *place = make(place.clone())?;
     Ok(())
 }
 
-/// The experts with `recipe`.
+/// Prepares the experts for `recipe`.
 fn grouped(experts: Experts, recipe: &Nvfp4Recipe) -> Result<Experts> {
     let Experts::Grouped(layer) = experts else {
         anyhow::bail!("packed experts cannot be trained: load the model dequantized");
@@ -217,12 +220,12 @@ fn grouped(experts: Experts, recipe: &Nvfp4Recipe) -> Result<Experts> {
     Ok(Experts::Grouped(made))
 }
 
-/// Gives parameters the ids of their paths.
+/// Gives parameters IDs derived from their paths.
 #[derive(Default)]
 struct Ids(Vec<String>);
 
 impl Ids {
-    /// The id of the path.
+    /// Returns the ID of the path.
     fn id(&self) -> ParamId {
         ParamId::from(hash(self.0.join(".").as_bytes()))
     }
@@ -241,7 +244,7 @@ impl ModuleMapper for Ids {
         Param::initialized(self.id(), param.val())
     }
 
-    /// The codes and block scales of packed weights.
+    /// Codes and block scales of packed weights.
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
         Param::initialized(self.id(), param.val())
     }

@@ -29,7 +29,7 @@ fn windows_count_every_token_once() {
 fn the_mean_is_of_tokens_and_its_error_of_windows() {
     let found = CrossEntropy::of(&[(2, 2.0), (2, 6.0), (4, 8.0)]);
     assert_eq!((found.tokens, found.mean), (8, 2.0));
-    // Windows are off by -2, 2 and 0 nats: sqrt(8 · 3 / 2) / 8.
+    // The sums of the windows deviate by -2, 2 and 0 nats: sqrt(8 · 3 / 2) / 8.
     assert!((found.error - 12f64.sqrt() / 8.0).abs() < 1e-15);
     assert!((found.perplexity() - 2f64.exp()).abs() < 1e-12);
     assert!((found.perplexity_error() - 2f64.exp() * found.error).abs() < 1e-12);
@@ -84,7 +84,7 @@ mod with_a_model {
     use crate::hf::{GenerationConfig, TensorFolder};
     use nvfp4_test_support::golden;
 
-    /// The rows of a reference, and their negative log-likelihoods by transformers.
+    /// Returns the rows of a reference, and their negative log-likelihoods from transformers.
     fn reference(folder: &Path, name: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
         let tensors = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
         let ids = tensors.get("input_ids").unwrap().bytes;
@@ -135,7 +135,7 @@ mod with_a_model {
         let rows = reference(&folder, "nll_f64");
         assert_reference(&model, &rows);
 
-        // A window without what is before it says something else.
+        // A window without the preceding context gives other values.
         let short = Windows {
             length: 8,
             stride: 7,
@@ -176,7 +176,7 @@ mod with_a_model {
         assert!(format!("{error:#}").contains("not quantized"), "{error:#}");
     }
 
-    /// The model is meant for 256 positions.
+    /// The model's maximum context is 256.
     #[test]
     fn texts_beyond_the_positions_of_the_model_are_refused_or_counted() {
         let folder = golden("llama3-tiny");
@@ -234,7 +234,7 @@ mod with_a_model {
             choices: vec![" fox".into(), " dog jumps over".into()],
             answer,
         };
-        // The model is random: what is right is what it says.
+        // The model is random, so its own choices define the right answers.
         let scores: Vec<f64> = question(0)
             .choices
             .iter()

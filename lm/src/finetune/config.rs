@@ -1,4 +1,4 @@
-//! The configuration of a run, and its checks.
+//! Configuration of a run, and its checks.
 
 use std::path::PathBuf;
 
@@ -9,101 +9,102 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Activation, GradReduce, RecipeName, Schedule, check_counts};
 use crate::decoder::{FrozenForm, LoraConfig};
 
-/// The file with the configuration, in the folder of a run.
+/// Configuration file in the folder of a run.
 pub const CONFIG: &str = "finetune.json";
 
-/// What training minimises.
+/// Training objective.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Objective {
-    /// The cross entropy of the targets.
+    /// Cross entropy of the targets.
     CrossEntropy,
-    /// The KL divergence to a frozen model, at the targets that count.
+    /// KL divergence to a frozen teacher, at the targets that count.
     Distillation {
-        /// Its folder.
+        /// Folder of the teacher.
         teacher: PathBuf,
-        /// The form of its weights.
+        /// Form of the teacher's weights.
         #[serde(default)]
         form: FrozenForm,
-        /// Divides the logits of both.
+        /// Temperature that divides the logits of both models.
         temperature: f64,
     },
 }
 
-/// Everything that decides a run: what `finetune.json` holds.
+/// All settings of a run; the contents of `finetune.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FinetuneConfig {
-    /// The folder of the model that training begins with.
+    /// Folder of the initial model.
     pub model: PathBuf,
-    /// Shards of tokens.
+    /// Shards of training tokens.
     pub data: Vec<PathBuf>,
-    /// Those for validation; where there are none, a share of the documents of `data` is.
+    /// Shards of validation tokens; if none, a share of the documents of `data` is used.
     pub valid: Vec<PathBuf>,
-    /// That share.
+    /// Share of the documents held out for validation.
     pub valid_share: f64,
-    /// The recipe's name.
+    /// Name of the recipe.
     pub recipe_name: RecipeName,
-    /// The recipe of the layers' projections.
+    /// Recipe of the layers' projections.
     pub recipe: Nvfp4Recipe,
-    /// Adapters; where there are none, all parameters are trained.
+    /// Adapters; if none, all parameters are trained.
     pub lora: Option<LoraConfig>,
-    /// The form of the weights beside adapters.
+    /// Form of the frozen weights under adapters.
     #[serde(default)]
     pub frozen: FrozenForm,
-    /// What is minimised.
+    /// Training objective.
     pub objective: Objective,
-    /// Type of the activations, and of frozen weights; trained ones and the optimizer are f32.
+    /// Type of the activations and of frozen weights; trained weights and the optimizer state are
+    /// f32.
     pub activation: Activation,
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     pub steps: u64,
-    /// Rows in a forward.
+    /// Rows per forward pass.
     pub batch: usize,
-    /// Forwards whose gradients are added up for a step.
+    /// Number of forward passes whose gradients are accumulated per step.
     pub accumulate: usize,
-    /// Tokens of a row.
+    /// Tokens per row.
     pub context: usize,
-    /// The highest learning rate.
+    /// Peak learning rate.
     pub lr: f64,
-    /// Steps over which it rises; it then falls to a tenth along a cosine.
+    /// Warm-up steps of the learning rate, which then decays to a tenth along a cosine.
     pub warmup: u64,
-    /// Decoupled decay of matrices.
+    /// Decoupled weight decay of matrices.
     pub weight_decay: f64,
     /// Global norm to which gradients are clipped.
     pub grad_clip: f64,
-    /// Of the order of rows and of stochastic rounding.
+    /// Seed of the row order and of stochastic rounding.
     pub seed: u64,
     /// Steps between evaluations.
     pub eval_every: u64,
-    /// Rows of an evaluation at most.
+    /// Maximum number of rows per evaluation.
     pub eval_rows: usize,
     /// Steps between rows of `metrics.csv`.
     pub log_every: u64,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
-    /// Compute the inputs of the feed-forward's activation again in the backward of this many
-    /// layers, instead of keeping them: the same bits.
+    /// Number of layers whose backward recomputes the inputs of the feed-forward's activation
+    /// instead of saving them; identical bits.
     #[serde(default)]
     pub recompute: usize,
-    /// Take the steps as a CUDA graph, captured after three of them: the same bits, without the
-    /// launches.
+    /// True to run the steps as a CUDA graph, captured after three steps: no launch overhead,
+    /// identical bits.
     #[serde(default)]
     pub graph: bool,
-    /// Shard parameters, gradients and the optimizer's state over the ranks (FSDP), instead of
-    /// having all of them on each.
+    /// True to shard parameters, gradients and optimizer state over the ranks (FSDP) instead of
+    /// replicating them.
     #[serde(default)]
     pub fsdp: bool,
-    /// The type in which gradients travel between ranks.
+    /// Type in which ranks exchange gradients.
     #[serde(default)]
     pub grad_reduce: GradReduce,
-    /// `flex`, `cpu` or `cuda:N`; a run may be resumed on another.
+    /// Device: `flex`, `cpu` or `cuda:N`; a run may be resumed on another.
     pub device: String,
 }
 
 impl FinetuneConfig {
-    /// Check every value that needs neither data nor device.
+    /// Checks every value that needs neither data nor device.
     ///
     /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check(&self) -> Result<()> {
         check_counts(&[
             ("steps", self.steps),
@@ -165,10 +166,10 @@ impl FinetuneConfig {
         Ok(self.recipe.check()?)
     }
 
-    /// Fail unless `ranks` ranks, a process each, can share the rows of each forward.
+    /// Checks that `ranks` ranks, one process each, can split the rows of each forward pass.
     ///
     /// # Errors
-    /// Names the value that is wrong, what it is, and what it may be.
+    /// Returns an error that names the invalid value and the allowed ones.
     pub fn check_ranks(&self, ranks: usize) -> Result<()> {
         ensure!(
             self.batch.is_multiple_of(ranks),
@@ -179,7 +180,7 @@ impl FinetuneConfig {
         Ok(())
     }
 
-    /// Rows of a step.
+    /// Returns the number of rows per step.
     pub fn rows_per_step(&self) -> usize {
         self.batch * self.accumulate
     }

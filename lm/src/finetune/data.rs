@@ -1,4 +1,4 @@
-//! Files of text or tokens to rows for training and validation.
+//! Loads files of text or tokens as rows for training and validation.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::tokens::encode::is_shard;
 use crate::tokens::rows::{places, split};
 use crate::tokens::{ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Vocabulary};
 
-/// The tokenizer of a model folder, with what texts need beside it.
+/// Tokenizer of a model folder, with the settings needed to read texts.
 pub struct TextReader {
     tokenizer: Tokenizer,
     chat: Option<ChatTemplate>,
@@ -22,10 +22,10 @@ pub struct TextReader {
 }
 
 impl TextReader {
-    /// Of the model in `folder`.
+    /// Reads the tokenizer of the model in `folder`.
     ///
     /// # Errors
-    /// When a file is absent or malformed.
+    /// Returns an error if a file is absent or malformed.
     pub fn read(folder: &Path) -> Result<Self> {
         let config = DecoderConfig::read(folder)?;
         let settings = GenerationConfig::read(folder, &config)?;
@@ -43,20 +43,21 @@ impl TextReader {
         })
     }
 
-    /// What shards of these tokens say.
+    /// Returns the vocabulary that shards of these tokens record.
     pub fn vocabulary(&self) -> Vocabulary {
         self.vocabulary
     }
 
-    /// Tokens that a text of the model may have.
+    /// Returns the model's maximum context.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// Writes the documents of `paths` to the shard `out`.
+    /// Tokenizes the documents of `paths` into the shard `out`.
     ///
     /// # Errors
-    /// When a path cannot be read, a line is no document, or there is no document.
+    /// Returns an error if a path cannot be read, a line is not a document, or there is no
+    /// document.
     pub fn write_shard(&self, paths: &[PathBuf], out: &Path) -> Result<Encoded> {
         let chat = self.chat.clone();
         let encoder = Encoder::new(&self.tokenizer, chat, self.eos);
@@ -71,10 +72,10 @@ impl TextReader {
         Ok(found)
     }
 
-    /// The shards among `paths`, and one at `out` of all others, if there are any.
+    /// Returns the shards among `paths`, and a new one at `out` with all other files, if any.
     ///
     /// # Errors
-    /// As [`write_shard`](Self::write_shard).
+    /// Returns the errors of [`write_shard`](Self::write_shard).
     pub fn shards(&self, paths: &[PathBuf], out: &Path) -> Result<(Vec<PathBuf>, Encoded)> {
         let (mut shards, texts): (Vec<_>, Vec<_>) =
             paths.iter().cloned().partition(|path| is_shard(path));
@@ -90,22 +91,22 @@ impl TextReader {
 /// The rows of a run.
 #[derive(Debug)]
 pub struct TrainingData {
-    /// To train on.
+    /// Training rows.
     pub train: Rows,
-    /// To evaluate on.
+    /// Validation rows.
     pub valid: Rows,
-    /// What identifies the tokens, to notice that they have changed.
+    /// Fingerprint of the tokens, to detect changes.
     pub fingerprint: String,
-    /// True if there is one document, whose end is for validation.
+    /// True if there is only one document, whose end is the validation data.
     pub is_one: bool,
 }
 
 impl TrainingData {
-    /// The shards that `config` names, of tokens of `vocabulary`.
+    /// Opens the shards that `config` names, with tokens of `vocabulary`.
     ///
     /// # Errors
-    /// When a shard is damaged or of another vocabulary or tokenizer, or one of the parts has no
-    /// target.
+    /// Returns an error if a shard is corrupt or has another vocabulary or tokenizer, or if the
+    /// training or validation data has no target.
     pub fn open(config: &FinetuneConfig, vocabulary: Vocabulary) -> Result<Self> {
         let open = |paths: &[PathBuf]| -> Result<Vec<Arc<Shard>>> {
             paths.iter().map(|path| shard(path, vocabulary)).collect()

@@ -1,4 +1,4 @@
-//! What was trained, as a quantized folder.
+//! Exports the trained model as a quantized folder.
 
 use std::path::Path;
 
@@ -19,21 +19,21 @@ use crate::quantize::{
 use crate::ranks::on_first_at_length;
 
 impl Finetune<'_> {
-    /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out`, for
-    /// readers of `dialect`. Layers that the recipe keeps in high precision stay there, as do those
-    /// that are not packed beside packed ones; tensors that are not quantized are `f32`. Global
+    /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out` in
+    /// `dialect`. Layers that the recipe keeps in high precision are not quantized, nor are the
+    /// unpacked layers of a packed model; tensors that are not quantized are `f32`. The global
     /// scales of activations, which [`Scheme::W4a4`] needs, are calibrated on the rows of an
-    /// evaluation. All ranks call it together; rank 0 gets what it has written.
+    /// evaluation. All ranks call this function; rank 0 returns a summary of the output.
     ///
     /// # Errors
-    /// When the folder has files, or the disk refuses.
+    /// Returns an error if the folder has files or a file cannot be written.
     pub fn export(
         &self,
         out: &Path,
         dialect: Dialect,
         scheme: Scheme,
     ) -> Result<Option<Quantized>> {
-        // The masters themselves are rounded, not a bf16 copy of them.
+        // Rounds the master weights, not a bf16 copy of them.
         let mut name = out.as_os_str().to_owned();
         name.push(".f32");
         let masters = Path::new(&name);
@@ -42,7 +42,7 @@ impl Finetune<'_> {
             model.save(masters, Dtype::F32, Some(&self.config().model))?;
             Ok(made)
         })?;
-        // On the CPU, which may take long.
+        // Runs on the CPU, which may take long.
         let done = on_first_at_length(self.world(), || {
             let (options, calibration) = saved.expect("rank 0 has saved it");
             quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {})
@@ -53,7 +53,7 @@ impl Finetune<'_> {
         done
     }
 
-    /// How `model` is quantized.
+    /// Returns the quantization options for `model`.
     fn quantization(
         &self,
         model: &Decoder,
@@ -92,13 +92,13 @@ impl Finetune<'_> {
     }
 }
 
-/// The names of the linear layers that compute in high precision, one of those that are fused; of a
-/// model of packed weights, those that are not packed.
+/// Returns the names of the linear layers that compute in high precision, one per fused group; in a
+/// model of packed weights, the layers that are not packed.
 fn kept_modules(model: &Decoder, is_packed: bool) -> Vec<String> {
     let is_high = |projection: &Projection| match projection {
         _ if is_packed => !projection.is_packed(),
         Projection::Nvfp4(linear) => linear.state.is_high_precision(),
-        // Its width is no multiple of 16.
+        // Its width is not a multiple of 16.
         Projection::Dense(_) => true,
         _ => false,
     };

@@ -1,4 +1,4 @@
-//! Adapters beside frozen weights, in high precision and packed.
+//! Tests adapters on frozen weights, in high precision and packed.
 
 use std::path::Path;
 
@@ -15,7 +15,8 @@ use crate::hf::{Dtype, TensorFolder};
 use crate::interchange::{Dialect, Scheme};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
-/// Adapters are trained alone; merged, they are the model; in a file, they are what was trained.
+/// Only the adapters are trained. Merging them gives the trained model; their file holds the
+/// trained values.
 #[test]
 fn adapters_learn_beside_frozen_weights() {
     let model = golden("qwen3-tiny");
@@ -37,7 +38,7 @@ fn adapters_learn_beside_frozen_weights() {
     let losses = valid_losses(&run);
     assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
 
-    // Stopped and resumed, it is the same; a checkpoint has the adapters and no more.
+    // A resumed run gives the same result; a checkpoint has only the adapters.
     let parts = folder.join("parts");
     let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
     part.train(Some(5), &mut ()).unwrap();
@@ -53,7 +54,7 @@ fn adapters_learn_beside_frozen_weights() {
         left[0].1.len()
     );
 
-    // Merged, and by the tensors of the adapter.
+    // Merged, and loaded from the adapter's tensors.
     let merged = folder.join("merged");
     run.save_model(&merged, Dtype::F32).unwrap();
     let adapter = folder.join("adapter");
@@ -125,7 +126,7 @@ fn adapters_learn_beside_frozen_weights() {
     }
 }
 
-/// Adapters of rank 4 beside some projections.
+/// Returns adapters of rank 4 on some projections.
 pub(super) fn some_adapters() -> LoraConfig {
     LoraConfig {
         rank: 4,
@@ -134,8 +135,8 @@ pub(super) fn some_adapters() -> LoraConfig {
     }
 }
 
-/// A run beside the weights of the quantized folder `model` in the form `frozen`, and its data; the
-/// tokenizer is that of `plain`.
+/// Configures a run on the frozen weights of the quantized folder `model` in the form `frozen`,
+/// with its data; the tokenizer is that of `plain`.
 fn beside(model: &Path, plain: &Path, folder: &Path, frozen: FrozenForm) -> FinetuneConfig {
     FinetuneConfig {
         model: model.into(),
@@ -147,14 +148,14 @@ fn beside(model: &Path, plain: &Path, folder: &Path, frozen: FrozenForm) -> Fine
     }
 }
 
-/// Its data.
+/// Returns the data of such a run.
 fn data_beside(config: &FinetuneConfig, plain: &Path) -> TrainingData {
     let vocabulary = TextReader::read(plain).unwrap().vocabulary();
     TrainingData::open(config, vocabulary).unwrap()
 }
 
-/// Beside packed weights adapters learn what they learn beside the values of these, and nothing in
-/// high precision is left of what the folder has packed.
+/// Adapters on packed weights learn the same as on the dequantized weights, and no high-precision
+/// copy of packed weights remains.
 #[test]
 fn adapters_learn_beside_packed_weights() {
     for (name, plain) in [
@@ -191,8 +192,8 @@ fn adapters_learn_beside_packed_weights() {
     }
 }
 
-/// Weights of a folder in high precision are quantized when they are loaded, as training for
-/// serving quantizes them; the run can be stopped, merged and exported.
+/// Weights of a high-precision folder are quantized at load time, as in training for serving; the
+/// run can be stopped, merged and exported.
 #[test]
 fn frozen_weights_are_quantized_at_load() {
     let model = golden_with_tokenizer("qwen3moe-tiny");
@@ -249,7 +250,7 @@ fn frozen_weights_are_quantized_at_load() {
     )
     .unwrap();
 
-    // Merged, it is the model without the rounding of activations.
+    // The merged model does not round activations.
     let merged = folder.join("merged");
     run.save_model(&merged, Dtype::F32).unwrap();
     let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
@@ -259,7 +260,7 @@ fn frozen_weights_are_quantized_at_load() {
     let base = loaded(FrozenForm::W4a4).unwrap();
     assert!(weight(&base) != expected, "the adapters are merged");
 
-    // Nothing that a form excludes is left out silently.
+    // Options that a form excludes are refused, not ignored.
     for (change, name) in [
         (
             FinetuneConfig {
@@ -281,7 +282,7 @@ fn frozen_weights_are_quantized_at_load() {
     }
 }
 
-/// Folders that quantize activations pass gradients, with them quantized or not.
+/// Folders that quantize activations propagate gradients, with or without quantized activations.
 #[test]
 fn folders_of_quantized_activations_are_trained() {
     let (model, plain) = (golden("llama3-tiny-ct-nvfp4"), golden("llama3-tiny"));
@@ -304,7 +305,7 @@ fn folders_of_quantized_activations_are_trained() {
     assert!(error.contains("quantizes activations (w4a4)"), "{error}");
 }
 
-/// A packed teacher is the packed model; a student beside it that is the same has no loss.
+/// A packed teacher equals the packed model; an identical student has zero loss.
 #[test]
 fn teachers_are_packed() {
     let model = golden("llama3-tiny");

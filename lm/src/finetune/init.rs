@@ -1,4 +1,4 @@
-//! A model folder of random weights.
+//! Writes a model folder with random weights.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::{DecoderConfig, Dtype, NewFolder, TensorWriter, copy_file};
 use crate::random::normal;
 
-/// Standard deviation of weights where the configuration has no `initializer_range`, as in
+/// Default standard deviation of weights if the configuration has no `initializer_range`, as in
 /// transformers.
 const DEVIATION: f64 = 0.02;
 
@@ -25,14 +25,14 @@ const TOKENIZER: &[&str] = &[
     "generation_config.json",
 ];
 
-/// Writes the model of the configuration file `config` to the new folder `out`, in `f32`: norms are
-/// 1, biases 0, and matrices normal with the deviation `initializer_range` of the configuration.
-/// The weights depend on `seed` and their names alone. The tokenizer comes from the folder
-/// `tokenizer`; where `eos` is given, it is the only special token of the model, and ends texts.
+/// Writes the model of the configuration file `config` to the new folder `out`, in `f32`. Norms are
+/// 1, biases 0, and matrices normal with standard deviation `initializer_range` of the
+/// configuration. The weights depend only on `seed` and their names. The tokenizer is copied from
+/// the folder `tokenizer`; `eos`, if given, is the only special token of the model, and ends texts.
 ///
 /// # Errors
-/// When the configuration is refused, the tokenizer's file is absent, `out` has files, or the disk
-/// refuses.
+/// Returns an error if the configuration is refused, the tokenizer's file is absent, `out` has
+/// files, or a file cannot be written.
 pub fn write_random(
     config: &Path,
     tokenizer: &Path,

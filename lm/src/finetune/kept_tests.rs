@@ -1,4 +1,4 @@
-//! What a run says of its data, and what it knows when it goes on.
+//! Tests the data report of a run, and the checks when it is resumed.
 
 use std::fs;
 
@@ -21,8 +21,8 @@ fn adapters() -> LoraConfig {
     }
 }
 
-/// Stops a run of `config` whose model is a copy, and says why it does not go on once `change` has
-/// been made to `folder`.
+/// Stops a run of `config` on a copy of the model, applies `change` to `folder`, and returns the
+/// error on resuming, if any.
 fn resumed(
     test: &str,
     set: impl FnOnce(&mut FinetuneConfig, &std::path::Path),
@@ -45,7 +45,7 @@ fn resumed(
     open().unwrap();
     let mut variant = Variant::of(&scratch.join(changed));
     change(&mut variant);
-    // The copy is read while it is written anew.
+    // The variant reads the old folder while the new one is written.
     let again = scratch.join("again");
     variant.write(&again);
     fs::remove_dir_all(scratch.join(changed)).unwrap();
@@ -77,14 +77,14 @@ fn a_resumed_run_knows_what_it_does_not_train() {
     };
     let error = resumed("kept-teacher", distill, "teacher", touch).unwrap();
     assert!(error.contains("the teacher"), "{error}");
-    // All weights are in the checkpoint, but not what they compute.
+    // All weights are in the checkpoint, but not the architecture.
     assert_eq!(resumed("kept-none", |_, _| (), "model", touch), None);
     let epsilon = |variant: &mut Variant| variant.json["rms_norm_eps"] = 0.01.into();
     let error = resumed("kept-config", |_, _| (), "model", epsilon).unwrap();
     assert!(error.contains("config.json of"), "{error}");
 }
 
-/// One long text is what most people bring.
+/// A single long text is the most common input.
 #[test]
 fn the_end_of_a_single_text_is_for_validation() {
     let model = golden("llama3-tiny");

@@ -1,4 +1,4 @@
-//! The loss of rows, and of the validation rows.
+//! Loss of rows, and of the validation rows.
 
 use anyhow::Result;
 use burn::tensor::{Device, Int, Tensor};
@@ -10,7 +10,7 @@ use crate::decoder::{Decoder, PackedRows};
 use crate::ranks::in_turns;
 use crate::tokens::{RowBatch, Rows};
 
-/// The sum over targets that count.
+/// Sum over the targets that count.
 pub(super) const SUM: CrossEntropy = CrossEntropy {
     ignore: -100,
     smoothing: 0.0,
@@ -18,8 +18,9 @@ pub(super) const SUM: CrossEntropy = CrossEntropy {
     reduction: Reduction::Sum,
 };
 
-/// The mean cross entropy of `model` on the first rows of `rows`, with the sizes of a batch and of
-/// the evaluation. The ranks of `world`, which all call it, take the batches in turns.
+/// Returns the mean cross entropy of `model` on the first rows of `rows`, given the batch size and
+/// the number of evaluation rows. The ranks of `world`, which all call this function, take the
+/// batches round-robin.
 pub(super) fn cross_entropy_of(
     model: &Decoder,
     rows: &Rows,
@@ -31,8 +32,8 @@ pub(super) fn cross_entropy_of(
     let batches = indices.chunks(batch).map(|indices| rows.batch(indices));
     let batches: Vec<RowBatch> = batches.collect::<Result<_>>()?;
     let counted: usize = batches.iter().map(RowBatch::counted).sum();
-    // All ranks have as many forwards, which sharded models need; the last ones are not counted
-    // where there are fewer batches.
+    // All ranks run the same number of forward passes, as sharded models require; surplus passes
+    // are not counted.
     let (rank, size) = (world.rank(), world.size());
     let sum_of = |round: usize| {
         let batch = &batches[(round * size + rank).min(batches.len() - 1)];
@@ -47,7 +48,7 @@ pub(super) fn cross_entropy_of(
     Ok(sums.into_iter().map(f64::from).sum::<f64>() / counted as f64)
 }
 
-/// What the logits of a teacher are made of, as constants to autodiff.
+/// Returns the features and head of a teacher, as constants to autodiff.
 pub(super) fn head(teacher: &Decoder, batch: &DeviceBatch) -> Result<Head> {
     let inputs = batch.inputs.clone().without_autodiff();
     let rows = batch.rows.without_autodiff();
@@ -58,7 +59,7 @@ pub(super) fn head(teacher: &Decoder, batch: &DeviceBatch) -> Result<Head> {
     })
 }
 
-/// Rows of sequences one behind another.
+/// Flattens the features of sequences to rows.
 pub(super) fn flat(features: Tensor<3>) -> Tensor<2> {
     let [batch, time, width] = features.dims();
     features.reshape([batch * time, width])

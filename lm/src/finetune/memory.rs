@@ -1,4 +1,4 @@
-//! What a run needs of its device's memory, before the model is loaded.
+//! Estimates the device memory of a run before the model is loaded.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -19,11 +19,12 @@ use crate::interchange::checkpoint::is_quantized;
 use crate::interchange::names::{canonical, expert_projection, is_head, is_linear, is_router};
 use crate::memory::{Finetuning, MemoryBudget, MemoryNeed};
 
-/// The budget of the run `config` on each of `ranks` ranks, by the configurations of its model and
-/// its teacher.
+/// Returns the memory budget of the run `config` on each of `ranks` ranks, from the configurations
+/// of its model and its teacher.
 ///
 /// # Errors
-/// When one of them cannot be read, or the adapters' targets are no regular expression.
+/// Returns an error if a configuration cannot be read, or the adapters' targets are not a regular
+/// expression.
 pub fn budget(config: &FinetuneConfig, ranks: usize) -> Result<MemoryBudget> {
     let model = SizedModel::read(&config.model)?;
     let teacher = match &config.objective {
@@ -43,20 +44,20 @@ pub fn budget(config: &FinetuneConfig, ranks: usize) -> Result<MemoryBudget> {
     }))
 }
 
-/// A model, as far as its memory depends on it.
+/// Properties of a model that determine its memory.
 #[derive(Debug, Clone)]
 pub struct SizedModel {
-    /// What it is built from.
+    /// Configuration of the model.
     pub config: DecoderConfig,
-    /// The modules that are packed in its folder, where it is quantized.
+    /// Modules that are packed in its folder, if it is quantized.
     packed: Option<BTreeSet<String>>,
 }
 
 impl SizedModel {
-    /// That in `folder`, quantized or not.
+    /// Reads the model in `folder`, quantized or not.
     ///
     /// # Errors
-    /// When its configuration cannot be read.
+    /// Returns an error if the configuration cannot be read.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         let mut json: Map<String, Value> = read_json(&path)?;
@@ -73,7 +74,8 @@ impl SizedModel {
         Ok(Self { config, packed })
     }
 
-    /// Bytes of its weights in `form`; those that are not packed have `element` bytes an element.
+    /// Returns the bytes of its weights in `form`; weights that are not packed have `element` bytes
+    /// per element.
     fn frozen(&self, form: FrozenForm, element: u64) -> u64 {
         let bytes = |tensor: &Expected| {
             let elements = elements(&tensor.shape);
@@ -85,8 +87,8 @@ impl SizedModel {
         expected(&self.config).iter().map(bytes).sum()
     }
 
-    /// Whether the tensor is packed where weights are: as the folder has it, or else if it is a
-    /// projection or an expert.
+    /// Returns true if the tensor is packed when weights are: if the folder packs it, or, for other
+    /// folders, if it is a projection or an expert.
     fn is_packed(&self, tensor: &str) -> bool {
         let Some(module) = tensor.strip_suffix(".weight") else {
             return false;
@@ -97,8 +99,8 @@ impl SizedModel {
         }
     }
 
-    /// Elements of the largest weight of its layers: what is fused, and the experts of a layer, are
-    /// one.
+    /// Returns the number of elements of the largest weight of its layers; fused projections and
+    /// the experts of a layer are one weight.
     fn largest_weight(&self) -> u64 {
         let model = &self.config;
         let attention = model.d_model * (model.heads + 2 * model.kv_heads) * model.head;
@@ -115,11 +117,11 @@ impl SizedModel {
     }
 }
 
-/// What a step of the run `config` holds at once, at the least. Chunks of logits are not counted,
-/// nor what quantization keeps beside the values.
+/// Returns a lower bound on the memory of a step of the run `config`. Excludes chunks of logits,
+/// and tensors that quantization saves in addition to the values.
 ///
 /// # Errors
-/// When the adapters' targets are no regular expression.
+/// Returns an error if the adapters' targets are not a regular expression.
 pub fn need(
     config: &FinetuneConfig,
     model: &SizedModel,
@@ -130,8 +132,8 @@ pub fn need(
         None => (parameters(&model.config), 0),
         Some(lora) => {
             let base = model.frozen(config.frozen, element);
-            // Kernels read packed weights beside bf16. For f32, Burn multiplies one dequantized
-            // weight after another.
+            // With bf16, kernels read packed weights directly. With f32, Burn multiplies one
+            // dequantized weight after another.
             let dequantized = match (config.frozen, config.activation) {
                 (FrozenForm::High, _) | (_, Activation::Bf16) => 0,
                 (FrozenForm::W4a16 | FrozenForm::W4a4, Activation::F32) => {
@@ -161,7 +163,7 @@ pub fn need(
     });
     let tokens = (config.batch as u64).saturating_mul(config.context as u64);
     Ok(MemoryNeed {
-        // Trained parameters are f32, their gradients and both moments of AdamW too.
+        // Trained parameters, their gradients and both AdamW moments are f32.
         weights: 4 * trained,
         frozen: base + of_teacher,
         gradients: 4 * trained,
@@ -170,7 +172,7 @@ pub fn need(
     })
 }
 
-/// Elements of all tensors of a model.
+/// Returns the number of elements in all tensors of a model.
 fn parameters(model: &DecoderConfig) -> u64 {
     let tensors = expected(model);
     tensors.iter().map(|tensor| elements(&tensor.shape)).sum()
@@ -180,7 +182,7 @@ fn elements(shape: &[usize]) -> u64 {
     shape.iter().map(|&axis| axis as u64).product()
 }
 
-/// Elements of the adapters of a model. Experts cannot have any.
+/// Returns the number of elements in the adapters of a model. Experts cannot have adapters.
 fn adapters(model: &DecoderConfig, lora: &LoraConfig) -> Result<u64> {
     let targets = lora.check()?;
     let tensors = expected(model);
@@ -302,7 +304,7 @@ mod tests {
             );
             assert_eq!(small.frozen, 2 * count);
 
-            // Packed, for f32 with the largest weight dequantized.
+            // Packed; for f32, plus the largest weight dequantized.
             let mut packed = config.clone();
             packed.frozen = FrozenForm::W4a16;
             let found = need(&packed, &model, None).unwrap();
@@ -344,7 +346,7 @@ mod tests {
         }
     }
 
-    /// Of a quantized folder, what it has packed.
+    /// For a quantized folder, counts the weights that it packs.
     #[test]
     fn packed_folders_need_what_they_hold() {
         let folder = golden("llama3-tiny-ct-nvfp4a16");
@@ -360,7 +362,7 @@ mod tests {
         assert_eq!(plain.frozen(FrozenForm::W4a16, 2), packed);
     }
 
-    /// On a device that says how much memory it has, before anything is loaded.
+    /// Runs on a device that reports its memory, before anything is loaded.
     #[cfg(feature = "cpu")]
     #[test]
     fn a_run_that_cannot_fit_is_refused_with_what_to_change() {

@@ -1,15 +1,15 @@
-//! Training of decoders in Hugging Face folders on tokenized data.
+//! Trains decoders from Hugging Face folders on tokenized data.
 //!
-//! - [`config`]: what to train, and the checks on its values.
-//! - [`data`]: files of text or tokens to rows for training and validation.
+//! - [`config`]: the configuration and its checks.
+//! - [`data`]: loads files of text or tokens as rows for training and validation.
 //! - [`run`]: one run as a state machine: step, evaluate, save, resume.
-//! - [`memory`]: what a run needs of its device, before the model is loaded.
-//! - [`export`]: what was trained, as a quantized folder.
-//! - [`init`]: a model folder of random weights.
-//! - `loss`: the loss of rows, and of the validation rows.
-//! - `ranks`: the processes of a run, each with a part of the rows.
-//! - `step`: what a step reads, and steps as a CUDA graph.
-//! - `parameters`: the trained parameters of a model as a file.
+//! - [`memory`]: estimates the device memory of a run before the model is loaded.
+//! - [`export`]: exports the trained model as a quantized folder.
+//! - [`init`]: writes a model folder with random weights.
+//! - `loss`: loss of rows, and of the validation rows.
+//! - `ranks`: the processes of a run, each with a share of the rows.
+//! - `step`: inputs of a step, and steps as a CUDA graph.
+//! - `parameters`: serializes the trained parameters of a model.
 
 pub mod config;
 pub mod data;

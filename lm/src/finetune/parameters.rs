@@ -1,4 +1,4 @@
-//! The trained parameters of a model as a file: those that require a gradient, by their ids.
+//! Serializes the trained parameters of a model: those that require a gradient, by their IDs.
 
 use std::collections::BTreeMap;
 
@@ -7,11 +7,11 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use burn_pack::{Reader, Writer};
 
-/// The parameters of `model` that are trained, as a burnpack container: this rank's parts of those
-/// that are sharded. They are read at once: the next step writes them in place.
+/// Returns the trained parameters of `model` as a burnpack container, with this rank's shards of
+/// sharded ones. The values are read at once, because the next step overwrites them in place.
 ///
 /// # Errors
-/// When the container cannot be made.
+/// Returns an error if the container cannot be made.
 pub(super) fn to_bytes<M: Module>(model: &M) -> Result<Bytes> {
     let mut found = Collect(Vec::new());
     model.visit(&mut found);
@@ -19,10 +19,11 @@ pub(super) fn to_bytes<M: Module>(model: &M) -> Result<Bytes> {
     writer.into_bytes().context("packing the parameters")
 }
 
-/// `model` with the parameters of [`to_bytes`].
+/// Loads the parameters from [`to_bytes`] into `model`.
 ///
 /// # Errors
-/// When `bytes` is no such container, or has not exactly the parameters that are trained.
+/// Returns an error if `bytes` is not such a container, or does not have exactly the trained
+/// parameters.
 pub(super) fn load<M: Module>(model: M, bytes: Bytes) -> Result<M> {
     let mut found = BTreeMap::new();
     for tensor in Reader::from_bytes(bytes)?.into_tensors()? {

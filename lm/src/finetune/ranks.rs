@@ -1,7 +1,7 @@
-//! The processes of a run, of which each has a part of the rows of each forward.
+//! The ranks of a run, which split the rows of each forward pass.
 //!
-//! The loss of a step is the sum over its targets divided by their number on all ranks, so that each
-//! rank differentiates its share of it, and gradients are sums over the ranks.
+//! The loss of a step is the sum over its targets divided by their number on all ranks. Each rank
+//! therefore differentiates its share of the loss, and gradients are summed over the ranks.
 
 use std::collections::BTreeSet;
 
@@ -22,17 +22,17 @@ use crate::optim::Optimizer;
 use crate::ranks;
 use crate::train::digest::check_equal;
 
-/// The ranks of a run, and what this one has of the parameters.
+/// The ranks of a run, and the parameter shards of this rank.
 pub(super) struct Ranks {
     world: ProcessGroup,
-    /// Parameters of which each rank has a part (FSDP).
+    /// Sharded parameters (FSDP).
     sharded: BTreeSet<u64>,
-    /// What the others have the other parts of, if there are such.
+    /// Split of the parameters over ranks, if they are split.
     partition: Option<Partition>,
 }
 
 impl Ranks {
-    /// Those of `world`, with whole parameters.
+    /// Creates the state for the ranks of `world`, with replicated parameters.
     pub fn new(world: ProcessGroup) -> Self {
         Self {
             world,
@@ -41,25 +41,27 @@ impl Ranks {
         }
     }
 
-    /// All ranks.
+    /// Returns the group of all ranks.
     pub fn world(&self) -> &ProcessGroup {
         &self.world
     }
 
-    /// Whether this rank writes what ranks share.
+    /// Returns true on the rank that writes shared files (rank 0).
     pub fn is_first(&self) -> bool {
         self.world.rank() == 0
     }
 
-    /// What the other ranks have the other parts of.
+    /// Returns the split of the parameters over ranks, if they are split.
     pub fn partition(&self) -> Option<&Partition> {
         self.partition.as_ref()
     }
 
-    /// `model`, which all ranks have, as this rank trains it, by `optimizer`.
+    /// Converts `model`, which is the same on all ranks, to the form that this rank trains with
+    /// `optimizer`.
     ///
     /// # Errors
-    /// When there are more ranks than random streams, or the optimizer's state does not fit.
+    /// Returns an error if there are more ranks than random streams, or if the optimizer state does
+    /// not match.
     pub fn join(
         &mut self,
         model: Decoder,
@@ -72,7 +74,7 @@ impl Ranks {
         }
         set_rank(&model, self.world.rank())?;
         if !config.fsdp {
-            // Gradients that add up over several forwards travel once, behind the last.
+            // Gradients accumulated over several forward passes are exchanged once, after the last.
             return Ok(match config.accumulate {
                 1 => average_replicated_in_backward(model, self.groups(), SMALLEST_ALONE),
                 _ => model,
@@ -107,18 +109,17 @@ impl Ranks {
         }
     }
 
-    /// Replaces `gradients` by their sums over the ranks, of which each gets its part of those that
-    /// are sharded.
+    /// Replaces `gradients` by their sums over the ranks; sharded ones are reduce-scattered.
     pub fn reduce(&self, model: &Decoder, gradients: &mut GradientsParams) {
         if self.world.size() > 1 {
             reduce_expert_gradients(model, gradients, self.groups(), &self.sharded);
         }
     }
 
-    /// The losses of steps, given this rank's shares of them.
+    /// Returns the losses of steps, given this rank's shares of them.
     ///
     /// # Errors
-    /// When the group fails.
+    /// Returns an error if the group fails.
     pub fn losses(&self, own: Vec<f32>) -> Result<Vec<f32>> {
         match self.world.size() {
             1 => Ok(own),
@@ -126,16 +127,16 @@ impl Ranks {
         }
     }
 
-    /// Fails unless all ranks that update the same parameters have the same values of them, but for
-    /// rounding; `record` is that of this rank.
+    /// Checks that all ranks that update the same parameters have equal values up to rounding;
+    /// `record` is that of this rank.
     ///
     /// # Errors
-    /// Names step, rank and parameter.
+    /// Returns an error that names step, rank and parameter.
     pub fn check_equal(&self, record: &Bytes, step: u64) -> Result<()> {
         check_equal(record, &self.world, step, |id| !self.sharded.contains(&id))
     }
 
-    /// `model` with whole parameters, without autodiff. All ranks call it together.
+    /// Gathers the full parameters of `model`, without autodiff. All ranks call this function.
     pub fn whole(&self, model: &Decoder) -> Decoder {
         match self.sharded.is_empty() {
             true => model.valid(),

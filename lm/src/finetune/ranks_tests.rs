@@ -1,4 +1,4 @@
-//! Runs of several ranks, as threads over loopback, against a run of one rank.
+//! Compares runs of several ranks, as threads over loopback, with a single-rank run.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
-/// What each of `ranks` ranks does with its run, in the order of ranks.
+/// Runs a closure on each of `ranks` ranks with its run, and returns the results in rank order.
 fn on_ranks<T: Send>(
     config: &FinetuneConfig,
     folder: &Path,
@@ -40,7 +40,7 @@ fn on_ranks<T: Send>(
     })
 }
 
-/// The losses of training and validation, the same on all ranks.
+/// Returns the training and validation losses, which are the same on all ranks.
 fn losses(config: &FinetuneConfig, folder: &Path, ranks: usize) -> Vec<f64> {
     let mut all = on_ranks(config, folder, ranks, |run| {
         run.train(None, &mut ()).unwrap();
@@ -60,7 +60,7 @@ fn largest_difference(found: &[f64], expected: &[f64]) -> f64 {
     errors.fold(0.0, f64::max)
 }
 
-/// Four rows in a forward.
+/// Returns a configuration with four rows per forward pass.
 fn four_rows(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
     FinetuneConfig {
         batch: 4,
@@ -83,7 +83,7 @@ fn lora() -> Option<LoraConfig> {
     })
 }
 
-/// The tensors of the latest checkpoint: of parameters and moments.
+/// Returns the tensors of the latest checkpoint: parameters and moments.
 fn tensors(folder: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     let saved = crate::checkpoint::Saved::<run::FinetuneState>::load(&resolve(folder).unwrap());
     let saved = saved.unwrap();
@@ -100,8 +100,8 @@ fn tensors(folder: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     [read(saved.model), read(saved.optimizer)].concat()
 }
 
-/// In high precision ranks train as one rank with all rows does, to the order of sums: with tied
-/// heads, experts, adapters and a teacher, whole and sharded, with accumulation.
+/// In high precision, ranks train like a single rank with all rows, up to the order of sums: with
+/// tied heads, experts, adapters and a teacher, replicated and sharded, with accumulation.
 #[test]
 fn ranks_train_as_one() {
     let accumulated = |config: FinetuneConfig| FinetuneConfig {
@@ -160,9 +160,9 @@ fn ranks_train_as_one() {
     }
 }
 
-/// In NVFP4, with the random bits of each rank, ranks with parts of the parameters have the bits of
-/// ranks with whole ones, where gradients are not clipped: the norm adds up in another order. Other
-/// numbers of ranks read the checkpoint, and write the same.
+/// In NVFP4, with separate random bits on each rank, sharded ranks compute the same bits as
+/// replicated ones if gradients are not clipped, because sharding changes the summation order of
+/// the norm. Other numbers of ranks read the checkpoint, and write the same one.
 #[test]
 fn sharded_runs_have_the_bits_of_whole_ones() {
     for name in ["llama3-tiny", "mixtral-tiny"] {
@@ -189,7 +189,7 @@ fn sharded_runs_have_the_bits_of_whole_ones() {
     }
 }
 
-/// A run that was stopped reaches the same bytes on as many ranks.
+/// A resumed run produces the same bytes on the same number of ranks.
 #[test]
 fn a_resumed_run_of_ranks_is_the_same() {
     let folder = Scratch::new("finetune-ranks-resume");
@@ -212,12 +212,12 @@ fn a_resumed_run_of_ranks_is_the_same() {
                 assert!(whole == parts, "{file} differs");
             }
         }
-        // On one rank the checkpoint reads as it is.
+        // A single rank can read the checkpoint directly.
         on_ranks(&config, &parts, 1, |run| assert_eq!(run.step(), 6));
     }
 }
 
-/// What is written at the end is that of one process, whoever has the parameters.
+/// The final output equals that of one process, regardless of the sharding.
 #[test]
 fn rank_zero_writes_the_model() {
     let model = golden_with_tokenizer("qwen3moe-tiny");

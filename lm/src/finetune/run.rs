@@ -1,4 +1,4 @@
-//! One run: step, evaluate, record, save, resume.
+//! A run: steps, evaluation, records, checkpoints, resuming.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -35,38 +35,39 @@ use crate::ranks::{agree, any, on_first};
 use crate::tokens::{Order, Position, RowBatch, Rows};
 use crate::train::{Observer, Outcome};
 
-/// What decides how a run continues, beside the parameters and the optimizer's moments.
+/// State that decides how a run continues, apart from the parameters and the optimizer state.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct FinetuneState {
     format: u32,
     config: FinetuneConfig,
-    /// Of the tokens.
+    /// Fingerprint of the tokens.
     data: String,
-    /// Of what does not change while the run goes on; absent in checkpoints of older versions.
+    /// Hashes of the inputs that stay constant during the run; absent in checkpoints of older
+    /// versions.
     #[serde(default)]
     frozen: Option<Frozen>,
     step: u64,
-    /// The next row.
+    /// Position of the next row.
     position: Position,
     /// Losses of the steps since the last row of `metrics.csv`.
     losses: Vec<f32>,
-    /// Where each layer draws its random bits from next.
+    /// Position in the random stream of each layer.
     nvfp4: Nvfp4State,
 }
 
-/// Hashes of what a run depends on beside its own parameters.
+/// Hashes of the run's inputs other than its trained parameters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Frozen {
-    /// The model's architecture.
+    /// Architecture of the model.
     architecture: String,
-    /// Its tensors, where they are frozen.
+    /// Tensors of the model, if they are frozen.
     base: Option<String>,
-    /// The teacher's architecture and tensors.
+    /// Architecture and tensors of the teacher.
     teacher: Option<[String; 2]>,
 }
 
 impl Frozen {
-    /// Reads what the run `config` begins with.
+    /// Hashes the inputs of the run `config`.
     fn read(config: &FinetuneConfig) -> Result<Self> {
         let architecture = |folder: &Path| -> Result<String> {
             let config = DecoderConfig::read(folder)?;
@@ -91,7 +92,7 @@ impl Frozen {
         })
     }
 
-    /// Fails unless the run can go on from `saved` with what is there now.
+    /// Returns an error unless the run can continue from `saved` with the current inputs.
     fn check(&self, saved: &Self, config: &FinetuneConfig) -> Result<()> {
         let model = config.model.display();
         ensure!(
@@ -124,46 +125,48 @@ impl RunState for FinetuneState {
 pub struct Finetune<'a> {
     config: &'a FinetuneConfig,
     data: &'a TrainingData,
-    /// With autodiff.
+    /// Device with autodiff.
     device: Device,
     folder: PathBuf,
-    /// None while a step updates it: nobody else holds the weights then, so that the optimizer
-    /// writes them in place.
+    /// None while a step updates the model: the optimizer is then the only owner of the weights and
+    /// updates them in place.
     model: Option<Decoder>,
     optimizer: Optimizer,
-    /// On the device without autodiff.
+    /// Teacher, on the device without autodiff.
     teacher: Option<Decoder>,
     order: Order,
     step: u64,
     /// Losses since the last row.
     losses: Vec<f32>,
-    /// Those that are still on the device.
+    /// Losses that are still on the device.
     pending: Vec<Tensor<1>>,
     metrics: MetricsLog,
-    /// Seconds before this process.
+    /// Seconds spent by earlier processes of the run.
     earlier: f64,
     started: Instant,
     /// Step of the last checkpoint.
     saved: Option<u64>,
-    /// The steps as a graph, while they are taken so.
+    /// The steps as a graph, while a graph is used.
     graph: Option<Graph>,
     budget: MemoryBudget,
     ranks: Ranks,
-    /// What the run began with.
+    /// Hashes of the run's inputs.
     frozen: Frozen,
 }
 
-/// Why a run has its model: what fails between taking it out and putting it back ends the run.
+/// Reason why a run has its model: a failure between taking it out and putting it back ends the
+/// run.
 const KEPT: &str = "the run goes on only after a step that was whole";
 
 impl<'a> Finetune<'a> {
-    /// Start the run `config` on `device`, or resume it if `folder` has a checkpoint of it.
+    /// Starts the run `config` on `device`, or resumes it if `folder` has a checkpoint of it.
     ///
     /// # Errors
-    /// When the configuration does not fit the model or the device, a folder cannot be read, the
-    /// teacher has another vocabulary, or the checkpoint is damaged or belongs to another run; with
-    /// [`OutOfMemory`](crate::memory::OutOfMemory) when the device has less memory than a step
-    /// needs at the least, before anything is loaded, or when it runs out of memory.
+    /// Returns an error if the configuration does not fit the model or the device, a folder cannot
+    /// be read, the teacher has another vocabulary, or the checkpoint is corrupt or belongs to
+    /// another run. Returns [`OutOfMemory`](crate::memory::OutOfMemory) before anything is loaded
+    /// if the device has less memory than a step needs at the least, or later if it runs out of
+    /// memory.
     pub fn open(
         config: &'a FinetuneConfig,
         data: &'a TrainingData,
@@ -173,13 +176,14 @@ impl<'a> Finetune<'a> {
         Self::open_rank(config, data, device, folder, ProcessGroup::single())
     }
 
-    /// As [`open`](Self::open), as a rank of `world`: all ranks, a process with a device each, make
-    /// the same calls, and take equal parts of the rows of each forward. All see the same `folder`,
-    /// into which rank 0 writes.
+    /// Does the same as [`open`](Self::open) on one rank of `world`. Each rank is a process with
+    /// its own device, and all ranks make the same calls. The ranks split the rows of each forward
+    /// pass evenly. All ranks see the same `folder`; rank 0 writes.
     ///
     /// # Errors
-    /// As there, when the configuration does not fit the number of ranks, with a graph when tensors
-    /// travel through the memory of the host, or when another rank fails.
+    /// Returns the errors of [`open`](Self::open). Also returns an error if the configuration does
+    /// not fit the number of ranks, if a graph is used with host collectives, or if another rank
+    /// fails.
     pub fn open_rank(
         config: &'a FinetuneConfig,
         data: &'a TrainingData,
@@ -202,15 +206,15 @@ impl<'a> Finetune<'a> {
         let device = run.device.clone();
         let joined = (run.budget.clone()).guard(&device, || run.join());
         agree(&world, joined)?;
-        // No rank writes before all have read.
+        // No rank writes before all ranks have read.
         if run.saved.is_none() {
             run.metrics.write()?;
         }
         Ok(run)
     }
 
-    /// Becomes the rank that it is: with its part of the parameters, or with gradients that are
-    /// added up over the ranks.
+    /// Joins the ranks, with this rank's shards of the parameters or with gradients summed over the
+    /// ranks.
     fn join(&mut self) -> Result<()> {
         let model = self.model.take().expect(KEPT);
         let (ranks, optimizer) = (&mut self.ranks, &mut self.optimizer);
@@ -287,7 +291,7 @@ impl<'a> Finetune<'a> {
 
     fn restore(&mut self, saved: Saved<FinetuneState>) -> Result<()> {
         let state = saved.state;
-        // The run may be resumed on another device, by other launches, and on other ranks.
+        // A run may be resumed on another device, with other launch options, and on other ranks.
         let config = FinetuneConfig {
             device: self.config.device.clone(),
             graph: self.config.graph,
@@ -321,52 +325,52 @@ impl<'a> Finetune<'a> {
         Ok(())
     }
 
-    /// Steps done.
+    /// Returns the number of finished steps.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The recorded rows.
+    /// Returns the recorded rows.
     pub fn rows(&self) -> &[Row] {
         self.metrics.rows()
     }
 
-    /// What decides the run.
+    /// Returns the configuration of the run.
     pub fn config(&self) -> &FinetuneConfig {
         self.config
     }
 
-    /// All ranks of the run.
+    /// Returns the group of all ranks of the run.
     pub(super) fn world(&self) -> &ProcessGroup {
         self.ranks.world()
     }
 
-    /// Whether this rank writes what ranks share.
+    /// Returns true on the rank that writes shared files (rank 0).
     pub(super) fn is_first(&self) -> bool {
         self.ranks.is_first()
     }
 
-    /// The rows of evaluations.
+    /// Returns the rows of evaluations.
     pub fn valid_rows(&self) -> &Rows {
         &self.data.valid
     }
 
-    /// The model of the last step.
+    /// Returns the model after the last step.
     pub fn model(&self) -> &Decoder {
         self.model.as_ref().expect(KEPT)
     }
 
-    /// Seconds spent so far, in all processes that worked on the run.
+    /// Returns the seconds spent so far, in all processes that worked on the run.
     pub fn seconds(&self) -> f64 {
         self.earlier + self.started.elapsed().as_secs_f64()
     }
 
-    /// Train to the last step, or to step `stop_at` if that comes first, or until the observer
-    /// stops it. Writes a checkpoint at the end in any case. All ranks stop after the same step.
+    /// Trains to the last step, to step `stop_at` if that comes first, or until the observer stops
+    /// the run. Always writes a checkpoint at the end. All ranks stop after the same step.
     ///
     /// # Errors
-    /// When the loss is no longer finite, the device runs out of memory, the weights of the ranks are
-    /// not equal at a checkpoint, or a file cannot be written.
+    /// Returns an error if the loss is no longer finite, the device runs out of memory, the weights
+    /// of the ranks differ at a checkpoint, or a file cannot be written.
     pub fn train(&mut self, stop_at: Option<u64>, observer: &mut impl Observer) -> Result<Outcome> {
         let (budget, device) = (self.budget.clone(), self.device.clone());
         budget.guard(&device, || {
@@ -408,7 +412,7 @@ impl<'a> Finetune<'a> {
             if let Some(healing) = self.config.recipe.healing {
                 let next = healing.mode(self.step, steps);
                 set_mode(self.model(), next);
-                // A graph goes on as it was captured.
+                // A captured graph keeps its mode.
                 if mode.replace(next) != Some(next) {
                     self.graph = None;
                 }
@@ -459,19 +463,19 @@ impl<'a> Finetune<'a> {
         })
     }
 
-    /// Places of tokens, padding included.
+    /// Returns the number of tokens per step, including padding.
     fn tokens_per_step(&self) -> u64 {
         (self.config.rows_per_step() * self.config.context) as u64
     }
 
-    /// Rows of a forward on each rank.
+    /// Returns the rows per forward pass on each rank.
     fn rows_of_rank(&self) -> usize {
         self.config.batch / self.ranks.world().size()
     }
 
     fn train_step(&mut self, lr: f64) -> Result<()> {
         let rows = self.order.take(self.config.rows_per_step());
-        // The parts of the first forward, one for each rank, then those of the next one.
+        // The shares of the first forward pass, one per rank, then those of the next one.
         let parts = rows.chunks(self.rows_of_rank());
         let parts: Vec<RowBatch> = parts
             .map(|rows| self.data.train.batch(rows))
@@ -502,7 +506,7 @@ impl<'a> Finetune<'a> {
         Ok(())
     }
 
-    /// From here on, each step is one launch of a graph of this model and optimizer, after three
+    /// From here on, launches each step as a graph of this model and optimizer, after three
     /// ordinary steps.
     fn begin_graph(&mut self) -> Result<()> {
         let context = self.config.context;
@@ -522,7 +526,8 @@ impl<'a> Finetune<'a> {
         Ok(())
     }
 
-    /// The loss of a step of `graph`, whose input and learning rate are on the device.
+    /// Runs a step of `graph`, whose input and learning rate are on the device, and returns its
+    /// loss.
     fn graph_step(&mut self, graph: &mut Graph) -> Result<Tensor<1>> {
         let Graph {
             steps, input, loss, ..
@@ -530,16 +535,16 @@ impl<'a> Finetune<'a> {
         let input = input.as_ref().expect("`load` has put it there");
         let mut made = None;
         steps.step(|| made = Some(self.begun_step(input)))?;
-        // A replay makes none: it writes that of the capture.
+        // A replay returns no new loss tensor: it overwrites the one from the capture.
         if let Some(made) = made {
             *loss = Some(made?);
         }
         let of_step = loss.clone().expect("a step has been taken");
-        // The next replay writes another loss to the same memory.
+        // Copy, because the next replay overwrites the same memory.
         Ok(of_step.mul_scalar(1.0))
     }
 
-    /// The step that the optimizer has begun, kernel by kernel.
+    /// Runs the step that the optimizer has begun, kernel by kernel.
     fn begun_step(&mut self, input: &StepInput) -> Result<Tensor<1>> {
         let (loss, gradients) = self.gradients(input)?;
         let model = self.model.take().expect(KEPT);
@@ -547,8 +552,9 @@ impl<'a> Finetune<'a> {
         Ok(loss)
     }
 
-    /// This rank's share of the mean loss over the targets of a step, however they lie in its
-    /// forwards, without autodiff, and the gradients of all parameters by that mean.
+    /// Returns this rank's share of the mean loss over all targets of a step, without autodiff, and
+    /// the gradients of all parameters of that mean. The distribution of targets over forward
+    /// passes does not matter.
     fn gradients(&self, input: &StepInput) -> Result<(Tensor<1>, GradientsParams)> {
         let scale = input.scale();
         let mut accumulator = GradientsAccumulator::new();
@@ -563,8 +569,8 @@ impl<'a> Finetune<'a> {
         Ok((Tensor::cat(losses, 0).sum(), gradients))
     }
 
-    /// The share of a batch in the loss, the sum over its targets times `scale`, and the gradients
-    /// of all parameters.
+    /// Returns the contribution of a batch to the loss, the sum over its targets times `scale`, and
+    /// the gradients of all parameters.
     fn gradients_of(
         &self,
         batch: &DeviceBatch,
@@ -596,7 +602,7 @@ impl<'a> Finetune<'a> {
         Ok((loss.without_autodiff(), gradients))
     }
 
-    /// Fetch the losses that are still on the device, which waits for it.
+    /// Reads the losses that are still on the device; waits for the device.
     fn read_losses(&mut self) -> Result<()> {
         if self.pending.is_empty() {
             return Ok(());
@@ -615,10 +621,10 @@ impl<'a> Finetune<'a> {
         Ok(())
     }
 
-    /// The cross entropy of the validation rows, in nats per target that counts.
+    /// Returns the cross entropy of the validation rows, in nats per target that counts.
     ///
     /// # Errors
-    /// When it is not finite.
+    /// Returns an error if it is not finite.
     pub fn evaluate(&self) -> Result<f64> {
         let model = self.model().valid();
         let device = self.device.clone().without_autodiff();
@@ -636,11 +642,11 @@ impl<'a> Finetune<'a> {
         Ok(loss)
     }
 
-    /// Has rank 0 do something with the whole model, without autodiff; the others get none. All
-    /// ranks call it together.
+    /// Calls `write` with the whole model, without autodiff, on rank 0; other ranks return none.
+    /// All ranks call this function.
     ///
     /// # Errors
-    /// Those of `write`, on all ranks.
+    /// Returns the errors of `write`, on all ranks.
     pub(super) fn with_model<T>(
         &self,
         write: impl FnOnce(Decoder) -> Result<T>,
@@ -650,19 +656,20 @@ impl<'a> Finetune<'a> {
     }
 
     /// Writes the model to the new folder `out`, with tensors of type `dtype` and adapters merged.
-    /// All ranks call it together.
+    /// All ranks call this function.
     ///
     /// # Errors
-    /// When the folder has files, or the disk refuses.
+    /// Returns an error if the folder has files or a file cannot be written.
     pub fn save_model(&self, out: &Path, dtype: Dtype) -> Result<()> {
         let save = |model: Decoder| model.save(out, dtype, Some(&self.config.model));
         self.with_model(save).map(drop)
     }
 
-    /// Writes the adapters to the new folder `out`, as PEFT loads them. All ranks call it together.
+    /// Writes the adapters to the new folder `out`, in PEFT's format. All ranks call this function.
     ///
     /// # Errors
-    /// When there is none, the folder has files, or the disk refuses.
+    /// Returns an error if there are no adapters, the folder has files, or a file cannot be
+    /// written.
     pub fn save_adapter(&self, out: &Path) -> Result<()> {
         let lora = self.config.lora.as_ref();
         let lora = lora.context("the run trains all parameters: there is no adapter")?;
@@ -678,7 +685,7 @@ impl<'a> Finetune<'a> {
 
     fn save(&mut self, observer: &mut impl Observer) -> Result<()> {
         self.read_losses()?;
-        // Rows reach the disk before the checkpoint that relies on them.
+        // Rows must reach the disk before the checkpoint that refers to them.
         self.metrics.write()?;
         let world = self.ranks.world();
         let model = parameters::to_bytes(self.model())?;
@@ -707,7 +714,7 @@ impl<'a> Finetune<'a> {
     }
 }
 
-/// Whether `metrics.csv` has a row of step `step`.
+/// Returns true if `metrics.csv` has a row for step `step`.
 fn has_row(config: &FinetuneConfig, step: u64) -> bool {
     [config.eval_every, config.log_every]
         .into_iter()

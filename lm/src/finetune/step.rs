@@ -1,4 +1,4 @@
-//! What a step reads, on the device, and steps as a CUDA graph.
+//! Inputs of a step on the device, and steps as a CUDA graph.
 
 use anyhow::Result;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -7,29 +7,29 @@ use crate::capture::{GraphSteps, copy_into};
 use crate::decoder::PackedRows;
 use crate::tokens::{RowBatch, Rows};
 
-/// The rows of one forward.
+/// Rows of one forward pass.
 pub(super) struct DeviceBatch {
-    /// `[batch, context]`.
+    /// Inputs, `[batch, context]`.
     pub inputs: Tensor<2, Int>,
-    /// `[batch * context]`.
+    /// Targets, `[batch * context]`.
     pub targets: Tensor<1, Int>,
     pub rows: PackedRows,
 }
 
-/// What a step reads.
+/// Input of a step.
 pub(super) struct StepInput {
     pub batches: Vec<DeviceBatch>,
-    /// Targets of the step that count, `i32[1]`.
+    /// Number of targets of the step that count, `i32[1]`.
     counted: Tensor<1, Int>,
 }
 
 impl StepInput {
-    /// `batches` on `device`, which is one of autodiff; `counted` are the targets that count in the
-    /// step, on all ranks. With `documents`, all tensors have the shapes of any step: there is room
-    /// for so many documents in a batch.
+    /// Copies `batches` to `device`, an autodiff device; `counted` is the number of targets that
+    /// count in the step, on all ranks. With `documents`, the shapes of all tensors are the same
+    /// for every step, with space for that many documents per batch.
     ///
     /// # Errors
-    /// When a batch has no row, or more documents.
+    /// Returns an error if a batch has no row, or more documents.
     pub fn new(
         batches: &[RowBatch],
         counted: usize,
@@ -52,13 +52,13 @@ impl StepInput {
         })
     }
 
-    /// 1 / (targets that count), `f32[1]` without autodiff: by what sums over targets are multiplied.
-    /// It is computed on the device, so that a graph has that of its step.
+    /// Returns the factor for sums over targets: 1 / (number of targets that count), `f32[1]`
+    /// without autodiff. It is computed on the device, so that a graph uses the value of its step.
     pub fn scale(&self) -> Tensor<1> {
         self.counted.clone().float().cast(DType::F32).recip()
     }
 
-    /// `from` in the memory of this one.
+    /// Copies `from` into the memory of this input.
     fn filled(self, from: Self) -> Result<Self> {
         let pairs = self.batches.into_iter().zip(from.batches);
         let batches = pairs.map(|(out, from)| {
@@ -75,7 +75,8 @@ impl StepInput {
     }
 }
 
-/// Documents that a batch of `batch` of `rows` has at most; the padding of a row is one.
+/// Returns the maximum number of documents in a batch of `batch` of `rows`; the padding of a row
+/// counts as one.
 pub(super) fn most_documents(rows: &Rows, batch: usize) -> usize {
     batch * (rows.most_documents() + 1)
 }
@@ -83,11 +84,11 @@ pub(super) fn most_documents(rows: &Rows, batch: usize) -> usize {
 /// The steps of a run as a CUDA graph.
 pub(super) struct Graph {
     pub steps: GraphSteps,
-    /// Where the graph reads it.
+    /// Input buffers that the graph reads.
     pub input: Option<StepInput>,
-    /// Of the last step, where the graph writes it.
+    /// Loss of the last step, in the buffer that the graph writes.
     pub loss: Option<Tensor<1>>,
-    /// Documents of a batch that there is room for.
+    /// Maximum number of documents per batch.
     pub documents: usize,
 }
 
@@ -101,7 +102,7 @@ impl Graph {
         }
     }
 
-    /// Puts what the next step reads where the graph reads it.
+    /// Copies the input of the next step into the graph's buffers.
     pub fn load(&mut self, input: StepInput) -> Result<()> {
         self.input = Some(match self.input.take() {
             None => input,

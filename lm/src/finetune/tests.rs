@@ -22,7 +22,7 @@ use crate::tokens::{Rows, Shard};
 use crate::train::Outcome;
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
-/// Lines that follow a pattern.
+/// Writes lines that follow a pattern.
 fn text(folder: &Path) -> PathBuf {
     let path = folder.join("text.jsonl");
     let line = |i: usize| {
@@ -35,7 +35,7 @@ fn text(folder: &Path) -> PathBuf {
     path
 }
 
-/// A run of 8 steps on the text.
+/// Returns a run of 8 steps on the text.
 pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfig {
     let reader = TextReader::read(model).unwrap();
     let out = folder.join("text.tokens");
@@ -102,7 +102,8 @@ pub(super) fn ids(ids: &[i32]) -> Tensor<2, Int> {
     )
 }
 
-/// Every family learns, in high precision and in NVFP4, and what is saved is what was trained.
+/// Every model family learns, in high precision and in NVFP4, and the saved model is the trained
+/// one.
 fn learns(name: &str, model: &Path, recipe: &str) {
     let folder = Scratch::new(&format!("finetune-{name}-{recipe}"));
     let config = config(model, &folder, recipe);
@@ -135,7 +136,7 @@ fn llama_learns() {
     learns("llama3-tiny", &golden("llama3-tiny"), "nvidia");
 }
 
-/// Tied, with norms of queries and keys.
+/// Tied embeddings, with query and key norms.
 #[test]
 fn qwen_learns() {
     learns("qwen3-tiny", &golden("qwen3-tiny"), "bf16");
@@ -156,7 +157,7 @@ fn experts_learn() {
     );
 }
 
-/// The files of a checkpoint, but for times.
+/// Returns the files of a checkpoint, without times.
 pub(super) fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let checkpoint = crate::checkpoint::latest(folder).unwrap().unwrap();
     let names = ["model.bpk", "optimizer.bpk", "state.json"];
@@ -164,7 +165,7 @@ pub(super) fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     names.into_iter().map(read).collect()
 }
 
-/// With stochastic rounding and gradient accumulation, over the end of an epoch.
+/// With stochastic rounding and gradient accumulation, across the end of an epoch.
 #[test]
 fn a_resumed_run_is_the_same() {
     let folder = Scratch::new("finetune-resume");
@@ -185,7 +186,7 @@ fn a_resumed_run_is_the_same() {
     for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
         assert!(whole == parts, "{name} differs");
     }
-    // All columns but the speed.
+    // Returns all columns except the speed.
     let losses = |folder: &Path| -> Vec<String> {
         let text = fs::read_to_string(folder.join(METRICS)).unwrap();
         let cut = |line: &str| line.rsplit_once(',').unwrap().0.to_owned();
@@ -202,7 +203,7 @@ fn a_resumed_run_is_the_same() {
     assert!(error.contains("another configuration"), "{error}");
 }
 
-/// Gradients of forwards add up to those of one forward with all rows.
+/// Accumulated gradients of several forward passes equal those of one forward pass with all rows.
 #[test]
 fn accumulation_is_a_larger_batch() {
     let folder = Scratch::new("finetune-accumulate");
@@ -224,7 +225,7 @@ fn accumulation_is_a_larger_batch() {
     }
 }
 
-/// Two documents in a row have the features that they have apart, in every architecture.
+/// Two documents packed into a row have the same features as separately, in every architecture.
 #[test]
 fn documents_of_a_row_do_not_see_each_other() {
     let names = ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"];
@@ -245,7 +246,7 @@ fn documents_of_a_row_do_not_see_each_other() {
                 "{name}: {found}, not {expected}"
             );
         }
-        // Without offsets the second sees the first.
+        // Without offsets, the second document attends to the first.
         let seen = values(model.forward(ids(&padded)).unwrap());
         let differs = seen[9 * 288..15 * 288].iter().zip(&apart[1]);
         assert!(
@@ -257,7 +258,7 @@ fn documents_of_a_row_do_not_see_each_other() {
     }
 }
 
-/// The loss of a packed row is the mean of the documents' own, and prompts do not count.
+/// The loss of a packed row is the mean of its documents' losses, and prompts do not count.
 #[test]
 fn losses_are_of_the_targets_that_count() {
     let model = golden("llama3-tiny");
@@ -292,7 +293,7 @@ fn losses_are_of_the_targets_that_count() {
     assert_eq!(counted, apart[0].1 + apart[1].1);
     assert!((together - sum / counted as f64).abs() < 1e-5, "{together}");
 
-    // By hand: the completion alone, after the prompt.
+    // Computed by hand: only the completion counts, after the prompt.
     let shards = shard("hand", &lines[..1]);
     let tokens = shards[0].read(0..shards[0].len()).unwrap();
     let logs = crate::eval::log_probabilities(&decoder, &tokens).unwrap();
@@ -307,7 +308,7 @@ fn losses_are_of_the_targets_that_count() {
     );
 }
 
-/// A student whose weights were rounded comes closer to its teacher; one that is its teacher stays.
+/// A student with rounded weights approaches its teacher; an identical one stays.
 #[test]
 fn distillation_approaches_the_teacher() {
     let model = golden("llama3-tiny");
@@ -336,7 +337,7 @@ fn distillation_approaches_the_teacher() {
     assert!(losses[0].abs() < 1e-6, "{losses:?}");
 }
 
-/// A model of random weights learns from nothing.
+/// A model with random weights learns from scratch.
 #[test]
 fn random_models_are_folders() {
     let source = golden("qwen3-tiny");
@@ -350,13 +351,13 @@ fn random_models_are_folders() {
     let config = config(&model, &folder, "bf16");
     let data = data(&config);
     let losses = valid_losses(&finished(&config, &data, &folder.join("run")));
-    // The untrained model finds all 288 tokens about as likely.
+    // The untrained model predicts all 288 tokens about equally.
     assert!((losses[0] - 288f64.ln()).abs() < 0.7, "{losses:?}");
     assert!(losses[2] < losses[0] - 0.5, "{losses:?}");
 }
 
-/// Losses, parameters, moments and state are those of a run that keeps everything, byte for byte,
-/// in high precision and with stochastic rounding, with experts too.
+/// Losses, parameters, moments and state equal those of a run without recomputation, byte for byte,
+/// in high precision and with stochastic rounding, also with experts.
 #[test]
 fn recomputing_changes_no_bit() {
     for (name, recipe) in [
@@ -383,7 +384,7 @@ fn recomputing_changes_no_bit() {
                 .iter()
                 .map(|row| (row.train_loss, row.valid_loss));
             let losses: Vec<_> = losses.collect();
-            // The state has the configuration.
+            // The state includes the configuration, so only the tensors are compared.
             let [model, optimizer] = [0, 1].map(|file| files(&out)[file].1.clone());
             (losses, model, optimizer)
         };
@@ -418,8 +419,8 @@ fn recomputing_changes_no_bit() {
     }
 }
 
-/// After quantization-aware training, an engine's weights are those of the training forward: loaded
-/// as they are packed, the exported folder computes what the model in training did.
+/// After quantization-aware training, an engine's weights equal those of the training forward:
+/// loaded as packed weights, the exported folder computes what the model in training did.
 #[test]
 fn exports_compute_as_in_training() {
     for (name, recipe) in [
@@ -449,7 +450,7 @@ fn exports_compute_as_in_training() {
     }
 }
 
-/// A model that is packed for inference has the losses of validation.
+/// A model packed for inference has the same losses as in validation.
 #[test]
 fn packed_models_have_the_losses_of_validation() {
     let folder = Scratch::new("finetune-once");
@@ -495,7 +496,7 @@ fn packed_models_have_the_losses_of_validation() {
     }
 }
 
-/// Layers that training keeps in high precision are not quantized after it.
+/// Layers that training keeps in high precision are not quantized by the export.
 #[test]
 fn exports_keep_what_training_keeps() {
     let folder = Scratch::new("finetune-kept");

@@ -1,7 +1,7 @@
-//! Every parser of this crate, called with bytes that nobody vouches for.
+//! Calls every parser of this crate with untrusted bytes.
 //!
-//! The folder `fuzz` of the repository calls these functions under libFuzzer, and the tests call
-//! them with changed seeds. None may panic, or take more memory than a multiple of its input.
+//! The folder `fuzz` of the repository runs these functions under libFuzzer, and the tests run them
+//! with mutated seeds. None may panic, or use more memory than a multiple of its input.
 
 use std::cell::RefCell;
 use std::fs;
@@ -17,15 +17,15 @@ use crate::tokens::chat::{ChatTemplate, Message};
 use crate::tokens::encode::Encoder;
 use crate::tokens::shard::Shard;
 
-/// A parser, by the name of its fuzz target.
+/// A parser with its fuzz target.
 pub struct Target {
-    /// The name.
+    /// Name of the fuzz target.
     pub name: &'static str,
-    /// Parses the bytes and uses what comes of them; errors are as good as results.
+    /// Parses the bytes and uses the result; an error is a valid outcome.
     pub run: fn(&[u8]),
 }
 
-/// All of them.
+/// All parsers.
 pub const TARGETS: &[Target] = &[
     Target {
         name: "chat_template",
@@ -81,7 +81,7 @@ pub const TARGETS: &[Target] = &[
     },
 ];
 
-/// A folder of one thread, removed with it.
+/// Folder of one thread, removed when the thread ends.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
@@ -94,7 +94,7 @@ thread_local! {
     static SCRATCH: RefCell<Option<Scratch>> = const { RefCell::new(None) };
 }
 
-/// The folder `name` of this thread, which exists.
+/// Creates the folder `name` of this thread.
 fn folder(name: &str) -> PathBuf {
     let root = SCRATCH.with_borrow_mut(|scratch| {
         let scratch = scratch.get_or_insert_with(|| {
@@ -124,7 +124,7 @@ pub fn safetensors(data: &[u8]) {
     }
 }
 
-/// `model.safetensors.index.json` beside two shards, of which each has one tensor.
+/// `model.safetensors.index.json` with two shards of one tensor each.
 pub fn index(data: &[u8]) {
     let folder = folder("index");
     for (shard, tensor) in [("a", "x"), ("b", "y")] {
@@ -143,7 +143,7 @@ pub fn index(data: &[u8]) {
     }
 }
 
-/// A model's `config.json`.
+/// `config.json` of a model.
 pub fn config(data: &[u8]) {
     let Ok(json) = serde_json::from_slice::<Map<String, Value>>(data) else {
         return;
@@ -191,7 +191,7 @@ pub fn quantization_config(data: &[u8]) {
     }
 }
 
-/// The tensors of a quantized folder of either dialect, and of ModelOpt's with scales of inputs.
+/// Tensors of a quantized folder in both dialects, and in ModelOpt's with input feature scales.
 pub fn checkpoint(data: &[u8]) {
     let modelopt = |algorithm: &str| {
         serde_json::json!({"quantization_config": {
@@ -229,8 +229,8 @@ pub fn checkpoint(data: &[u8]) {
     }
 }
 
-/// What a killed quantization left: a line of JSON, the report of its calibration and of its first
-/// layer, and behind it the safetensors file of both.
+/// Files of an interrupted quantization: a JSON line with the reports of the calibration and of the
+/// first layer, followed by the safetensors file of both.
 pub fn journal(data: &[u8]) {
     let out = folder("journal");
     let own = out.join(JOURNAL);
@@ -256,7 +256,7 @@ pub fn journal(data: &[u8]) {
     let _ = journal.part(0);
 }
 
-/// A GGUF file, imported.
+/// Imports a GGUF file.
 pub fn gguf_file(data: &[u8]) {
     let folder = folder("gguf");
     let path = folder.join("model.gguf");
@@ -279,7 +279,7 @@ pub fn tokenizer(data: &[u8]) {
     }
 }
 
-/// `tokenizer_config.json` with a template of conversations.
+/// `tokenizer_config.json` with a chat template.
 pub fn chat_template(data: &[u8]) {
     let folder = folder("chat_template");
     write(&folder.join("tokenizer_config.json"), data);
@@ -316,14 +316,14 @@ pub fn lines(data: &[u8]) {
     }
 }
 
-/// A file of questions with choices.
+/// A file of multiple-choice questions.
 pub fn questions(data: &[u8]) {
     let path = folder("questions").join("questions.jsonl");
     write(&path, data);
     let _ = Question::read(&path);
 }
 
-/// A file of tokens.
+/// A token shard.
 pub fn shard(data: &[u8]) {
     let path = folder("shard").join("tokens");
     write(&path, data);

@@ -1,5 +1,5 @@
-//! The parsers with changed seeds, on a stable toolchain: bits flipped, numbers replaced, ends cut
-//! off, two seeds spliced. `cargo xtask fuzz` says for how long.
+//! Runs the parsers on mutated seeds with a stable toolchain: flipped bits, replaced numbers,
+//! truncation, splices of two seeds. `cargo xtask fuzz` sets the duration.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
-/// Counts what this thread has allocated, and the most that it had at a time.
+/// Allocator that counts the current and the peak memory of this thread.
 struct Counting;
 
 thread_local! {
@@ -21,7 +21,7 @@ thread_local! {
 }
 
 fn count(bytes: isize) {
-    // A thread that ends has no counters any more.
+    // The counters of a thread are gone when it ends.
     let _ = LIVE.try_with(|live| {
         live.set(live.get() + bytes);
         let _ = PEAK.try_with(|peak| peak.set(peak.get().max(live.get())));
@@ -58,11 +58,11 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Memory that any input may take, and what each byte of one may take beside it: a code of half a
-/// byte becomes a value of four, in two copies; a byte of JSON a map's node.
+/// Memory bound for any input: a constant, and a factor per input byte. A half-byte code becomes a
+/// 4-byte value in two copies; a byte of JSON becomes a map node.
 const BOUND: (usize, usize) = (16 << 20, 512);
 
-/// A generator of SplitMix64: the same inputs for the same seed.
+/// SplitMix64 generator: the same seed gives the same inputs.
 struct Random(u64);
 
 impl Random {
@@ -79,7 +79,7 @@ impl Random {
     }
 }
 
-/// What stands in JSON in place of a number or a word.
+/// Replacements for a number or a word in JSON.
 const WORDS: [&str; 14] = [
     "0",
     "-1",
@@ -97,7 +97,7 @@ const WORDS: [&str; 14] = [
     "\"\\ud800\"",
 ];
 
-/// One of `seeds`, changed in one to four ways.
+/// Returns one of `seeds` with one to four mutations.
 fn change(random: &mut Random, seeds: &[Vec<u8>]) -> Vec<u8> {
     let mut data = seeds[random.below(seeds.len())].clone();
     for _ in 0..=random.below(4) {
@@ -114,7 +114,7 @@ fn change(random: &mut Random, seeds: &[Vec<u8>]) -> Vec<u8> {
                 data.extend(&other[from..]);
             }
             4 => {
-                // Eight bytes, as sizes are.
+                // Overwrites eight bytes, the width of sizes.
                 let value = [0, 1, u64::from(u32::MAX), 1 << 40, 1 << 62, u64::MAX];
                 let bytes = value[random.below(6)].to_le_bytes();
                 let end = data.len().min(at + 8);
@@ -152,8 +152,8 @@ fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// From now on panics of a thread that is [`QUIET`] print no back trace, whose memory would count as
-/// the parser's: a parser may catch those of a library.
+/// Suppresses the backtraces of panics in a thread that is [`QUIET`], because their memory would
+/// count for the parser. A parser may catch panics of a library.
 fn without_traces() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -165,7 +165,7 @@ fn without_traces() {
     });
 }
 
-/// Runs `target` with `data`; what is wrong, if anything is.
+/// Runs `target` on `data`; returns a description of the fault, if any.
 fn fault(target: &Target, data: &[u8]) -> Option<String> {
     let live = LIVE.get();
     PEAK.set(live);
@@ -182,7 +182,7 @@ fn fault(target: &Target, data: &[u8]) -> Option<String> {
     }
 }
 
-/// A number that `cargo xtask fuzz` hands over.
+/// Reads a number passed by `cargo xtask fuzz`.
 fn variable(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(
@@ -191,7 +191,7 @@ fn variable(name: &str) -> Option<u64> {
     )
 }
 
-/// Without `NVFP4_FUZZ_SECONDS` so few inputs of each target that it takes no time worth naming.
+/// Without `NVFP4_FUZZ_SECONDS`, runs so few inputs per target that the time is negligible.
 #[test]
 fn parsers_survive_changed_seeds() {
     let seconds = variable("NVFP4_FUZZ_SECONDS");
@@ -220,7 +220,7 @@ fn parsers_survive_changed_seeds() {
                 None => change(&mut random, &seeds),
             };
             inputs += 1;
-            // A process that is aborted tells nothing else.
+            // If the process aborts, this file is the only trace.
             let name = format!("nvfp4-fuzz-{}", target.name);
             let path = std::env::temp_dir().join(name);
             if seconds.is_some() {
@@ -237,7 +237,7 @@ fn parsers_survive_changed_seeds() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
-/// Each seed is something that its parser takes, so that changes to it reach what is behind.
+/// Each seed is accepted by its parser, so that mutations reach the code after the first checks.
 #[test]
 fn every_target_has_seeds_and_a_binary() {
     let folder = repository().join("fuzz");
@@ -258,7 +258,7 @@ fn every_target_has_seeds_and_a_binary() {
     }
 }
 
-/// The seeds whose parsers read several files reach all of them.
+/// Seeds of parsers that read several files reach all of the files.
 #[test]
 fn seeds_of_folders_are_read() {
     let seed = |name: &str| fs::read(repository().join("fuzz/seeds").join(name)).unwrap();

@@ -1,7 +1,7 @@
-//! `config.json` of transformers 4 and 5, for the decoders of this crate.
+//! Reads `config.json` of transformers 4 and 5 for the decoders of this crate.
 //!
-//! A field that changes what the model computes is either understood or refused by name: nothing is
-//! computed as if it were not there. Fields of other matters are ignored.
+//! A field that changes the computation is either supported or refused by name, never ignored.
+//! Unrelated fields are ignored.
 
 use std::path::Path;
 
@@ -14,17 +14,17 @@ use super::fields::Fields;
 use super::rope::Rope;
 use crate::checkpoint::read_json;
 
-/// The file's name.
+/// Name of the file.
 pub const CONFIG_FILE: &str = "config.json";
 
-/// An architecture, by its `model_type`.
+/// Model architecture, by its `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
-    /// Llama 2 and 3, and models of their shape, such as SmolLM.
+    /// Llama 2 and 3, and models with the same structure, such as SmolLM.
     Llama,
-    /// Llama's shape with a sliding window.
+    /// Llama with a sliding window.
     Mistral,
-    /// RMSNorm of each head of queries and keys, before the rotation.
+    /// RMSNorm on each head of queries and keys, before the rotary embedding.
     Qwen3,
     /// Qwen3 with experts.
     Qwen3Moe,
@@ -41,13 +41,13 @@ impl Family {
         Self::Mixtral,
     ];
 
-    /// The architecture of a `model_type`, if it is known.
+    /// Returns the architecture of a `model_type`, if it is known.
     pub fn of(model_type: &str) -> Option<Self> {
         let mut all = Self::ALL.into_iter();
         all.find(|family| family.model_type() == model_type)
     }
 
-    /// `model_type` in `config.json`.
+    /// Returns the `model_type` in `config.json`.
     pub fn model_type(self) -> &'static str {
         match self {
             Self::Llama => "llama",
@@ -58,7 +58,7 @@ impl Family {
         }
     }
 
-    /// The class in `architectures`.
+    /// Returns the class in `architectures`.
     pub fn architecture(self) -> &'static str {
         match self {
             Self::Llama => "LlamaForCausalLM",
@@ -69,29 +69,29 @@ impl Family {
         }
     }
 
-    /// Whether queries and keys are normalised per head.
+    /// Returns true if queries and keys have a norm per head.
     pub fn has_qk_norm(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe)
     }
 }
 
-/// The feed-forward half of a layer.
+/// Feed-forward of a layer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FeedForwardConfig {
     /// SwiGLU.
     Dense {
-        /// Width inside.
+        /// Hidden width.
         hidden: usize,
     },
     /// A mixture of SwiGLU experts.
     Moe {
         /// Number of experts.
         experts: usize,
-        /// Experts that each token is sent to.
+        /// Number of experts per token.
         top_k: usize,
-        /// Width inside an expert.
+        /// Hidden width of an expert.
         hidden: usize,
-        /// Whether the weights of a token's experts are divided by their sum.
+        /// True if the weights of a token's experts are divided by their sum.
         normalize: bool,
     },
 }
@@ -99,46 +99,46 @@ pub enum FeedForwardConfig {
 /// One layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerConfig {
-    /// Keys that a query sees at most, its own included; `None` for all.
+    /// Maximum number of keys per query, including its own position; `None` for all.
     pub window: Option<usize>,
-    /// What follows the attention.
+    /// Feed-forward after the attention.
     pub feed_forward: FeedForwardConfig,
 }
 
-/// A decoder: what `config.json` says about it, in one form for all versions and architectures.
+/// Configuration of a decoder, in one form for all versions and architectures of `config.json`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DecoderConfig {
-    /// The architecture.
+    /// Architecture.
     pub family: Family,
-    /// Rows of the embedding.
+    /// Vocabulary size: rows of the embedding.
     pub vocab: usize,
     /// Width of the residual stream.
     pub d_model: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys and values; a divisor of `heads`.
+    /// Number of key and value heads; a divisor of `heads`.
     pub kv_heads: usize,
-    /// Size of a head; even. `heads * head` need not be `d_model`.
+    /// Head dimension; even. `heads * head` may differ from `d_model`.
     pub head: usize,
-    /// The layers, in order.
+    /// Layers, in order.
     pub layers: Vec<LayerConfig>,
-    /// ε of every RMSNorm.
+    /// Epsilon of every RMSNorm.
     pub epsilon: f64,
-    /// Rotary positions.
+    /// Rotary embedding.
     pub rope: Rope,
-    /// Positions that the model is meant for.
+    /// Maximum context of the model, in tokens.
     pub max_positions: usize,
-    /// Whether the head is the embedding.
+    /// True if the head is tied to the embedding.
     pub tied: bool,
-    /// Whether the projections of attention add a bias.
+    /// True if the projections of attention have a bias.
     pub attention_bias: bool,
-    /// Whether the projections of dense feed-forwards add a bias.
+    /// True if the projections of dense feed-forwards have a bias.
     pub mlp_bias: bool,
-    /// Token that starts a text.
+    /// Start-of-text token.
     pub bos: Option<u32>,
-    /// Tokens that end a text.
+    /// End-of-text tokens.
     pub eos: Vec<u32>,
-    /// Token that fills batches.
+    /// Padding token.
     pub pad: Option<u32>,
 }
 
@@ -146,23 +146,23 @@ impl DecoderConfig {
     /// Reads `config.json` of `folder`.
     ///
     /// # Errors
-    /// When it is absent or [`from_json`](Self::from_json) refuses it.
+    /// Returns an error if it is absent or [`from_json`](Self::from_json) refuses it.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         Self::from_json(&read_json(&path)?).with_context(|| path.display().to_string())
     }
 
-    /// Takes the fields of `config.json`.
+    /// Reads the fields of `config.json`.
     ///
     /// # Errors
-    /// When the architecture is none of [`Family`], a field is absent, has another type or cannot
-    /// be, or a field that is not known here may change what the model computes.
+    /// Returns an error if the architecture is not a [`Family`], if a field is absent, has another
+    /// type or an impossible value, or if an unknown field may change the computation.
     pub fn from_json(json: &Map<String, Value>) -> Result<Self> {
         let fields = &Fields::new(json);
         let family = family(fields)?;
         let heads = fields.positive("num_attention_heads")?;
         let kv_heads = match family {
-            // Before grouped-query attention there was no such field.
+            // Models older than grouped-query attention lack this field.
             Family::Llama => fields.positive_or("num_key_value_heads", heads)?,
             _ if json.get("num_key_value_heads").is_some_and(Value::is_null) => heads,
             _ => fields.positive("num_key_value_heads")?,
@@ -201,8 +201,8 @@ impl DecoderConfig {
 }
 
 impl DecoderConfig {
-    /// Tokens that a text may have: the positions that the model is meant for, or any number where
-    /// rotary positions depend on the length of the text.
+    /// Returns the maximum number of tokens of a text: the model's maximum context, or unlimited if
+    /// the rotary embedding adapts to the length of the text.
     pub fn longest(&self) -> usize {
         match self.rope.dynamic_beyond() {
             Some(_) => usize::MAX,
@@ -210,10 +210,10 @@ impl DecoderConfig {
         }
     }
 
-    /// Fails if texts of `length` tokens, which `what` says, are beyond the model's positions.
+    /// Checks that texts of `length` tokens, described by `what`, fit into the maximum context.
     ///
     /// # Errors
-    /// Names `what`, the length and the positions.
+    /// Returns an error that names `what`, the length and the maximum.
     pub fn check_length(&self, what: &str, length: usize) -> Result<()> {
         ensure!(
             length <= self.longest(),
@@ -224,7 +224,7 @@ impl DecoderConfig {
     }
 }
 
-/// Fails for the `config.json` of a model whose weights are quantized.
+/// Returns an error for the `config.json` of a model with quantized weights.
 pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
     ensure!(
         json.get("quantization_config").is_none_or(Value::is_null),
@@ -260,7 +260,7 @@ fn head_size(fields: &Fields, family: Family, d_model: usize, heads: usize) -> R
     let written = fields.optional_positive("head_dim")?;
     let head = match (written, family) {
         (Some(head), _) => head,
-        // The class's default.
+        // Default of the class.
         (None, Family::Qwen3 | Family::Qwen3Moe) => 128,
         (None, _) => {
             ensure!(
@@ -303,7 +303,7 @@ fn epsilon(fields: &Fields, family: Family) -> Result<f64> {
     Ok(epsilon)
 }
 
-/// Fields with one value that this crate computes.
+/// Checks fields for which this crate supports only one value.
 fn refuse_other_arithmetic(fields: &Fields, family: Family) -> Result<()> {
     if let Some(act) = fields.optional_string("hidden_act")? {
         ensure!(
@@ -347,9 +347,9 @@ fn layers(fields: &Fields, family: Family) -> Result<Vec<LayerConfig>> {
         .collect())
 }
 
-/// The window of each layer.
+/// Returns the window of each layer.
 fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<usize>>> {
-    // The class of Mistral has a window where the file does not say that there is none.
+    // Mistral's class has a default window unless the file disables it.
     let window = match (fields.has("sliding_window"), family) {
         (false, Family::Mistral) => Some(4096),
         _ => fields.optional_positive("sliding_window")?,
@@ -367,7 +367,7 @@ fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<u
         Family::Mistral | Family::Mixtral => window,
         Family::Qwen3 | Family::Qwen3Moe => window.filter(|_| is_used == Some(true)),
     };
-    // Only Qwen3's dense class has layers without a window before those with one.
+    // Only Qwen3's dense class has layers without a window before layers with one.
     let first = match family {
         Family::Qwen3 => full_layers.unwrap_or(28),
         _ => 0,
@@ -399,14 +399,14 @@ fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<u
     Ok(windows)
 }
 
-/// The feed-forward of each layer.
+/// Returns the feed-forward of each layer.
 fn feed_forwards(fields: &Fields, family: Family, count: usize) -> Result<Vec<FeedForwardConfig>> {
     let hidden = fields.positive("intermediate_size")?;
     let dense = FeedForwardConfig::Dense { hidden };
     if !matches!(family, Family::Qwen3Moe | Family::Mixtral) {
         return Ok(vec![dense; count]);
     }
-    // Transformers 5 has one name for both architectures.
+    // transformers 5 uses one name for both architectures.
     let experts = match fields.optional_positive("num_local_experts")? {
         Some(experts) => {
             let other = fields.positive_or("num_experts", experts)?;

@@ -1,4 +1,4 @@
-//! A configuration in the fields of transformers 4, which transformers 5 reads, too.
+//! Writes a configuration in the fields of transformers 4, which transformers 5 reads as well.
 
 use serde_json::{Map, Value, json};
 
@@ -6,11 +6,11 @@ use super::config::{DecoderConfig, Family, FeedForwardConfig};
 use super::rope::RopeScaling;
 
 impl DecoderConfig {
-    /// The fields of `config.json`, as transformers 4 has them and transformers 5 reads them.
-    /// `dtype` is that of the tensors, such as `bfloat16`.
+    /// Returns the fields of `config.json` in the form of transformers 4, which transformers 5
+    /// reads as well. `dtype` is the type of the tensors, such as `bfloat16`.
     ///
-    /// A model of this crate's own layout that no architecture has (layers of different windows in
-    /// a Mixtral, say) cannot come from reading, and is not checked for.
+    /// Does not check for structures that no architecture has, such as layers with different
+    /// windows in a Mixtral, because they cannot result from reading.
     pub fn to_json(&self, dtype: &str) -> Map<String, Value> {
         let family = self.family;
         let mut json = Map::new();
@@ -64,7 +64,7 @@ impl DecoderConfig {
     }
 }
 
-/// The fields of the feed-forwards.
+/// Returns the fields of the feed-forwards.
 fn feed_forward(config: &DecoderConfig) -> Vec<(&'static str, Value)> {
     let mut dense_layers = Vec::new();
     let (mut dense, mut moe) = (None, None);
@@ -139,7 +139,7 @@ fn rope_scaling(scaling: &RopeScaling) -> Value {
     }
 }
 
-/// One token alone, as most files have it.
+/// Writes a single token as a number, as most files do.
 fn tokens(tokens: &[u32]) -> Value {
     match tokens {
         [] => Value::Null,

@@ -1,4 +1,4 @@
-//! Typed access to the fields of a JSON object, and the account of which were read.
+//! Typed access to the fields of a JSON object; records which fields were read.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 
-/// Fields of `config.json` that do not change what a model computes in inference.
+/// Fields of `config.json` that do not affect inference.
 const HARMLESS: &[&str] = &[
     "attn_implementation",
     "auto_map",
@@ -35,7 +35,7 @@ const HARMLESS: &[&str] = &[
     "use_cache",
 ];
 
-/// Parts of the names of fields that may change what a model computes.
+/// Substrings of field names that may affect the computation.
 const ARITHMETIC: &[&str] = &[
     "act",
     "adapter",
@@ -91,7 +91,7 @@ const ARITHMETIC: &[&str] = &[
     "window",
 ];
 
-/// A JSON object, and which of its fields were asked for.
+/// A JSON object, with the set of fields that were read.
 pub(crate) struct Fields<'a> {
     json: &'a Map<String, Value>,
     read: RefCell<BTreeSet<&'static str>>,
@@ -105,18 +105,18 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Whether the field is there, `null` or not.
+    /// Returns true if the field exists, even if it is `null`.
     pub fn has(&self, field: &'static str) -> bool {
         self.take(field).is_some()
     }
 
-    /// The field as it is.
+    /// Returns the raw value of the field.
     pub fn take(&self, field: &'static str) -> Option<&'a Value> {
         self.read.borrow_mut().insert(field);
         self.json.get(field)
     }
 
-    /// The field, unless it is absent or `null`.
+    /// Returns the field, unless it is absent or `null`.
     fn value(&self, field: &'static str) -> Option<&'a Value> {
         self.take(field).filter(|value| !value.is_null())
     }
@@ -159,7 +159,7 @@ impl<'a> Fields<'a> {
         Ok(self.optional_number(field)?.unwrap_or(default))
     }
 
-    /// A count of 1 to 2³¹ - 1: products of two fit a `usize`.
+    /// Returns a count from 1 to 2³¹ - 1, so that the product of two fits a `usize`.
     pub fn optional_positive(&self, field: &'static str) -> Result<Option<usize>> {
         self.typed(field, "a number from 1 to 2147483647", |value| {
             let count = usize::try_from(value.as_u64()?).ok()?;
@@ -167,7 +167,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A count of 0 to 2³¹ - 1.
+    /// Returns a count from 0 to 2³¹ - 1.
     pub fn optional_count(&self, field: &'static str) -> Result<Option<usize>> {
         self.typed(field, "a whole number from 0 to 2147483647", |value| {
             let count = usize::try_from(value.as_u64()?).ok()?;
@@ -183,16 +183,16 @@ impl<'a> Fields<'a> {
         Ok(self.optional_positive(field)?.unwrap_or(default))
     }
 
-    /// The id of a token.
+    /// Returns the ID of a token.
     pub fn token(&self, field: &'static str) -> Result<Option<u32>> {
-        // Some files write -1 where there is no such token.
+        // Some files write -1 for an absent token.
         if self.value(field).and_then(Value::as_i64) == Some(-1) {
             return Ok(None);
         }
         self.typed(field, "the id of a token", token)
     }
 
-    /// The ids of tokens, of which one may stand alone.
+    /// Returns the IDs of tokens; a single one may be written without a list.
     pub fn tokens(&self, field: &'static str) -> Result<Vec<u32>> {
         let tokens = self.typed(
             field,
@@ -205,7 +205,7 @@ impl<'a> Fields<'a> {
         Ok(tokens?.unwrap_or_default())
     }
 
-    /// A list of numbers below `count`.
+    /// Returns a list of numbers below `count`.
     pub fn indices(&self, field: &'static str, count: usize) -> Result<Vec<usize>> {
         let expected = format!("a list of numbers below {count}");
         let indices = self.typed(field, &expected, |value| {
@@ -215,7 +215,7 @@ impl<'a> Fields<'a> {
         Ok(indices?.unwrap_or_default())
     }
 
-    /// Fail if a field that nobody asked for may change what the model computes.
+    /// Returns an error if a field that was not read may affect the computation.
     pub fn refuse_unknown(&self) -> Result<()> {
         let read = self.read.borrow();
         let unknown: Vec<String> = self
@@ -239,7 +239,7 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Fail if there is a field that nobody asked for, unless its value says nothing.
+    /// Returns an error if there is a field that was not read, unless its value is neutral.
     pub fn refuse_all_unknown(&self, whole: &str) -> Result<()> {
         let read = self.read.borrow();
         let mut unknown = self
@@ -255,7 +255,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Returns true if a field of this value says that there is no such thing.
+/// Returns true if this value means that the field's feature is absent.
 pub(crate) fn is_neutral(name: &str, value: &Value) -> bool {
     let is_factor = ["multiplier", "scal", "factor"]
         .iter()
@@ -263,7 +263,7 @@ pub(crate) fn is_neutral(name: &str, value: &Value) -> bool {
     let neutral = if is_factor { 1.0 } else { 0.0 };
     match value {
         Value::Null => true,
-        // Attention is causal unless a file says otherwise.
+        // Attention is causal by default.
         Value::Bool(value) => *value == name.contains("causal"),
         Value::Number(number) => number.as_f64() == Some(neutral),
         Value::Array(list) => list.is_empty(),

@@ -1,4 +1,4 @@
-//! `generation_config.json`: how a model is meant to be sampled.
+//! `generation_config.json`: recommended sampling parameters of a model.
 
 use std::path::Path;
 
@@ -9,11 +9,11 @@ use super::config::{CONFIG_FILE, DecoderConfig};
 use super::fields::{Fields, is_neutral};
 use crate::checkpoint::read_json;
 
-/// The file's name.
+/// Name of the file.
 pub const GENERATION_FILE: &str = "generation_config.json";
 
-/// Fields by which transformers chooses other tokens than this crate does, with the value that
-/// changes nothing where it is none of null, false, 0 and empty.
+/// Fields that change transformers' choice of tokens and are not supported here, with their neutral
+/// value. Null, false, 0 and empty are also neutral.
 const UNSUPPORTED: &[(&str, f64)] = &[
     ("assistant_early_exit", 0.0),
     ("bad_words_ids", 0.0),
@@ -42,7 +42,7 @@ const UNSUPPORTED: &[(&str, f64)] = &[
     ("watermarking_config", 0.0),
 ];
 
-/// Those that have a meaning only where tokens are drawn.
+/// Unsupported fields that matter only when sampling.
 const UNSUPPORTED_DRAWING: &[(&str, f64)] = &[
     ("epsilon_cutoff", 0.0),
     ("eta_cutoff", 0.0),
@@ -51,45 +51,45 @@ const UNSUPPORTED_DRAWING: &[(&str, f64)] = &[
     ("typical_p", 1.0),
 ];
 
-/// The `max_length` that transformers takes for none.
+/// Value of `max_length` that transformers treats as unset.
 const NO_LENGTH: usize = 20;
 
-/// What `generation_config.json` says. What it does not say is `None`, and no value of its own is
-/// put in its place.
+/// Contents of `generation_config.json`. Absent fields are `None`, without defaults.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GenerationConfig {
-    /// Token that starts a text.
+    /// Start-of-text token.
     pub bos: Option<u32>,
-    /// Tokens that end a text.
+    /// End-of-text tokens.
     pub eos: Vec<u32>,
-    /// Token that fills batches.
+    /// Padding token.
     pub pad: Option<u32>,
-    /// Whether tokens are drawn; the most probable one is taken otherwise.
+    /// True to sample tokens, false to take the most probable one.
     pub sample: Option<bool>,
-    /// Divides the logits.
+    /// Temperature that divides the logits.
     pub temperature: Option<f64>,
-    /// Only so many most probable tokens are drawn from.
+    /// Number of most probable tokens to sample from.
     pub top_k: Option<usize>,
-    /// Only the most probable tokens that have this probability together are drawn from.
+    /// Cumulative probability of the most probable tokens to sample from.
     pub top_p: Option<f64>,
-    /// Logits of tokens that the text has are divided by it where positive, multiplied otherwise.
+    /// Divides positive logits of tokens that already occur in the text, and multiplies negative
+    /// ones.
     pub repetition_penalty: Option<f64>,
-    /// Tokens that are added to a prompt at most.
+    /// Maximum number of tokens added to a prompt.
     pub max_new_tokens: Option<usize>,
-    /// Tokens that a text has at most, its prompt included.
+    /// Maximum number of tokens of a text, including its prompt.
     pub max_length: Option<usize>,
-    /// Fields that ask for something else, with their values; of those of the second list, only where
-    /// tokens are drawn.
+    /// Unsupported fields that are set, with their values; those of the second list matter only
+    /// when sampling.
     unsupported: [Vec<String>; 2],
 }
 
 impl GenerationConfig {
-    /// Reads the file of `folder`, or where there is none, as transformers does, the same fields of
-    /// its `config.json`; where no token is named, those of `config` stand in.
+    /// Reads the file of `folder`. Without the file, reads the same fields of its `config.json`, as
+    /// transformers does. Tokens that are not named are taken from `config`.
     ///
     /// # Errors
-    /// When the file is no JSON object, or a field of another type or range, and when a token is not
-    /// in the vocabulary of `config`.
+    /// Returns an error if the file is not a JSON object, a field has another type or range, or a
+    /// token is not in the vocabulary of `config`.
     pub fn read(folder: &Path, config: &DecoderConfig) -> Result<Self> {
         let paths = [GENERATION_FILE, CONFIG_FILE].map(|file| folder.join(file));
         let path = paths.into_iter().find(|path| path.exists());
@@ -113,11 +113,10 @@ impl GenerationConfig {
         Ok(found)
     }
 
-    /// Fails if the file asks for something that generation does not do; `drawn` says that tokens
-    /// are drawn, not the most probable ones taken.
+    /// Checks that the file requests only supported behaviour; `drawn` is true when sampling.
     ///
     /// # Errors
-    /// Names the fields with their values.
+    /// Returns an error that names the fields with their values.
     pub fn check_supported(&self, drawn: bool) -> Result<()> {
         let [always, drawing] = &self.unsupported;
         let drawing = drawing.iter().filter(|_| drawn);
@@ -137,7 +136,7 @@ impl GenerationConfig {
             let given = list.iter().filter_map(|&(field, neutral)| {
                 let value = json.get(field)?;
                 let says_nothing = match value.as_f64() {
-                    // A token of id 0 is one.
+                    // Token ID 0 is a valid token, so 0 is not neutral here.
                     Some(number) => number == neutral && !field.starts_with("forced"),
                     None => is_neutral("", value),
                 };
@@ -155,7 +154,7 @@ impl GenerationConfig {
             }
             Ok(value)
         };
-        // Transformers writes 0 for all tokens.
+        // transformers writes 0 for all tokens.
         let top_k = fields.optional_count("top_k")?.filter(|k| *k > 0);
         let top_p = positive("top_p")?;
         ensure!(
@@ -185,7 +184,7 @@ impl GenerationConfig {
     }
 }
 
-/// Fail if the token `name` has an id that a model of `vocab` tokens does not have.
+/// Returns an error if the token `name` has an ID outside a vocabulary of `vocab` tokens.
 pub(super) fn check_token(name: &str, id: Option<u32>, vocab: usize) -> Result<()> {
     ensure!(
         id.is_none_or(|id| (id as usize) < vocab),
@@ -214,7 +213,7 @@ mod tests {
         GenerationConfig::read(&folder, &config)
     }
 
-    /// Every default written out, as transformers 4 does, and what generation does not do.
+    /// Covers every default written out, as transformers 4 does, and unsupported features.
     #[test]
     fn other_choices_of_tokens_are_refused_by_name() {
         let defaults = json!({
@@ -252,7 +251,7 @@ mod tests {
         );
     }
 
-    /// Without the file transformers takes the fields of config.json.
+    /// Without the file, transformers reads the fields of config.json.
     #[test]
     fn older_folders_have_the_fields_in_their_configuration() {
         let json = json!({

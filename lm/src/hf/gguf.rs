@@ -1,8 +1,8 @@
-//! A GGUF file of the Llama architecture, turned into a model folder.
+//! Converts a GGUF file of the Llama architecture to a model folder.
 //!
 //! A file has metadata (typed values by key), a list of tensors (name, axes with the contiguous one
-//! first, type, offset), and their data. Nothing is allocated from a number of the file: strings
-//! and arrays are bounded by the bytes that are there. See `docs/gguf.md` of ggml-org/ggml.
+//! first, type, offset), and their data. No allocation depends on a number in the file: strings and
+//! arrays are bounded by the available bytes. See `docs/gguf.md` of ggml-org/ggml.
 
 mod blocks;
 mod read;
@@ -29,27 +29,27 @@ use crate::checkpoint::write_json;
 use read::Value;
 pub use read::{GgufFile, GgufTensor};
 
-/// Turns the GGUF file `path` into the model folder `target`, with tensors of type `dtype` (`F32`,
-/// `BF16` or `F16`) under the names of transformers, and a `config.json`. The rows of queries and
-/// keys, which llama.cpp's converter permutes, get their order back. A byte-level BPE tokenizer whose
-/// words are cut as those of GPT-2 or SmolLM becomes `tokenizer.json`.
+/// Converts the GGUF file `path` to the model folder `target`, with tensors of type `dtype` (`F32`,
+/// `BF16` or `F16`) under their transformers names, and a `config.json`. Restores the row order of
+/// queries and keys, which llama.cpp's converter permutes. Writes `tokenizer.json` for a byte-level
+/// BPE tokenizer that splits words like GPT-2 or SmolLM.
 ///
 /// # Errors
-/// When the file is malformed or a part of one, is not of the Llama architecture, has tensors of
-/// types other than F32, F16, BF16, Q8_0 and Q4_1, lacks one or has unknown ones, has keys that
-/// change the arithmetic and are not known, has a tokenizer that contradicts itself or the model, or
-/// the folder cannot be written.
+/// Returns an error if the file is malformed or part of a split file, is not of the Llama
+/// architecture, has tensors of types other than F32, F16, BF16, Q8_0 and Q4_1, has missing or
+/// unknown tensors, has unknown keys that may affect the computation, or has a tokenizer that
+/// contradicts itself or the model, or if the folder cannot be written.
 pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<Imported> {
     let file = GgufFile::open(path)?;
     import_file(&file, target, dtype).with_context(|| path.display().to_string())
 }
 
-/// What [`import`] wrote.
+/// Result of [`import`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Imported {
-    /// Of the model.
+    /// Configuration of the model.
     pub config: DecoderConfig,
-    /// Why there is no `tokenizer.json`, where there is none.
+    /// Reason why no `tokenizer.json` was written, if so.
     pub no_tokenizer: Option<String>,
 }
 
@@ -64,7 +64,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     let config = config(file)?;
     refuse_unknown(file)?;
     let expected = crate::decoder::names::expected(&config);
-    // What the rope scaling of the configuration was found from.
+    // This tensor is known: `config` derived the rope scaling from it.
     let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
     write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
@@ -118,7 +118,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     })
 }
 
-/// Fail if a value rounds to infinity in `dtype`.
+/// Returns an error if a value rounds to infinity in `dtype`.
 fn check_range(values: &[f32], dtype: Dtype) -> Result<()> {
     let overflows = |value: f32| match dtype {
         Dtype::F16 => f16::from_f32(value).is_infinite(),
@@ -135,7 +135,7 @@ fn check_range(values: &[f32], dtype: Dtype) -> Result<()> {
     Ok(())
 }
 
-/// Keys of the architecture that are read, or that change nothing in a model of its tensors.
+/// Keys of the architecture that are read, or that have no effect in a model with its tensors.
 const KEYS: &[&str] = &[
     "attention.head_count",
     "attention.head_count_kv",
@@ -157,7 +157,7 @@ const KEYS: &[&str] = &[
     "vocab_size",
 ];
 
-/// Fails for a part of a file that was split.
+/// Returns an error for a part of a split file.
 fn refuse_part(file: &GgufFile) -> Result<()> {
     let parts = file.optional_count("split.count")?.unwrap_or(0);
     let part = file.optional_count("split.no")?.unwrap_or(0) + 1;
@@ -169,7 +169,7 @@ fn refuse_part(file: &GgufFile) -> Result<()> {
     Ok(())
 }
 
-/// Fails for keys of the architecture that may change what the model computes.
+/// Returns an error for unknown keys of the architecture that may affect the computation.
 fn refuse_unknown(file: &GgufFile) -> Result<()> {
     let unknown: Vec<String> = file
         .metadata()
@@ -194,7 +194,7 @@ fn refuse_unknown(file: &GgufFile) -> Result<()> {
     Ok(())
 }
 
-/// The configuration that the metadata says.
+/// Builds the configuration from the metadata.
 fn config(file: &GgufFile) -> Result<DecoderConfig> {
     let architecture = match file.value("general.architecture") {
         Some(Value::String(name)) => name.as_str(),
@@ -237,7 +237,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         "`llama.expert_count` is not 0: models with experts are not imported"
     );
     let layers = count("llama.block_count")?;
-    // Each has tensors of its own.
+    // Every layer has tensors, so there are at least as many tensors as layers.
     ensure!(
         layers <= file.names().count(),
         "`llama.block_count` is {layers}, but there are fewer tensors"
@@ -313,7 +313,7 @@ fn rope(file: &GgufFile, head: usize) -> Result<Rope> {
     found.with_context(|| format!("tensor `{}`", rope::FACTORS))
 }
 
-/// The name in the file of the tensor `name` of transformers.
+/// Returns the name in the GGUF file of the transformers tensor `name`.
 fn gguf_name(name: &str) -> String {
     let layer = name.strip_prefix("model.layers.");
     let Some((index, part)) = layer.and_then(|rest| rest.split_once('.')) else {
@@ -339,8 +339,9 @@ fn gguf_name(name: &str) -> String {
     format!("blk.{index}.{part}.weight")
 }
 
-/// Rows in the order of transformers. llama.cpp rotates elements `2 i` and `2 i + 1` of a head, and
-/// transformers `i` and `i + head / 2`: the converter moved row `(h, p, i)` to `(h, i, p)`.
+/// Restores the row order of transformers. llama.cpp rotates elements `2 i` and `2 i + 1` of a
+/// head, and transformers `i` and `i + head / 2`: the converter moved row `(h, p, i)` to
+/// `(h, i, p)`.
 fn unpermute(values: &[f32], heads: usize, head: usize) -> Vec<f32> {
     let width = values.len() / (heads * head);
     let half = head / 2;

@@ -1,9 +1,9 @@
-//! The header of a safetensors file: which tensor lies where.
+//! Parses the header of a safetensors file, which gives the location of each tensor.
 //!
-//! A file is 8 bytes (the length of the header, little endian), the header in JSON, and the data.
-//! The header maps each tensor's name to its type, shape and range of data bytes; the ranges cover
-//! the data without holes or overlaps. Nothing is allocated from a number of the file: what a
-//! header may claim is bounded by its own length, and that by the length of the file.
+//! A file consists of 8 bytes (the length of the header, little endian), the header in JSON, and
+//! the data. The header maps each tensor's name to its type, shape and range of data bytes; the
+//! ranges cover the data without holes or overlaps. No allocation depends on a number in the file:
+//! the claims of a header are bounded by its length, and that by the length of the file.
 
 use std::collections::hash_map::Entry as HashEntry;
 use std::collections::{BTreeMap, HashMap};
@@ -14,24 +14,24 @@ use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
-/// Bytes of the length before the header.
+/// Size of the length field before the header.
 const LENGTH_BYTES: usize = 8;
-/// The longest header, as in the `safetensors` library.
+/// Maximum header length, as in the `safetensors` library.
 const MAX_HEADER: u64 = 100_000_000;
-/// Axes of a tensor at most.
+/// Maximum number of axes of a tensor.
 const MAX_AXES: usize = 16;
 
-/// Where a tensor lies in its file.
+/// Location of a tensor in its file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    /// First byte of the tensor in the file, and the byte behind its last one.
+    /// First byte of the tensor in the file, and one past its last byte.
     pub start: usize,
     pub end: usize,
 }
 
-/// A header, checked against the length of its file.
+/// A header that was checked against the length of its file.
 #[derive(Debug, Default)]
 pub struct Header {
     pub tensors: BTreeMap<String, Entry>,
@@ -39,12 +39,12 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads the header of a whole file.
+    /// Parses the header of a whole file.
     ///
     /// # Errors
-    /// When the file is truncated or longer than its tensors, or the header is not JSON of the
-    /// expected form, names a tensor twice, or gives one a range that is not what its type and
-    /// shape take. Errors name the tensor; the caller names the file.
+    /// Returns an error if the file is truncated or longer than its tensors, or if the header is
+    /// not JSON of the expected form, repeats a name, or states a range that does not match the
+    /// tensor's type and shape. Errors name the tensor; the caller names the file.
     pub fn parse(file: &[u8]) -> Result<Self> {
         let Some((length, rest)) = file.split_first_chunk::<LENGTH_BYTES>() else {
             bail!(
@@ -78,7 +78,8 @@ impl Header {
     }
 }
 
-/// Fail unless the tensors cover the bytes from `start` to `end` without holes or overlaps.
+/// Returns an error unless the tensors cover the bytes from `start` to `end` without holes or
+/// overlaps.
 fn check_cover(tensors: &BTreeMap<String, Entry>, start: usize, end: usize) -> Result<()> {
     let mut order: Vec<(&String, &Entry)> = tensors.iter().collect();
     order.sort_by_key(|(_, entry)| (entry.start, entry.end));
@@ -102,7 +103,7 @@ fn check_cover(tensors: &BTreeMap<String, Entry>, start: usize, end: usize) -> R
     Ok(())
 }
 
-/// A tensor as the header has it.
+/// A tensor as the header states it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawEntry {
@@ -112,7 +113,8 @@ struct RawEntry {
 }
 
 impl RawEntry {
-    /// The entry, with offsets from the start of the file, whose data has `data` bytes.
+    /// Checks the entry against `data`, the number of data bytes, and converts offsets to be
+    /// relative to the file.
     fn check(self, data_start: usize, data: usize) -> Result<Entry> {
         let (start, end) = self.data_offsets;
         ensure!(
@@ -133,7 +135,7 @@ impl RawEntry {
             needed.map_or("no whole number of".into(), |bytes| bytes.to_string()),
             end - start
         );
-        // A shape with a zero in it may have other entries that fit no `usize`.
+        // A shape with a zero may have other dimensions that do not fit a `usize`.
         let shape: Result<Vec<usize>, _> = self.shape.into_iter().map(usize::try_from).collect();
         Ok(Entry {
             dtype: self.dtype,
@@ -144,7 +146,7 @@ impl RawEntry {
     }
 }
 
-/// The bytes of a tensor; none where they are no whole number or do not fit 64 bits.
+/// Returns the bytes of a tensor; none if they are not a whole number or do not fit 64 bits.
 pub(super) fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     let elements = if shape.contains(&0) {
         0
@@ -157,7 +159,7 @@ pub(super) fn bytes_of(dtype: Dtype, shape: &[u64]) -> Option<u64> {
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
-/// All of the header, nothing checked but that no name comes twice.
+/// The whole header, checked only for repeated names.
 struct RawHeader {
     tensors: HashMap<String, RawEntry>,
     metadata: BTreeMap<String, String>,

@@ -1,11 +1,11 @@
 //! A folder of a Hugging Face model on disk.
 //!
-//! - [`tensors`]: the tensors of `model.safetensors`, or of shards with an index, memory-mapped.
-//! - [`writer`]: such files written, whole or not at all.
-//! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary positions.
-//! - [`generation`]: how to sample, from `generation_config.json`.
-//! - [`tokenizer`]: text to tokens and back, by `tokenizer.json` and `tokenizer_config.json`.
-//! - [`gguf`]: a GGUF file, turned into such a folder.
+//! - [`tensors`]: memory-mapped tensors of `model.safetensors`, or of shards with an index.
+//! - [`writer`]: writes such files atomically.
+//! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary embedding.
+//! - [`generation`]: sampling parameters, from `generation_config.json`.
+//! - [`tokenizer`]: encodes and decodes text, by `tokenizer.json` and `tokenizer_config.json`.
+//! - [`gguf`]: converts a GGUF file to such a folder.
 
 pub mod config;
 mod config_json;
@@ -32,9 +32,9 @@ pub use tokenizer::Tokenizer;
 pub(crate) use tokenizer_config::TokenizerConfig;
 pub use writer::TensorWriter;
 
-/// The file of a model in one piece.
+/// File of a model that is not sharded.
 pub const WHOLE_FILE: &str = "model.safetensors";
-/// The file that says which shard each tensor is in.
+/// File that assigns each tensor to a shard.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
 #[cfg(test)]

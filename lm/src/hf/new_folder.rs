@@ -1,4 +1,4 @@
-//! A folder that is written whole or not at all.
+//! Writes a folder atomically.
 
 use std::ffi::OsString;
 use std::fs;
@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-/// A folder under a temporary name beside its own, which it gets when all of it is written. Dropped
-/// before that, it is removed.
+/// A folder under a temporary name next to its target, renamed when it is complete. Removed if
+/// dropped before that.
 pub struct NewFolder {
     partial: PathBuf,
     target: PathBuf,
 }
 
 impl NewFolder {
-    /// For the folder `target`, which must not exist or be empty.
+    /// Creates the temporary folder for `target`, which must be absent or empty.
     ///
     /// # Errors
-    /// When it has files, or the disk refuses.
+    /// Returns an error if `target` has files, or the folder cannot be made.
     pub fn create(target: &Path) -> Result<Self> {
         let is_free = match fs::read_dir(target) {
             Ok(mut entries) => entries.next().is_none(),
@@ -41,25 +41,25 @@ impl NewFolder {
         Ok(Self { partial, target })
     }
 
-    /// Where its files are written.
+    /// Returns the path for writing files.
     pub fn path(&self) -> &Path {
         &self.partial
     }
 
-    /// Gives the folder its name.
+    /// Renames the folder to its target.
     ///
     /// # Errors
-    /// When the disk refuses; then there is no folder.
+    /// Returns an error if renaming fails; then there is no folder.
     pub fn finish(self) -> Result<()> {
         fs::rename(&self.partial, &self.target).with_context(|| self.target.display().to_string())
     }
 }
 
-/// Copies the content of a file to a new one, which gets the permissions of new files: those of a
-/// source that only its owner can read are not for a model.
+/// Copies the contents of a file to a new one with default permissions, because restrictive
+/// permissions of the source should not apply to a model.
 ///
 /// # Errors
-/// When the disk refuses: names the source.
+/// Returns an error that names the source if copying fails.
 pub(crate) fn copy_file(from: &Path, to: &Path) -> Result<()> {
     let copy = || -> std::io::Result<u64> {
         std::io::copy(&mut fs::File::open(from)?, &mut fs::File::create(to)?)
@@ -70,7 +70,7 @@ pub(crate) fn copy_file(from: &Path, to: &Path) -> Result<()> {
 
 impl Drop for NewFolder {
     fn drop(&mut self) {
-        // It is gone if it was finished.
+        // After `finish` the path no longer exists.
         let _ = fs::remove_dir_all(&self.partial);
     }
 }

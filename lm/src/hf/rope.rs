@@ -1,5 +1,5 @@
-//! Frequencies of rotary positions, with the arithmetic of transformers' `modeling_rope_utils`:
-//! `f32` where it computes in `f32`, as positions of long texts multiply every rounding.
+//! Frequencies of the rotary embedding, with the arithmetic of transformers' `modeling_rope_utils`.
+//! Uses `f32` where transformers does, because large positions amplify every rounding error.
 
 use std::f64::consts::PI;
 
@@ -8,66 +8,68 @@ use serde_json::Value;
 
 use super::fields::Fields;
 
-/// Rotary positions: pair `i` of a head turns by the position times frequency `i`.
+/// Rotary embedding: pair `i` of a head rotates by the position times frequency `i`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies, `theta^(-2i / head)`.
     pub theta: f64,
-    /// How they are changed for longer texts.
+    /// Scaling for longer texts.
     pub scaling: RopeScaling,
 }
 
-/// How frequencies are changed for texts longer than those that a model was trained on.
+/// Scaling of frequencies for texts longer than those in training.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     Default,
-    /// All are divided by `factor`.
+    /// All frequencies are divided by `factor`.
     Linear {
-        /// The factor.
+        /// Scaling factor.
         factor: f64,
     },
-    /// Low frequencies are divided by `factor`, high ones stay, those between are blended.
+    /// Low frequencies are divided by `factor`, high ones are unchanged, and those between are
+    /// interpolated.
     Llama3 {
-        /// The factor.
+        /// Scaling factor.
         factor: f64,
-        /// Waves longer than `original / low` are scaled.
+        /// Wavelengths longer than `original / low` are scaled.
         low: f64,
-        /// Waves shorter than `original / high` are not.
+        /// Wavelengths shorter than `original / high` are not scaled.
         high: f64,
-        /// Positions of the training.
+        /// Context length of the training.
         original: f64,
     },
-    /// YaRN (Peng et al., 2023): a ramp over the pairs blends scaled and unscaled frequencies.
+    /// YaRN (Peng et al., 2023): a ramp over the pairs interpolates between scaled and unscaled
+    /// frequencies.
     Yarn {
-        /// The factor.
+        /// Scaling factor.
         factor: f64,
-        /// Positions of the training.
+        /// Context length of the training.
         original: f64,
-        /// Pairs that turn more often than this are not scaled.
+        /// Pairs with more turns than this are not scaled.
         beta_fast: f64,
-        /// Pairs that turn less often than this are.
+        /// Pairs with fewer turns than this are scaled.
         beta_slow: f64,
-        /// Cosines and sines are multiplied by it.
+        /// Factor that multiplies cosines and sines.
         attention_factor: f64,
-        /// Whether the ramp starts and ends at whole pairs.
+        /// True if the ramp starts and ends at whole pairs.
         truncate: bool,
     },
-    /// The base grows with the length of the text, beyond `original` positions.
+    /// The base grows with the length of the text beyond `original` positions.
     Dynamic {
-        /// The factor.
+        /// Scaling factor.
         factor: f64,
-        /// Positions of the training.
+        /// Context length of the training.
         original: f64,
     },
 }
 
-/// Kinds by name, for errors.
+/// Names of the kinds, for errors.
 const KINDS: &str = "default, linear, llama3, yarn or dynamic";
 
 impl Rope {
     /// Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
-    /// transformers 4. Files for both versions have all of them, which must say the same.
+    /// transformers 4. Files for both versions have all of them, which must agree.
     pub(crate) fn from_fields(fields: &Fields, theta: f64, max_positions: usize) -> Result<Self> {
         let written = fields.optional_number("rope_theta")?;
         let max = max_positions as f64;
@@ -188,7 +190,7 @@ impl Rope {
             other => bail!("`{name}.rope_type` is `{other}`, but must be {KINDS}"),
         };
         if kind == "default" {
-            // Written by some tools with the type, without a meaning there.
+            // Some tools write these fields with the type, although they have no meaning there.
             for field in ["factor", "original_max_position_embeddings"] {
                 fields.take(field);
             }
@@ -205,11 +207,11 @@ impl Rope {
         Ok(self)
     }
 
-    /// The frequency of each of `head / 2` pairs, in radians per position, for a text of
+    /// Returns the frequency of each of `head / 2` pairs, in radians per position, for a text of
     /// `positions`.
     ///
     /// # Errors
-    /// When the head is too small for the kind of scaling.
+    /// Returns an error if the head dimension is too small for this scaling.
     pub fn frequencies(&self, head: usize, positions: usize) -> Result<Vec<f32>> {
         let base = match self.scaling {
             RopeScaling::Dynamic { factor, original } => {
@@ -270,7 +272,7 @@ impl Rope {
         })
     }
 
-    /// What cosines and sines are multiplied by.
+    /// Returns the factor that multiplies cosines and sines.
     pub fn attention_factor(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn {
@@ -280,7 +282,8 @@ impl Rope {
         }
     }
 
-    /// Whether frequencies depend on the length of the text, beyond so many positions.
+    /// Returns the number of positions beyond which frequencies depend on the length of the text,
+    /// if they do.
     pub fn dynamic_beyond(&self) -> Option<usize> {
         match self.scaling {
             RopeScaling::Dynamic { original, .. } => Some(original as usize),
@@ -288,11 +291,11 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of the first `positions` positions, `[positions, head / 2]` each, for a
-    /// text of so many.
+    /// Returns the cosines and sines of the first `positions` positions, `[positions, head / 2]`
+    /// each, for a text of that length.
     ///
     /// # Errors
-    /// As [`frequencies`](Self::frequencies).
+    /// Returns the errors of [`frequencies`](Self::frequencies).
     pub fn tables(&self, head: usize, positions: usize) -> Result<(Vec<f32>, Vec<f32>)> {
         let frequencies = self.frequencies(head, positions)?;
         let scale = self.attention_factor() as f32;
@@ -307,7 +310,7 @@ impl Rope {
     }
 }
 
-/// One frequency of Llama 3.
+/// Computes one frequency of Llama 3.
 fn llama3(frequency: f32, factor: f64, [low, high]: [f64; 2], original: f64) -> f32 {
     let wave = (2.0 * PI) as f32 / frequency;
     let scaled = frequency / factor as f32;
@@ -321,7 +324,7 @@ fn llama3(frequency: f32, factor: f64, [low, high]: [f64; 2], original: f64) -> 
     }
 }
 
-/// The pair, not rounded, that turns `turns` times in `original` positions.
+/// Returns the fractional index of the pair that makes `turns` turns in `original` positions.
 fn correction_dim(turns: f64, head: f64, base: f64, original: f64) -> f64 {
     head * (original / (turns * 2.0 * PI)).ln() / (2.0 * base.ln())
 }

@@ -1,5 +1,5 @@
-//! The tensors of a model folder, memory-mapped: `model.safetensors`, or the shards that
-//! `model.safetensors.index.json` lists.
+//! Memory-mapped tensors of a model folder: `model.safetensors`, or the shards listed in
+//! `model.safetensors.index.json`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,12 +18,12 @@ use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
 use crate::random::{hash, hash_all};
 
-/// The tensors of a model, by name.
+/// Tensors of a model, by name.
 ///
-/// Files are mapped, not read: a tensor's bytes come from the disk when they are used, and the
-/// system may drop them from memory at any time. Headers are parsed and checked once, here.
+/// Files are mapped, not read: a tensor's bytes are loaded from disk on use, and the system may
+/// drop them from memory at any time. Headers are parsed and checked once, on opening.
 ///
-/// Nobody may change the files while this exists: truncated files end the process.
+/// The files must not change while this exists: accessing a truncated file kills the process.
 pub struct TensorFolder {
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, (usize, Entry)>,
@@ -38,22 +38,22 @@ struct MappedFile {
 /// One tensor of a [`TensorFolder`].
 #[derive(Clone, Copy)]
 pub struct StoredTensor<'a> {
-    /// Its name.
+    /// Name of the tensor.
     pub name: &'a str,
-    /// The file that it is in.
+    /// File of the tensor.
     pub file: &'a Path,
-    /// Type of its elements.
+    /// Type of the elements.
     pub dtype: Dtype,
-    /// Its axes, the last one contiguous.
+    /// Shape; the last axis is contiguous.
     pub shape: &'a [usize],
-    /// Its elements, little endian, at any alignment.
+    /// Elements, little endian, at any alignment.
     pub bytes: &'a [u8],
 }
 
-/// The file that PEFT writes, and by which transformers adds adapters to a model that it loads.
+/// File that PEFT writes. transformers adds the adapters that it describes to a model on loading.
 const ADAPTER_FILE: &str = "adapter_config.json";
 
-/// `model.safetensors.index.json`.
+/// Contents of `model.safetensors.index.json`.
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
@@ -61,15 +61,16 @@ struct Index {
 
 impl TensorFolder {
     /// Opens the model in `folder`: `model.safetensors`, or the shards of
-    /// `model.safetensors.index.json`. Where both exist they must be the same tensors: transformers
+    /// `model.safetensors.index.json`. If both exist they must hold the same tensors: transformers
     /// reads the file, vLLM and MLX the index.
     ///
     /// # Errors
-    /// When there is neither, both differ, a file is absent, truncated or malformed, or the index
-    /// and its shards disagree: it names a file that is not in the folder, a tensor that is not in
-    /// its shard, or leaves one out. A tensor that is in several shards is taken from the one that
-    /// the index names. When the folder has other files of weights that loading would leave out:
-    /// shards that no index names, or adapters.
+    /// Returns an error if there is neither, if both differ, or if a file is absent, truncated or
+    /// malformed. Returns an error if the index and its shards disagree: the index names a file
+    /// that is not in the folder or a tensor that is not in its shard, or omits a tensor. A tensor
+    /// found in several shards is taken from the one that the index names. Returns an error if the
+    /// folder has other weight files that would be ignored: shards that no index names, or
+    /// adapters.
     pub fn open(folder: &Path) -> Result<Self> {
         let whole = folder.join(WHOLE_FILE);
         let index = folder.join(INDEX_FILE);
@@ -104,7 +105,7 @@ impl TensorFolder {
         Ok(opened)
     }
 
-    /// Describes the first tensor that differs from `other`, if one does.
+    /// Describes the first tensor that differs from `other`, if any.
     fn difference(&self, other: &Self) -> Option<String> {
         let names: BTreeSet<&str> = self.names().chain(other.names()).collect();
         names.into_iter().find_map(|name| {
@@ -123,8 +124,8 @@ impl TensorFolder {
         })
     }
 
-    /// Fails if `folder` has files of weights that are not among the open ones, although readers
-    /// take them for part of the model.
+    /// Returns an error if `folder` has weight files that are not open here but that other readers
+    /// would treat as part of the model.
     fn refuse_other_weights(&self, folder: &Path) -> Result<()> {
         let adapter = folder.join(ADAPTER_FILE);
         ensure!(
@@ -157,10 +158,10 @@ impl TensorFolder {
         Ok(())
     }
 
-    /// Opens one file, of any name.
+    /// Opens one file of any name.
     ///
     /// # Errors
-    /// When it is absent, truncated or malformed.
+    /// Returns an error if it is absent, truncated or malformed.
     pub fn open_file(path: &Path) -> Result<Self> {
         let (file, tensors) = open(path)?;
         Ok(Self {
@@ -215,42 +216,42 @@ impl TensorFolder {
         Ok(opened)
     }
 
-    /// The names of all tensors, sorted.
+    /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// All tensors, sorted by name.
+    /// Returns all tensors, sorted by name.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = StoredTensor<'_>> {
         let tensors = self.tensors.iter();
         tensors.map(|(name, place)| self.tensor(name, place))
     }
 
-    /// Number of tensors.
+    /// Returns the number of tensors.
     pub fn len(&self) -> usize {
         self.tensors.len()
     }
 
-    /// Whether there is no tensor.
+    /// Returns true if there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
-    /// Whether there is a tensor `name`.
+    /// Returns true if the tensor `name` exists.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// The tensor `name`, if there is one.
+    /// Returns the tensor `name`, if it exists.
     pub fn find(&self, name: &str) -> Option<StoredTensor<'_>> {
         let (name, place) = self.tensors.get_key_value(name)?;
         Some(self.tensor(name, place))
     }
 
-    /// The tensor `name`.
+    /// Returns the tensor `name`.
     ///
     /// # Errors
-    /// When there is none.
+    /// Returns an error if it does not exist.
     pub fn get(&self, name: &str) -> Result<StoredTensor<'_>> {
         let Some(tensor) = self.find(name) else {
             let files: Vec<_> = self.files().map(|f| f.display().to_string()).collect();
@@ -259,7 +260,7 @@ impl TensorFolder {
         Ok(tensor)
     }
 
-    /// A hash of all names, types, shapes and elements.
+    /// Returns a hash of all names, types, shapes and elements.
     pub fn hash(&self) -> u64 {
         let tensors: Vec<StoredTensor<'_>> = self.iter().collect();
         let of_one = |tensor: &StoredTensor<'_>| {
@@ -270,12 +271,13 @@ impl TensorFolder {
         hash(hashes.as_flattened())
     }
 
-    /// The paths of the files.
+    /// Returns the paths of the files.
     pub fn files(&self) -> impl ExactSizeIterator<Item = &Path> {
         self.files.iter().map(|file| file.path.as_path())
     }
 
-    /// The metadata of the files' headers, the first file's value of a key first.
+    /// Returns the value of `key` in the metadata of the files' headers, the first file's value
+    /// first.
     pub fn metadata(&self, key: &str) -> Option<&str> {
         let mut values = self.files.iter().filter_map(|f| f.metadata.get(key));
         values.next().map(String::as_str)
@@ -302,10 +304,10 @@ impl fmt::Debug for TensorFolder {
 }
 
 impl StoredTensor<'_> {
-    /// Its elements as `f32`; exact but for `F64`, which is rounded.
+    /// Converts the elements to `f32`; exact except for `F64`, which is rounded.
     ///
     /// # Errors
-    /// When its type is none of `F64`, `F32`, `F16`, `BF16` and `F8_E4M3`.
+    /// Returns an error if the type is not `F64`, `F32`, `F16`, `BF16` or `F8_E4M3`.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         fn map<const N: usize>(bytes: &[u8], value: impl Fn([u8; N]) -> f32) -> Vec<f32> {
             let (elements, _) = bytes.as_chunks::<N>();
@@ -325,10 +327,11 @@ impl StoredTensor<'_> {
         })
     }
 
-    /// Fails unless all values are finite; types that are no floats pass.
+    /// Checks that all values are finite; non-float types pass.
     ///
     /// # Errors
-    /// Names the tensor and the place of the first value that is NaN or infinite.
+    /// Returns an error that names the tensor and the position of the first value that is NaN or
+    /// infinite.
     pub fn check_finite(&self) -> Result<()> {
         fn first<const N: usize>(
             bytes: &[u8],
@@ -359,7 +362,7 @@ impl StoredTensor<'_> {
         )
     }
 
-    /// Names the place of element `at`: its index on each axis.
+    /// Describes the position of element `at`: its index along each axis.
     pub(crate) fn place(&self, at: usize) -> String {
         match *self.shape {
             [] => "its value".into(),
@@ -377,10 +380,10 @@ impl StoredTensor<'_> {
         }
     }
 
-    /// Fail unless it has `shape`.
+    /// Checks that the tensor has `shape`.
     ///
     /// # Errors
-    /// When it has another one.
+    /// Returns an error if the shape differs.
     pub fn check_shape(&self, shape: &[usize]) -> Result<()> {
         ensure!(
             self.shape == shape,
@@ -391,7 +394,7 @@ impl StoredTensor<'_> {
     }
 }
 
-/// File and name, as errors have them.
+/// Shows file and name, for errors.
 impl fmt::Display for StoredTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{}: tensor `{}`", self.file.display(), self.name)
@@ -418,7 +421,8 @@ fn open(path: &Path) -> Result<(MappedFile, BTreeMap<String, Entry>)> {
     Ok((file, tensors))
 }
 
-/// Fail unless `shard` is the name of a file in the folder itself: a path could lead out of it.
+/// Returns an error unless `shard` is the name of a file in the folder itself, because a path could
+/// lead outside of it.
 fn check_shard_name(shard: &str) -> Result<()> {
     let mut parts = Path::new(shard).components();
     let is_name = matches!(parts.next(), Some(Component::Normal(name)) if name == shard);
@@ -429,7 +433,7 @@ fn check_shard_name(shard: &str) -> Result<()> {
     Ok(())
 }
 
-/// The first few of `names`, and how many more there are.
+/// Formats the first few of `names`, and the number of further ones.
 pub(crate) fn list(names: &[String]) -> String {
     const SHOWN: usize = 20;
     let shown = names[..names.len().min(SHOWN)].join(", ");

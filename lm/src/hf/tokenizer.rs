@@ -1,4 +1,4 @@
-//! `tokenizer.json`, by the library that wrote it.
+//! Reads `tokenizer.json` with the `tokenizers` library.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -13,26 +13,26 @@ use super::TokenizerConfig;
 use super::fields::is_neutral;
 use crate::random::{hash, hash_all};
 
-/// The file's name.
+/// Name of the file.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// Text to tokens and back.
+/// Encodes text to tokens, and decodes them.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     around: Around,
     hash: u64,
 }
 
-/// What is put around a text.
+/// Special tokens around a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Around {
-    /// What the library does, which is not of the simple form.
+    /// The library adds them, in a way that is not of the simple form.
     Library,
-    /// These tokens before it and after it.
+    /// These tokens before and after the text.
     Tokens { before: Vec<u32>, after: Vec<u32> },
 }
 
-/// Fields of `tokenizer.json` that the library reads, and those of its byte-pair model.
+/// Fields of `tokenizer.json` that the library reads, and fields of its BPE model.
 const KNOWN: [&[&str]; 2] = [
     &[
         "version",
@@ -59,8 +59,8 @@ const KNOWN: [&[&str]; 2] = [
     ],
 ];
 
-/// What the library's `work` gives. On some malformed files it panics where it should fail (a decoder
-/// of no known type, in 0.23.2): here this is an error.
+/// Returns the result of `work`, a call of the library. On some malformed files the library panics
+/// instead of failing (a decoder of unknown type, in 0.23.2); the panic becomes an error.
 fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(|error| error.to_string()),
@@ -76,26 +76,27 @@ fn guarded<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> Result<T, String>
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of `folder`, for a model of `vocab` tokens, of which `needed` (the
-    /// tokens that start, end and fill texts) must exist. Of `tokenizer_config.json` it takes what
-    /// changes tokens: added and special tokens, and whether texts get a beginning and an end.
+    /// Reads `tokenizer.json` of `folder`, for a model of `vocab` tokens. The tokens in `needed`
+    /// (start-of-text, end-of-text and padding tokens) must exist. From `tokenizer_config.json` it
+    /// takes the settings that affect tokens: added and special tokens, and whether texts get start
+    /// and end tokens.
     ///
-    /// Truncation and padding of the file are for batches of a training script. They are off, as in
-    /// transformers unless someone asks for them.
+    /// Truncation and padding settings of the file apply to the batches of a training script. They
+    /// are disabled, as in transformers by default.
     ///
     /// # Errors
-    /// When the file is absent or malformed, gives two tokens one id, has a token whose id is
-    /// `vocab` or more, or lacks one of `needed`; when a field that changes tokens is not known, or
-    /// contradicts `tokenizer_config.json`: by its name.
+    /// Returns an error if the file is absent or malformed, assigns one ID to two tokens, has a
+    /// token whose ID is `vocab` or more, or lacks one of `needed`. Returns an error that names the
+    /// field if a field that affects tokens is unknown, or contradicts `tokenizer_config.json`.
     pub fn read(folder: &Path, vocab: usize, needed: &[u32]) -> Result<Self> {
         let path = folder.join(TOKENIZER_FILE);
         let error = |error| anyhow!("{}: {error}", path.display());
-        // A separate step: the library's own error for an absent file does not name it.
+        // A separate step, because the library's error for an absent file does not name it.
         let text = std::fs::read(&path).map_err(|e| error(e.to_string()))?;
         let json: serde_json::Result<Map<String, Value>> = serde_json::from_slice(&text);
         let json = json.map_err(|e| error(format!("it holds no JSON object: {e}")))?;
         refuse_unknown(&json).map_err(|e| error(e.to_string()))?;
-        // The library stumbles over fields that it does not know, also over those that say nothing.
+        // The library fails on unknown fields, even neutral ones.
         let is_known = |name: &String| KNOWN[0].contains(&name.as_str());
         let known = match json.keys().all(is_known) {
             true => text.clone(),
@@ -122,7 +123,7 @@ impl Tokenizer {
         Ok(found)
     }
 
-    /// The same with what its file `json` and `config` say beside what the library reads.
+    /// Applies the settings in `json` and `config` that the library does not read.
     fn obeying(mut self, json: &Map<String, Value>, config: &TokenizerConfig) -> Result<Self> {
         let mut changes = Vec::new();
         for entry in json
@@ -157,7 +158,8 @@ impl Tokenizer {
         let added = self.inner.get_added_tokens_decoder();
         let added: BTreeSet<String> = added.into_values().map(|token| token.content).collect();
         for content in config.special().filter(|token| !added.contains(*token)) {
-            // A token of no id is in no text that the model knows: a tool named it for batches.
+            // A token without an ID never occurs in the model's texts: a tool added its name for
+            // batches.
             if self.id(content).is_some() {
                 changes.push(format!("special {content}"));
                 self.add(AddedToken::from(content, true))?;
@@ -192,7 +194,7 @@ impl Tokenizer {
         added.map_err(|e| anyhow!("`{content}` cannot be added: {e}"))
     }
 
-    /// Finds what the library puts around a text.
+    /// Determines the special tokens that the library adds around a text.
     fn probe(&self) -> Result<Around> {
         for text in ["a", "1", ""] {
             let encode = |special| -> Option<Vec<u32>> {
@@ -217,8 +219,8 @@ impl Tokenizer {
         Ok(Around::Library)
     }
 
-    /// What `config` wants around a text: as transformers' own classes read `add_bos_token` and
-    /// `add_eos_token`.
+    /// Returns the special tokens that `config` requests around a text, with transformers'
+    /// interpretation of `add_bos_token` and `add_eos_token`.
     fn around_of(&self, config: &TokenizerConfig) -> Result<Around> {
         let Around::Tokens { before, after } = &self.around else {
             for (field, value) in [
@@ -285,10 +287,10 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The tokens of `text`; with `special`, also those that the tokenizer puts around a text.
+    /// Encodes `text`; with `special`, includes the tokens that the tokenizer adds around a text.
     ///
     /// # Errors
-    /// When the tokenizer cannot represent the text.
+    /// Returns an error if the tokenizer cannot represent the text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let by_library = special && self.around == Around::Library;
         let encoding = guarded(|| self.inner.encode_fast(text, by_library));
@@ -300,20 +302,20 @@ impl Tokenizer {
         })
     }
 
-    /// The tokens of a whole text: with those that the tokenizer puts around it, unless the text
-    /// has them already, as one that a chat template wrote.
+    /// Encodes a whole text, including the tokens that the tokenizer adds around it, unless the
+    /// text already contains them, as the output of a chat template does.
     ///
     /// # Errors
-    /// When the tokenizer cannot represent the text.
+    /// Returns an error if the tokenizer cannot represent the text.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.encode_text_with_bytes(text)?.0)
     }
 
-    /// The tokens of a whole text, as [`encode_text`](Self::encode_text), with the bytes of it that
-    /// each stands for; those that the tokenizer puts around a text stand for none.
+    /// Encodes a whole text like [`encode_text`](Self::encode_text), with the byte range of each
+    /// token; tokens added around the text have empty ranges.
     ///
     /// # Errors
-    /// When the tokenizer cannot represent the text.
+    /// Returns an error if the tokenizer cannot represent the text.
     pub fn encode_text_with_bytes(&self, text: &str) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
         let Around::Tokens { before, after } = &self.around else {
             return self.by_library(text, true);
@@ -330,10 +332,10 @@ impl Tokenizer {
         Ok((tokens, bytes))
     }
 
-    /// The tokens of `text` without any around it, with the bytes of it that each stands for.
+    /// Encodes `text` without tokens around it, with the byte range of each token.
     ///
     /// # Errors
-    /// When the tokenizer cannot represent the text.
+    /// Returns an error if the tokenizer cannot represent the text.
     pub fn encode_with_bytes(&self, text: &str) -> Result<(Vec<u32>, Vec<Range<usize>>)> {
         self.by_library(text, false)
     }
@@ -348,40 +350,39 @@ impl Tokenizer {
         Ok((encoding.get_ids().to_vec(), bytes.collect()))
     }
 
-    /// FNV-1a of the file, and of what `tokenizer_config.json` changes: says that tokens are of this
-    /// tokenizer.
+    /// Returns the FNV-1a hash of the file and of the settings taken from `tokenizer_config.json`.
+    /// It identifies the tokenizer of a token file.
     pub fn hash(&self) -> u64 {
         self.hash
     }
 
-    /// The text of `tokens`; without those that are special, unless `special`. Bytes that are no
-    /// UTF-8 become U+FFFD.
+    /// Decodes `tokens`, without special ones unless `special`. Invalid UTF-8 becomes U+FFFD.
     ///
     /// # Errors
-    /// When the tokenizer's decoder fails.
+    /// Returns an error if the tokenizer's decoder fails.
     pub fn decode(&self, tokens: &[u32], special: bool) -> Result<String> {
         let text = guarded(|| self.inner.decode(tokens, !special));
         text.map_err(|e| anyhow!("the tokens have no text: {e}"))
     }
 
-    /// The id of a token by its content.
+    /// Returns the ID of a token by its text.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// Number of tokens, added ones included.
+    /// Returns the number of tokens, including added ones.
     pub fn len(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// Whether there is no token; [`read`](Self::read) refuses that.
+    /// Returns true if there are no tokens; [`read`](Self::read) refuses such a file.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// Fails for fields that the library passes over although they may change tokens, and for a model
-/// that drops merges by chance.
+/// Returns an error for fields that the library ignores although they may affect tokens, and for a
+/// model with BPE dropout.
 fn refuse_unknown(json: &Map<String, Value>) -> Result<()> {
     let empty = Map::new();
     let model = json
@@ -405,7 +406,8 @@ fn refuse_unknown(json: &Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Fails if `config` wants a space before texts, or lower case, and the file `json` does the other.
+/// Returns an error if `config` requests a space before texts or lower case, and `json` does the
+/// opposite.
 fn check_text_rules(json: &Map<String, Value>, config: &TokenizerConfig) -> Result<()> {
     let rules = [json.get("normalizer"), json.get("pre_tokenizer")];
     let mut parts: Vec<&Value> = rules.into_iter().flatten().collect();
@@ -501,7 +503,8 @@ mod tests {
         matches_golden(&golden("qwen3-tiny"));
     }
 
-    /// Words `a` to `d` and the special tokens `<s>` and `</s>`, of which the first begins a text.
+    /// Returns a tokenizer with the words `a` to `d` and the special tokens `<s>` and `</s>`; the
+    /// first begins a text.
     fn small() -> Value {
         json!({
             "version": "1.0",
@@ -532,7 +535,7 @@ mod tests {
         Tokenizer::read(&folder, 6, &[])
     }
 
-    /// What a training script left in the file for its batches.
+    /// Settings that a training script left in the file for its batches.
     #[test]
     fn truncation_and_padding_are_off() {
         let mut json = small();
@@ -549,7 +552,7 @@ mod tests {
         assert_eq!(bytes[..3], [0..0, 0..1, 2..3]);
     }
 
-    /// Chat templates write the token that begins a text.
+    /// Chat templates write the start-of-text token themselves.
     #[test]
     fn texts_have_one_beginning_and_one_end() {
         let config = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"},
@@ -572,7 +575,7 @@ mod tests {
     fn tokenizer_config_is_obeyed() {
         let plain = read_with(&small(), &json!({})).unwrap();
         let with = |config: Value| read_with(&small(), &config).unwrap();
-        // Neutral values, and settings of batches.
+        // Neutral values, and settings for batches.
         for config in [
             json!({"add_bos_token": null, "bos_token": null, "added_tokens_decoder": {},
                 "extra_special_tokens": {}, "split_special_tokens": false}),
@@ -589,7 +592,7 @@ mod tests {
                 "a",
                 &[0][..],
             ),
-            // As special tokens, words are found anywhere.
+            // As special tokens, words are matched anywhere.
             (
                 json!({"additional_special_tokens": ["b"]}),
                 "abc",

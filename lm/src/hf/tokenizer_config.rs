@@ -1,4 +1,4 @@
-//! `tokenizer_config.json`, as far as it changes tokens.
+//! Reads the settings of `tokenizer_config.json` that affect tokens.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -10,14 +10,14 @@ use tokenizers::AddedToken;
 use super::fields::Fields;
 use crate::checkpoint::read_json;
 
-/// The file's name.
+/// Name of the file.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-/// Where older folders name special tokens.
+/// File with the special tokens in older folders.
 const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
-/// Where older folders have tokens that were added to the vocabulary.
+/// File with the added tokens in older folders.
 const ADDED_TOKENS: &str = "added_tokens.json";
 
-/// Fields that name one special token each.
+/// Fields that each name one special token.
 const NAMED: [&str; 7] = [
     "bos_token",
     "eos_token",
@@ -28,33 +28,32 @@ const NAMED: [&str; 7] = [
     "mask_token",
 ];
 
-/// What `tokenizer_config.json` says beside the chat template.
+/// Contents of `tokenizer_config.json`, apart from the chat template.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TokenizerConfig {
-    /// True if a text begins with the token that starts texts, false if it does not; `None` where
-    /// `tokenizer.json` decides.
+    /// True if texts get a start-of-text token, false if not; `None` if `tokenizer.json` decides.
     pub add_bos: Option<bool>,
-    /// The same of the token that ends texts.
+    /// True if texts get an end-of-text token, false if not; `None` if `tokenizer.json` decides.
     pub add_eos: Option<bool>,
-    /// Special tokens in a text are cut as other text.
+    /// True if special tokens within a text are split like other text.
     pub split_special: bool,
-    /// A space is put before a text.
+    /// True if a space is added before a text.
     pub prefix_space: Option<bool>,
-    /// Texts are turned to lower case.
+    /// True if texts are converted to lower case.
     pub lower_case: bool,
-    /// Added tokens by id.
+    /// Added tokens, by ID.
     pub added: BTreeMap<u32, AddedToken>,
-    /// Special tokens by the field that names them.
+    /// Special tokens, by the field that names them.
     named: BTreeMap<&'static str, String>,
     /// Further special tokens.
     pub extra: Vec<String>,
 }
 
 impl TokenizerConfig {
-    /// Reads the file of `folder`; without one nothing is said.
+    /// Reads the file of `folder`; returns defaults if there is none.
     ///
     /// # Errors
-    /// When a file is no JSON object, or a field of another type.
+    /// Returns an error if a file is not a JSON object, or a field has another type.
     pub fn read(folder: &Path) -> Result<Self> {
         let object = |file: &str| -> Result<Option<Map<String, Value>>> {
             let path = folder.join(file);
@@ -75,7 +74,7 @@ impl TokenizerConfig {
                 found.named.insert(field, token);
             }
         }
-        // Transformers reads this file where the other has no list of added tokens.
+        // transformers reads this file if the other has no list of added tokens.
         if found.added.is_empty()
             && let Some(json) = object(ADDED_TOKENS)?
         {
@@ -150,17 +149,17 @@ impl TokenizerConfig {
         Ok(found)
     }
 
-    /// The token that starts texts.
+    /// Returns the start-of-text token.
     pub fn bos(&self) -> Option<&str> {
         self.named.get("bos_token").map(String::as_str)
     }
 
-    /// The token that ends texts.
+    /// Returns the end-of-text token.
     pub fn eos(&self) -> Option<&str> {
         self.named.get("eos_token").map(String::as_str)
     }
 
-    /// All special tokens that are named.
+    /// Returns all named special tokens.
     pub fn special(&self) -> impl Iterator<Item = &str> {
         self.named.values().chain(&self.extra).map(String::as_str)
     }
@@ -170,7 +169,7 @@ impl TokenizerConfig {
     }
 }
 
-/// The text of a token: a string, or an object with its content.
+/// Returns the text of a token: a string, or an object with its content.
 fn content(field: &str, value: Option<&Value>) -> Result<Option<String>> {
     let text = match value {
         None | Some(Value::Null) => return Ok(None),

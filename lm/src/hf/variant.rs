@@ -1,4 +1,4 @@
-//! Model folders with something changed, for tests.
+//! Modified model folders for tests.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,12 +11,12 @@ use super::config::CONFIG_FILE;
 use super::{Dtype, TensorFolder, TensorWriter};
 use crate::checkpoint::{read_json, write_json};
 
-/// A model folder that is written with other tensors or another configuration.
+/// A model folder with modified tensors or configuration.
 pub(crate) struct Variant {
     source: PathBuf,
     /// Type, shape and bytes by name.
     pub tensors: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
-    /// config.json.
+    /// Contents of config.json.
     pub json: Value,
 }
 
@@ -34,7 +34,7 @@ impl Variant {
         }
     }
 
-    /// Adds a tensor of BF16, all of whose elements are `value`.
+    /// Adds a BF16 tensor whose elements are all `value`.
     pub fn fill(&mut self, name: &str, shape: &[usize], value: f32) {
         let count = shape.iter().product();
         let bytes = bf16::from_f32(value).to_le_bytes().repeat(count);
@@ -42,14 +42,14 @@ impl Variant {
         self.tensors.insert(name.to_owned(), tensor);
     }
 
-    /// Sets element `at` of a tensor of BF16.
+    /// Sets element `at` of a BF16 tensor.
     pub fn set(&mut self, name: &str, at: usize, value: f32) {
         let (dtype, _, bytes) = self.tensors.get_mut(name).unwrap();
         assert_eq!(*dtype, Dtype::BF16);
         bytes[2 * at..][..2].copy_from_slice(&bf16::from_f32(value).to_le_bytes());
     }
 
-    /// Multiplies a tensor of BF16.
+    /// Multiplies a BF16 tensor.
     pub fn scale(&mut self, name: &str, factor: f32) {
         let (_, _, bytes) = self.tensors.get_mut(name).unwrap();
         for element in bytes.as_chunks_mut::<2>().0 {
@@ -58,7 +58,7 @@ impl Variant {
         }
     }
 
-    /// Writes it to the folder `target`, which is made anew, with the files beside the tensors.
+    /// Writes the variant to a fresh folder `target`, with the companion files.
     pub fn write(&self, target: &Path) {
         let _ = fs::remove_dir_all(target);
         fs::create_dir_all(target).unwrap();

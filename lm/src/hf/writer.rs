@@ -1,4 +1,4 @@
-//! Safetensors files of a model, written whole or not at all.
+//! Writes the safetensors files of a model atomically.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -14,28 +14,28 @@ use serde_json::json;
 use super::header::bytes_of;
 use super::{INDEX_FILE, WHOLE_FILE};
 
-/// Writes the tensors of a model to `model.safetensors`, or to shards with an index when they take
-/// more than one file may hold.
+/// Writes the tensors of a model to `model.safetensors`, or to shards with an index if they exceed
+/// the limit of one file.
 ///
-/// Tensors come one by one and go to the disk at once, so that memory holds one of them at a time.
-/// The files get their names in [`finish`](Self::finish), when all of them are on the disk: before
-/// that, and when writing fails, the folder has no model. In a file, tensors are ordered as the
-/// `safetensors` library orders them (wider types first, then by name), and the metadata is
-/// `format: pt`, without which transformers 4 does not load it.
+/// Tensors arrive one by one and are written to disk at once, so that memory holds one of them at a
+/// time. [`finish`](Self::finish) renames the files when all of them are on disk. Before that, and
+/// if writing fails, the folder has no model. In a file, tensors have the order of the
+/// `safetensors` library (wider types first, then by name), and the metadata is `format: pt`, which
+/// transformers 4 requires.
 pub struct TensorWriter {
     folder: PathBuf,
     shard_bytes: u64,
     /// Bytes of all tensors.
     total: u64,
-    /// The shard of each tensor, from 0.
+    /// Shard index of each tensor, from 0.
     shard_of: BTreeMap<String, usize>,
     /// Complete shards under temporary names.
     shards: Vec<PathBuf>,
     spool: Option<Spool>,
 }
 
-/// The tensors of the shard that is being written, in the order in which they came: their order in
-/// the shard and its header are known only when it is full.
+/// Tensors of the current shard, in arrival order. Their final order and the header are known only
+/// when the shard is full.
 struct Spool {
     path: PathBuf,
     file: BufWriter<File>,
@@ -44,14 +44,14 @@ struct Spool {
 }
 
 impl TensorWriter {
-    /// Bytes of tensors in a file unless said otherwise: 5 GB, as transformers 4 had it.
+    /// Default limit on the tensor bytes per file: 5 GB, as in transformers 4.
     pub const SHARD_BYTES: u64 = 5_000_000_000;
 
-    /// A writer into the existing folder `folder`; a file gets at most `shard_bytes` bytes of
-    /// tensors, but at least one tensor.
+    /// Creates a writer into the existing folder `folder`; a file gets at most `shard_bytes` bytes
+    /// of tensors, but at least one tensor.
     ///
     /// # Errors
-    /// When there is no such folder, or it has a model already.
+    /// Returns an error if there is no such folder, or if it already has a model.
     pub fn create(folder: &Path, shard_bytes: u64) -> Result<Self> {
         ensure!(
             folder.is_dir(),
@@ -76,11 +76,11 @@ impl TensorWriter {
         })
     }
 
-    /// Adds a tensor: its elements are `bytes`, little endian, the last axis contiguous.
+    /// Adds a tensor with the elements `bytes`, little endian, last axis contiguous.
     ///
     /// # Errors
-    /// When there is one of that name, the bytes are not as many as type and shape take, or the
-    /// disk refuses them.
+    /// Returns an error if the name exists, the number of bytes does not match type and shape, or
+    /// writing fails.
     pub fn add(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> Result<()> {
         let axes: Vec<u64> = shape.iter().map(|axis| *axis as u64).collect();
         ensure!(
@@ -120,10 +120,10 @@ impl TensorWriter {
         Ok(())
     }
 
-    /// Gives the files their names.
+    /// Renames the files to their final names.
     ///
     /// # Errors
-    /// When no tensor was added, or the disk refuses; then the folder has no model.
+    /// Returns an error if no tensor was added, or writing fails; then the folder has no model.
     pub fn finish(mut self) -> Result<()> {
         ensure!(
             !self.shard_of.is_empty(),
@@ -136,7 +136,7 @@ impl TensorWriter {
             1 => WHOLE_FILE.to_owned(),
             _ => format!("model-{:05}-of-{count:05}.safetensors", shard + 1),
         };
-        // The index last: without it, shards are no model.
+        // The index comes last: shards without an index are not a model.
         for (shard, partial) in self.shards.iter().enumerate() {
             let path = self.folder.join(name(shard));
             fs::rename(partial, &path).with_context(|| path.display().to_string())?;
@@ -152,7 +152,7 @@ impl TensorWriter {
         Ok(())
     }
 
-    /// Turns the spooled tensors into a safetensors file under a temporary name.
+    /// Converts the spooled tensors to a safetensors file under a temporary name.
     fn end_shard(&mut self) -> Result<()> {
         let Some(spool) = self.spool.take() else {
             return Ok(());
@@ -163,7 +163,7 @@ impl TensorWriter {
         written.with_context(|| shard.display().to_string())
     }
 
-    /// The path of an unfinished file.
+    /// Returns the path of an unfinished file.
     fn partial(&self, what: &str) -> PathBuf {
         let name = format!(".model-{what}-{}.partial", std::process::id());
         self.folder.join(name)
@@ -174,14 +174,14 @@ impl Drop for TensorWriter {
     fn drop(&mut self) {
         let spool = self.spool.take().map(|spool| spool.path.clone());
         for partial in self.shards.iter().chain(&spool) {
-            // Those of a finished model are gone.
+            // After `finish` these files no longer exist.
             let _ = fs::remove_file(partial);
         }
     }
 }
 
 impl Spool {
-    /// Writes the safetensors file `path`, and syncs it to the disk.
+    /// Writes the safetensors file `path`, and syncs it to disk.
     fn write(mut self, path: &Path) -> Result<()> {
         self.file.flush()?;
         let file = File::open(&self.path)?;
@@ -203,7 +203,7 @@ impl Spool {
         });
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         safetensors::serialize_to_file(views, Some(metadata), path)?;
-        // The library's file is its owner's alone; the spool has what the umask leaves.
+        // The library restricts its file to the owner; the spool has default permissions.
         fs::set_permissions(path, file.metadata()?.permissions())?;
         File::open(path)?.sync_all()?;
         Ok(())

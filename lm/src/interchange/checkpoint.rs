@@ -1,4 +1,5 @@
-//! A folder's tensors as modules, with everything that its readers would choke on.
+//! Groups the tensors of a folder into modules, and reports everything that its readers would
+//! reject.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -23,27 +24,27 @@ use crate::hf::{DecoderConfig, Family, TensorFolder};
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
 pub const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
 
-/// Something for which a checkpoint is refused.
+/// Reason for which a checkpoint is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// The tensor or module.
+    /// Tensor or module.
     pub name: String,
-    /// What is wrong with it.
+    /// Description of the problem.
     pub what: String,
 }
 
-/// The FP8 scales of one attention layer: keys, values.
+/// FP8 scales of one attention layer: keys, values.
 pub type KvScales = [Option<f32>; 2];
 
-/// Whether the model in `folder` is quantized, by its configuration alone.
+/// Returns true if the model in `folder` is quantized according to its configuration.
 ///
 /// # Errors
-/// When config.json or hf_quant_config.json cannot be read.
+/// Returns an error if config.json or hf_quant_config.json cannot be read.
 pub fn is_quantized(folder: &Path) -> Result<bool> {
     Ok(read_configs(folder)?.1.is_some())
 }
 
-/// config.json of `folder`, and how the model is quantized by it and hf_quant_config.json.
+/// Reads config.json of `folder`, and the quantization described by it and hf_quant_config.json.
 fn read_configs(folder: &Path) -> Result<(Value, Option<QuantConfig>)> {
     let json: Value = read_json(&folder.join(CONFIG_FILE))?;
     ensure!(
@@ -58,7 +59,7 @@ fn read_configs(folder: &Path) -> Result<(Value, Option<QuantConfig>)> {
     Ok((json, config))
 }
 
-/// A checkpoint: the tensors of a folder, and what they are.
+/// A checkpoint: the tensors of a folder, grouped into modules.
 #[derive(Debug)]
 pub struct Checkpoint {
     folder: PathBuf,
@@ -68,19 +69,20 @@ pub struct Checkpoint {
     layers: BTreeMap<String, LayerInfo>,
     kv_scales: BTreeMap<String, KvScales>,
     plain: Vec<String>,
-    /// All modules with block scales, those with problems too.
+    /// All modules with block scales, including those with problems.
     modules: BTreeSet<String>,
-    /// Tensors without a meaning, and why they have none.
+    /// Tensors without a meaning, with the reason.
     unused: Vec<(String, &'static str)>,
     problems: Vec<Problem>,
 }
 
 impl Checkpoint {
-    /// Look at the folder `folder`, quantized or not; what is wrong with its layers becomes
+    /// Scans the folder `folder`, quantized or not; problems of its layers go to
     /// [`problems`](Self::problems).
     ///
     /// # Errors
-    /// When config.json, hf_quant_config.json or a safetensors file cannot be read at all.
+    /// Returns an error if config.json, hf_quant_config.json or a safetensors file cannot be read
+    /// at all.
     pub fn scan(folder: &Path) -> Result<Self> {
         let (json, config) = read_configs(folder)?;
         let mut checkpoint = Self {
@@ -103,10 +105,11 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Open the quantized checkpoint `folder` with everything checked.
+    /// Opens the quantized checkpoint `folder` and checks everything.
     ///
     /// # Errors
-    /// As [`Self::scan`], when it is not quantized, and when there is any problem.
+    /// Returns the errors of [`Self::scan`]. Also returns an error if the folder is not quantized,
+    /// or if there is any problem.
     pub fn open(folder: &Path) -> Result<Self> {
         let checkpoint = Self::scan(folder)?;
         ensure!(
@@ -124,54 +127,55 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// The folder.
+    /// Returns the folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The content of config.json.
+    /// Returns the contents of config.json.
     pub fn json(&self) -> &Value {
         &self.json
     }
 
-    /// All tensors.
+    /// Returns all tensors.
     pub fn tensors(&self) -> &TensorFolder {
         &self.tensors
     }
 
-    /// How it is quantized; `None` where it is not.
+    /// Returns the quantization of the checkpoint; `None` if it is not quantized.
     pub fn config(&self) -> Option<&QuantConfig> {
         self.config.as_ref()
     }
 
-    /// The quantized layers by module, those without problems.
+    /// Returns the quantized layers without problems, by module.
     pub fn layers(&self) -> &BTreeMap<String, LayerInfo> {
         &self.layers
     }
 
-    /// FP8 scales by attention module.
+    /// Returns the FP8 scales, by attention module.
     pub fn kv_scales(&self) -> &BTreeMap<String, KvScales> {
         &self.kv_scales
     }
 
-    /// The names of the tensors that belong to no quantized layer and are no FP8 scale.
+    /// Returns the names of the tensors that are neither part of a quantized layer nor an FP8
+    /// scale.
     pub fn plain(&self) -> &[String] {
         &self.plain
     }
 
-    /// The names of tensors that are known to have no meaning, and why they have none.
+    /// Returns the names of tensors that are known to have no meaning, with the reason.
     pub fn unused(&self) -> &[(String, &'static str)] {
         &self.unused
     }
 
-    /// True if config.json is of an architecture whose tensors are known, so that they were held
-    /// against it.
+    /// Returns true if the architecture in config.json is known, so that the tensors were compared
+    /// with it.
     pub fn is_known(&self) -> bool {
         let found = self.json.get("model_type").and_then(Value::as_str);
         found.is_some_and(|found| Family::of(found).is_some())
     }
 
-    /// The linear layers that are not quantized: of an architecture that is not known, all modules
+    /// Returns the linear layers that are not quantized; for an unknown architecture, all modules
     /// that may be linear layers.
     pub fn unquantized(&self) -> impl Iterator<Item = &str> {
         let is_known = self.is_known();
@@ -189,15 +193,15 @@ impl Checkpoint {
         })
     }
 
-    /// What is wrong.
+    /// Returns the problems found.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
 
-    /// The weight of the quantized layer `module`.
+    /// Returns the weight of the quantized layer `module`.
     ///
     /// # Errors
-    /// When there is no such layer, or it is wrong.
+    /// Returns an error if there is no such layer, or if it has a problem.
     pub fn weight(&self, module: &str) -> Result<PackedWeight> {
         let config = self.config.as_ref();
         let config = config.with_context(|| format!("{module} is not quantized"))?;
@@ -209,7 +213,7 @@ impl Checkpoint {
         self.problems.push(Problem { name, what });
     }
 
-    /// Takes every tensor for part of a quantized layer, for an FP8 scale, or for plain.
+    /// Assigns every tensor to a quantized layer, to the FP8 scales, or to the plain tensors.
     fn sort_tensors(&mut self) {
         let names: Vec<String> = self.tensors.names().map(String::from).collect();
         let Some(config) = self.config.clone() else {
@@ -248,7 +252,7 @@ impl Checkpoint {
             } else if leaf == "bias" {
                 self.plain.push(name.clone());
             } else if config.pre_quant && leaves.pre_quant == Some(leaf) {
-                // Read with its layer.
+                // These tensors are read with their layer.
             } else if !leaves.all().contains(&leaf) {
                 let except = match leaves.pre_quant == Some(leaf) {
                     true => " but where quant_algo is NVFP4_AWQ",
@@ -268,7 +272,7 @@ impl Checkpoint {
         self.check_kv_scales(&names, config.kv_cache_fp8);
     }
 
-    /// Every attention layer has both scales of its cache, or none has any.
+    /// Checks that every attention layer has both cache scales, or that none has any.
     fn check_kv_scales(&mut self, names: &[String], is_fp8: bool) {
         if is_fp8 && self.kv_scales.is_empty() {
             self.problem("kv_cache_scheme", "FP8, but no attention layer has scales");
@@ -336,7 +340,7 @@ impl Checkpoint {
         self.layers.insert(module.to_owned(), info);
     }
 
-    /// Consumers fuse q/k/v and gate/up, and take one member's global scale for all.
+    /// Consumers fuse q/k/v and gate/up, and use one member's global scale for all.
     fn check_groups(&mut self) {
         let Some(leaves) = self.config.as_ref().map(|config| config.dialect.leaves()) else {
             return;
@@ -417,7 +421,7 @@ impl Checkpoint {
         }
     }
 
-    /// Every unquantized linear layer must be excluded, and no quantized one.
+    /// Checks that every unquantized linear layer is excluded, and no quantized one.
     fn check_exclusions(&mut self) {
         let Some(config) = &self.config else { return };
         let exclusions = match config.exclusions() {
@@ -469,9 +473,9 @@ impl Checkpoint {
     }
 }
 
-/// The part of a checkpoint that depends on the architecture.
+/// Checks that depend on the architecture.
 impl Checkpoint {
-    /// Holds config.json and the tensors against each other, if the architecture is known.
+    /// Compares the tensors with config.json, if the architecture is known.
     fn check_model(&mut self) {
         if !self.is_known() {
             return;
@@ -494,7 +498,7 @@ impl Checkpoint {
         self.unused = found.unused;
     }
 
-    /// Every value that readers take as it is must be finite.
+    /// Checks that every value that readers use directly is finite.
     fn check_values(&mut self) {
         let check = |name: &String| {
             let error = self.tensors.get(name).ok()?.check_finite().err()?;
@@ -507,7 +511,7 @@ impl Checkpoint {
     }
 }
 
-/// The attention module of an FP8 scale, and 0 for keys or 1 for values.
+/// Returns the attention module of an FP8 scale, and 0 for keys or 1 for values.
 fn kv_scale_of<'a>(dialect: Dialect, module: &'a str, leaf: &str) -> Option<(&'a str, usize)> {
     let which = ["k_scale", "v_scale"]
         .iter()

@@ -1,8 +1,8 @@
 //! Names, types and shapes of compressed-tensors' `nvfp4-pack-quantized` checkpoints (0.19, 0.20).
 //!
-//! Scales divide: `weight_global_scale` and `input_global_scale` are about 2688 / amax, F32 of
-//! shape `[1]`. The FP8 cache has `self_attn.k_scale` and `self_attn.v_scale`, amax / 448, in the
-//! type of the model.
+//! Global scales divide: `weight_global_scale` and `input_global_scale` are about 2688 / amax, F32
+//! of shape `[1]`. The FP8 cache has `self_attn.k_scale` and `self_attn.v_scale`, amax / 448, in
+//! the type of the model.
 
 use anyhow::Result;
 
@@ -22,23 +22,24 @@ pub const LEAVES: Leaves = Leaves {
 /// Shape of a global scale.
 pub const SCALAR: &[usize] = &[1];
 
-/// The name of the FP8 scale of the keys (`'k'`) or values (`'v'`) of the attention `module`.
+/// Returns the name of the FP8 scale of the keys (`'k'`) or values (`'v'`) of the attention
+/// `module`.
 pub fn kv_scale(module: &str, which: char) -> String {
     format!("{module}.{which}_scale")
 }
 
-/// The weight of `module`.
+/// Reads the weight of `module`.
 ///
 /// # Errors
-/// By the name of the tensor that is missing or wrong.
+/// Returns an error that names a missing or wrong tensor.
 pub fn read(tensors: &TensorFolder, module: &str) -> Result<PackedWeight> {
     tensors::read(tensors, (module, LEAVES), GlobalScale::Divide)
 }
 
-/// Add the tensors of `module`; see [`Dialect::write`](super::Dialect::write).
+/// Adds the tensors of `module`; see [`Dialect::write`](super::Dialect::write).
 ///
 /// # Errors
-/// As [`TensorWriter::add`].
+/// Returns the errors of [`TensorWriter::add`].
 pub fn write(writer: &mut TensorWriter, module: &str, weight: &PackedWeight) -> Result<u32> {
     tensors::write(
         writer,

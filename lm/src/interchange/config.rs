@@ -1,7 +1,7 @@
-//! What `config.json` and `hf_quant_config.json` say about quantization.
+//! Reads and writes the quantization settings in `config.json` and `hf_quant_config.json`.
 //!
-//! A field is understood, known not to change what a layer computes, or refused by its name. A value
-//! that says nothing (null, false, empty) is accepted for every field.
+//! A field is supported, known not to affect the computation of a layer, or refused by name. A
+//! neutral value (null, false, empty) is accepted for every field.
 
 use std::collections::BTreeSet;
 
@@ -12,29 +12,29 @@ use super::exclude::{Exclusion, LINEAR, Target};
 use super::{Dialect, Scheme};
 use crate::hf::is_neutral;
 
-/// Version of modelopt whose files are written. Consumers look for the producer's name.
+/// modelopt version of the written files. Consumers check the producer's name.
 const MODELOPT_VERSION: &str = "0.47.0";
 
-/// How a checkpoint is quantized.
+/// Quantization of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuantConfig {
-    /// Whose conventions it follows.
+    /// Dialect.
     pub dialect: Dialect,
-    /// What is quantized.
+    /// Scheme.
     pub scheme: Scheme,
-    /// Whether keys and values are cached in FP8 under scales of the file.
+    /// True if keys and values are cached in FP8, with scales from the file.
     pub kv_cache_fp8: bool,
-    /// Whether layers may multiply their input by a scale for each feature: ModelOpt's `NVFP4_AWQ`,
-    /// which is a W4A4 scheme.
+    /// True if layers may multiply their input by a scale per feature: ModelOpt's `NVFP4_AWQ`, a
+    /// W4A4 scheme.
     pub pre_quant: bool,
-    /// The modules that are quantized unless they are excluded, as written: the class `Linear`,
-    /// names, and patterns of the dialect.
+    /// Modules that are quantized unless excluded, as written: the class `Linear`, names, and
+    /// patterns of the dialect.
     pub targets: Vec<String>,
-    /// The modules that are not quantized, as written: names, and patterns of the dialect.
+    /// Modules that are not quantized, as written: names, and patterns of the dialect.
     pub exclude: Vec<String>,
 }
 
-/// Fields that say how scales were found, which version wrote the file, and what is counted.
+/// Informational fields: calibration method, version of the writer, statistics.
 const HARMLESS: &[&str] = &[
     "format",
     "global_compression_ratio",
@@ -48,12 +48,12 @@ const HARMLESS: &[&str] = &[
 ];
 
 impl QuantConfig {
-    /// What `config` (config.json) and `hf_quant_config` (hf_quant_config.json, if there) say;
-    /// `None` where neither speaks of quantization.
+    /// Reads `config` (config.json) and `hf_quant_config` (hf_quant_config.json, if present);
+    /// returns `None` if neither describes a quantization.
     ///
     /// # Errors
-    /// For other formats than NVFP4 in groups of 16, fields that are missing or of the wrong kind,
-    /// and files that contradict each other.
+    /// Returns an error for formats other than NVFP4 in groups of 16, for missing or mistyped
+    /// fields, and for files that contradict each other.
     pub fn read(config: &Value, hf_quant_config: Option<&Value>) -> Result<Option<Self>> {
         let inline = match config.get("quantization_config") {
             None | Some(Value::Null) => None,
@@ -71,31 +71,31 @@ impl QuantConfig {
                 "config.json says {inline:?}, but hf_quant_config.json {file:?}: vLLM reads the \
                  one, TensorRT-LLM the other"
             );
-            // The file has none.
+            // hf_quant_config.json has no targets.
             file.targets.clone_from(&inline.targets);
         }
         Ok(file.or(inline))
     }
 
-    /// The exclusions with the matching rules of the dialect.
+    /// Returns the exclusions with the matching rules of the dialect.
     ///
     /// # Errors
-    /// For a regular expression that cannot be read.
+    /// Returns an error for an invalid regular expression.
     pub fn exclusions(&self) -> Result<Vec<Exclusion>> {
         let read = |text: &String| Exclusion::new(self.dialect, text);
         self.exclude.iter().map(read).collect()
     }
 
-    /// The targets with the matching rules of the dialect.
+    /// Returns the targets with the matching rules of the dialect.
     ///
     /// # Errors
-    /// For a regular expression that cannot be read.
+    /// Returns an error for an invalid regular expression.
     pub fn targets(&self) -> Result<Vec<Target>> {
         let read = |text: &String| Target::new(self.dialect, text);
         self.targets.iter().map(read).collect()
     }
 
-    /// The value of `quantization_config` in config.json.
+    /// Returns the value of `quantization_config` in config.json.
     pub fn inline(&self) -> Value {
         match self.dialect {
             Dialect::ModelOpt => self.modelopt_inline(),
@@ -103,7 +103,7 @@ impl QuantConfig {
         }
     }
 
-    /// The content of hf_quant_config.json, which only ModelOpt has.
+    /// Returns the contents of hf_quant_config.json, which only ModelOpt has.
     pub fn hf_quant_config(&self) -> Option<Value> {
         (self.dialect == Dialect::ModelOpt).then(|| {
             let mut quantization = json!({
@@ -151,7 +151,7 @@ impl QuantConfig {
     }
 
     fn compressed_tensors_inline(&self) -> Value {
-        // Unknown keys inside the arguments are refused by pydantic: nothing may be added here.
+        // pydantic rejects unknown keys inside the arguments: nothing may be added here.
         let args = |dynamic: Value| {
             json!({
                 "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
@@ -179,7 +179,7 @@ impl QuantConfig {
     }
 }
 
-/// The names in the list `key`.
+/// Returns the names in the list `key`.
 fn strings(object: &Value, key: &str) -> Result<Vec<String>> {
     let list = object
         .get(key)
@@ -194,7 +194,7 @@ fn strings(object: &Value, key: &str) -> Result<Vec<String>> {
     list.iter().map(name).collect()
 }
 
-/// The text of the field `key`.
+/// Returns the text of the field `key`.
 fn text<'a>(object: &'a Value, key: &str) -> Result<&'a str> {
     let value = object
         .get(key)
@@ -203,7 +203,7 @@ fn text<'a>(object: &'a Value, key: &str) -> Result<&'a str> {
     text.with_context(|| format!("{key} is {value}, but it must be text"))
 }
 
-/// Fails unless field `key` of the quantization arguments `args` is `expected`.
+/// Returns an error unless field `key` of the quantization arguments `args` is `expected`.
 fn expect(args: &Value, key: &str, expected: &Value) -> Result<()> {
     let found = args.get(key).unwrap_or(&Value::Null);
     ensure!(
@@ -213,7 +213,7 @@ fn expect(args: &Value, key: &str, expected: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Fails unless field `key` of `args` is absent, null, or one of `allowed`.
+/// Returns an error unless field `key` of `args` is absent, null, or one of `allowed`.
 fn expect_if_given(args: &Value, key: &str, allowed: &[Value]) -> Result<()> {
     let found = args.get(key).unwrap_or(&Value::Null);
     let list = || -> Vec<String> { allowed.iter().map(Value::to_string).collect() };
@@ -225,7 +225,8 @@ fn expect_if_given(args: &Value, key: &str, allowed: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Fails if `object` has a field that is neither among `known` nor harmless, and says something.
+/// Returns an error if `object` has a field that is neither `known` nor harmless and whose value is
+/// not neutral.
 fn refuse_unknown(object: &Value, known: &[&str]) -> Result<()> {
     let fields = object
         .as_object()
@@ -257,7 +258,7 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
         let (scheme, pre_quant) = read_quant_algo(text(quantization, "quant_algo")?)?;
         check_pre_quant(quantization, pre_quant)?;
         expect(quantization, "group_size", &json!(16))?;
-        // vLLM refuses files without it, even where nothing is cached in FP8.
+        // vLLM refuses files without this field, even if the cache is not FP8.
         ensure!(
             quantization.get("kv_cache_quant_algo").is_some(),
             "kv_cache_quant_algo is missing: it must be there, null if unused"
@@ -274,7 +275,7 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
     read().context("hf_quant_config.json")
 }
 
-/// Returns true if `kv_cache_quant_algo` is FP8, and false if it is null; `None` where it is absent.
+/// Returns true if `kv_cache_quant_algo` is FP8, false if it is null, and `None` if it is absent.
 fn read_kv_cache_algo(object: &Value) -> Result<Option<bool>> {
     match object.get("kv_cache_quant_algo") {
         None => Ok(None),
@@ -284,12 +285,12 @@ fn read_kv_cache_algo(object: &Value) -> Result<Option<bool>> {
     }
 }
 
-/// Fails if `pre_quant_scale` is given and not what the algorithm says.
+/// Returns an error if `pre_quant_scale` is given and contradicts the algorithm.
 fn check_pre_quant(object: &Value, pre_quant: bool) -> Result<()> {
     expect_if_given(object, "pre_quant_scale", &[json!(pre_quant)])
 }
 
-/// The scheme, and whether layers may have a `pre_quant_scale`.
+/// Returns the scheme, and whether layers may have a `pre_quant_scale`.
 fn read_quant_algo(name: &str) -> Result<(Scheme, bool)> {
     match name {
         "NVFP4" => Ok((Scheme::W4a4, false)),
@@ -335,7 +336,8 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
             (_, true) if weights_only == Some(true) => {
                 bail!("quant_algo is NVFP4_AWQ, but config_groups have no input_activations")
             }
-            // As vLLM reads it: NVFP4 whose groups have no input_activations is weight-only.
+            // Same interpretation as vLLM: NVFP4 whose groups lack input_activations is
+            // weight-only.
             (Scheme::W4a4, _) if weights_only == Some(true) => (Scheme::W4a16, false),
             (Scheme::W4a16, _) if weights_only == Some(false) => {
                 bail!("quant_algo is W4A16_NVFP4, but a group has input_activations")
@@ -345,7 +347,7 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         Dialect::CompressedTensors => {
             let format = match format {
                 Some(format) => {
-                    // A file of several formats has the name of none.
+                    // A file with several formats has the format name `mixed-precision`.
                     let allowed = [json!(format), json!("mixed-precision")];
                     expect_if_given(inline, "format", &allowed)?;
                     format
@@ -380,7 +382,7 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
     })
 }
 
-/// Fails for rotations that are applied as the model runs, and for sparse weights.
+/// Returns an error for rotations applied at run time, and for sparse weights.
 fn refuse_transforms(inline: &Value) -> Result<()> {
     let is_set = |value: &&Value| !is_neutral("", value);
     let groups = |config: &Value| config.get("config_groups").filter(is_set).cloned();
@@ -419,14 +421,14 @@ fn refuse_transforms(inline: &Value) -> Result<()> {
     Ok(())
 }
 
-/// What the groups say together.
+/// Combined settings of the groups.
 #[derive(Default)]
 struct Groups {
-    /// True if no group quantizes activations; `None` where there are no groups.
+    /// True if no group quantizes activations; `None` if there are no groups.
     weights_only: Option<bool>,
-    /// The format that they name.
+    /// Format name.
     format: Option<String>,
-    /// What they are about.
+    /// Targets of the groups.
     targets: Vec<String>,
 }
 
@@ -478,8 +480,8 @@ fn read_groups(inline: &Value, dialect: Dialect) -> Result<Groups> {
     Ok(found)
 }
 
-/// Fails unless the quantization arguments `args`, of weights or of inputs, are those of NVFP4 under
-/// a static global scale.
+/// Returns an error unless the quantization arguments `args`, of weights or of inputs, describe
+/// NVFP4 with a static global scale.
 fn read_args(args: &Value, dialect: Dialect, is_input: bool) -> Result<()> {
     let known = [
         "num_bits",
@@ -498,14 +500,14 @@ fn read_args(args: &Value, dialect: Dialect, is_input: bool) -> Result<()> {
     expect(args, "group_size", &json!(16))?;
     expect_if_given(args, "symmetric", &[json!(true)])?;
     expect_if_given(args, "strategy", &[json!("tensor_group")])?;
-    // Block scales of inputs are those of the moment; the global scale is that of the file.
+    // Block scales of inputs are computed at run time; the global scale comes from the file.
     let dynamic = match (is_input, dialect) {
         (false, _) => vec![json!(false)],
         (true, Dialect::ModelOpt) => vec![json!(false), json!("local")],
         (true, Dialect::CompressedTensors) => vec![json!("local")],
     };
     expect_if_given(args, "dynamic", &dynamic)?;
-    // Others permute the input features.
+    // Other values permute the input features.
     let order = [json!(false), json!("weight"), json!("static")];
     expect_if_given(args, "actorder", &order)?;
     let scale = ["torch.float8_e4m3fn", "float8_e4m3fn"].map(Value::from);
@@ -593,7 +595,7 @@ mod tests {
         assert_eq!(QuantConfig::read(&json!({}), None).unwrap(), None);
     }
 
-    /// Changes one field of a written configuration, and reads it.
+    /// Changes one field of a written configuration and returns the error on reading it.
     fn refusal(dialect: Dialect, pointer: &str, value: Value) -> String {
         let mut all = every().into_iter();
         let config = all.find(|config| config.dialect == dialect && config.scheme == Scheme::W4a4);
@@ -682,7 +684,7 @@ mod tests {
         }
     }
 
-    /// Reads a written configuration with one more field in the object at `pointer`.
+    /// Reads a written configuration with an additional field in the object at `pointer`.
     fn with_field(dialect: Dialect, pointer: &str, field: &str, value: &Value) -> Result<()> {
         let of = |config: &QuantConfig| config.dialect == dialect && config.kv_cache_fp8;
         let config = every()
@@ -699,7 +701,7 @@ mod tests {
         QuantConfig::read(&inline, file.as_ref()).map(drop)
     }
 
-    /// Every object of both files, whatever the field is called.
+    /// Tests every object of both files, with arbitrary field names.
     #[test]
     fn fields_that_are_not_known_are_refused_unless_they_say_nothing() {
         use Dialect::{CompressedTensors as Ct, ModelOpt as Mo};

@@ -1,4 +1,4 @@
-//! A quantized folder to another folder, in its own or the other dialect.
+//! Copies a quantized folder in the same dialect, or converts it to the other one.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,29 +15,30 @@ use crate::checkpoint::write_json;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{INDEX_FILE, TensorWriter, copy_file};
 
-/// What a conversion did.
+/// Summary of a conversion.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Conversion {
-    /// Quantized layers.
+    /// Number of quantized layers.
     pub layers: usize,
-    /// Global scales of weights and inputs.
+    /// Number of global scales of weights and inputs.
     pub globals: usize,
-    /// Of these, those that dequantize by a factor one unit in the last place away.
+    /// Number of global scales whose dequantization factor changed by one unit in the last place.
     pub moved: usize,
-    /// Layers with another name than before: experts of Mixtral.
+    /// Number of renamed layers (experts of Mixtral).
     pub renamed: usize,
 }
 
-/// Write `from` to the folder `out` in the dialect `to`. `progress` is told of every layer that is
-/// written, of how many.
+/// Writes `from` to the folder `out` in the dialect `to`. `progress` receives the number of layers
+/// written so far and the total.
 ///
-/// Codes and block scales are the same bytes. In its own dialect everything is, names included;
-/// in the other, experts of Mixtral get the names of transformers, and exclusions are written out
-/// as the names that they match. Files beside the tensors (tokenizer, chat template) are copied.
+/// Codes and block scales keep their bytes. In the same dialect everything else does too, including
+/// names. In the other dialect, experts of Mixtral get their transformers names, and exclusions are
+/// written as the names that they match. Companion files (tokenizer, chat template) are copied.
 ///
 /// # Errors
-/// When `out` exists and is not empty, or the disk refuses; from ModelOpt's `NVFP4_AWQ` to the other
-/// dialect, when a layer has a `pre_quant_scale`, by its name.
+/// Returns an error if `out` is not empty, or if a file cannot be written. When converting
+/// ModelOpt's `NVFP4_AWQ` to the other dialect, returns an error that names a layer with a
+/// `pre_quant_scale`.
 pub fn convert(
     from: &Checkpoint,
     to: Dialect,
@@ -65,7 +66,7 @@ pub fn convert(
         for (which, scale) in ['k', 'v'].into_iter().zip(scales) {
             let name = to.kv_scale(attention, which);
             match scale {
-                // In its own dialect the type of the file: BF16 or F32.
+                // The same dialect keeps the type of the file: BF16 or F32.
                 Some(_) if same => {
                     let tensor = from.tensors().get(&name)?;
                     writer.add(&name, tensor.dtype, tensor.shape, tensor.bytes)?;
@@ -99,13 +100,14 @@ pub fn convert(
     };
     let written = QuantConfig {
         dialect: to,
-        // A checkpoint of NVFP4_AWQ may have no such scale left.
+        // A converted NVFP4_AWQ checkpoint has no such scale left.
         pre_quant: same && config.pre_quant,
         exclude,
         ..config.clone()
     };
     let mut json = from.json().clone();
-    // What the tool wrote says more than what is understood of it: it stays.
+    // The tool's original description is kept, because it may have more fields than are parsed
+    // here.
     if !same || json.get("quantization_config").is_none() {
         json["quantization_config"] = written.inline();
     }
@@ -114,16 +116,16 @@ pub fn convert(
     Ok(done)
 }
 
-/// A layer whose input is multiplied by a scale for each feature.
+/// Returns a layer with input feature scales, if any.
 fn first_pre_quant(from: &Checkpoint) -> Option<&str> {
     let mut layers = from.layers().iter();
     let (module, _) = layers.find(|(_, layer)| layer.pre_quant)?;
     Some(module)
 }
 
-/// The exclusions of a folder in which `unquantized` are the linear layers that are not quantized:
-/// their names, which mean the same to every reader. The head is always among them, also where its
-/// weight is that of the embeddings; ModelOpt names the embeddings too.
+/// Returns the exclusions of a folder whose unquantized linear layers are `unquantized`: their
+/// names, which all readers interpret alike. Always includes the head, even if tied to the
+/// embedding; for ModelOpt, also the embedding.
 pub(crate) fn exclusions<'a>(
     unquantized: impl IntoIterator<Item = &'a str>,
     dialect: Dialect,
@@ -134,10 +136,10 @@ pub(crate) fn exclusions<'a>(
     names.into_iter().map(String::from).collect()
 }
 
-/// Create the folder `out`, or take an empty one.
+/// Creates the folder `out`, or accepts an empty one.
 ///
 /// # Errors
-/// When there is something in it.
+/// Returns an error if it is not empty.
 pub fn create_empty(out: &Path) -> Result<()> {
     let name = || out.display().to_string();
     fs::create_dir_all(out).with_context(name)?;
@@ -146,10 +148,10 @@ pub fn create_empty(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Write config.json with `json`, and what `config` has beside it.
+/// Writes config.json with `json`, and the other file that `config` requires, if any.
 ///
 /// # Errors
-/// When the disk refuses.
+/// Returns an error if a file cannot be written.
 pub fn write_configs(out: &Path, json: &impl Serialize, config: &QuantConfig) -> Result<()> {
     if let Some(file) = config.hf_quant_config() {
         write_json(&out.join(HF_QUANT_CONFIG), &file)?;
@@ -157,11 +159,11 @@ pub fn write_configs(out: &Path, json: &impl Serialize, config: &QuantConfig) ->
     write_json(&out.join(CONFIG_FILE), json)
 }
 
-/// Copy the files of `from` that are neither tensors nor written anew: tokenizer, chat template,
+/// Copies the files of `from` that are neither tensors nor rewritten: tokenizer, chat template,
 /// generation_config.json, licence.
 ///
 /// # Errors
-/// When the disk refuses.
+/// Returns an error if a file cannot be copied.
 pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
     for entry in fs::read_dir(from).with_context(|| from.display().to_string())? {
         let path = entry?.path();

@@ -1,11 +1,11 @@
-//! Which modules a checkpoint says are not quantized, by the rules of those who read it.
+//! Matches the modules that a checkpoint excludes from quantization, by the rules of its readers.
 
 use anyhow::{Context, Result};
 use regex::Regex;
 
 use super::Dialect;
 
-/// The target that all linear layers are.
+/// Target that matches all linear layers.
 pub const LINEAR: &str = "Linear";
 
 /// One entry of `exclude_modules` or `ignore`.
@@ -17,21 +17,22 @@ pub struct Exclusion {
 
 #[derive(Debug, Clone)]
 enum Rule {
-    /// The whole name.
+    /// Matches the whole name.
     Exact,
-    /// From the start of the name, as Python's `re.match`.
+    /// Matches from the start of the name, like Python's `re.match`.
     Regex(Regex),
-    /// The whole name, anything inside it, or a pattern of fnmatch for all of it (vLLM).
+    /// Matches the whole name, any substring, or an fnmatch pattern for the whole name (vLLM).
     ExactSubstringOrGlob(Regex),
 }
 
 impl Exclusion {
-    /// Read `text` as consumers of `dialect` do. compressed-tensors: an exact name, or `re:` and a
-    /// regular expression that is matched from the start. ModelOpt: an exact name, a part of one,
-    /// or a pattern with `*`, `?` and `[]`.
+    /// Parses `text` like consumers of `dialect`. compressed-tensors: an exact name, or `re:` and a
+    /// regular expression that is matched from the start. ModelOpt: an exact name, a substring, or
+    /// a pattern with `*`, `?` and `[]`.
     ///
     /// # Errors
-    /// When the regular expression is none, or uses look-around, which the `regex` crate lacks.
+    /// Returns an error if the regular expression is invalid, or uses look-around, which the
+    /// `regex` crate lacks.
     pub fn new(dialect: Dialect, text: &str) -> Result<Self> {
         let compile = |pattern: &str| {
             Regex::new(pattern).with_context(|| format!("the exclusion {text:?} cannot be read"))
@@ -47,12 +48,12 @@ impl Exclusion {
         Ok(Self { text, rule })
     }
 
-    /// The entry as written.
+    /// Returns the entry as written.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// Whether a consumer takes `module` for excluded.
+    /// Returns true if a consumer treats `module` as excluded.
     pub fn matches(&self, module: &str) -> bool {
         match &self.rule {
             Rule::Exact => self.text == module,
@@ -64,20 +65,20 @@ impl Exclusion {
     }
 }
 
-/// One entry of `targets`: what is quantized unless it is excluded.
+/// One entry of `targets`: modules that are quantized unless excluded.
 #[derive(Debug, Clone)]
 pub enum Target {
     /// All linear layers.
     Linear,
-    /// Those of a name, by the rules of exclusions.
+    /// Modules that match, by the rules of exclusions.
     Named(Exclusion),
 }
 
 impl Target {
-    /// Reads `text`, as [`Exclusion::new`] does.
+    /// Parses `text` like [`Exclusion::new`].
     ///
     /// # Errors
-    /// As there.
+    /// Returns the errors of [`Exclusion::new`].
     pub fn new(dialect: Dialect, text: &str) -> Result<Self> {
         match text {
             LINEAR => Ok(Self::Linear),
@@ -85,7 +86,7 @@ impl Target {
         }
     }
 
-    /// Returns true if the linear layer `module` is meant.
+    /// Returns true if the target matches the linear layer `module`.
     pub fn matches(&self, module: &str) -> bool {
         match self {
             Self::Linear => true,
@@ -94,7 +95,7 @@ impl Target {
     }
 }
 
-/// The regular expression of a pattern of Python's `fnmatch`.
+/// Converts a pattern of Python's `fnmatch` to a regular expression.
 fn fnmatch(pattern: &str) -> String {
     let mut regex = String::from("^");
     let mut rest = pattern;
@@ -108,7 +109,7 @@ fn fnmatch(pattern: &str) -> String {
                     Some(inside) => ("^", inside),
                     None => ("", rest),
                 };
-                // A bracket that nothing closes is itself; one closes after at least one character.
+                // An unclosed bracket is literal; a closing one comes after at least one character.
                 match inside.char_indices().skip(1).find(|&(_, c)| c == ']') {
                     Some((end, _)) => {
                         regex.push_str(&character_class(negation, &inside[..end]));
@@ -124,7 +125,8 @@ fn fnmatch(pattern: &str) -> String {
     regex
 }
 
-/// The class of the characters and ranges of `set`. A range that ends before it begins is empty.
+/// Converts the characters and ranges of `set` to a character class. A range whose end precedes its
+/// start is empty.
 fn character_class(negation: &str, set: &str) -> String {
     let set: Vec<char> = set.chars().collect();
     let code = |c: char| format!(r"\x{{{:x}}}", u32::from(c));
@@ -204,8 +206,8 @@ mod tests {
         assert!(Exclusion::new(mo, "a[").is_ok());
     }
 
-    /// As Python's `fnmatch` reads sets: what the `regex` crate takes for an operation on sets is a
-    /// character, and no pattern is an error.
+    /// Sets are interpreted like Python's `fnmatch`: set operators of the `regex` crate are literal
+    /// characters, and every pattern is valid.
     #[test]
     fn sets_are_those_of_python() {
         let mo = Dialect::ModelOpt;

@@ -1,22 +1,22 @@
-//! Names of tensors.
+//! Names of the tensors of a layer.
 
 /// Names of the tensors of a quantized linear layer.
 #[derive(Debug, Clone, Copy)]
 pub struct Leaves {
-    /// The codes.
+    /// Codes.
     pub codes: &'static str,
-    /// The block scales.
+    /// Block scales.
     pub scales: &'static str,
-    /// The global scale of the weight.
+    /// Global scale of the weight.
     pub global: &'static str,
-    /// The global scale of the input.
+    /// Global scale of the input.
     pub input: &'static str,
-    /// By what the input is multiplied, feature by feature, where the dialect has it.
+    /// Input feature scales, if the dialect has them.
     pub pre_quant: Option<&'static str>,
 }
 
 impl Leaves {
-    /// The four that every dialect has.
+    /// Returns the four names that every dialect has.
     pub const fn all(self) -> [&'static str; 4] {
         [self.codes, self.scales, self.global, self.input]
     }

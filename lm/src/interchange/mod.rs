@@ -1,6 +1,6 @@
-//! NVFP4 checkpoints of other tools: reading, checking, converting and writing them.
+//! Reads, checks, converts and writes NVFP4 checkpoints of other tools.
 //!
-//! Two dialects hold the same codes and block scales under other names and conventions:
+//! Two dialects store the same codes and block scales under different names and conventions:
 //!
 //! | | ModelOpt | compressed-tensors |
 //! |---|---|---|
@@ -10,18 +10,19 @@
 //! | input scale | `input_scale` F32 `[]`, multiplies | `input_global_scale` `[1]`, divides |
 //! | scale of input features | `pre_quant_scale` `[k]`, of `NVFP4_AWQ` | none |
 //!
-//! - [`packed`]: one weight, its global scale with its meaning, and dequantization.
-//! - [`PreQuantScale`]: factors of the input features.
-//! - [`names`]: fused groups, experts and routers by the names of modules.
-//! - [`exclude`]: which modules a file says are not quantized.
-//! - [`config`]: the JSON of both dialects.
+//! - [`packed`]: one weight, its global scale with its convention, and dequantization.
+//! - [`PreQuantScale`]: scales of the input features.
+//! - [`names`]: derives fused groups, experts and routers from module names.
+//! - [`exclude`]: matches the modules that a file excludes from quantization.
+//! - [`config`]: JSON of both dialects.
 //! - [`modelopt`], [`compressed_tensors`]: names, types and shapes of tensors.
-//! - [`checkpoint`]: a folder's tensors as modules, with all that readers would choke on.
-//! - [`mod@convert`]: a folder to another folder.
+//! - [`checkpoint`]: groups a folder's tensors into modules and reports everything that readers
+//!   would reject.
+//! - [`mod@convert`]: converts a folder.
 //!
-//! Codes and block scales are never changed. The global scale is kept as the bits of the file: a
-//! folder that is written in its own dialect has the same tensors, byte for byte. From multiply to
-//! divide a global scale may move by one unit in the last place, which is counted.
+//! Codes and block scales are never changed. The global scale keeps the bits of the file: a folder
+//! written in its own dialect has the same tensors, byte for byte. Conversion from a multiplier to
+//! a divisor may change a global scale by one unit in the last place; such changes are counted.
 
 pub mod checkpoint;
 pub mod compressed_tensors;
@@ -48,7 +49,7 @@ pub use leaves::Leaves;
 pub use packed::{Arithmetic, GlobalScale, PackedWeight};
 pub use pre_quant::PreQuantScale;
 
-/// Whose conventions a checkpoint follows.
+/// Conventions of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Dialect {
     /// NVIDIA Model Optimizer: for TensorRT-LLM, vLLM and SGLang
@@ -59,7 +60,7 @@ pub enum Dialect {
 }
 
 impl Dialect {
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::ModelOpt => "modelopt",
@@ -67,7 +68,7 @@ impl Dialect {
         }
     }
 
-    /// How the tool of the dialect turns codes into values.
+    /// Returns how the tool of the dialect dequantizes codes.
     pub const fn arithmetic(self) -> Arithmetic {
         match self {
             Self::ModelOpt => Arithmetic::ModelOpt,
@@ -75,7 +76,7 @@ impl Dialect {
         }
     }
 
-    /// The other one.
+    /// Returns the other dialect.
     pub const fn other(self) -> Self {
         match self {
             Self::ModelOpt => Self::CompressedTensors,
@@ -83,10 +84,10 @@ impl Dialect {
         }
     }
 
-    /// The weight of the linear layer `module`.
+    /// Reads the weight of the linear layer `module`.
     ///
     /// # Errors
-    /// By the name of the tensor that is missing or wrong.
+    /// Returns an error that names a missing or wrong tensor.
     pub fn read(self, tensors: &TensorFolder, module: &str) -> Result<PackedWeight> {
         match self {
             Self::ModelOpt => modelopt::read(tensors, module),
@@ -94,11 +95,11 @@ impl Dialect {
         }
     }
 
-    /// Add the tensors of the linear layer `module` to `writer`. Returns how many of its two global
-    /// scales dequantize by another factor than before, one unit in the last place away.
+    /// Adds the tensors of the linear layer `module` to `writer`. Returns how many of its two
+    /// global scales changed their dequantization factor by one unit in the last place.
     ///
     /// # Errors
-    /// As [`TensorWriter::add`].
+    /// Returns the errors of [`TensorWriter::add`].
     pub fn write(
         self,
         writer: &mut TensorWriter,
@@ -111,8 +112,8 @@ impl Dialect {
         }
     }
 
-    /// The name of the FP8 scale of the keys (`'k'`) or values (`'v'`) that the attention `module`
-    /// caches.
+    /// Returns the name of the FP8 scale of the keys (`'k'`) or values (`'v'`) that the attention
+    /// `module` caches.
     pub fn kv_scale(self, module: &str, which: char) -> String {
         match self {
             Self::ModelOpt => modelopt::kv_scale(module, which),
@@ -120,7 +121,7 @@ impl Dialect {
         }
     }
 
-    /// Shape of a scalar in a file.
+    /// Returns the shape of a scalar in a file.
     pub const fn scalar_shape(self) -> &'static [usize] {
         match self {
             Self::ModelOpt => modelopt::SCALAR,
@@ -128,7 +129,8 @@ impl Dialect {
         }
     }
 
-    /// The names of the tensors of a quantized linear layer, after the module's name and a dot.
+    /// Returns the names of the tensors of a quantized linear layer, which follow the module's name
+    /// and a dot.
     pub const fn leaves(self) -> Leaves {
         match self {
             Self::ModelOpt => modelopt::LEAVES,
@@ -137,19 +139,19 @@ impl Dialect {
     }
 }
 
-/// What is quantized.
+/// Quantized operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Scheme {
     /// Weights only
     #[value(name = "w4a16")]
     W4a16,
-    /// Weights, and activations under a static global scale
+    /// Weights, and activations with a static global scale
     #[value(name = "w4a4")]
     W4a4,
 }
 
 impl Scheme {
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::W4a16 => "w4a16",
@@ -157,8 +159,8 @@ impl Scheme {
         }
     }
 
-    /// The recipe whose forward quantizes so, in 1x16 blocks to nearest, as engines do; its
-    /// backward is that of the quantized values in high precision.
+    /// Returns the recipe with the same forward quantization as engines: 1x16 blocks, rounded to
+    /// nearest. Its backward uses the quantized values in high precision.
     pub fn recipe(self) -> Nvfp4Recipe {
         match self {
             Self::W4a16 => Nvfp4Recipe::weight_only_qat(),

@@ -1,10 +1,10 @@
 //! Names, types and shapes of NVIDIA Model Optimizer's checkpoints (`export_hf_checkpoint` of
 //! modelopt 0.47).
 //!
-//! Scales multiply: `weight_scale_2` and `input_scale` are about amax / 2688, F32 scalars of shape
-//! `[]`. In checkpoints of `NVFP4_AWQ` layers may have a `pre_quant_scale` `[k]` in the type of the
-//! model: their input is multiplied by it before it is quantized, and the weight was divided by it.
-//! The FP8 cache has `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`, amax / 448.
+//! Global scales multiply: `weight_scale_2` and `input_scale` are about amax / 2688, F32 scalars of
+//! shape `[]`. In checkpoints of `NVFP4_AWQ`, layers may have a `pre_quant_scale` `[k]` in the type
+//! of the model: it multiplies the input before quantization, and the weight was divided by it. The
+//! FP8 cache has `self_attn.k_proj.k_scale` and `self_attn.v_proj.v_scale`, amax / 448.
 
 use anyhow::Result;
 
@@ -24,23 +24,24 @@ pub const LEAVES: Leaves = Leaves {
 /// Shape of a global scale.
 pub const SCALAR: &[usize] = &[];
 
-/// The name of the FP8 scale of the keys (`'k'`) or values (`'v'`) of the attention `module`.
+/// Returns the name of the FP8 scale of the keys (`'k'`) or values (`'v'`) of the attention
+/// `module`.
 pub fn kv_scale(module: &str, which: char) -> String {
     format!("{module}.{which}_proj.{which}_scale")
 }
 
-/// The weight of `module`.
+/// Reads the weight of `module`.
 ///
 /// # Errors
-/// By the name of the tensor that is missing or wrong.
+/// Returns an error that names a missing or wrong tensor.
 pub fn read(tensors: &TensorFolder, module: &str) -> Result<PackedWeight> {
     tensors::read(tensors, (module, LEAVES), GlobalScale::Multiply)
 }
 
-/// Add the tensors of `module`; see [`Dialect::write`](super::Dialect::write).
+/// Adds the tensors of `module`; see [`Dialect::write`](super::Dialect::write).
 ///
 /// # Errors
-/// As [`TensorWriter::add`].
+/// Returns the errors of [`TensorWriter::add`].
 pub fn write(writer: &mut TensorWriter, module: &str, weight: &PackedWeight) -> Result<u32> {
     tensors::write(writer, (module, LEAVES, SCALAR), weight, |scale| {
         (scale.to_multiplier(), 0)

@@ -1,20 +1,20 @@
-//! What the names of modules say: routers, experts, and projections that share a global scale.
+//! Classifies modules by name: routers, experts, and projections that share a global scale.
 
-/// Where a projection stands among those that consumers fuse into one GEMM.
+/// Group of projections that consumers fuse into one GEMM.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FusedGroup {
-    /// The module that holds the projections, `model.layers.0.self_attn`.
+    /// Module that contains the projections, such as `model.layers.0.self_attn`.
     pub parent: String,
-    /// What they are fused to: `qkv_proj` or `gate_up_proj`.
+    /// Name of the fused projection: `qkv_proj` or `gate_up_proj`.
     pub kind: &'static str,
 }
 
-/// The last part of a module's name, and what is before it.
+/// Splits a module's name into its last component and the rest.
 fn split(module: &str) -> (&str, &str) {
     module.rsplit_once('.').unwrap_or(("", module))
 }
 
-/// The group of projections with which `module` must share global scales, if it has one: consumers
+/// Returns the group of projections that must share global scales with `module`, if any: consumers
 /// fuse q/k/v and gate/up (w1/w3 of Mixtral) and keep one scale for all.
 pub fn fused_group(module: &str) -> Option<FusedGroup> {
     let (parent, leaf) = split(module);
@@ -27,8 +27,8 @@ pub fn fused_group(module: &str) -> Option<FusedGroup> {
     Some(FusedGroup { parent, kind })
 }
 
-/// The projection of all experts of one layer to which `module` belongs, its number left out:
-/// `model.layers.0.mlp.experts.*.down_proj`.
+/// Returns the projection of all experts of one layer that `module` belongs to, without the
+/// expert's number: `model.layers.0.mlp.experts.*.down_proj`.
 pub fn expert_projection(module: &str) -> Option<String> {
     let (layer, rest) = module.split_once(".experts.")?;
     let (expert, projection) = rest.split_once('.')?;
@@ -36,13 +36,13 @@ pub fn expert_projection(module: &str) -> Option<String> {
     is_number.then(|| format!("{layer}.experts.*.{projection}"))
 }
 
-/// The layer of an expert's module: what is before its number.
+/// Returns the layer of an expert's module: the name before the expert's number.
 pub fn expert_layer(module: &str) -> Option<&str> {
     expert_projection(module)?;
     module.split_once(".experts.").map(|(layer, _)| layer)
 }
 
-/// Whether `module` chooses experts: never quantized, and always excluded by name.
+/// Returns true if `module` is a router, which is never quantized and always excluded by name.
 pub fn is_router(module: &str) -> bool {
     [
         ".mlp.gate",
@@ -53,17 +53,17 @@ pub fn is_router(module: &str) -> bool {
     .any(|suffix| module.ends_with(suffix))
 }
 
-/// Whether `module` is the output head.
+/// Returns true if `module` is the output head.
 pub fn is_head(module: &str) -> bool {
     split(module).1 == "lm_head"
 }
 
-/// Whether `module` is the embedding table.
+/// Returns true if `module` is the embedding.
 pub fn is_embedding(module: &str) -> bool {
     split(module).1 == "embed_tokens"
 }
 
-/// Whether `module` is a linear layer of the supported families by its name.
+/// Returns true if `module` is, by its name, a linear layer of a supported family.
 pub fn is_linear(module: &str) -> bool {
     let leaf = split(module).1;
     is_head(module)
@@ -72,17 +72,17 @@ pub fn is_linear(module: &str) -> bool {
         || matches!(leaf, "w1" | "w2" | "w3")
 }
 
-/// Returns true if a weight `[d_out, d_in]` of the module may be that of a linear layer, in an
-/// architecture whose names are not known: readers build every linear layer that is not excluded as
-/// a quantized one.
+/// Returns true if a weight `[d_out, d_in]` of the module may belong to a linear layer, in an
+/// architecture with unknown names. Readers build every linear layer that is not excluded as a
+/// quantized one.
 pub fn may_be_linear(module: &str) -> bool {
     let leaf = split(module).1;
     let is_table = leaf.contains("embed") || matches!(leaf, "wte" | "wpe" | "shared");
     is_linear(module) || !is_table && !leaf.contains("norm")
 }
 
-/// The name that transformers gives the module: Mixtral's experts are `w1`, `w2` and `w3` there,
-/// where llm-compressor writes `gate_proj`, `down_proj` and `up_proj`.
+/// Returns the transformers name of the module: Mixtral's experts are `w1`, `w2` and `w3`, which
+/// llm-compressor calls `gate_proj`, `down_proj` and `up_proj`.
 pub fn canonical(module: &str) -> String {
     let (parent, leaf) = split(module);
     let is_mixtral = module.contains(".block_sparse_moe.experts.");

@@ -1,4 +1,4 @@
-//! One NVFP4 weight as checkpoints hold it, and what its global scale means.
+//! One NVFP4 weight as stored in checkpoints, with the convention of its global scale.
 
 use anyhow::{Result, bail, ensure};
 use nvfp4_kernels::format::{e2m1, e4m3};
@@ -8,46 +8,47 @@ use nvfp4_kernels::{
 
 use super::PreQuantScale;
 
-/// 6 · 448: the largest magnitude that codes and block scales express under a global scale of 1.
+/// 6 · 448: the largest magnitude that codes and block scales can represent with a global scale of
+/// 1.
 pub const RANGE: f32 = 2688.0;
 
-/// A global scale, as the bits that a file or a quantizer holds and what they mean.
+/// A global scale: the stored bits and their convention.
 ///
-/// The forms are never turned into one another except by [`GlobalScale::to_multiplier`] and
-/// [`GlobalScale::to_divisor`], because amax cannot be recovered: one `f32` in seven has no amax
-/// with `fl(amax / 2688)` equal to it.
+/// The conventions are converted only by [`GlobalScale::to_multiplier`] and
+/// [`GlobalScale::to_divisor`], because the amax cannot be recovered: for one `f32` in seven, no
+/// amax satisfies `fl(amax / 2688)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum GlobalScale {
-    /// The factor that dequantizes, about amax / 2688 (ModelOpt).
+    /// Dequantization multiplies by this factor, about amax / 2688 (ModelOpt).
     Multiply(f32),
-    /// What dequantization divides by, about 2688 / amax (compressed-tensors).
+    /// Dequantization divides by this value, about 2688 / amax (compressed-tensors).
     Divide(f32),
-    /// The largest magnitude of the tensor (this project's training).
+    /// Largest magnitude of the tensor (this project's training).
     Amax(f32),
 }
 
-/// The smallest factor whose divisor `f32` holds: 2⁻¹²⁸, the reciprocal of the largest `f32`.
+/// The smallest factor whose divisor fits in `f32`: 2⁻¹²⁸, the reciprocal of the largest `f32`.
 pub const MIN_FACTOR: f32 = 1.0 / f32::MAX;
 
 impl GlobalScale {
-    /// A factor, which is at least [`MIN_FACTOR`].
+    /// Creates a multiplier; a `factor` below [`MIN_FACTOR`] is raised to it.
     pub const fn multiply(factor: f32) -> Self {
         Self::Multiply(factor.max(MIN_FACTOR))
     }
 
-    /// A divisor, which is at most the largest `f32`.
+    /// Creates a divisor; an infinite `divisor` is lowered to the largest `f32`.
     pub const fn divide(divisor: f32) -> Self {
         Self::Divide(divisor.min(f32::MAX))
     }
 
-    /// The stored scalar.
+    /// Returns the stored scalar.
     pub const fn value(self) -> f32 {
         match self {
             Self::Multiply(value) | Self::Divide(value) | Self::Amax(value) => value,
         }
     }
 
-    /// The factor that dequantizes: the stored one, `fl(1 / g)`, or `fl(amax / 2688)`.
+    /// Returns the dequantization factor: the stored one, `fl(1 / g)`, or `fl(amax / 2688)`.
     pub fn decode(self) -> f32 {
         match self {
             Self::Multiply(factor) => factor,
@@ -56,10 +57,11 @@ impl GlobalScale {
         }
     }
 
-    /// Fails unless the scalar and the factor that it stands for are positive and finite.
+    /// Checks that the scalar and its dequantization factor are positive and finite.
     ///
     /// # Errors
-    /// For zero, negative and non-finite scalars, and for those whose factor is zero or infinite.
+    /// Returns an error for zero, negative and non-finite scalars, and for those whose factor is
+    /// zero or infinite.
     pub fn check(self) -> Result<()> {
         let (value, factor) = (self.value(), self.decode());
         ensure!(
@@ -74,16 +76,17 @@ impl GlobalScale {
         Ok(())
     }
 
-    /// The same scale as a multiplier; it dequantizes by exactly the same factor.
+    /// Converts to a multiplier with exactly the same dequantization factor.
     pub fn to_multiplier(self) -> Self {
         Self::Multiply(self.decode())
     }
 
-    /// The same scale as a divisor, and how many units in the last place the factor that
-    /// dequantizes has moved: 0 or 1, and more below [`MIN_FACTOR`], which has no divisor.
+    /// Converts to a divisor. Also returns the change of the dequantization factor in units in the
+    /// last place: 0 or 1, and more below [`MIN_FACTOR`], which has no divisor.
     ///
-    /// `fl(1 / x)` is the best divisor there is. Below a mantissa of √2 its reciprocal is `x`
-    /// again; above, reciprocals are further apart than multipliers, and it may be a neighbour.
+    /// `fl(1 / x)` is the best possible divisor. For a mantissa below √2 its reciprocal is `x`
+    /// again; above, reciprocals are sparser than multipliers, and the result may be a neighbour of
+    /// `x`.
     pub fn to_divisor(self) -> (Self, u32) {
         if let Self::Divide(_) = self {
             return (self, 0);
@@ -95,7 +98,8 @@ impl GlobalScale {
     }
 }
 
-/// Fails when one of the E4M3 bytes `scales`, `blocks` in a row, is NaN or negative.
+/// Returns an error if one of the E4M3 bytes `scales` is NaN or negative; a row has `blocks` of
+/// them.
 pub(super) fn check_scales(scales: &[u8], blocks: usize) -> Result<()> {
     let Some(at) = scales.iter().position(|&byte| byte >= e4m3::NAN_BYTE) else {
         return Ok(());
@@ -112,10 +116,10 @@ pub(super) fn check_scales(scales: &[u8], blocks: usize) -> Result<()> {
     )
 }
 
-/// The order of operations in which codes become values. All are `f32`, one rounding each.
+/// Order of operations in dequantization. All operations are `f32`, with one rounding each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
-    /// `fl((code · scale) · factor)`: this project, whose product of code and scale is exact.
+    /// `fl((code · scale) · factor)`: this project, where code · scale is exact.
     CodeTimesScale,
     /// `fl(code · fl(scale · factor))`: ModelOpt's `NVFP4QTensor.dequantize`.
     ModelOpt,
@@ -123,7 +127,7 @@ pub enum Arithmetic {
     CompressedTensors,
 }
 
-/// One weight `[n, k]` of a checkpoint: bytes exactly as in the file.
+/// One weight `[n, k]` of a checkpoint, with the bytes of the file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PackedWeight {
     n: usize,
@@ -136,15 +140,15 @@ pub struct PackedWeight {
 }
 
 impl PackedWeight {
-    /// A weight of `n` output and `k` input features.
+    /// Creates a weight of `n` output and `k` input features.
     ///
-    /// `codes` are `[n, k / 2]` with the even element in the low nibble, `scales` `[n, k / 16]`
-    /// E4M3 bytes; both row-major, not swizzled. `input_global` is the static global scale of the
-    /// input, where activations are quantized too.
+    /// `codes` are `[n, k / 2]` with the even element in the low nibble, `scales` are `[n, k / 16]`
+    /// E4M3 bytes; both are row-major and not swizzled. `input_global` is the static global scale
+    /// of the input, if activations are quantized.
     ///
     /// # Errors
-    /// When `k` is no multiple of 16, a length does not fit the shape, a scale byte is NaN or
-    /// negative, or a global scale is zero, negative or not finite.
+    /// Returns an error if `k` is not a multiple of 16, a length does not match the shape, a scale
+    /// byte is NaN or negative, or a global scale is zero, negative or not finite.
     pub fn new(
         [n, k]: [usize; 2],
         codes: Vec<u8>,
@@ -184,13 +188,14 @@ impl PackedWeight {
         })
     }
 
-    /// The weight that training quantized: the codes that it was trained with.
+    /// Converts a weight quantized in training, keeping its codes.
     ///
-    /// 16x16 blocks export exactly, their scale byte repeated in each of the 16 rows. The range of
-    /// four over six, 1536, is folded into the global scale.
+    /// 16x16 blocks are exported exactly, with their scale byte repeated in each of the 16 rows.
+    /// The range 1536 of four over six is folded into the global scale.
     ///
     /// # Errors
-    /// When the tensor is not rowwise NVFP4 with one amax, row-major scales and no rotation.
+    /// Returns an error unless the tensor is row-wise NVFP4 with one amax, row-major scales and no
+    /// rotation.
     pub fn from_quantized(tensor: &QuantizedTensor) -> Result<Self> {
         let layout = tensor.layout();
         let plain = layout.usage == Usage::Rowwise
@@ -209,9 +214,9 @@ impl PackedWeight {
         );
         let range = layout.scaling.range();
         let global = match layout.scaling {
-            // A zero tensor has no scale of its own; any will do, and zero would be refused.
+            // A zero tensor has no natural scale; any works except zero, which would be refused.
             _ if amax == 0.0 => GlobalScale::Multiply(1.0),
-            // Training has no smaller one.
+            // Training does not produce a smaller factor.
             _ if amax / range < MIN_FACTOR => GlobalScale::Multiply(MIN_FACTOR),
             BlockScaling::FourOverSix(_) => GlobalScale::Multiply(amax / range),
             _ => GlobalScale::Amax(amax),
@@ -220,40 +225,40 @@ impl PackedWeight {
         Self::new([layout.rows, layout.cols], codes, scales, global, None)
     }
 
-    /// Output features (rows).
+    /// Returns the number of output features (rows).
     pub const fn n(&self) -> usize {
         self.n
     }
 
-    /// Input features (columns).
+    /// Returns the number of input features (columns).
     pub const fn k(&self) -> usize {
         self.k
     }
 
-    /// The codes `[n, k / 2]`.
+    /// Returns the codes `[n, k / 2]`.
     pub fn codes(&self) -> &[u8] {
         &self.codes
     }
 
-    /// The E4M3 bytes `[n, k / 16]`.
+    /// Returns the E4M3 scale bytes `[n, k / 16]`.
     pub fn scales(&self) -> &[u8] {
         &self.scales
     }
 
-    /// The global scale of the weight.
+    /// Returns the global scale of the weight.
     pub const fn global(&self) -> GlobalScale {
         self.global
     }
 
-    /// The static global scale of the input, if activations are quantized.
+    /// Returns the static global scale of the input, if activations are quantized.
     pub const fn input_global(&self) -> Option<GlobalScale> {
         self.input_global
     }
 
-    /// The same weight with this global scale of its input.
+    /// Sets the global scale of the input.
     ///
     /// # Errors
-    /// As [`GlobalScale::check`].
+    /// Returns the errors of [`GlobalScale::check`].
     pub fn with_input_global(mut self, scale: Option<GlobalScale>) -> Result<Self> {
         if let Some(scale) = scale {
             scale.check().map_err(|error| error.context("input"))?;
@@ -262,15 +267,15 @@ impl PackedWeight {
         Ok(self)
     }
 
-    /// By what the input is multiplied before this weight, if it is.
+    /// Returns the scales that multiply the input features, if any.
     pub const fn pre_quant(&self) -> Option<&PreQuantScale> {
         self.pre_quant.as_ref()
     }
 
-    /// The same weight, whose input is multiplied by `scale` first.
+    /// Sets the scales that multiply the input features.
     ///
     /// # Errors
-    /// When it has another number of features.
+    /// Returns an error if the number of features differs.
     pub fn with_pre_quant(mut self, scale: Option<PreQuantScale>) -> Result<Self> {
         if let Some(scale) = &scale {
             ensure!(
@@ -284,7 +289,7 @@ impl PackedWeight {
         Ok(self)
     }
 
-    /// Bytes of codes, block scales and global scales, and of what the input is multiplied by.
+    /// Returns the bytes of codes, block scales, global scales, and input feature scales.
     pub fn bytes(&self) -> usize {
         let globals = 1 + usize::from(self.input_global.is_some());
         let pre_quant = self
@@ -294,10 +299,11 @@ impl PackedWeight {
         self.codes.len() + self.scales.len() + 4 * globals + pre_quant
     }
 
-    /// Set the codes of blocks whose scale byte is 0 to 0, and count the bytes that changed.
+    /// Sets the codes of blocks whose scale byte is 0 to 0, and returns the number of changed
+    /// bytes.
     ///
-    /// TransformerEngine's rule leaves ±7 there, which become garbage if a tool raises the scale.
-    /// The dequantized values stay what they are, but for the sign of zeros.
+    /// TransformerEngine's rule leaves ±7 in such blocks, which would become wrong values if a tool
+    /// raised the scale. The dequantized values do not change, except for the sign of zeros.
     pub fn clear_zero_blocks(&mut self) -> usize {
         let mut changed = 0;
         for (&scale, codes) in self.scales.iter().zip(self.codes.chunks_mut(BLOCK / 2)) {
@@ -309,8 +315,8 @@ impl PackedWeight {
         changed
     }
 
-    /// The values `[n, k]`, row-major, by which the layer multiplies the input that it is given:
-    /// those of [`dequantize`](Self::dequantize), with what the input would be multiplied by.
+    /// Returns the effective weight `[n, k]`, row-major: [`dequantize`](Self::dequantize)
+    /// multiplied by the input feature scales.
     pub fn effective(&self, arithmetic: Arithmetic) -> Vec<f32> {
         let mut values = self.dequantize(arithmetic);
         if let Some(scale) = &self.pre_quant {
@@ -322,7 +328,7 @@ impl PackedWeight {
         values
     }
 
-    /// The values `[n, k]` of the codes, row-major.
+    /// Dequantizes the codes to `[n, k]`, row-major.
     pub fn dequantize(&self, arithmetic: Arithmetic) -> Vec<f32> {
         let factor = self.global.decode();
         let (divisor, _) = self.global.to_divisor();
@@ -362,7 +368,7 @@ mod tests {
         let (mut moved, mut bits) = (0, 1u32);
         for _ in 0..20_000 {
             bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // From 2^-40 to 2^24: what scales of models are.
+            // From 2^-40 to 2^24, the range of scales in models.
             let value = f32::from_bits((87 + (bits >> 26)) << 23 | bits & 0x7F_FFFF);
             let divide = GlobalScale::Divide(value);
             assert_eq!(divide.decode(), divide.to_multiplier().decode());
@@ -373,8 +379,8 @@ mod tests {
             assert!(ulps <= 1, "{value:e} moved by {ulps}");
             moved += ulps;
         }
-        // Reciprocals of mantissas x from √2 on hit 2 / x² of the floats: of evenly spread
-        // mantissas the integral of 1 - 2 / x² from √2 to 2 is not hit, 17.2 %.
+        // For mantissas x of at least √2, reciprocals hit 2 / x² of the floats. With uniform
+        // mantissas, the integral of 1 - 2 / x² from √2 to 2 is missed, 17.2 %.
         assert!((3300..3560).contains(&moved), "{moved}");
     }
 

@@ -1,12 +1,12 @@
-//! The scale of input features that ModelOpt's `NVFP4_AWQ` has beside a weight.
+//! Input feature scales that accompany a weight in ModelOpt's `NVFP4_AWQ`.
 
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::Dtype;
 
 use crate::hf::{StoredTensor, TensorWriter};
 
-/// Factors by which a layer multiplies its input, feature by feature, before it is quantized: as
-/// the file has them.
+/// Scales by which a layer multiplies its input features before quantization, as stored in the
+/// file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PreQuantScale {
     dtype: Dtype,
@@ -15,10 +15,11 @@ pub struct PreQuantScale {
 }
 
 impl PreQuantScale {
-    /// What `tensor` holds for a layer of `k` input features.
+    /// Reads `tensor` for a layer of `k` input features.
     ///
     /// # Errors
-    /// When it is not F32, BF16 or F16 of shape `[k]`, or a factor is not positive and finite.
+    /// Returns an error if it is not F32, BF16 or F16 of shape `[k]`, or if a scale is not positive
+    /// and finite.
     pub fn read(tensor: &StoredTensor<'_>, k: usize) -> Result<Self> {
         ensure!(
             *tensor.shape == [k] && matches!(tensor.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16),
@@ -41,20 +42,20 @@ impl PreQuantScale {
         })
     }
 
-    /// The factors.
+    /// Returns the scales.
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// The elements as in the file.
+    /// Returns the elements as stored in the file.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Add it to `writer` under `name`.
+    /// Adds the scales to `writer` under `name`.
     ///
     /// # Errors
-    /// As [`TensorWriter::add`].
+    /// Returns the errors of [`TensorWriter::add`].
     pub fn write(&self, writer: &mut TensorWriter, name: &str) -> Result<()> {
         let written = writer.add(name, self.dtype, &[self.values.len()], &self.bytes);
         written.with_context(|| name.to_owned())

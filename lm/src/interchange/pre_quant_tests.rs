@@ -1,5 +1,5 @@
-//! Checkpoints of ModelOpt's `NVFP4_AWQ`, made of golden exports by giving layers a
-//! `pre_quant_scale`.
+//! Tests ModelOpt's `NVFP4_AWQ` checkpoints, made from golden exports by adding a `pre_quant_scale`
+//! to layers.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::checkpoint::{read_json, write_json};
 use crate::decoder::Decoder;
 use nvfp4_test_support::{Scratch, golden};
 
-/// The factors of the input of `module`; those of layers that are fused are equal.
+/// Returns the scales of the input of `module`; fused layers share them.
 fn factors(module: &str, k: usize, is_power: bool) -> Vec<f32> {
     let (parent, leaf) = module.rsplit_once('.').unwrap();
     let is_out = ["o_proj", "down_proj", "w2"].contains(&leaf);
@@ -32,17 +32,17 @@ fn bf16_bytes(values: &[f32]) -> Vec<u8> {
     bytes.flatten().collect()
 }
 
-/// What of a golden export is changed.
+/// Mutations applied to a golden export.
 struct Made<'a> {
-    /// Whether a layer has factors.
+    /// True for layers that get scales.
     has_factors: &'a dyn Fn(&str) -> bool,
-    /// Powers of two.
+    /// True if the scales are powers of two.
     is_power: bool,
-    /// By what the elements of another tensor are multiplied.
+    /// Factors for the elements of another tensor.
     gains: &'a dyn Fn(&str, usize) -> Option<Vec<f32>>,
 }
 
-/// Writes the checkpoint `from` to `out` with factors.
+/// Writes the checkpoint `from` with the mutations to `out`.
 fn write(from: &Path, out: &Path, made: &Made<'_>) {
     let checkpoint = Checkpoint::open(from).unwrap();
     std::fs::create_dir_all(out).unwrap();
@@ -103,7 +103,7 @@ fn assert_near(found: &[f32], expected: &[f32], what: &str) {
     }
 }
 
-/// The model in high precision that the checkpoint `from` stands for.
+/// Writes the high-precision model equivalent to the checkpoint `from`.
 fn dense(from: &Path, out: &Path) {
     let checkpoint = Checkpoint::open(from).unwrap();
     std::fs::create_dir_all(out).unwrap();
@@ -200,8 +200,8 @@ fn layers_multiply_their_input_by_its_scale() {
     }
 }
 
-/// Factors that are powers of two move into the norm before the layers without any rounding: also
-/// where activations are quantized, the logits are the same bits.
+/// Scales that are powers of two can move into the preceding norm without rounding: the logits have
+/// the same bits, even if activations are quantized.
 #[test]
 fn static_scales_of_activations_are_those_of_scaled_inputs() {
     let root = golden("");
@@ -326,7 +326,7 @@ fn wrong_scales_of_inputs_are_refused_by_name() {
     refused(&all, &moved, &["model.norm.pre_quant_scale"]);
 }
 
-/// A tensor of a checkpoint, to be changed.
+/// A tensor of a checkpoint, to be mutated.
 struct Changed {
     name: String,
     shape: Vec<usize>,

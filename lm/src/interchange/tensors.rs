@@ -1,4 +1,4 @@
-//! The tensors of one quantized layer, whatever their names: what both dialects share.
+//! Reads and writes the tensors of one quantized layer; shared by both dialects.
 
 use anyhow::{Context, Result, bail, ensure};
 use nvfp4_kernels::BLOCK;
@@ -8,27 +8,27 @@ use super::packed::{GlobalScale, PackedWeight, check_scales};
 use super::{Leaves, PreQuantScale};
 use crate::hf::{TensorFolder, TensorWriter};
 
-/// A quantized layer without its codes.
+/// Description of a quantized layer, without its codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerInfo {
     /// Output features.
     pub n: usize,
     /// Input features.
     pub k: usize,
-    /// The global scale of the weight.
+    /// Global scale of the weight.
     pub global: GlobalScale,
-    /// The global scale of the input.
+    /// Global scale of the input.
     pub input_global: Option<GlobalScale>,
-    /// Whether its input is multiplied by a scale for each feature first.
+    /// True if the input is multiplied by a scale per feature.
     pub pre_quant: bool,
-    /// Bytes of its tensors.
+    /// Bytes of the layer's tensors.
     pub bytes: usize,
 }
 
-/// The one F32 or BF16 number of the tensor `name`, of shape `[]` or `[1]`.
+/// Reads the single F32 or BF16 number of the tensor `name`, of shape `[]` or `[1]`.
 ///
 /// # Errors
-/// When there is no such tensor, or it has another type or shape.
+/// Returns an error if there is no such tensor, or if it has another type or shape.
 pub fn read_scalar(tensors: &TensorFolder, name: &str) -> Result<f32> {
     let tensor = tensors.get(name)?;
     ensure!(
@@ -40,7 +40,7 @@ pub fn read_scalar(tensors: &TensorFolder, name: &str) -> Result<f32> {
     Ok(tensor.to_f32()?[0])
 }
 
-/// Reads and checks all of `module` but its codes, of which it looks at type and shape.
+/// Reads and checks all tensors of `module` except its codes, whose type and shape are checked.
 pub(super) fn read_info(
     tensors: &TensorFolder,
     (module, leaves): (&str, Leaves),
@@ -54,7 +54,7 @@ pub(super) fn read_info(
         codes.dtype,
         codes.shape
     );
-    // A tensor without rows may have any number of columns.
+    // A tensor without rows may claim any number of columns.
     let (n, k) = (codes.shape[0], codes.shape[1].saturating_mul(2));
     ensure!(
         k.is_multiple_of(BLOCK) && n > 0 && k > 0,
@@ -92,7 +92,8 @@ pub(super) fn read_info(
     })
 }
 
-/// The scale of the `k` input features of `module`, if the dialect has it and it is there.
+/// Reads the scales of the `k` input features of `module`, if the dialect has them and they are
+/// present.
 pub(super) fn read_pre_quant(
     tensors: &TensorFolder,
     (module, leaves): (&str, Leaves),
@@ -105,7 +106,7 @@ pub(super) fn read_pre_quant(
     }
 }
 
-/// The weight of `module`, whose scalars mean `form`.
+/// Reads the weight of `module`, whose scalars follow the convention `form`.
 pub(super) fn read(
     tensors: &TensorFolder,
     (module, leaves): (&str, Leaves),
@@ -123,8 +124,9 @@ pub(super) fn read(
         .with_context(|| module.to_owned())
 }
 
-/// Adds the tensors of `module` with scalars of shape `scalar`, in the form that `convert` gives
-/// with the units in the last place by which the factor moved. Returns how many moved.
+/// Adds the tensors of `module` with scalars of shape `scalar`. `convert` converts a global scale
+/// and returns the change of its factor in units in the last place. Returns the number of changed
+/// scales.
 pub(super) fn write(
     writer: &mut TensorWriter,
     (module, leaves, scalar): (&str, Leaves, &[usize]),
@@ -140,7 +142,7 @@ pub(super) fn write(
              which this dialect has no tensor: only modelopt has"
         ),
     }
-    // Where the scale is 0, codes must be 0 too: readers may raise the scale.
+    // If the scale is 0, codes must be 0 too, because readers may raise the scale.
     let mut weight = weight.clone();
     weight.clear_zero_blocks();
     let (n, k) = (weight.n(), weight.k());

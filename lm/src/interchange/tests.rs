@@ -1,4 +1,4 @@
-//! Golden exports of both tools, and checkpoints that must be refused.
+//! Tests golden exports of both tools, and checkpoints that must be refused.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,8 @@ use super::*;
 use crate::hf::{TensorFolder, TensorWriter};
 use nvfp4_test_support::{Scratch, golden};
 
-/// Every export of the golden folder, with its scheme, quantized layers and FP8 scales.
+/// Every export of the golden folder: dialect, scheme, number of quantized layers, and presence of
+/// FP8 scales.
 const EXPORTS: [(&str, Dialect, Scheme, usize, bool); 9] = {
     use Dialect::{CompressedTensors as Ct, ModelOpt as Mo};
     use Scheme::{W4a4, W4a16};
@@ -30,7 +31,7 @@ const EXPORTS: [(&str, Dialect, Scheme, usize, bool); 9] = {
     ]
 };
 
-/// The tensors of a folder: type, shape and bytes by name.
+/// Returns the tensors of a folder: type, shape and bytes, by name.
 fn contents(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let tensors = TensorFolder::open(folder).unwrap();
     let all = tensors.iter().map(|tensor| {
@@ -58,8 +59,8 @@ fn golden_exports_are_read_with_their_conventions() {
         for module in checkpoint.layers().keys() {
             let weight = checkpoint.weight(module).unwrap();
             assert_eq!(weight.input_global().is_some(), scheme == Scheme::W4a4);
-            // By the rule with which the reference logits were computed, from the bytes of the
-            // file: code · scale · factor, the factor of compressed-tensors being fl(1 / g).
+            // Uses the formula of the reference logits on the bytes of the file: code · scale ·
+            // factor, where compressed-tensors' factor is fl(1 / g).
             let bytes = |leaf: &str| tensors.get(&format!("{module}.{leaf}")).unwrap();
             let (codes, scales, factor) = match dialect {
                 Dialect::ModelOpt => {
@@ -84,8 +85,8 @@ fn golden_exports_are_read_with_their_conventions() {
     }
 }
 
-/// Bounds the error of the dequantized weight by what the format can lose: half a step of the code,
-/// and what the rounded scale clips. A wrong nibble, axis, scale or convention breaks it.
+/// Bounds the error of the dequantized weight by the loss of the format: half a step of the code,
+/// and clipping by the rounded scale. A wrong nibble, axis, scale or convention exceeds the bound.
 #[test]
 fn golden_exports_dequantize_to_the_weights_of_their_models() {
     let root = golden("");
@@ -102,7 +103,7 @@ fn golden_exports_dequantize_to_the_weights_of_their_models() {
             let factor = weight.global().decode();
             for (i, (value, original)) in values.iter().zip(&original).enumerate() {
                 let scale = e4m3::decode(weight.scales()[i / 16]);
-                // What rounding the scale down clips of a 6: a sixteenth, or half of 2⁻⁹.
+                // Clipping of a 6 when the scale is rounded down: a sixteenth, or half of 2⁻⁹.
                 let clipped = if scale < 1.0 / 64.0 { 3.0 } else { 6.0 / 16.0 };
                 let bound = (1.0 + clipped) * scale * factor;
                 let error = (value - original).abs();
@@ -170,7 +171,7 @@ fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() 
                 "{name}: fl(1 / g) is what the divisor dequantizes by"
             );
         }
-        // And back again: nothing else than those scalars has changed.
+        // Converting back changes nothing except those scalars.
         let back = Scratch::new(&format!("back-{name}"));
         convert(&other, dialect, &back, &mut quiet).unwrap();
         let (old, new) = (contents(&root.join(name)), contents(&back));
@@ -184,7 +185,7 @@ fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() 
     }
 }
 
-/// A checkpoint of one layer of a model with two experts, to be broken.
+/// A checkpoint with one layer and two experts, to be broken.
 struct Model {
     tensors: BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>,
     config: QuantConfig,
@@ -229,7 +230,7 @@ impl Model {
         }
     }
 
-    /// Write it, and what opening it says.
+    /// Writes the model and returns the result of opening it.
     fn open(&self, test: &str) -> Result<Checkpoint> {
         let scratch = Scratch::new(test);
         self.write(&scratch);
@@ -343,7 +344,7 @@ fn what_consumers_choke_on_is_refused_by_the_name_of_the_tensor() {
     model.refused("kv-unsaid", &["kv_cache_scheme", "would be ignored"]);
 }
 
-/// What readers would build as quantized, in architectures whose names nobody here knows.
+/// Readers would build these layers as quantized, in architectures with unknown names.
 #[test]
 fn linear_layers_of_any_name_must_be_excluded() {
     let matrix = |rows: usize| (Dtype::BF16, vec![rows, 16], vec![0; 32 * rows]);
@@ -370,7 +371,7 @@ fn linear_layers_of_any_name_must_be_excluded() {
     model.open("tables").unwrap();
 }
 
-/// `targets` say which layers are quantized.
+/// `targets` selects the quantized layers.
 #[test]
 fn targets_are_obeyed() {
     let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
@@ -378,14 +379,14 @@ fn targets_are_obeyed() {
     model.refused("targets", &["self_attn", "none of targets"]);
     model.config.targets.push("re:.*_proj$".into());
     model.open("targets").unwrap();
-    // What is no target needs no exclusion.
+    // Modules that are not targets need no exclusion.
     model.config.exclude.clear();
     model.open("targets").unwrap();
     model.config.targets = vec!["re:(".into()];
     model.refused("targets", &["targets", "cannot be read"]);
 }
 
-/// Some experts of a layer quantized, and others not.
+/// Experts of a layer must be either all quantized or all unquantized.
 #[test]
 fn experts_of_a_layer_are_alike() {
     let mut model = Model::new(Dialect::ModelOpt, Scheme::W4a16);
@@ -405,7 +406,7 @@ fn experts_of_a_layer_are_alike() {
     );
 }
 
-/// What a header may say of a tensor without elements, and a configuration that is no object.
+/// Covers header claims for tensors without elements, and a configuration that is not an object.
 #[test]
 fn lying_sizes_and_kinds_are_refused() {
     let mut model = Model::new(Dialect::ModelOpt, Scheme::W4a4);
@@ -468,7 +469,7 @@ fn experts_of_mixtral_have_two_namings() {
     }
 }
 
-/// The JSON of the tools, field by field as they write it.
+/// The written JSON has the same fields as the tools' output.
 #[test]
 fn written_json_has_the_fields_of_the_tools() {
     let root: PathBuf = golden("");
@@ -485,7 +486,7 @@ fn written_json_has_the_fields_of_the_tools() {
     }
 }
 
-/// Every field of `ours` is in `theirs` with the same value.
+/// Asserts that every field of `ours` is in `theirs` with the same value.
 fn check_fields(ours: &Value, theirs: &Value, path: &str) {
     match ours {
         Value::Object(fields) => {
@@ -497,7 +498,7 @@ fn check_fields(ours: &Value, theirs: &Value, path: &str) {
     }
 }
 
-/// Any JSON is read, or refused with an error: no panic, whatever a field holds.
+/// Any JSON is read or refused with an error; no field value causes a panic.
 #[test]
 fn damaged_configurations_are_refused_without_a_panic() {
     let root: PathBuf = golden("");
@@ -545,7 +546,7 @@ fn damaged_configurations_are_refused_without_a_panic() {
     );
 }
 
-/// The pointers to every value inside `value`.
+/// Returns the pointers to every value inside `value`.
 fn pointers(value: &Value, path: &str) -> Vec<String> {
     let mut all = vec![path.to_owned()];
     if let Value::Object(fields) = value {

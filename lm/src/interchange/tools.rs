@@ -1,5 +1,5 @@
-//! The values that this crate reads in folders, for `cargo xtask test --interop`, which compares them
-//! with those that other tools read there.
+//! Exports the values that this crate reads in folders, for `cargo xtask test --interop`, which
+//! compares them with the values read by other tools.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -12,7 +12,7 @@ use safetensors::Dtype;
 use super::*;
 use crate::decoder::Decoder;
 
-/// The tokens of both rows, as `xtask/interop/check.py` has them.
+/// Shape of the token batch, as in `xtask/interop/check.py`.
 const TOKENS: [usize; 2] = [2, 32];
 
 fn logits(model: &Decoder) -> Vec<f32> {
@@ -55,7 +55,7 @@ fn values_for_the_tools() {
             }
         }
         let name = path.file_name().unwrap();
-        // Weights stay packed where they are quantized.
+        // Quantized weights stay packed.
         let schemes = match checkpoint.config().map(|config| config.scheme) {
             None => vec![("logits", None)],
             Some(Scheme::W4a16) => vec![("logits", Some(Scheme::W4a16))],

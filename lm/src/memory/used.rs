@@ -1,21 +1,20 @@
-//! What tensors and memory pools of a device have.
+//! Measures the memory of tensors and memory pools on a device.
 
 use burn::tensor::Device;
 
-/// Device memory of a training, in bytes.
+/// Device memory of a training run, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryUsed {
-    /// The most that tensors had at once in a step: parameters, gradients, the state of the
-    /// optimizer, what the forward keeps, and intermediate results. What PyTorch calls
-    /// `max_memory_allocated`.
+    /// Peak memory of tensors in a step: parameters, gradients, optimizer state, state saved for
+    /// backward, and intermediate results. PyTorch's `max_memory_allocated`.
     pub tensors: u64,
-    /// What the memory pools hold of the device at the end, PyTorch's `memory_reserved`. The context
-    /// of the device and the code of kernels are not in it.
+    /// Device memory held by the memory pools at the end, PyTorch's `memory_reserved`. Excludes the
+    /// device context and kernel code.
     pub pools: u64,
 }
 
 impl MemoryUsed {
-    /// The larger of each, of several ranks.
+    /// Returns the larger of each value, to combine several ranks.
     pub(crate) fn max(self, other: Self) -> Self {
         Self {
             tensors: self.tensors.max(other.tensors),
@@ -23,13 +22,13 @@ impl MemoryUsed {
         }
     }
 
-    /// Both numbers, little-endian.
+    /// Serializes both numbers, little-endian.
     pub(crate) fn to_bytes(self) -> [u8; 16] {
         let numbers = u128::from(self.tensors) | u128::from(self.pools) << 64;
         numbers.to_le_bytes()
     }
 
-    /// Those that [`to_bytes`](Self::to_bytes) gave.
+    /// Reads the output of [`to_bytes`](Self::to_bytes).
     pub(crate) fn from_bytes(bytes: [u8; 16]) -> Self {
         let numbers = u128::from_le_bytes(bytes);
         Self {
@@ -39,18 +38,18 @@ impl MemoryUsed {
     }
 }
 
-/// What `work` gives, and the most that tensors on `device` had at once while it ran; none where the
-/// runtime does not tell. `work` waits for the device at its end.
+/// Runs `work` and returns its result, with the peak bytes of tensors on `device` meanwhile; none
+/// if the runtime does not report them. `work` waits for the device at its end.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 pub(crate) fn peak_of<T>(_: &Device, work: impl FnOnce() -> T) -> (T, Option<u64>) {
     (work(), None)
 }
 
-/// What `work` gives, and the most that tensors on `device` had at once while it ran; none where the
-/// runtime does not tell. `work` waits for the device at its end.
+/// Runs `work` and returns its result, with the peak bytes of tensors on `device` meanwhile; none
+/// if the runtime does not report them. `work` waits for the device at its end.
 ///
-/// A thread polls the runtime, which has tensors in the order of the queue, and interrupts the
-/// device's thread for a moment each time.
+/// A thread polls the runtime, which counts tensors in queue order. Each poll briefly interrupts
+/// the device's thread.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) fn peak_of<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Option<u64>) {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -59,13 +58,13 @@ pub(crate) fn peak_of<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Optio
 
     use super::{client, usage};
 
-    /// Between two polls.
+    /// Interval between polls.
     const PAUSE: Duration = Duration::from_micros(100);
 
     let Some(client) = client(&device.clone().without_autodiff()) else {
         return (work(), None);
     };
-    /// Ends the polls, whatever `work` does.
+    /// Ends the polling on drop, even if `work` panics.
     struct Done<'a>(&'a AtomicBool);
     impl Drop for Done<'_> {
         fn drop(&mut self) {
@@ -112,7 +111,7 @@ mod tests {
         assert_eq!(used.max(other), largest);
     }
 
-    /// A tensor that is gone at the end is in the peak.
+    /// A tensor that is freed before the end counts in the peak.
     #[cfg(feature = "cpu")]
     #[test]
     fn a_tensor_is_in_the_peak_of_the_work_that_has_it() {

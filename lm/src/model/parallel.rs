@@ -1,4 +1,4 @@
-//! The language model of a rank that has a part of each matrix.
+//! The language model of a rank under tensor parallelism.
 
 use std::collections::BTreeMap;
 
@@ -16,20 +16,20 @@ use super::{LanguageModel, ModelPartition, RouterLosses, Transformer, cast, flat
 use crate::config::{Activation, RecipeName, RunConfig};
 use crate::groups::ParallelGroups;
 
-/// A [`Transformer`] with a part of each matrix on each rank of the tensor group, and a part of the
-/// tokens between them (sequence parallelism). Experts are whole, each on one rank of the tensor
-/// group or of several.
+/// A [`Transformer`] under tensor parallelism: each rank of the tensor group holds a shard of each
+/// matrix, and between matrices a shard of the tokens (sequence parallelism). Experts are not
+/// split; each is on one rank of one or several tensor groups.
 ///
-/// All ranks of the group have the same batch. Losses are those of all its tokens, on each rank.
+/// All ranks of the group have the same batch. Each rank computes the loss over all of its tokens.
 #[derive(Module, Debug)]
 pub struct ParallelTransformer {
-    /// The rank's rows.
+    /// The rank's rows of the embedding.
     pub embedding: VocabParallelEmbedding,
-    /// The layers, in order.
+    /// Transformer blocks, in order.
     pub blocks: Vec<TensorParallelBlock>,
-    /// Before the head.
+    /// Norm before the head.
     pub norm: SequenceParallelRmsNorm,
-    /// The rank's columns, with the loss.
+    /// The rank's columns of the head, fused with the loss.
     pub head: VocabParallelHead,
     positions: RopeCache,
     #[module(skip)]
@@ -41,10 +41,10 @@ pub struct ParallelTransformer {
 }
 
 impl ParallelTransformer {
-    /// This rank's part of `whole`, of which all ranks have the same, state included.
+    /// Takes this rank's shard of `whole`, including its state. `whole` is the same on all ranks.
     ///
     /// # Errors
-    /// When the parts do not fit the model.
+    /// Returns an error if the model cannot be split this way.
     pub fn from_transformer(whole: Transformer, parallel: &TensorParallel) -> Result<Self> {
         let blocks = whole.blocks.into_iter();
         let blocks = blocks.map(|block| TensorParallelBlock::from_block(block, parallel));
@@ -62,8 +62,8 @@ impl ParallelTransformer {
         })
     }
 
-    /// What the head reads of the rank's tokens, in the type of the activations, and what the
-    /// routers add to the training loss.
+    /// Returns the input of the head for the rank's tokens, in the type of the activations, and the
+    /// auxiliary loss of the routers.
     fn features(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let [batch, _] = tokens.dims();
         let x = self.embedding.forward(flat(tokens), self.activation.into());
@@ -131,7 +131,7 @@ impl LanguageModel for ParallelTransformer {
         self.positions.context()
     }
 
-    /// The logits of all tokens and bytes, on each rank.
+    /// Returns the logits of all tokens and bytes, on each rank.
     fn predict(&self, tokens: Tensor<2, Int>) -> (Tensor<2>, Option<Tensor<1>>) {
         let (x, routers) = self.features(tokens);
         let logits = self.head.try_logits(x);
@@ -140,7 +140,7 @@ impl LanguageModel for ParallelTransformer {
         (cast(logits, FloatDType::F32), routers)
     }
 
-    /// With the loss of the parts of the logits, which no rank has all of.
+    /// Computes the loss from sharded logits; no rank materializes all of them.
     fn losses(
         &self,
         tokens: Tensor<2, Int>,

@@ -1,4 +1,4 @@
-//! The scale byte of one block: from its maximum, by four over six, or by search.
+//! Selects the scale byte of one block: from its amax, by four over six, or by search.
 
 use nvfp4_kernels::BLOCK;
 use nvfp4_kernels::format::{e2m1, e4m3};
@@ -7,25 +7,25 @@ use super::rules::{Rule, block_amax};
 use crate::interchange::GlobalScale;
 use crate::interchange::packed::RANGE;
 
-/// The scale bytes that a search tries below the byte of the maximum.
+/// Number of scale bytes below the amax's byte that a search tries.
 const BELOW: u8 = 6;
-/// And above it.
+/// Number of scale bytes above it.
 const ABOVE: u8 = 5;
 
-/// How the scale byte of a block is found.
+/// Selection of a block's scale byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScaleChoice {
-    /// The maximum of the block becomes 6.
+    /// Maps the amax of the block to 6.
     Max,
-    /// The maximum becomes 6 or 4, whichever has the smaller error.
+    /// Maps the amax to 6 or 4, whichever gives the smaller error.
     FourOverSix,
-    /// The byte with the smallest error of the twelve around that of the maximum.
+    /// Picks the byte with the smallest error among the twelve around that of the amax.
     Search,
 }
 
 impl ScaleChoice {
-    /// The largest magnitude that codes and scale bytes express under a global scale of 1: four
-    /// over six needs room for scales 1.5 times larger, so its range is 6 · 256.
+    /// Returns the largest magnitude that codes and scale bytes can represent with a global scale
+    /// of 1. Four over six needs room for scales 1.5 times larger, so its range is 6 · 256.
     pub const fn range(self) -> f32 {
         match self {
             Self::Max | Self::Search => RANGE,
@@ -34,21 +34,22 @@ impl ScaleChoice {
     }
 }
 
-/// Quantizes blocks under one global scale, in the arithmetic of a tool.
+/// Quantizes blocks with one global scale, in the arithmetic of a tool.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockQuantizer {
-    /// Whose arithmetic.
+    /// Arithmetic.
     pub rule: Rule,
-    /// The global scale.
+    /// Global scale.
     pub global: GlobalScale,
-    /// How scale bytes are found.
+    /// Selection of scale bytes.
     pub choice: ScaleChoice,
 }
 
 impl BlockQuantizer {
-    /// For a tensor, or tensors that share their scale, whose largest magnitude is `amax`.
+    /// Creates a quantizer for a tensor, or tensors with a shared scale, whose largest magnitude is
+    /// `amax`.
     pub fn new(rule: Rule, choice: ScaleChoice, amax: f32) -> Self {
-        // The rule divides by 2688: exact for `Max`, and of four over six only the range differs.
+        // The rule divides by 2688: exact for `Max`; four over six differs only in the range.
         let global = match (choice, rule.global(amax)) {
             (ScaleChoice::FourOverSix, GlobalScale::Multiply(_)) if amax > 0.0 => {
                 GlobalScale::multiply(amax / choice.range())
@@ -65,8 +66,8 @@ impl BlockQuantizer {
         }
     }
 
-    /// The scale byte of `block`, whose squared errors count by `weights`: `E[x²]` of the inputs that
-    /// its elements multiply.
+    /// Returns the scale byte of `block`. Squared errors are weighted by `weights`, the `E[x²]` of
+    /// the inputs that its elements multiply.
     pub fn scale_byte(&self, block: &[f32], weights: &[f32]) -> u8 {
         let amax = block_amax(block);
         let base = self.rule.scale_byte(amax, self.global);
@@ -87,13 +88,13 @@ impl BlockQuantizer {
         }
     }
 
-    /// The weighted squared error of `block` under its scale byte; see
+    /// Returns the weighted squared error of `block` under its scale byte; see
     /// [`scale_byte`](Self::scale_byte).
     pub fn least_error(&self, block: &[f32], weights: &[f32]) -> f64 {
         self.error(block, weights, self.scale_byte(block, weights))
     }
 
-    /// Of `base` and `others` the first byte with the smallest error.
+    /// Returns the first byte of `base` and `others` with the smallest error.
     fn best(
         &self,
         block: &[f32],
@@ -111,7 +112,7 @@ impl BlockQuantizer {
         best.1
     }
 
-    /// The weighted squared error of `block` under the scale byte `byte`.
+    /// Returns the weighted squared error of `block` under the scale byte `byte`.
     fn error(&self, block: &[f32], weights: &[f32], byte: u8) -> f64 {
         let values = self.round(block, byte);
         let terms = block.iter().zip(values).zip(weights);
@@ -123,7 +124,7 @@ impl BlockQuantizer {
             .sum()
     }
 
-    /// The values that the codes of `block` under this scale byte stand for.
+    /// Quantizes and dequantizes `block` under this scale byte.
     fn round(&self, block: &[f32], byte: u8) -> [f32; BLOCK] {
         let codes = self.rule.codes(block, byte, self.global);
         let scale = e4m3::decode(byte) * self.global.decode();

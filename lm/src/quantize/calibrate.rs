@@ -1,4 +1,4 @@
-//! The inputs of a model's linear layers, collected while it reads text.
+//! Collects statistics of the inputs of a model's linear layers during a forward pass.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use crate::interchange::names::fused_group;
 
 /// Collects the statistics of every linear layer's input.
 ///
-/// Layers that read the same input (q/k/v, gate/up) are counted once: a model reports its input
-/// under the name of any one of them.
+/// Layers that read the same input (q/k/v, gate/up) are counted once: a model reports the input
+/// under the name of any of them.
 #[derive(Debug, Clone)]
 pub struct Collector {
     products: bool,
@@ -20,8 +20,8 @@ pub struct Collector {
 }
 
 impl Collector {
-    /// Of no inputs yet. `products` keeps the second moments `E[x xᵀ]` that GPTQ needs: 8 k² bytes
-    /// for each input of k features.
+    /// Creates an empty collector. With `products` it collects the second moments `E[x xᵀ]` that
+    /// GPTQ needs: 8 k² bytes for each input of k features.
     pub fn new(products: bool) -> Self {
         Self {
             products,
@@ -30,11 +30,11 @@ impl Collector {
         }
     }
 
-    /// Count the inputs `x` `[tokens, k]` of the layer `module`.
+    /// Adds the inputs `x` `[tokens, k]` of the layer `module`.
     ///
     /// # Errors
-    /// When `k` is 0 or not what it was before, the length is no multiple of it, or a value is not
-    /// finite; by the name of the layer.
+    /// Returns an error that names the layer if `k` is 0 or has changed, the length is not a
+    /// multiple of it, or a value is not finite.
     pub fn observe(&mut self, module: &str, k: usize, x: &[f32]) -> Result<()> {
         ensure!(k > 0, "{module}: an input of no features");
         let products = self.products;
@@ -48,11 +48,11 @@ impl Collector {
         stats.add(x).with_context(|| module.to_owned())
     }
 
-    /// Count keys whose largest magnitude is `keys`, and values whose is `values`, of the
-    /// attention `module`.
+    /// Adds the largest magnitudes `keys` and `values` of the keys and values of the attention
+    /// `module`.
     ///
     /// # Errors
-    /// When one is not finite, by the name of the attention.
+    /// Returns an error that names the attention if one is not finite.
     pub fn observe_cache(&mut self, module: &str, [keys, values]: [f32; 2]) -> Result<()> {
         ensure!(
             keys.is_finite() && values.is_finite(),
@@ -64,7 +64,7 @@ impl Collector {
         Ok(())
     }
 
-    /// What is known of the inputs of `modules`, of those that were observed, and of all caches.
+    /// Returns the statistics of all observed inputs of `modules`, and of all caches.
     pub fn finish<'a>(self, modules: impl IntoIterator<Item = &'a str>) -> Calibration {
         let inputs: BTreeMap<String, Arc<InputStats>> = (self.inputs.into_iter())
             .map(|(name, stats)| (name, Arc::new(stats)))
@@ -80,7 +80,7 @@ impl Collector {
     }
 }
 
-/// The name of the input that `module` reads.
+/// Returns the name of the input that `module` reads.
 fn input_of(module: &str) -> String {
     match fused_group(module) {
         Some(group) => format!("{}.{}", group.parent, group.kind),

@@ -1,4 +1,4 @@
-//! A model folder to a quantized one, one decoder layer at a time.
+//! Quantizes a model folder, one decoder layer at a time.
 
 use std::path::{Path, PathBuf};
 
@@ -29,35 +29,34 @@ use crate::interchange::exclude::LINEAR;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
 use crate::random::hash;
 
-/// The file that says how a folder was quantized. No reader of checkpoints looks at it.
+/// File that records how a folder was quantized. No reader of checkpoints uses it.
 pub const PROVENANCE: &str = "nvfp4_quantize.json";
 
-/// How to quantize a model.
+/// Options of quantization.
 #[derive(Debug, Clone)]
 pub struct QuantizeOptions {
-    /// Whose conventions the folder follows.
+    /// Dialect of the output.
     pub dialect: Dialect,
-    /// What is quantized.
+    /// Quantized operands.
     pub scheme: Scheme,
-    /// How weights are quantized.
+    /// Quantization method of weights.
     pub method: Method,
-    /// Modules to leave as they are, beside routers and the head.
+    /// Modules to skip, in addition to routers and the head.
     pub exclude: Vec<Regex>,
-    /// The factor by which every quantized input is dequantized, in place of amax / 2688 of the
-    /// calibration.
+    /// Dequantization factor of every quantized input, instead of amax / 2688 from the calibration.
     pub input_scale: Option<f32>,
-    /// Whether scales for keys and values that are cached in FP8 are written.
+    /// True to write scales for an FP8 key-value cache.
     pub kv_cache_fp8: bool,
-    /// How inputs are smoothed first.
+    /// Smoothing of inputs before quantization.
     pub smooth: Smoothing,
 }
 
-/// Quantize the model in the folder `model` to the folder `out`, with what `calibration` knows of
-/// its inputs. `progress` is told of every layer, of how many. Memory holds one group of layers
-/// at a time.
+/// Quantizes the model in the folder `model` to the folder `out`, with the input statistics of
+/// `calibration`. `progress` receives the number of layers done and the total. Memory holds one
+/// group of layers at a time.
 ///
 /// # Errors
-/// As [`Quantization::start`] and [`Quantization::finish`].
+/// Returns the errors of [`Quantization::start`] and [`Quantization::finish`].
 pub fn quantize_folder(
     model: &Path,
     out: &Path,
@@ -73,14 +72,14 @@ pub fn quantize_folder(
     run.finish(calibration, progress)
 }
 
-/// A model that is being quantized to a folder. A run that was killed is gone on with by
-/// [`resume`](Self::resume), and writes the same bytes as one that was not.
+/// Quantization of a model to a folder. An interrupted run can be continued by
+/// [`resume`](Self::resume), and writes the same bytes as an uninterrupted one.
 pub struct Quantization {
     model: PathBuf,
     out: PathBuf,
     options: QuantizeOptions,
     tensors: TensorFolder,
-    /// config.json of the model.
+    /// Contents of the model's config.json.
     json: Map<String, Value>,
     plan: Plan,
     smoother: Smoother,
@@ -88,15 +87,15 @@ pub struct Quantization {
 }
 
 impl Quantization {
-    /// Begin to quantize the model in the folder `model` to the folder `out`. `calibration` says
-    /// what is calibrated on, by the names of options; empty, there is no calibration.
+    /// Starts quantizing the model in the folder `model` to the folder `out`. `calibration`
+    /// describes the calibration data, by option name; if empty, there is no calibration.
     ///
     /// # Errors
-    /// When a file cannot be read, `out` is not empty, the architecture is not known, tensors are
-    /// missing, unknown or of another shape than the configuration says, a value is not finite, an
-    /// exclusion matches nothing, nothing is left to quantize, activations are to be quantized and
-    /// neither calibration nor an input scale is there, and for GPTQ and scales of an FP8 cache
-    /// without calibration.
+    /// Returns an error if a file cannot be read, `out` is not empty, the architecture is unknown,
+    /// tensors are missing, unknown or of another shape than the configuration states, a value is
+    /// not finite, an exclusion matches nothing, or nothing is left to quantize. Returns an error
+    /// if activations are to be quantized without calibration or input scale, or if GPTQ or FP8
+    /// cache scales are requested without calibration.
     pub fn start(
         model: &Path,
         out: &Path,
@@ -106,11 +105,11 @@ impl Quantization {
         Self::begin(model, out, options, calibration, Journal::start)
     }
 
-    /// Go on with a run that was killed, from what is complete of it.
+    /// Resumes an interrupted run from its complete parts.
     ///
     /// # Errors
-    /// When there is none in `out`, or the model, an option or the version is another than it was:
-    /// by its name; and as [`start`](Self::start).
+    /// Returns an error if `out` has no such run. Returns an error that names the difference if the
+    /// model, an option or the version differs. Also returns the errors of [`start`](Self::start).
     pub fn resume(
         model: &Path,
         out: &Path,
@@ -164,28 +163,28 @@ impl Quantization {
         })
     }
 
-    /// The calibration of the run that is resumed, if it was complete.
+    /// Returns the calibration of the resumed run, if it was complete.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// Returns an error if it cannot be read.
     pub fn calibration(&self) -> Result<Option<Calibration>> {
         self.journal.calibration()
     }
 
-    /// Keep `calibration`, so that a resumed run need not calibrate again.
+    /// Stores `calibration`, so that a resumed run need not calibrate again.
     ///
     /// # Errors
-    /// When the disk refuses.
+    /// Returns an error if it cannot be written.
     pub fn keep_calibration(&self, calibration: &Calibration) -> Result<()> {
         self.journal.keep_calibration(calibration)
     }
 
-    /// Quantize what is not quantized yet, with what `calibration` knows, and write the model.
-    /// `progress` is told of every layer that is quantized now, of how many in all.
+    /// Quantizes the remaining layers with the statistics of `calibration`, and writes the model.
+    /// `progress` receives the number of layers quantized so far and the total.
     ///
     /// # Errors
-    /// When an input is unknown, a value is not finite, or the disk refuses. The folder that was
-    /// written is checked as [`Checkpoint::open`] does.
+    /// Returns an error if an input is unknown, a value is not finite, or writing fails. Checks the
+    /// written folder like [`Checkpoint::open`].
     pub fn finish(
         self,
         calibration: &Calibration,
@@ -251,7 +250,7 @@ impl Quantization {
                 if !inputs.is_empty() && stats.is_none() {
                     done.unseen.push(module.clone());
                 }
-                // Without the moments of its input, a layer that no token reached is searched.
+                // A layer that no token reached has no second moments, so it uses the search.
                 let method = match (options.method, stats) {
                     (Method::Gptq, None) => Method::Search,
                     (method, _) => method,
@@ -261,7 +260,7 @@ impl Quantization {
                     .and_then(|weight| weight.with_input_global(input_global))
                     .with_context(|| tensor.to_string())?;
                 options.dialect.write(writer, module, &weight)?;
-                // Of the weight that the model had: the scales are taken out again.
+                // Compare with the original weight: the smoothing scales are removed.
                 let values = tensor.to_f32()?;
                 let mut quantized = weight.dequantize(options.dialect.arithmetic());
                 smooth.undo(module, &mut quantized);
@@ -279,7 +278,7 @@ impl Quantization {
         Ok(done)
     }
 
-    /// Writes the model's files of what is copied and of the parts.
+    /// Assembles the model's files from the copied tensors and the parts.
     fn assemble(self, parts: usize, calibration: &Calibration) -> Result<Quantized> {
         let Self { options, out, .. } = &self;
         let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
@@ -315,7 +314,7 @@ impl Quantization {
         copy_companions(&self.model, out)?;
         write_provenance(out, options, calibration)?;
         write_configs(out, &json, &config)?;
-        // By the rules of those who read it: what they would choke on is an error here.
+        // Apply the rules of the readers: anything that they would reject is an error here.
         Checkpoint::open(out).context("the folder that was written is not valid")?;
         self.journal.finish()?;
         Ok(done)
@@ -323,7 +322,7 @@ impl Quantization {
 }
 
 impl QuantizeOptions {
-    /// That what needs calibration has it.
+    /// Checks that options that need calibration have it.
     fn check(&self, calibrated: bool) -> Result<()> {
         ensure!(
             self.scheme == Scheme::W4a16 || self.input_scale.is_some() || calibrated,
@@ -347,7 +346,7 @@ impl QuantizeOptions {
         Ok(())
     }
 
-    /// The options by their names on the command line.
+    /// Returns the options by their names on the command line.
     fn made_from(&self) -> MadeFrom {
         let exclude: Vec<&str> = self.exclude.iter().map(Regex::as_str).collect();
         let options = [
@@ -367,7 +366,7 @@ impl QuantizeOptions {
     }
 }
 
-/// config.json of a model that is not quantized.
+/// Reads config.json of an unquantized model.
 fn read_config(model: &Path) -> Result<Map<String, Value>> {
     let path = model.join(CONFIG_FILE);
     let json = read_json(&path)?;
@@ -381,11 +380,11 @@ fn read_config(model: &Path) -> Result<Map<String, Value>> {
     Ok(json)
 }
 
-/// Fails unless all values are finite, also those that are copied.
+/// Returns an error unless all values are finite, including copied ones.
 fn check_values(tensors: &TensorFolder) -> Result<()> {
     let tensors: Vec<StoredTensor<'_>> = tensors.iter().collect();
     let errors = tensors.par_iter().map(StoredTensor::check_finite);
-    // The first by name, whichever is found first.
+    // Report the first error by name, regardless of the order of discovery.
     let errors: Vec<Result<()>> = errors.collect();
     errors.into_iter().collect()
 }
@@ -402,8 +401,8 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
     }
 }
 
-/// Adds the FP8 scales of the keys and values that each attention caches: amax / 448, as both tools
-/// have it; in compressed-tensors in BF16 where the model is.
+/// Adds the FP8 scales of the keys and values of each attention's cache: amax / 448, as in both
+/// tools; for compressed-tensors in BF16 if the model is BF16.
 fn write_kv_scales(
     writer: &mut TensorWriter,
     tensors: &TensorFolder,

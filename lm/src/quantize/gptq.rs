@@ -1,9 +1,9 @@
-//! GPTQ: each column's rounding error is made up for by the columns after it.
+//! GPTQ: compensates the rounding error of each column in the following columns.
 //!
 //! With H = `E[x xᵀ]` of the layer's input and H⁻¹ = Uᵀ U, quantizing column j of the weight with
 //! error e changes the output least if the columns m > j move by −e U(j, m) / U(j, j) (Frantar et
-//! al., arXiv 2210.17323). The scale of a block is found when its first column is reached, from the
-//! weights as they are then. Columns stay in their order.
+//! al., arXiv 2210.17323). The scale of a block is chosen when its first column is reached, from
+//! the weights at that point. Columns keep their order.
 
 use anyhow::Result;
 use nvfp4_kernels::BLOCK;
@@ -13,21 +13,23 @@ use rayon::prelude::*;
 use super::block::BlockQuantizer;
 use super::linalg::inverse_upper_factor;
 
-/// Rows that one task quantizes: they share every row of U that is read.
+/// Rows per task: they share every row of U that is read.
 const ROWS: usize = 32;
-/// Columns whose errors are applied to the rest of the row together, and columns of that rest: what
-/// is in use of U and of the rows fits into the caches.
+/// Number of columns whose errors are applied together to the rest of the row, and width of the
+/// panels of that rest. The working set of U and of the rows fits in the caches.
 const PANEL: usize = 128;
 const TILE: usize = 256;
 
-/// The damping that the authors use: this much of the mean of H's diagonal is added to it.
+/// Damping of the authors: this fraction of the mean of H's diagonal is added to the diagonal.
 pub const DAMPING: f64 = 0.01;
 
-/// The codes and scale bytes of the weight `values` `[n, k]`, for inputs with the second moments
-/// `hessian` `[k, k]`. `weights` are `E[x²]`, by which the search for block scales counts errors.
+/// Returns the codes and scale bytes of the weight `values` `[n, k]`, for inputs with the second
+/// moments `hessian` `[k, k]`. `weights` are `E[x²]`, the error weights in the search for block
+/// scales.
 ///
 /// # Errors
-/// When the Hessian with its damping is not positive definite: it has values that are not finite.
+/// Returns an error if the damped Hessian is not positive definite, which means that it has values
+/// that are not finite.
 pub fn gptq(
     values: &[f32],
     k: usize,
@@ -44,8 +46,8 @@ pub fn gptq(
     Ok((codes.concat(), scales.concat()))
 }
 
-/// `hessian` with `damping` times the mean of its diagonal added to the diagonal. An input that was
-/// always zero gets 1 there: its column is rounded to nearest.
+/// Adds `damping` times the mean of the diagonal of `hessian` to its diagonal. An input that was
+/// always zero gets 1 there, so that its column is rounded to nearest.
 fn damped(hessian: &[f64], k: usize, damping: f64) -> Vec<f64> {
     let mut damped = hessian.to_vec();
     let mean = (0..k).map(|i| hessian[i * k + i]).sum::<f64>() / k as f64;
@@ -82,7 +84,7 @@ fn quantize_rows(
                 scales[(row * k + block) / BLOCK] = byte;
                 let scale = e4m3::decode(byte) * quantizer.global.decode();
                 for j in block..block + BLOCK {
-                    // Alone in its block: elements do not depend on one another here.
+                    // Quantized as the only element of its block: elements are independent here.
                     let code = quantizer.rule.codes(&[w[j] as f32], byte, quantizer.global)[0];
                     codes[(row * k + j) / 2] |= code << (4 * (j % 2));
                     let u = &upper[j * k..(j + 1) * k];

@@ -1,4 +1,4 @@
-//! What quantization takes from a calibration.
+//! Input statistics that quantization takes from a calibration.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,10 @@ use super::stats::{Calibration, InputStats};
 use crate::interchange::GlobalScale;
 use crate::interchange::names::expert_projection;
 
-/// The calibration, and what experts that no token reached take from their layer's others.
+/// The calibration, with fallback statistics for experts that no token reached.
 pub(super) struct Inputs<'a> {
     calibration: &'a Calibration,
-    /// The largest magnitude of each input feature of each projection over all experts of its
-    /// layer.
+    /// Amax of each input feature, for each projection, over all experts of its layer.
     experts: BTreeMap<String, Vec<f32>>,
 }
 
@@ -35,23 +34,23 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// Whether nothing is known.
+    /// Returns true if there are no statistics.
     pub fn is_empty(&self) -> bool {
         self.calibration.is_empty()
     }
 
-    /// What is known of the input of `module`, if a token came to it.
+    /// Returns the input statistics of `module`, if a token reached it.
     pub fn of(&self, module: &str) -> Option<&'a InputStats> {
         let stats = self.calibration.inputs.get(module)?;
         (stats.tokens() > 0).then_some(stats.as_ref())
     }
 
-    /// The static global scale, by `rule`, of the input of `group`, of whose members one scale is
-    /// written: the largest of theirs, or, where no token came to any, of all experts of the layer.
-    /// `columns` says by what the input of a member is divided, feature by feature.
+    /// Returns the static global scale, by `rule`, of the input of `group`. Its members share one
+    /// scale: from the largest of their amax values or, if no token reached any of them, from that
+    /// of all experts of the layer. `columns` returns the divisors of a member's input features.
     ///
     /// # Errors
-    /// When there is no input that is not zero, or one is not finite.
+    /// Returns an error if all inputs are zero or unknown, or if one is not finite.
     pub fn global<'s>(
         &self,
         group: &[String],

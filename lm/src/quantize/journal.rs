@@ -1,13 +1,14 @@
-//! What of an unfinished quantization is on the disk, so that a run that was killed can go on.
+//! Stores the complete parts of an unfinished quantization on disk, so that an interrupted run can
+//! resume.
 //!
-//! While a model is quantized to a folder, the folder `.nvfp4_quantize` in it has:
+//! While a model is quantized to a folder, its subfolder `.nvfp4_quantize` has:
 //!
-//! - `made_from.json`: the version, a hash of the model, the options, what calibration reads;
-//! - `calibration`: what it found, bit for bit, once it is complete;
+//! - `made_from.json`: the version, a hash of the model, the options, and the calibration data;
+//! - `calibration`: the statistics, bit for bit, once they are complete;
 //! - `part-N`: the tensors of decoder layer N of the plan, and their rows of the report.
 //!
-//! Each of them has its name only when it is complete. All model files are made of the parts, in
-//! one run or several: so the bytes are the same.
+//! Each entry is renamed to its name when it is complete. All model files are assembled from the
+//! parts, whether made in one run or several, so the bytes are the same.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,16 +26,16 @@ use crate::checkpoint::{read_json, write_json};
 use crate::hf::{INDEX_FILE, TensorFolder, TensorWriter};
 use crate::interchange::convert::create_empty;
 
-/// The folder of the journal, in the one that is written.
+/// Subfolder of the journal in the output folder.
 pub const JOURNAL: &str = ".nvfp4_quantize";
 
 const MADE_FROM: &str = "made_from.json";
 const CALIBRATION: &str = "calibration";
 const REPORT: &str = "report.json";
-/// What an incomplete entry has behind its name.
+/// Suffix of an incomplete entry.
 const PARTIAL: &str = ".partial";
 
-/// What a run is made from, by the names of the options.
+/// Inputs of a run, by option name.
 pub type MadeFrom = BTreeMap<String, Value>;
 
 /// The journal of a run.
@@ -43,14 +44,14 @@ pub(crate) struct Journal {
     folder: PathBuf,
 }
 
-/// As it is in the file.
+/// Report in the form of the file.
 #[derive(Serialize, Deserialize)]
 struct StoredReport {
     layers: Vec<StoredLayer>,
     unseen: Vec<String>,
 }
 
-/// A layer's row: ratios by their bits, as JSON has no infinity.
+/// A layer's row; ratios are stored as bits, because JSON has no infinity.
 #[derive(Serialize, Deserialize)]
 struct StoredLayer {
     module: String,
@@ -87,7 +88,7 @@ impl From<StoredLayer> for LayerReport {
     }
 }
 
-/// Which input each module has, and the tokens of each input.
+/// Input of each module, and the token count of each input.
 #[derive(Serialize, Deserialize)]
 struct StoredInputs {
     modules: BTreeMap<String, usize>,
@@ -95,7 +96,7 @@ struct StoredInputs {
 }
 
 impl Journal {
-    /// The journal of a new run into the folder `out`, which must be empty or absent.
+    /// Starts the journal of a new run into the folder `out`, which must be empty or absent.
     pub fn start(out: &Path, made_from: &MadeFrom) -> Result<Self> {
         let folder = out.join(JOURNAL);
         ensure!(
@@ -111,10 +112,11 @@ impl Journal {
         Ok(Self { out, folder })
     }
 
-    /// The journal of a run into `out` that did not finish.
+    /// Opens the journal of an unfinished run into `out`.
     ///
     /// # Errors
-    /// When there is none, or the run was made from something else: by its name.
+    /// Returns an error if there is none. Returns an error that names the difference if the run has
+    /// other inputs.
     pub fn resume(out: &Path, made_from: &MadeFrom) -> Result<Self> {
         let folder = out.join(JOURNAL);
         let path = folder.join(MADE_FROM);
@@ -141,7 +143,8 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Removes what a killed run left under the names of complete files, or of none.
+    /// Removes what an interrupted run left: partial entries of the journal, and all model files of
+    /// the output folder.
     fn remove_incomplete(&self) -> Result<()> {
         let entries = |folder: &Path| -> Result<Vec<(PathBuf, String)>> {
             let name = || folder.display().to_string();
@@ -158,7 +161,7 @@ impl Journal {
                 fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
             }
         }
-        // The model's files come last: that this run is not finished says that they are not.
+        // The model's files are written last, so those of an unfinished run are incomplete.
         for (path, name) in entries(&self.out)? {
             let is_model = name.starts_with("model") && name.ends_with(".safetensors");
             let is_partial = name.starts_with(".model-") && name.ends_with(".partial");
@@ -169,7 +172,7 @@ impl Journal {
         Ok(())
     }
 
-    /// What calibration found, if it is complete.
+    /// Returns the calibration, if it is complete.
     pub fn calibration(&self) -> Result<Option<Calibration>> {
         let folder = self.folder.join(CALIBRATION);
         if !folder.exists() {
@@ -203,11 +206,11 @@ impl Journal {
             .map(Some)
     }
 
-    /// Keeps what calibration found.
+    /// Stores the calibration.
     pub fn keep_calibration(&self, calibration: &Calibration) -> Result<()> {
         self.entry(CALIBRATION, |folder| {
             let mut writer = TensorWriter::create(folder, TensorWriter::SHARD_BYTES)?;
-            // Modules that read the same input share its statistics, also here.
+            // Modules that read the same input share its statistics in the journal as well.
             let mut known: Vec<&Arc<InputStats>> = Vec::new();
             let mut modules = BTreeMap::new();
             for (module, stats) in &calibration.inputs {
@@ -235,7 +238,7 @@ impl Journal {
         format!("part-{index:05}")
     }
 
-    /// The tensors of part `index`, and what is known of them, if it is complete.
+    /// Returns the tensors and the report of part `index`, if it is complete.
     pub fn part(&self, index: usize) -> Result<Option<(TensorFolder, PartReport)>> {
         let folder = self.folder.join(Self::part_folder(index));
         if !folder.exists() {
@@ -249,7 +252,7 @@ impl Journal {
         Ok(Some((TensorFolder::open(&folder)?, report)))
     }
 
-    /// Writes part `index`: its tensors are those that `write` adds.
+    /// Writes part `index`, with the tensors that `write` adds.
     pub fn keep_part(
         &self,
         index: usize,
@@ -267,7 +270,7 @@ impl Journal {
         })
     }
 
-    /// A folder of the journal that `write` fills, which gets its name when it is complete.
+    /// Creates an entry of the journal, filled by `write` and renamed when complete.
     fn entry(&self, name: &str, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         let folder = self.folder.join(name);
         let partial = self.folder.join(format!("{name}{PARTIAL}"));
@@ -280,7 +283,7 @@ impl Journal {
         fs::rename(&partial, &folder).with_context(|| folder.display().to_string())
     }
 
-    /// Removes the journal: the run is finished.
+    /// Removes the journal after the run is finished.
     pub fn finish(self) -> Result<()> {
         fs::remove_dir_all(&self.folder).with_context(|| self.folder.display().to_string())
     }

@@ -1,9 +1,10 @@
-//! Dense f64 matrices of GPTQ: Cholesky factors and triangular inverses, on all cores.
+//! Dense f64 linear algebra for GPTQ: Cholesky factors and triangular inverses, on all cores.
 
 use anyhow::{Result, ensure};
 use rayon::prelude::*;
 
-/// `Σ a_i b_i` in eight partial sums, the same on every machine and with any number of threads.
+/// Computes `Σ a_i b_i` in eight partial sums, with the same result on every machine and with any
+/// number of threads.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let (a, b) = (&a[..a.len().min(b.len())], &b[..a.len().min(b.len())]);
     let mut sums = [0.0; 8];
@@ -19,11 +20,11 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     rest + sums.iter().sum::<f64>()
 }
 
-/// The lower factor L of a symmetric positive definite `a` = L Lᵀ of size `k`, row-major; what is
-/// above the diagonal is zero. Only the lower triangle of `a` is read.
+/// Computes the lower factor L of a symmetric positive definite `a` = L Lᵀ of size `k`, row-major,
+/// with zeros above the diagonal. Reads only the lower triangle of `a`.
 ///
 /// # Errors
-/// When a pivot is not positive: the matrix is not positive definite.
+/// Returns an error if a pivot is not positive, because the matrix is then not positive definite.
 pub fn cholesky(mut a: Vec<f64>, k: usize) -> Result<Vec<f64>> {
     for j in 0..k {
         let (above, below) = a.split_at_mut((j + 1) * k);
@@ -48,7 +49,8 @@ pub fn cholesky(mut a: Vec<f64>, k: usize) -> Result<Vec<f64>> {
     Ok(a)
 }
 
-/// The transposed inverse of the lower triangular `l` of size `k`: row `j` is column `j` of L⁻¹.
+/// Computes the transposed inverse of the lower triangular `l` of size `k`: row `j` is column `j`
+/// of L⁻¹.
 pub fn invert_lower_transposed(l: &[f64], k: usize) -> Vec<f64> {
     let mut inverse = vec![0.0; k * k];
     inverse.par_chunks_mut(k).enumerate().for_each(|(j, row)| {
@@ -60,13 +62,13 @@ pub fn invert_lower_transposed(l: &[f64], k: usize) -> Vec<f64> {
     inverse
 }
 
-/// The upper triangular U with H⁻¹ = Uᵀ U, of which GPTQ reads row after row.
+/// Computes the upper triangular U with H⁻¹ = Uᵀ U, which GPTQ reads row by row.
 ///
 /// With P the reversal of the order, P H P = L Lᵀ gives H⁻¹ = (P L⁻¹ P)ᵀ (P L⁻¹ P), and P L⁻¹ P is
-/// upper triangular: one factorization and one triangular inverse, and H⁻¹ is never formed.
+/// upper triangular. This needs one factorization and one triangular inverse, and never forms H⁻¹.
 ///
 /// # Errors
-/// When `h` is not positive definite.
+/// Returns an error if `h` is not positive definite.
 pub fn inverse_upper_factor(h: &[f64], k: usize) -> Result<Vec<f64>> {
     let reversed = h.iter().rev().copied().collect();
     let inverse = invert_lower_transposed(&cholesky(reversed, k)?, k);

@@ -1,14 +1,14 @@
-//! Post-training quantization: weights of a finished model to NVFP4.
+//! Post-training quantization of weights to NVFP4.
 //!
-//! - [`rules`]: the tools' own arithmetic.
-//! - [`block`]: the scale byte of one block: by its maximum, four over six, or search.
-//! - [`gptq`]: errors made up for by later columns; [`linalg`] has its factorizations.
-//! - [`stats`]: what calibration knows of a layer's input; [`calibrate`] collects it, [`text`] from a
-//!   text that the model reads.
-//! - [`smooth`]: scales of input features that are folded into what makes the input.
-//! - [`plan`]: which layers of a model are quantized, and which share a global scale.
-//! - [`folder`]: a model folder to a quantized one, layer by layer; [`journal`] keeps what is done
-//!   of it, [`report`] what was quantized.
+//! - [`rules`]: quantization arithmetic of the tools.
+//! - [`block`]: selects the scale byte of one block: by its amax, four over six, or search.
+//! - [`gptq`]: compensates errors in later columns; [`linalg`] has its factorizations.
+//! - [`stats`]: statistics of a layer's input; [`calibrate`] collects them, [`text`] from a forward
+//!   pass over a text.
+//! - [`smooth`]: scales of input features that are folded into the producer of the input.
+//! - [`plan`]: selects the layers to quantize and those that share a global scale.
+//! - [`folder`]: quantizes a model folder layer by layer; [`journal`] stores its progress,
+//!   [`report`] describes the result.
 
 pub mod block;
 pub mod calibrate;
@@ -37,22 +37,22 @@ pub use report::{LayerReport, Quantized};
 pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
 
-/// How weights are quantized.
+/// Quantization method of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Method {
-    /// Round to nearest, the maximum of each block becoming 6
+    /// Round to nearest, with the amax of each block mapped to 6
     Rtn,
-    /// Each block's maximum becomes 6 or 4, whichever has the smaller error
+    /// Map each block's amax to 6 or 4, whichever gives the smaller error
     #[value(name = "4over6")]
     FourOverSix,
-    /// Each block's scale is the one of twelve with the smallest error, weighted by `E[x²]`
+    /// Choose each block's scale among twelve by the smallest error, weighted by `E[x²]`
     Search,
-    /// The same scales, and rounding errors made up for by later columns
+    /// Same scales as `search`; compensate rounding errors in later columns
     Gptq,
 }
 
 impl Method {
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Rtn => "rtn",
@@ -71,14 +71,14 @@ impl Method {
     }
 }
 
-/// Quantize the weight `values` `[n, k]` for readers of `dialect`.
+/// Quantizes the weight `values` `[n, k]` for readers of `dialect`.
 ///
-/// `amax` is the largest magnitude of the weight, or of all weights with which it shares its global
-/// scale. Errors count by `E[x²]` of `stats`, equally where there is none.
+/// `amax` is the largest magnitude of the weight, or of all weights that share its global scale.
+/// Errors are weighted by `E[x²]` of `stats`, or equally without `stats`.
 ///
 /// # Errors
-/// When the shape or a value is wrong, when `stats` are of another width, and for
-/// [`Method::Gptq`] without the Hessian of a calibration.
+/// Returns an error if the shape or a value is invalid, if `stats` have another width, or if
+/// [`Method::Gptq`] lacks the Hessian of a calibration.
 pub fn quantize_weight(
     values: &[f32],
     [n, k]: [usize; 2],
@@ -110,7 +110,7 @@ pub fn quantize_weight(
     PackedWeight::new([n, k], codes, scales, quantizer.global, None)
 }
 
-/// The codes and scale bytes of rows of `k`, each block by itself.
+/// Returns the codes and scale bytes of rows of `k`, with each block quantized independently.
 fn round_rows(
     values: &[f32],
     k: usize,
@@ -134,7 +134,8 @@ fn round_rows(
     (codes.concat(), scales.concat())
 }
 
-/// The [`sqnr`] of rows as wide as `weights`, by which squares of values and errors are multiplied.
+/// Returns the [`sqnr`] of rows as wide as `weights`, which multiply the squares of values and
+/// errors.
 pub fn weighted_sqnr(values: &[f32], quantized: &[f32], weights: &[f32]) -> f64 {
     let root: Vec<f32> = weights.iter().map(|weight| weight.sqrt()).collect();
     let scaled = |values: &[f32]| -> Vec<f32> {
@@ -148,7 +149,8 @@ pub fn weighted_sqnr(values: &[f32], quantized: &[f32], weights: &[f32]) -> f64 
     sqnr(&scaled(values), &scaled(quantized))
 }
 
-/// Signal-to-quantization-noise ratio in dB: 10 log₁₀(Σ w² / Σ (w − ŵ)²), infinite without noise.
+/// Returns the signal-to-quantization-noise ratio in dB: 10 log₁₀(Σ w² / Σ (w − ŵ)²), infinite
+/// without noise.
 pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
     let (mut signal, mut noise) = (0.0f64, 0.0f64);
     for (&value, &quantized) in values.iter().zip(quantized) {

@@ -1,4 +1,4 @@
-//! Which layers of a model are quantized, and which share a global scale.
+//! Selects the layers of a model to quantize, and those that share a global scale.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,21 +12,21 @@ use crate::interchange::names::{
     FusedGroup, expert_layer, fused_group, is_head, is_linear, is_router,
 };
 
-/// Why a linear layer stays as it is.
+/// Reason why a linear layer is not quantized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kept {
-    /// It chooses experts.
+    /// It is a router.
     Router,
     /// It is the output head.
     Head,
     /// The user excluded it, or a projection or expert that readers fuse with it.
     Excluded,
-    /// Its input features are no multiple of 16.
+    /// The number of its input features is not a multiple of 16.
     Width,
 }
 
 impl Kept {
-    /// The reason in a table.
+    /// Returns the reason for tables.
     pub const fn reason(self) -> &'static str {
         match self {
             Self::Router => "router",
@@ -37,28 +37,28 @@ impl Kept {
     }
 }
 
-/// What becomes of each tensor.
+/// Treatment of each tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// The modules that are quantized, in groups that share their global scales, in the order of
-    /// the model's names. Most groups have one member.
+    /// Modules to quantize, in groups that share their global scales, in the order of the model's
+    /// names. Most groups have one member.
     pub groups: Vec<Vec<String>>,
-    /// The linear layers that are not, and why.
+    /// Linear layers that are not quantized, with the reason.
     pub kept: BTreeMap<String, Kept>,
-    /// The tensors that are copied: those of the layers that are kept too.
+    /// Tensors that are copied, including those of the layers in `kept`.
     pub copied: Vec<String>,
 }
 
 impl Plan {
-    /// Decide for the tensors of a model. `exclude` are regular expressions, of which one must
-    /// match anywhere in the name of a module that is to stay as it is.
+    /// Makes the plan for the tensors of a model. A module is skipped if one of the regular
+    /// expressions `exclude` matches anywhere in its name.
     ///
-    /// What readers fuse with an excluded projection is excluded too: q/k/v, gate/up, and the
+    /// Projections that readers fuse with an excluded one are excluded too: q/k/v, gate/up, and the
     /// experts of a layer.
     ///
     /// # Errors
-    /// When the model is quantized already, a weight is no matrix of floats, an expression matches
-    /// no linear layer, or nothing is left to quantize.
+    /// Returns an error if the model is already quantized, a weight is not a float matrix, an
+    /// expression matches no linear layer, or nothing is left to quantize.
     pub fn new(tensors: &TensorFolder, exclude: &[Regex]) -> Result<Self> {
         let mut plan = Self::default();
         let mut groups: BTreeMap<FusedGroup, Vec<String>> = BTreeMap::new();
@@ -166,7 +166,8 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The groups of each decoder layer, in order; those of no layer are a part of their own.
+    /// Returns the groups of each decoder layer, in order; those outside of any layer are a
+    /// separate part.
     pub fn parts(&self) -> Vec<Vec<Vec<String>>> {
         let mut parts: Vec<Vec<Vec<String>>> = Vec::new();
         for group in &self.groups {
@@ -181,7 +182,7 @@ impl Plan {
     }
 }
 
-/// The first linear layer of the model that is no router.
+/// Returns the first linear layer of the model that is not a router.
 fn first_linear(tensors: &TensorFolder) -> Option<&str> {
     let mut modules = tensors
         .names()
@@ -189,8 +190,8 @@ fn first_linear(tensors: &TensorFolder) -> Option<&str> {
     modules.find(|module| is_linear(module) && !is_router(module) && !is_head(module))
 }
 
-/// What the names of all modules of the decoder layer of `module` begin with:
-/// `model.layers.0`. Empty where it is in none.
+/// Returns the common prefix of all modules in the decoder layer of `module`: `model.layers.0`.
+/// Empty outside of any layer.
 pub(super) fn layer_of(module: &str) -> &str {
     let Some(begin) = module.find(".layers.").map(|at| at + ".layers.".len()) else {
         return "";

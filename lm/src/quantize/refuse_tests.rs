@@ -1,4 +1,4 @@
-//! What quantization finds before it begins, and that its own reader reads what it writes.
+//! Tests the checks before quantization, and that this crate can read the output.
 
 use std::path::Path;
 
@@ -31,12 +31,12 @@ fn quantize(model: &Path, out: &Path, options: &QuantizeOptions) -> Result<Quant
     quantize_folder(model, out, options, &none, &mut |_, _, _| {})
 }
 
-/// Loads what was written, as `nvfp4 eval` does.
+/// Loads the output in the same way as `nvfp4 eval`.
 fn reads(folder: &Path) {
     Decoder::load_for_inference(folder, &Device::flex(), FloatDType::F32, None).unwrap();
 }
 
-/// Nothing is written where something is wrong.
+/// Asserts that quantization is refused and writes nothing.
 fn refused(variant: &Variant, exclude: &[&str], says: &[&str]) {
     let scratch = Scratch::new(&format!(
         "quantize-refused-{:?}",
@@ -92,7 +92,7 @@ fn values_are_checked_before_anything_is_written() {
             let mut variant = Variant::of(&golden("llama3-tiny"));
             variant.set(tensor, at, value);
             refused(&variant, &[], &[tensor, place, name]);
-            // Also where it is only copied.
+            // Also if the tensor is only copied.
             refused(&variant, &[r"layers\.1\.mlp"], &[tensor, place, name]);
         }
     }
@@ -111,7 +111,7 @@ fn exclusions_that_match_nothing_are_refused() {
         &["o_proj", "layernorm"],
         &["layernorm", "matches no linear layer"],
     );
-    // Layers that are left in any case count.
+    // Layers that are never quantized count as matches.
     let scratch = Scratch::new("quantize-matches");
     let done = quantize(
         &golden("llama3-tiny"),
@@ -145,14 +145,14 @@ fn an_excluded_expert_takes_those_of_its_layer_along() {
     }
 }
 
-/// Weights far below what a global scale of 2688 / amax can hold.
+/// Weights far below the range of a global scale of 2688 / amax.
 #[test]
 fn dormant_weights_are_quantized_in_both_dialects() {
     let mut variant = Variant::of(&golden("mixtral-tiny"));
     let expert = "model.layers.0.block_sparse_moe.experts.2";
     for projection in ["w1", "w2", "w3"] {
         let name = format!("{expert}.{projection}.weight");
-        // 2⁻¹²⁴ of weights of some 0.2.
+        // Factor 2⁻¹²⁴ in total, on weights of about 0.2.
         variant.scale(&name, 2f32.powi(-62));
         variant.scale(&name, 2f32.powi(-62));
     }
@@ -184,7 +184,7 @@ fn dormant_weights_are_quantized_in_both_dialects() {
     }
 }
 
-/// Model Optimizer's own rule gives factors that have no divisor.
+/// Model Optimizer's rule gives factors that have no divisor.
 #[test]
 fn factors_without_a_divisor_are_not_converted() {
     let scratch = Scratch::new("quantize-no-divisor");
@@ -211,7 +211,7 @@ fn factors_without_a_divisor_are_not_converted() {
     );
 }
 
-/// Widths that blocks do not fill stay, and the rest is read.
+/// Weights whose width is not a multiple of the block size are skipped, and the rest can be read.
 #[test]
 fn odd_widths_are_left_and_read() {
     let mut variant = Variant::of(&golden("llama3-tiny"));
@@ -232,7 +232,7 @@ fn odd_widths_are_left_and_read() {
     reads(&out);
 }
 
-/// A configuration that changed, too, is not gone on with.
+/// A run whose configuration has changed is not resumed.
 #[test]
 fn resumed_runs_know_their_configuration() {
     let scratch = Scratch::new("quantize-resume-config");

@@ -1,42 +1,43 @@
-//! What was quantized, and what was not.
+//! Reports the quantized and the skipped layers.
 
 use super::plan::Kept;
 
-/// A linear layer that was quantized.
+/// A quantized linear layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerReport {
-    /// Its name.
+    /// Name of the module.
     pub module: String,
-    /// Output and input features.
+    /// Numbers of output and input features.
     pub shape: [usize; 2],
-    /// Bytes of the weight before.
+    /// Bytes of the original weight.
     pub bytes_before: usize,
     /// Bytes of codes, block scales and global scales.
     pub bytes: usize,
     /// Signal-to-quantization-noise ratio of the weight, in dB.
     pub sqnr: f64,
-    /// The same with every squared value and error weighted by `E[x²]` of the input feature: about
-    /// that of the layer's output. `None` where nothing is known of the input.
+    /// Signal-to-quantization-noise ratio in dB with squared values and errors weighted by `E[x²]`
+    /// of the input feature, which approximates that of the layer's output. `None` if the input is
+    /// unknown.
     pub weighted_sqnr: Option<f64>,
 }
 
-/// What was and what was not quantized.
+/// Result of a quantization.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Quantized {
-    /// The layers that were.
+    /// Quantized layers.
     pub layers: Vec<LayerReport>,
-    /// The linear layers that were not: name, why, and bytes.
+    /// Linear layers that were not quantized: name, reason, and bytes.
     pub kept: Vec<(String, Kept, usize)>,
-    /// Bytes of the tensors that are in no linear layer.
+    /// Bytes of the tensors outside of linear layers.
     pub other_bytes: usize,
-    /// Modules to whose input no token of the calibration came: they have the statistics of the
-    /// group's other experts, or count all inputs equally.
+    /// Modules that no calibration token reached: they use the statistics of the group's other
+    /// experts, or weight all inputs equally.
     pub unseen: Vec<String>,
-    /// Tokens that calibration read, if there was one.
+    /// Number of calibration tokens, if there was a calibration.
     pub calibration_tokens: Option<u64>,
 }
 
-/// The part of it that one decoder layer is.
+/// Report for one decoder layer.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub(crate) struct PartReport {
     pub layers: Vec<LayerReport>,

@@ -1,7 +1,8 @@
-//! The quantization rules of the tools, in their own order of operations.
+//! Quantization rules of the tools, in their order of operations.
 //!
-//! All are `f32`, one rounding each, `f` being the global scale (ModelOpt's `weight_scale_2`) or
-//! `g` its divisor (compressed-tensors' `weight_global_scale`), and `a` the amax of a block:
+//! All operations are `f32` with one rounding each. `f` is the global scale (ModelOpt's
+//! `weight_scale_2`), `g` its divisor (compressed-tensors' `weight_global_scale`), and `a` the amax
+//! of a block:
 //!
 //! | | ModelOpt | compressed-tensors | TransformerEngine |
 //! |---|---|---|---|
@@ -23,25 +24,25 @@ use crate::interchange::{Dialect, GlobalScale, PackedWeight};
 const MODELOPT_MIN: f32 = 1.0 / 512.0;
 /// ModelOpt's scale of a block of zeros, 1.0.
 const MODELOPT_ZERO: u8 = 0x38;
-/// compressed-tensors' scale of a block whose scale would be 0: 0.125.
+/// compressed-tensors' replacement for a block scale of 0: 0.125.
 const CT_ZERO: u8 = 0x20;
 
-/// Whose arithmetic.
+/// Quantization rule of a tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rule {
     /// `NVFP4QTensor.quantize` of modelopt.
     ModelOpt,
     /// `calculate_qparams` and `NVFP4PackedCompressor` of compressed-tensors, from a model in f32.
     CompressedTensors,
-    /// The same from a model in bf16, where `a / 6` and both steps of `g` are rounded to bf16: 0.4
-    /// to 0.6 % of the codes differ from those of the other rules.
+    /// compressed-tensors with a model in bf16, where `a / 6` and both steps of `g` are rounded to
+    /// bf16: 0.4 to 0.6 % of the codes differ from those of the other rules.
     CompressedTensorsBf16,
-    /// TransformerEngine, and this project's kernels.
+    /// TransformerEngine, and the kernels of this project.
     TransformerEngine,
 }
 
 impl Rule {
-    /// The rule of a dialect's own tool in f32.
+    /// Returns the rule of a dialect's tool in f32.
     pub const fn of(dialect: Dialect) -> Self {
         match dialect {
             Dialect::ModelOpt => Self::ModelOpt,
@@ -49,9 +50,10 @@ impl Rule {
         }
     }
 
-    /// The global scale of tensors whose largest magnitude is `amax`. Where there is nothing to
-    /// scale, 1: readers refuse zero and infinity. Below an amax of 7.9e-36 it is the last one that
-    /// both dialects can express, as in training: block scales are smaller then.
+    /// Returns the global scale of tensors whose largest magnitude is `amax`. Returns 1 for zero
+    /// tensors, because readers refuse zero and infinity. Below an amax of 7.9e-36, returns the
+    /// smallest one that both dialects can represent, as in training; block scales are then
+    /// smaller.
     pub fn global(self, amax: f32) -> GlobalScale {
         if amax == 0.0 {
             return match self {
@@ -71,7 +73,7 @@ impl Rule {
         }
     }
 
-    /// The scale byte of a block whose largest magnitude is `amax`, under `global`.
+    /// Returns the scale byte of a block whose largest magnitude is `amax`, under `global`.
     pub fn scale_byte(self, amax: f32, global: GlobalScale) -> u8 {
         let value = global.value();
         match self {
@@ -94,7 +96,7 @@ impl Rule {
         }
     }
 
-    /// By what elements of a block with this scale byte are divided.
+    /// Returns the divisor of elements in a block with this scale byte.
     fn divisor(self, byte: u8, global: GlobalScale) -> f32 {
         let (scale, value) = (e4m3::decode(byte), global.value());
         match self {
@@ -103,7 +105,7 @@ impl Rule {
         }
     }
 
-    /// The 16 codes of `block` under this scale byte, packed.
+    /// Returns the 16 codes of `block` under this scale byte, packed.
     pub fn codes(self, block: &[f32], byte: u8, global: GlobalScale) -> [u8; BLOCK / 2] {
         let divisor = self.divisor(byte, global);
         let mut codes = [0; BLOCK / 2];
@@ -113,11 +115,12 @@ impl Rule {
         codes
     }
 
-    /// Quantize the weight `values` `[n, k]`. `amax` is its largest magnitude, or that of all
-    /// weights with which it shares its global scale.
+    /// Quantizes the weight `values` `[n, k]`. `amax` is its largest magnitude, or that of all
+    /// weights that share its global scale.
     ///
     /// # Errors
-    /// When `k` is no multiple of 16, the length does not fit, or a value or `amax` is not finite.
+    /// Returns an error if `k` is not a multiple of 16, the length does not match, or a value or
+    /// `amax` is not finite.
     pub fn quantize(self, values: &[f32], [n, k]: [usize; 2], amax: f32) -> Result<PackedWeight> {
         check_matrix(values, [n, k], amax)?;
         if self == Self::TransformerEngine {
@@ -139,8 +142,8 @@ impl Rule {
     }
 }
 
-/// The nearest code, ties to even; a value that is zero has code 0 whatever its sign, as both
-/// tools write it, one that rounds to zero keeps its sign.
+/// Returns the nearest code, ties to even. A zero has code 0 regardless of its sign, as in both
+/// tools; a value that rounds to zero keeps its sign.
 pub(super) fn nearest(value: f32) -> u8 {
     match value {
         0.0 => 0,
@@ -148,12 +151,13 @@ pub(super) fn nearest(value: f32) -> u8 {
     }
 }
 
-/// The largest magnitude of `values`.
+/// Returns the largest magnitude of `values`.
 pub(super) fn block_amax(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |amax, x| amax.max(x.abs()))
 }
 
-/// Fails unless `values` is a finite matrix `[n, k]` of whole blocks, and `amax` bounds it.
+/// Returns an error unless `values` is a finite matrix `[n, k]` of whole blocks, and `amax` bounds
+/// it.
 pub(super) fn check_matrix(values: &[f32], [n, k]: [usize; 2], amax: f32) -> Result<()> {
     ensure!(
         k.is_multiple_of(BLOCK) && k > 0,

@@ -1,23 +1,23 @@
-//! AWQ-style smoothing: input features with large inputs get larger weights before quantization.
+//! AWQ-style smoothing: input features with large values get larger weights before quantization.
 //!
-//! A layer's product is the same if column j of its weight is multiplied by s(j) and its input
-//! divided by it. Where column j matters, s(j) > 1 makes its rounding error smaller against its own
-//! weights (Lin et al., arXiv 2306.00978). The division costs nothing at run time, because what
-//! makes the input takes it over:
+//! The output of a layer does not change if column j of its weight is multiplied by s(j) and input
+//! feature j is divided by s(j). For an important column j, s(j) > 1 makes its rounding error
+//! smaller relative to its weights (Lin et al., arXiv 2306.00978). The division costs nothing at
+//! run time, because it is folded into the producer of the input:
 //!
-//! | reader | maker of its input | what is divided |
+//! | reader | producer of its input | divided tensor |
 //! |---|---|---|
 //! | q/k/v | `input_layernorm` | the gain |
 //! | gate/up, router | `post_attention_layernorm` | the gain |
 //! | down | up, whose output is multiplied by silu(gate) | its rows and bias |
-//! | o | v, of which attention gives weighted means | its rows and bias |
+//! | o | v; attention outputs weighted means of it | its rows and bias |
 //!
-//! All heads that read one head of values share its s.
+//! All query heads that read one value head share its s.
 //!
-//! Before quantization the model computes the same, to the rounding of `f32`. A gain g is stored as
-//! g' = g / s, rounded to its type, and the columns are multiplied by g / g', not by s. A matrix
-//! that stays in high precision (router, excluded layer, bias) is multiplied by powers of two only,
-//! by which its elements do not round.
+//! Before quantization, the smoothed model computes the same up to `f32` rounding. A gain g is
+//! stored as g' = g / s, rounded to its type, and the columns are multiplied by g / g' instead of
+//! s. A matrix that stays in high precision (router, excluded layer, bias) is multiplied only by
+//! powers of two, which do not round its elements.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,25 +35,25 @@ use super::rules::Rule;
 use crate::decoder::names::{self, Site};
 use crate::hf::{DecoderConfig, FeedForwardConfig, TensorFolder, TensorWriter};
 
-/// Exponents that are tried: s = rms(x)^(i / 10), for i from 0 to this.
+/// Largest exponent tried: s = rms(x)^(i / 10), for i from 0 to this value.
 const EXPONENTS: u32 = 10;
-/// Rows of each weight by whose errors they are compared, evenly spread.
+/// Number of rows of each weight, evenly spaced, whose errors are compared.
 const SAMPLED_ROWS: usize = 256;
-/// Features whose inputs are smaller than this much of the largest are taken to be so large.
+/// Lower bound on a feature's size, as a share of the largest; smaller features are raised to it.
 const FLOOR: f64 = 1.0 / 1024.0;
 
-/// How inputs are smoothed before their layers are quantized.
+/// Smoothing of inputs before quantization.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum Smoothing {
-    /// Not at all
+    /// No smoothing
     #[default]
     None,
-    /// By rms(x)^α for each input feature, with the α from 0 to 1 that leaves the smallest error
+    /// Scale by rms(x)^α per input feature, with the α from 0 to 1 that gives the smallest error
     Awq,
 }
 
 impl Smoothing {
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -62,12 +62,12 @@ impl Smoothing {
     }
 }
 
-/// What makes an input, and is divided by s.
+/// Producer of an input, into which the division by s is folded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Maker {
-    /// The gain of a norm: the name of the tensor.
+    /// A norm; name of its gain tensor.
     Norm(String),
-    /// The rows of a linear layer: the name of the module.
+    /// A linear layer, whose rows are divided; name of the module.
     Linear(String),
 }
 
@@ -75,29 +75,29 @@ enum Maker {
 #[derive(Debug, Clone)]
 struct Fold {
     maker: Maker,
-    /// Which output of the maker each input feature of the readers is.
+    /// Index of the producer's output for each input feature of the readers.
     output_of: Vec<usize>,
-    /// Outputs of the maker.
+    /// Number of the producer's outputs.
     outputs: usize,
-    /// The quantized layers that read it, those that share a global scale together.
+    /// Quantized layers that read the input, grouped by shared global scale.
     readers: Vec<Vec<String>>,
-    /// The weights in high precision that read it.
+    /// High-precision weights that read the input.
     plain_readers: Vec<String>,
-    /// The tensors in high precision, gain apart, whose rows are divided.
+    /// High-precision tensors, other than the gain, whose rows are divided.
     plain_rows: Vec<String>,
 }
 
-/// The inputs of a model that are smoothed, by decoder layer (`model.layers.0`).
+/// The smoothed inputs of a model, by decoder layer (`model.layers.0`).
 #[derive(Debug, Default)]
 pub(super) struct Smoother {
     folds: BTreeMap<String, Vec<Fold>>,
-    /// The tensors in high precision that are written anew.
+    /// High-precision tensors that are rewritten.
     rewritten: BTreeSet<String>,
 }
 
 impl Smoother {
-    /// What is smoothed of a model of `config`. With `keeps_values` the outputs of v stay as they
-    /// are: the scales of an FP8 cache are those of the calibration.
+    /// Plans the smoothing of a model of `config`. With `keeps_values` the outputs of v are not
+    /// scaled, because the scales of an FP8 cache come from the calibration.
     pub fn new(
         config: &DecoderConfig,
         tensors: &TensorFolder,
@@ -125,17 +125,17 @@ impl Smoother {
         smoother
     }
 
-    /// Whether the tensor `name`, which is in high precision, is written by a layer's
-    /// [`write_plain`](LayerScales::write_plain).
+    /// Returns true if a layer's [`write_plain`](LayerScales::write_plain) writes the
+    /// high-precision tensor `name`.
     pub fn rewrites(&self, name: &str) -> bool {
         self.rewritten.contains(name)
     }
 
-    /// The scales of the decoder layer `layer`, for weights that are quantized by `rule`, their
-    /// block scales chosen by `choice`.
+    /// Computes the scales of the decoder layer `layer`, for weights that are quantized by `rule`
+    /// with block scales selected by `choice`.
     ///
     /// # Errors
-    /// When a tensor is missing or of a type that is no float.
+    /// Returns an error if a tensor is missing or its type is not a float.
     pub fn scales(
         &self,
         layer: &str,
@@ -164,7 +164,7 @@ impl Smoother {
     }
 }
 
-/// Makes the folds of a layer.
+/// Builds the folds of a layer.
 struct Folds<'a> {
     config: &'a DecoderConfig,
     tensors: &'a TensorFolder,
@@ -220,8 +220,8 @@ impl Folds<'_> {
         folds
     }
 
-    /// The input of `modules`, made by `maker`. Without quantized readers there is nothing to
-    /// smooth.
+    /// Returns the fold for the input of `modules`, produced by `maker`. Without quantized readers,
+    /// nothing is smoothed.
     fn fold(&self, maker: Maker, modules: Vec<String>, output_of: Vec<usize>) -> Fold {
         let groups = self.plan.groups.iter();
         let readers = groups.filter(|group| group.iter().all(|module| modules.contains(module)));
@@ -250,17 +250,17 @@ impl Folds<'_> {
     }
 }
 
-/// Rows of a weight by which exponents are compared.
+/// Rows of a weight that are used to compare exponents.
 struct Sample {
     rows: Vec<f32>,
-    /// The largest magnitude of each column, of all rows.
+    /// Amax of each column over all rows of the weight.
     column_amax: Vec<f32>,
-    /// `E[x²]` of its input.
+    /// `E[x²]` of the weight's input.
     weights: Vec<f32>,
 }
 
 impl Fold {
-    /// The s of each output of the maker; `None` where nothing is known of the input.
+    /// Searches the s of each output of the producer; `None` if the input is unknown.
     fn search(
         &self,
         tensors: &TensorFolder,
@@ -298,7 +298,7 @@ impl Fold {
         Ok(best.map(|(_, s)| s))
     }
 
-    /// `E[x²]` of each input feature over the tokens of all readers.
+    /// Returns `E[x²]` of each input feature over the tokens of all readers.
     fn mean_squares(&self, inputs: &Inputs<'_>) -> Result<Option<Vec<f64>>> {
         let k = self.output_of.len();
         let (mut squares, mut tokens) = (vec![0.0; k], 0.0);
@@ -319,7 +319,8 @@ impl Fold {
         Ok((tokens > 0.0).then_some(squares))
     }
 
-    /// ln rms(x) of each output of the maker, the largest and the smallest equally far from 0.
+    /// Returns ln rms(x) of each output of the producer, centered so that the largest and the
+    /// smallest are equally far from 0.
     fn logarithms(&self, mean: &[f64]) -> Option<Vec<f64>> {
         let (mut sums, mut counts) = (vec![0.0; self.outputs], vec![0.0f64; self.outputs]);
         for (&output, mean) in self.output_of.iter().zip(mean) {
@@ -376,7 +377,7 @@ impl Fold {
         })
     }
 
-    /// `s` with what the tensors in high precision can take over exactly.
+    /// Rounds `s` to values that the high-precision tensors can absorb exactly.
     fn exact(&self, s: Vec<f32>, plain: &BTreeMap<String, Plain>) -> Result<Vec<f32>> {
         let get = |name: &String| plain.get(name).with_context(|| format!("no tensor {name}"));
         let gain = match &self.maker {
@@ -421,7 +422,7 @@ impl Fold {
         Ok(s)
     }
 
-    /// The s of each input feature.
+    /// Returns the s of each input feature.
     fn columns(&self, s: &[f32]) -> Vec<f32> {
         self.output_of.iter().map(|&output| s[output]).collect()
     }
@@ -455,8 +456,8 @@ impl Fold {
     }
 }
 
-/// The error of the outputs of the weights `group`, which share their global scale, if their
-/// columns are multiplied by `columns` before quantization: Σ `E[x²]` (w − ŵ / s)² of the rows.
+/// Returns the output error of the weights `group`, which share their global scale, if their
+/// columns are multiplied by `columns` before quantization: Σ `E[x²]` (w − ŵ / s)² over the rows.
 fn error_of(group: &[Sample], columns: &[f32], (rule, choice): (Rule, ScaleChoice)) -> f64 {
     let amax = group
         .iter()
@@ -480,14 +481,14 @@ fn error_of(group: &[Sample], columns: &[f32], (rule, choice): (Rule, ScaleChoic
                 .map(|(block, weights)| quantizer.least_error(block, weights))
                 .sum()
         };
-        // Added in the order of the rows: the same on every machine.
+        // Summed in row order, so that the result is the same on every machine.
         let rows: Vec<f64> = sample.rows.par_chunks(columns.len()).map(of_row).collect();
         rows.iter().sum()
     };
     group.iter().map(of_sample).sum()
 }
 
-/// A tensor in high precision.
+/// A high-precision tensor.
 #[derive(Debug)]
 struct Plain {
     dtype: Dtype,
@@ -510,8 +511,8 @@ impl Plain {
         })
     }
 
-    /// Whether its type has `value` without rounding. A result that is subnormal in `f32` may have
-    /// been rounded before.
+    /// Returns true if the tensor's type represents `value` without rounding. A result that is
+    /// subnormal in `f32` may already have been rounded.
     fn holds(&self, value: f32) -> bool {
         (value == 0.0 || value.is_normal()) && round(value, self.dtype) == value
     }
@@ -531,7 +532,7 @@ impl Plain {
     }
 }
 
-/// `value` in the type `dtype`.
+/// Rounds `value` to the type `dtype`.
 fn round(value: f32, dtype: Dtype) -> f32 {
     match dtype {
         Dtype::BF16 => bf16::from_f32(value).to_f32(),
@@ -556,7 +557,7 @@ fn divide_columns(values: &mut [f32], columns: &[f32]) {
     }
 }
 
-/// Divides row i of `values`, of as many rows as there are `rows`, by `rows[i]`.
+/// Divides row i of `values`, which has as many rows as `rows` has elements, by `rows[i]`.
 fn divide_rows(values: &mut [f32], rows: &[f32]) {
     let width = values.len() / rows.len();
     for (row, s) in values.chunks_exact_mut(width).zip(rows) {
@@ -564,24 +565,24 @@ fn divide_rows(values: &mut [f32], rows: &[f32]) {
     }
 }
 
-/// The scales of one decoder layer.
+/// Scales of one decoder layer.
 #[derive(Debug, Default)]
 pub(super) struct LayerScales {
-    /// By what the columns of a quantized module are multiplied, its input divided.
+    /// Factors of the columns of a quantized module, which divide its input.
     columns: BTreeMap<String, Vec<f32>>,
-    /// By what the rows of a module are divided.
+    /// Divisors of the rows of a module.
     rows: BTreeMap<String, Vec<f32>>,
-    /// The tensors in high precision, with the scales.
+    /// High-precision tensors with the scales applied.
     plain: BTreeMap<String, Plain>,
 }
 
 impl LayerScales {
-    /// By what the input of `module` is divided, feature by feature.
+    /// Returns the divisors of the input features of `module`.
     pub fn columns(&self, module: &str) -> Option<&[f32]> {
         self.columns.get(module).map(Vec::as_slice)
     }
 
-    /// Scale the weight of the quantized `module`.
+    /// Scales the weight of the quantized `module`.
     pub fn apply(&self, module: &str, values: &mut [f32]) {
         if let Some(columns) = self.columns.get(module) {
             multiply_columns(values, columns);
@@ -591,7 +592,7 @@ impl LayerScales {
         }
     }
 
-    /// Undo [`apply`](Self::apply), to rounding.
+    /// Reverts [`apply`](Self::apply), up to rounding.
     pub fn undo(&self, module: &str, values: &mut [f32]) {
         if let Some(rows) = self.rows.get(module) {
             let inverse: Vec<f32> = rows.iter().map(|s| 1.0 / s).collect();
@@ -602,10 +603,10 @@ impl LayerScales {
         }
     }
 
-    /// Add the tensors in high precision to `writer`.
+    /// Adds the high-precision tensors to `writer`.
     ///
     /// # Errors
-    /// As [`TensorWriter::add`].
+    /// Returns the errors of [`TensorWriter::add`].
     pub fn write_plain(&self, writer: &mut TensorWriter) -> Result<()> {
         for (name, tensor) in &self.plain {
             writer.add(name, tensor.dtype, &tensor.shape, &tensor.bytes()?)?;

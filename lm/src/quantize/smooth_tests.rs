@@ -1,4 +1,4 @@
-//! Smoothing keeps what a model computes, and makes the errors of quantization smaller.
+//! Smoothing preserves the function of a model, and reduces the quantization error.
 
 use std::path::{Path, PathBuf};
 
@@ -32,9 +32,9 @@ fn tokens(count: u32, vocab: usize) -> Vec<u32> {
         .collect()
 }
 
-/// The model `base` with gains that differ by feature as those of large models do: every seventh
-/// feature of each norm before a projection is 24 times larger, and the columns that read it are
-/// six times smaller.
+/// Writes the model `base` with outlier features like those of large models: every seventh feature
+/// of each norm before a projection is 24 times larger, and the columns that read it are six times
+/// smaller.
 fn with_outliers(base: &Path, out: &Path) -> PathBuf {
     std::fs::create_dir_all(out).unwrap();
     std::fs::copy(base.join("config.json"), out.join("config.json")).unwrap();
@@ -91,7 +91,7 @@ fn logits(model: &Decoder) -> Vec<f32> {
         .unwrap()
 }
 
-/// The mean divergence KL(p ‖ q) of the tokens' distributions by the logits `q` from those by `p`.
+/// Returns the mean divergence KL(p ‖ q) between the token distributions of the logits `p` and `q`.
 fn divergence(p: &[f32], q: &[f32], vocab: usize) -> f64 {
     let softmax = |row: &[f32]| -> Vec<f64> {
         let largest = row.iter().copied().fold(f32::MIN, f32::max);
@@ -124,7 +124,7 @@ fn options(smooth: Smoothing) -> QuantizeOptions {
     }
 }
 
-/// The smoothed model without its quantization.
+/// Writes the smoothed model without quantization.
 fn smoothed(model: &Path, calibration: &Calibration, exclude: &[Regex], out: &Path) -> usize {
     let tensors = TensorFolder::open(model).unwrap();
     let json = crate::checkpoint::read_json(&model.join("config.json")).unwrap();
@@ -181,7 +181,7 @@ fn a_smoothed_model_computes_the_same() {
         ("llama3-tiny", Some("up_proj"), 4),
         ("llama3-tiny", Some("v_proj"), 6),
         ("qwen3moe-tiny", None, 20),
-        // Experts of a layer are fused: without one of them, only attention is scaled.
+        // Experts of a layer are fused: if one is excluded, only attention is scaled.
         ("qwen3moe-tiny", Some(r"experts\.1\.(gate|down)"), 8),
         ("mixtral-tiny", None, 20),
     ] {
@@ -249,7 +249,7 @@ fn smoothing_brings_the_quantized_model_closer() {
     }
 }
 
-/// Gains of the golden models are nearly equal: there is little to smooth, and it does no harm.
+/// The gains of the golden models are nearly equal: smoothing has little effect, and no bad one.
 #[test]
 fn smoothing_of_equal_features_does_no_harm() {
     let root = golden("");

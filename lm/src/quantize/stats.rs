@@ -1,4 +1,4 @@
-//! What calibration knows of the input of a layer.
+//! Calibration statistics of layer inputs.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,48 +6,49 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use rayon::prelude::*;
 
-/// What calibration knows of a model.
+/// Calibration statistics of a model.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Calibration {
-    /// The input of each linear layer, by its name.
+    /// Statistics of the input of each linear layer, by its name.
     pub inputs: BTreeMap<String, Arc<InputStats>>,
-    /// The largest magnitudes of the keys, after the rotation, and of the values that each attention
-    /// caches, by its name.
+    /// Amax of the keys (after the rotary embedding) and values in each attention's cache, by its
+    /// name.
     pub caches: BTreeMap<String, [f32; 2]>,
 }
 
 impl Calibration {
-    /// Of no token.
+    /// Creates empty statistics.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Whether nothing is known.
+    /// Returns true if there are no statistics.
     pub fn is_empty(&self) -> bool {
         self.inputs.is_empty() && self.caches.is_empty()
     }
 
-    /// Tokens that were read, if inputs were counted.
+    /// Returns the number of tokens read, if inputs were counted.
     pub fn tokens(&self) -> Option<u64> {
         self.inputs.values().map(|stats| stats.tokens()).max()
     }
 }
 
-/// Second moments and the largest magnitude of the inputs `x` `[tokens, k]` of a layer.
+/// Second moments and amax of the inputs `x` `[tokens, k]` of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InputStats {
     k: usize,
     pub(super) tokens: u64,
-    /// The largest magnitude of each feature.
+    /// Amax of each feature.
     pub(super) amax: Vec<f32>,
     /// Σ x² of each feature.
     pub(super) squares: Vec<f64>,
-    /// The lower triangle of Σ x xᵀ, row-major `[k, k]`; zeros above it.
+    /// Lower triangle of Σ x xᵀ, row-major `[k, k]`, with zeros above it.
     pub(super) products: Option<Vec<f64>>,
 }
 
 impl InputStats {
-    /// Of no tokens yet. `products` keeps Σ x xᵀ, which GPTQ needs and which takes 8 k² bytes.
+    /// Creates empty statistics. With `products` they include Σ x xᵀ, which GPTQ needs and which
+    /// takes 8 k² bytes.
     pub fn new(k: usize, products: bool) -> Self {
         Self {
             k,
@@ -58,10 +59,10 @@ impl InputStats {
         }
     }
 
-    /// Count the inputs `x` `[tokens, k]`.
+    /// Adds the inputs `x` `[tokens, k]`.
     ///
     /// # Errors
-    /// When the length is no multiple of `k`, or a value is not finite.
+    /// Returns an error if the length is not a multiple of `k`, or a value is not finite.
     pub fn add(&mut self, x: &[f32]) -> Result<()> {
         let k = self.k;
         ensure!(
@@ -95,7 +96,7 @@ impl InputStats {
         Ok(())
     }
 
-    /// The same of inputs that are divided by `columns`, feature by feature.
+    /// Returns the statistics of inputs whose features are divided by `columns`.
     pub(super) fn divided(&self, columns: &[f32]) -> Self {
         let mut divided = self.clone();
         let columns: Vec<f64> = columns.iter().map(|&s| f64::from(s)).collect();
@@ -112,22 +113,22 @@ impl InputStats {
         divided
     }
 
-    /// Input features.
+    /// Returns the number of input features.
     pub const fn k(&self) -> usize {
         self.k
     }
 
-    /// Tokens that were counted.
+    /// Returns the number of counted tokens.
     pub const fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// The largest magnitude.
+    /// Returns the largest magnitude.
     pub fn amax(&self) -> f32 {
         self.amax.iter().fold(0.0, |amax, x| amax.max(*x))
     }
 
-    /// `E[x²]` of each input feature; 1 each where no token was counted.
+    /// Returns `E[x²]` of each input feature; 1 for each if no token was counted.
     pub fn mean_squares(&self) -> Vec<f32> {
         match self.tokens {
             0 => vec![1.0; self.k],
@@ -138,7 +139,7 @@ impl InputStats {
         }
     }
 
-    /// `E[x xᵀ]` `[k, k]`, where the products were kept and a token was counted.
+    /// Returns `E[x xᵀ]` `[k, k]`, if the products were collected and a token was counted.
     pub fn hessian(&self) -> Option<Vec<f64>> {
         let products = self.products.as_ref().filter(|_| self.tokens > 0)?;
         let (k, tokens) = (self.k, self.tokens as f64);

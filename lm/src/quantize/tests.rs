@@ -1,4 +1,4 @@
-//! The tools' codes, and the order of the methods by the errors that they leave.
+//! Compares the codes with those of the tools, and the methods by their errors.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::interchange::names::fused_group;
 use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme, convert};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
-/// Deterministic numbers like those of a normal distribution: the sum of four uniform ones.
+/// Returns deterministic, approximately normal numbers: sums of four uniform ones.
 fn noise(len: usize, seed: u32) -> Vec<f32> {
     let mut bits = seed;
     let mut uniform = || {
@@ -25,7 +25,7 @@ fn noise(len: usize, seed: u32) -> Vec<f32> {
     (0..len).map(|_| (0..4).map(|_| uniform()).sum()).collect()
 }
 
-/// How many scale bytes and codes differ.
+/// Returns the numbers of differing scale bytes and codes.
 fn differences(ours: &PackedWeight, scales: &[u8], codes: &[u8]) -> (usize, usize) {
     assert_eq!(
         (ours.scales().len(), ours.codes().len()),
@@ -73,7 +73,8 @@ fn the_rules_are_those_of_the_tools_on_the_probe() {
     }
 }
 
-/// The exports hold what the rules give for the base models, amax unified over q/k/v and gate/up.
+/// The exports hold the results of the rules for the base models, with the amax shared over q/k/v
+/// and gate/up.
 #[test]
 fn the_rules_give_the_codes_of_the_golden_exports() {
     let root = golden("");
@@ -134,7 +135,7 @@ fn the_rules_give_the_codes_of_the_golden_exports() {
     }
 }
 
-/// A layer whose inputs differ in size by feature and depend on one another.
+/// A layer whose input features differ in size and are correlated.
 struct Layer {
     values: Vec<f32>,
     shape: [usize; 2],
@@ -183,7 +184,7 @@ impl Layer {
             .sum()
     }
 
-    /// The mean squared error of the output: tr(E H Eᵀ).
+    /// Returns the mean squared error of the output: tr(E H Eᵀ).
     fn output(&self, errors: &[f64]) -> f64 {
         let (k, hessian) = (self.shape[1], self.stats.hessian().unwrap());
         let mut sum = 0.0;
@@ -211,7 +212,7 @@ fn better_methods_leave_smaller_errors() {
         let (search, search_weighted) =
             (errors(Method::Search, false), errors(Method::Search, true));
         let gptq = errors(Method::Gptq, true);
-        // Without weights, searches minimise the plain error; with them, the weighted one.
+        // Without weights, searches minimise the plain error; with weights, the weighted error.
         assert!(plain(&search) < 0.97 * plain(&rtn));
         assert!(plain(&six) < plain(&rtn));
         assert!(layer.weighted(&search_weighted) < 0.95 * layer.weighted(&search));
@@ -225,7 +226,7 @@ fn better_methods_leave_smaller_errors() {
     }
 }
 
-/// Every block holds a 6, so that the scale byte of each is 1.0 under a global scale of 1.
+/// Every block contains a 6, so that each scale byte is 1.0 under a global scale of 1.
 #[test]
 fn representable_weights_are_exact_with_every_method() {
     let k = 32;
@@ -256,7 +257,7 @@ fn representable_weights_are_exact_with_every_method() {
 fn gptq_without_correlation_is_the_search() {
     let layer = Layer::new();
     let [n, k] = layer.shape;
-    // One input feature at a time: the Hessian is diagonal.
+    // Only one input feature is nonzero at a time, so the Hessian is diagonal.
     let mut stats = InputStats::new(k, true);
     for j in 0..k {
         let mut x = vec![0.0; k];
@@ -354,7 +355,7 @@ fn golden_models_are_quantized_to_valid_folders() {
                 assert!(layer.sqnr > 17.0, "{name}: {layer:?}");
                 assert_eq!(layer.bytes, layer.bytes_before * 9 / 32 + 4);
             }
-            // The tool's own codes, where it quantized the same model.
+            // The tool's codes, if it quantized the same model.
             let theirs = root.join(format!("{name}-modelopt-nvfp4"));
             if dialect == Dialect::ModelOpt && theirs.exists() {
                 let theirs = Checkpoint::open(&theirs).unwrap();
@@ -409,7 +410,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
             continue;
         };
         let mut stats = InputStats::new(tensor.shape[1], true);
-        // Expert 3 of layer 1 sees nothing; of the others, expert 2 sees most.
+        // No token reaches expert 3 of layer 1; among the others, expert 2 has the largest inputs.
         let size = match module.contains("experts.2.") {
             true => 4.0,
             false => 1.0,
@@ -468,7 +469,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     assert!(layers.all(|layer| layer.input_global == Some(GlobalScale::Divide(1.0))));
 }
 
-/// A calibration that knows only what attention caches.
+/// Returns a calibration with statistics of the caches only.
 fn caches(model: &Path) -> Calibration {
     let mut calibration = Calibration::new();
     for name in TensorFolder::open(model).unwrap().names() {
@@ -505,7 +506,7 @@ fn scales_of_an_fp8_cache_are_written_and_converted() {
                 assert_eq!(*keys, Some(rounded));
                 assert_ne!(*values, *keys);
             }
-            // The tool's own type and shape.
+            // The tool's type and shape.
             let attention = "model.layers.0.self_attn";
             let scale = checkpoint.tensors().get(&dialect.kv_scale(attention, 'k'));
             let scale = scale.unwrap();
@@ -540,7 +541,7 @@ fn scales_of_an_fp8_cache_are_written_and_converted() {
     }
 }
 
-/// All files of a folder, by name.
+/// Returns all files of a folder, by name.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = std::fs::read_dir(folder).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path());
@@ -561,7 +562,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
             calibration.inputs.insert(module, Arc::new(stats));
         }
     }
-    // As calibration has it: the parts of a fused projection read one input.
+    // As in a calibration, the parts of a fused projection share one input.
     let q = calibration.inputs["model.layers.0.self_attn.q_proj"].clone();
     let k = "model.layers.0.self_attn.k_proj".to_owned();
     calibration.inputs.insert(k, q);
@@ -582,7 +583,8 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     let run = start(&killed).unwrap();
     assert!(run.calibration().unwrap().is_none());
     run.keep_calibration(&calibration).unwrap();
-    // Killed in the second of two decoder layers: no destructor runs, and files are half written.
+    // Killed in the second of two decoder layers: no destructor runs, and files are partially
+    // written.
     let journal = killed.join(journal::JOURNAL);
     let dies = std::panic::AssertUnwindSafe(|| {
         run.finish(&calibration, &mut |done, _, _| assert!(done < 9, "killed"))

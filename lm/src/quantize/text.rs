@@ -1,4 +1,4 @@
-//! Calibration on text: the model reads it, and the inputs of its linear layers are counted.
+//! Calibrates on text: runs the model and collects statistics of its linear layers' inputs.
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
@@ -12,27 +12,27 @@ use crate::hf::Family;
 use crate::interchange::names::is_linear;
 use crate::model::cast;
 
-/// How much of a text is read.
+/// Amount of text to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CalibrationText {
-    /// Tokens of a sequence: each is read on its own, from position 0.
+    /// Tokens per sequence; each sequence is read separately, from position 0.
     pub length: usize,
-    /// At most so many sequences.
+    /// Maximum number of sequences.
     pub sequences: usize,
-    /// Whether the second moments `E[x xᵀ]` are kept, which GPTQ needs: 8 k² bytes for each input of k
-    /// features.
+    /// True to collect the second moments `E[x xᵀ]`, which GPTQ needs: 8 k² bytes for each input of
+    /// k features.
     pub products: bool,
 }
 
-/// What `model`, in high precision, has as inputs of its linear layers while it reads `tokens`.
-/// `progress` is told of each sequence, of how many.
+/// Collects the input statistics of the linear layers of `model`, in high precision, over `tokens`.
+/// `progress` receives the number of sequences done and the total.
 ///
-/// The tokens are cut into sequences, and what is left at the end is not read, unless it is all
-/// there is.
+/// The tokens are cut into sequences. An incomplete last sequence is skipped, unless it is the only
+/// one.
 ///
 /// # Errors
-/// When there is no token, a size is 0, or a sequence is longer than the model is meant for; when an
-/// input is not finite, by the name of the layer.
+/// Returns an error if there is no token, a size is 0, or a sequence exceeds the model's maximum
+/// context. Returns an error that names the layer if an input is not finite.
 pub fn calibrate(
     model: &Decoder,
     tokens: &[u32],
@@ -74,7 +74,7 @@ pub fn calibrate(
         .finish(modules.filter(|module| is_linear(module))))
 }
 
-/// The inputs of a model, by the names of its family.
+/// Inputs of a model, by the names of its family.
 struct Inputs {
     collector: Collector,
     family: Family,
@@ -144,7 +144,8 @@ mod tests {
         Decoder::load(folder, &Device::flex(), FloatDType::F32).unwrap()
     }
 
-    /// The text that Model Optimizer read, and the largest inputs that it saw, in bf16.
+    /// Returns the text that Model Optimizer calibrated on, and the amax values of the inputs that
+    /// it recorded, in bf16.
     fn golden_calibration(folder: &Path) -> (Vec<u32>, Vec<(String, f32)>) {
         let tensors = TensorFolder::open_file(&folder.join("calibration.safetensors")).unwrap();
         let ids = tensors.get("calibration_input_ids").unwrap().bytes;
@@ -195,7 +196,7 @@ mod tests {
                 });
                 let stats: Vec<_> = own.map(|(_, stats)| stats).collect();
                 assert!(stats.len() > 1);
-                // Each token goes to as many experts.
+                // Each token goes to the same number of experts.
                 let tokens: u64 = stats.iter().map(|stats| stats.tokens()).sum();
                 assert_eq!(tokens % 256, 0);
                 stats.iter().map(|stats| stats.amax()).fold(0.0, f32::max)
@@ -216,14 +217,14 @@ mod tests {
         );
     }
 
-    /// Keys are counted after the rotation, as both tools do. llm-compressor's observer keeps a moving
-    /// average, in which each sequence after the first has a weight of 0.01.
+    /// Keys are measured after the rotary embedding, as in both tools. llm-compressor's observer
+    /// keeps a moving average, in which each sequence after the first has a weight of 0.01.
     #[test]
     fn caches_are_those_that_both_tools_saw() {
         let root = golden("");
         let model = load(&root.join("llama3-tiny"));
-        // Three such weights move the average by less than 2^-6: no sequence's largest is half as large
-        // again as that of the first.
+        // Three such weights move the average by less than 2^-6, because no sequence's amax exceeds
+        // that of the first by half.
         for (name, file, sequences, tolerance) in [
             (
                 "modelopt-nvfp4-kvfp8",

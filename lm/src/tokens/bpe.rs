@@ -1,4 +1,4 @@
-//! A tokenizer of texts: byte-level BPE, by the library that reads it.
+//! Trains a byte-level BPE tokenizer with the `tokenizers` library.
 
 use std::path::{Path, PathBuf};
 
@@ -13,21 +13,22 @@ use crate::checkpoint::write_json;
 use crate::hf::NewFolder;
 use crate::hf::tokenizer::TOKENIZER_FILE;
 
-/// The token that ends texts.
+/// End-of-text token.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
-/// Its id: special tokens come first.
+/// ID of the end-of-text token; special tokens come first.
 pub const END_OF_TEXT_ID: u32 = 0;
-/// Pairs that are rarer do not become a token.
+/// Pairs rarer than this do not become a token.
 const LEAST_FREQUENCY: u64 = 2;
-/// Every byte is a token, and the end of a text.
+/// Minimum vocabulary: one token per byte, and the end-of-text token.
 const LEAST_TOKENS: usize = 257;
 
-/// Trains a tokenizer of at most `vocab` tokens on the texts of `paths`, and writes it to the new
-/// folder `out`: `tokenizer.json` and `tokenizer_config.json`. Words are cut as GPT-2 does.
+/// Trains a tokenizer of at most `vocab` tokens on the texts of `paths`, and writes
+/// `tokenizer.json` and `tokenizer_config.json` to the new folder `out`. Words are split as in
+/// GPT-2.
 ///
 /// # Errors
-/// When there are too few tokens for all bytes, a path cannot be read or has no text, or `out` has
-/// files.
+/// Returns an error if `vocab` is too small for all bytes, a path cannot be read or has no text, or
+/// `out` has files.
 pub fn train(paths: &[PathBuf], vocab: usize, out: &Path) -> Result<()> {
     ensure!(
         vocab >= LEAST_TOKENS,

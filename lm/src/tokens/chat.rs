@@ -1,4 +1,4 @@
-//! Conversations as text, by the template that a tokenizer's folder has.
+//! Renders conversations with the chat template of a tokenizer's folder.
 
 use std::fs;
 use std::ops::Range;
@@ -16,39 +16,39 @@ use serde_json::{Map, Value};
 use crate::checkpoint::read_json;
 use crate::hf::TokenizerConfig;
 
-/// The file with the special tokens, and in older folders the template.
+/// File with the special tokens and, in older folders, the template.
 const CONFIG: &str = "tokenizer_config.json";
-/// The file with the template.
+/// File with the template.
 const TEMPLATE: &str = "chat_template.jinja";
 /// Name of the template in the environment.
 const NAME: &str = "chat_template";
-/// Name of the filter that marks what the assistant says.
+/// Name of the filter that marks text of the assistant.
 const MARKS: &str = "assistant_generation";
-/// Marks of the filter: characters that are none, so that no text has them.
+/// Start mark of the filter: a Unicode noncharacter, which does not occur in text.
 const BEGIN: char = '\u{FDD0}';
-/// The end of what is marked.
+/// End mark of the filter.
 const END: char = '\u{FDD1}';
 
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Message {
-    /// Who says it; `assistant` is the model.
+    /// Role of the author; `assistant` is the model.
     pub role: String,
-    /// The text.
+    /// Text.
     pub content: String,
 }
 
-/// A conversation as text, and which bytes of it the assistant says.
+/// A rendered conversation, with the byte ranges of the assistant's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conversation {
-    /// All of it.
+    /// The whole text.
     pub text: String,
-    /// In order: from the end of the prompt for the answer to the end of its turn.
+    /// Byte ranges of the answers in order, each from the end of its prompt to the end of its turn.
     pub answers: Vec<Range<usize>>,
 }
 
-/// The template of conversations, a Jinja template as transformers renders it.
+/// A chat template: a Jinja template rendered like in transformers.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -57,11 +57,11 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of the tokenizer in `folder`, if it has one: `chat_template.jinja`, or
-    /// `chat_template` in `tokenizer_config.json` (of several, that called `default`).
+    /// Reads the template of the tokenizer in `folder`, if it has one: `chat_template.jinja`, or
+    /// `chat_template` in `tokenizer_config.json` (the one called `default` if there are several).
     ///
     /// # Errors
-    /// When a file cannot be read, or the template is malformed.
+    /// Returns an error if a file cannot be read, or the template is malformed.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(CONFIG);
         let config: Map<String, Value> = match path.exists() {
@@ -84,14 +84,15 @@ impl ChatTemplate {
             .map(Some)
     }
 
-    /// The template `source`, with the tokens that start and end texts. The tags `generation` and
-    /// `endgeneration`, which transformers adds to Jinja, enclose what the assistant says.
+    /// Compiles the template `source`, with the start-of-text and end-of-text tokens. The tags
+    /// `generation` and `endgeneration`, transformers' extension of Jinja, enclose the assistant's
+    /// text.
     ///
     /// # Errors
-    /// When it is malformed.
+    /// Returns an error if it is malformed.
     pub fn new(source: String, bos: String, eos: String) -> Result<Self> {
         let mut environment = Environment::new();
-        // As transformers sets them.
+        // Same settings as transformers.
         let whitespace = SyntaxConfig::builder()
             .trim_blocks(true)
             .lstrip_blocks(true)
@@ -110,7 +111,7 @@ impl ChatTemplate {
                 .map_err(|error| minijinja::Error::new(ErrorKind::InvalidOperation, error))
         });
         environment.add_filter(MARKS, |text: String| format!("{BEGIN}{text}{END}"));
-        // A block as those of Jinja, with their control of white space.
+        // Converts the tags to standard Jinja blocks with the same white-space control.
         let tags = Regex::new(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")?;
         let source = tags.replace_all(&source, |tag: &Captures<'_>| match tag.get(2) {
             None => format!("{{%{} filter {MARKS} {}%}}", &tag[1], &tag[3]),
@@ -126,15 +127,15 @@ impl ChatTemplate {
         })
     }
 
-    /// `messages` as text; with `prompt`, also what comes before the assistant's next answer.
+    /// Renders `messages`; with `prompt`, appends the prompt for the assistant's next answer.
     ///
     /// # Errors
-    /// When the template refuses them.
+    /// Returns an error if the template refuses them.
     pub fn render(&self, messages: &[Message], prompt: bool) -> Result<String> {
         Ok(unmarked(&self.rendered(messages, prompt)?).0)
     }
 
-    /// The same with marks around what the template says is the assistant's.
+    /// Renders `messages` with marks around the text that the template attributes to the assistant.
     fn rendered(&self, messages: &[Message], prompt: bool) -> Result<String> {
         let marked = messages.iter().position(|message| {
             let texts = [&message.role, &message.content];
@@ -155,12 +156,13 @@ impl ChatTemplate {
         rendered.map_err(|error| anyhow!("the chat template refuses the messages: {error:#}"))
     }
 
-    /// `messages` as text, and which of it the assistant says.
+    /// Renders `messages` and finds the assistant's text.
     ///
     /// # Errors
-    /// When there is no message of the assistant, the template refuses the messages, or, without
-    /// saying itself what the assistant says, it changes what comes before a message when that
-    /// comes: the answer would have no place then.
+    /// Returns an error if there is no message of the assistant, or if the template refuses the
+    /// messages. Without `generation` tags, also returns an error if the template changes the text
+    /// before a message when that message is added, because the position of the answer is then
+    /// undefined.
     pub fn conversation(&self, messages: &[Message]) -> Result<Conversation> {
         let (text, mut answers) = unmarked(&self.rendered(messages, false)?);
         if !answers.is_empty() {
@@ -187,8 +189,8 @@ impl ChatTemplate {
     }
 }
 
-/// The time `seconds` after the beginning of 1970, in UTC, by the codes of `strftime` that dates in
-/// templates have.
+/// Formats the time `seconds` after the beginning of 1970 in UTC. Supports the `strftime` codes
+/// that dates in templates use.
 fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     const MONTHS: [&str; 12] = [
         "January",
@@ -214,7 +216,7 @@ fn strftime(format: &str, seconds: u64) -> Result<String, String> {
         "Wednesday",
     ];
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Years from March on, in eras of 400 (Howard Hinnant, chrono-compatible date algorithms).
+    // Years start in March, in eras of 400 (Howard Hinnant, chrono-compatible date algorithms).
     let shifted = days + 719_468;
     let (era, of_era) = (shifted / 146_097, shifted % 146_097);
     let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
@@ -264,7 +266,7 @@ fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     Ok(text)
 }
 
-/// The text without marks, and which bytes of it were marked.
+/// Removes the marks, and returns the text with the byte ranges that were marked.
 fn unmarked(marked: &str) -> (String, Vec<Range<usize>>) {
     let (mut text, mut ranges) = (String::new(), Vec::new());
     let mut begin = 0;
@@ -279,7 +281,7 @@ fn unmarked(marked: &str) -> (String, Vec<Range<usize>>) {
     (text, ranges)
 }
 
-/// `chat_template` of a tokenizer's configuration.
+/// Returns `chat_template` of a tokenizer's configuration.
 fn in_config(config: &Map<String, Value>) -> Result<Option<String>> {
     match config.get("chat_template") {
         None | Some(Value::Null) => Ok(None),
@@ -298,7 +300,7 @@ fn in_config(config: &Map<String, Value>) -> Result<Option<String>> {
 pub(crate) mod tests {
     use super::*;
 
-    /// A template such as Qwen's, with a method of Python's strings.
+    /// A template like Qwen's, which calls a method of Python's strings.
     pub(crate) const CHATML: &str = "{% for message in messages %}
 {{ '<|im_start|>' + message.role + '\\n' + message['content'].strip() + '<|im_end|>' + '\\n' -}}
 {% endfor %}
@@ -339,8 +341,8 @@ pub(crate) mod tests {
         assert_eq!(answers, ["1<|im_end|>\n", "2<|im_end|>\n"]);
     }
 
-    /// The tags of transformers say what counts, and leave the text as it is without them, with
-    /// every control of white space.
+    /// transformers' tags select the text that counts, and do not change the rendered text, with
+    /// every white-space control.
     #[test]
     fn generation_tags_say_what_counts() {
         let messages = [
@@ -364,7 +366,7 @@ pub(crate) mod tests {
             let found = template(&source(begin, end))
                 .conversation(&messages)
                 .unwrap();
-            // The same control of white space by tags that Jinja knows.
+            // The same white-space control with standard Jinja tags.
             let same = |tag: &str, with: &str| tag.replace("generation", with);
             let plain = source(
                 &same(begin, "if true"),
@@ -384,7 +386,7 @@ pub(crate) mod tests {
         assert!(error.unwrap_err().to_string().contains("U+FDD1"));
     }
 
-    /// Functions and variables that transformers gives every template.
+    /// Functions and variables that transformers provides to every template.
     #[test]
     fn templates_have_what_transformers_gives_them() {
         let user = [message("user", "a")];
@@ -411,7 +413,7 @@ pub(crate) mod tests {
         let refuses = template("{{ raise_exception('no ' + bos_token) }}");
         let error = refuses.render(&user, false).unwrap_err();
         assert!(error.to_string().contains("no <s>"), "{error}");
-        // A template that says at the beginning how many messages there are.
+        // A template that states the number of messages at the beginning.
         let counts =
             template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}");
         let both = [message("user", "a"), message("assistant", "b")];

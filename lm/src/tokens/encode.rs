@@ -1,4 +1,4 @@
-//! Text files and JSON lines to documents of tokens.
+//! Converts text files and JSON lines to tokenized documents.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,26 +12,26 @@ use super::shard::{Document, ShardWriter};
 use crate::data::files;
 use crate::hf::Tokenizer;
 
-/// How the names of files of JSON lines end.
+/// Extension of JSON-lines files.
 const JSON_LINES: &str = "jsonl";
 
-/// What became of files.
+/// Result of encoding files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Encoded {
-    /// Documents that were added.
+    /// Number of documents added.
     pub documents: usize,
-    /// Files that were left out because they are empty or not UTF-8 text.
+    /// Number of files skipped because they are empty or not UTF-8 text.
     pub skipped: usize,
 }
 
-/// Text to documents. A document ends with the token that ends texts, where there is one.
+/// Encodes text as documents. A document ends with the end-of-text token, if there is one.
 pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     chat: Option<ChatTemplate>,
     eos: Option<u32>,
 }
 
-/// A prompt and what comes after it.
+/// A prompt and its completion.
 #[derive(Deserialize)]
 struct Completion {
     prompt: String,
@@ -39,7 +39,7 @@ struct Completion {
 }
 
 impl<'a> Encoder<'a> {
-    /// With the template of conversations, if there is one, and the token that ends texts.
+    /// Creates an encoder with a chat template, if any, and the end-of-text token.
     pub fn new(tokenizer: &'a Tokenizer, chat: Option<ChatTemplate>, eos: Option<u32>) -> Self {
         Self {
             tokenizer,
@@ -48,10 +48,10 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// A text, all of which counts.
+    /// Encodes a text, all of which counts in the loss.
     ///
     /// # Errors
-    /// When the tokenizer cannot represent it.
+    /// Returns an error if the tokenizer cannot represent it.
     pub fn text(&self, text: &str) -> Result<Document> {
         let mut tokens = self.tokenizer.encode_text(text)?;
         if let Some(eos) = self.eos.filter(|eos| tokens.last() != Some(eos)) {
@@ -60,10 +60,11 @@ impl<'a> Encoder<'a> {
         Ok(Document { tokens, mask: None })
     }
 
-    /// A prompt, which does not count, and its completion, which does with the token that ends it.
+    /// Encodes a prompt and its completion. Only the completion and its end token count in the
+    /// loss.
     ///
     /// # Errors
-    /// When the completion is empty, or the tokenizer cannot represent them.
+    /// Returns an error if the completion is empty, or the tokenizer cannot represent them.
     pub fn completion(&self, prompt: &str, completion: &str) -> Result<Document> {
         ensure!(
             !completion.is_empty(),
@@ -91,19 +92,19 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// A conversation, of which the assistant's tokens count: those that begin in its answers,
-    /// with what the template puts behind them.
+    /// Encodes a conversation. Only the assistant's tokens count in the loss: those that begin in
+    /// its answers, including the text that the template appends to them.
     ///
     /// # Errors
-    /// When there is no template, it refuses the messages, none is the assistant's, or the
-    /// tokenizer cannot represent them.
+    /// Returns an error if there is no template, the template refuses the messages, none is from
+    /// the assistant, or the tokenizer cannot represent them.
     pub fn conversation(&self, messages: &[Message]) -> Result<Document> {
         let chat = self.chat.as_ref().context(
             "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
              chat_template in tokenizer_config.json",
         )?;
         let found = chat.conversation(messages)?;
-        // The template has written the special tokens.
+        // The template has already written the special tokens.
         let (tokens, bytes) = self.tokenizer.encode_with_bytes(&found.text)?;
         let counts = |begin: usize| found.answers.iter().any(|answer| answer.contains(&begin));
         let mask = bytes.iter().map(|bytes| counts(bytes.start)).collect();
@@ -113,11 +114,12 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// A line of JSON: `{"text"}`, `{"prompt", "completion"}` or `{"messages": [{"role",
-    /// "content"}]}`. Other fields are ignored, but for `tools`, which templates would render.
+    /// Encodes a line of JSON: `{"text"}`, `{"prompt", "completion"}` or
+    /// `{"messages": [{"role", "content"}]}`. Other fields are ignored, except `tools`, which
+    /// templates would render.
     ///
     /// # Errors
-    /// When it is none of them.
+    /// Returns an error if it has none of these forms.
     pub fn line(&self, line: &str) -> Result<Document> {
         let fields: Map<String, Value> =
             serde_json::from_str(line).context("the line is no JSON object")?;
@@ -151,12 +153,13 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// Adds the documents of `paths`, files and folders, to `writer`: the lines of files that end
-    /// in `.jsonl`, and every other file of text as one document. Empty lines are passed over;
-    /// files that are empty or not UTF-8 text are left out and counted.
+    /// Adds the documents of `paths`, files and folders, to `writer`. Each line of a `.jsonl` file
+    /// and every other text file is one document. Empty lines are skipped; files that are empty or
+    /// not UTF-8 text are skipped and counted.
     ///
     /// # Errors
-    /// When a path cannot be read, or a line is no document: by its number.
+    /// Returns an error if a path cannot be read, or a line is not a document; the error gives the
+    /// line number.
     pub fn encode_files(&self, paths: &[PathBuf], writer: &mut ShardWriter) -> Result<Encoded> {
         let mut found = Encoded::default();
         for path in files(paths)? {
@@ -195,12 +198,13 @@ impl<'a> Encoder<'a> {
     }
 }
 
-/// The texts of `paths`, files and folders, as a tokenizer is trained on them: of JSON lines what
-/// [`Encoder::line`] takes, without a template. Files that are empty or not UTF-8 text are left
-/// out.
+/// Reads the texts of `paths`, files and folders, for training a tokenizer. JSON lines have the
+/// forms that [`Encoder::line`] accepts, and no template is applied. Skips files that are empty or
+/// not UTF-8 text.
 ///
 /// # Errors
-/// When a path cannot be read, or is a shard of tokens, or a line is no document: by its number.
+/// Returns an error if a path cannot be read or is a shard of tokens, or if a line is not a
+/// document; the error gives the line number.
 pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for path in files(paths)? {
@@ -230,7 +234,7 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// The texts of a line of JSON.
+/// Returns the texts of a line of JSON.
 fn line_texts(line: &str) -> Result<Vec<String>> {
     #[derive(Deserialize)]
     #[serde(untagged)]
@@ -249,7 +253,7 @@ fn line_texts(line: &str) -> Result<Vec<String>> {
     })
 }
 
-/// Whether `path` is a shard of tokens, by its name.
+/// Returns true if `path` is, by its name, a shard of tokens.
 pub fn is_shard(path: &Path) -> bool {
     path.extension().is_some_and(|end| end == "tokens")
 }
@@ -266,7 +270,7 @@ mod tests {
         let tokenizer = Tokenizer::read(&golden("qwen3-tiny"), 288, &[]).unwrap();
         let chat = ChatTemplate::new(CHATML.into(), String::new(), String::new()).unwrap();
         let encoder = Encoder::new(&tokenizer, Some(chat), Some(285));
-        // The text of what counts.
+        // Decodes the tokens that count.
         let counted = |document: &Document| {
             let mask = document.mask.as_ref().unwrap();
             let pairs = document.tokens.iter().zip(mask);

@@ -1,11 +1,11 @@
 //! Tokenized data.
 //!
-//! - [`shard`]: tokens of documents in a memory-mapped file, with a loss mask where one is needed.
-//! - [`encode`]: text files, JSON lines and conversations to documents; [`chat`] has the template of
-//!   conversations.
-//! - [`bpe`]: a tokenizer of texts.
-//! - [`rows`]: several documents in a row of fixed length, and batches of rows.
-//! - [`order`]: which row comes when: a permutation for each epoch.
+//! - [`shard`]: memory-mapped file with the tokens of documents and an optional loss mask.
+//! - [`encode`]: converts text files, JSON lines and conversations to documents; [`chat`] renders
+//!   chat templates.
+//! - [`bpe`]: trains a tokenizer.
+//! - [`rows`]: packs documents into rows of fixed length, and batches rows.
+//! - [`order`]: shuffles the rows in each epoch.
 
 pub mod bpe;
 pub mod chat;

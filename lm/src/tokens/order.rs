@@ -1,20 +1,21 @@
-//! Which row comes when.
+//! Order of the rows in training.
 
 use rand::RngExt;
 use serde::{Deserialize, Serialize};
 
 use crate::random::stream;
 
-/// A place in the order of rows.
+/// Position in the order of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Position {
-    /// How many times all rows have been seen.
+    /// Number of finished epochs.
     pub epoch: u64,
-    /// Rows of this epoch that have been seen.
+    /// Number of rows of this epoch already used.
     pub index: usize,
 }
 
-/// The rows in an order of their own for each epoch, a function of the seed and the epoch alone.
+/// Iterator over the rows with a new permutation per epoch, which depends only on the seed and the
+/// epoch.
 #[derive(Debug, Clone)]
 pub struct Order {
     seed: u64,
@@ -23,10 +24,10 @@ pub struct Order {
 }
 
 impl Order {
-    /// `count` rows, from the beginning.
+    /// Creates the order of `count` rows, starting at the first epoch.
     ///
     /// # Panics
-    /// When there is no row, or there are 2^32 or more.
+    /// If there is no row, or there are 2^32 or more.
     pub fn new(seed: u64, count: usize) -> Self {
         assert!(count > 0, "there is no row");
         assert!(u32::try_from(count).is_ok(), "{count} rows");
@@ -37,15 +38,15 @@ impl Order {
         }
     }
 
-    /// The place of the next row.
+    /// Returns the position of the next row.
     pub fn position(&self) -> Position {
         self.position
     }
 
-    /// Goes on from `position`.
+    /// Continues from `position`.
     ///
     /// # Panics
-    /// When the epoch has no such row.
+    /// If the epoch has no such row.
     pub fn seek(&mut self, position: Position) {
         let count = self.permutation.len();
         assert!(position.index < count, "{position:?} of {count} rows");
@@ -55,7 +56,7 @@ impl Order {
         self.position = position;
     }
 
-    /// The next `count` rows; epochs follow each other.
+    /// Returns the next `count` rows, across epochs if necessary.
     pub fn take(&mut self, count: usize) -> Vec<usize> {
         (0..count).map(|_| self.next_row()).collect()
     }
@@ -77,7 +78,7 @@ impl Order {
     }
 }
 
-/// The order of `count` rows in an epoch, by Fisher and Yates.
+/// Returns the permutation of `count` rows in an epoch (Fisher-Yates shuffle).
 fn permutation(seed: u64, epoch: u64, count: usize) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count as u32).collect();
     let mut stream = stream(seed, "epochs", epoch);

@@ -1,8 +1,8 @@
-//! Several documents in a row of fixed length.
+//! Packs documents into rows of fixed length.
 //!
-//! A row has `context` inputs and as many targets. Documents that are longer are cut into pieces of
-//! `context` predictions, which begin anew; pieces that are shorter share rows. What is left of a
-//! row is padding, whose targets do not count.
+//! A row has `context` inputs and the same number of targets. Longer documents are cut into pieces
+//! of `context` predictions, each of which starts at position 0; shorter pieces share rows. The
+//! rest of a row is padding, whose targets do not count.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,15 +16,15 @@ use super::shard::Shard;
 use crate::decoder::PackedRows;
 use crate::random::hash;
 
-/// Inputs of one document in a row.
+/// Piece of a document in a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Piece {
     shard: usize,
-    /// The tokens that are inputs; the targets are one further.
+    /// Input tokens; targets are shifted by one.
     inputs: Range<usize>,
 }
 
-/// Rows of documents, of one part of the data.
+/// Packed rows of training or validation data.
 #[derive(Debug, Clone)]
 pub struct Rows {
     shards: Vec<Arc<Shard>>,
@@ -33,38 +33,39 @@ pub struct Rows {
     cut: Cut,
 }
 
-/// What rows of a fixed length did to documents.
+/// Effects of the fixed row length on documents.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Cut {
-    /// Documents that are longer than a row, and were cut.
+    /// Number of documents longer than a row, which were cut.
     pub longer: usize,
-    /// Documents with a prompt of which targets that count are in a later piece than its beginning.
+    /// Number of documents with a prompt in which some targets that count are not in the first
+    /// piece.
     pub parted: usize,
-    /// Documents that are left out, because no target of theirs counts.
+    /// Number of documents dropped because no target of theirs counts.
     pub left_out: usize,
-    /// Tokens that are left out, in pieces without a target that counts.
+    /// Number of tokens dropped in pieces without a target that counts.
     pub tokens_left_out: usize,
-    /// Targets that count.
+    /// Number of targets that count.
     pub targets: usize,
 }
 
-/// Document `document` of shard `shard`.
+/// Location of a document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Of the shards that rows are made of.
+    /// Index of the shard.
     pub shard: usize,
-    /// In the shard.
+    /// Index of the document in the shard.
     pub document: usize,
 }
 
-/// A part of a shard that is one document: where its tokens are.
+/// Token range of a document in a shard.
 type Span = (usize, Range<usize>);
 
-/// The ends of the single document of `place` for training and validation: about `share` of its
-/// tokens, at its end, are for validation.
+/// Splits the single document of `place` for training and validation: about `share` of its tokens,
+/// at its end, are for validation.
 ///
 /// # Errors
-/// When the share is not between 0 and 1, or the document is too short.
+/// Returns an error if the share is not between 0 and 1, or the document is too short.
 fn halves(shards: &[Arc<Shard>], place: Place, share: f64) -> Result<[Span; 2]> {
     check_share(share)?;
     let document = shards[place.shard].document(place.document);
@@ -75,7 +76,7 @@ fn halves(shards: &[Arc<Shard>], place: Place, share: f64) -> Result<[Span; 2]> 
         document.len()
     );
     let valid = ((targets as f64 * share).round() as usize).clamp(1, targets - 1);
-    // The last token of the one is the first input of the other.
+    // The last target of training is the first input of validation.
     let border = document.end - 1 - valid;
     Ok([
         (place.shard, document.start..border + 1),
@@ -91,7 +92,7 @@ fn check_share(share: f64) -> Result<()> {
     Ok(())
 }
 
-/// All documents of `shards`.
+/// Returns the places of all documents of `shards`.
 pub fn places(shards: &[Arc<Shard>]) -> Vec<Place> {
     let of = |(shard, found): (usize, &Arc<Shard>)| {
         (0..found.documents()).map(move |document| Place { shard, document })
@@ -99,13 +100,14 @@ pub fn places(shards: &[Arc<Shard>]) -> Vec<Place> {
     shards.iter().enumerate().flat_map(of).collect()
 }
 
-/// `places` in training and validation: about `share` of the documents, those whose hash says so,
-/// go to validation. Equal documents go to the same part; others do not move a document. If one part
-/// would be empty, the first or last by hash moves there.
+/// Splits `places` into training and validation. A hash assigns about `share` of the documents to
+/// validation. Equal documents go to the same side, and other documents do not affect the
+/// assignment. If one side would be empty, the document with the lowest or the highest hash moves
+/// there.
 ///
 /// # Errors
-/// When there are fewer than two documents, the share is not between 0 and 1, or an id is not in
-/// the vocabulary.
+/// Returns an error if there are fewer than two documents, the share is not between 0 and 1, or an
+/// ID is not in the vocabulary.
 pub fn split(shards: &[Arc<Shard>], places: &[Place], share: f64) -> Result<[Vec<Place>; 2]> {
     check_share(share)?;
     ensure!(
@@ -118,7 +120,7 @@ pub fn split(shards: &[Arc<Shard>], places: &[Place], share: f64) -> Result<[Vec
         let shard = &shards[place.shard];
         let ids = shard.read(shard.document(place.document))?;
         let number = hash(bytemuck::cast_slice(&ids));
-        // FNV's low bits are its best.
+        // FNV mixes its low bits best.
         Ok((number.reverse_bits() as f64 / 2f64.powi(64), *place))
     };
     let hashed: Vec<(f64, Place)> = places.iter().map(hashed).collect::<Result<_>>()?;
@@ -145,22 +147,23 @@ pub fn split(shards: &[Arc<Shard>], places: &[Place], share: f64) -> Result<[Vec
 }
 
 impl Rows {
-    /// The documents `places` of `shards` in rows of `context`. Pieces without a target that counts
-    /// are left out. The result is a function of the documents alone.
+    /// Packs the documents `places` of `shards` into rows of `context`. Drops pieces without a
+    /// target that counts. The result depends only on the documents.
     ///
     /// # Errors
-    /// When `context` is 0, or no target counts.
+    /// Returns an error if `context` is 0, or no target counts.
     pub fn pack(shards: &[Arc<Shard>], places: &[Place], context: usize) -> Result<Self> {
         let span = |place: &Place| (place.shard, shards[place.shard].document(place.document));
         let spans: Vec<Span> = places.iter().map(span).collect();
         Self::of_spans(shards, &spans, context)
     }
 
-    /// The single document of `place` in rows for training, and its end in rows for validation:
-    /// about `share` of its tokens.
+    /// Packs the single document of `place` into training rows, and its end, about `share` of its
+    /// tokens, into validation rows.
     ///
     /// # Errors
-    /// When the share is not between 0 and 1, or one of both has no target that counts.
+    /// Returns an error if the share is not between 0 and 1, or if training or validation has no
+    /// target that counts.
     pub fn pack_one(
         shards: &[Arc<Shard>],
         place: Place,
@@ -207,7 +210,8 @@ impl Rows {
              that counts",
             spans.len()
         );
-        // The longest first, each into the fullest row that has room.
+        // Best fit decreasing: the longest piece first, each into the fullest row with enough
+        // space.
         pieces.sort_by_key(|piece| std::cmp::Reverse(piece.inputs.len()));
         let mut rows: Vec<Vec<Piece>> = Vec::new();
         let mut by_room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -240,36 +244,36 @@ impl Rows {
         })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// Whether there is no row; [`pack`](Self::pack) refuses that.
+    /// Returns true if there is no row; [`pack`](Self::pack) refuses that.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
 
-    /// What was cut and left out.
+    /// Returns the effects of cutting.
     pub fn cut(&self) -> Cut {
         self.cut
     }
 
-    /// Inputs that are no padding.
+    /// Returns the number of inputs that are not padding.
     pub fn tokens(&self) -> usize {
         let pieces = self.rows.iter().flatten();
         pieces.map(|piece| piece.inputs.len()).sum()
     }
 
-    /// Documents of the row that has most, the padding not counted.
+    /// Returns the largest number of documents in a row, without padding.
     pub fn most_documents(&self) -> usize {
         self.rows.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    /// The inputs of the first `most` rows, one behind another, without padding.
+    /// Returns the inputs of the first `most` rows, concatenated without padding.
     ///
     /// # Errors
-    /// When an id is not in the vocabulary.
+    /// Returns an error if an ID is not in the vocabulary.
     pub fn inputs(&self, most: usize) -> Result<Vec<u32>> {
         let pieces = self.rows.iter().take(most).flatten();
         let read = |piece: &Piece| self.shards[piece.shard].read(piece.inputs.clone());
@@ -277,13 +281,13 @@ impl Rows {
         Ok(all.concat())
     }
 
-    /// The rows `indices`.
+    /// Reads the rows `indices`.
     ///
     /// # Errors
-    /// When an id is not in the vocabulary.
+    /// Returns an error if an ID is not in the vocabulary.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// If there is no such row.
     pub fn batch(&self, indices: &[usize]) -> Result<RowBatch> {
         let ignore = CrossEntropy::default().ignore;
         let mut batch = RowBatch {
@@ -314,39 +318,39 @@ impl Rows {
     }
 }
 
-/// Some rows, on the host.
+/// A batch of rows on the host.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct RowBatch {
-    /// Row after row.
+    /// Input IDs, row by row.
     inputs: Vec<i32>,
-    /// Those of padding and of prompts are ignored by [`CrossEntropy::default`].
+    /// Target IDs. [`CrossEntropy::default`] ignores those of padding and of prompts.
     targets: Vec<i32>,
-    /// Of the documents in each row.
+    /// Lengths of the documents in each row.
     lengths: Vec<Vec<usize>>,
     context: usize,
     counted: usize,
 }
 
 impl RowBatch {
-    /// Targets that count.
+    /// Returns the number of targets that count.
     pub fn counted(&self) -> usize {
         self.counted
     }
 
-    /// Inputs `[rows, context]`, targets `[rows * context]` and where the documents lie, on
-    /// `device`.
+    /// Returns inputs `[rows, context]`, targets `[rows * context]` and the positions of the
+    /// documents, on `device`.
     ///
     /// # Errors
-    /// When there is no row.
+    /// Returns an error if there is no row.
     pub fn tensors(&self, device: &Device) -> Result<(Tensor<2, Int>, Tensor<1, Int>, PackedRows)> {
         self.tensors_with_room(None, device)
     }
 
-    /// The same; with `documents`, all batches of so many rows have the same shapes, see
-    /// [`PackedRows::with_room`].
+    /// Returns the same tensors as [`tensors`](Self::tensors). With `documents`, the shapes are the
+    /// same for all batches with this number of rows; see [`PackedRows::with_room`].
     ///
     /// # Errors
-    /// When there is no row, or there are more documents.
+    /// Returns an error if there is no row, or if there are more documents.
     pub fn tensors_with_room(
         &self,
         documents: Option<usize>,
@@ -432,7 +436,7 @@ mod tests {
             mask: Some(tokens.clone().map(|id| counts.contains(&id)).collect()),
             tokens: tokens.collect(),
         };
-        // The second has a piece without a target, the third none at all.
+        // The second has a piece without a counted target, the third has no counted target at all.
         let documents = [
             masked(0..4, &[0, 2]),
             masked(10..19, &[12]),
@@ -457,7 +461,7 @@ mod tests {
         assert!(error.to_string().contains("no target"), "{error}");
     }
 
-    /// Prompts that fill rows leave their completions behind.
+    /// A prompt that fills a row separates the completion from it.
     #[test]
     fn what_is_cut_is_counted() {
         let folder = Scratch::new("rows-cut");
@@ -465,8 +469,8 @@ mod tests {
             tokens: (0..prompt + length).collect(),
             mask: Some((0..prompt + length).map(|id| id >= prompt).collect()),
         };
-        // The last fits, of the first only the prompt's end is before the completion, and the
-        // second is within one row but for its end.
+        // The last fits. The completion of the first is preceded only by the end of its prompt. The
+        // second fits in one row except for its end.
         let documents = [completion(20, 3), completion(7, 4), completion(3, 2)];
         let shards = [shard(&folder, &documents)];
         let cut = Rows::pack(&shards, &places(&shards), 8).unwrap().cut();
@@ -487,7 +491,8 @@ mod tests {
         );
     }
 
-    /// Every prediction of a text is in one of both parts, the last ones in validation.
+    /// Every prediction of a text is either in training or in validation; the last ones are in
+    /// validation.
     #[test]
     fn one_text_is_cut_in_two() {
         let folder = Scratch::new("rows-one");
@@ -522,7 +527,7 @@ mod tests {
         assert_eq!(train.len() + valid.len(), 200);
         assert!((20..=60).contains(&valid.len()), "{}", valid.len());
         assert!(valid.iter().all(|place| !train.contains(place)));
-        // Fewer documents: where they are, they stay.
+        // With fewer documents, the remaining ones keep their side.
         let [_, fewer] = split(&shards, &all[..100], 0.2).unwrap();
         assert!(fewer.iter().all(|place| valid.contains(place)));
         for share in [1e-9, 1.0 - 1e-9] {

@@ -1,4 +1,4 @@
-//! A file of tokens, memory-mapped.
+//! Memory-mapped file of tokens.
 //!
 //! All numbers are little-endian.
 //!
@@ -6,16 +6,16 @@
 //! |---|---|
 //! | 8 | `NVFP4TOK` |
 //! | 4 | version of the format, 1 |
-//! | 4 | bytes of a token, 2 or 4 |
+//! | 4 | bytes per token, 2 or 4 |
 //! | 8 | number of tokens |
 //! | 8 | number of documents |
-//! | 8 | size of the vocabulary: ids are below it |
+//! | 8 | vocabulary size; IDs are below it |
 //! | 8 | hash of the tokenizer's file, FNV-1a |
-//! | 8 | flags: bit 0 says that there is a loss mask |
-//! | 8 | hash of everything behind the header, FNV-1a |
-//! | tokens | ids, one document behind another, and zeros up to a multiple of 8 bytes |
-//! | 8 for each document | the token behind its last one; ascending |
-//! | 1 bit for each token | the loss mask, lowest bit first: whether the token counts as a target |
+//! | 8 | flags: bit 0 is set if there is a loss mask |
+//! | 8 | hash of everything after the header, FNV-1a |
+//! | tokens | IDs of all documents, concatenated and zero-padded to a multiple of 8 bytes |
+//! | 8 per document | index one past its last token; ascending |
+//! | 1 bit per token | loss mask, lowest bit first: 1 if the token counts as a target |
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -32,25 +32,25 @@ const VERSION: u32 = 1;
 const HEADER: usize = 64;
 const HAS_MASK: u64 = 1;
 
-/// What identifies the tokens of a shard.
+/// Identifies the vocabulary of a shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Vocabulary {
-    /// Ids are below it.
+    /// Vocabulary size; IDs are below it.
     pub size: usize,
-    /// FNV-1a of the tokenizer's file.
+    /// FNV-1a hash of the tokenizer's file.
     pub tokenizer: u64,
 }
 
-/// A document: its tokens, and which of them count as targets. Without a mask all do.
+/// A document: its tokens, and the mask of tokens that count as targets. Without a mask, all count.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Document {
-    /// Ids.
+    /// Token IDs.
     pub tokens: Vec<u32>,
-    /// As long as the tokens.
+    /// Loss mask, as long as the tokens.
     pub mask: Option<Vec<bool>>,
 }
 
-/// The header as numbers.
+/// Header fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Header {
     width: usize,
@@ -138,17 +138,17 @@ impl Header {
         Ok(header)
     }
 
-    /// Where the ends of documents begin.
+    /// Returns the offset of the document ends.
     fn ends(&self) -> usize {
         HEADER + (self.tokens * self.width).next_multiple_of(8)
     }
 
-    /// Where the mask begins.
+    /// Returns the offset of the mask.
     fn mask(&self) -> usize {
         self.ends() + 8 * self.documents
     }
 
-    /// Of the whole file.
+    /// Returns the size of the whole file.
     fn bytes(&self) -> usize {
         let mask = if self.has_mask {
             self.tokens.div_ceil(8)
@@ -168,11 +168,11 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Opens the file at `path`: checks the header, the length and the ends of documents. Ids are
-    /// checked when they are read.
+    /// Opens the file at `path` and checks the header, the length and the ends of documents. IDs
+    /// are checked when they are read.
     ///
     /// # Errors
-    /// When it cannot be read, or is malformed or truncated; names it.
+    /// Returns an error that names the file if it cannot be read, or is malformed or truncated.
     pub fn open(path: &Path) -> Result<Self> {
         let context = || format!("tokens {}", path.display());
         let file = File::open(path).with_context(context)?;
@@ -208,10 +208,10 @@ impl Shard {
         Ok(())
     }
 
-    /// Reads the whole file.
+    /// Verifies the whole file.
     ///
     /// # Errors
-    /// When its bytes are not those that were written, or an id is not in the vocabulary.
+    /// Returns an error if its bytes differ from those written, or an ID is not in the vocabulary.
     pub fn verify(&self) -> Result<()> {
         let found = hash(&self.bytes[HEADER..]);
         ensure!(
@@ -226,32 +226,32 @@ impl Shard {
         Ok(())
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The vocabulary and tokenizer.
+    /// Returns the vocabulary and tokenizer.
     pub fn vocabulary(&self) -> Vocabulary {
         self.header.vocabulary
     }
 
-    /// The hash of tokens, ends and mask, as the header has it.
+    /// Returns the hash of tokens, ends and mask that is stored in the header.
     pub fn checksum(&self) -> u64 {
         self.header.checksum
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.header.tokens
     }
 
-    /// Whether there is no token.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Number of documents.
+    /// Returns the number of documents.
     pub fn documents(&self) -> usize {
         self.header.documents
     }
@@ -261,10 +261,10 @@ impl Shard {
         u64::from_le_bytes(self.bytes[at..at + 8].try_into().expect("8 bytes")) as usize
     }
 
-    /// The tokens of document `index`.
+    /// Returns the token range of document `index`.
     ///
     /// # Panics
-    /// When there is no such document.
+    /// If there is no such document.
     pub fn document(&self, index: usize) -> Range<usize> {
         let begin = match index {
             0 => 0,
@@ -273,13 +273,13 @@ impl Shard {
         begin..self.end(index)
     }
 
-    /// The ids of the tokens `range`.
+    /// Reads the IDs of the tokens `range`.
     ///
     /// # Errors
-    /// When one is not in the vocabulary: names it and its place.
+    /// Returns an error that names the ID and its position if it is not in the vocabulary.
     ///
     /// # Panics
-    /// When there are no such tokens.
+    /// If there are no such tokens.
     pub fn read(&self, range: Range<usize>) -> Result<Vec<u32>> {
         let width = self.header.width;
         assert!(
@@ -310,17 +310,17 @@ impl Shard {
         Ok(ids)
     }
 
-    /// Whether token `index` counts as a target.
+    /// Returns true if token `index` counts as a target.
     ///
     /// # Panics
-    /// When there is no such token.
+    /// If there is no such token.
     pub fn counts(&self, index: usize) -> bool {
         assert!(index < self.len(), "token {index} of {}", self.len());
         !self.header.has_mask || self.bytes[self.header.mask() + index / 8] >> (index % 8) & 1 == 1
     }
 }
 
-/// Writes documents to a new shard: two bytes a token where the vocabulary allows.
+/// Writes documents to a new shard, with two bytes per token if the vocabulary allows.
 pub struct ShardWriter {
     vocabulary: Vocabulary,
     width: usize,
@@ -332,10 +332,10 @@ pub struct ShardWriter {
 }
 
 impl ShardWriter {
-    /// Of tokens of `vocabulary`.
+    /// Creates a writer for tokens of `vocabulary`.
     ///
     /// # Errors
-    /// When it has no id, or more than 2^32.
+    /// Returns an error if the vocabulary is empty, or larger than 2^32.
     pub fn new(vocabulary: Vocabulary) -> Result<Self> {
         let size = vocabulary.size;
         ensure!(
@@ -356,7 +356,8 @@ impl ShardWriter {
     /// Adds a document.
     ///
     /// # Errors
-    /// When an id is not in the vocabulary, or the mask has another length than the tokens.
+    /// Returns an error if an ID is not in the vocabulary, or the length of the mask differs from
+    /// that of the tokens.
     pub fn add(&mut self, document: &Document) -> Result<()> {
         let Document { tokens, mask } = document;
         let size = self.vocabulary.size;
@@ -393,20 +394,20 @@ impl ShardWriter {
         Ok(())
     }
 
-    /// Number of tokens so far.
+    /// Returns the number of tokens so far.
     pub fn len(&self) -> usize {
         self.count
     }
 
-    /// Whether there is no token yet.
+    /// Returns true if there are no tokens yet.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Writes the file at `path`, in one go.
+    /// Writes the file at `path` atomically.
     ///
     /// # Errors
-    /// When the disk refuses; names the file.
+    /// Returns an error that names the file if writing fails.
     pub fn finish(mut self, path: &Path) -> Result<()> {
         let context = || format!("tokens {}", path.display());
         self.tokens.resize(self.tokens.len().next_multiple_of(8), 0);

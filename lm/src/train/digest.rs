@@ -1,4 +1,4 @@
-//! Whether ranks that update the same parameters still have the same values of them.
+//! Checks that ranks that update the same parameters still agree on their values.
 
 use anyhow::{Result, bail};
 use burn::tensor::{Bytes, TensorData};
@@ -9,12 +9,12 @@ use rand::RngExt;
 use crate::random::stream;
 use crate::ranks::gathered;
 
-/// Fails unless all ranks of `group` have the values of `record`, a model's, but for rounding: of
-/// the parameters that `holds` names by their ids.
+/// Checks that all ranks of `group` have the same values of `record`, a model record, up to
+/// rounding. Compares the parameters whose IDs `holds` accepts.
 ///
 /// # Errors
-/// When one has others: its gradients were not averaged with the others' at some step before `step`.
-/// All ranks get the same error.
+/// Returns an error if a rank differs: its gradients were not averaged with the others' at some
+/// step before `step`. All ranks get the same error.
 pub(crate) fn check_equal(
     record: &Bytes,
     group: &ProcessGroup,
@@ -56,7 +56,7 @@ pub(crate) fn check_equal(
     Ok(())
 }
 
-/// One parameter: the sum of its elements with signs that change irregularly, and its norm.
+/// Digest of one parameter: the sum of its elements with pseudo-random signs, and its norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Digest {
     projection: f64,
@@ -87,7 +87,7 @@ impl Digest {
         bits.to_le_bytes()
     }
 
-    /// Those that [`bytes`](Self::bytes) made `bytes` of.
+    /// Reads the output of [`bytes`](Self::bytes).
     fn all(bytes: &[u8]) -> Vec<Self> {
         let (digests, _) = bytes.as_chunks();
         let digests = digests.iter().map(|bytes| {
@@ -100,9 +100,9 @@ impl Digest {
         digests.collect()
     }
 
-    /// Whether two parameters may differ by rounding alone. Elements that differ by `d` at random
-    /// differ in projection by the norm of `d`. A thousandth is less than a step or two of separate
-    /// training makes.
+    /// Returns true if the difference between two parameters can be due to rounding alone. A random
+    /// difference `d` of the elements changes the projection by about the norm of `d`. The
+    /// tolerance of a thousandth is below the change from one or two steps of separate training.
     fn is_near(self, other: Self) -> bool {
         let allowed = 1e-3 * self.norm.max(other.norm);
         (self.projection - other.projection).abs() <= allowed
@@ -121,7 +121,7 @@ mod tests {
 
     use super::*;
 
-    /// Rounding passes, a step of training does not.
+    /// Rounding passes; a step of separate training does not.
     #[test]
     fn weights_that_came_apart_are_seen() {
         let weights: Vec<f32> = (0..4096)
@@ -138,8 +138,8 @@ mod tests {
         } else {
             w
         })));
-        // Adam's steps are about as large as the learning rate, each element's in a direction of
-        // its own.
+        // Each element changes by about the learning rate, as with Adam, in an independent
+        // direction.
         let step = |i: usize| {
             if (i * i / 3).is_multiple_of(2) {
                 1e-3
@@ -151,8 +151,8 @@ mod tests {
         assert!(!own.is_near(digest(&|_, w| w * 0.9)));
     }
 
-    /// Every rank says which parameter of which rank it is. Those that ranks do not share may
-    /// differ.
+    /// Every rank names the same differing parameter and rank. Parameters that ranks do not share
+    /// may differ.
     #[test]
     fn a_rank_with_other_weights_is_named_by_all() {
         let record = |layer: Linear| layer.into_record().into_bytes().unwrap();

@@ -1,4 +1,4 @@
-//! Runs of several ranks, as threads over loopback, against a run of one rank.
+//! Compares runs of several ranks, as threads over loopback, with a single-rank run.
 
 mod grad_reduce;
 mod sharded;
@@ -19,7 +19,7 @@ use crate::config::{Activation, ExpertDispatchName, GradReduce, Preset};
 use crate::data::Batch;
 use crate::model::{ParallelTransformer, Transformer};
 
-/// A folder of one test, which goes with it.
+/// Folder of one test, removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -33,7 +33,7 @@ impl Folder {
         Self(path)
     }
 
-    /// Another one with the checkpoint, without the rows.
+    /// Copies the checkpoint, but not the rows, to another folder.
     fn copy(&self) -> Self {
         let copy = Self::new();
         let latest = checkpoint::latest(&self.0).unwrap().unwrap();
@@ -58,7 +58,7 @@ impl Drop for Folder {
     }
 }
 
-/// Forty files of words that follow a pattern.
+/// Returns a corpus of forty files of words that follow a pattern.
 fn corpus() -> Corpus {
     let folder = Folder::new();
     for file in 0..40usize {
@@ -91,7 +91,7 @@ fn config(steps: u64) -> RunConfig {
     config
 }
 
-/// Of `tp` ranks in a tensor group.
+/// Configuration with tensor groups of `tp` ranks.
 fn tensor_parallel(steps: u64, tp: usize) -> RunConfig {
     RunConfig {
         tp,
@@ -99,14 +99,14 @@ fn tensor_parallel(steps: u64, tp: usize) -> RunConfig {
     }
 }
 
-/// A mixture of four experts, on `ep` ranks.
+/// Configuration with a mixture of four experts on `ep` ranks.
 fn experts(steps: u64, ep: usize) -> RunConfig {
     let mut config = config(steps);
     config.model.experts = Some(4);
     RunConfig { ep, ..config }
 }
 
-/// A mixture on `ep` ranks, in tensor groups of `tp`.
+/// Configuration with a mixture on `ep` ranks in tensor groups of `tp`.
 fn tensor_and_experts(steps: u64, tp: usize, ep: usize) -> RunConfig {
     RunConfig {
         tp,
@@ -114,7 +114,7 @@ fn tensor_and_experts(steps: u64, tp: usize, ep: usize) -> RunConfig {
     }
 }
 
-/// The same, whose tokens travel as `dispatch` says.
+/// Configuration with a mixture on `ep` ranks and the exchange `dispatch`.
 fn experts_by(dispatch: ExpertDispatchName, steps: u64, ep: usize) -> RunConfig {
     RunConfig {
         ep_dispatch: Some(dispatch),
@@ -146,7 +146,7 @@ fn zero1(config: RunConfig) -> RunConfig {
     }
 }
 
-/// Whose gradients travel in `bf16`.
+/// Exchanges gradients in `bf16`.
 fn in_bf16(config: RunConfig) -> RunConfig {
     RunConfig {
         grad_reduce: GradReduce::Bf16,
@@ -154,7 +154,7 @@ fn in_bf16(config: RunConfig) -> RunConfig {
     }
 }
 
-/// What rank 0 does with its run on `ranks` ranks, as all others do.
+/// Calls a closure on all ranks of a run of `ranks` ranks, and returns the result of rank 0.
 fn on_ranks<T: Send>(
     config: &RunConfig,
     corpus: &Corpus,
@@ -166,7 +166,7 @@ fn on_ranks<T: Send>(
     in_worlds(config, corpus, folder, worlds, body).swap_remove(0)
 }
 
-/// What the rank of each of `worlds` does with its run.
+/// Calls a closure on the rank of each of `worlds`.
 fn in_worlds<T: Send>(
     config: &RunConfig,
     corpus: &Corpus,
@@ -204,7 +204,7 @@ fn open<'a, M: LanguageModel>(
     Run::open_rank(config, recipe, corpus, &Device::flex(), &folder.0, groups).unwrap()
 }
 
-/// A run, of whichever model.
+/// A run with any model type.
 trait OnRank {
     fn train_to(&mut self, stop_at: Option<u64>);
     fn save_again(&mut self);
@@ -222,7 +222,7 @@ impl<M: LanguageModel> OnRank for Run<'_, M> {
         self.save(&mut ()).unwrap();
     }
 
-    /// The training losses, and the validation losses behind them.
+    /// Returns the training losses, then the validation losses.
     fn losses(&self) -> Vec<f64> {
         let rows = self.rows().iter();
         let losses = rows.clone().filter_map(|row| row.train_loss);
@@ -235,7 +235,7 @@ impl<M: LanguageModel> OnRank for Run<'_, M> {
         self.communication()
     }
 
-    /// Of the parameters of the rank, and of the first moments.
+    /// Returns the number of elements in the rank's parameters, and in the first moments.
     fn elements(&self) -> [usize; 2] {
         let state = content(&self.rank.optimizer.to_bytes().unwrap());
         let first = state.iter().filter(|tensor| tensor.0.ends_with(".first"));
@@ -244,7 +244,7 @@ impl<M: LanguageModel> OnRank for Run<'_, M> {
     }
 }
 
-/// The losses of a run.
+/// Trains a run and returns its losses.
 fn losses(config: &RunConfig, corpus: &Corpus, folder: &Folder, ranks: usize) -> Vec<f64> {
     on_ranks(config, corpus, folder, ranks, |run| {
         run.train_to(None);
@@ -258,7 +258,7 @@ fn largest_difference(found: &[f64], expected: &[f64]) -> f64 {
     errors.fold(0.0, f64::max)
 }
 
-/// Name, parameter, shape and values of each tensor.
+/// Name, parameter ID, shape and values of each tensor.
 type Content = Vec<(String, Option<u64>, Vec<usize>, Vec<f32>)>;
 
 fn content(container: &Bytes) -> Content {
@@ -272,7 +272,7 @@ fn content(container: &Bytes) -> Content {
     tensors.collect()
 }
 
-/// The bytes of a checkpoint, but for the time.
+/// Asserts that two checkpoints have the same bytes, except for the time.
 fn assert_same(found: &Checkpoint, expected: &Checkpoint) {
     assert_eq!(content(&found.model), content(&expected.model));
     assert_eq!(content(&found.optimizer), content(&expected.optimizer));
@@ -280,7 +280,7 @@ fn assert_same(found: &Checkpoint, expected: &Checkpoint) {
     assert_eq!(found.state.step, expected.state.step);
 }
 
-/// The largest difference of a tensor, relative to its largest magnitude.
+/// Returns the largest difference of a tensor, relative to its largest magnitude.
 fn distance(found: &Bytes, expected: &Bytes) -> f32 {
     let (found, expected) = (content(found), content(expected));
     let pairs = found.iter().zip(&expected).map(|(found, expected)| {
@@ -296,8 +296,8 @@ fn distance(found: &Bytes, expected: &Bytes) -> f32 {
     pairs.fold(0f32, f32::max)
 }
 
-/// In high precision the ranks of a tensor group compute what one rank does, to the order of sums,
-/// with data parallelism too.
+/// In high precision, a tensor group computes what a single rank does, up to the order of sums,
+/// also with data parallelism.
 #[test]
 fn tensor_parallel_ranks_train_as_one() {
     let corpus = corpus();
@@ -311,7 +311,7 @@ fn tensor_parallel_ranks_train_as_one() {
     }
 }
 
-/// Each rank of a tensor group gives the logits of all tokens and bytes.
+/// Each rank of a tensor group returns the logits of all tokens and bytes.
 #[test]
 fn logits_are_those_of_one_rank() {
     let config = tensor_parallel(1, 2);
@@ -336,10 +336,10 @@ fn logits_are_those_of_one_rank() {
     });
 }
 
-/// The moments are those of the mean gradient, scaled down to a norm that counts each parameter
-/// once: after one step they and the weights are those of one rank. In NVFP4, too, where ranks draw
-/// the random bits of one rank: those of a tensor group, where a sum in another order takes a few
-/// elements to another code, and those with other experts in these.
+/// The moments are those of the mean gradient, clipped by a norm that counts each parameter once:
+/// after one step, moments and weights match a single rank. This also holds in NVFP4 where ranks
+/// draw the random bits of a single rank: in a tensor group, where another order of summation moves
+/// a few elements to another code, and for the experts of expert parallelism.
 #[test]
 fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
     let corpus = corpus();
@@ -347,7 +347,7 @@ fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
         grad_clip: 0.01,
         ..config
     };
-    // Only experts are quantized.
+    // Quantize only the experts.
     let quantized_experts = |dispatch, ep: usize| RunConfig {
         high_precision: vec!["attention".into()],
         ..nvfp4(experts_by(dispatch, 1, ep))
@@ -404,7 +404,7 @@ fn a_step_has_the_gradients_and_the_norm_of_one_rank() {
     }
 }
 
-/// What one rank has written, other layouts read, and write again as it was.
+/// Other layouts read a checkpoint of a single rank, and write it back unchanged.
 #[test]
 fn checkpoints_are_those_of_one_rank() {
     let corpus = corpus();
@@ -438,7 +438,7 @@ fn checkpoints_are_those_of_one_rank() {
     }
 }
 
-/// In NVFP4, with the random bits of each rank, a run that was stopped reaches the same bytes.
+/// In NVFP4, with separate random bits on each rank, a resumed run produces the same bytes.
 #[test]
 fn a_stopped_run_reaches_the_same_bytes() {
     let corpus = corpus();
@@ -462,8 +462,8 @@ fn a_stopped_run_reaches_the_same_bytes() {
     }
 }
 
-/// In high precision ranks with other experts train as one rank with the whole batch, in tensor
-/// groups too.
+/// In high precision, expert-parallel ranks train like a single rank with the whole batch, also in
+/// tensor groups.
 #[test]
 fn expert_parallel_ranks_train_as_one() {
     let corpus = corpus();
@@ -491,9 +491,9 @@ fn expert_parallel_ranks_train_as_one() {
     }
 }
 
-/// In NVFP4 rounding to 4 bits takes a difference in the last bit of an activation to another code
-/// now and then: ranks differ from one as two runs of one rank do whose learning rates differ in
-/// their last bits. The loss of the first step is that of one rank.
+/// In NVFP4, a difference in the last bit of an activation sometimes changes a 4-bit code. Ranks
+/// therefore differ from a single rank as much as two single-rank runs whose learning rates differ
+/// in the last bits. The loss of the first step is that of a single rank.
 #[test]
 fn in_nvfp4_tensor_parallel_ranks_train_as_one_to_rounding() {
     let corpus = corpus();
@@ -513,8 +513,8 @@ fn in_nvfp4_tensor_parallel_ranks_train_as_one_to_rounding() {
     assert!(error < 4.0 * usual, "{error:e} of {usual:e}");
 }
 
-/// The share of a step in which ranks wait for each other is measured, the same figure on all
-/// ranks, and grows with the time that messages take.
+/// The share of a step in which ranks wait for each other is measured, is equal on all ranks, and
+/// grows with the message latency.
 #[test]
 fn communication_that_is_not_hidden_is_measured() {
     let corpus = corpus();
@@ -537,7 +537,7 @@ fn communication_that_is_not_hidden_is_measured() {
             let percent = found.percent().unwrap();
             assert!(percent > 0.0 && percent < 100.0, "{found:?}");
         }
-        // At least the two messages of an all-reduce, and one of the agreement behind the step.
+        // At least the two messages of an all-reduce, and one of the agreement after the step.
         assert!(slow.waited > 3.0 * 0.06, "{slow:?}");
         assert!(slow.percent() > fast.percent(), "{fast:?} {slow:?}");
     }
@@ -548,8 +548,9 @@ fn communication_that_is_not_hidden_is_measured() {
     assert_eq!(alone.percent(), None);
 }
 
-/// Telemetry of a tensor group: of the layers and operands of one rank, by their names there. Where
-/// tokens are gathered they are all tokens, with the statistics of one rank. It changes no bit.
+/// Telemetry of a tensor group covers the layers and operands of a single rank, under their
+/// single-rank names. Where tokens are gathered, the operand has all tokens and the statistics of a
+/// single rank. Telemetry changes no bit.
 #[test]
 fn telemetry_of_a_tensor_group_is_of_the_operands_of_one_rank() {
     let corpus = corpus();
@@ -566,7 +567,7 @@ fn telemetry_of_a_tensor_group_is_of_the_operands_of_one_rank() {
     };
     let (one, _) = sampled(config(3), 1);
     let (two, checkpoint) = sampled(tensor_parallel(3, 2), 2);
-    // Step, layer and operand.
+    // Returns step, layer and operand.
     let names = |lines: &[String]| -> Vec<String> {
         let names = lines.iter().map(|line| {
             let fields: Vec<&str> = line.split(',').take(3).collect();

@@ -1,8 +1,8 @@
-//! A rank of a run, with a model and an optimizer of its own.
+//! A rank of a run, with its model and optimizer.
 //!
-//! Ranks step together. Each computes the gradients of its part of the batch. They are averaged
-//! over the ranks, and each rank updates its weights by the mean, so that the weights stay equal.
-//! Where a rank has parts of parameters, it averages and updates these.
+//! Ranks step together. Each computes the gradients of its share of the batch. The gradients are
+//! averaged over the ranks, and each rank updates its weights by the mean, so that the weights stay
+//! equal. A rank that holds shards of parameters averages and updates only these.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,36 +28,36 @@ use crate::optim::Optimizer;
 
 /// A model that is trained on one device.
 pub(crate) struct Rank<M> {
-    /// With autodiff.
+    /// Device with autodiff.
     pub device: Device,
     pub optimizer: Optimizer,
-    /// None while a step updates it: nobody else holds the weights then, so that the optimizer
-    /// writes them in place.
+    /// None while a step updates the model: the optimizer is then the only owner of the weights and
+    /// updates them in place.
     model: Option<M>,
     /// Losses of steps that are still on the device.
     pending: Vec<Tensor<1>>,
     averaging: Averaging,
-    /// What other ranks have the other parts of.
+    /// Split of the parameters over ranks, if they are split.
     partition: Option<Partition>,
-    /// The steps as a graph, while they are taken so.
+    /// The steps as a graph, while a graph is used.
     graph: Option<Graph>,
 }
 
-/// Where the means of gradients over the ranks come from.
+/// Source of the gradient means over the ranks.
 #[derive(Debug, Clone)]
 enum Averaging {
-    /// There is one rank with this part of the parameters.
+    /// Only one rank has this part of the parameters.
     None,
     /// The optimizer averages them (ZeRO-1).
     Optimizer(Replicas),
-    /// Ranks that all have the same parameters, but for experts.
+    /// Ranks with identical parameters, except for experts.
     Ranks(Replicas),
-    /// Ranks with parts of these parameters (FSDP).
+    /// Ranks with shards of these parameters (FSDP).
     Sharded(Replicas, BTreeSet<u64>),
 }
 
 impl Averaging {
-    /// The ranks, if there are several.
+    /// Returns the ranks, if there are several.
     fn replicas(&self) -> Option<&Replicas> {
         match self {
             Self::None => None,
@@ -68,17 +68,17 @@ impl Averaging {
     }
 }
 
-/// The ranks with other parts of the batch, and the same parameters.
+/// Ranks with different shares of the batch and the same parameters.
 #[derive(Debug, Clone)]
 struct Replicas {
     batch: ProcessGroup,
-    /// Parameters that only the ranks of `data` have.
+    /// Expert parameters, shared only by the ranks of `data`.
     experts: Vec<ParamId>,
     data: ProcessGroup,
 }
 
 impl Replicas {
-    /// Those of `groups` with `model`.
+    /// Returns the replicas in `groups` of the parameters of `model`.
     fn new<M: LanguageModel>(groups: &ParallelGroups, model: &M) -> Self {
         Self {
             batch: groups.batch().clone(),
@@ -96,8 +96,8 @@ impl Replicas {
         }
     }
 
-    /// What a rank differentiates: with experts on several ranks its share of the loss, so that
-    /// their gradients need no division.
+    /// Returns the loss that a rank differentiates. With experts on several ranks it is the rank's
+    /// share of the loss, so that expert gradients need no division.
     fn loss(&self) -> RankLoss {
         match self.experts.is_empty() {
             true => RankLoss::Mean,
@@ -105,7 +105,8 @@ impl Replicas {
         }
     }
 
-    /// How `shards`, over ranks of these, cut what the ranks of `groups` have.
+    /// Returns the level at which `shards`, over these ranks, split the tensors of the ranks of
+    /// `groups`.
     fn level(&self, groups: &ParallelGroups, shards: &Shards, model: bool) -> Level {
         let is_of_experts =
             (shards.ids.first()).is_some_and(|id| self.experts.contains(&ParamId::from(*id)));
@@ -122,8 +123,7 @@ impl Replicas {
     }
 }
 
-/// Whether telemetry or a profiler looks on at a step: a replay of a graph shows nothing of what it
-/// does.
+/// States whether telemetry or a profiler observes a step. A replayed graph cannot be observed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Watched {
     No,
@@ -143,12 +143,12 @@ impl<M: LanguageModel> Rank<M> {
         }
     }
 
-    /// Becomes a rank of `groups`, whose ranks have the same weights or parts of them, and keeps of
-    /// model and optimizer what `config` says. `names` are those of the parameters in the model of
-    /// one rank.
+    /// Joins `groups`, whose ranks have the same weights or shards of them, and keeps the parts of
+    /// model and optimizer that `config` assigns to this rank. `names` are the parameter names in
+    /// the single-rank model.
     ///
     /// # Errors
-    /// When the optimizer's state does not fit.
+    /// Returns an error if the optimizer state does not match.
     pub fn join(
         &mut self,
         groups: &ParallelGroups,
@@ -181,7 +181,7 @@ impl<M: LanguageModel> Rank<M> {
                 )
                 .collect(),
             rank: groups.world().rank(),
-            // Sharding alone leaves them as they are.
+            // Sharding alone does not change the names.
             names: match splits.is_empty() {
                 true => BTreeMap::new(),
                 false => names,
@@ -214,9 +214,9 @@ impl<M: LanguageModel> Rank<M> {
         self.optimizer.load(state, &self.device)
     }
 
-    /// Has gradients averaged over the ranks with other parts of the batch. Layers that are
-    /// decorated find their weights by the tensors of the parameters, which averaging in the
-    /// backward would replace: theirs are averaged behind it.
+    /// Enables averaging of gradients over the ranks with other shares of the batch. Decorated
+    /// layers find their weights by the parameters' tensors, which averaging in the backward would
+    /// replace. Their gradients are therefore averaged after the backward.
     fn average(&mut self, replicas: Replicas, is_decorated: bool) {
         if replicas.batch.size() == 1 {
             return;
@@ -230,48 +230,48 @@ impl<M: LanguageModel> Rank<M> {
         self.averaging = Averaging::Ranks(replicas);
     }
 
-    /// What other ranks have the other parts of.
+    /// Returns the split of the parameters over ranks, if they are split.
     pub fn partition(&self) -> Option<&Partition> {
         self.partition.as_ref()
     }
 
-    /// The model of the last step.
+    /// Returns the model after the last step.
     pub fn model(&self) -> &M {
         self.model.as_ref().expect(KEPT)
     }
 
-    /// From here on, each step is one launch of a graph of this model and optimizer, after three
+    /// From here on, launches each step as a graph of this model and optimizer, after three
     /// ordinary steps.
     ///
     /// # Errors
-    /// When the device has no graphs, or another graph.
+    /// Returns an error if the device does not support graphs, or already has one.
     pub fn begin_graph(&mut self) -> Result<()> {
         let steps = GraphSteps::begin(self.model(), &self.device)?;
         self.graph = Some(Graph::new(steps));
         Ok(())
     }
 
-    /// Whether steps are those of a graph.
+    /// Returns true if steps run as a graph.
     pub fn has_graph(&self) -> bool {
         self.graph.is_some()
     }
 
-    /// Whether the next step of a graph is ordinary, and the last one that is.
+    /// Returns true if the next step is the last ordinary one before the capture.
     pub fn is_before_capture(&self) -> bool {
         (self.graph.as_ref()).is_some_and(|graph| graph.steps.is_before_capture())
     }
 
-    /// Steps are ordinary again.
+    /// Returns to ordinary steps.
     pub fn end_graph(&mut self) {
         self.graph = None;
     }
 
-    /// One step. Nothing is read back from the device. Where somebody [looks on](Watched), its
-    /// kernels are launched one by one even if it was captured.
+    /// Runs one step without synchronizing with the device. If the step is [watched](Watched), its
+    /// kernels are launched one by one even if a graph was captured.
     ///
     /// # Errors
-    /// With a graph: when the device cannot capture what the step does, or replay it, or the
-    /// optimizer cannot be in a graph.
+    /// With a graph, returns an error if the device cannot capture or replay the step, or if the
+    /// optimizer cannot run in a graph.
     pub fn step(&mut self, batch: Batch, lr: f64, watched: Watched) -> Result<()> {
         let (inputs, targets) = batch.tensors(&self.device);
         let loss = match self.graph.take() {
@@ -293,7 +293,8 @@ impl<M: LanguageModel> Rank<M> {
         Ok(())
     }
 
-    /// The loss of a step of `graph`, whose batch and learning rate are on the device.
+    /// Runs a step of `graph`, whose batch and learning rate are on the device, and returns its
+    /// loss.
     fn graph_step(&mut self, graph: &mut Graph, watched: Watched) -> Result<Tensor<1>> {
         let Graph { steps, batch, loss } = graph;
         let (inputs, targets) = batch.as_ref().expect("`load` has put it there");
@@ -312,17 +313,17 @@ impl<M: LanguageModel> Rank<M> {
             }
             Watched::No => {
                 steps.step(step)?;
-                // A replay makes none: it writes that of the capture.
+                // A replay returns no new loss tensor: it overwrites the one from the capture.
                 *loss = made.or(loss.take());
                 loss.clone()
             }
         };
-        // The next replay writes another loss to the same memory.
+        // Copy, because the next replay overwrites the same memory.
         Ok(of_step.expect("a step has been taken").mul_scalar(1.0))
     }
 
-    /// The loss of a batch, without autodiff, and the gradients of all parameters, averaged over
-    /// the ranks.
+    /// Returns the loss of a batch, without autodiff, and the gradients of all parameters, averaged
+    /// over the ranks.
     fn gradients(
         &self,
         inputs: Tensor<2, Int>,
@@ -350,7 +351,7 @@ impl<M: LanguageModel> Rank<M> {
         (kept, gradients)
     }
 
-    /// The losses of the steps since the last call; waits for the device.
+    /// Returns the losses of the steps since the last call; waits for the device.
     pub fn losses(&mut self) -> Vec<f32> {
         if self.pending.is_empty() {
             return Vec::new();
@@ -359,11 +360,11 @@ impl<M: LanguageModel> Rank<M> {
         losses.iter::<f32>().collect()
     }
 
-    /// Fails unless ranks that update the same parameters have the same values of them, but for
-    /// rounding. `record` is that of this rank's model.
+    /// Checks that ranks that update the same parameters have equal values up to rounding. `record`
+    /// is the record of this rank's model.
     ///
     /// # Errors
-    /// Names step, rank and parameter.
+    /// Returns an error that names step, rank and parameter.
     pub fn check_equal(&self, record: &Bytes, step: u64) -> Result<()> {
         match &self.averaging {
             Averaging::None | Averaging::Sharded(..) => Ok(()),
@@ -376,7 +377,8 @@ impl<M: LanguageModel> Rank<M> {
     }
 }
 
-/// How `split` cuts the parameters of the model of one rank. Neighbours have other parts.
+/// Returns the level at which `split` splits the parameters of the single-rank model. Adjacent
+/// ranks have different shards.
 fn split_level(split: &ModelPartition) -> Level {
     Level {
         ranks: split.shards.group.size(),
@@ -387,12 +389,12 @@ fn split_level(split: &ModelPartition) -> Level {
     }
 }
 
-/// The steps of a rank as a CUDA graph.
+/// The steps of a rank, as a CUDA graph.
 struct Graph {
     steps: GraphSteps,
-    /// Inputs and targets, where the graph reads them.
+    /// Input and target buffers that the graph reads.
     batch: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// Of the last step, where the graph writes it.
+    /// Loss of the last step, in the buffer that the graph writes.
     loss: Option<Tensor<1>>,
 }
 
@@ -405,7 +407,7 @@ impl Graph {
         }
     }
 
-    /// Puts a batch where the graph reads it.
+    /// Copies a batch into the graph's input buffers.
     fn load(&mut self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Result<()> {
         self.batch = Some(match self.batch.take() {
             None => (inputs, targets),
@@ -415,7 +417,8 @@ impl Graph {
     }
 }
 
-/// Why a rank has its model: what fails between taking it out and putting it back ends the run.
+/// Reason why a rank has its model: a failure between taking it out and putting it back ends the
+/// run.
 const KEPT: &str = "the run goes on only after a step that was whole";
 
 #[cfg(all(test, any(feature = "cpu", feature = "cuda")))]
@@ -424,7 +427,7 @@ mod tests {
 
     use super::*;
 
-    /// The bits of all parameters.
+    /// Returns the bits of all parameters.
     fn values<M: Module>(model: &M) -> Vec<u32> {
         struct Values(Vec<u32>);
         impl ModuleVisitor for Values {
@@ -438,8 +441,8 @@ mod tests {
         values.0
     }
 
-    /// Steps of a graph have the bits of ordinary ones: losses and weights. CubeCL's CPU runtime
-    /// takes the three steps before the capture.
+    /// Steps of a graph have the same bits as ordinary ones: losses and weights. CubeCL's CPU
+    /// runtime runs two of the three steps before the capture, of a smaller model.
     #[test]
     fn steps_of_a_graph_are_ordinary_ones() {
         use crate::config::{Activation, Preset, RecipeName, RunConfig};
@@ -449,7 +452,7 @@ mod tests {
             #[cfg(feature = "cuda")]
             Ok("cuda") => (Device::cuda(0), "cuda:0", 200),
             #[cfg(feature = "cpu")]
-            _ => (Device::cpu(), "cpu", 3),
+            _ => (Device::cpu(), "cpu", 2),
             #[cfg(not(feature = "cpu"))]
             _ => {
                 let test = "train::rank::tests::steps_of_a_graph_are_ordinary_ones";
@@ -459,7 +462,9 @@ mod tests {
         let device = device.autodiff();
         let mut config = RunConfig::preset(Preset::Tiny, name);
         if name == "cpu" {
-            (config.batch, config.model.context) = (2, 32);
+            (config.batch, config.model.context) = (1, 16);
+            (config.model.layers, config.model.width) = (1, 32);
+            (config.model.heads, config.model.hidden) = (1, 64);
             config.activation = Activation::F32;
         }
         let recipe = RecipeName::nvfp4();
@@ -476,7 +481,7 @@ mod tests {
         let mut captured = rank();
         captured.begin_graph().unwrap();
         for step in 0..steps {
-            // One is looked at in between.
+            // One step in between is watched.
             let watched = match step {
                 20 => Watched::Yes,
                 _ => Watched::No,

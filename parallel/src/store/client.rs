@@ -1,4 +1,4 @@
-//! The side of a rank.
+//! Client side of the store, for each rank.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -12,12 +12,12 @@ use crate::error::{Failure, ParallelError, Result};
 use crate::token::Token;
 use crate::wire::{read_frame, write_frame};
 
-/// How long the store may take for an answer, beside what it is asked to wait.
+/// Maximum response time of the store, in addition to a requested wait.
 const ANSWER: Duration = Duration::from_secs(10);
-/// Between two attempts to connect.
+/// Interval between attempts to connect.
 const RETRY: Duration = Duration::from_millis(50);
 
-/// A connection to the store of a run.
+/// Connection to the store of a run.
 #[derive(Debug)]
 pub struct StoreClient {
     stream: Mutex<TcpStream>,
@@ -26,10 +26,10 @@ pub struct StoreClient {
 }
 
 impl StoreClient {
-    /// Connects as `rank`. The store need not listen yet: for `patience`, the attempt is repeated.
+    /// Connects as `rank`. The store need not listen yet: the attempt is repeated for `patience`.
     ///
     /// # Errors
-    /// When nobody listens in time, or the token is another.
+    /// Returns an error if no store listens in time, or the token differs.
     pub fn connect(
         address: SocketAddr,
         token: &Token,
@@ -49,7 +49,7 @@ impl StoreClient {
                         local,
                     });
                 }
-                // Who refuses the token will do so again.
+                // A peer that refuses the token will do so again.
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(failed(error));
                 }
@@ -59,7 +59,7 @@ impl StoreClient {
         }
     }
 
-    /// Address of this machine in the network of the store.
+    /// Returns the address of this machine in the network of the store.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local
     }
@@ -97,8 +97,8 @@ impl StoreClient {
     /// Sets `key`.
     ///
     /// # Errors
-    /// When the key has more than 256 bytes or the value more than 64 KiB, the store is full or
-    /// gone, or the run was ended.
+    /// Returns an error if the key has more than 256 bytes or the value more than 64 KiB, the store
+    /// is full or gone, or the run was ended.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_key(key)?;
         if value.len() > LONGEST_VALUE {
@@ -112,10 +112,10 @@ impl StoreClient {
         }
     }
 
-    /// The value of `key`, if it is set.
+    /// Returns the value of `key`, if it is set.
     ///
     /// # Errors
-    /// When the store is gone or the run was ended.
+    /// Returns an error if the store is gone or the run was ended.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         check_key(key)?;
         match self.ask(&Request::Get { key: key.into() })? {
@@ -125,11 +125,11 @@ impl StoreClient {
         }
     }
 
-    /// The value of `key`, as soon as it is set; none when that is not within `patience`. Other
-    /// requests of this connection wait for this one.
+    /// Waits until `key` is set, and returns its value, or `None` after `patience`. Other requests
+    /// of this connection wait for this one.
     ///
     /// # Errors
-    /// When the store is gone or the run was ended.
+    /// Returns an error if the store is gone or the run was ended.
     pub fn wait(&self, key: &str, patience: Duration) -> Result<Option<Vec<u8>>> {
         check_key(key)?;
         let key = key.to_owned();
@@ -140,10 +140,10 @@ impl StoreClient {
         }
     }
 
-    /// Adds `amount` to the counter `key`, which begins at zero; its new value.
+    /// Adds `amount` to the counter `key`, which begins at zero, and returns its new value.
     ///
     /// # Errors
-    /// When it overflows, the store is full or gone, or the run was ended.
+    /// Returns an error if it overflows, the store is full or gone, or the run was ended.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
         check_key(key)?;
         let key = key.to_owned();
@@ -153,10 +153,11 @@ impl StoreClient {
         }
     }
 
-    /// Waits until `count` ranks have called this with the same `name`, which is used once.
+    /// Waits until `count` ranks have called this with the same `name`, which must not be reused.
     ///
     /// # Errors
-    /// When they have not within `patience`, the store is gone, or the run was ended.
+    /// Returns an error if not all ranks have called it within `patience`, the store is gone, or
+    /// the run was ended.
     pub fn barrier(&self, name: &str, count: usize, patience: Duration) -> Result<()> {
         let arrived = self.add(&format!("barrier/{name}"), 1)?;
         let open = format!("barrier/{name}/open");
@@ -178,7 +179,7 @@ impl StoreClient {
     /// Ends the run on all ranks.
     ///
     /// # Errors
-    /// When the store is gone.
+    /// Returns an error if the store is gone.
     pub fn abort(&self, failure: Failure) -> Result<()> {
         match self.ask(&Request::Abort(failure))? {
             Response::Aborted(_) => Ok(()),

@@ -1,4 +1,4 @@
-//! Messages between the store and its clients, to and from bytes.
+//! Encoding and decoding of messages between the store and its clients.
 
 use std::time::Duration;
 
@@ -6,45 +6,45 @@ use crate::activity::Snapshot;
 use crate::error::{Failure, ParallelError, Result};
 use crate::wire::{Reader, put_bytes};
 
-/// Bytes of a key at most.
+/// Maximum bytes of a key.
 pub(crate) const LONGEST_KEY: usize = 256;
-/// Bytes of a value at most.
+/// Maximum bytes of a value.
 pub(crate) const LONGEST_VALUE: usize = 64 << 10;
-/// Bytes of what a rank says that it does.
+/// Maximum bytes of a rank's activity text.
 const LONGEST_TEXT: usize = 4 << 10;
-/// Bytes of a message at most.
+/// Maximum bytes of a message.
 pub(crate) const LONGEST_MESSAGE: usize = LONGEST_VALUE + LONGEST_KEY + 64;
 
-/// What a client asks.
+/// Request of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Request {
     /// Sets a key.
     Set { key: String, value: Vec<u8> },
-    /// The value of a key, if it is set.
+    /// Returns the value of a key, if it is set.
     Get { key: String },
-    /// The value of a key, as soon as it is set.
+    /// Waits for a key to be set, and returns its value.
     Wait { key: String, patience: Duration },
-    /// Adds to a counter, which begins at zero; its new value.
+    /// Adds to a counter, which begins at zero, and returns its new value.
     Add { key: String, amount: i64 },
     /// Ends the run.
     Abort(Failure),
-    /// The rank of this connection lives.
+    /// Reports that the rank of this connection is alive.
     Heartbeat(Snapshot),
-    /// The rank of this connection has finished.
+    /// Reports that the rank of this connection has finished.
     Leave,
 }
 
-/// What the store answers.
+/// Response of the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Response {
     Done,
     Value(Vec<u8>),
     Number(i64),
-    /// The key is not set, or was not in time.
+    /// The key is not set, or was not set in time.
     Missing,
     /// The run was ended.
     Aborted(Failure),
-    /// The request was none, or one that is beyond a limit.
+    /// The request is invalid, or exceeds a limit.
     Refused(String),
 }
 
@@ -174,7 +174,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The beginning of `text`, as far as a message may have it.
+/// Appends `text`, truncated to the limit of a message.
 fn put_text(out: &mut Vec<u8>, text: &str) {
     put_bytes(
         out,
@@ -278,7 +278,7 @@ mod tests {
             prop_assert_eq!(Response::decode(&response.encode()), Ok(response));
         }
 
-        /// Whatever decodes is what would have been encoded: no two messages mean the same.
+        /// Encoding is unique: re-encoding a decoded message gives the same bytes.
         #[test]
         fn any_bytes_are_a_message_or_an_error(
             bytes in proptest::collection::vec(any::<u8>(), 0..64),
@@ -323,7 +323,7 @@ mod tests {
             value: vec![0; LONGEST_VALUE],
         };
         assert!(most.encode().len() <= LONGEST_MESSAGE);
-        // What a rank says of itself is cut, not refused: it is for people.
+        // A rank's own description is truncated, not refused: it is for human readers.
         let failure = Failure {
             rank: 0,
             doing: "ä".repeat(LONGEST_TEXT),

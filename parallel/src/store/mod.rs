@@ -1,12 +1,13 @@
-//! The rendezvous of a run: keys with values, counters and heartbeats, served by rank 0.
+//! Rendezvous of a run: keys with values, counters and heartbeats, served by rank 0.
 //!
-//! A [`Store`] listens on one address alone. A connection begins with a handshake in which both
-//! sides prove that they know the [token](crate::token); without it nothing is read beyond 76 bytes.
-//! Each connection has a thread of its own, so a peer that is slow, malformed or not authenticated
-//! delays nobody, and it is disconnected. Lengths, the number of keys and all memory are bounded.
+//! A [`Store`] listens on a single address. A connection begins with a handshake in which both
+//! sides prove that they know the [token](crate::token); without it, nothing beyond 76 bytes is
+//! read. Each connection has a separate thread, so a peer that is slow, malformed or not
+//! authenticated delays no other peer, and is disconnected. Lengths, the number of keys and all
+//! memory are bounded.
 //!
-//! Messages are a length (4 bytes, little endian) and a body; `message` in the source has the
-//! fields.
+//! Messages consist of a length (4 bytes, little endian) and a body; the source file `message`
+//! documents the fields.
 
 mod client;
 mod message;
@@ -16,5 +17,5 @@ pub use client::StoreClient;
 pub(crate) use message::{Request, Response};
 pub use server::{Limits, Store};
 
-/// What connections to the store are for, in the handshake.
+/// Purpose of connections to the store, for the handshake.
 pub(crate) const PURPOSE: &str = "store";

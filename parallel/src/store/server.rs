@@ -1,4 +1,4 @@
-//! The store on rank 0.
+//! Server side of the store, on rank 0.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,23 +15,23 @@ use crate::error::{Failure, ParallelError, Result};
 use crate::token::Token;
 use crate::wire::{read_frame, write_frame};
 
-/// Bytes of all keys and values at most.
+/// Maximum bytes of all keys and values.
 const MOST_BYTES: usize = 16 << 20;
-/// Handshakes at a time; further connections are closed at once.
+/// Maximum number of concurrent handshakes; further connections are closed at once.
 const MOST_HANDSHAKES: usize = 256;
-/// How often new connections and the age of heartbeats are looked at.
+/// Interval between checks for new connections and for the age of heartbeats.
 const TICK: Duration = Duration::from_millis(20);
 
-/// When a rank counts as dead or hanging.
+/// Time limits after which a rank is considered dead or hanging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// A rank that has sent no heartbeat for so long has died, or its machine is unreachable.
+    /// Maximum time without a heartbeat: after it, the rank has died or its machine is unreachable.
     pub silence: Duration,
-    /// A collective takes at most so long: waiting for the slowest rank included.
+    /// Maximum duration of a collective, including the wait for the slowest rank.
     pub operation: Duration,
 }
 
-/// What is known of a rank.
+/// Last known state of a rank.
 #[derive(Debug)]
 struct Pulse {
     heard: Instant,
@@ -57,7 +57,7 @@ struct Shared {
     handshakes: AtomicUsize,
 }
 
-/// The store of a run; see the [module above](super). It ends when it is dropped.
+/// Store of a run; see the [module above](super). It ends when it is dropped.
 pub struct Store {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -65,10 +65,10 @@ pub struct Store {
 }
 
 impl Store {
-    /// Listens on `address` alone (port 0: one that is free) for the ranks of a world of `world`.
+    /// Listens only on `address` (port 0: any free port) for the ranks of a world of `world` ranks.
     ///
     /// # Errors
-    /// When the address is in use or not one of this machine.
+    /// Returns an error if the address is in use or does not belong to this machine.
     pub fn start(address: SocketAddr, token: Token, world: usize, limits: Limits) -> Result<Self> {
         let failed = |error: io::Error| {
             ParallelError::connection(address, "listening for the ranks of the run", error)
@@ -96,17 +96,17 @@ impl Store {
         })
     }
 
-    /// Where it listens.
+    /// Returns the address that the store listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Why the run was ended, if it was.
+    /// Returns the failure that ended the run, if any.
     pub fn failure(&self) -> Option<Failure> {
         self.shared.lock().failure.clone()
     }
 
-    /// Ends the run; the first failure counts.
+    /// Ends the run; the first failure is kept.
     pub(crate) fn end(&self, failure: Failure) {
         self.shared.fail(failure);
     }
@@ -125,7 +125,7 @@ impl Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        // Ranks that are still there would go on asking the threads that answer them.
+        // Remaining ranks would continue to send requests to the threads that answer them.
         let mut state = self.shared.lock();
         if state.left < self.shared.world {
             state.failure.get_or_insert_with(|| Failure {
@@ -148,13 +148,13 @@ impl Shared {
         self.state.lock().unwrap_or_else(|held| held.into_inner())
     }
 
-    /// Ends the run; the first failure counts.
+    /// Ends the run; the first failure is kept.
     fn fail(&self, failure: Failure) {
         self.lock().failure.get_or_insert(failure);
         self.changed.notify_all();
     }
 
-    /// Ends the run when a rank is silent or an operation takes too long.
+    /// Ends the run if a rank is silent or an operation takes too long.
     fn watch(&self) {
         let mut state = self.lock();
         if state.failure.is_some() {
@@ -169,8 +169,8 @@ impl Shared {
             .values()
             .any(|pulse| pulse.is_stuck(self.limits.operation))
         {
-            // The others wait for the one that has come least far; between two of them, for the one
-            // that is in no collective.
+            // The others wait for the rank that has progressed least; on ties, for one that is not
+            // in a collective.
             let last = pulses.iter().min_by_key(|(rank, pulse)| {
                 (pulse.snapshot.sequence, pulse.snapshot.inside, **rank)
             });
@@ -289,7 +289,7 @@ fn serve(listener: &TcpListener, shared: &Arc<Shared>, token: &Token) {
     while !shared.closed.load(Ordering::Relaxed) {
         match listener.accept() {
             Ok((stream, peer)) => begin(stream, peer, shared, token),
-            // `WouldBlock` when nobody is there; anything else concerns one peer alone.
+            // `WouldBlock` if no peer connects; any other error concerns only one peer.
             Err(_) => {
                 shared.watch();
                 thread::sleep(TICK);
@@ -336,7 +336,7 @@ fn handshake(stream: &TcpStream, shared: &Shared, token: &Token) -> io::Result<u
 
 /// Answers the requests of rank `rank` until it leaves or its connection ends.
 fn converse(mut stream: TcpStream, rank: usize, shared: &Shared) {
-    // The connection with the heartbeats tells when the rank has died.
+    // The end of the connection with the heartbeats indicates that the rank has died.
     let mut beats = false;
     let end = loop {
         let body = match read_frame(&mut stream, LONGEST_MESSAGE) {

@@ -1,4 +1,4 @@
-//! Every operation on 1 to 4 ranks of the loopback, against the same arithmetic in one place.
+//! Tests every operation on 1 to 4 ranks of the loopback against the same arithmetic on one rank.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ fn on<T: Send>(size: usize, body: impl Fn(HostGroup) -> Result<T> + Sync) -> Vec
     results.into_iter().map(|result| result.unwrap()).collect()
 }
 
-/// What a rank has: values whose sums depend on their order.
+/// Values of a rank, whose sums depend on their order.
 fn values(rank: usize, len: usize) -> Vec<f32> {
     let value =
         |index: usize| ((index * 37 + rank * 101) % 97) as f32 * 1e3f32.powi(rank as i32 - 1);
@@ -87,7 +87,8 @@ fn bf16_and_integers() {
     assert!(error.contains("reduction is avg"), "{error}");
 }
 
-/// A reduce-scatter and an all-gather are an all-reduce, bit for bit: ZeRO-1 rests on it.
+/// A reduce-scatter followed by an all-gather equals an all-reduce bit for bit; ZeRO-1 relies on
+/// it.
 #[test]
 fn scattered_parts_are_those_of_the_whole() {
     for size in [1, 2, 4] {
@@ -118,7 +119,7 @@ fn broadcast_send_and_receive() {
         let rank = group.rank();
         let mut buffer = [rank as u32 * 10, 7];
         group.broadcast(BufferMut::U32(&mut buffer), 2)?;
-        // A ring: each rank passes on what it got.
+        // A ring: each rank forwards what it received.
         let mut got = [0u8; 2];
         let sent = [rank as u8, 9];
         group.send(Buffer::U8(&sent), (rank + 1) % 4)?;
@@ -131,7 +132,7 @@ fn broadcast_send_and_receive() {
     }
 }
 
-/// Rank `s` sends `(s + r) % 3` elements to rank `r`, some of them none.
+/// Rank `s` sends `(s + r) % 3` elements to rank `r`; some counts are zero.
 #[test]
 fn all_to_all_of_unequal_counts() {
     for size in [1, 2, 3, 4] {
@@ -155,7 +156,7 @@ fn all_to_all_of_unequal_counts() {
     }
 }
 
-/// A 2x2 grid: rows and columns at the same time, whose messages never mix.
+/// A 2x2 grid: concurrent operations on rows and columns, whose messages never mix.
 #[test]
 fn subgroups() {
     let all = on(4, |group| {
@@ -165,7 +166,7 @@ fn subgroups() {
         assert_eq!((row.rank(), column.rank()), (rank % 2, rank / 2));
         let mut in_row = [rank as f32];
         let mut in_column = [rank as f32];
-        // The odd ranks are late in their rows, and have sent in their columns before.
+        // The odd ranks are late in their rows, after sending in their columns.
         if rank % 2 == 1 {
             column.all_reduce(BufferMut::F32(&mut in_column), Reduction::Sum)?;
             row.all_reduce(BufferMut::F32(&mut in_row), Reduction::Sum)?;
@@ -194,8 +195,8 @@ fn parts_of_any_length() {
     }
 }
 
-/// Two ranks call different things; both get an error soon, and so does a third that called what
-/// the first did.
+/// Two ranks make different calls; both soon get an error, and so does a third that made the same
+/// call as the first.
 fn differing(calls: impl Fn(&HostGroup) -> Result<()> + Sync, names: &[&str]) {
     let began = Instant::now();
     let results = loopback::run(loopback::groups(3, PATIENCE), |group| calls(&group));
@@ -244,7 +245,7 @@ fn differing_calls_are_errors() {
         },
         &["(max,", "(sum,"],
     );
-    // Ranks disagree on how much they exchange.
+    // Ranks disagree on the number of elements.
     differing(
         |group| {
             let counts = [1, 1, 1];
@@ -327,7 +328,7 @@ fn a_rank_that_is_gone_or_late_is_named() {
         .map(|late| late.unwrap_err().to_string())
         .collect();
     assert!(errors[0].contains("rank 2"), "{errors:?}");
-    // The late one learns that the others gave up.
+    // The late rank learns that the others gave up.
     assert!(
         errors[2].contains("the run was ended: rank 2 failed"),
         "{errors:?}"

@@ -1,4 +1,4 @@
-//! The launcher with processes: small commands, and this test binary as a rank.
+//! Tests the launcher with processes: small commands, and this test binary as a rank.
 
 use std::env;
 use std::ffi::OsString;
@@ -11,7 +11,7 @@ use nvfp4_parallel::launch::{Ended, Launch, Show};
 use nvfp4_parallel::world::Settings;
 use nvfp4_parallel::{BufferMut, Collective, Environment, Reduction, World};
 
-/// What [`rank`] does, in a process of the launcher.
+/// Task of [`rank`] in a process of the launcher.
 const TASK: &str = "NVFP4_TEST_TASK";
 
 fn launch(processes: usize, command: Vec<OsString>) -> Launch {
@@ -59,7 +59,7 @@ fn ranks_get_their_variables() {
 #[test]
 #[cfg(unix)]
 fn a_rank_that_fails_ends_the_others() {
-    // The others would run for a minute, and what they have started, too.
+    // The others, and their child processes, would run for a minute.
     let (ended, took) = shell(
         3,
         "if test $RANK = 1; then echo what went wrong >&2; exit 7; fi; sleep 60 & wait",
@@ -77,7 +77,7 @@ fn a_rank_that_fails_ends_the_others() {
     assert!(took < Duration::from_secs(20), "{took:?}");
 }
 
-/// A rank that ignores SIGTERM is killed; the code is that of the one that failed first.
+/// A rank that ignores SIGTERM is killed; the exit code is that of the rank that failed first.
 #[test]
 #[cfg(unix)]
 fn a_rank_that_does_not_listen_is_killed() {
@@ -102,8 +102,8 @@ fn what_cannot_be_started() {
     assert!(launch(1, Vec::new()).run().is_err());
 }
 
-/// Starts this binary as ranks that do `task`. What they print goes to files: the lines of a test
-/// binary inside of another would be read as results of this one.
+/// Starts this binary as ranks that run `task`. Their output goes to files: the output lines of a
+/// nested test binary would be parsed as results of this one.
 #[cfg(unix)]
 fn ranks(processes: usize, task: &str, folder: &Path) -> (Ended, Duration) {
     let began = Instant::now();
@@ -118,7 +118,7 @@ fn ranks(processes: usize, task: &str, folder: &Path) -> (Ended, Duration) {
     (ended, began.elapsed())
 }
 
-/// Not a test of its own: what a process of the launcher does. Without a task it does nothing.
+/// Not a test: the body of a process of the launcher. Without a task it does nothing.
 #[test]
 fn rank() {
     let Ok(task) = env::var(TASK) else { return };
@@ -135,7 +135,7 @@ fn rank() {
         let mut buffer = [rank as f32, 1.0];
         if let Err(error) = group.all_reduce(BufferMut::F32(&mut buffer), Reduction::Sum) {
             fs::write(Path::new(folder).join(rank.to_string()), error.to_string()).unwrap();
-            // As a program that prints its error and ends.
+            // Like a program that prints its error and ends.
             panic!("{error}");
         }
         let size = group.size() as f32;
@@ -176,7 +176,7 @@ fn processes_train_together() {
     assert!((0..4).all(|rank| said(&folder, rank) == "done"));
 }
 
-/// All others end by themselves, and say which rank died and during what.
+/// All other ranks end by themselves, and report which rank died and during which call.
 #[test]
 #[cfg(unix)]
 fn a_killed_rank_ends_the_run() {

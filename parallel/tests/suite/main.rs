@@ -1,4 +1,4 @@
-//! Collectives between threads and processes, the store with honest and other peers, the launcher.
+//! Collectives between threads and processes, the store with valid and invalid peers, the launcher.
 
 mod collectives;
 mod launch;

@@ -1,4 +1,4 @@
-//! The store with peers that do not belong to the run.
+//! Tests the store with peers that do not belong to the run.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -29,7 +29,7 @@ fn client(address: SocketAddr, rank: usize) -> StoreClient {
     StoreClient::connect(address, &token(), rank, PATIENCE).unwrap()
 }
 
-/// That the store still serves.
+/// Asserts that the store still serves.
 fn serves(store: &Store) {
     let began = Instant::now();
     let client = client(store.address(), 1);
@@ -42,7 +42,7 @@ fn serves(store: &Store) {
     assert_eq!(store.failure(), None);
 }
 
-/// Whether the other side has closed the connection, after whatever it sent.
+/// Returns true if the peer has closed the connection, after any data that it sent.
 fn is_closed(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut rest = Vec::new();
@@ -109,7 +109,7 @@ fn limits_of_keys_and_values() {
     let client = client(store.address(), 0);
     assert!(client.set(&"k".repeat(257), b"").is_err());
     assert!(client.set("k", &vec![0; (64 << 10) + 1]).is_err());
-    // Sixteen megabytes in all; then the store says so and goes on.
+    // Sixteen megabytes in total; then the store returns an error and continues.
     let full = (0..300).find_map(|index| client.set(&index.to_string(), &vec![0; 64 << 10]).err());
     let error = full.expect("memory is bounded").to_string();
     assert!(error.contains("more than 16777216 bytes"), "{error}");
@@ -127,7 +127,7 @@ fn another_token_is_refused_at_once() {
     let error = StoreClient::connect(store.address(), &other, 1, PATIENCE).unwrap_err();
     assert!(error.to_string().contains("another token"), "{error}");
     assert!(began.elapsed() < PATIENCE / 2);
-    // A rank that there is not is disconnected after the handshake.
+    // A rank out of range is disconnected after the handshake.
     let stranger = StoreClient::connect(store.address(), &token(), 2, PATIENCE).unwrap();
     assert!(stranger.get("key").is_err());
     serves(&store);
@@ -137,7 +137,7 @@ fn another_token_is_refused_at_once() {
 fn peers_that_send_rubbish_cost_nobody_else_anything() {
     let store = store();
     let connect = || TcpStream::connect(store.address()).unwrap();
-    // A handshake of zeros, an HTTP request, nothing at all, and a byte at a time.
+    // A handshake of zeros, an HTTP request, no data, and one byte at a time.
     let mut zeros = connect();
     zeros.write_all(&[0; 76]).unwrap();
     assert!(is_closed(&zeros));
@@ -154,11 +154,11 @@ fn peers_that_send_rubbish_cost_nobody_else_anything() {
     drop(silent);
 }
 
-/// What was recorded of a handshake is of no use for another: the numbers are new.
+/// A recorded handshake cannot be replayed: the random numbers are new.
 #[test]
 fn a_replayed_handshake_is_refused() {
     let store = store();
-    // A proxy between a client and the store, which keeps what the client says.
+    // A proxy between a client and the store, which records the client's data.
     let proxy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = proxy.local_addr().unwrap();
     let honest = thread::spawn(move || StoreClient::connect(address, &token(), 1, PATIENCE));
@@ -182,7 +182,8 @@ fn a_replayed_handshake_is_refused() {
     replay.read_exact(&mut verdict).unwrap();
     assert_eq!(verdict, [0; 33]);
     assert!(is_closed(&replay));
-    // A store that does not know the token cannot pass for one: the client checks its answer, too.
+    // A server that does not know the token cannot impersonate the store: the client checks its
+    // answer too.
     let honest = thread::spawn(move || StoreClient::connect(address, &token(), 1, PATIENCE));
     let (mut from_client, _) = proxy.accept().unwrap();
     from_client.write_all(&greeting).unwrap();
@@ -193,7 +194,7 @@ fn a_replayed_handshake_is_refused() {
     serves(&store);
 }
 
-/// After the handshake: messages that are too long, cut, or none.
+/// After the handshake: messages that are too long, truncated, or invalid.
 #[test]
 fn malformed_messages_of_a_rank_end_its_connection() {
     let store = store();
@@ -219,7 +220,7 @@ fn malformed_messages_of_a_rank_end_its_connection() {
         to_store.read_exact(&mut verdict).unwrap();
         from_client.write_all(&verdict).unwrap();
         honest.join().unwrap().unwrap();
-        // The connection is authenticated; what follows is not a message.
+        // The connection is authenticated, but the following data is not a message.
         to_store.write_all(frame).unwrap();
         assert!(is_closed(&to_store), "{frame:?}");
     }

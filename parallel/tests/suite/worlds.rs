@@ -1,4 +1,4 @@
-//! Whole runs over TCP: in threads of this process, which is how a rank that hangs can be tested
+//! Tests whole runs over TCP, in threads of this process: this way a hanging rank can be tested
 //! without ending the test.
 
 use std::thread;
@@ -47,7 +47,7 @@ fn collectives_over_tcp() {
     for size in [1, 2, 4] {
         let results = run(size, SETTINGS, |world| {
             let group = world.group().clone();
-            // More than the buffers of a socket hold, in both directions at once.
+            // More than the socket buffers hold, in both directions at once.
             let mut buffer = vec![group.rank() as f32; 3_000_001];
             group.all_reduce(BufferMut::F32(&mut buffer), Reduction::Sum)?;
             let expected = (size * (size - 1) / 2) as f32;
@@ -62,7 +62,7 @@ fn collectives_over_tcp() {
     }
 }
 
-/// The rank that does not come is named, with what it does.
+/// The error names the missing rank, and its activity.
 #[test]
 fn a_rank_that_hangs_ends_all() {
     let settings = Settings {
@@ -84,7 +84,7 @@ fn a_rank_that_hangs_ends_all() {
     assert!(began.elapsed() < Duration::from_secs(8));
     for (rank, result) in results.into_iter().enumerate() {
         let error = result.unwrap_err().to_string();
-        // Whoever is first, the store or a rank that waits, names rank 1.
+        // The store, or a waiting rank if it is first, names rank 1.
         assert!(error.contains("rank 1"), "rank {rank}: {error}");
     }
 }
@@ -97,7 +97,7 @@ fn a_rank_that_fails_ends_all() {
             group.label("reading data");
             world.fail("no such file");
         }
-        // Rank 0 is in no collective, and learns it from its watchdog.
+        // Rank 0 is in no collective, and learns of the failure from its watchdog.
         while group.rank() == 0 && world.failure().is_none() {
             thread::sleep(Duration::from_millis(20));
         }
@@ -161,7 +161,7 @@ fn a_rank_that_never_comes_is_named() {
         .unwrap()
         .to_string();
     assert!(error.contains("ranks [1] did not connect"), "{error}");
-    // And one that is alone finds no store.
+    // A rank without rank 0 finds no store.
     let environment = Environment {
         rank: 1,
         ..environment

@@ -1,10 +1,10 @@
-//! The golden checkpoints of `tests/data/hf`, whose README says what made them.
+//! Golden checkpoints of `tests/data/hf`, whose README describes their origin.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Folders without their tokenizer, and the folder that has the same one.
+/// Folders without a tokenizer, and the folder that has the same one.
 const TOKENIZERS: [(&str, &str); 2] = [
     ("mixtral-tiny", "llama3-tiny"),
     ("qwen3moe-tiny", "qwen3-tiny"),
@@ -22,8 +22,8 @@ pub fn golden(name: &str) -> PathBuf {
     path
 }
 
-/// Returns a copy of the golden checkpoint `name` with its tokenizer. The repository has each
-/// tokenizer once, so that some checkpoints lack theirs.
+/// Returns a copy of the golden checkpoint `name` with its tokenizer. The repository stores each
+/// tokenizer once, so some checkpoints lack theirs.
 ///
 /// # Panics
 /// If there is no such checkpoint, it has no tokenizer, or it cannot be copied.

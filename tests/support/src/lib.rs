@@ -1,5 +1,5 @@
-//! What the tests of all packages share: the golden checkpoints, and the reasons for which a test
-//! may skip itself. `cargo xtask test` reads the lines that this crate prints.
+//! Test support for all packages: golden checkpoints, and the reasons for which a test may skip
+//! itself. `cargo xtask test` reads the lines that this crate prints.
 
 mod golden;
 mod skip;

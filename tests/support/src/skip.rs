@@ -1,22 +1,21 @@
-//! Lines by which a test says that it does not run here, for `cargo xtask test` to count.
+//! Lines by which a test reports that it does not run here, for `cargo xtask test` to count.
 
 use std::fmt::{self, Display};
 
-/// Reason for which a test may skip itself. There is no other: `cargo xtask test` fails on a line
-/// with a reason that is not listed here.
+/// Reason for which a test may skip itself. `cargo xtask test` fails on any other reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Skip {
-    /// The device under test is no CUDA GPU.
+    /// The device under test is not a CUDA GPU.
     NoGpu,
     /// The machine has fewer CUDA GPUs than the test has ranks.
     NoSecondGpu,
-    /// The test is for another compute capability than that of the CUDA GPU under test.
+    /// The test requires another compute capability than that of the CUDA GPU under test.
     OtherGpu,
     /// The machine with the CUDA GPU has no cuBLASLt.
     NoCublasLt,
     /// `cargo xtask setup` could not install NVIDIA's compiler.
     NoCudaTools,
-    /// Python has no pip, with which `cargo xtask setup` installs.
+    /// Python has no pip, which `cargo xtask setup` needs.
     NoPip,
     /// The test takes minutes without a GPU; `cargo xtask test --full` runs it.
     OnlyFull,
@@ -60,7 +59,7 @@ impl Display for Skip {
     }
 }
 
-/// Device on which a test runs that leaves all others out. It is not skipped: `cargo xtask test`
+/// The only device on which a test runs. The test is not counted as skipped: `cargo xtask test`
 /// runs the suite on both devices, and fails if the test passed on neither.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Elsewhere {
@@ -85,7 +84,7 @@ fn line(what: &str, test: &str, reason: &str, detail: impl Display) -> String {
     }
 }
 
-/// Returns the name of the running test, by which libtest names the test's thread.
+/// Returns the name of the running test, which is the name of its thread in libtest.
 ///
 /// # Panics
 /// If another thread calls it.
@@ -94,7 +93,7 @@ pub fn test_name() -> String {
     thread.name().expect("the thread of a test").to_owned()
 }
 
-/// Leaves a test for a [`Skip`](crate::Skip), with the line that says so: `skip!(NoGpu)`, or
+/// Returns from a test with a [`Skip`](crate::Skip) and prints its line: `skip!(NoGpu)`, or
 /// `skip!(NoGpu, "format {}", string)` with a detail.
 #[macro_export]
 macro_rules! skip {
@@ -107,8 +106,7 @@ macro_rules! skip {
     }};
 }
 
-/// Leaves a test that runs on another device alone, with the line that says so:
-/// `elsewhere!(Flex)`.
+/// Returns from a test that runs only on another device, and prints its line: `elsewhere!(Flex)`.
 #[macro_export]
 macro_rules! elsewhere {
     ($device:ident) => {{

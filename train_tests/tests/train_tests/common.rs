@@ -1,4 +1,4 @@
-//! The model that is trained, and its data.
+//! Model and data of the tests.
 
 use burn_core as burn;
 
@@ -38,7 +38,7 @@ impl Net {
         net
     }
 
-    /// The same parameters and recipe in a model that counts its forwards itself.
+    /// Copies parameters and recipe to a model with separate forward counters.
     pub fn copy(&self, device: &Device) -> Self {
         let copy = Self::of(self.up.recipe(), device).load_record(self.clone().into_record());
         Nvfp4State::collect(self).apply(&copy).unwrap();
@@ -94,7 +94,7 @@ pub struct Rows {
     pub target: Tensor<2>,
 }
 
-/// Row number `index`: a wave. What is learned is the row, backwards.
+/// Returns row number `index`, a wave. The target is the reversed row.
 pub fn row(index: usize) -> Vec<f32> {
     (0..WIDTH)
         .map(|column| ((index * 7 + column * (1 + index % 5)) as f32 * 0.37).sin())

@@ -1,4 +1,4 @@
-//! burn-train's training loops with NVFP4 layers.
+//! Tests NVFP4 layers in burn-train's training loops.
 
 mod common;
 #[path = "../../../cube_kernels/tests/suite/support/process.rs"]

@@ -1,6 +1,6 @@
-//! burn-train's training on several ranks: a learner on each, whose model averages its gradients.
+//! Tests burn-train on several ranks: each rank has a learner whose model averages its gradients.
 //!
-//! The ranks are threads over loopback here. Processes with a GPU each have the same code.
+//! Here the ranks are threads over loopback. Processes with one GPU each run the same code.
 
 use std::sync::Arc;
 use std::thread;
@@ -24,9 +24,9 @@ use burn_train::{
 use crate::common::{BATCH, Net, RATE, RowBatcher, Rows};
 
 const RANKS: usize = 2;
-/// Of each rank.
+/// Steps per rank.
 const STEPS: usize = 40;
-/// Rows of each rank.
+/// Rows per rank.
 const PART: usize = BATCH * STEPS;
 
 /// A model whose gradients are averaged over its ranks.
@@ -58,7 +58,7 @@ impl InferenceStep for Parallel {
     }
 }
 
-/// The rows of `rank`, in their order.
+/// Returns a loader for the rows of `rank`, in order.
 fn loader(rank: usize, rows: usize, device: &Device) -> Arc<dyn DataLoader<Rows>> {
     let rows: Vec<usize> = (PART * rank..).take(rows).collect();
     DataLoaderBuilder::new(RowBatcher)
@@ -67,7 +67,7 @@ fn loader(rank: usize, rows: usize, device: &Device) -> Arc<dyn DataLoader<Rows>
         .build(InMemDataset::new(rows))
 }
 
-/// What `group`'s rank has after its training.
+/// Trains on `group`'s rank with burn-train and returns the model.
 fn by_burn_train(name: &str, net: Net, device: &Device, group: ProcessGroup) -> Net {
     let rank = group.rank();
     let directory =
@@ -91,12 +91,12 @@ fn by_burn_train(name: &str, net: Net, device: &Device, group: ProcessGroup) -> 
     result.model.net
 }
 
-/// The models of all ranks after their training.
+/// Trains on all ranks and returns their models.
 fn on_ranks(name: &str, net: &Net, device: &Device) -> Vec<Net> {
     thread::scope(|scope| {
         let groups = ProcessGroup::loopback(RANKS, Duration::from_secs(120));
         let ranks = groups.into_iter().map(|group| {
-            // A model of its own, which counts its forwards itself, as in another process.
+            // A separate model with its own forward counters, as in another process.
             let net = net.copy(device);
             scope.spawn(move || by_burn_train(name, net, device, group))
         });
@@ -105,8 +105,8 @@ fn on_ranks(name: &str, net: &Net, device: &Device) -> Vec<Net> {
     })
 }
 
-/// The same steps by one thread, one rank's part after the other's, without burn-train: each part
-/// has its own maxima, and the random bits of its rank.
+/// Runs the same steps on one thread without burn-train, one rank's share after the other's. Each
+/// share has its own amax values and the random bits of its rank.
 fn in_turns(net: &Net, device: &Device) -> Net {
     let mut ranks: Vec<Net> = (0..RANKS)
         .map(|rank| {
@@ -123,7 +123,7 @@ fn in_turns(net: &Net, device: &Device) -> Net {
             *own = own.clone().load_record(net.clone().into_record());
             let first = PART * rank + BATCH * step;
             let rows = RowBatcher.batch((first..first + BATCH).collect(), device);
-            // A power of two, which changes no rounding.
+            // Scaling by a power of two changes no rounding.
             let loss = own.regression(rows).loss.mul_scalar(0.5);
             grads.accumulate(&net, GradientsParams::from_grads(loss.backward(), own));
         }
@@ -132,7 +132,7 @@ fn in_turns(net: &Net, device: &Device) -> Net {
     net
 }
 
-/// Loss on rows of all ranks.
+/// Returns the loss on rows of all ranks.
 fn loss(net: &Net, device: &Device) -> f32 {
     let rows = RowBatcher.batch((PART - BATCH..PART + BATCH).collect(), device);
     net.regression(rows).loss.into_scalar::<f32>()
@@ -148,7 +148,7 @@ fn two_ranks_train_as_one() {
         let begin = Nvfp4State::collect(&net).layers["up"].offset;
         let trained = on_ranks(recipe, &net, &device);
         for rank in &trained {
-            // Before another forward counts.
+            // Collected before another forward advances the counters.
             let end = Nvfp4State::collect(rank).layers["up"].offset;
             assert_eq!(end - begin, STEPS as u64, "{recipe}");
             assert_eq!(rank.bits(), trained[0].bits(), "{recipe}: ranks are equal");

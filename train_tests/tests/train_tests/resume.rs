@@ -1,7 +1,8 @@
-//! Training that goes on from burn-train's checkpoints, in a process whose default device is Flex.
+//! Tests training that resumes from burn-train's checkpoints, in a process whose default device is
+//! Flex.
 //!
-//! Burn's optimizers put a loaded state on Burn's default device first, and move it to the device
-//! of the gradients later. In a build with CUDA the default is a GPU, which need not exist.
+//! Burn's optimizers first put a loaded state on Burn's default device, and later move it to the
+//! device of the gradients. In a build with CUDA the default is a GPU, which may not exist.
 
 use std::path::Path;
 
@@ -17,8 +18,8 @@ use crate::common::{Net, RATE};
 use crate::process::ran_in_own_process;
 use crate::train::{STEPS, loader, one_at_a_time};
 
-/// Training in `directory` up to the end of epoch `epochs`, by burn-train's own resumption where
-/// there is a checkpoint to go on from.
+/// Trains in `directory` up to the end of epoch `epochs`, and resumes with burn-train if there is a
+/// checkpoint.
 fn with_checkpoints(
     directory: &Path,
     net: Net,
@@ -47,9 +48,9 @@ fn with_checkpoints(
     result.model
 }
 
-/// A run that was stopped after its first epoch and went on in another process, by burn-train's own
-/// checkpoints, ends where the uninterrupted one does: weights, offsets and modes. With
-/// burn-train's default checkpointers it does not, which is what ours are for.
+/// A run that stopped after its first epoch and resumed in another process, from burn-train's
+/// checkpoints, ends like the uninterrupted one: weights, offsets and modes. Burn-train's default
+/// checkpointers do not achieve this, but ours do.
 #[test]
 fn burn_trains_checkpoints_resume_to_the_bit() {
     let test = "burn_trains_checkpoints_resume_to_the_bit";
@@ -73,7 +74,7 @@ fn burn_trains_checkpoints_resume_to_the_bit() {
             checkpoints,
         )
     };
-    // A mode is part of the state, too.
+    // The mode is also part of the state.
     let start = || {
         let net = net.copy(&device);
         set_mode(&net.down, LayerMode::HighPrecisionForward);
@@ -85,12 +86,12 @@ fn burn_trains_checkpoints_resume_to_the_bit() {
 
     let first = run("parts", &start(), 1, None, true);
     assert_ne!(first.bits(), whole.bits());
-    // What a new process has: other weights, offsets 0, no modes.
+    // A new process has other weights, offsets 0, and no modes.
     let other = Net::new(&device);
     let resumed = run("parts", &other, 2, Some(1), true);
     assert_eq!(resumed.bits(), whole.bits());
     assert_eq!(Nvfp4State::collect(&resumed), state);
-    // The strategy keeps the last checkpoint only.
+    // The strategy keeps only the last checkpoint.
     let exists = |epoch| {
         folder("parts")
             .join(format!("checkpoint/nvfp4-{epoch}.json"))

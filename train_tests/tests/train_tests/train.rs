@@ -1,4 +1,4 @@
-//! Models of `Nvfp4Linear` in burn-train's loop, on Flex.
+//! Tests models of `Nvfp4Linear` in burn-train's loop, on Flex.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ pub fn loader(device: &Device) -> Arc<dyn DataLoader<Rows>> {
         ))
 }
 
-/// What burn-train does, by hand.
+/// Runs burn-train's loop by hand.
 fn by_hand(mut net: Net, accumulate: usize, device: &Device) -> Net {
     let mut optimizer = AdamWConfig::new().init();
     let mut accumulator = GradientsAccumulator::new();
@@ -47,14 +47,14 @@ fn by_hand(mut net: Net, accumulate: usize, device: &Device) -> Net {
     net
 }
 
-/// burn-train installs one logger for the process.
+/// Serializes tests, because burn-train installs one logger per process.
 pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One epoch of burn-train, with what `configure` adds. In an own directory, because it writes
-/// logs.
+/// Trains one epoch with burn-train, with the additions of `configure`. Uses a separate directory,
+/// because it writes logs.
 fn by_burn_train(
     name: &str,
     net: Net,
@@ -108,7 +108,7 @@ fn gradient_accumulation() {
     );
 }
 
-/// Activations that are computed again give the same bits, and no offset is drawn twice.
+/// Recomputed activations have the same bits, and no random offset is used twice.
 #[test]
 fn gradient_checkpointing() {
     let device = Device::flex().autodiff();
@@ -125,7 +125,7 @@ fn gradient_checkpointing() {
     );
 }
 
-/// A checkpoint of burn-train and the state beside it continue to the bit.
+/// A checkpoint of burn-train and the separate state continue training bit by bit.
 #[test]
 fn records_and_state_continue() {
     let device = Device::flex().autodiff();
@@ -140,7 +140,7 @@ fn records_and_state_continue() {
     assert_eq!(one.bits(), two.bits());
 }
 
-/// A model whose every other step is sampled.
+/// A model that samples every other step.
 #[derive(Module, Debug)]
 struct Watched {
     net: Net,
@@ -205,7 +205,7 @@ impl InferenceStep for Watched {
     }
 }
 
-/// The values that burn-train logged of a metric, of the steps that had one.
+/// Returns the logged values of a metric, for the steps that have one.
 fn logged(directory: &Path, metric: &str) -> Vec<f64> {
     let file = format!("{}.log", metric.replace(' ', "_"));
     let path = directory.join("train/epoch-1").join(file);
@@ -216,8 +216,8 @@ fn logged(directory: &Path, metric: &str) -> Vec<f64> {
         .collect()
 }
 
-/// Telemetry arrives in burn-train's logs, from the sampled steps alone, and is that of the steps
-/// done by hand.
+/// burn-train logs the telemetry of the sampled steps only, with the values of the steps run by
+/// hand.
 #[test]
 fn telemetry_is_logged_by_burn_train() {
     let _guard = one_at_a_time();
@@ -242,7 +242,7 @@ fn telemetry_is_logged_by_burn_train() {
     let learner = Learner::new(watched, AdamWConfig::new().init(), RATE);
     assert!(training.launch(learner).error.is_none());
 
-    // The first step, from the same weights and offsets, by hand.
+    // Runs the first step by hand, from the same weights and offsets.
     let telemetry = Telemetry::start(&by_hand);
     let rows = RowBatcher.batch((0..BATCH).collect(), &device);
     drop(by_hand.regression(rows).loss.backward());
@@ -253,7 +253,7 @@ fn telemetry_is_logged_by_burn_train() {
     let found = logged(&directory, "SQNR dgrad.dy");
     assert_eq!(found.len(), STEPS / 2, "every other step");
     assert!((found[0] - expected).abs() < 1e-9, "{found:?}, {expected}");
-    // All but the first layer's dgrad.dy: its input needs no gradient.
+    // All operands except the first layer's dgrad.dy, because its input needs no gradient.
     assert_eq!(samples.len(), 9);
     let mix = logged(&directory, "Rounded Stochastically");
     assert!((mix[0] - 100.0 * 3.0 / 9.0).abs() < 1e-9, "{mix:?}");

@@ -1,4 +1,4 @@
-//! The corpus as its folder says: what `cargo xtask corpus` has made.
+//! The corpus made by `cargo xtask corpus`, as described by its folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,26 +9,26 @@ use serde_json::{Value, json};
 
 use super::plan::Run;
 
-/// How often a run may see its shards.
+/// Maximum number of epochs of a run over its shards.
 const MOST_EPOCHS: f64 = 4.0;
 
-/// The folder of a corpus.
+/// Folder of a corpus.
 #[derive(Debug)]
 pub struct Corpus {
     folder: PathBuf,
-    /// FNV-1a of the tokenizer's file.
+    /// FNV-1a hash of the tokenizer's file.
     tokenizer: String,
     valid: Shard,
     train: Vec<Shard>,
 }
 
-/// A file of tokens, and that file compressed.
+/// A file of tokens, and its compressed form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Shard {
-    /// Its name; `.xz` follows in that of the compressed one.
+    /// Name of the file; the compressed one has the additional suffix `.xz`.
     pub file: String,
     tokens: u64,
-    /// FNV-1a of the tokens.
+    /// FNV-1a hash of the tokens.
     checksum: String,
 }
 
@@ -68,7 +68,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// The files that runs on the first `shards` shards need, the smallest first.
+    /// Returns the files needed by runs on the first `shards` shards, smallest first.
     pub fn files(&self, shards: usize) -> Vec<PathBuf> {
         let tokenizer = ["tokenizer.json", "tokenizer_config.json"];
         let tokenizer = tokenizer.map(|name| self.folder.join("tokenizer").join(name));
@@ -78,10 +78,10 @@ impl Corpus {
         tokenizer.into_iter().chain([valid]).chain(train).collect()
     }
 
-    /// Fails unless `run` has enough text.
+    /// Checks that there is enough text for `run`.
     ///
     /// # Errors
-    /// Returns an error if it needs more shards than there are, or sees them more than four times.
+    /// Returns an error if it needs more shards than exist, or more than four epochs.
     pub fn check_run(&self, run: &Run) -> Result<()> {
         let (name, count) = (&run.name, self.train.len());
         ensure!(
@@ -100,7 +100,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// `run` for the queue of `ladder/run.py`: with the files that it reads.
+    /// Returns `run` with the files that it reads, for the queue of `ladder/run.py`.
     pub fn queued(&self, run: &Run, commit: &str) -> Result<Value> {
         let own: Vec<&Shard> = self.train.iter().take(run.shards).collect();
         let names: Vec<&str> = own.iter().map(|shard| &*shard.file).collect();

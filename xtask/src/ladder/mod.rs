@@ -1,8 +1,8 @@
-//! `cargo xtask ladder`: training runs whose losses can be compared, in short leases of a GPU.
+//! `cargo xtask ladder`: training runs with comparable losses, in short leases of a GPU.
 //!
-//! `ladder/plan.json` has the runs in their order, `results/ladder` a file for each run that has
-//! ended. `next` packs what the next runs need into folders and prints the commands for the machine
-//! with the GPU, where `ladder/run.py` trains; `collect` records what it brings back.
+//! `ladder/plan.json` lists the runs in order; `results/ladder` has one file per finished run.
+//! `next` packs the files for the next runs into folders and prints the commands for the GPU
+//! machine, where `ladder/run.py` trains. `collect` records the results.
 
 mod corpus;
 mod pack;
@@ -23,10 +23,10 @@ use corpus::Corpus;
 use plan::{Plan, Run};
 use record::{Record, Status};
 
-/// The recorded runs, from the root.
+/// Folder of the recorded runs, relative to the root.
 const FOLDER: &str = "results/ladder";
 
-/// Bytes of a unit of `--limit`.
+/// Bytes per unit of `--limit`.
 const MIB: u64 = 1 << 20;
 
 /// Options of `cargo xtask ladder`.
@@ -34,7 +34,7 @@ const MIB: u64 = 1 << 20;
 pub struct Args {
     #[command(subcommand)]
     command: Sub,
-    /// Take the runs of this file instead of ladder/plan.json
+    /// Use the plan in this file instead of ladder/plan.json
     #[arg(long, value_name = "FILE", global = true)]
     plan: Option<PathBuf>,
     /// Read and write recorded runs in this folder [default: results/ladder]
@@ -44,40 +44,41 @@ pub struct Args {
 
 #[derive(clap::Subcommand)]
 enum Sub {
-    /// Print the runs of the plan: losses of those that are recorded, expected minutes of the others
+    /// Print the runs of the plan, with the losses of recorded ones and the expected minutes of the
+    /// others
     Status,
-    /// Pack the next runs for a machine with a GPU, and print the commands to run there
+    /// Pack the next runs for a GPU machine, and print the commands to run there
     Next(NextArgs),
-    /// Check and record the runs in the results.json of a machine
+    /// Check and record the runs in a machine's results.json
     Collect(CollectArgs),
 }
 
 /// Options of `cargo xtask ladder next`.
 #[derive(clap::Args)]
 struct NextArgs {
-    /// Train on the corpus in this folder [default: where `cargo xtask corpus` puts it]
+    /// Train on the corpus in this folder [default: the output folder of `cargo xtask corpus`]
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
-    /// Write the folders to upload to this folder [default: ladder in the target folder]
+    /// Write the upload folders to this folder [default: ladder in the target folder]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Take runs that are expected to end in this time, and one at least
+    /// Select runs expected to end within this many minutes, but at least one
     #[arg(long, value_name = "MINUTES", default_value_t = 25.0)]
     minutes: f64,
-    /// Take this many runs at most
+    /// Select at most this many runs
     #[arg(long, value_name = "N", default_value_t = 100)]
     runs: usize,
-    /// Let a folder have this many MiB at most
+    /// Limit the size of an upload folder to this many MiB
     #[arg(long, value_name = "MIB", default_value_t = 54)]
     limit: u64,
-    /// Have each command end after this many seconds
+    /// End each command after this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 570)]
     seconds: u64,
     /// Pack this program, built from --commit, instead of building one with the features cuda and
     /// kernel-cache
     #[arg(long, value_name = "FILE", requires = "commit")]
     binary: Option<PathBuf>,
-    /// Record this commit as that of --binary
+    /// Record this commit for --binary
     #[arg(long, value_name = "HASH", requires = "binary")]
     commit: Option<String>,
 }
@@ -85,15 +86,15 @@ struct NextArgs {
 /// Options of `cargo xtask ladder collect`.
 #[derive(clap::Args)]
 struct CollectArgs {
-    /// The folder that has results.json
+    /// Folder with results.json
     #[arg(value_name = "DIR")]
     folder: PathBuf,
 }
 
-/// Does what the subcommand says.
+/// Runs the subcommand.
 ///
 /// # Errors
-/// Returns an error if the plan, a record, the corpus or the results of a machine are refused.
+/// Returns an error if the plan, a record, the corpus or the results of a machine are invalid.
 pub fn run(args: &Args) -> Result<()> {
     let text = match &args.plan {
         None => plan::PLAN.to_owned(),
@@ -140,7 +141,7 @@ fn status(plan: &Plan, records: &[Record]) -> Result<()> {
     Ok(())
 }
 
-/// How much higher the loss of a run is than that of bf16 with the same shape, tokens and seed, in
+/// Returns the increase of a run's loss over that of bf16 with the same shape, tokens and seed, in
 /// percent.
 fn gap(record: &Record, records: &[Record]) -> Option<f64> {
     let is_baseline = |other: &&Record| {
@@ -183,7 +184,7 @@ fn next(args: &NextArgs, plan: &Plan, records: &[Record]) -> Result<()> {
     Ok(())
 }
 
-/// The program, built from a commit, and that commit.
+/// Builds the program from a commit; returns its path and the commit.
 fn built() -> Result<(PathBuf, String)> {
     let git = |arguments: &[&str]| -> Result<String> {
         let mut git = Command::new("git");

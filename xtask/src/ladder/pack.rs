@@ -1,4 +1,4 @@
-//! Folders with what a machine with a GPU needs, each small enough for one upload.
+//! Packs the files for a GPU machine into folders that are small enough for one upload each.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,20 +10,20 @@ use serde_json::{Value, json};
 
 use crate::workspace;
 
-/// What runs there.
+/// Script that runs on the GPU machine.
 const SCRIPT: &str = include_str!("../../ladder/run.py");
-/// The name of that file.
+/// File name of the script.
 pub const SCRIPT_FILE: &str = "run.py";
-/// The folder that has the queue alone, for the commands after the last upload.
+/// Folder with only the script and the queue, for the commands after the last upload.
 pub const QUEUE_FOLDER: &str = "queue";
-/// Room for the script and the queue in each folder.
+/// Space reserved for the script and the queue in each folder.
 const RESERVE: u64 = 1 << 20;
 
-/// Packs the program `binary` and the libraries that it loads, beside those of the system, into
-/// `out`/nvfp4.tar.xz, unless that is newer.
+/// Packs the program `binary` and its non-system libraries into `out`/nvfp4.tar.xz, unless that
+/// archive is newer.
 ///
 /// # Errors
-/// Returns an error if a tool fails (strip, ldd, tar, xz), or the disk refuses.
+/// Returns an error if a tool (strip, ldd, tar, xz) or writing fails.
 pub fn program(binary: &Path, out: &Path) -> Result<PathBuf> {
     let archive = out.join("nvfp4.tar.xz");
     let changed = |path: &Path| -> Result<_> {
@@ -53,7 +53,7 @@ pub fn program(binary: &Path, out: &Path) -> Result<PathBuf> {
     Ok(archive)
 }
 
-/// Names and paths of the libraries in what `ldd` prints that are not those of the system.
+/// Returns names and paths of the non-system libraries in the output of `ldd`.
 fn libraries(listed: &str) -> Vec<(&str, &str)> {
     listed.lines().filter_map(library).collect()
 }
@@ -66,11 +66,11 @@ fn library(line: &str) -> Option<(&str, &str)> {
     is_own.then_some((name, path))
 }
 
-/// Puts `files` into folders 1, 2, .. of `out`, of at most `limit` bytes each, in this order, with the
-/// script and `queue` in each of them, and one more that has these alone. Returns the folders.
+/// Distributes `files` in order to folders 1, 2, .. of `out` with at most `limit` bytes each, and
+/// adds the script and `queue` to each. Another folder has only these two. Returns the folders.
 ///
 /// # Errors
-/// Returns an error if a file is larger than a folder may be, or the disk refuses.
+/// Returns an error if a file exceeds the limit of a folder, or writing fails.
 pub fn folders(files: &[PathBuf], queue: &[Value], limit: u64, out: &Path) -> Result<Vec<PathBuf>> {
     let mut parts: Vec<(u64, Vec<&PathBuf>)> = Vec::new();
     for file in files {

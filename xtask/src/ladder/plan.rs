@@ -1,4 +1,4 @@
-//! The plan of runs (`ladder/plan.json`), and which of them comes next.
+//! The plan of runs (`ladder/plan.json`).
 
 use std::collections::BTreeMap;
 
@@ -6,35 +6,35 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// The plan that the workspace has.
+/// The plan of the workspace.
 pub const PLAN: &str = include_str!("../../ladder/plan.json");
 
-/// Shapes, recipes, and the runs in their order.
+/// Shapes, recipes, and runs in order.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
-    /// For readers of the file.
+    /// Description for readers of the file.
     #[serde(rename = "about")]
     _about: String,
     vocabulary: u64,
-    /// Tokens of a row.
+    /// Tokens per row.
     context: u64,
     weight_decay: f64,
     grad_clip: f64,
-    /// Share of the steps over which the learning rate rises.
+    /// Warm-up of the learning rate, as a share of the steps.
     warmup: f64,
-    /// Steps between two losses of training.
+    /// Steps between two logged training losses.
     pub log_every: u64,
     eval_every: u64,
     eval_rows: u64,
     checkpoint_every: u64,
     shapes: BTreeMap<String, Shape>,
-    /// Recipes that are no presets: the fields of a recipe's file.
+    /// Recipes that are not presets, as the fields of a recipe file.
     recipes: BTreeMap<String, Value>,
     runs: Vec<Group>,
 }
 
-/// A Llama, and how it is trained.
+/// A Llama shape and its training options.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Shape {
@@ -43,15 +43,15 @@ struct Shape {
     heads: u64,
     feed_forward: u64,
     lr: f64,
-    /// Tokens of a run.
+    /// Tokens per run.
     tokens: u64,
-    /// Shards of the corpus that its runs train on, the first ones.
+    /// Number of corpus shards to train on, counted from the first.
     shards: usize,
-    /// Rows of a forward.
+    /// Rows per forward pass.
     batch: u64,
-    /// Forwards of a step.
+    /// Forward passes per step.
     accumulate: u64,
-    /// Expected until a run has been measured.
+    /// Expected speed until a run has been measured.
     tokens_per_s: f64,
 }
 
@@ -62,40 +62,40 @@ struct Group {
     shape: String,
     recipes: Vec<String>,
     seeds: Vec<u64>,
-    /// Other than those of the shape.
+    /// Tokens per run, if different from the shape's.
     #[serde(default)]
     tokens: Option<u64>,
 }
 
-/// A run of the plan, as `ladder/run.py` reads it.
+/// A run of the plan, in the format of `ladder/run.py`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Run {
-    /// Shape, recipe and seed, and the tokens where they are not those of the shape.
+    /// Shape, recipe and seed, and the tokens if different from the shape's.
     pub name: String,
-    /// The name of its shape.
+    /// Name of the shape.
     pub shape: String,
-    /// The name of its recipe.
+    /// Name of the recipe.
     pub recipe: String,
-    /// The fields of the recipe; none of a preset.
+    /// Fields of the recipe; none for a preset.
     pub fields: Option<Value>,
-    /// Of the weights, the order of rows, and the recipe.
+    /// Seed of the weights, the row order, and the recipe.
     pub seed: u64,
-    /// Tokens that it trains on, whole steps.
+    /// Number of training tokens, in whole steps.
     pub tokens: u64,
-    /// The model's config.json.
+    /// Contents of the model's config.json.
     pub config: Value,
     /// Options of `nvfp4 pretrain`.
     pub options: Vec<String>,
-    /// Number of shards that it trains on.
+    /// Number of training shards.
     #[serde(skip)]
     pub shards: usize,
-    /// Tokens per second that the plan expects.
+    /// Expected tokens per second.
     #[serde(skip)]
     pub tokens_per_s: f64,
 }
 
 impl Run {
-    /// The value of an option of `nvfp4 pretrain`.
+    /// Returns the value of an option of `nvfp4 pretrain`.
     pub fn option(&self, name: &str) -> Option<&str> {
         let at = self.options.iter().position(|option| option == name)?;
         self.options.get(at + 1).map(String::as_str)
@@ -106,7 +106,7 @@ impl Plan {
     /// Reads a plan.
     ///
     /// # Errors
-    /// Returns an error if it is malformed, names an unknown shape, or has a run twice.
+    /// Returns an error if it is malformed, names an unknown shape, or repeats a run.
     pub fn parse(text: &str) -> Result<Self> {
         let plan: Self = serde_json::from_str(text).context("the plan of the ladder")?;
         let mut names: Vec<String> = plan.runs()?.into_iter().map(|run| run.name).collect();
@@ -117,7 +117,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// All runs in their order.
+    /// Returns all runs in order.
     ///
     /// # Errors
     /// Returns an error if a group names an unknown shape.
@@ -187,7 +187,7 @@ impl Plan {
     }
 
     fn options(&self, shape: &Shape, steps: u64, seed: u64) -> Vec<String> {
-        // As in the published ladder, at least a step where a run is short.
+        // As in the published ladder; at least one step remains after the warm-up of a short run.
         let warmup = ((steps as f64 * self.warmup).round() as u64).min(steps - 1);
         let given = [
             ("--steps", steps.to_string()),

@@ -9,80 +9,80 @@ use serde_json::Value;
 
 use super::plan::{Plan, Run};
 
-/// How a run ended.
+/// End of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// After its last step.
+    /// The run completed its last step.
     Finished,
-    /// With a loss that is no number.
+    /// The loss was not a number.
     Diverged,
-    /// For a reason that says nothing of its recipe; it is not recorded.
+    /// The run failed for a reason unrelated to its recipe; it is not recorded.
     Crashed,
 }
 
-/// One run, as `ladder/run.py` writes it.
+/// A run, in the format of `ladder/run.py`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// As the plan names it.
+    /// Name in the plan.
     pub name: String,
-    /// The name of its shape.
+    /// Name of the shape.
     pub shape: String,
-    /// The name of its recipe.
+    /// Name of the recipe.
     pub recipe: String,
-    /// The fields of the recipe; none of a preset.
+    /// Fields of the recipe; none for a preset.
     pub fields: Option<Value>,
-    /// Of the weights, the order of rows, and the recipe.
+    /// Seed of the weights, the row order, and the recipe.
     pub seed: u64,
-    /// Tokens that it trained on.
+    /// Number of training tokens.
     pub tokens: u64,
-    /// What was built.
+    /// Commit of the program.
     pub commit: String,
-    /// Check sums of the tokenizer, of the shards and of the validation.
+    /// Checksums of the tokenizer, of the shards and of the validation tokens.
     pub corpus: Value,
-    /// The model's config.json.
+    /// Contents of the model's config.json.
     pub config: Value,
     /// Options of `nvfp4 pretrain`.
     pub options: Vec<String>,
-    /// Names of its shards.
+    /// Names of the shards.
     pub data: Vec<String>,
-    /// As its driver names it.
+    /// GPU name reported by the driver.
     pub gpu: Option<String>,
-    /// The version of the GPU's driver.
+    /// Version of the GPU driver.
     pub driver: Option<String>,
-    /// How it ended.
+    /// End of the run.
     pub status: Status,
-    /// The end of the log of a run that did not finish.
+    /// Tail of the log of a run that did not finish.
     pub error: Option<String>,
-    /// The day of its end: YYYY-MM-DD.
+    /// End date: YYYY-MM-DD.
     pub date: String,
-    /// As `nvfp4` names it.
+    /// Device name reported by `nvfp4`.
     pub device: String,
-    /// Wall time of all its commands.
+    /// Wall-clock seconds of all commands.
     pub seconds: f64,
-    /// Wall time and last logged step of each of them.
+    /// Wall-clock time and last logged step of each command.
     pub commands: Vec<Part>,
-    /// Median over the rows of its metrics.
+    /// Median over the rows of the run's metrics.
     pub tokens_per_s: Option<f64>,
-    /// Steps, and mean losses since the step before.
+    /// Steps, each with the mean loss since the previous one.
     pub train_loss: Vec<(u64, f64)>,
-    /// Steps, and losses of the validation.
+    /// Steps with their validation losses.
     pub valid_loss: Vec<(u64, f64)>,
 }
 
-/// One command of a run that may have taken several.
+/// One command of a run, which may take several.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Part {
-    /// Wall time.
+    /// Wall-clock seconds.
     pub seconds: f64,
-    /// The last step of its metrics.
+    /// Last step in the metrics.
     pub step: u64,
 }
 
 impl Record {
-    /// The loss of the validation after the last step.
+    /// Returns the validation loss after the last step.
     pub fn loss(&self) -> Option<f64> {
         match self.status {
             Status::Finished => self.valid_loss.last().map(|(_, loss)| *loss),
@@ -90,7 +90,7 @@ impl Record {
         }
     }
 
-    /// Fails unless it is a whole run of `plan`.
+    /// Returns an error unless the record is a complete run of `plan`.
     fn check(&self, plan: &Plan) -> Result<()> {
         let runs = plan.runs()?;
         let run = runs.iter().find(|run| run.name == self.name);
@@ -120,7 +120,7 @@ impl Record {
         }
     }
 
-    /// Fails unless there is a finite loss at each step that has one.
+    /// Returns an error unless every step that should have a loss has a finite one.
     fn check_losses(&self, plan: &Plan, run: &Run) -> Result<()> {
         let name = &self.name;
         let steps = run.option("--steps").context("a run has steps")?;
@@ -149,10 +149,10 @@ impl Record {
     }
 }
 
-/// The recorded runs in `folder`; none where there is no folder.
+/// Reads the recorded runs in `folder`; returns none if the folder does not exist.
 ///
 /// # Errors
-/// Returns an error if a file is malformed, or is not named after its run.
+/// Returns an error if a file is malformed, or its name differs from the run's.
 pub fn read(folder: &Path) -> Result<Vec<Record>> {
     if !folder.exists() {
         return Ok(Vec::new());
@@ -177,23 +177,23 @@ pub fn read(folder: &Path) -> Result<Vec<Record>> {
     paths.iter().map(named).collect()
 }
 
-/// What became of the results of a machine.
+/// Summary of collecting a machine's results.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Names of runs that are new.
+    /// Names of new runs.
     pub new: Vec<String>,
-    /// Names of runs that were recorded before, with the same content.
+    /// Names of runs already recorded with the same contents.
     pub known: Vec<String>,
-    /// Names of runs that crashed, and what their logs end with.
+    /// Names of crashed runs, with the tails of their logs.
     pub crashed: Vec<(String, String)>,
 }
 
-/// Writes the runs of `text`, the results.json of a machine, to `folder`. Nothing is written if one
-/// of them is refused.
+/// Writes the runs in `text`, a machine's results.json, to `folder`. Writes nothing if one of them
+/// is refused.
 ///
 /// # Errors
-/// Returns an error if a run is not whole or not of `plan`, used another corpus than the recorded
-/// ones of its shape, or is recorded with other content.
+/// Returns an error if a run is incomplete or not in `plan`, used another corpus than the recorded
+/// runs of its shape, or is already recorded with other contents.
 pub fn collect(text: &str, plan: &Plan, folder: &Path) -> Result<Collected> {
     let found: Vec<Value> = serde_json::from_str(text).context("results.json")?;
     let mut recorded = read(folder)?;
@@ -240,7 +240,7 @@ pub fn collect(text: &str, plan: &Plan, folder: &Path) -> Result<Collected> {
     Ok(collected)
 }
 
-/// An object with a line for each of its fields.
+/// Formats an object with one line per field.
 fn compact(record: &Value) -> String {
     let fields = record.as_object().into_iter().flatten();
     let lines: Vec<String> = fields

@@ -1,4 +1,4 @@
-//! The runs that come next, and how long they take.
+//! Selects the next runs, and estimates their time.
 
 use anyhow::Result;
 
@@ -6,11 +6,11 @@ use super::corpus::Corpus;
 use super::plan::{Plan, Run};
 use super::record::Record;
 
-/// Seconds of a run beside its steps: the start, compiled kernels, evaluations.
+/// Seconds of a run in addition to its steps: start, kernel compilation, evaluations.
 const START_SECONDS: f64 = 60.0;
 
-/// Expected seconds of `run` on a GPU, by the speed of recorded runs of the same shape and recipe,
-/// else of the shape, else by the plan.
+/// Estimates the seconds of `run` on a GPU, from the speed of recorded runs of the same shape and
+/// recipe, else of the shape, else from the plan.
 pub fn seconds(run: &Run, records: &[Record]) -> f64 {
     let speed = |same: &dyn Fn(&&Record) -> bool| {
         let own = records.iter().filter(|record| record.shape == run.shape);
@@ -23,8 +23,8 @@ pub fn seconds(run: &Run, records: &[Record]) -> f64 {
     START_SECONDS + run.tokens as f64 / speed
 }
 
-/// The first runs of `plan` without a record that fit `minutes`, but one at least, and at most
-/// `most`.
+/// Returns the first runs of `plan` without a record that fit into `minutes`: at least one and at
+/// most `most`.
 ///
 /// # Errors
 /// Returns an error if a run needs more shards than `corpus` has, or more than four epochs.

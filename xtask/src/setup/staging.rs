@@ -1,20 +1,20 @@
-//! A folder that appears whole or not at all.
+//! Creates a folder atomically.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-/// A temporary folder beside its destination, removed on drop unless it was published.
+/// A temporary folder next to its destination, removed on drop unless it was published.
 ///
-/// Beside, because a rename is only atomic inside one file system.
+/// It must be on the same file system as the destination, because a rename is atomic only there.
 pub struct Staging {
     folder: PathBuf,
     destination: PathBuf,
 }
 
 impl Staging {
-    /// An empty staging folder for `destination`.
+    /// Creates an empty staging folder for `destination`.
     pub fn new(destination: &Path) -> Result<Self> {
         let parent = destination
             .parent()
@@ -32,20 +32,21 @@ impl Staging {
         })
     }
 
-    /// The folder that becomes the destination.
+    /// Returns the folder that becomes the destination.
     pub fn root(&self) -> PathBuf {
         self.folder.join("root")
     }
 
-    /// A folder for downloads and other things that are thrown away.
+    /// Returns a folder for downloads and other temporary files.
     pub fn scratch(&self) -> PathBuf {
         self.folder.join("scratch")
     }
 
-    /// Writes `sentinel` (a file name) as the last file and moves the folder into place.
+    /// Writes `sentinel` (a file name) as the last file, and renames the folder to the destination.
     ///
-    /// A destination without the sentinel is the rest of an installation that was interrupted, and
-    /// is replaced; one with it was finished by somebody else meanwhile, and stays.
+    /// A destination without the sentinel is left from an interrupted installation, and is
+    /// replaced. A destination with it was finished by another process in the meantime, and is
+    /// kept.
     pub fn publish(self, sentinel: &str, contents: &str) -> Result<()> {
         fs::write(self.root().join(sentinel), contents)?;
         if self.destination.join(sentinel).exists() {
@@ -68,12 +69,13 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // Nothing can be done about a failure here, and what is left has a name that says so.
+        // A failure cannot be handled here; the name of a remaining folder shows that it is
+        // temporary.
         let _ = fs::remove_dir_all(&self.folder);
     }
 }
 
-/// Lets everybody run a file; unpacking a wheel does not keep modes.
+/// Makes a file executable for everybody, because unpacking a wheel does not keep modes.
 #[cfg(unix)]
 pub fn make_executable(path: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
@@ -118,7 +120,7 @@ mod tests {
         drop(abandoned);
         assert!(names(&parent).is_empty());
 
-        // The rest of an interrupted installation is replaced as a whole.
+        // The remainder of an interrupted installation is replaced as a whole.
         fs::create_dir(&destination).unwrap();
         fs::write(destination.join("stale"), "").unwrap();
         let staging = Staging::new(&destination).unwrap();
@@ -127,7 +129,7 @@ mod tests {
         staging.publish(".done", "1").unwrap();
         assert_eq!(names(&destination), [".done", "fresh"]);
 
-        // A finished one is left alone.
+        // A finished installation is kept.
         let late = Staging::new(&destination).unwrap();
         fs::create_dir(late.root()).unwrap();
         late.publish(".done", "2").unwrap();

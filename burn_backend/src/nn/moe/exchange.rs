@@ -1,10 +1,10 @@
-//! The exchange of tokens with the ranks that have their experts.
+//! All-to-all exchange of tokens with the ranks that hold their experts.
 //!
 //! Each rank sorts its choices by expert, so that the rows for a rank are contiguous. They arrive
 //! as `[source rank][expert][token]`. The experts take them as `[expert][source rank][token]`: the
-//! order that one rank with the tokens of all ranks, rank after rank, sorts them in. So each expert
-//! sees the matrix that it sees on one rank, and amax values, blocks along the tokens and sums over
-//! tokens are the same.
+//! order in which a single rank with the tokens of all ranks, in rank order, sorts them. Each
+//! expert therefore sees the same matrix as on a single rank: amax values, blocks along the tokens
+//! and sums over tokens are the same.
 
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_kernels::Nvfp4Error;
@@ -13,38 +13,38 @@ use crate::experts::{ExpertOffsets, moe_permute};
 use crate::parallel::functions::Steps;
 use crate::parallel::{Pending, ProcessGroup};
 
-/// Which rows travel where.
+/// Send and receive counts of the exchange.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Plan {
-    /// Rows for each rank.
+    /// Rows to send to each rank.
     send: Vec<usize>,
-    /// Rows from each rank.
+    /// Rows to receive from each rank.
     receive: Vec<usize>,
     /// Rows of each expert of this rank, from each rank.
     held: Vec<Vec<usize>>,
 }
 
-/// The order of received rows.
+/// Permutation of the received rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Order {
-    /// The received row at each place of the order by expert.
+    /// Received row at each position in expert order.
     rows: Vec<i32>,
-    /// The place of each received row.
+    /// Position in expert order of each received row.
     places: Vec<i32>,
 }
 
-/// The choices of all experts of rank `of`, in `counts` of one rank.
+/// Number of choices that go to the experts of rank `of`, given the `counts` of one rank.
 fn sent(counts: &[usize], of: usize, size: usize) -> usize {
     let held = counts.len() / size;
     counts[of * held..][..held].iter().sum()
 }
 
 impl Plan {
-    /// The plan of rank `rank`, given the choices of each expert on each rank: `size` rows of a
-    /// multiple of `size` experts.
+    /// Computes the plan of rank `rank` from the choices per expert on each rank: `counts` is
+    /// `size` rows, each with a multiple of `size` experts.
     ///
     /// # Errors
-    /// On all ranks alike, when one of them would receive 2^31 rows or more.
+    /// Returns an error on all ranks if one of them would receive 2^31 rows or more.
     fn try_new(counts: &[usize], rank: usize, size: usize) -> Result<Self, Nvfp4Error> {
         let experts = counts.len() / size;
         let sources: Vec<&[usize]> = counts.chunks_exact(experts).collect();
@@ -68,15 +68,15 @@ impl Plan {
         })
     }
 
-    /// Rows of each expert of this rank.
+    /// Rows of each expert of this rank, from all ranks.
     fn rows_of_experts(&self) -> Vec<usize> {
         self.held.iter().map(|from| from.iter().sum()).collect()
     }
 
-    /// The order of what this rank receives.
+    /// Computes the permutation of the rows that this rank receives.
     fn order(&self) -> Order {
         let ranks = self.receive.len();
-        // The first received row of each expert of each source.
+        // Index of the first received row of each expert of each source.
         let mut starts = vec![vec![0; ranks]; self.held.len()];
         let mut next = 0;
         for source in 0..ranks {
@@ -99,19 +99,19 @@ impl Plan {
     }
 }
 
-/// The exchange of the choices of one forward.
+/// Exchange of the choices of one forward.
 #[derive(Debug)]
 pub(super) struct ExpertExchange {
     group: ProcessGroup,
     plan: Plan,
-    /// Choices of each expert on all ranks.
+    /// Number of choices of each expert on all ranks.
     totals: Vec<usize>,
 }
 
-/// The order of what arrived at this rank's experts.
+/// Order of the rows that arrived at this rank's experts.
 #[derive(Debug)]
 pub(super) struct Arrived {
-    /// The experts of this rank, and where the tokens of each begin.
+    /// Experts of this rank, with the offsets of their tokens.
     pub experts: ExpertOffsets,
     /// [`Order::rows`] and [`Order::places`].
     rows: Tensor<1, Int>,
@@ -119,12 +119,12 @@ pub(super) struct Arrived {
 }
 
 impl ExpertExchange {
-    /// The exchange of tokens that chose experts `counts` (`[experts]`, a multiple of the ranks)
-    /// times each. All ranks call it together; the host waits for the counts of all of them, as the
-    /// shapes of what it receives depend on them.
+    /// Creates the exchange for tokens that chose experts `counts` (`[experts]`, a multiple of the
+    /// number of ranks) times each. All ranks call it together. The host waits for the counts of
+    /// all ranks, because the shapes of what it receives depend on them.
     ///
     /// # Errors
-    /// On all ranks alike, when one of them would receive 2^31 rows or more.
+    /// Returns an error on all ranks if one of them would receive 2^31 rows or more.
     pub fn try_new(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
         let [experts] = counts.dims();
         let all = gather_counts(counts, group);
@@ -136,22 +136,22 @@ impl ExpertExchange {
         })
     }
 
-    /// The tokens of each expert of earlier ranks.
+    /// Token counts of the experts of earlier ranks.
     pub fn earlier(&self) -> &[usize] {
         &self.totals[..self.group.rank() * self.plan.held.len()]
     }
 
-    /// Choices of each expert on all ranks.
+    /// Number of choices of each expert on all ranks.
     pub fn totals(&self) -> &[usize] {
         &self.totals
     }
 
-    /// The tokens of this rank's experts from all ranks, by expert, given those of this rank, by
-    /// expert; whether the exchange of their gradient runs beside the backward of the router, which
-    /// has made these `logits`. Differentiable.
+    /// Sends this rank's tokens, in expert order, and returns those of this rank's experts from all
+    /// ranks, in expert order. With overlap, the exchange of their gradient runs concurrently with
+    /// the backward of the router, which computed these `logits`. Differentiable.
     ///
-    /// The exchange is queued first: the device has waited for the host, which makes the order of
-    /// what arrives while it travels.
+    /// The exchange is queued first: the device was idle while the host waited for the counts, and
+    /// the host computes the receive order during the exchange.
     pub fn dispatch(
         &self,
         sorted: Tensor<2>,
@@ -174,8 +174,8 @@ impl ExpertExchange {
         (tokens, arrived)
     }
 
-    /// The inverse of [`dispatch`](Self::dispatch), for the results of what `arrived`; whether they
-    /// are exchanged beside kernels. Differentiable.
+    /// Inverse of [`dispatch`](Self::dispatch), for the results of the rows that `arrived`. If
+    /// `overlaps`, the exchange runs concurrently with kernels. Differentiable.
     pub fn combine(&self, results: Tensor<2>, arrived: &Arrived, overlaps: bool) -> Pending {
         let Plan { send, receive, .. } = &self.plan;
         let results = self.permute(results, &arrived.places, &arrived.rows);
@@ -183,8 +183,9 @@ impl ExpertExchange {
         Pending::begin(results, steps, &self.group, overlaps)
     }
 
-    /// It depends on the number of ranks alone whether there is a step: ranks whose graphs differ
-    /// would meet their exchanges in another order in the backward.
+    /// Permutes rows by `index`. The step is skipped only for a single rank, independently of the
+    /// data: ranks with different graphs would run their exchanges in different orders in the
+    /// backward.
     fn permute(&self, x: Tensor<2>, index: &Tensor<1, Int>, inverse: &Tensor<1, Int>) -> Tensor<2> {
         if self.group.size() == 1 {
             return x;
@@ -194,14 +195,14 @@ impl ExpertExchange {
     }
 }
 
-/// The choices of each expert on each rank of `group`, one rank after the other, given those of
-/// this rank. The host waits for them.
+/// Gathers the choices per expert of each rank of `group`, in rank order, given those of this rank.
+/// The host waits for them.
 fn gather_counts(counts: &Tensor<1, Int>, group: &ProcessGroup) -> Vec<usize> {
     let all = group.all_gather_int(counts.clone()).into_data();
     all.iter::<i64>().map(|count| count as usize).collect()
 }
 
-/// The choices of each of `experts` on all ranks, given those on each.
+/// Sums the choices of each of `experts` over all ranks, given the counts per rank.
 fn total_counts(all: &[usize], experts: usize) -> Vec<usize> {
     let total = |expert: usize| all.iter().skip(expert).step_by(experts).sum();
     (0..experts).map(total).collect()
@@ -216,8 +217,8 @@ pub(super) fn ints(values: &[i32], device: &Device) -> Tensor<1, Int> {
 mod tests {
     use super::*;
 
-    /// Two ranks with two experts each; rank 1 chose no expert of rank 0 but the second, and nobody
-    /// chose the last.
+    /// Two ranks with two experts each. Rank 1 chose only the second expert of rank 0; no rank
+    /// chose the last expert.
     #[test]
     fn rows_are_ordered_by_expert_then_source() {
         let counts = [2, 1, 3, 0, 0, 2, 1, 0];
@@ -242,8 +243,8 @@ mod tests {
         };
         assert_eq!(order(plan(0)), (vec![0, 1, 2, 3, 4], vec![0, 1, 2, 3, 4]));
         assert_eq!(order(plan(1)), (vec![0, 1, 2, 3], vec![0, 1, 2, 3]));
-        // Both experts of rank 0 have rows of both ranks: as two blocks a rank, then as two blocks
-        // an expert.
+        // Both experts of rank 0 have rows from both ranks: blocks per rank first, then blocks per
+        // expert.
         let plan = Plan::try_new(&[2, 1, 1, 2], 0, 1).unwrap();
         assert_eq!(plan.rows_of_experts(), [2, 1, 1, 2]);
         assert_eq!(plan.receive, [6]);
@@ -264,7 +265,7 @@ mod tests {
         );
     }
 
-    /// Both ranks see it, though one would receive little.
+    /// Both ranks return the error, though one would receive few rows.
     #[test]
     fn too_many_rows_are_an_error_on_all_ranks() {
         let most = i32::MAX as usize;

@@ -1,9 +1,9 @@
-//! The exchange of tokens by an all-gather, and of what experts make of them by a reduce-scatter:
-//! Megatron's all-gather dispatcher.
+//! Exchange of tokens by an all-gather, and of expert outputs by a reduce-scatter: Megatron's
+//! all-gather dispatcher.
 //!
-//! Each rank has the tokens and the choices of all ranks of the group, rank after rank, as one rank
-//! with all of them has. It sorts the choices as that rank does, and keeps the rows of its own
-//! experts: no shape depends on how many they are, and the host reads nothing.
+//! Each rank has the tokens and choices of all ranks of the group, in rank order, as a single rank
+//! with all of them would have. It sorts the choices as that rank does, and keeps the rows of its
+//! own experts. No shape depends on the number of those rows, and the host reads nothing.
 
 use burn_core::tensor::{Int, Tensor};
 use nvfp4_kernels::Nvfp4Error;
@@ -12,25 +12,25 @@ use crate::experts::{ChoiceWindow, sort_window};
 use crate::parallel::functions::{self, Steps};
 use crate::parallel::{Pending, ProcessGroup};
 
-/// The exchange of the choices of one forward.
+/// Exchange of the choices of one forward.
 #[derive(Debug)]
 pub(super) struct GatheredChoices {
     group: ProcessGroup,
-    /// Those of this rank's experts, among the choices of all ranks.
+    /// Choices of this rank's experts, among the choices of all ranks.
     pub window: ChoiceWindow,
-    /// The weights of the choices of all ranks, `f32[tokens of all ranks, top_k]`.
+    /// Weights of the choices of all ranks, `f32[tokens of all ranks, top_k]`.
     weights: Tensor<2>,
-    /// The first of this rank's experts.
+    /// Index of the first expert of this rank.
     pub first: usize,
 }
 
 impl GatheredChoices {
-    /// The exchange of tokens that chose the experts `chosen` (`i32[tokens, top_k]`) of `experts`,
-    /// a multiple of the ranks, with these `weights`. All ranks have as many tokens, and call it
-    /// together.
+    /// Creates the exchange of tokens that chose the experts `chosen` (`i32[tokens, top_k]`) with
+    /// these `weights`. `experts` is the number of experts, a multiple of the number of ranks. All
+    /// ranks must have the same number of tokens, and call it together.
     ///
     /// # Errors
-    /// When all ranks have 2^31 choices or more.
+    /// Returns an error if all ranks together have 2^31 choices or more.
     pub fn try_new(
         chosen: Tensor<2, Int>,
         weights: Tensor<2>,
@@ -48,20 +48,20 @@ impl GatheredChoices {
         })
     }
 
-    /// What this rank's experts have made of their tokens, `results` (a row for each choice of all
-    /// ranks), as what all ranks' experts have made of this rank's tokens; whether it is exchanged
-    /// beside kernels. Differentiable.
+    /// Combines the outputs of this rank's experts, `results` (one row per choice of all ranks), to
+    /// the outputs of all experts for this rank's tokens. If `overlaps`, the exchange runs
+    /// concurrently with kernels. Differentiable.
     ///
-    /// Each rank adds up what its experts add to a token in `f32`, rounds that to the type of
-    /// `results`, and the ranks add these.
+    /// Each rank sums the outputs of its experts per token in `f32` and rounds the sum to the dtype
+    /// of `results`; the reduce-scatter adds these partial sums.
     pub fn combine(self, results: Tensor<2>, overlaps: bool) -> Pending {
         let parts = self.window.combine(results, self.weights);
         Pending::begin(parts, Steps::reduce_scatter(), &self.group, overlaps)
     }
 }
 
-/// The tokens of all ranks, rank after rank, given those of this one; whether they are exchanged
-/// beside kernels. Differentiable: the gradient is the sum of those of all ranks.
+/// Gathers the tokens of all ranks, in rank order. If `overlaps`, the exchange runs concurrently
+/// with kernels. Differentiable: the gradient is summed over all ranks.
 pub(super) fn gather_tokens(x: Tensor<2>, group: &ProcessGroup, overlaps: bool) -> Pending {
     Pending::begin(x, Steps::gather_sum(), group, overlaps)
 }

@@ -1,4 +1,4 @@
-//! The losses of a router for the tokens of several ranks.
+//! Router losses for the tokens of several ranks.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{Int, Tensor};
@@ -7,17 +7,17 @@ use nvfp4_kernels::reference::{BatchPart, Router};
 use crate::ops::routing::RoutingOps;
 use crate::parallel::{ProcessGroup, functions};
 
-/// The ranks that have the tokens of a batch.
+/// Ranks that share the tokens of a batch.
 #[derive(Clone, Debug)]
 pub(in crate::nn) struct BatchRanks {
-    /// Those with the other tokens of this rank's loss (sequence parallelism).
+    /// Ranks with the other tokens of this rank's loss (sequence parallelism).
     pub tensor: ProcessGroup,
-    /// Those with losses of their own.
+    /// Ranks that each compute a loss.
     pub batch: ProcessGroup,
 }
 
 impl BatchRanks {
-    /// Ranks that have a loss each.
+    /// Creates the group of ranks that each compute a loss.
     pub fn new(batch: &ProcessGroup) -> Self {
         Self {
             tensor: ProcessGroup::single(),
@@ -30,13 +30,13 @@ impl BatchRanks {
         self.tensor.size() * self.batch.size()
     }
 
-    /// The choices of each expert on all ranks, given those of this rank.
+    /// Sums the choices per expert over all ranks.
     pub fn sum_counts(&self, counts: Tensor<1, Int>) -> Tensor<1, Int> {
         sum_counts(sum_counts(counts, &self.tensor), &self.batch)
     }
 
-    /// The sum of all ranks' `x`, given this rank's. Differentiable: the gradient of each is that of
-    /// the sum of all losses, of which a tensor group has one.
+    /// Sums `x` over all ranks. Differentiable: the gradient of each rank is that of the sum of all
+    /// losses, counting one loss per tensor group.
     fn sum(&self, x: Tensor<1>) -> Tensor<1> {
         functions::all_reduce(functions::reduce(x, &self.tensor), &self.batch)
     }
@@ -53,13 +53,13 @@ fn sum_counts(counts: Tensor<1, Int>, group: &ProcessGroup) -> Tensor<1, Int> {
         .reshape([experts])
 }
 
-/// The balance loss and the z-loss of the tokens of all `ranks`, given the logits of this
-/// rank's tokens (`f32[tokens, experts]`), the number of the tokens of all ranks, `of`, and the
-/// choices of each expert on all ranks, `counts` (`i32[experts]`); see
+/// Computes the balance loss and the z-loss of the tokens of all `ranks`. `logits` are those of
+/// this rank's tokens (`f32[tokens, experts]`), `of` is the number of tokens of all ranks, and
+/// `counts` are the choices per expert on all ranks (`i32[experts]`); see
 /// [`MoeOutput`](super::MoeOutput).
 ///
-/// Differentiable: the gradient by the logits is that of the sum of what all ranks make of the
-/// losses, once of each tensor group.
+/// Differentiable: the gradient by the logits is that of the sum of the final losses of all ranks,
+/// counted once per tensor group.
 pub(super) fn batch_losses(
     logits: Tensor<2>,
     (of, counts): (usize, Tensor<1, Int>),
@@ -73,7 +73,7 @@ pub(super) fn batch_losses(
         top_k,
         normalize: false,
     };
-    // Both losses are sums over tokens, once the choices of all ranks are known.
+    // Both losses are sums over tokens once the choices of all ranks are known.
     let (logits, counts) = (logits.into_dispatch(), counts.into_dispatch());
     let losses = Dispatch::nvfp4_router_losses(logits, counts, part, router);
     let losses = ranks.sum(Tensor::from_dispatch(losses));

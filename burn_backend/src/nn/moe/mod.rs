@@ -1,4 +1,4 @@
-//! A mixture of experts.
+//! Mixture of experts.
 
 mod exchange;
 mod gathered;
@@ -30,39 +30,39 @@ use steps::{MoeParts, MoeSettings};
 pub struct Nvfp4MoeConfig {
     /// Width of the input and the output, a positive multiple of 16.
     pub d_model: usize,
-    /// Width inside each expert, a positive multiple of 16.
+    /// Hidden width of each expert, a positive multiple of 16.
     pub d_hidden: usize,
     /// Number of experts, 1 to 512.
     pub experts: usize,
-    /// Experts that each token is sent to, 1 to `experts`.
+    /// Number of experts per token, 1 to `experts`.
     #[config(default = 2)]
     pub top_k: usize,
-    /// Divide the weights of a token's experts by their sum. It has no effect for a `top_k` of 1:
-    /// the weight stays the router's probability (Switch), as a constant of 1 would leave the
-    /// router without a gradient.
+    /// True to divide the weights of a token's experts by their sum. Without effect for a `top_k`
+    /// of 1: the weight stays the router's probability (Switch), because a constant weight of 1
+    /// would leave the router without a gradient.
     #[config(default = true)]
     pub normalize: bool,
-    /// Width inside an expert that every token is sent to besides, with a weight of 1; a positive
-    /// multiple of 16. `None` for no such expert.
+    /// Hidden width of a shared expert, which processes every token with a weight of 1; a positive
+    /// multiple of 16. `None` for no shared expert.
     pub shared_hidden: Option<usize>,
-    /// Whether the backward computes gate and up of the experts again instead of keeping them; see
+    /// True if the backward recomputes gate and up of the experts instead of keeping them; see
     /// [`Nvfp4SwiGlu::with_recompute`].
     #[config(default = false)]
     pub recompute: bool,
-    /// How parameters are initialised, as in `burn_nn::LinearConfig`.
+    /// Parameter initializer, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
-    /// What is quantized in the experts, and how.
+    /// Quantization recipe of the experts.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
 }
 
 impl Nvfp4MoeConfig {
-    /// A new mixture on `device`.
+    /// Creates a mixture on `device`.
     ///
     /// # Errors
-    /// When a width is no positive multiple of 16, `experts` is not 1 to 512, `top_k` is not 1 to
-    /// `experts`, or the device has no implementation.
+    /// Returns an error if a width is not a positive multiple of 16, `experts` is not 1 to 512,
+    /// `top_k` is not 1 to `experts`, or the device has no implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Moe, Nvfp4Error> {
         if !(1..=self.experts).contains(&self.top_k) {
             return Err(Nvfp4Error::value(
@@ -100,22 +100,22 @@ impl Nvfp4MoeConfig {
         })
     }
 
-    /// [`try_init`](Self::try_init), panicking where it fails.
+    /// Panicking version of [`try_init`](Self::try_init).
     pub fn init(&self, device: &Device) -> Nvfp4Moe {
         or_panic("Nvfp4MoeConfig::init", self.try_init(device))
     }
 }
 
-/// A mixture of SwiGLU experts, with the experts' GEMMs in NVFP4 and the router in `f32`.
+/// Mixture of SwiGLU experts, with the experts' GEMMs in NVFP4 and the router in `f32`.
 ///
 /// ```text
 /// p = softmax(x R)                              f32[tokens, experts]
 /// y = Σ over the top_k experts e of p: w_e · (silu(x G_e) · (x U_e)) D_e
 /// ```
 ///
-/// with `w` the probabilities of the chosen experts, divided by their sum where `normalize` says
-/// so. No expert has a capacity and no token is dropped; tokens are sorted by expert on the device,
-/// and nothing waits for it. The gradient reaches the router through `w` and through the two losses
+/// `w` are the probabilities of the chosen experts, divided by their sum if `normalize` is set.
+/// Experts have no capacity and no token is dropped. Tokens are sorted by expert on the device; the
+/// host never waits for it. The gradient reaches the router through `w` and through the two losses
 /// of [`MoeOutput`].
 ///
 /// ```
@@ -146,50 +146,50 @@ impl Nvfp4MoeConfig {
 pub struct Nvfp4Moe {
     /// The router, `[d_model, experts]`, always in high precision.
     pub router: Linear,
-    /// Gate and up of each expert, concatenated, `[experts, d_model, 2 * d_hidden]`: they share one
-    /// global scale for each expert.
+    /// Gate and up weights of each expert, concatenated, `[experts, d_model, 2 * d_hidden]`: they
+    /// share one global scale per expert.
     pub gate_up: Nvfp4GroupedLinear,
-    /// Down of each expert, `[experts, d_hidden, d_model]`.
+    /// Down weights of each expert, `[experts, d_hidden, d_model]`.
     pub down: Nvfp4GroupedLinear,
-    /// The expert of every token.
+    /// Shared expert.
     pub shared: Option<Nvfp4SwiGlu>,
     #[module(skip)]
     settings: MoeSettings,
 }
 
-/// What a mixture of experts gives.
+/// Output of a mixture of experts.
 #[derive(Clone, Debug)]
 pub struct MoeOutput<const D: usize> {
-    /// The output, of the shape and type of the input.
+    /// Output, of the shape and dtype of the input.
     pub output: Tensor<D>,
-    /// `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices that went to each
-    /// expert (no gradient passes) and `P` the mean probabilities (Fedus, Zoph and Shazeer, Switch
-    /// Transformers, equations 4 to 6; Lepikhin et al., GShard). 1 when all experts are chosen
-    /// alike; add it to the loss with a small factor, such as 0.01.
+    /// Load-balancing loss, `f32[1]`: `experts · Σₑ fₑ · Pₑ`, with `f` the shares of the choices
+    /// that went to each expert (no gradient passes) and `P` the mean probabilities (Fedus, Zoph
+    /// and Shazeer, Switch Transformers, equations 4 to 6; Lepikhin et al., GShard). It is 1 if all
+    /// experts are chosen equally often. Add it to the loss with a small factor, such as 0.01.
     pub balance_loss: Tensor<1>,
-    /// `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`, which keeps the router's logits
-    /// small (Zoph et al., ST-MoE, equation 5). Add it to the loss with a small factor, such as
-    /// 0.001, or leave it.
+    /// Router z-loss, `f32[1]`: the mean over tokens of `(log Σₑ exp(logitₑ))²`, which keeps the
+    /// router's logits small (Zoph et al., ST-MoE, equation 5). Add it to the loss with a small
+    /// factor, such as 0.001, or ignore it.
     pub z_loss: Tensor<1>,
-    /// Number of choices that went to each expert, `i32[experts]`.
+    /// Number of choices per expert, `i32[experts]`.
     pub counts: Tensor<1, Int>,
 }
 
 impl Nvfp4Moe {
-    /// The same mixture, whose backward computes gate and up of all experts again instead of
-    /// keeping them; see [`Nvfp4SwiGlu::with_recompute`].
+    /// Sets whether the backward recomputes gate and up of all experts instead of keeping them; see
+    /// [`Nvfp4SwiGlu::with_recompute`].
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.settings.recompute = recompute;
         self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
         self
     }
 
-    /// Experts that each token is sent to.
+    /// Number of experts per token.
     pub fn top_k(&self) -> usize {
         self.settings.top_k
     }
 
-    /// Apply the mixture.
+    /// Applies the mixture.
     ///
     /// # Shapes
     ///
@@ -197,8 +197,8 @@ impl Nvfp4Moe {
     /// - output: see [`MoeOutput`]
     ///
     /// # Errors
-    /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
-    /// supported, or the parts do not fit each other.
+    /// Returns an error if there is no token, the last axis is not `d_model`, devices differ, a
+    /// dtype is not supported, or the shapes of the layers do not match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
         let parts = self.parts();
@@ -224,7 +224,7 @@ impl Nvfp4Moe {
         })
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
         let parts = self.parts();
         parts.check(x, parts.experts())
@@ -241,7 +241,7 @@ impl Nvfp4Moe {
         }
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("Nvfp4Moe::forward", self.try_forward(x))
     }

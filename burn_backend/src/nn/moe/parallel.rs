@@ -1,4 +1,4 @@
-//! A mixture whose experts are on several ranks.
+//! Expert parallelism: a mixture whose experts are sharded over ranks.
 
 use burn_core as burn;
 
@@ -18,68 +18,71 @@ use crate::experts::{MoeRoute, check_experts};
 use crate::functions::or_panic;
 use crate::parallel::{Overlap, ProcessGroup, broadcast, whole_dims};
 
-/// How tokens travel to the ranks of their experts, and what these make of them back. What of it
-/// can run beside kernels [depends on it](ExpertParallelMoe#beside-kernels).
+/// Dispatch mode of the tokens to the ranks of their experts and of the results back. Which
+/// exchanges can overlap with kernels [depends on it](ExpertParallelMoe#overlap-with-kernels).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExpertDispatch {
-    /// By an all-to-all of unequal counts, there and back: each choice of an expert travels once.
-    /// The host waits for the counts, once in each forward.
+    /// All-to-all with unequal counts, in both directions: each choice of an expert is sent once.
+    /// The host waits for the counts once per forward.
     #[default]
     AllToAll,
-    /// By an all-gather of the tokens of all ranks, which have as many each, and a reduce-scatter
-    /// of the sums of what each rank's experts make of them. Nothing waits for the device, so that
-    /// a [graph](crate::graph) can have it; each token travels to all ranks, and memory is that of
-    /// all choices on each.
+    /// All-gather of the tokens of all ranks, and reduce-scatter of the partial sums of each rank's
+    /// experts. All ranks must have the same number of tokens. Nothing waits for the device, so a
+    /// [graph](crate::graph) can capture it. Each token is sent to all ranks, and each rank needs
+    /// memory for the choices of all ranks.
     AllGather,
 }
 
-/// What the expert of every token makes of tokens, if there is one.
+/// Output of the shared expert, if any.
 type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 
-/// An [`Nvfp4Moe`] with its experts on several ranks: rank `r` of `n` has experts `r · experts / n`
-/// up to `(r + 1) · experts / n`. All ranks have the router and the shared expert.
+/// Expert-parallel [`Nvfp4Moe`]: rank `r` of `n` holds experts `r · experts / n` up to
+/// `(r + 1) · experts / n`. Router and shared expert are replicated on all ranks.
 ///
-/// Each rank has tokens of its own, its part of the batch. It sends each to the ranks of its
-/// experts (dispatch), and gets the results back (combine), in either way of [`ExpertDispatch`]: no
-/// expert has a capacity and no token is dropped.
+/// Each rank has a different shard of the batch. It sends each token to the ranks of its experts
+/// (dispatch) and receives the results (combine), by either mode of [`ExpertDispatch`]. Experts
+/// have no capacity and no token is dropped.
 ///
 /// # One rank
 ///
-/// It computes what an [`Nvfp4Moe`] computes for the tokens of all ranks, rank after rank. Each
-/// expert has the tokens of all ranks in that order, so the global scales of its tokens, its blocks
-/// along the tokens and its sums over tokens are the same. Outputs and the gradients of tokens and
-/// experts have the same bits wherever the router's logits have. A matmul may sum a row in another
-/// order for another number of rows. With [`ExpertDispatch::AllGather`] an output is the sum of
-/// what the ranks' experts add to it, each rounded to the type of the tokens, and not rounded once:
-/// it has the bits of one rank in `f32` with at most two experts for each token.
+/// The result is that of an [`Nvfp4Moe`] on one rank for the tokens of all ranks, in rank order.
+/// Each expert receives the tokens of all ranks in that order, so the global scales of its tokens,
+/// its blocks along the tokens and its sums over tokens are the same. Outputs and the gradients of
+/// tokens and experts have the same bits if the router's logits do; a matmul may sum a row in a
+/// different order for a different number of rows. With [`ExpertDispatch::AllGather`] an output is
+/// the sum of the partial sums of the ranks, each rounded to the dtype of the tokens, instead of
+/// being rounded once: it has the bits of one rank in `f32` with at most two experts per token.
 ///
-/// Stochastic rounding draws the same bits too: blocks are numbered as one rank numbers those of
-/// all experts. For that, layers of experts draw as one rank ([`set_rank`](crate::state::set_rank)
-/// of `gate_up` and `down`): ranks with the same number in data parallelism have the same.
+/// Stochastic rounding draws the same bits too: blocks are numbered as a single rank numbers those
+/// of all experts. This requires that layers of experts draw with the same rank
+/// ([`set_rank`](crate::state::set_rank) of `gate_up` and `down`) on all ranks with the same
+/// data-parallel index.
 ///
 /// # Gradients
 ///
-/// A backward computes the gradients of the sum of the losses of all ranks. Those of experts are
-/// complete: their rank has seen all tokens. Those of the router, the shared expert and of other
-/// layers around are of this rank's tokens, to be summed over the ranks.
-/// [`average_expert_gradients`](crate::parallel::average_expert_gradients) reduces both, and
-/// [`expert_parameters`] tells which is which.
+/// A backward computes the gradients of the sum of the losses of all ranks. Gradients of experts
+/// are complete, because their rank has seen all tokens. Gradients of the router, the shared expert
+/// and the layers around the mixture cover only this rank's tokens and must be summed over the
+/// ranks. [`average_expert_gradients`](crate::parallel::average_expert_gradients) reduces both
+/// kinds; [`expert_parameters`] lists the parameters of the experts.
 ///
-/// All ranks run the same operations in the same order, forward and backward. Where a rank uses a
-/// loss of [`MoeOutput`], all do.
+/// All ranks must run the same operations in the same order, forward and backward. If one rank uses
+/// a loss of [`MoeOutput`], all must.
 ///
-/// # Beside kernels
+/// # Overlap with kernels
 ///
-/// Where the group [says so](crate::parallel::Overlap), or [`with_overlap`](Self::with_overlap),
-/// exchanges run beside kernels, on a second stream:
+/// If the group [requests overlap](crate::parallel::Overlap), or with
+/// [`with_overlap`](Self::with_overlap), exchanges run concurrently with kernels, on a second
+/// stream:
 ///
-/// - That of results runs beside the shared expert, if there is one, and that of their gradient
-///   beside its backward.
-/// - That of tokens runs beside the router with [`ExpertDispatch::AllGather`]; an all-to-all needs
-///   what the router says. That of their gradient runs beside the backward of the logits with both.
+/// - The exchange of results overlaps with the shared expert, if any; the exchange of their
+///   gradient overlaps with its backward.
+/// - The exchange of tokens overlaps with the router in [`ExpertDispatch::AllGather`] mode; an
+///   all-to-all depends on the router. The exchange of their gradient overlaps with the backward of
+///   the logits in both modes.
 ///
-/// All bits are those without. Where ranks of a tensor group share tokens all exchanges are in
-/// line.
+/// Overlap does not change any bit. Where ranks of a tensor group share tokens, all exchanges are
+/// serialized.
 ///
 /// ```
 /// # use burn_core as burn;
@@ -111,41 +114,42 @@ type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 /// ```
 #[derive(Module, Debug)]
 pub struct ExpertParallelMoe {
-    /// The router, `[d_model, experts]`, on all ranks.
+    /// Router, `[d_model, experts]`, replicated on all ranks.
     pub router: Linear,
-    /// Gate and up of this rank's experts, `[experts / ranks, d_model, 2 * d_hidden]`.
+    /// Gate and up weights of this rank's experts, `[experts / ranks, d_model, 2 * d_hidden]`.
     pub gate_up: Nvfp4GroupedLinear,
-    /// Down of this rank's experts, `[experts / ranks, d_hidden, d_model]`.
+    /// Down weights of this rank's experts, `[experts / ranks, d_hidden, d_model]`.
     pub down: Nvfp4GroupedLinear,
-    /// The expert of every token, on all ranks.
+    /// Shared expert, replicated on all ranks.
     pub shared: Option<Nvfp4SwiGlu>,
     #[module(skip)]
     group: ProcessGroup,
-    /// Whose tokens the losses are of.
+    /// Ranks whose tokens the losses cover.
     #[module(skip)]
     ranks: BatchRanks,
     #[module(skip)]
     settings: MoeSettings,
     #[module(skip)]
     dispatch: ExpertDispatch,
-    /// Whether tokens and results travel beside kernels.
+    /// True if exchanges of tokens and results overlap with kernels.
     #[module(skip)]
     overlap: bool,
-    /// Of the layers that `gate_up` and `down` of all experts were made of.
+    /// Ids of the layers that `gate_up` and `down` of all experts were made from.
     #[module(skip)]
     ids: [Option<Vec<PartIds>>; 2],
 }
 
 impl ExpertParallelMoe {
-    /// A new mixture on `device` with the parameters that rank 0 of `group` initialises, which are
-    /// those of [`Nvfp4MoeConfig::try_init`] there. All ranks call it together, and hold all
-    /// experts for a moment.
+    /// Creates a mixture on `device` with the parameters that rank 0 of `group` initializes by
+    /// [`Nvfp4MoeConfig::try_init`]. All ranks call it together; each temporarily holds all
+    /// experts.
     ///
     /// # Errors
-    /// As [`Nvfp4MoeConfig::try_init`], and when `experts` is no multiple of the number of ranks.
+    /// Same as [`Nvfp4MoeConfig::try_init`]; also if `experts` is not a multiple of the number of
+    /// ranks.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn try_new(
         config: &Nvfp4MoeConfig,
         device: &Device,
@@ -156,7 +160,7 @@ impl ExpertParallelMoe {
         Self::try_from_moe(broadcast(moe, group), group)
     }
 
-    /// [`try_new`](Self::try_new), panicking where it fails.
+    /// Panicking version of [`try_new`](Self::try_new).
     pub fn new(config: &Nvfp4MoeConfig, device: &Device, group: &ProcessGroup) -> Self {
         or_panic(
             "ExpertParallelMoe::new",
@@ -164,12 +168,12 @@ impl ExpertParallelMoe {
         )
     }
 
-    /// This rank's part of `moe`, which is the same on all ranks of `group`. Parameters keep their
-    /// ids, and layers their RNG state.
+    /// Returns this rank's shard of `moe`, which is the same on all ranks of `group`. Parameters
+    /// keep their ids, and layers their RNG state.
     ///
     /// # Errors
-    /// When the number of experts is not 1 to 512 or no multiple of the number of ranks, or the
-    /// grouped layers of `moe` have other numbers of experts than its router.
+    /// Returns an error if the number of experts is not 1 to 512 or not a multiple of the number of
+    /// ranks, or the grouped layers of `moe` differ from its router in the number of experts.
     pub fn try_from_moe(moe: Nvfp4Moe, group: &ProcessGroup) -> Result<Self, Nvfp4Error> {
         let [_, experts] = whole_dims(&moe.router.weight);
         check_experts("router.weight", experts)?;
@@ -203,7 +207,7 @@ impl ExpertParallelMoe {
         })
     }
 
-    /// [`try_from_moe`](Self::try_from_moe), panicking where it fails.
+    /// Panicking version of [`try_from_moe`](Self::try_from_moe).
     pub fn from_moe(moe: Nvfp4Moe, group: &ProcessGroup) -> Self {
         or_panic(
             "ExpertParallelMoe::from_moe",
@@ -211,11 +215,11 @@ impl ExpertParallelMoe {
         )
     }
 
-    /// The mixture with the experts of all ranks, on every rank: the inverse of
+    /// Gathers the experts of all ranks on every rank: the inverse of
     /// [`try_from_moe`](Self::try_from_moe). All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_moe(self) -> Nvfp4Moe {
         let [gate_up_ids, down_ids] = self.ids;
         Nvfp4Moe {
@@ -227,84 +231,84 @@ impl ExpertParallelMoe {
         }
     }
 
-    /// The same mixture for a batch of which the ranks of `batch` have a part each: those of
-    /// [`group`](Self::group) and of further groups with the same experts, which data parallelism
-    /// adds. The losses are of the tokens of all of them.
+    /// Sets the ranks of `batch` as those that share the batch: the ranks of [`group`](Self::group)
+    /// and of further groups with the same experts, which data parallelism adds. The losses cover
+    /// the tokens of all of them.
     pub fn with_batch(mut self, batch: &ProcessGroup) -> Self {
         self.ranks = BatchRanks::new(batch);
         self
     }
 
-    /// The same mixture for tokens that ranks of a tensor group share: those of `ranks`, all of
-    /// [`group`](Self::group) among them.
+    /// Sets the ranks for tokens that the ranks of a tensor group share: `ranks` must include all
+    /// of [`group`](Self::group).
     pub(in crate::nn) fn with_ranks(self, ranks: BatchRanks) -> Self {
         Self { ranks, ..self }
     }
 
-    /// The same mixture, whose tokens travel as `dispatch` says; all ranks choose the same.
+    /// Sets the dispatch mode; all ranks must choose the same.
     pub fn with_dispatch(mut self, dispatch: ExpertDispatch) -> Self {
         self.dispatch = dispatch;
         self
     }
 
-    /// How tokens travel.
+    /// Returns the dispatch mode.
     pub fn dispatch(&self) -> ExpertDispatch {
         self.dispatch
     }
 
-    /// The same mixture, whose tokens and results [travel beside
-    /// kernels](Self#beside-kernels) if `overlap`, and else in line with them; all ranks choose the
-    /// same. The group [says so](ProcessGroup::overlap) where this is not called. Outputs and
+    /// Sets whether exchanges of tokens and results [overlap with
+    /// kernels](Self#overlap-with-kernels) or are serialized with them; all ranks must choose the
+    /// same. The default is the [setting of the group](ProcessGroup::overlap). Outputs and
     /// gradients have the same bits.
     pub fn with_overlap(mut self, overlap: bool) -> Self {
         self.overlap = overlap;
         self
     }
 
-    /// The ranks that the experts are on.
+    /// Returns the ranks that hold the experts.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Experts that each token is sent to.
+    /// Number of experts per token.
     pub fn top_k(&self) -> usize {
         self.settings.top_k
     }
 
-    /// The same mixture, whose backward computes gate and up of all experts again instead of
-    /// keeping them; see [`Nvfp4SwiGlu::with_recompute`].
+    /// Sets whether the backward recomputes gate and up of all experts instead of keeping them; see
+    /// [`Nvfp4SwiGlu::with_recompute`].
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.settings.recompute = recompute;
         self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
         self
     }
 
-    /// Apply the mixture. All ranks call it together.
+    /// Applies the mixture. All ranks call it together.
     ///
     /// # Shapes
     ///
-    /// - input: `[..., d_model]`, of type `f32`, `bf16` or `f16`, with at least one token;
-    ///   ranks may have different numbers of them, but not with [`ExpertDispatch::AllGather`]
-    /// - output: see [`MoeOutput`]; `output` is that of this rank's tokens, the losses and `counts`
-    ///   are those of the tokens of all ranks (of [`with_batch`](Self::with_batch), if there are
-    ///   such)
+    /// - input: `[..., d_model]`, of dtype `f32`, `bf16` or `f16`, with at least one token. The
+    ///   number of tokens may differ between ranks, except with [`ExpertDispatch::AllGather`]
+    /// - output: see [`MoeOutput`]; `output` covers this rank's tokens; the losses and `counts`
+    ///   cover the tokens of all ranks (those of [`with_batch`](Self::with_batch), if set)
     ///
     /// # Errors
-    /// When there is no token, the last axis is not `d_model`, devices differ, a type is not
-    /// supported, or the parts do not fit each other: before anything is queued, on this rank
-    /// alone, whose absence ends the others' calls. On all ranks when an expert's rank would get
-    /// 2^31 choices or more, which with [`ExpertDispatch::AllGather`] are those of all ranks.
+    /// Returns an error if there is no token, the last axis is not `d_model`, devices differ, a
+    /// dtype is not supported, or the shapes of the layers do not match. Such an error occurs
+    /// before anything is queued, on this rank only; its absence ends the calls of the other ranks.
+    /// Returns an error on all ranks if the rank of an expert would receive 2^31 choices or more;
+    /// with [`ExpertDispatch::AllGather`] each rank receives the choices of all ranks.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.try_forward_with(x, |x| self.parts().run_shared(x))
     }
 
-    /// [`try_forward`](Self::try_forward) with this for the expert of every token.
+    /// Version of [`try_forward`](Self::try_forward) with `shared` as the shared expert.
     ///
     /// # Errors
-    /// As there, and those of `shared`.
+    /// Same as [`try_forward`](Self::try_forward), and any error of `shared`.
     pub(in crate::nn) fn try_forward_with<const D: usize>(
         &self,
         x: Tensor<D>,
@@ -329,7 +333,7 @@ impl ExpertParallelMoe {
         })
     }
 
-    /// Tokens to the ranks of their experts, and results back.
+    /// Exchanges tokens and results by all-to-all.
     fn by_all_to_all(
         &self,
         x: Tensor<2>,
@@ -342,8 +346,8 @@ impl ExpertParallelMoe {
             chosen, weights, ..
         } = parts.route(logits.clone())?;
         let routing = Routing::try_new(chosen, experts)?;
-        // What needs no count is queued before the host waits for the counts: the device has work
-        // while it waits.
+        // Queues everything that needs no count before the host waits for the counts, so that the
+        // device is busy in the meantime.
         let sorted = routing.dispatch(x.clone());
         let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
         let (tokens, arrived) = exchange.dispatch(sorted, &logits, self.overlaps());
@@ -375,7 +379,7 @@ impl ExpertParallelMoe {
         })
     }
 
-    /// The tokens of all ranks to each, and the sums of what all experts make of them back.
+    /// Exchanges tokens by all-gather and partial sums by reduce-scatter.
     fn by_all_gather(
         &self,
         x: Tensor<2>,
@@ -390,7 +394,7 @@ impl ExpertParallelMoe {
             counts,
             ..
         } = parts.route(logits.clone())?;
-        // Before the next collective: those of a group run one at a time.
+        // Ends before the next collective: the collectives of a group run one at a time.
         let all = all.end(Some(&logits));
         let choices = GatheredChoices::try_new(chosen, weights, parts.experts(), &self.group)?;
         let (window, first) = (&choices.window, choices.first);
@@ -415,23 +419,22 @@ impl ExpertParallelMoe {
         })
     }
 
-    /// Whether exchanges run beside kernels. Where ranks share tokens, so do the layers beside:
-    /// they have collectives of their own, which would wait for the exchange or run at the same
-    /// time.
+    /// Returns true if exchanges overlap with kernels. Not where ranks share tokens: the layers
+    /// that would overlap contain collectives themselves, which would wait for the exchange or run
+    /// at the same time.
     fn overlaps(&self) -> bool {
         self.overlap && self.ranks.tensor.size() == 1
     }
 
-    /// The same of the exchange that the expert of every token runs beside.
+    /// Returns true if the exchange that the shared expert overlaps with runs concurrently.
     fn overlaps_shared(&self) -> bool {
         self.overlaps() && self.shared.is_some()
     }
 
-    /// `output`, with what the expert of every token has made of the tokens.
+    /// Adds the output of the shared expert to `output`.
     ///
-    /// The order of the terms is that in which the backward comes upon what has the tokens for an
-    /// operand, and adds up their gradients: it is the same order, whether exchanges overlap or
-    /// not.
+    /// The order of the terms determines the order in which the backward adds up the gradients of
+    /// the tokens: it is the same with and without overlap.
     fn with_shared(&self, output: Tensor<2>, shared: Option<Tensor<2>>) -> Tensor<2> {
         match shared {
             Some(shared) if self.overlaps_shared() => shared + output,
@@ -440,13 +443,13 @@ impl ExpertParallelMoe {
         }
     }
 
-    /// Whether the ranks of [`group`](Self::group), which exchange tokens and counts, have all that
-    /// the losses are of.
+    /// Returns true if the ranks of [`group`](Self::group), which exchange tokens and counts, hold
+    /// all tokens that the losses cover.
     fn has_all_tokens(&self) -> bool {
         self.ranks.size() <= self.group.size()
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
     pub(in crate::nn) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
         let parts = self.parts();
         let experts = parts.experts();
@@ -454,7 +457,7 @@ impl ExpertParallelMoe {
         parts.check(x, experts / self.group.size())
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("ExpertParallelMoe::forward", self.try_forward(x))
     }
@@ -471,7 +474,7 @@ impl ExpertParallelMoe {
     }
 }
 
-/// Fails unless all ranks get as many experts.
+/// Returns an error if the experts cannot be divided equally among the ranks.
 fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
     if experts.is_multiple_of(group.size()) {
         return Ok(());
@@ -483,11 +486,12 @@ fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
     ))
 }
 
-/// Ids of the parameters of `model` of which each rank has others: the experts of each
+/// Returns the ids of the parameters of `model` that differ between ranks: the experts of each
 /// [`ExpertParallelMoe`] in it.
 ///
-/// With experts on the ranks of a group and the batch on all ranks, the gradients of these are
-/// reduced over the ranks with the same experts; those of all other parameters over all ranks.
+/// If experts are sharded over the ranks of a group and the batch over all ranks, the gradients of
+/// these parameters are reduced over the ranks with the same experts, and those of all other
+/// parameters over all ranks.
 pub fn expert_parameters<M: Module>(model: &M) -> Vec<ParamId> {
     let mut visitor = ExpertVisitor::default();
     model.visit(&mut visitor);
@@ -496,7 +500,7 @@ pub fn expert_parameters<M: Module>(model: &M) -> Vec<ParamId> {
 
 #[derive(Default)]
 struct ExpertVisitor {
-    /// Modules that are being visited, and whether each is one of experts or within one.
+    /// Stack of modules being visited: true for an expert layer and for modules inside one.
     within: Vec<bool>,
     found: Vec<ParamId>,
 }

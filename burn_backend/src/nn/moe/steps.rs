@@ -1,4 +1,4 @@
-//! The steps of a mixture, whichever rank its experts are on.
+//! Steps of a mixture that do not depend on the placement of its experts.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
@@ -12,22 +12,22 @@ use crate::ops::{LinearSpec, RowGroups};
 use crate::parallel::{ProcessGroup, functions, whole_dims};
 use crate::validate;
 
-/// What a mixture is configured to do.
+/// Settings of a mixture.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MoeSettings {
-    /// Experts that each token is sent to.
+    /// Number of experts per token.
     pub top_k: usize,
-    /// Divide the weights of a token's experts by their sum.
+    /// True to divide the weights of a token's experts by their sum.
     pub normalize: bool,
-    /// Compute gate and up of the experts again in the backward.
+    /// True if the backward recomputes gate and up of the experts.
     pub recompute: bool,
 }
 
-/// The layers of a mixture. The router has a column for each expert, `gate_up` and `down` a matrix
-/// for each expert of this rank.
+/// Layers of a mixture. The router has one column per expert; `gate_up` and `down` have one matrix
+/// per expert of this rank.
 pub(super) struct MoeParts<'a> {
     pub router: &'a Linear,
-    /// Ranks with other tokens of the same loss, whose gradients of the router are added up.
+    /// Ranks with other tokens of the same loss, over which the router's gradients are summed.
     pub tensor: Option<&'a ProcessGroup>,
     pub gate_up: &'a Nvfp4GroupedLinear,
     pub down: &'a Nvfp4GroupedLinear,
@@ -36,13 +36,14 @@ pub(super) struct MoeParts<'a> {
 }
 
 impl MoeParts<'_> {
-    /// Experts that the router chooses from.
+    /// Number of experts that the router chooses from.
     pub fn experts(&self) -> usize {
         let [_, experts] = whole_dims(&self.router.weight);
         experts
     }
 
-    /// Fails unless the layers fit each other and the input `x`, with `held` experts on this rank.
+    /// Returns an error if the layers do not match each other or the input `x`, with `held` experts
+    /// on this rank.
     pub fn check<const D: usize>(&self, x: &Tensor<D>, held: usize) -> Result<(), Nvfp4Error> {
         let (dims, device) = (x.dims(), x.device());
         let router = &self.router.weight;
@@ -68,7 +69,7 @@ impl MoeParts<'_> {
         self.shared.iter().try_for_each(|shared| shared.check(x))
     }
 
-    /// The logits of tokens, `f32[tokens, experts]`.
+    /// Computes the logits of tokens, `f32[tokens, experts]`.
     pub fn logits(&self, x: Tensor<2>) -> Tensor<2> {
         let [d_model, experts] = whole_dims(&self.router.weight);
         let [tokens, _] = x.dims();
@@ -78,8 +79,8 @@ impl MoeParts<'_> {
             None => router,
         };
         let router = cast(router, FloatDType::F32);
-        // As a batch of GEMMs: the gradient of the router has few elements and a contraction as
-        // long as there are tokens, with which one GEMM would leave most of a GPU idle.
+        // Runs as a batch of GEMMs: in the router's wgrad, M and N are small and K is the number of
+        // tokens; a single GEMM would leave most of a GPU idle.
         let parts = equal_parts(tokens, 5);
         cast(x, FloatDType::F32)
             .reshape([parts, tokens / parts, d_model])
@@ -87,7 +88,8 @@ impl MoeParts<'_> {
             .reshape([tokens, experts])
     }
 
-    /// The experts of tokens with these logits, their weights, and the losses of these tokens.
+    /// Returns the experts of tokens with these logits, their weights, and the losses of these
+    /// tokens.
     pub fn route(&self, logits: Tensor<2>) -> Result<MoeRoute, Nvfp4Error> {
         try_moe_route(
             logits,
@@ -99,9 +101,9 @@ impl MoeParts<'_> {
         )
     }
 
-    /// What the experts of this rank make of tokens that are sorted by them. `earlier` are the
-    /// tokens of each expert of earlier ranks, behind whose blocks those of this rank draw random
-    /// bits.
+    /// Runs the experts of this rank on tokens sorted by expert. `earlier` are the token counts of
+    /// the experts of earlier ranks; random bits of this rank's blocks continue after those of
+    /// their blocks.
     pub fn run(
         &self,
         sorted: Tensor<2>,
@@ -113,8 +115,9 @@ impl MoeParts<'_> {
         self.run_groups((sorted, experts), groups, behind)
     }
 
-    /// The same of the tokens of all ranks, those of this rank's experts first: what others hold
-    /// does not matter. `first` is the first of its experts, of all.
+    /// Version of [`run`](Self::run) for the tokens of all ranks, with those of this rank's experts
+    /// first; the contents of the other rows do not matter. `first` is the global index of its
+    /// first expert.
     pub fn run_window(
         &self,
         sorted: Tensor<2>,
@@ -125,7 +128,8 @@ impl MoeParts<'_> {
         self.run_groups((sorted, &window.experts), window.groups(), behind)
     }
 
-    /// `behind` numbers the blocks of a layer with weights `[d_in, d_out]`.
+    /// Runs the experts on grouped rows. `behind` returns the block numbering of a layer with
+    /// weights `[d_in, d_out]`.
     fn run_groups(
         &self,
         (sorted, experts): (Tensor<2>, &ExpertOffsets),
@@ -143,13 +147,13 @@ impl MoeParts<'_> {
         Ok(swiglu_between(sorted, input, output, groups, recompute))
     }
 
-    /// What the expert of every token makes of tokens, if there is one.
+    /// Applies the shared expert, if any.
     pub fn run_shared(&self, x: Tensor<2>) -> Result<Option<Tensor<2>>, Nvfp4Error> {
         self.shared.map(|shared| shared.try_forward(x)).transpose()
     }
 }
 
-/// A power of two, at most `2^log`, that divides `rows`.
+/// Returns the largest power of two, at most `2^log`, that divides `rows`.
 fn equal_parts(rows: usize, log: u32) -> usize {
     1 << rows.trailing_zeros().min(log)
 }

@@ -1,4 +1,4 @@
-//! The linear layer of experts with packed weights.
+//! Grouped linear layer with packed weights.
 
 use burn_core as burn;
 
@@ -15,29 +15,29 @@ use crate::ops::packed::{PackedInput, PackedOps};
 use crate::ops::{Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm};
 use crate::validate;
 
-/// A linear layer for each expert, `y = x W[e]ᵀ + b[e]` for the tokens of expert `e`: the weights
-/// are stored in NVFP4, and all experts run in one launch.
+/// Grouped linear layer with weights stored in NVFP4, `y = x W[e]ᵀ + b[e]` for the tokens of expert
+/// `e`. All experts run in one launch.
 ///
-/// Tokens come sorted by expert, as for [`Nvfp4GroupedLinear`]. The layer is differentiable in its
-/// input, as [`Nvfp4PackedLinear`](super::Nvfp4PackedLinear) is.
+/// Tokens are sorted by expert, as for [`Nvfp4GroupedLinear`]. The layer is differentiable by its
+/// input, like [`Nvfp4PackedLinear`](super::Nvfp4PackedLinear).
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedGroupedLinear {
-    /// The weights, a stack of `[d_out, d_in]`.
+    /// Weights, a stack of `[d_out, d_in]`.
     pub weight: Nvfp4Weight,
-    /// The static global scales of the input, `f32[experts]`: the factors that dequantize it.
+    /// Static global scales that dequantize the input, `f32[experts]`.
     pub input: Option<Param<Tensor<1>>>,
-    /// Added to the outputs, `[experts, d_out]`.
+    /// Biases, `[experts, d_out]`.
     pub bias: Option<Param<Tensor<2>>>,
     #[module(skip)]
     activations: Activations,
 }
 
 impl Nvfp4PackedGroupedLinear {
-    /// A layer of the stack `weight`; with the static global scale `input` of each expert, where
-    /// `activations` are static, and a `bias`.
+    /// Creates a layer with the stack `weight` and a `bias`. `input` is the static global scale of
+    /// each expert, for static `activations`.
     ///
     /// # Errors
-    /// When `input` is missing or not `f32[experts]`, or the bias does not fit.
+    /// Returns an error if `input` is missing or not `f32[experts]`, or the bias does not fit.
     pub fn try_new(
         weight: Nvfp4Weight,
         activations: Activations,
@@ -63,17 +63,18 @@ impl Nvfp4PackedGroupedLinear {
         })
     }
 
-    /// What the layer does with its input.
+    /// Returns the activation quantization of the layer.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// Apply the layer to tokens sorted by expert: `[tokens, d_in]`, of type `f32`, `bf16` or
-    /// `f16`, to `[tokens, d_out]` of the same, zero for tokens of no expert.
+    /// Applies the layer to tokens sorted by expert: `[tokens, d_in]`, of dtype `f32`, `bf16` or
+    /// `f16`, to `[tokens, d_out]` of the same dtype; zero for tokens of no expert.
     ///
     /// # Errors
-    /// When the input is on another device than the weight or `experts`, its type is not supported,
-    /// its shape is not `[experts.tokens(), d_in]`, or `experts` are not as many as the weights.
+    /// Returns an error if the input is on another device than the weight or `experts`, its dtype
+    /// is not supported, its shape is not `[experts.tokens(), d_in]`, or the number of experts in
+    /// `experts` differs from the number of weights.
     pub fn try_forward(
         &self,
         input: Tensor<2>,
@@ -111,7 +112,7 @@ impl Nvfp4PackedGroupedLinear {
         Ok(Tensor::from_dispatch(y))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
         or_panic(
             "Nvfp4PackedGroupedLinear::forward",
@@ -121,12 +122,12 @@ impl Nvfp4PackedGroupedLinear {
 }
 
 impl Nvfp4GroupedLinear {
-    /// The layer for inference: its weights quantized once, as each of its forwards would, and its
-    /// activations quantized as they are there. Outputs have the bits of those of `valid()`.
+    /// Converts the layer for inference: quantizes its weights once, as each forward does, and
+    /// keeps the activation quantization. Outputs have the bits of the layer under `valid()`.
     ///
     /// # Errors
-    /// When the layer is in high precision, or its recipe has weights or activations in another
-    /// format than NVFP4, or weights with a global scale for each row.
+    /// Returns an error if the layer is in high precision, its recipe has weights or activations in
+    /// a format other than NVFP4, or weights with a global scale per row.
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedGroupedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;

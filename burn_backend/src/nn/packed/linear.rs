@@ -1,4 +1,4 @@
-//! The linear layer of a packed weight.
+//! Linear layer with a packed weight.
 
 use burn_core as burn;
 
@@ -14,35 +14,35 @@ use crate::ops::packed::{PackedInput, PackedOps};
 use crate::ops::{Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm};
 use crate::validate;
 
-/// A linear layer `y = x Wᵀ + b` whose weight is stored in NVFP4: for inference, and frozen in
-/// training.
+/// Linear layer `y = x Wᵀ + b` with a weight stored in NVFP4: for inference, or as a frozen layer
+/// in training.
 ///
-/// With bf16 activations on a GPU, kernels read the codes themselves: with few rows (decoding) in a
-/// kernel that is bound by reading them once. Elsewhere a GEMM may dequantize the weight for its
-/// own time, as it does for `f32` activations.
+/// With bf16 activations on a GPU, kernels read the codes directly; with small M (decoding), the
+/// kernel is bound by reading them once. In other cases, such as `f32` activations, a GEMM may
+/// dequantize the weight temporarily.
 ///
-/// The layer is differentiable in its input, which has the gradient of the weight's values,
-/// straight through the rounding of quantized activations. Parameters have no gradient. The
-/// backward reads the codes too: with bf16 activations on a GPU the weight is never dequantized for
-/// it.
+/// The layer is differentiable by its input, with the gradient of the dequantized weight, straight
+/// through the rounding of quantized activations. Parameters have no gradient. The backward reads
+/// the codes too: with bf16 activations on a GPU it never dequantizes the weight.
 #[derive(Module, Debug)]
 pub struct Nvfp4PackedLinear {
-    /// The weight, `[d_out, d_in]`.
+    /// Weight, `[d_out, d_in]`.
     pub weight: Nvfp4Weight,
-    /// The static global scale of the input, `f32[1]`: the factor that dequantizes it.
+    /// Static global scale that dequantizes the input, `f32[1]`.
     pub input: Option<Param<Tensor<1>>>,
-    /// Added to the output, `[d_out]`.
+    /// Bias, `[d_out]`.
     pub bias: Option<Param<Tensor<1>>>,
     #[module(skip)]
     activations: Activations,
 }
 
 impl Nvfp4PackedLinear {
-    /// A layer of `weight`, which is one matrix; with the static global scale `input`, where
-    /// `activations` are static, and a `bias`.
+    /// Creates a layer with `weight`, which must be one matrix, and a `bias`. `input` is the static
+    /// global scale, for static `activations`.
     ///
     /// # Errors
-    /// When the weight is a stack, `input` is missing or not `f32[1]`, or the bias does not fit.
+    /// Returns an error if the weight is a stack, `input` is missing or not `f32[1]`, or the bias
+    /// does not fit.
     pub fn try_new(
         weight: Nvfp4Weight,
         activations: Activations,
@@ -75,12 +75,12 @@ impl Nvfp4PackedLinear {
         })
     }
 
-    /// What the layer does with its input.
+    /// Returns the activation quantization of the layer.
     pub fn activations(&self) -> Activations {
         self.activations
     }
 
-    /// Fails unless the layer takes `x`.
+    /// Returns an error if the layer does not accept `x`.
     pub(super) fn check_x<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
         validate::operand("x", x)?;
         let device = self.weight.codes.device();
@@ -96,12 +96,12 @@ impl Nvfp4PackedLinear {
         Ok(())
     }
 
-    /// Apply the layer: `[..., d_in]`, of type `f32`, `bf16` or `f16`, to `[..., d_out]` of the
-    /// same.
+    /// Applies the layer: `[..., d_in]`, of dtype `f32`, `bf16` or `f16`, to `[..., d_out]` of the
+    /// same dtype.
     ///
     /// # Errors
-    /// When the input is on another device than the weight, its type is not supported, or its last
-    /// axis is not `d_in`.
+    /// Returns an error if the input is on another device than the weight, its type is not
+    /// supported, or its last axis is not `d_in`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check_x(&input)?;
         let [d_out, _] = self.weight.shape();
@@ -125,19 +125,19 @@ impl Nvfp4PackedLinear {
         Ok(Tensor::<2>::from_dispatch(y).reshape(dims))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4PackedLinear::forward", self.try_forward(input))
     }
 }
 
 impl Nvfp4Linear {
-    /// The layer for inference: its weight quantized once, as each of its forwards would, and its
-    /// activations quantized as they are there. Outputs have the bits of those of `valid()`.
+    /// Converts the layer for inference: quantizes its weight once, as each forward does, and keeps
+    /// the activation quantization. Outputs have the bits of the layer under `valid()`.
     ///
     /// # Errors
-    /// When the layer is in high precision, or its recipe has weights or activations in another
-    /// format than NVFP4, or weights with a global scale for each row.
+    /// Returns an error if the layer is in high precision, its recipe has weights or activations in
+    /// a format other than NVFP4, or weights with a global scale per row.
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;

@@ -1,10 +1,11 @@
-//! Layers whose weights are stored in NVFP4, with no copy of them in high precision: for inference,
-//! and frozen in training.
+//! Layers whose weights are stored in NVFP4, without a high-precision copy: for inference, or as
+//! frozen layers in training.
 //!
-//! [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer of it, and
-//! [`Nvfp4PackedGroupedLinear`] one for each expert. [`Activations`] says whether the input is
-//! quantized too. Both are made of checkpoints' bytes, or of trained layers, which they compute as.
-//! [`NormLinear`] is a norm with a linear layer behind it.
+//! [`Nvfp4Weight`] holds the codes and scales; [`Nvfp4PackedLinear`] is a linear layer with one
+//! such weight, and [`Nvfp4PackedGroupedLinear`] has one per expert. [`Activations`] sets whether
+//! the input is quantized too. Both can be created from the bytes of a checkpoint, or from trained
+//! layers, with the same results. [`NormLinear`] fuses a norm with the linear layer that follows
+//! it.
 
 mod grouped;
 mod linear;
@@ -25,8 +26,8 @@ use nvfp4_kernels::{AmaxGranularity, Nvfp4Error};
 use crate::ops::{LinearSpec, OperandSpec, QuantParams};
 use crate::validate;
 
-/// The activations of a layer with the static global scale `input`, if it has one, which
-/// `count` groups of its input share or have each.
+/// Checks the static global scale `input` of the `activations` of a layer. `count` is the number of
+/// scales: one shared by all groups of the input, or one per group.
 fn check_input(
     activations: &Activations,
     input: Option<&Tensor<1>>,
@@ -53,7 +54,8 @@ fn check_input(
     }
 }
 
-/// The activations of the forward of `spec`, and how it quantizes weights, with one global scale.
+/// Returns the activation quantization of the forward of `spec`, and its weight quantization, with
+/// one global scale.
 fn trained(
     spec: &LinearSpec,
     is_high_precision: bool,

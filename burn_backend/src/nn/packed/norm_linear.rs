@@ -1,4 +1,4 @@
-//! RMSNorm with the linear layer of a packed weight behind it.
+//! Fused RMSNorm and packed linear layer.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
@@ -10,31 +10,31 @@ use crate::layers::check_rms_norm;
 use crate::nn::{ResidualStream, RmsNorm, cast, rows};
 use crate::ops::norm_linear::{NormLinearOps, NormLinearSpec};
 
-/// A linear layer of a packed weight behind the norm of the residual stream, with SwiGLU of its
-/// output or not.
+/// Packed linear layer after the norm of the residual stream, optionally followed by SwiGLU.
 ///
-/// It computes what its parts do, with the same bits. With bf16 activations that are not quantized
-/// (W4A16), and without gradients, few rows take one kernel on a GPU: in a step of decoding each
-/// kernel less is a microsecond or two.
+/// The result has the same bits as the separate steps. With bf16 activations that are not quantized
+/// (W4A16), without gradients and with small M, a single kernel computes it on a GPU: in a decoding
+/// step, each kernel less saves one or two microseconds.
 #[derive(Debug, Clone, Copy)]
 pub struct NormLinear<'a> {
-    /// In front.
+    /// Norm before the linear layer.
     pub norm: &'a RmsNorm,
-    /// Behind it.
+    /// Linear layer after the norm.
     pub linear: &'a Nvfp4PackedLinear,
-    /// Whether the output of the layer is gate and up, concatenated, of which [SwiGLU](try_swiglu)
-    /// is taken.
+    /// True if the output of the layer is gate and up, concatenated, to which [SwiGLU](try_swiglu)
+    /// is applied.
     pub swiglu: bool,
 }
 
 impl NormLinear<'_> {
-    /// The stream with what was pending, `[batch, time, d_in]`, and the output of the layer of its
-    /// norm, `[batch, time, d_out]`, half as wide with SwiGLU, both in the type of the stream.
+    /// Returns the stream with the pending term added, `[batch, time, d_in]`, and the output of the
+    /// linear layer for its norm, `[batch, time, d_out]` (half as wide with SwiGLU), both in the
+    /// dtype of the stream.
     ///
     /// # Errors
-    /// When the device has no implementation, devices or types differ or are not supported, the
-    /// parts of the stream differ in shape, its last axis is not that of the norm and the `d_in` of
-    /// the layer, or `d_out` is odd with SwiGLU.
+    /// Returns an error if the device has no implementation, devices or dtypes differ or are not
+    /// supported, the terms of the stream differ in shape, its last axis differs from that of the
+    /// norm or the `d_in` of the layer, or `d_out` is odd with SwiGLU.
     pub fn try_forward(
         &self,
         stream: ResidualStream,

@@ -1,7 +1,7 @@
-//! The block scales of packed weights, in rows or in 128x4 tiles.
+//! Block scales of packed weights, row-major or in 128x4 tiles.
 //!
-//! They are brought from one order into the other by operations that every backend has: once, where
-//! a layer is made, loaded or saved.
+//! Backend-independent operations convert between the two layouts, once when a layer is created,
+//! loaded or saved.
 
 use burn_core::module::{
     Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
@@ -10,19 +10,19 @@ use burn_core::module::{
 use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_kernels::ScaleLayout;
 
-/// The block scales of a packed weight, E4M3 bytes, in the order that the GEMMs of its layer read.
+/// Block scales of a packed weight, E4M3 bytes, in the layout that the GEMMs of its layer read.
 ///
-/// Burn's traversals see one parameter, always of rows, `u8[n, k / 16]`: so do records. Not a
-/// derived module for that reason: a parameter's own mappers cannot change its shape.
+/// Burn's traversals, and so records, see one parameter, always row-major, `u8[n, k / 16]`.
+/// Therefore the module is not derived: a parameter's mappers cannot change its shape.
 #[derive(Clone, Debug)]
 pub struct BlockScales {
     scales: Param<Tensor<2, Int>>,
-    /// The matrices that they are of, where they are in tiles.
+    /// Matrices that the scales belong to, if the layout is tiled.
     tiled: Option<Matrices>,
 }
 
 impl BlockScales {
-    /// Scales in rows.
+    /// Creates scales in row-major layout.
     pub(super) fn new(rows: Tensor<2, Int>) -> Self {
         Self {
             scales: Param::initialized(ParamId::new(), rows),
@@ -30,7 +30,7 @@ impl BlockScales {
         }
     }
 
-    /// Their order.
+    /// Returns the layout.
     pub fn order(&self) -> ScaleLayout {
         match self.tiled {
             None => ScaleLayout::Compact,
@@ -38,13 +38,13 @@ impl BlockScales {
         }
     }
 
-    /// The bytes as they lie in memory: `u8[n, k / 16]` in rows. In 128x4 tiles these begin anew at
-    /// each matrix, whose rows are padded to 128 and blocks to 4.
+    /// Returns the bytes in memory order: `u8[n, k / 16]` if row-major. In 128x4 tiles, each matrix
+    /// begins a new tile, with rows padded to a multiple of 128 and blocks to a multiple of 4.
     pub fn val(&self) -> Tensor<2, Int> {
         self.scales.val()
     }
 
-    /// The bytes in rows.
+    /// Returns the bytes in row-major layout.
     pub fn in_rows(&self) -> Tensor<2, Int> {
         match self.tiled {
             None => self.val(),
@@ -52,7 +52,7 @@ impl BlockScales {
         }
     }
 
-    /// The same, of these `matrices`, in this order.
+    /// Converts the scales of these `matrices` to this layout.
     pub(super) fn ordered(self, order: ScaleLayout, matrices: Matrices) -> Self {
         match (order, self.tiled) {
             (ScaleLayout::Compact, None) | (ScaleLayout::Swizzled128x4, Some(_)) => self,
@@ -64,7 +64,7 @@ impl BlockScales {
         }
     }
 
-    /// Scales in rows as those in tiles.
+    /// Converts row-major scales to tiles.
     fn tiled(rows: Param<Tensor<2, Int>>, matrices: Matrices) -> Self {
         Self {
             scales: Param::initialized(rows.id, matrices.in_tiles(rows.val())),
@@ -72,7 +72,7 @@ impl BlockScales {
         }
     }
 
-    /// The parameter that traversals see.
+    /// Returns the parameter that traversals see.
     fn parameter(&self) -> Param<Tensor<2, Int>> {
         match self.tiled {
             None => self.scales.clone(),
@@ -145,24 +145,24 @@ impl ModuleDisplayDefault for BlockScales {
 
 impl ModuleDisplay for BlockScales {}
 
-/// The matrices that block scales are of.
+/// Shape of the matrices that block scales belong to.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Matrices {
-    /// Their number.
+    /// Number of matrices.
     pub(super) count: usize,
-    /// Rows of each.
+    /// Rows per matrix.
     pub(super) rows: usize,
-    /// Blocks of a row.
+    /// Blocks per row.
     pub(super) blocks: usize,
 }
 
 impl Matrices {
-    /// Tiles down and across a matrix.
+    /// Number of tiles along the rows and along the blocks of a matrix.
     fn tiles(&self) -> (usize, usize) {
         (self.rows.div_ceil(128), self.blocks.div_ceil(4))
     }
 
-    /// The `scales` in tiles that begin anew at each matrix, zeros behind its rows and blocks.
+    /// Converts `scales` to tiles. Each matrix begins a new tile; padding is zero.
     pub(super) fn in_tiles(&self, scales: Tensor<2, Int>) -> Tensor<2, Int> {
         let (down, across) = self.tiles();
         let (rows, blocks) = (128 * down, 4 * across);
@@ -175,7 +175,7 @@ impl Matrices {
         tiles.reshape([self.count * rows, blocks])
     }
 
-    /// The `scales`, which are in tiles, in rows.
+    /// Converts `scales` from tiles to row-major layout.
     pub(super) fn in_rows(&self, scales: Tensor<2, Int>) -> Tensor<2, Int> {
         let (down, across) = self.tiles();
         let tiles = scales.reshape([self.count * down, across, 32, 4, 4]);
@@ -186,7 +186,7 @@ impl Matrices {
     }
 }
 
-/// `x` with zeros behind it along `dim`, up to `len`.
+/// Pads `x` with zeros along `dim` to `len`.
 fn padded(x: Tensor<3, Int>, dim: usize, len: usize) -> Tensor<3, Int> {
     let mut dims = x.dims();
     if dims[dim] == len {

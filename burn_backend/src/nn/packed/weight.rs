@@ -1,4 +1,4 @@
-//! Codes and scales of a weight, as module state.
+//! Codes and scales of a packed weight, as module state.
 
 use burn_core as burn;
 
@@ -14,26 +14,27 @@ use crate::ops::{
 };
 use crate::validate;
 
-/// A weight in NVFP4, or a stack of them: element `(n, k)` is `e2m1(code) · e4m3(scale) · global`.
+/// Weight in NVFP4, or a stack of weights: element `(n, k)` is `e2m1(code) · e4m3(scale) · global`.
 ///
-/// It has no gradient and no copy in high precision. A module with it moves between devices and is
-/// saved in records as any other; its integers are no weights to optimizers.
+/// It has no gradient and no high-precision copy. A module that contains it moves between devices
+/// and is saved in records like any other; optimizers ignore its integer tensors.
 #[derive(Module, Debug)]
 pub struct Nvfp4Weight {
-    /// Codes, `u32[n, k / 8]`: eight to a word, the first in the lowest four bits.
+    /// Codes, `u32[n, k / 8]`: eight codes per word, the first in the lowest four bits.
     pub codes: Param<Tensor<2, Int>>,
     /// Block scales, `u8[n, k / 16]`: E4M3 bytes. In memory they may be in 128x4 tiles.
     pub scales: BlockScales,
-    /// The factors that dequantize, `f32[stack]`: one for each matrix of equally many rows.
+    /// Global scales that dequantize, `f32[stack]`: one per matrix, all with the same number of
+    /// rows.
     pub global: Param<Tensor<1>>,
 }
 
 impl Nvfp4Weight {
-    /// A weight of these buffers.
+    /// Creates a weight from these buffers.
     ///
     /// # Errors
-    /// When a buffer has another shape or type than its field says, they are on different devices,
-    /// or the device has no implementation.
+    /// Returns an error if a buffer has another shape or dtype than documented at its field, the
+    /// devices differ, or the device has no implementation.
     pub fn try_from_parts(
         codes: Tensor<2, Int>,
         scales: Tensor<2, Int>,
@@ -62,11 +63,11 @@ impl Nvfp4Weight {
         })
     }
 
-    /// A weight of the bytes of a checkpoint, on `device`: `codes` `[n, k / 2]` with the even
-    /// element in the low half, E4M3 `scales` `[n, k / 16]`, both row-major.
+    /// Creates a weight on `device` from the bytes of a checkpoint: `codes` `[n, k / 2]` with the
+    /// even element in the low half, E4M3 `scales` `[n, k / 16]`, both row-major.
     ///
     /// # Errors
-    /// When a number of bytes does not fit the shape; and as
+    /// Returns an error if a number of bytes does not match the shape; otherwise same as
     /// [`try_from_parts`](Self::try_from_parts).
     pub fn try_from_bytes(
         [n, k]: [usize; 2],
@@ -99,8 +100,8 @@ impl Nvfp4Weight {
         )
     }
 
-    /// The columnwise tensor of a trained weight, `[d_in, d_out]` or a stack of them one below
-    /// another, as the rowwise tensor of its transpose.
+    /// Reinterprets the column-wise tensor of a trained weight, `[d_in, d_out]` or a vertical stack
+    /// of them, as the row-wise tensor of its transpose.
     pub(super) fn from_trained(trained: QuantizedMatrix<Dispatch>) -> Result<Self, Nvfp4Error> {
         let layout = trained.layout;
         let amax = trained.amax.clone().into_option();
@@ -113,27 +114,27 @@ impl Nvfp4Weight {
         )
     }
 
-    /// Rows of all matrices, and the length of each: `[n, k]`.
+    /// Returns `[n, k]`: number of rows of all matrices, and length of a row.
     pub fn shape(&self) -> [usize; 2] {
         let [n, words] = self.codes.dims();
         [n, 8 * words]
     }
 
-    /// Number of matrices.
+    /// Number of matrices in the stack.
     pub fn stack(&self) -> usize {
         self.global.dims()[0]
     }
 
-    /// Bytes of codes, block scales and global scales, without the padding of tiles.
+    /// Size in bytes of codes, block scales and global scales, without the padding of tiles.
     pub fn bytes(&self) -> usize {
         let [n, k] = self.shape();
         n * k / 2 + n * k / BLOCK + 4 * self.stack()
     }
 
-    /// The values, `[n, k]` as `dtype`: the weight in high precision.
+    /// Dequantizes the weight to `[n, k]` in `dtype`.
     ///
     /// # Errors
-    /// When `dtype` is not one of `F32`, `BF16` and `F16`.
+    /// Returns an error if `dtype` is not one of `F32`, `BF16` and `F16`.
     pub fn try_dequantize(&self, dtype: FloatDType) -> Result<Tensor<2>, Nvfp4Error> {
         validate::float("dtype", dtype.into())?;
         let groups = match self.stack() {
@@ -144,12 +145,13 @@ impl Nvfp4Weight {
         Ok(Tensor::from_dispatch(values))
     }
 
-    /// The same for a layer with inputs by `x`, of one matrix or of `experts`: with block
-    /// scales in the order that its GEMMs read, be their rows one or many. Brought into it once,
-    /// here and where a record is loaded.
+    /// Converts the block scales to the layout that the GEMMs of a layer with inputs quantized by
+    /// `x` read, for any number of rows; `experts` is true for a grouped layer. The conversion runs
+    /// once, here and when a record is loaded.
     pub(super) fn read_by(self, x: &OperandSpec, experts: bool) -> Self {
         let (device, shape) = (self.codes.device(), self.packed_shape(experts));
-        // With one row a GEMM takes as long as reading its weight does, and no pass beside it.
+        // With one row, a GEMM takes only as long as reading its weight: there is no time for a
+        // conversion pass.
         let reads_tiles = |rows| shape.form(&device, x, rows) == StoredForm::TILES;
         match [1, 4096].into_iter().all(reads_tiles) {
             true => self.ordered(ScaleLayout::Swizzled128x4),
@@ -157,7 +159,8 @@ impl Nvfp4Weight {
         }
     }
 
-    /// What the choice of a GEMM depends on, of one matrix or of `experts`.
+    /// Returns the properties of the weight that the choice of a GEMM depends on; `experts` is true
+    /// for a grouped layer.
     pub(super) fn packed_shape(&self, experts: bool) -> PackedShape {
         let ([n, k], stack) = (self.shape(), self.stack());
         PackedShape {
@@ -166,7 +169,7 @@ impl Nvfp4Weight {
         }
     }
 
-    /// The same with block scales in this order.
+    /// Converts the block scales to this layout.
     fn ordered(self, order: ScaleLayout) -> Self {
         let ([n, k], stack) = (self.shape(), self.stack());
         let matrices = Matrices {
@@ -180,7 +183,7 @@ impl Nvfp4Weight {
         }
     }
 
-    /// The rowwise tensor that a GEMM reads.
+    /// Returns the row-wise tensor that a GEMM reads.
     pub(super) fn quantized(&self) -> QuantizedMatrix<Dispatch> {
         let [n, k] = self.shape();
         QuantizedMatrix {
@@ -210,7 +213,7 @@ mod tests {
     const ROWS: usize = 130;
     const K: usize = 80;
 
-    /// The device that `NVFP4_TEST_DEVICE` names.
+    /// Device that `NVFP4_TEST_DEVICE` names.
     fn device() -> Device {
         match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cpu")]
@@ -223,7 +226,7 @@ mod tests {
         }
     }
 
-    /// A stack of weights, and their scale bytes in rows.
+    /// Creates a stack of weights; also returns their scale bytes in row-major layout.
     fn weight(stack: usize, seed: u8) -> (Nvfp4Weight, Vec<u8>) {
         let n = stack * ROWS;
         let bytes = |len: usize, step: usize| (0..len).map(move |i| (i * step % 251) as u8);
@@ -251,8 +254,8 @@ mod tests {
         }
     }
 
-    /// Whatever the order in memory is, the bytes of a record are the same, and it may be loaded
-    /// into a weight in either.
+    /// The bytes of a record do not depend on the layout in memory, and a record can be loaded into
+    /// a weight of either layout.
     #[test]
     fn records_hold_rows() {
         let ((rows, bytes), (other, _)) = (weight(3, 0), weight(3, 0x55));
@@ -271,7 +274,7 @@ mod tests {
         assert_eq!(codes(&into_tiles), codes(&rows));
     }
 
-    /// A GEMM has the same bits of either, and so have the values.
+    /// GEMM results and dequantized values have the same bits in both layouts.
     #[test]
     fn layers_compute_the_same() {
         let device = device();

@@ -1,4 +1,4 @@
-//! The attention of a rank.
+//! Tensor-parallel attention.
 
 use burn_core as burn;
 
@@ -12,29 +12,30 @@ use super::{ColumnParallelLinear, RowParallelLinear, TensorParallel};
 use crate::attention::Sequences;
 use crate::functions::or_panic;
 
-/// [`Nvfp4Attention`] with a part of the heads on each rank: of queries, and of the keys and values
-/// that serve them.
+/// [`Nvfp4Attention`] with its heads sharded over ranks: each rank has query heads and the key and
+/// value heads that serve them.
 ///
-/// Tokens are rows, sequences of one length one behind another: input and output are
-/// `[tokens, d_model]`, the same on all ranks, or with sequence parallelism
-/// `[tokens / ranks, d_model]`. Every rank attends in all tokens, with its heads.
+/// Tokens are rows; sequences have one length and are concatenated. Input and output are
+/// `[tokens, d_model]`, replicated on all ranks, or with sequence parallelism
+/// `[tokens / ranks, d_model]`. Each rank computes attention over all tokens, with its heads.
 #[derive(Module, Debug)]
 pub struct TensorParallelAttention {
-    /// Queries, keys and values, `[d_model, (heads + 2 * kv_heads) * head / ranks]`.
+    /// Fused projection of queries, keys and values,
+    /// `[d_model, (heads + 2 * kv_heads) * head / ranks]`.
     pub qkv: ColumnParallelLinear,
-    /// Output, `[d_model / ranks, d_model]`.
+    /// Output projection, `[d_model / ranks, d_model]`.
     pub out: RowParallelLinear,
     #[module(skip)]
     heads: FusedAttention,
 }
 
 impl TensorParallelAttention {
-    /// This rank's part of `attention`, of which all ranks have the same, state included.
+    /// Returns this rank's shard of `attention`, which is identical on all ranks, state included.
     ///
     /// # Errors
-    /// When the ranks do not divide the heads, those of keys and values included, the heads of a
-    /// rank are no multiple of 16 wide, or the attention has dropout or heads wider than 256, which
-    /// its kernels do not have.
+    /// Returns an error if the number of ranks does not divide the query heads and the key and
+    /// value heads, the width of a rank's heads is not a multiple of 16, or the attention has
+    /// dropout or heads wider than 256, which its kernels do not support.
     pub fn from_attention(
         attention: Nvfp4Attention,
         parallel: &TensorParallel,
@@ -59,20 +60,20 @@ impl TensorParallelAttention {
         })
     }
 
-    /// The projections of one device, of queries, keys and values, and of the output, of the parts
-    /// of all ranks, each of which calls this.
+    /// Gathers the shards of all ranks into unsharded layers: the fused input projection and the
+    /// output projection. All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_layers(self) -> (Nvfp4Linear, Nvfp4Linear) {
         (self.qkv.into_linear(), self.out.into_linear())
     }
 
-    /// Attend within each of `batch` sequences.
+    /// Attends within each of `batch` sequences.
     ///
     /// # Errors
-    /// As [`ColumnParallelLinear::try_forward`]; when `batch` does not divide the tokens, and when
-    /// a sequence is longer than the context of `positions`.
+    /// Same as [`ColumnParallelLinear::try_forward`]; also if `batch` does not divide the number of
+    /// tokens, or a sequence is longer than the context of `positions`.
     pub fn try_forward(
         &self,
         x: Tensor<2>,
@@ -98,7 +99,7 @@ impl TensorParallelAttention {
         self.out.try_forward(mixed)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, x: Tensor<2>, batch: usize, positions: &RopeCache) -> Tensor<2> {
         let y = self.try_forward(x, batch, positions);
         or_panic("TensorParallelAttention::forward", y)

@@ -1,4 +1,4 @@
-//! The block of a transformer of a rank.
+//! Tensor-parallel transformer block.
 
 use burn_core as burn;
 
@@ -12,31 +12,31 @@ use super::{
 };
 use crate::functions::or_panic;
 
-/// An [`Nvfp4TransformerBlock`] with a part of its matrices, or of its experts, on each rank.
+/// [`Nvfp4TransformerBlock`] with its matrices, or its experts, sharded over ranks.
 ///
-/// The residual stream is `[1, tokens, d_model]`, the same on all ranks, or with sequence
-/// parallelism `[1, tokens / ranks, d_model]`: sequences of one length one behind another.
+/// The residual stream is `[1, tokens, d_model]`, replicated on all ranks, or with sequence
+/// parallelism `[1, tokens / ranks, d_model]`: concatenated sequences of one length.
 #[derive(Module, Debug)]
 pub struct TensorParallelBlock {
-    /// Before the attention.
+    /// Norm before the attention.
     pub attention_norm: SequenceParallelRmsNorm,
-    /// Mixes positions.
+    /// Attention.
     pub attention: TensorParallelAttention,
-    /// Before the feed-forward.
+    /// Norm before the feed-forward.
     pub feed_forward_norm: SequenceParallelRmsNorm,
-    /// Mixes features, in a dense block.
+    /// Feed-forward of a dense block.
     pub feed_forward: Option<TensorParallelSwiGlu>,
-    /// Mixes features, in a block of experts.
+    /// Experts of a mixture-of-experts block.
     pub moe: Option<TensorParallelMoe>,
 }
 
 impl TensorParallelBlock {
-    /// This rank's part of `block`, of which all ranks have the same, state included.
+    /// Returns this rank's shard of `block`, which is identical on all ranks, state included.
     ///
     /// # Errors
-    /// As [`TensorParallelAttention::from_attention`], [`TensorParallelSwiGlu::from_swiglu`] and
-    /// [`TensorParallelMoe::from_moe`], and when the experts of the block are on several ranks
-    /// already.
+    /// Same as [`TensorParallelAttention::from_attention`], [`TensorParallelSwiGlu::from_swiglu`]
+    /// and [`TensorParallelMoe::from_moe`]; also if the experts of the block are already sharded
+    /// over ranks.
     pub fn from_block(
         block: Nvfp4TransformerBlock,
         parallel: &TensorParallel,
@@ -60,11 +60,11 @@ impl TensorParallelBlock {
         })
     }
 
-    /// Fail unless the recipe's blocks end where the parts of ranks do, of features and of `tokens`
-    /// of a rank. [`try_forward_stream`](Self::try_forward_stream) checks it, too.
+    /// Checks that shard boundaries, of features and of the `tokens` of a rank, are multiples of
+    /// the recipe's block size. [`try_forward_stream`](Self::try_forward_stream) checks it too.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`try_forward_stream`](Self::try_forward_stream).
     pub fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
         self.attention.qkv.check_parts(tokens)?;
         self.attention.out.check_parts(tokens)?;
@@ -73,8 +73,7 @@ impl TensorParallelBlock {
         moe.try_for_each(|moe| moe.check_parts(tokens))
     }
 
-    /// The parameters of which each rank has a part, but for [those of
-    /// experts](crate::nn::expert_parameters).
+    /// Returns the sharded parameters, except [those of experts](crate::nn::expert_parameters).
     pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
         let (dense, moe) = (self.feed_forward.iter(), self.moe.iter());
         let attention = [
@@ -87,12 +86,12 @@ impl TensorParallelBlock {
         attention.concat().into_iter().chain(mixed).collect()
     }
 
-    /// Apply the block to the residual stream of `batch` sequences. Each addition to the stream is
-    /// left to the norm behind it.
+    /// Applies the block to the residual stream of `batch` sequences. Each residual addition is
+    /// fused into the following norm.
     ///
     /// # Errors
-    /// As [`TensorParallelAttention::try_forward`], [`TensorParallelSwiGlu::try_forward`] and
-    /// [`TensorParallelMoe::try_forward`], and when the parts of the stream differ in shape, type
+    /// Same as [`TensorParallelAttention::try_forward`], [`TensorParallelSwiGlu::try_forward`] and
+    /// [`TensorParallelMoe::try_forward`]; also if the terms of the stream differ in shape, dtype
     /// or device.
     pub fn try_forward_stream(
         &self,
@@ -130,7 +129,7 @@ impl TensorParallelBlock {
         })
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
     pub fn forward_stream(
         &self,
         stream: ResidualStream,

@@ -1,4 +1,4 @@
-//! The embedding of a rank.
+//! Vocabulary-parallel embedding.
 
 use burn_core as burn;
 
@@ -13,24 +13,25 @@ use crate::loss::{try_embedding, try_embedding_part};
 use crate::ops::loss::TablePart;
 use crate::parallel::functions;
 
-/// [`Embedding`] with a part of the vocabulary on each rank: a table `[vocab / ranks, d_model]`.
+/// [`Embedding`] with the vocabulary sharded over ranks: a table `[vocab / ranks, d_model]` per
+/// rank.
 ///
-/// Each row comes from the one rank that has it, so that output and gradient have the bits of one
-/// device, but for the sign of zeros.
+/// Each row comes from the one rank that holds it, so output and gradient have the bits of one
+/// device, except for the sign of zeros.
 #[derive(Module, Debug)]
 pub struct VocabParallelEmbedding {
-    /// The rank's rows.
+    /// Rows of this rank.
     pub weight: Param<Tensor<2>>,
     #[module(skip)]
     parallel: TensorParallel,
 }
 
 impl VocabParallelEmbedding {
-    /// This rank's part of `embedding`, of which all ranks have the same. The parameter keeps its
-    /// id.
+    /// Returns this rank's shard of `embedding`, which is identical on all ranks. The parameter
+    /// keeps its id.
     ///
     /// # Errors
-    /// When the ranks do not divide the vocabulary.
+    /// Returns an error if the number of ranks does not divide the vocabulary.
     pub fn from_embedding(
         embedding: Embedding,
         parallel: &TensorParallel,
@@ -46,27 +47,29 @@ impl VocabParallelEmbedding {
         })
     }
 
-    /// The embedding of one device, of the parts of all ranks, each of which calls this.
+    /// Gathers the shards of all ranks into an unsharded embedding. All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_embedding(self) -> Embedding {
         let group = &self.parallel.group;
         Embedding::new(replaced(&self.weight, |weight| group.all_gather(weight, 0)))
     }
 
-    /// The parameter, of which each rank has a part.
+    /// Returns the sharded parameter.
     pub fn sharded_parameter(&self) -> (ParamId, ShardedParameter) {
         let ranks = self.parallel.group.size();
         let sharded = ShardedParameter::of_one(&self.weight, 0, ranks);
         (self.weight.id, sharded)
     }
 
-    /// The rows `ids` (`[tokens]`, the same on all ranks) in type `dtype`: `[tokens, d_model]`, or
-    /// with sequence parallelism the rank's part of that. An id that is no row gives NaN.
+    /// Looks up the rows of `ids` (`[tokens]`, the same on all ranks) and returns
+    /// `[tokens, d_model]` in dtype `dtype`, or with sequence parallelism the rank's rows of that.
+    /// An id out of range gives NaN.
     ///
     /// # Errors
-    /// As [`try_embedding`], and when the ranks do not divide the tokens that they share.
+    /// Same as [`try_embedding`]; also if the number of ranks does not divide the tokens that they
+    /// share.
     pub fn try_forward(
         &self,
         ids: Tensor<1, Int>,
@@ -92,7 +95,7 @@ impl VocabParallelEmbedding {
         })
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward(&self, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
         or_panic(
             "VocabParallelEmbedding::forward",
@@ -101,15 +104,15 @@ impl VocabParallelEmbedding {
     }
 }
 
-/// Numbers of a vocabulary of which each rank has a part.
+/// Vocabulary ids, split into those of this rank's shard and invalid ones.
 pub(super) struct OwnNumbers {
-    /// The numbers in this rank's part, -1 for all others.
+    /// Indices into this rank's shard, -1 for all other ids.
     pub own: Tensor<1, Int>,
-    /// Which numbers no rank has.
+    /// True for ids out of range, which no rank holds.
     pub nowhere: Tensor<1, burn_core::tensor::Bool>,
 }
 
-/// `numbers` of a type in which smaller ones can be subtracted.
+/// Converts `numbers` to a dtype in which they can be subtracted.
 fn signed(numbers: Tensor<1, Int>) -> Result<Tensor<1, Int>, Nvfp4Error> {
     match numbers.dtype() {
         DType::I64 | DType::I32 => Ok(numbers),
@@ -122,7 +125,7 @@ fn signed(numbers: Tensor<1, Int>) -> Result<Tensor<1, Int>, Nvfp4Error> {
     }
 }
 
-/// The numbers in this rank's part of `len`.
+/// Converts `numbers` to indices into this rank's shard of `len` entries.
 pub(super) fn own_numbers(
     numbers: Tensor<1, Int>,
     len: usize,

@@ -1,4 +1,4 @@
-//! The gated feed-forward of a rank.
+//! Tensor-parallel SwiGLU feed-forward.
 
 use burn_core as burn;
 
@@ -13,27 +13,27 @@ use crate::functions::or_panic;
 use crate::ops::RowGroups;
 use crate::parallel::whole_dims;
 
-/// [`Nvfp4SwiGlu`] with a part of the hidden features on each rank: the same features of gate and
-/// up, side by side.
+/// [`Nvfp4SwiGlu`] with its hidden features sharded over ranks: each rank has the same features of
+/// gate and up, concatenated.
 ///
-/// Input and output are `[..., d_model]`, the same on all ranks, or with sequence parallelism
+/// Input and output are `[..., d_model]`, replicated on all ranks, or with sequence parallelism
 /// `[tokens / ranks, ..., d_model]`. As on one device, activation and quantization are one
-/// operation, which recomputes where [`with_recompute`](Nvfp4SwiGlu::with_recompute) says so.
+/// operation, with recomputation if set by [`with_recompute`](Nvfp4SwiGlu::with_recompute).
 #[derive(Module, Debug)]
 pub struct TensorParallelSwiGlu {
-    /// `[d_model, 2 * d_hidden / ranks]`.
+    /// Gate and up weights, `[d_model, 2 * d_hidden / ranks]`.
     pub gate_up: ColumnParallelLinear,
-    /// `[d_hidden / ranks, d_model]`.
+    /// Down weight, `[d_hidden / ranks, d_model]`.
     pub down: RowParallelLinear,
     #[module(skip)]
     recompute: bool,
 }
 
 impl TensorParallelSwiGlu {
-    /// This rank's part of `layer`, of which all ranks have the same, state included.
+    /// Returns this rank's shard of `layer`, which is identical on all ranks, state included.
     ///
     /// # Errors
-    /// When the hidden features have no parts of a multiple of 16 for each rank.
+    /// Returns an error if the hidden features per rank are not a multiple of 16.
     pub fn from_swiglu(layer: Nvfp4SwiGlu, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let recompute = layer.recomputes();
         let Nvfp4SwiGlu { gate_up, down, .. } = layer;
@@ -46,26 +46,26 @@ impl TensorParallelSwiGlu {
         })
     }
 
-    /// The layers of one device, gate and up in one, and down, of the parts of all ranks, each of
-    /// which calls this.
+    /// Gathers the shards of all ranks into unsharded layers: gate and up in one layer, and down.
+    /// All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_layers(self) -> (crate::Nvfp4Linear, crate::Nvfp4Linear) {
         (self.gate_up.into_linear(), self.down.into_linear())
     }
 
-    /// Fail unless the recipe's blocks end where the parts of ranks do, of features and of `tokens`
-    /// of a rank.
+    /// Checks that shard boundaries, of features and of the `tokens` of a rank, are multiples of
+    /// the recipe's block size.
     ///
     /// # Errors
-    /// Names what does not fit.
+    /// Returns an error that names the dimension that does not fit.
     pub fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
         self.gate_up.check_parts(tokens)?;
         self.down.check_parts(tokens)
     }
 
-    /// The parameters of which each rank has a part.
+    /// Returns the sharded parameters.
     pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
         [
             self.gate_up.sharded_parameters(),
@@ -74,10 +74,11 @@ impl TensorParallelSwiGlu {
         .concat()
     }
 
-    /// Apply the layer: to the same shape and type.
+    /// Applies the layer. The output has the shape and dtype of the input.
     ///
     /// # Errors
-    /// As [`ColumnParallelLinear::try_forward`], and when the two layers do not fit each other.
+    /// Same as [`ColumnParallelLinear::try_forward`]; also if the shapes of the two layers do not
+    /// match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.gate_up.check(&x)?;
         let [d_model, both] = whole_dims(&self.gate_up.linear.weight);
@@ -92,7 +93,7 @@ impl TensorParallelSwiGlu {
         Ok(y.reshape(dims))
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("TensorParallelSwiGlu::forward", self.try_forward(x))
     }

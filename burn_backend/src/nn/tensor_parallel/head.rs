@@ -1,4 +1,4 @@
-//! The head of a rank, with its loss.
+//! Vocabulary-parallel output head, with its loss.
 
 use burn_core as burn;
 
@@ -16,18 +16,18 @@ use crate::ops::{LinearContext, LinearSpec};
 use crate::parallel::{functions, whole_dims};
 use crate::validate;
 
-/// [`LmHead`] with a part of the vocabulary on each rank: a weight `[d_model, vocab / ranks]`.
+/// [`LmHead`] with the vocabulary sharded over ranks: a weight `[d_model, vocab / ranks]` per rank.
 ///
-/// Of the softmax, ranks exchange the largest logit of each token and the sum of its exponentials,
-/// never the logits. The loss is the same number on all ranks; it differs from that of one device
-/// by the order of its sums. Tokens go through in chunks, whose logits and gradients take
-/// [`CHUNK_BYTES`](crate::loss::CHUNK_BYTES) at most (or 128 rows). Gradients of features and weight
-/// are computed in the forward, and kept.
+/// For the softmax, ranks exchange only the maximum logit of each token and the sum of its
+/// exponentials, never the logits. The loss is the same number on all ranks; it differs from that
+/// of one device by the order of summation. Tokens are processed in chunks whose logits and
+/// gradients take at most [`CHUNK_BYTES`](crate::loss::CHUNK_BYTES) (or 128 rows). The gradients of
+/// features and weight are computed in the forward, and kept.
 #[derive(Module, Debug)]
 pub struct VocabParallelHead {
-    /// The rank's columns.
+    /// Columns of this rank.
     pub weight: Param<Tensor<2>>,
-    /// The loss.
+    /// Loss configuration.
     #[module(skip)]
     pub params: CrossEntropy,
     #[module(skip)]
@@ -35,10 +35,11 @@ pub struct VocabParallelHead {
 }
 
 impl VocabParallelHead {
-    /// This rank's part of `head`, of which all ranks have the same. The parameter keeps its id.
+    /// Returns this rank's shard of `head`, which is identical on all ranks. The parameter keeps
+    /// its id.
     ///
     /// # Errors
-    /// When the ranks do not divide the vocabulary.
+    /// Returns an error if the number of ranks does not divide the vocabulary.
     pub fn from_head(head: LmHead, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let group = &parallel.group;
         let vocab = head.weight.lazy_shape().dims::<2>()[1];
@@ -52,28 +53,29 @@ impl VocabParallelHead {
         })
     }
 
-    /// The head of one device, of the parts of all ranks, each of which calls this.
+    /// Gathers the shards of all ranks into an unsharded head. All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_head(self) -> LmHead {
         let group = &self.parallel.group;
         let weight = replaced(&self.weight, |weight| group.all_gather(weight, 1));
         LmHead::new(weight).with_params(self.params)
     }
 
-    /// The parameter, of which each rank has a part.
+    /// Returns the sharded parameter.
     pub fn sharded_parameter(&self) -> (ParamId, ShardedParameter) {
         let ranks = self.parallel.group.size();
         let sharded = ShardedParameter::of_one(&self.weight, 1, ranks);
         (self.weight.id, sharded)
     }
 
-    /// The rank's logits of `x`, `[tokens, vocab / ranks]` in its type; `x` is `[tokens, d_model]`,
-    /// the same on all ranks, or with sequence parallelism the rank's part of that.
+    /// Computes the rank's logits of `x`, `[tokens, vocab / ranks]` in the dtype of `x`. `x` is
+    /// `[tokens, d_model]`, replicated on all ranks, or with sequence parallelism the rank's rows
+    /// of that.
     ///
     /// # Errors
-    /// When the type of `x` is not supported, or its last axis is not `d_model`.
+    /// Returns an error if the dtype of `x` is not supported, or its last axis is not `d_model`.
     pub fn try_logits(&self, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
         self.check_features(&x)?;
         let (spec, context) = (LinearSpec::high_precision(), LinearContext::default());
@@ -87,7 +89,7 @@ impl VocabParallelHead {
         ))
     }
 
-    /// Fail unless the head takes `x`.
+    /// Returns an error if the head does not accept `x`.
     fn check_features(&self, x: &Tensor<2>) -> Result<(), Nvfp4Error> {
         validate::operand("x", x)?;
         validate::parameter(&x.device(), "weight", &self.weight)?;
@@ -96,7 +98,7 @@ impl VocabParallelHead {
         validate::shape("x", [rows, width], [rows, d_model], why)
     }
 
-    /// Features of all tokens, given the rank's.
+    /// Gathers the features of all tokens, given those of this rank.
     fn all_features(&self, x: Tensor<2>) -> Tensor<2> {
         let group = &self.parallel.group;
         match self.parallel.sequence_parallel {
@@ -105,12 +107,13 @@ impl VocabParallelHead {
         }
     }
 
-    /// The cross entropy, `f32[1]`, of the logits of `x` ([`try_logits`](Self::try_logits)) with
-    /// the `targets` of all tokens, `[tokens]`; as [`CrossEntropy`] defines it.
+    /// Computes the cross entropy, `f32[1]`, of the logits of `x`
+    /// ([`try_logits`](Self::try_logits)) against the `targets` of all tokens, `[tokens]`, as
+    /// defined by [`CrossEntropy`].
     ///
     /// # Errors
-    /// As [`try_logits`](Self::try_logits), and when there is not a target for each token, or the
-    /// loss does not pass [`CrossEntropy::check`].
+    /// Same as [`try_logits`](Self::try_logits); also if the number of targets differs from the
+    /// number of tokens, or [`CrossEntropy::check`] fails.
     pub fn try_loss(&self, x: Tensor<2>, targets: Tensor<1, Int>) -> Result<Tensor<1>, Nvfp4Error> {
         self.params.check()?;
         let group = &self.parallel.group;
@@ -137,8 +140,8 @@ impl VocabParallelHead {
         Ok(vocab_parallel_cross_entropy(operands, targets, of))
     }
 
-    /// What the losses of tokens are multiplied with, `f32[tokens]`: zeros where the target is
-    /// ignored, and NaN, in loss and gradient, where it is no class, or `nowhere`.
+    /// Returns the factors of the losses of tokens, `f32[tokens]`: zero for ignored targets; NaN,
+    /// in loss and gradient, for a target that is no class or is marked in `nowhere`.
     fn weights_of(&self, targets: Tensor<1, Int>, nowhere: Tensor<1, Bool>) -> Tensor<1> {
         let CrossEntropy {
             ignore, reduction, ..
@@ -157,7 +160,7 @@ impl VocabParallelHead {
         weights.mask_fill(nowhere.bool_and(ignored.bool_not()), f32::NAN)
     }
 
-    /// [`try_loss`](Self::try_loss), panicking where it fails.
+    /// Panicking version of [`try_loss`](Self::try_loss).
     pub fn loss(&self, x: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
         or_panic("VocabParallelHead::loss", self.try_loss(x, targets))
     }

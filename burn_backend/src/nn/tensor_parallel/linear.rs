@@ -1,4 +1,4 @@
-//! Linear layers of a rank.
+//! Tensor-parallel linear layers.
 
 use burn_core as burn;
 
@@ -13,20 +13,20 @@ use crate::functions::{linear_of_rows, or_panic};
 use crate::ops::sharding::{LinearSharding, ShardedDim};
 use crate::parallel::{ProcessGroup, functions, whole_dims};
 
-/// A linear layer that has a part of the output features on each rank: a weight
-/// `[d_input, d_output / ranks]`.
+/// Linear layer with its output features sharded over ranks: a weight `[d_input, d_output / ranks]`
+/// per rank.
 ///
 /// | | input of a rank | output of a rank |
 /// |---|---|---|
 /// | | `[..., d_input]`, the same on all ranks | `[..., d_output / ranks]` |
 /// | sequence parallel | `[tokens / ranks, ..., d_input]` | `[tokens, ..., d_output / ranks]` |
 ///
-/// The gradient of the input is the sum over the ranks, or its rows of that. With sequence
-/// parallelism the input is gathered in its quantized form, by 4-bit codes and block scales; in
-/// high precision it is gathered as it is.
+/// The gradient of the input is summed over the ranks; with sequence parallelism each rank gets its
+/// rows of the sum, and the input is gathered in quantized form, as 4-bit codes and block scales.
+/// In high precision it is gathered unquantized.
 #[derive(Module, Debug)]
 pub struct ColumnParallelLinear {
-    /// The rank's part of the layer.
+    /// This rank's shard of the layer.
     pub linear: Nvfp4Linear,
     #[module(skip)]
     shard: Shard,
@@ -34,19 +34,19 @@ pub struct ColumnParallelLinear {
     gather_output: bool,
 }
 
-/// A linear layer that has a part of the input features on each rank: a weight
-/// `[d_input / ranks, d_output]`. The bias, which is added once, is that of all ranks.
+/// Linear layer with its input features sharded over ranks: a weight `[d_input / ranks, d_output]`
+/// per rank. The bias is replicated and added once.
 ///
 /// | | input of a rank | output of a rank |
 /// |---|---|---|
 /// | | `[..., d_input / ranks]` | `[..., d_output]`, the same on all ranks |
 /// | sequence parallel | `[tokens, ..., d_input / ranks]` | `[tokens / ranks, ..., d_output]` |
 ///
-/// The output is the sum over the ranks. With sequence parallelism the gradient of the output is
-/// gathered in its quantized form.
+/// The output is summed over the ranks. With sequence parallelism the gradient of the output is
+/// gathered in quantized form.
 #[derive(Module, Debug)]
 pub struct RowParallelLinear {
-    /// The rank's part of the layer.
+    /// This rank's shard of the layer.
     pub linear: Nvfp4Linear,
     #[module(skip)]
     shard: Shard,
@@ -54,32 +54,32 @@ pub struct RowParallelLinear {
     input_is_parallel: bool,
 }
 
-/// How a layer is sharded.
+/// Sharding of a layer.
 #[derive(Debug, Clone)]
 struct Shard {
     parallel: TensorParallel,
     dim: ShardedDim,
-    /// The segments of this rank's part.
+    /// Lengths of the segments of this rank's shard.
     segments: Vec<usize>,
 }
 
 impl ColumnParallelLinear {
-    /// This rank's part of `linear`, of which all ranks have the same, state included. The
+    /// Returns this rank's shard of `linear`, which is identical on all ranks, state included. The
     /// parameters keep their ids.
     ///
     /// # Errors
-    /// When the output features have no parts of a multiple of 16 for each rank.
+    /// Returns an error if the output features per rank are not a multiple of 16.
     pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let d_output = linear.weight.lazy_shape().dims::<2>()[1];
         Self::from_segments(linear, &[d_output], parallel)
     }
 
-    /// This rank's part of `linear`, whose output features are several layers, side by side, of
-    /// these widths, such as queries, keys and values: a part of each of them.
+    /// Returns this rank's shard of `linear`, whose output features are the concatenation of
+    /// several layers of these widths, such as queries, keys and values. Each of them is sharded.
     ///
     /// # Errors
-    /// As [`from_linear`](Self::from_linear) for each width, and when they do not add up to the
-    /// output features.
+    /// Same as [`from_linear`](Self::from_linear) for each width; also if the widths do not add up
+    /// to the output features.
     pub fn from_segments(
         linear: Nvfp4Linear,
         widths: &[usize],
@@ -93,7 +93,7 @@ impl ColumnParallelLinear {
         })
     }
 
-    /// Whether the output of every rank is that of all, `[..., d_output]`.
+    /// Sets whether the output is gathered: every rank returns `[..., d_output]`.
     pub fn with_gather_output(self, gather_output: bool) -> Self {
         Self {
             gather_output,
@@ -101,31 +101,31 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The layer of one device, of the parts of all ranks, each of which calls this.
+    /// Gathers the shards of all ranks into an unsharded layer. All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_linear(self) -> Nvfp4Linear {
         self.shard.gathered(self.linear)
     }
 
-    /// Fail unless the recipe's blocks end where the parts of ranks do: of features, and, where
-    /// they are sharded, of `tokens` of a rank.
+    /// Checks that shard boundaries, of features and (if sharded) of the `tokens` of a rank, are
+    /// multiples of the recipe's block size.
     pub(super) fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
         self.shard.check(&self.linear, 2, tokens)
     }
 
-    /// The parameters of which each rank has a part.
+    /// Returns the sharded parameters.
     pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
         self.shard.parameters(&self.linear)
     }
 
-    /// Apply the layer; see the [type](Self) for shapes.
+    /// Applies the layer; see the [type](Self) for shapes.
     ///
     /// # Errors
-    /// As [`Nvfp4Linear::try_forward`]; when the recipe does not fit the parts of the ranks, and,
-    /// with sequence parallelism, when `x` has one axis or the tokens of a rank are no multiple of
-    /// the recipe's blocks.
+    /// Same as [`Nvfp4Linear::try_forward`]; also if the recipe's blocks do not fit the shards,
+    /// and, with sequence parallelism, if `x` has one axis or the tokens of a rank are not a
+    /// multiple of the recipe's block size.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         let tokens = self.check(&x)?;
         let (x, mut dims) = rows(x);
@@ -139,7 +139,8 @@ impl ColumnParallelLinear {
         })
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`. By what the first axis grows.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`. Otherwise
+    /// returns the factor by which the first axis grows.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<usize, Nvfp4Error> {
         self.linear.check(x)?;
         let tokens = x.dims()[..D - 1].iter().product();
@@ -150,23 +151,24 @@ impl ColumnParallelLinear {
         }
     }
 
-    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    /// Returns the layer as a part of a feed-forward, for its next forward. `is_tracked` is true if
+    /// autodiff tracks the input.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         self.shard.part(&self.linear, is_tracked)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("ColumnParallelLinear::forward", self.try_forward(x))
     }
 }
 
 impl RowParallelLinear {
-    /// This rank's part of `linear`, of which all ranks have the same, state included. The
+    /// Returns this rank's shard of `linear`, which is identical on all ranks, state included. The
     /// parameters keep their ids.
     ///
     /// # Errors
-    /// When the input features have no parts of a multiple of 16 for each rank.
+    /// Returns an error if the input features per rank are not a multiple of 16.
     pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         let d_input = linear.weight.lazy_shape().dims::<2>()[0];
         let (linear, shard) = Shard::of(linear, ShardedDim::Input, &[d_input], parallel)?;
@@ -177,8 +179,8 @@ impl RowParallelLinear {
         })
     }
 
-    /// Whether the input of a rank is its part, as a column-parallel layer makes it (the default),
-    /// or that of all ranks, `[..., d_input]`.
+    /// Sets whether the input of a rank is its shard, as returned by a column-parallel layer (the
+    /// default), or the whole input, `[..., d_input]`.
     pub fn with_input_is_parallel(self, input_is_parallel: bool) -> Self {
         Self {
             input_is_parallel,
@@ -186,31 +188,31 @@ impl RowParallelLinear {
         }
     }
 
-    /// The layer of one device, of the parts of all ranks, each of which calls this.
+    /// Gathers the shards of all ranks into an unsharded layer. All ranks call it together.
     ///
     /// # Panics
-    /// When the group fails.
+    /// If the group fails.
     pub fn into_linear(self) -> Nvfp4Linear {
         self.shard.gathered(self.linear)
     }
 
-    /// Fail unless the recipe's blocks end where the parts of ranks do: of features, and, where
-    /// they are sharded, of `tokens` of a rank.
+    /// Checks that shard boundaries, of features and (if sharded) of the `tokens` of a rank, are
+    /// multiples of the recipe's block size.
     pub(super) fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
         self.shard.check(&self.linear, 2, tokens)
     }
 
-    /// The parameters of which each rank has a part.
+    /// Returns the sharded parameters.
     pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
         self.shard.parameters(&self.linear)
     }
 
-    /// Apply the layer; see the [type](Self) for shapes.
+    /// Applies the layer; see the [type](Self) for shapes.
     ///
     /// # Errors
-    /// As [`Nvfp4Linear::try_forward`]; when the recipe does not fit the parts of the ranks, and,
-    /// with sequence parallelism, when `x` has one axis, or its first axis has no equal parts of a
-    /// multiple of the recipe's blocks.
+    /// Same as [`Nvfp4Linear::try_forward`]; also if the recipe's blocks do not fit the shards,
+    /// and, with sequence parallelism, if `x` has one axis, or its first axis does not divide into
+    /// equal shards whose size is a multiple of the recipe's block size.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         let group = &self.shard.parallel.group;
         let x = match self.input_is_parallel {
@@ -237,8 +239,8 @@ impl RowParallelLinear {
         Ok(y.reshape(dims))
     }
 
-    /// Fail unless [`try_forward`](Self::try_forward) takes `x`, a rank's part. By what the first
-    /// axis is divided.
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept the shard `x`.
+    /// Otherwise returns the factor by which the first axis is divided.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<usize, Nvfp4Error> {
         self.linear.check(x)?;
         let (group, dims) = (&self.shard.parallel.group, x.dims());
@@ -252,25 +254,27 @@ impl RowParallelLinear {
         Ok(group.size())
     }
 
-    /// Fail unless the layer takes an input of `D` axes that a column-parallel layer makes of
-    /// `tokens` tokens of a rank.
+    /// Returns an error if the layer does not accept an input of `D` axes, as returned by a
+    /// column-parallel layer for `tokens` tokens per rank.
     pub(super) fn check_tokens<const D: usize>(&self, tokens: usize) -> Result<(), Nvfp4Error> {
         self.shard.check(&self.linear, D, tokens)
     }
 
-    /// The layer as a part of a feed-forward, for its next forward; whether the input `is_tracked`.
+    /// Returns the layer as a part of a feed-forward, for its next forward. `is_tracked` is true if
+    /// autodiff tracks the input.
     pub(super) fn part(&self, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         self.shard.part(&self.linear, is_tracked)
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("RowParallelLinear::forward", self.try_forward(x))
     }
 }
 
 impl Shard {
-    /// The part of `linear` of this rank, whose sharded dimension has segments of these `widths`.
+    /// Returns this rank's shard of `linear`, whose sharded dimension consists of segments of these
+    /// `widths`.
     fn of(
         linear: Nvfp4Linear,
         dim: ShardedDim,
@@ -317,7 +321,7 @@ impl Shard {
         Ok((linear.with_parameters(weight, bias), shard))
     }
 
-    /// The axis of the weight that is sharded.
+    /// Returns the sharded axis of the weight.
     fn axis(&self) -> usize {
         match self.dim {
             ShardedDim::Input => 0,
@@ -325,7 +329,7 @@ impl Shard {
         }
     }
 
-    /// The parameters of which each rank has a part: not the bias of a row-parallel layer.
+    /// Returns the sharded parameters: not the bias of a row-parallel layer.
     fn parameters(&self, linear: &Nvfp4Linear) -> Vec<(ParamId, ShardedParameter)> {
         let (lens, ranks) = (&self.segments, self.parallel.group.size());
         let weight = ShardedParameter::of(&linear.weight, self.axis(), lens, ranks);
@@ -336,7 +340,7 @@ impl Shard {
         found
     }
 
-    /// The rank's part of each segment along `axis`.
+    /// Returns the rank's shard of each segment along `axis`.
     fn own<const D: usize>(&self, x: Tensor<D>, axis: usize, widths: &[usize]) -> Tensor<D> {
         let rank = self.parallel.group.rank();
         let mut first = 0;
@@ -348,7 +352,7 @@ impl Shard {
         Tensor::cat(parts.collect(), axis)
     }
 
-    /// All ranks' parts of each segment along `axis`.
+    /// Gathers the shards of all ranks of each segment along `axis`.
     fn all<const D: usize>(&self, x: Tensor<D>, axis: usize) -> Tensor<D> {
         let mut first = 0;
         let parts = self.segments.iter().map(|len| {
@@ -359,7 +363,7 @@ impl Shard {
         Tensor::cat(parts.collect(), axis)
     }
 
-    /// The layer of one device.
+    /// Gathers the unsharded layer.
     fn gathered(&self, linear: Nvfp4Linear) -> Nvfp4Linear {
         let weight = replaced(&linear.weight, |weight| self.all(weight, self.axis()));
         let bias = linear.bias.as_ref().map(|bias| match self.dim {
@@ -369,7 +373,7 @@ impl Shard {
         linear.with_parameters(weight, bias)
     }
 
-    /// The output of all ranks along the last axis, segment by segment.
+    /// Gathers the output of all ranks along the last axis, segment by segment.
     fn gathered_output<const D: usize>(&self, y: Tensor<D>) -> Tensor<D> {
         let group: &ProcessGroup = &self.parallel.group;
         let mut first = 0;
@@ -381,8 +385,8 @@ impl Shard {
         Tensor::cat(parts.collect(), D - 1)
     }
 
-    /// Fail unless the recipe's blocks and transforms end where the parts of ranks do; `tokens` are
-    /// those of a rank, where they are sharded.
+    /// Checks that shard boundaries are multiples of the recipe's block and transform sizes.
+    /// `tokens` are those of a rank, if tokens are sharded.
     fn check(&self, linear: &Nvfp4Linear, axes: usize, tokens: usize) -> Result<(), Nvfp4Error> {
         let size = self.parallel.group.size();
         let spec = linear.next_spec();
@@ -418,7 +422,7 @@ impl Shard {
     fn part(&self, linear: &Nvfp4Linear, is_tracked: bool) -> Result<LinearPart<2, 1>, Nvfp4Error> {
         let is_split = self.parallel.group.size() > 1;
         let mut part = match is_split {
-            // A part that is sharded once more is gathered as it is: its operands are made of it.
+            // A shard that is sharded again is gathered in high precision before it is quantized.
             true => linear.part_of_values(is_tracked)?,
             false => linear.part(is_tracked)?,
         };
@@ -435,7 +439,7 @@ impl Shard {
         Ok(part)
     }
 
-    /// The layer, after its checks.
+    /// Runs the layer after its checks.
     fn forward(&self, linear: &Nvfp4Linear, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
         let LinearPart { weight, bias, spec } = self.part(linear, x.is_tracked())?;
         Ok(linear_of_rows(x, weight, bias, spec.0, spec.1))

@@ -1,27 +1,26 @@
-//! Layers whose weights are sharded over the ranks of a group.
+//! Tensor parallelism: layers whose weights are sharded over the ranks of a group.
 //!
-//! [`ColumnParallelLinear`] has a part of the output features on each rank, [`RowParallelLinear`] a
-//! part of the input features. Between the two, activations are sharded too, and nothing is
-//! exchanged: a block of a transformer exchanges once in front of the first and once behind the
-//! second. With sequence parallelism the activations before and behind that pair, on which norms
-//! and residuals work, are sharded by tokens.
+//! [`ColumnParallelLinear`] shards the output features, [`RowParallelLinear`] the input features.
+//! Between the two, activations are sharded too and need no communication: such a pair communicates
+//! once before the first and once after the second layer. With sequence parallelism the activations
+//! before and after the pair, on which norms and residual additions operate, are sharded by tokens.
 //!
-//! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs, and
-//! [`TensorParallelBlock`] has one of each, or a [`TensorParallelMoe`] in place of the former: whole
-//! experts on each rank. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are
-//! the ends of a language model, and [`SequenceParallelRmsNorm`] stands between them.
+//! [`TensorParallelSwiGlu`] and [`TensorParallelAttention`] are such pairs. [`TensorParallelBlock`]
+//! has one of each, or a [`TensorParallelMoe`] as its feed-forward, which has whole experts on each
+//! rank. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are the first and last layers of a
+//! language model; [`SequenceParallelRmsNorm`] is the norm between layers.
 //!
-//! Every rank makes its layers itself, of the same layers of one device ([`Nvfp4Linear`] and
-//! others): clones of a module of another rank would share its state, and its nodes in autodiff.
-//! All ranks call the same layers in the same order.
+//! Every rank must build its layers from its own identical copy of the unsharded layers
+//! ([`Nvfp4Linear`] and others): clones of a module of another rank would share its state and its
+//! autodiff nodes. All ranks must call the same layers in the same order.
 //!
 //! # Bits
-//! Ranks quantize with the amax of the group, and each block draws the random bits of its place in
-//! the operand of one device. So every quantized operand has the bits of one device, as have the
-//! GEMMs whose contraction is not sharded. Those whose contraction is sharded (the output of a
-//! row-parallel layer, the gradient of the input of a column-parallel one) are added over the
-//! ranks, in the type of the activations, in the order of ranks: in another order than one device
-//! does. [`TensorParallel::with_deterministic`] gathers their quantized operands instead, so that
+//! By default, ranks quantize with the amax of the group, and each block draws the random bits of
+//! its position in the unsharded operand. Every quantized operand therefore has the bits of one
+//! device, as do the GEMMs whose K dimension is not sharded. GEMMs with a sharded K dimension (the
+//! output of a row-parallel layer, the input gradient of a column-parallel one) are summed over the
+//! ranks, in the dtype of the activations and in rank order, which differs from the order on one
+//! device. [`TensorParallel::with_deterministic`] gathers their quantized operands instead, so that
 //! all outputs and gradients have the bits of one device.
 //!
 //! [`Nvfp4Linear`]: crate::Nvfp4Linear
@@ -50,7 +49,7 @@ pub use linear::{ColumnParallelLinear, RowParallelLinear};
 pub use moe::TensorParallelMoe;
 pub use norm::SequenceParallelRmsNorm;
 
-/// How layers are sharded, and over which ranks.
+/// Tensor-parallel configuration: ranks and sharding modes.
 #[derive(Debug, Clone)]
 pub struct TensorParallel {
     pub(super) group: ProcessGroup,
@@ -59,17 +58,18 @@ pub struct TensorParallel {
     pub(super) experts: ExpertRanks,
 }
 
-/// The ranks that share the experts of mixtures.
+/// Ranks that share the experts of mixtures.
 #[derive(Debug, Clone)]
 pub(super) struct ExpertRanks {
-    /// With parts of the experts: whole tensor groups.
+    /// Ranks that the experts are sharded over: whole tensor groups.
     on: ProcessGroup,
-    /// With other parts of the batch.
+    /// Ranks with the other shards of the batch.
     batch: ProcessGroup,
 }
 
 impl TensorParallel {
-    /// Over the ranks of `group`, without sequence parallelism and adding partial sums.
+    /// Shards over the ranks of `group`, without sequence parallelism and with summed partial
+    /// results.
     pub fn new(group: ProcessGroup) -> Self {
         Self {
             experts: ExpertRanks {
@@ -82,10 +82,10 @@ impl TensorParallel {
         }
     }
 
-    /// Whether activations outside of the sharded layers are sharded by tokens.
+    /// Sets whether activations outside of the sharded layers are sharded by tokens.
     ///
-    /// Ranks have equally many tokens: a multiple of 16, or of 32 in an MX format and of 128 in
-    /// MS-EDEN.
+    /// All ranks must have the same number of tokens: a multiple of 16, or of 32 in an MX format
+    /// and of 128 in MS-EDEN.
     pub fn with_sequence_parallel(self, sequence_parallel: bool) -> Self {
         Self {
             sequence_parallel,
@@ -93,10 +93,10 @@ impl TensorParallel {
         }
     }
 
-    /// Whether all outputs and gradients have the bits of one device.
+    /// Sets whether all outputs and gradients have the bits of one device.
     ///
-    /// Every rank then computes the GEMMs whose contraction is sharded as a whole: use it to check
-    /// a run, not to make one faster.
+    /// If set, every rank computes the whole GEMM if its K dimension is sharded: use it to check a
+    /// run, not to speed one up.
     pub fn with_deterministic(self, deterministic: bool) -> Self {
         Self {
             deterministic,
@@ -104,13 +104,13 @@ impl TensorParallel {
         }
     }
 
-    /// Which ranks the experts of mixtures are `on`, each with an equal part of them: the ranks of
-    /// tensor groups, of which this one is among them, one group after another. By default those of
-    /// the one group.
+    /// Sets the ranks that the experts of mixtures are `on`, with an equal share each: the ranks of
+    /// whole tensor groups, in order, including this rank's group. The default is this rank's
+    /// tensor group.
     ///
-    /// `batch` are the ranks with the same parts of matrices as this one and other parts of the
-    /// batch. The losses of routers are of the tokens of all of their tensor groups; by default of
-    /// this one's.
+    /// `batch` are the ranks with the same weight shards as this one and other shards of the batch.
+    /// The router losses cover the tokens of all of their tensor groups; by default only those of
+    /// this rank's group.
     pub fn with_experts(self, on: &ProcessGroup, batch: &ProcessGroup) -> Self {
         let (on, batch) = (on.clone(), batch.clone());
         Self {
@@ -119,32 +119,31 @@ impl TensorParallel {
         }
     }
 
-    /// The ranks.
+    /// Returns the ranks of the tensor group.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Whether activations outside of the sharded layers are sharded by tokens.
+    /// Returns true if activations outside of the sharded layers are sharded by tokens.
     pub fn is_sequence_parallel(&self) -> bool {
         self.sequence_parallel
     }
 }
 
-/// The part of a parameter that each rank has: an equal part of each segment of one axis. The parts
-/// of all segments follow each other.
+/// Sharding of a parameter over ranks: each rank has an equal share of each segment of one axis. A
+/// rank's shares of all segments are contiguous.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardedParameter {
-    /// The shape on one device.
+    /// Unsharded shape.
     pub shape: Vec<usize>,
-    /// The axis that is sharded.
+    /// Sharded axis.
     pub axis: usize,
-    /// The lengths of its segments on one device.
+    /// Lengths of the unsharded segments.
     pub segments: Vec<usize>,
 }
 
 impl ShardedParameter {
-    /// Of `param`, of which each of `ranks` ranks has a part: of each of its segments of these
-    /// lengths.
+    /// Sharding of `param`, whose segments have these lengths, over `ranks` ranks.
     fn of<const D: usize>(
         param: &Param<Tensor<D>>,
         axis: usize,
@@ -160,19 +159,19 @@ impl ShardedParameter {
         }
     }
 
-    /// Of `param`, which is one segment along `axis`.
+    /// Sharding of `param` as one segment along `axis`.
     fn of_one<const D: usize>(param: &Param<Tensor<D>>, axis: usize, ranks: usize) -> Self {
         let len = whole_dims(param)[axis];
         Self::of(param, axis, &[len], ranks)
     }
 }
 
-/// A parameter with the id of `param` and another value.
+/// Returns a parameter with the id of `param` and another value.
 fn replaced<const D: usize>(
     param: &Param<Tensor<D>>,
     value: impl FnOnce(Tensor<D>) -> Tensor<D>,
 ) -> Param<Tensor<D>> {
-    // Detaching alone keeps the requirement of a leaf.
+    // Detaching alone keeps the gradient requirement of a leaf.
     let old = param.val().detach().set_require_grad(false);
     let mut made = Param::from_tensor(value(old));
     made.id = param.id;

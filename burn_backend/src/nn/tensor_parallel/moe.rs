@@ -1,4 +1,4 @@
-//! The mixture of experts of a rank.
+//! Mixture of experts under tensor parallelism.
 
 use burn_core as burn;
 
@@ -11,35 +11,36 @@ use super::super::{ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe};
 use super::{ExpertRanks, ShardedParameter, TensorParallel, TensorParallelSwiGlu};
 use crate::functions::or_panic;
 
-/// [`Nvfp4Moe`] between layers that are sharded: whole experts on each rank, and a part of the
-/// hidden features of the expert of every token.
+/// [`Nvfp4Moe`] under tensor parallelism: whole experts on each rank, and the shared expert with
+/// its hidden features sharded.
 ///
-/// With sequence parallelism each rank has tokens of its own, and sends them to the ranks of their
-/// experts, as ranks of data parallelism do. These are the ranks of the tensor group, or of several
-/// of them ([`TensorParallel::with_experts`]). So no expert is cut, and its GEMMs have the shapes of
+/// With sequence parallelism each rank has different tokens and sends them to the ranks of their
+/// experts, as in data parallelism. These are the ranks of the tensor group, or of several tensor
+/// groups ([`TensorParallel::with_experts`]). No expert is split, so its GEMMs have the shapes of
 /// one device.
 ///
-/// Input and output are `[..., d_model]`, this rank's tokens. The router is on all ranks; its
-/// gradient is the sum over the tensor group.
+/// Input and output are `[..., d_model]`, this rank's tokens. The router is replicated; its
+/// gradient is summed over the tensor group.
 ///
 /// # Bits
-/// As [`ExpertParallelMoe`] with the tokens of all ranks, rank after rank. The shared expert is
-/// that of a [`TensorParallelSwiGlu`].
+/// Same as [`ExpertParallelMoe`] with the tokens of all ranks, in rank order. The shared expert
+/// behaves like a [`TensorParallelSwiGlu`].
 #[derive(Module, Debug)]
 pub struct TensorParallelMoe {
-    /// The router and this rank's experts.
+    /// Router and this rank's experts.
     pub experts: ExpertParallelMoe,
-    /// This rank's part of the expert of every token.
+    /// This rank's shard of the shared expert.
     pub shared: Option<TensorParallelSwiGlu>,
 }
 
 impl TensorParallelMoe {
-    /// This rank's part of `moe`, of which all ranks have the same, state included.
+    /// Returns this rank's shard of `moe`, which is identical on all ranks, state included.
     ///
     /// # Errors
-    /// When tokens are not sharded ([`TensorParallel::with_sequence_parallel`]): all ranks would send
-    /// the same ones. When the ranks of experts are not those of whole tensor groups. As
-    /// [`ExpertParallelMoe::try_from_moe`] and [`TensorParallelSwiGlu::from_swiglu`].
+    /// Returns an error if tokens are not sharded ([`TensorParallel::with_sequence_parallel`]),
+    /// because all ranks would send the same ones, or if the ranks of experts are not whole tensor
+    /// groups. Otherwise same as [`ExpertParallelMoe::try_from_moe`] and
+    /// [`TensorParallelSwiGlu::from_swiglu`].
     pub fn from_moe(mut moe: Nvfp4Moe, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
         if !parallel.sequence_parallel && parallel.group.size() > 1 {
             return Err(Nvfp4Error::value(
@@ -73,7 +74,7 @@ impl TensorParallelMoe {
         })
     }
 
-    /// The same mixture, whose tokens travel as `dispatch` says; all ranks choose the same.
+    /// Sets the dispatch mode; all ranks must choose the same.
     pub fn with_dispatch(self, dispatch: ExpertDispatch) -> Self {
         Self {
             experts: self.experts.with_dispatch(dispatch),
@@ -81,18 +82,17 @@ impl TensorParallelMoe {
         }
     }
 
-    /// Fail unless the recipe's blocks end where the parts of ranks do, of the hidden features of
-    /// the shared expert and of `tokens` of a rank.
+    /// Checks that shard boundaries, of the hidden features of the shared expert and of the
+    /// `tokens` of a rank, are multiples of the recipe's block size.
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`TensorParallelSwiGlu::check_parts`].
     pub fn check_parts(&self, tokens: usize) -> Result<(), Nvfp4Error> {
         let mut shared = self.shared.iter();
         shared.try_for_each(|shared| shared.check_parts(tokens))
     }
 
-    /// The parameters of which each rank has a part, but for [those of
-    /// experts](crate::nn::expert_parameters).
+    /// Returns the sharded parameters, except [those of experts](crate::nn::expert_parameters).
     pub fn sharded_parameters(&self) -> Vec<(ParamId, ShardedParameter)> {
         let shared = self.shared.iter();
         shared
@@ -100,13 +100,13 @@ impl TensorParallelMoe {
             .collect()
     }
 
-    /// Apply the mixture. All ranks that its experts are on call it together.
+    /// Applies the mixture. All ranks that hold its experts call it together.
     ///
     /// # Errors
-    /// As [`ExpertParallelMoe::try_forward`] and [`TensorParallelSwiGlu::try_forward`].
+    /// Same as [`ExpertParallelMoe::try_forward`] and [`TensorParallelSwiGlu::try_forward`].
     ///
     /// # Panics
-    /// When a group fails.
+    /// If a group fails.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         let shared = self.shared.as_ref();
         (self.experts).try_forward_with(x, |x| {
@@ -114,7 +114,7 @@ impl TensorParallelMoe {
         })
     }
 
-    /// [`try_forward`](Self::try_forward), panicking where it fails.
+    /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("TensorParallelMoe::forward", self.try_forward(x))
     }

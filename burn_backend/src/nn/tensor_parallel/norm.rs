@@ -1,4 +1,4 @@
-//! The norm of a rank's tokens.
+//! RMSNorm of a rank's tokens.
 
 use burn_core as burn;
 
@@ -12,20 +12,20 @@ use super::TensorParallel;
 use crate::functions::or_panic;
 use crate::parallel::functions;
 
-/// [`RmsNorm`] between layers that are sharded: each rank normalises its tokens, and the gradient
-/// of the gain, which all ranks have, is the sum over the ranks.
+/// [`RmsNorm`] between sharded layers: each rank normalizes its tokens. The gain is replicated; its
+/// gradient is summed over the ranks.
 ///
-/// Without sequence parallelism all ranks do the same, and exchange nothing.
+/// Without sequence parallelism all ranks compute the same, without communication.
 #[derive(Module, Debug)]
 pub struct SequenceParallelRmsNorm {
-    /// The norm.
+    /// Unsharded norm.
     pub norm: RmsNorm,
     #[module(skip)]
     parallel: TensorParallel,
 }
 
 impl SequenceParallelRmsNorm {
-    /// `norm`, of which all ranks have the same.
+    /// Wraps `norm`, which is identical on all ranks.
     pub fn new(norm: RmsNorm, parallel: &TensorParallel) -> Self {
         Self {
             norm,
@@ -33,19 +33,19 @@ impl SequenceParallelRmsNorm {
         }
     }
 
-    /// Normalise `x`, `[..., width]`, the rank's tokens, to the same shape in type `dtype`.
+    /// Normalizes `x`, `[..., width]`, the rank's tokens, to the same shape in dtype `dtype`.
     ///
     /// # Panics
-    /// As [`RmsNorm::forward`].
+    /// Same as [`RmsNorm::forward`].
     pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
         self.norm.forward_with(self.gain(), x, dtype)
     }
 
-    /// What is still to be added to the residual stream of the rank's tokens is added, in the pass
-    /// that normalises the sum; see [`RmsNorm::try_forward_stream`].
+    /// Adds the pending term to the residual stream of the rank's tokens in the pass that
+    /// normalizes the sum; see [`RmsNorm::try_forward_stream`].
     ///
     /// # Errors
-    /// As there.
+    /// Same as [`RmsNorm::try_forward_stream`].
     pub fn try_forward_stream(
         &self,
         stream: ResidualStream,
@@ -55,7 +55,7 @@ impl SequenceParallelRmsNorm {
             .try_forward_stream_with(self.gain(), neighbours, stream)
     }
 
-    /// [`try_forward_stream`](Self::try_forward_stream), panicking where it fails.
+    /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
     pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
         or_panic(
             "SequenceParallelRmsNorm::forward_stream",
@@ -63,7 +63,7 @@ impl SequenceParallelRmsNorm {
         )
     }
 
-    /// The gain, whose gradient is that of all ranks' tokens.
+    /// Returns the gain, whose gradient is that of all ranks' tokens.
     fn gain(&self) -> Tensor<1> {
         let gain = self.norm.gain.val();
         match self.parallel.sequence_parallel {

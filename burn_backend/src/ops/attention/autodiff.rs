@@ -1,4 +1,4 @@
-//! The backward of attention.
+//! Backward of attention.
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, TensorMetadata,
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::ops::dtype::{cast, float_dtype};
 
-/// What the backward keeps.
+/// Tensors saved for the backward.
 #[derive(Clone, Debug)]
 struct Saved<B: Backend> {
     forward: AttentionForward<B>,
@@ -60,7 +60,7 @@ impl<B: AttentionOps> Backward<B, 3> for Separate {
     }
 }
 
-/// Attention of one matrix: parents `[qkv]`.
+/// Attention of one fused matrix: parents `[qkv]`.
 #[derive(Debug)]
 struct Fused;
 
@@ -81,7 +81,7 @@ impl<B: AttentionOps> Backward<B, 1> for Fused {
     }
 }
 
-/// Registers the gradients with the nodes that are tracked.
+/// Registers the gradients with the tracked nodes.
 fn register<B: Backend, const N: usize>(
     nodes: [Option<NodeId>; N],
     found: [FloatTensor<B>; N],

@@ -37,7 +37,7 @@ impl AttentionOps for CubeBackend {
                 launched(turned);
             };
             match &inputs {
-                // Queries and keys lie side by side and have the same sequences.
+                // Queries and keys are adjacent and have the same sequences.
                 AttentionInputs::Qkv(qkv) => {
                     let both = fused(qkv, &spec).part(0, spec.heads + spec.kv_heads);
                     turn(both, sequences.of_q());
@@ -128,7 +128,7 @@ pub(in crate::ops) fn contiguous(
     inputs.map(into_contiguous)
 }
 
-/// Inputs whose memory may be written to: copies where somebody else holds it.
+/// Makes the memory of the inputs writable: copies it if something else holds it.
 fn exclusive(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
     let own = |x: CubeTensor| owned("attention", x);
     match inputs {
@@ -151,7 +151,7 @@ fn kind(x: &CubeTensor) -> FloatKind {
     float_kind(float_dtype(x.dtype))
 }
 
-/// Queries, keys and values of contiguous inputs.
+/// Returns views of queries, keys and values of contiguous inputs.
 pub(in crate::ops) fn views(
     inputs: &AttentionInputs<CubeBackend>,
     spec: &AttentionSpec,
@@ -175,7 +175,7 @@ pub(in crate::ops) fn views(
     }
 }
 
-/// All heads of the output of one projection.
+/// Returns a view of all heads of the output of a fused projection.
 fn fused(qkv: &CubeTensor, spec: &AttentionSpec) -> Heads {
     let heads = spec.heads + 2 * spec.kv_heads;
     let shape = [qkv.meta.shape()[0], heads, spec.head];

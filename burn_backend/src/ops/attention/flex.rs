@@ -61,13 +61,13 @@ impl AttentionOps for Flex {
     }
 }
 
-/// Queries, or the matrix that they are columns of.
+/// Returns the queries, or the matrix that contains them.
 fn first(inputs: &AttentionInputs<Flex>) -> FlexTensor {
     let (AttentionInputs::Separate { q, .. } | AttentionInputs::Qkv(q)) = inputs;
     q.clone()
 }
 
-/// Cosines and sines.
+/// Returns cosines and sines.
 fn tables(rope: AttentionRope<Flex>) -> Option<(Vec<f32>, Vec<f32>)> {
     let values = |table: FlexTensor| table.to_contiguous().storage::<f32>().to_vec();
     match rope {
@@ -76,9 +76,9 @@ fn tables(rope: AttentionRope<Flex>) -> Option<(Vec<f32>, Vec<f32>)> {
     }
 }
 
-/// Elements of Flex tensors.
+/// Element of a Flex tensor.
 trait HostElement: Element + BurnElement {
-    /// Those of a contiguous tensor.
+    /// Returns the elements of a contiguous tensor.
     fn slice(x: &FlexTensor) -> &[Self];
 }
 
@@ -93,10 +93,10 @@ macro_rules! host_element {
 }
 host_element!(f32 bf16 f16);
 
-/// Queries, keys and values, contiguous.
+/// Contiguous queries, keys and values.
 struct Views<'a, T> {
     q: &'a [T],
-    /// Keys and values, where they are tensors of their own.
+    /// Keys and values, if they are separate tensors.
     kv: Option<[FlexTensor; 2]>,
 }
 
@@ -126,7 +126,7 @@ impl<'a, T: HostElement> Views<'a, T> {
     }
 }
 
-/// The sizes of one call.
+/// Sizes of one call.
 struct Sizes {
     spec: AttentionSpec,
     q_tokens: usize,
@@ -177,7 +177,7 @@ impl Sizes {
         }
     }
 
-    /// Queries and keys turned by their positions, or back.
+    /// Rotates queries and keys by their positions, or back.
     fn rotate(
         &self,
         inputs: AttentionInputs<Flex>,
@@ -195,7 +195,7 @@ impl Sizes {
         } = self.spec;
         let turn = |x: FlexTensor, stride: usize, heads: usize, starts: &[u32]| {
             let (sizes, angles) = ((heads, head), (&cos[..], &sin[..]));
-            // In place where nobody else holds the memory.
+            // In place if nothing else holds the memory.
             let mut x = x.to_contiguous();
             match x.dtype() {
                 DType::F32 => {
@@ -217,7 +217,7 @@ impl Sizes {
                 k: turn(k, kv_heads * head, kv_heads, &self.k_starts),
                 v,
             },
-            // Queries and keys lie side by side and have the same sequences.
+            // Queries and keys are adjacent and have the same sequences.
             AttentionInputs::Qkv(qkv) => {
                 let (all, turned) = (heads + 2 * kv_heads, heads + kv_heads);
                 AttentionInputs::Qkv(turn(qkv, all * head, turned, &self.q_starts))
@@ -251,7 +251,7 @@ impl Sizes {
         let dout = HostHeads::contiguous(T::slice(dout), wide);
         let shape = self.shape();
         let found = blocked::backward(views.heads(&self.spec), (out, lse), dout, &shape);
-        // Tokens of no sequence have zeros.
+        // Tokens of no sequence get zeros.
         let zeros = |tokens: usize, width: usize| vec![T::from_f32(0.0); tokens * width];
         if is_fused {
             let row_stride = wide + 2 * narrow;
@@ -283,7 +283,7 @@ impl Sizes {
     }
 }
 
-/// Offsets as the kernels read them: none beyond the tokens, none before the one before it.
+/// Clamps offsets as the kernels do: to the number of tokens, and to ascending order.
 fn ascending(offsets: &FlexTensor, tokens: usize) -> Vec<u32> {
     let offsets = offsets.to_contiguous();
     let mut least = 0;

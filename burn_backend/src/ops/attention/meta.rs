@@ -1,4 +1,4 @@
-//! Shapes and types of the results, which Fusion needs before anything runs.
+//! Shapes and dtypes of the results, which Fusion needs before anything runs.
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, Shape};

@@ -1,7 +1,7 @@
-//! Attention on the primitives of a backend: an extension trait of its own.
+//! Attention on the primitives of a backend, as a separate extension trait.
 //!
-//! Arguments are trusted here; [`attention`](mod@crate::attention) checks them before anything is
-//! queued.
+//! Arguments are not checked here; [`attention`](mod@crate::attention) checks them before anything
+//! is queued.
 
 mod autodiff;
 #[cfg(feature = "flex")]
@@ -28,24 +28,24 @@ pub use tensors::{
     AttentionSequencesMetadata,
 };
 
-/// What attention computes beside its tensors.
+/// Parameters of attention other than its tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSpec {
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys and values.
+    /// Number of key and value heads.
     pub kv_heads: usize,
-    /// Elements of a head.
+    /// Head size.
     pub head: usize,
-    /// How scores become weights.
+    /// Parameters of scores and softmax.
     pub params: AttentionParams,
-    /// What the layer behind the attention needs to quantize its output, which the pass that writes
-    /// the output then finds, where it can. No bit of a result depends on it.
+    /// Amax values that the next layer needs to quantize the output; the pass that writes the
+    /// output computes them if possible. Does not affect any bit of the results.
     pub amax: Option<OutputAmax>,
 }
 
-/// Attention without a matrix of tokens by tokens; see
-/// [`nvfp4_kernels::attention`](https://docs.rs/nvfp4-kernels) for what is computed.
+/// Attention without a tokens × tokens matrix; see
+/// [`nvfp4_kernels::attention`](https://docs.rs/nvfp4-kernels) for the definition.
 ///
 /// Only [`nvfp4_attention`](Self::nvfp4_attention) is differentiable; under `Autodiff` the results
 /// of the other operations are constants.
@@ -56,8 +56,8 @@ pub struct AttentionSpec {
     Autodiff
 )]
 pub trait AttentionOps: Backend {
-    /// Output and log-sum-exp, and the inputs with queries and keys rotated: in place where nobody
-    /// else holds their memory.
+    /// Returns output and log-sum-exp, and the inputs with queries and keys rotated, in place if
+    /// nothing else holds their memory.
     #[fusion(meta = meta::forward)]
     fn nvfp4_attention_forward(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -66,9 +66,9 @@ pub trait AttentionOps: Backend {
         spec: AttentionSpec,
     ) -> AttentionForward<Self>;
 
-    /// The gradients of the inputs before their rotation, in the form of the inputs, from what
-    /// [`nvfp4_attention_forward`](Self::nvfp4_attention_forward) gave and the gradient of the
-    /// output, of the output's type.
+    /// Computes the gradients of the inputs before their rotation, in the form of the inputs, from
+    /// the results of [`nvfp4_attention_forward`](Self::nvfp4_attention_forward) and the gradient
+    /// of the output, which has the dtype of the output.
     #[fusion(meta = meta::backward)]
     fn nvfp4_attention_backward(
         #[extension_type] saved: AttentionForward<Self>,
@@ -78,8 +78,8 @@ pub trait AttentionOps: Backend {
         spec: AttentionSpec,
     ) -> AttentionInputs<Self>;
 
-    /// The output of attention. `Autodiff` overrides it with a backward that keeps the rotated
-    /// inputs, the output and the log-sum-exp.
+    /// Computes the output of attention. `Autodiff` overrides it with a backward that keeps the
+    /// rotated inputs, the output and the log-sum-exp.
     #[fusion(default)]
     fn nvfp4_attention(
         #[extension_type] inputs: AttentionInputs<Self>,

@@ -1,4 +1,4 @@
-//! The tensors of attention that cross the extension trait.
+//! Tensors of attention that cross the extension trait.
 
 use burn_core as burn;
 
@@ -12,21 +12,22 @@ use burn_core::tensor::DType;
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum AttentionInputs<B: Backend> {
-    /// Three tensors.
+    /// Three separate tensors.
     Separate {
-        /// `[q_tokens, heads, head]`.
+        /// Queries, `[q_tokens, heads, head]`.
         q: FloatTensor<B>,
-        /// `[k_tokens, kv_heads, head]`.
+        /// Keys, `[k_tokens, kv_heads, head]`.
         k: FloatTensor<B>,
-        /// `[k_tokens, kv_heads, head]`.
+        /// Values, `[k_tokens, kv_heads, head]`.
         v: FloatTensor<B>,
     },
-    /// Columns of one matrix, `[tokens, (heads + 2 kv_heads) head]`: the output of one projection.
+    /// Columns of one matrix, `[tokens, (heads + 2 kv_heads) head]`: the output of a fused
+    /// projection.
     Qkv(FloatTensor<B>),
 }
 
 impl<B: Backend> AttentionInputs<B> {
-    /// Tokens of `q`.
+    /// Number of tokens of `q`.
     pub fn q_tokens(&self) -> usize {
         match self {
             Self::Separate { q, .. } => q.shape()[0],
@@ -34,7 +35,7 @@ impl<B: Backend> AttentionInputs<B> {
         }
     }
 
-    /// Tokens of `k` and `v`.
+    /// Number of tokens of `k` and `v`.
     pub fn k_tokens(&self) -> usize {
         match self {
             Self::Separate { k, .. } => k.shape()[0],
@@ -42,7 +43,7 @@ impl<B: Backend> AttentionInputs<B> {
         }
     }
 
-    /// Type of the elements.
+    /// Returns the dtype of the elements.
     pub fn dtype(&self) -> DType {
         match self {
             Self::Separate { q, .. } => q.dtype(),
@@ -50,7 +51,7 @@ impl<B: Backend> AttentionInputs<B> {
         }
     }
 
-    /// The same with other tensors.
+    /// Replaces the tensors.
     pub(in crate::ops) fn map<C: Backend>(
         self,
         f: impl Fn(FloatTensor<B>) -> FloatTensor<C>,
@@ -66,17 +67,17 @@ impl<B: Backend> AttentionInputs<B> {
     }
 }
 
-/// Which tokens belong together.
+/// Grouping of tokens into sequences.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum AttentionSequences<B: Backend> {
-    /// So many sequences of equal length.
+    /// This number of sequences of equal length.
     Equal(usize),
-    /// `u32[count + 1]`, ascending from 0: where sequences begin, and the last one ends.
+    /// Offsets of the sequences, `u32[count + 1]`, ascending from 0.
     Offsets {
-        /// Among the tokens of `q`.
+        /// Offsets among the tokens of `q`.
         q: IntTensor<B>,
-        /// Among those of `k` and `v`.
+        /// Offsets among the tokens of `k` and `v`.
         k: IntTensor<B>,
     },
 }
@@ -87,7 +88,7 @@ pub enum AttentionSequences<B: Backend> {
 pub enum AttentionRope<B: Backend> {
     /// Queries and keys are not rotated.
     Absent,
-    /// Cosines and sines, `f32` of `positions * head / 2` elements, whatever their rank.
+    /// Cosines and sines, `f32` with `positions * head / 2` elements, of any rank.
     Tables {
         /// Cosines.
         cos: FloatTensor<B>,
@@ -96,14 +97,14 @@ pub enum AttentionRope<B: Backend> {
     },
 }
 
-/// What the forward of attention gives, which is what its backward needs.
+/// Results of the forward of attention, as needed by its backward.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct AttentionForward<B: Backend> {
-    /// Inputs, queries and keys rotated.
+    /// Inputs with rotated queries and keys.
     #[extension_type]
     pub inputs: AttentionInputs<B>,
-    /// `[q_tokens, heads * head]`, in the type of the inputs.
+    /// Output, `[q_tokens, heads * head]`, in the dtype of the inputs.
     pub out: FloatTensor<B>,
     /// Log-sum-exps, `f32[heads, q_tokens]`.
     pub lse: FloatTensor<B>,

@@ -1,12 +1,12 @@
-//! Collectives that autodiff differentiates.
+//! Differentiable collectives.
 //!
-//! An exchange that runs beside kernels begins, kernels that do not need its result are queued, and
-//! it ends. The backward has the mirror image: the gradient's exchange begins where the other
-//! ended, and ends where it began. Autodiff goes back level by level, and an operation is one level
-//! above the highest of its operands. So the end has what was made beside the exchange for an
-//! operand, and that has the result for one, by `behind`: its whole backward lies between the two.
-//! The gradient of the result is complete where it begins to travel, as the end alone has the
-//! result for an operand that is given a gradient.
+//! An overlapped exchange begins, kernels that do not need its result are queued, and it ends. The
+//! backward is the mirror image: the exchange of the gradient begins where the forward exchange
+//! ended, and ends where it began. Autodiff visits operations level by level, and the level of an
+//! operation is one above the highest of its operands. Therefore `end` takes the result of the
+//! overlapped work as an operand, and that work takes the pending result as an operand, through
+//! `behind`: its whole backward lies between the two. The gradient of the result is complete when
+//! its exchange begins, because only `end` passes a gradient to the pending result.
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, TensorMetadata,
@@ -21,8 +21,9 @@ use burn_core::tensor::DType;
 
 use super::{CollectiveOps, Exchange, Fork, Link, OverlappedExchange, ended, exchange_beside};
 
-/// An exchange: parents `[x]`, state: that of the forward, and the type of `x`, in which the
-/// gradient of a parameter is joined that [may have come](super::ReduceDtype::of_wgrad) in another.
+/// Exchange: parents `[x]`. State: the forward exchange, and the dtype of `x`, in which the
+/// gradient of a parameter is joined; that gradient [may have](super::ReduceDtype::of_wgrad)
+/// another dtype.
 #[derive(Debug)]
 struct ExchangeStep;
 
@@ -52,7 +53,7 @@ impl<B: CollectiveOps> Backward<B, 1> for ExchangeStep {
     }
 }
 
-/// The beginning of an exchange: parents `[x]`, state: the exchange.
+/// Beginning of an exchange: parents `[x]`, state: the exchange.
 #[derive(Debug)]
 struct BeginStep;
 
@@ -74,7 +75,7 @@ impl<B: CollectiveOps> Backward<B, 1> for BeginStep {
     }
 }
 
-/// Its end: parents `[pending, beside]`, state: the exchange.
+/// End of an exchange: parents `[pending, beside]`, state: the exchange.
 #[derive(Debug)]
 struct EndStep;
 
@@ -94,7 +95,7 @@ impl<B: CollectiveOps> Backward<B, 2> for EndStep {
     }
 }
 
-/// What is made beside it: parents `[pending, x]`.
+/// Input of overlapped work: parents `[pending, x]`.
 #[derive(Debug)]
 struct BehindStep;
 
@@ -167,7 +168,7 @@ impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
         let (beside, beside_node) = beside.into_parts();
         let out = B::nvfp4_end(pending, beside, exchange.clone());
         if !is_tracked {
-            // Whatever `beside` needs: nothing goes back here.
+            // No gradient flows back through this, even if `beside` is tracked.
             return Self::from_inner(out);
         }
         let step = EndStep.prepare::<C>([node, beside_node]);
@@ -179,7 +180,7 @@ impl<B: CollectiveOps, C: CheckpointStrategy> CollectiveOps for Autodiff<B, C> {
 
     fn nvfp4_behind(x: FloatTensor<Self>, pending: FloatTensor<Self>) -> FloatTensor<Self> {
         if !x.is_tracked() || !pending.is_tracked() {
-            // No two gradients that would have an order.
+            // There are not two gradients to order.
             return x;
         }
         let (x, node) = x.into_parts();

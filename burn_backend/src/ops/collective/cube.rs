@@ -1,5 +1,5 @@
-//! CubeCL devices: NCCL on CubeCL's own stream, behind what was launched before, or on a second one
-//! beside it.
+//! CubeCL devices: NCCL on CubeCL's own stream, after the kernels launched before, or on a second
+//! stream concurrently with kernels.
 
 use super::exchange::Exchange;
 use super::{CollectiveOps, Fork, Link};
@@ -53,13 +53,13 @@ mod nccl {
     use super::super::exchange::{Exchange, Step, reduced_type};
     use super::super::link::{Deferred, DeviceLink, Fork, Link, Overlap, Running};
 
-    /// What CubeCL's reports call a collective.
+    /// Name of a collective in CubeCL's reports.
     struct NcclCollective;
 
-    /// What they call the wait for collectives that run beside kernels.
+    /// Name of the wait for overlapped collectives in CubeCL's reports.
     struct NcclJoin;
 
-    /// The exchange of `x`, queued.
+    /// Queues the exchange of `x` and returns its result.
     pub(super) fn queued(x: CubeTensor, exchange: &Exchange) -> CubeTensor {
         let x = into_contiguous(x);
         let size = exchange.group.host.size();
@@ -85,7 +85,7 @@ mod nccl {
         let waits = Waits::of(exchange.group.host.meter());
         let held = dims.iter().product::<usize>() * width;
         let forked = exchange.fork.map(|fork| (fork, x.handle.clone()));
-        // That of a gradient waits with the group.
+        // The output of a gradient's exchange is kept by the group instead.
         let output = match exchange.fork {
             Some(Fork::Own(_)) => Some(out.clone()),
             _ => None,
@@ -127,7 +127,7 @@ mod nccl {
                         window.take_excess()
                     };
                     match past.last() {
-                        // It is behind the others.
+                        // The last point is after the others.
                         Some(last) => waits.timed(place, || link.side.wait_for(&last.point, place)),
                         None => Ok(()),
                     }
@@ -137,8 +137,8 @@ mod nccl {
         new_tensor(&x, out, Shape::from(shape), x.dtype)
     }
 
-    /// `x`, behind what `fork` names: its own exchange, or all that run beside kernels and those
-    /// that were deferred.
+    /// Returns `x` after the exchanges that `fork` selects: its own exchange, or all overlapped
+    /// exchanges and all deferred ones.
     pub(super) fn joined(x: CubeTensor, group: Link, fork: Fork) -> CubeTensor {
         let link = group.device.clone().expect("a group that is connected");
         let memory = ForeignMemory {
@@ -154,7 +154,7 @@ mod nccl {
                 let past = link.running().take_through(|running| running.fork == fork);
                 return match past.last() {
                     Some(own) => waits.timed(place, || link.side.wait_for(&own.point, place)),
-                    // The stream waits for it already.
+                    // The stream already waits for it.
                     None => Ok(()),
                 };
             }
@@ -172,7 +172,7 @@ mod nccl {
         x
     }
 
-    /// Queues `calls` on the stream of `place`, and then lets go of their tensors.
+    /// Queues `calls` on the stream of `place`, and then releases their tensors.
     fn queue_all(
         link: &DeviceLink,
         calls: Vec<Deferred>,
@@ -182,19 +182,19 @@ mod nccl {
             return Ok(());
         }
         let queued: Vec<_> = calls.iter().map(|own| (own.call, own.addresses)).collect();
-        // SAFETY: as of `Work::queue`; `calls` has the inputs, and whoever joins the outputs.
+        // SAFETY: as for `Work::queue`; `calls` holds the inputs, and the joiner holds the outputs.
         let queued = unsafe { link.communicator().queue_all(&queued, place.stream) };
         queued.map_err(|error| error.to_string())
     }
 
-    /// Measures how long the stream of the kernels does something else.
+    /// Measures the time in which the compute stream does not compute.
     struct Waits {
         meter: Meter,
         records: bool,
     }
 
     impl Waits {
-        /// As `meter` records now.
+        /// Creates a value with the current settings of `meter`.
         fn of(meter: &Meter) -> Self {
             Self {
                 meter: meter.clone(),
@@ -202,8 +202,8 @@ mod nccl {
             }
         }
 
-        /// `work`, which has the stream of `place` do something that is not compute: a collective,
-        /// or the wait for those of the second stream.
+        /// Runs `work`, which queues non-compute work on the stream of `place`: a collective, or
+        /// the wait for those of the second stream.
         fn timed(
             &self,
             place: &ForeignPlace,
@@ -221,7 +221,7 @@ mod nccl {
         }
     }
 
-    /// A span in which the compute stream waited.
+    /// Span in which the compute stream waited.
     struct Waited(StreamSpan);
 
     impl DeviceSpan for Waited {
@@ -230,10 +230,10 @@ mod nccl {
         }
     }
 
-    /// A call of the library.
+    /// Call of the NCCL library.
     enum Work {
         Equal(Call),
-        /// Bytes for each rank, and from each.
+        /// All-to-all, with the bytes to and from each rank.
         AllToAll {
             send: Vec<usize>,
             receive: Vec<usize>,
@@ -241,8 +241,8 @@ mod nccl {
     }
 
     impl Work {
-        /// The call for a tensor of shape `dims` that becomes `shape`, with its type and the bytes
-        /// of a row.
+        /// Creates the call for a tensor of shape `dims` with a result of shape `shape`, given its
+        /// dtype and the bytes per row.
         fn new(step: &Step, dims: &[usize], shape: &[usize], (dtype, row): (DType, usize)) -> Self {
             let elements = |dims: &[usize]| dims.iter().product::<usize>();
             let bytes = elements(dims) * dtype.size();
@@ -280,7 +280,7 @@ mod nccl {
             }
         }
 
-        /// On the device thread.
+        /// Queues the call. Runs on the device thread.
         fn queue(
             &self,
             communicator: &mut Communicator,

@@ -1,4 +1,4 @@
-//! What ranks do with a tensor together, as data.
+//! Collective operations on a tensor, as data.
 
 use std::fmt;
 
@@ -9,20 +9,20 @@ use nvfp4_parallel::{Collective, Reduction};
 
 use super::link::{Fork, Link};
 
-/// The type in which ranks exchange the gradients of parameters to reduce them: Megatron's
+/// Dtype in which ranks exchange the gradients of parameters for reduction: Megatron's
 /// `grad_reduce_in_fp32`, and PyTorch FSDP's `reduce_dtype`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReduceDtype {
-    /// That of the gradient.
+    /// Dtype of the gradient.
     #[default]
     Own,
-    /// `bf16`, half the bytes of `f32`: each gradient is rounded to nearest even once before it
-    /// travels, and the reduction comes back in the gradient's type.
+    /// `bf16`, half the bytes of `f32`: each gradient is rounded to nearest even once before the
+    /// exchange, and the result is converted back to the gradient's dtype.
     Bf16,
 }
 
 impl ReduceDtype {
-    /// The type, if it is not that of the gradient.
+    /// Returns the dtype, if it differs from that of the gradient.
     fn float(self) -> Option<FloatDType> {
         match self {
             Self::Own => None,
@@ -30,9 +30,9 @@ impl ReduceDtype {
         }
     }
 
-    /// The type in which wgrad writes the gradient of a weight of type `own`: that in which it
-    /// travels, where activations have it too, so that the device has it. A pass over what wgrad
-    /// writes would round it to the same.
+    /// Returns the dtype in which wgrad writes the gradient of a weight of dtype `own`: the dtype
+    /// of the exchange, if activations have it too, because then the device supports it. A separate
+    /// pass over the output of wgrad would round to the same values.
     pub(crate) fn of_wgrad(self, activations: FloatDType, own: FloatDType) -> FloatDType {
         match self.float() {
             Some(dtype) if dtype == activations => dtype,
@@ -41,38 +41,38 @@ impl ReduceDtype {
     }
 }
 
-/// What the ranks of a group do with a tensor each. Parts are those of the first axis, in the order
-/// of ranks.
+/// Collective operation of the ranks of a group. Shards are along the first axis, in rank order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing is exchanged.
+    /// No exchange.
     Identity,
-    /// All ranks get the reduction of their tensors, which have one shape.
+    /// All-reduce of tensors of one shape.
     AllReduce(Reduction),
-    /// All ranks get the tensors of all, one after the other.
+    /// All-gather: all ranks get the concatenation of all tensors.
     AllGather,
-    /// Rank `r` gets part `r` of the reduction. The first axis is a multiple of the number of
-    /// ranks.
+    /// Reduce-scatter: rank `r` gets shard `r` of the reduction. The first axis must be a multiple
+    /// of the number of ranks.
     ReduceScatter(Reduction),
-    /// Rank `r` keeps its part `r`. The first axis is a multiple of the number of ranks.
+    /// Rank `r` keeps its shard `r`. The first axis must be a multiple of the number of ranks.
     Slice,
-    /// Rank `r` gets `send[r]` rows of the tensor. Rows that come from each rank stand one after
-    /// the other.
+    /// All-to-all: rank `r` gets `send[r]` rows of the tensor. The received rows are concatenated
+    /// in rank order.
     AllToAll {
-        /// Rows for each rank.
+        /// Number of rows to each rank.
         send: Vec<usize>,
-        /// Rows from each rank.
+        /// Number of rows from each rank.
         receive: Vec<usize>,
     },
-    /// All ranks get the tensor of rank `root`. They have tensors of its shape.
+    /// Broadcast: all ranks get the tensor of rank `root`. The input must have its shape on all
+    /// ranks.
     Broadcast {
-        /// The rank whose tensor it is.
+        /// Rank whose tensor is broadcast.
         root: usize,
     },
 }
 
 impl Step {
-    /// The shape of the result on each rank of a group of `size` ranks.
+    /// Returns the shape of the result on each rank of a group of `size` ranks.
     pub(crate) fn shape(&self, mut shape: Vec<usize>, size: usize) -> Vec<usize> {
         match self {
             Self::Identity | Self::AllReduce(_) | Self::Broadcast { .. } => {}
@@ -84,24 +84,24 @@ impl Step {
     }
 }
 
-/// A step of a group, and the step that its gradient takes.
+/// Step of a group, with the step for its gradient.
 #[derive(Clone)]
 pub struct Exchange {
-    /// The ranks.
+    /// Ranks of the group.
     pub group: Link,
-    /// What happens to the tensor.
+    /// Operation on the tensor.
     pub forward: Step,
-    /// What happens to its gradient; it undoes the shape of `forward`.
+    /// Operation on the gradient; it inverts the shape change of `forward`.
     pub backward: Step,
-    /// The id of the parameter whose value this is, if its gradient is to [wait](super::Waiting)
-    /// instead of going to it: then its step is taken beside the rest of the backward.
+    /// Id of the parameter whose value this is, if its gradient is to [wait](super::Waiting)
+    /// instead of being passed on: its step then overlaps with the rest of the backward.
     pub beside: Option<u64>,
-    /// How this step runs beside kernels, if it does;
-    /// [`CollectiveOps::nvfp4_join`](super::CollectiveOps::nvfp4_join) comes before its result is
-    /// read.
+    /// Overlap of this step with kernels, if any.
+    /// [`CollectiveOps::nvfp4_join`](super::CollectiveOps::nvfp4_join) must be called before its
+    /// result is read.
     pub fork: Option<Fork>,
-    /// The type in which floats that are reduced travel, if it is not their own: each is rounded to
-    /// nearest even once, and the reduction comes back in the type of the tensor.
+    /// Dtype in which reduced floats are exchanged, if it differs from that of the tensor: each is
+    /// rounded to nearest even once, and the result is converted back to the dtype of the tensor.
     pub reduce_dtype: Option<FloatDType>,
 }
 
@@ -112,7 +112,7 @@ impl fmt::Debug for Exchange {
 }
 
 impl Exchange {
-    /// `forward`, whose gradient takes the step `backward`.
+    /// Creates the exchange `forward`, whose gradient takes the step `backward`.
     pub(crate) fn new(group: Link, forward: Step, backward: Step) -> Self {
         Self {
             group,
@@ -124,7 +124,7 @@ impl Exchange {
         }
     }
 
-    /// The same, whose reductions, in the forward and in the backward, take the type `dtype`.
+    /// Sets the dtype of the reductions in forward and backward.
     pub(crate) fn reducing_in(self, dtype: ReduceDtype) -> Self {
         Self {
             reduce_dtype: dtype.float(),
@@ -132,18 +132,18 @@ impl Exchange {
         }
     }
 
-    /// `forward` of what has no gradient.
+    /// Creates the exchange `forward` of a tensor without a gradient.
     pub(crate) fn constant(group: Link, forward: Step) -> Self {
         Self::new(group, forward, Step::Identity)
     }
 
-    /// Whether the tensor stays as it is.
+    /// Returns true if the tensor does not change.
     pub(super) fn is_local(&self) -> bool {
-        // An exchange with oneself is one too: rows for this rank come back in their order.
+        // An all-to-all with one rank is local too: its rows are returned in their order.
         self.group.host.size() == 1 || self.forward == Step::Identity
     }
 
-    /// The exchange of the gradient.
+    /// Returns the exchange of the gradient.
     pub(super) fn reversed(self) -> Self {
         Self {
             group: self.group,
@@ -155,8 +155,8 @@ impl Exchange {
         }
     }
 
-    /// Reports to `tracing`, at level trace, that a tensor of this shape is exchanged, in type
-    /// `dtype`, and the bytes of it that this rank has before.
+    /// Reports to `tracing`, at level trace, that a tensor of this shape is exchanged in dtype
+    /// `dtype`, with the bytes of this rank's input.
     pub(super) fn report(&self, dtype: DType, shape: &Shape) {
         if self.is_local() {
             return;
@@ -178,13 +178,13 @@ impl Exchange {
         );
     }
 
-    /// Reports in the same way that kernels wait from here on for an exchange that ran beside them.
+    /// Reports to `tracing` that later kernels wait for an overlapped exchange.
     pub(super) fn report_join(&self) {
         let (rank, ranks) = (self.group.host.rank(), self.group.host.size());
         tracing::trace!(target: "burn_nvfp4::collective", step = "join", rank, ranks);
     }
 
-    /// The type in which floats of type `dtype` travel.
+    /// Returns the dtype in which floats of dtype `dtype` are exchanged.
     pub(super) fn travels_in(&self, dtype: DType) -> DType {
         match self.forward {
             Step::AllReduce(_) | Step::ReduceScatter(_) => {
@@ -195,10 +195,10 @@ impl Exchange {
     }
 }
 
-/// On the device.
+/// Exchanges on the device.
 #[cfg(feature = "cuda")]
 impl Exchange {
-    /// Whether a tensor that travels in type `dtype` is exchanged on the device.
+    /// Returns true if a tensor that is exchanged in dtype `dtype` is exchanged on the device.
     pub(super) fn is_queued(&self, dtype: DType) -> bool {
         self.group.device.is_some() && !self.is_local() && self.forward.is_queued(dtype)
     }
@@ -206,7 +206,7 @@ impl Exchange {
 
 #[cfg(not(feature = "cuda"))]
 impl Exchange {
-    /// No group is connected.
+    /// Returns false: no group is connected.
     pub(super) fn is_queued(&self, _dtype: DType) -> bool {
         false
     }
@@ -214,10 +214,10 @@ impl Exchange {
 
 #[cfg(feature = "cuda")]
 impl Step {
-    /// Whether NCCL takes this step for a tensor of type `dtype`.
+    /// Returns true if NCCL supports this step for a tensor of dtype `dtype`.
     fn is_queued(&self, dtype: DType) -> bool {
         match self {
-            // A part of one's own tensor travels nowhere; the host copies it as well.
+            // A shard of the rank's own tensor needs no exchange; the host copies it as well.
             Self::Identity | Self::Slice => false,
             Self::AllReduce(_) | Self::ReduceScatter(_) => reduced_type(dtype).is_some(),
             Self::AllGather | Self::AllToAll { .. } | Self::Broadcast { .. } => true,
@@ -225,7 +225,7 @@ impl Step {
     }
 }
 
-/// NCCL's name of a type that is added up, as far as this crate's collectives have it.
+/// Returns NCCL's name of a dtype that can be reduced, among those of this crate's collectives.
 #[cfg(feature = "cuda")]
 pub(super) fn reduced_type(dtype: DType) -> Option<parallel::DType> {
     match dtype {

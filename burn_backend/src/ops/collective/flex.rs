@@ -1,4 +1,4 @@
-//! Flex: its tensors are the host's.
+//! Flex: tensors are in host memory already.
 
 use burn_core::backend::{
     Flex,

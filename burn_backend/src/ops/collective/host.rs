@@ -1,4 +1,4 @@
-//! Exchanges through the memory of the host.
+//! Exchanges through host memory.
 
 use burn_core::backend::{
     Backend, TensorMetadata,
@@ -11,7 +11,7 @@ use nvfp4_parallel::{Collective, Element, ParallelError};
 
 use super::exchange::{Exchange, Step};
 
-/// The exchange of floats, which waits for the device and for the other ranks.
+/// Exchanges floats; waits for the device and for the other ranks.
 pub(super) fn exchange_floats<B: Backend>(
     x: FloatTensor<B>,
     exchange: &Exchange,
@@ -24,7 +24,7 @@ pub(super) fn exchange_floats<B: Backend>(
     B::float_from_data(exchanged(data, exchange), &device)
 }
 
-/// The same for integers.
+/// Exchanges integers; waits for the device and for the other ranks.
 pub(super) fn exchange_ints<B: Backend>(x: IntTensor<B>, exchange: &Exchange) -> IntTensor<B> {
     if exchange.is_local() {
         return x;
@@ -42,7 +42,7 @@ fn exchanged(data: TensorData, exchange: &Exchange) -> TensorData {
     made.unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Steps that reduce, in the type in which the elements travel.
+/// Runs a reducing step in the dtype of the exchange.
 fn reduced(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelError> {
     let dtype = data.dtype();
     let travels_in = exchange.travels_in(dtype);
@@ -53,13 +53,13 @@ fn reduced(data: TensorData, exchange: &Exchange) -> Result<TensorData, Parallel
     reduced_in_own(data, exchange)
 }
 
-/// Steps that reduce, in the type of the elements.
+/// Runs a reducing step in the dtype of the elements.
 fn reduced_in_own(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelError> {
     match data.dtype() {
         DType::F32 => reduced_as::<f32>(data, exchange),
         DType::BF16 => reduced_as::<bf16>(data, exchange),
         DType::U32 => reduced_as::<u32>(data, exchange),
-        // Exact in f32, which the sum is rounded from.
+        // Exact in f32, from which the sum is rounded.
         DType::F16 => {
             let made = reduced_as::<f32>(data.convert::<f32>(), exchange)?;
             Ok(made.convert::<half::f16>())
@@ -90,7 +90,7 @@ fn reduced_as<T: Element + burn_core::tensor::Element>(
     Ok(TensorData::new(values, shape))
 }
 
-/// Steps that move elements, whatever they mean.
+/// Runs a step that moves elements without interpreting them.
 fn moved(data: TensorData, exchange: &Exchange) -> Result<TensorData, ParallelError> {
     let (rank, size) = (exchange.group.host.rank(), exchange.group.host.size());
     let shape = exchange.forward.shape(data.shape().to_vec(), size);

@@ -1,4 +1,4 @@
-//! The connections of a rank to the others of a group.
+//! Connections of a rank to the others of a group.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,48 +17,48 @@ use super::waiting::Waiting;
 #[cfg(feature = "cuda")]
 use super::window::Window;
 
-/// Bytes of whole gradients that a backward holds beside the last one while their collectives have
-/// not run. A collective of so many is as fast as the connection.
+/// Bytes of unsharded gradients, in addition to the last one, that a backward holds while their
+/// collectives have not run. A collective of this size reaches the bandwidth of the connection.
 #[cfg(feature = "cuda")]
 const HELD: usize = 64 << 20;
 
-/// What the ranks of a group exchange beside kernels, on a second stream of the device, once they
-/// [are connected](crate::parallel::ProcessGroup::connect). There NCCL takes SMs from the kernels
-/// beside it.
+/// Exchanges of a group that run concurrently with kernels, on a second stream of the device, once
+/// the group [is connected](crate::parallel::ProcessGroup::connect). NCCL then takes SMs from the
+/// concurrent kernels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Overlap {
-    /// Nothing. Gradients that are averaged in the backward travel between its kernels, as soon as
-    /// there are 64 MiB of them.
+    /// No overlap. Gradients that are averaged in the backward are exchanged between its kernels,
+    /// whenever 64 MiB of them are ready.
     #[default]
     None,
-    /// Tokens, as far as [`ExpertParallelMoe`](crate::nn::ExpertParallelMoe) has kernels for them
-    /// to run beside. Gradients travel as with [`None`](Self::None).
+    /// Exchanges of tokens, if [`ExpertParallelMoe`](crate::nn::ExpertParallelMoe) has kernels to
+    /// overlap them with. Gradients are exchanged as with [`None`](Self::None).
     Tokens,
-    /// Tokens too, and each gradient that is averaged in the backward as soon as it is there.
+    /// Exchanges of tokens, and of each gradient that is averaged in the backward as soon as it is
+    /// ready.
     All,
 }
 
-/// How a step runs beside kernels, and what it is to those who
-/// [join](super::CollectiveOps::nvfp4_join) it.
+/// Overlap of a step with kernels, and its key for [joining](super::CollectiveOps::nvfp4_join).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fork {
-    /// As one of a parameter's gradient: as the group was
-    /// [connected](crate::parallel::ProcessGroup::connect) for these, at once, or later with
-    /// others. All of them are joined together.
+    /// Exchange of a parameter's gradient: immediately, or later together with others, depending on
+    /// the [overlap of the group](crate::parallel::ProcessGroup::connect). All of them are joined
+    /// together.
     Gradient,
-    /// At once, on the second stream. It is joined by this number.
+    /// Immediate exchange on the second stream, joined by this number.
     Own(u64),
 }
 
-/// A rank's connections to the others of a group. Clones are the same connections.
+/// Connections of a rank to the others of a group. Clones are the same connections.
 #[derive(Clone)]
 pub struct Link {
-    /// Through the memory of the host.
+    /// Connection through host memory.
     pub host: Arc<HostGroup>,
     /// Gradients that a backward has left here.
     pub waiting: Waiting,
-    /// From device to device, where
-    /// [`ProcessGroup::connect`](crate::parallel::ProcessGroup::connect) made one.
+    /// Connection from device to device, if created by
+    /// [`ProcessGroup::connect`](crate::parallel::ProcessGroup::connect).
     #[cfg(feature = "cuda")]
     pub(crate) device: Option<DeviceLink>,
 }
@@ -70,12 +70,12 @@ impl fmt::Debug for Link {
 }
 
 impl Link {
-    /// Whether both are connections of this rank to the others of one group.
+    /// Returns true if both are connections of this rank to the same group.
     pub(crate) fn is_of(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.host, &other.host)
     }
 
-    /// What is exchanged beside kernels.
+    /// Returns the exchanges that overlap with kernels.
     pub(crate) fn overlap(&self) -> Overlap {
         #[cfg(feature = "cuda")]
         return self
@@ -86,7 +86,7 @@ impl Link {
         Overlap::None
     }
 
-    /// Whether there are connections from device to device.
+    /// Returns true if the devices are connected.
     pub(crate) fn is_connected(&self) -> bool {
         #[cfg(feature = "cuda")]
         return self.device.is_some();
@@ -106,39 +106,39 @@ impl From<Arc<HostGroup>> for Link {
     }
 }
 
-/// A collective that is not queued yet.
+/// Collective that is not queued yet.
 #[cfg(feature = "cuda")]
 pub(super) struct Deferred {
     pub(super) call: nvfp4_parallel::Call,
-    /// Of its input and output.
+    /// Addresses of its input and output.
     pub(super) addresses: [u64; 2],
-    /// While it is here, nobody writes to the input. The output [waits](Waiting).
+    /// Keeps the input from being overwritten. The output [waits](Waiting).
     pub(super) _input: Handle,
 }
 
-/// A collective on the second stream.
+/// Collective on the second stream.
 #[cfg(feature = "cuda")]
 pub(super) struct Running {
-    /// Behind it.
+    /// Point after the collective.
     pub(super) point: SidePoint,
-    /// What it is to those who join it.
+    /// Key for joining it.
     pub(super) fork: Fork,
-    /// Its memory, as far as nobody else is certain to keep it: the input, as that of [`Deferred`],
-    /// and the output, unless it [waits](Waiting).
+    /// Memory of the collective that nothing else is certain to keep: the input, as in
+    /// [`Deferred`], and the output, unless it [waits](Waiting).
     pub(super) _memory: Vec<Handle>,
 }
 
-/// A rank's end of an NCCL communicator.
+/// Handle of an NCCL communicator.
 #[cfg(feature = "cuda")]
 #[derive(Clone)]
 pub(crate) struct DeviceLink {
     communicator: Arc<Mutex<Communicator>>,
     pub(super) overlap: Overlap,
-    /// Where collectives run beside kernels.
+    /// Stream of overlapped collectives.
     pub(super) side: Arc<SideStream>,
-    /// Those that run there, and that kernels do not wait for yet.
+    /// Overlapped collectives that kernels do not wait for yet.
     running: Arc<Mutex<Window<Running>>>,
-    /// Where those of gradients do not run beside kernels: those that are not queued yet.
+    /// Collectives of gradients that are not queued yet, if these do not overlap.
     deferred: Arc<Mutex<Window<Deferred>>>,
 }
 
@@ -156,15 +156,15 @@ impl DeviceLink {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The communicator of `group` on the device of `client`; which of its collectives run beside
-    /// kernels. All ranks call it.
+    /// Creates the communicator of `group` on the device of `client`, with the overlap of its
+    /// collectives. All ranks call it.
     pub(crate) fn connect(
         client: &Client,
         group: &Arc<HostGroup>,
         overlap: Overlap,
     ) -> Result<Self, String> {
         let group = group.clone();
-        // On the device's own thread, whose context is the device's.
+        // Runs on the device's thread, which has the device's context.
         let made = foreign::run(client, move || {
             let communicator = Communicator::new(&group).map_err(|error| error.to_string())?;
             Ok((communicator, SideStream::new()?))

@@ -1,8 +1,8 @@
-//! Collectives between ranks as differentiable operations: an extension trait of its own.
+//! Differentiable collectives between ranks, as a separate extension trait.
 //!
-//! An operation is queued at the same point of the program on all ranks of its group. The backward
-//! visits operations in an order that the graph of the model alone decides, so ranks with the same
-//! model meet there too.
+//! An operation must be queued at the same point of the program on all ranks of its group. The
+//! order in which the backward visits operations depends only on the graph of the model, so ranks
+//! with the same model run their collectives in the same order there too.
 
 mod autodiff;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -36,7 +36,8 @@ pub use waiting::Waiting;
 /// Collectives on the primitives of a backend.
 ///
 /// # Panics
-/// Each operation does when the group fails: another rank is gone, late, or does something else.
+/// Each operation panics if the group fails: another rank is gone, late, or calls another
+/// operation.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -44,15 +45,14 @@ pub use waiting::Waiting;
     Autodiff
 )]
 pub trait CollectiveOps: Backend {
-    /// [`Exchange::forward`] of `x` (`f32`, `bf16` or `f16`).
+    /// Runs [`Exchange::forward`] on `x` (`f32`, `bf16` or `f16`).
     ///
-    /// Through the memory of the host, sums are those of
-    /// [`Collective`](nvfp4_parallel::Collective): in the order of ranks, in `f32`, rounded once to
-    /// the type in which the elements travel ([`Exchange::reduce_dtype`]).
-    /// That runs in the thread that calls it, also where operations are queued for another one:
-    /// ranks that share a device would wait for each other in its only thread. Where the group [is
-    /// connected](crate::parallel::ProcessGroup::connect), the exchange is queued, and the library
-    /// chooses the order.
+    /// Through host memory, sums are those of [`Collective`](nvfp4_parallel::Collective): in rank
+    /// order, in `f32`, rounded once to the dtype of the exchange ([`Exchange::reduce_dtype`]). The
+    /// exchange runs in the calling thread, even if operations are queued for another thread: ranks
+    /// that share a device would wait for each other in its only thread. If the group [is
+    /// connected](crate::parallel::ProcessGroup::connect), the exchange is queued, and NCCL chooses
+    /// the order.
     #[fusion(default)]
     fn nvfp4_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         let dtype = x.dtype();
@@ -68,13 +68,13 @@ pub trait CollectiveOps: Backend {
         let forks = exchange.fork.is_some();
         let reduced = handed_over::<Self, _>(Self::nvfp4_queue_exchange(x, exchange));
         match forks {
-            // It is not there before it is joined.
+            // The result must not be read before it is joined.
             true => reduced,
             false => cast::<Self>(reduced, float_dtype(dtype)),
         }
     }
 
-    /// [`Exchange::forward`] of integers of any type; only `u32` can be reduced.
+    /// Runs [`Exchange::forward`] on integers of any dtype; only `u32` can be reduced.
     #[fusion(default)]
     fn nvfp4_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self> {
         exchange.report(x.dtype(), &x.shape());
@@ -84,16 +84,16 @@ pub trait CollectiveOps: Backend {
         }
     }
 
-    /// The exchange on the device, of a group that is connected.
+    /// Runs the exchange on the device, for a connected group.
     #[fusion(meta = meta::exchange)]
     fn nvfp4_queue_exchange(x: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self>;
 
-    /// The same of integers.
+    /// Runs the exchange of integers on the device, for a connected group.
     #[fusion(meta = meta::exchange)]
     fn nvfp4_queue_exchange_int(x: IntTensor<Self>, exchange: Exchange) -> IntTensor<Self>;
 
-    /// The sum of the gradients of the parameter `id` that [wait](Waiting), of all its uses, on the
-    /// device and of the backend of `like`, in the type that they were handed over in.
+    /// Sums the [waiting](Waiting) gradients of all uses of the parameter `id`, on the device and
+    /// the backend of `like`, in the dtype in which they were submitted.
     #[fusion(default)]
     fn nvfp4_gradient_beside(like: FloatTensor<Self>, id: u64, group: Link) -> FloatTensor<Self> {
         drop(like);
@@ -110,25 +110,25 @@ pub trait CollectiveOps: Backend {
         })
     }
 
-    /// `x`, a result of an exchange of `group` that ran beside kernels as `fork` says: those that
-    /// follow wait for it. The group is connected.
+    /// Returns `x`, a result of an exchange of `group` that overlapped with kernels as given by
+    /// `fork`, and makes later kernels wait for the exchange. The group must be connected.
     #[fusion(meta = meta::joined)]
     fn nvfp4_join(x: FloatTensor<Self>, group: Link, fork: Fork) -> FloatTensor<Self>;
 
-    /// The exchange of `x`, which begins here. Nobody reads the result before
+    /// Begins the exchange of `x`. The result must not be read before
     /// [`nvfp4_end`](Self::nvfp4_end).
     ///
-    /// `Autodiff` ends that of the gradient here.
+    /// `Autodiff` ends the exchange of the gradient here.
     #[fusion(default)]
     fn nvfp4_begin(x: FloatTensor<Self>, exchange: OverlappedExchange) -> FloatTensor<Self> {
         Self::nvfp4_exchange(x, exchange.forked())
     }
 
-    /// `pending`, the result of `exchange`, to be read from here on. `_beside` is what was made
-    /// beside the exchange, of any shape.
+    /// Returns `pending`, the result of `exchange`, which may be read from now on. `_beside` is the
+    /// result of the overlapped work, of any shape.
     ///
-    /// `Autodiff` begins the exchange of the gradient here, ahead of what goes back through
-    /// `_beside`. That has no gradient of it: another operation has to give it one.
+    /// `Autodiff` begins the exchange of the gradient here, before the backward of `_beside`.
+    /// `_beside` gets no gradient from this operation: another operation has to give it one.
     #[fusion(default)]
     fn nvfp4_end(
         pending: FloatTensor<Self>,
@@ -138,28 +138,28 @@ pub trait CollectiveOps: Backend {
         ended::<Self>(pending, &exchange)
     }
 
-    /// `x`, of which something is made beside the exchange whose result is `_pending`.
+    /// Returns `x` for work that overlaps with the exchange whose result is `_pending`.
     ///
-    /// `Autodiff` lets its gradient go on before it ends that exchange's.
+    /// `Autodiff` passes its gradient on before it ends the exchange of the other gradient.
     #[fusion(default)]
     fn nvfp4_behind(x: FloatTensor<Self>, _pending: FloatTensor<Self>) -> FloatTensor<Self> {
         x
     }
 }
 
-/// `out`, the result of a collective, after Burn's fusion has handed over what it holds back, the
-/// collective last. Held back, it could be reordered with the next one, which does not depend on it,
-/// or still be there when this rank waits for another one elsewhere, which waits for the collective:
-/// a deadlock, both ways.
+/// Flushes Burn's fusion and returns `out`, the result of a collective, which is the last flushed
+/// operation. An operation held back by fusion could be reordered with the next, independent
+/// collective, or still be unqueued when this rank waits elsewhere for another rank that waits for
+/// the collective: both are deadlocks.
 ///
 /// # Panics
-/// When an operation that was held back fails.
+/// If an operation that was held back fails.
 fn handed_over<B: Backend, T: TensorMetadata<Device = B::Device>>(out: T) -> T {
     B::flush(&out.device()).unwrap_or_else(|error| panic!("queueing a collective: {error}"));
     out
 }
 
-/// `pending`, the result of an exchange that has begun, behind it.
+/// Joins `pending`, the result of an exchange that has begun.
 pub(super) fn ended<B: CollectiveOps>(
     pending: FloatTensor<B>,
     overlapped: &OverlappedExchange,
@@ -167,10 +167,10 @@ pub(super) fn ended<B: CollectiveOps>(
     let exchange = &overlapped.exchange;
     exchange.report_join();
     if !exchange.is_queued(pending.dtype()) {
-        // The host has waited for it.
+        // The host has waited for it already.
         return pending;
     }
-    // What is queued beside it, and held back, comes first: it is not to wait.
+    // Flushes the overlapped work that fusion holds back, so that it does not wait.
     let pending = handed_over::<B, _>(pending);
     B::nvfp4_join(pending, exchange.group.clone(), overlapped.fork())
 }
@@ -194,8 +194,8 @@ mod meta {
     }
 }
 
-/// The exchange of `grad`, a gradient of the parameter `id`, beside the kernels that follow: its
-/// result [waits](Waiting), to be joined in type `dtype`.
+/// Exchanges `grad`, a gradient of the parameter `id`, concurrently with later kernels. Its result
+/// [waits](Waiting), to be joined in dtype `dtype`.
 pub(super) fn exchange_beside<B: CollectiveOps>(
     (id, dtype): (u64, DType),
     grad: FloatTensor<B>,

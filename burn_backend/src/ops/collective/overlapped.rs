@@ -1,23 +1,23 @@
-//! An exchange that runs beside kernels.
+//! Exchanges that overlap with kernels.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::exchange::Exchange;
 use super::link::Fork;
 
-/// An exchange that runs beside kernels, and so does that of its gradient.
+/// Exchange that overlaps with kernels, in the forward and in the backward.
 ///
-/// Who has it begin has it end. The result is nobody's to read between.
+/// The same owner begins and ends it. The result must not be read in between.
 #[derive(Clone, Debug)]
 pub struct OverlappedExchange {
-    /// The exchange, without the beginning.
+    /// Exchange, without its beginning.
     pub(super) exchange: Exchange,
-    /// The number that it is joined by, and that of the gradient's.
+    /// Keys for joining it and the exchange of its gradient.
     numbers: [u64; 2],
 }
 
 impl OverlappedExchange {
-    /// `exchange`, beside kernels.
+    /// Makes `exchange` overlap with kernels.
     pub(crate) fn new(exchange: Exchange) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let first = NEXT.fetch_add(2, Ordering::Relaxed);
@@ -27,7 +27,7 @@ impl OverlappedExchange {
         }
     }
 
-    /// That of the gradient.
+    /// Returns the exchange of the gradient.
     pub(super) fn reversed(self) -> Self {
         let [own, other] = self.numbers;
         Self {
@@ -36,13 +36,13 @@ impl OverlappedExchange {
         }
     }
 
-    /// What it is to those who join it.
+    /// Returns the key for joining it.
     pub(super) fn fork(&self) -> Fork {
         let [own, _] = self.numbers;
         Fork::Own(own)
     }
 
-    /// The exchange that begins.
+    /// Returns the exchange to begin.
     pub(super) fn forked(self) -> Exchange {
         Exchange {
             fork: Some(self.fork()),

@@ -1,4 +1,4 @@
-//! Gradients that are reduced beside the rest of the backward.
+//! Gradients whose reduction overlaps with the rest of the backward.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -8,17 +8,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::DType;
 
-/// Gradients of a group's parameters whose collectives were queued beside a backward, and may not
-/// have run. Clones are the same.
+/// Gradients of a group's parameters whose collectives were queued during a backward and may not
+/// have run yet. Clones are the same value.
 #[derive(Clone, Default)]
 pub struct Waiting {
     entries: Arc<Mutex<Entries>>,
 }
 
-/// By the parameter's id, the type of the gradient and a `FloatTensor` of the backend of the
-/// backward for each of its uses: the result of the collective, in the type in which it travelled,
-/// which is written until it is joined. What the collective reads is kept where it is queued, and no
-/// longer than it takes: a rank has few whole gradients at a time.
+/// By parameter id, one entry per use: the dtype of the gradient, and a `FloatTensor` of the
+/// backend of the backward with the result of the collective, in the dtype of the exchange. The
+/// result is written until it is joined. The input of the collective is kept where it is queued,
+/// only as long as needed: a rank holds few unsharded gradients at a time.
 type Entries = BTreeMap<u64, Vec<(DType, Box<dyn Any + Send>)>>;
 
 impl fmt::Debug for Waiting {
@@ -32,23 +32,23 @@ impl Waiting {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a gradient of the parameter `id` waits.
+    /// Returns true if a gradient of the parameter `id` waits.
     pub fn has(&self, id: u64) -> bool {
         self.entries().contains_key(&id)
     }
 
-    /// Adds the reduced gradient, of type `dtype`, of a use of the parameter `id`.
+    /// Adds the reduced gradient, of dtype `dtype`, of a use of the parameter `id`.
     pub(super) fn push<B: Backend>(&self, (id, dtype): (u64, DType), reduced: FloatTensor<B>) {
         let mut entries = self.entries();
         let uses = entries.entry(id).or_default();
         uses.push((dtype, Box::new(reduced)));
     }
 
-    /// The sum over all uses of the parameter `id`, each behind `wait`, which has what follows wait
-    /// for its collective, and gives it the type of the gradient.
+    /// Returns the sum over all uses of the parameter `id`, each after `wait`, which makes later
+    /// work wait for its collective and converts it to the dtype of the gradient.
     ///
     /// # Panics
-    /// When none waits, or one is of another backend.
+    /// If no gradient waits, or one is of another backend.
     pub(super) fn join<B: Backend>(
         &self,
         id: u64,

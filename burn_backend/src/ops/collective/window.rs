@@ -1,17 +1,17 @@
-//! A bound on what waits for something.
+//! Bounded queue of entries that hold memory.
 
 use std::collections::VecDeque;
 
-/// What holds memory until something was queued, the oldest first, with the bytes that it holds.
+/// Entries that hold memory until something was queued, oldest first, with their sizes in bytes.
 #[derive(Debug)]
 pub(super) struct Window<T> {
-    /// Bytes that it may hold.
+    /// Maximum number of bytes.
     most: usize,
     entries: VecDeque<(usize, T)>,
 }
 
 impl<T> Window<T> {
-    /// An empty one, which may hold `most` bytes.
+    /// Creates an empty queue of at most `most` bytes.
     pub(super) fn new(most: usize) -> Self {
         Self {
             most,
@@ -19,23 +19,23 @@ impl<T> Window<T> {
         }
     }
 
-    /// Adds what holds `bytes`.
+    /// Adds an entry that holds `bytes` bytes.
     pub(super) fn push(&mut self, bytes: usize, entry: T) {
         self.entries.push_back((bytes, entry));
     }
 
-    /// Bytes that it holds.
+    /// Number of bytes held.
     fn bytes(&self) -> usize {
         self.entries.iter().map(|(bytes, _)| bytes).sum()
     }
 
-    /// Whether it holds more than it may.
+    /// Returns true if the maximum is exceeded.
     pub(super) fn is_full(&self) -> bool {
         self.bytes() > self.most
     }
 
-    /// Takes the oldest, as long as it holds more than it may; but never what was added last, which
-    /// has just begun.
+    /// Removes the oldest entries while the maximum is exceeded; never the newest one, which has
+    /// just begun.
     pub(super) fn take_excess(&mut self) -> Vec<T> {
         let mut bytes = self.bytes();
         let mut taken = Vec::new();
@@ -47,7 +47,7 @@ impl<T> Window<T> {
         taken
     }
 
-    /// Takes the last that `is_it` accepts and all that are older; nothing where there is none.
+    /// Removes the newest entry that `is_it` accepts and all older ones; nothing if there is none.
     pub(super) fn take_through(&mut self, is_it: impl Fn(&T) -> bool) -> Vec<T> {
         let last = self.entries.iter().rposition(|(_, entry)| is_it(entry));
         let count = last.map_or(0, |last| last + 1);
@@ -55,7 +55,7 @@ impl<T> Window<T> {
         taken.map(|(_, entry)| entry).collect()
     }
 
-    /// Takes all.
+    /// Removes all entries.
     pub(super) fn take(&mut self) -> Vec<T> {
         self.entries.drain(..).map(|(_, entry)| entry).collect()
     }
@@ -75,7 +75,7 @@ mod tests {
         window.push(5, 'c');
         assert!(window.is_full());
         assert_eq!(window.take_excess(), ['a', 'b']);
-        // A large one is alone.
+        // A large entry is alone.
         window.push(20, 'd');
         assert_eq!(window.take_excess(), ['c']);
         assert!(window.is_full());

@@ -7,7 +7,7 @@ use super::super::branch::BranchPoint;
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData};
 use super::tensors::like;
 
-/// See [`nvfp4_branch`](super::super::Nvfp4KernelOps::nvfp4_branch).
+/// Implements [`nvfp4_branch`](super::super::Nvfp4KernelOps::nvfp4_branch).
 pub(super) fn mark(operand: &Operand<CubeBackend>, branch: &Branch, point: BranchPoint) {
     let client = &like(operand).client;
     match point {
@@ -21,7 +21,7 @@ pub(super) fn mark(operand: &Operand<CubeBackend>, branch: &Branch, point: Branc
     }
 }
 
-/// Has `branch` hold the memory of `operand`.
+/// Makes `branch` hold the memory of `operand`.
 fn hold(operand: &Operand<CubeBackend>, branch: &Branch) {
     let quantized = match operand {
         Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized) => quantized,

@@ -1,4 +1,4 @@
-//! The values of quantized tensors.
+//! Dequantization.
 
 use burn_core::tensor::FloatDType;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
@@ -11,7 +11,7 @@ use super::super::tensors::{QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::tensors::{device_groups, float_kind, launched, like_quantized, result, to_device};
 
-/// See [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
+/// Implements [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
 pub(super) fn dequantize(
     source: QuantizedMatrix<CubeBackend>,
     groups: &RowGroups<CubeBackend>,
@@ -29,7 +29,7 @@ pub(super) fn dequantize(
     };
     trace_op(op, usage_name(layout.usage), rows, cols);
     let (like, kind) = (like_quantized(&source), float_kind(dtype));
-    // At groups only tiles of scales begin anew: each row has its amax.
+    // Groups affect only tiles of scales, which begin at each group: each row has its own amax.
     let groups = match layout.scale_layout {
         ScaleLayout::Compact => Groups::One,
         ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
@@ -38,7 +38,7 @@ pub(super) fn dequantize(
     result(&like, dequantize_matrix(&like, &source, kind))
 }
 
-/// The values of a quantized tensor, in the orientation of its source.
+/// Dequantizes a quantized tensor, in the orientation of its source.
 pub(super) fn dequantize_matrix(
     like: &CubeTensor,
     source: &DeviceQuantized,

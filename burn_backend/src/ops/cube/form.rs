@@ -1,4 +1,4 @@
-//! A quantized matrix in another form.
+//! Conversion of a quantized matrix to another form.
 
 use burn_core::backend::ops::IntTensorOps;
 use burn_core::tensor::{DType, IntDType, Shape};
@@ -11,7 +11,7 @@ use super::super::tensors::{QuantizedData, QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::tensors::{device_groups, launched, like_quantized, to_burn, to_device};
 
-/// See [`nvfp4_in_form`](super::super::Nvfp4KernelOps::nvfp4_in_form).
+/// Implements [`nvfp4_in_form`](super::super::Nvfp4KernelOps::nvfp4_in_form).
 pub(super) fn in_form(
     source: QuantizedMatrix<CubeBackend>,
     groups: RowGroups<CubeBackend>,
@@ -35,7 +35,7 @@ pub(super) fn in_form(
     to_burn(&like, launched(made), count, layout)
 }
 
-/// `source`, which has scales in rows if it has fewer rows than `layout`, with zeros behind them.
+/// Pads `source`, which has row-major scales, with zero rows up to those of `layout`.
 fn padded(source: QuantizedMatrix<CubeBackend>, layout: Layout) -> QuantizedMatrix<CubeBackend> {
     let rows = layout.rows;
     if rows == source.layout.rows {
@@ -54,7 +54,7 @@ fn padded(source: QuantizedMatrix<CubeBackend>, layout: Layout) -> QuantizedMatr
     }
 }
 
-/// `x` with zeros behind each of its rows, up to `width`.
+/// Pads each row of `x` with zeros up to `width`.
 fn widened(x: CubeTensor, width: usize) -> CubeTensor {
     let [rows, own] = [x.meta.shape()[0], x.meta.shape()[1]];
     if own == width {

@@ -1,9 +1,9 @@
-//! Amax values that a kernel found of what it wrote, until that is quantized.
+//! Amax values that a kernel computed of its output, kept until the output is quantized.
 //!
-//! A norm, or an attention, and the layer behind it are operations of their own, and so are their
-//! backwards, between which autodiff and fusion hand on a tensor and nothing else. So what was found is kept here, by the memory that it was
-//! found of. Memory that is kept here is neither freed nor, having two owners, written in place:
-//! whoever brings the same memory brings the same values.
+//! A norm or an attention and the next layer are separate operations, and so are their backwards;
+//! autodiff and fusion pass only tensors between them. Therefore the amax values are kept here,
+//! keyed by the memory of the tensor. Memory that is kept here is neither freed nor, because it has
+//! two owners, written in place: a matching address implies matching contents.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,11 +14,11 @@ use nvfp4_kernels::tensor::{AmaxGranularity, Matrix};
 
 use super::super::spec::OutputAmax;
 
-/// Most matrices whose memory is kept: what nobody quantizes leaves when others come. The layer
-/// behind a norm follows it at once.
+/// Maximum number of matrices whose memory is kept: an entry that is never used is evicted by later
+/// ones. The layer after a norm follows it immediately.
 const MOST: usize = 4;
 
-/// What was found of a matrix.
+/// Amax values of a matrix.
 struct Found {
     of: Matrix,
     request: AmaxRequest,
@@ -31,7 +31,7 @@ fn found() -> MutexGuard<'static, VecDeque<Found>> {
     FOUND.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a kernel is asked for.
+/// Returns the request to a kernel.
 pub(in crate::ops) fn request(OutputAmax { hadamard }: OutputAmax) -> AmaxRequest {
     let whole = AmaxGranularity::PerTensor;
     AmaxRequest {
@@ -40,7 +40,7 @@ pub(in crate::ops) fn request(OutputAmax { hadamard }: OutputAmax) -> AmaxReques
     }
 }
 
-/// Keeps what was found of `matrix` by `request`, if that asked for something.
+/// Keeps the amax values of `matrix` that were computed by `request`, unless the request is empty.
 pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
     if request == AmaxRequest::default() {
         return;
@@ -54,7 +54,7 @@ pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amax
     });
 }
 
-/// What `request` asks for of `matrix`, if it was found; it is not kept any longer.
+/// Removes and returns the amax values of `matrix` for `request`, if they are known.
 pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
     let mut found = found();
     let mut of_matrix = found.iter().map(|one| is_same(&one.of, matrix));
@@ -96,7 +96,7 @@ mod tests {
     use crate::nn::{Neighbours, ResidualStream, RmsNorm};
     use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
-    /// Rows and columns of what was taken.
+    /// Rows and columns of the matrices whose values were taken.
     static TAKEN: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
     pub(super) fn note_taken(matrix: &Matrix) {
@@ -119,8 +119,8 @@ mod tests {
         config.with_layer(Some(1)).with_bias(false).init(device)
     }
 
-    /// The sum, the output of the layer and both gradients of a norm and a layer behind it, to
-    /// which the norm gives what it found, if it `finds` something.
+    /// Returns the sum, the output of the layer and both gradients, for a norm followed by a layer.
+    /// If `finds`, the norm passes its amax values to the layer.
     fn results(
         finds: bool,
         (norm, layer): (&RmsNorm, Nvfp4Linear),
@@ -149,7 +149,8 @@ mod tests {
         ]
     }
 
-    /// The layer quantizes from what the norm found, and gives the bits of one that looks itself.
+    /// A layer that quantizes with the amax values of the preceding norm gives the same bits as one
+    /// that computes them.
     #[test]
     fn a_layer_takes_what_the_norm_before_it_found() {
         let (device, dtype, _) = device();
@@ -178,14 +179,14 @@ mod tests {
                 results(finds, (&norm, layer), parts.clone())
             });
             assert!(with == without, "{recipe}");
-            // Flex has nowhere to take it from.
+            // Flex does not keep amax values.
             let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
             assert_eq!(was_taken((70, width)), takes && is_cube, "{recipe}");
         }
     }
 
-    /// The gradients of the input and of the weight of a layer before a norm, which finds what that
-    /// quantizes its gradient from, if it `finds` something.
+    /// Returns the gradients of the input and the weight of a layer followed by a norm. If `finds`,
+    /// the norm computes the amax values with which the layer quantizes its gradient.
     fn behind(finds: bool, (norm, layer): (&RmsNorm, Nvfp4Linear), x: Tensor<2>) -> [Vec<u8>; 2] {
         let x = x.require_grad();
         let [tokens, _] = x.dims();
@@ -207,7 +208,7 @@ mod tests {
         [bits(x.grad(&grads).expect("a gradient")), bits(of_weight)]
     }
 
-    /// The gradient that a norm gives is quantized from what was found of it.
+    /// The gradient of a norm is quantized with the amax values that the norm computed.
     #[test]
     fn a_layer_takes_what_the_norm_behind_it_found() {
         let (device, dtype, _) = device();
@@ -234,8 +235,8 @@ mod tests {
         }
     }
 
-    /// The output of the layer, its gradient and that of the projection, of an attention and a layer
-    /// behind it, to which the attention gives what it found, if it `finds` something.
+    /// Returns the output of the layer, its gradient and that of the projection, for an attention
+    /// followed by a layer. If `finds`, the attention passes its amax values to the layer.
     fn attended(finds: bool, layer: Nvfp4Linear, qkv: Tensor<2>) -> [Vec<u8>; 3] {
         let qkv = qkv.require_grad();
         let [_, width] = qkv.dims();
@@ -251,7 +252,8 @@ mod tests {
         [bits(y.inner()), bits(of_weight), bits(of_qkv)]
     }
 
-    /// The same of the attention before it.
+    /// A layer that quantizes with the amax values of the preceding attention gives the same bits
+    /// as one that computes them.
     #[test]
     fn a_layer_takes_what_the_attention_before_it_found() {
         let (device, dtype, _) = device();

@@ -1,4 +1,4 @@
-//! GEMMs on the kernels, or by Burn where its own matmul suits better.
+//! GEMMs by this crate's kernels, or by Burn's matmul where that is faster.
 
 use burn_core::backend::ops::FloatTensorOps;
 use burn_core::tensor::{DType, FloatDType, Shape};
@@ -19,7 +19,7 @@ use super::tensors::{
     Source, float_kind, launched, like, like_quantized, matrix, result, stored_shape, to_device,
 };
 
-/// A dense GEMM.
+/// Computes a dense GEMM.
 pub(super) fn dense(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
@@ -32,8 +32,8 @@ pub(super) fn dense(
     let capabilities = Capabilities::of(&like.client);
     let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
     let backend = gemm::backend_of(capabilities, &problem);
-    // The result of Burn's matmul has the type of its operands. It is rounded once, to `dtype`: so
-    // the matmul is in f32 where that is wider, or where a bias is added after it.
+    // The result of Burn's matmul has the dtype of its operands. It is rounded once, to `dtype`:
+    // the matmul is in f32 if the output is wider, or if a bias is added afterwards.
     let inner = match (&a, &b, &bias) {
         (Operand::Float(x, _), Operand::Float(y, _), None)
             if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
@@ -65,7 +65,7 @@ pub(super) fn dense(
     cast(out, dtype.into())
 }
 
-/// A bias as the kernels take it.
+/// Converts a bias to the kernels' matrix.
 pub(in crate::ops) fn bias_matrix(bias: CubeTensor) -> Matrix {
     let bias = into_contiguous(cast(bias, DType::F32));
     match bias.meta.shape().num_dims() {
@@ -77,15 +77,15 @@ pub(in crate::ops) fn bias_matrix(bias: CubeTensor) -> Matrix {
     }
 }
 
-/// What decides whether a GEMM of an operand runs on the kernels.
+/// Class of an operand, which determines whether its GEMM runs on the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ElementClass {
-    /// NVFP4 codes, or bf16 values of them.
+    /// NVFP4 codes, or their bf16 values.
     Nvfp4,
     /// An MX format, whose values are exact in bf16.
     Mx,
     Bf16,
-    /// Floats that bf16 does not hold.
+    /// Floats that bf16 cannot represent.
     Wide,
 }
 
@@ -95,7 +95,7 @@ impl ElementClass {
             Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
                 Self::Nvfp4
             }
-            // Other formats are refused by the kernels.
+            // The kernels reject other formats.
             Operand::QuantizedMnMajor(_) => Self::Nvfp4,
             Operand::Quantized(_) => Self::Mx,
             Operand::Float(x, _) if x.dtype == DType::BF16 => Self::Bf16,
@@ -104,7 +104,7 @@ impl ElementClass {
     }
 }
 
-/// How the kernels of [`gemm`] find the elements of an operand.
+/// Returns the layout of an operand for the kernels of [`gemm`].
 fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
     match operand {
         Operand::Quantized(quantized)
@@ -122,15 +122,15 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
     }
 }
 
-/// Whether a GEMM that would take `backend` runs on the kernels of [`gemm`], instead of Burn's
-/// matmul in the type `inner`.
+/// Returns true if a GEMM that would use `backend` runs on the kernels of [`gemm`], instead of
+/// Burn's matmul in dtype `inner`.
 ///
-/// Two NVFP4 operands always do, and on Hopper and by cuBLASLt every operand that bf16 holds. On
-/// other GPUs two bf16 matrices go to Burn where it multiplies in bf16 (8192³ on an H100: 255
-/// TFLOP/s autotuned, the tiles of that backend 151). Where Burn would multiply in `f32`, for a
-/// bias or because one of the operands is quantized and would be dequantized as a whole first, they
-/// do not: with small M, a packed weight then has a kernel of its own. CubeCL's CPU runtime, which
-/// is for tests, leaves everything but NVFP4 to Burn.
+/// Two NVFP4 operands always use the kernels; on Hopper and with cuBLASLt, every operand that is
+/// exact in bf16 does. On other GPUs two bf16 matrices go to Burn if it multiplies in bf16 (8192³
+/// on an H100: 255 TFLOP/s autotuned, compared with 151 by the tiles of that backend). They use the
+/// kernels if Burn would multiply in `f32`, because of a bias or because one operand is quantized
+/// and would first be dequantized as a whole: with small M, a packed weight has a dedicated kernel.
+/// On CubeCL's CPU runtime, which is for tests, everything except NVFP4 goes to Burn.
 fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
     if operands == [ElementClass::Nvfp4; 2] {
         return true;
@@ -143,7 +143,7 @@ fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: Flo
     }
 }
 
-/// The operand as a float matrix, one row for each stored row, in the type `dtype`.
+/// Returns the operand as a float matrix of dtype `dtype`, one row per stored row.
 fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
     let (x, usage) = match operand {
         Operand::Quantized(quantized) => {
@@ -162,18 +162,19 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
     }
 }
 
-/// An operand as the GEMM kernels take it, holding its memory.
+/// Operand for the GEMM kernels, holding its memory.
 pub(super) enum DeviceOperand {
-    /// In NVFP4 or MXFP8, and whether each group has an amax of its own.
+    /// NVFP4 or MXFP8 operand; the flag is true if each group has its own amax.
     Quantized(Box<DeviceQuantized>, bool),
-    /// The same in NVFP4, contracted along its stored rows.
+    /// MN-major NVFP4 operand: each stored row is one index of K. The flag is true if each group
+    /// has its own amax.
     QuantizedMnMajor(Box<DeviceQuantized>, bool),
-    /// Contracted along its columns or, for [`Usage::Columnwise`], its rows.
+    /// bf16 operand whose K dimension is along its columns or, for [`Usage::Columnwise`], its rows.
     Bf16(Matrix, Usage),
 }
 
 impl DeviceOperand {
-    /// An operand of a dense GEMM.
+    /// Converts an operand of a dense GEMM.
     pub fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
             Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
@@ -183,12 +184,12 @@ impl DeviceOperand {
                 Self::QuantizedMnMajor(Box::new(to_device(quantized, Groups::One)), false)
             }
             Operand::Quantized(quantized) => {
-                // In stored orientation, padding included.
+                // In stored orientation, including padding.
                 let like = like_quantized(&quantized);
                 let mut stored = to_device(quantized, Groups::One);
                 stored.layout = stored.layout.stored();
                 if stored.layout.format == Format::Mxfp8 {
-                    // Where no instruction multiplies it, the GEMM dequantizes it.
+                    // The GEMM dequantizes it if no instruction multiplies it.
                     return Self::Quantized(Box::new(stored), false);
                 }
                 // An E2M1 code times a power of two is exact in bf16.
@@ -202,7 +203,7 @@ impl DeviceOperand {
         }
     }
 
-    /// An operand of a grouped GEMM.
+    /// Converts an operand of a grouped GEMM.
     pub fn grouped(operand: Operand<CubeBackend>) -> Self {
         let has_one =
             |quantized: &DeviceQuantized| quantized.layout.amax == AmaxGranularity::PerTensor;
@@ -219,7 +220,7 @@ impl DeviceOperand {
         }
     }
 
-    /// The weights of a grouped GEMM, one below the other in memory.
+    /// Converts the weights of a grouped GEMM, which are stacked along the rows in memory.
     pub fn stack(operand: Operand<CubeBackend>) -> Self {
         Self::grouped(match operand {
             Operand::Float(x, usage) => Operand::Float(into_contiguous(x), usage),
@@ -241,7 +242,7 @@ impl DeviceOperand {
     }
 }
 
-/// `operand`, whose amax values are one for each group where that `is_per_group`.
+/// Marks the amax values of `operand` as one per group if `is_per_group`.
 fn scaled(operand: gemm::Operand<'_>, is_per_group: bool) -> gemm::Operand<'_> {
     match operand.scale {
         Scale::Tensor(amax, range) if is_per_group => gemm::Operand {
@@ -252,7 +253,7 @@ fn scaled(operand: gemm::Operand<'_>, is_per_group: bool) -> gemm::Operand<'_> {
     }
 }
 
-/// `x` and the axis of its contraction; of a view that transposes a contiguous matrix, that matrix
+/// Returns `x` and its K axis; for a view that transposes a contiguous matrix, returns that matrix
 /// and the other axis.
 fn as_in_memory(x: CubeTensor, usage: Usage) -> (CubeTensor, Usage) {
     if x.is_contiguous() {
@@ -270,7 +271,7 @@ fn as_in_memory(x: CubeTensor, usage: Usage) -> (CubeTensor, Usage) {
 mod tests {
     use super::*;
 
-    /// Where the GEMMs of each backend run.
+    /// Covers the choice for the GEMMs of each backend.
     #[test]
     fn gemms_run_where_they_are_fastest() {
         use ElementClass::{Bf16, Mx, Nvfp4, Wide};

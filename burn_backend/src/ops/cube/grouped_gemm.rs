@@ -1,4 +1,4 @@
-//! GEMMs whose rows, or whose contraction, are in groups. Nothing waits for the device.
+//! GEMMs with grouped M or K dimension. Nothing waits for the device.
 
 use burn_core::backend::{
     Scalar, get_or_init_device_settings,
@@ -24,11 +24,11 @@ use super::tensors::{
     Source, float_kind, group_offsets, launched, like, new_tensor, result, stored_shape,
 };
 
-/// The M-grouped GEMM.
+/// Computes the M-grouped GEMM.
 ///
-/// Operands that are not quantized run on the grouped kernels in `bf16`; in other float types all
-/// tokens are multiplied by the weight of every expert and masked, which costs as many times the
-/// work as there are experts.
+/// Unquantized operands run on the grouped kernels in `bf16`. In other float dtypes all tokens are
+/// multiplied by the weight of every expert and masked: the work is multiplied by the number of
+/// experts.
 pub(super) fn m_grouped(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
@@ -40,7 +40,7 @@ pub(super) fn m_grouped(
     let groups = group_offsets(offsets.clone());
     let stored = stored_shape(&b).0;
     let columns = match &b {
-        // One below the other along the contraction.
+        // Stacked along the K dimension.
         Operand::Float(_, Usage::Columnwise) | Operand::QuantizedMnMajor(_) => stored,
         Operand::Float(_, Usage::Rowwise) | Operand::Quantized(_) => stored / groups.count,
     };
@@ -79,7 +79,7 @@ pub(super) fn m_grouped(
     result(&like, out)
 }
 
-/// The K-grouped GEMM. As for the M-grouped one, floats other than `bf16` cost more.
+/// Computes the K-grouped GEMM. As for the M-grouped one, floats other than `bf16` cost more.
 pub(super) fn k_grouped(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
@@ -91,12 +91,12 @@ pub(super) fn k_grouped(
     let [m, n] = [&a, &b].map(|operand| stored_shape(operand).0);
     trace_op("gemm", "", m, n);
     let (a, b) = match (a, b) {
-        // Burn multiplies floats other than bf16, which have one type.
+        // Burn multiplies floats other than bf16, which have one dtype.
         (Operand::Float(x, _), Operand::Float(dy, _)) if x.dtype != DType::BF16 => {
             let groups = offsets.meta.shape()[0] - 1;
             trace_masked(m, n, groups, float_dtype(x.dtype));
-            // Masks are factors, and a factor of 0 leaves a NaN. Rows of no group may hold one: those
-            // of dequantized tokens are undefined.
+            // Masks are factors, and a factor of 0 keeps NaN. Rows of no group may be NaN: those of
+            // dequantized tokens are undefined.
             let [x, dy] = [x, dy].map(|x| within_groups(x, &offsets));
             return masked_k(x, dy, offsets, dtype);
         }
@@ -107,11 +107,11 @@ pub(super) fn k_grouped(
             let layout = &quantized.layout;
             match (layout.scale_layout, layout.format) {
                 (ScaleLayout::Swizzled128x4, Format::Nvfp4) => layout.unit().max(TILE_INNER),
-                // Groups of MXFP8 begin within tiles.
+                // Groups of MXFP8 can begin inside tiles.
                 _ => layout.unit(),
             }
         }
-        // Not padded yet, or refused by the kernels.
+        // Not padded yet, or rejected by the kernels.
         Operand::Float(..) | Operand::QuantizedMnMajor(_) => BLOCK,
     };
     let groups = group_offsets(offsets);
@@ -140,7 +140,7 @@ pub(super) fn k_grouped(
     new_tensor(&like, out.handle, shape, dtype.into())
 }
 
-/// The values of an operand with these groups, as they are stored, rounded to `dtype`; undefined
+/// Dequantizes an operand with these groups, in stored orientation, rounded to `dtype`; undefined
 /// for rows of no group.
 fn values(
     operand: Operand<CubeBackend>,
@@ -155,13 +155,13 @@ fn values(
     }
 }
 
-/// Whether an operand is a float that the kernels do not take.
+/// Returns true if an operand is a float that the kernels do not support.
 fn is_wide(operand: &Operand<CubeBackend>) -> bool {
     matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
 }
 
-/// The type in which Burn multiplies: that of the result, if both operands have it, or `f32`, in
-/// which dequantized values are exact.
+/// Returns the dtype in which Burn multiplies: that of the result, if both operands have it, or
+/// `f32`, in which dequantized values are exact.
 fn matmul_dtype(
     a: &Operand<CubeBackend>,
     b: &Operand<CubeBackend>,
@@ -178,8 +178,8 @@ fn matmul_dtype(
     }
 }
 
-/// Reports that Burn multiplies in the type `inner`: all tokens by the weight of every expert, so
-/// as many times the operations as there are groups.
+/// Reports that Burn multiplies in dtype `inner`: all tokens by the weight of every expert, so the
+/// number of operations is multiplied by the number of groups.
 fn trace_masked(m: usize, n: usize, groups: usize, inner: FloatDType) {
     tracing::debug!(
         m,
@@ -190,7 +190,7 @@ fn trace_masked(m: usize, n: usize, groups: usize, inner: FloatDType) {
     );
 }
 
-/// 1 for the tokens of group `group` and 0 for others, `[tokens, 1]` of type `dtype`.
+/// Returns 1 for the tokens of group `group` and 0 for others, `[tokens, 1]` of dtype `dtype`.
 fn members(offsets: &CubeTensor, group: usize, tokens: usize, dtype: FloatDType) -> CubeTensor {
     let (int, device) = (IntDType::I32, offsets.device.clone());
     let bool_dtype = get_or_init_device_settings::<CubeBackend>(&device).bool_dtype;
@@ -206,7 +206,7 @@ fn members(offsets: &CubeTensor, group: usize, tokens: usize, dtype: FloatDType)
     CubeBackend::float_reshape(members, Shape::new([tokens, 1]))
 }
 
-/// `x` with zeros in its rows behind the last group.
+/// Sets the rows of `x` after the last group to zero.
 fn within_groups(x: CubeTensor, offsets: &CubeTensor) -> CubeTensor {
     let (int, device) = (IntDType::I32, offsets.device.clone());
     let bool_dtype = get_or_init_device_settings::<CubeBackend>(&device).bool_dtype;
@@ -220,8 +220,8 @@ fn within_groups(x: CubeTensor, offsets: &CubeTensor) -> CubeTensor {
     CubeBackend::float_mask_fill(x, CubeBackend::bool_expand(others, shape), Scalar::from(0))
 }
 
-/// The M-grouped GEMM with the stack `w` (`[experts, n, k]`) in any float type: all tokens by the
-/// weight of every expert, masked.
+/// Computes the M-grouped GEMM with the stack `w` (`[experts, n, k]`) in any float dtype: all
+/// tokens by the weight of every expert, masked.
 fn masked_m(
     x: CubeTensor,
     w: CubeTensor,
@@ -248,7 +248,8 @@ fn masked_m(
         .expect("a stack has a matrix")
 }
 
-/// The K-grouped GEMM in any float type: all tokens for every expert, those of others as zeros.
+/// Computes the K-grouped GEMM in any float dtype: all tokens for every expert, with those of other
+/// experts set to zero.
 fn masked_k(x: CubeTensor, dy: CubeTensor, offsets: CubeTensor, dtype: FloatDType) -> CubeTensor {
     let (tokens, experts) = (x.meta.shape()[0], offsets.meta.shape()[0] - 1);
     let (m, n) = (x.meta.shape()[1], dy.meta.shape()[1]);

@@ -1,4 +1,4 @@
-//! Norms and activations, by their kernels.
+//! Launches of the norm and activation kernels.
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_core::tensor::{DType, Shape};

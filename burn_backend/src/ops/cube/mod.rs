@@ -1,4 +1,4 @@
-//! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
+//! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread if fusion is on.
 
 mod branch;
 mod dequantize;

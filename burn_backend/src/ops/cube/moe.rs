@@ -1,4 +1,4 @@
-//! Rows of tokens moved between the order of the batch and that of the experts.
+//! Permutation of rows of tokens between batch order and expert order.
 
 use burn_core::backend::ops::IntTensorOps;
 use burn_core::tensor::{DType, IntDType, Shape};
@@ -99,15 +99,15 @@ fn device_named(named: Named) -> moe::Named {
     }
 }
 
-/// Whether the rows of `x` are whole words, as the kernels that move rows require.
+/// Returns true if the rows of `x` are whole words, as the permutation kernels require.
 fn has_whole_words(x: &CubeTensor) -> bool {
     (x.meta.shape()[1] * x.dtype.size()).is_multiple_of(4)
 }
 
-/// Row numbers as the kernels take them.
+/// Converts row indices to the kernels' form.
 fn numbers(tensor: CubeTensor) -> CubeTensor {
     let tensor = match tensor.dtype {
-        // The same bits: no number is negative.
+        // The same bits: no index is negative.
         DType::I32 | DType::U32 => tensor,
         _ => CubeBackend::int_cast(tensor, IntDType::U32),
     };

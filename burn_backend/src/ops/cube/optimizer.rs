@@ -1,4 +1,4 @@
-//! The optimizer, by its kernels.
+//! Launches of the optimizer kernels.
 
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::{DType, Shape};
@@ -12,7 +12,7 @@ use super::super::optimizer::{
 use super::super::{MaybeTensor, float_dtype, trace_op};
 use super::tensors::{float_kind, is_own, launched, new_tensor, owned};
 
-/// The name of these operations in traces.
+/// Name of these operations in traces.
 const OP: &str = "optimizer";
 
 fn gradients(batch: GradientBatch<CubeBackend>) -> (Vec<CubeTensor>, Vec<Gradient>) {
@@ -36,8 +36,9 @@ fn owned_parameter(parameter: ParameterState<CubeBackend>) -> ParameterState<Cub
     }
 }
 
-/// `tensor`, which a step writes in place; as [`owned`], but not in a graph. A replay would read
-/// what is here now, and write a copy that no later replay reads.
+/// Returns `tensor` for an in-place update. Like [`owned`], but panics instead of copying in a
+/// graph: a replay would read the data of the capture, and write to a copy that no later replay
+/// reads.
 fn updated(part: &str, tensor: CubeTensor) -> CubeTensor {
     assert!(
         !tensor.client.is_capturing() || is_own(&tensor),
@@ -71,7 +72,7 @@ impl OptimizerOps for CubeBackend {
     }
 
     fn nvfp4_write_maxima(out: FloatTensor<Self>, from: FloatTensor<Self>) -> FloatTensor<Self> {
-        // In place whoever holds it too: layers read this buffer.
+        // In place even if other owners exist: layers read this buffer.
         let [out, from] = [out, from].map(into_contiguous);
         let words = out.meta.shape().num_elements();
         launched(graph::copy_words(

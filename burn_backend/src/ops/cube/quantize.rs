@@ -1,4 +1,4 @@
-//! Quantization, in one kernel for each usage, or for both.
+//! Quantization, by one kernel per usage, or one kernel for both.
 
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
@@ -28,7 +28,7 @@ use super::tensors::{
     result, to_burn, to_device,
 };
 
-/// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
+/// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(
     x: CubeTensor,
     groups: RowGroups<CubeBackend>,
@@ -44,7 +44,7 @@ pub(super) fn quantize(
     source.quantize(usages)
 }
 
-/// See [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
+/// Implements [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
 pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTensor {
     let layout = GroupCount::Whole.layout(
         (x.meta.shape()[0], x.meta.shape()[1]),
@@ -71,7 +71,7 @@ pub(super) fn amax(x: CubeTensor, params: &QuantParams, usage: Usage) -> CubeTen
     new_tensor(like, found, shape, DType::F32)
 }
 
-/// See [`nvfp4_amax_pair`](super::super::Nvfp4KernelOps::nvfp4_amax_pair).
+/// Implements [`nvfp4_amax_pair`](super::super::Nvfp4KernelOps::nvfp4_amax_pair).
 pub(super) fn amax_pair(
     x: CubeTensor,
     row: &QuantParams,
@@ -92,7 +92,7 @@ fn pair_of(like: &CubeTensor, rows: Handle, cols: Handle) -> AmaxPair<CubeBacken
     }
 }
 
-/// See [`nvfp4_activation_amaxes`](super::super::Nvfp4KernelOps::nvfp4_activation_amaxes).
+/// Implements [`nvfp4_activation_amaxes`](super::super::Nvfp4KernelOps::nvfp4_activation_amaxes).
 pub(super) fn activation_amaxes(
     (x, grad): (CubeTensor, Option<CubeTensor>),
     kind: Activation,
@@ -103,7 +103,7 @@ pub(super) fn activation_amaxes(
     let (values, found) = activated((x, grad), kind, &Groups::One, request);
     let Amaxes { rows, cols } = found.expect("requested");
     let rows = rows.expect("requested");
-    // One serves both usages where there is no other.
+    // One amax serves both usages if there is no other.
     let cols = cols.unwrap_or_else(|| rows.clone());
     ActivationAmaxes {
         amax: pair_of(&values, rows, cols),
@@ -111,8 +111,8 @@ pub(super) fn activation_amaxes(
     }
 }
 
-/// The activation of `x`, or its gradient by that given `grad`, and the amax values of the request,
-/// found in the same pass.
+/// Computes the activation of `x`, or its gradient if `grad` is given, and the requested amax
+/// values in the same pass.
 fn activated(
     (x, grad): (CubeTensor, Option<CubeTensor>),
     kind: Activation,
@@ -141,7 +141,7 @@ fn activated(
     (result(&x.tensor, made), found)
 }
 
-/// See
+/// Implements
 /// [`nvfp4_activation_of_groups`](super::super::Nvfp4KernelOps::nvfp4_activation_of_groups).
 pub(super) fn activation_of_rows(
     x: CubeTensor,
@@ -156,7 +156,7 @@ pub(super) fn activation_of_rows(
     activated((x, grad), kind, &groups, None).0
 }
 
-/// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
+/// Implements [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
 pub(super) fn quantize_from_amax(
     x: CubeTensor,
     amax: [Option<CubeTensor>; 2],
@@ -166,8 +166,9 @@ pub(super) fn quantize_from_amax(
     quantize_from(x, [row, col], usages)
 }
 
-/// See [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry). The
-/// entry is read where it is, and not from a copy: a captured step would make that once.
+/// Implements
+/// [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry). Reads
+/// the entry in place, not from a copy: a captured step would make the copy only once.
 pub(super) fn quantize_from_entry(
     x: CubeTensor,
     maxima: &CubeTensor,
@@ -196,20 +197,19 @@ fn quantize_from(
     source.quantize(usages)
 }
 
-/// A matrix and its groups.
+/// Matrix and its groups.
 struct GroupedSource {
     x: Source,
     count: GroupCount,
     groups: Groups,
-    /// The groups before them in the tensor of all groups.
+    /// Groups before these in the tensor of all groups.
     earlier: Option<EarlierGroups>,
-    /// Its amax values, where they were found when it was computed: those of the
-    /// [request](amax_request) of all usages.
+    /// Amax values for the [request](amax_request) of all usages, if they were computed together
+    /// with the matrix.
     found: Option<Amaxes>,
 }
 
-/// The amax values that the quantized tensors of one matrix need, if kernels find them in a pass of
-/// their own.
+/// Returns the amax values that the quantized tensors of one matrix need from a separate amax pass.
 fn amax_request(usages: &QuantUsages) -> Option<AmaxRequest> {
     let needs_pass =
         |params: &QuantParams| !params.is_made_from_codes() && params.block == BlockShape::Block1d;
@@ -218,7 +218,7 @@ fn amax_request(usages: &QuantUsages) -> Option<AmaxRequest> {
         (Some(row), Some(col)) if needs_pass(&row) && needs_pass(&col) => {
             Some(pair_request(&row, &col))
         }
-        // One amax for each row is found in the pass that quantizes it.
+        // A per-row amax is computed in the pass that quantizes the row.
         (Some(row), None) if needs_pass(&row) && row.amax == AmaxGranularity::PerTensor => {
             Some(AmaxRequest::along(Usage::Rowwise, row.amax, None))
         }
@@ -230,7 +230,8 @@ fn amax_request(usages: &QuantUsages) -> Option<AmaxRequest> {
     }
 }
 
-/// Those of a rowwise and a columnwise tensor: one for both, where it serves both.
+/// Returns the request for a row-wise and a column-wise tensor: one amax for both, if it serves
+/// both.
 fn pair_request(row: &QuantParams, col: &QuantParams) -> AmaxRequest {
     let shared = row.shares_amax() && col.shares_amax();
     AmaxRequest {
@@ -239,7 +240,8 @@ fn pair_request(row: &QuantParams, col: &QuantParams) -> AmaxRequest {
     }
 }
 
-/// See [`nvfp4_quantize_activation`](super::super::Nvfp4KernelOps::nvfp4_quantize_activation).
+/// Implements
+/// [`nvfp4_quantize_activation`](super::super::Nvfp4KernelOps::nvfp4_quantize_activation).
 pub(super) fn quantize_activation(
     x: CubeTensor,
     grad: Option<CubeTensor>,
@@ -260,7 +262,7 @@ pub(super) fn quantize_activation(
     source.quantize(usages)
 }
 
-/// See
+/// Implements
 /// [`nvfp4_quantize_in_both_storages`](super::super::Nvfp4KernelOps::nvfp4_quantize_in_both_storages).
 pub(super) fn quantize_in_both_storages(
     x: CubeTensor,
@@ -289,7 +291,7 @@ pub(super) fn quantize_in_both_storages(
 }
 
 impl GroupedSource {
-    /// A matrix without groups.
+    /// Creates a source without groups.
     fn whole(x: Source, found: Option<Amaxes>) -> Self {
         Self {
             x,
@@ -300,7 +302,7 @@ impl GroupedSource {
         }
     }
 
-    /// The quantized tensors with these usages.
+    /// Returns the quantized tensors with these usages.
     fn quantize(&self, usages: QuantUsages) -> QuantizedPair<CubeBackend> {
         let QuantUsages {
             rowwise,
@@ -316,7 +318,7 @@ impl GroupedSource {
         )
     }
 
-    /// The quantized tensor with this usage.
+    /// Returns the quantized tensor with this usage.
     fn one(
         &self,
         params: &QuantParams,
@@ -387,7 +389,7 @@ impl GroupedSource {
         self.made(made, params, usage, form)
     }
 
-    /// The tensor by MS-EDEN, from an `amax` that was found before, if it was.
+    /// Quantizes by MS-EDEN, with a known `amax` if given.
     fn eden(
         &self,
         params: &QuantParams,
@@ -405,7 +407,7 @@ impl GroupedSource {
         self.made(made, params, usage, form)
     }
 
-    /// The rowwise and the columnwise tensor, from one read where one kernel makes both.
+    /// Returns the row-wise and the column-wise tensor, with one read if one kernel writes both.
     fn both(
         &self,
         [row, col]: [QuantParams; 2],
@@ -471,7 +473,7 @@ impl GroupedSource {
         )
     }
 
-    /// The quantized tensors of tokens in groups.
+    /// Returns the quantized tensors of tokens in groups.
     fn side_by_side(
         &self,
         row: Option<&QuantRequest<'_>>,
@@ -490,7 +492,7 @@ impl GroupedSource {
         ))
     }
 
-    /// The amax values of the tensor with this usage.
+    /// Returns the amax values of the tensor with this usage.
     fn amax(&self, params: &QuantParams, usage: Usage) -> Handle {
         let of_usage = |Amaxes { rows, cols }: Amaxes| {
             let amax = match usage {
@@ -514,7 +516,7 @@ impl GroupedSource {
             };
             return launched(quantize::amax(client, matrix, hadamard));
         }
-        // One amax of each matrix of a stack serves both usages.
+        // One amax per matrix of a stack serves both usages.
         let usage = match self.groups {
             Groups::Batch(_) => Usage::Rowwise,
             _ => usage,
@@ -524,8 +526,8 @@ impl GroupedSource {
         found.rows.or(found.cols).expect("requested")
     }
 
-    /// The amax values of both tensors, in one read; the same ones where both have one for each
-    /// group and no transform.
+    /// Returns the amax values of both tensors, with one read. They are the same values if both
+    /// tensors have one amax per group and no transform.
     fn pair_amax(&self, row: &QuantParams, col: &QuantParams) -> (Handle, Handle) {
         if row.shares_amax() && col.shares_amax() {
             let amax = self.amax(row, Usage::Rowwise);
@@ -546,7 +548,7 @@ impl GroupedSource {
         (row, col)
     }
 
-    /// How the kernels quantize.
+    /// Converts the parameters to those of the kernels.
     fn device_params(&self, params: &QuantParams, form: StoredForm) -> DeviceNvfp4Params {
         let rounding = match params.rounding {
             QuantRounding::Elements(Rounding::Stochastic(stream)) => {
@@ -597,7 +599,7 @@ impl GroupedSource {
     }
 }
 
-/// The transform of MS-EDEN.
+/// Returns the transform of MS-EDEN.
 fn eden_transform(like: &CubeTensor, params: &QuantParams) -> EdenTransform {
     let (QuantRounding::MsEden(draw), Some(hadamard)) = (params.rounding, params.hadamard) else {
         unreachable!("parameters of MS-EDEN");
@@ -610,7 +612,7 @@ fn eden_transform(like: &CubeTensor, params: &QuantParams) -> EdenTransform {
     }
 }
 
-/// The quantized tensor by MS-EDEN, from an `amax` that was found before, if it was.
+/// Quantizes by MS-EDEN, with a known `amax` if given.
 fn ms_eden(
     like: &CubeTensor,
     (source, earlier): (EdenSource<'_>, Option<EarlierGroups>),
@@ -620,7 +622,7 @@ fn ms_eden(
     amax: Option<Handle>,
 ) -> DeviceQuantized {
     let form = match form.storage() {
-        // Rotation groups are whole tiles of scales.
+        // RHT groups are whole tiles of scales.
         Storage::Packed => EdenForm::Packed(form.scale_layout()),
         Storage::Bf16Unscaled => EdenForm::Bf16Unscaled,
     };
@@ -644,7 +646,7 @@ fn ms_eden(
     ))
 }
 
-/// What the kernels make of an MX format.
+/// Converts the parameters of an MX format to those of the kernels.
 fn mx_form(params: &QuantParams, form: StoredForm) -> MxForm {
     MxForm {
         format: params.format,
@@ -652,7 +654,7 @@ fn mx_form(params: &QuantParams, form: StoredForm) -> MxForm {
     }
 }
 
-/// See [`nvfp4_requantize`](super::super::Nvfp4KernelOps::nvfp4_requantize).
+/// Implements [`nvfp4_requantize`](super::super::Nvfp4KernelOps::nvfp4_requantize).
 pub(super) fn requantize(
     source: QuantizedMatrix<CubeBackend>,
     groups: RowGroups<CubeBackend>,

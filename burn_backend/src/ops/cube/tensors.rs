@@ -1,4 +1,4 @@
-//! Burn's tensors as the kernels' matrices and quantized tensors, and back.
+//! Conversions between Burn's tensors and the kernels' matrices and quantized tensors.
 
 use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, FloatDType, Shape};
@@ -13,7 +13,7 @@ use super::super::layout::{GroupCount, code_words};
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};
 use super::super::{float_dtype, trace_op};
 
-/// A contiguous float matrix, as Burn's tensor and as the kernels' view of it.
+/// Contiguous float matrix, as Burn's tensor and as the kernels' view of it.
 pub(in crate::ops) struct Source {
     pub tensor: CubeTensor,
     pub matrix: Matrix,
@@ -22,33 +22,33 @@ pub(in crate::ops) struct Source {
 impl Source {
     pub fn new(x: CubeTensor) -> Self {
         let tensor = into_contiguous(x);
-        // It may be a copy, which Burn has allocated.
+        // The tensor may be a copy that Burn has allocated.
         hold_for_branch(&tensor.handle);
         let matrix = matrix(&tensor);
         Self { tensor, matrix }
     }
 
-    /// Rows and columns.
+    /// Returns rows and columns.
     pub fn shape(&self) -> (usize, usize) {
         (self.matrix.rows, self.matrix.cols)
     }
 }
 
-/// The kernels' view of a contiguous float matrix.
+/// Returns the kernels' view of a contiguous float matrix.
 pub(in crate::ops) fn matrix(x: &CubeTensor) -> Matrix {
     let (rows, cols) = (x.meta.shape()[0], x.meta.shape()[1]);
     let kind = float_kind(float_dtype(x.dtype));
     launched(Matrix::new(x.handle.clone(), rows, cols, kind))
 }
 
-/// Offsets of groups as the kernels take them.
+/// Converts offsets of groups to the kernels' form.
 pub(in crate::ops) fn group_offsets(offsets: IntTensor<CubeBackend>) -> GroupOffsets {
     let offsets = into_contiguous(offsets);
     let count = offsets.meta.shape()[0] - 1;
     launched(GroupOffsets::new(offsets.handle, count))
 }
 
-/// Groups as the kernels take them.
+/// Converts groups to the kernels' form.
 pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
     match groups {
         RowGroups::Whole => Groups::One,
@@ -60,8 +60,8 @@ pub(in crate::ops) fn device_groups(groups: RowGroups<CubeBackend>) -> Groups {
     }
 }
 
-/// The groups before `groups`, behind which stochastic rounding numbers blocks, if there may be
-/// any.
+/// Returns the groups before `groups`, after which stochastic rounding numbers the blocks, if there
+/// can be any.
 pub(in crate::ops) fn earlier_groups(groups: &RowGroups<CubeBackend>) -> Option<EarlierGroups> {
     let RowGroups::Window { earlier, .. } = groups else {
         return None;
@@ -70,11 +70,11 @@ pub(in crate::ops) fn earlier_groups(groups: &RowGroups<CubeBackend>) -> Option<
     Some(launched(EarlierGroups::new(earlier.handle)))
 }
 
-/// `tensor`, contiguous and in memory that nobody else sees, which a kernel may write to: a copy
-/// where its memory is another tensor's too.
+/// Returns `tensor`, contiguous and in exclusive memory that a kernel may write to: a copy if
+/// another tensor shares its memory.
 ///
-/// What CubeCL's CPU runtime reads is the memory itself and no copy of it, so that data that were
-/// read before would see the write: there it is always a copy.
+/// CubeCL's CPU runtime returns the memory itself on a read, not a copy, so data that were read
+/// before would see the write: there the result is always a copy.
 pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     let is_read = matches!(tensor.device, CubeDevice::Cpu(_));
@@ -84,7 +84,7 @@ pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor 
             let shape = tensor.meta.shape().clone();
             let elements = shape.num_elements();
             trace_op(op, "copy", 1, elements);
-            // As one row: a copy of several may have padding between them.
+            // As one row: a copy of several rows may have padding between them.
             let dtype = tensor.dtype;
             let row = Shape::new([elements]);
             let row = new_tensor(&tensor, tensor.handle.clone(), row, dtype).copy();
@@ -93,10 +93,10 @@ pub(in crate::ops) fn owned(op: &'static str, tensor: CubeTensor) -> CubeTensor 
     }
 }
 
-/// Whether nobody else holds the memory of `tensor`.
+/// Returns true if nothing else holds the memory of `tensor`.
 ///
-/// The runtime's thread holds memory for a moment while it allocates it. In a graph a copy for that
-/// reason would be silent, and wrong: there the thread is waited for.
+/// The runtime's thread holds memory briefly while it allocates it. In a graph, a copy for that
+/// reason would be silent and wrong: there this waits for the thread.
 pub(in crate::ops) fn is_own(tensor: &CubeTensor) -> bool {
     if !tensor.can_mut() && tensor.client.is_capturing() {
         settle(&tensor.client);
@@ -104,13 +104,13 @@ pub(in crate::ops) fn is_own(tensor: &CubeTensor) -> bool {
     tensor.can_mut()
 }
 
-/// Waits until the runtime's thread has done what it was asked for: its answer comes after that. It
-/// does not wait for the device.
+/// Waits until the runtime's thread has processed all requests: its answer comes after them. Does
+/// not wait for the device.
 pub(in crate::ops) fn settle(client: &Client) -> MemoryReport {
     client.memory_report(MemoryScope::CurrentStream)
 }
 
-/// A quantized tensor of a kernel, as tensors beside `like`.
+/// Converts a quantized tensor of a kernel to tensors on the device of `like`.
 pub(in crate::ops) fn to_burn(
     like: &CubeTensor,
     made: DeviceQuantized,
@@ -142,7 +142,7 @@ pub(in crate::ops) fn to_burn(
     QuantizedMatrix { data, amax, layout }
 }
 
-/// The kernels' view of a quantized tensor, with its groups.
+/// Returns the kernels' view of a quantized tensor, with its groups.
 pub(in crate::ops) fn to_device(
     source: QuantizedMatrix<CubeBackend>,
     groups: Groups,
@@ -153,7 +153,7 @@ pub(in crate::ops) fn to_device(
     };
     let handle = |tensor| into_contiguous(tensor).handle;
     let codes = handle(codes);
-    // The kernels do not read the buffers that a layout has not.
+    // The kernels do not read the buffers that a layout lacks.
     let scales = scales.map_or_else(|| codes.clone(), handle);
     let amax = source.amax.into_option();
     let amax = amax.map_or_else(|| scales.clone(), handle);
@@ -163,7 +163,7 @@ pub(in crate::ops) fn to_device(
     }
 }
 
-/// A tensor on whose device the results of a GEMM with `operand` are.
+/// Returns a tensor on the device of the results of a GEMM with `operand`.
 pub(in crate::ops) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
     match operand {
         Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized) => {
@@ -173,7 +173,7 @@ pub(in crate::ops) fn like(operand: &Operand<CubeBackend>) -> CubeTensor {
     }
 }
 
-/// The codes of a quantized tensor, or its values.
+/// Returns the codes of a quantized tensor, or its values.
 pub(in crate::ops) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -> CubeTensor {
     match &quantized.data {
         QuantizedData::Packed { codes, .. } => codes.clone(),
@@ -181,7 +181,7 @@ pub(in crate::ops) fn like_quantized(quantized: &QuantizedMatrix<CubeBackend>) -
     }
 }
 
-/// Rows or columns of the output that an operand has, and the length of its contraction in memory.
+/// Returns the number of output rows or columns of an operand, and its K in memory.
 pub(in crate::ops) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, usize) {
     match operand {
         Operand::Quantized(quantized) => {
@@ -194,7 +194,7 @@ pub(in crate::ops) fn stored_shape(operand: &Operand<CubeBackend>) -> (usize, us
     }
 }
 
-/// A matrix of a kernel, as a tensor beside `like`.
+/// Converts a matrix of a kernel to a tensor on the device of `like`.
 pub(in crate::ops) fn result(like: &CubeTensor, out: Matrix) -> CubeTensor {
     let dtype = match out.dtype {
         FloatKind::F32 => DType::F32,
@@ -229,8 +229,8 @@ pub(in crate::ops) fn float_kind(dtype: FloatDType) -> FloatKind {
     }
 }
 
-/// The result of a launch whose arguments were checked before it was queued. Only the runtime can
-/// fail; fusion passes the panic on to the reader of the result.
+/// Unwraps the result of a launch whose arguments were checked before it was queued. Only the
+/// runtime can fail; fusion passes the panic on to the reader of the result.
 pub(in crate::ops) fn launched<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on CubeCL: {error}"))
 }

@@ -1,4 +1,4 @@
-//! Cube: launches of the CubeCL kernels, which write to the cache where it lies.
+//! Cube: launches of the CubeCL kernels, which write to the cache in place.
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_core::tensor::Shape;
@@ -80,7 +80,7 @@ impl DecodeOps for CubeBackend {
     }
 }
 
-/// The memory of a tensor that is written to, whoever else holds it.
+/// Returns the memory of a tensor that is written to, even if other owners exist.
 fn in_place(tensor: &CubeTensor) -> Handle {
     assert!(
         tensor.is_contiguous(),
@@ -89,7 +89,7 @@ fn in_place(tensor: &CubeTensor) -> Handle {
     tensor.handle.clone()
 }
 
-/// The arguments of one call as the kernels take them.
+/// Arguments of one call for the kernels.
 struct Call {
     like: CubeTensor,
     heads: [Heads; 3],

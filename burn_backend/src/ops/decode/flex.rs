@@ -1,4 +1,4 @@
-//! Flex: the oracle's arithmetic, in the cache's memory where nobody else holds it.
+//! Flex: the oracle's arithmetic, in the cache's memory if nothing else holds it.
 
 use burn_core::backend::ops::FloatTensorOps;
 use burn_core::backend::{Flex, TensorMetadata};
@@ -82,8 +82,8 @@ impl DecodeOps for Flex {
     }
 }
 
-/// The number of the largest, of equal ones the first; -1 with NaN or without a number above
-/// `-inf`.
+/// Returns the index of the largest logit, on ties the first; -1 if there is a NaN or no number
+/// above `-inf`.
 fn most_probable(logits: &[f32]) -> i32 {
     let mut best = (f32::NEG_INFINITY, -1);
     for (place, logit) in logits.iter().enumerate() {
@@ -120,11 +120,11 @@ fn run(
     }
 }
 
-/// Elements of Flex tensors.
+/// Element of a Flex tensor.
 trait HostElement: Element + BurnElement {
-    /// Those of a contiguous tensor.
+    /// Returns the elements of a contiguous tensor.
     fn slice(x: &FlexTensor) -> &[Self];
-    /// The same, in memory of its own.
+    /// Returns the elements of a contiguous tensor, mutably, in exclusive memory.
     fn slice_mut(x: &mut FlexTensor) -> &mut [Self];
 }
 
@@ -210,7 +210,7 @@ impl Call {
     }
 }
 
-/// Queries, keys and values of each token side by side.
+/// Concatenates queries, keys and values of each token.
 fn rows<T: HostElement>(inputs: AttentionInputs<Flex>, spec: &DecodeSpec) -> Vec<T> {
     match inputs {
         AttentionInputs::Qkv(qkv) => T::slice(&qkv.to_contiguous()).to_vec(),

@@ -1,7 +1,8 @@
-//! Attention over a cache of keys and values on the primitives of a backend, and the choice of the
-//! next token: an extension trait of its own.
+//! Attention over a key-value cache on the primitives of a backend, and selection of the next
+//! token, as a separate extension trait.
 //!
-//! Arguments are trusted here; [`decode`](mod@crate::decode) checks them before anything is queued.
+//! Arguments are not checked here; [`decode`](mod@crate::decode) checks them before anything is
+//! queued.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
@@ -26,20 +27,20 @@ pub use tensors::{Attended, ChunkPlaces, KvTensors, TokenState};
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{AttendedMetadata, ChunkPlacesMetadata, KvTensorsMetadata, TokenStateMetadata};
 
-/// What is computed beside its tensors.
+/// Parameters of decoding other than its tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeSpec {
-    /// The attention.
+    /// Attention parameters.
     pub attention: AttentionSpec,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens that each has room for.
+    /// Maximum number of tokens per sequence.
     pub capacity: usize,
-    /// The factors of keys and of values.
+    /// Scales of keys and of values.
     pub scales: [f32; 2],
 }
 
-/// Operations over a cache, which they write to in place. Their results are constants to autodiff.
+/// Operations on a cache, which they update in place. Their results are constants to autodiff.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -47,8 +48,8 @@ pub struct DecodeSpec {
     Autodiff
 )]
 pub trait DecodeOps: Backend {
-    /// The queries turned by their positions, `[tokens, heads * head]`; the new keys, turned, and
-    /// values are in the cache.
+    /// Rotates and appends the new keys, and appends the new values, to the cache. Returns the
+    /// rotated queries, `[tokens, heads * head]`.
     #[fusion(meta = meta::attended)]
     fn nvfp4_append_kv(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -58,8 +59,8 @@ pub trait DecodeOps: Backend {
         spec: DecodeSpec,
     ) -> Attended<Self>;
 
-    /// The attention of the new queries over the cache with the new keys and values, `[tokens, heads
-    /// * head]`.
+    /// Appends the new keys and values, and computes the attention of the new queries over the
+    /// cache, `[tokens, heads * head]`.
     #[fusion(meta = meta::attended)]
     fn nvfp4_decode(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -69,17 +70,17 @@ pub trait DecodeOps: Backend {
         spec: DecodeSpec,
     ) -> Attended<Self>;
 
-    /// The most probable token of each row of `logits` (`f32[batch, vocab]`), the first of equal
-    /// ones, as the state's next token; the lengths are raised by the counts. A row with NaN, or
-    /// without a number above `-inf`, gives -1.
+    /// Sets the next token to the most probable token of each row of `logits`
+    /// (`f32[batch, vocab]`), on ties the first, and adds the counts to the lengths. A row with
+    /// NaN, or without a number above `-inf`, gives -1.
     #[fusion(meta = meta::choose)]
     fn nvfp4_choose_greedy(
         logits: FloatTensor<Self>,
         #[extension_type] state: TokenState<Self>,
     ) -> TokenState<Self>;
 
-    /// The words of `from` in the memory of `out`, whoever else holds it: both have one shape and
-    /// type, of 32 bits.
+    /// Writes the words of `from` to the memory of `out`, even if other owners exist. Both have one
+    /// shape and one dtype of 32 bits.
     #[fusion(meta = meta::write)]
     fn nvfp4_write_words(out: IntTensor<Self>, from: IntTensor<Self>) -> IntTensor<Self>;
 }

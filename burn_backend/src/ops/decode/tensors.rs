@@ -1,4 +1,4 @@
-//! The tensors of decoding that cross the extension trait.
+//! Tensors of decoding that cross the extension trait.
 
 use burn_core as burn;
 
@@ -9,11 +9,11 @@ use burn_core::backend::{
 };
 
 /// Keys and values, `[batch * capacity * kv_heads * head]` each, in memory that the operations
-/// write to, whoever else holds it.
+/// write to even if other owners exist.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum KvTensors<B: Backend> {
-    /// In the type of the activations.
+    /// Floats in the dtype of the activations.
     Float {
         /// Keys.
         k: FloatTensor<B>,
@@ -30,7 +30,7 @@ pub enum KvTensors<B: Backend> {
 }
 
 impl<B: Backend> KvTensors<B> {
-    /// The same with other tensors.
+    /// Replaces the tensors.
     pub(super) fn map<C: Backend>(
         self,
         float: impl Fn(FloatTensor<B>) -> FloatTensor<C>,
@@ -49,18 +49,18 @@ impl<B: Backend> KvTensors<B> {
     }
 }
 
-/// Where the new tokens lie.
+/// Positions of the new tokens.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct ChunkPlaces<B: Backend> {
-    /// Tokens that each sequence has: `u32[batch]`.
+    /// Number of tokens already in each sequence, `u32[batch]`.
     pub starts: IntTensor<B>,
-    /// New tokens of each that are no padding: `u32[batch]`.
+    /// Number of new tokens of each sequence, without padding, `u32[batch]`.
     pub counts: IntTensor<B>,
 }
 
 impl<B: Backend, C: CheckpointStrategy> ChunkPlaces<Autodiff<B, C>> {
-    /// The same of the inner backend.
+    /// Converts to the inner backend.
     pub(super) fn inner(self) -> ChunkPlaces<B> {
         ChunkPlaces {
             starts: self.starts,
@@ -73,25 +73,25 @@ impl<B: Backend, C: CheckpointStrategy> ChunkPlaces<Autodiff<B, C>> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct Attended<B: Backend> {
-    /// `[tokens, heads * head]`, in the type of the inputs.
+    /// Queries or output, `[tokens, heads * head]`, in the dtype of the inputs.
     pub out: FloatTensor<B>,
-    /// The memory of the cache that was given.
+    /// Memory of the given cache.
     #[extension_type]
     pub cache: KvTensors<B>,
 }
 
-/// What decoding changes from step to step, in memory that the operations write to.
+/// State that a decoding step changes, in memory that the operations write to.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct TokenState<B: Backend> {
-    /// The token that comes next in each sequence: `i32[batch]`.
+    /// Next token of each sequence, `i32[batch]`.
     pub tokens: IntTensor<B>,
-    /// Tokens that each sequence has: `u32[batch]`.
+    /// Number of tokens in each sequence, `u32[batch]`.
     pub starts: IntTensor<B>,
-    /// How many are added by a step: `u32[batch]`.
+    /// Number of tokens that a step adds to each sequence, `u32[batch]`.
     pub counts: IntTensor<B>,
-    /// The tokens of the last steps: `i32[length, batch]`, row `step % length` of each.
+    /// Tokens of the last steps, `i32[length, batch]`, row `step % length` of each.
     pub ring: IntTensor<B>,
-    /// Steps so far: `u32[1]`.
+    /// Number of steps so far of each sequence, `u32[batch]`.
     pub step: IntTensor<B>,
 }

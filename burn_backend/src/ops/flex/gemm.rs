@@ -1,4 +1,5 @@
-//! GEMMs of dequantized panels by Flex's own matmul, whose sum is the oracle's up to its order.
+//! GEMMs of dequantized panels by Flex's own matmul; sums equal those of the oracle up to their
+//! order.
 
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix
 use super::super::{float_dtype, trace_op};
 use super::tensors::{amax_values, bytes_of, matrix, narrow, trusted};
 
-/// A dense GEMM.
+/// Computes a dense GEMM.
 pub(super) fn dense(
     a: Operand<Flex>,
     b: Operand<Flex>,
@@ -55,12 +56,13 @@ pub(super) fn dense(
     narrow(out, dtype)
 }
 
-/// The GEMM of all stored rows of `a` and `b`, without global scales: `f32[a.outer, b.outer]`.
+/// Computes the GEMM of all stored rows of `a` and `b`, without global scales:
+/// `f32[a.outer, b.outer]`.
 ///
-/// Packed operands are dequantized a panel of rows at a time (as `panels` divides `outer` rows of
-/// `depth` elements), so that the memory of dequantized values stays bounded. Each output is summed
-/// within one panel of either operand: with the panels of [`reference::panels`], which are never so
-/// short that Flex would take other loops, it has the bits of an undivided GEMM.
+/// Packed operands are dequantized one panel of rows at a time (`panels` divides `outer` rows of
+/// `depth` elements), which bounds the memory of dequantized values. Each output is summed within
+/// one panel of either operand. With the panels of [`reference::panels`], which are long enough for
+/// Flex to use the same loops, it has the bits of an undivided GEMM.
 fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
     a: &StoredOperand,
     b: &StoredOperand,
@@ -71,7 +73,7 @@ fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
         return FlexTensor::zeros(Shape::new([m, n]), DType::F32);
     }
     let parts = |operand: &StoredOperand| match &operand.elements {
-        // As it is.
+        // A float operand is one panel.
         Elements::Float(_) => std::iter::once(0..operand.outer).collect::<Vec<_>>(),
         _ => panels(operand.outer, operand.depth).collect(),
     };
@@ -98,7 +100,7 @@ fn sums<P: Iterator<Item = Range<usize>> + ExactSizeIterator>(
     FlexTensor::from_data(TensorData::new(out, [m, n]))
 }
 
-/// An operand in stored orientation, `outer` rows of `depth` elements, without its global scales.
+/// Operand in stored orientation, `outer` rows of `depth` elements, without its global scales.
 pub(super) struct StoredOperand {
     elements: Elements,
     outer: usize,
@@ -106,14 +108,14 @@ pub(super) struct StoredOperand {
     factors: Factors,
 }
 
-/// The elements of an operand: contiguous tensors of a packed matrix, or `f32`.
+/// Elements of an operand: contiguous tensors of a packed matrix, or `f32`.
 enum Elements {
     Packed {
         codes: FlexTensor,
         scales: FlexTensor,
         layout: Layout,
     },
-    /// The same, contracted along its stored rows.
+    /// MN-major packed matrix: each stored row is one index of K.
     PackedMnMajor {
         codes: FlexTensor,
         scales: FlexTensor,
@@ -122,7 +124,7 @@ enum Elements {
     Float(FlexTensor),
 }
 
-/// The global scales by which the sums are multiplied.
+/// Global scales by which the sums are multiplied.
 enum Factors {
     One,
     Tensor(f32),
@@ -130,7 +132,7 @@ enum Factors {
 }
 
 impl Factors {
-    /// Those of a quantized matrix.
+    /// Returns the global scales of a quantized matrix.
     fn new(amax: MaybeTensor<Flex>, layout: &Layout) -> Self {
         if !layout.format.has_global_scale() {
             return Self::One;
@@ -199,7 +201,7 @@ impl StoredOperand {
         }
     }
 
-    /// A packed NVFP4 matrix whose stored rows are the contraction.
+    /// Converts an MN-major packed NVFP4 matrix: each stored row is one index of K.
     fn mn_major(quantized: QuantizedMatrix<Flex>) -> Self {
         let layout = quantized.layout;
         let is_taken = layout.format == Format::Nvfp4
@@ -225,7 +227,7 @@ impl StoredOperand {
         }
     }
 
-    /// Some rows in `f32`, exactly; all of them where they are not packed.
+    /// Returns some rows in `f32`, exactly; all rows if the operand is not packed.
     pub fn rows(&self, rows: &Range<usize>) -> FlexTensor {
         let values = match &self.elements {
             Elements::Packed {
@@ -241,7 +243,7 @@ impl StoredOperand {
                     reference::decode_blocks_into(&codes, scales, &mut values);
                     values
                 } else {
-                    // Each stored row, padding included, as one of a rowwise matrix.
+                    // Each stored row, including padding, as a row of a row-wise matrix.
                     let layout = Layout {
                         rows: rows.len(),
                         ..layout.stored()
@@ -266,8 +268,8 @@ impl StoredOperand {
     }
 }
 
-/// Some rows along the contraction of a packed matrix whose stored rows are the contraction, in
-/// `f32`: of each stored row the blocks that have them are decoded.
+/// Returns some output rows of an MN-major packed matrix, in `f32`, K-major: decodes the blocks of
+/// each stored row that contain them.
 fn mn_major_rows(
     codes: &FlexTensor,
     scales: &FlexTensor,
@@ -282,7 +284,7 @@ fn mn_major_rows(
     let of_stored_rows = values.par_chunks_mut(columns.max(1)).enumerate();
     of_stored_rows.for_each(|(row, values)| {
         let (first, end) = (row * width + blocks.start, row * width + blocks.end);
-        // Two words of codes a block.
+        // A block has two words of codes.
         let codes = bytes_of(&codes[2 * first..2 * end]);
         reference::decode_blocks_into(&codes, &scales[first..end], values);
     });
@@ -292,7 +294,7 @@ fn mn_major_rows(
     Flex::float_swap_dims(Flex::float_slice(values, &own), 0, 1)
 }
 
-/// The bytes of some rows of contiguous codes.
+/// Returns the bytes of some rows of contiguous codes.
 fn code_rows(codes: &FlexTensor, rows: &Range<usize>) -> Vec<u8> {
     let (_, width) = matrix(codes);
     let range = width * rows.start..width * rows.end;
@@ -318,7 +320,8 @@ mod tests {
         Operand::Quantized(upload(packed.codes(), scales, amax, *packed.layout()))
     }
 
-    /// `outer` rows of `depth` elements, packed; data that fills the codes.
+    /// Creates a packed operand of `outer` rows of `depth` elements, with data that covers all
+    /// codes.
     fn packed(outer: usize, depth: usize, seed: u32) -> Operand<Flex> {
         let mut state = seed | 1;
         let mut next = || {
@@ -341,7 +344,7 @@ mod tests {
         std::iter::once(0..outer)
     }
 
-    /// Panels of either operand change no bit.
+    /// Splitting either operand into panels changes no bit.
     #[test]
     fn gemms_in_panels_are_those_of_whole_operands() {
         for (m, n, depth) in [
@@ -419,7 +422,8 @@ mod tests {
         }
     }
 
-    /// Some columns of an MN-major operand are those of the whole one, wherever its blocks begin.
+    /// A range of columns of an MN-major operand has the bits of the whole, wherever its blocks
+    /// begin.
     #[test]
     fn panels_of_an_mn_major_operand() {
         let (n, depth) = (48, 24);

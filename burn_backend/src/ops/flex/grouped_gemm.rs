@@ -1,4 +1,4 @@
-//! Grouped GEMMs: a loop over groups, whose offsets are plain memory here.
+//! Grouped GEMMs: a loop over groups, whose offsets are in host memory.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
 use super::gemm::dense;
 use super::tensors::{matrix, narrow, ranges, side_by_side};
 
-/// The M-grouped GEMM.
+/// Computes the M-grouped GEMM.
 pub(super) fn m_grouped(
     a: &Operand<Flex>,
     b: &Operand<Flex>,
@@ -22,7 +22,7 @@ pub(super) fn m_grouped(
     let tokens = stored_outer(a);
     let groups = ranges(offsets, tokens);
     let columns = match b {
-        // One below the other along the contraction.
+        // Stacked along the K dimension.
         Operand::Float(_, Usage::Columnwise) | Operand::QuantizedMnMajor(_) => stored_outer(b),
         Operand::Float(_, Usage::Rowwise) | Operand::Quantized(_) => stored_outer(b) / groups.len(),
     };
@@ -35,7 +35,7 @@ pub(super) fn m_grouped(
     with_rest(parts.collect(), tokens, columns, dtype)
 }
 
-/// The K-grouped GEMM.
+/// Computes the K-grouped GEMM.
 pub(super) fn k_grouped(
     a: &Operand<Flex>,
     b: &Operand<Flex>,
@@ -46,7 +46,7 @@ pub(super) fn k_grouped(
     let (m, n) = (stored_outer(a), stored_outer(b));
     let groups = ranges(offsets, tokens);
     let places = match a {
-        // Not padded.
+        // Groups are not padded.
         Operand::Float(..) | Operand::QuantizedMnMajor(_) => groups,
         Operand::Quantized(quantized) => side_by_side(&groups, quantized.layout.unit()),
     };
@@ -58,7 +58,7 @@ pub(super) fn k_grouped(
     Flex::float_reshape(stacked, Shape::new([places.len(), m, n]))
 }
 
-/// The sum of the rows of each group.
+/// Sums the rows of each group.
 pub(super) fn segment_sum(x: FlexTensor, offsets: &FlexTensor) -> FlexTensor {
     let (tokens, cols) = matrix(&x);
     let x = Flex::float_cast(x, FloatDType::F32);
@@ -71,7 +71,7 @@ pub(super) fn segment_sum(x: FlexTensor, offsets: &FlexTensor) -> FlexTensor {
     Flex::float_cat(sums.collect(), 0)
 }
 
-/// Rows or columns of the output that an operand has.
+/// Returns the number of output rows or columns of an operand.
 fn stored_outer(operand: &Operand<Flex>) -> usize {
     match operand {
         Operand::Quantized(quantized) => quantized.layout.outer(),
@@ -83,7 +83,7 @@ fn stored_outer(operand: &Operand<Flex>) -> usize {
     }
 }
 
-/// The weight of group `group`, of a stack of `groups`.
+/// Returns the weight of group `group` from a stack of `groups`.
 fn weight(stack: &Operand<Flex>, groups: usize, group: usize) -> Operand<Flex> {
     let rows = match stack {
         Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized) => {
@@ -95,7 +95,7 @@ fn weight(stack: &Operand<Flex>, groups: usize, group: usize) -> Operand<Flex> {
     stored_rows(stack, group * each..(group + 1) * each, group)
 }
 
-/// Some rows of an operand, those of group `group`; of a quantized one, stored rows.
+/// Returns some rows of an operand, those of group `group`; of a quantized operand, stored rows.
 fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Operand<Flex> {
     match operand {
         Operand::Quantized(quantized) => {
@@ -108,8 +108,8 @@ fn stored_rows(operand: &Operand<Flex>, rows: Range<usize>, group: usize) -> Ope
     }
 }
 
-/// Of every stored row of a columnwise operand the part of group `group`, which has the elements
-/// `place` of the contraction.
+/// Returns, of every stored row of a column-wise operand, the elements `place` of the K dimension,
+/// which belong to group `group`.
 fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -> Operand<Flex> {
     match operand {
         Operand::Quantized(quantized) => {
@@ -138,7 +138,7 @@ fn stored_columns(operand: &Operand<Flex>, place: &Range<usize>, group: usize) -
     }
 }
 
-/// A part of a quantized matrix.
+/// Part of a quantized matrix.
 struct Part {
     layout: Layout,
     /// Stored rows.
@@ -149,7 +149,7 @@ struct Part {
 }
 
 impl Part {
-    /// Some stored rows, those of group `group`.
+    /// Selects some stored rows, those of group `group`.
     fn of_rows(layout: Layout, rows: Range<usize>, group: usize) -> Self {
         Self {
             layout: Layout {
@@ -171,7 +171,7 @@ impl Part {
         };
         let part = |tensor: &FlexTensor| {
             let (_, width) = matrix(tensor);
-            // Elements of the tensor for each block.
+            // Number of tensor elements per block.
             let each = width / whole.layout.blocks().max(1);
             let columns = self.blocks.start * each..self.blocks.end * each;
             let slices = [Slice::from(self.rows.clone()), Slice::from(columns)];
@@ -192,18 +192,18 @@ impl Part {
     }
 }
 
-/// Some rows of a matrix.
+/// Returns some rows of a matrix.
 fn rows_of(x: FlexTensor, rows: Range<usize>) -> FlexTensor {
     let (_, cols) = matrix(&x);
     Flex::float_slice(x, &[Slice::from(rows), Slice::from(0..cols)])
 }
 
-/// Row `index` of a matrix of `columns` columns, as a vector.
+/// Returns row `index` of a matrix of `columns` columns, as a vector.
 fn row(x: FlexTensor, index: usize, columns: usize) -> FlexTensor {
     Flex::float_reshape(rows_of(x, index..index + 1), Shape::new([columns]))
 }
 
-/// The rows of the groups one after another, and zeros up to `tokens`.
+/// Concatenates the rows of the groups, and pads with zeros to `tokens`.
 fn with_rest(
     mut parts: Vec<FlexTensor>,
     tokens: usize,

@@ -1,4 +1,4 @@
-//! Norms and activations, by the oracle.
+//! Norms and activations by the oracle.
 
 use burn_core::backend::{Flex, tensor::FloatTensor};
 use burn_core::tensor::{DType, Element, TensorData};

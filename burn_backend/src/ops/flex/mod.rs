@@ -1,8 +1,8 @@
 //! Flex: the oracle's arithmetic on plain slices.
 //!
 //! Operands are quantized by [`reference`](nvfp4_kernels::reference), which is parallel and
-//! vectorised; GEMMs dequantize them (exactly) to `f32`, a panel of rows at a time, and run Flex's
-//! own matmul.
+//! vectorized. GEMMs dequantize them (exactly) to `f32`, one panel of rows at a time, and run
+//! Flex's own matmul.
 
 mod gemm;
 mod grouped_gemm;
@@ -85,7 +85,7 @@ impl Nvfp4KernelOps for Flex {
         form: StoredForm,
         via: FloatDType,
     ) -> QuantizedMatrix<Self> {
-        // MS-EDEN takes the values exactly.
+        // MS-EDEN uses the exact values.
         let via = match params.is_ms_eden() {
             true => FloatDType::F32,
             false => via,

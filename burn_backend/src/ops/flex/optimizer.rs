@@ -1,4 +1,4 @@
-//! The optimizer, by the oracle.
+//! Optimizer by the oracle.
 
 use burn_core::backend::{
     Flex,
@@ -20,13 +20,14 @@ fn vector(values: Vec<f32>) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(values, [len]))
 }
 
-/// A contiguous tensor, of which the elements are reached without a copy unless they are shared.
+/// Returns a contiguous tensor whose elements can be accessed without a copy unless they are
+/// shared.
 fn contiguous(tensor: FlexTensor) -> FlexTensor {
-    // `tensor` ends here: the storage is shared with nobody for that.
+    // `tensor` is consumed here, so it does not share the storage.
     tensor.to_contiguous()
 }
 
-/// The step of one parameter: its new state.
+/// Updates one parameter, and returns its new state.
 fn step(
     gradient: FlexTensor,
     state: ParameterState<Flex>,
@@ -76,7 +77,7 @@ fn round_to<T: Element>(weight: &[f32], copy: &mut [T]) {
     }
 }
 
-/// The largest magnitude of the parameter, NaN of one with a NaN.
+/// Returns the amax of the parameter; NaN if it contains a NaN.
 fn amax(state: &ParameterState<Flex>) -> f32 {
     let parameter = match &state.copy {
         MaybeTensor::Present(copy) => copy,

@@ -26,7 +26,7 @@ use super::tensors::{
     amax_values, download, matrix, narrow, ranges, side_by_side, trusted, upload, with_elements,
 };
 
-/// See [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
+/// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(
     x: FlexTensor,
     groups: &RowGroups<Flex>,
@@ -46,7 +46,7 @@ pub(super) fn quantize(
             stored_as(packed, form.storage())
         })
     };
-    // One amax of the whole matrix serves both usages where neither is transformed, as MS-EDEN is.
+    // One amax of the whole matrix serves both usages if neither is transformed (MS-EDEN is).
     let amax = match (rowwise, columnwise, groups.count) {
         (Some((row, _)), Some((col, _)), GroupCount::Whole)
             if row.shares_amax() && col.shares_amax() && row.format.has_global_scale() =>
@@ -61,7 +61,7 @@ pub(super) fn quantize(
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, amax))
 }
 
-/// See
+/// Implements
 /// [`nvfp4_quantize_in_both_storages`](super::super::Nvfp4KernelOps::nvfp4_quantize_in_both_storages).
 pub(super) fn quantize_in_both_storages(x: FlexTensor, params: QuantParams) -> BothStorages<Flex> {
     let usages = QuantUsages::one(Usage::Rowwise, params, StoredForm::ROWS);
@@ -72,7 +72,7 @@ pub(super) fn quantize_in_both_storages(x: FlexTensor, params: QuantParams) -> B
     }
 }
 
-/// See [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
+/// Implements [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
 pub(super) fn amax(x: &FlexTensor, params: &QuantParams, usage: Usage) -> FlexTensor {
     let amax = with_elements!(x, |values| amax_of(values, matrix(x), usage, params));
     let values = amax.values().to_vec();
@@ -80,7 +80,7 @@ pub(super) fn amax(x: &FlexTensor, params: &QuantParams, usage: Usage) -> FlexTe
     FlexTensor::from_data(TensorData::new(values, [len]))
 }
 
-/// See [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
+/// Implements [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
 pub(super) fn quantize_from_amax(
     x: FlexTensor,
     [row_amax, col_amax]: [MaybeTensor<Flex>; 2],
@@ -105,7 +105,8 @@ pub(super) fn quantize_from_amax(
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, col_amax))
 }
 
-/// See [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry).
+/// Implements
+/// [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry).
 pub(super) fn quantize_from_entry(
     x: FlexTensor,
     maxima: FlexTensor,
@@ -117,8 +118,8 @@ pub(super) fn quantize_from_entry(
     quantize_from_amax(x, [amax(), amax()], usages)
 }
 
-/// The rowwise tensor of `x` by `params`, in NVFP4 with one amax for each of `groups`, which `amax`
-/// has.
+/// Returns the row-wise tensor of `x` by `params`, in NVFP4, with one amax per group of `groups`,
+/// given in `amax`.
 pub(in crate::ops) fn quantize_with_amax(
     x: FlexTensor,
     groups: &RowGroups<Flex>,
@@ -132,7 +133,8 @@ pub(in crate::ops) fn quantize_with_amax(
     with_elements!(x, |values| groups.quantize(values, usage, params, &known))
 }
 
-/// Reports one event where the CubeCL backend has one kernel, and one for each usage otherwise.
+/// Reports one event where the CubeCL backend runs one kernel for both usages, otherwise one per
+/// usage.
 fn trace(groups: &GroupedRows, usages: &QuantUsages) {
     let (rows, cols) = groups.shape;
     let op = |params: &QuantParams| match params {
@@ -154,7 +156,7 @@ fn trace(groups: &GroupedRows, usages: &QuantUsages) {
     }
 }
 
-/// `packed`, stored as asked.
+/// Converts `packed` to the given storage.
 fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix<Flex> {
     match storage {
         Storage::Packed => packed,
@@ -173,7 +175,7 @@ fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix
     }
 }
 
-/// See [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
+/// Implements [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
 pub(super) fn dequantize(
     source: QuantizedMatrix<Flex>,
     groups: &RowGroups<Flex>,
@@ -199,7 +201,7 @@ pub(super) fn dequantize(
     )
 }
 
-/// The amax values of a quantized matrix.
+/// Returns the amax values of a quantized matrix.
 fn amax_of<T: Element>(
     values: &[T],
     (rows, cols): (usize, usize),
@@ -230,7 +232,7 @@ fn amax_of<T: Element>(
     }
 }
 
-/// One matrix, its blocks numbered from `first`.
+/// Quantizes one matrix, whose blocks are numbered from `first`.
 fn quantize_one<T: Element>(
     values: &[T],
     (rows, cols): (usize, usize),
@@ -280,12 +282,12 @@ fn quantize_one<T: Element>(
     ))
 }
 
-/// The groups of the rows of a matrix.
+/// Groups of the rows of a matrix.
 struct GroupedRows {
     shape: (usize, usize),
-    /// The rows of each group.
+    /// Rows of each group.
     ranges: Vec<Range<usize>>,
-    /// Sizes of units, and how many of each the groups before these take.
+    /// Unit sizes, each with the number of units in the groups before these.
     earlier: Vec<(usize, usize)>,
     count: GroupCount,
 }
@@ -318,13 +320,13 @@ impl GroupedRows {
         }
     }
 
-    /// Rows of the groups before these, each group's rounded up to a multiple of `unit`.
+    /// Number of rows of the groups before these, each group rounded up to a multiple of `unit`.
     fn rows_before(&self, unit: usize) -> usize {
         let units = self.earlier.iter().find(|(rows, _)| *rows == unit);
         units.map_or(0, |(rows, units)| rows * units)
     }
 
-    /// Each group as a matrix of its own, under what `amax` says of it, if it is known.
+    /// Quantizes each group as a separate matrix, with its values in `amax`, if known.
     fn quantize<T: Element>(
         &self,
         values: &[T],
@@ -350,7 +352,7 @@ impl GroupedRows {
             let amax = amax(group).unwrap_or_else(|| amax_of(part, shape, usage, params));
             let first = place.number as u64;
             let made = quantize_one(part, shape, usage, params, &amax, first);
-            // MS-EDEN keeps another amax than that of the values.
+            // MS-EDEN stores an amax other than that of the values.
             match (made.amax(), usage) {
                 (Amax::Absent, _) => {}
                 (Amax::Tensor(amax), _) => amax_values[group] = *amax,
@@ -366,7 +368,7 @@ impl GroupedRows {
         upload(&buffers.codes, buffers.scales, amax_values, layout)
     }
 
-    /// Where the quantized groups lie.
+    /// Positions of the quantized groups.
     fn places(&self, usage: Usage, params: &QuantParams) -> Vec<Place> {
         let (unit, block) = (params.unit(), params.format.block());
         let (_, cols) = self.shape;
@@ -394,28 +396,27 @@ impl GroupedRows {
     }
 }
 
-/// A group, and where its quantized tensor lies among those of all groups.
+/// Group, and position of its quantized tensor among those of all groups.
 struct Place {
-    /// The rows of the group.
+    /// Rows of the group.
     rows: Range<usize>,
-    /// Its first stored row.
+    /// First stored row.
     row: usize,
-    /// Its first block in a stored row.
+    /// First block in a stored row.
     block: usize,
-    /// Its blocks in a stored row.
+    /// Number of blocks in a stored row.
     blocks: usize,
-    /// The number of its first block in the order in which random bits are drawn: one group after
-    /// another.
+    /// Number of the first block in the order of the random draws: group after group.
     number: usize,
 }
 
-/// The buffers of all groups, zeros where there is no group.
+/// Buffers of all groups, with zeros outside of the groups.
 struct Buffers {
     codes: Vec<u8>,
     scales: Vec<u8>,
-    /// Blocks of a stored row.
+    /// Blocks per stored row.
     blocks: usize,
-    /// Bytes of the codes of a block.
+    /// Code bytes per block.
     block_bytes: usize,
 }
 
@@ -429,7 +430,7 @@ impl Buffers {
         }
     }
 
-    /// Copies the bytes of one group to its place.
+    /// Copies the bytes of one group to their position.
     fn put(&mut self, codes: &[u8], scales: &[u8], place: &Place) {
         let (width, bytes) = (place.blocks, self.block_bytes);
         let rows = scales.chunks_exact(width.max(1));

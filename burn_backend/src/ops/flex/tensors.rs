@@ -1,4 +1,4 @@
-//! Flex tensors as slices and as the oracle's quantized tensors, and back.
+//! Conversions between Flex tensors, slices and the oracle's quantized tensors.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 use super::super::layout::code_words;
 use super::super::tensors::{MaybeTensor, QuantizedData, QuantizedMatrix};
 
-/// Run `$body` with `$values` bound to the contiguous elements of the float tensor `$x`.
+/// Runs `$body` with `$values` bound to the contiguous elements of the float tensor `$x`.
 macro_rules! with_elements {
     ($x:expr, |$values:ident| $body:expr) => {{
         let x: FlexTensor = $x.to_contiguous();
@@ -35,13 +35,13 @@ macro_rules! with_elements {
 }
 pub(in crate::ops) use with_elements;
 
-/// Rows and columns of a matrix.
+/// Returns rows and columns of a matrix.
 pub(in crate::ops) fn matrix(x: &FlexTensor) -> (usize, usize) {
     let shape = x.layout().shape();
     (shape[0], shape[1])
 }
 
-/// The rows of each group, from their offsets.
+/// Converts offsets to the rows of each group.
 pub(super) fn ranges(offsets: &FlexTensor, rows: usize) -> Vec<Range<usize>> {
     let offsets = offsets.to_contiguous();
     let offsets: &[u32] = offsets.storage();
@@ -54,7 +54,8 @@ pub(super) fn ranges(offsets: &FlexTensor, rows: usize) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// Where each group lies when all are concatenated, each padded to a multiple of `unit`.
+/// Returns the range of each group when all groups are concatenated, each padded to a multiple of
+/// `unit`.
 pub(super) fn side_by_side(groups: &[Range<usize>], unit: usize) -> Vec<Range<usize>> {
     let mut end = 0;
     groups
@@ -67,12 +68,12 @@ pub(super) fn side_by_side(groups: &[Range<usize>], unit: usize) -> Vec<Range<us
         .collect()
 }
 
-/// The oracle's result for arguments that were checked before.
+/// Unwraps the oracle's result for arguments that were checked before.
 pub(super) fn trusted<T>(result: Result<T, Nvfp4Error>) -> T {
     result.unwrap_or_else(|error| panic!("nvfp4 on Flex: {error}"))
 }
 
-/// A quantized matrix of these bytes and amax values.
+/// Creates a quantized matrix from bytes and amax values.
 pub(super) fn upload(
     codes: &[u8],
     scales: Vec<u8>,
@@ -108,7 +109,7 @@ pub(super) fn upload(
     }
 }
 
-/// The oracle's view of a packed matrix. How its codes were rounded does not matter any more.
+/// Returns the oracle's view of a packed matrix. The rounding of its codes is not recorded.
 pub(super) fn download(packed: QuantizedMatrix<Flex>) -> QuantizedTensor {
     let layout = packed.layout;
     let amax = amax_values(packed.amax.clone());
@@ -124,7 +125,7 @@ pub(super) fn download(packed: QuantizedMatrix<Flex>) -> QuantizedTensor {
     ))
 }
 
-/// The amax values; none of a format without a global scale.
+/// Returns the amax values; empty for a format without a global scale.
 pub(in crate::ops) fn amax_values(amax: MaybeTensor<Flex>) -> Vec<f32> {
     let amax = amax.into_option();
     amax.map_or_else(Vec::new, |amax| {
@@ -132,7 +133,8 @@ pub(in crate::ops) fn amax_values(amax: MaybeTensor<Flex>) -> Vec<f32> {
     })
 }
 
-/// The bytes of codes: of 4-bit ones, the first code in the low half of the first byte.
+/// Returns the bytes of codes; for 4-bit codes, the first code is in the low half of the first
+/// byte.
 fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
     let codes = codes.to_contiguous();
     match codes.dtype() {
@@ -141,7 +143,7 @@ fn code_bytes(codes: &FlexTensor) -> Vec<u8> {
     }
 }
 
-/// The bytes of words of codes.
+/// Returns the bytes of words of codes.
 pub(in crate::ops) fn bytes_of(words: &[u32]) -> Vec<u8> {
     let mut bytes = vec![0u8; 4 * words.len()];
     for (bytes, word) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(words) {
@@ -150,7 +152,7 @@ pub(in crate::ops) fn bytes_of(words: &[u32]) -> Vec<u8> {
     bytes
 }
 
-/// An `f32` matrix with each element rounded once to `dtype`. Flex's own cast runs on one core.
+/// Rounds each element of an `f32` matrix once to `dtype`. Flex's own cast runs on one core.
 pub(in crate::ops) fn narrow(x: FlexTensor, dtype: FloatDType) -> FlexTensor {
     fn rounded<T: BurnElement>(x: &FlexTensor, round: fn(f32) -> T) -> FlexTensor {
         let values: Vec<T> = x

@@ -1,4 +1,4 @@
-//! Linear layers of weights in FP8 on the primitives of a backend: an extension trait of its own.
+//! Linear layers with FP8 weights on the primitives of a backend, as a separate extension trait.
 //! [`nn`](crate::nn) checks the arguments before anything is queued.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -15,13 +15,13 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 
-/// A weight `[n, k]` in FP8: element `(n, k)` is `e4m3(code) · scale[n]`.
+/// Weight `[n, k]` in FP8: element `(n, k)` is `e4m3(code) · scale[n]`.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct Fp8Tensors<B: Backend> {
     /// E4M3 bytes, `u32[n, k / 4]`: the first code in the lowest byte.
     pub codes: IntTensor<B>,
-    /// `f32[n]`.
+    /// Row scales, `f32[n]`.
     pub scales: FloatTensor<B>,
 }
 
@@ -33,13 +33,14 @@ pub struct Fp8Tensors<B: Backend> {
     Autodiff
 )]
 pub trait Fp8Ops: Backend {
-    /// The rows of `w` (`[n, k]`) in FP8, each with the scale `amax / 448`: see
-    /// [`fp8_quantize_rows`](nvfp4_kernels::reference::fp8_quantize_rows). `k` is a multiple of 4.
+    /// Quantizes the rows of `w` (`[n, k]`) to FP8, each with the scale `amax / 448`; see
+    /// [`fp8_quantize_rows`](nvfp4_kernels::reference::fp8_quantize_rows). `k` must be a multiple
+    /// of 4.
     #[fusion(meta = meta::quantize)]
     fn nvfp4_fp8_quantize(w: FloatTensor<Self>) -> Fp8Tensors<Self>;
 
-    /// `x wᵀ` for `x` (`[rows, k]`), `[rows, n]`: summed up in `f32`, multiplied with the scales
-    /// and rounded once to the type of `x`. `k` is a multiple of 64.
+    /// Computes `x wᵀ` for `x` (`[rows, k]`), `[rows, n]`: accumulates in `f32`, multiplies by the
+    /// scales, and rounds once to the dtype of `x`. `k` must be a multiple of 64.
     #[fusion(meta = meta::linear)]
     fn nvfp4_fp8_linear(
         x: FloatTensor<Self>,

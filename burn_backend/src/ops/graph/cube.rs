@@ -1,4 +1,4 @@
-//! Cube: kernels that write where a graph reads.
+//! Cube: kernels that write to the buffers that a graph reads.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -10,18 +10,19 @@ use nvfp4_kernels::{graph, quantize, zeroed};
 use super::super::cube::tensors::{launched, owned, settle};
 use super::GraphOps;
 
-/// Bytes of the allocations that make room: few for a large model, and small beside a small one's.
+/// Bytes per allocation that makes room: few allocations for a large model, and small relative to a
+/// small model.
 const PIECE: u64 = 4 << 20;
 
-/// Offsets in the memory of devices.
+/// Offsets in device memory.
 static OFFSETS: Mutex<Vec<(CubeDevice, Handle)>> = Mutex::new(Vec::new());
 
 fn offsets() -> MutexGuard<'static, Vec<(CubeDevice, Handle)>> {
     OFFSETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the steps of a graph on the device of `like` add to the offsets of their streams: two words
-/// in its memory.
+/// Returns the offset that the steps of a graph on the device of `like` add to the offsets of their
+/// streams: two words in device memory.
 pub(in crate::ops) fn offset_beside(like: &CubeTensor) -> Handle {
     let offsets = offsets();
     let found = offsets.iter().find(|(of, _)| *of == like.device);
@@ -39,7 +40,7 @@ impl GraphOps for CubeBackend {
     }
 
     fn nvfp4_advance_offset(offset: IntTensor<Self>, step: u32) -> IntTensor<Self> {
-        // In place whoever holds it too: roundings read this buffer.
+        // In place even if other owners exist: rounding kernels read this buffer.
         let offset = into_contiguous(offset);
         let client = &offset.client;
         launched(quantize::advance_offset(client, &offset.handle, step));
@@ -79,16 +80,16 @@ impl GraphOps for CubeBackend {
         let usage = settle(client).usage();
         let free = usage.bytes_reserved.saturating_sub(usage.bytes_in_use);
         let pieces = (free + free / 4).div_ceil(PIECE);
-        // What does not fit is not there: the capture says so if it is missed.
+        // Ignores failed allocations: if the memory is missed, the capture reports it.
         let pieces: Vec<Handle> = (0..pieces).map(|_| client.empty(PIECE as usize)).collect();
-        // All are held by then.
+        // After this, all pieces have been allocated.
         settle(client);
         drop(pieces);
         offset
     }
 
     fn nvfp4_give_back_room(offset: IntTensor<Self>) -> IntTensor<Self> {
-        // What is left is only held longer.
+        // A failure only keeps the memory allocated for longer.
         let _ = offset.client.memory_cleanup();
         offset
     }
@@ -101,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    /// Pools are those of this thread's stream.
+    /// Pools belong to this thread's stream.
     #[test]
     fn room_is_made_and_given_back() {
         const ELEMENTS: usize = 16 << 20;

@@ -1,10 +1,10 @@
-//! Flex: it has no graphs, and a tensor's memory is whoever's holds it.
+//! Flex: no graphs, and no control over the address of a tensor's memory.
 
 use burn_core::backend::{Flex, tensor::IntTensor};
 
 use super::GraphOps;
 
-/// What [`graph`](crate::graph) says before any of these is queued.
+/// [`graph`](crate::graph) returns this error before any of these operations is queued.
 const NO_GRAPHS: &str = "Flex has no graphs: crate::graph refuses it";
 
 impl GraphOps for Flex {

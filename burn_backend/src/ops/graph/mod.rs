@@ -1,4 +1,4 @@
-//! Buffers that a captured graph reads, as an extension trait of its own: [`graph`](crate::graph)
+//! Buffers that a captured graph reads, as a separate extension trait. [`graph`](crate::graph)
 //! checks the arguments before anything is queued.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -13,7 +13,7 @@ use burn_core::backend::{
     tensor::IntTensor,
 };
 
-/// In-place writes, in the order of the queue.
+/// In-place writes, in queue order.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -21,39 +21,40 @@ use burn_core::backend::{
     Autodiff
 )]
 pub trait GraphOps: Backend {
-    /// The elements of `from` in the buffer of `out`, unless others hold that too: then in a new
-    /// one. Both are of one shape and type.
+    /// Copies the elements of `from` to the buffer of `out`, or to a new buffer if others hold that
+    /// one too. Both have one shape and dtype.
     #[fusion(meta = meta::copy_into)]
     fn nvfp4_copy_into(out: IntTensor<Self>, from: IntTensor<Self>) -> IntTensor<Self>;
 
-    /// `offset`, `u32[2]` with the low word first, advanced by `step` in its buffer.
+    /// Advances `offset`, `u32[2]` with the low word first, by `step` in its buffer.
     #[fusion(meta = meta::advance_offset)]
     fn nvfp4_advance_offset(offset: IntTensor<Self>, step: u32) -> IntTensor<Self>;
 
-    /// Where it `begins`, stochastic rounding whose parameters say
-    /// [`offset_in_memory`](super::QuantParams::offset_in_memory), on the device of `offset` and
-    /// queued later, adds it to the offset of its stream. Else it is forgotten.
+    /// If `begins`, stochastic rounding that is queued later on the device of `offset`, with
+    /// parameters that set [`offset_in_memory`](super::QuantParams::offset_in_memory), adds
+    /// `offset` to the offset of its stream. Otherwise removes that setting.
     #[fusion(meta = meta::draw_at)]
     fn nvfp4_draw_at(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
 
-    /// A step begins where `begins`, else one ends: kernels queued between share what clears the
-    /// words they count in, or raise to an amax.
+    /// Marks the begin of a step if `begins`, otherwise its end. Kernels queued in between share
+    /// one clearing of the words that they count in or atomically raise to an amax.
     #[fusion(meta = meta::mark_step)]
     fn nvfp4_mark_step(offset: IntTensor<Self>, begins: bool) -> IntTensor<Self>;
 
-    /// `offset`, after the kernels of the graph that is being captured on its device overlap, as far
-    /// as it goes: see `nvfp4_kernels::graph::overlap_kernels`, whose contract the caller keeps.
+    /// Lets the kernels of the graph that is being captured on the device of `offset` overlap,
+    /// where possible, and returns `offset`. See `nvfp4_kernels::graph::overlap_kernels`, whose
+    /// contract the caller must keep.
     #[fusion(meta = meta::same)]
     fn nvfp4_overlap_kernels(offset: IntTensor<Self>) -> IntTensor<Self>;
 
-    /// `offset`, after the pools of its device got more free memory than they have: the same step
-    /// in a capture, in which no page can be added, may find that its free memory is in other
-    /// pieces.
+    /// Allocates free memory in the pools of the device of `offset`, and returns `offset`. During a
+    /// capture no page can be added, and the same step may find its free memory fragmented
+    /// differently.
     #[fusion(meta = meta::same)]
     fn nvfp4_make_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 
-    /// `offset`, after the pools of its device have given back the pages that nothing holds, a graph
-    /// neither: what a capture did not need of the room that was made for it.
+    /// Frees the pages in the pools of the device of `offset` that neither a tensor nor a graph
+    /// holds, and returns `offset`: the reserved memory that a capture did not need.
     #[fusion(meta = meta::same)]
     fn nvfp4_give_back_room(offset: IntTensor<Self>) -> IntTensor<Self>;
 }

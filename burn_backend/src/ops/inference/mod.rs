@@ -1,6 +1,5 @@
-//! What inference has beyond training: quantization under a global scale that is given, as an
-//! extension trait of its own. [`functions`](crate::functions) checks the arguments before anything
-//! is queued.
+//! Operations only for inference: quantization with a given global scale, as a separate extension
+//! trait. [`functions`](crate::functions) checks the arguments before anything is queued.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
@@ -22,24 +21,24 @@ use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
 use super::tensors::{QuantizedMatrix, RowGroups};
 
-/// 1x16 blocks to nearest, under a given global scale.
+/// 1x16 blocks rounded to nearest, with a given global scale.
 pub(crate) const STATIC: QuantParams = QuantParams {
     scaling: BlockScaling::Static,
     ..QuantParams::nvfp4(Rounding::Nearest)
 };
 
-/// A packed weight, or a stack of them.
+/// Shape of a packed weight, or of a stack of packed weights.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PackedShape {
-    /// Rows of one matrix, and their length.
+    /// Number of rows of one matrix, and their length.
     pub(crate) matrix: (usize, usize),
-    /// The number of matrices, where each multiplies a group of rows.
+    /// Number of matrices, if each multiplies a group of rows.
     pub(crate) stack: Option<usize>,
 }
 
 impl PackedShape {
-    /// The form in which the GEMM of `rows` rows of an input by `x` with this weight reads both on
-    /// `device`.
+    /// Returns the form in which the GEMM of this weight with `rows` rows of an input quantized by
+    /// `x` reads both operands on `device`.
     pub(crate) fn form(&self, device: &Device, x: &OperandSpec, rows: usize) -> StoredForm {
         let (n, k) = self.matrix;
         let gemm = LayerGemm {
@@ -52,7 +51,7 @@ impl PackedShape {
     }
 }
 
-/// What `gemm` reads of its operands on `device`.
+/// Returns the operand form that `gemm` reads on `device`.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> PackedReads {
     match device {
@@ -64,7 +63,7 @@ fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> PackedReads {
     }
 }
 
-/// Flex reads rows.
+/// Returns rows, which Flex reads.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 fn reads(_gemm: &LayerGemm<'_>, _device: &DispatchDevice) -> PackedReads {
     PackedReads::Compact
@@ -78,10 +77,10 @@ fn reads(_gemm: &LayerGemm<'_>, _device: &DispatchDevice) -> PackedReads {
     Autodiff
 )]
 pub trait InferenceOps: Backend {
-    /// The rowwise NVFP4 tensor of `x` (`[rows, cols]`) in 1x16 blocks to nearest, under the factor
-    /// `global` that dequantizes: `f32[1]`, or one for each of `groups`. It stands in the amax's
-    /// place, see [`BlockScaling::Static`]; larger values than it was made for saturate. The result
-    /// is packed, in this `form`.
+    /// Quantizes `x` (`[rows, cols]`) to a row-wise NVFP4 tensor in 1x16 blocks, rounded to
+    /// nearest, with the dequantizing scale `global`: `f32[1]`, or one per group of `groups`. It is
+    /// stored instead of the amax, see [`BlockScaling::Static`]; values beyond its range saturate.
+    /// The result is packed, in this `form`.
     #[fusion(meta = meta::quantize_static)]
     fn nvfp4_quantize_static(
         x: FloatTensor<Self>,

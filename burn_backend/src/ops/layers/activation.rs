@@ -19,7 +19,7 @@ use super::super::float_dtype;
 
 /// Activations on the primitives of a backend.
 ///
-/// Matrices are `[rows, cols]`, of type `f32`, `bf16` or `f16`; each element is computed in `f32`
+/// Matrices are `[rows, cols]`, of dtype `f32`, `bf16` or `f16`; each element is computed in `f32`
 /// and rounded once. The bits are those of
 /// [`reference::activation`](nvfp4_kernels::reference::activation) on every device.
 #[backend_extension(
@@ -29,13 +29,13 @@ use super::super::float_dtype;
     Autodiff
 )]
 pub trait ActivationOps: Backend {
-    /// `activation` of the rows of `x`: of its shape and type, but half as wide for
-    /// [`Activation::SwiGlu`]. `Autodiff` keeps `x` for the backward, and nothing else.
+    /// Applies `activation` to the rows of `x`. The result has the shape and dtype of `x`, but half
+    /// the width for [`Activation::SwiGlu`]. `Autodiff` keeps only `x` for the backward.
     #[fusion(meta = meta::forward)]
     fn nvfp4_activation(x: FloatTensor<Self>, activation: Activation) -> FloatTensor<Self>;
 
-    /// The gradient of [`nvfp4_activation`](Self::nvfp4_activation) by `x`, of its shape and type,
-    /// given `grad`, that of the output, of its type too.
+    /// Computes the gradient of [`nvfp4_activation`](Self::nvfp4_activation) by `x`, in its shape
+    /// and dtype, given the gradient `grad` of the output, which has the same dtype.
     #[fusion(meta = meta::backward)]
     fn nvfp4_activation_backward(
         grad: FloatTensor<Self>,
@@ -65,7 +65,7 @@ mod meta {
     }
 }
 
-/// An activation: parents `[x]`.
+/// Activation: parents `[x]`.
 #[derive(Debug)]
 struct ActivationStep;
 

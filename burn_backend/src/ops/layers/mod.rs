@@ -1,7 +1,7 @@
-//! What stands between linear layers: norms and activations, each an extension trait of its own.
+//! Norms and activations between linear layers, each as a separate extension trait.
 //!
-//! As in [`ops`](super), arguments are trusted here: [`functions`](crate::functions) checks them
-//! before anything is queued.
+//! As in [`ops`](super), arguments are not checked here: [`functions`](crate::functions) checks
+//! them before anything is queued.
 
 mod activation;
 mod norm;

@@ -1,4 +1,4 @@
-//! RMSNorm and LayerNorm, with the addition of a residual before them.
+//! RMSNorm and LayerNorm, with an optional fused residual addition.
 
 use std::sync::{Arc, Mutex};
 
@@ -22,61 +22,62 @@ use super::super::dtype::cast;
 use super::super::spec::OutputAmax;
 use super::super::{MaybeTensor, float_dtype};
 
-/// Which norm, and what is added to the mean square, or to the variance.
+/// Kind and parameters of a norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormSpec {
-    /// Which norm.
+    /// Kind of the norm.
     pub norm: Norm,
-    /// ε.
+    /// ε, added to the mean square or to the variance.
     pub epsilon: f32,
-    /// What the layer behind the norm needs to quantize its output, which the pass that writes the
-    /// output then finds. No bit of a result depends on it.
+    /// Amax values that the next layer needs to quantize the output; the pass that writes the
+    /// output computes them. Does not affect any bit of the results.
     pub amax: Option<OutputAmax>,
-    /// The same of the gradient of `x`, for the layer that gave `x`.
+    /// Amax values of the gradient of `x`, for the layer that computed `x`.
     pub grad_amax: Option<OutputAmax>,
 }
 
-/// What the forward of a norm gives.
+/// Result of the forward of a norm.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct NormResult<B: Backend> {
-    /// The sum of `x` and the residual, rounded to their type, if there is a residual.
+    /// Sum of `x` and the residual, rounded to their dtype, if there is a residual.
     #[extension_type]
     pub sum: MaybeTensor<B>,
-    /// The normalised rows, of the shape and type of `x`.
+    /// Normalized rows, of the shape and dtype of `x`.
     pub normed: FloatTensor<B>,
-    /// What the backward needs of each row: the factor, `f32[rows]`, and for [`Norm::Layer`] behind
-    /// these the mean, `f32[2 * rows]`.
+    /// Row statistics for the backward: the factors, `f32[rows]`, and for [`Norm::Layer`] also the
+    /// means after them, `f32[2 * rows]`.
     pub stats: FloatTensor<B>,
 }
 
-/// The gradients of a norm.
+/// Gradients of a norm.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct NormGradients<B: Backend> {
-    /// By what was normalised, and so by `x` and by the residual: of their shape and type.
+    /// Gradient by the normalized tensor, and so by `x` and by the residual, in their shape and
+    /// dtype.
     pub x: FloatTensor<B>,
-    /// By the gain, `f32[cols]`.
+    /// Gradient by the gain, `f32[cols]`.
     pub gain: FloatTensor<B>,
-    /// By the bias, `f32[cols]`, where it is wanted.
+    /// Gradient by the bias, `f32[cols]`, if requested.
     #[extension_type]
     pub bias: MaybeTensor<B>,
 }
 
-/// A norm's result for the layers behind it.
+/// Result of a norm for the following layers.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct NormOutput<B: Backend> {
-    /// What was normalised: `x`, or the sum of `x` and the residual.
+    /// Normalized tensor: `x`, or the sum of `x` and the residual.
     pub sum: FloatTensor<B>,
-    /// The normalised rows.
+    /// Normalized rows.
     pub normed: FloatTensor<B>,
 }
 
 /// Norms on the primitives of a backend.
 ///
-/// Matrices are `[rows, cols]` with at least one column, of type `f32`, `bf16` or `f16`; arithmetic
-/// is in `f32`. The bits are those of
+/// Matrices are `[rows, cols]` with at least one column, of dtype `f32`, `bf16` or `f16`;
+/// arithmetic is in `f32`. The bits are those of
 /// [`reference::norm_forward`](nvfp4_kernels::reference::norm_forward) and
 /// [`reference::norm_backward`](nvfp4_kernels::reference::norm_backward) on every device. Only
 /// [`nvfp4_norm`](Self::nvfp4_norm) is differentiable; under `Autodiff` the results of the others
@@ -88,8 +89,8 @@ pub struct NormOutput<B: Backend> {
     Autodiff
 )]
 pub trait NormOps: Backend {
-    /// The norm of each row of `x`, or of the sum of `x` and `residual`, which has its shape and
-    /// type. `gain` is `f32[cols]`, and so is `bias`, which [`Norm::Rms`] has not.
+    /// Computes the norm of each row of `x`, or of the sum of `x` and `residual`, which has the
+    /// same shape and dtype. `gain` and `bias` are `f32[cols]`; [`Norm::Rms`] has no bias.
     #[fusion(meta = meta::forward)]
     fn nvfp4_norm_forward(
         x: FloatTensor<Self>,
@@ -99,9 +100,10 @@ pub trait NormOps: Backend {
         spec: NormSpec,
     ) -> NormResult<Self>;
 
-    /// The gradients of [`nvfp4_norm_forward`](Self::nvfp4_norm_forward), given `grad`, that of the
-    /// normalised rows, and `sum_grad`, that of the sum by its other uses. `x` is what was
-    /// normalised, and all three have one shape and type; `bias` says whether there is one.
+    /// Computes the gradients of [`nvfp4_norm_forward`](Self::nvfp4_norm_forward), given the
+    /// gradient `grad` of the normalized rows, and the gradient `sum_grad` of the sum from its
+    /// other uses. `x` is the tensor that was normalized; all three have one shape and dtype.
+    /// `bias` is true if there is a bias.
     #[fusion(meta = meta::backward)]
     fn nvfp4_norm_backward(
         grad: FloatTensor<Self>,
@@ -113,9 +115,9 @@ pub trait NormOps: Backend {
         spec: NormSpec,
     ) -> NormGradients<Self>;
 
-    /// The sum and the norm of [`nvfp4_norm_forward`](Self::nvfp4_norm_forward). `Autodiff`
-    /// overrides it: the backward takes the gradients of both and adds them in the pass that
-    /// computes them. What is kept for it is the sum and the statistics of its rows.
+    /// Computes the sum and the norm of [`nvfp4_norm_forward`](Self::nvfp4_norm_forward).
+    /// `Autodiff` overrides it with a backward that adds the gradients of both results in the pass
+    /// that computes them. It keeps the sum and the statistics of its rows.
     #[fusion(default)]
     fn nvfp4_norm(
         x: FloatTensor<Self>,
@@ -186,7 +188,7 @@ mod meta {
     }
 }
 
-/// The gradients of a norm's two results, which arrive one after another.
+/// Gradients of a norm's two results, which arrive one after the other.
 #[derive(Debug)]
 struct Arrived<B: Backend> {
     sum: Option<FloatTensor<B>>,
@@ -195,7 +197,7 @@ struct Arrived<B: Backend> {
 
 type Arrivals<B> = Arc<Mutex<Arrived<B>>>;
 
-/// What the backward of a norm needs.
+/// State saved for the backward of a norm.
 #[derive(Clone, Debug)]
 struct SavedNorm<B: Backend> {
     x: FloatTensor<B>,
@@ -206,10 +208,11 @@ struct SavedNorm<B: Backend> {
     arrivals: Arrivals<B>,
 }
 
-/// A norm, whose results are those of two [`Arrival`]s: parents `[x, residual, gain, bias]`.
+/// Norm whose results are those of two [`Arrival`]s: parents `[x, residual, gain, bias]`.
 ///
-/// Autodiff's operations have one result each. The gradients of both are needed at once, so the
-/// nodes of the results put theirs aside, and this one, which runs when both have run, computes.
+/// Autodiff's operations have one result each, but the gradients of both results are needed at
+/// once. The nodes of the results therefore store their gradients, and this node, which runs after
+/// both, computes the backward.
 #[derive(Debug)]
 struct NormStep;
 
@@ -235,7 +238,7 @@ impl<B: NormOps> Backward<B, 4> for NormStep {
             (arrived.sum.take(), arrived.normed.take())
         };
         let dtype = float_dtype(x.dtype());
-        // Where only the sum was used, the norm's gradient is zero.
+        // If only the sum was used, the norm's gradient is zero.
         let grad = match grad {
             Some(grad) => cast::<B>(grad, dtype),
             None => B::float_zeros(x.shape(), &x.device(), dtype),
@@ -257,7 +260,7 @@ impl<B: NormOps> Backward<B, 4> for NormStep {
     }
 }
 
-/// One of the results of a norm: parents `[the norm]`.
+/// One of the results of a norm: parents `[norm]`.
 #[derive(Debug)]
 enum Arrival {
     Sum,
@@ -379,7 +382,7 @@ impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
 
 type Guard = burn_core::backend::autodiff::ops::NodeGuard;
 
-/// A tensor that may be missing, and its node, or `absent`.
+/// Returns a tensor that may be missing, and its node, or `absent`.
 fn parts<B: Backend, C: CheckpointStrategy>(
     tensor: Option<FloatTensor<Autodiff<B, C>>>,
     absent: Guard,

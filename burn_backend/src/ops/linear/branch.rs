@@ -1,8 +1,8 @@
-//! Operands that are made beside others in the steps of a graph.
+//! Operands that are quantized concurrently with others in the steps of a graph.
 //!
-//! A weight is quantized by kernels that are too small to fill a GPU, and MS-EDEN waits for its
-//! amax. In a step that is captured these run beside the kernels that quantize activations, or
-//! gradients, which need nothing of them.
+//! The kernels that quantize a weight are too small to fill a GPU, and MS-EDEN waits for its amax.
+//! In a captured step they overlap with the kernels that quantize activations or gradients, which
+//! are independent of them.
 
 use std::iter;
 
@@ -18,8 +18,8 @@ use crate::ops::{
     RowGroups, StoredForm,
 };
 
-/// Whether a layer makes operands in a branch: in the steps of a graph, on one rank, from matrices
-/// without groups. Telemetry, which reads values back, is not in such steps.
+/// Returns true if a layer quantizes operands in a branch: in the steps of a graph, on one rank,
+/// for matrices without groups, and without telemetry, which reads values back.
 fn has_branches<B: Backend>(
     groups: &RowGroups<B>,
     spec: &LinearSpec,
@@ -32,7 +32,7 @@ fn has_branches<B: Backend>(
         && context.probe.is_none()
 }
 
-/// A branch that begins here, and reads these operands.
+/// Begins a branch that reads these operands.
 fn begin<B: Nvfp4KernelOps>(reads: &[&Operand<B>]) -> Branch {
     let branch = Branch::default();
     let points = iter::once(BranchPoint::Begin).chain(iter::repeat(BranchPoint::Reads));
@@ -42,7 +42,7 @@ fn begin<B: Nvfp4KernelOps>(reads: &[&Operand<B>]) -> Branch {
     branch
 }
 
-/// `operand`, at this point of `branch`, if there is one.
+/// Marks this point of `branch`, if any, and returns `operand`.
 pub(super) fn at<B: Nvfp4KernelOps>(
     branch: Option<&Branch>,
     point: BranchPoint,
@@ -55,7 +55,7 @@ pub(super) fn at<B: Nvfp4KernelOps>(
 }
 
 impl<B: Nvfp4KernelOps> LinearRequest<B> {
-    /// The branch that quantizes the weight, beside what quantizes the input, if it begins here.
+    /// Returns the branch that quantizes the weight concurrently with the input, if it begins here.
     pub(super) fn weight_branch(&self) -> Option<Branch> {
         let is_quantized = self.spec.fprop_w != OperandSpec::HighPrecision;
         let has_branches = has_branches(&self.groups, &self.spec, &self.context);
@@ -64,7 +64,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     }
 }
 
-/// The operands of dgrad and wgrad that are made from those of the forward, in a branch that has
+/// Operands of dgrad and wgrad that are derived from those of the forward, in a branch that has
 /// ended.
 pub(super) struct MadeBeside<B: Backend> {
     w: Option<Operand<B>>,
@@ -73,8 +73,8 @@ pub(super) struct MadeBeside<B: Backend> {
 }
 
 impl<B: Nvfp4KernelOps> MadeBeside<B> {
-    /// Makes them, if there are any: for dgrad and for wgrad, in these forms, of what the forward
-    /// of a layer has saved of its weight and of its input, which is of type `dtype`.
+    /// Derives the operands of dgrad and wgrad, if any, in these forms, from the `saved` state of
+    /// the weight and of the input, which has dtype `dtype`.
     pub(super) fn new(
         saved: (Option<&SavedWeight<B>>, Option<&SavedOperand<B>>),
         (spec, context, groups): (&LinearSpec, &LinearContext, &RowGroups<B>),
@@ -105,7 +105,8 @@ impl<B: Nvfp4KernelOps> MadeBeside<B> {
         Some(made)
     }
 
-    /// What is saved of `w` and `x`, with these operands, for what is queued from here on.
+    /// Joins the branch, and returns the saved state of `w` and `x` with these operands for later
+    /// work.
     pub(super) fn join(
         mut self,
         w: Option<SavedWeight<B>>,

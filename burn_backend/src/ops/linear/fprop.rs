@@ -1,4 +1,4 @@
-//! The GEMM of a forward, which the backward may run again.
+//! Forward GEMM, which the backward may run again.
 
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
@@ -7,20 +7,20 @@ use super::weight::SavedPart;
 use crate::ops::sharding::LinearSharding;
 use crate::ops::{GemmGroups, MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec};
 
-/// The weight of the GEMM.
+/// Weight of the GEMM.
 #[derive(Clone, Debug)]
 pub(super) enum FpropWeight<B: Backend> {
-    /// Its operand.
+    /// Operand of the weight.
     Made(Operand<B>),
-    /// The operand, which is gathered again from this rank's part, by this spec, where it is not
-    /// there.
+    /// Operand of the weight, or if it is missing, this rank's shard and the spec to gather it
+    /// again.
     Gathered {
         made: Option<Operand<B>>,
         again: Box<(SavedPart<B>, OperandSpec)>,
     },
 }
 
-/// The GEMM: whenever it runs, its bits are the same.
+/// Forward GEMM: every run gives the same bits.
 #[derive(Clone, Debug)]
 pub(in crate::ops) struct Fprop<B: Backend> {
     pub(super) x: Operand<B>,
@@ -32,7 +32,7 @@ pub(in crate::ops) struct Fprop<B: Backend> {
 }
 
 impl<B: Nvfp4KernelOps> Fprop<B> {
-    /// The same GEMM, to be kept until it runs again: without a weight that can be gathered again.
+    /// Returns the GEMM to keep for another run: drops a weight that can be gathered again.
     pub(in crate::ops) fn kept(&self) -> Self {
         let mut kept = self.clone();
         if let FpropWeight::Gathered { made, .. } = &mut kept.w {
@@ -41,7 +41,7 @@ impl<B: Nvfp4KernelOps> Fprop<B> {
         kept
     }
 
-    /// The output.
+    /// Computes the output.
     pub(in crate::ops) fn run(self) -> FloatTensor<B> {
         let w = self.w.operand(self.dtype);
         match self.sharding {
@@ -50,7 +50,8 @@ impl<B: Nvfp4KernelOps> Fprop<B> {
         }
     }
 
-    /// The same GEMM with its weight, and the operand of that, if it was gathered again.
+    /// Gathers the weight if it is missing. Also returns its operand if the weight can be gathered
+    /// again.
     pub(super) fn gathered(mut self) -> (Self, Option<Operand<B>>) {
         let FpropWeight::Gathered { .. } = &self.w else {
             return (self, None);

@@ -1,8 +1,8 @@
-//! A linear layer whose gradients are required: the operands of its three GEMMs, each quantized
-//! once, and its backward.
+//! Linear layer with gradients: quantizes each operand of its three GEMMs once, and computes the
+//! backward.
 //!
-//! One implementation for a weight that multiplies all rows and for a stack of weights, one for
-//! each group of rows.
+//! One implementation covers both a single weight for all rows and a stack of weights, one per
+//! group of rows.
 
 mod branch;
 mod fprop;
@@ -33,7 +33,7 @@ pub(crate) use request::{LinearRequest, RequiresGrad};
 use saved::SavedOperand;
 use weight::{CachedOperands, SavedWeight, weight_slot};
 
-/// Gradients of `x`, `w` and the bias, as far as they are required and do not
+/// Gradients of `x`, `w` and the bias that are required and do not
 /// [wait](super::collective::Waiting).
 pub(crate) struct LinearGradients<B: Backend> {
     pub(crate) x: Option<FloatTensor<B>>,
@@ -41,8 +41,8 @@ pub(crate) struct LinearGradients<B: Backend> {
     pub(crate) bias: Option<FloatTensor<B>>,
 }
 
-/// What the operands of the backward's GEMMs are, or are made from: quantized tensors where they
-/// are quantized, and nothing else.
+/// State saved for the backward: the operands of its GEMMs, or the tensors they are derived from.
+/// Only quantized tensors if the operands are quantized.
 #[derive(Clone, Debug)]
 pub(crate) struct SavedForBackward<B: Backend> {
     /// `x` for wgrad, if the weight needs a gradient.
@@ -53,15 +53,16 @@ pub(crate) struct SavedForBackward<B: Backend> {
     d_in: usize,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
-    /// Type of the bias, if there is one and it needs a gradient.
+    /// Dtype of the bias, if it needs a gradient.
     bias_dtype: Option<FloatDType>,
     spec: LinearSpec,
-    /// Without the cache of the weight.
+    /// Context without the weight cache.
     context: LinearContext,
     groups: RowGroups<B>,
 }
 
-/// What telemetry compares an operand of `role` with, of the values `x` that this rank has.
+/// Returns the source values for the telemetry of an operand of `role`, given this rank's values
+/// `x`.
 fn probed<B: Nvfp4KernelOps>(
     x: FloatTensor<B>,
     role: Role,
@@ -74,10 +75,10 @@ fn probed<B: Nvfp4KernelOps>(
 }
 
 impl<B: Nvfp4KernelOps> SavedForBackward<B> {
-    /// The output of `fprop`, the layer's, once more.
+    /// Runs `fprop`, the forward GEMM of the layer, again.
     pub(super) fn run_again(&mut self, fprop: Fprop<B>) -> FloatTensor<B> {
         let (fprop, gathered) = fprop.gathered();
-        // Gathered once for both GEMMs, where the operand of dgrad is made from that of fprop.
+        // Gathered once for both GEMMs, if the operand of dgrad is derived from that of fprop.
         if let Some(w) = gathered
             && self.w.is_some()
             && !self.spec.has_weight_pair()
@@ -87,7 +88,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         fprop.run()
     }
 
-    /// The gradients, from the gradient `dy` of the output (`[m, d_out]`).
+    /// Computes the gradients from the gradient `dy` of the output (`[m, d_out]`).
     pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
         let probe = self.context.probe.as_ref();
@@ -159,7 +160,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         LinearGradients { x, w, bias }
     }
 
-    /// `dy` for dgrad and for wgrad, as far as they are required, in the forms of these GEMMs.
+    /// Quantizes `dy` for dgrad and for wgrad, as far as required, in the forms of these GEMMs.
     fn quantize_dy(
         &self,
         dy: QuantSource<B>,
@@ -171,7 +172,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
         let row_form = dgrad.once;
-        // The contraction of both operands of wgrad is padded as that of the one that is kept.
+        // The K dimension of both operands of wgrad is padded like that of the saved operand.
         let col_form = match &self.x {
             Some(SavedOperand::Made(Operand::Quantized(x)))
                 if x.layout.scale_layout != ScaleLayout::Compact =>
@@ -214,17 +215,17 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     }
 }
 
-/// The three GEMMs of a layer, as far as the forms of their operands depend on them.
+/// Properties of the three GEMMs of a layer that determine the forms of their operands.
 struct LayerGemms<'a, B: Backend> {
     spec: &'a LinearSpec,
     groups: &'a RowGroups<B>,
     context: &'a LinearContext,
-    /// Tokens, `d_in` and `d_out`; of a layer that is sharded, what the rank has of each.
+    /// Numbers of tokens, `d_in` and `d_out`; for a sharded layer, those of this rank.
     shape: (usize, usize, usize),
 }
 
 impl<B: Backend> LayerGemms<'_, B> {
-    /// The forms of the operands of fprop.
+    /// Returns the forms of the operands of fprop.
     fn fprop(&self, device: &B::Device) -> Forms {
         let (tokens, d_in, d_out) = self.shape;
         let gemm = LayerGemm {
@@ -236,7 +237,7 @@ impl<B: Backend> LayerGemms<'_, B> {
         self.context.forms::<B>(&gemm, device)
     }
 
-    /// The forms of the operands of dgrad.
+    /// Returns the forms of the operands of dgrad.
     fn dgrad(&self, device: &B::Device) -> Forms {
         let (tokens, d_in, d_out) = self.shape;
         let gemm = LayerGemm {
@@ -248,7 +249,7 @@ impl<B: Backend> LayerGemms<'_, B> {
         self.context.forms::<B>(&gemm, device)
     }
 
-    /// The forms of the operands of wgrad.
+    /// Returns the forms of the operands of wgrad.
     fn wgrad(&self, device: &B::Device) -> Forms {
         let (tokens, d_in, d_out) = self.shape;
         let gemm = LayerGemm {
@@ -261,7 +262,7 @@ impl<B: Backend> LayerGemms<'_, B> {
     }
 }
 
-/// The output of a layer whose gradients are not required.
+/// Computes the output of a layer whose gradients are not required.
 pub(super) fn infer<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     params: LinearParams<B>,
@@ -311,14 +312,14 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
 }
 
 impl<B: Nvfp4KernelOps> LinearRequest<B> {
-    /// The output, and the operands of `x` and `w` for the backward.
+    /// Returns the output, and the saved operands of `x` and `w` for the backward.
     pub(crate) fn forward(self) -> (FloatTensor<B>, SavedForBackward<B>) {
         let (fprop, saved) = self.quantize(false);
         (fprop.run(), saved)
     }
 
-    /// The GEMM of the forward, and the operands of `x` and `w` for the backward. Operands that are
-    /// `kept` are packed.
+    /// Returns the forward GEMM, and the saved operands of `x` and `w` for the backward. If `kept`,
+    /// the operands of the GEMM are packed.
     pub(super) fn quantize(self, kept: bool) -> (Fprop<B>, SavedForBackward<B>) {
         let x_dtype = self.x.dtype();
         let w_dtype = float_dtype(self.w.dtype());
@@ -428,7 +429,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (fprop, saved)
     }
 
-    /// The forms of the operands, those of gradients that are not required being rows.
+    /// Returns the forms of the operands; rows for gradients that are not required.
     fn forms(&self) -> LinearForms {
         let (tokens, d_in) = self.x.shape();
         let (device, d_out) = (self.x.device(), *self.w.shape().last().expect("a matrix"));
@@ -448,7 +449,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
 }
 
 impl<B: Backend> RowGroups<B> {
-    /// Where each group of tokens begins, if there are groups.
+    /// Returns the offsets of the groups of tokens, if any.
     pub(super) fn offsets(&self) -> Option<&IntTensor<B>> {
         match self {
             Self::Offsets(offsets) | Self::Window { offsets, .. } => Some(offsets),
@@ -456,7 +457,7 @@ impl<B: Backend> RowGroups<B> {
         }
     }
 
-    /// What rows of no group are.
+    /// Returns the contents of rows of no group.
     pub(super) fn others(&self) -> OtherRows {
         match self {
             Self::Window { .. } => OtherRows::Undefined,
@@ -464,7 +465,7 @@ impl<B: Backend> RowGroups<B> {
         }
     }
 
-    /// The groups of the weights, for these groups of tokens.
+    /// Returns the groups of the weights for these groups of tokens.
     pub(super) fn of_weights(&self) -> Self {
         match self.offsets() {
             Some(offsets) => Self::Batch(offsets.shape()[0] - 1),
@@ -472,7 +473,7 @@ impl<B: Backend> RowGroups<B> {
         }
     }
 
-    /// The groups of a GEMM of tokens with weights.
+    /// Returns the groups of a GEMM of tokens with weights.
     pub(super) fn of_rows(&self) -> GemmGroups<B> {
         match self.offsets() {
             Some(offsets) => GemmGroups::M {
@@ -483,7 +484,7 @@ impl<B: Backend> RowGroups<B> {
         }
     }
 
-    /// The groups of a GEMM along `tokens` tokens.
+    /// Returns the groups of a GEMM along `tokens` tokens.
     fn of_tokens(&self, tokens: usize) -> GemmGroups<B> {
         match self.offsets() {
             Some(offsets) => GemmGroups::K {
@@ -496,10 +497,10 @@ impl<B: Backend> RowGroups<B> {
     }
 }
 
-/// The sum of `dy` over the rows of each bias, in `f32`.
+/// Sums `dy` over the rows of each bias, in `f32`.
 ///
-/// One sum for each feature leaves a GPU idle. The rows are summed in two steps: the first has up
-/// to 256 times as many sums.
+/// One sum per feature would leave a GPU idle, so the rows are summed in two steps: the first has
+/// up to 256 times as many sums.
 fn bias_grad<B: Nvfp4KernelOps>(dy: FloatTensor<B>, groups: &RowGroups<B>) -> FloatTensor<B> {
     if let Some(offsets) = groups.offsets() {
         return B::nvfp4_segment_sum(dy, offsets.clone());

@@ -1,4 +1,4 @@
-//! An operand of the backward, between forward and backward.
+//! Operands saved for the backward.
 
 use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
@@ -8,27 +8,27 @@ use crate::ops::operands::requantize;
 use crate::ops::stored::StoredForm;
 use crate::ops::{Nvfp4KernelOps, Operand, OperandSpec, RowGroups};
 
-/// An operand of dgrad or wgrad that the forward leaves.
+/// Operand of dgrad or wgrad that the forward saves.
 #[derive(Clone, Debug)]
 pub(crate) enum SavedOperand<B: Backend> {
-    /// It is there.
+    /// The operand itself.
     Made(Operand<B>),
-    /// The packed operand of fprop, from which the backward makes it: as its GEMM reads it, which
-    /// the forward could not keep where that is not packed. Random bits are those that the forward
-    /// would have drawn.
+    /// Packed operand of fprop, from which the backward derives its operand in the form that its
+    /// GEMM reads, which the forward could not keep if it is not packed. Random bits are those that
+    /// the forward would have drawn.
     Forward(Operand<B>),
 }
 
 impl<B: Nvfp4KernelOps> SavedOperand<B> {
-    /// `forward`, the operand of fprop, for the backward to make its own from, if it is quantized:
-    /// else it takes more memory than what is made from it.
+    /// Saves `forward`, the operand of fprop, if it is quantized: otherwise it takes more memory
+    /// than the operand derived from it.
     pub fn of_forward(forward: &Operand<B>) -> Option<Self> {
         let is_packed = matches!(forward, Operand::Quantized(_));
         is_packed.then(|| Self::Forward(forward.clone()))
     }
 
-    /// The operand by `spec` along `usage`; in this form, if it is made now. `groups` are those of
-    /// its matrix.
+    /// Returns the operand by `spec` along `usage`; in this form, if it is derived now. `groups`
+    /// are those of its matrix.
     pub fn operand(
         self,
         groups: &RowGroups<B>,
@@ -62,8 +62,8 @@ mod tests {
         }
     }
 
-    /// Where the GEMM multiplies values, `x` is quantized to them and kept in codes for a backward
-    /// that makes its operand from it; a GEMM that runs again has the codes.
+    /// If the GEMM multiplies values, `x` is quantized to values for it, and saved as codes for a
+    /// backward that derives its operand from them. A GEMM that runs again keeps the codes.
     #[test]
     fn what_is_kept_is_packed() {
         let (device, dtype, _) = device();

@@ -1,5 +1,5 @@
-//! The operands of a layer's weight: from the cache, from the amax that the optimizer found, from a
-//! rank's part of it.
+//! Operands of a layer's weight: from the cache, from the amax that the optimizer computed, or from
+//! a rank's shard.
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
@@ -23,35 +23,35 @@ use crate::ops::{
 };
 use crate::parallel::ProcessGroup;
 
-/// What dgrad's operand of `w` comes from.
+/// Source of dgrad's operand of `w`.
 #[derive(Clone, Debug)]
 pub(crate) enum SavedWeight<B: Backend> {
-    /// All of it.
+    /// Operand of the whole weight.
     Whole(SavedOperand<B>),
-    /// This rank's part.
+    /// This rank's shard of the weight.
     Part(SavedPart<B>),
 }
 
-/// A rank's part of a weight, of which operands are gathered again: a rank does not hold the whole
-/// model between forward and backward.
+/// Rank's shard of a weight whose operands are gathered again: a rank does not hold the whole model
+/// between forward and backward.
 #[derive(Clone, Debug)]
 pub(crate) struct SavedPart<B: Backend> {
     gathered: GatheredWeight,
     part: FloatTensor<B>,
-    /// Of the whole matrix, if fprop's operand is made from it.
+    /// Amax of the whole matrix, if fprop's operand is quantized with it.
     amax: Option<FoundAmax<B>>,
     forms: WeightForms,
 }
 
 impl<B: Nvfp4KernelOps> SavedPart<B> {
-    /// The operand of fprop.
+    /// Returns the operand of fprop.
     pub(super) fn fprop_operand(self, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
         let asked = (spec, self.forms.fprop);
         self.gathered
             .fprop_operand(self.part, self.amax, asked, dtype)
     }
 
-    /// The operand of dgrad.
+    /// Returns the operand of dgrad.
     fn dgrad_operand(self, spec: &LinearSpec, dtype: FloatDType) -> Operand<B> {
         let is_known = !spec.has_weight_pair() || shares_amax(&spec.dgrad_w);
         let amax = self.amax.filter(|_| is_known);
@@ -60,14 +60,14 @@ impl<B: Nvfp4KernelOps> SavedPart<B> {
     }
 }
 
-/// Whether one amax of the matrix serves the operand.
+/// Returns true if one amax of the matrix serves the operand.
 fn shares_amax(spec: &OperandSpec) -> bool {
     spec.params().is_some_and(QuantParams::shares_amax)
 }
 
 impl<B: Nvfp4KernelOps> SavedWeight<B> {
-    /// The operand by the spec of dgrad, for these groups of tokens; in this form, if it is made
-    /// now from that of fprop.
+    /// Returns the operand by the spec of dgrad, for these groups of tokens; in this form, if it is
+    /// derived now from that of fprop.
     pub(super) fn operand(
         self,
         groups: &RowGroups<B>,
@@ -84,16 +84,16 @@ impl<B: Nvfp4KernelOps> SavedWeight<B> {
     }
 }
 
-/// The operands of a weight that are cached: for the forward, and for dgrad.
+/// Cached operands of a weight: for the forward, and for dgrad.
 pub(super) type CachedOperands<B> = (Operand<B>, Option<Operand<B>>);
 
-/// The slot of a weight's operands on `device`, if they are cached.
+/// Returns the slot of a weight's operands on `device`, if they are cached.
 pub(super) fn weight_slot<'a, B: Backend>(
     device: &B::Device,
     dtype: FloatDType,
     (spec, context): (&LinearSpec, &'a LinearContext),
 ) -> Option<Slot<'a>> {
-    // An unquantized weight is not worth caching, and random bits are drawn afresh.
+    // An unquantized weight is not worth caching, and random bits are drawn for each forward.
     let fprop = &spec.fprop_w;
     let is_cached = fprop.is_deterministic() && *fprop != OperandSpec::HighPrecision;
     let weight = context.weight.as_ref().filter(|_| is_cached)?;
@@ -101,7 +101,7 @@ pub(super) fn weight_slot<'a, B: Backend>(
 }
 
 impl<B: Nvfp4KernelOps> LinearRequest<B> {
-    /// `w` for the forward, and what dgrad needs of it if that is required.
+    /// Returns `w` for the forward, and the state that dgrad needs of it, if required.
     pub(super) fn weight(
         &self,
         dtype: FloatDType,
@@ -118,8 +118,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (forward, part.flatten().map(SavedWeight::Part))
     }
 
-    /// `w`, if it is this rank's part of the weight, to gather operands of again; `forward` is that
-    /// of fprop.
+    /// Returns `w`, if it is this rank's shard, for gathering its operands again. `forward` is the
+    /// operand of fprop.
     pub(super) fn part(&self, forward: &Operand<B>, forms: &LinearForms) -> Option<SavedPart<B>> {
         let gathered = self.context.gathered.clone()?;
         Some(SavedPart {
@@ -133,8 +133,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         })
     }
 
-    /// The amax that the optimizer found of `w`, a part of a weight of which the ranks of `group`
-    /// have the others, as [`known_amax`](Self::known_amax).
+    /// Version of [`known_amax`](Self::known_amax) for a `w` that is sharded over the ranks of
+    /// `group`.
     fn known_part_amax<'a>(
         &self,
         specs: impl Iterator<Item = &'a OperandSpec>,
@@ -148,7 +148,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let of_group = of_group.filter(|amax| amax.group.is_of(&group.link()));
         Some(FoundAmax {
             of_part: AmaxPair::of_both(narrow::<B>(maxima, 0, entry, 1)),
-            // A copy: what is kept for the backward may outlive the optimizer's next step.
+            // A copy: the saved state may outlive the optimizer's next step.
             of_group: of_group.map(|amax| {
                 let own = narrow::<B>(amax.maxima, 0, amax.entry, 1);
                 B::float_mul_scalar(own, 1.0.into())
@@ -156,8 +156,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         })
     }
 
-    /// The amax that `forward`, the gathered operand of fprop, was made from, if it is one of a
-    /// matrix.
+    /// Returns the amax that `forward`, the gathered operand of fprop, was quantized with, if it is
+    /// the amax of one matrix.
     fn amax_of(&self, forward: &Operand<B>) -> Option<FoundAmax<B>> {
         let (RowGroups::Whole, Operand::Quantized(forward)) = (&self.groups, forward) else {
             return None;
@@ -169,8 +169,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         })
     }
 
-    /// `w`, of which this rank has all or a part that is no part of its rows alone, for the
-    /// forward, and for dgrad if that is required.
+    /// Quantizes `w` for the forward, and for dgrad if required, where this rank has the whole
+    /// weight, or a shard that is not only along its rows.
     fn whole_weight(
         &self,
         dtype: FloatDType,
@@ -203,7 +203,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (forward, backward.filter(|_| self.requires_grad.x))
     }
 
-    /// `w` for the forward, and for dgrad if that is required, without the cache.
+    /// Quantizes `w` for the forward, and for dgrad if required, without the cache.
     fn quantize_weight(
         &self,
         dtype: FloatDType,
@@ -248,7 +248,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (forward, backward)
     }
 
-    /// The amax that the optimizer found of `w`, if that is what all `specs` are made from.
+    /// Returns the amax that the optimizer computed for `w`, if all `specs` quantize with it.
     fn known_amax<'a>(
         &self,
         mut specs: impl Iterator<Item = &'a OperandSpec>,
@@ -263,8 +263,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         known_amax::find::<B>(&weight.identity)
     }
 
-    /// `w` by `fprop` for the forward, and by `dgrad`, if one kernel is to make that too, from the
-    /// amax that the optimizer found; `None` where it is not known, or not what they are made from.
+    /// Quantizes `w` by `fprop` for the forward, and by `dgrad`, if one kernel writes both, with
+    /// the amax that the optimizer computed. Returns `None` if that is not known, or not the one
+    /// they need.
     fn quantize_known_weight(
         &self,
         (fprop, form): (&OperandSpec, StoredForm),
@@ -295,8 +296,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         ))
     }
 
-    /// What dgrad needs of `w`, given the forward's operand. What is made from that afresh for each
-    /// backward is made there; the rest may be cached.
+    /// Returns the state that dgrad needs of `w`, given the forward's operand. An operand that must
+    /// be derived again in each backward is derived there; others may be cached.
     fn derived_weight(
         &self,
         forward: &Operand<B>,
@@ -312,7 +313,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         saved.unwrap_or_else(|| SavedOperand::Made(self.dgrad_weight(forward, dtype, form)))
     }
 
-    /// `w` for dgrad, given the forward's operand.
+    /// Returns `w` for dgrad, given the forward's operand.
     fn dgrad_weight(
         &self,
         forward: &Operand<B>,

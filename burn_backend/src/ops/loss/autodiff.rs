@@ -1,4 +1,4 @@
-//! The backwards of [`cross_entropy`](LossOps::cross_entropy),
+//! Backwards of [`cross_entropy`](LossOps::cross_entropy),
 //! [`linear_cross_entropy`](LossOps::linear_cross_entropy) and
 //! [`embedding_rows`](LossOps::embedding_rows).
 
@@ -20,7 +20,7 @@ use super::{
     TablePart,
 };
 
-/// A cross entropy, whose gradient is its state: parents `[logits]`.
+/// Cross entropy, with its gradient as state: parents `[logits]`.
 #[derive(Debug)]
 struct CrossEntropyStep;
 
@@ -40,14 +40,14 @@ impl<B: LossOps> Backward<B, 1> for CrossEntropyStep {
     }
 }
 
-/// The gradients of a head.
+/// Gradients of an output head.
 #[derive(Clone, Debug)]
 struct HeadGradients<B: LossOps> {
     dx: MaybeTensor<B>,
     dw: MaybeTensor<B>,
 }
 
-/// A head with its loss, whose gradients are its state: parents `[x, w]`.
+/// Output head with its loss, with its gradients as state: parents `[x, w]`.
 #[derive(Debug)]
 struct LinearLossStep;
 
@@ -71,17 +71,17 @@ impl<B: LossOps> Backward<B, 2> for LinearLossStep {
     }
 }
 
-/// What the backward of an embedding needs.
+/// State saved for the backward of an embedding.
 #[derive(Clone, Debug)]
 struct SavedEmbedding<B: LossOps> {
     ids: IntTensor<B>,
-    /// The number of the first row.
+    /// Index of the first row.
     first: usize,
     rows: usize,
     dtype: FloatDType,
 }
 
-/// Rows of a table by number: parents `[table]`.
+/// Embedding lookup: parents `[table]`.
 #[derive(Debug)]
 struct EmbeddingStep;
 

@@ -1,5 +1,4 @@
-//! A head and its cross entropy, a chunk of tokens at a time, with the operations that every
-//! backend has.
+//! Output head and its cross entropy, in chunks of tokens, with backend-independent operations.
 
 use burn_core::backend::{
     TensorMetadata,
@@ -12,9 +11,9 @@ use super::super::dtype::cast;
 use super::super::{GemmGroups, MaybeTensor, Operand, float_dtype};
 use super::{LinearKl, LinearLoss, LinearLossRequest, LossAndGradient, LossOps};
 
-/// [`linear_cross_entropy_gradients`](LossOps::linear_cross_entropy_gradients), each chunk's loss a
-/// sum; `counted` is what losses and gradients are multiplied with at last, where the mean is asked
-/// for. Chunks of `most` rows.
+/// Implements [`linear_cross_entropy_gradients`](LossOps::linear_cross_entropy_gradients) in chunks
+/// of `most` rows, with each chunk's loss as a sum. `counted` is the final factor of losses and
+/// gradients, for a mean.
 #[cfg_attr(
     not(any(feature = "flex", feature = "cpu", feature = "cuda")),
     allow(dead_code)
@@ -41,7 +40,7 @@ pub(super) fn linear_cross_entropy<B: LossOps>(
         if request.x || request.w {
             let LossAndGradient { loss, gradient } =
                 B::cross_entropy_gradient(logits, targets, params);
-            // Before it is multiplied: a mean's gradients are small, sums of them may be less so.
+            // Before the GEMMs: a mean's gradients are small, but their sums need not be.
             let gradient = B::scale_gradient(gradient, counted.clone());
             found.add(&head, loss, Some((part, gradient)));
         } else {
@@ -55,7 +54,7 @@ pub(super) fn linear_cross_entropy<B: LossOps>(
     }
 }
 
-/// [`linear_kl_gradients`](LossOps::linear_kl_gradients) in chunks of `most` rows.
+/// Implements [`linear_kl_gradients`](LossOps::linear_kl_gradients) in chunks of `most` rows.
 #[cfg_attr(
     not(any(feature = "flex", feature = "cpu", feature = "cuda")),
     allow(dead_code)
@@ -90,12 +89,12 @@ pub(super) fn linear_kl<B: LossOps>(
     found.of(&head)
 }
 
-/// Features and head, whose product are logits.
+/// Features and weight of an output head.
 pub(super) struct ChunkedHead<B: LossOps> {
     x: FloatTensor<B>,
-    /// In the type of `x`.
+    /// Weight in the dtype of `x`.
     w: FloatTensor<B>,
-    /// The type of the head's gradient.
+    /// Dtype of the weight's gradient.
     w_dtype: FloatDType,
     request: LinearLossRequest,
 }
@@ -112,7 +111,7 @@ impl<B: LossOps> ChunkedHead<B> {
         }
     }
 
-    /// The type of the features and of the logits.
+    /// Returns the dtype of the features and of the logits.
     pub(super) fn dtype(&self) -> FloatDType {
         float_dtype(self.x.dtype())
     }
@@ -121,7 +120,7 @@ impl<B: LossOps> ChunkedHead<B> {
         B::nvfp4_gemm(a, b, MaybeTensor::Absent, GemmGroups::None, dtype)
     }
 
-    /// Features and logits of some rows.
+    /// Returns features and logits of some rows.
     pub(super) fn logits(&self, rows: Slice) -> (FloatTensor<B>, FloatTensor<B>) {
         let all = Slice::from(0..self.x.shape()[1]);
         let part = B::float_slice(self.x.clone(), &[rows, all]);
@@ -131,7 +130,7 @@ impl<B: LossOps> ChunkedHead<B> {
     }
 }
 
-/// What chunks give.
+/// Accumulated results of chunks.
 pub(super) struct HeadSums<B: LossOps> {
     loss: Option<FloatTensor<B>>,
     dx: Vec<FloatTensor<B>>,
@@ -149,7 +148,8 @@ impl<B: LossOps> Default for HeadSums<B> {
 }
 
 impl<B: LossOps> HeadSums<B> {
-    /// Adds the loss of a chunk, and what its features and the gradient of its logits give.
+    /// Adds the loss of a chunk, and the gradients from its features and the gradient of its
+    /// logits.
     pub(super) fn add(
         &mut self,
         head: &ChunkedHead<B>,
@@ -177,7 +177,7 @@ impl<B: LossOps> HeadSums<B> {
         }
     }
 
-    /// All of it, zeros where there was no chunk.
+    /// Returns the results; zeros if there was no chunk.
     pub(super) fn of(mut self, head: &ChunkedHead<B>) -> LinearLoss<B> {
         let (d, vocab) = (head.x.shape()[1], head.w.shape()[1]);
         let device = head.x.device();

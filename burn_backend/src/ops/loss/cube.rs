@@ -1,4 +1,4 @@
-//! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread where fusion is on.
+//! Cube: launches of the CubeCL kernels. Runs on the fusion server's thread if fusion is on.
 
 use burn_core::backend::{
     ops::IntTensorOps,
@@ -133,7 +133,7 @@ impl LossOps for CubeBackend {
         let has_kernels = Capabilities::of(&client).gemm != GemmBackend::Scalar;
         if x.dtype != DType::BF16 || !has_kernels {
             let kind = float_kind(float_dtype(x.dtype));
-            // Logits of two models.
+            // Logits of both models.
             let most = loss::chunk_rows(vocab, kind, request.gradients.chunk_bytes / 2);
             let (own, teacher) = ([x, w], [teacher_x, teacher_w]);
             return chunks::linear_kl::<Self>(own, teacher, targets, scale, request, most);
@@ -211,7 +211,8 @@ fn gradients(request: LinearLossRequest) -> loss::LinearLossRequest {
     }
 }
 
-/// What a head and its loss gave, as tensors beside `like`; the head's gradient as `w_dtype`.
+/// Returns the results of a head and its loss on the device of `like`; the gradient of the weight
+/// is cast to `w_dtype`.
 fn linear_loss(
     like: &CubeTensor,
     found: loss::LinearLoss,
@@ -225,7 +226,7 @@ fn linear_loss(
     }
 }
 
-/// Numbers as the kernels take them: of 32 bits. A negative one stays what it is.
+/// Converts indices to 32 bits for the kernels. Negative indices stay negative.
 fn numbers(tensor: CubeTensor) -> CubeTensor {
     let tensor = match tensor.dtype {
         DType::I32 | DType::U32 => tensor,

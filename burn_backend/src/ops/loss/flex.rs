@@ -84,7 +84,7 @@ impl LossOps for Flex {
             (targets, scale): (&[i32], f32),
             params: &KlDivergence,
         ) -> (f32, Vec<T>) {
-            // Of the same type: exact.
+            // Exact: the dtype is the same.
             let same = |value: f32| T::from_f32(value);
             let teacher = with_elements!(teacher, |values| {
                 let values = values.iter().map(|x| same(Element::to_f32(*x)));
@@ -119,7 +119,7 @@ impl LossOps for Flex {
         request: LinearKl,
     ) -> LinearLoss<Self> {
         let (_, vocab) = matrix(&w);
-        // Logits of two models.
+        // Logits of both models.
         let row = (2 * vocab * x.dtype().size()).max(1);
         let most = (request.gradients.chunk_bytes / row).max(128);
         let (own, teacher) = ([x, w], [teacher_x, teacher_w]);
@@ -169,12 +169,12 @@ impl LossOps for Flex {
     }
 }
 
-/// One `f32`.
+/// Creates a tensor of one `f32`.
 fn one(value: f32) -> FlexTensor {
     FlexTensor::from_data(TensorData::new(vec![value], [1]))
 }
 
-/// Numbers in 32 bits; those that 32 bits do not hold are no class of any vocabulary.
+/// Converts indices to 32 bits; those that do not fit are no class of any vocabulary.
 fn numbers(tensor: &FlexTensor) -> Vec<i32> {
     let tensor = tensor.to_contiguous();
     let narrow = |number: i64| i32::try_from(number).unwrap_or(i32::MAX);

@@ -1,6 +1,6 @@
 //! Losses and embeddings: the extension trait, and its backwards.
 //!
-//! As for [`Nvfp4Ops`], arguments are trusted here: [`loss`](crate::loss) checks them before
+//! As for [`Nvfp4Ops`], arguments are not checked here: [`loss`](crate::loss) checks them before
 //! anything is queued.
 
 mod autodiff;
@@ -28,47 +28,46 @@ pub(crate) use vocab_parallel::{VocabLoss, VocabTargets, vocab_parallel_cross_en
 use super::MaybeTensorMetadata;
 use super::{MaybeTensor, Nvfp4Ops};
 
-/// Which gradients of a head are asked for, and how much memory its logits may take.
+/// Requested gradients of an output head, and memory limit of its logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinearLossRequest {
-    /// That of the input.
+    /// True to compute the gradient of the input.
     pub x: bool,
-    /// That of the weight.
+    /// True to compute the gradient of the weight.
     pub w: bool,
-    /// Bytes for the logits of a chunk of tokens.
+    /// Maximum bytes of logits per chunk of tokens.
     pub chunk_bytes: usize,
 }
 
-/// A divergence of a head from its teacher's, and which of its gradients are asked for.
+/// KL divergence of a head from its teacher's, with the requested gradients.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearKl {
-    /// Temperature, and the target of rows that do not count.
+    /// Temperature, and the target of ignored rows.
     pub params: KlDivergence,
-    /// Gradients of the student; bytes for the logits of both.
+    /// Requested gradients of the student; the memory limit covers the logits of both models.
     pub gradients: LinearLossRequest,
 }
 
-/// A loss, and its gradient by the logits.
+/// Loss with its gradient by the logits.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct LossAndGradient<B: Backend> {
-    /// The loss, `f32[1]`.
+    /// Loss, `f32[1]`.
     pub loss: FloatTensor<B>,
-    /// Its gradient, in the shape and type of the logits.
+    /// Gradient, in the shape and dtype of the logits.
     pub gradient: FloatTensor<B>,
 }
 
-/// A loss, and its gradients by the input and the weight of the head, as far as they were asked
-/// for.
+/// Loss with its requested gradients by the input and the weight of the head.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct LinearLoss<B: Backend> {
-    /// The loss, `f32[1]`.
+    /// Loss, `f32[1]`.
     pub loss: FloatTensor<B>,
-    /// By the input, in its shape and type.
+    /// Gradient by the input, in its shape and dtype.
     #[extension_type]
     pub dx: MaybeTensor<B>,
-    /// By the weight, in its shape and type.
+    /// Gradient by the weight, in its shape and dtype.
     #[extension_type]
     pub dw: MaybeTensor<B>,
 }
@@ -87,7 +86,8 @@ pub struct LinearLoss<B: Backend> {
     Autodiff
 )]
 pub trait LossOps: Nvfp4Ops {
-    /// The cross entropy of `logits` (`[rows, vocab]`) with `targets` (`[rows]`), `f32[1]`.
+    /// Computes the cross entropy of `logits` (`[rows, vocab]`) against `targets` (`[rows]`),
+    /// `f32[1]`.
     #[fusion(meta = meta::loss)]
     fn cross_entropy_loss(
         logits: FloatTensor<Self>,
@@ -95,7 +95,8 @@ pub trait LossOps: Nvfp4Ops {
         params: CrossEntropy,
     ) -> FloatTensor<Self>;
 
-    /// The same with its gradient, which takes the memory of the logits where nobody else has them.
+    /// Computes the cross entropy and its gradient, which reuses the memory of the logits if
+    /// nothing else holds it.
     #[fusion(meta = meta::loss_and_gradient)]
     fn cross_entropy_gradient(
         logits: FloatTensor<Self>,
@@ -103,8 +104,8 @@ pub trait LossOps: Nvfp4Ops {
         params: CrossEntropy,
     ) -> LossAndGradient<Self>;
 
-    /// [`cross_entropy_loss`](Self::cross_entropy_loss), differentiable in the logits: the gradient
-    /// is computed in the forward, and kept.
+    /// Version of [`cross_entropy_loss`](Self::cross_entropy_loss) that is differentiable by the
+    /// logits: the gradient is computed in the forward, and kept.
     #[fusion(default)]
     fn cross_entropy(
         logits: FloatTensor<Self>,
@@ -114,9 +115,9 @@ pub trait LossOps: Nvfp4Ops {
         Self::cross_entropy_loss(logits, targets, params)
     }
 
-    /// The cross entropy of the logits `x w`, for `x` (`[rows, d]`) and `w` (`[d, vocab]`), and
-    /// the gradients of `request`. The logits have the type of `x`; those of one chunk of rows are
-    /// in memory at a time.
+    /// Computes the cross entropy of the logits `x w`, for `x` (`[rows, d]`) and `w`
+    /// (`[d, vocab]`), and the gradients of `request`. The logits have the dtype of `x`; only those
+    /// of one chunk of rows are in memory at a time.
     #[fusion(meta = meta::linear_loss)]
     fn linear_cross_entropy_gradients(
         x: FloatTensor<Self>,
@@ -126,8 +127,9 @@ pub trait LossOps: Nvfp4Ops {
         request: LinearLossRequest,
     ) -> LinearLoss<Self>;
 
-    /// The loss of [`linear_cross_entropy_gradients`](Self::linear_cross_entropy_gradients),
-    /// differentiable in `x` and `w`: gradients are computed in the forward, and kept.
+    /// Computes the loss of
+    /// [`linear_cross_entropy_gradients`](Self::linear_cross_entropy_gradients), differentiable by
+    /// `x` and `w`: gradients are computed in the forward, and kept.
     #[fusion(default)]
     fn linear_cross_entropy(
         x: FloatTensor<Self>,
@@ -144,9 +146,10 @@ pub trait LossOps: Nvfp4Ops {
         Self::linear_cross_entropy_gradients(x, w, targets, params, request).loss
     }
 
-    /// The KL divergence of the logits `student` (`[rows, vocab]`) to those of `teacher`, in the same
-    /// shape and type, summed over rows whose targets count and times `scale` (`f32[1]`), with its
-    /// gradient, which takes the memory of `student` where nobody else has it.
+    /// Computes the KL divergence of the logits `student` (`[rows, vocab]`) to those of `teacher`,
+    /// of the same shape and dtype, summed over rows with targets that are not ignored, times
+    /// `scale` (`f32[1]`). Also computes its gradient, which reuses the memory of `student` if
+    /// nothing else holds it.
     #[fusion(meta = meta::divergence_and_gradient)]
     fn kl_divergence_gradient(
         student: FloatTensor<Self>,
@@ -156,8 +159,9 @@ pub trait LossOps: Nvfp4Ops {
         params: KlDivergence,
     ) -> LossAndGradient<Self>;
 
-    /// The same of the logits `x w` and `teacher_x teacher_w`, with the gradients of `request`: the
-    /// logits have the type of `x`; those of one chunk of rows are in memory at a time.
+    /// Computes the KL divergence of the logits `x w` and `teacher_x teacher_w`, and the gradients
+    /// of `request`. The logits have the dtype of `x`; only those of one chunk of rows are in
+    /// memory at a time.
     #[fusion(meta = meta::linear_kl)]
     fn linear_kl_gradients(
         x: FloatTensor<Self>,
@@ -169,9 +173,9 @@ pub trait LossOps: Nvfp4Ops {
         request: LinearKl,
     ) -> LinearLoss<Self>;
 
-    /// The loss of [`linear_kl_gradients`](Self::linear_kl_gradients), differentiable in `x` and
-    /// `w`: gradients are computed in the forward, and kept. Those that `request` asks for do not
-    /// matter.
+    /// Computes the loss of [`linear_kl_gradients`](Self::linear_kl_gradients), differentiable by
+    /// `x` and `w`: gradients are computed in the forward, and kept. The gradients in `request` are
+    /// ignored.
     #[fusion(default)]
     fn linear_kl_divergence(
         x: FloatTensor<Self>,
@@ -185,8 +189,8 @@ pub trait LossOps: Nvfp4Ops {
         Self::linear_kl_gradients(x, w, teacher_x, teacher_w, targets, scale, request).loss
     }
 
-    /// `loss` (`f32[1]`), which was computed of `x` and `w` with its gradients `dx` and `dw`, as far
-    /// as they are asked for: differentiable in `x` and `w` by these.
+    /// Returns `loss` (`f32[1]`), which was computed from `x` and `w` with its requested gradients
+    /// `dx` and `dw`, as differentiable by `x` and `w` with these gradients.
     #[fusion(default)]
     fn loss_with_gradients(
         x: FloatTensor<Self>,
@@ -199,14 +203,14 @@ pub trait LossOps: Nvfp4Ops {
         loss
     }
 
-    /// `x` times `factor` (`f32[1]`), in place where nobody else has it; a kernel leaves all as it
-    /// is where the factor is 1.
+    /// Multiplies `x` by `factor` (`f32[1]`), in place if nothing else holds it; a kernel writes
+    /// nothing if the factor is 1.
     #[fusion(meta = meta::scaled)]
     fn scale_gradient(x: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// The rows `ids` (`[tokens]`) of a table, rounded to `dtype`: `[tokens, d]`. `table`
-    /// (`[rows, d]`) is this `part` of it: rows that are not in it are zeros. NaN where there is no
-    /// such row. `Autodiff` overrides it.
+    /// Looks up the rows `ids` (`[tokens]`) of a table, rounded to `dtype`: `[tokens, d]`. `table`
+    /// (`[rows, d]`) is this `part` of the table: rows outside the part are zero. Ids out of range
+    /// give NaN. `Autodiff` overrides it.
     #[fusion(meta = meta::embedding)]
     fn embedding_rows(
         table: FloatTensor<Self>,
@@ -215,8 +219,8 @@ pub trait LossOps: Nvfp4Ops {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
-    /// The gradient of a table of `vocab` rows by `dy` (`[tokens, d]`), `f32[vocab, d]`, in a fixed
-    /// order.
+    /// Computes the gradient of a table of `vocab` rows from `dy` (`[tokens, d]`), `f32[vocab, d]`,
+    /// in a fixed order.
     #[fusion(meta = meta::embedding_gradient)]
     fn embedding_gradient(
         dy: FloatTensor<Self>,

@@ -1,4 +1,4 @@
-//! The cross entropy of a head of which each rank has some columns, a chunk of tokens at a time.
+//! Cross entropy of an output head with a sharded vocabulary, in chunks of tokens.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, IndexingUpdateOp, Int, Slice, Tensor};
@@ -9,28 +9,28 @@ use super::chunks::{ChunkedHead, HeadSums};
 use super::{LinearLossRequest, LossOps};
 use crate::parallel::ProcessGroup;
 
-/// The targets of tokens, as a rank knows them.
+/// Targets of tokens, on one rank.
 pub(crate) struct VocabTargets {
-    /// The column of each on this rank, or -1 where another one has it.
+    /// Column of each target on this rank, or -1 if another rank has it.
     pub own: Tensor<1, Int>,
-    /// What the loss of each token is multiplied with: 0 where it does not count.
+    /// Factor of each token's loss: 0 if the token is ignored.
     pub weights: Tensor<1>,
 }
 
-/// What is computed of a head, and by whom.
+/// Parameters of the loss, and its ranks.
 pub(crate) struct VocabLoss<'a> {
     pub params: CrossEntropy,
-    /// The ranks with the other columns, as many each.
+    /// Ranks that the vocabulary is sharded over equally.
     pub group: &'a ProcessGroup,
-    /// Bytes for the logits of a chunk of tokens on this rank.
+    /// Maximum bytes of logits per chunk of tokens on this rank.
     pub chunk_bytes: usize,
 }
 
-/// The loss, `f32[1]` and the same on all ranks, of the logits of `x` (`[tokens, d]`, the same on
-/// all ranks) and `w` (`[d, vocab / ranks]`), differentiable in both. Gradients are computed in the
-/// forward: that of `x` is this rank's part of a sum over the ranks.
+/// Computes the loss, `f32[1]` and the same on all ranks, of the logits of `x` (`[tokens, d]`, the
+/// same on all ranks) and `w` (`[d, vocab / ranks]`), differentiable by both. Gradients are
+/// computed in the forward: that of `x` is this rank's summand of a sum over the ranks.
 ///
-/// Of each chunk ranks exchange the largest logit of a token, and then sums over the classes.
+/// For each chunk, ranks exchange the maximum logit per token, and then sums over the classes.
 pub(crate) fn vocab_parallel_cross_entropy(
     [x, w]: [Tensor<2>; 2],
     targets: VocabTargets,
@@ -45,7 +45,7 @@ pub(crate) fn vocab_parallel_cross_entropy(
     let [inner_x, inner_w] = [&x, &w].map(|it| it.clone().without_autodiff().into_dispatch());
     let head = ChunkedHead::<Dispatch>::new(inner_x, inner_w, request);
     let mut found = HeadSums::default();
-    // Logits in their own type, and in `f32`, with exponentials and gradients.
+    // Logits in their own dtype, and `f32` logits, exponentials and gradients.
     let most = (of.chunk_bytes / (16 * cols)).max(128);
     for start in (0..tokens).step_by(most) {
         let rows = start..tokens.min(start + most);
@@ -79,7 +79,7 @@ pub(crate) fn vocab_parallel_cross_entropy(
 }
 
 impl VocabLoss<'_> {
-    /// The sum of the losses of a chunk, `f32[1]`, and, if it is asked for, their gradient by the
+    /// Computes the sum of the losses of a chunk, `f32[1]`, and, if requested, its gradient by the
     /// rank's `logits` (`f32[rows, vocab / ranks]`).
     ///
     /// With `p = exp(l - lse)`, smoothing `s`, `z` of the z-loss, `V` classes and the token's
@@ -157,7 +157,7 @@ mod tests {
         Tensor::from_data(TensorData::new(ids, [len]), (device, DType::I32))
     }
 
-    /// The largest difference, relative to the largest magnitude.
+    /// Returns the maximum difference relative to the maximum magnitude.
     fn distance(found: &[f32], expected: &[f32]) -> f32 {
         assert_eq!(found.len(), expected.len());
         let scale = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
@@ -165,7 +165,7 @@ mod tests {
         errors.fold(0f32, f32::max) / scale
     }
 
-    /// Of three chunks, the last of them not full: loss and gradients are those of one device.
+    /// Three chunks, the last one partial: loss and gradients equal those of one device.
     #[test]
     fn chunks_are_those_of_one_device() {
         let (tokens, width, vocab, ranks) = (300, 32, 64, 2);

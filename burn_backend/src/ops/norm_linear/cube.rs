@@ -1,4 +1,4 @@
-//! Cube: one kernel where there is one for the sizes, and else one after another.
+//! Cube: one fused kernel if the sizes permit, otherwise separate kernels.
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_core::tensor::DType;
@@ -21,7 +21,7 @@ impl NormLinearOps for CubeBackend {
         bias: MaybeTensor<Self>,
         spec: NormLinearSpec,
     ) -> NormLinearResult<Self> {
-        // The kernel of few rows takes no other type.
+        // The fused kernel for small M supports only bf16.
         if x.dtype != DType::BF16 {
             return separate::<Self>(x, residual, gain, w, bias, spec);
         }
@@ -55,7 +55,7 @@ impl NormLinearOps for CubeBackend {
     }
 }
 
-/// A linear layer as the kernels take it.
+/// Linear layer for the kernels.
 struct Layer {
     weight: DeviceQuantized,
     bias: Option<Matrix>,
@@ -63,7 +63,7 @@ struct Layer {
 }
 
 impl Layer {
-    /// The layer of `x`, with a norm in front or not, if one kernel computes it.
+    /// Computes the layer of `x`, with or without a preceding norm, if one kernel can.
     fn fused(
         &self,
         x: &Source,

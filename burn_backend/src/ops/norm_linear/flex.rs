@@ -1,4 +1,4 @@
-//! Flex: one operation after another.
+//! Flex: separate operations.
 
 use burn_core::backend::{Flex, tensor::FloatTensor};
 

@@ -1,5 +1,5 @@
-//! A linear layer of a packed weight behind RMSNorm, with SwiGLU behind it or not: an extension
-//! trait of its own. [`nn`](crate::nn) checks the arguments before anything is queued.
+//! RMSNorm, packed linear layer and optional SwiGLU, as a separate extension trait.
+//! [`nn`](crate::nn) checks the arguments before anything is queued.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
@@ -22,33 +22,33 @@ use super::packed::{Activations, PackedInput, PackedOps};
 use super::stored::StoredForm;
 use super::tensors::{MaybeTensor, QuantizedMatrix, RowGroups};
 
-/// What is computed beside the tensors.
+/// Parameters other than the tensors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormLinearSpec {
-    /// Added to the mean square of a row.
+    /// Term added to the mean square of a row.
     pub epsilon: f32,
-    /// Whether the output of the GEMM is gate and up, of which SwiGLU is taken.
+    /// True if the output of the GEMM is gate and up, to which SwiGLU is applied.
     pub swiglu: bool,
 }
 
-/// What a linear layer behind a norm gives.
+/// Result of a linear layer after a norm.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct NormLinearResult<B: Backend> {
-    /// The sum of `x` and the residual, rounded to their type, if there is a residual.
+    /// Sum of `x` and the residual, rounded to their dtype, if there is a residual.
     #[extension_type]
     pub sum: MaybeTensor<B>,
-    /// The output, in the type of `x`.
+    /// Output, in the dtype of `x`.
     pub y: FloatTensor<B>,
 }
 
-/// The input of a layer of packed weights as it is, W4A16.
+/// Unquantized input of a layer with packed weights (W4A16).
 const AS_IT_IS: PackedInput = PackedInput {
     activations: Activations::HighPrecision,
     form: StoredForm::ROWS,
 };
 
-/// Linear layers behind norms.
+/// Linear layers after norms.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -56,14 +56,14 @@ const AS_IT_IS: PackedInput = PackedInput {
     Autodiff
 )]
 pub trait NormLinearOps: PackedOps + NormOps + ActivationOps {
-    /// `swiglu(norm(x + residual) wᵀ + bias)`, or the same without SwiGLU: for `x` (`[rows,
-    /// d_in]`), the residual, of its shape and type, if there is one, the `gain` `f32[d_in]`, the
-    /// rowwise tensor `w` of `[d_out, d_in]` and `bias` (`[d_out]`).
+    /// Computes `swiglu(norm(x + residual) wᵀ + bias)`, or the same without SwiGLU, for `x`
+    /// (`[rows, d_in]`), the optional residual of its shape and dtype, the `gain` `f32[d_in]`, the
+    /// row-wise tensor `w` of `[d_out, d_in]` and `bias` (`[d_out]`).
     ///
-    /// The bits are those of [`nvfp4_norm`](NormOps::nvfp4_norm),
-    /// [`nvfp4_packed_linear`](PackedOps::nvfp4_packed_linear) and
-    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation), one after another. On GPUs few rows
-    /// of bf16 take one kernel. Under `Autodiff` the results are constants.
+    /// The bits are those of the sequence [`nvfp4_norm`](NormOps::nvfp4_norm),
+    /// [`nvfp4_packed_linear`](PackedOps::nvfp4_packed_linear),
+    /// [`nvfp4_activation`](ActivationOps::nvfp4_activation). On GPUs, bf16 with small M runs as
+    /// one kernel. Under `Autodiff` the results are constants.
     #[fusion(meta = meta::norm_linear)]
     fn nvfp4_norm_linear(
         x: FloatTensor<Self>,
@@ -75,7 +75,7 @@ pub trait NormLinearOps: PackedOps + NormOps + ActivationOps {
     ) -> NormLinearResult<Self>;
 }
 
-/// The sum with the residual, if there is one, and its norm.
+/// Returns the sum with the residual, if any, and its norm.
 fn norm<B: NormLinearOps>(
     x: FloatTensor<B>,
     residual: MaybeTensor<B>,
@@ -93,7 +93,7 @@ fn norm<B: NormLinearOps>(
     (has_residual.then_some(sum).into(), normed)
 }
 
-/// The linear layer of what is normalised, and SwiGLU of it.
+/// Applies the linear layer to the normalized rows, and SwiGLU to the result.
 fn linear<B: NormLinearOps>(
     normed: FloatTensor<B>,
     w: QuantizedMatrix<B>,
@@ -108,7 +108,7 @@ fn linear<B: NormLinearOps>(
     }
 }
 
-/// [`NormLinearOps::nvfp4_norm_linear`] as three operations.
+/// Computes [`NormLinearOps::nvfp4_norm_linear`] as three operations.
 fn separate<B: NormLinearOps>(
     x: FloatTensor<B>,
     residual: MaybeTensor<B>,

@@ -1,4 +1,4 @@
-//! Parameters and gradients that one operation takes.
+//! Batches of parameters and gradients for one operation.
 #![allow(
     clippy::large_enum_variant,
     reason = "a batch moves once a step, and extension types hold no Box"
@@ -14,10 +14,10 @@ use burn_core::backend::{Backend, ExtensionType, tensor::FloatTensor};
 
 use super::super::MaybeTensor;
 
-/// Parameters of a batch.
+/// Maximum number of parameters per batch.
 pub const BATCH: usize = 8;
 
-/// Up to [`BATCH`] gradients, from the first entry on.
+/// Up to [`BATCH`] gradients, in the first entries.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct GradientBatch<B: Backend> {
@@ -60,19 +60,19 @@ impl<B: Backend> GradientBatch<B> {
         ]
     }
 
-    /// The batch of `gradients`, [`BATCH`] at most.
+    /// Creates a batch of `gradients`, at most [`BATCH`].
     pub fn new(gradients: impl IntoIterator<Item = FloatTensor<B>>) -> Self {
         let mut gradients = gradients.into_iter();
         Self::from_entries(std::array::from_fn(|_| gradients.next().into()))
     }
 
-    /// The gradients.
+    /// Returns the gradients.
     pub fn into_vec(self) -> Vec<FloatTensor<B>> {
         let entries = self.into_entries().into_iter();
         entries.filter_map(MaybeTensor::into_option).collect()
     }
 
-    /// Each gradient by `f`.
+    /// Maps each gradient by `f`.
     pub(super) fn map<C: Backend>(
         self,
         f: impl Fn(FloatTensor<B>) -> FloatTensor<C>,
@@ -83,7 +83,7 @@ impl<B: Backend> GradientBatch<B> {
 
 #[cfg(feature = "cubecl-backend")]
 impl GradientBatchMetadata {
-    /// Those of the gradients.
+    /// Returns the entries that are present.
     pub(super) fn present(
         &self,
     ) -> impl Iterator<Item = &burn_core::backend::fusion::custom::TensorSpec> {
@@ -98,36 +98,36 @@ impl GradientBatchMetadata {
     }
 }
 
-/// A parameter with its state.
+/// Parameter with its optimizer state.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct ParameterState<B: Backend> {
-    /// The parameter in `f32`.
+    /// Parameter in `f32`.
     pub weight: FloatTensor<B>,
-    /// The running mean of the gradient: `f32`, or `bf16` with stochastic rounding.
+    /// First moment, the running mean of the gradient: `f32`, or `bf16` with stochastic rounding.
     pub first: FloatTensor<B>,
-    /// The running mean of its square, of the same type.
+    /// Second moment, the running mean of the squared gradient, of the same dtype.
     pub second: FloatTensor<B>,
-    /// The parameter in another type.
+    /// Parameter in another dtype.
     #[extension_type]
     pub copy: MaybeTensor<B>,
-    /// Its decay.
+    /// Weight decay.
     pub decay: f32,
-    /// The key of the random bits that round moments.
+    /// Key of the random bits for rounding moments.
     pub key: [u32; 2],
 }
 
-/// A parameter with its state, or none.
+/// Parameter with its state, or none.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum MaybeState<B: Backend> {
-    /// None.
+    /// No parameter.
     Absent,
-    /// A parameter.
+    /// Parameter with its state.
     Present(#[extension_type] ParameterState<B>),
 }
 
-/// Up to [`BATCH`] parameters, from the first entry on.
+/// Up to [`BATCH`] parameters, in the first entries.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct AdamWBatch<B: Backend> {
@@ -147,13 +147,13 @@ pub struct AdamWBatch<B: Backend> {
     pub p6: MaybeState<B>,
     #[extension_type]
     pub p7: MaybeState<B>,
-    /// The largest magnitudes of the new parameters, `f32[BATCH]`; absent before the step.
+    /// Amax values of the new parameters, `f32[BATCH]`; absent before the step.
     #[extension_type]
     pub amax: MaybeTensor<B>,
 }
 
 impl<B: Backend> AdamWBatch<B> {
-    /// The batch of `parameters`, [`BATCH`] at most.
+    /// Creates a batch of `parameters`, at most [`BATCH`].
     pub fn new(
         parameters: impl IntoIterator<Item = ParameterState<B>>,
         amax: Option<FloatTensor<B>>,
@@ -176,7 +176,7 @@ impl<B: Backend> AdamWBatch<B> {
         }
     }
 
-    /// The parameters, and the largest magnitudes.
+    /// Returns the parameters and the amax values.
     pub fn into_parts(self) -> (Vec<ParameterState<B>>, Option<FloatTensor<B>>) {
         let entries = [
             self.p0, self.p1, self.p2, self.p3, self.p4, self.p5, self.p6, self.p7,
@@ -188,7 +188,7 @@ impl<B: Backend> AdamWBatch<B> {
         (parameters.collect(), self.amax.into_option())
     }
 
-    /// Each tensor by `f`.
+    /// Maps each tensor by `f`.
     pub(super) fn map<C: Backend>(
         self,
         f: impl Fn(FloatTensor<B>) -> FloatTensor<C>,

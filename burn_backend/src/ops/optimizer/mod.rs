@@ -1,8 +1,8 @@
-//! AdamW and the norm of gradients, as an extension trait of its own.
+//! AdamW and the norm of gradients, as a separate extension trait.
 //!
-//! As in [`ops`](super), arguments are trusted here: [`optim`](crate::optim) checks them before
-//! anything is queued. Parameters travel in batches of [`BATCH`], since what crosses the trait
-//! holds no list.
+//! As in [`ops`](super), arguments are not checked here: [`optim`](crate::optim) checks them before
+//! anything is queued. Parameters are passed in batches of [`BATCH`], because arguments of the
+//! trait cannot be lists.
 
 mod batch;
 
@@ -26,16 +26,16 @@ use super::MaybeTensor;
 use super::collective::Link;
 use super::known_amax::{self, GroupAmax, KnownAmax};
 
-/// How a step of AdamW is taken.
+/// Options of an AdamW step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWOptions {
-    /// The constants.
+    /// Constants.
     pub params: AdamWParams,
-    /// Whether the largest magnitudes of the new parameters are asked for.
+    /// True to compute the amax values of the new parameters.
     pub amax: bool,
 }
 
-/// An optimizer on the primitives of a backend. Its results are constants for `Autodiff`.
+/// Optimizer on the primitives of a backend. Its results are constants for `Autodiff`.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -43,32 +43,32 @@ pub struct AdamWOptions {
     Autodiff
 )]
 pub trait OptimizerOps: Backend {
-    /// The sums of squares of the gradients' chunks
-    /// ([`reference::square_sums`](nvfp4_kernels::reference::square_sums)), one gradient after the
-    /// other: `f32[chunks]`.
+    /// Returns the sums of squares of the gradients' chunks
+    /// ([`reference::square_sums`](nvfp4_kernels::reference::square_sums)), concatenated over the
+    /// gradients: `f32[chunks]`.
     #[fusion(meta = meta::square_sums)]
     fn nvfp4_square_sums(#[extension_type] gradients: GradientBatch<Self>) -> FloatTensor<Self>;
 
-    /// The norm of all gradients and the factor that scales them down to `max_norm` where it is
+    /// Computes the norm of all gradients and the factor that scales it down to `max_norm` if it is
     /// larger, `f32[2]`, from the sums of [`nvfp4_square_sums`](Self::nvfp4_square_sums).
     #[fusion(meta = meta::clip_factor)]
     fn nvfp4_clip_factor(sums: FloatTensor<Self>, max_norm: f32) -> FloatTensor<Self>;
 
-    /// `words` in the buffer of `out`, `u32[4]`, unless others hold that too: then in a new one. A
-    /// kernel writes them, after all that was queued before.
+    /// Writes `words` to the buffer of `out`, `u32[4]`, or to a new buffer if others hold that one
+    /// too. A kernel writes them, after all work queued before.
     #[fusion(meta = meta::set_words)]
     fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self>;
 
-    /// A step of AdamW ([`reference::adamw`](nvfp4_kernels::reference::adamw)). The result has the
-    /// buffers of `batch`, but for those that others hold too, which are copied first.
+    /// Takes a step of AdamW ([`reference::adamw`](nvfp4_kernels::reference::adamw)). The result
+    /// has the buffers of `batch`; buffers that others hold too are copied first.
     ///
-    /// Amax values, where they are asked for, are written to those of `batch`, in place whoever
-    /// holds these too: a captured step reads where the one before it wrote. A batch without any
-    /// gets new ones.
+    /// If requested, amax values are written to the buffer in `batch`, in place even if other
+    /// owners exist: a captured step reads where the step before it wrote. A batch without that
+    /// buffer gets a new one.
     ///
     /// `schedule` is `u32[4]`, the words of
-    /// [`AdamWSchedule`](nvfp4_kernels::reference::AdamWSchedule); `factor` is what
-    /// [`nvfp4_clip_factor`](Self::nvfp4_clip_factor) made.
+    /// [`AdamWSchedule`](nvfp4_kernels::reference::AdamWSchedule); `factor` is the result of
+    /// [`nvfp4_clip_factor`](Self::nvfp4_clip_factor).
     #[fusion(meta = meta::adamw)]
     fn nvfp4_adamw(
         #[extension_type] gradients: GradientBatch<Self>,
@@ -78,7 +78,7 @@ pub trait OptimizerOps: Backend {
         options: AdamWOptions,
     ) -> AdamWBatch<Self>;
 
-    /// The weight with the autodiff node `node` has the amax in entry `entry` of `maxima`.
+    /// Registers entry `entry` of `maxima` as the amax of the weight with the autodiff node `node`.
     #[fusion(default)]
     fn nvfp4_remember_amax(
         maxima: FloatTensor<Self>,
@@ -94,8 +94,8 @@ pub trait OptimizerOps: Backend {
         maxima
     }
 
-    /// Of the weight with the autodiff node `node`, which has a known amax, the ranks of `group` have
-    /// a part each: the largest amax of these is in entry `entry` of `maxima`.
+    /// Registers entry `entry` of `maxima` as the amax over all ranks of `group` for the weight
+    /// with the autodiff node `node`: a shard whose own amax is known.
     #[fusion(default)]
     fn nvfp4_remember_group_amax(
         maxima: FloatTensor<Self>,
@@ -112,9 +112,9 @@ pub trait OptimizerOps: Backend {
         maxima
     }
 
-    /// The elements of `from` in the buffer of `out`, in place whoever holds it too: a captured step
-    /// reads where the one before it wrote. Both are `f32` of one shape. Flex, which has no graphs,
-    /// returns `from`.
+    /// Copies the elements of `from` to the buffer of `out`, in place even if other owners exist: a
+    /// captured step reads where the step before it wrote. Both are `f32` of one shape. Flex, which
+    /// has no graphs, returns `from`.
     #[fusion(meta = meta::write_maxima)]
     fn nvfp4_write_maxima(out: FloatTensor<Self>, from: FloatTensor<Self>) -> FloatTensor<Self>;
 }

@@ -1,4 +1,4 @@
-//! The router, by its kernels.
+//! Router by the CubeCL kernels.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! The router, by the oracle.
+//! Router by the oracle.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ fn tensor<T: Element, const D: usize>(values: Vec<T>, shape: [usize; D]) -> Flex
     FlexTensor::from_data(TensorData::new(values, shape))
 }
 
-/// Numbers below 2^31, as `i32`.
+/// Converts numbers below 2^31 to `i32`.
 fn ints<const D: usize>(values: Vec<u32>, shape: [usize; D]) -> FlexTensor {
     let values = values.into_iter().map(|x| x as i32);
     tensor(values.collect(), shape)

@@ -1,7 +1,7 @@
-//! The router of a mixture of experts, and the order of tokens by expert: an extension trait of its
-//! own.
+//! Router of a mixture of experts, and sorting of tokens by expert, as a separate extension trait.
 //!
-//! Arguments are trusted here; [`experts`](crate::experts) checks them before anything is queued.
+//! Arguments are not checked here; [`experts`](crate::experts) checks them before anything is
+//! queued.
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod cube;
@@ -26,51 +26,51 @@ use nvfp4_kernels::reference::{BatchPart, Router};
 
 use super::gradients::register;
 
-/// What a router gives.
+/// Result of a router.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct RoutedTensors<B: Backend> {
-    /// The weights of the choices, one token after another, the balance loss, and the mean of the
-    /// squared log-sums: `f32[tokens * top_k + 2]`.
+    /// Weights of the choices, token by token, then the balance loss and the mean of the squared
+    /// log-sums: `f32[tokens * top_k + 2]`.
     pub weights: FloatTensor<B>,
-    /// The experts of each token, `i32[tokens, top_k]`.
+    /// Experts of each token, `i32[tokens, top_k]`.
     pub chosen: IntTensor<B>,
-    /// Choices of each expert, `i32[experts]`.
+    /// Number of choices per expert, `i32[experts]`.
     pub counts: IntTensor<B>,
 }
 
-/// Choices in the order of their experts.
+/// Choices sorted by expert.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct SortedTensors<B: Backend> {
-    /// The choice at each place, `i32[slots]`.
+    /// Choice at each sorted position, `i32[slots]`.
     pub choices: IntTensor<B>,
-    /// The place of each choice, `i32[slots]`.
+    /// Sorted position of each choice, `i32[slots]`.
     pub places: IntTensor<B>,
-    /// Where each expert's choices begin, `u32[experts + 1]`.
+    /// Offsets of each expert's choices, `u32[experts + 1]`.
     pub offsets: IntTensor<B>,
-    /// Choices of each expert, `i32[experts]`.
+    /// Number of choices per expert, `i32[experts]`.
     pub counts: IntTensor<B>,
 }
 
-/// The choices of some experts in the order of these.
+/// Choices of a range of experts, sorted by expert.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct WindowTensors<B: Backend> {
-    /// The choice at each place, `i32[slots]`; `slots` behind those of the experts.
+    /// Choice at each position, `i32[slots]`; `slots` after those of the experts.
     pub choices: IntTensor<B>,
-    /// The place of each choice, `i32[slots]`; `slots` for those of other experts.
+    /// Position of each choice, `i32[slots]`; `slots` for those of other experts.
     pub places: IntTensor<B>,
-    /// Where the choices of each of the experts begin, `u32[held + 1]`.
+    /// Offsets of the choices of each of the experts, `u32[held + 1]`.
     pub offsets: IntTensor<B>,
-    /// What the choices of earlier experts take, as in
+    /// Extent of the choices of earlier experts, as in
     /// [`RowGroups::Window`](super::RowGroups::Window): `u32[5]`.
     pub earlier: IntTensor<B>,
-    /// Choices of each expert, `i32[experts]`.
+    /// Number of choices per expert, `i32[experts]`.
     pub counts: IntTensor<B>,
 }
 
-/// The router on the primitives of a backend. The bits are those of
+/// Router on the primitives of a backend. The bits are those of
 /// [`reference::route`](nvfp4_kernels::reference::route) on every device.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
@@ -79,12 +79,13 @@ pub struct WindowTensors<B: Backend> {
     Autodiff
 )]
 pub trait RoutingOps: Backend {
-    /// Experts, weights and losses of `logits` (`f32[tokens, experts]`), differentiable in them.
+    /// Computes experts, weights and losses from `logits` (`f32[tokens, experts]`), differentiable
+    /// by these.
     #[fusion(meta = meta::route)]
     fn nvfp4_route(logits: FloatTensor<Self>, router: Router) -> RoutedTensors<Self>;
 
-    /// The gradient by `logits`, given `grads`, that by [`RoutedTensors::weights`]. Under `Autodiff`
-    /// it is a constant.
+    /// Computes the gradient by `logits`, given the gradient `grads` by [`RoutedTensors::weights`].
+    /// Under `Autodiff` it is a constant.
     #[fusion(meta = meta::route_backward)]
     fn nvfp4_route_backward(
         logits: FloatTensor<Self>,
@@ -93,10 +94,11 @@ pub trait RoutingOps: Backend {
         router: Router,
     ) -> FloatTensor<Self>;
 
-    /// The balance loss and the mean of the squared log-sums of a batch, as far as the tokens of
-    /// `logits` (`f32[tokens, experts]`) add to them, `f32[2]`, given the choices of each expert in
-    /// the batch, `counts` (`i32[experts]`). Differentiable in the logits. The bits are those of
-    /// [`reference::router_losses`](nvfp4_kernels::reference::router_losses) on every device.
+    /// Computes the contributions of the tokens of `logits` (`f32[tokens, experts]`) to the balance
+    /// loss and the mean of the squared log-sums of a batch, `f32[2]`, given the number of choices
+    /// per expert in the batch, `counts` (`i32[experts]`). Differentiable by the logits. The bits
+    /// are those of [`reference::router_losses`](nvfp4_kernels::reference::router_losses) on every
+    /// device.
     #[fusion(meta = meta::router_losses)]
     fn nvfp4_router_losses(
         logits: FloatTensor<Self>,
@@ -105,8 +107,8 @@ pub trait RoutingOps: Backend {
         router: Router,
     ) -> FloatTensor<Self>;
 
-    /// The gradient of [`nvfp4_router_losses`](Self::nvfp4_router_losses) by `logits`, given those
-    /// by the losses, `grads` (`f32[2]`). Under `Autodiff` it is a constant.
+    /// Computes the gradient of [`nvfp4_router_losses`](Self::nvfp4_router_losses) by `logits`,
+    /// given the gradients `grads` by the losses (`f32[2]`). Under `Autodiff` it is a constant.
     #[fusion(meta = meta::router_losses_backward)]
     fn nvfp4_router_losses_backward(
         logits: FloatTensor<Self>,
@@ -116,12 +118,13 @@ pub trait RoutingOps: Backend {
         router: Router,
     ) -> FloatTensor<Self>;
 
-    /// The order of `chosen` (`i32`, any shape, numbers of experts) by expert. A number that is no
-    /// expert is behind all of them, and not counted.
+    /// Sorts `chosen` (`i32`, any shape, expert indices) by expert. Indices out of range come last
+    /// and are not counted.
     #[fusion(meta = meta::sort_choices)]
     fn nvfp4_sort_choices(chosen: IntTensor<Self>, experts: usize) -> SortedTensors<Self>;
 
-    /// The same of the experts `held` alone: at least one of `experts`.
+    /// Version of [`nvfp4_sort_choices`](Self::nvfp4_sort_choices) for only the experts `held`: at
+    /// least one of `experts`.
     #[fusion(meta = meta::sort_window)]
     fn nvfp4_sort_window(
         chosen: IntTensor<Self>,
@@ -205,7 +208,7 @@ mod meta {
     }
 }
 
-/// What the backward of a router needs.
+/// State saved for the backward of a router.
 #[derive(Clone, Debug)]
 struct SavedRoute<B: Backend> {
     logits: FloatTensor<B>,
@@ -213,7 +216,7 @@ struct SavedRoute<B: Backend> {
     router: Router,
 }
 
-/// A router: parents `[logits]`.
+/// Router: parents `[logits]`.
 #[derive(Debug)]
 struct Route;
 
@@ -238,7 +241,7 @@ impl<B: RoutingOps> Backward<B, 1> for Route {
     }
 }
 
-/// What the backward of the losses of a batch needs.
+/// State saved for the backward of the losses of a batch.
 #[derive(Clone, Debug)]
 struct SavedLosses<B: Backend> {
     logits: FloatTensor<B>,
@@ -247,7 +250,7 @@ struct SavedLosses<B: Backend> {
     router: Router,
 }
 
-/// The losses of a batch: parents `[logits]`.
+/// Losses of a batch: parents `[logits]`.
 #[derive(Debug)]
 struct Losses;
 

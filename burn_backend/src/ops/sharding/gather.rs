@@ -1,4 +1,4 @@
-//! Operands of one device, of the parts that ranks quantized.
+//! Assembly of whole operands from the shards that ranks quantized.
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::Shape;
@@ -12,7 +12,7 @@ use super::LinearSharding;
 use super::places::Axis;
 
 impl LinearSharding {
-    /// The operand of one device, of the parts of all ranks along `axis`, whose segments on each
+    /// Gathers the whole operand from the shards of all ranks along `axis`, whose segments on each
     /// rank have these lengths.
     pub(super) fn gathered<B: Nvfp4KernelOps>(
         &self,
@@ -25,7 +25,7 @@ impl LinearSharding {
                 let dim = match (usage, axis) {
                     (Usage::Rowwise, Axis::Outer) | (Usage::Columnwise, Axis::Inner) => 0,
                     (Usage::Rowwise, Axis::Inner) | (Usage::Columnwise, Axis::Outer) => 1,
-                    // The matrices are one below the other, whichever axis is contracted.
+                    // The matrices are stacked along the rows, whichever axis is K.
                     (_, Axis::Stack) => 0,
                 };
                 Operand::Float(self.gathered_floats::<B>(x, dim, lens), usage)
@@ -39,7 +39,7 @@ impl LinearSharding {
         }
     }
 
-    /// The same of a quantized operand, whose scales are in rows; those of a stack may be in tiles,
+    /// Gathers a quantized operand with row-major scales. The scales of a stack may be in tiles,
     /// which begin anew at each matrix.
     pub(super) fn gathered_matrix<B: Nvfp4KernelOps>(
         &self,
@@ -57,7 +57,8 @@ impl LinearSharding {
                 layout.rows *= size;
             }
         }
-        // One amax for each stored row, or for each matrix, follows them; any other is that of all.
+        // An amax per stored row, or per matrix, is gathered too; any other amax is the same on all
+        // ranks.
         let per_part = match axis {
             Axis::Outer => layout.amax == AmaxGranularity::PerRow,
             Axis::Inner => false,
@@ -80,7 +81,7 @@ impl LinearSharding {
         }
     }
 
-    /// Rows or columns of all ranks, segment by segment.
+    /// Gathers rows or columns of all ranks, segment by segment.
     fn gathered_floats<B: Nvfp4KernelOps>(
         &self,
         x: FloatTensor<B>,
@@ -91,7 +92,7 @@ impl LinearSharding {
         let [rows, cols] = [x.shape()[0], x.shape()[1]];
         let all = self.gathered_rows::<B>(x);
         let all = B::float_reshape(all, Shape::new([size, rows, cols]));
-        // Ranks stand before the gathered dimension.
+        // Moves the rank axis before the gathered dimension.
         let all = match dim {
             0 => all,
             _ => B::float_swap_dims(all, 0, 1),
@@ -114,7 +115,7 @@ impl LinearSharding {
         B::float_cat(parts.collect(), dim)
     }
 
-    /// The same for codes or scales, `inner` being the elements of a stored row.
+    /// Gathers codes or scales of all ranks; `inner` is the number of elements of a stored row.
     fn gathered_ints<B: Nvfp4KernelOps>(
         &self,
         x: IntTensor<B>,

@@ -1,4 +1,4 @@
-//! A weight of which each rank has a part (FSDP): what is gathered are its quantized operands.
+//! Sharded weight (FSDP) whose quantized operands are gathered.
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
@@ -16,20 +16,20 @@ use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::tensors::{Operand, RowGroups};
 use crate::parallel::ProcessGroup;
 
-/// What of a weight each rank has.
+/// Shard of a weight on each rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WeightPart {
-    /// So many rows of a matrix.
+    /// This number of rows of a matrix.
     Rows(usize),
-    /// So many matrices of a stack, which has one for each expert.
+    /// This number of matrices of a stack, which has one per expert.
     Experts(usize),
 }
 
 impl WeightPart {
-    /// That of a rank whose part has these dimensions.
+    /// Returns the shard of a rank with these dimensions.
     ///
     /// # Panics
-    /// When it is neither of a matrix nor of a stack.
+    /// If they are neither those of a matrix nor those of a stack.
     pub(crate) fn of(dims: &[usize]) -> Self {
         match *dims {
             [rows, _] => Self::Rows(rows),
@@ -39,31 +39,33 @@ impl WeightPart {
     }
 }
 
-/// How the part of a weight that each rank has becomes that of all ranks.
+/// Gather of the operands of a sharded weight.
 ///
-/// Each rank quantizes its part to the bytes that one device would: with the random bits of its
-/// place, and of a matrix with the amax of all rows. Experts of a stack have amax values of their
-/// own, which travel with the codes. Codes and block scales travel, 0.5625 bytes an element and
-/// orientation in NVFP4, where the parameter in `f32` has four. In high precision the weight
-/// travels in the type of the activations.
+/// Each rank quantizes its shard to the same bytes as one device would: with the random bits of its
+/// position and, for a matrix, with the amax of all rows. Experts of a stack have separate amax
+/// values, which are gathered with the codes. Codes and block scales are gathered, 0.5625 bytes per
+/// element and orientation in NVFP4, compared with four for the parameter in `f32`. In high
+/// precision the weight is gathered in the dtype of the activations.
 #[derive(Clone, Debug)]
 pub(crate) struct GatheredWeight {
     group: ProcessGroup,
-    /// The parameter whose gradient is averaged beside the rest of the backward. Without it, the
-    /// gradient goes to this rank's part, which is made of those of several parameters.
+    /// Parameter whose gradient is averaged concurrently with the rest of the backward. Without it,
+    /// the gradient is passed to this rank's shard, which consists of the shards of several
+    /// parameters.
     parameter: Option<u64>,
-    /// How the gradients of ranks become one.
+    /// Reduction of the gradients of the ranks.
     reduction: Reduction,
     part: WeightPart,
 }
 
 impl GatheredWeight {
-    /// The weight of which each rank of `group` has `part`, for the operands of `spec`; none where
-    /// parts of an operand that ranks quantize are not those of the whole:
+    /// Creates the gather of the weight with shards `part` on the ranks of `group`, for the
+    /// operands of `spec`. Returns `None` if operands quantized by shards differ from those of the
+    /// whole:
     ///
-    /// - where blocks or rotation groups would have rows of two ranks;
-    /// - where the weight is rotated by signs that each rank draws for itself, which have to be
-    ///   those of the gradient that its operand is multiplied with.
+    /// - if blocks or RHT groups would contain rows of two ranks;
+    /// - if the weight is transformed with signs that each rank draws separately: they must be
+    ///   those of the gradient that the operand is multiplied by.
     pub(crate) fn new(
         group: &ProcessGroup,
         (parameter, reduction): (Option<u64>, Reduction),
@@ -89,13 +91,13 @@ impl GatheredWeight {
         })
     }
 
-    /// The ranks.
+    /// Returns the ranks.
     pub(in crate::ops) fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// The operand of fprop of the weight of which this rank has `part`; `known` is the amax of
-    /// that, if it was found before and the operand is made from it.
+    /// Returns the operand of fprop of the weight whose shard on this rank is `part`. `known` is
+    /// the amax of the shard, if it is known and the operand is quantized with it.
     pub(in crate::ops) fn fprop_operand<B: Nvfp4KernelOps>(
         &self,
         part: FloatTensor<B>,
@@ -106,8 +108,8 @@ impl GatheredWeight {
         self.quantize(part, known, (asked, Usage::Columnwise), dtype)
     }
 
-    /// The operand of dgrad; `known` is what the operand of fprop was made from, and this one can
-    /// be.
+    /// Returns the operand of dgrad. `known` is the amax that the operand of fprop was quantized
+    /// with, if this one can use it too.
     pub(in crate::ops) fn dgrad_operand<B: Nvfp4KernelOps>(
         &self,
         part: FloatTensor<B>,
@@ -129,8 +131,8 @@ impl GatheredWeight {
         requantize::<B>(forward, &groups, spec, Usage::Rowwise, dtype, form)
     }
 
-    /// The operand along `usage` of the weight of which this rank has the part `w`; `known` is the
-    /// amax of that, if it was found before and the operand is made from it.
+    /// Returns the operand along `usage` of the weight whose shard on this rank is `w`. `known` is
+    /// the amax of the shard, if it is known and the operand is quantized with it.
     fn quantize<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
@@ -141,7 +143,7 @@ impl GatheredWeight {
         let sharding = LinearSharding::of_rows(&self.group);
         match self.part {
             WeightPart::Rows(rows) => {
-                // Rows of a weight are gathered as rows of tokens are.
+                // Rows of a weight are gathered like rows of tokens.
                 let part = sharding.part(Role::Input, rows);
                 let specs = match usage {
                     Usage::Rowwise => (Some(asked), None),
@@ -162,9 +164,9 @@ impl GatheredWeight {
         }
     }
 
-    /// The gradient of this rank's part, of type `dtype`, of `grad`, that of the whole weight: the
-    /// mean over the ranks, which have a part of the batch each, or their sum. None if it
-    /// [waits](crate::ops::collective::Waiting) beside the rest of the backward.
+    /// Reduces `grad`, the gradient of the whole weight, to that of this rank's shard, of dtype
+    /// `dtype`: the mean over the ranks, which each have a shard of the batch, or the sum. Returns
+    /// `None` if it [waits](crate::ops::collective::Waiting) while the rest of the backward runs.
     pub(in crate::ops) fn reduce<B: Nvfp4KernelOps>(
         &self,
         grad: FloatTensor<B>,
@@ -182,7 +184,7 @@ impl GatheredWeight {
 }
 
 impl LinearSharding {
-    /// Of operands whose rows are gathered as soon as they are quantized, over all of `group`.
+    /// Sharding of operands whose rows are gathered over `group` right after quantization.
     pub(super) fn of_rows(group: &ProcessGroup) -> Self {
         Self {
             group: group.clone(),
@@ -210,7 +212,7 @@ mod tests {
     use crate::ops::stored::StoredForm;
     use crate::ops::tensors::{QuantizedData, QuantizedMatrix};
 
-    /// The layout, if it is quantized, and the bytes of all tensors.
+    /// Returns the layout, if the operand is quantized, and the bytes of all tensors.
     fn parts(operand: Operand<Dispatch>) -> (Option<Layout>, Vec<Vec<u8>>) {
         let float = |x| Tensor::<2>::from_dispatch(x).into_data();
         let int = |x| Tensor::<2, Int>::from_dispatch(x).into_data();
@@ -231,7 +233,7 @@ mod tests {
         (layout, bytes.collect())
     }
 
-    /// The operands of fprop and of dgrad in this form.
+    /// Returns the operands of fprop and of dgrad in this form.
     fn operands(
         spec: &LinearSpec,
         form: StoredForm,
@@ -270,7 +272,8 @@ mod tests {
         [fprop, dgrad].map(parts)
     }
 
-    /// What two ranks quantize of a stack, in rows and in tiles, has the bytes of the whole.
+    /// The operands of a stack that two ranks quantize, in rows and in tiles, have the bytes of the
+    /// whole.
     fn operands_of_ranks_are_those_of_the_whole(what: &str, spec: &LinearSpec) {
         let (device, ..) = device();
         let normal = Distribution::Normal(0.0, 1.0);
@@ -324,7 +327,7 @@ mod tests {
         operands_of_ranks_are_those_of_the_whole("amax of rows", &spec);
     }
 
-    /// Signs that ranks draw for themselves rotate nothing that they put together.
+    /// Weights that are transformed with signs that ranks draw separately are not gathered.
     #[test]
     fn rotated_weights_are_not_gathered() {
         let mut spec = spec("quartet2");

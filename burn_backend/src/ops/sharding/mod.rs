@@ -1,14 +1,14 @@
-//! Linear layers whose weight is sharded over a group of ranks (tensor parallelism), and whose
-//! tokens may be (sequence parallelism): what each rank quantizes, and what it exchanges.
+//! Linear layers whose weights (tensor parallelism), and optionally tokens (sequence parallelism),
+//! are sharded over a group of ranks: quantization and communication of each rank.
 //!
-//! An operand of a rank is a part of the operand of one device. Each rank quantizes its part to the
-//! bytes that one device would: with the amax of the group, and with the random bits of its place.
-//! Operands whose tokens are sharded are gathered after they are quantized: 4-bit codes and block
-//! scales travel, not activations.
+//! An operand of a rank is a shard of the operand of one device. Each rank quantizes its shard to
+//! the same bytes as one device would: with the amax of the group, and with the random bits of its
+//! position. Operands with sharded tokens are gathered after quantization: as 4-bit codes and block
+//! scales, not as activations.
 //!
-//! A GEMM whose contraction is sharded gives partial sums, which are added over the group; that
-//! reorders the sum of one device. The deterministic mode gathers both quantized operands along the
-//! contraction instead, and computes the GEMM of one device on every rank.
+//! A GEMM with a sharded K dimension gives partial sums, which are added over the group; the order
+//! of summation differs from that of one device. The deterministic mode gathers both quantized
+//! operands along K instead, and computes the GEMM of one device on every rank.
 
 mod gather;
 mod gathered_weight;
@@ -36,33 +36,34 @@ use crate::parallel::ProcessGroup;
 pub(crate) use gathered_weight::{GatheredWeight, WeightPart};
 use places::{Axis, GapsBetween, Segment, concatenated, positioned};
 
-/// Which dimension of a weight `[d_in, d_out]` is sharded.
+/// Sharded dimension of a weight `[d_in, d_out]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ShardedDim {
-    /// `d_out`: the output of a rank is a part of the columns, and dgrad gives partial sums.
+    /// `d_out`: the output of a rank has a shard of the columns, and dgrad gives partial sums.
     Output,
-    /// `d_in`: the input of a rank is a part of the columns, and fprop gives partial sums.
+    /// `d_in`: the input of a rank has a shard of the columns, and fprop gives partial sums.
     Input,
 }
 
-/// How the linear layer of a rank is sharded.
+/// Sharding of a rank's linear layer.
 #[derive(Debug, Clone)]
 pub(crate) struct LinearSharding {
-    /// The ranks.
+    /// Ranks.
     pub(crate) group: ProcessGroup,
-    /// The dimension.
+    /// Sharded dimension.
     pub(crate) dim: ShardedDim,
-    /// The segments of this rank's part of the dimension. Segment `i` of the whole layer is made of
-    /// segment `i` of each rank, in the order of ranks: gate and up of a gated activation are two.
+    /// Segments of this rank's shard of the dimension. Segment `i` of the whole layer is the
+    /// concatenation of segment `i` of all ranks, in rank order: gate and up of a gated activation
+    /// are two segments.
     pub(crate) segments: Vec<usize>,
-    /// Whether ranks have parts of the tokens where they have all columns: of the input with
-    /// [`ShardedDim::Output`], of the output with [`ShardedDim::Input`].
+    /// True if tokens are sharded where columns are not: in the input with [`ShardedDim::Output`],
+    /// in the output with [`ShardedDim::Input`].
     pub(crate) sequence_parallel: bool,
-    /// Whether no sum is reordered.
+    /// True if no sum is reordered.
     pub(crate) deterministic: bool,
 }
 
-/// An operand of a layer.
+/// Operand of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
     Input,
@@ -70,15 +71,15 @@ pub(super) enum Role {
     OutputGradient,
 }
 
-/// How an operand is represented, and the form in which the GEMM reads it best.
+/// Representation of an operand, and the form that its GEMM prefers.
 pub(super) type FormedSpec<'a> = (&'a OperandSpec, StoredForm);
 
-/// Amax values of what a rank quantizes that were found before.
+/// Known amax values of a rank's shard.
 #[derive(Clone, Debug)]
 pub(crate) struct FoundAmax<B: Backend> {
-    /// Those of the rank's part.
+    /// Amax values of the rank's shard.
     pub(crate) of_part: AmaxPair<B>,
-    /// The largest of the group's, if that is known: for both usages.
+    /// Amax over the group, if known, for both usages.
     pub(crate) of_group: Option<FloatTensor<B>>,
 }
 
@@ -91,16 +92,16 @@ impl<B: Backend> From<AmaxPair<B>> for FoundAmax<B> {
     }
 }
 
-/// What part of the operand of one device a rank has.
+/// Part of one device's operand that a rank has.
 #[derive(Debug, Clone)]
 enum Part {
-    /// All of it.
+    /// The whole operand.
     Whole,
     /// Some of its rows, in segments.
     Rows(Vec<usize>),
     /// Some of its columns, in segments.
     Cols(Vec<usize>),
-    /// Some of its tokens: rows that are gathered as soon as they are quantized.
+    /// Some of its tokens: rows that are gathered right after quantization.
     Tokens(usize),
 }
 
@@ -119,7 +120,7 @@ impl Part {
 }
 
 impl LinearSharding {
-    /// The part of `rows` tokens, or of the weight, that this rank has of an operand.
+    /// Returns the part that this rank has of an operand with `rows` tokens, or of the weight.
     fn part(&self, role: Role, rows: usize) -> Part {
         let tokens = || match self.sequence_parallel {
             true => Part::Tokens(rows),
@@ -136,7 +137,7 @@ impl LinearSharding {
         }
     }
 
-    /// The rowwise and the columnwise operand of `x`, as far as they are asked for.
+    /// Returns the row-wise and the column-wise operand of `x`, if requested.
     pub(super) fn quantize<B: Nvfp4KernelOps>(
         &self,
         x: QuantSource<B>,
@@ -168,8 +169,8 @@ impl LinearSharding {
         self.quantize_part(x, found, &part, specs, dtype)
     }
 
-    /// The operands of the weight `w`, as far as they are asked for; `known` is its amax, if the
-    /// optimizer found it and the operands are made from it.
+    /// Returns the requested operands of the weight `w`. `known` is its amax, if the optimizer
+    /// computed it and the operands are quantized with it.
     pub(super) fn quantize_weight<B: Nvfp4KernelOps>(
         &self,
         w: FloatTensor<B>,
@@ -182,7 +183,7 @@ impl LinearSharding {
         self.quantize_part(w, known, &part, specs, dtype)
     }
 
-    /// The operands of the input by the specs of fprop and, if it is needed, of wgrad.
+    /// Returns the operands of the input by the specs of fprop and, if required, of wgrad.
     pub(super) fn input<B: Nvfp4KernelOps>(
         &self,
         x: QuantSource<B>,
@@ -203,8 +204,8 @@ impl LinearSharding {
         (forward, saved)
     }
 
-    /// The values that the operand of `role` on this rank is quantized from, of those of the rank:
-    /// `x`, or where tokens are gathered the tokens of all ranks.
+    /// Returns the source values of this rank's operand of `role`: `x`, or if tokens are gathered,
+    /// the tokens of all ranks.
     pub(super) fn sources<B: Nvfp4KernelOps>(
         &self,
         x: FloatTensor<B>,
@@ -216,8 +217,8 @@ impl LinearSharding {
         }
     }
 
-    /// The operand along `usage` by `spec` of the dequantized values of `forward`, the operand of
-    /// the forward, whose tokens are gathered.
+    /// Quantizes the dequantized values of `forward`, the operand of the forward with gathered
+    /// tokens, along `usage` by `spec`.
     pub(super) fn requantize<B: Nvfp4KernelOps>(
         &self,
         forward: Operand<B>,
@@ -229,7 +230,7 @@ impl LinearSharding {
         let values = match forward {
             Operand::Float(x, _) => x,
             Operand::Quantized(source) | Operand::QuantizedMnMajor(source) => {
-                // MS-EDEN takes the values exactly, everything else as activations.
+                // MS-EDEN uses the exact values, everything else the dtype of the activations.
                 let is_exact = spec.params().is_some_and(QuantParams::is_ms_eden);
                 let dtype = if is_exact { FloatDType::F32 } else { dtype };
                 B::nvfp4_dequantize(source, RowGroups::Whole, dtype)
@@ -249,7 +250,8 @@ impl LinearSharding {
         row.or(col).expect("one usage was asked for")
     }
 
-    /// The operands of `x`, whose amax values were `found` where it was computed, if that is so.
+    /// Returns the operands of `x`, with the amax values `found`, if they were computed together
+    /// with it.
     fn quantize_part<B: Nvfp4KernelOps>(
         &self,
         x: FloatTensor<B>,
@@ -270,7 +272,7 @@ impl LinearSharding {
             .flatten()
             .any(|params| !params.is_deterministic());
         let is_moved = matches!(part, Part::Tokens(_)) || draws && self.is_cut(part);
-        // What is moved has rows of codes and scales, which can be put one after another.
+        // Tensors to be gathered are stored as rows of codes and scales, which can be concatenated.
         let [row_form, col_form] = match is_moved {
             true => [StoredForm::ROWS; 2],
             false => [row_read, col_read],
@@ -319,7 +321,7 @@ impl LinearSharding {
                     Part::Tokens(len) => self.gathered_matrix::<B>(made, axis, &[*len]),
                     _ => made,
                 };
-                // Once, and not before each GEMM that reads it: a weight is kept.
+                // Converted once, not before each GEMM that reads it: a weight is kept.
                 let form = match usage {
                     Usage::Rowwise => row_read,
                     Usage::Columnwise => col_read,
@@ -336,10 +338,10 @@ impl LinearSharding {
         )
     }
 
-    /// The operands of `role` by these specs, in forms that they can have on a rank.
+    /// Returns the operands of `role` by these specs, in forms that they can have on a rank.
     ///
-    /// What the deterministic mode gathers along its contraction has rows of codes and scales: it
-    /// gathers them for each GEMM, so that the pass after it, which swizzles, is the GEMM's.
+    /// Operands that the deterministic mode gathers along K are stored as rows of codes and scales:
+    /// they are gathered for each GEMM, and the GEMM swizzles the scales.
     fn readable<'a>(
         &self,
         role: Role,
@@ -349,7 +351,7 @@ impl LinearSharding {
             let is_gathered = self.deterministic && self.splits_contraction(role, usage);
             match form {
                 _ if is_gathered => (spec, StoredForm::ROWS),
-                // Parts are packed.
+                // Shards are packed.
                 StoredForm::Bf16Unscaled => (spec, StoredForm::ROWS),
                 form => (spec, form),
             }
@@ -360,8 +362,8 @@ impl LinearSharding {
         )
     }
 
-    /// Whether ranks have parts of the contraction of this operand's GEMM: of dgrad where the
-    /// output is sharded, of fprop where the input is.
+    /// Returns true if the K dimension of this operand's GEMM is sharded: in dgrad if the output is
+    /// sharded, in fprop if the input is.
     fn splits_contraction(&self, role: Role, usage: Usage) -> bool {
         match self.dim {
             ShardedDim::Output => {
@@ -374,7 +376,7 @@ impl LinearSharding {
         }
     }
 
-    /// Whether a part that draws random bits is made in more than one piece.
+    /// Returns true if a part with random bits is quantized in more than one piece.
     fn is_cut(&self, part: &Part) -> bool {
         match part {
             Part::Whole | Part::Tokens(_) => false,
@@ -383,8 +385,8 @@ impl LinearSharding {
         }
     }
 
-    /// The amax values with which a rank quantizes its part, those that are the group's in one
-    /// exchange; none of a format without a global scale.
+    /// Returns the amax values with which a rank quantizes its part. Those of the group are reduced
+    /// in one exchange. Empty for a format without a global scale.
     fn amaxes<B: Nvfp4KernelOps>(
         &self,
         x: &FloatTensor<B>,
@@ -419,7 +421,7 @@ impl LinearSharding {
                 })
                 .map(MaybeTensor::from);
         }
-        // Without transforms both are one.
+        // Without transforms both amax values are the same.
         if let ([Some(row), Some(col)], [Some(amax), _]) = (&params, &found)
             && row.shares_amax()
             && col.shares_amax()
@@ -461,8 +463,8 @@ impl LinearSharding {
         })
     }
 
-    /// The quantized part, segment by segment where segments draw random bits at places that do not
-    /// follow each other.
+    /// Quantizes the part, segment by segment if segments draw random bits at positions that are
+    /// not consecutive.
     fn segments<B: Nvfp4KernelOps>(
         &self,
         x: &FloatTensor<B>,
@@ -499,7 +501,7 @@ impl LinearSharding {
             return quantize(x.clone(), row_amax, col_amax, at(start(&segments[0]), gaps));
         }
         let made = segments.iter().map(|segment| {
-            // Of amax values for each row or column, those of the segment.
+            // For an amax per row or column, those of the segment.
             let amax = |amax: &MaybeTensor<B>, per: usize| {
                 let len = if dim == 0 { rows } else { cols };
                 let is_along = per == dim && len > 1;
@@ -521,7 +523,7 @@ impl LinearSharding {
         concatenated(made, dim)
     }
 
-    /// The segments of this rank.
+    /// Returns the segments of this rank.
     fn places(&self, lens: &[usize]) -> Vec<Segment> {
         let (rank, size) = (self.group.rank(), self.group.size());
         let (mut own, mut whole) = (0, 0);
@@ -547,7 +549,7 @@ impl LinearSharding {
         }
     }
 
-    /// The output of a rank, of its operands.
+    /// Computes the output of a rank from its operands.
     pub(super) fn fprop<B: Nvfp4KernelOps>(
         &self,
         x: Operand<B>,
@@ -574,7 +576,7 @@ impl LinearSharding {
         }
     }
 
-    /// The gradient of the input of a rank, of its operands.
+    /// Computes the input gradient of a rank from its operands.
     pub(super) fn dgrad<B: Nvfp4KernelOps>(
         &self,
         dy: Operand<B>,
@@ -591,7 +593,7 @@ impl LinearSharding {
         }
     }
 
-    /// The gradient of the bias, in `f32`, of `dy` and of `sum`, that of its rows.
+    /// Returns the gradient of the bias, in `f32`, given `dy` and `sum`, the sum of its rows.
     pub(super) fn bias_grad<B: Nvfp4KernelOps>(
         &self,
         dy: FloatTensor<B>,
@@ -607,8 +609,8 @@ impl LinearSharding {
         }
     }
 
-    /// The GEMM of operands whose contraction is sharded, as one device computes it; this rank's
-    /// rows of it.
+    /// Computes the GEMM of operands with a sharded K dimension as one device would, and returns
+    /// this rank's rows.
     fn whole_gemm<B: Nvfp4KernelOps>(
         &self,
         a: Operand<B>,
@@ -624,7 +626,7 @@ impl LinearSharding {
         }
     }
 
-    /// Both operands of a GEMM whose contraction is sharded, gathered along it.
+    /// Gathers both operands of a GEMM with a sharded K dimension along K.
     fn gather_contraction<B: Nvfp4KernelOps>(
         &self,
         a: Operand<B>,
@@ -634,7 +636,7 @@ impl LinearSharding {
         (gathered(a), gathered(b))
     }
 
-    /// The sum of all ranks' partial results, or this rank's rows of it.
+    /// Sums the partial results of all ranks, and returns the sum or this rank's rows of it.
     fn sum<B: Nvfp4KernelOps>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
         let step = match self.sequence_parallel {
             true => Step::ReduceScatter(Reduction::Sum),
@@ -643,7 +645,7 @@ impl LinearSharding {
         self.exchange::<B>(x, step)
     }
 
-    /// The rows of all ranks.
+    /// Gathers the rows of all ranks.
     fn gathered_rows<B: Nvfp4KernelOps>(&self, x: FloatTensor<B>) -> FloatTensor<B> {
         self.exchange::<B>(x, Step::AllGather)
     }
@@ -657,8 +659,8 @@ impl LinearSharding {
     }
 }
 
-/// The quantized tensor along `usage` by `params`, which have a global scale, of the tokens of all
-/// ranks, `x` being this rank's.
+/// Returns the quantized tensor of the tokens of all ranks along `usage` by `params`, which must
+/// have a global scale. `x` are this rank's tokens.
 pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
     x: FloatTensor<B>,
     usage: Usage,

@@ -1,5 +1,5 @@
-//! Where the parts of a rank lie in the operand of one device, by which their blocks draw random
-//! bits; and the tensor of more parts than one kernel takes, joined.
+//! Positions of a rank's parts in the operand of one device, which determine the random bits of
+//! their blocks; and the concatenation of parts that one kernel cannot quantize together.
 
 use burn_core::backend::Backend;
 use nvfp4_kernels::{AmaxGranularity, BlockPosition, Gap, Gaps, Usage};
@@ -7,19 +7,19 @@ use nvfp4_kernels::{AmaxGranularity, BlockPosition, Gap, Gaps, Usage};
 use super::super::spec::QuantParams;
 use super::super::tensors::{QuantizedData, QuantizedMatrix, QuantizedPair};
 
-/// The stored dimension of an operand along which parts of ranks are concatenated.
+/// Stored dimension of an operand along which the parts of ranks are concatenated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Axis {
     /// Stored rows.
     Outer,
-    /// The contraction.
+    /// The K dimension.
     Inner,
-    /// Stored rows, of whole matrices of a stack, which are quantized each by itself.
+    /// Stored rows of whole matrices of a stack, which are quantized separately.
     Stack,
 }
 
-/// Where a segment of a rank's part lies: its first row or column in the part and in the whole, and
-/// its length.
+/// Position of a segment of a rank's part: its first row or column in the part and in the whole,
+/// and its length.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Segment {
     pub(super) own: usize,
@@ -27,11 +27,11 @@ pub(super) struct Segment {
     pub(super) len: usize,
 }
 
-/// What of the whole lies between a rank's segments along one dimension.
+/// Gaps between a rank's segments along one dimension of the whole.
 pub(super) struct GapsBetween {
     /// 0 for segments of rows, 1 for segments of columns.
     dim: usize,
-    /// The first row or column behind each gap, and how many are in it.
+    /// First row or column after each gap, and size of the gap.
     gaps: [(usize, usize); 2],
 }
 
@@ -43,7 +43,7 @@ impl GapsBetween {
         }
     }
 
-    /// Those between `segments`, unless there are more than a kernel takes.
+    /// Returns the gaps between `segments`, unless there are more than a kernel supports.
     pub(super) fn of(dim: usize, segments: &[Segment]) -> Option<Self> {
         let mut between = Self::none(dim);
         if segments.len() > 1 + between.gaps.len() {
@@ -55,7 +55,7 @@ impl GapsBetween {
         Some(between)
     }
 
-    /// The same in stored rows, or in blocks of a stored row, of the tensor along `usage`.
+    /// Converts the gaps to stored rows, or to blocks of a stored row, of the tensor along `usage`.
     fn stored(&self, usage: Usage, block: usize) -> Gaps {
         let of_rows = (self.dim == 0) == (usage == Usage::Rowwise);
         let unit = if of_rows { 1 } else { block };
@@ -75,8 +75,8 @@ impl GapsBetween {
     }
 }
 
-/// `params` of a tensor that lies at row and column `start` of a matrix of the shape `whole`, with
-/// `gaps` between its parts.
+/// Sets the position of a tensor in `params`: at row and column `start` of a matrix of the shape
+/// `whole`, with `gaps` between its parts.
 pub(super) fn positioned(
     params: QuantParams,
     usage: Usage,
@@ -98,7 +98,7 @@ pub(super) fn positioned(
     })
 }
 
-/// The quantized segments of a matrix, which follow each other along axis `dim` of it.
+/// Concatenates the quantized segments of a matrix along axis `dim`.
 pub(super) fn concatenated<B: Backend>(
     parts: Vec<QuantizedPair<B>>,
     dim: usize,
@@ -125,7 +125,7 @@ fn joined<B: Backend>(
         _ => Axis::Inner,
     };
     let stored = if axis == Axis::Outer { 0 } else { 1 };
-    // One amax for each stored row follows them; any other is that of all segments.
+    // An amax per stored row is concatenated too; any other amax is the same for all segments.
     let per_row = layout.amax == AmaxGranularity::PerRow && axis == Axis::Outer;
     let mut amaxes: Vec<_> = (parts.iter())
         .filter_map(|part| part.amax.clone().into_option())

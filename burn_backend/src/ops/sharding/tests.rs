@@ -1,4 +1,4 @@
-//! The forms of a sharded layer's operands change no bit.
+//! Tests that the forms of a sharded layer's operands change no bit.
 
 use std::thread;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use super::{LinearSharding, ShardedDim};
 use crate::functions::linear_of_rows;
 use crate::parallel::ProcessGroup;
 
-/// Tokens of a rank: those of two are no multiple of 64.
+/// Tokens per rank: those of two ranks are not a multiple of 64.
 const TOKENS: usize = 48;
-/// Features of a rank where they are sharded, and features that all ranks have.
+/// Features per rank if sharded, and unsharded features.
 const OWN: usize = 64;
 const ALL: usize = 96;
 
-/// How two ranks share out a layer.
+/// Sharding of a layer over two ranks.
 #[derive(Debug, Clone)]
 struct Shares {
     dim: ShardedDim,
@@ -27,7 +27,7 @@ struct Shares {
     segments: Vec<usize>,
 }
 
-/// A rank's input, weight and output gradient.
+/// Input, weight and output gradient of a rank.
 #[derive(Clone)]
 struct Case {
     x: Tensor<2>,
@@ -59,7 +59,7 @@ impl Case {
         }
     }
 
-    /// The bytes of `y`, `dx` and `dw`.
+    /// Returns the bytes of `y`, `dx` and `dw`.
     fn run(
         &self,
         group: ProcessGroup,
@@ -85,7 +85,7 @@ impl Case {
     }
 }
 
-/// The bytes of both ranks, their operands taken to be read as `reads`.
+/// Returns the bytes of both ranks, with operands in the forms for `reads`.
 fn of_ranks(
     cases: &[Case; 2],
     shares: &Shares,
@@ -103,7 +103,7 @@ fn of_ranks(
     })
 }
 
-/// Rows and tiles give the same bits, whatever is gathered or made of segments.
+/// Rows and tiles give the same bits for all gathered or segmented operands.
 fn forms_change_no_bit(preset: &str, tokens: usize, segments: &[usize]) {
     let ((device, _, _), spec) = (device(), spec(preset));
     for dim in [ShardedDim::Output, ShardedDim::Input] {
@@ -127,7 +127,7 @@ fn one_segment() {
     forms_change_no_bit("nvidia", TOKENS, &[OWN]);
 }
 
-/// More than one kernel makes where random bits are drawn.
+/// More segments than one kernel supports if random bits are drawn.
 #[test]
 fn four_segments() {
     forms_change_no_bit("nvidia", TOKENS, &[OWN / 4; 4]);

@@ -1,4 +1,4 @@
-//! The packed weight of a decorated layer is kept until the weight changes, and no longer.
+//! The packed weight of a decorated layer is cached exactly until the weight changes.
 
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
@@ -12,10 +12,10 @@ use crate::support::counted::{
 };
 use crate::support::own_process::own_process;
 
-/// A weight that no other test of this process has.
+/// Weight size that no other test of this process uses.
 const SIZE: [usize; 2] = [80, 176];
 
-/// A decorated layer, number 5.
+/// Creates a decorated layer, number 5.
 fn layer(recipe: Nvfp4Recipe) -> Linear {
     let [d_in, d_out] = SIZE;
     let linear = LinearConfig::new(d_in, d_out).init(&device().autodiff());
@@ -65,8 +65,8 @@ fn validation_quantizes_a_decorated_weight_once() {
     validation_quantizes_once(SIZE, layer, forward, step);
 }
 
-/// Steps that are queued before any of them runs, as a training loop has it that reads nothing
-/// back: each multiplies its own weight.
+/// Steps that are queued before any of them runs, as in a training loop that reads nothing back:
+/// each uses its own weight.
 #[test]
 fn queued_steps_multiply_the_weight_that_they_were_given() {
     own_process!("decorate");

@@ -1,4 +1,4 @@
-//! A decorated model computes what a model of explicit layers computes, bit for bit.
+//! A decorated model computes the same as a model of explicit layers, bit for bit.
 
 use burn_core::module::{Module, ParamGroup};
 use burn_core::tensor::{DType, Device, Tensor};
@@ -13,7 +13,7 @@ use super::models::{
     Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, small_only, tensor,
 };
 
-/// `steps` of training on inputs of `shape`; every number of both models must be the same.
+/// Runs `steps` of training on inputs of `shape`; every number of both models must be the same.
 fn assert_equal<const D: usize>(
     what: &str,
     shape: [usize; D],
@@ -117,7 +117,7 @@ fn batches_that_burn_folds() {
 }
 
 /// With a multiple of 32 tokens Burn keeps the batch axis: the weight's gradient is a batch of
-/// products and their sum.
+/// GEMMs and their sum.
 #[test]
 fn batches_that_burn_keeps() {
     own_process!("decorate");
@@ -159,8 +159,8 @@ fn four_axes_without_biases() {
     );
 }
 
-/// Gradient checkpointing computes activations again; the numbers are the same, and no offset is
-/// drawn twice.
+/// Gradient checkpointing recomputes activations; the numbers are the same, and no offset is drawn
+/// twice.
 #[test]
 fn gradient_checkpointing() {
     own_process!("decorate");
@@ -208,7 +208,7 @@ fn gradient_accumulation() {
     decorate::report(&decorated).unwrap().check().unwrap();
 }
 
-/// Inference draws nothing and gives the training forward's numbers.
+/// Inference draws nothing and gives the same numbers as a training forward.
 #[test]
 fn inference() {
     own_process!("decorate");
@@ -222,7 +222,7 @@ fn inference() {
     decorate::report(&decorated).unwrap().check().unwrap();
 }
 
-/// High-precision layers are Burn's own.
+/// High-precision layers remain Burn's own.
 #[test]
 fn high_precision_layers_are_left_alone() {
     own_process!("decorate");
@@ -242,7 +242,8 @@ fn high_precision_layers_are_left_alone() {
     assert_eq!(report.layers["second"].forward.nvfp4, 1);
 }
 
-/// Records are those of the undecorated model, both ways, and so is the model after `undecorate`.
+/// Records are those of the undecorated model, in both directions, and so is the model after
+/// `undecorate`.
 #[test]
 fn records_and_undecorate() {
     own_process!("decorate");
@@ -268,7 +269,7 @@ fn records_and_undecorate() {
     assert_eq!(bytes(plain), before);
 }
 
-/// What telemetry sees of a decorated layer is what it sees of an explicit one.
+/// Telemetry of a decorated layer equals that of an explicit one.
 #[test]
 fn telemetry_is_that_of_explicit_layers() {
     own_process!("decorate");

@@ -1,5 +1,5 @@
 //! Recipes and modes through the decorator: the numbers are those of explicit layers, and the
-//! report says which formats they were computed in.
+//! report gives the formats of their GEMMs.
 
 use burn_core::module::Module;
 use burn_core::tensor::DType;
@@ -12,7 +12,7 @@ use super::models::{Plain, assert_same_step, bits, device, pair, tensor};
 
 use GemmFormat::{HighPrecision, Mxfp4, Mxfp8, Nvfp4, Nvfp4Mixed};
 
-/// Fail unless the products of `layer` ran once in each role, in these formats.
+/// Asserts that the GEMMs of `layer` ran once in each role, in these formats.
 fn assert_ran(what: &str, layer: &LayerReport, formats: [GemmFormat; 3]) {
     for (role, format) in layer.roles().into_iter().zip(formats) {
         assert_eq!(
@@ -23,12 +23,13 @@ fn assert_ran(what: &str, layer: &LayerReport, formats: [GemmFormat; 3]) {
     }
 }
 
-/// A step by a preset, and the formats of its forward, input gradient and weight gradient.
+/// Runs a step with a preset; checks the formats of its forward, input gradient and weight
+/// gradient.
 fn preset(name: &str, formats: [GemmFormat; 3]) {
     let device = device().autodiff();
     let recipe = Nvfp4Recipe::preset(name).unwrap().with_seed(9);
     let (decorated, explicit) = pair(Plain::new(true, &device), &recipe);
-    // Tokens that fill neither a block nor a transform.
+    // The number of tokens fills neither a block nor a transform.
     let x = tensor([3, 20, 32], 4, DType::F32, &device);
     assert_same_step(name, &decorated, &explicit, x, true);
     let report = decorate::report(&decorated).unwrap();
@@ -43,7 +44,7 @@ fn preset(name: &str, formats: [GemmFormat; 3]) {
     }
 }
 
-/// A test for each preset, and one that none is missing.
+/// Creates a test per preset, and one that checks that no preset is missing.
 macro_rules! presets {
     ($($name:ident: $formats:expr,)*) => {
         mod presets {
@@ -78,8 +79,8 @@ presets! {
     bf16: [HighPrecision; 3],
 }
 
-/// Every mode, one step each: the numbers are those of explicit layers in it, the report counts
-/// each product where it ran, and layers that were switched to high precision are not certified as
+/// Runs one step in every mode: the numbers are those of explicit layers in that mode, the report
+/// counts each GEMM by its format, and layers switched to high precision are not certified as
 /// NVFP4.
 #[test]
 fn modes_switch_between_steps() {
@@ -111,7 +112,7 @@ fn modes_switch_between_steps() {
     assert!(report.to_string().contains("3 NVFP4 + 2 high precision"));
 }
 
-/// The backward-only switch of `nvidia` is the preset whose backward is in high precision.
+/// `nvidia` with a high-precision backward equals the preset with a high-precision backward.
 #[test]
 fn a_high_precision_backward_is_that_of_the_preset() {
     own_process!("decorate");
@@ -131,7 +132,7 @@ fn a_high_precision_backward_is_that_of_the_preset() {
     decorate::report(&switched).unwrap().check().unwrap();
 }
 
-/// A run that heals from its middle on, step by step as a training loop asks for it.
+/// A run that heals from its middle on, with the mode requested step by step as in a training loop.
 #[test]
 fn healing() {
     own_process!("decorate");

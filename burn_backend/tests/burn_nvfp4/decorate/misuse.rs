@@ -1,5 +1,5 @@
-//! What a decorated layer cannot do is an error that names it, never a quiet product in high
-//! precision.
+//! An unsupported use of a decorated layer is an error that names the layer, never a silent GEMM in
+//! high precision.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,7 +10,7 @@ use crate::support::own_process::own_process;
 
 use super::models::{Plain, device, tensor};
 
-/// The broken guarantees after `use_model`, of which the next use of the model must speak too.
+/// Returns the broken guarantees after `use_model`; the next use of the model must report them too.
 #[track_caller]
 fn failures(use_model: impl FnOnce(&Plain, Tensor<2>)) -> String {
     let device = device().autodiff();

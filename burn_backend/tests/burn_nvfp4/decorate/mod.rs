@@ -1,6 +1,6 @@
 //! Unmodified models through the decorator, on the device that `NVFP4_TEST_DEVICE` names: `cpu`
-//! (CubeCL's CPU runtime, the default here) or `cuda`. In a process of their own, because Burn's
-//! fusion takes a provider for the whole process, and only before the first tensor.
+//! (CubeCL's CPU runtime, the default here) or `cuda`. They run in a separate process, because
+//! Burn's fusion accepts a provider for the whole process, and only before the first tensor.
 
 mod cache;
 mod equal;

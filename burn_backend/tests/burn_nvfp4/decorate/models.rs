@@ -1,4 +1,4 @@
-//! The same model twice: of `burn_nn::Linear`, and of `Nvfp4Linear`.
+//! The same model in two versions: of `burn_nn::Linear`, and of `Nvfp4Linear`.
 
 use burn_core as burn;
 
@@ -8,12 +8,13 @@ use burn_nn::{Linear, LinearConfig, LinearLayout};
 use burn_nvfp4::state::assign_layer_ids;
 use burn_nvfp4::{Nvfp4Linear, Nvfp4Recipe, decorate};
 
-/// Whether the device is CubeCL's CPU runtime, which compiles slowly and has no `bf16` arithmetic.
+/// Returns true if the device is CubeCL's CPU runtime, which compiles slowly and has no `bf16`
+/// arithmetic.
 pub fn small_only() -> bool {
     std::env::var("NVFP4_TEST_DEVICE").map_or(cfg!(feature = "cpu"), |name| name != "cuda")
 }
 
-/// The device under test, after [`decorate::install`].
+/// Returns the device under test, after [`decorate::install`].
 pub fn device() -> Device {
     decorate::install().unwrap();
     #[cfg(feature = "cuda")]
@@ -28,7 +29,7 @@ pub fn device() -> Device {
     }
 }
 
-/// `count` values between -1 and 1 that do not repeat, the same on every machine.
+/// Returns `count` non-repeating values between -1 and 1, the same on every machine.
 pub fn noise(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..count)
@@ -41,7 +42,7 @@ pub fn noise(count: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-/// A tensor of such values.
+/// Returns a tensor of such values.
 pub fn tensor<const D: usize>(
     shape: [usize; D],
     seed: u64,
@@ -52,20 +53,20 @@ pub fn tensor<const D: usize>(
     Tensor::from_data(data.convert_dtype(dtype), (device, dtype))
 }
 
-/// The bits of a tensor, as `f32`.
+/// Returns the bits of a tensor, as `f32`.
 pub fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u32> {
     let values: Vec<f32> = tensor.try_into_vec_as::<f32>().unwrap();
     assert!(values.iter().all(|value| value.is_finite()), "not finite");
     values.into_iter().map(f32::to_bits).collect()
 }
 
-/// `parameter` in `dtype`, as a parameter of its own: the result of a tracked cast could go
-/// backward only once.
+/// Returns `parameter` in `dtype`, as a separate parameter: the result of a tracked cast could be
+/// used in a backward only once.
 pub fn leaf<const D: usize>(parameter: Tensor<D>, dtype: DType) -> Tensor<D> {
     parameter.cast(dtype).detach().require_grad()
 }
 
-/// Two layers of Burn's own.
+/// Two Burn layers.
 #[derive(Module, Debug)]
 pub struct Plain {
     pub first: Linear,
@@ -90,7 +91,7 @@ impl Plain {
         }
     }
 
-    /// In `dtype`, parameters included.
+    /// Converts the model to `dtype`, including parameters.
     pub fn typed(self, dtype: DType) -> Self {
         let cast = |linear: Linear| Linear {
             weight: linear.weight.map(|weight| leaf(weight, dtype)),
@@ -120,7 +121,7 @@ impl Explicit {
     }
 }
 
-/// `plain` decorated, and the same parameters in explicit layers; both numbered from 0.
+/// Returns `plain` decorated, and the same parameters in explicit layers; both numbered from 0.
 pub fn pair(plain: Plain, recipe: &Nvfp4Recipe) -> (Plain, Explicit) {
     let layer = |linear: &Linear| Nvfp4Linear::from_linear(linear.clone(), recipe).unwrap();
     let explicit = Explicit {
@@ -133,8 +134,8 @@ pub fn pair(plain: Plain, recipe: &Nvfp4Recipe) -> (Plain, Explicit) {
     (decorated, explicit)
 }
 
-/// The gradients of the parameters that have one, in the order first, second, weights before
-/// biases.
+/// Returns the gradients of the parameters that have one, in the order first, second, with weights
+/// before biases.
 pub fn plain_grads(model: &Plain, grads: &Gradients) -> Vec<Option<Vec<u32>>> {
     grads_of(
         [&model.first, &model.second].map(|layer| {
@@ -145,7 +146,7 @@ pub fn plain_grads(model: &Plain, grads: &Gradients) -> Vec<Option<Vec<u32>>> {
     )
 }
 
-/// Those of the explicit model.
+/// Returns the gradients of the explicit model.
 pub fn explicit_grads(model: &Explicit, grads: &Gradients) -> Vec<Option<Vec<u32>>> {
     grads_of(
         [&model.first, &model.second].map(|layer| {
@@ -168,8 +169,8 @@ fn grads_of(
     found
 }
 
-/// One forward and backward of both models on `x`; every number must be the same. The gradients are
-/// those of the decorated model, and of the explicit one.
+/// Runs one forward and backward of both models on `x`; every number must be the same. Returns the
+/// gradients of the decorated and of the explicit model.
 pub fn assert_same_step<const D: usize>(
     what: &str,
     decorated: &Plain,

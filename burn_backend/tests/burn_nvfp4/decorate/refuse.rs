@@ -1,4 +1,4 @@
-//! What cannot be decorated, and what the errors say.
+//! Models that cannot be decorated, and the error messages.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -36,7 +36,7 @@ fn other_devices() {
     );
 }
 
-/// A decorated model that is moved away says so when it is used.
+/// A decorated model that is moved to another device returns an error when it is used.
 #[cfg(feature = "flex")]
 #[test]
 fn a_move_to_another_device() {
@@ -92,7 +92,7 @@ fn shapes_and_groups() {
     refused(exclude("nowhere").decorate(odd()), &["exclude"]);
 }
 
-/// A user's own layer.
+/// A user-defined layer.
 #[derive(Module, Debug)]
 struct Own {
     weight: Param<Tensor<2>>,
@@ -153,7 +153,7 @@ struct Expert {
     up: Linear,
 }
 
-/// A mixture of experts whose router has the name of one in its module, and an odd size.
+/// A mixture of experts whose router is recognized by its name, and has an odd size.
 #[derive(Module, Debug)]
 struct Mixture {
     gate: Linear,
@@ -167,7 +167,7 @@ struct Headed {
     lm_head: Linear,
 }
 
-/// Heads and routers are Burn's own unless they are asked for; the gates of SwiGLUs are not
+/// Heads and routers remain Burn's own unless they are included; the gates of SwiGLUs are not
 /// routers.
 #[test]
 fn heads_and_routers_stay_in_high_precision() {

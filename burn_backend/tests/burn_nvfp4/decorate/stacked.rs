@@ -1,4 +1,4 @@
-//! Stacked experts' weights of a user's own mixture compute what grouped layers compute, bit for
+//! Stacked experts' weights of a user-defined mixture compute the same as grouped layers, bit for
 //! bit.
 
 use burn_core as burn;
@@ -20,7 +20,7 @@ const TOKENS: usize = 20;
 const D_IN: usize = 32;
 const HIDDEN: usize = 48;
 
-/// The weights of all experts, as a user has them.
+/// Weights of all experts, as in a user's module.
 #[derive(Module, Debug)]
 struct Stack {
     weight: Param<Tensor<3>>,

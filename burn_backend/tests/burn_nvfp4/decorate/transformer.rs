@@ -12,7 +12,7 @@ use crate::support::own_process::own_process;
 
 use super::models::{bits, device, small_only, tensor};
 
-/// Every product of every layer, in every role, on every step.
+/// Checks every GEMM of every layer, in every role, on every step.
 #[test]
 fn encoder_attention_and_feed_forward() {
     own_process!("decorate");
@@ -57,8 +57,7 @@ fn encoder_attention_and_feed_forward() {
     for (path, layer) in &report.layers {
         assert_eq!(layer.forward.nvfp4, steps as u64, "{path}");
         assert_eq!(layer.wgrad.nvfp4, steps as u64, "{path}");
-        // Three projections of one constant input: which gradient is whose, the tracker cannot
-        // know.
+        // Three projections of one constant input: the tracker cannot tell their gradients apart.
         let shared_constant = layer.dgrad.nvfp4 == 0;
         assert!(layer.wgrad_wasted == 0 || shared_constant, "{path}");
         assert_eq!(

@@ -1,5 +1,4 @@
-//! Ways to use a layer: several times, frozen, with the other layout, and beside models that are
-//! not decorated.
+//! Uses of a layer: repeated, frozen, with the other layout, and together with undecorated models.
 
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
@@ -13,7 +12,7 @@ use super::models::{
     Explicit, Plain, assert_same_step, bits, device, explicit_grads, pair, plain_grads, tensor,
 };
 
-/// Each call of a layer in one graph draws its own bits, and the gradients of its weight add up.
+/// Each call of a layer in one graph draws separate bits, and the gradients of its weight add up.
 #[test]
 fn a_layer_called_twice() {
     own_process!("decorate");
@@ -40,7 +39,7 @@ fn a_layer_called_twice() {
     assert_eq!(Nvfp4State::collect(&decorated).layers["first"].offset, 2);
 }
 
-/// Frozen weights have no gradient, and hand on that of their input.
+/// Frozen weights have no gradient, and pass on that of their input.
 #[test]
 fn frozen_weights_with_a_tracked_input() {
     own_process!("decorate");
@@ -58,7 +57,7 @@ fn frozen_weights_with_a_tracked_input() {
     }
 }
 
-/// Weights that are stored transposed.
+/// Weights stored transposed.
 #[test]
 fn column_major_weights() {
     own_process!("decorate");
@@ -72,8 +71,8 @@ fn column_major_weights() {
     decorate::report(&decorated).unwrap().check().unwrap();
 }
 
-/// Fusion keeps plans by the relative shapes of a graph. Neither other shapes nor an undecorated
-/// model of the same graph may be given one that is not theirs.
+/// Fusion caches plans by the relative shapes of a graph. Neither other shapes nor an undecorated
+/// model with the same graph may get a plan of another graph.
 #[test]
 fn shapes_and_models_that_alternate() {
     own_process!("decorate");

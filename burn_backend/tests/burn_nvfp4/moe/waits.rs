@@ -1,13 +1,13 @@
-//! The host never learns how many tokens an expert has, nor anything else that a step computes.
+//! The host never reads the number of tokens of an expert, or any other result of a step.
 //!
-//! No clock shows it, but a failure: CubeCL and Burn keep the failure of a launch beside the
-//! buffers that it should have written, skip whatever would be computed from them, and report it to
-//! who reads one. So a step whose input and parameters were never written gives out all its work
-//! and returns; with a read of anything that follows from them in it, it does not return. A bare
-//! `sync` reads no buffer, and is not seen.
+//! The test uses failures instead of a clock: CubeCL and Burn store the failure of a launch with
+//! the buffers that it should have written, skip everything computed from them, and report it to a
+//! reader. Therefore a step whose input and parameters were never written queues all its work and
+//! returns, but does not return if it reads anything that depends on them. A bare `sync` reads no
+//! buffer, and is not detected.
 //!
-//! In a process of its own, one test at a time: what makes launches fail sees every launch of the
-//! process.
+//! Runs in a separate process, one test at a time: the observer that makes launches fail sees every
+//! launch of the process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ use super::{WIDTH, exempt, moe};
 use crate::support::own_process::own_process;
 use crate::support::{Matrix, activation, cube_only, device};
 
-/// Held by the test that runs.
+/// Held by the running test.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Fails every launch, and counts them.
@@ -38,7 +38,7 @@ impl LaunchObserver for Refusal {
     }
 }
 
-/// The exponentials of `x`, whose launch fails: a tensor that carries the failure.
+/// Returns the exponentials of `x`, whose launch fails: a tensor that carries the failure.
 fn unwritten<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     let device = x.device();
     device.sync().unwrap();
@@ -60,15 +60,15 @@ impl ModuleMapper for Unwritten {
     }
 }
 
-/// A mixture and an input that were never written.
+/// Returns a mixture and an input that were never written.
 fn unwritten_case(recipe: &Nvfp4Recipe, device: &Device) -> (Nvfp4Moe, Tensor<2>) {
     let mixture = moe(8, 2, recipe, device).map(&mut Unwritten);
     let x = Matrix::gaussian(32, WIDTH, activation(), 1).tensor(device);
     (mixture, Tensor::from_inner(unwritten(x.inner())))
 }
 
-/// Forward and backward of `mixture` on `x`, with `between` after the forward; then the names of
-/// what it computed that can be read.
+/// Runs forward and backward of `mixture` on `x`, with `between` after the forward. Returns the
+/// names of the results that can be read.
 fn step(
     mixture: &Nvfp4Moe,
     x: &Tensor<2>,
@@ -103,13 +103,13 @@ fn nothing_waits_for_the_device() {
     let device = device().autodiff();
     for recipe in [Nvfp4Recipe::new(), exempt()] {
         let (mixture, x) = unwritten_case(&recipe, &device);
-        // That the step returns is what is asserted. That nothing of it can be read shows that any
-        // read in it would have failed.
+        // The assertion is that the step returns. Since none of its results can be read, any read
+        // in it would have failed.
         assert_eq!(step(&mixture, &x, |_| ()), [""; 0]);
     }
 }
 
-/// The test before can fail: where one thing is read within the step, it does not return.
+/// Shows that the test above can fail: if one result is read in the step, it does not return.
 #[test]
 fn a_read_is_noticed() {
     own_process!("moe::waits");

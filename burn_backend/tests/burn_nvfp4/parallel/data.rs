@@ -1,4 +1,4 @@
-//! Ranks with parts of a batch: whole models, sharded optimizers, sharded models.
+//! Data parallelism: replicated models, sharded optimizers, sharded models.
 
 use burn_core as burn;
 
@@ -23,7 +23,7 @@ use crate::support::{Matrix, device, gaussian, skip_where_small_only, values};
 
 const WIDTH: usize = 32;
 const STEPS: usize = 5;
-/// Tokens of a rank.
+/// Tokens per rank.
 const TOKENS: usize = 24;
 
 /// Layers of this crate and of burn-nn.
@@ -33,12 +33,12 @@ struct Model {
     feed_forward: Nvfp4SwiGlu,
     moe: Nvfp4Moe,
     linear: Nvfp4Linear,
-    /// Three rows: no ranks share them equally.
+    /// Three rows, which cannot be sharded equally.
     out: Linear,
     frozen: Linear,
 }
 
-/// The same values in each model.
+/// Gives each model the same values.
 pub(super) struct Initialise(pub(super) u64);
 
 impl ModuleMapper for Initialise {
@@ -110,7 +110,7 @@ fn config(clip: Option<f64>) -> AdamWConfig {
     }
 }
 
-/// The losses of a rank, and the weights at the end.
+/// Losses of a rank, and final weights.
 type Trained = (Vec<f32>, Vec<Vec<f32>>);
 
 fn train(
@@ -137,7 +137,7 @@ fn data_parallel(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Traine
     averaged(group, model, clip)
 }
 
-/// With the gradients of matrices averaged beside the backward.
+/// Trains with the gradients of matrices averaged concurrently with the backward.
 fn overlapped(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
     let model = model(recipe, &device().autodiff());
     let model = average_in_backward(model, &group, 4 * WIDTH);
@@ -153,7 +153,7 @@ fn averaged(group: ProcessGroup, model: Model, clip: Option<f64>) -> Trained {
     (losses, weights(&model))
 }
 
-/// The same by one thread that computes one rank after the other.
+/// Trains in one thread that computes one rank after the other.
 fn one_after_the_other(size: usize, recipe: &str, clip: Option<f64>) -> Vec<Trained> {
     let device = device().autodiff();
     let models = || model(recipe, &device);
@@ -189,7 +189,7 @@ fn one_after_the_other(size: usize, recipe: &str, clip: Option<f64>) -> Vec<Trai
     losses.into_iter().zip(ranks).collect()
 }
 
-/// Means of gradients, added up in the order of ranks.
+/// Means of gradients, summed in rank order.
 struct Mean<'a> {
     of: &'a [GradientsParams],
     to: GradientsParams,
@@ -214,7 +214,7 @@ fn ranks_train_as_one_thread_does() {
             let beside = on_ranks(size, |group| overlapped(group, recipe, clip));
             assert_eq!(found, beside, "{recipe}, {size} ranks");
             let expected = one_after_the_other(size, recipe, clip);
-            // All ranks have the same weights, and their own losses.
+            // All ranks have the same weights, but separate losses.
             assert_eq!(found, expected, "{recipe}, {size} ranks");
             assert!(found.iter().all(|rank| rank.1 == found[0].1));
             assert_ne!(found[0].0, found[1].0);
@@ -270,7 +270,7 @@ fn sharded(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
     let elements = whole.num_params();
     let model = fully_shard(whole, &group);
     let shards = Shards::of(&model, &group);
-    // All but three parameters of three rows or elements.
+    // All but three parameters with three rows or elements.
     assert_eq!(shards.ids.len(), 9);
     assert!(model.num_params() < elements / group.size() + 100);
     let mut optimizer = config(clip).init();
@@ -295,7 +295,7 @@ fn zero(group: ProcessGroup, recipe: &str, clip: Option<f64>) -> Trained {
     (losses, weights(&model))
 }
 
-/// Without clipping bit by bit; with it but for the order of the sum of squares.
+/// Bit for bit without clipping; with clipping, up to the order of the sum of squares.
 #[test]
 fn sharded_models_and_optimizers_train_as_whole_ones_do() {
     skip_where_small_only!();
@@ -318,7 +318,7 @@ fn sharded_models_and_optimizers_train_as_whole_ones_do() {
                 assert!((found / expected - 1.0).abs() < 1e-5, "{found}, {expected}");
             }
         }
-        // Clipping is felt.
+        // Clipping has an effect.
         let free = on_ranks(2, |group| run(group, "bf16", None));
         assert!((found[0].0[STEPS - 1] / free[0].0[STEPS - 1] - 1.0).abs() > 1e-5);
     }
@@ -339,7 +339,7 @@ fn rank_0_gives_its_values() {
     assert!(found.iter().all(|(_, after)| *after == found[0].0));
 }
 
-/// A shard is this rank's rows; the whole is what a forward, and `gather`, see.
+/// A shard is this rank's rows; a forward, and `gather`, see the whole.
 #[test]
 fn parts_are_rows() {
     let found = on_ranks(2, |group| {

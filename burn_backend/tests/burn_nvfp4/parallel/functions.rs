@@ -10,20 +10,20 @@ use crate::support::{Matrix, activation, device, values};
 const ROWS: usize = 4;
 const COLS: usize = 6;
 
-/// The tensor of a rank.
+/// Returns the tensor of a rank.
 fn part(rank: usize, rows: usize, cols: usize, dtype: DType) -> Tensor<2> {
     let device = device().autodiff();
     let tensor: Tensor<2> = Matrix::gaussian(rows, cols, dtype, 40 + rank as u64).tensor(&device);
     tensor.require_grad()
 }
 
-/// What a rank multiplies its result by: the gradient that goes back.
+/// Returns the factor of a rank's result, which is its upstream gradient.
 fn factor(rank: usize, rows: usize, cols: usize, dtype: DType) -> Tensor<2> {
     let device = device().autodiff();
     Matrix::gaussian(rows, cols, dtype, 90 + rank as u64).tensor(&device)
 }
 
-/// The result of `forward` on each rank, and the gradient of its input.
+/// Returns the result of `forward` on each rank, and the gradient of its input.
 fn run(
     size: usize,
     dtype: DType,
@@ -138,7 +138,7 @@ fn parts_along_each_axis_have_their_gradients() {
     }
 }
 
-/// Rank 0 sends its rows 1 and 3, rank 1 its rows 4 and 0, in the order of ranks.
+/// Rank 0 sends its rows 1 and 3, rank 1 its rows 4 and 0, in rank order.
 #[test]
 fn rows_travel_to_other_ranks_and_back() {
     let dtype = DType::F32;

@@ -1,4 +1,4 @@
-//! Stacks of experts of which each rank has some, and of which quantized operands are gathered.
+//! Stacks of experts that are sharded over ranks, and whose quantized operands are gathered.
 
 use burn_core as burn;
 
@@ -22,25 +22,25 @@ use super::data::Initialise;
 use super::on_ranks;
 use crate::support::{Matrix, activation, device, skip_where_small_only, small_only, values};
 
-/// No multiple of a rotation group, nor of the rows of a tile of block scales.
+/// Not a multiple of the RHT size, nor of the rows of a tile of block scales.
 const WIDTH: usize = 32;
 const HIDDEN: usize = 48;
 const EXPERTS: usize = 8;
 
-/// A mixture, and experts that are given their tokens.
+/// A mixture, and experts that get their tokens directly.
 #[derive(Module, Debug)]
 struct Layers {
     moe: Nvfp4Moe,
     alone: Nvfp4GroupedLinear,
 }
 
-/// What the layers are, and what they are given.
+/// Configuration of the layers, and their input.
 #[derive(Clone)]
 struct Case {
     recipe: Nvfp4Recipe,
     dtype: DType,
     recompute: bool,
-    /// Whether each rank draws random bits of its own.
+    /// True if each rank draws separate random bits.
     own_draws: bool,
 }
 
@@ -80,7 +80,7 @@ impl Case {
 }
 
 impl Layers {
-    /// The outputs, one of them with an expert without tokens.
+    /// Returns the outputs, one of them for an expert without tokens.
     fn forward(&self, x: Tensor<2>) -> Vec<Tensor<2>> {
         let [tokens, _] = x.dims();
         let counts = [5, 0, 9, 2, 1, 3, 1, 2];
@@ -91,7 +91,7 @@ impl Layers {
     }
 }
 
-/// The gradients of a module's parameters, in order.
+/// Gradients of a module's parameters, in order.
 struct Gradients<'a>(&'a GradientsParams, Vec<Vec<f32>>);
 
 impl ModuleVisitor for Gradients<'_> {
@@ -101,11 +101,12 @@ impl ModuleVisitor for Gradients<'_> {
     }
 }
 
-/// What a forward and a backward of a rank give: outputs and the gradient of the input; the
-/// gradients of parameters, or of the parts that the rank has of them.
+/// Results of a forward and a backward of a rank: outputs and the gradient of the input; the
+/// gradients of parameters, or of the rank's shards of them.
 type Found = (Vec<Vec<f32>>, Vec<Vec<f32>>);
 
-/// Those of `model`, with its parameters sharded over the ranks with the same ones, or whole.
+/// Returns the results of `model`, with its parameters sharded over the ranks with the same ones,
+/// or unsharded.
 fn measure<M: Module>(
     (mut model, case): (M, &Case),
     (batch, data): (&ProcessGroup, &ProcessGroup),
@@ -144,14 +145,14 @@ fn measure<M: Module>(
     (found, of_parameters.1)
 }
 
-/// The layers of `case` on a rank of a group that shares the batch.
+/// Returns the results of the layers of `case` on a rank of a group that shares the batch.
 fn of_layers(case: &Case, group: &ProcessGroup, is_sharded: bool) -> Found {
     let layers = case.layers(&device().autodiff());
     measure((layers, case), (group, group), is_sharded, Layers::forward)
 }
 
-/// Both have the same bits. `owners` are the ranks that share the parameter of a number: they have
-/// parts of its gradient, one after the other.
+/// Asserts that both have the same bits. `owners` returns the ranks that share the parameter with
+/// an index: they have consecutive shards of its gradient.
 fn assert_same(
     what: &str,
     sharded: &[Found],
@@ -191,13 +192,14 @@ fn stochastic() -> Case {
     (recipe.fprop.x, recipe.fprop.w) = (drawn, drawn);
     recipe.dgrad.w = drawn;
     Case {
-        // What ranks quantize of a weight, each with its own draw, is not what one of them draws.
+        // The operands of a weight that ranks quantize with separate draws differ from those of one
+        // rank.
         own_draws: false,
         ..Case::new(recipe)
     }
 }
 
-/// Weights with an amax for each stored row.
+/// Weights with an amax per stored row.
 fn per_row() -> Case {
     let mut recipe = Nvfp4Recipe::preset("per_token").unwrap();
     recipe.fprop.w = QuantSpec::NVFP4.per_row();
@@ -205,7 +207,7 @@ fn per_row() -> Case {
     Case::new(recipe)
 }
 
-/// MS-EDEN of weights as they are: rotated by signs that each rank draws for itself.
+/// MS-EDEN of the original weights, transformed with signs that each rank draws separately.
 fn eden_of_weights() -> Case {
     let mut recipe = Nvfp4Recipe::preset("quartet2").unwrap();
     recipe.source = BackwardSource::Original;
@@ -227,7 +229,7 @@ fn they_give_the_bits_of_whole_stacks() {
     }
 }
 
-/// The random bits of each block of a weight are those of its place in the whole stack.
+/// The random bits of each block of a weight are those of its position in the whole stack.
 #[test]
 fn with_other_operands_of_weights() {
     skip_where_small_only!();
@@ -265,7 +267,7 @@ fn in_the_type_of_activations() {
     }
 }
 
-/// Two of four ranks have other experts, and two have the same, which share these.
+/// Four ranks in pairs with different experts; the two ranks with the same experts shard these.
 #[test]
 fn with_experts_of_other_ranks() {
     skip_where_small_only!();
@@ -295,7 +297,7 @@ fn with_experts_of_other_ranks() {
         for dispatch in [ExpertDispatch::AllToAll, ExpertDispatch::AllGather] {
             let [sharded, whole] = [true, false].map(|on| of_ranks(&case, dispatch, on));
             let what = format!("{what}, {dispatch:?}");
-            // The router is of all ranks.
+            // The router is sharded over all ranks.
             assert_same(&what, &sharded, &whole, |index| match index {
                 0 => vec![vec![0, 1, 2, 3]],
                 _ => vec![vec![0, 2], vec![1, 3]],
@@ -304,8 +306,8 @@ fn with_experts_of_other_ranks() {
     }
 }
 
-/// Telemetry compares operands with the values that they are made from: while it is on, values
-/// travel, which changes no bit.
+/// Telemetry compares operands with the values that they are made from: while it is on, values are
+/// gathered, which changes no bit.
 #[test]
 fn with_telemetry() {
     skip_where_small_only!();
@@ -334,12 +336,12 @@ fn with_telemetry() {
     assert_same("values", &values, &whole, |_| vec![vec![0, 1]]);
     assert_same("codes", &codes, &whole, |_| vec![vec![0, 1]]);
     // Three operands in the forward and three in the backward, as codes, scales and amax values
-    // each, where three values travel.
+    // each, instead of three gathers of values.
     let more = of_codes.iter().zip(&of_values).map(|(a, b)| a - b);
     assert_eq!(more.collect::<Vec<_>>(), [2 * 3 * 3 - 3; 2]);
 }
 
-/// The collectives of a forward, and of a backward with its means, of a mixture.
+/// Returns the number of collectives of a forward, and of a backward with its means, of a mixture.
 fn collectives(preset: &str, recompute: bool) -> [u64; 2] {
     let mut case = Case::preset(preset);
     case.recompute = recompute;
@@ -358,9 +360,9 @@ fn collectives(preset: &str, recompute: bool) -> [u64; 2] {
     found[0]
 }
 
-/// No rank keeps the experts of others between forward and backward: operands are gathered for
-/// each GEMM, as codes, block scales and amax values (where the format has a global scale), or as
-/// values in high precision. Where gate and up are computed again, two GEMMs share what serves both.
+/// No rank keeps the experts of others between forward and backward: operands are gathered for each
+/// GEMM, as codes, block scales and amax values (if the format has a global scale), or as values in
+/// high precision. If gate and up are recomputed, two GEMMs share one gathered operand.
 #[test]
 fn operands_are_gathered_for_each_gemm() {
     let [router, means] = [1, 3];

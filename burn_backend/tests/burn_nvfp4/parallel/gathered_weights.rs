@@ -1,4 +1,4 @@
-//! Weights whose rows are on several ranks, and of which quantized operands are gathered.
+//! Weights whose rows are sharded over ranks, and whose quantized operands are gathered.
 
 use burn_core as burn;
 
@@ -16,12 +16,12 @@ use super::data::Initialise;
 use super::on_ranks;
 use crate::support::{Matrix, device, skip_where_small_only, values};
 
-/// Each of two ranks has a multiple of a rotation group of 128 rows.
+/// Each of two ranks has a multiple of 128 rows, the largest RHT size.
 const WIDTH: usize = 256;
 const TOKENS: usize = 32;
 const STEPS: usize = 3;
 
-/// Every way in which a weight is used.
+/// Every use of a weight.
 #[derive(Module, Debug)]
 struct Layers {
     alone: Nvfp4Linear,
@@ -49,7 +49,7 @@ impl Layers {
         layers
     }
 
-    /// By a recipe that rounds weights to nearest.
+    /// Uses a recipe that rounds weights to nearest.
     fn without_biases(device: &Device) -> Self {
         let mut layers = Self::new("nvidia", device);
         for layer in [&mut layers.alone, &mut layers.queries, &mut layers.keys] {
@@ -75,16 +75,16 @@ impl ModuleVisitor for Values {
     }
 }
 
-/// The losses of a rank in training and in validation, and the weights at the end.
+/// Losses of a rank in training and in validation, and final weights.
 type Trained = (Vec<f32>, Vec<Vec<f32>>);
 
-/// Which ranks have what.
+/// Distribution of the weights over ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Weights {
     Whole,
-    /// Each rank finds the amax of its rows anew, and exchanges it, each time that it quantizes them.
+    /// Each rank computes the amax of its rows, and exchanges it, each time that it quantizes them.
     Sharded,
-    /// The optimizer finds and exchanges the amax.
+    /// The optimizer computes and exchanges the amax.
     ShardedWithAmax,
 }
 
@@ -92,7 +92,7 @@ fn train(group: ProcessGroup, recipe: &str, weights: Weights) -> Trained {
     let device = device().autodiff();
     let mut model = Layers::new(recipe, &device);
     set_rank(&model, group.rank()).unwrap();
-    // The norm of all gradients adds up in another order.
+    // The norm of all gradients would be summed in another order.
     let config = AdamWConfig {
         grad_clip: None,
         amax: weights == Weights::ShardedWithAmax,
@@ -125,7 +125,7 @@ fn train(group: ProcessGroup, recipe: &str, weights: Weights) -> Trained {
     (losses, found.0)
 }
 
-/// With every recipe: the global amax, the random bits of each place, rotations over rows, values
+/// With every recipe: the global amax, the random bits of each position, RHT over rows, and values
 /// in high precision.
 #[test]
 fn they_train_as_whole_weights_do() {
@@ -143,7 +143,8 @@ fn they_train_as_whole_weights_do() {
     }
 }
 
-/// The collectives of a step: of the forward, of the backward with its means, and of the optimizer.
+/// Returns the number of collectives of a step: of the forward, of the backward with its means, and
+/// of the optimizer.
 fn collectives(group: ProcessGroup, amax: bool) -> [u64; 3] {
     let device = device().autodiff();
     let mut model = fully_shard(Layers::without_biases(&device), &group);
@@ -175,11 +176,11 @@ fn collectives(group: ProcessGroup, amax: bool) -> [u64; 3] {
 }
 
 /// Each operand is gathered as codes and as scales, and each gradient is reduced. An amax is
-/// exchanged once for each operand of the forward, and with the optimizer's one time for all weights
-/// that are used by themselves.
+/// exchanged once per operand of the forward, or, with the amax of the optimizer, once for all
+/// weights that are used alone.
 #[test]
 fn an_amax_is_exchanged_once() {
-    // The first layer's input needs no gradient.
+    // The input of the first layer needs no gradient.
     let (operands, of_dgrad, gradients, together) = (4, 3, 4, 1);
     let backward = 2 * of_dgrad + gradients;
     let without = [3 * operands, backward, 0];
@@ -190,7 +191,7 @@ fn an_amax_is_exchanged_once() {
     }
 }
 
-/// What a backward reads is not what a step in between has written.
+/// A step in between does not overwrite what a backward reads.
 #[test]
 fn a_step_between_forward_and_backward_changes_no_gradient() {
     let gradients = |group: ProcessGroup, steps: bool| {
@@ -212,7 +213,7 @@ fn a_step_between_forward_and_backward_changes_no_gradient() {
             optimizer.step(1.0, model, gradients)
         };
         model = step(model);
-        // Of the same forward in both cases.
+        // The forward is the same in both cases.
         let loss = model.loss(x.clone());
         if steps {
             step(model.clone());
@@ -225,8 +226,8 @@ fn a_step_between_forward_and_backward_changes_no_gradient() {
     assert!(with == without);
 }
 
-/// The gradients of a weight that is used by itself, whose mean waits beside the backward, and
-/// together with another, whose mean autodiff returns.
+/// Adds the gradients of a weight that is used alone, whose mean waits while the backward runs, and
+/// together with another weight, whose mean autodiff returns.
 #[test]
 fn gradients_of_both_uses_add_up() {
     skip_where_small_only!();
@@ -261,8 +262,8 @@ fn gradients_of_both_uses_add_up() {
     }
 }
 
-/// Of a rank's rows a block of 16 needs all: a weight that is cut through blocks is gathered as it
-/// is, which gives the same bits.
+/// A block of 16 must be within a rank's rows: a weight that is split inside blocks is gathered in
+/// high precision, which gives the same bits.
 #[test]
 fn ranks_that_cut_blocks_gather_values() {
     let device = device().autodiff();

@@ -1,4 +1,4 @@
-//! Layers and training of several ranks, as threads with groups over loopback.
+//! Layers and training on several ranks, as threads with loopback groups.
 
 mod data;
 mod experts;
@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use burn_nvfp4::parallel::ProcessGroup;
 
-/// Runs `body` on each of `size` ranks, in a thread of its own; the results in the order of ranks.
+/// Runs `body` on each of `size` ranks in a separate thread; returns the results in rank order.
 pub fn on_ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let body = &body;
     thread::scope(|scope| {

@@ -1,7 +1,7 @@
-//! Collectives from GPU to GPU, against those through the memory of the host.
+//! Collectives from GPU to GPU, compared with those through host memory.
 //!
-//! Skips itself, and says so, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices. NCCL
-//! has to be there then. The sum of two ranks has one order, so the bits are equal.
+//! Skips itself, with a message, unless `NVFP4_TEST_DEVICE=cuda` and there are two CUDA devices.
+//! NCCL is then required. The sum of two ranks has only one order, so the bits are equal.
 
 use std::fmt::Debug;
 
@@ -33,7 +33,7 @@ macro_rules! skip_without_two_gpus {
     };
 }
 
-/// What `body` finds on each rank, by NCCL and then through the memory of the host.
+/// Compares the results of `body` on each rank, by NCCL and through host memory.
 fn both<T: Send + PartialEq + Debug>(
     what: &str,
     body: impl Fn(&ProcessGroup, &Device) -> T + Sync,
@@ -52,7 +52,7 @@ fn both<T: Send + PartialEq + Debug>(
     device
 }
 
-/// The tensor of a rank, which a fused kernel has made.
+/// Returns the tensor of a rank, written by a fused kernel.
 fn own(rank: usize, dims: [usize; 2], dtype: DType, device: &Device) -> Tensor<2> {
     let made = Matrix::gaussian(dims[0], dims[1], dtype, 7 + rank as u64).tensor(device);
     made.mul_scalar(3.0).add_scalar(0.25)
@@ -136,8 +136,7 @@ fn gradients_travel_back() {
     });
 }
 
-/// Kernels before and after a collective wait for each other, and memory is not used again too
-/// early.
+/// Kernels before and after a collective are ordered with it, and memory is not reused too early.
 #[test]
 fn collectives_stand_in_line_with_kernels() {
     skip_without_two_gpus!();
@@ -154,7 +153,7 @@ fn collectives_stand_in_line_with_kernels() {
     assert_ne!(found[0], found[1]);
 }
 
-/// The gradients of a module's parameters, in order.
+/// Gradients of a module's parameters, in order.
 struct OfParameters<'a>(&'a GradientsParams, Vec<Vec<f32>>);
 
 impl ModuleVisitor for OfParameters<'_> {
@@ -164,8 +163,9 @@ impl ModuleVisitor for OfParameters<'_> {
     }
 }
 
-/// Outputs and gradients of a few steps of a mixture on a rank. Gradients of what both ranks have
-/// are averaged in the backward, so that their collectives run beside exchanges of tokens.
+/// Returns outputs and gradients of a few steps of a mixture on a rank. Gradients of replicated
+/// parameters are averaged in the backward, so that their collectives overlap with exchanges of
+/// tokens.
 fn steps_of_experts(
     group: &ProcessGroup,
     device: &Device,
@@ -176,7 +176,7 @@ fn steps_of_experts(
     let device = device.clone().autodiff();
     let config = Nvfp4MoeConfig::new(WIDTH, 256, 8).with_shared_hidden(Some(2048));
     let moe = config.with_recipe(recipe.clone()).init(&device);
-    // What a layer draws does not depend on what else the process has built.
+    // The random draws of a layer do not depend on other layers of the process.
     assign_layer_ids(&moe);
     let moe = ExpertParallelMoe::from_moe(moe.map(&mut Initialise(0)), group);
     let experts = expert_parameters(&moe);
@@ -192,7 +192,7 @@ fn steps_of_experts(
         let seed = 20 + 2 * step + group.rank() as u64;
         let x = Matrix::gaussian(1024, WIDTH, DType::BF16, seed).tensor(&device);
         let x = x.require_grad();
-        // Kernels before and after the mixture, and one mixture behind another.
+        // Kernels before and after the mixture, and one mixture after another.
         let inner = moe.forward(x.clone() * 2).output;
         let out = moe.forward(inner + x.clone());
         let losses = out.balance_loss + out.z_loss;
@@ -209,8 +209,8 @@ fn steps_of_experts(
     found
 }
 
-/// What travels beside kernels has arrived before it is read, and its memory is not used again too
-/// early, forward and backward.
+/// Overlapped exchanges are complete before their results are read, and their memory is not reused
+/// too early, forward and backward.
 #[test]
 fn tokens_beside_kernels_have_the_bits_of_those_in_line() {
     skip_without_two_gpus!();

@@ -1,6 +1,6 @@
-//! Gradients that ranks exchange in `bf16`, against the stated arithmetic: each rounded to nearest
-//! even once, the sum in the order of ranks in `f32`, for a mean divided by their number, rounded
-//! to `bf16` once.
+//! Gradients that ranks exchange in `bf16`, compared with the documented arithmetic: each is
+//! rounded to nearest even once, the sum in rank order is in `f32`, divided by the number of ranks
+//! for a mean, and rounded to `bf16` once.
 
 use burn_core as burn;
 
@@ -28,8 +28,8 @@ const WIDTH: usize = 64;
 const TOKENS: usize = 32;
 const SIZES: [usize; 2] = [2, 4];
 
-/// A layer of this crate, whose weight FSDP gathers in codes, and one of burn-nn with rows that no
-/// ranks share equally.
+/// A layer of this crate, whose weight FSDP gathers as codes, and a burn-nn layer with rows that
+/// cannot be sharded equally.
 #[derive(Module, Debug)]
 struct Model {
     norm: RmsNorm,
@@ -50,7 +50,8 @@ fn model(recipe: &str, device: &Device) -> Model {
     model
 }
 
-/// Recipes, and types of the activations: where these are `bf16`, wgrad writes what travels.
+/// Recipes, and dtypes of the activations: if these are `bf16`, wgrad writes in the dtype of the
+/// exchange.
 fn cases() -> Vec<(&'static str, FloatDType)> {
     let narrow = match activation() {
         DType::BF16 => FloatDType::BF16,
@@ -60,7 +61,7 @@ fn cases() -> Vec<(&'static str, FloatDType)> {
     all.concat()
 }
 
-/// What autodiff returns of the loss of a rank.
+/// Returns autodiff's gradients of the loss of a rank.
 fn backward(model: &Model, rank: usize, dtype: FloatDType) -> GradientsParams {
     set_rank(model, rank).unwrap();
     let device = device().autodiff();
@@ -71,7 +72,7 @@ fn backward(model: &Model, rank: usize, dtype: FloatDType) -> GradientsParams {
     GradientsParams::from_grads(y.powi_scalar(2).mean().backward(), model)
 }
 
-/// The bits of the gradients of all parameters, in order.
+/// Bits of the gradients of all parameters, in order.
 struct Bits<'a>(&'a GradientsParams, Vec<Vec<u32>>);
 
 impl ModuleVisitor for Bits<'_> {
@@ -94,7 +95,7 @@ fn rounded(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-/// The bits of the reduction of what each rank has.
+/// Returns the bits of the reduction of the ranks' values.
 fn oracle(of: &[Vec<u32>], reduction: Reduction) -> Vec<u32> {
     let reduced = (0..of[0].len()).map(|index| {
         let parts = of.iter().map(|rank| rounded(f32::from_bits(rank[index])));
@@ -108,7 +109,7 @@ fn oracle(of: &[Vec<u32>], reduction: Reduction) -> Vec<u32> {
     reduced.collect()
 }
 
-/// [`oracle`] of each parameter, given those of each rank.
+/// Returns [`oracle`] of each parameter, given the values of each rank.
 fn oracles(of: &[Vec<Vec<u32>>], reduction: Reduction) -> Vec<Vec<u32>> {
     let reduced = (0..of[0].len()).map(|param| {
         let ranks: Vec<_> = of.iter().map(|rank| rank[param].clone()).collect();
@@ -121,7 +122,7 @@ fn in_bf16(group: ProcessGroup) -> ProcessGroup {
     group.with_reduce_dtype(ReduceDtype::Bf16)
 }
 
-/// Of the ranks `0..size`, each alone.
+/// Returns the gradients of the ranks `0..size`, each run alone.
 fn alone((recipe, dtype): (&str, FloatDType), size: usize) -> Vec<Vec<Vec<u32>>> {
     let model = model(recipe, &device().autodiff());
     let ranks = (0..size).map(|rank| {
@@ -135,7 +136,7 @@ fn alone((recipe, dtype): (&str, FloatDType), size: usize) -> Vec<Vec<Vec<u32>>>
     ranks.collect()
 }
 
-/// Averaged behind the backward, in buckets, and from within it, in any mixture of both.
+/// Averages after the backward, in buckets, and during the backward, in any combination.
 #[test]
 fn means_of_whole_gradients_are_rounded_so() {
     skip_where_small_only!();
@@ -154,7 +155,7 @@ fn means_of_whole_gradients_are_rounded_so() {
                 let what = format!("{recipe}, {dtype:?}, {size} ranks, {smallest}");
                 assert!(found.iter().all(|rank| *rank == expected), "{what}");
             }
-            // The option is felt, and off it is not.
+            // The option has an effect, and none if it is off.
             let found = on_ranks(size, |group| {
                 let model = model(recipe, &device().autodiff());
                 let mut gradients = backward(&model, group.rank(), dtype);
@@ -166,7 +167,8 @@ fn means_of_whole_gradients_are_rounded_so() {
     }
 }
 
-/// A rank of FSDP has its rows of the means, whether the weight is gathered in codes or as it is.
+/// A rank of FSDP has its rows of the means, whether the weight is gathered as codes or in high
+/// precision.
 #[test]
 fn means_of_parts_are_rounded_so() {
     skip_where_small_only!();
@@ -200,7 +202,7 @@ fn means_of_parts_are_rounded_so() {
     }
 }
 
-/// ZeRO-1 takes the step of an optimizer that has the means.
+/// ZeRO-1 takes the step of an optimizer with these means.
 #[test]
 fn sharded_optimizers_take_the_step_of_these_means() {
     skip_where_small_only!();
@@ -239,8 +241,8 @@ fn sharded_optimizers_take_the_step_of_these_means() {
     }
 }
 
-/// Experts on pairs of four ranks: theirs are summed over the ranks with the same ones, all others
-/// over all, and both are divided as for `f32`.
+/// Experts on pairs of four ranks: their gradients are summed over the ranks with the same experts,
+/// all others over all ranks, and both are divided as for `f32`.
 #[test]
 fn gradients_of_experts_are_rounded_so() {
     let gradient = |rank: usize, of: usize| {
@@ -260,7 +262,7 @@ fn gradients_of_experts_are_rounded_so() {
             for (of, id) in ids.into_iter().enumerate() {
                 gradients.register(id, gradient(rank, of));
             }
-            // Ranks 0 and 2 have the same expert, ranks 1 and 3 another.
+            // Ranks 0 and 2 have one expert, ranks 1 and 3 another.
             let data = group.subgroup(&[rank % 2, rank % 2 + 2]).unwrap();
             let groups = ExpertGroups {
                 batch: &group,
@@ -288,7 +290,7 @@ fn gradients_of_experts_are_rounded_so() {
     }
 }
 
-/// The gain between layers of a tensor group, which all ranks have.
+/// The replicated gain between layers of a tensor group.
 #[test]
 fn gradients_of_gains_between_split_layers_are_rounded_so() {
     for size in SIZES {
@@ -304,7 +306,7 @@ fn gradients_of_gains_between_split_layers_are_rounded_so() {
             let gradients = GradientsParams::from_grads(loss.backward(), &norm);
             bits(&norm, &gradients).remove(0)
         };
-        // Each rank in a group of its own.
+        // Each rank in a separate group.
         let own = on_ranks(size, |group| {
             let rank = group.rank();
             run(group.subgroup(&[rank]).unwrap(), rank)
@@ -318,7 +320,7 @@ fn gradients_of_gains_between_split_layers_are_rounded_so() {
     }
 }
 
-/// A parameter of which each use is handed over: each is rounded, and their sum is in `f32`.
+/// A parameter whose uses are submitted separately: each is rounded, and their sum is in `f32`.
 #[test]
 fn each_use_of_a_parameter_is_rounded() {
     const X: f32 = 1.01;
@@ -350,7 +352,7 @@ fn each_use_of_a_parameter_is_rounded() {
     );
 }
 
-/// Sub-groups have the type of their group, and only gradients of parameters travel in it.
+/// Subgroups have the dtype of their group, and only gradients of parameters are exchanged in it.
 #[test]
 fn other_tensors_travel_as_they_are() {
     let found = on_ranks(2, |group| {

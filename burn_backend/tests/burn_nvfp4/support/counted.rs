@@ -1,4 +1,4 @@
-//! The work that backends report, and how often a weight is quantized.
+//! The work that backends report, and the number of quantizations of a weight.
 
 use std::sync::{Mutex, MutexGuard, Once};
 
@@ -39,7 +39,7 @@ impl Visit for Work {
     }
 }
 
-/// Collects the work of the whole process: backends run on threads of their own.
+/// Collects the work of the whole process: backends run on separate threads.
 struct Collector;
 
 static WORK: Mutex<Vec<Work>> = Mutex::new(Vec::new());
@@ -68,7 +68,7 @@ impl tracing::Subscriber for Collector {
     fn exit(&self, _span: &span::Id) {}
 }
 
-/// Start to collect, for one test at a time.
+/// Starts to collect, for one test at a time.
 pub fn collect() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     static ONCE: Once = Once::new();
@@ -81,21 +81,21 @@ pub fn collect() -> MutexGuard<'static, ()> {
     alone
 }
 
-/// What a forward and backward of a layer gave.
+/// Results of a forward and backward of a layer.
 pub struct Step {
     pub output: Vec<f32>,
-    /// The gradient of the weight.
+    /// Gradient of the weight.
     pub gradient: Vec<f32>,
     pub grads: Gradients,
 }
 
-/// The work since the last call.
+/// Returns the work since the last call.
 pub fn taken() -> Vec<Work> {
     std::mem::take(&mut *WORK.lock().unwrap())
 }
 
-/// How often a matrix, or a stack of them one below the other, of this size was quantized since the
-/// last call.
+/// Returns the number of times that a matrix of this size, or a stack of matrices, was quantized
+/// since the last call.
 pub fn quantized([rows, cols]: [usize; 2]) -> usize {
     let is_one = |work: &&Work| {
         work.op == "quantize" && [work.rows as usize, work.cols as usize] == [rows, cols]
@@ -103,10 +103,10 @@ pub fn quantized([rows, cols]: [usize; 2]) -> usize {
     taken().iter().filter(is_one).count()
 }
 
-/// Forwards of `valid()` quantize a weight once, until it changes, as often as `valid()` is called;
-/// training quantizes its own. The results are those without a cache. `weight` is the size of the
-/// weight, `layer` a layer for a recipe, `forward` its output for a batch, `step` a step of
-/// training.
+/// Forwards of `valid()` quantize a weight once until it changes, no matter how often `valid()` is
+/// called; training quantizes it separately. The results equal those without a cache. `weight` is
+/// the size of the weight, `layer` creates a layer for a recipe, `forward` returns its output for a
+/// batch, and `step` runs a step of training.
 pub fn validation_quantizes_once<L: Module>(
     weight: [usize; 2],
     layer: impl Fn(Nvfp4Recipe) -> L,
@@ -145,7 +145,7 @@ pub fn validation_quantizes_once<L: Module>(
                     }
                 }
             }
-            // Nothing but the layer holds its weight when an optimizer writes the new one over it.
+            // Only the layer holds its weight when an optimizer overwrites it.
             let [found, expected] = [&kept, &plain].map(|layer| step(layer, turn));
             assert_eq!(found.output, expected.output, "{preset}, {turn}");
             assert_eq!(found.gradient, expected.gradient, "{preset}, {turn}");
@@ -156,7 +156,7 @@ pub fn validation_quantizes_once<L: Module>(
             let grads = GradientsParams::from_grads(expected.grads, &plain);
             plain = other.step(0.1, plain, grads);
         }
-        // A validation between a forward and its step: the step makes another weight.
+        // A validation between a forward and its step: the step creates another weight.
         let grads = step(&kept, 7).grads;
         let valid = kept.valid();
         let old = forward(&valid, 0);
@@ -166,7 +166,7 @@ pub fn validation_quantizes_once<L: Module>(
         assert_ne!(forward(&kept.valid(), 0), old, "{preset}");
         assert_eq!(weights(), 1, "{preset}: the weight has changed");
         assert_eq!(forward(&valid, 0), old, "{preset}: the other has stayed");
-        // What was loaded is another weight, and another mode needs other operands.
+        // A loaded weight is another weight, and another mode needs other operands.
         let loaded = valid.load_record(plain.valid().into_record());
         let expected = forward(&plain.valid(), 0);
         assert_eq!(
@@ -182,8 +182,9 @@ pub fn validation_quantizes_once<L: Module>(
 }
 
 /// The micro-batches of gradient accumulation quantize a weight once; a changed weight, another
-/// mode or a recipe that says so, again. The results are the same either way. `weight` is the size
-/// of the weight, `layer` a layer number 5 for a recipe, `step` a step of one on a batch.
+/// mode or a recipe without caching quantizes it again. The results are the same either way.
+/// `weight` is the size of the weight, `layer` creates a layer with number 5 for a recipe, and
+/// `step` runs a step of one on a batch.
 pub fn is_quantized_once_until_it_changes<L: Module>(
     weight: [usize; 2],
     layer: impl Fn(Nvfp4Recipe) -> L,
@@ -226,7 +227,7 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
     let loaded = cached.clone().load_record(plain.clone().into_record());
     assert_eq!(step(&loaded, 4).output, old.output, "what was loaded");
     assert_eq!(weights(), 1, "a record was loaded");
-    // Two models with the same ids, which share what is kept, in turns.
+    // Two models with the same ids, which share the cache, alternately.
     for _ in 0..2 {
         assert_eq!(step(&cached, 4).output, changed.output);
         assert_eq!(step(&loaded, 4).output, old.output);
@@ -246,8 +247,8 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
     step(&cached, 5);
     assert_eq!(weights(), 1);
 
-    // Steps of two micro-batches. Nothing but the layer holds its weight, so that an optimizer may
-    // write the new one over it.
+    // Steps of two micro-batches. Only the layer holds its weight, so an optimizer may overwrite
+    // it.
     let (mut cached, mut plain) = both(Nvfp4Recipe::new());
     let mut optimizers = [(); 2].map(|()| SgdConfig::new().init());
     for turn in 0..3 {
@@ -269,8 +270,8 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
         plain = other.step(0.1, plain, other_grads);
     }
 
-    // What is drawn for the backward is drawn afresh, and what is not is kept: results show
-    // neither.
+    // Operands with random draws for the backward are quantized again, and others are cached: the
+    // results reveal neither.
     for preset in ["quartet2", "per_token", "fwd_nvfp4_bwd_mxfp8"] {
         let (cached, plain) = both(Nvfp4Recipe::preset(preset).unwrap());
         weights();
@@ -288,7 +289,7 @@ pub fn is_quantized_once_until_it_changes<L: Module>(
         }
     }
 
-    // By MS-EDEN of the weight itself, which no preset does: the kept operand is not read for it.
+    // By MS-EDEN of the weight itself, as in no preset: the cached operand is not used for it.
     let mut recipe = Nvfp4Recipe::quartet2();
     recipe.source = BackwardSource::Original;
     let (cached, plain) = both(recipe);

@@ -1,4 +1,4 @@
-//! What the modules of the suite share: devices, data and the oracle's composition of a linear
+//! Shared support of the test modules: devices, data and the oracle's composition of a linear
 //! layer.
 
 pub mod counted;
@@ -21,9 +21,9 @@ fn device_name() -> String {
     std::env::var("NVFP4_TEST_DEVICE").unwrap_or_else(|_| "flex".into())
 }
 
-/// How far Burn's own `f32` matmul is from the exact product, relative to the largest element,
-/// where a test compares with it or an operation of ours is made of it: on CUDA GPUs tensor cores
-/// round its operands to 11 bits.
+/// Returns the error of Burn's own `f32` matmul relative to the largest element, for tests that
+/// compare with it or use it through an operation: on CUDA GPUs tensor cores round its operands to
+/// 11 bits.
 pub fn burn_matmul_error(elsewhere: f32) -> f32 {
     match device_name().as_str() {
         "cuda" => 4e-3,
@@ -31,7 +31,7 @@ pub fn burn_matmul_error(elsewhere: f32) -> f32 {
     }
 }
 
-/// The device under test.
+/// Returns the device under test.
 pub fn device() -> Device {
     match device_name().as_str() {
         #[cfg(feature = "flex")]
@@ -44,13 +44,13 @@ pub fn device() -> Device {
     }
 }
 
-/// Whether the device under test is CubeCL's CPU runtime, which is for small checks only.
+/// Returns true if the device under test is CubeCL's CPU runtime, which is for small checks only.
 pub fn small_only() -> bool {
     device_name() == "cpu"
 }
 
-/// The type of activations: `bf16`, except on CubeCL's CPU runtime, where Burn's own `bf16`
-/// arithmetic does not link (`__truncsfbf2` is missing) and its kernels silently do nothing.
+/// Returns the dtype of activations: `bf16`, except on CubeCL's CPU runtime, where Burn's own
+/// `bf16` arithmetic does not link (`__truncsfbf2` is missing) and its kernels silently do nothing.
 pub fn activation() -> DType {
     if small_only() {
         DType::F32
@@ -59,13 +59,13 @@ pub fn activation() -> DType {
     }
 }
 
-/// Whether grouped GEMMs of `f32` add up in an order that depends on where the rows of a group lie:
-/// on a GPU Burn multiplies floats other than bf16 with masks over all rows.
+/// Returns true if the order of summation of grouped `f32` GEMMs depends on the position of a
+/// group's rows: on a GPU Burn multiplies floats other than bf16 with masks over all rows.
 pub fn float_sums_depend_on_rows() -> bool {
     device_name() == "cuda"
 }
 
-/// Leaves the test to Flex where the device is CubeCL's CPU runtime, which takes long for it.
+/// Skips the test on CubeCL's CPU runtime, where it takes long; it runs on Flex.
 macro_rules! skip_where_small_only {
     () => {
         if crate::support::small_only() {
@@ -75,7 +75,7 @@ macro_rules! skip_where_small_only {
 }
 pub(crate) use skip_where_small_only;
 
-/// Leaves the test to Flex: it is about Flex, or about no device at all.
+/// Skips the test on devices other than Flex: it is about Flex, or about no device.
 macro_rules! flex_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").is_ok_and(|name| name != "flex") {
@@ -85,7 +85,7 @@ macro_rules! flex_only {
 }
 pub(crate) use flex_only;
 
-/// Leaves the test to devices of CubeCL, which have kernels, memory pools and graphs.
+/// Skips the test on devices other than CubeCL's, which have kernels, memory pools and graphs.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 macro_rules! cube_only {
     () => {
@@ -97,7 +97,7 @@ macro_rules! cube_only {
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) use cube_only;
 
-/// Skips the test where the device is no CUDA GPU.
+/// Skips the test on devices other than CUDA GPUs.
 macro_rules! gpu_only {
     () => {
         if std::env::var("NVFP4_TEST_DEVICE").as_deref() != Ok("cuda") {
@@ -107,7 +107,7 @@ macro_rules! gpu_only {
 }
 pub(crate) use gpu_only;
 
-/// `len` values of a normal distribution, the same on every machine.
+/// Returns `len` normally distributed values, the same on every machine.
 pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed
         .wrapping_mul(0x9E37_79B9_7F4A_7C15)
@@ -126,7 +126,7 @@ pub fn gaussian(len: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-/// A matrix of the given element type, with its values as they are after rounding to it.
+/// A matrix of the given dtype, with its values after rounding to it.
 #[derive(Clone)]
 pub struct Matrix {
     pub values: Vec<f32>,
@@ -135,7 +135,7 @@ pub struct Matrix {
     pub dtype: DType,
 }
 
-/// Run `$body` on the elements of a [`Matrix`], in its own type.
+/// Runs `$body` on the elements of a [`Matrix`], in its own dtype.
 macro_rules! in_dtype {
     ($matrix:expr, |$values:ident| $body:expr) => {
         match $matrix.dtype {
@@ -159,7 +159,7 @@ macro_rules! in_dtype {
 }
 
 impl Matrix {
-    /// `values`, rounded to `dtype`.
+    /// Creates a matrix of `values`, rounded to `dtype`.
     pub fn new(values: Vec<f32>, rows: usize, cols: usize, dtype: DType) -> Self {
         let narrow = |value: f32| match dtype {
             DType::F32 => value,
@@ -196,12 +196,12 @@ impl Matrix {
         self.copy(Usage::Columnwise, &params)
     }
 
-    /// The NVFP4 tensor in 1x16 blocks with this usage.
+    /// Returns the NVFP4 tensor in 1x16 blocks with this usage.
     pub fn copy(&self, usage: Usage, params: &QuantParams) -> QuantizedTensor {
         self.copy_from(usage, params, 0)
     }
 
-    /// The same with blocks numbered from `first`.
+    /// Returns the NVFP4 tensor with blocks numbered from `first`.
     pub fn copy_from(&self, usage: Usage, params: &QuantParams, first: usize) -> QuantizedTensor {
         fn run<T: Element>(
             x: &[T],
@@ -261,7 +261,7 @@ impl Matrix {
         .unwrap())
     }
 
-    /// The tensor by MS-EDEN, its groups of 128 numbered from `first`.
+    /// Returns the tensor by MS-EDEN, with its groups of 128 numbered from `first`.
     pub fn eden_from(&self, usage: Usage, params: &QuantParams, first: usize) -> QuantizedTensor {
         fn run<T: Element>(
             x: &[T],
@@ -286,7 +286,7 @@ impl Matrix {
         in_dtype!(self, |values| run(values, shape, usage, params, first))
     }
 
-    /// The operand by `spec`, contracted along `usage`; `dtype` is the type of the activations.
+    /// Returns the operand by `spec`, with K along `usage`; `dtype` is that of the activations.
     pub fn operand(&self, spec: &OperandSpec, usage: Usage, dtype: DType) -> Operand {
         let Some(params) = spec.params() else {
             let cast = Self::new(self.values.clone(), self.rows, self.cols, dtype);
@@ -307,7 +307,7 @@ impl Matrix {
     }
 }
 
-/// One side of a product, by the oracle.
+/// Operand of a GEMM, by the oracle.
 pub enum Operand {
     Nvfp4(QuantizedTensor),
     Mx(QuantizedTensor),
@@ -315,7 +315,7 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// The operand that `spec` makes of the values that this one stands for.
+    /// Quantizes the dequantized values of this operand by `spec`.
     pub fn again(&self, spec: &OperandSpec, usage: Usage, dtype: DType) -> Operand {
         let (values, rows, cols) = match self {
             Self::Nvfp4(packed) => (reference::dequantize(packed), packed.rows(), packed.cols()),
@@ -326,7 +326,8 @@ impl Operand {
             ),
             Self::Float(matrix, _) => (matrix.values.clone(), matrix.rows, matrix.cols),
         };
-        // MS-EDEN reads the exact values, everything else reads them as activations.
+        // MS-EDEN reads the exact values, everything else reads them in the dtype of the
+        // activations.
         let via = match spec.params() {
             Some(params) if params.is_ms_eden() => DType::F32,
             _ => dtype,
@@ -335,12 +336,12 @@ impl Operand {
     }
 }
 
-/// What a product multiplies: one row for each stored row, without the global scales.
+/// Values that a GEMM multiplies: one row per stored row, without the global scales.
 struct Stored {
     values: Vec<f32>,
     outer: usize,
     depth: usize,
-    /// The global scale of each stored row.
+    /// Global scale of each stored row.
     factors: Vec<f32>,
 }
 
@@ -397,13 +398,13 @@ impl From<&Operand> for Stored {
     }
 }
 
-/// Everything on, drawing from stream `layer` at `offset`.
+/// Returns a spec with all options on, drawing from stream `layer` at `offset`.
 pub fn spec(layer: u64, offset: u64) -> LinearSpec {
     let stochastic = |role| Rounding::Stochastic(RandomStream::new(11, layer << 8 | role, offset));
     LinearSpec::nvidia(Some(Hadamard::default()), stochastic(0), stochastic(1))
 }
 
-/// The same with weights in 1x16 blocks.
+/// Returns `spec` with weights in 1x16 blocks.
 pub fn one_by_16(spec: LinearSpec) -> LinearSpec {
     let w = OperandSpec::nvfp4(Rounding::Nearest);
     LinearSpec {
@@ -413,12 +414,13 @@ pub fn one_by_16(spec: LinearSpec) -> LinearSpec {
     }
 }
 
-/// The values of a float tensor of any type.
+/// Returns the values of a float tensor of any dtype.
 pub fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.try_into_vec_as::<f32>().unwrap()
 }
 
-/// `out` must be the product of `a` and `b` up to the order of its sum and one rounding to `dtype`.
+/// Asserts that `out` is the GEMM of `a` and `b` up to the order of its sums and one rounding to
+/// `dtype`.
 pub fn assert_product(
     what: &str,
     out: &[f32],
@@ -430,7 +432,7 @@ pub fn assert_product(
     assert_stored(what, out, &a.into(), &b.into(), bias, dtype, 0.0);
 }
 
-/// [`assert_product`] of operands of any format.
+/// Version of [`assert_product`] for operands of any format.
 pub fn assert_operands(
     what: &str,
     out: &[f32],
@@ -440,8 +442,8 @@ pub fn assert_operands(
     dtype: DType,
 ) {
     let is_f32 = |operand: &Operand| matches!(operand, Operand::Float(matrix, _) if matrix.dtype == DType::F32);
-    // What is not quantized and not bf16 is multiplied by Burn, which does so in TF32 on NVIDIA
-    // GPUs: operands lose all but 10 bits, in what way is the hardware's.
+    // Burn multiplies unquantized operands other than bf16, in TF32 on NVIDIA GPUs: operands keep
+    // only 10 bits, rounded in a hardware-dependent way.
     let on_cuda = std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda");
     let multiplied = if on_cuda && (is_f32(a) || is_f32(b)) {
         2.0 * 2f64.powi(-10)
@@ -451,7 +453,7 @@ pub fn assert_operands(
     assert_stored(what, out, &a.into(), &b.into(), bias, dtype, multiplied);
 }
 
-/// `multiplied` is the relative error of each product of two elements.
+/// `multiplied` is the relative error of each multiplication of two elements.
 fn assert_stored(
     what: &str,
     out: &[f32],
@@ -463,7 +465,7 @@ fn assert_stored(
 ) {
     assert_eq!(out.len(), a.outer * b.outer, "{what}: number of elements");
     assert_eq!(a.depth, b.depth, "{what}: contraction");
-    // One rounding to the output type: half a unit in the last place of 24, 8 and 11 bits.
+    // One rounding to the output dtype: half a unit in the last place of 24, 8 and 11 bits.
     let narrow = match dtype {
         DType::F32 => 2f64.powi(-24),
         DType::BF16 => 2f64.powi(-8),
@@ -497,7 +499,7 @@ fn assert_stored(
     }
 }
 
-/// Signal to quantization noise, in decibel.
+/// Returns the signal to quantization noise ratio in decibels.
 pub fn sqnr(exact: &[f32], found: &[f32]) -> f64 {
     let power = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let signal = power(&mut exact.iter().map(|&v| f64::from(v)));

@@ -1,7 +1,7 @@
-//! How a test says that it runs in a process of its own.
+//! Marks tests that run in a separate process.
 
-/// Leave the test if it has run in a process of its own, with other tests of the module `$module`
-/// alone.
+/// Returns from the test if it has run in a separate process, with only the tests of the module
+/// `$module`.
 macro_rules! own_process {
     ($module:literal) => {{
         fn here() {}

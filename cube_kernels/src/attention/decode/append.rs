@@ -1,4 +1,4 @@
-//! Where new tokens lie, how they are turned, and writing them to the cache.
+//! New tokens: location in memory, rotation, and writes to the cache.
 
 use cubecl::prelude::*;
 
@@ -12,7 +12,7 @@ use crate::{
     reference::attention::DECODE_TILE,
 };
 
-/// Queries, keys and values of the new tokens, `time` of each sequence, and where they lie.
+/// Queries, keys and values of the new tokens, `time` per sequence.
 #[derive(CubeType, CubeLaunch)]
 pub struct NewTokens<F: Numeric> {
     /// Queries.
@@ -21,68 +21,68 @@ pub struct NewTokens<F: Numeric> {
     pub k: HeadsView<F>,
     /// Values.
     pub v: HeadsView<F>,
-    /// Tokens that each sequence has.
+    /// Number of tokens in the cache of each sequence.
     pub starts: Box<[u32]>,
-    /// New tokens of each that are no padding.
+    /// Number of new tokens of each sequence without padding.
     pub counts: Box<[u32]>,
-    /// New tokens of a sequence, padding included.
+    /// Number of new tokens per sequence, including padding.
     pub time: u32,
-    /// New tokens of all sequences.
+    /// Number of new tokens of all sequences.
     pub tokens: u32,
     /// Cosines, `[positions, head / 2]`. Read only with rotary positions.
     pub cos: Box<[f32]>,
-    /// Sines.
+    /// Sines, `[positions, head / 2]`. Read only with rotary positions.
     pub sin: Box<[f32]>,
-    /// Positions.
+    /// Number of positions.
     pub positions: u32,
 }
 
-/// The sizes of a cache, `[batch, capacity, kv_heads, head]`, and how scores become weights.
+/// Sizes of a cache, `[batch, capacity, kv_heads, head]`, and the mapping of scores to weights.
 #[derive(CubeType, CubeLaunch)]
 pub struct CacheShape {
-    /// Tokens that a sequence has room for.
+    /// Largest number of tokens of a sequence.
     pub capacity: u32,
-    /// Heads of keys and values.
+    /// Number of heads of keys and values.
     pub kv_heads: u32,
-    /// Heads of queries that read one of them.
+    /// Heads of queries that read one head of keys.
     pub group: u32,
-    /// Runs of tiles at most.
+    /// Largest number of runs of tiles.
     pub splits: u32,
-    /// Keys that a query sees at most, 0 for any number.
+    /// Largest number of keys that a query sees, 0 for any number.
     pub window: u32,
-    /// What products are multiplied by.
+    /// Factor of the scores `q · k`.
     pub scale: f32,
-    /// The bound of scores, if there is one.
+    /// Soft cap of scores, if any.
     pub softcap: f32,
-    /// Its inverse.
+    /// Reciprocal of the soft cap.
     pub inverse_cap: f32,
-    /// The factor of the keys' elements.
+    /// Scale of the keys' elements.
     pub k_scale: f32,
-    /// Its inverse.
+    /// Reciprocal of `k_scale`.
     pub k_inverse: f32,
-    /// The factor of the values' elements.
+    /// Scale of the values' elements.
     pub v_scale: f32,
-    /// Its inverse.
+    /// Reciprocal of `v_scale`.
     pub v_inverse: f32,
 }
 
-/// Where the new tokens of a sequence lie, and how its keys are cut.
+/// Tokens of a sequence, and the partition of its keys into runs (split-KV).
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Extent {
-    /// Tokens before the new ones.
+    /// Number of tokens before the new ones.
     pub start: u32,
-    /// Tokens with the new ones.
+    /// Number of tokens including the new ones.
     pub end: u32,
-    /// The first key that a new token sees.
+    /// First key that a new token sees.
     pub first: u32,
-    /// Keys of a run.
+    /// Keys per run.
     pub per: u32,
-    /// Runs.
+    /// Number of runs.
     pub runs: u32,
 }
 
-/// The extent of sequence `sequence`. What exceeds the room is not there.
+/// Returns the extent of sequence `sequence`. Tokens beyond the capacity are ignored.
 #[cube]
 pub(super) fn extent(
     starts: &[u32],
@@ -112,7 +112,7 @@ pub(super) fn extent(
     }
 }
 
-/// The keys that a query sees: from `first` to before `end`.
+/// Keys that a query sees: from `first` up to `end` (exclusive).
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Seen {
@@ -122,7 +122,7 @@ pub(super) struct Seen {
 
 #[cube]
 impl Seen {
-    /// Of row `row` of the queries that read a head of keys. Padding sees none.
+    /// Returns the keys that query row `row` of a head of keys sees. Padding sees none.
     pub(super) fn of(own: &Extent, shape: &CacheShape, row: u32) -> Seen {
         let end = own.start + row / shape.group + 1u32;
         let near = end - min(end, shape.window);
@@ -133,7 +133,7 @@ impl Seen {
     }
 }
 
-/// A head of a token, and a position that there are angles for.
+/// A head of a token, and its position, clamped to the table of angles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Element {
@@ -142,23 +142,23 @@ pub(super) struct Element {
     pub position: u32,
 }
 
-/// Where neighbouring elements of a head are, what they are turned with, and by which angles.
+/// Location of consecutive elements of a head, of their rotation partners and of their angles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Turn {
-    /// The first of them in the memory of its heads.
+    /// First element in the memory of its heads.
     own: usize,
-    /// The first of those in the other half of the head.
+    /// First element of the partners in the other half of the head.
     other: usize,
-    /// The first angle in its table.
+    /// First angle in its table.
     angle: usize,
-    /// Whether they are in the upper half.
+    /// True if the elements are in the upper half.
     upper: bool,
 }
 
 #[cube]
 impl Turn {
-    /// Of the elements from `d` on, all in the same half.
+    /// Returns the rotation of the elements from `d` on, which are all in the same half.
     pub fn new<F: Numeric>(
         view: &HeadsView<F>,
         of: Element,
@@ -179,7 +179,7 @@ impl Turn {
         }
     }
 
-    /// Element `e` of them, in the type of the operands.
+    /// Returns rotated element `e`, in the type of the operands.
     pub fn element<F: Numeric>(
         &self,
         view: &HeadsView<F>,
@@ -204,7 +204,7 @@ impl Turn {
     }
 }
 
-/// Element `d` of a head, turned by its position, in the type of the operands.
+/// Returns element `d` of a head, rotated by its position, in the type of the operands.
 #[cube]
 pub(super) fn turned<F: Numeric>(
     view: &HeadsView<F>,
@@ -217,13 +217,13 @@ pub(super) fn turned<F: Numeric>(
     Turn::new::<F>(view, of, d, plan).element::<F>(view, cos, sin, 0usize, plan)
 }
 
-/// The larger of both; NaN is none.
+/// Returns the larger number; NaN is ignored.
 #[cube]
 pub(super) fn larger(a: f32, b: f32) -> f32 {
     select(b > a, b, a)
 }
 
-/// A new element as the cache has it.
+/// Converts a new element to the cache's type.
 #[cube]
 fn cached<F: Numeric, C: Numeric>(value: F, inverse: f32, #[comptime] plan: DecodePlan) -> C {
     if comptime!(plan.cache == CacheKind::E4m3) {
@@ -238,7 +238,7 @@ fn cached<F: Numeric, C: Numeric>(value: F, inverse: f32, #[comptime] plan: Deco
     }
 }
 
-/// An element of the cache.
+/// Converts an element of the cache to `f32`.
 #[cube]
 pub(super) fn uncached<C: Numeric>(stored: C, scale: f32, #[comptime] plan: DecodePlan) -> f32 {
     if comptime!(plan.cache == CacheKind::E4m3) {
@@ -249,28 +249,28 @@ pub(super) fn uncached<C: Numeric>(stored: C, scale: f32, #[comptime] plan: Deco
     }
 }
 
-/// A vector of a new key, and of the value beside it.
+/// A vector of a new key, and the corresponding vector of its value.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct NewVector {
-    /// Its sequence.
+    /// Sequence.
     pub sequence: u32,
-    /// Its token among the new ones of the sequence.
+    /// Token index among the new tokens of the sequence.
     pub t: u32,
-    /// Its token among all of the sequence.
+    /// Token index among all tokens of the sequence.
     pub position: u32,
-    /// Its number in the token's row.
+    /// Vector index within the token's row.
     pub place: u32,
 }
 
-/// A vector of a key, and the one of its value.
+/// A vector of a key, and the corresponding vector of its value.
 #[derive(CubeType)]
 pub(super) struct Written<C: Numeric, N: Size> {
     pub key: Vector<C, N>,
     pub value: Vector<C, N>,
 }
 
-/// Writes a vector of a new key, and the one of its value, to the cache.
+/// Writes a vector of a new key, and the corresponding vector of its value, to the cache.
 #[cube]
 pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
     new: &NewTokens<F>,
@@ -292,7 +292,7 @@ pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
     };
     let mut key = Vector::<C, N>::empty();
     let mut value = Vector::<C, N>::empty();
-    // A vector is in one half of the head.
+    // A vector lies in one half of the head.
     let first = column * comptime!(plan.width as u32);
     let turn = Turn::new::<F>(&new.k, own, first, plan);
     let of_value = new.v.offset
@@ -316,8 +316,8 @@ pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
     Written::<C, N> { key, value }
 }
 
-/// One unit writes every `units`-th vector of the new keys and values, and as much of the turned
-/// queries, `[tokens, heads, head]`.
+/// Each unit writes every `units`-th vector of the new keys and values, and the same share of the
+/// rotated queries, `[tokens, heads, head]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn append_kernel<F: Numeric, C: Numeric, N: Size>(
     new: NewTokens<F>,

@@ -19,14 +19,14 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Nothing is launched: lengths of buffers do not matter.
+/// Nothing is launched, so buffer lengths do not matter.
 const LEN: usize = 1 << 14;
 
-/// Shared memory of a cube on Hopper.
+/// Shared memory per cube on Hopper.
 const SHARED: usize = 227 << 10;
 
-/// All instances that `device` uses: heads, rows, types and caches of common models, and the widest
-/// of each.
+/// Returns all instances that `device` uses: heads, rows, types and caches of common models, and
+/// the widest of each.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let (f32, f16, bf16) = (FloatKind::F32, FloatKind::F16, FloatKind::Bf16);
     let (float, e4m3) = (CacheKind::Float, CacheKind::E4m3);
@@ -95,7 +95,7 @@ fn tag(plan: DecodePlan, address: AddressType) -> String {
     format!("{head}-{rows}-{kind:?}-{cache:?}-{address:?}")
 }
 
-/// The kernel of matrix instructions.
+/// Returns the matrix-instruction kernel.
 fn of_mma(device: &DummyDevice, plan: DecodePlan, address: AddressType) -> Vec<Instance> {
     let b = || device.buffer(LEN);
     vec![instance!(

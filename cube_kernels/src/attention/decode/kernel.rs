@@ -1,5 +1,5 @@
-//! Attention of a few new tokens over the cache: parts for runs of the keys, which the cube that
-//! finishes the last run of its rows adds up.
+//! Attention of a few new tokens over the cache. Each cube computes the partial result of a run of
+//! the keys; the cube that finishes the last run of its rows sums them.
 
 use cubecl::prelude::*;
 
@@ -20,18 +20,18 @@ use crate::{
     reference::attention::DECODE_TILE,
 };
 
-/// Values that a unit loads before the first is added.
+/// Values that a unit loads before it adds the first one.
 const AT_ONCE: usize = 8;
 
-/// A unit's place in its team.
+/// Position of a unit within its team.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Member {
-    /// Its number among the units of the team.
+    /// Index of the unit within the team.
     unit: u32,
-    /// Those units.
+    /// Number of units of the team.
     units: u32,
-    /// The first row of the team.
+    /// First row of the team.
     first_row: usize,
 }
 
@@ -55,7 +55,7 @@ impl Member {
     }
 }
 
-/// The keys that each query of a team sees: from `first` to before `end`.
+/// Keys that each query of a team sees: from `first` up to `end` (exclusive).
 #[derive(CubeType)]
 struct Sight {
     first: Array<u32>,
@@ -64,7 +64,8 @@ struct Sight {
 
 #[cube]
 impl Sight {
-    /// Of the queries of a team, the first of which is row `first_row` of a head of keys.
+    /// Returns the keys seen by the queries of a team, whose first query is row `first_row` of a
+    /// head of keys.
     fn new(
         own: &Extent,
         shape: &CacheShape,
@@ -85,35 +86,35 @@ impl Sight {
         sight
     }
 
-    /// Whether query `r` of the team sees key `key`.
+    /// True if query `r` of the team sees key `key`.
     fn sees(&self, r: usize, key: u32) -> bool {
         key >= self.first[r] && key < self.end[r]
     }
 }
 
-/// What a cube has in shared memory.
+/// Shared memory of a cube.
 #[derive(CubeType)]
 struct Stage {
     /// Queries, `[rows, head]`.
     queries: Shared<[f32]>,
-    /// Scores and then weights of a tile, `[rows, DECODE_TILE]`.
+    /// Scores, later weights, of a tile, `[rows, DECODE_TILE]`.
     weights: Shared<[f32]>,
-    /// Largest scores of the segments of a tile, `[rows, segments]`.
+    /// Largest score of each segment of a tile, `[rows, segments]`.
     segments: Shared<[f32]>,
-    /// Sums of the slices: vectors `[row, element, slice, column]`.
+    /// Weighted values summed per slice: vectors `[row, element, slice, column]`.
     values: Shared<[f32]>,
-    /// Sums of the weights of the slices, `[rows, slices]`.
+    /// Sums of weights per slice, `[rows, slices]`.
     sums: Shared<[f32]>,
-    /// The run so far, `[row, element, column]`.
+    /// Accumulated output of the run, `[row, element, column]`.
     out: Shared<[f32]>,
-    /// The largest score of the run before an even tile and before an odd one, and the sum of
-    /// weights, `[3, rows]`.
+    /// Largest score of the run before an even tile and before an odd tile, and the sum of weights,
+    /// `[3, rows]`.
     state: Shared<[f32]>,
 }
 
-/// A part of the attention of all queries that read one head of keys, over one run of the keys; the
-/// new keys and values of the run are written first. The cube that finishes the last run of a block
-/// of rows adds its parts. Cubes are `[run, block of rows of a head of keys, sequence]`.
+/// Computes partial attention of all queries that read one head of keys, over one run of the keys,
+/// after writing the run's new keys and values. The cube that finishes the last run of a block of
+/// rows sums the partial results. Cubes are `[run, block of rows of a head of keys, sequence]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     new: NewTokens<F>,
@@ -143,14 +144,14 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     written_before(&new.v.data, plan.overlaps);
     let run = Run::new::<F>(&new, &shape, plan);
     let own = run.own;
-    // Without any run there is nothing to wait for.
+    // Without any runs there is nothing to wait for.
     let mut is_last = own.runs == 0u32 && run.index == 0u32;
     if run.index < own.runs {
         let mut tile_at = run.first_tile(&shape, plan);
         let member = Member::new(plan);
         let first_row = run.block.first_row + member.first_row as u32;
         let sight = Sight::new(&own, &shape, first_row, plan);
-        // What was there before is on its way while the new tokens are read and turned.
+        // The cached keys are loaded while the new tokens are read and rotated.
         keys.copy(k_cache, &tile_at, run.old(&tile_at), plan);
         values.copy(v_cache, &tile_at, run.old(&tile_at), plan);
         wait_for_previous(plan.overlaps);
@@ -193,7 +194,8 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
             plan.concurrent,
         );
     } else if run.index == 0u32 {
-        // Else the kernel could end before those in front of it. Other runs may.
+        // Without this wait the kernel could end before the previous one. Other cubes without a run
+        // need not wait.
         wait_for_previous(plan.overlaps);
     }
     if is_last {
@@ -209,7 +211,7 @@ pub fn decode_run_kernel<F: Numeric, C: Numeric, N: Size>(
     }
 }
 
-/// Writes the run of this cube, which is over, to the parts from `first` on.
+/// Writes the finished run of this cube to the partial results from `first` on.
 #[cube]
 fn write_part<F: Numeric>(
     output: &mut DecodeOutput<F>,
@@ -238,7 +240,7 @@ fn write_part<F: Numeric>(
     }
 }
 
-/// Brings the queries to shared memory, zeros where there are none, and begins the run.
+/// Loads the queries into shared memory, with zeros for missing ones, and initializes the run.
 #[cube]
 fn begin<F: Numeric>(
     new: &NewTokens<F>,
@@ -277,8 +279,8 @@ fn begin<F: Numeric>(
     }
 }
 
-/// The scores of a tile: a unit has one key at a time. Where there are planes, also the largest
-/// score that each of them has seen.
+/// Computes the scores of a tile, one key per unit at a time. With planes, also computes the
+/// largest score within each plane.
 #[cube]
 fn score_tile<C: Numeric, N: Size>(
     keys: &Staged<C, N>,
@@ -348,7 +350,7 @@ fn score_tile<C: Numeric, N: Size>(
     }
 }
 
-/// Makes the scores of a tile weights, relative to the largest score of the tile.
+/// Turns the scores of a tile into weights, relative to the largest score of the tile.
 #[cube]
 fn weigh(
     stage: &mut Stage,
@@ -373,7 +375,7 @@ fn weigh(
     }
 }
 
-/// The largest scores of the segments of a tile that are seen.
+/// Computes the largest visible score of each segment of a tile.
 #[cube]
 fn highest_of_segments(
     stage: &mut Stage,
@@ -399,7 +401,7 @@ fn highest_of_segments(
     }
 }
 
-/// The largest score of row `row` in a tile.
+/// Returns the largest score of row `row` in a tile.
 #[cube]
 fn highest_of_tile(segments: &Shared<[f32]>, row: usize, #[comptime] plan: DecodePlan) -> f32 {
     let count = comptime!(plan.segments());
@@ -411,7 +413,8 @@ fn highest_of_tile(segments: &Shared<[f32]>, row: usize, #[comptime] plan: Decod
     highest
 }
 
-/// The weighted values of a tile: a unit has one vector of the keys of one slice at a time.
+/// Computes the weighted values of a tile: each unit has one vector of the keys of one slice at a
+/// time.
 #[cube]
 fn add_values<C: Numeric, N: Size>(
     staged: &Staged<C, N>,
@@ -443,7 +446,8 @@ fn add_values<C: Numeric, N: Size>(
         let mut first = slice;
         while first < tile.count {
             let mut loaded = Array::<Vector<C, N>>::new(AT_ONCE);
-            // Several on the way at a time. Those behind the last read it, and are not added.
+            // Several loads are in flight at a time. Keys past the last one read the last key and
+            // are not added.
             #[unroll(plan.unroll)]
             for i in 0..AT_ONCE {
                 let key = min(first + i as u32 * slices, tile.count - 1u32);
@@ -488,7 +492,7 @@ fn add_values<C: Numeric, N: Size>(
     }
 }
 
-/// Adds the slices of a tile in order, and the tile to its run.
+/// Sums the slices of a tile in order, and adds the tile to its run.
 #[cube]
 fn merge_tile(stage: &mut Stage, odd: u32, #[comptime] plan: DecodePlan) {
     let rows = comptime!(plan.rows as u32);
@@ -521,7 +525,7 @@ fn merge_tile(stage: &mut Stage, odd: u32, #[comptime] plan: DecodePlan) {
             let total = (2u32 * rows + row) as usize;
             let rest = product(stage.state[total], old, plan.conversion);
             stage.state[total] = fma(sum, new, rest, plan.conversion);
-            // The other one: units of this row still read the first.
+            // Use the other entry: units of this row still read the first one.
             stage.state[((1u32 - odd) * rows + row) as usize] = above;
         }
         item += CUBE_DIM;

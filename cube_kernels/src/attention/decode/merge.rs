@@ -1,5 +1,5 @@
-//! The parts of the runs, and their sum: the output of a block of rows, which the cube that
-//! finishes its last run writes.
+//! Partial results of the runs, and their sum. The cube that finishes the last run of a block of
+//! rows writes the block's output.
 
 use cubecl::prelude::*;
 
@@ -15,18 +15,18 @@ use crate::{
     },
 };
 
-/// Runs whose parts a unit loads before the first is added.
+/// Runs whose partial results a unit loads before it adds the first one.
 const RUNS_AT_ONCE: usize = 32;
-/// What becomes of the queries of a launch.
+/// Output buffers of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub struct DecodeOutput<F: Numeric> {
-    /// Parts of the runs, `[sequence, block of rows, run, row]`: weighted values, then the largest
-    /// score and the sum of weights.
+    /// Partial results of the runs, `[sequence, block of rows, run, row]`: weighted values, then
+    /// the largest score and the sum of weights.
     pub parts: Box<[f32]>,
-    /// Runs of each block of rows that are finished, `[sequence, block of rows]`: zero before the
-    /// launch and behind it.
+    /// Number of finished runs of each block of rows, `[sequence, block of rows]`: zero before and
+    /// after the launch.
     pub finished: Box<[u32]>,
-    /// The output, `[tokens, heads, head]`.
+    /// Output, `[tokens, heads, head]`.
     pub out: Box<[F]>,
 }
 
@@ -35,30 +35,30 @@ pub struct DecodeOutput<F: Numeric> {
 #[expand(derive(Clone, Copy))]
 pub(super) struct RowBlock {
     pub sequence: u32,
-    /// The head of keys.
+    /// Head of keys.
     pub kv_head: u32,
-    /// Its first row among those of the head.
+    /// First row among those of the head.
     pub first_row: u32,
-    /// Its number among all.
+    /// Index among all blocks.
     pub index: usize,
 }
 
 #[cube]
 impl RowBlock {
-    /// The number of its first run among those of all blocks.
+    /// Returns the index of the block's first run among those of all blocks.
     pub(super) fn first_run(&self, shape: &CacheShape) -> usize {
         self.index * shape.splits as usize
     }
 
-    /// Where the parts of its run `run` begin.
+    /// Returns the offset of the partial results of run `run`.
     pub(super) fn part(&self, shape: &CacheShape, run: u32, #[comptime] plan: DecodePlan) -> usize {
         (self.first_run(shape) + run as usize) * comptime!(plan.rows * plan.part())
     }
 }
 
-/// Adds the `own.runs` parts of each row of `block` in their order, relative to the largest score
-/// of all, and writes what comes of it: 0 where a query sees nothing. All units of a cube come here,
-/// whose `memory` is free and has three floats for each row and each of [`MOST_RUNS`] runs.
+/// Sums the `own.runs` partial results of each row of `block` in order, relative to the largest
+/// score of all, and writes the output: 0 if a query sees no keys. All units of a cube must
+/// participate; `memory` is free and has three floats per row and run, for [`MOST_RUNS`] runs.
 #[cube]
 pub(super) fn merge_runs<F: Numeric>(
     output: &mut DecodeOutput<F>,
@@ -71,12 +71,12 @@ pub(super) fn merge_runs<F: Numeric>(
 ) {
     let rows = comptime!(plan.rows as u32);
     let head = comptime!(plan.head as u32);
-    // In `memory`: the largest scores, the sums of weights and the factors, `[row, run]` each.
+    // `memory` contains the largest scores, the sums of weights and the factors, `[row, run]` each.
     let sums = comptime!(plan.rows * MOST_RUNS);
     let factors = comptime!(2 * plan.rows * MOST_RUNS);
     let first = block.part(shape, 0u32, plan);
     let mut loaded = Array::<f32>::new(RUNS_AT_ONCE);
-    // The first values of this unit are on their way meanwhile.
+    // Prefetch the first values of this unit.
     let item = min(UNIT_POS, comptime!((plan.rows * plan.head - 1) as u32));
     let at = first + place_of(item, plan);
     load_runs(&output.parts, at, own.runs, &mut loaded, plan);
@@ -145,14 +145,15 @@ pub(super) fn merge_runs<F: Numeric>(
     }
 }
 
-/// The place of element `item` of the values of a block among the parts of a run.
+/// Returns the offset of element `item` of a block's values among the partial results of a run.
 #[cube]
 fn place_of(item: u32, #[comptime] plan: DecodePlan) -> usize {
     let head = comptime!(plan.head as u32);
     (item / head) as usize * comptime!(plan.part()) + (item % head) as usize
 }
 
-/// An element of the parts of up to [`RUNS_AT_ONCE`] of `count` runs, the first of which is at `at`.
+/// Loads an element of the partial results of up to [`RUNS_AT_ONCE`] of `count` runs, the first of
+/// which is at `at`.
 #[cube]
 fn load_runs(
     parts: &[f32],

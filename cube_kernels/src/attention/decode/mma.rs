@@ -1,9 +1,9 @@
 //! Attention of a few new tokens over the cache by the matrix instructions of a warp,
-//! `mma.sync.m16n8k16`: every CUDA GPU from compute capability 8.0 on.
+//! `mma.sync.m16n8k16`, for every CUDA GPU from compute capability 8.0 on.
 //!
-//! A warp has a quarter of the keys of each tile, copies them itself and keeps its own softmax, so
-//! that warps wait for each other only before the first tile and behind the last. Of the 16 rows of
-//! an instruction the upper eight have no queries.
+//! Each warp has a quarter of the keys of each tile, copies them itself and keeps its own softmax,
+//! so that warps synchronize only before the first tile and after the last one. The upper eight of
+//! the 16 rows of an instruction have no queries.
 
 use cubecl::prelude::*;
 
@@ -33,8 +33,8 @@ use crate::{
     },
 };
 
-/// As `decode_run_kernel`, with the same arguments and the same runs. The sums have another order,
-/// and weights are rounded to the type of the values.
+/// Like `decode_run_kernel`, with the same arguments and the same runs. The summation order
+/// differs, and weights are rounded to the type of the values.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn decode_mma_kernel<F: Numeric, N: Size>(
     new: NewTokens<F>,
@@ -57,17 +57,17 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     written_before(&new.v.data, plan.overlaps);
     let run = Run::new::<F>(&new, &shape, plan);
     let own = run.own;
-    // Without any run there is nothing to wait for.
+    // Without any runs there is nothing to wait for.
     let mut is_last = own.runs == 0u32 && run.index == 0u32;
     if run.index < own.runs {
         let mut at = run.first_tile(&shape, plan);
         let queries_at = cvta_to_shared::<u32>(queries.as_slice().as_ptr());
-        // What was there before is on its way while the new tokens are read and turned.
+        // The cached keys are loaded while the new tokens are read and rotated.
         keys.copy_of_warp(k_cache, &at, run.old(&at), plan);
         values.copy_of_warp(v_cache, &at, run.old(&at), plan);
         wait_for_previous(plan.overlaps);
         run.write_new::<F, F, N>(&new, k_cache, v_cache, &shape, &mut keys, &mut values, plan);
-        // Few new tokens leave the lower half of the units to the queries.
+        // With few new tokens, the lower half of the units loads the queries meanwhile.
         if UNIT_POS < CUBE_DIM / 2u32 {
             bring_queries::<F>(&new, &shape, &own, &mut queries, run.block, plan);
         }
@@ -144,7 +144,8 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
             plan.concurrent,
         );
     } else if run.index == 0u32 {
-        // Else the kernel could end before those in front of it. Other runs may.
+        // Without this wait the kernel could end before the previous one. Other cubes without a run
+        // need not wait.
         wait_for_previous(plan.overlaps);
     }
     if is_last {
@@ -160,7 +161,7 @@ pub fn decode_mma_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// Brings the turned queries of a block to shared memory, zeros where there are none.
+/// Loads the rotated queries of a block into shared memory, with zeros for missing ones.
 #[cube]
 fn bring_queries<F: Numeric>(
     new: &NewTokens<F>,
@@ -201,8 +202,8 @@ fn bring_queries<F: Numeric>(
     }
 }
 
-/// Bounds scores, and takes those out that a query must not see: of a warp's keys, the first of which
-/// is `first`.
+/// Applies the soft cap to a warp's scores and masks the keys that a query must not see. `first` is
+/// the warp's first key.
 #[cube]
 fn mask(
     scores: &mut Array<Vector<f32, Const<4>>>,
@@ -231,7 +232,8 @@ fn mask(
     }
 }
 
-/// Puts what a warp has of each row to `scratch`, `[warp, row]`, as parts are.
+/// Writes a warp's results of each row to `scratch`, `[warp, row]`, in the format of partial
+/// results.
 #[cube]
 fn keep_warp(rows: &Rows, scratch: &mut Shared<[f32]>, natural: f32, #[comptime] plan: DecodePlan) {
     let lane = UNIT_POS % 32u32;

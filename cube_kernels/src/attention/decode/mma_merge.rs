@@ -1,4 +1,5 @@
-//! The parts of the runs of [`decode_mma_kernel`](super::mma::decode_mma_kernel()), and their sum.
+//! Partial results of the runs of [`decode_mma_kernel`](super::mma::decode_mma_kernel()), and their
+//! sum.
 
 use cubecl::prelude::*;
 
@@ -12,26 +13,26 @@ use crate::{
     cube::{codec::store, ptx::ex2_approx_ftz},
 };
 
-/// Runs of which a unit loads four values each before the first is added.
+/// Runs of which a unit loads four values each before it adds the first one.
 const RUNS_AT_ONCE: usize = 20;
-/// Runs of a lane of the warp that finds the factors of a row.
+/// Runs per lane of the warp that computes the factors of a row.
 const LANE_RUNS: usize = MOST_RUNS / 32;
 
-/// What becomes of the queries of a launch.
+/// Output buffers of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub struct MmaOutput<F: Numeric> {
     /// Weighted values of the runs, `[sequence, block of rows, run, row, head]`.
     pub parts: Box<[Vector<f32, Const<4>>]>,
-    /// Their largest scores and sums of weights, `[sequence, block of rows, run, row, 2]`.
+    /// Largest score and sum of weights of each run, `[sequence, block of rows, run, row, 2]`.
     pub stats: Box<[f32]>,
-    /// Runs of each block of rows that are finished, `[sequence, block of rows]`: zero before the
-    /// launch and behind it.
+    /// Number of finished runs of each block of rows, `[sequence, block of rows]`: zero before and
+    /// after the launch.
     pub finished: Box<[u32]>,
-    /// The output, `[tokens, heads, head]`.
+    /// Output, `[tokens, heads, head]`.
     pub out: Box<[F]>,
 }
 
-/// Adds the warps of each row in order, and writes what they make of run `run` of all.
+/// Sums the warps of each row in order, and writes the result as that of run `run` of all.
 #[cube]
 pub(super) fn write_part<F: Numeric>(
     output: &mut MmaOutput<F>,
@@ -78,9 +79,9 @@ pub(super) fn write_part<F: Numeric>(
     }
 }
 
-/// Adds the `own.runs` parts of each row of `block` in their order, relative to the largest score
-/// of all, and writes what comes of it: 0 where a query sees nothing. All units of a cube come here,
-/// whose `memory` is free and has a float for each row and each of [`MOST_RUNS`] runs.
+/// Sums the `own.runs` partial results of each row of `block` in order, relative to the largest
+/// score of all, and writes the output: 0 if a query sees no keys. All units of a cube must
+/// participate; `memory` is free and has one float per row and run, for [`MOST_RUNS`] runs.
 #[cube]
 pub(super) fn merge_runs<F: Numeric>(
     output: &mut MmaOutput<F>,
@@ -95,7 +96,7 @@ pub(super) fn merge_runs<F: Numeric>(
     let items = comptime!(plan.rows * plan.head / 4);
     let first = block.first_run(shape);
     let mut loaded = Array::<Vector<f32, Const<4>>>::new(RUNS_AT_ONCE);
-    // The first values of this unit are on their way while the factors are found.
+    // The first values of this unit are loaded while the factors are computed.
     let item = min(UNIT_POS as usize, comptime!(items - 1));
     load_runs(
         &output.parts,
@@ -151,7 +152,7 @@ pub(super) fn merge_runs<F: Numeric>(
     }
 }
 
-/// Up to [`RUNS_AT_ONCE`] of `count` runs of a vector, the first of which is at `at`.
+/// Loads up to [`RUNS_AT_ONCE`] of `count` runs of a vector, the first of which is at `at`.
 #[cube]
 fn load_runs(
     parts: &[Vector<f32, Const<4>>],
@@ -168,7 +169,7 @@ fn load_runs(
     }
 }
 
-/// What the values of each run are multiplied by, in `memory`, `[row, run]`: a warp has every
+/// Computes the factor of each run's values, into `memory`, `[row, run]`: a warp processes every
 /// [`WARPS`]th row, a lane some of its runs.
 #[cube]
 fn find_factors(

@@ -1,13 +1,14 @@
-//! Decoding: a few new tokens of each sequence over a cache of keys and values.
+//! Decoding: attention of a few new tokens per sequence over a cache of keys and values.
 //!
-//! Where the new tokens lie is in device memory, and the cache has a fixed room: no shape and no
-//! argument of a launch depends on the length of a sequence. So a captured graph serves every step.
-//! [`decode`] writes the new keys and values to the cache and attends to them in the same launch, in
-//! which the cube that finishes the last of the runs that the keys of a sequence are cut into adds
-//! them up. [`append`] only writes, for prompts, whose attention is [`forward`](super::forward).
+//! The lengths of the sequences are in device memory, and the cache has a fixed capacity: no shape
+//! and no argument of a launch depends on the length of a sequence, so a captured graph works for
+//! every step. [`decode`] writes the new keys and values to the cache and attends to them in the
+//! same launch. The keys of a sequence are split into runs (split-KV); the cube that finishes the
+//! last run sums the partial results. [`append`] only writes, for prompts, whose attention is
+//! [`forward`](super::forward).
 //!
-//! The bits are those of [`reference::attention`](crate::reference::attention), on every device, but
-//! for matrix instructions: see [`uses_mma`].
+//! Results are bit-identical to [`reference::attention`](crate::reference::attention) on every
+//! device, except with matrix instructions: see [`uses_mma`].
 
 mod append;
 pub(crate) mod instances;
@@ -40,7 +41,7 @@ use crate::{
 
 pub use plan::CacheKind;
 
-/// The kernels, for the registry and tests.
+/// Kernels, for the registry and tests.
 pub mod kernels {
     pub use super::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
     pub use super::kernel::decode_run_kernel;
@@ -50,11 +51,11 @@ pub mod kernels {
     pub use super::plan::DecodePlan;
 }
 
-/// Units of a team on a GPU.
+/// Units per team on a GPU.
 const UNITS: usize = 128;
 
-/// Queries of a team at least, if a cube has as many. With one, cubes of four would have so many
-/// units that an SM had registers for one of them alone, and not for two.
+/// Smallest number of queries of a team, if the cube has that many. With one query per team, cubes
+/// of four would have so many units that an SM had registers for one cube instead of two.
 const ROWS_OF_TEAM: usize = 2;
 
 /// Keys and values of a batch of sequences, `[batch, capacity, kv_heads, head]` each, in device
@@ -65,17 +66,17 @@ pub struct KvCache {
     pub k: Handle,
     /// Values.
     pub v: Handle,
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Tokens that each has room for.
+    /// Largest number of tokens per sequence.
     pub capacity: usize,
-    /// Heads of keys and values.
+    /// Number of heads of keys and values.
     pub kv_heads: usize,
-    /// Elements of a head, a multiple of 8.
+    /// Elements per head, a multiple of 8.
     pub head: usize,
-    /// How elements are stored.
+    /// Storage of elements.
     pub kind: CacheKind,
-    /// The factors of keys and of values: what E4M3 elements are multiplied by. 1 for others.
+    /// Scales of keys and values, by which E4M3 elements are multiplied. 1 for other types.
     pub scales: [f32; 2],
 }
 
@@ -85,7 +86,8 @@ impl KvCache {
     }
 }
 
-/// New tokens, `time` of each sequence one after another, padding behind the last of each.
+/// New tokens, `time` per sequence, one sequence after another, with padding after each sequence's
+/// tokens.
 #[derive(Debug, Clone)]
 pub struct NewTokens<'a> {
     /// Queries.
@@ -94,12 +96,12 @@ pub struct NewTokens<'a> {
     pub k: Heads,
     /// Values.
     pub v: Heads,
-    /// Tokens that each sequence has in the cache: `u32[batch]`. What exceeds the cache's room is
-    /// neither written nor attended to.
+    /// Number of tokens of each sequence in the cache: `u32[batch]`. Tokens beyond the cache's
+    /// capacity are neither written nor attended to.
     pub starts: &'a Handle,
-    /// New tokens of each that are no padding: `u32[batch]`.
+    /// Number of new tokens of each sequence without padding: `u32[batch]`.
     pub counts: &'a Handle,
-    /// How queries and keys are turned.
+    /// Rotation of queries and keys, if any.
     pub rope: Option<&'a Rope>,
 }
 
@@ -173,12 +175,12 @@ impl NewTokens<'_> {
     }
 }
 
-/// Writes the new keys, turned by their positions, and values to the cache, and the turned queries
-/// to `queries`, contiguous `[tokens, heads, head]`. A position behind the tables is turned as their
-/// last.
+/// Writes the new values and the new keys, rotated by their positions, to the cache, and the
+/// rotated queries to `queries`, contiguous `[tokens, heads, head]`. A position beyond the tables
+/// is rotated like their last one.
 ///
 /// # Errors
-/// When shapes or types do not fit together, or memory is too small.
+/// Returns an error if shapes or types do not fit, or memory is too small.
 pub fn append(
     client: &Client,
     new: &NewTokens<'_>,
@@ -216,14 +218,14 @@ pub fn append(
     Ok(())
 }
 
-/// Writes the new keys and values to the cache as [`append`] does, and gives the attention of the
-/// new queries over all that their sequences have: contiguous `[tokens, heads, head]` in the type of
-/// `q`, 0 for padding. A query sees what is not behind it. Meant for few new tokens: the keys are
-/// read once for every eight queries.
+/// Writes the new keys and values to the cache like [`append`], and returns the attention of the
+/// new queries over all tokens of their sequences: contiguous `[tokens, heads, head]` in the type
+/// of `q`, 0 for padding. A query sees no later token. Meant for few new tokens: the keys are read
+/// once per eight queries.
 ///
 /// # Errors
-/// As [`append`], and when a parameter is out of range, or is not of a causal softmax without an
-/// additional score.
+/// Returns the errors of [`append`], and an error if a parameter is out of range or does not
+/// describe a causal softmax without an additional score.
 pub fn decode(
     client: &Client,
     new: &NewTokens<'_>,
@@ -307,7 +309,7 @@ pub fn decode(
     Ok(out)
 }
 
-/// What [`DecodeOutputLaunch`] is made of: memory, and how many elements it has.
+/// Buffers of [`DecodeOutputLaunch`], with their numbers of elements.
 struct Output<'a> {
     parts: (&'a Handle, usize),
     finished: (&'a Handle, usize),
@@ -315,7 +317,7 @@ struct Output<'a> {
 }
 
 impl Output<'_> {
-    /// The values, and behind them the largest scores and sums.
+    /// Returns the arguments in which the values are followed by the largest scores and sums.
     fn launch_mma<F: Numeric>(&self, plan: &DecodePlan) -> MmaOutputLaunch<F> {
         let (parts, floats) = self.parts;
         let values = floats / plan.part() * plan.head;
@@ -352,7 +354,7 @@ fn plan(
     params: Option<&AttentionParams>,
 ) -> DecodePlan {
     let rows = new.q.heads / cache.kv_heads * new.time(cache);
-    // Sums of the slices have to fit into shared memory.
+    // Sums of the slices must fit in shared memory.
     let most = if cache.head > 128 { 4 } else { 8 };
     let halves = (cache.head / 2).is_multiple_of(8);
     let rows = rows.next_power_of_two().min(most);
@@ -384,7 +386,7 @@ fn plan(
         conversion,
     };
     let shared = client.properties().hardware.max_shared_memory_size;
-    // The largest score of a row is that of the largest product.
+    // The largest score of a row is that of the largest `q · k`.
     let is_ordered = params.is_some_and(|params| params.scale > 0.0);
     if is_ordered && let Some(plan) = plan.by_mma_in(shared) {
         return plan;
@@ -395,11 +397,11 @@ fn plan(
     }
 }
 
-/// Whether [`decode`] takes matrix instructions: on CUDA GPUs, where queries and the cache are of
-/// one type of 16 bits, heads are of a multiple of 16 elements up to 128, the scale is positive, and
-/// a cube's shared memory holds a tile. Its results are then within rounding of
+/// True if [`decode`] uses matrix instructions: on CUDA GPUs, if queries and the cache have the
+/// same 16-bit type, the head size is a multiple of 16 up to 128, the scale is positive, and a tile
+/// fits in a cube's shared memory. Results are then within rounding of
 /// [`reference::attention`](crate::reference::attention), and a sequence has the same bits in any
-/// company; else they have the reference's bits.
+/// batch. Otherwise results are bit-identical to the reference.
 pub fn uses_mma(
     client: &Client,
     new: &NewTokens<'_>,
@@ -465,7 +467,7 @@ fn cache_type(cache: &KvCache, dtype: FloatKind) -> ElemType {
     }
 }
 
-/// The widest index.
+/// Returns the width of the largest index.
 fn indices(new: &NewTokens<'_>, cache: &KvCache) -> AddressType {
     let heads = [&new.q, &new.k, &new.v].map(|heads| heads.span());
     let tables = new.rope.map_or(0, |rope| rope.positions * cache.head / 2);

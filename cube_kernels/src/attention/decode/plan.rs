@@ -1,4 +1,4 @@
-//! What the kernels of decoding are told at compile time.
+//! Comptime choices of the decoding kernels.
 
 use crate::{
     attention::mma::{problem::MmaPlan, tile::Tile as HeadTile},
@@ -7,30 +7,30 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Warps of a cube.
+/// Warps per cube.
 pub(super) const WARPS: usize = 4;
-/// Keys of a tile that a warp has.
+/// Keys of a tile per warp.
 pub(super) const WARP_KEYS: usize = DECODE_TILE / WARPS;
-/// Rows of the left operand of an instruction.
+/// Rows of an instruction's left operand.
 pub(super) const FRAGMENT_ROWS: usize = 16;
 
-/// As many runs as `decode_splits` gives at most.
+/// Largest number of runs that `decode_splits` returns.
 pub(super) const MOST_RUNS: usize = 64;
 
-/// The widest head of which a warp of matrix instructions has registers for a row.
+/// Largest head size for which a warp of matrix instructions has registers for a row.
 const MAX_MMA_HEAD: usize = 128;
 
-/// What is in a cache.
+/// Contents of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CacheKind {
-    /// Elements of the type of the activations.
+    /// Elements in the type of the activations.
     Float,
-    /// E4M3 elements, times a factor for all keys, and one for all values.
+    /// E4M3 elements, with one scale for all keys and one for all values.
     E4m3,
 }
 
 impl CacheKind {
-    /// Bytes of an element, where those of the activations are of type `dtype`.
+    /// Returns the size of an element in bytes, with activations of type `dtype`.
     pub(super) const fn element(self, dtype: FloatKind) -> usize {
         match self {
             Self::Float => dtype.size(),
@@ -39,75 +39,76 @@ impl CacheKind {
     }
 }
 
-/// Bytes of shared memory for keys, and for values, at least, where there is room: an SM of Hopper
-/// holds two cubes. They begin beside those of the kernel in front, and more of them would crowd on
-/// the SMs that these leave first (H100, a step of Llama 3.2 1B: 0.634 ms with three, 0.605 with two,
-/// 0.629 with one).
+/// Smallest number of bytes of shared memory for keys, and for values, if available: an SM of
+/// Hopper then holds two cubes. Cubes start while the previous kernel's cubes still run, and more
+/// of them would crowd on the SMs that those leave first (H100, a step of Llama 3.2 1B: 0.634 ms
+/// with three, 0.605 with two, 0.629 with one).
 const LEAST_STAGED: usize = 39 << 10;
 
-/// The comptime choices of the kernels.
+/// Comptime choices of the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DecodePlan {
-    /// Elements of a head, a multiple of 8.
+    /// Elements per head, a multiple of 8.
     pub head: usize,
-    /// Queries of a cube.
+    /// Queries per cube.
     pub rows: usize,
-    /// Elements of a vector of the cache: 4 or 8.
+    /// Elements per vector of the cache: 4 or 8.
     pub width: usize,
-    /// Whether queries and keys are turned by their positions.
+    /// True if queries and keys are rotated by their positions.
     pub rotary: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub softcap: bool,
-    /// Whether loops are unrolled, which takes many registers and a compiler that is quick.
+    /// True to unroll loops, which takes many registers and a fast compiler.
     pub unroll: bool,
-    /// Whether each key of a tile has a unit, in planes of 32.
+    /// True if each key of a tile has a unit, in planes of 32.
     pub planes: bool,
-    /// Teams of units of a cube, each of which has its share of the queries: 1 without planes.
+    /// Teams of units per cube, each with its share of the queries: 1 without planes.
     pub teams: usize,
-    /// Vectors of shared memory for the keys of a tile, which are brought there while units do other
-    /// things, and as many for its values; 0 where they stay in the cache.
+    /// Vectors of shared memory for the keys of a tile, which are copied asynchronously, and as
+    /// many for its values; 0 if they stay in the cache.
     pub staged: usize,
-    /// Whether cubes run at the same time, and not one after another.
+    /// True if cubes run concurrently, not one after another.
     pub concurrent: bool,
-    /// Whether the kernels can begin before the one in front of them has ended.
+    /// True if the kernels can start before the previous one has ended.
     pub overlaps: bool,
     /// Type of queries, and of new keys and values.
     pub kind: FloatKind,
-    /// What is in the cache.
+    /// Contents of the cache.
     pub cache: CacheKind,
-    /// Whether matrix instructions multiply, which take elements of 16 bits.
+    /// True if matrix instructions are used, which take 16-bit elements.
     pub mma: bool,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
 impl DecodePlan {
-    /// Vectors of a head.
+    /// Returns the vectors per head.
     pub(super) const fn columns(self) -> usize {
         self.head / self.width
     }
 
-    /// Slices of the keys of a tile.
+    /// Returns the number of slices of a tile's keys.
     pub(super) const fn slices(self) -> usize {
         decode_slices(self.head)
     }
 
-    /// Segments of a tile whose largest scores are found apart: its planes, where it has any.
+    /// Returns the number of segments of a tile whose largest scores are computed separately: its
+    /// planes, if any.
     pub(super) const fn segments(self) -> usize {
         if self.planes { DECODE_TILE / 32 } else { 8 }
     }
 
-    /// Queries of a team.
+    /// Returns the queries per team.
     pub(super) const fn own_rows(self) -> usize {
         self.rows / self.teams
     }
 
-    /// Bytes of a vector of the cache.
+    /// Returns the size in bytes of a vector of the cache.
     pub(super) const fn vector_bytes(self) -> usize {
         self.width * self.cache.element(self.kind)
     }
 
-    /// Bytes that a cube has in shared memory beside keys and values, at most.
+    /// Returns an upper bound of a cube's shared memory in bytes, without keys and values.
     const fn stage_bytes(self) -> usize {
         let of_row = 2 * self.head
             + DECODE_TILE
@@ -115,12 +116,12 @@ impl DecodePlan {
             + self.width * self.pitch()
             + self.slices()
             + 3;
-        // What aligns each of them, and a word for who comes last.
+        // Alignment of each array, and a word that tells which cube is last.
         self.rows * of_row * 4 + 256
     }
 
-    /// The same plan, whose keys and values are in shared memory where a cube's `shared` bytes have
-    /// room for those of a tile.
+    /// Returns the plan with keys and values in shared memory, if a tile of them fits in a cube's
+    /// `shared` bytes.
     pub(super) fn staged_in(self, shared: usize) -> Self {
         let tile = DECODE_TILE * self.columns();
         let room = shared.saturating_sub(self.stage_bytes()) / (2 * self.vector_bytes());
@@ -131,8 +132,8 @@ impl DecodePlan {
         Self { staged, ..self }
     }
 
-    /// The same plan for matrix instructions, if there are any for its types and heads, and a cube's
-    /// `shared` bytes have room for it.
+    /// Returns the plan with matrix instructions, if its types and head size support them and it
+    /// fits in a cube's `shared` bytes.
     pub(super) fn by_mma_in(self, shared: usize) -> Option<Self> {
         let takes = self.conversion.has_ptx()
             && self.kind != FloatKind::F32
@@ -150,7 +151,7 @@ impl DecodePlan {
         };
         let tile = DECODE_TILE * plan.mma_tile().pitch();
         let queries = FRAGMENT_ROWS * plan.mma_tile().pitch();
-        // What aligns each of them, and a word for who comes last.
+        // Alignment of each array, and a word that tells which cube is last.
         let others = queries + 4 * plan.scratch() + 512;
         let fits = 2 * tile + others <= shared;
         fits.then_some(Self {
@@ -159,12 +160,12 @@ impl DecodePlan {
         })
     }
 
-    /// How keys, values and queries lie in shared memory for matrix instructions.
+    /// Returns the shared-memory layout of keys, values and queries for matrix instructions.
     pub(super) const fn mma_tile(self) -> HeadTile {
         HeadTile { head: self.head }
     }
 
-    /// What a warp computes with matrix instructions.
+    /// Returns the plan of a warp's matrix instructions.
     pub(super) const fn of_warp(self) -> MmaPlan {
         MmaPlan {
             head: self.head,
@@ -181,7 +182,7 @@ impl DecodePlan {
         }
     }
 
-    /// Floats of shared memory in which warps, and then runs, are added.
+    /// Returns the floats of shared memory for summing warps, and then runs.
     pub(super) const fn scratch(self) -> usize {
         let of_warps = WARPS * self.rows * self.part();
         let of_runs = self.rows * MOST_RUNS;
@@ -192,13 +193,14 @@ impl DecodePlan {
         }
     }
 
-    /// Floats from one element of a vector to the next in the sums of the slices: some more than
-    /// there are, so that the units of a warp read from different banks.
+    /// Returns the floats from one element of a vector to the next in the sums of the slices.
+    /// Includes padding, so that the units of a warp read from different banks.
     pub(super) const fn pitch(self) -> usize {
         (self.slices() + 1) * self.columns()
     }
 
-    /// Floats of a row's part: its sums, the largest score and the sum of weights.
+    /// Returns the floats of a row's partial result: its sums, the largest score and the sum of
+    /// weights.
     pub const fn part(self) -> usize {
         self.head + 2
     }

@@ -1,4 +1,4 @@
-//! The run of a cube: its queries, its keys, and writing what is new of them.
+//! The run of a cube: its queries, its keys, and the writes of its new keys and values.
 
 use cubecl::prelude::*;
 
@@ -14,18 +14,18 @@ use crate::reference::attention::DECODE_TILE;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Run {
-    /// Its queries.
+    /// Queries.
     pub block: RowBlock,
-    /// What its sequence has.
+    /// Extent of the sequence.
     pub own: Extent,
-    /// Its number among the runs of the sequence. It is there below `own.runs`; what follows is
-    /// undefined behind them.
+    /// Index among the runs of the sequence. The run exists if it is below `own.runs`; otherwise
+    /// the following fields are undefined.
     pub index: u32,
-    /// Its first key.
+    /// First key.
     pub first: u32,
-    /// The key behind its last.
+    /// End of the keys (exclusive).
     pub last: u32,
-    /// Its first new key.
+    /// First new key.
     pub new: u32,
 }
 
@@ -58,7 +58,7 @@ impl Run {
         }
     }
 
-    /// Its first tile.
+    /// Returns the first tile of the run.
     pub(super) fn first_tile(&self, shape: &CacheShape, #[comptime] plan: DecodePlan) -> Tile {
         let row = self.block.sequence as usize * shape.capacity as usize + self.first as usize;
         let head = row * shape.kv_heads as usize + self.block.kv_head as usize;
@@ -70,7 +70,7 @@ impl Run {
         }
     }
 
-    /// The tile behind `tile`, without keys behind the last.
+    /// Returns the tile after `tile`; it has no keys past the end of the run.
     pub(super) fn next_tile(&self, tile: &Tile) -> Tile {
         let keys = comptime!(DECODE_TILE as u32);
         let first = tile.first + keys;
@@ -82,13 +82,13 @@ impl Run {
         }
     }
 
-    /// Keys of its first tile that are in the cache before the launch.
+    /// Returns how many keys of the first tile were in the cache before the launch.
     pub(super) fn old(&self, tile: &Tile) -> u32 {
         min(self.new, self.first + tile.count) - self.first
     }
 
-    /// Writes its new keys and values to the caches, and those of its first tile to where it waits.
-    /// The upper half of the units begins.
+    /// Writes the run's new keys and values to the caches, and those of its first tile to the
+    /// tile's buffer as well. The upper half of the units begins.
     pub(super) fn write_new<F: Numeric, C: Numeric, N: Size>(
         &self,
         new: &NewTokens<F>,

@@ -1,4 +1,4 @@
-//! Tiles of the cache, and where they wait in shared memory until they are used.
+//! Tiles of the cache, and their buffers in shared memory.
 
 use cubecl::prelude::*;
 
@@ -11,30 +11,30 @@ use crate::{
     },
 };
 
-/// Where a tile is in the caches.
+/// Location of a tile in the caches.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Tile {
-    /// The first vector of its first key.
+    /// First vector of the first key.
     pub base: usize,
     /// Vectors from one key to the next.
     pub stride: usize,
-    /// Its keys.
+    /// Number of keys.
     pub count: u32,
-    /// The number of the first among those of its sequence.
+    /// Index of the first key in its sequence.
     pub first: u32,
 }
 
-/// The keys of a tile, or its values. Where they are not staged, they stay in the cache.
+/// The keys of a tile, or its values. If they are not staged, they stay in the cache.
 #[derive(CubeType)]
 pub(super) struct Staged<C: Numeric, N: Size> {
-    /// `[key, column]`, the columns of a key in an order of its own.
+    /// `[key, column]`, with the columns of a key swizzled.
     vectors: Shared<[Vector<C, N>]>,
 }
 
-/// Where column `column` of key `key` is in shared memory: for matrix instructions as
-/// [`HeadTile`](crate::attention::mma::tile::Tile) says. Eight neighbouring keys have it in
-/// different banks, and so have neighbouring columns of a key.
+/// Returns the location of column `column` of key `key` in shared memory. With matrix instructions
+/// the layout is that of [`HeadTile`](crate::attention::mma::tile::Tile). A column of eight
+/// consecutive keys is in different banks, and so are consecutive columns of a key.
 #[cube]
 fn place(key: u32, column: u32, #[comptime] plan: DecodePlan) -> usize {
     if comptime!(plan.mma) {
@@ -59,8 +59,8 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         }
     }
 
-    /// Starts copies of the first `count` keys of a tile of `cache`, those of this unit, as a group,
-    /// which may be empty.
+    /// Starts this unit's copies of the first `count` keys of a tile of `cache`, as a group, which
+    /// may be empty.
     pub fn copy(
         &self,
         cache: &mut [Vector<C, N>],
@@ -88,14 +88,14 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         }
     }
 
-    /// Where it begins.
+    /// Returns the start address.
     pub fn address(&self) -> u32 {
         cvta_to_shared::<Vector<C, N>>(self.vectors.as_slice().as_ptr())
     }
 
-    /// For matrix instructions: starts copies of this warp's keys of a tile of `cache`, as a group, of
-    /// those before `old`, and zeros behind the tile, since a weight of zero times NaN is no zero.
-    /// Of a tile without keys nothing is copied.
+    /// For matrix instructions: starts copies of this warp's keys of a tile of `cache`, as a group.
+    /// Copies keys before `old`, and writes zeros past the tile, since a weight of zero times NaN
+    /// is not zero. Copies nothing for a tile without keys.
     pub fn copy_of_warp(
         &self,
         cache: &mut [Vector<C, N>],
@@ -128,7 +128,7 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         cp_async_commit_group();
     }
 
-    /// Takes a vector of a key that was not in the cache.
+    /// Stores a vector of a key that was not in the cache.
     pub fn take(
         &mut self,
         vector: Vector<C, N>,
@@ -141,7 +141,7 @@ impl<C: Numeric, N: Size> Staged<C, N> {
         }
     }
 
-    /// A vector of a tile of `cache`, behind a barrier.
+    /// Returns a vector of a tile of `cache`, after a barrier.
     pub fn vector(
         &self,
         cache: &mut [Vector<C, N>],
@@ -158,7 +158,7 @@ impl<C: Numeric, N: Size> Staged<C, N> {
     }
 }
 
-/// Waits for all groups of copies of this unit but the last: keys and values take turns.
+/// Waits for all copy groups of this unit except the last one: keys and values alternate.
 #[cube]
 pub(super) fn wait_for_tile(#[comptime] plan: DecodePlan) {
     if comptime!(plan.staged > 0) {

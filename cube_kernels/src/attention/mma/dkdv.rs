@@ -1,10 +1,10 @@
-//! The gradients of keys and values: a CTA has a tile of keys of one head and passes over the
-//! queries that see them, of all heads that read it, in ascending order. Nothing is added
-//! atomically, so results repeat.
+//! Gradients of keys and values. A CTA has a tile of keys of one head and iterates over the queries
+//! that see them, of all heads that read it, in ascending order. There are no atomics, so results
+//! repeat.
 //!
-//! Scores are computed transposed, keys by queries: rounded, the weights and their gradients are
-//! the left operands of `dv += pᵀ dout` and `dk += dsᵀ q` as they are. Queries and gradients of the
-//! output come in two stages: one is multiplied while the other is copied.
+//! Scores are computed transposed, keys by queries. The weights and their gradients, once rounded,
+//! are then directly the left operands of `dv += pᵀ dout` and `dk += dsᵀ q`. Queries and gradients
+//! of the output are double-buffered: one stage is multiplied while the other is copied.
 
 use cubecl::prelude::*;
 
@@ -25,7 +25,7 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// The operands of a CTA of keys.
+/// Operands of a CTA of keys.
 #[derive(CubeType, CubeLaunch)]
 pub struct Operands {
     /// Queries.
@@ -36,21 +36,21 @@ pub struct Operands {
     pub v: HeadsView,
 }
 
-/// What a stage is filled from.
+/// Destination and rows of a pipeline stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Stage {
-    /// The stage's queries; the gradients of the output lie behind them.
+    /// Address of the stage's queries, which are followed by the gradients of the output.
     at: u32,
-    /// Its log-sum-exps; the deltas lie behind them.
+    /// Address of the stage's log-sum-exps, which are followed by the deltas.
     rows_at: u32,
-    /// The first query, within the sequence.
+    /// First query, within the sequence.
     row: u32,
-    /// Queries of the sequence.
+    /// Number of queries of the sequence.
     len: u32,
 }
 
-/// Queues the copies of a stage, and stores what its rows have.
+/// Starts the copies of a stage, and stores the per-row values.
 #[cube]
 fn fill(
     q: Source,
@@ -82,8 +82,8 @@ fn fill(
     }
 }
 
-/// `dk = scale · dsᵀ q` and `dv = pᵀ dout` for one tile of keys and one head of these. The grid is
-/// tiles times heads.
+/// Computes `dk = scale · dsᵀ q` and `dv = pᵀ dout` for one tile of keys and one head of keys. The
+/// grid is tiles times heads.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mma_dkdv_kernel(
     operands: Operands,
@@ -127,7 +127,7 @@ pub fn mma_dkdv_kernel(
         let (units, height) = comptime!((plan.units(), plan.rows()));
         copy_rows(k_source, k_at, at.row, extent.k_len, height, units, tile);
         copy_rows(v_source, v_at, at.row, extent.k_len, height, units, tile);
-        // The blocks of queries that see one of the keys, in each of the heads.
+        // Blocks of queries that see one of the keys, in each of the heads.
         let last_key = min(at.row + comptime!(plan.rows() as u32), extent.k_len) - 1u32;
         let q_len = i32::cast_from(extent.q_len);
         let first = u32::cast_from(visible.first_query(i32::cast_from(at.row))) / inner;
@@ -156,7 +156,7 @@ pub fn mma_dkdv_kernel(
         let mut dk_sums = zeros(comptime!(plan.strips * plan.head / 8));
         let mut dv_sums = zeros(comptime!(plan.strips * plan.head / 8));
         for step in 0..steps {
-            // This stage has arrived, and the other has been read.
+            // This stage has arrived, and all warps have read the other one.
             cp_async_wait_group(0u32);
             sync_cube();
             let next = step + 1u32;
@@ -183,7 +183,7 @@ pub fn mma_dkdv_kernel(
             let q_columns = fragment_columns(q_at, 0u32.runtime(), tile);
             let mut scores =
                 multiply_rows(k_rows, q_columns, plan.strips, plan.inner, tile, plan.kind);
-            // The derivative of the cap, where there is one.
+            // Derivative of the soft cap, if any.
             let mut slopes = zeros(comptime!(slopes_of(plan)));
             if comptime!(plan.softcap) {
                 #[unroll]
@@ -238,7 +238,7 @@ pub fn mma_dkdv_kernel(
                 );
             }
         }
-        // Only this warp reads its keys and values, so their place can take its gradients.
+        // Only this warp reads its keys and values, so its gradients can overwrite them.
         cp_async_wait_group(0u32);
         sync_cube();
         let rows = WarpRows {
@@ -260,7 +260,7 @@ pub fn mma_dkdv_kernel(
     }
 }
 
-/// How many slopes are kept.
+/// Returns the number of slopes that are kept.
 pub const fn slopes_of(plan: MmaPlan) -> usize {
     if plan.softcap {
         plan.strips * plan.inner / 8
@@ -269,7 +269,7 @@ pub const fn slopes_of(plan: MmaPlan) -> usize {
     }
 }
 
-/// Turns transposed scores into weights. The log-sum-exps of the columns lie at `rows_at`.
+/// Turns transposed scores into weights. The log-sum-exps of the columns are at `rows_at`.
 #[cube]
 pub fn weigh(
     scores: &mut Array<Vector<f32, Const<4>>>,
@@ -297,8 +297,8 @@ pub fn weigh(
     }
 }
 
-/// Weights of keys that a query does not see are zero: keys from `row` on, a warp's, and queries
-/// from `query` on.
+/// Sets the weights of keys that a query does not see to zero. Keys start at `row` and belong to a
+/// warp; queries start at `query`.
 #[cube]
 pub fn mask_weights(
     weights: &mut Array<Vector<f32, Const<4>>>,
@@ -339,8 +339,8 @@ pub fn mask_weights(
     }
 }
 
-/// `p · (dp - delta)`, times the slopes of the cap where there is one, in place of the weights. The
-/// deltas of the columns lie behind the log-sum-exps at `rows_at`.
+/// Replaces the weights by `p · (dp - delta)`, times the slopes of the soft cap, if any. The deltas
+/// of the columns follow the log-sum-exps at `rows_at`.
 #[cube]
 pub fn score_gradients(
     weights: &mut Array<Vector<f32, Const<4>>>,

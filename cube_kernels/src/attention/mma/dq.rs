@@ -1,5 +1,5 @@
-//! The gradient of the queries: a CTA has a tile of queries of one head and passes over the keys
-//! that they see, in ascending order. The weights are computed anew from the log-sum-exps.
+//! Gradient of the queries. A CTA has a tile of queries of one head and iterates over the keys that
+//! they see, in ascending order. The weights are recomputed from the log-sum-exps.
 
 use cubecl::prelude::*;
 
@@ -19,16 +19,17 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// What a lane knows of its rows: two for each strip, `g` and `g + 8`.
+/// Values of a lane's rows: two rows per strip, `g` and `g + 8`.
 #[derive(CubeType)]
 pub struct RowValues {
-    /// Their log-sum-exps, as powers of two.
+    /// Log-sum-exps, as powers of two.
     lse: Array<f32>,
-    /// Their deltas.
+    /// Deltas.
     delta: Array<f32>,
 }
 
-/// `dq = scale · ds k` for one tile of queries and one head. The grid is tiles times heads.
+/// Computes `dq = scale · ds k` for one tile of queries and one head. The grid is tiles times
+/// heads.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mma_dq_kernel(
     operands: Operands,
@@ -108,7 +109,7 @@ pub fn mma_dq_kernel(
         let dout_rows = fragment_rows(dout_at, own, tile);
         let mut sums = zeros(comptime!(plan.strips * plan.head / 8));
         for step in 0..blocks {
-            // This stage has arrived, and the other has been read.
+            // This stage has arrived, and all warps have read the other one.
             cp_async_wait_group(0u32);
             sync_cube();
             let next = step + 1u32;
@@ -125,7 +126,7 @@ pub fn mma_dq_kernel(
             let k_columns = fragment_columns(k_at, 0u32.runtime(), tile);
             let mut scores =
                 multiply_rows(q_rows, k_columns, plan.strips, plan.inner, tile, plan.kind);
-            // The derivative of the cap, where there is one.
+            // Derivative of the soft cap, if any.
             let mut slopes = zeros(comptime!(slopes_of(plan)));
             if comptime!(plan.softcap) {
                 #[unroll]
@@ -170,7 +171,7 @@ pub fn mma_dq_kernel(
                 plan.kind,
             );
         }
-        // Only this warp reads its queries, so their place can take its gradients.
+        // Only this warp reads its queries, so its gradients can overwrite them.
         cp_async_wait_group(0u32);
         sync_cube();
         let rows = WarpRows {
@@ -186,8 +187,8 @@ pub fn mma_dq_kernel(
     }
 }
 
-/// The values of this lane's rows of a warp whose first is `row`, of `len`; those of the sequence
-/// begin at `values`.
+/// Loads the values of this lane's rows. The warp's first row is `row` of `len`; the values of the
+/// sequence start at `values`.
 #[cube]
 pub fn row_values(
     lse: &[f32],
@@ -216,7 +217,7 @@ pub fn row_values(
     rows
 }
 
-/// `p · (dp - delta)`, times the slopes of the cap where there is one, in place of the scores.
+/// Replaces the scores by `p · (dp - delta)`, times the slopes of the soft cap, if any.
 #[cube]
 pub fn score_gradients(
     scores: &mut Array<Vector<f32, Const<4>>>,
@@ -249,8 +250,8 @@ pub fn score_gradients(
     }
 }
 
-/// Gradients of scores that a query does not see are zero: queries from `row` on, a warp's, and
-/// keys from `from` on.
+/// Sets the gradients of scores that a query does not see to zero. Queries start at `row` and
+/// belong to a warp; keys start at `from`.
 #[cube]
 pub fn mask_gradients(
     gradients: &mut Array<Vector<f32, Const<4>>>,

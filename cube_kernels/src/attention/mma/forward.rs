@@ -1,10 +1,10 @@
-//! The forward: a CTA has a tile of queries of one head and passes over the keys and values that
-//! they see, from the last to the first.
+//! Forward of attention. A CTA has a tile of queries of one head and iterates over the keys and
+//! values that they see, from the last to the first.
 //!
-//! A warp has `16 · strips` queries. While the scores of a block of keys are computed, its values
-//! are copied; while these are multiplied, the next block of keys is. The maximum of a row so far
-//! and the sum of its exponentials are kept with its output, which is rescaled where the maximum
-//! rises (online softmax).
+//! A warp has `16 · strips` queries. The values of a block of keys are copied while its scores are
+//! computed, and the next block of keys is copied while these values are multiplied. The running
+//! maximum of a row and its sum of exponentials are kept with its output, which is rescaled if the
+//! maximum rises (online softmax).
 
 use cubecl::prelude::*;
 
@@ -20,20 +20,20 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// What a warp keeps of its rows: two for each strip, `g` and `g + 8`.
+/// State of a warp's rows: each lane has two rows per strip, `g` and `g + 8`.
 #[derive(CubeType)]
 pub struct Rows {
-    /// The largest score so far.
+    /// Largest score so far.
     pub highest: Array<f32>,
-    /// The sum of exponentials in this lane's columns.
+    /// Sum of exponentials in this lane's columns.
     pub sum: Array<f32>,
-    /// The output so far, not divided by the sum.
+    /// Output so far, not divided by the sum.
     pub out: Array<Vector<f32, Const<4>>>,
 }
 
-/// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows, for one head and tile of
-/// queries. The grid is tiles times heads. `out` is `[tokens, heads, head]`, in units of 16 bytes;
-/// `lse` is `[heads, tokens]`.
+/// Computes `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows, for one head and
+/// tile of queries. The grid is tiles times heads. `out` is `[tokens, heads, head]`, in vectors of
+/// 16 bytes; `lse` is `[heads, tokens]`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mma_forward_kernel(
     q: HeadsView,
@@ -68,7 +68,7 @@ pub fn mma_forward_kernel(
         let q_source = q.source(head, extent.q, tile);
         let k_source = k.source(head / problem.group, extent.k, tile);
         let v_source = v.source(head / problem.group, extent.k, tile);
-        // The warp's first row in the tile.
+        // First row of the warp in the tile.
         let own = (thread_in_cta() / 32u32) * comptime!(16 * plan.strips as u32);
         let last = min(at.row + comptime!(plan.rows() as u32), extent.q_len) - 1u32;
         let first_block = u32::cast_from(visible.first(i32::cast_from(at.row))) / inner;
@@ -96,7 +96,7 @@ pub fn mma_forward_kernel(
         let v_rows = fragment_rows(v_at, 0u32.runtime(), tile);
         while block > first_block {
             block -= 1u32;
-            // The keys have arrived, and the values before have been read.
+            // The keys have arrived, and all warps have read the previous values.
             cp_async_wait_group(0u32);
             sync_cube();
             let from = block * inner;
@@ -113,7 +113,7 @@ pub fn mma_forward_kernel(
             mask(&mut scores, visible, at.row + own, from, plan);
             online_softmax(&mut scores, &mut rows, exponent_scale(&problem, plan), plan);
             let weights = pack_left(&scores, plan.strips, plan.inner, plan.kind);
-            // The values have arrived, and the keys have been read.
+            // The values have arrived, and all warps have read the keys.
             cp_async_wait_group(0u32);
             sync_cube();
             if block > first_block {
@@ -131,7 +131,7 @@ pub fn mma_forward_kernel(
                 plan.kind,
             );
         }
-        // Only this warp reads its queries, so their place can take its output.
+        // Only this warp reads its queries, so its output can overwrite them.
         cp_async_wait_group(0u32);
         sync_cube();
         finish(&problem, &rows, lse, q_at, own, at, head, plan);
@@ -140,7 +140,7 @@ pub fn mma_forward_kernel(
     }
 }
 
-/// `cap` of four scores.
+/// Applies `cap` to four scores.
 #[cube]
 pub fn cap_all(problem: &Problem, scores: Vector<f32, Const<4>>) -> Vector<f32, Const<4>> {
     let mut capped = Vector::<f32, Const<4>>::new(0.0f32);
@@ -151,7 +151,7 @@ pub fn cap_all(problem: &Problem, scores: Vector<f32, Const<4>>) -> Vector<f32, 
     capped
 }
 
-/// Takes the scores that a query must not see out: keys `from..from + inner` of a warp whose first
+/// Masks the scores that a query must not see: keys `from..from + inner` for a warp whose first
 /// query is `row`.
 #[cube]
 pub fn mask(
@@ -164,7 +164,7 @@ pub fn mask(
     let lane = UNIT_POS % 32u32;
     let row = i32::cast_from(row);
     let from = i32::cast_from(from);
-    // Whether one of the warp's queries does not see one of the keys.
+    // True if one of the warp's queries does not see one of the keys.
     let last = row + comptime!(16 * plan.strips as i32 - 1);
     let partial =
         visible.end(row) < from + comptime!(plan.inner as i32) || visible.first(last) > from;
@@ -193,7 +193,7 @@ pub fn mask(
     }
 }
 
-/// Turns scores into `2^(score - highest)`, and rescales what the rows have so far.
+/// Turns scores into `2^(score - highest)`, and rescales the rows' output so far.
 #[cube]
 pub fn online_softmax(
     scores: &mut Array<Vector<f32, Const<4>>>,
@@ -209,7 +209,8 @@ pub fn online_softmax(
     }
 }
 
-/// Four accumulators of strip `row / 2`, two of each of its rows of a lane, times their factors.
+/// Scales four accumulators of strip `row / 2`, two of each row of a lane, by the factors of their
+/// rows.
 #[cube]
 fn rescaled(
     four: Vector<f32, Const<4>>,
@@ -225,8 +226,8 @@ fn rescaled(
     scaled
 }
 
-/// Turns scores into `2^(score - highest)`, adds them to the sums, and returns what the rows' output
-/// so far is multiplied by.
+/// Turns scores into `2^(score - highest)`, adds them to the sums, and returns the factors for
+/// rescaling the rows' output so far.
 #[cube]
 pub fn weigh(
     scores: &mut Array<Vector<f32, Const<4>>>,
@@ -247,11 +248,11 @@ pub fn weigh(
             highest = max(highest, four.extract(half));
             highest = max(highest, four.extract(comptime!(half + 1)));
         }
-        // The four lanes of a row.
+        // Reduces over the four lanes of a row.
         highest = max(highest, plane_shuffle_xor(highest, 1u32));
         highest = max(highest, plane_shuffle_xor(highest, 2u32));
         highest_so_far[i] = highest;
-        // A row that has seen nothing has no maximum.
+        // A row that has seen no keys has no maximum.
         let used = select(highest == f32::NEG_INFINITY, 0.0f32, highest) * scale;
         let factor = ex2_approx_ftz(fma_rn(before, scale, -used));
         let mut sum = sums[i] * factor;
@@ -274,7 +275,7 @@ pub fn weigh(
     factors
 }
 
-/// The largest score before the first: that of the additional one, if there is one.
+/// Returns the initial largest score: that of the additional score, if any.
 #[cube]
 pub fn first_highest(#[comptime] plan: MmaPlan) -> f32 {
     if comptime!(plan.quiet_softmax) {
@@ -284,7 +285,7 @@ pub fn first_highest(#[comptime] plan: MmaPlan) -> f32 {
     }
 }
 
-/// The sum before the first score: one of the four lanes of a row has the additional one.
+/// Returns the initial sum: one of the four lanes of a row has the additional score.
 #[cube]
 pub fn first_sum(#[comptime] plan: MmaPlan) -> f32 {
     if comptime!(plan.quiet_softmax) {
@@ -294,17 +295,17 @@ pub fn first_sum(#[comptime] plan: MmaPlan) -> f32 {
     }
 }
 
-/// What the output of a row is multiplied by, and its log-sum-exp.
+/// Output factor and log-sum-exp of a row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct RowFactors {
-    /// One over the sum of its exponentials, 0 where it has seen nothing.
+    /// Reciprocal of the sum of exponentials, 0 if the row has seen no keys.
     pub inverse: f32,
-    /// Natural logarithm of the sum, `-inf` where it has seen nothing.
+    /// Natural logarithm of the sum, `-inf` if the row has seen no keys.
     pub lse: f32,
 }
 
-/// The factors of row `i` of a lane's `2 · strips`.
+/// Returns the factors of row `i` of a lane's `2 · strips` rows.
 #[cube]
 pub fn row_factors(
     problem: &Problem,
@@ -326,7 +327,7 @@ pub fn row_factors(
     }
 }
 
-/// Divides the rows by their sums, writes their log-sum-exp, and puts them where the queries were.
+/// Divides the rows by their sums, writes their log-sum-exp, and stores them over the queries.
 #[cube]
 fn finish(
     problem: &Problem,
@@ -347,7 +348,7 @@ fn finish(
         if lane & 3u32 == 0u32 && at.row + row < at.extent.q_len {
             let index =
                 head as usize * problem.q_tokens as usize + (at.extent.q + at.row + row) as usize;
-            // A token of no sequence has no sum either, an additional score or not.
+            // A token of no sequence has no sum either, with or without an additional score.
             lse[index] = select(at.nobody, f32::NEG_INFINITY, factors.lse);
         }
         #[unroll]

@@ -1,5 +1,5 @@
-//! What both backward kernels share: their arguments, the weights and their gradients from scores,
-//! and how gradients are rotated back and written.
+//! Shared code of both backward kernels: arguments, weights and their gradients from scores, and
+//! the inverse rotation and writing of gradients.
 
 use cubecl::prelude::*;
 
@@ -10,27 +10,27 @@ use super::{
 };
 use crate::cube::ptx::ex2_approx_ftz;
 
-/// What the backward reads beside the operands.
+/// Inputs of the backward besides the operands.
 #[derive(CubeType, CubeLaunch)]
 pub struct Saved {
-    /// The gradient of the output.
+    /// Gradient of the output.
     pub dout: HeadsView,
     /// Log-sum-exp of each row, `[heads, tokens]`.
     pub lse: Box<[f32]>,
-    /// The sum of `dout · out` of each row, `[heads, tokens]`.
+    /// Sum of `dout · out` of each row, `[heads, tokens]`.
     pub delta: Box<[f32]>,
-    /// Cosines of the rotation of each position, `[positions, head / 2]`. Read only where gradients
+    /// Cosines of the rotation of each position, `[positions, head / 2]`. Read only if gradients
     /// are rotated back.
     pub cos: Box<[f32]>,
-    /// The sines.
+    /// Sines, `[positions, head / 2]`.
     pub sin: Box<[f32]>,
 }
 
-/// Where a gradient is written: token `t`'s head lies `offset + t * stride` vectors of 16 bytes
-/// behind the begin of the memory.
+/// Destination of a gradient: the head of token `t` starts `offset + t * stride` vectors of 16
+/// bytes after the start of the memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct GradientView {
-    /// The memory.
+    /// Memory of the gradient.
     pub data: Box<[Vector<u32, Const<4>>]>,
     /// Vectors before the first token's first head.
     pub offset: u32,
@@ -38,47 +38,47 @@ pub struct GradientView {
     pub stride: u32,
 }
 
-/// The comptime choices of a backward kernel.
+/// Comptime choices of a backward kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BackwardPlan {
-    /// Those of the forward.
+    /// Choices shared with the forward.
     pub plan: MmaPlan,
-    /// Gradients of `q` and `k` are rotated back.
+    /// True if gradients of `q` and `k` are rotated back.
     pub rope: bool,
-    /// Which gradients a CTA of keys computes.
+    /// Gradients that a CTA of keys computes.
     pub part: Part,
 }
 
-/// Which gradients a CTA of keys computes: accumulators of both do not fit for wide heads.
+/// Gradients that a CTA of keys computes. For wide heads, the accumulators of both do not fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Part {
-    /// Those of keys and of values.
+    /// Gradients of keys and of values.
     Both,
-    /// Those of keys.
+    /// Gradients of keys.
     Keys,
-    /// Those of values.
+    /// Gradients of values.
     Values,
 }
 
 impl Part {
-    /// Whether the gradient of the keys is computed.
+    /// True if the gradient of the keys is computed.
     pub const fn has_keys(self) -> bool {
         !matches!(self, Self::Values)
     }
 
-    /// Whether the gradient of the values is computed.
+    /// True if the gradient of the values is computed.
     pub const fn has_values(self) -> bool {
         !matches!(self, Self::Keys)
     }
 }
 
-/// `2^(scale · s - lse)`; `lse` is in units of powers of two, and `+inf` for rows without weights.
+/// Returns `2^(scale · s - lse)`; `lse` is in powers of two, and `+inf` for rows without weights.
 #[cube]
 pub fn weight(s: f32, scale: f32, lse: f32) -> f32 {
     ex2_approx_ftz(crate::cube::ptx::fma_rn(s, scale, -lse))
 }
 
-/// The log-sum-exp of a row as [`weight()`] takes it.
+/// Converts the log-sum-exp of a row to the form that [`weight()`] takes.
 #[cube]
 pub fn exponent_offset(lse: f32) -> f32 {
     select(
@@ -88,22 +88,22 @@ pub fn exponent_offset(lse: f32) -> f32 {
     )
 }
 
-/// What the gradient of a capped score is multiplied by: the derivative of the cap at the score
-/// that it gave.
+/// Returns the factor of the gradient of a capped score: the derivative of the soft cap, as a
+/// function of the capped score.
 #[cube]
 pub fn cap_derivative(problem: &Problem, capped: f32) -> f32 {
     let t = capped / problem.softcap;
     1.0f32 - t * t
 }
 
-/// The position of row `row` of a sequence, whose last row is `last`: one that there is an angle
-/// for in the table `cos`. Rows behind the sequence have no position; what is read for them is not
-/// written.
+/// Returns the position of row `row` of a sequence whose last row is `last`, clamped to the table
+/// `cos`. Rows past the end of the sequence have no position; their results are not written.
 #[cube]
 pub fn position(row: u32, last: u32, cos: &[f32], #[comptime] plan: MmaPlan) -> u32 {
     let position = min(row, last);
     if comptime!(plan.offsets) {
-        // Lengths in device memory may exceed the table. Tokens further on are turned as its last.
+        // Lengths in device memory may exceed the table. Tokens further on are rotated like its
+        // last position.
         let positions = cos.len() / comptime!(plan.head / 2);
         min(position, positions as u32 - 1u32)
     } else {
@@ -111,26 +111,26 @@ pub fn position(row: u32, last: u32, cos: &[f32], #[comptime] plan: MmaPlan) -> 
     }
 }
 
-/// Where a warp writes its rows of a gradient.
+/// Destination of a warp's rows of a gradient.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct WarpRows {
-    /// The tile in shared memory, of which this warp reads its own rows only.
+    /// Tile in shared memory, of which this warp reads only its own rows.
     pub tile_at: u32,
-    /// The warp's first row in the tile.
+    /// First row of the warp in the tile.
     pub own: u32,
-    /// The tile's first row in its sequence.
+    /// First row of the tile in its sequence.
     pub row: u32,
-    /// The rows of the sequence.
+    /// Number of rows of the sequence.
     pub len: u32,
-    /// The first token of the sequence.
+    /// First token of the sequence.
     pub token: u32,
-    /// The head.
+    /// Head.
     pub head: u32,
 }
 
-/// Scales `sums` by `scale`, rotates the rows back where `rotate`, rounds them and writes them to
-/// `view`, through the warp's rows of a tile.
+/// Scales `sums` by `scale`, rotates the rows back if `rotate` is set, rounds them and writes them
+/// to `view`, through the warp's rows of a tile.
 #[cube]
 pub fn write_gradient(
     view: &mut GradientView,

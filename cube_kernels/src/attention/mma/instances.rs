@@ -17,17 +17,16 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// No conversion. Some of the widest instances have a few spilled registers on some targets, which
-/// is open.
+/// No conversion. Open issue: some of the widest instances spill a few registers on some targets.
 const NONE: Expected = Expected {
     spills: None,
     ..Expected::NONE
 };
 
-/// Shared memory of a CTA on GPUs for data centers, and on others.
+/// Shared memory of a CTA on data center GPUs, and on others.
 const SHARED: [usize; 2] = [160 << 10, 99 << 10];
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     if !device.conversion.has_ptx() {
         return Vec::new();
@@ -89,7 +88,7 @@ fn plans(head: usize, params: &AttentionParams, shared: usize) -> MmaPlans {
     MmaPlans::new(head, FloatKind::Bf16, params, false, shared)
 }
 
-/// The instances of `plans`.
+/// Adds the instances of `plans`.
 fn add(device: &DummyDevice, all: &mut Vec<Instance>, plans: &MmaPlans, rope: bool, tag: &str) {
     let b = |len| device.buffer(len);
     let view = || HeadsViewLaunch::new(b(64), 0, 8);

@@ -1,13 +1,13 @@
-//! Attention by the matrix instructions of one warp, `mma.sync.m16n8k16`: every CUDA GPU from
+//! Attention by the matrix instructions of one warp, `mma.sync.m16n8k16`, for every CUDA GPU from
 //! compute capability 8.0 on.
 //!
-//! - `tile`: heads in shared memory, brought by `cp.async` and read by `ldmatrix`
+//! - `tile`: heads in shared memory, copied by `cp.async` and read by `ldmatrix`
 //! - `multiply`: the two kinds of GEMM of a warp
 //! - `problem`: arguments, tiles of sequences, masks
 //! - `forward`: output and log-sum-exp
-//! - `gradient`: what the backward kernels share
-//! - `dkdv`, `dq`: the two passes of the backward. Each computes the weights anew, and no
-//!   gradient is added to by two CTAs, so results repeat bit for bit.
+//! - `gradient`: shared code of the backward kernels
+//! - `dkdv`, `dq`: the two passes of the backward. Each recomputes the weights, and no two CTAs add
+//!   to the same gradient, so results repeat bit for bit.
 
 pub mod dkdv;
 pub mod dq;
@@ -33,15 +33,15 @@ use crate::{
     capabilities::conversion_of, memory::address_type, memory::is_aligned, tensor::FloatKind,
 };
 
-/// The widest head.
+/// Largest head size.
 const MAX_HEAD: usize = 256;
-/// Widest head of which a warp holds the accumulators of two operands.
+/// Largest head size for which a warp has registers for the accumulators of two operands.
 const BOTH: usize = 128;
 
-/// Whether the kernels of this folder take `attention`.
+/// Checks that the kernels of this folder support `attention`.
 ///
 /// # Errors
-/// Why not.
+/// Returns the reason if they do not.
 pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     if !conversion_of(client).has_ptx() {
         return Err("the device is no CUDA GPU of compute capability 8.0 or later".into());
@@ -67,8 +67,8 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether kernels by matrix instructions take the scale: the largest score of a row has to be that
-/// of the largest product, and what a query does not see has the score minus infinity.
+/// Checks that matrix-instruction kernels support the scale: the largest score of a row must be
+/// that of the largest `q · k`, and masked scores are minus infinity.
 pub(super) fn supports_scale(attention: &Attention) -> Result<(), String> {
     let scale = attention.params.scale;
     match scale > 0.0 {
@@ -77,7 +77,7 @@ pub(super) fn supports_scale(attention: &Attention) -> Result<(), String> {
     }
 }
 
-/// Whether every head begins at a multiple of 16 bytes, which 32 bits count.
+/// True if every head starts at a multiple of 16 bytes, and offsets fit 32 bits.
 pub fn is_vectorized(heads: &Heads) -> bool {
     let last = heads.offset + heads.tokens * heads.row_stride;
     is_aligned(&heads.handle)
@@ -86,20 +86,20 @@ pub fn is_vectorized(heads: &Heads) -> bool {
         && last / 8 <= u32::MAX as usize
 }
 
-/// What a warp does of the forward and of the backward.
+/// Plans of the forward and the backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MmaPlans {
-    /// The forward.
+    /// Plan of the forward.
     pub forward: MmaPlan,
-    /// Gradients of keys and values.
+    /// Plan of the gradients of keys and values.
     pub dkdv: MmaPlan,
-    /// Gradients of queries.
+    /// Plan of the gradients of queries.
     pub dq: MmaPlan,
 }
 
 impl MmaPlans {
-    /// The plans for heads of `head` elements of type `kind`, on a device with `shared` bytes of
-    /// shared memory for a CTA.
+    /// Returns the plans for heads of `head` elements of type `kind`, on a device with `shared`
+    /// bytes of shared memory per CTA.
     pub fn new(
         head: usize,
         kind: FloatKind,
@@ -120,7 +120,7 @@ impl MmaPlans {
             quiet_softmax: params.quiet_softmax,
             offsets,
         };
-        // The first that fits into shared memory.
+        // Returns the first plan that fits in shared memory.
         let fitting = |plans: [MmaPlan; 2], bytes: fn(MmaPlan) -> usize| {
             let fits = bytes(plans[0]) <= shared;
             plans[usize::from(!fits)]
@@ -146,12 +146,12 @@ impl MmaPlans {
     }
 }
 
-/// Shared memory of the forward.
+/// Returns the shared memory of the forward.
 const fn forward_bytes(plan: MmaPlan) -> usize {
     plan.tile_bytes(plan.rows()) + 2 * plan.tile_bytes(plan.inner)
 }
 
-/// Shared memory of a backward kernel.
+/// Returns the shared memory of a backward kernel.
 const fn backward_bytes(plan: MmaPlan) -> usize {
     2 * plan.tile_bytes(plan.rows()) + 4 * plan.tile_bytes(plan.inner) + 16 * plan.inner
 }
@@ -166,16 +166,17 @@ fn plans(client: &Client, attention: &Attention) -> MmaPlans {
     )
 }
 
-/// Tiles of `rows` rows that `tokens` tokens in sequences have at most.
+/// Returns the largest number of tiles of `rows` rows that `tokens` tokens in sequences can take.
 pub(super) fn tiles(sequences: &Sequences, tokens: usize, rows: usize) -> usize {
     match sequences {
         Sequences::Equal(count) => count * (tokens / (*count).max(1)).div_ceil(rows),
-        // Each sequence may end in a tile of its own, and so may what belongs to none.
+        // Each sequence may end in a partial tile, and so may the tokens that belong to no
+        // sequence.
         Sequences::Offsets { count, .. } => tokens / rows + count + 1,
     }
 }
 
-/// A buffer of `len` items.
+/// Returns a buffer of `len` items.
 fn memory(handle: &Handle, len: usize) -> BufferArg {
     // SAFETY: the caller checked the operands against their memory, and the kernels stay below
     // their tokens.
@@ -198,7 +199,7 @@ fn gradient_view(heads: &Heads) -> GradientViewLaunch {
     )
 }
 
-/// The arguments of the kernels of this folder.
+/// Returns the arguments of the kernels of this folder.
 pub(super) fn problem(attention: &Attention) -> ProblemLaunch {
     let Attention {
         q,
@@ -207,7 +208,7 @@ pub(super) fn problem(attention: &Attention) -> ProblemLaunch {
         params,
         ..
     } = attention;
-    // Without offsets any memory will do.
+    // Without offsets any memory works.
     let (q_offsets, k_offsets, count) = match sequences {
         Sequences::Equal(count) => (memory(&q.handle, 1), memory(&q.handle, 1), *count),
         Sequences::Offsets { q, k, count } => (memory(q, count + 1), memory(k, count + 1), *count),
@@ -225,7 +226,7 @@ pub(super) fn problem(attention: &Attention) -> ProblemLaunch {
     )
 }
 
-/// The widest index that the kernels use.
+/// Returns the width of the largest index that the kernels use.
 fn indices(attention: &Attention) -> cubecl::ir::AddressType {
     let Attention { q, k, v, .. } = attention;
     address_type(
@@ -236,7 +237,7 @@ fn indices(attention: &Attention) -> cubecl::ir::AddressType {
     )
 }
 
-/// Queues the forward.
+/// Launches the forward.
 pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
     let plan = plans(client, attention).forward;
     let Attention {
@@ -264,7 +265,7 @@ pub fn forward(client: &Client, attention: &Attention, output: &AttentionOutput)
     }
 }
 
-/// Queues the backward.
+/// Launches the backward.
 pub fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
     let plans = plans(client, attention);
     let Attention {

@@ -1,9 +1,9 @@
-//! The two kinds of GEMM inside attention, of one warp: both operands in shared memory, or the left
-//! one in registers, where an earlier GEMM left it.
+//! The two kinds of GEMM of a warp in attention: with both operands in shared memory, or with the
+//! left one in registers, as the result of an earlier GEMM.
 //!
-//! Accumulators of 16 rows and 8 columns are a vector of four a lane: lane `4 g + c` holds columns
-//! `2 c` and `2 c + 1` of row `g`, then of row `g + 8`. The accumulators of 16 rows and 16 columns,
-//! rounded to two bytes, are the left operand of the next instruction as they are.
+//! Accumulators of 16 rows and 8 columns are a vector of four per lane: lane `4 g + c` holds
+//! columns `2 c` and `2 c + 1` of row `g`, then of row `g + 8`. The accumulators of 16 rows and 16
+//! columns, rounded to two bytes, are directly the left operand of the next instruction.
 
 use cubecl::prelude::*;
 
@@ -16,7 +16,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// `c + a · b`, in the type of the operands.
+/// Computes `c + a · b`, in the type of the operands.
 #[cube]
 fn mma(
     c: Vector<f32, Const<4>>,
@@ -36,7 +36,7 @@ fn mma(
     }
 }
 
-/// Two values rounded to the type of the operands, `low` in the lower half.
+/// Packs two values rounded to the type of the operands, `low` in the lower half.
 #[cube]
 pub fn pack(low: f32, high: f32, #[comptime] kind: FloatKind) -> u32 {
     if comptime!(kind == FloatKind::F16) {
@@ -46,7 +46,7 @@ pub fn pack(low: f32, high: f32, #[comptime] kind: FloatKind) -> u32 {
     }
 }
 
-/// `strips · columns` accumulators of zero.
+/// Returns `count` accumulators of zero.
 #[cube]
 pub fn zeros(#[comptime] count: usize) -> Array<Vector<f32, Const<4>>> {
     let mut sums = Array::<Vector<f32, Const<4>>>::new(count);
@@ -57,9 +57,9 @@ pub fn zeros(#[comptime] count: usize) -> Array<Vector<f32, Const<4>>> {
     sums
 }
 
-/// The products of `16 · strips` rows of `a` with `columns` rows of `b`, along the head.
+/// Multiplies `16 · strips` rows of `a` with `columns` rows of `b`, along the head.
 ///
-/// `a` is where this lane reads the rows, `fragment_rows`; `b` is `fragment_columns`. The result
+/// `a` is this lane's address from `fragment_rows`, `b` the one from `fragment_columns`. The result
 /// has the accumulators of one strip after those of another.
 #[cube]
 pub fn multiply_rows(
@@ -97,7 +97,7 @@ pub fn multiply_rows(
     sums
 }
 
-/// The accumulators of `multiply_rows` as left operands of the next GEMM.
+/// Packs the accumulators of `multiply_rows` into left operands of the next GEMM.
 #[cube]
 pub fn pack_left(
     sums: &Array<Vector<f32, Const<4>>>,
@@ -108,7 +108,7 @@ pub fn pack_left(
     let mut left = Array::<Vector<u32, Const<4>>>::new(comptime!(strips * columns / 16));
     #[unroll]
     for i in 0..comptime!(strips * columns / 16) {
-        // The strips follow each other, and so do the pairs of accumulators.
+        // Strips are consecutive, and so are the pairs of accumulators.
         let first = sums[comptime!(2 * i)];
         let second = sums[comptime!(2 * i + 1)];
         let mut words = Vector::<u32, Const<4>>::new(0u32);
@@ -133,8 +133,8 @@ pub fn pack_left(
     left
 }
 
-/// Adds the products of `left` (`16 · strips` rows, `depth` columns) with `depth` rows of a tile,
-/// whose contraction is along these rows. `b` is where this lane reads them, `fragment_rows`.
+/// Adds the product of `left` (`16 · strips` rows, `depth` columns) with `depth` rows of a tile,
+/// which are the K dimension. `b` is this lane's address from `fragment_rows`.
 #[cube]
 pub fn multiply_add(
     sums: &mut Array<Vector<f32, Const<4>>>,

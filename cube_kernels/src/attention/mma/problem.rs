@@ -1,5 +1,4 @@
-//! What the kernels of this folder share: their arguments, which tile a CTA has, and which scores
-//! are visible.
+//! Shared code of the kernels of this folder: arguments, the tile of a CTA, and masks.
 
 use cubecl::prelude::*;
 
@@ -9,99 +8,100 @@ use crate::{cube::ptx, tensor::FloatKind};
 /// `log2(e)`.
 pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// What is computed, and of what size.
+/// Operation and sizes.
 #[derive(CubeType, CubeLaunch)]
 pub struct Problem {
-    /// Where sequences begin among the tokens of `q`, and the last one ends. Read only where the
-    /// plan has `offsets`.
+    /// Start of each sequence among the tokens of `q`, and the end of the last one. Read only if
+    /// the plan has `offsets`.
     pub q_offsets: Box<[u32]>,
-    /// The same among the tokens of `k` and `v`.
+    /// Start of each sequence among the tokens of `k` and `v`, and the end of the last one.
     pub k_offsets: Box<[u32]>,
     /// Number of sequences.
     pub sequences: u32,
-    /// Tokens of `q`.
+    /// Number of tokens of `q`.
     pub q_tokens: u32,
-    /// Tokens of `k` and `v`.
+    /// Number of tokens of `k` and `v`.
     pub k_tokens: u32,
     /// Heads of `q` that read one head of `k` and `v`.
     pub group: u32,
-    /// What scores are multiplied by.
+    /// Factor of the scores.
     pub scale: f32,
-    /// The bound of scores, if there is one.
+    /// Soft cap of scores, if any.
     pub softcap: f32,
-    /// Keys that a query sees at most, if there is a window.
+    /// Largest number of keys that a query sees, if there is a window.
     pub window: u32,
 }
 
-/// The comptime choices of a kernel.
+/// Comptime choices of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MmaPlan {
-    /// Elements of a head.
+    /// Elements per head.
     pub head: usize,
     /// Type of the operands.
     pub kind: FloatKind,
-    /// Strips of 16 rows of a warp.
+    /// Strips of 16 rows per warp.
     pub strips: usize,
-    /// A warp has eight rows: the upper half of its one strip is empty.
+    /// True if a warp has eight rows: the upper half of its one strip is empty.
     pub half_strip: bool,
-    /// Warps of a CTA, which share its rows.
+    /// Warps per CTA, which share its rows.
     pub warps: usize,
-    /// Rows of the other side that are multiplied at a time.
+    /// Rows of the other operand that are multiplied at a time.
     pub inner: usize,
-    /// A query sees no later key.
+    /// True if a query sees no later key.
     pub causal: bool,
-    /// It sees no key outside its window.
+    /// True if a query sees no key outside its window.
     pub window: bool,
-    /// Scores are bounded.
+    /// True if scores have a soft cap.
     pub softcap: bool,
-    /// One is added to the denominator.
+    /// True if one is added to the denominator.
     pub quiet_softmax: bool,
-    /// Sequences begin at offsets in device memory.
+    /// True if sequences start at offsets in device memory.
     pub offsets: bool,
 }
 
 impl MmaPlan {
-    /// Rows of a CTA.
+    /// Returns the rows per CTA.
     pub const fn rows(self) -> usize {
         16 * self.strips * self.warps
     }
 
-    /// Rows that a lane has a part of: `g` of a strip, and `g + 8` where strips are whole.
+    /// Returns the rows of which a lane holds elements: `g` of a strip, and `g + 8` if strips are
+    /// whole.
     pub const fn lane_rows(self) -> usize {
         if self.half_strip { 1 } else { 2 * self.strips }
     }
 
-    /// Threads of a CTA.
+    /// Returns the threads per CTA.
     pub const fn units(self) -> usize {
         32 * self.warps
     }
 
-    /// How heads lie in shared memory.
+    /// Returns the layout of heads in shared memory.
     pub const fn tile(self) -> Tile {
         Tile { head: self.head }
     }
 
-    /// Bytes of a tile of `rows` rows.
+    /// Returns the size in bytes of a tile of `rows` rows.
     pub const fn tile_bytes(self, rows: usize) -> usize {
         rows * self.tile().pitch()
     }
 }
 
-/// The tokens of one sequence.
+/// Tokens of one sequence.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Extent {
-    /// Its first token of `q`.
+    /// First token of `q`.
     pub q: u32,
-    /// How many it has of these.
+    /// Number of tokens of `q`.
     pub q_len: u32,
-    /// Its first token of `k` and `v`.
+    /// First token of `k` and `v`.
     pub k: u32,
-    /// How many it has of these.
+    /// Number of tokens of `k` and `v`.
     pub k_len: u32,
 }
 
-/// Which side a kernel's CTAs divide.
+/// Operand over whose tokens a kernel's CTAs are distributed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
     /// The queries.
@@ -110,8 +110,8 @@ pub enum Side {
     Keys,
 }
 
-/// Sequence number `index`. The one behind the last are the tokens that belong to none: they have
-/// nothing on the other side.
+/// Returns sequence `index`. The index after the last sequence denotes the tokens that belong to no
+/// sequence: they have no tokens on the other side.
 #[cube]
 pub fn extent(
     problem: &Problem,
@@ -122,7 +122,8 @@ pub fn extent(
     if comptime!(offsets) {
         let last = index == problem.sequences;
         let at = index as usize;
-        // Offsets beyond the tokens are a caller's mistake that must not become an access.
+        // Offsets beyond the number of tokens are a caller's error that must not cause an access
+        // out of bounds.
         let q = min(problem.q_offsets[at], problem.q_tokens);
         let k = min(problem.k_offsets[at], problem.k_tokens);
         let next = select(last, at, at + 1);
@@ -153,22 +154,22 @@ pub fn extent(
     }
 }
 
-/// The tile of a CTA.
+/// Tile of a CTA.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Place {
-    /// Its sequence.
+    /// Sequence of the tile.
     pub extent: Extent,
-    /// Its first row within the sequence.
+    /// First row within the sequence.
     pub row: u32,
-    /// Whether there is one: a grid does not depend on what is in device memory.
+    /// True if the tile exists: the grid does not depend on device memory.
     pub exists: bool,
-    /// Whether its tokens belong to no sequence.
+    /// True if the tokens belong to no sequence.
     pub nobody: bool,
 }
 
-/// Tile number `tile` of `rows` rows. Of a sequence the last comes first where `backwards`: with a
-/// causal mask the last queries see the most keys.
+/// Returns tile `tile` of `rows` rows. With `backwards`, a sequence's last tile comes first: with a
+/// causal mask, the last queries see the most keys.
 #[cube]
 pub fn place(
     problem: &Problem,
@@ -208,7 +209,7 @@ pub fn place(
     }
 }
 
-/// Tiles of sequence number `index`.
+/// Returns the number of tiles of sequence `index`.
 #[cube]
 fn tiles_of(
     problem: &Problem,
@@ -220,7 +221,7 @@ fn tiles_of(
     own_len(extent(problem, index, side, offsets), side).div_ceil(height)
 }
 
-/// Its tokens of one side.
+/// Returns the number of tokens on one side.
 #[cube]
 pub fn own_len(extent: Extent, #[comptime] side: Side) -> u32 {
     if comptime!(side == Side::Queries) {
@@ -230,15 +231,15 @@ pub fn own_len(extent: Extent, #[comptime] side: Side) -> u32 {
     }
 }
 
-/// Which keys query `i` of a sequence sees: those from `first(i)` to below `end(i)`.
+/// Keys that query `i` of a sequence sees: from `first(i)` up to `end(i)` (exclusive).
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Visible {
-    /// Keys of the sequence.
+    /// Number of keys of the sequence.
     k_len: i32,
-    /// How much later the last key is than the last query.
+    /// Position of the last key minus that of the last query.
     shift: i32,
-    /// Keys that a query sees at most.
+    /// Largest number of keys that a query sees.
     window: i32,
     #[cube(comptime)]
     causal: bool,
@@ -248,7 +249,7 @@ pub struct Visible {
 
 #[cube]
 impl Visible {
-    /// Of the sequence `extent`.
+    /// Returns the visible keys of the sequence `extent`.
     pub fn of(problem: &Problem, extent: Extent, #[comptime] plan: MmaPlan) -> Visible {
         Visible {
             k_len: i32::cast_from(extent.k_len),
@@ -259,7 +260,7 @@ impl Visible {
         }
     }
 
-    /// The first key that query `i` sees.
+    /// Returns the first key that query `i` sees.
     pub fn first(&self, i: i32) -> i32 {
         if comptime!(self.windowed) {
             max(i + self.shift + 1i32 - self.window, 0i32)
@@ -268,7 +269,7 @@ impl Visible {
         }
     }
 
-    /// The key behind the last that query `i` sees, at least 0.
+    /// Returns the end of the keys that query `i` sees, at least 0.
     pub fn end(&self, i: i32) -> i32 {
         if comptime!(self.causal) {
             max(min(i + self.shift + 1i32, self.k_len), 0i32)
@@ -277,7 +278,7 @@ impl Visible {
         }
     }
 
-    /// The first query that sees key `j`, or a later key.
+    /// Returns the first query that sees key `j`, or a later key.
     pub fn first_query(&self, j: i32) -> i32 {
         if comptime!(self.causal) {
             max(j - self.shift, 0i32)
@@ -286,7 +287,7 @@ impl Visible {
         }
     }
 
-    /// The query behind the last of `q_len` that sees key `j`, or an earlier key.
+    /// Returns the end of the queries, of `q_len`, that see key `j`, or an earlier key.
     pub fn end_query(&self, j: i32, q_len: i32) -> i32 {
         if comptime!(self.windowed) {
             max(min(j - self.shift + self.window, q_len), 0i32)
@@ -296,7 +297,7 @@ impl Visible {
     }
 }
 
-/// `softcap · tanh(scale · s / softcap)`.
+/// Returns `softcap · tanh(scale · s / softcap)`.
 #[cube]
 pub fn cap(problem: &Problem, s: f32) -> f32 {
     let x = s * problem.scale / problem.softcap;
@@ -305,7 +306,7 @@ pub fn cap(problem: &Problem, s: f32) -> f32 {
     problem.softcap * (1.0f32 - 2.0f32 * ptx::rcp_approx_ftz(1.0f32 + power))
 }
 
-/// The factor that turns a score, capped or not, into an exponent of two.
+/// Returns the factor that turns a score, capped or not, into an exponent of two.
 #[cube]
 pub fn exponent_scale(problem: &Problem, #[comptime] plan: MmaPlan) -> f32 {
     if comptime!(plan.softcap) {

@@ -1,34 +1,33 @@
-//! Tiles of heads in shared memory: how they lie there, how `cp.async` brings them, and how
-//! `ldmatrix` reads them.
+//! Tiles of heads in shared memory: their layout, copies by `cp.async`, and reads by `ldmatrix`.
 //!
-//! A tile has a row for each token. Rows are as long as the head, rounded up to 64 bytes. Their
-//! parts of 16 bytes are exchanged, so that eight rows of one part, which `ldmatrix` reads at a
-//! time, lie in different banks.
+//! A tile has one row per token. Rows are as long as the head, rounded up to 64 bytes. Their
+//! 16-byte chunks are swizzled, so that the same chunk of eight rows, which `ldmatrix` reads at a
+//! time, is in different banks.
 
 use cubecl::prelude::*;
 
 use crate::cube::ptx::{cp_async_zfill, cvta_to_global, ld_shared_v4, st_shared};
 
-/// How the rows of a tile lie in shared memory.
+/// Layout of a tile's rows in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Elements of a head, a multiple of 16.
+    /// Elements per head, a multiple of 16.
     pub head: usize,
 }
 
 impl Tile {
-    /// Bytes from one row to the next.
+    /// Returns the bytes from one row to the next.
     pub const fn pitch(self) -> usize {
         self.head.div_ceil(32) * 64
     }
 
-    /// Parts of 16 bytes in a row.
+    /// Returns the 16-byte chunks per row.
     pub const fn chunks(self) -> usize {
         self.head / 8
     }
 
-    /// Which bits of a part's number are exchanged: eight parts make the 128 bytes of all banks;
-    /// where rows are an odd number of 64 bytes, two rows make up for what one lacks.
+    /// Returns the bits of a chunk's index that are swizzled. Eight chunks cover the 128 bytes of
+    /// all banks; if rows are an odd multiple of 64 bytes, two rows together cover them.
     const fn mask(self) -> u32 {
         if self.pitch().is_multiple_of(128) {
             7
@@ -38,7 +37,7 @@ impl Tile {
     }
 }
 
-/// What the number of a part is combined with in row `row`.
+/// Returns the value that the index of a chunk in row `row` is XORed with.
 #[cube]
 fn swizzle(row: u32, #[comptime] tile: Tile) -> u32 {
     if comptime!(tile.mask() == 7) {
@@ -48,17 +47,17 @@ fn swizzle(row: u32, #[comptime] tile: Tile) -> u32 {
     }
 }
 
-/// Where part `chunk` of row `row` lies in a tile.
+/// Returns the offset of chunk `chunk` of row `row` in a tile.
 #[cube]
 pub fn chunk_offset(row: u32, chunk: u32, #[comptime] tile: Tile) -> u32 {
     row * comptime!(tile.pitch() as u32) + ((chunk ^ swizzle(row, tile)) << 4u32)
 }
 
-/// Heads of tokens in device memory: token `t`'s head lies `offset + t * stride` vectors of 16
-/// bytes behind the begin of the memory, and its other heads behind it.
+/// Heads of tokens in device memory: the first head of token `t` starts `offset + t * stride`
+/// vectors of 16 bytes after the start of the memory, and is followed by the token's other heads.
 #[derive(CubeType, CubeLaunch)]
 pub struct HeadsView {
-    /// The memory.
+    /// Memory of the heads.
     pub data: Box<[u32]>,
     /// Vectors before the first token's first head.
     pub offset: u32,
@@ -78,7 +77,7 @@ pub struct Source {
 
 #[cube]
 impl HeadsView {
-    /// Head number `head` from token `first` on.
+    /// Returns head `head` from token `first` on.
     pub fn source(&self, head: u32, first: u32, #[comptime] tile: Tile) -> Source {
         let stride = u64::cast_from(self.stride) * 16u64;
         let vectors = u64::cast_from(self.offset + head * comptime!(tile.chunks() as u32));
@@ -91,8 +90,8 @@ impl HeadsView {
     }
 }
 
-/// Queues copies of tokens `first..first + rows` to the tile at `target`, with zeros for those from
-/// `end` on.
+/// Starts copies of tokens `first..first + rows` to the tile at `target`, with zeros for tokens
+/// from `end` on.
 #[allow(
     clippy::if_same_then_else,
     reason = "a comptime condition is decided before the other"
@@ -119,13 +118,13 @@ pub fn copy_rows(
     }
 }
 
-/// Queues the copy of part `item` of the tile.
+/// Starts the copy of chunk `item` of the tile.
 #[cube]
 fn copy_item(source: Source, target: u32, first: u32, end: u32, item: u32, #[comptime] tile: Tile) {
     let row = item / comptime!(tile.chunks() as u32);
     let chunk = item % comptime!(tile.chunks() as u32);
     let inside = first + row < end;
-    // What lies outside is not read; its address is that of the first token.
+    // Tokens out of range are not read; their address is that of the first token.
     let at = u64::cast_from(first + row) * source.stride + u64::cast_from(chunk * 16u32);
     cp_async_zfill(
         target + chunk_offset(row, chunk, tile),
@@ -135,16 +134,16 @@ fn copy_item(source: Source, target: u32, first: u32, end: u32, item: u32, #[com
     );
 }
 
-/// Where this lane of a warp reads a fragment of 16 rows from `row` (a multiple of 16) on and their
-/// first 16 elements: as the left operand by `ldmatrix`, or, transposed, as the right operand whose
-/// contraction is along the rows.
+/// Returns this lane's address for a fragment of 16 rows from `row` (a multiple of 16) on and their
+/// first 16 elements: for the left operand by `ldmatrix`, or, transposed, for a right operand whose
+/// K dimension is along the rows.
 #[cube]
 pub fn fragment_rows(tile_at: u32, row: u32, #[comptime] tile: Tile) -> u32 {
     let lane = UNIT_POS % 32u32;
     tile_at + chunk_offset(row + lane % 16u32, lane / 16u32, tile)
 }
 
-/// The same for the right operand whose contraction is along the elements.
+/// Returns this lane's address for a right operand whose K dimension is along the elements.
 #[cube]
 pub fn fragment_columns(tile_at: u32, row: u32, #[comptime] tile: Tile) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -152,16 +151,16 @@ pub fn fragment_columns(tile_at: u32, row: u32, #[comptime] tile: Tile) -> u32 {
     tile_at + chunk_offset(row + line, (lane / 8u32) % 2u32, tile)
 }
 
-/// The address of a fragment `step` times 16 elements on in the same rows.
+/// Returns the address of the fragment `step` times 16 elements further in the same rows.
 #[cube]
 pub fn along_head(at: u32, #[comptime] step: usize, #[comptime] tile: Tile) -> u32 {
-    // The lower bits of a part's number are combined, the upper ones count.
+    // The lower bits of a chunk's index are XORed, the upper ones are added.
     let low = comptime!(((2 * step as u32) & tile.mask()) << 4);
     let high = comptime!(((2 * step as u32) & !tile.mask()) << 4);
     (at ^ low) + high
 }
 
-/// Stores the pair of elements `2 * pair` of part `chunk` of row `row` to the tile at `tile_at`.
+/// Stores the pair of elements `2 * pair` of chunk `chunk` of row `row` to the tile at `tile_at`.
 #[cube]
 pub fn store_pair(
     tile_at: u32,
@@ -175,7 +174,7 @@ pub fn store_pair(
     st_shared(at, word);
 }
 
-/// Part `chunk` of row `row` of the tile at `tile_at`.
+/// Loads chunk `chunk` of row `row` of the tile at `tile_at`.
 #[cube]
 pub fn load_chunk(
     tile_at: u32,

@@ -1,5 +1,5 @@
-//! The backward in two passes, over the keys of a query for `dq` and over the queries of a key for
-//! `dk` and `dv`. Each computes the weights anew, so that every sum has one order.
+//! Backward in two passes: over the keys of a query for `dq`, and over the queries of a key for
+//! `dk` and `dv`. Each pass recomputes the weights, so that every sum has a fixed order.
 
 use cubecl::prelude::*;
 
@@ -11,13 +11,13 @@ use super::{
     },
 };
 
-/// Keys, and queries, that are multiplied at a time: what was read for their products stays in
-/// registers for their sums.
+/// Number of keys that are multiplied at a time: elements read for their products stay in registers
+/// for their sums.
 const KEYS_AT_ONCE: usize = 2;
-/// See [`KEYS_AT_ONCE`].
+/// Number of queries that are multiplied at a time; see [`KEYS_AT_ONCE`].
 const QUERIES_AT_ONCE: usize = 1;
 
-/// The operands of the backward.
+/// Operands of the backward.
 #[derive(CubeType, CubeLaunch)]
 pub struct Operands<F: Numeric> {
     /// Queries.
@@ -26,11 +26,11 @@ pub struct Operands<F: Numeric> {
     pub k: HeadsView<F>,
     /// Values.
     pub v: HeadsView<F>,
-    /// The gradient of the output.
+    /// Gradient of the output.
     pub dout: HeadsView<F>,
     /// Log-sum-exp of each row, `[heads, tokens]`.
     pub lse: Box<[f32]>,
-    /// The sum of `dout · out` of each row, `[heads, tokens]`.
+    /// Sum of `dout · out` of each row, `[heads, tokens]`.
     pub delta: Box<[f32]>,
 }
 
@@ -42,7 +42,7 @@ struct Weight {
     by_score: f32,
 }
 
-/// From the product of a query and a key, and that of the gradient of the output and a value.
+/// Computes both from `q · k` and from the product of the output's gradient and a value.
 #[cube]
 fn weight(
     dot: f32,
@@ -62,7 +62,7 @@ fn weight(
     Weight { value, by_score }
 }
 
-/// `dq = scale · ds k`. Cubes stride over tiles of queries times heads.
+/// Computes `dq = scale · ds k`. Cubes stride over tiles of queries times heads.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scalar_dq_kernel<F: Numeric>(
     operands: Operands<F>,
@@ -132,8 +132,8 @@ pub fn scalar_dq_kernel<F: Numeric>(
     }
 }
 
-/// `dk = scale · dsᵀ q` and `dv = pᵀ dout`, over the query heads that read a head of keys. Cubes
-/// stride over tiles of keys times their heads.
+/// Computes `dk = scale · dsᵀ q` and `dv = pᵀ dout`, summed over the query heads that read a head
+/// of keys. Cubes stride over tiles of keys times their heads.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scalar_dkdv_kernel<F: Numeric>(
     operands: Operands<F>,

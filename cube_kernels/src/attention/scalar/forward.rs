@@ -1,6 +1,5 @@
-//! The forward: a row of queries passes over the keys that it sees, one after another, and keeps
-//! its largest score, the sum of exponentials, and the output, which are rescaled where the maximum
-//! rises.
+//! Forward of attention. A row of queries iterates over the keys that it sees, and keeps its
+//! largest score, the sum of exponentials, and the output; these are rescaled if the maximum rises.
 
 use cubecl::prelude::*;
 
@@ -13,19 +12,19 @@ use super::{
 };
 use crate::cube::exact::{fma, reciprocal};
 
-/// What a row keeps of the keys so far.
+/// State of a row over the keys so far.
 #[derive(CubeType)]
 struct RowState {
-    /// The largest score.
+    /// Largest score.
     highest: f32,
-    /// The sum of exponentials of the differences to it.
+    /// Sum of the exponentials of the scores minus `highest`.
     sum: f32,
-    /// The sum of values, times these.
+    /// Sum of the values weighted by these exponentials.
     out: Array<Four>,
 }
 
-/// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows, `[heads, tokens]`. Cubes
-/// stride over tiles of queries times heads.
+/// Computes `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows,
+/// `[heads, tokens]`. Cubes stride over tiles of queries times heads.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scalar_forward_kernel<F: Numeric>(
     q: HeadsView<F>,
@@ -52,7 +51,7 @@ pub fn scalar_forward_kernel<F: Numeric>(
         let token = min(first_row + at.row, last_row);
         let none = first_row + at.row > last_row;
         let seen = keys_of(&problem, token);
-        // What the rows of the cube see lies between what its first and its last row see.
+        // The keys that the cube's rows see lie between those of its first and of its last row.
         let begin = keys_of(&problem, first_row).start;
         let end = keys_of(&problem, last_row).end;
         let query = load_row::<F>(&q, token, index, problem.head, at.lane, none, plan);
@@ -124,7 +123,7 @@ pub fn scalar_forward_kernel<F: Numeric>(
     }
 }
 
-/// Whether a token of `q` belongs to no sequence.
+/// True if a token of `q` belongs to no sequence.
 #[cube]
 fn behind(problem: &Problem, token: u32) -> bool {
     problem.offsets == 1u32 && token >= problem.q_starts[problem.sequences as usize]

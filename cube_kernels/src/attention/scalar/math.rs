@@ -13,7 +13,7 @@ use crate::{
     },
 };
 
-/// Whether `x` is NaN, by its bits.
+/// True if `x` is NaN, by its bits.
 #[cube]
 pub fn is_nan(x: f32) -> bool {
     (u32::reinterpret(x) & MAGNITUDE) > INFINITY
@@ -25,14 +25,14 @@ pub fn exp_or_nan(x: f32, #[comptime] conversion: Conversion) -> f32 {
     select(is_nan(x), x, exp_of_negative(x, conversion))
 }
 
-/// `exp(s - s)`: 1, and NaN at infinity.
+/// Returns `exp(s - s)`: 1, or NaN if `s` is infinite.
 #[cube]
 pub fn weight_of_highest(s: f32) -> f32 {
     let infinite = u32::reinterpret(s) == INFINITY;
     f32::reinterpret(select(infinite, QUIET_NAN, 0x3F80_0000u32))
 }
 
-/// The product rounded by itself, whatever is added to it.
+/// Returns the product rounded on its own, so that it is not fused with a later addition.
 #[cube]
 pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
     fma(a, b, 0.0f32, conversion)

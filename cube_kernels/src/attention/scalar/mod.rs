@@ -1,9 +1,9 @@
-//! Attention without matrix instructions, on every device and for every element type: the twin of
+//! Attention without matrix instructions, for every device and element type: the counterpart of
 //! [`reference::attention`](crate::reference::attention).
 //!
-//! A row of queries (of keys, for their gradients) belongs to as many lanes as it needs for each to
-//! have at most 32 of its elements; blocks of rows of the other side pass through shared memory as
-//! `f32`. On the CPU runtime one unit has all lanes of a row, and a cube one row.
+//! A row of queries (of keys, for their gradients) is distributed over as many lanes as needed for
+//! at most 32 elements per lane; blocks of rows of the other side pass through shared memory as
+//! `f32`. On the CPU runtime one unit has all lanes of a row, and a cube has one row.
 
 mod backward;
 mod forward;
@@ -25,7 +25,7 @@ use crate::{
     reference::attention::{lanes, padded},
 };
 
-/// The kernels, for the registry.
+/// Kernels, for the registry.
 pub mod kernels {
     pub use super::{
         backward::{OperandsLaunch, scalar_dkdv_kernel, scalar_dq_kernel},
@@ -34,7 +34,7 @@ pub mod kernels {
     };
 }
 
-/// Most units of a cube: more would have too few registers each.
+/// Largest number of units per cube: more would have too few registers each.
 pub(super) const UNITS: usize = 128;
 
 fn plan(client: &Client, attention: &Attention) -> ScalarPlan {
@@ -94,12 +94,12 @@ fn problem(attention: &Attention) -> ProblemLaunch {
     )
 }
 
-/// Cubes for `rows` tokens of one side in `heads` heads.
+/// Returns the cubes for `rows` tokens of one side in `heads` heads.
 fn grid(client: &Client, plan: &ScalarPlan, rows: usize, heads: usize) -> (CubeCount, CubeDim) {
     let items = rows.div_ceil(plan.rows()) * heads;
     let hardware = &client.properties().hardware;
     let most = match is_cpu(client) {
-        // As many as cores have any use for: each costs a call.
+        // No more cubes than the cores can use: each costs a call.
         true => 4 * hardware.num_cpu_cores.unwrap_or(1) as usize,
         false => i32::MAX as usize,
     };
@@ -109,11 +109,11 @@ fn grid(client: &Client, plan: &ScalarPlan, rows: usize, heads: usize) -> (CubeC
     )
 }
 
-/// The widest index of the operands, and of `others`.
+/// Returns the width of the largest index of the operands, and of `others`.
 fn indices(attention: &Attention, others: &[&Heads]) -> AddressType {
     let Attention { q, k, v, .. } = attention;
     let heads = others.iter().copied().chain([q, k, v]);
-    // Rows of a block that there are not have addresses too.
+    // Missing rows of a block have addresses too.
     address_type(
         heads
             .map(|heads| heads.span() + 64 * heads.row_stride)
@@ -122,7 +122,7 @@ fn indices(attention: &Attention, others: &[&Heads]) -> AddressType {
     )
 }
 
-/// Queues the forward of checked operands, of one query at least.
+/// Launches the forward of checked operands, with at least one query.
 pub(super) fn forward(client: &Client, attention: &Attention, output: &AttentionOutput) {
     let plan = plan(client, attention);
     let Attention { q, k, v, .. } = attention;
@@ -146,7 +146,7 @@ pub(super) fn forward(client: &Client, attention: &Attention, output: &Attention
     }
 }
 
-/// Queues the backward of checked operands.
+/// Launches the backward of checked operands.
 pub(super) fn backward(client: &Client, attention: &Attention, backward: &Backward<'_>) {
     let plan = plan(client, attention);
     let Attention {
@@ -212,7 +212,7 @@ pub(super) fn backward(client: &Client, attention: &Attention, backward: &Backwa
         }
     }
     if let Some(rope) = rope {
-        // In place, by a pass of their own: gradients are rounded once more.
+        // In place, by a separate pass: gradients are rounded a second time.
         rotate(client, dq, sequences.of_q(), rope, Rotation::Inverse, dq);
         rotate(client, dk, sequences.of_k(), rope, Rotation::Inverse, dk);
     }

@@ -1,5 +1,5 @@
-//! What the kernels of this folder share: their arguments, which tokens a row sees, and how rows
-//! lie in shared memory.
+//! Shared code of the kernels of this folder: arguments, masks, and the layout of rows in shared
+//! memory.
 
 use cubecl::prelude::*;
 
@@ -17,52 +17,52 @@ use crate::{
 /// Four elements of a head.
 pub type Four = Vector<f32, Const<4>>;
 
-/// The comptime choices of a kernel.
+/// Comptime choices of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarPlan {
-    /// Elements of a head, rounded up to whole fours of all lanes.
+    /// Elements per head, rounded up to whole fours for all lanes.
     pub padded: usize,
-    /// Lanes that share a row: fours are dealt out to them in turn.
+    /// Lanes that share a row: fours are distributed over them in turn.
     pub lanes: usize,
-    /// Units of a cube.
+    /// Units per cube.
     pub units: usize,
-    /// Whether the lanes of a row are units of a plane; else one unit has all of them.
+    /// True if the lanes of a row are units of a plane; otherwise one unit has all of them.
     pub planes: bool,
-    /// Whether scores are bounded.
+    /// True if scores have a soft cap.
     pub softcap: bool,
     /// Type of the operands.
     pub kind: FloatKind,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
-/// Most floats of the two tiles in shared memory: 32 KiB.
+/// Largest number of floats of the two tiles in shared memory: 32 KiB.
 const TILE_FLOATS: usize = 8192;
-/// Most rows of a tile.
+/// Largest number of rows of a tile.
 const MAX_TILE: usize = 64;
 
 impl ScalarPlan {
-    /// Fours of a row.
+    /// Returns the fours per row.
     pub const fn fours(self) -> usize {
         self.padded / 4
     }
 
-    /// Lanes that a unit has.
+    /// Returns the lanes per unit.
     pub const fn own_lanes(self) -> usize {
         if self.planes { 1 } else { self.lanes }
     }
 
-    /// Fours of a row that a unit has.
+    /// Returns the fours of a row per unit.
     pub const fn own_fours(self) -> usize {
         self.fours() / self.lanes * self.own_lanes()
     }
 
-    /// Rows of a cube.
+    /// Returns the rows per cube.
     pub const fn rows(self) -> usize {
         self.units * self.own_lanes() / self.lanes
     }
 
-    /// Rows of the other side that are in shared memory at a time.
+    /// Returns the rows of the other side that are in shared memory at a time.
     pub const fn tile(self) -> usize {
         let fitting = TILE_FLOATS / 2 / self.padded;
         let most = if self.planes { MAX_TILE } else { 16 };
@@ -70,98 +70,98 @@ impl ScalarPlan {
     }
 }
 
-/// Products of a row that the forward computes at a time, to have several in flight. Rows of a tile
-/// are a multiple of it.
+/// Dot products of a row that the forward computes at a time, for instruction-level parallelism.
+/// The rows of a tile are a multiple of it.
 pub const AT_ONCE: usize = 4;
 
 /// Heads in a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct HeadsView<F: Numeric> {
-    /// The memory.
+    /// Memory of the heads.
     pub data: Box<[F]>,
-    /// Elements before the first.
+    /// Elements before the first head.
     pub offset: usize,
     /// Elements from one token to the next.
     pub stride: usize,
 }
 
-/// What is computed, and of what size.
+/// Operation and sizes.
 #[derive(CubeType, CubeLaunch)]
 pub struct Problem {
-    /// Where sequences begin among the tokens of `q`, and the last one ends. Read only where there
-    /// are `offsets`.
+    /// Start of each sequence among the tokens of `q`, and the end of the last one. Read only with
+    /// `offsets`.
     pub q_starts: Box<[u32]>,
-    /// The same among those of `k` and `v`.
+    /// Start of each sequence among the tokens of `k` and `v`, and the end of the last one.
     pub k_starts: Box<[u32]>,
     /// Number of sequences.
     pub sequences: u32,
-    /// 1 where sequences begin at offsets, 0 where their lengths are equal.
+    /// 1 if sequences start at offsets, 0 if their lengths are equal.
     pub offsets: u32,
-    /// Tokens of `q`.
+    /// Number of tokens of `q`.
     pub q_tokens: u32,
-    /// Tokens of `k` and `v`.
+    /// Number of tokens of `k` and `v`.
     pub k_tokens: u32,
-    /// Heads of `q`.
+    /// Number of heads of `q`.
     pub heads: u32,
     /// Heads of `q` that read one head of `k` and `v`.
     pub group: u32,
-    /// Elements of a head.
+    /// Elements per head.
     pub head: u32,
-    /// 1 where a query sees no later key.
+    /// 1 if a query sees no later key.
     pub causal: u32,
-    /// Keys that a query sees at most, 0 for any number.
+    /// Largest number of keys that a query sees, 0 for any number.
     pub window: u32,
-    /// 1 where one is added to the denominator.
+    /// 1 if one is added to the denominator.
     pub quiet: u32,
-    /// What products are multiplied by.
+    /// Factor of the scores `q · k`.
     pub scale: f32,
-    /// The bound of scores, if there is one.
+    /// Soft cap of scores, if any.
     pub softcap: f32,
-    /// Its inverse.
+    /// Reciprocal of the soft cap.
     pub inverse_cap: f32,
 }
 
-/// A sequence: its first token of `q` and of `k`, and how many it has of each.
+/// First token and number of tokens of a sequence, for `q` and for `k`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Extent {
     /// First token of `q`.
     pub q: u32,
-    /// Tokens of `q`.
+    /// Number of tokens of `q`.
     pub q_len: u32,
     /// First token of `k` and `v`.
     pub k: u32,
-    /// Tokens of `k` and `v`.
+    /// Number of tokens of `k` and `v`.
     pub k_len: u32,
 }
 
-/// Tokens of the other side.
+/// Visible tokens of the other side.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Seen {
-    /// The first.
+    /// First token.
     pub start: u32,
-    /// One past the last.
+    /// End of the tokens (exclusive).
     pub end: u32,
 }
 
-/// Whose tokens are asked for.
+/// Side to which tokens belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Those of `q`.
+    /// Tokens of `q`.
     Queries,
-    /// Those of `k` and `v`.
+    /// Tokens of `k` and `v`.
     Keys,
 }
 
-/// `a - b`, or 0.
+/// Returns `a - b`, or 0 if that is negative.
 #[cube]
 fn less(a: u32, b: u32) -> u32 {
     select(a > b, a, b) - b
 }
 
-/// The sequence of token `token` of a side. One of no sequence has nothing on either side, behind
-/// the last sequence.
+/// Returns the sequence of token `token` of a side. The extent of a token of no sequence is empty
+/// on both sides and starts after the last sequence.
 #[cube]
 fn extent(problem: &Problem, token: u32, #[comptime] side: Side) -> Extent {
     let mut found = Extent {
@@ -177,7 +177,8 @@ fn extent(problem: &Problem, token: u32, #[comptime] side: Side) -> Extent {
         } else {
             find_group(&problem.k_starts, count, token as usize)
         };
-        // Offsets beyond the tokens are a caller's mistake that must not become an access.
+        // Offsets beyond the number of tokens are a caller's error that must not cause an access
+        // out of bounds.
         let q = min(problem.q_starts[index], problem.q_tokens);
         let k = min(problem.k_starts[index], problem.k_tokens);
         let q_end = max(min(problem.q_starts[index + 1usize], problem.q_tokens), q);
@@ -205,7 +206,7 @@ fn extent(problem: &Problem, token: u32, #[comptime] side: Side) -> Extent {
     found
 }
 
-/// The keys that query `token` sees. Later tokens see no earlier first and last.
+/// Returns the keys that query `token` sees. Both ends are monotonic in `token`.
 #[cube]
 pub fn keys_of(problem: &Problem, token: u32) -> Seen {
     let own = extent(problem, token, Side::Queries);
@@ -223,7 +224,7 @@ pub fn keys_of(problem: &Problem, token: u32) -> Seen {
     seen
 }
 
-/// The queries that see key `token`. Later tokens are seen by no earlier first and last.
+/// Returns the queries that see key `token`. Both ends are monotonic in `token`.
 #[cube]
 pub fn queries_of(problem: &Problem, token: u32) -> Seen {
     let own = extent(problem, token, Side::Keys);
@@ -243,17 +244,17 @@ pub fn queries_of(problem: &Problem, token: u32) -> Seen {
     seen
 }
 
-/// Where a unit is.
+/// Position of a unit.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Place {
-    /// Its row in the cube.
+    /// Row in the cube.
     pub row: u32,
-    /// Its lane in the row, the first where it has all.
+    /// Lane in the row; the first lane if the unit has all of them.
     pub lane: u32,
 }
 
-/// Where this unit is.
+/// Returns the position of this unit.
 #[cube]
 pub fn place(#[comptime] plan: ScalarPlan) -> Place {
     let unit = crate::gemm::arguments::thread_in_cta();
@@ -264,7 +265,7 @@ pub fn place(#[comptime] plan: ScalarPlan) -> Place {
     }
 }
 
-/// Four elements of a head from element `first` on, zeros behind its end.
+/// Loads four elements of a head from element `first` on, with zeros past its end.
 #[cube]
 fn load_four<F: Numeric>(
     data: &[F],
@@ -284,7 +285,7 @@ fn load_four<F: Numeric>(
     four
 }
 
-/// The fours of this unit of head `index` of token `token`; zeros where there is `none`.
+/// Loads this unit's fours of head `index` of token `token`; zeros if `none` is set.
 #[cube]
 pub fn load_row<F: Numeric>(
     view: &HeadsView<F>,
@@ -303,15 +304,15 @@ pub fn load_row<F: Numeric>(
     for i in 0..count {
         let step = i / own;
         let four = (step * comptime!(plan.lanes) + (i - step * own)) as u32 + lane;
-        // No element is below the end of no head.
+        // With `none`, no element is below the end.
         let end = select(none, 0u32, head);
         row[i] = load_four::<F>(&view.data, at, four * 4u32, end, plan.kind);
     }
     row
 }
 
-/// Brings head `index` of the tokens from `first` on, up to `end`, to `tile`, one row after
-/// another; zeros behind.
+/// Copies head `index` of the tokens from `first` on, up to `end`, to `tile`, one row after
+/// another, followed by zeros.
 #[cube]
 pub fn stage<F: Numeric>(
     view: &HeadsView<F>,
@@ -335,7 +336,7 @@ pub fn stage<F: Numeric>(
     }
 }
 
-/// `a · b + c` of each element.
+/// Computes `a · b + c` of each element.
 #[cube]
 fn fma_fours(a: Four, b: Four, c: Four, #[comptime] conversion: Conversion) -> Four {
     let mut sum = Four::new(0.0f32);
@@ -346,8 +347,8 @@ fn fma_fours(a: Four, b: Four, c: Four, #[comptime] conversion: Conversion) -> F
     sum
 }
 
-/// The product of this unit's row and row `row` of `tile`, for all lanes of a row, all of which
-/// must be here.
+/// Returns the dot product of this unit's row and row `row` of `tile` to all lanes of the row, all
+/// of which must participate.
 #[cube]
 pub fn row_product(
     own: &Array<Four>,
@@ -397,7 +398,7 @@ pub fn row_product(
     }
 }
 
-/// `sums += factor · row`, of row `row` of `tile`.
+/// Computes `sums += factor · row` for row `row` of `tile`.
 #[cube]
 pub fn add_scaled(
     sums: &mut Array<Four>,
@@ -426,7 +427,7 @@ pub fn scale_row(sums: &mut Array<Four>, factor: f32, #[comptime] plan: ScalarPl
     }
 }
 
-/// A row of zeros.
+/// Returns a row of zeros.
 #[cube]
 pub fn zero_row(#[comptime] plan: ScalarPlan) -> Array<Four> {
     let mut row = Array::<Four>::new(comptime!(plan.own_fours()));
@@ -470,13 +471,13 @@ pub fn store_row<F: Numeric>(
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Score {
-    /// Scaled and bounded.
+    /// Score after scale and soft cap.
     pub value: f32,
-    /// What its gradient is multiplied by for the bound.
+    /// Derivative of the soft cap, by which the score's gradient is multiplied.
     pub slope: f32,
 }
 
-/// The score of a product of a query and a key.
+/// Returns the score for `dot`, a product of a query and a key.
 #[cube]
 pub fn score(dot: f32, problem: &Problem, #[comptime] plan: ScalarPlan) -> Score {
     let conversion = comptime!(plan.conversion);

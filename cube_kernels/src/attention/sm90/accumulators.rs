@@ -1,11 +1,11 @@
-//! A thread's accumulators of `wgmma`: groups of four, two columns of each of its two rows for each
-//! eight columns of the output, and as the left operand of the next GEMM.
+//! A thread's `wgmma` accumulators in groups of four: two columns of each of its two rows, for each
+//! eight columns of the output. Also converts them to the left operand of the next GEMM.
 
 use cubecl::prelude::*;
 
 use crate::attention::mma::{multiply::pack, problem::MmaPlan};
 
-/// Group `j` of four.
+/// Returns group `j` of four.
 #[cube]
 pub(super) fn four_of<N: Size>(
     sums: Vector<f32, N>,
@@ -19,7 +19,7 @@ pub(super) fn four_of<N: Size>(
     four
 }
 
-/// The first `count` groups.
+/// Returns the first `count` groups.
 #[cube]
 pub(super) fn fours<N: Size>(
     sums: Vector<f32, N>,
@@ -33,7 +33,7 @@ pub(super) fn fours<N: Size>(
     all
 }
 
-/// The left operand of the next GEMM, whose contraction is over the `plan.inner` columns.
+/// Packs the left operand of the next GEMM, whose K dimension is the `plan.inner` columns.
 #[cube]
 pub(super) fn left<A: Size>(
     sums: &Array<Vector<f32, Const<4>>>,

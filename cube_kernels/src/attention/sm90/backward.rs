@@ -1,11 +1,11 @@
-//! The backward on Hopper, in two passes: gradients of keys and values, then of queries. Both are
-//! one pipeline. A CTA holds the rows of one side, 64 to a consumer warpgroup, and passes over
-//! blocks of the other side, which the producer warpgroup brings in three stages.
+//! Backward on Hopper in two passes: gradients of keys and values, then of queries. Both use the
+//! same pipeline. A CTA holds the rows of one side, 64 per consumer warpgroup, and iterates over
+//! blocks of the other side, which the producer warpgroup loads into three pipeline stages.
 //!
-//! Two GEMMs of operands in shared memory give scores and gradients of weights; what becomes of
-//! them is in registers, the left operand of one GEMM (queries) or two (keys), whose right operands
-//! are what the stage holds, transposed as they are read
-//! (`gradients`). Nothing is added atomically, so results repeat bit for bit.
+//! Two GEMMs with operands in shared memory compute scores and gradients of weights. Their results
+//! stay in registers and become the left operand of one GEMM (queries) or two (keys), whose right
+//! operands are the contents of the stage, read transposed (`gradients`). There are no atomics on
+//! gradients, so results repeat bit for bit.
 
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
@@ -65,7 +65,8 @@ fn blocks_of(
     }
 }
 
-/// A tile, and what a CTA passes over for it. The roles of a CTA find it each for itself.
+/// A tile, and the blocks over which a CTA iterates for it. Each role of a CTA computes it
+/// separately.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Work {
@@ -74,7 +75,7 @@ struct Work {
     blocks: Blocks,
 }
 
-/// Tile number `item`.
+/// Returns the work of tile `item`.
 #[cube]
 fn work_of(
     problem: &BackwardProblem,
@@ -91,9 +92,9 @@ fn work_of(
     }
 }
 
-/// Gradients of keys and values (`first`, `second`), or of queries (`first`). `own_a` and `own_b`
-/// are what a CTA holds, `block_a` and `block_b` what it passes over: keys and values, queries and
-/// the gradient of the output, or the other way round.
+/// Computes gradients of keys and values (`first`, `second`), or of queries (`first`). A CTA holds
+/// `own_a` and `own_b` and iterates over `block_a` and `block_b`. These are keys and values versus
+/// queries and the gradient of the output, or vice versa.
 #[allow(
     clippy::collapsible_if,
     reason = "a comptime condition is decided before the other"
@@ -137,14 +138,14 @@ pub fn sm90_backward_kernel(
         #[unroll]
         for i in 0..PLACES {
             barriers[comptime!(2 * i)].init_manual(1);
-            // Both warpgroups, and the warp that stores what is known of queries, if it waits.
+            // Both warpgroups, and the warp that stores the per-query values, if it waits.
             barriers[comptime!(2 * i + 1)].init_manual(comptime!(
                 2 + (plan.is_keys() && plan.tiles().draws()) as u32
             ));
         }
         #[unroll]
         for i in PLACES..comptime!(PLACES + BACKWARD_STAGES) {
-            // TMA's thread, and the warp that stores what is known of queries.
+            // The TMA thread, and the warp that stores the per-query values.
             barriers[comptime!(2 * i)].init_manual(comptime!(1 + plan.is_keys() as u32));
             barriers[comptime!(2 * i + 1)].init_manual(comptime!(CONSUMER_WARPS as u32));
         }
@@ -263,7 +264,7 @@ pub fn sm90_backward_kernel(
             };
             if comptime!(plan.is_keys()) {
                 let sums = keys_and_values(&problem, visible, tile, blocks, held, used, plan);
-                // All warps of the warpgroup have read its keys and values.
+                // Waits until all warps of the warpgroup have read its keys and values.
                 named_barrier_sync(thread_in_cta() / 128u32, 128u32);
                 let place = Place {
                     token: first_token(tile, Side::Keys, offsets),
@@ -316,7 +317,7 @@ pub fn sm90_backward_kernel(
                     plan,
                 );
             }
-            // The next rows but one are written there by TMA, behind what this warpgroup wrote.
+            // TMA writes the rows of the tile after next there, after the writes of this warpgroup.
             sync_async_proxy_shared();
             named_barrier_sync(thread_in_cta() / 128u32, 128u32);
             if (UNIT_POS & 127u32) == 0u32 {
@@ -331,7 +332,7 @@ pub fn sm90_backward_kernel(
     }
 }
 
-/// A warp stores what is known of the queries of each stage.
+/// Stores the per-query values of each stage, with one warp.
 #[cube]
 fn store_rows(
     problem: &BackwardProblem,
@@ -350,7 +351,7 @@ fn store_rows(
         let work = work_of(problem, all, item, plan);
         let (tile, blocks) = (work.tile, work.blocks);
         if comptime!(in_tiles.draws()) {
-            // All lanes have read the number.
+            // All lanes have read the tile index.
             sync_plane();
             if lane == 0u32 {
                 mbarrier_arrive(memory.barriers.empty(place_of(tiles).number));

@@ -1,4 +1,4 @@
-//! What the backward is told, and where its shared memory lies.
+//! Arguments and shared-memory layout of the backward.
 
 use cubecl::prelude::*;
 
@@ -12,37 +12,38 @@ use crate::{
     cube::ptx::{Major, WgmmaGemm, WgmmaOperand},
 };
 
-/// Stages of the blocks that a CTA passes over: one is filled while the GEMMs of two run.
+/// Pipeline stages of the blocks over which a CTA iterates: one is filled while the GEMMs of two
+/// run.
 pub(super) const BACKWARD_STAGES: usize = 3;
 
-/// Which gradients a kernel computes.
+/// Gradients that a kernel computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
-    /// A CTA holds keys and values, and passes over queries.
+    /// A CTA holds keys and values, and iterates over queries.
     KeysValues,
-    /// A CTA holds queries, and passes over keys and values.
+    /// A CTA holds queries, and iterates over keys and values.
     Queries,
 }
 
-/// The comptime choices of `sm90_backward_kernel`.
+/// Comptime choices of `sm90_backward_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90BackwardPlan {
-    /// What is shared with the kernels of `mma.sync`: a warp has one strip, and `inner` rows of the
-    /// other side make a block.
+    /// Choices shared with the `mma.sync` kernels: a warp has one strip, and a block has `inner`
+    /// rows of the other side.
     pub plan: MmaPlan,
-    /// Which gradients are computed.
+    /// Gradients to compute.
     pub pass: Pass,
-    /// Gradients of `q` and `k` are rotated back.
+    /// True if gradients of `q` and `k` are rotated back.
     pub rope: bool,
 }
 
 impl Sm90BackwardPlan {
-    /// Rows of a CTA.
+    /// Returns the rows per CTA.
     pub const fn rows(self) -> usize {
         WARPGROUP_ROWS * CONSUMERS
     }
 
-    /// The side of the rows that a CTA holds.
+    /// Returns the side of the rows that a CTA holds.
     pub(super) const fn own_side(self) -> Side {
         match self.pass {
             Pass::KeysValues => Side::Keys,
@@ -50,7 +51,7 @@ impl Sm90BackwardPlan {
         }
     }
 
-    /// The side of the blocks that it passes over.
+    /// Returns the side of the blocks over which a CTA iterates.
     pub(super) const fn other_side(self) -> Side {
         match self.pass {
             Pass::KeysValues => Side::Queries,
@@ -58,7 +59,7 @@ impl Sm90BackwardPlan {
         }
     }
 
-    /// Its tiles: the ones with the most work first are the first keys, or the last queries.
+    /// Returns the tiles; those with the most work come first: the first keys, or the last queries.
     pub(super) const fn tiles(self) -> TilePlan {
         TilePlan {
             rows: self.rows(),
@@ -71,17 +72,17 @@ impl Sm90BackwardPlan {
         self.plan.head / BOX
     }
 
-    /// Vectors of the rows of one operand that a CTA holds.
+    /// Returns the vectors of the rows of one operand that a CTA holds.
     pub(super) const fn own_vectors(self) -> usize {
         self.rows() * self.plan.head / 8
     }
 
-    /// Vectors of one operand in a stage.
+    /// Returns the vectors of one operand in a stage.
     pub(super) const fn stage_vectors(self) -> usize {
         self.plan.inner * self.plan.head / 8
     }
 
-    /// Scores, and gradients of weights: rows of the CTA times a block.
+    /// Returns the GEMM of scores, and of gradients of weights: rows of the CTA times a block.
     pub(super) const fn scores(self) -> WgmmaGemm {
         WgmmaGemm {
             n: self.plan.inner,
@@ -98,7 +99,7 @@ impl Sm90BackwardPlan {
         }
     }
 
-    /// Gradients: registers times a block.
+    /// Returns the GEMM of gradients: registers times a block.
     pub(super) const fn gradients(self) -> WgmmaGemm {
         let block = WgmmaOperand {
             major: Major::Mn,
@@ -118,33 +119,33 @@ impl Sm90BackwardPlan {
     }
 }
 
-/// What the backward reads and is told beside its maps.
+/// Inputs of the backward besides its tensor maps.
 #[derive(CubeType, CubeLaunch)]
 pub struct BackwardProblem {
-    /// What is computed, and of what size.
+    /// Operation and sizes.
     pub problem: Problem,
-    /// In which order the tiles are taken; its heads are those of the rows that a CTA holds.
+    /// Order of the tiles; its heads are those of the rows that a CTA holds.
     pub schedule: Schedule,
     /// Log-sum-exps and deltas of queries, and the rotations.
     pub saved: Rows,
 }
 
-/// What is known of the rows, and of their positions.
+/// Per-row values of queries, and rotations of positions.
 #[derive(CubeType, CubeLaunch)]
 pub struct Rows {
     /// Log-sum-exp of each query, `[heads, tokens]`.
     pub lse: Box<[f32]>,
-    /// The sum of `dout · out` of each query, `[heads, tokens]`.
+    /// Sum of `dout · out` of each query, `[heads, tokens]`.
     pub delta: Box<[f32]>,
-    /// Cosines of the rotation of each position, `[positions, head / 2]`. Read only where gradients
+    /// Cosines of the rotation of each position, `[positions, head / 2]`. Read only if gradients
     /// are rotated back.
     pub cos: Box<[f32]>,
-    /// The sines.
+    /// Sines, `[positions, head / 2]`.
     pub sin: Box<[f32]>,
 }
 
-/// The blocks of the other side that a tile passes over: `count` from `first` on, once for each of
-/// `heads` heads from `head` on.
+/// Blocks of the other side over which a tile iterates: `count` blocks from `first` on, once for
+/// each of `heads` heads from `head` on.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Blocks {
@@ -154,8 +155,9 @@ pub(super) struct Blocks {
     pub heads: u32,
 }
 
-/// Where the parts of shared memory begin. The barriers are those of the CTA's rows, then of the
-/// stages: each pair of one that completes when the part is full, and one when it has been read.
+/// Addresses of the shared-memory buffers. The barriers of the CTA's rows come first, then those of
+/// the stages. Each pair has a barrier that completes when the buffer is full, and one that
+/// completes when it has been read.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Memory {
@@ -163,33 +165,33 @@ pub(super) struct Memory {
     pub own_b: u32,
     pub block_a: u32,
     pub block_b: u32,
-    /// Log-sum-exps of the queries of a stage, then their deltas.
+    /// Log-sum-exps of the queries of a stage, followed by their deltas.
     pub rows: u32,
     pub barriers: Barriers,
 }
 
-/// A place of blocks of the other side, or of the rows that a CTA holds.
+/// Buffer of a block of the other side, or of the rows that a CTA holds.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Stage {
-    /// The number of its barriers.
+    /// Index of its barriers.
     pub number: u32,
-    /// The parity of the phase of the full one that ends when this use of it is full.
+    /// Parity of the phase of the full barrier that ends when this use of the buffer is full.
     pub parity: u32,
-    /// Where its operands begin, and, of a block, what is known of its queries.
+    /// Addresses of its operands and, for a block, of the per-query values.
     pub a: u32,
     pub b: u32,
     pub rows: u32,
 }
 
-/// Where the rows of an operand begin, of the CTA's tile in place `place`; `first` is where those
-/// of the first place do.
+/// Returns the address of an operand's rows for the CTA's tile in buffer `place`; `first` is the
+/// address for buffer 0.
 #[cube]
 pub(super) fn own_at(first: u32, place: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
     first + place * comptime!(16 * plan.own_vectors() as u32)
 }
 
-/// The stage of use number `used`, counted from the first.
+/// Returns the stage of use `used`, counted from 0.
 #[cube]
 pub(super) fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90BackwardPlan) -> Stage {
     let stage = used % comptime!(BACKWARD_STAGES as u32);

@@ -1,25 +1,26 @@
-//! The barriers of a CTA, and the places in shared memory of the rows of its tiles, through which
-//! its roles agree on which tile is next.
+//! Barriers of a CTA and shared-memory buffers for the rows of its tiles, through which the CTA's
+//! roles agree on the next tile.
 
 use cubecl::prelude::*;
 
 use super::tiles::TilePlan;
 use crate::cube::ptx::{ld_shared, mbarrier_arrive, mbarrier_wait_parity, st_shared};
 
-/// Tiles of a CTA whose rows have a place: those of the next one come while this one is computed.
+/// Number of tiles whose rows are buffered: those of the next tile are loaded while this one is
+/// computed.
 pub(super) const PLACES: usize = 2;
 
-/// The place of the rows of a tile.
+/// Buffer of a tile's rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct TilePlace {
-    /// The number of its barriers.
+    /// Index of its barriers.
     pub number: u32,
-    /// The parity of the phase of the full one that ends when this use of it is full.
+    /// Parity of the phase of the full barrier that ends when this use of the buffer is full.
     pub parity: u32,
 }
 
-/// The place of a CTA's tile number `tiles`.
+/// Returns the buffer of a CTA's tile number `tiles`.
 #[cube]
 pub(super) fn place_of(tiles: u32) -> TilePlace {
     TilePlace {
@@ -28,14 +29,14 @@ pub(super) fn place_of(tiles: u32) -> TilePlace {
     }
 }
 
-/// Pairs of barriers: one that completes when its part of shared memory is full, and one when it
-/// has been read. Those of the places of tiles are the first.
+/// Pairs of barriers: one that completes when its buffer is full, and one when it has been read.
+/// Those of the tile buffers come first.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Barriers {
-    /// Where they begin.
+    /// Start address of the barriers.
     pub start: u32,
-    /// Where the numbers of the tiles in the places begin.
+    /// Start address of the tile indices of the buffers.
     pub items: u32,
 }
 
@@ -49,8 +50,8 @@ impl Barriers {
         self.start + number * 16u32 + 8u32
     }
 
-    /// The number of the CTA's tile number `tiles`: `in_turn`, or what was drawn, when its rows are
-    /// there.
+    /// Returns the index of the CTA's tile number `tiles`: `in_turn`, or the drawn one, once its
+    /// rows have arrived.
     pub fn item(&self, tiles: u32, in_turn: u32, #[comptime] plan: TilePlan) -> u32 {
         if comptime!(plan.draws()) {
             let place = place_of(tiles);
@@ -61,17 +62,17 @@ impl Barriers {
         }
     }
 
-    /// Waits for the rows of the CTA's tile number `tiles`, whose number is known.
+    /// Waits for the rows of the CTA's tile number `tiles`, whose index is known.
     pub fn wait_for_rows(&self, tiles: u32, #[comptime] plan: TilePlan) {
-        // Who asked for what was drawn has waited.
+        // With drawing, the caller has already waited for the index.
         if comptime!(!plan.draws()) {
             let place = place_of(tiles);
             mbarrier_wait_parity(self.full(place.number), place.parity);
         }
     }
 
-    /// Waits until the place of the CTA's tile number `tiles` is free, and tells the others that
-    /// this is `item`, as soon as it is full.
+    /// Waits until the buffer of the CTA's tile number `tiles` is free, and announces to the other
+    /// roles that its tile is `item` as soon as it is full.
     pub fn tell_item(&self, tiles: u32, item: u32, #[comptime] plan: TilePlan) {
         let place = place_of(tiles);
         mbarrier_wait_parity(self.empty(place.number), place.parity ^ 1u32);
@@ -80,7 +81,7 @@ impl Barriers {
         }
     }
 
-    /// Tells the others that there is no tile number `tiles`: `item` is none's.
+    /// Announces that there is no tile number `tiles`: `item` is out of range.
     pub fn tell_end(&self, tiles: u32, item: u32, #[comptime] plan: TilePlan) {
         if comptime!(plan.draws()) {
             self.tell_item(tiles, item, plan);

@@ -1,10 +1,10 @@
-//! The forward on Hopper: a persistent grid, a producer warpgroup of which one thread lets TMA fill
-//! shared memory, and two consumer warpgroups of 64 queries each.
+//! Forward on Hopper: a persistent grid with a producer warpgroup, of which one thread issues TMA
+//! loads, and two consumer warpgroups of 64 queries each.
 //!
-//! A CTA takes one tile of 128 queries after another. Keys and values come in blocks of 128, in two
-//! stages each; the queries of the next tile come while this one is computed. While a warpgroup
-//! computes a softmax, the tensor cores have its last product with values, and what the other
-//! warpgroup has queued.
+//! A CTA processes one tile of 128 queries after another. Keys and values come in blocks of 128, in
+//! two pipeline stages each; the queries of the next tile are loaded while this one is computed.
+//! While a warpgroup computes a softmax, the tensor cores run its last GEMM with values, and the
+//! GEMMs that the other warpgroup has queued.
 
 use cubecl::prelude::{barrier::Barrier, *};
 use half::bf16;
@@ -38,37 +38,37 @@ use crate::{
 
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
-/// Rows of a consumer warpgroup.
+/// Rows per consumer warpgroup.
 pub(super) const WARPGROUP_ROWS: usize = 64;
-/// Consumer warpgroups.
+/// Number of consumer warpgroups.
 pub(super) const CONSUMERS: usize = 2;
-/// Warps of them. Each says for itself that it has read a stage: nothing keeps the warps of a
-/// warpgroup together.
+/// Number of consumer warps. Each signals separately that it has read a stage: the warps of a
+/// warpgroup are not synchronized.
 pub(super) const CONSUMER_WARPS: usize = 4 * CONSUMERS;
-/// Stages of keys, and of values.
+/// Pipeline stages of keys, and of values.
 const STAGES: usize = 2;
-/// Elements in a row of a box.
+/// Elements per row of a TMA box.
 pub(super) const BOX: usize = 64;
-/// Vectors of eight elements in a row of a box.
+/// Vectors of eight elements per row of a TMA box.
 pub(super) const BOX_VECTORS: usize = 8;
 
-/// The comptime choices of `sm90_forward_kernel`.
+/// Comptime choices of `sm90_forward_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Plan {
-    /// What is shared with the kernels of `mma.sync`: a warp has one strip.
+    /// Choices shared with the `mma.sync` kernels: a warp has one strip.
     pub plan: MmaPlan,
-    /// The amax values of the output that are found, if any are. For those down columns strips of
-    /// 16 tokens do not cross sequences.
+    /// Amax values of the output to compute, if any. For column amax values, strips of 16 tokens
+    /// must not cross sequences.
     pub amax: Option<AmaxPlan>,
 }
 
 impl Sm90Plan {
-    /// Queries of a CTA.
+    /// Returns the queries per CTA.
     pub const fn rows(self) -> usize {
         WARPGROUP_ROWS * CONSUMERS
     }
 
-    /// Its tiles, of queries.
+    /// Returns the tiles of queries.
     const fn tiles(self) -> TilePlan {
         TilePlan {
             rows: self.rows(),
@@ -77,22 +77,22 @@ impl Sm90Plan {
         }
     }
 
-    /// Boxes of 64 elements in a head.
+    /// Returns the boxes of 64 elements per head.
     const fn boxes(self) -> usize {
         self.plan.head / BOX
     }
 
-    /// Vectors of the queries of a tile.
+    /// Returns the vectors of the queries of a tile.
     const fn q_vectors(self) -> usize {
         self.rows() * self.plan.head / 8
     }
 
-    /// Vectors of a stage of keys, or of values.
+    /// Returns the vectors of a stage of keys, or of values.
     const fn stage_vectors(self) -> usize {
         self.plan.inner * self.plan.head / 8
     }
 
-    /// Scores: queries and keys in shared memory.
+    /// Returns the GEMM of scores: queries and keys in shared memory.
     pub const fn scores(self) -> WgmmaGemm {
         WgmmaGemm {
             n: self.plan.inner,
@@ -109,7 +109,7 @@ impl Sm90Plan {
         }
     }
 
-    /// Output: weights in registers, values in shared memory.
+    /// Returns the GEMM of the output: weights in registers, values in shared memory.
     pub const fn output(self) -> WgmmaGemm {
         let values = WgmmaOperand {
             major: Major::Mn,
@@ -125,7 +125,7 @@ impl Sm90Plan {
     }
 }
 
-/// The blocks of keys that a tile sees: from `first` to below `end`.
+/// Blocks of keys that a tile sees: from `first` up to `end` (exclusive).
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Blocks {
@@ -145,39 +145,39 @@ fn blocks_of(visible: Visible, tile: Tile, #[comptime] plan: Sm90Plan) -> Blocks
     }
 }
 
-/// Where the parts of shared memory begin, and its barriers: each pair of a full and an empty one.
+/// Addresses of the shared-memory buffers, and the barriers: pairs of a full and an empty one.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Memory {
     q: u32,
     k: u32,
     v: u32,
-    /// Those of the places of queries; those of the stages of keys and of values follow.
+    /// Barriers of the query buffers, followed by those of the stages of keys and of values.
     barriers: Barriers,
 }
 
-/// A stage of keys and of values.
+/// A pipeline stage of keys and of values.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Stage {
-    /// The number of the barriers of the keys.
+    /// Index of the barriers of the keys.
     keys: u32,
-    /// The number of those of the values.
+    /// Index of the barriers of the values.
     values: u32,
-    /// The parity of the phase of the full ones that ends when this use of it is full.
+    /// Parity of the phase of the full barriers that ends when this use of the stage is full.
     parity: u32,
-    /// Where the keys begin, and the values.
+    /// Addresses of the keys and of the values.
     k: u32,
     v: u32,
 }
 
-/// Where the queries begin of the CTA's tile in place `place`.
+/// Returns the address of the queries of the CTA's tile in buffer `place`.
 #[cube]
 fn q_at(memory: Memory, place: u32, #[comptime] plan: Sm90Plan) -> u32 {
     memory.q + place * comptime!(16 * plan.q_vectors() as u32)
 }
 
-/// The stage of use number `used`, counted from the first.
+/// Returns the stage of use `used`, counted from 0.
 #[cube]
 fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
     let stage = used % comptime!(STAGES as u32);
@@ -191,19 +191,19 @@ fn stage_of(memory: Memory, used: u32, #[comptime] plan: Sm90Plan) -> Stage {
     }
 }
 
-/// What the forward writes.
+/// Outputs of the forward.
 #[derive(CubeType, CubeLaunch)]
 pub struct ForwardOutputs {
-    /// The output, `[tokens, heads, head]`, in units of 16 bytes.
+    /// Output, `[tokens, heads, head]`, in vectors of 16 bytes.
     pub out: Box<[Vector<u32, Const<4>>]>,
-    /// The log-sum-exp of the rows, `[heads, tokens]`.
+    /// Log-sum-exp of the rows, `[heads, tokens]`.
     pub lse: Box<[f32]>,
-    /// Where the amax values of the output are raised. Where the plan has none, any memory.
+    /// Amax output buffer; unused if the plan computes no amax.
     pub amax: AmaxOut,
 }
 
-/// `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows; `signs` are those of the
-/// transform under which an amax down columns is found.
+/// Computes `out = softmax(mask(scale · q kᵀ)) v` and the log-sum-exp of the rows; `signs` are
+/// those of the transform for column amax values.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_forward_kernel(
     q: &TensorMap<bf16, Tiled>,
@@ -236,7 +236,7 @@ pub fn sm90_forward_kernel(
     if UNIT_POS == 0 {
         #[unroll]
         for i in 0..comptime!(PLACES + 2 * STAGES) {
-            // Of queries a warpgroup arrives, when its output has left their place.
+            // For queries, a warpgroup arrives when its output has left their buffer.
             let readers = comptime!(if i < PLACES {
                 CONSUMERS
             } else {
@@ -377,8 +377,8 @@ pub fn sm90_forward_kernel(
     }
 }
 
-/// The output of one warpgroup's queries of a tile, `used` blocks after the first. The product of a
-/// block's weights and values runs while the weights of the next block are computed.
+/// Computes the output of one warpgroup's queries of a tile, `used` blocks after the first. The
+/// GEMM of a block's weights and values runs while the weights of the next block are computed.
 #[cube]
 fn attend(
     problem: &Problem,
@@ -412,11 +412,11 @@ fn attend(
     }
     let mut sums = Vector::<f32, O>::new(0.0f32);
     let mut weights = Vector::<u32, A>::new(0u32);
-    // What the sums are multiplied by before the products of `weights` are added.
+    // Factors of the sums before the products of `weights` are added.
     let mut low = 0.0f32;
     let mut high = 0.0f32;
     let count = blocks.end - blocks.first;
-    // The first block has none before it.
+    // The first block has no predecessor.
     #[unroll]
     for part in 0..2usize {
         let begin = if comptime!(part == 0) {
@@ -477,7 +477,7 @@ fn attend(
             );
             low = factors[0usize];
             high = factors[1usize];
-            // No block but the first reaches behind the sequence.
+            // Only the first block extends past the end of the sequence.
             if comptime!(part == 0 && plan.plan.offsets) {
                 clear_values(memory, stage, block * inner, tile.extent.k_len, plan);
             }
@@ -515,8 +515,8 @@ fn attend(
     rows
 }
 
-/// Waits for the values of `stage`, of the keys from `key` on of a sequence of `len`, and
-/// overwrites those behind it where there are any.
+/// Waits for the values of `stage`, for the keys from `key` on in a sequence of length `len`, and
+/// overwrites those past the end of the sequence, if any.
 #[cube]
 fn clear_values(memory: Memory, stage: Stage, key: u32, len: u32, #[comptime] plan: Sm90Plan) {
     let (inner, boxes) = comptime!((plan.plan.inner, plan.boxes()));
@@ -527,23 +527,23 @@ fn clear_values(memory: Memory, stage: Stage, key: u32, len: u32, #[comptime] pl
     }
 }
 
-/// Where a tile is written.
+/// Destination of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Place {
-    /// Its first token.
+    /// First token.
     token: u32,
-    /// How many it has.
+    /// Number of rows.
     rows: u32,
-    /// Its head.
+    /// Head.
     head: u32,
-    /// How many heads there are.
+    /// Number of heads.
     heads: u32,
-    /// Whether its tokens belong to no sequence.
+    /// True if the tokens belong to no sequence.
     nobody: bool,
 }
 
-/// Divides the rows by their sums and writes them, through the place of their queries, where they
+/// Divides the rows by their sums and writes them through the buffer of their queries, where they
 /// stay until [`release_queries`].
 #[cube]
 fn write(
@@ -557,7 +557,7 @@ fn write(
     let lane = UNIT_POS % 32u32;
     let consumer = thread_in_cta() / 128u32 - 1u32;
     let warp_row = ((UNIT_POS / 32u32) & 3u32) * 16u32 + consumer * 64u32;
-    // All warps of the warpgroup have read its queries.
+    // Waits until all warps of the warpgroup have read its queries.
     named_barrier_sync(1u32 + consumer, 128u32);
     #[unroll]
     for i in 0..2usize {
@@ -568,7 +568,7 @@ fn write(
             let index =
                 place.head as usize * problem.q_tokens as usize + (place.token + row) as usize;
             outputs.lse[index] = if comptime!(plan.plan.offsets) {
-                // A token of no sequence has no sum either, an additional score or not.
+                // A token of no sequence has no sum either, with or without an additional score.
                 select(place.nobody, f32::NEG_INFINITY, factors.lse)
             } else {
                 factors.lse
@@ -606,12 +606,12 @@ fn write(
     }
 }
 
-/// Lets the next queries but one come to place `number`, of this warpgroup's, which [`write`] left
-/// an output in.
+/// Frees this warpgroup's part of buffer `number`, which contains an output from [`write`], for the
+/// queries of the tile after next.
 #[cube]
 fn release_queries(memory: Memory, number: u32) {
     let consumer = thread_in_cta() / 128u32 - 1u32;
-    // They are written by TMA, behind what this warpgroup wrote.
+    // TMA writes them, after the writes of this warpgroup.
     sync_async_proxy_shared();
     named_barrier_sync(1u32 + consumer, 128u32);
     if (UNIT_POS & 127u32) == 0u32 {
@@ -619,9 +619,9 @@ fn release_queries(memory: Memory, number: u32) {
     }
 }
 
-/// Folds the rows of a warp, of the `rows` rows of a tile that [`write`] left in shared memory: they
-/// are a strip of 16, of which each lane takes the columns of a word of every box. Behind the last
-/// row are zeros, as behind the last token.
+/// Folds the rows of a warp into the amax. They are a strip of 16 of the `rows` rows of a tile that
+/// [`write`] left in shared memory; each lane processes the columns of one word of every box. Rows
+/// past the last one are zeros, as past the last token.
 #[cube]
 fn fold_tile(
     rows: u32,

@@ -1,5 +1,5 @@
-//! What a consumer warpgroup of the [backward](super::backward) does: the gradients of its rows,
-//! and writing them.
+//! Consumer warpgroup of the [backward](super::backward): computes the gradients of its rows, and
+//! writes them.
 
 use cubecl::prelude::*;
 
@@ -24,16 +24,16 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// The gradients of a warpgroup's keys and values, not scaled.
+/// Gradients of a warpgroup's keys and values, not scaled.
 #[derive(CubeType)]
 pub(super) struct Sums {
-    /// Of the keys.
+    /// Gradients of the keys.
     pub a: Array<Vector<f32, Const<4>>>,
-    /// Of the values.
+    /// Gradients of the values.
     pub b: Array<Vector<f32, Const<4>>>,
 }
 
-/// Bounds scores, and keeps the derivative of that.
+/// Applies the soft cap to scores, and keeps its derivative.
 #[cube]
 fn bound(
     problem: &Problem,
@@ -65,7 +65,7 @@ struct Range {
     end: u32,
 }
 
-/// The blocks of keys that one of a warpgroup's 64 queries from `row` on, of `len`, sees.
+/// Returns the blocks of keys that one of a warpgroup's 64 queries from `row` on, of `len`, sees.
 #[cube]
 fn blocks_seen(visible: Visible, row: u32, len: u32, #[comptime] plan: Sm90BackwardPlan) -> Range {
     let inner = comptime!(plan.plan.inner as u32);
@@ -78,8 +78,7 @@ fn blocks_seen(visible: Visible, row: u32, len: u32, #[comptime] plan: Sm90Backw
     }
 }
 
-/// Releases blocks `from` to below `to` of a tile, of which this warpgroup sees nothing, as they
-/// come.
+/// Releases blocks `from..to` of a tile, which this warpgroup does not see, as they arrive.
 #[cube]
 fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm90BackwardPlan) {
     for step in from..to {
@@ -91,9 +90,9 @@ fn pass_over(memory: Memory, used: u32, from: u32, to: u32, #[comptime] plan: Sm
     }
 }
 
-/// Overwrites the rows behind the tile's sequence in the block of `step`, where sequences lie at
-/// offsets: queries and gradients of the output, or keys. Values stay: no sum of a gradient has
-/// them as a factor, and the gradients of scores that they give are masked.
+/// Overwrites the rows past the end of the tile's sequence in the block of `step`, if sequences
+/// start at offsets: queries and gradients of the output, or keys. Values are kept: they are not a
+/// factor in any sum of a gradient, and the gradients of scores that they give are masked.
 #[cube]
 fn clear_block(
     stage: Stage,
@@ -120,9 +119,9 @@ fn clear_block(
     }
 }
 
-/// The gradients of a warpgroup's keys and values. The gradients of the weights of a block are
-/// multiplied while its scores are weighed, and those of the values while the gradients of the
-/// scores are computed.
+/// Computes the gradients of a warpgroup's keys and values. The GEMM of a block's gradients of
+/// weights runs while its scores become weights, and the GEMM of the gradients of values while the
+/// gradients of the scores are computed.
 #[cube]
 pub(super) fn keys_and_values(
     problem: &BackwardProblem,
@@ -186,7 +185,7 @@ pub(super) fn keys_and_values(
         );
         let gradients = left::<A>(&scores, comptime!(plan.plan));
         let queries = wgmma_operand(stage.a, gradients_of.b);
-        // Its wait is for all: the sums of the values have ended, too.
+        // Waits for all GEMMs: the sums of the values are complete, too.
         dk = wgmma_registers::<O, A>(
             Vector::<f32, O>::reinterpret(dk),
             gradients,
@@ -204,8 +203,8 @@ pub(super) fn keys_and_values(
     }
 }
 
-/// The gradient of a warpgroup's queries, not scaled. The product of a block's gradients and keys
-/// runs while the gradients of the next block are computed.
+/// Computes the gradient of a warpgroup's queries, not scaled. The GEMM of a block's gradients and
+/// keys runs while the gradients of the next block are computed.
 #[cube]
 pub(super) fn queries(
     problem: &BackwardProblem,
@@ -250,7 +249,7 @@ pub(super) fn queries(
         first,
     );
     pass_over(memory, used, 0u32.runtime(), first, plan);
-    // The first block has none before it.
+    // The first block has no predecessor.
     #[unroll]
     for part in 0..2usize {
         let begin = if comptime!(part == 0) {
@@ -330,21 +329,22 @@ pub(super) fn queries(
     fours::<O>(Vector::<f32, O>::reinterpret(dq), count)
 }
 
-/// Where a tile is written.
+/// Destination of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Place {
-    /// The first token of the sequence.
+    /// First token of the sequence.
     pub token: u32,
-    /// The tile's first row in it.
+    /// First row of the tile in the sequence.
     pub row: u32,
-    /// Rows of the sequence.
+    /// Number of rows of the sequence.
     pub len: u32,
-    /// The head.
+    /// Head.
     pub head: u32,
 }
 
-/// Where pair `pair` of eight columns `chunk` of row `row` lies in boxes of the CTA's rows.
+/// Returns the offset of chunk `chunk` of eight columns of row `row` in the boxes of the CTA's
+/// rows.
 #[cube]
 fn box_offset(row: u32, chunk: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
     (chunk / 8u32) * comptime!((plan.rows() * 128) as u32)
@@ -352,8 +352,8 @@ fn box_offset(row: u32, chunk: u32, #[comptime] plan: Sm90BackwardPlan) -> u32 {
         + ((chunk % 8u32) ^ (row & 7u32)) * 16u32
 }
 
-/// Scales a warpgroup's rows of a gradient, rotates them back where `rotate`, rounds and writes
-/// them, through the place of the rows at `tile_at`.
+/// Scales a warpgroup's rows of a gradient, rotates them back if `rotate` is set, rounds and writes
+/// them, through the buffer of the rows at `tile_at`.
 #[cube]
 pub(super) fn write(
     view: &mut GradientView,

@@ -26,14 +26,14 @@ use crate::{
     tensor::{AmaxGranularity, FloatKind},
 };
 
-/// No conversion. Some addresses of what is written behind the loop are spilled before it; the loop
+/// No conversion. Some addresses of outputs written after the loop are spilled before it; the loop
 /// has no spilled registers.
 const NONE: Expected = Expected {
     spills: None,
     ..Expected::NONE
 };
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     if !device.conversion.has_ptx() {
         return Vec::new();
@@ -58,7 +58,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             };
             add(device, &mut all, offsets, tag);
         }
-        // Of all elements alone, and of transformed columns, too.
+        // Amax of all elements alone, and of transformed columns, too.
         for (tag, hadamard, offsets) in [
             ("-amax", None, false),
             ("-amax-columns", Some(HadamardSize::H16), false),
@@ -90,7 +90,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// A map of boxes of `rows` tokens.
+/// Returns a tensor map with boxes of `rows` tokens.
 fn map(device: &DummyDevice, rows: usize) -> TensorMapArg<Tiled> {
     let (shape, strides) = ([1, 256, 1, 64], [256 * 64, 64, 64, 1]);
     // SAFETY: nothing is launched.
@@ -106,7 +106,7 @@ fn map(device: &DummyDevice, rows: usize) -> TensorMapArg<Tiled> {
     .with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// What all kernels share, with the blocks of the forward.
+/// Returns the choices that all kernels share, with the blocks of the forward.
 fn plan(head: usize, params: &AttentionParams) -> MmaPlan {
     MmaPlan {
         head,
@@ -128,7 +128,7 @@ fn problem(device: &DummyDevice) -> ProblemLaunch {
     ProblemLaunch::new(b(2), b(2), 1, 64, 64, 1, 1.0, 1.0, 0)
 }
 
-/// The instance of the forward for `plan`.
+/// Returns the instance of the forward for `plan`.
 fn forward(device: &DummyDevice, plan: Sm90Plan, tag: &str) -> Instance {
     let b = |len| device.buffer(len);
     let instance = instance!(
@@ -150,7 +150,7 @@ fn forward(device: &DummyDevice, plan: Sm90Plan, tag: &str) -> Instance {
     instance.on(Architectures::Sm90a)
 }
 
-/// The kernel that writes the tiles of one side.
+/// Returns the kernel that writes the tiles of one side.
 fn tiles(device: &DummyDevice, side: Side) -> Instance {
     let b = |len| device.buffer(len);
     let instance = instance!(
@@ -168,7 +168,7 @@ fn tiles(device: &DummyDevice, side: Side) -> Instance {
     instance.on(Architectures::Sm90a)
 }
 
-/// The instances of the forward and of both passes of the backward.
+/// Adds the instances of the forward and of both passes of the backward.
 fn add(device: &DummyDevice, all: &mut Vec<Instance>, plan: MmaPlan, tag: &str) {
     let b = |len| device.buffer(len);
     let head = plan.head;

@@ -1,8 +1,8 @@
-//! Attention on Hopper (sm_90a): operands through TMA into shared memory, `wgmma` with the weights
-//! in registers, a producer warpgroup and consumer warpgroups.
+//! Attention on Hopper (sm_90a): TMA loads of operands into shared memory, `wgmma` with the weights
+//! in registers, one producer warpgroup and consumer warpgroups.
 //!
-//! Sequences that begin at offsets in device memory have a table of tiles ([`mod@table`]), each of
-//! one sequence. All else is as for sequences of equal length.
+//! Sequences that start at offsets in device memory use a table of tiles ([`mod@table`]), each of
+//! one sequence. Everything else is as for sequences of equal length.
 
 mod accumulators;
 pub mod backward;
@@ -45,14 +45,13 @@ use crate::{
     zeroed::counters,
 };
 
-/// Bytes of K and V of the heads whose tiles are interleaved: what a good part of the L2 cache
-/// holds.
+/// Bytes of K and V of the heads whose tiles are interleaved: a large part of the L2 cache.
 const SECTION_BYTES: usize = 32 << 20;
 
-/// Whether the forward of this folder takes `attention`.
+/// Checks that the forward of this folder supports `attention`.
 ///
 /// # Errors
-/// Why not.
+/// Returns the reason if it does not.
 pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     if Capabilities::of(client).gemm != GemmBackend::Sm90Wgmma {
         return Err("the device is not of compute capability 9.0".into());
@@ -78,8 +77,8 @@ pub fn supports(client: &Client, attention: &Attention) -> Result<(), String> {
     Ok(())
 }
 
-/// The map of one operand, `[sequences, tokens, heads, head]`, in boxes of `rows` tokens of 64
-/// elements of one head.
+/// Returns the tensor map of one operand, `[sequences, tokens, heads, head]`, in boxes of `rows`
+/// tokens of 64 elements of one head.
 fn map(heads: &Heads, sequences: usize, rows: usize) -> TensorMapArg<Tiled> {
     let tokens = heads.tokens / sequences;
     let shape = [sequences, tokens, heads.heads, heads.head];
@@ -98,7 +97,7 @@ fn map(heads: &Heads, sequences: usize, rows: usize) -> TensorMapArg<Tiled> {
     .with_prefetch(TensorMapPrefetch::B256)
 }
 
-/// The memory from the first head on.
+/// Returns the memory from the first head on.
 fn offset(heads: &Heads) -> Handle {
     let bytes = (heads.offset * heads.dtype.size()) as u64;
     heads.handle.clone().offset_start(bytes)
@@ -109,7 +108,8 @@ fn memory(handle: &Handle, len: usize) -> BufferArg {
     unsafe { BufferArg::from_raw_parts(handle.clone(), len) }
 }
 
-/// Sequences of equal length that maps have: one of all tokens, where sequences begin at offsets.
+/// Returns the number of equal-length sequences of the tensor maps: one of all tokens if sequences
+/// start at offsets.
 fn count(attention: &Attention) -> usize {
     match attention.sequences {
         Sequences::Equal(count) => count,
@@ -117,8 +117,8 @@ fn count(attention: &Attention) -> usize {
     }
 }
 
-/// The schedule of `blocks` tiles of each of `heads` heads, with the table of the tiles where there
-/// is one.
+/// Returns the schedule of `blocks` tiles for each of `heads` heads, with the table of tiles, if
+/// any.
 fn schedule(
     client: &Client,
     (heads, section): (usize, usize),
@@ -134,7 +134,7 @@ fn schedule(
     ScheduleLaunch::new(heads, blocks, section, tiles, memory(&drawn, 1))
 }
 
-/// What is shared with the kernels of `mma.sync`, for blocks of `inner` rows.
+/// Returns the choices shared with the `mma.sync` kernels, for blocks of `inner` rows.
 fn plan(attention: &Attention, inner: usize) -> MmaPlan {
     let Attention {
         q,
@@ -172,15 +172,15 @@ fn problem(attention: &Attention, count: usize) -> ProblemLaunch {
     )
 }
 
-/// SMs of the device.
+/// Returns the number of SMs of the device.
 fn sms(client: &Client) -> usize {
     let sms = client.properties().hardware.num_streaming_multiprocessors;
     sms.unwrap_or(132) as usize
 }
 
-/// How the forward of `attention` finds the amax values that `request` asks for of its output, if
-/// it does: down columns of 16 tokens each, which have to be of one sequence. Whether they are, the
-/// host does not know of sequences at offsets.
+/// Returns the plan by which the forward of `attention` computes the amax values in `request` of
+/// its output, or `None` if it does not. Column amax values require that each 16 tokens belong to
+/// one sequence, which the host does not know for sequences at offsets.
 pub(super) fn amax_plan(
     client: &Client,
     attention: &Attention,
@@ -195,11 +195,11 @@ pub(super) fn amax_plan(
     (plan.cols.is_none() || whole_strips).then_some(plan)
 }
 
-/// Queues the forward, which raises the amax values that `request` asks for of its output in `found`,
-/// where there is an [`amax_plan`] for them.
+/// Launches the forward. If there is an [`amax_plan`], it raises the amax values in `request` of
+/// its output in `found`.
 ///
 /// # Errors
-/// When the offsets of the sequences do not fit.
+/// Returns an error if the offsets of the sequences do not fit.
 pub(super) fn forward(
     client: &Client,
     attention: &Attention,
@@ -223,7 +223,7 @@ pub(super) fn forward(
     };
     let pairs = count * q.heads;
     let cubes = (blocks * pairs).min(sms(client));
-    // Of heads that share keys and values none is parted from the others.
+    // Heads that share keys and values are in the same section.
     let group = attention.group();
     let bytes = 2 * (k.tokens / count) * k.head * k.dtype.size();
     let section = (SECTION_BYTES / bytes.max(1)).max(1) * group;
@@ -256,7 +256,8 @@ pub(super) fn forward(
     Ok(())
 }
 
-/// Rows of the other side that a pass multiplies at a time, as many as accumulators leave room for.
+/// Returns the rows of the other side that a pass multiplies at a time, as many as the registers
+/// for accumulators allow.
 const fn backward_inner(head: usize, pass: Pass) -> usize {
     match (head, pass) {
         (..=64, Pass::Queries) => 128,
@@ -264,10 +265,10 @@ const fn backward_inner(head: usize, pass: Pass) -> usize {
     }
 }
 
-/// Queues the backward.
+/// Launches the backward.
 ///
 /// # Errors
-/// When the offsets of the sequences do not fit.
+/// Returns an error if the offsets of the sequences do not fit.
 pub fn backward(
     client: &Client,
     attention: &Attention,
@@ -301,7 +302,7 @@ pub fn backward(
         };
         let pairs = count * own[0].heads;
         let items = tiles * pairs;
-        // What the tiles of a pair pass over, for all heads that read the same.
+        // Rows over which the tiles of a pair iterate, for all heads that read the same rows.
         let passed = match pass {
             Pass::KeysValues => q.tokens * attention.group(),
             Pass::Queries => k.tokens,

@@ -1,8 +1,8 @@
-//! The table of the tiles of sequences that begin at offsets in device memory.
+//! Table of the tiles of sequences that start at offsets in device memory.
 //!
-//! The host does not read the offsets, so the table has room for the most tiles that there can be.
-//! A first kernel adds up the tiles of the sequences before each one (`GroupOffsets::rescaled`), a
-//! second one looks each tile's sequence up there.
+//! The host does not read the offsets, so the table is allocated for the largest possible number of
+//! tiles. A first kernel computes the prefix sums of the sequences' tile counts
+//! (`GroupOffsets::rescaled`); a second one looks up each tile's sequence in them.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -21,26 +21,26 @@ use crate::{
     moe::groups::{GroupOffsets, find_group},
 };
 
-/// The tiles of one side.
+/// Tiles of one side.
 pub(super) struct Table {
-    /// The table.
+    /// Memory of the table.
     pub handle: Handle,
-    /// Tiles that it has room for: no fewer than there are.
+    /// Number of tiles that it has room for, at least the number of tiles.
     pub capacity: usize,
 }
 
 impl Table {
-    /// Words of the table.
+    /// Returns the number of words of the table.
     pub fn len(&self) -> usize {
         (self.capacity + 1) * ENTRY
     }
 }
 
-/// Queues the kernels that write the table of `attention`'s tiles of `rows` rows of one side;
-/// `None` for sequences of equal length, which need none.
+/// Launches the kernels that write the table of `attention`'s tiles of `rows` rows of one side.
+/// Returns `None` for sequences of equal length, which need no table.
 ///
 /// # Errors
-/// When the offsets do not fit.
+/// Returns an error if the offsets do not fit.
 pub(super) fn table(
     client: &Client,
     attention: &Attention,
@@ -80,9 +80,9 @@ pub(super) fn table(
     Ok(Some(table))
 }
 
-/// Writes the table of the tiles of `rows` rows of one side: how many there are, at most
-/// `capacity`, and an entry for each. Sequence `s` has the tiles from `starts[s]` to below
-/// `starts[s + 1]`; the tokens that belong to none have those behind.
+/// Writes the table of the tiles of `rows` rows of one side: their number, at most `capacity`, and
+/// one entry per tile. Sequence `s` has the tiles `starts[s]..starts[s + 1]`; the tokens that
+/// belong to no sequence have the following tiles.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn sm90_tiles_kernel(
     problem: Problem,
@@ -108,7 +108,7 @@ pub fn sm90_tiles_kernel(
         let nobody = index == problem.sequences;
         let own = extent(&problem, u32::reinterpret(index), side, true);
         let row = (tile as u32 - starts[index as usize]) * height;
-        // Of offsets that do not ascend a tile may lie behind its sequence. It has no rows.
+        // If offsets do not ascend, a tile may lie past its sequence. It then has no rows.
         let exists = row < own_len(own, side);
         let at = (tile + 1usize) * ENTRY;
         tiles[at] = select(exists, own.q, 0u32);
@@ -132,7 +132,7 @@ mod tests {
 
     const ROWS: usize = 128;
 
-    /// The table of one side, an entry for each tile.
+    /// Returns the table of one side, with one entry per tile.
     fn found(offsets: [&[u32]; 2], tokens: [usize; 2], side: Side) -> (Vec<[u32; 6]>, usize) {
         let client = cubecl::Device::Cpu(Default::default()).client();
         let [q, k] = tokens.map(|tokens| Heads::empty(&client, [tokens, 1, 2], FloatKind::Bf16));
@@ -157,7 +157,7 @@ mod tests {
         (entries.collect(), table.capacity)
     }
 
-    /// Offsets of sequences of these lengths.
+    /// Returns the offsets of sequences of these lengths.
     fn offsets_of(lengths: &[u32]) -> Vec<u32> {
         let mut offsets = vec![0];
         for length in lengths {
@@ -166,7 +166,7 @@ mod tests {
         offsets
     }
 
-    /// The tiles of all sequences, one after another, and of the tokens behind them.
+    /// Tables contain the tiles of all sequences, one after another, and of the tokens after them.
     #[test]
     fn tables_have_the_tiles_of_all_sequences() {
         let lengths: [(u32, u32); 14] = [
@@ -189,7 +189,7 @@ mod tests {
         let other: Vec<u32> = lengths.iter().map(|l| l.1).collect();
         for behind in [[0u32, 0], [1, 0], [128, 3], [200, 129]] {
             for (side, flip) in [(Side::Queries, false), (Side::Keys, true)] {
-                // The same lengths on the side whose tiles they are.
+                // Use these lengths for the side whose tiles are listed.
                 let (own, other) = if flip { (&other, &own) } else { (&own, &other) };
                 let (own, other) = (offsets_of(own), offsets_of(other));
                 let last = |offsets: &[u32]| offsets[offsets.len() - 1];
@@ -219,8 +219,8 @@ mod tests {
         }
     }
 
-    /// No tile is outside the tokens or behind its sequence, whatever the offsets are, and there
-    /// are no more than there is room for.
+    /// For any offsets, no tile is outside the tokens or past its sequence, and there are no more
+    /// tiles than the table has room for.
     #[test]
     fn offsets_that_cannot_be_name_no_token_that_is_not_there() {
         let tokens = [300usize, 200];

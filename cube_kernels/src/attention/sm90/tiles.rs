@@ -1,14 +1,14 @@
-//! The tiles of 128 rows that the CTAs of a grid share: in which order they are taken, and of which
-//! sequence each is.
+//! Tiles of 128 rows that the CTAs of a grid share: their order, and the sequence of each tile.
 //!
-//! With a causal mask tiles have work of very different amounts. So a CTA takes its first tile by
-//! its number, and draws each further one when it begins with the one before: a thread counts in
-//! device memory, and tells the others through shared memory. Tiles of sequences at offsets, which
-//! are short more often than not, are taken in turn. Which CTA has a tile changes no bit.
+//! With a causal mask the work per tile varies widely. A CTA therefore takes its first tile by its
+//! own index, and draws each further tile when it begins the previous one: one thread increments a
+//! counter in device memory, and publishes the result through shared memory. Tiles of sequences at
+//! offsets, which are usually short, are taken in turn. Results do not depend on which CTA
+//! processes a tile.
 //!
-//! Where sequences lie at offsets in device memory, kernels before this one write a table of the
-//! tiles (`super::table`). Tiles begin with their sequence as those of equal sequences do: a
-//! sequence has the same blocks, and so the same bits, alone and in any company.
+//! If sequences start at offsets in device memory, earlier kernels write a table of the tiles
+//! (`super::table`). Every tile is aligned to the start of its sequence, as for equal sequences: a
+//! sequence has the same blocks, and so the same bits, in any batch.
 
 use cubecl::prelude::*;
 
@@ -18,42 +18,44 @@ use crate::{
     gemm::arguments::thread_in_cta,
 };
 
-/// Words of an entry of the table of tiles. Before the first entry is one that begins with how many
-/// tiles there are.
+/// Words of an entry of the table of tiles. A header entry, whose first word is the number of
+/// tiles, precedes the entries.
 ///
-/// An entry is the [`Extent`] of the tile's sequence, the tile's first row in it, and 1 where its
-/// tokens belong to no sequence.
+/// An entry contains the [`Extent`] of the tile's sequence, the tile's first row in it, and 1 if
+/// its tokens belong to no sequence.
 pub const ENTRY: usize = 8;
 
-/// In which order the tiles of all sequences and heads are taken.
+/// Order in which the tiles of all sequences and heads are processed.
 #[derive(CubeType, CubeLaunch)]
 pub struct Schedule {
-    /// Heads of the rows that a CTA holds.
+    /// Number of heads of the rows that a CTA holds.
     pub heads: u32,
-    /// Tiles of a sequence. Not read where the plan has offsets.
+    /// Tiles per sequence. Not read if the plan has offsets.
     pub blocks: u32,
-    /// Pairs of a sequence and a head whose tiles are interleaved: what they pass over stays in the
-    /// L2 cache.
+    /// Pairs of a sequence and a head whose tiles are interleaved: the rows over which they iterate
+    /// stay in the L2 cache.
     pub section: u32,
-    /// The table of the tiles. Where the plan has no offsets, any memory.
+    /// Table of the tiles. May be any memory if the plan has no offsets.
     pub tiles: Box<[u32]>,
-    /// A word that is zero before and behind a launch, in which CTAs count tiles that they draw.
+    /// Counter of drawn tiles, one word that is zero before and after a launch.
     pub drawn: Box<[u32]>,
 }
 
-/// The comptime choices of the tiles of a kernel.
+/// Comptime choices of the tiles of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TilePlan {
-    /// Rows of a tile.
+    /// Rows per tile.
     pub rows: usize,
-    /// Of a pair the last tile comes first: with a causal mask the last queries see the most keys.
+    /// True if a pair's last tile comes first: with a causal mask, the last queries see the most
+    /// keys.
     pub backwards: bool,
-    /// Sequences begin at offsets in device memory: maps have one sequence, of all tokens.
+    /// True if sequences start at offsets in device memory: tensor maps have one sequence, of all
+    /// tokens.
     pub offsets: bool,
 }
 
 impl TilePlan {
-    /// Whether CTAs draw their tiles, and do not take them in turn.
+    /// True if CTAs draw their tiles instead of taking them in turn.
     ///
     /// Measured (H100, 16 heads of 128, forward / backward): 4 sequences of 4096 tokens 0.49 / 1.71
     /// ms drawn, 0.56 / 1.87 in turn; documents of 9 to 911 tokens 174 / 551 µs drawn, and on
@@ -67,29 +69,29 @@ impl TilePlan {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Tile {
-    /// The sequence in the maps.
+    /// Sequence in the tensor maps.
     pub sequence: u32,
-    /// The head.
+    /// Head.
     pub head: u32,
-    /// The first row in its sequence.
+    /// First row in its sequence.
     pub row: u32,
-    /// The tokens of its sequence. Of equal sequences the lengths alone count.
+    /// Tokens of its sequence. For equal sequences only the lengths are valid.
     pub extent: Extent,
-    /// Whether its tokens belong to no sequence.
+    /// True if its tokens belong to no sequence.
     pub nobody: bool,
 }
 
-/// What the tiles of a kernel have in common.
+/// Values shared by all tiles of a kernel.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Tiles {
-    /// Tiles of a pair of a sequence in the maps and a head.
+    /// Tiles per pair of a sequence in the tensor maps and a head.
     count: u32,
-    /// Such pairs.
+    /// Number of such pairs.
     pairs: u32,
-    /// The tokens of a sequence, where all are of one length.
+    /// Tokens of a sequence, if all have the same length.
     equal: Extent,
-    /// What is visible in such a sequence.
+    /// Mask of such a sequence.
     in_equal: Visible,
 }
 
@@ -116,12 +118,12 @@ impl Tiles {
         }
     }
 
-    /// How many there are of all pairs.
+    /// Returns the number of tiles of all pairs.
     pub fn all(&self) -> u32 {
         self.pairs * self.count
     }
 
-    /// What is visible in the sequence of `tile`.
+    /// Returns the mask of the sequence of `tile`.
     pub fn visible_in(&self, problem: &Problem, tile: Tile, #[comptime] plan: MmaPlan) -> Visible {
         if comptime!(plan.offsets) {
             Visible::of(problem, tile.extent, plan)
@@ -131,8 +133,8 @@ impl Tiles {
     }
 }
 
-/// Tile number `item`: sections one after another, in each the tiles with the most work of all
-/// pairs first.
+/// Returns tile `item`. Sections follow one another; within each, the tiles with the most work of
+/// all pairs come first.
 #[cube]
 pub(super) fn tile_of(
     schedule: &Schedule,
@@ -176,11 +178,11 @@ pub(super) fn tile_of(
     }
 }
 
-/// The tile behind `item` of this CTA, of `end`: the next in turn, or what it draws. Behind the
-/// last one it is a number that is no tile's.
+/// Returns this CTA's tile after `item`, of `end` tiles: the next one in turn, or the drawn one.
+/// After the last tile the index is out of range.
 ///
-/// One thread of a CTA comes here, once for each tile that the CTA takes: as often, in all, as
-/// there are tiles, so that the last one that draws sets the word back to zero.
+/// One thread of a CTA calls this once for each tile that the CTA processes. The total number of
+/// calls is the number of tiles, so that the last one to draw resets the counter to zero.
 #[cube]
 pub(super) fn next_item(
     schedule: &Schedule,
@@ -196,7 +198,7 @@ pub(super) fn next_item(
     }
 }
 
-/// The first token of the tile's sequence on one side.
+/// Returns the first token of the tile's sequence on one side.
 #[cube]
 pub(super) fn first_token(tile: Tile, #[comptime] side: Side, #[comptime] offsets: bool) -> u32 {
     if comptime!(side == Side::Queries) {
@@ -212,7 +214,7 @@ pub(super) fn first_token(tile: Tile, #[comptime] side: Side, #[comptime] offset
     }
 }
 
-/// Row `row` of the tile's sequence in a map of one side.
+/// Returns the index of row `row` of the tile's sequence in a tensor map of one side.
 #[cube]
 pub(super) fn row_in_map(
     tile: Tile,
@@ -228,19 +230,19 @@ pub(super) fn row_in_map(
     row as i32
 }
 
-/// Whether a block of `inner` rows from `first` on reaches behind a sequence of `len`. A map of all
-/// tokens then brings rows of the next sequence.
+/// True if a block of `inner` rows from `first` on extends past a sequence of length `len`. A
+/// tensor map of all tokens then loads rows of the next sequence.
 #[cube]
 pub(super) fn reaches_behind(first: u32, len: u32, #[comptime] inner: usize) -> bool {
     first + comptime!(inner as u32) > len
 }
 
-/// Overwrites the rows behind a sequence of `len` by zeros, in the block at `at` of `inner` rows
-/// from `first` on, which reaches there. Their weights are 0, but 0 times NaN of the next sequence
-/// is NaN.
+/// Overwrites with zeros the rows past a sequence of length `len`, in the block at `at` of `inner`
+/// rows from `first` on, which extends past it. The weights of these rows are 0, but 0 times NaN of
+/// the next sequence is NaN.
 ///
-/// Each warpgroup that reads the block does so for itself, and then [`show_cleared`]; what another
-/// one writes meanwhile is zeros, too.
+/// Each warpgroup that reads the block clears it for itself and then calls [`show_cleared`];
+/// another warpgroup's concurrent writes are zeros, too.
 #[cube]
 pub(super) fn clear_behind(
     at: u32,
@@ -257,7 +259,7 @@ pub(super) fn clear_behind(
     for part in 0..boxes {
         let start = at + comptime!((part * inner * 128) as u32) + kept * 128u32 + own;
         for step in 0..steps {
-            // Rows have 128 bytes, of which a warp writes two.
+            // Rows have 128 bytes; a warp writes two rows at a time.
             if step * 1024u32 + own < bytes {
                 st_shared_v2(start + step * 1024u32, 0u32, 0u32);
             }
@@ -265,11 +267,11 @@ pub(super) fn clear_behind(
     }
 }
 
-/// Lets the `wgmma` of this warpgroup see what it cleared.
+/// Makes the cleared rows visible to the `wgmma` of this warpgroup.
 #[cube]
 pub(super) fn show_cleared() {
     sync_async_proxy_shared();
-    // Lanes have cleared different numbers of rows; the barrier takes warps as a whole.
+    // Lanes have cleared different numbers of rows; the barrier requires converged warps.
     sync_plane();
     named_barrier_sync(thread_in_cta() / 128u32, 128u32);
 }

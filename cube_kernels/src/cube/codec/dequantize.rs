@@ -1,11 +1,11 @@
-//! Dequantized words: eight E2M1 codes times their E4M3 scale as pairs of bf16, which is exact, in
-//! the instructions of sm_80 and later (CUDA C++ only). The factor of the tensor is not in them
-//! ("unscaled").
+//! Dequantization of words: eight E2M1 codes times their E4M3 scale to pairs of bf16, which is
+//! exact, with the instructions of sm_80 and later (CUDA C++ only). The global scale factor is not
+//! applied ("unscaled").
 
 use cubecl::prelude::*;
 
-/// Eight E2M1 codes, element 0 in the lowest nibble, times the bf16 in both halves of `scale`, as
-/// eight bf16 in order: `$multiply p, p, scale$end` is the multiplication of a pair.
+/// Returns eight E2M1 codes, element 0 in the lowest nibble, times the bf16 in both halves of
+/// `scale`, as eight bf16 in order: `$multiply p, p, scale$end` is the multiplication of a pair.
 ///
 /// The two bytes of a bf16 magnitude are looked up separately (`prmt` takes the lower three bits of
 /// each of four nibbles as an index into eight bytes): 0, .5, 1, 1.5, 2, 3, 4, 6 are 0x0000,
@@ -34,7 +34,7 @@ macro_rules! decode_codes {
                 $multiply, "p0, p0, {s}", $end, $multiply, "p1, p1, {s}", $end,
                 $multiply, "p2, p2, {s}", $end, $multiply, "p3, p3, {s}", $end,
                 "mov.b32 %0, p0; mov.b32 %1, p1; mov.b32 %2, p2; mov.b32 %3, p3;",
-                // Every operand must be named; the results were, by number.
+                // Every operand must be named; the results are named by number.
                 "// {o}",
                 "}}",
                 o = out(_) pairs, c = in(_) codes, s = in(_) scale,
@@ -45,7 +45,7 @@ macro_rules! decode_codes {
     };
 }
 
-// The multiplication of pairs is an instruction of sm_90; where it is missing, a sum with -0 does.
+// `mul.bf16x2` requires sm_90; before, an addition of -0 replaces it.
 decode_codes!(decode_e2m1x8, "mul.rn.bf16x2", ";");
 decode_codes!(
     decode_e2m1x8_sm80,
@@ -53,8 +53,9 @@ decode_codes!(
     ", m;"
 );
 
-/// Two E4M3 bytes, the first in the lower eight bits, each times 2^118 as a bf16 in both halves of
-/// a word: `cvt.rn.f16x2.e4m3x2` is exact, and so is every step after it (448 · 2^118 < 2^127).
+/// Returns two E4M3 bytes, the first in the lower eight bits, each times 2^118 as a bf16 in both
+/// halves of a word: `cvt.rn.f16x2.e4m3x2` is exact, and so is every step after it (448 · 2^118 <
+/// 2^127).
 #[cube]
 pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
     let scales: Vector<u32, Const<2>>;
@@ -73,8 +74,8 @@ pub fn decode_e4m3x2(bytes: u16) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(scales)
 }
 
-/// Two E4M3 bytes, the first in the lower eight bits, each times 2^118, as a pair of bf16: the
-/// values of [`decode_e4m3x2()`], side by side.
+/// Returns two E4M3 bytes, the first in the lower eight bits, each times 2^118, as one pair of
+/// bf16: the values of [`decode_e4m3x2()`].
 #[cube]
 pub fn decode_e4m3_pair(bytes: u32) -> u32 {
     let bytes = u32::reinterpret(bytes);
@@ -92,10 +93,11 @@ pub fn decode_e4m3_pair(bytes: u32) -> u32 {
     u32::reinterpret(pair)
 }
 
-/// [`decode_e4m3x2()`] for devices without that conversion, which is one of sm_89: exponent and
-/// mantissa of a byte are put where a bf16 has its lowest exponent bits, which makes the scale
-/// times 2^-120 (its bias is 7, a bf16's 127; a byte without an exponent lands on a subnormal), and
-/// multiplied by 2^119 twice, exactly. The one byte that is NaN would be a number.
+/// [`decode_e4m3x2()`] for devices without that conversion instruction, which requires sm_89.
+/// Exponent and mantissa of a byte are moved to the lowest exponent bits of a bf16, which yields
+/// the scale times 2^-120 (its bias is 7, that of bf16 is 127; a byte with a zero exponent becomes
+/// a subnormal). Two multiplications by 2^119 correct this, exactly. The one byte that is NaN would
+/// become a number.
 #[cube]
 pub fn decode_e4m3x2_sm80(bytes: u16) -> Vector<u32, Const<2>> {
     let scales: Vector<u32, Const<2>>;
@@ -117,15 +119,15 @@ pub fn decode_e4m3x2_sm80(bytes: u16) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(scales)
 }
 
-/// Eight E2M1 codes times `scale` of [`decode_e4m3x2()`], as pairs of bf16: codes (0, 4), (1, 5),
-/// (2, 6), (3, 7), each 2^-8 times what it stands for.
+/// Returns eight E2M1 codes times `scale` of [`decode_e4m3x2()`], as pairs of bf16: codes (0, 4),
+/// (1, 5), (2, 6), (3, 7), each 2^-8 times its value.
 ///
-/// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
-/// 2^-126: its bias is 1, a bf16's is 127, and codes without an exponent land on subnormals. The
-/// multiplication by the scale times 2^118 brings it back into the normal range, exactly: six
+/// Exponent and mantissa of a code in the lowest exponent bits of a bf16 represent the code times
+/// 2^-126: its bias is 1, that of bf16 is 127, and codes with a zero exponent become subnormals.
+/// The multiplication by the scale times 2^118 brings it back into the normal range, exactly: six
 /// significant bits between 2^-18 and 2^4. Codes four apart are 16 bits apart, so one instruction
-/// serves both halves; a multiplication by 2^12 + 2^6 puts copies of a code where the sign and
-/// where the magnitude have to be, on a pipe that the masks leave free.
+/// handles both halves. A multiplication by 2^12 + 2^6 copies a code to the positions of the sign
+/// and of the magnitude, on a pipe that the mask operations leave idle.
 #[cube]
 pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
     let pairs: Vector<u32, Const<4>>;
@@ -136,7 +138,7 @@ pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
         "shr.u32 u, {c}, 8;",
         "and.b32 p2, u, 0x000f000f; mul.lo.u32 p2, p2, 0x1040; and.b32 p2, p2, 0x81c081c0;",
         "and.b32 p3, u, 0x00f000f0; mul.lo.u32 p3, p3, 0x104; and.b32 p3, p3, 0x81c081c0;",
-        // A multiplication of pairs is an instruction of sm_90; a sum with -0 is one of sm_80.
+        // `mul.bf16x2` requires sm_90; an FMA with -0 requires sm_80.
         "fma.rn.bf16x2 %0, p0, {s}, m; fma.rn.bf16x2 %1, p1, {s}, m;",
         "fma.rn.bf16x2 %2, p2, {s}, m; fma.rn.bf16x2 %3, p3, {s}, m;",
         "// {o}",
@@ -147,8 +149,8 @@ pub fn decode_e2m1x8_pairs(codes: u32, scale: u32) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(pairs)
 }
 
-/// One pair of [`decode_e2m1x8_pairs()`]: codes in the lowest nibbles of both halves of `pair`,
-/// zeros above them.
+/// Decodes one pair of [`decode_e2m1x8_pairs()`]: codes in the lowest nibbles of both halves of
+/// `pair`, with zeros above them.
 #[cube]
 pub fn decode_e2m1_pair(pair: u32, scale: u32) -> u32 {
     let product: u32;
@@ -161,12 +163,12 @@ pub fn decode_e2m1_pair(pair: u32, scale: u32) -> u32 {
     u32::reinterpret(product)
 }
 
-/// The four E4M3 codes of a word as pairs of bf16, (0, 2) and (1, 3), exactly.
+/// Returns the four E4M3 codes of a word as pairs of bf16, (0, 2) and (1, 3), exactly.
 ///
-/// A code's exponent and mantissa, put into the lowest exponent bits of a bf16, are the code times
-/// 2^-120: its bias is 7, a bf16's is 127, and codes without an exponent land on subnormals. The
-/// multiplication by 2^120 brings them back. The codes of NaN become 480 with their sign: what
-/// holds them must be NaN for another reason.
+/// Exponent and mantissa of a code in the lowest exponent bits of a bf16 represent the code times
+/// 2^-120: its bias is 7, that of bf16 is 127, and codes with a zero exponent become subnormals.
+/// The multiplication by 2^120 corrects this. NaN codes become 480 with their sign, so the caller
+/// must ensure NaN by other means.
 #[cube]
 pub fn decode_e4m3x4_pairs(codes: u32) -> Vector<u32, Const<2>> {
     let pairs: Vector<u32, Const<2>>;
@@ -176,7 +178,7 @@ pub fn decode_e4m3x4_pairs(codes: u32) -> Vector<u32, Const<2>> {
         "or.b32 p0, s, t;",
         "and.b32 s, {w}, m; shr.u32 t, {w}, 4; and.b32 t, t, 0x07f007f0;",
         "or.b32 p1, s, t;",
-        // A multiplication of pairs is an instruction of sm_90; a sum with -0 is one of sm_80.
+        // `mul.bf16x2` requires sm_90; an FMA with -0 requires sm_80.
         "fma.rn.bf16x2 %0, p0, c, m; fma.rn.bf16x2 %1, p1, c, m;",
         "// {o}",
         "}}",
@@ -186,8 +188,8 @@ pub fn decode_e4m3x4_pairs(codes: u32) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(pairs)
 }
 
-/// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 2), (1, 3), (4, 6), (5, 7): the
-/// order of [`decode_e4m3x4_pairs()`].
+/// Reorders four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), to (0, 2), (1, 3), (4, 6), (5, 7):
+/// the order of [`decode_e4m3x4_pairs()`].
 #[cube]
 pub fn pair_alternate(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
     let out: Vector<u32, Const<4>>;
@@ -201,8 +203,8 @@ pub fn pair_alternate(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(out)
 }
 
-/// Four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), as (0, 4), (1, 5), (2, 6), (3, 7): the
-/// order of [`decode_e2m1x8_pairs()`].
+/// Reorders four pairs in order, (0, 1), (2, 3), (4, 5), (6, 7), to (0, 4), (1, 5), (2, 6), (3, 7):
+/// the order of [`decode_e2m1x8_pairs()`].
 #[cube]
 pub fn interleave_pairs(pairs: Vector<u32, Const<4>>) -> Vector<u32, Const<4>> {
     let out: Vector<u32, Const<4>>;

@@ -1,5 +1,5 @@
 //! E2M1 elements, one by one: rounding to nearest and stochastic rounding in plain operations, and
-//! their values. Where the device has conversions of its own, whole words go to these.
+//! decoding. Devices with conversion instructions convert whole words instead.
 
 use cubecl::prelude::*;
 
@@ -14,37 +14,38 @@ const MIN_NORMAL: u32 = 0x0080_0000;
 /// 2²² + 1; see [`nearest_bits()`].
 const SPREAD: f32 = 4_194_305.0;
 
-/// `min(|value|, 6)`, 6 for NaN: beyond it nothing but 6 is left to round to.
+/// Returns `min(|value|, 6)`, 6 for NaN: larger values all round to 6.
 #[cube]
 pub fn clamp_to_six(value: f32, #[comptime] conversion: Conversion) -> f32 {
     if comptime!(conversion.has_ptx()) {
         ptx::min_abs(value, 6.0f32)
     } else {
-        // As integers NaN compares above everything.
+        // As an integer, NaN compares above everything.
         f32::reinterpret(min(u32::reinterpret(value) & MAGNITUDE, SIX))
     }
 }
 
-/// Bits of the power of two, 1, 2 or 4, in whose binade `magnitude`, at most 6, has its E2M1
-/// neighbours: twice the step of the grid there. Below 1 the grid is that of [1, 2).
+/// Returns the bits of the power of two, 1, 2 or 4, in whose binade `magnitude`, at most 6, has its
+/// E2M1 neighbours: twice the step of the grid there. Below 1 the grid is that of [1, 2).
 #[cube]
 pub fn binade_bits(magnitude: f32) -> u32 {
     max(u32::reinterpret(magnitude), ONE) & INFINITY
 }
 
-/// Bits of `magnitude + (2²² + 1) · binade`, rounded to nearest even.
+/// Returns the bits of `magnitude + (2²² + 1) · binade`, rounded to nearest even.
 ///
 /// The unit in the last place of that sum is the step of the E2M1 grid, so the addition rounds to
-/// it, ties to even, which is the tie rule of E2M1, since even codes are even multiples of the step
-/// in every binade. The last three bits are the multiple, plus the two units that `binade` makes.
+/// it with ties to even. This is the tie rule of E2M1, since even codes are even multiples of the
+/// step in every binade. The last three bits are the multiple, plus the two units from `binade`.
 /// The product is exact, so contraction does not matter.
 #[cube]
 pub fn nearest_bits(magnitude: f32, binade: u32) -> u32 {
     u32::reinterpret(f32::reinterpret(binade) * SPREAD + magnitude)
 }
 
-/// The code, sign included, from the bits of [`nearest_bits()`]. Bits of `binade >> 22` are
-/// `254 + 2 E`: with the two units already there the sum of last three bits is the code.
+/// Returns the code, including the sign, from the bits of [`nearest_bits()`]. The bits of `binade
+/// >> 22` are `254 + 2 E`: with the two units already there, the sum of the last three bits is the
+/// code.
 #[cube]
 pub fn code_of(sum: u32, binade: u32, value: f32, #[comptime] conversion: Conversion) -> u32 {
     let bits = u32::reinterpret(value);
@@ -57,7 +58,8 @@ pub fn code_of(sum: u32, binade: u32, value: f32, #[comptime] conversion: Conver
     }
 }
 
-/// The code nearest to `value`; see [`reference::round_nearest`](crate::reference::round_nearest).
+/// Returns the code nearest to `value`; see
+/// [`reference::round_nearest`](crate::reference::round_nearest).
 #[cube]
 pub fn round_nearest(value: f32, #[comptime] conversion: Conversion) -> u32 {
     let magnitude = clamp_to_six(value, conversion);
@@ -65,7 +67,7 @@ pub fn round_nearest(value: f32, #[comptime] conversion: Conversion) -> u32 {
     code_of(nearest_bits(magnitude, binade), binade, value, conversion)
 }
 
-/// `value` rounded by eight random bits, byte `byte` of `random`; see
+/// Rounds `value` by eight random bits, byte `byte` of `random`; see
 /// [`reference::round_stochastic`](crate::reference::round_stochastic).
 #[cube]
 pub fn round_stochastic(
@@ -80,21 +82,22 @@ pub fn round_stochastic(
     let dither = dither(random, byte);
     let dithered = dither * f32::reinterpret(binade) + magnitude;
     if comptime!(conversion.has_ptx()) {
-        // Down to the grid of `magnitude`'s binade. Where the sum has left that binade it is below
-        // the next binade's second grid point, so both grids agree on what is below it.
+        // Round down to the grid of `magnitude`'s binade. If the sum has left that binade, it is
+        // below the second grid point of the next one, so both grids round it down to the same
+        // value.
         let sum = ptx::fma_rz(f32::reinterpret(binade), SPREAD, dithered);
         code_of(u32::reinterpret(sum), binade, value, conversion)
     } else {
-        // Exponent and first mantissa bit are what truncation keeps; 2⁻¹²⁶ makes them an `f32`
-        // subnormal below 1, as they are in E2M1. Exact: one significant bit follows the first.
+        // Truncation keeps the exponent and the first mantissa bit. 2⁻¹²⁶ makes values below 1
+        // `f32` subnormals, as they are in E2M1. Exact: one significant bit follows the first.
         let kept = u32::reinterpret(dithered) & 0x7FC0_0000u32;
         let code = u32::reinterpret(f32::reinterpret(kept) * f32::reinterpret(MIN_NORMAL));
         (code >> 22u32) | sign_unless_nan(u32::reinterpret(value))
     }
 }
 
-/// `r / 512` for byte `byte` of `random`, without a conversion: the byte becomes mantissa bits of a
-/// number whose exponent makes them units of 2⁻⁹.
+/// Returns `r / 512` for byte `byte` of `random`, without a conversion: the byte becomes mantissa
+/// bits of a number whose exponent makes them units of 2⁻⁹.
 #[cube]
 fn dither(random: u32, #[comptime] byte: u32) -> f32 {
     let half = random >> comptime!(16 * (byte / 2));
@@ -110,8 +113,8 @@ fn sign_unless_nan(bits: u32) -> u32 {
     select((bits & MAGNITUDE) > INFINITY, 0u32, (bits >> 28u32) & 8u32)
 }
 
-/// The codes of eight values from element `first` on, rounded to nearest, the first in the lowest
-/// nibble: by [`ptx::cvt_rn_e2m1x8()`], or by its software form.
+/// Returns the codes of eight values from element `first` on, rounded to nearest, the first in the
+/// lowest nibble: by [`ptx::cvt_rn_e2m1x8()`], or by its software form.
 #[cube]
 pub fn nearest_codes(
     values: &Array<f32>,
@@ -131,8 +134,8 @@ pub fn nearest_codes(
     }
 }
 
-/// The codes of eight values from element `first` on, rounded by `low` (elements 0 to 3) and `high`
-/// (4 to 7): by [`ptx::cvt_rs_e2m1x8()`], or by its software form.
+/// Returns the codes of eight values from element `first` on, rounded stochastically by `low`
+/// (elements 0 to 3) and `high` (4 to 7): by [`ptx::cvt_rs_e2m1x8()`], or by its software form.
 #[cube]
 pub fn stochastic_codes(
     values: &Array<f32>,
@@ -157,36 +160,36 @@ pub fn stochastic_codes(
     }
 }
 
-/// The value of the code in the low nibble of `code`.
+/// Returns the value of the code in the low nibble of `code`.
 #[cube]
 pub fn decode_e2m1(code: u32) -> f32 {
-    // Exponent and mantissa as those of an `f32`, whose bias is 126 larger; the code without an
-    // exponent is a subnormal in both. Multiplication by a power of two is exact.
+    // Exponent and mantissa become those of an `f32`, whose bias is 126 larger; the code with a
+    // zero exponent is subnormal in both. Multiplication by a power of two is exact.
     let magnitude = f32::reinterpret((code & 7u32) << 22u32) * f32::reinterpret(253u32 << 23u32);
     f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
 }
 
-/// 2⁻¹²⁶ of the value of the code in the low nibble of `code`: exponent and mantissa of the code,
-/// moved to the lowest bits of those of an `f32`, the subnormal 0.5 included.
+/// Returns 2⁻¹²⁶ times the value of the code in the low nibble of `code`: exponent and mantissa of
+/// the code, moved to the lowest bits of those of an `f32`, including the subnormal 0.5.
 #[cube]
 fn decode_e2m1_tiny(code: u32) -> f32 {
     f32::reinterpret(((code & 7u32) << 22u32) | ((code & 8u32) << 28u32))
 }
 
-/// What multiplies the codes of a block: its scale and the factor of its tensor, raised by powers
-/// of two that together are the 2¹²⁶ which the codes lack.
+/// Factors of the codes of a block: its scale and the factor of its tensor, multiplied by powers of
+/// two that together compensate the 2⁻¹²⁶ of the codes.
 #[derive(CubeType, Clone, Copy)]
 pub struct BlockFactors {
-    /// That of the scale.
+    /// Factor of the scale.
     pub scale: f32,
-    /// That of the tensor.
+    /// Factor of the tensor.
     pub tensor: f32,
 }
 
 #[cube]
 impl BlockFactors {
-    /// Of a block with scale byte `scale` in a tensor with factor `tensor`, at most `f32::MAX /
-    /// 1536` or not finite.
+    /// Factors of a block with scale byte `scale` in a tensor with factor `tensor`, which is at
+    /// most `f32::MAX / 1536` or not finite.
     pub fn new(scale: u32, tensor: f32) -> BlockFactors {
         BlockFactors {
             // At most 448 · 2¹¹⁸.
@@ -195,7 +198,7 @@ impl BlockFactors {
         }
     }
 
-    /// `fl(fl(value · scale) · tensor)`, the value being that of the code in the low nibble of
+    /// Returns `fl(fl(value · scale) · tensor)` for the value of the code in the low nibble of
     /// `code`, with two multiplications. The first one is exact, as it is without the powers of
     /// two; subnormals must not be flushed.
     pub fn decode(&self, code: u32) -> f32 {
@@ -203,7 +206,7 @@ impl BlockFactors {
     }
 
     /// `decode` for values that are summed: the compiler may not contract the last multiplication
-    /// with the addition. Needs PTX.
+    /// with the addition. Requires PTX.
     pub fn decode_term(&self, code: u32) -> f32 {
         ptx::mul_rn(decode_e2m1_tiny(code) * self.scale, self.tensor)
     }

@@ -1,22 +1,22 @@
-//! E2M1 codes of eight values at once, in the instructions of sm_80 and later (CUDA C++ only):
-//! fewer operations than element by element, and on the pipes that have the highest rate. The same
-//! bits as [`round_nearest()`](super::round_nearest()) and
+//! E2M1 codes of eight values at once, with the instructions of sm_80 and later (CUDA C++ only):
+//! fewer operations than element by element, and on the pipes with the highest throughput. The
+//! results are bit-identical to [`round_nearest()`](super::round_nearest()) and
 //! [`round_stochastic()`](super::round_stochastic()).
 
 use cubecl::prelude::*;
 
 use crate::cube::ptx;
 
-/// A word whose lowest byte is the E2M1 code nearest to `value · multiplier`, sign apart, ties to
-/// even.
+/// Returns a word whose lowest byte is the E2M1 code nearest to `value · multiplier`, without the
+/// sign, ties to even.
 ///
-/// The code of a magnitude `y` is, before rounding, a sum of three clamped lines, `4 sat(y/2) + 2
-/// sat(y/2 - 1) + sat(y/2 - 2)`: each is a saturating multiply-add, exact where it is not clamped
-/// (`y/2` within a factor of two of what is subtracted: Sterbenz), and where one is not clamped
-/// those before it are whole, even numbers of codes. So one rounding happens, by the addition to
-/// 2²³, whose unit in the last place is one code, ties to even codes. No integer operation: these
-/// run at half the rate of floating-point ones on the GPUs this is for. NaN saturates to zero: the
-/// caller replaces it.
+/// Before rounding, the code of a magnitude `y` is a sum of three clamped lines, `4 sat(y/2) + 2
+/// sat(y/2 - 1) + sat(y/2 - 2)`. Each is a saturating multiply-add, which is exact unless clamped
+/// (`y/2` is within a factor of two of the subtrahend: Sterbenz). If one of them is not clamped,
+/// those before it are whole, even numbers of codes. So rounding happens only once, in the addition
+/// to 2²³, whose unit in the last place is one code, with ties to even codes. It uses no integer
+/// operations, which run at half the rate of floating-point ones on the target GPUs. NaN saturates
+/// to zero; the caller must replace it.
 ///
 /// Instructions of PTX 2.0, all targets.
 #[cube]
@@ -36,13 +36,13 @@ pub fn e2m1_rn(value: f32, multiplier: f32) -> u32 {
     u32::reinterpret(bits)
 }
 
-/// [`e2m1_rn()`] in fewer instructions for products below 7.
+/// [`e2m1_rn()`] in fewer instructions, for products below 7.
 ///
-/// The code of a magnitude `y` is, before rounding, the least of three lines, `2 y`, `y + 2` and
-/// `y/2 + 4`. Each is rounded once, by the addition to 2²³, whose unit in the last place is one
-/// code, ties to even codes; rounding keeps the order, so the least of the rounded lines is the
-/// rounded code. As integers the sums compare as they do as numbers, and three are compared by one
-/// instruction.
+/// Before rounding, the code of a magnitude `y` is the minimum of three lines, `2 y`, `y + 2` and
+/// `y/2 + 4`. Each is rounded once, in the addition to 2²³, whose unit in the last place is one
+/// code, with ties to even codes. Rounding is monotonic, so the minimum of the rounded lines is the
+/// rounded code. The sums compare as integers like they do as numbers, and one instruction compares
+/// three of them.
 ///
 /// Instructions of PTX 2.0, all targets.
 #[cube]
@@ -61,15 +61,15 @@ pub fn e2m1_rn_below_7(value: f32, multiplier: f32) -> u32 {
     u32::reinterpret(bits)
 }
 
-/// The magnitudes `y` of `low · multiplier` and `high · multiplier` in units of 1/512 of a code,
-/// cut off, one in each half of the word; 7 codes at most, NaN too.
+/// Returns the magnitudes `y` of `low · multiplier` and `high · multiplier` in units of 1/512 of a
+/// code, truncated, one in each half of the word; at most 7 codes, also for NaN.
 ///
 /// The bits of a magnitude divided by 2¹⁴, as an f16, are that number: below 1 it is an f16
-/// subnormal, as it is one in E2M1, and from 1 on exponent and first mantissa bit are the code.
-/// Below a magnitude of 0.5 the specification rounds `y + r/512` to an `f32` before it cuts off:
-/// what comes within 2⁻²⁶ of 0.5 from below counts as 0.5. Adding 2⁻²⁶ toward zero does that, and
-/// from 0.5 on never reaches the next multiple of 1/512: where such a `y` has a place for 2⁻²⁶ at
-/// all, that is its last one. Both cuts go toward zero, so that the first does not disturb the
+/// subnormal, as it is in E2M1, and from 1 on, exponent and first mantissa bit are the code. Below
+/// a magnitude of 0.5 the specification rounds `y + r/512` to an `f32` before truncation, so values
+/// within 2⁻²⁶ below 0.5 count as 0.5. Adding 2⁻²⁶ toward zero has that effect. From 0.5 on, the
+/// addition never reaches the next multiple of 1/512: if such a `y` has a bit of weight 2⁻²⁶ at
+/// all, it is the last one. Both truncations are toward zero, so the first does not affect the
 /// second.
 ///
 /// Instructions of PTX 7.0 (`cvt.rz.f16x2.f32`, `min.f16x2`), sm_80 and later.
@@ -90,8 +90,8 @@ pub fn e2m1_sr_units(low: f32, high: f32, multiplier: f32) -> u32 {
     u32::reinterpret(units)
 }
 
-/// `units` plus twice the bytes of `random` that `mask` keeps: one operation of each of two pipes,
-/// where a compiler that sees them makes three of one.
+/// Returns `units` plus twice the bytes of `random` that `mask` keeps, with one operation on each
+/// of two pipes. From plain code, compilers generate three operations on one pipe.
 #[cube]
 fn add_twice(random: u32, #[comptime] mask: u32, units: u32) -> u32 {
     let random = u32::reinterpret(random);
@@ -105,9 +105,9 @@ fn add_twice(random: u32, #[comptime] mask: u32, units: u32) -> u32 {
     u32::reinterpret(sum)
 }
 
-/// The codes of eight of `values · multiplier` from element `first` on, rounded to nearest, the
-/// first in the lowest nibble. `signs` are those of [`sign_nibbles()`]; `below_7` says that no
-/// product is larger than that. Needs PTX; see [`e2m1_rn()`].
+/// Returns the codes of eight of `values · multiplier` from element `first` on, rounded to nearest,
+/// the first in the lowest nibble. `signs` are those of [`sign_nibbles()`]; `below_7` asserts that
+/// all products are below 7. Requires PTX; see [`e2m1_rn()`].
 #[cube]
 pub fn nearest_word(
     values: &Array<f32>,
@@ -133,11 +133,11 @@ pub fn nearest_word(
     magnitudes | (signs & 0x8888_8888u32)
 }
 
-/// The signs of eight values in four bf16 pairs from pair `first` on, each repeated over its
-/// nibble. Needs PTX.
+/// Returns the signs of eight values in four bf16 pairs from pair `first` on, each repeated over
+/// its nibble. Requires PTX.
 #[cube]
 pub fn sign_nibbles_of_pairs(pairs: &Array<u32>, #[comptime] first: usize) -> u32 {
-    // Elements 0, 2, 1, 3, a byte each.
+    // Elements 0, 2, 1, 3, one byte each.
     let low = ptx::prmt(pairs[first], pairs[comptime!(first + 1)], 0xFBD9u32);
     let high = ptx::prmt(
         pairs[comptime!(first + 2)],
@@ -149,7 +149,7 @@ pub fn sign_nibbles_of_pairs(pairs: &Array<u32>, #[comptime] first: usize) -> u3
     (even & 0x0F0F_0F0Fu32) | (odd & 0xF0F0_F0F0u32)
 }
 
-/// The sign of each of eight values, repeated over its nibble. Needs PTX.
+/// Returns the sign of each of eight values, repeated over its nibble. Requires PTX.
 #[cube]
 pub fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
     let mut halves = Array::<u32>::new(2usize);
@@ -167,9 +167,9 @@ pub fn sign_nibbles(values: &Array<f32>, #[comptime] first: usize) -> u32 {
     (halves[0] & 0x0F0F_0F0Fu32) | (halves[1] & 0xF0F0_F0F0u32)
 }
 
-/// The codes of eight of `values · multiplier` from element `first` on, rounded by the bytes of
-/// `low` (the first four) and `high`; `signs` are those of [`sign_nibbles()`]. Needs PTX; see
-/// [`e2m1_sr_units()`].
+/// Returns the codes of eight of `values · multiplier` from element `first` on, rounded
+/// stochastically by the bytes of `low` (the first four) and `high`; `signs` are those of
+/// [`sign_nibbles()`]. Requires PTX; see [`e2m1_sr_units()`].
 #[cube]
 pub fn stochastic_word(
     values: &Array<f32>,
@@ -179,7 +179,7 @@ pub fn stochastic_word(
     low: u32,
     high: u32,
 ) -> u32 {
-    // Even elements, then odd ones: each a byte whose bits 1 to 3 are the code.
+    // Even elements, then odd ones: bits 1 to 3 of each byte are the code.
     let mut halves = Array::<u32>::new(2usize);
     #[unroll]
     for odd in 0..2usize {

@@ -5,19 +5,19 @@ use cubecl::prelude::*;
 use super::{INFINITY, MAGNITUDE, QUIET_NAN};
 use crate::tensor::FloatKind;
 
-/// The magnitude of a value as integer bits, in which NaN compares above infinity.
+/// Returns the magnitude of a value as integer bits, in which NaN compares above infinity.
 #[cube]
 pub fn magnitude_bits(value: f32) -> u32 {
     u32::reinterpret(value) & MAGNITUDE
 }
 
-/// Magnitude bits with every NaN replaced by the canonical one.
+/// Replaces every NaN in magnitude bits by the canonical one.
 #[cube]
 pub fn canonical(bits: u32) -> u32 {
     select(bits > INFINITY, QUIET_NAN, bits)
 }
 
-/// A stored element as `f32`, exactly. `F` is the storage type of `kind`.
+/// Converts a stored element to `f32`, exactly. `F` is the storage type of `kind`.
 #[cube]
 pub fn load<F: Numeric>(stored: F, #[comptime] kind: FloatKind) -> f32 {
     if comptime!(kind == FloatKind::Bf16) {
@@ -27,7 +27,7 @@ pub fn load<F: Numeric>(stored: F, #[comptime] kind: FloatKind) -> f32 {
     }
 }
 
-/// `value` rounded to nearest even, as a stored element.
+/// Rounds `value` to nearest even, as a stored element.
 #[cube]
 pub fn store<F: Numeric>(value: f32, #[comptime] kind: FloatKind) -> F {
     if comptime!(kind == FloatKind::Bf16) {
@@ -37,7 +37,7 @@ pub fn store<F: Numeric>(value: f32, #[comptime] kind: FloatKind) -> F {
     }
 }
 
-/// `value` rounded to bf16, ties to even.
+/// Rounds `value` to bf16, ties to even.
 #[cube]
 pub fn round_to_bf16(value: f32) -> f32 {
     f32::reinterpret(bf16_bits(value) << 16u32)

@@ -1,4 +1,4 @@
-//! The codecs: E2M1 elements, E4M3 scales, and stored elements, twins of
+//! Codecs for E2M1 elements, E4M3 scales and stored elements: counterparts of
 //! [`format`](mod@crate::format).
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,52 +22,53 @@ pub(crate) const INFINITY: u32 = 0x7F80_0000;
 /// Bits of the canonical quiet NaN.
 pub(crate) const QUIET_NAN: u32 = 0x7FC0_0000;
 
-/// Who does the arithmetic for which some devices have instructions of their own. Every choice
-/// gives the same bits, but for stochastic rounding by [`Conversion::Hardware`], which gives the
-/// same distribution.
+/// Implementation of arithmetic for which some devices have dedicated instructions. All variants
+/// produce identical bits, except stochastic rounding with [`Conversion::Hardware`], which produces
+/// the same distribution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Conversion {
     /// Plain operations on values and bit patterns: every device.
     Software,
     /// PTX of sm_80 and later: `max.NaN`, `fma.rz`, `rcp.rn`; no conversions.
     Sm80,
-    /// The same with the E4M3 conversions of sm_89 and sm_90.
+    /// `Sm80` plus the E4M3 conversions of sm_89 and sm_90.
     Sm89,
-    /// The same with `cvt.rn.satfinite.e2m1x2`; stochastic rounding in software: sm_120 and sm_121.
+    /// `Sm89` plus `cvt.rn.satfinite.e2m1x2`, with stochastic rounding in software: sm_120 and
+    /// sm_121.
     HardwareNearest,
-    /// The same with `cvt.rs.satfinite.e2m1x4` too: sm_100a and sm_103a.
+    /// `HardwareNearest` plus `cvt.rs.satfinite.e2m1x4`: sm_100a and sm_103a.
     Hardware,
     /// [`Hardware`](Self::Hardware) with each of its two E2M1 instructions replaced by the
     /// operations of its software form on the same operands, in which byte `i` of a random word
-    /// rounds element `i`: what surrounds the instructions, on any CUDA device of sm_89 and later.
-    /// For tests; see [`emulate_e2m1_instructions`].
+    /// rounds element `i`. It runs the code around the instructions on any CUDA device of sm_89 and
+    /// later, for tests; see [`emulate_e2m1_instructions`].
     Emulated,
 }
 
 /// Set by [`emulate_e2m1_instructions`].
 static EMULATE: AtomicBool = AtomicBool::new(false);
 
-/// From now on devices that have, in hardware, everything but E2M1 instructions are given kernels
-/// with [`Conversion::Emulated`], and so are those that have them. Elsewhere nothing changes: there
-/// [`Conversion::Software`] surrounds the same operations with the same ones. For tests, in a
-/// process of their own, before anything else uses CubeCL: devices are asked once.
+/// Switches kernels to [`Conversion::Emulated`] on all devices that have E4M3 conversions, with or
+/// without E2M1 instructions. Other devices are unaffected: there [`Conversion::Software`] runs the
+/// same operations. For tests in a separate process, called before anything else uses CubeCL:
+/// devices are asked once.
 #[doc(hidden)]
 pub fn emulate_e2m1_instructions() {
     EMULATE.store(true, Ordering::Relaxed);
 }
 
 impl Conversion {
-    /// Whether the kernel is CUDA C++, which may hold PTX for sm_80.
+    /// Returns true if the kernel is CUDA C++, which may contain PTX for sm_80.
     pub const fn has_ptx(self) -> bool {
         !matches!(self, Self::Software)
     }
 
-    /// Whether there is an instruction for `f32` to E4M3.
+    /// Returns true if there is an instruction for `f32` to E4M3.
     pub const fn has_e4m3(self) -> bool {
         !matches!(self, Self::Software | Self::Sm80)
     }
 
-    /// Whether there is an instruction for `f32` to E2M1, to nearest.
+    /// Returns true if there is an instruction for `f32` to E2M1, rounding to nearest.
     pub const fn has_nearest(self) -> bool {
         matches!(
             self,
@@ -75,12 +76,13 @@ impl Conversion {
         )
     }
 
-    /// Whether there is one that rounds stochastically.
+    /// Returns true if there is an instruction for `f32` to E2M1, rounding stochastically.
     pub const fn has_stochastic(self) -> bool {
         matches!(self, Self::Hardware | Self::Emulated)
     }
 
-    /// This one, or [`Emulated`](Self::Emulated) where that was asked for and can be.
+    /// Returns [`Emulated`](Self::Emulated) if emulation was requested and is possible, otherwise
+    /// `self`.
     pub(crate) fn or_emulated(self) -> Self {
         if self.has_e4m3() && EMULATE.load(Ordering::Relaxed) {
             Self::Emulated

@@ -1,9 +1,9 @@
-//! Arithmetic of which the rounding, the contraction or the treatment of NaN is chosen here and not
-//! by the compiler.
+//! Arithmetic with explicit rounding, contraction and NaN handling, independent of the compiler.
 
 use cubecl::prelude::*;
 
-/// `a + b`, which the compiler may not contract with a multiplication before it: `add.rn.f32`.
+/// Returns `a + b`, which the compiler may not contract with a preceding multiplication:
+/// `add.rn.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: add" (an explicit rounding modifier keeps the instruction
 /// out of contraction); PTX 1.0, all targets.
@@ -16,7 +16,7 @@ pub fn add_rn(a: f32, b: f32) -> f32 {
     f32::reinterpret(sum)
 }
 
-/// `a · b`, which the compiler may not contract with an addition after it: `mul.rn.f32`.
+/// Returns `a · b`, which the compiler may not contract with a following addition: `mul.rn.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: mul"; PTX 1.0, all targets.
 #[cube]
@@ -28,7 +28,7 @@ pub fn mul_rn(a: f32, b: f32) -> f32 {
     f32::reinterpret(product)
 }
 
-/// `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
+/// Returns `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: fma"; PTX 2.0, all targets.
 #[cube]
@@ -45,7 +45,7 @@ pub fn fma_rn(a: f32, b: f32, c: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// `a · b + c`, rounded once, toward zero: `fma.rz.f32`.
+/// Returns `a · b + c`, rounded once, toward zero: `fma.rz.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: fma"; PTX 2.0, all targets.
 #[cube]
@@ -62,7 +62,7 @@ pub fn fma_rz(a: f32, b: f32, c: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// `1 / a`, correctly rounded: `rcp.rn.f32`, the IEEE quotient in fewer instructions than a
+/// Returns `1 / a`, correctly rounded: `rcp.rn.f32`, the IEEE quotient in fewer instructions than a
 /// division.
 ///
 /// PTX ISA "Floating Point Instructions: rcp"; PTX 2.0, all targets.
@@ -74,7 +74,7 @@ pub fn rcp_rn(a: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// The square root of `a`, correctly rounded: `sqrt.rn.f32`.
+/// Returns the square root of `a`, correctly rounded: `sqrt.rn.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: sqrt"; PTX 2.0, all targets.
 #[cube]
@@ -85,7 +85,8 @@ pub fn sqrt_rn(a: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// `min(|a|, b)`, `b` where `a` is NaN: `min.f32` of `abs.f32`, which make one machine instruction.
+/// Returns `min(|a|, b)`, or `b` if `a` is NaN: `min.f32` of `abs.f32`, which compile to one
+/// machine instruction.
 ///
 /// PTX ISA "Floating Point Instructions: min, abs"; PTX 1.0, all targets.
 #[cube]
@@ -101,8 +102,8 @@ pub fn min_abs(a: f32, b: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// `max(a, |b|)`, NaN where one of them is: `max.NaN.f32` of `abs.f32`, which make one machine
-/// instruction.
+/// Returns `max(a, |b|)`, or NaN if either is NaN: `max.NaN.f32` of `abs.f32`, which compile to one
+/// machine instruction.
 ///
 /// PTX ISA "Floating Point Instructions: max, abs"; PTX 7.0, sm_80 and later.
 #[cube]
@@ -118,8 +119,8 @@ pub fn max_nan_abs(a: f32, b: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// The larger in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2`. ptxas makes one
-/// machine instruction of two.
+/// Returns the maximum in each bf16 half, NaN if either is NaN: `max.NaN.bf16x2`. ptxas merges two
+/// of these into one machine instruction.
 ///
 /// PTX ISA "Half Precision Floating Point Instructions: max"; PTX 7.0, sm_80 and later.
 #[cube]
@@ -135,7 +136,7 @@ pub fn max_nan_bf16x2(a: u32, b: u32) -> u32 {
     u32::reinterpret(result)
 }
 
-/// The smaller in each half, both bf16; NaN where one of them is: `min.NaN.bf16x2`.
+/// Returns the minimum in each bf16 half, NaN if either is NaN: `min.NaN.bf16x2`.
 ///
 /// PTX ISA "Half Precision Floating Point Instructions: min"; PTX 7.0, sm_80 and later.
 #[cube]
@@ -151,7 +152,7 @@ pub fn min_nan_bf16x2(a: u32, b: u32) -> u32 {
     u32::reinterpret(result)
 }
 
-/// The larger magnitude in each half, both bf16; NaN where one of them is: `max.NaN.bf16x2` of
+/// Returns the larger magnitude in each bf16 half, NaN if either is NaN: `max.NaN.bf16x2` of
 /// `abs.bf16x2`.
 ///
 /// PTX ISA "Half Precision Floating Point Instructions: max, abs"; PTX 7.0, sm_80 and later.
@@ -168,11 +169,11 @@ pub fn max_nan_abs_bf16x2(a: u32, b: u32) -> u32 {
     u32::reinterpret(result)
 }
 
-/// The products of the halves, all bf16, each rounded once: `fma.rn.bf16x2` with -0, which leaves
-/// the sign of a zero product.
+/// Returns the products of the bf16 halves, each rounded once: `fma.rn.bf16x2` with -0, which
+/// preserves the sign of a zero product.
 ///
-/// PTX ISA "Half Precision Floating Point Instructions: fma"; PTX 7.0, sm_80 and later, where
-/// `mul.bf16x2` is one of sm_90.
+/// PTX ISA "Half Precision Floating Point Instructions: fma"; PTX 7.0, sm_80 and later, whereas
+/// `mul.bf16x2` requires sm_90.
 #[cube]
 pub fn mul_bf16x2(a: u32, b: u32) -> u32 {
     let a = u32::reinterpret(a);
@@ -186,7 +187,7 @@ pub fn mul_bf16x2(a: u32, b: u32) -> u32 {
     u32::reinterpret(result)
 }
 
-/// `2^a` with an error of two units in the last place, 0 where the result is subnormal:
+/// Returns `2^a` with an error of two units in the last place, or 0 if the result is subnormal:
 /// `ex2.approx.ftz.f32`. `2^(-inf)` is 0, and NaN stays NaN.
 ///
 /// PTX ISA "Floating Point Instructions: ex2"; PTX 1.4, all targets.
@@ -198,7 +199,7 @@ pub fn ex2_approx_ftz(a: f32) -> f32 {
     f32::reinterpret(result)
 }
 
-/// `1 / a` with an error of one unit in the last place: `rcp.approx.ftz.f32`.
+/// Returns `1 / a` with an error of one unit in the last place: `rcp.approx.ftz.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: rcp"; PTX 1.4, all targets.
 #[cube]

@@ -1,4 +1,4 @@
-//! Asynchronous copies from device to shared memory: of single units (`cp.async`), in bulk
+//! Asynchronous copies from device to shared memory: by single units (`cp.async`), in bulk
 //! (`cp.async.bulk`), and of boxes of a matrix (`cp.async.bulk.tensor`).
 
 use cubecl::prelude::*;
@@ -7,9 +7,9 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[cfg(doc)]
 use super::mapa;
 
-/// Starts a copy of `width` bytes (4, 8 or 16, and aligned to it) from device to shared memory:
-/// `cp.async.cg` of 16 bytes, which bypass the L1 cache, `cp.async.ca` of fewer. Part of the group
-/// that [`cp_async_commit_group()`] closes.
+/// Starts a copy of `width` bytes (4, 8 or 16, with that alignment) from device to shared memory:
+/// `cp.async.cg` for 16 bytes, which bypasses the L1 cache, `cp.async.ca` for fewer. The copy
+/// belongs to the group that [`cp_async_commit_group()`] closes.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async"; PTX 7.0, sm_80 and later.
 #[cube]
@@ -43,7 +43,7 @@ pub fn cp_async_zfill(target: u32, source: u64, bytes: u32, #[comptime] width: u
     }
 }
 
-/// Closes the group of this unit's copies since the last one: `cp.async.commit_group`.
+/// Closes the group of this unit's copies since the last call: `cp.async.commit_group`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async.commit_group"; PTX 7.0, sm_80 and
 /// later.
@@ -52,8 +52,8 @@ pub fn cp_async_commit_group() {
     gpu_asm!("cp.async.commit_group;");
 }
 
-/// Waits until at most the last `pending` groups of this unit are under way: `cp.async.wait_group`.
-/// Other units see what was copied behind the next barrier.
+/// Waits until at most the last `pending` groups of this unit are in flight: `cp.async.wait_group`.
+/// Other units see the copied data after the next barrier.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async.wait_group"; PTX 7.0, sm_80 and
 /// later.
@@ -71,7 +71,7 @@ pub fn cp_async_wait_all() {
     gpu_asm!("cp.async.wait_all;");
 }
 
-/// Arrives at the mbarrier when all [copies](cp_async()) of this unit so far have completed:
+/// Arrives at the mbarrier when all previous [copies](cp_async()) of this unit have completed:
 /// `cp.async.mbarrier.arrive.noinc`, one of the arrivals that the barrier expects.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive"; PTX
@@ -85,7 +85,7 @@ pub fn cp_async_mbarrier_arrive_noinc(barrier: u32) {
 }
 
 /// Starts a bulk copy of `bytes`, a multiple of 16, from device memory at `source` to shared memory
-/// at `target`, both multiples of 16; they count as arrived bytes of `barrier`: `cp.async.bulk`.
+/// at `target`, both multiples of 16; completion is counted in bytes at `barrier`: `cp.async.bulk`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async.bulk"; PTX 8.0, sm_90 and later.
 #[cube]
@@ -97,12 +97,12 @@ pub fn cp_async_bulk(target: u32, source: u64, bytes: u32, barrier: u32) {
     );
 }
 
-/// Lets TMA copy a box of the matrix of `map`, from `column` and `row` on, to the shared memory of
-/// this CTA at `target`; the bytes arrive at `barrier`, which may be that of the other CTA of the
-/// pair, by an address that [`mapa()`] returns: `cp.async.bulk.tensor.2d` with `cta_group::2`.
+/// Copies a box of the matrix of `map`, from `column` and `row` on, to the shared memory of this
+/// CTA at `target` by TMA. The bytes arrive at `barrier`, which may belong to the other CTA of the
+/// pair, by an address from [`mapa()`]: `cp.async.bulk.tensor.2d` with `cta_group::2`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cp.async.bulk.tensor"; PTX 8.6, sm_100a and
-/// sm_103a. It has never run: no such GPU was at hand.
+/// sm_103a. It has never run, because no such GPU was available.
 #[cube]
 pub fn cp_async_bulk_tensor_2d_pair(
     target: u32,

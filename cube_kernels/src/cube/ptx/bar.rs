@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// Waits for `units` units, whole warps, at the barrier `number` of the cube's sixteen, and orders
+/// Waits for `units` units, whole warps, at barrier `number` of the cube's sixteen, and orders
 /// their memory accesses: `barrier.sync.aligned`. Barrier 0 is that of `sync_cube`.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: barrier"; PTX 6.0, all

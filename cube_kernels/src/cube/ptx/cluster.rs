@@ -1,9 +1,9 @@
-//! CTAs of a cluster: the shared memory of another one, and their barrier.
+//! CTAs of a cluster: access to another CTA's shared memory, and the cluster barrier.
 
 use cubecl::prelude::*;
 
-/// The address in the cluster's shared window of what `address` is in CTA number `rank` of it:
-/// `mapa.shared::cluster`.
+/// Returns the address in the cluster's shared window that corresponds to `address` in CTA number
+/// `rank`: `mapa.shared::cluster`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: mapa"; PTX 7.8, sm_90 and later.
 #[cube]
@@ -17,8 +17,8 @@ pub fn mapa(address: u32, rank: u32) -> u32 {
     u32::reinterpret(mapped)
 }
 
-/// Loads one word from the shared memory of a CTA of the cluster, at an address that [`mapa()`]
-/// returns: `ld.shared::cluster.b32`.
+/// Loads one word from the shared memory of a CTA of the cluster, at an address from [`mapa()`]:
+/// `ld.shared::cluster.b32`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: ld"; PTX 7.8, sm_90 and later.
 #[cube]
@@ -28,7 +28,7 @@ pub fn ld_shared_cluster(address: u32) -> u32 {
     u32::reinterpret(word)
 }
 
-/// Waits for all threads of the cluster; what they wrote before is visible behind it:
+/// Waits for all threads of the cluster and makes their previous writes visible:
 /// `barrier.cluster.arrive.release` and `barrier.cluster.wait.acquire`.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: barrier.cluster"; PTX 8.0,
@@ -41,7 +41,7 @@ pub fn barrier_cluster() {
     );
 }
 
-/// Makes barriers that this thread initialized known to the cluster, behind a
+/// Makes barriers that this thread has initialized visible to the cluster after a
 /// [`barrier_cluster()`]: `fence.mbarrier_init.release.cluster`.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: membar / fence"; PTX 8.0,
@@ -51,7 +51,7 @@ pub fn fence_mbarrier_init() {
     gpu_asm!("fence.mbarrier_init.release.cluster;");
 }
 
-/// Orders accesses of this thread before and behind it for all CTAs of the cluster:
+/// Orders memory accesses of this thread before and after it for all CTAs of the cluster:
 /// `fence.acq_rel.cluster`.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: membar / fence"; PTX 7.8,

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// Eight values to eight E2M1 codes, element 0 in the lowest nibble: four
+/// Converts eight values to eight E2M1 codes, element 0 in the lowest nibble: four
 /// `cvt.rn.satfinite.e2m1x2.f32`.
 ///
 /// PTX 8.6; sm_100a, sm_101a, sm_103a, sm_120a, sm_121a and their families. The first operand lands
@@ -30,13 +30,13 @@ pub fn cvt_rn_e2m1x8(v: &Array<f32>, #[comptime] first: usize) -> u32 {
     word
 }
 
-/// Eight values to eight E2M1 codes, rounded stochastically by `low` (elements 0 to 3) and `high`
-/// (4 to 7): two `cvt.rs.satfinite.e2m1x4.f32`.
+/// Converts eight values to eight E2M1 codes, rounded stochastically by `low` (elements 0 to 3) and
+/// `high` (4 to 7): two `cvt.rs.satfinite.e2m1x4.f32`.
 ///
 /// PTX 8.7; sm_100a and sm_103a only (ptxas refuses `.rs` for sm_120a). Operands go from the upper
-/// nibble down. Each element gets eight of the 32 random bits, but which eight is not documented
-/// for e2m1x4, so the result has the distribution of the software form and not its bits. Compiled
-/// and inspected in SASS; never run on hardware by this project.
+/// nibble down. Each element gets eight of the 32 random bits, but which ones is not documented for
+/// e2m1x4, so the result has the distribution of the software form but not its bits. Compiled and
+/// inspected in SASS; never run on hardware by this project.
 #[cube]
 pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u32) -> u32 {
     let a0 = v[first];
@@ -59,12 +59,12 @@ pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u
     word
 }
 
-/// Two values to two E4M3 elements, `low` in the lowest byte, 448 at most, 0x7F for NaN:
+/// Converts two values to two E4M3 elements, `low` in the lowest byte, at most 448, 0x7F for NaN:
 /// `cvt.rn.satfinite.e4m3x2.f32`.
 ///
 /// PTX 7.8 (8.1 for sm_89); sm_89 and later. The first operand lands in the upper byte. The upper
-/// half of the word is that of a conversion of zeros, of which compilers know that it is one: a
-/// half by itself would have to be widened.
+/// half of the word is a conversion of zeros, which compilers recognize as such; a separate 16-bit
+/// half would have to be widened.
 #[cube]
 pub fn cvt_rn_e4m3x2(low: f32, high: f32) -> u32 {
     let low = f32::reinterpret(low);
@@ -79,8 +79,8 @@ pub fn cvt_rn_e4m3x2(low: f32, high: f32) -> u32 {
     u32::reinterpret(bytes)
 }
 
-/// Four values to four E4M3 elements, element 0 in the lowest byte: two [`cvt_rn_e4m3x2()`] into
-/// the halves of one register, which costs no more than the conversions.
+/// Converts four values to four E4M3 elements, element 0 in the lowest byte: two
+/// [`cvt_rn_e4m3x2()`] to the halves of one register, which costs no more than the conversions.
 #[cube]
 pub fn cvt_rn_e4m3x4(a0: f32, a1: f32, a2: f32, a3: f32) -> u32 {
     let word: u32;
@@ -94,7 +94,7 @@ pub fn cvt_rn_e4m3x4(a0: f32, a1: f32, a2: f32, a3: f32) -> u32 {
     word
 }
 
-/// Two values rounded to bf16, ties to even, `low` in the lower half: `cvt.rn.bf16x2.f32`. NaN
+/// Rounds two values to bf16, ties to even, `low` in the lower half: `cvt.rn.bf16x2.f32`. NaN
 /// becomes 0x7FFF.
 ///
 /// PTX 7.0; sm_80 and later. The first operand lands in the upper half.
@@ -111,7 +111,7 @@ pub fn cvt_rn_bf16x2(low: f32, high: f32) -> u32 {
     u32::reinterpret(word)
 }
 
-/// Two values rounded to f16, ties to even, `low` in the lower half: `cvt.rn.f16x2.f32`.
+/// Rounds two values to f16, ties to even, `low` in the lower half: `cvt.rn.f16x2.f32`.
 ///
 /// PTX 7.0; sm_80 and later. The first operand lands in the upper half.
 #[cube]
@@ -127,7 +127,7 @@ pub fn cvt_rn_f16x2(low: f32, high: f32) -> u32 {
     u32::reinterpret(word)
 }
 
-/// The f16 in the lower half of `word`, exactly: `cvt.f32.f16`.
+/// Converts the f16 in the lower half of `word`, exactly: `cvt.f32.f16`.
 ///
 /// PTX 1.0; all targets.
 #[cube]

@@ -1,8 +1,8 @@
-//! Addresses in their own state space.
+//! Conversion of addresses to a specific state space.
 
 use cubecl::prelude::*;
 
-/// The address of shared memory in the shared window, which has 32 bits: `cvta.to.shared`.
+/// Returns the 32-bit address of shared memory in the shared window: `cvta.to.shared`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cvta"; PTX 2.0, all targets.
 #[cube]
@@ -16,7 +16,7 @@ pub fn cvta_to_shared<T: CubePrimitive>(pointer: *const T) -> u32 {
     u32::reinterpret(address)
 }
 
-/// The address of device memory in the global window: `cvta.to.global`.
+/// Returns the address of device memory in the global window: `cvta.to.global`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: cvta"; PTX 2.0, all targets.
 #[cube]

@@ -1,25 +1,25 @@
-//! The descriptors of `tcgen05`: how operands lie in shared memory, and what an instruction
-//! multiplies. Pure functions, for the host and for comptime values of kernels.
+//! Descriptors of `tcgen05`: layouts of operands in shared memory, and operand types and shapes of
+//! an instruction. Pure functions, for the host and for comptime values of kernels.
 
 use cubecl::prelude::*;
 
 use crate::format::block::Format;
 
-/// How the 16-byte parts of a row are exchanged in shared memory.
+/// Permutation of the 16-byte chunks of a row in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SharedSwizzle {
-    /// Not at all.
+    /// No swizzle.
     None,
     /// Within 32 bytes.
     B32,
     /// Within 64 bytes.
     B64,
-    /// Within 128 bytes: part `p` of row `r` is at `p ^ (r % 8)`, by absolute addresses.
+    /// Within 128 bytes: chunk `p` of row `r` is at `p ^ (r % 8)`, by absolute addresses.
     B128,
 }
 
 impl SharedSwizzle {
-    /// Bits 61 to 63 of a descriptor.
+    /// Returns bits 61 to 63 of a descriptor.
     pub const fn bits(self) -> u64 {
         match self {
             Self::None => 0,
@@ -30,7 +30,7 @@ impl SharedSwizzle {
     }
 }
 
-/// How an operand lies in shared memory: all of its descriptor but the address.
+/// Layout of an operand in shared memory: its descriptor without the address.
 ///
 /// PTX ISA "tcgen05: Shared Memory Descriptor":
 ///
@@ -40,37 +40,37 @@ impl SharedSwizzle {
 /// | 16-29 | leading dimension byte offset / 16 |
 /// | 32-45 | stride dimension byte offset / 16 |
 /// | 46-48 | the constant 1 |
-/// | 49-51 | base offset, zero where tiles are aligned to 1024 bytes |
+/// | 49-51 | base offset, zero for tiles aligned to 1024 bytes |
 /// | 52 | mode of the leading dimension: 0, an offset |
 /// | 61-63 | swizzle |
 ///
 /// Other bits are zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SharedLayout {
-    /// Bytes of the leading dimension's offset. Neither of the layouts here uses it.
+    /// Offset of the leading dimension in bytes. Neither of the layouts here uses it.
     pub leading: u32,
-    /// Bytes from eight rows to the next eight.
+    /// Bytes from one group of eight rows to the next.
     pub stride: u32,
-    /// The swizzle.
+    /// Swizzle.
     pub swizzle: SharedSwizzle,
 }
 
 impl SharedLayout {
     /// K-major codes: rows of 128 bytes, 256 codes of E2M1 or 128 of E4M3, with the 128-byte
-    /// swizzle; those of an instruction are 32 bytes.
+    /// swizzle. An instruction reads 32 bytes of a row.
     pub const CODES: Self = Self {
         leading: 16,
         stride: 1024,
         swizzle: SharedSwizzle::B128,
     };
-    /// Block scales in 128x4 tiles: 32 lines of 16 bytes, one behind the other.
+    /// Block scales in 128x4 tiles: 32 contiguous lines of 16 bytes.
     pub const SCALES: Self = Self {
         leading: 16,
         stride: 128,
         swizzle: SharedSwizzle::None,
     };
 
-    /// The descriptor at address 0.
+    /// Returns the descriptor at address 0.
     pub const fn bits(self) -> u64 {
         ((self.leading as u64 >> 4) << 16)
             | ((self.stride as u64 >> 4) << 32)
@@ -78,7 +78,7 @@ impl SharedLayout {
             | (self.swizzle.bits() << 61)
     }
 
-    /// The descriptor of an operand at `address`, a multiple of 16 in the shared window.
+    /// Returns the descriptor of an operand at `address`, a multiple of 16 in the shared window.
     pub const fn at(self, address: u32) -> u64 {
         self.bits() | ((address & 0x3_ffff) >> 4) as u64
     }
@@ -90,20 +90,20 @@ pub fn tcgen05_descriptor(address: u32, #[comptime] layout: SharedLayout) -> u64
     u64::cast_from((address & 0x3_ffffu32) >> 4u32) | comptime!(layout.bits()).runtime()
 }
 
-/// The elements and block scales of a block-scaled `tcgen05.mma`.
+/// Element and block scale types of a block-scaled `tcgen05.mma`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockScaled {
-    /// `kind::mxf4nvf4` with `block16`: E2M1, an E4M3 scale for each 16. NVFP4.
+    /// `kind::mxf4nvf4` with `block16`: E2M1 with an E4M3 scale per 16 elements. NVFP4.
     Nvfp4,
-    /// `kind::mxf8f6f4` with `block32`: E4M3, a UE8M0 scale for each 32. MXFP8.
+    /// `kind::mxf8f6f4` with `block32`: E4M3 with a UE8M0 scale per 32 elements. MXFP8.
     Mxfp8,
 }
 
 impl BlockScaled {
-    /// Both.
+    /// All kinds.
     pub const ALL: [Self; 2] = [Self::Nvfp4, Self::Mxfp8];
 
-    /// The kind of a format, if there is one here.
+    /// Returns the kind of a format, if there is one.
     pub const fn of(format: Format) -> Option<Self> {
         match format {
             Format::Nvfp4 => Some(Self::Nvfp4),
@@ -112,7 +112,7 @@ impl BlockScaled {
         }
     }
 
-    /// The format of the operands.
+    /// Returns the format of the operands.
     pub const fn format(self) -> Format {
         match self {
             Self::Nvfp4 => Format::Nvfp4,
@@ -120,43 +120,43 @@ impl BlockScaled {
         }
     }
 
-    /// Columns of 128 bytes of codes, which the swizzle spans: 256 or 128.
+    /// Returns the columns per 128 bytes of codes, which the swizzle spans: 256 or 128.
     pub const fn tile_k(self) -> usize {
         1024 / self.format().code_bits()
     }
 
-    /// Columns of an instruction, 32 bytes of codes: 64 or 32.
+    /// Returns the columns per instruction, 32 bytes of codes: 64 or 32.
     pub const fn step_k(self) -> usize {
         256 / self.format().code_bits()
     }
 
-    /// Columns whose block scales are in one 128x4 tile: 64 or 128.
+    /// Returns the columns whose block scales are in one 128x4 tile: 64 or 128.
     pub const fn atom_k(self) -> usize {
         4 * self.format().block()
     }
 
-    /// Which byte of each word of scales the instruction at column `column` of a 128x4 tile begins
-    /// with: `block16` takes all four, `block32` one.
+    /// Returns the first byte of each word of scales that the instruction at column `column` of a
+    /// 128x4 tile uses: `block16` uses all four bytes, `block32` one.
     pub const fn scale_id(self, column: usize) -> u32 {
         (column % self.atom_k() / self.format().block()) as u32
     }
 }
 
-/// `idesc` with `id` as the first scale of a word that both operands use: fields of two bits.
+/// Returns `idesc` with `id` as the first scale of a word for both operands: fields of two bits.
 pub const fn with_scale_ids(idesc: u32, id: u32) -> u32 {
     assert!(id < 4);
     idesc | (id << 4) | (id << 29)
 }
 
-/// [`instruction_descriptor`] with an `n` that is known at run time, a multiple of 8 from 8 to 256,
-/// in place of that of `idesc`.
+/// [`instruction_descriptor`] with a run-time `n`, a multiple of 8 from 8 to 256, which replaces
+/// that of `idesc`.
 #[cube]
 pub fn tcgen05_instruction_descriptor(n: u32, #[comptime] idesc: u32) -> u32 {
     comptime!(idesc & !(0x3f << 17)).runtime() | ((n >> 3u32) << 17u32)
 }
 
-/// The descriptor of a block-scaled `tcgen05.mma` of `m` x `n`, which is a register: `n` may vary
-/// at run time. Both operands are K-major, dense, and not negated.
+/// Returns the descriptor of a block-scaled `tcgen05.mma` of `m` x `n`. It is passed in a register,
+/// so `n` may vary at run time. Both operands are K-major, dense, and not negated.
 ///
 /// PTX ISA "tcgen05: Instruction descriptor", the tables for `kind::mxf4nvf4` and
 /// `kind::mxf8f6f4`:
@@ -164,7 +164,7 @@ pub fn tcgen05_instruction_descriptor(n: u32, #[comptime] idesc: u32) -> u32 {
 /// | bits | field |
 /// |---|---|
 /// | 2 | sparse |
-/// | 4-5, 29-30 | which scales of a word `b` and `a` use: 0, see [`with_scale_ids`] |
+/// | 4-5, 29-30 | index of the scales of a word that `b` and `a` use: 0, see [`with_scale_ids`] |
 /// | 7-9 | type of `a`: 1 = E2M1 of `mxf4nvf4`, 0 = E4M3 of `mxf8f6f4` |
 /// | 10-11 (10-12 of `mxf8f6f4`) | type of `b` |
 /// | 13, 14, 15, 16 | negate `a`, `b`; transpose `a`, `b` |
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     /// Instruction descriptors of NVIDIA's NVFP4 kernel (CUTLASS's
-    /// `dense_blockscaled_gemm_persistent`, compiled for sm_100a and read in its PTX).
+    /// `dense_blockscaled_gemm_persistent`, compiled for sm_100a, values read from its PTX).
     #[test]
     fn instruction_descriptors_of_nvidia() {
         for (m, n, expected) in [
@@ -202,7 +202,8 @@ mod tests {
         }
     }
 
-    /// Those of the same kernel compiled for E4M3 elements with UE8M0 scales of 32.
+    /// Instruction descriptors of the same kernel, compiled for E4M3 elements with UE8M0 scales of
+    /// 32.
     #[test]
     fn instruction_descriptors_of_nvidia_for_mxfp8() {
         for (m, n, expected) in [
@@ -215,10 +216,10 @@ mod tests {
         }
     }
 
-    /// `block32` with a scale for each 32 columns: the four instructions of 128 columns take the
+    /// With `block32` there is a scale per 32 columns: the four instructions of 128 columns use the
     /// bytes of a word one after another, as in NVIDIA's kernel, whose descriptors these are;
-    /// `block16` takes whole words. That kernel has the place in bits 30 and 31 of the address of
-    /// the scales too; DeepGEMM has it in the descriptor alone, as here.
+    /// `block16` uses whole words. That kernel also has the index in bits 30 and 31 of the address
+    /// of the scales; DeepGEMM has it only in the descriptor, as here.
     #[test]
     fn scale_ids() {
         let idesc = instruction_descriptor(BlockScaled::Mxfp8, 128, 256);
@@ -231,7 +232,7 @@ mod tests {
         for column in [0, 64, 128, 192] {
             assert_eq!(BlockScaled::Nvfp4.scale_id(column), 0);
         }
-        // The ids are in fields of their own.
+        // The ids have separate fields.
         for id in 0..4 {
             let found = with_scale_ids(0, id);
             assert_eq!((found >> 4 & 3, found >> 29 & 3), (id, id));
@@ -239,7 +240,7 @@ mod tests {
         }
     }
 
-    /// The least width, for few rows of `b`, in both formats.
+    /// Minimum width, for few rows of `b`, in both formats.
     #[test]
     fn instruction_descriptors_of_narrow_tiles() {
         let narrow = |kind| instruction_descriptor(kind, 128, 8);
@@ -247,7 +248,7 @@ mod tests {
         assert_eq!(narrow(BlockScaled::Mxfp8), 0x0882_0000);
     }
 
-    /// Columns of a row in shared memory, of an instruction and of a tile of scales.
+    /// Columns per row in shared memory, per instruction and per tile of scales.
     #[test]
     fn columns_of_both_formats() {
         let columns = |kind: BlockScaled| (kind.tile_k(), kind.step_k(), kind.atom_k());
@@ -259,15 +260,16 @@ mod tests {
         assert_eq!(BlockScaled::of(Format::Mxfp4), None);
     }
 
-    /// The constants of NVIDIA's kernel, for codes with the 128-byte swizzle and for scales: the
-    /// same for both formats.
+    /// Constants of NVIDIA's kernel for codes with the 128-byte swizzle and for scales: identical
+    /// for both formats.
     #[test]
     fn shared_memory_descriptors_of_nvidia() {
         assert_eq!(SharedLayout::CODES.bits(), 0x4000_4040_0001_0000);
         assert_eq!(SharedLayout::SCALES.bits(), 0x0000_4008_0001_0000);
     }
 
-    /// The address is in units of 16 bytes; 64 codes on it is 2 more, as in NVIDIA's kernel.
+    /// The address is in units of 16 bytes; 64 codes further is an increment of 2, as in NVIDIA's
+    /// kernel.
     #[test]
     fn addresses_in_descriptors() {
         for address in [0, 1024, 1056, 0x3_8000, 0x3_fff0] {

@@ -1,9 +1,9 @@
-//! Kernels of one stream that overlap (programmatic dependent launch).
+//! Overlapping kernels of one stream (programmatic dependent launch).
 
 use cubecl::prelude::*;
 
-/// Waits until all kernels that this one was launched behind have ended, and sees what they wrote:
-/// `griddepcontrol.wait`. Without such a launch they have ended before this one began.
+/// Waits until all kernels on which this one depends have ended, and makes their writes visible:
+/// `griddepcontrol.wait`. Without a programmatic launch they have ended before this kernel began.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: griddepcontrol"; PTX 7.8, sm_90
 /// and later.
@@ -12,15 +12,16 @@ pub fn griddepcontrol_wait() {
     gpu_asm!("griddepcontrol.wait;");
 }
 
-/// For compilers, memory at `pointer` may change here: no instruction. They take what a kernel does
-/// not write for constant, and `ld.global.nc` may be moved ahead of a wait.
+/// Declares to compilers that memory at `pointer` may change here, without an instruction.
+/// Otherwise they treat memory that a kernel does not write as constant, and `ld.global.nc` may be
+/// moved before a wait.
 #[cube]
 pub fn may_change<T: CubePrimitive>(pointer: *const T) {
     gpu_asm!("// {p} may change", p = in(_) pointer);
 }
 
-/// The kernel launched behind this one may begin as soon as all cubes of this one have come here, or
-/// have ended: `griddepcontrol.launch_dependents`.
+/// Allows the next kernel to begin as soon as all cubes of this one have called it or ended:
+/// `griddepcontrol.launch_dependents`.
 ///
 /// PTX ISA as [`griddepcontrol_wait()`].
 #[cube]

@@ -1,7 +1,7 @@
 //! Loads and stores by address. PTX ISA "Data Movement and Conversion Instructions: ld, st".
 //!
-//! Of several accesses a constant apart, each is one instruction with the constant in it; indices
-//! of a shared array are multiplied and added for each.
+//! Several accesses at constant offsets take one instruction each, with the offset as an immediate;
+//! indices of a shared array would be multiplied and added for each access.
 
 use cubecl::prelude::*;
 
@@ -84,7 +84,7 @@ pub fn ld_global_u16(address: u64) -> u32 {
     u32::reinterpret(value)
 }
 
-/// Loads two words of device memory, aligned to eight bytes, that this SM reads once:
+/// Loads two words of device memory, aligned to eight bytes, that this SM reads only once:
 /// `ld.global.L1::no_allocate.L2::256B.v2.b32`.
 ///
 /// PTX 7.4; sm_80 and later.
@@ -98,7 +98,7 @@ pub fn ld_global_no_allocate_v2(address: u64) -> Vector<u32, Const<2>> {
     Vector::<u32, Const<2>>::reinterpret(words)
 }
 
-/// Loads four words of device memory, aligned to sixteen bytes, that this SM reads once:
+/// Loads four words of device memory, aligned to sixteen bytes, that this SM reads only once:
 /// `ld.global.L1::no_allocate.L2::256B.v4.b32`.
 ///
 /// PTX 7.4; sm_80 and later.
@@ -112,8 +112,8 @@ pub fn ld_global_no_allocate_v4(address: u64) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
-/// Loads one word of device memory that another CTA releases with [`red_release_gpu_add()`]; what
-/// that CTA wrote before is visible behind it: `ld.acquire.gpu.global.b32`.
+/// Loads one word of device memory that another CTA releases with [`red_release_gpu_add()`], and
+/// makes that CTA's previous writes visible: `ld.acquire.gpu.global.b32`.
 ///
 /// PTX 6.0; sm_70 and later.
 #[cube]
@@ -123,8 +123,8 @@ pub fn ld_acquire_gpu(address: u64) -> u32 {
     u32::reinterpret(word)
 }
 
-/// Adds to a word of device memory, behind all that this thread, and those it synchronized with,
-/// wrote: `red.release.gpu.global.add.u32`.
+/// Adds to a word of device memory, after all writes of this thread and of those with which it has
+/// synchronized: `red.release.gpu.global.add.u32`.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: red"; PTX 6.0, sm_70 and
 /// later.
@@ -136,8 +136,8 @@ pub fn red_release_gpu_add(address: u64, addend: u32) {
     );
 }
 
-/// Counts in a word of device memory, in no order with other accesses: adds one, or sets a word of
-/// `last` or more back to zero, and gives what it was before: `atom.relaxed.gpu.global.inc.u32`.
+/// Increments a counter in device memory, unordered with other accesses: adds one, or resets a word
+/// of `last` or more to zero. Returns the previous value: `atom.relaxed.gpu.global.inc.u32`.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: atom"; PTX 6.0, sm_70 and
 /// later.
@@ -151,9 +151,9 @@ pub fn atom_relaxed_gpu_inc(address: u64, last: u32) -> u32 {
     u32::reinterpret(before)
 }
 
-/// [`atom_relaxed_gpu_inc()`] in order: `atom.acq_rel.gpu.global.inc.u32`. Behind it stands all
-/// that this thread, and those it synchronized with, wrote; what other threads wrote before they
-/// counted is visible behind it.
+/// [`atom_relaxed_gpu_inc()`] with ordering: `atom.acq_rel.gpu.global.inc.u32`. It releases all
+/// writes of this thread and of those with which it has synchronized, and acquires the writes of
+/// threads that incremented the counter before.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: atom"; PTX 6.0, sm_70 and
 /// later.

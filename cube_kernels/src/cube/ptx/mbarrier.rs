@@ -1,4 +1,4 @@
-//! Barriers in shared memory, by their address. PTX ISA "Parallel Synchronization and Communication
+//! Barriers in shared memory, by address. PTX ISA "Parallel Synchronization and Communication
 //! Instructions: mbarrier".
 
 use cubecl::prelude::*;
@@ -6,8 +6,8 @@ use cubecl::prelude::*;
 #[cfg(doc)]
 use super::{fence_acq_rel_cluster, mapa, tcgen05_fence_before_thread_sync};
 
-/// Waits until the phase of `parity` of `barrier` is complete, and acquires what was written
-/// before: `mbarrier.try_wait.parity`, repeated until it succeeds.
+/// Waits until the phase of `parity` of `barrier` is complete, and acquires previous writes:
+/// `mbarrier.try_wait.parity`, repeated until it succeeds.
 ///
 /// PTX 7.8; sm_90 and later.
 #[cube]
@@ -20,8 +20,8 @@ pub fn mbarrier_wait_parity(barrier: u32, parity: u32) {
     );
 }
 
-/// [`mbarrier_wait_parity()`] for arrivals of other CTAs of the cluster, which acquires what they
-/// wrote before: with `acquire.cluster`.
+/// [`mbarrier_wait_parity()`] for arrivals of other CTAs of the cluster, whose previous writes it
+/// acquires: with `acquire.cluster`.
 ///
 /// PTX 8.0; sm_90 and later.
 #[cube]
@@ -34,7 +34,7 @@ pub fn mbarrier_wait_parity_cluster(barrier: u32, parity: u32) {
     );
 }
 
-/// Arrives once at `barrier` and releases what was written before: `mbarrier.arrive`.
+/// Arrives once at `barrier` and releases previous writes: `mbarrier.arrive`.
 ///
 /// PTX 7.0 (7.8 for `shared::cta`); sm_80 and later.
 #[cube]
@@ -45,7 +45,7 @@ pub fn mbarrier_arrive(barrier: u32) {
     );
 }
 
-/// Arrives once at `barrier` and lets its phase expect `bytes` from TMA:
+/// Arrives once at `barrier` and makes its phase expect `bytes` from TMA:
 /// `mbarrier.arrive.expect_tx`.
 ///
 /// PTX 8.0; sm_90 and later.
@@ -58,8 +58,8 @@ pub fn mbarrier_arrive_expect_tx(barrier: u32, bytes: u32) {
     );
 }
 
-/// Whether the phase of `parity` of `barrier` is complete, 1 or 0, without waiting; if so, acquires
-/// what was written before: `mbarrier.test_wait.parity`.
+/// Returns 1 if the phase of `parity` of `barrier` is complete, else 0, without waiting. If
+/// complete, acquires previous writes: `mbarrier.test_wait.parity`.
 ///
 /// PTX 7.1 (7.8 for `shared::cta`); sm_80 and later.
 #[cube]
@@ -74,8 +74,8 @@ pub fn mbarrier_test_wait_parity(barrier: u32, parity: u32) -> u32 {
     u32::reinterpret(done)
 }
 
-/// Arrives once at `barrier`, an address that [`mapa()`] returns, of any CTA of the cluster, and
-/// releases to that CTA what was written before: `mbarrier.arrive.release.cluster`.
+/// Arrives once at `barrier`, an address from [`mapa()`] in any CTA of the cluster, and releases
+/// previous writes to that CTA: `mbarrier.arrive.release.cluster`.
 ///
 /// PTX 8.0; sm_90 and later.
 #[cube]
@@ -86,7 +86,7 @@ pub fn mbarrier_arrive_cluster(barrier: u32) {
     );
 }
 
-/// [`mbarrier_arrive_cluster()`] that releases nothing: `mbarrier.arrive.relaxed.cluster`. Behind a
+/// [`mbarrier_arrive_cluster()`] without a release: `mbarrier.arrive.relaxed.cluster`. After a
 /// [`tcgen05_fence_before_thread_sync()`] it orders `tcgen05` operations, as in the examples of PTX
 /// ISA "tcgen05: Memory Consistency Model".
 ///
@@ -99,9 +99,9 @@ pub fn mbarrier_arrive_cluster_relaxed(barrier: u32) {
     );
 }
 
-/// Counts `bytes` as arrived, as TMA does, at `barrier`, an address that [`mapa()`] returns:
-/// `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases what
-/// was written.
+/// Counts `bytes` as arrived, as TMA does, at `barrier`, an address from [`mapa()`]:
+/// `mbarrier.complete_tx.relaxed.cluster`. A [`fence_acq_rel_cluster()`] before it releases
+/// previous writes.
 ///
 /// PTX 8.0; sm_90 and later.
 #[cube]

@@ -1,10 +1,10 @@
-//! Matrix instructions of one warp, and the load of their fragments.
+//! Matrix instructions of one warp, and loads of their fragments.
 
 use cubecl::prelude::*;
 
-/// Four 8 x 8 matrices of two-byte elements (or of 32 E2M1 codes in a row): lane `8 i + r` gives
-/// the address of row `r` of matrix `i`, sixteen bytes, and lane `4 r + c` receives word `c` of row
-/// `r` of each: `ldmatrix.x4`.
+/// Loads four 8 x 8 matrices of two-byte elements (or of 32 E2M1 codes per row): lane `8 i + r`
+/// provides the address of row `r` of matrix `i`, sixteen bytes, and lane `4 r + c` receives word
+/// `c` of row `r` of each: `ldmatrix.x4`.
 ///
 /// PTX ISA "Warp-level matrix load instruction: ldmatrix"; PTX 6.5, sm_75 and later.
 #[cube]
@@ -31,7 +31,8 @@ pub fn ldmatrix_x4_trans(address: u32) -> Vector<u32, Const<4>> {
     Vector::<u32, Const<4>>::reinterpret(words)
 }
 
-/// `c + a · b`, bf16 operands as registers of pairs, f32 accumulators: `mma.sync.m16n8k16`.
+/// Returns `c + a · b` for bf16 operands as registers of pairs, and f32 accumulators:
+/// `mma.sync.m16n8k16`.
 ///
 /// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma"; PTX 7.0, sm_80 and later.
 #[cube]
@@ -55,7 +56,8 @@ pub fn mma_m16n8k16_bf16(
     Vector::<f32, Const<4>>::reinterpret(d)
 }
 
-/// `c + a · b`, f16 operands as registers of pairs, f32 accumulators: `mma.sync.m16n8k16`.
+/// Returns `c + a · b` for f16 operands as registers of pairs, and f32 accumulators:
+/// `mma.sync.m16n8k16`.
 ///
 /// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma"; PTX 7.0, sm_80 and later.
 #[cube]
@@ -79,9 +81,10 @@ pub fn mma_m16n8k16_f16(
     Vector::<f32, Const<4>>::reinterpret(d)
 }
 
-/// `c + a · b`, E4M3 operands as registers of four and a UE8M0 scale for each row of 32, `f32`
-/// accumulators: `mma.sync.m16n8k32` with `block_scale`. Scales are byte `byte` of a word, that of
-/// row `g` of `a` in lane `4 g`, of row `g + 8` in lane `4 g + 1`, of row `g` of `b` in lane `4 g`.
+/// Returns `c + a · b` for E4M3 operands as registers of four with a UE8M0 scale per row of 32, and
+/// `f32` accumulators: `mma.sync.m16n8k32` with `block_scale`. Scales are byte `byte` of a word, in
+/// lane `4 g` for row `g` of `a`, in lane `4 g + 1` for row `g + 8`, and in lane `4 g` for row `g`
+/// of `b`.
 ///
 /// PTX ISA "Warp Level Matrix Multiply-Accumulate Instructions: mma" and "Block Scaling for
 /// mma.sync"; PTX 8.7, sm_120a and later of that family.

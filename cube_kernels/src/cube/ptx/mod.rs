@@ -1,19 +1,19 @@
-//! PTX instructions, one wrapper each, by instruction family. A wrapper carries the name of its
-//! instruction and says in which section of the PTX ISA it stands, which PTX version has it, and
-//! the least target.
+//! PTX instructions, one wrapper each, by instruction family. A wrapper has the name of its
+//! instruction and states its section of the PTX ISA, its PTX version and its minimum target.
 //!
-//! `gpu_asm!` exists on the CUDA C++ path only, so each function here may be reached only behind a
-//! comptime choice made from the device. Shared memory is addressed by its 32-bit address in the
+//! `gpu_asm!` only exists on the CUDA C++ path, so each function here must be guarded by a comptime
+//! choice that depends on the device. Shared memory is addressed by its 32-bit address in the
 //! shared window ([`cvta_to_shared()`]), device memory by its 64-bit address in the global one
 //! ([`cvta_to_global()`]).
 //!
 //! A mutable variable reaches an asm block as a pointer, and so does the result of another block:
-//! operands and results go through `reinterpret`, which makes fresh values of them.
+//! operands and results go through `reinterpret`, which turns them into new values.
 //!
-//! Sequences of several instructions that compute something of their own (conversions of whole
-//! words of codes, for example) stand where they are explained: in [`codec`](super::codec) and
-//! [`exact`](super::exact). The mainloops of `wgmma` are one block each, because accumulators may
+//! Sequences of several instructions for one computation (conversions of whole words of codes, for
+//! example) are in the modules that explain them: [`codec`](super::codec) and
+//! [`exact`](super::exact). The `wgmma` mainloops are one asm block each, because accumulators may
 //! not leave a block while instructions are in flight: [`sm90_mainloop`], [`sm90_mainloop_w4a16`]
+//! and [`sm90_mainloop_w4a16_mn_major`].
 //! and [`sm90_mainloop_w4a16_mn_major`].
 
 mod arith;

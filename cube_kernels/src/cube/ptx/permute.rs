@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-/// Four bytes of `a` (numbers 0 to 3) and `b` (4 to 7), chosen by the nibbles of `selector`, lowest
-/// first; bit 3 of a nibble fills the byte with its top bit: `prmt.b32`.
+/// Returns four bytes of `a` (numbers 0 to 3) and `b` (4 to 7), selected by the nibbles of
+/// `selector`, lowest first. Bit 3 of a nibble fills the byte with its top bit: `prmt.b32`.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: prmt"; PTX 2.0, all targets.
 #[cube]
@@ -20,9 +20,9 @@ pub fn prmt(a: u32, b: u32, selector: u32) -> u32 {
     u32::reinterpret(bytes)
 }
 
-/// `value` of the unit of this plane whose number differs by the bits of `mask`:
-/// `shfl.sync.bfly.b32` of all 32 units, which must all be here. CubeCL's own shuffle asks which
-/// units are active, which costs four times as much.
+/// Returns `value` of the unit of this plane whose index differs by the bits of `mask`:
+/// `shfl.sync.bfly.b32` of all 32 units, all of which must call it. CubeCL's own shuffle queries
+/// the active units, which costs four times as much.
 ///
 /// PTX ISA "Data Movement and Conversion Instructions: shfl.sync"; PTX 6.0, all targets.
 #[cube]
@@ -36,9 +36,9 @@ pub fn shfl_sync_bfly(value: f32, #[comptime] mask: u32) -> f32 {
     f32::reinterpret(other)
 }
 
-/// A bit for each unit of this plane whose `predicate` is not zero: `vote.sync.ballot.b32` of all 32
-/// units, which must all be here. CubeCL's own ballot is of the units that are active, which behind
-/// a branch may be some of them.
+/// Returns a bit for each unit of this plane whose `predicate` is not zero: `vote.sync.ballot.b32`
+/// of all 32 units, all of which must call it. CubeCL's own ballot covers only the active units,
+/// possibly not all of them after a branch.
 ///
 /// PTX ISA "Parallel Synchronization and Communication Instructions: vote.sync"; PTX 6.0, all
 /// targets.

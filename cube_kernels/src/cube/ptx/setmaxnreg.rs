@@ -1,8 +1,8 @@
-//! Registers that warpgroups hand to each other.
+//! Register reallocation between warpgroups.
 
 use cubecl::prelude::*;
 
-/// Gives registers of this warpgroup back, down to `registers` a unit: `setmaxnreg.dec`.
+/// Releases registers of this warpgroup, down to `registers` per unit: `setmaxnreg.dec`.
 ///
 /// PTX ISA "Miscellaneous Instructions: setmaxnreg"; PTX 8.0, sm_90a and later.
 #[cube]
@@ -10,7 +10,8 @@ pub fn setmaxnreg_dec(#[comptime] registers: u32) {
     gpu_asm!("setmaxnreg.dec.sync.aligned.u32 {r};", r = const registers);
 }
 
-/// Takes registers that another warpgroup gave back, up to `registers` a unit: `setmaxnreg.inc`.
+/// Acquires registers that another warpgroup released, up to `registers` per unit:
+/// `setmaxnreg.inc`.
 ///
 /// PTX ISA "Miscellaneous Instructions: setmaxnreg"; PTX 8.0, sm_90a and later.
 #[cube]

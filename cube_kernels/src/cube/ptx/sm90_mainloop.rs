@@ -1,4 +1,4 @@
-//! The mainloop of the bf16 GEMM of Hopper (sm_90a): `wgmma` on stages that TMA fills.
+//! Mainloop of the bf16 GEMM of Hopper (sm_90a): `wgmma` on stages filled by TMA.
 //!
 //! PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async"; PTX 8.0, sm_90a.
 
@@ -6,8 +6,8 @@ use cubecl::prelude::*;
 
 use super::Major;
 
-/// Where a ring of stages stands. A stage has two mbarriers (or, where halves of a stage are handed
-/// over, two pairs of them): one that fills, one that empties.
+/// State of a multi-stage pipeline. A stage has two mbarriers (or two pairs of them, if halves of a
+/// stage are released separately): one for full, one for empty.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct PipelineState {
@@ -15,25 +15,26 @@ pub struct PipelineState {
     pub full: u32,
     /// Address of the first barrier that completes when a stage is empty again.
     pub empty: u32,
-    /// The stage that comes next.
+    /// Index of the next stage.
     pub stage: u32,
     /// Parity of the phase of its full barrier.
     pub parity: u32,
 }
 
-/// The mainloop of one consumer warpgroup: `steps` stages of 64 along the contraction, 64 rows of
-/// `a` times the columns of `b` that the instruction names.
+/// The mainloop of one consumer warpgroup: `steps` stages of 64 elements along K, 64 rows of `a`
+/// times the columns of `b` that the instruction names.
 ///
-/// The accumulators live from the first instruction to the last inside one block: across blocks the
-/// compiler would have to wait for each instruction before it may copy them. One group of
-/// instructions stays in flight: a stage is handed back to the producer when those of the next one
-/// are queued.
+/// The accumulators stay inside one asm block from the first instruction to the last: across blocks
+/// the compiler would have to wait for each instruction before it may copy them. One group of
+/// instructions stays in flight: a stage is released to the producer after the instructions of the
+/// next one are queued.
 ///
-/// - `pipeline`: the ring, with barriers of eight bytes;
-/// - `a`, `b`: [descriptors](super::wgmma_descriptor()) of stage 0, advanced by a stage's size / 16
-///   (`$a_step`, `$b_step`); within a stage `Major::advance` brings them to the columns of the next
-///   instruction;
-/// - `tail`: after `steps` whole stages, instructions of 16 columns each in one more stage, 0 to 3;
+/// - `pipeline`: the pipeline state, with barriers of eight bytes;
+/// - `a`, `b`: [descriptors](super::wgmma_descriptor()) of stage 0, advanced by the size of a stage
+///   / 16 (`$a_step`, `$b_step`). Within a stage `Major::advance` moves them to the columns of the
+///   next instruction;
+/// - `tail`: number of instructions of 16 columns each, 0 to 3, in one more stage after `steps`
+///   whole stages;
 /// - `leader`: nonzero in the one unit that arrives for its warpgroup;
 /// - `majors`: of `a` and of `b`.
 macro_rules! mainloop {

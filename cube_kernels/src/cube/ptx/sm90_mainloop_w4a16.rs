@@ -1,5 +1,5 @@
-//! The mainloop of the W4A16 GEMM of Hopper (sm_90a): `wgmma` with a packed operand that is
-//! dequantized in registers.
+//! Mainloop of the W4A16 GEMM of Hopper (sm_90a): `wgmma` with a packed operand that is dequantized
+//! in registers.
 //!
 //! PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async"; PTX 8.0, sm_90a.
 
@@ -7,11 +7,11 @@ use cubecl::prelude::*;
 
 use super::sm90_mainloop::PipelineState;
 
-/// The form of the ring, which one warpgroup may share with others.
+/// Layout of the pipeline, which one warpgroup may share with others.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Ring {
-    /// Its stages.
+    /// Number of stages.
     pub stages: u32,
     /// Stages from one to the next of this warpgroup.
     pub advance: u32,
@@ -23,11 +23,11 @@ pub struct Ring {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct PackedStage {
-    /// Address of the codes of this lane's upper row, 64 bytes to a row.
+    /// Address of the codes of this lane's upper row, 64 bytes per row.
     pub codes: u32,
-    /// Address of the scales of this lane's upper row, 8 bytes to a row.
+    /// Address of the scales of this lane's upper row, 8 bytes per row.
     pub scales: u32,
-    /// Rows of codes and scales in a stage.
+    /// Rows of codes and scales per stage.
     pub rows: u32,
 }
 
@@ -35,22 +35,22 @@ pub struct PackedStage {
 /// is packed and goes through registers (the left operand of `wgmma`, "Register Fragments for
 /// wgmma") and `a` is bf16 in shared memory.
 ///
-/// A sum over the contraction is the same whatever the order of its columns, as long as both
-/// operands agree. In 128 columns a lane, `q` being its number in four, takes the 32 from `32 q` on
-/// of two rows: 16 bytes of codes and two scales of either. In the order of
+/// The sum over K does not depend on the order of its columns, as long as both operands agree.
+/// Within 128 columns, a lane with index `q` in its quad takes the 32 columns from `32 q` on of two
+/// rows: 16 bytes of codes and two scales of either. In the order of
 /// [`decode_e2m1x8_pairs()`](crate::cube::codec::decode_e2m1x8_pairs()), which this inlines, a word
-/// is the lane's part of two instructions. The columns of `a` come in the order that this makes: in
-/// instruction `4 h + 2 w + j / 2`, at `8 (j % 2) + 2 q + e`, column `32 q + 16 h + 8 w + j + 4 e`.
-/// Each element is 2^-8 times what it stands for.
+/// holds the lane's part of two instructions. The columns of `a` are stored in the resulting order:
+/// in instruction `4 h + 2 w + j / 2`, at `8 (j % 2) + 2 q + e`, column `32 q + 16 h + 8 w + j + 4
+/// e`. Each element is 2^-8 times its value.
 ///
 /// The fragments of 64 columns are dequantized into one of two sets of registers while the
-/// instructions of the other set are in flight. When those of this set are queued, a wait for the
-/// other's says that its half of a stage may go back to the producer. Every unit arrives for
-/// itself: what each has read is ordered before the next copy without a barrier of its warp (and is
-/// as fast as one arrival a warp).
+/// instructions of the other set are in flight. After the instructions of this set are queued, a
+/// wait for the other set's ensures that its half of a stage can be released to the producer. Every
+/// unit arrives separately: its reads are then ordered before the next copy without a barrier of
+/// its warp (which is as fast as one arrival per warp).
 ///
-/// - `pipeline`: the ring, with two barriers to a stage (one for each 64 columns of `a`), eight
-///   bytes each; codes and scales are there with the first;
+/// - `pipeline`: the pipeline state, with two barriers per stage (one for each 64 columns of `a`),
+///   eight bytes each; codes and scales arrive with the first;
 /// - `a`: [`wgmma_descriptor`](super::wgmma_descriptor()) of stage 0; the second half of a stage is
 ///   `ring.a_half` further, the next stage twice that;
 /// - `steps`: stages to multiply, at least one.
@@ -61,8 +61,9 @@ macro_rules! w4a16_mainloop {
     ($name:ident, $accumulators:literal, $wgmma:tt, $sums:tt) => {
         w4a16_mainloop!(
             $name, $accumulators, $wgmma, $sums,
-            // Both halves: what precedes the decoding, the words with their scale and fragments,
-            // the barrier of this half, of the one before, and the instructions.
+            // Per half: the instructions before the decoding, the words with their scale and
+            // fragments, the barrier of this half, the barrier of the previous half, and the
+            // instructions.
             [
                 "add.s64 c, a, 0;"
                 ["w0" "f0" "x0" "x2" "x4" "x6"] ["w4" "f2" "x1" "x3" "x5" "x7"]

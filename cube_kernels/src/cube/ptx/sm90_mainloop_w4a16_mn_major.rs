@@ -1,5 +1,5 @@
-//! The mainloop of the W4A16 GEMM of Hopper (sm_90a) whose packed operand is MN-major: `wgmma` with
-//! an operand that is dequantized in registers, and whose stored rows are the contraction.
+//! Mainloop of the W4A16 GEMM of Hopper (sm_90a) for an MN-major packed operand: `wgmma` with an
+//! operand that is dequantized in registers, and whose stored rows are K.
 //!
 //! PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async"; PTX 8.0, sm_90a.
 
@@ -7,54 +7,55 @@ use cubecl::prelude::*;
 
 use super::sm90_mainloop::PipelineState;
 
-/// Places of the contraction in a stage.
+/// K indices per stage.
 pub const STAGE_K: usize = 64;
-/// Bytes of codes in a stage: 128 for each of its places of the contraction.
+/// Bytes of codes per stage: 128 per K index.
 pub const STAGE_CODES: usize = STAGE_K * 128;
-/// Bytes from the scales of 16 places of the contraction to the next: 32 for each of 16 blocks, and
-/// 32 that spread what a warp writes over the banks.
+/// Pitch in bytes of the scales of 16 K indices: 32 for each of 16 blocks, plus 32 against bank
+/// conflicts of a warp's writes.
 pub const STEP_SCALES: usize = 16 * 32 + 32;
-/// Bytes of scales in a stage.
+/// Bytes of scales per stage.
 pub const STAGE_SCALES: usize = STAGE_K / 16 * STEP_SCALES;
 
 /// The packed operand in stage 0, as one lane reads it.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct MnMajorStage {
-    /// Address of the lane's four codes at its first place of the contraction, an even one.
+    /// Address of the lane's four codes at its first K index, an even one.
     pub even: u32,
-    /// The same one place further.
+    /// Address of the lane's four codes at the next K index.
     pub odd: u32,
-    /// Address of the lane's four scales at the first 16 places of the contraction.
+    /// Address of the lane's four scales at the first 16 K indices.
     pub scales: u32,
 }
 
 /// The mainloop of one consumer warpgroup: `out[128 columns of b, rows of a] = Σ bᵀ · aᵀ`, where
-/// `b` is packed, with the contraction down its columns, and goes through registers (the left
-/// operand of `wgmma`, "Register Fragments for wgmma"), and `a` is K-major bf16 in shared memory.
+/// `b` is packed, with K down its columns, and goes through registers (the left operand of `wgmma`,
+/// "Register Fragments for wgmma"), and `a` is K-major bf16 in shared memory.
 ///
-/// An instruction takes 64 columns of `b` at 16 places of the contraction. Which columns those are
-/// is free, as long as the epilogue knows: a lane, `q` being its number in four and `g` the number
-/// of the four, has columns `4 g` to `4 g + 3` of the 32 of its warp, the first two as the upper
-/// and lower row of its fragment of one instruction, the others of a second one. So its codes at a
-/// place of the contraction are 16 neighbouring bits with one scale. The fragment wants the places
-/// `2 q`, `2 q + 1`, `2 q + 8` and `2 q + 9`. Two of them make a word, in which the order of
+/// An instruction takes 64 columns of `b` at 16 K indices. The choice of these columns is free, as
+/// long as the epilogue agrees. A lane with index `q` in its quad, in quad number `g`, has columns
+/// `4 g` to `4 g + 3` of the 32 of its warp: the first two as the upper and lower row of its
+/// fragment of one instruction, the others as those of a second one. So its codes at a K index are
+/// 16 adjacent bits with one scale. The fragment requires the K indices `2 q`, `2 q + 1`, `2 q + 8`
+/// and `2 q + 9`. Two of them make a word, in which the order of
 /// [`decode_e2m1x8_pairs()`](crate::cube::codec::decode_e2m1x8_pairs()), which this inlines, finds
-/// both at once. Each element is 2^-8 times what it stands for.
+/// both at once. Each element is 2^-8 times its value.
 ///
-/// Codes lie as TMA brings them with the 128-byte swizzle, so that the four rows that a warp reads
-/// together are in different banks. Scales lie as pairs of bf16, times 2^118
-/// ([`decode_e4m3_pair()`](crate::cube::codec::decode_e4m3_pair())), those of a lane's four places
-/// side by side: at `32 b + 8 q + 4 h + 2 e` of 16 places that of block `b` at `8 h + 2 q + e`.
+/// Codes are stored as TMA writes them with the 128-byte swizzle, so that the four rows that a warp
+/// reads together are in different banks. Scales are stored as pairs of bf16, times 2^118
+/// ([`decode_e4m3_pair()`](crate::cube::codec::decode_e4m3_pair())), with those of a lane's four K
+/// indices adjacent: at `32 b + 8 q + 4 h + 2 e` of 16 K indices, the scale of block `b` at `8 h +
+/// 2 q + e`.
 ///
-/// The fragments of 32 places are dequantized into one of two sets of registers while the
-/// instructions of the other set are in flight. When those of the first half of a stage are queued,
-/// a wait for the others says that the stage before may go back to the producers. Every unit
-/// arrives for itself.
+/// The fragments of 32 K indices are dequantized into one of two sets of registers while the
+/// instructions of the other set are in flight. After the instructions of the first half of a stage
+/// are queued, a wait for the others ensures that the previous stage can be released to the
+/// producers. Every unit arrives separately.
 ///
-/// - `pipeline`: the ring, with barriers of eight bytes;
-/// - `a`: [`wgmma_descriptor`](super::wgmma_descriptor()) of stage 0, advanced by `a_stage`, a
-///   stage's size / 16;
+/// - `pipeline`: the pipeline state, with barriers of eight bytes;
+/// - `a`: [`wgmma_descriptor`](super::wgmma_descriptor()) of stage 0, advanced by `a_stage`, the
+///   size of a stage / 16;
 /// - `steps`: stages to multiply, at least one.
 ///
 /// The sums are those of the first of the two instructions, then those of the second.
@@ -62,8 +63,8 @@ macro_rules! mn_major_mainloop {
     ($name:ident, $accumulators:literal, $wgmma:tt, $first:tt, $second:tt) => {
         mn_major_mainloop!(
             $name, $accumulators, $wgmma, $first, $second,
-            // Both halves: two times 16 places with the offsets of their codes and scales, the
-            // fragments of either instruction, whether they add; what follows the wait.
+            // Per half: two times 16 K indices with the offsets of their codes and scales, the
+            // fragments of either instruction, whether they add, and the code after the wait.
             [
                 ["0" "1024" "0" "x0" "x1" "x2" "x3" "x4" "x5" "x6" "x7"]
                 ["2048" "3072" "544" "x8" "x9" "x10" "x11" "x12" "x13" "x14" "x15"];

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// Suspends the thread for about `nanoseconds`, twice that at most: `nanosleep`.
+/// Suspends the thread for about `nanoseconds`, at most twice that: `nanosleep`.
 ///
 /// PTX ISA "Miscellaneous Instructions: nanosleep"; PTX 6.3, sm_70 and later.
 #[cube]

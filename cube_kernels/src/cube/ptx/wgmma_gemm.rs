@@ -1,13 +1,14 @@
-//! GEMMs of one warpgroup from shared memory, of a fixed depth: a block of `wgmma` instructions,
-//! which have ended when the block has, or are queued as a group that still runs (sm_90a).
+//! GEMMs of one warpgroup from shared memory, of a fixed depth: asm blocks of `wgmma` instructions,
+//! which either have completed at the end of the block, or are queued as a group that is still in
+//! flight (sm_90a).
 //!
-//! A block takes sums in and gives them out, as two sets of registers, which ptxas makes one where it
-//! can. Where it cannot it copies all of them around each block, or waits for each instruction. It can
-//! where sums in flight are read by a wait alone, no sums are in flight from one iteration of a loop to
+//! A block has sums as inputs and outputs, as two sets of registers, which ptxas merges if it can.
+//! Otherwise it copies all of them around each block, or waits for each instruction. It can merge
+//! them if only a wait reads sums in flight, no sums are in flight from one iteration of a loop to
 //! the next, and the last GEMM of an iteration waits in its own block.
 //!
-//! The text of a block is made for its sizes. Registers of a block are numbered from its results
-//! on, then its inputs in order.
+//! The text of a block is generated for its sizes. Registers of a block are numbered from its
+//! results on, followed by its inputs in order.
 //!
 //! PTX ISA "Asynchronous Warpgroup Level Matrix Instructions: wgmma.mma_async"; PTX 8.0, sm_90a.
 
@@ -18,21 +19,21 @@ use cubecl::prelude::*;
 use super::Major;
 use crate::tensor::FloatKind;
 
-/// How an operand in shared memory lies under the instructions of a block: in boxes of 64 elements
-/// a row (128 bytes, swizzled).
+/// Layout of an operand in shared memory for the instructions of a block: boxes with rows of 64
+/// elements (128 bytes, swizzled).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WgmmaOperand {
-    /// Which dimension is contiguous.
+    /// Contiguous dimension.
     pub major: Major,
-    /// Bytes from one box to the next. Along a K-major operand's contraction the next box follows
-    /// each 64 elements; those of an MN-major operand lie across it, and its descriptor has this
-    /// distance.
+    /// Bytes from one box to the next. For a K-major operand the next box follows after each 64
+    /// elements along K. Boxes of an MN-major operand are arranged across K, and its descriptor
+    /// contains this distance.
     pub box_bytes: usize,
 }
 
 impl WgmmaOperand {
-    /// How far instruction `step` of 16 elements of the contraction reads behind the first, in
-    /// units of 16 bytes.
+    /// Returns the offset of instruction `step` (16 elements along K) from the first, in units of
+    /// 16 bytes.
     const fn offset(self, step: usize) -> usize {
         match self.major {
             Major::K => (step / 4) * (self.box_bytes / 16) + (step % 4) * 2,
@@ -41,28 +42,28 @@ impl WgmmaOperand {
     }
 }
 
-/// A block of instructions: 64 rows, `n` columns, `depth` elements of the contraction.
+/// A block of instructions: 64 rows, `n` columns, `depth` elements along K.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct WgmmaGemm {
     /// Columns.
     pub n: usize,
-    /// Length of the contraction, a multiple of 16.
+    /// Length of the K dimension, a multiple of 16.
     pub depth: usize,
-    /// Type of the operands.
+    /// Operand type.
     pub kind: FloatKind,
-    /// The left operand, where it is in shared memory.
+    /// Left operand, if it is in shared memory.
     pub a: WgmmaOperand,
-    /// The right operand.
+    /// Right operand.
     pub b: WgmmaOperand,
 }
 
 impl WgmmaGemm {
-    /// Accumulators of a thread.
+    /// Returns the accumulators per thread.
     pub const fn accumulators(self) -> usize {
         self.n / 2
     }
 
-    /// Registers of a thread's part of a left operand in registers.
+    /// Returns the registers per thread of a left operand in registers.
     pub const fn fragments(self) -> usize {
         self.depth / 4
     }
@@ -77,7 +78,7 @@ impl WgmmaGemm {
     }
 }
 
-/// Where the left operand of a GEMM is.
+/// Location of the left operand of a GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Left {
     /// In shared memory: one input, its descriptor.
@@ -86,29 +87,29 @@ enum Left {
     Registers,
 }
 
-/// What a block leaves behind.
+/// State at the end of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockEnd {
-    /// Nothing: all groups have ended, those of blocks before too.
+    /// No group is in flight: all have completed, including those of earlier blocks.
     Waits,
-    /// Its GEMM as a group of its own, which still runs: [`wgmma_wait()`] has its results. Before a
-    /// wait only another block may read them.
+    /// The block's GEMM is a separate group that is still in flight; [`wgmma_wait()`] returns its
+    /// results. Before a wait, only another block may read them.
     Runs,
 }
 
-/// The text of a block: its GEMMs are queued one after another.
+/// Text of a block: its GEMMs are queued one after another.
 struct Block {
     text: String,
-    /// Registers that are results.
+    /// Number of result registers.
     results: usize,
-    /// Those of them that GEMMs so far write.
+    /// Number of result registers that the GEMMs so far write.
     written: usize,
-    /// The next input.
+    /// Index of the next input.
     input: usize,
 }
 
 impl Block {
-    /// A block with `results` registers of results.
+    /// Creates a block with `results` result registers.
     fn new(results: usize) -> Self {
         Self {
             text: String::from("{ .reg .b64 a, b; .reg .pred none, all;\n"),
@@ -118,13 +119,13 @@ impl Block {
         }
     }
 
-    /// The first `count` registers from number `first` on.
+    /// Lists the first `count` registers from number `first` on.
     fn registers(first: usize, count: usize) -> String {
         let names: Vec<_> = (first..first + count).map(|i| format!("%{i}")).collect();
         format!("{{{}}}", names.join(", "))
     }
 
-    /// The results from number `first` on begin as the next `count` inputs.
+    /// Initializes the results from number `first` on with the next `count` inputs.
     fn sums(mut self, first: usize, count: usize) -> Self {
         for i in 0..count {
             let _ = writeln!(self.text, "mov.f32 %{}, %{};", first + i, self.input + i);
@@ -133,9 +134,9 @@ impl Block {
         self
     }
 
-    /// The results from number `first` on begin as the next `count` inputs, in groups of four: two
-    /// of one row of a lane, times the first input behind them, and two of its other row, times the
-    /// second.
+    /// Initializes the results from number `first` on with the next `count` inputs, scaled in
+    /// groups of four: two of one row of a lane by the first input that follows them, and two of
+    /// its other row by the second.
     fn scaled_sums(mut self, first: usize, count: usize) -> Self {
         for i in 0..count {
             let factor = self.input + count + i % 4 / 2;
@@ -150,13 +151,13 @@ impl Block {
         self
     }
 
-    /// Registers are as they are: instructions follow.
+    /// Ends the initialization of registers: instructions follow.
     fn begin(mut self) -> Self {
         self.text += "setp.ne.b32 none, 0, 0; setp.eq.b32 all, 0, 0;\nwgmma.fence.sync.aligned;\n";
         self
     }
 
-    /// A GEMM into the next results, which are added to where `accumulate`. Inputs are the left
+    /// Appends a GEMM into the next results, which it adds to if `accumulate`. Inputs are the left
     /// operand, and the descriptor of the right one.
     fn gemm(mut self, gemm: WgmmaGemm, left: Left, accumulate: bool) -> Self {
         let (d, instruction) = (
@@ -201,7 +202,7 @@ impl Block {
         self
     }
 
-    /// The whole text.
+    /// Returns the complete text.
     fn end(self, end: BlockEnd) -> String {
         debug_assert!(self.written <= self.results);
         let rest = match end {
@@ -212,27 +213,27 @@ impl Block {
     }
 }
 
-/// [`wgmma_shared_queued()`].
+/// Text of [`wgmma_shared_queued()`].
 fn shared_queued_text(gemm: WgmmaGemm) -> String {
     let block = Block::new(gemm.accumulators()).begin();
     block.gemm(gemm, Left::Shared, false).end(BlockEnd::Runs)
 }
 
-/// [`wgmma_registers()`].
+/// Text of [`wgmma_registers()`].
 fn registers_text(gemm: WgmmaGemm, end: BlockEnd) -> String {
     let sums = gemm.accumulators();
     let block = Block::new(sums).sums(0, sums).begin();
     block.gemm(gemm, Left::Registers, true).end(end)
 }
 
-/// [`wgmma_registers_scaled()`].
+/// Text of [`wgmma_registers_scaled()`].
 fn registers_scaled_text(gemm: WgmmaGemm, end: BlockEnd) -> String {
     let sums = gemm.accumulators();
     let block = Block::new(sums).scaled_sums(0, sums).begin();
     block.gemm(gemm, Left::Registers, true).end(end)
 }
 
-/// [`wgmma_wait()`] for `sums` results, with `pending` groups still running.
+/// Text of [`wgmma_wait()`] for `sums` results, with `pending` groups still in flight.
 fn wait_text(sums: usize, pending: usize) -> String {
     let mut text = format!("wgmma.wait_group.sync.aligned {pending};\n");
     for i in 0..sums {
@@ -241,8 +242,9 @@ fn wait_text(sums: usize, pending: usize) -> String {
     text
 }
 
-/// `a · b` of `gemm`, 64 rows, as a group that still runs: both operands in shared memory, given by
-/// their descriptors. `S` is `gemm.accumulators()`; [`wgmma_wait()`] has the results.
+/// Queues `a · b` of `gemm`, 64 rows, as a group that stays in flight: both operands are in shared
+/// memory, given by their descriptors. `S` is `gemm.accumulators()`; [`wgmma_wait()`] returns the
+/// results.
 ///
 /// PTX ISA "wgmma.mma_async"; PTX 8.0, sm_90a.
 #[cube]
@@ -258,8 +260,8 @@ pub fn wgmma_shared_queued<S: Size>(a: u64, b: u64, #[comptime] gemm: WgmmaGemm)
     Vector::<f32, S>::reinterpret(sums)
 }
 
-/// `sums`, the results of a queued group of `gemm`, when at most the last `pending` groups still
-/// run, of which it is none.
+/// Returns `sums`, the results of a queued group of `gemm`, once at most the last `pending` groups
+/// are in flight, which must not include it.
 ///
 /// PTX ISA "wgmma.wait_group"; PTX 8.0, sm_90a.
 #[cube]
@@ -278,9 +280,9 @@ pub fn wgmma_wait<S: Size>(
     Vector::<f32, S>::reinterpret(result)
 }
 
-/// Waits until no group runs, but not before `sum`, of weights and so no negative number, is known:
-/// ptxas moves a wait ahead of what is computed meanwhile, but not across a branch. What this one
-/// leads to is never executed.
+/// Waits until no group is in flight, but not before `sum` is known. `sum` is a sum of weights and
+/// so never negative: ptxas moves a wait before concurrent computations, but not across a branch.
+/// The code that this branch guards is never executed.
 ///
 /// PTX ISA "wgmma.wait_group"; PTX 8.0, sm_90a.
 #[cube]
@@ -294,8 +296,8 @@ pub fn wgmma_wait_behind(sum: f32) {
     );
 }
 
-/// `diag(factors) · sums + a · b` of `gemm`: [`wgmma_registers()`], before which the two rows of a
-/// lane are multiplied by a factor each, `low` and `high`.
+/// Returns `diag(factors) · sums + a · b` of `gemm`: [`wgmma_registers()`] after multiplying the
+/// two rows of a lane by the factors `low` and `high`.
 #[cube]
 pub fn wgmma_registers_scaled<S: Size, A: Size>(
     sums: Vector<f32, S>,
@@ -321,9 +323,9 @@ pub fn wgmma_registers_scaled<S: Size, A: Size>(
     Vector::<f32, S>::reinterpret(result)
 }
 
-/// `sums + a · b` of `gemm`, 64 rows: the left operand in registers, the right one given by its
-/// descriptor. `S` is `gemm.accumulators()`, `A` is `gemm.fragments()`; fragments of 16 elements of
-/// the contraction follow each other, four registers each.
+/// Returns `sums + a · b` of `gemm`, 64 rows: the left operand is in registers, the right one given
+/// by its descriptor. `S` is `gemm.accumulators()`, `A` is `gemm.fragments()`; fragments of 16
+/// elements along K follow each other, four registers each.
 ///
 /// PTX ISA "wgmma.mma_async"; PTX 8.0, sm_90a.
 #[cube]
@@ -347,7 +349,7 @@ pub fn wgmma_registers<S: Size, A: Size>(
     Vector::<f32, S>::reinterpret(result)
 }
 
-/// The descriptor (`wgmma_descriptor`) of `operand` at `address`.
+/// Returns the descriptor (`wgmma_descriptor`) of `operand` at `address`.
 #[cube]
 pub fn wgmma_operand(address: u32, #[comptime] operand: WgmmaOperand) -> u64 {
     let leading = comptime!(match operand.major {

@@ -1,8 +1,8 @@
-//! Checks for the first day of the `tcgen05` kernel on its hardware, from single instructions to
-//! whole GEMMs: what fails first is nearest to the cause.
+//! Hardware bring-up checks of the `tcgen05` kernel, from single instructions to whole GEMMs: the
+//! first check that fails is closest to the cause.
 //!
-//! On other devices a check runs on what there is: the [software model](super::kernels), or the
-//! device's own kernels. It is left out where there is nothing.
+//! On other devices, checks use the [software model](super::kernels) or the device's own kernels.
+//! Checks without either are left out.
 
 mod probes;
 
@@ -27,32 +27,32 @@ use crate::{
 };
 use probes::Executor;
 
-/// How a check ended.
+/// Verdict of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "result", content = "detail")]
 pub enum Verdict {
-    /// As it should.
+    /// The check passed.
     Passed,
-    /// With a difference: the first one, or the error of the device.
+    /// The check failed: the first difference, or the device error.
     Failed(String),
-    /// It did not run, for this reason.
+    /// The check did not run, for this reason.
     LeftOut(String),
 }
 
-/// What a check found.
+/// Outcome of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
-    /// How it ended.
+    /// Verdict.
     #[serde(flatten)]
     pub verdict: Verdict,
-    /// What computed: the instructions, the software model, or a kernel of the device.
+    /// Executor: the instructions, the software model, or a kernel of the device.
     pub on: String,
-    /// What else there is to know.
+    /// Additional remarks.
     pub notes: Vec<String>,
 }
 
 impl Outcome {
-    /// Of a check that ran on `on`.
+    /// Creates the outcome of a check that ran on `on`.
     pub fn new(on: impl Into<String>, found: Result<(), String>) -> Self {
         Self {
             verdict: match found {
@@ -64,7 +64,7 @@ impl Outcome {
         }
     }
 
-    /// Of a check that did not run.
+    /// Creates the outcome of a check that did not run.
     pub fn left_out(why: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::LeftOut(why.into()),
@@ -73,45 +73,45 @@ impl Outcome {
         }
     }
 
-    /// The same with notes.
+    /// Adds notes.
     pub fn notes(self, notes: Vec<String>) -> Self {
         Self { notes, ..self }
     }
 }
 
-/// A check, in the order in which they are made.
+/// A check. Variants are in the order in which they run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Check {
-    /// Tensor memory is written and read.
+    /// Writes and reads tensor memory.
     TmemRoundTrip,
-    /// Block scales are copied to tensor memory, which is dumped.
+    /// Copies block scales to tensor memory and dumps it.
     ScaleCopy,
-    /// A single multiplication of which each sum is one product.
+    /// Single NVFP4 multiplication in which each sum is one product.
     OneHotMma,
-    /// The same of MXFP8.
+    /// Single MXFP8 multiplication in which each sum is one product.
     OneHotMxfp8,
     /// Dense GEMMs with exact sums.
     IntegerDense,
-    /// The same with factors for each row and column.
+    /// Dense GEMMs with exact sums and factors per row and column.
     IntegerPerToken,
     /// M-grouped GEMMs with exact sums.
     IntegerMGrouped,
     /// K-grouped GEMMs with exact sums.
     IntegerKGrouped,
-    /// GEMMs of MXFP8 operands with exact sums, dense and grouped.
+    /// MXFP8 GEMMs with exact sums, dense and grouped.
     IntegerMxfp8,
-    /// GEMMs on two CTAs with exact sums, dense and M-grouped, in both formats.
+    /// Two-CTA GEMMs with exact sums, dense and M-grouped, in both formats.
     IntegerTwoCta,
-    /// GEMMs with exchanged operands and exact sums, dense and M-grouped, in both formats.
+    /// GEMMs with swapped operands and exact sums, dense and M-grouped, in both formats.
     IntegerSwapAb,
-    /// The kernel and cuBLASLt on the same operands.
+    /// Comparison of the kernel with cuBLASLt on the same operands.
     CublasLt,
-    /// The order of random bits in `cvt.rs`.
+    /// Order of random bits in `cvt.rs`.
     CvtRs,
 }
 
 impl Check {
-    /// All of them, in order.
+    /// All checks in order.
     pub const ALL: [Self; 13] = [
         Self::TmemRoundTrip,
         Self::ScaleCopy,
@@ -128,7 +128,7 @@ impl Check {
         Self::CvtRs,
     ];
 
-    /// Its name in reports and on the command line.
+    /// Returns the name in reports and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::TmemRoundTrip => "tmem-round-trip",
@@ -147,12 +147,12 @@ impl Check {
         }
     }
 
-    /// The check of this name.
+    /// Returns the check with this name.
     pub fn of(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|check| check.name() == name)
     }
 
-    /// Runs it on the device behind `client`, and waits for it.
+    /// Runs the check on the device of `client` and waits for it.
     pub fn run(self, client: &Client) -> Outcome {
         let device = TestDevice::of(client);
         match self {
@@ -232,21 +232,22 @@ impl Check {
     }
 }
 
-/// The formats of the operands.
+/// Operand formats.
 const NVFP4: Format = Format::Nvfp4;
 const MXFP8: Format = Format::Mxfp8;
 
-/// Why a check of tensor memory is left out.
+/// Reason for leaving out checks of tensor memory.
 const NO_TMEM: &str = "the device has no tensor memory: compute capability 10.0 or 10.3";
 
-/// What a device can check.
+/// Class of device, which determines the checks that can run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum TestDevice {
-    /// Compute capability 10.0 or 10.3: the instructions.
+    /// Compute capability 10.0 or 10.3: runs the instructions.
     Sm100,
-    /// 9.0: the kernel with the software model, with TMA and barriers of the hardware.
+    /// Compute capability 9.0: runs the kernel with the software model, on hardware TMA and
+    /// barriers.
     Sm90,
-    /// Any other: its own kernels, and single commands of the model.
+    /// Any other device: runs its own kernels, and single commands of the model.
     Other,
 }
 
@@ -266,7 +267,7 @@ impl TestDevice {
         }
     }
 
-    /// What executes probes.
+    /// Returns the description of the probes' executor.
     fn probes(self) -> &'static str {
         match self.executor() {
             Executor::Instruction => "tcgen05 instructions",
@@ -280,7 +281,7 @@ impl TestDevice {
         Outcome::new(self.probes(), found)
     }
 
-    /// Computes each of `cases` in `form`, and compares.
+    /// Computes each of `cases` in `form` and compares the results.
     fn integers<const N: usize>(
         self,
         client: &Client,
@@ -308,7 +309,7 @@ impl TestDevice {
         Outcome::new(on, found).notes(notes)
     }
 
-    /// The GEMM of `case` by what the device has.
+    /// Computes the GEMM of `case` with a kernel that the device supports.
     fn multiply(
         self,
         client: &Client,
@@ -332,8 +333,8 @@ impl TestDevice {
     }
 }
 
-/// The kernel and cuBLASLt: exact sums must be equal; of others the share is noted, since the order
-/// of the library is its own.
+/// Compares the kernel with cuBLASLt: exact sums must be equal. For other sums the share of equal
+/// elements is noted, since the library has its own order of additions.
 fn equal_to_cublaslt(client: &Client) -> Outcome {
     let mut notes = Vec::new();
     let found = compare_with_cublaslt(client, &mut notes);
@@ -375,9 +376,9 @@ fn compare_with_cublaslt(client: &Client, notes: &mut Vec<String>) -> Result<(),
              {largest:e}, the largest output {magnitude:e}",
             m * n
         ));
-        // No order of these f32 sums comes near the bound; a wrong layout is far outside.
+        // Reordering these `f32` sums stays far below the bound; a wrong layout exceeds it by far.
         let bound = 1e-3 * magnitude;
-        // NaN is not near.
+        // NaN fails this comparison.
         let is_near = pairs().all(|(x, y)| (x - y).abs() <= bound);
         if !is_near {
             return Err(format!(
@@ -388,7 +389,8 @@ fn compare_with_cublaslt(client: &Client, notes: &mut Vec<String>) -> Result<(),
     Ok(())
 }
 
-/// The order of random bits, and whether the device answers as the oracle does in it.
+/// Reports the order of random bits, and checks the device's results against the oracle in that
+/// order.
 fn cvt_rs(client: &Client) -> Outcome {
     let on = match quantize::has_stochastic_instruction(client) {
         true => "cvt.rs.satfinite.e2m1x4.f32",
@@ -436,7 +438,7 @@ mod tests {
         assert_eq!(Check::of("all"), None);
     }
 
-    /// On CubeCL's CPU runtime all that does not need tensor memory or the library passes.
+    /// On CubeCL's CPU runtime every check passes that needs neither tensor memory nor the library.
     #[cfg(feature = "cpu")]
     #[test]
     fn checks_run_on_any_device() {

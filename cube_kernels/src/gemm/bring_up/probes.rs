@@ -1,5 +1,5 @@
-//! Probes of tensor memory and of single instructions, on the tensor cores or on the software
-//! model, against what the PTX ISA says that they do.
+//! Probes of tensor memory and of single instructions, on the tensor cores or the software model.
+//! Results are compared with the semantics in the PTX ISA.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -21,20 +21,20 @@ use crate::{
     zeroed::zeros,
 };
 
-/// Block scales of a row in an image: a word.
+/// Block scales per row of an image: one word.
 const BLOCKS: usize = 4;
 
-/// Random words.
+/// Returns random words.
 fn words(seed: u32, len: usize) -> Vec<u32> {
     let counters = 0..len.div_ceil(4) as u32;
     let all = counters.flat_map(|counter| philox4x32([counter, 0, 0, 0], [seed, 0]));
     all.take(len).collect()
 }
 
-/// What a word of tensor memory must hold.
+/// Expected value of a word of tensor memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Expected {
-    /// These bits.
+    /// These exact bits.
     Bits(u32),
     /// This number; zeros of either sign are equal.
     Number(f32),
@@ -61,10 +61,10 @@ impl Expected {
     }
 }
 
-/// Compares a dump of tensor memory, `[column][lane]`, with what it must hold.
+/// Compares a dump of tensor memory, `[column][lane]`, with the expected values.
 ///
 /// # Errors
-/// The first word that differs.
+/// Returns the first word that differs.
 fn compare(
     what: &str,
     dump: &[u32],
@@ -88,7 +88,7 @@ fn compare(
     ))
 }
 
-/// The words of tensor memory in `handle`.
+/// Downloads the words of tensor memory in `handle`.
 fn dump(client: &Client, handle: &Handle) -> Result<Vec<u32>, String> {
     let bytes = download(client, handle, 4 * TMEM_WORDS).map_err(|error| error.to_string())?;
     let words = bytes.chunks_exact(4);
@@ -97,10 +97,10 @@ fn dump(client: &Client, handle: &Handle) -> Result<Vec<u32>, String> {
         .collect())
 }
 
-/// Writes a word of its own to each lane and column, and reads them.
+/// Writes a unique word to each lane and column, and reads them back.
 ///
 /// # Errors
-/// The first word that differs.
+/// Returns the first word that differs.
 pub(super) fn tmem_round_trip(client: &Client) -> Result<(), String> {
     let written = words(1, TMEM_WORDS);
     let source = upload(client, bytemuck::cast_slice(&written));
@@ -120,8 +120,8 @@ pub(super) fn tmem_round_trip(client: &Client) -> Result<(), String> {
     })
 }
 
-/// The operands of a multiplication: a code in each byte, and scales of one step of NVFP4, or of
-/// all of MXFP8.
+/// Operands of a multiplication: one code per byte, with the scales of one step for NVFP4, or of
+/// all steps for MXFP8.
 struct Operands {
     format: BlockScaled,
     a: Vec<u8>,
@@ -131,8 +131,8 @@ struct Operands {
 }
 
 impl Operands {
-    /// Any codes but NaN, and any positive scales of NVFP4 from 2^-4 to 30, of MXFP8 from 2^-8 to
-    /// 2^7: products of two elements are exact.
+    /// Random codes without NaN, and random positive scales: from 2^-4 to 30 for NVFP4, from 2^-8
+    /// to 2^7 for MXFP8. Products of two elements are exact.
     fn random(format: BlockScaled, seed: u32) -> Self {
         let code = |word: u32| match (format, word as u8) {
             (BlockScaled::Nvfp4, byte) => byte & 15,
@@ -160,8 +160,8 @@ impl Operands {
         }
     }
 
-    /// The same with a single 1 in each row of a step of `a`, or else of `b`: each in the column of
-    /// its number, modulo the columns of a step.
+    /// Replaces each row of a step of `a` (or else `b`) with a single 1, in the column with the
+    /// row's index modulo the columns of a step.
     fn one_hot(mut self, of_a: bool, step: usize) -> Self {
         let (width, columns) = (self.format.tile_k(), self.format.step_k());
         let one = match self.format {
@@ -177,7 +177,7 @@ impl Operands {
         self
     }
 
-    /// `codes` in bytes of a row after the other.
+    /// Packs `codes` into bytes, row after row.
     fn bytes(&self, codes: &[u8]) -> Vec<u8> {
         match self.format {
             BlockScaled::Nvfp4 => codes
@@ -188,13 +188,13 @@ impl Operands {
         }
     }
 
-    /// As TMA and bulk copies leave them in shared memory.
+    /// Returns the image that TMA and bulk copies write to shared memory.
     fn image(&self) -> Vec<u8> {
         let mut image = vec![0; IMAGE];
         for (codes, at) in [(&self.a, 0), (&self.b, B_CODES_AT)] {
             for (i, byte) in self.bytes(codes).into_iter().enumerate() {
                 let (row, place) = (i / ROW, i % ROW);
-                // The swizzle exchanges the 16-byte parts of a row.
+                // The swizzle permutes the 16-byte chunks of a row.
                 let part = (place / 16) ^ (row % 8);
                 image[at + row * ROW + part * 16 + place % 16] = byte;
             }
@@ -211,7 +211,7 @@ impl Operands {
         image
     }
 
-    /// The sums of `step`, one row after another.
+    /// Returns the sums of `step`, row-major.
     fn sums(&self, step: usize) -> Vec<f32> {
         let (width, columns) = (self.format.tile_k(), self.format.step_k());
         let element = |code: u8, k: usize, scales: &[u8]| match self.format {
@@ -240,8 +240,8 @@ impl Operands {
         sums
     }
 
-    /// What tensor memory holds after the copies of scales at `column` and `lane`: the scales of a
-    /// row in all lanes that are equal to it modulo 32.
+    /// Returns the expected content of tensor memory at `column` and `lane` after the copies of
+    /// scales: the scales of a row are in all lanes that are equal to it modulo 32.
     fn scale_word(&self, column: usize, lane: usize) -> Expected {
         let Some(column) = column.checked_sub(SCALE_COLUMN as usize) else {
             return Expected::Bits(POISON);
@@ -260,7 +260,7 @@ impl Operands {
     }
 }
 
-/// What executes a probe.
+/// Executor of a probe.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Executor {
     /// The tensor cores.
@@ -269,11 +269,11 @@ pub(super) enum Executor {
     Model,
 }
 
-/// Tensor memory behind the copies of the scales of `operands` and, if it `multiplies`, the
+/// Returns tensor memory after the copies of the scales of `operands` and, if `multiplies`, the
 /// multiplication of `step`.
 ///
 /// # Errors
-/// When the device failed, or the model found a violation.
+/// Returns an error if the device failed, or if the model found a violation.
 fn run_step(
     client: &Client,
     operands: &Operands,
@@ -283,7 +283,7 @@ fn run_step(
 ) -> Result<Vec<u32>, String> {
     let multiplies = multiplies.then_some(operands.format);
     let image = upload(client, &operands.image());
-    // SAFETY (of every buffer): an image has so many words, and tensor memory too.
+    // SAFETY (of every buffer): images and tensor memory have this many words.
     let memory = |handle: &Handle, len| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let count = CubeCount::Static(1, 1, 1);
     let image = memory(&image, IMAGE / 4);
@@ -331,10 +331,10 @@ fn run_step(
     }
 }
 
-/// Copies scales that all differ to tensor memory and dumps all of it.
+/// Copies distinct scales to tensor memory and dumps all of it.
 ///
 /// # Errors
-/// The first word that differs.
+/// Returns the first word that differs.
 pub(super) fn scale_copy(client: &Client, executor: Executor) -> Result<(), String> {
     let mut operands = Operands::random(BlockScaled::Nvfp4, 2);
     for (i, scale) in operands.a_scales.iter_mut().enumerate() {
@@ -349,12 +349,12 @@ pub(super) fn scale_copy(client: &Client, executor: Executor) -> Result<(), Stri
     })
 }
 
-/// In `format`, multiplies one-hot rows of `a` with any `b`, any `a` with one-hot rows of `b`, at
-/// the first and the last step of the swizzled rows: each sum is a single product, so that a
-/// misplaced code or scale shows. Scales must stay where they are.
+/// In `format`, multiplies one-hot rows of `a` with random `b`, and random `a` with one-hot rows of
+/// `b`, at the first and last step of the swizzled rows. Each sum is a single product, so that a
+/// misplaced code or scale shows. Scales must be unchanged.
 ///
 /// # Errors
-/// The first word that differs.
+/// Returns the first word that differs.
 pub(super) fn one_hot_mma(
     client: &Client,
     format: BlockScaled,
@@ -386,7 +386,7 @@ mod tests {
         cubecl::Device::Cpu(Default::default()).client()
     }
 
-    /// Images and expectations agree with the software model.
+    /// Images and expected values agree with the software model.
     #[test]
     fn the_model_passes() {
         let client = client();
@@ -397,7 +397,7 @@ mod tests {
         }
     }
 
-    /// A word that is not what it should be is named by its place.
+    /// A wrong word is reported with its position.
     #[test]
     fn differences_are_named() {
         let mut dump = vec![7; TMEM_WORDS];

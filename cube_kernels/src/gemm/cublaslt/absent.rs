@@ -1,4 +1,4 @@
-//! What stands in for the library in builds without the feature `cuda`: a refusal.
+//! Replacement for the library in builds without the feature `cuda`: refuses every GEMM.
 
 use std::convert::Infallible;
 
@@ -7,7 +7,7 @@ use cubecl::client::Client;
 use super::{CublasLtGemm, CublasLtProblem};
 use crate::Nvfp4Error;
 
-/// No algorithm.
+/// Returns an error: no algorithm is available.
 pub fn plan(client: &Client, problem: &CublasLtProblem) -> Result<Infallible, Nvfp4Error> {
     Err(Nvfp4Error::Unsupported {
         library: "cuBLASLt",
@@ -16,7 +16,7 @@ pub fn plan(client: &Client, problem: &CublasLtProblem) -> Result<Infallible, Nv
     })
 }
 
-/// Nothing is queued.
+/// Queues nothing.
 pub fn submit(client: &Client, gemm: &CublasLtGemm) -> Result<(), Nvfp4Error> {
     plan(client, &gemm.problem()).map(|never| match never {})
 }

@@ -1,10 +1,10 @@
-//! The library itself: what of its C interface is used, loaded when it is first asked for, and the
-//! descriptors of one GEMM.
+//! Loads the library on first use, declares the parts of its C interface that are needed, and
+//! builds the descriptors of a GEMM.
 //!
-//! The interface is declared with plain integers. `cudarc` finds and loads the library; its own
-//! bindings are those of the CUDA toolkit of the machine that compiles, and an older one has no
-//! names for FP4, whatever the library on the machine that runs can do. Numbers and meanings are
-//! those of `cublasLt.h` and `library_types.h` (CUDA 12.8 to 13.4).
+//! The interface is declared with plain integers. `cudarc` finds and loads the library, but its
+//! bindings are those of the CUDA toolkit at compile time: an older toolkit has no names for FP4,
+//! even if the library at run time supports it. Numbers and meanings are those of `cublasLt.h` and
+//! `library_types.h` (CUDA 12.8 to 13.4).
 
 use std::{
     ffi::c_void,
@@ -22,7 +22,7 @@ use crate::tensor::FloatKind;
 type Pointer = *mut c_void;
 type Status = i32;
 
-/// Declares the functions that are loaded.
+/// Declares the functions to load.
 macro_rules! interface {
     ($($field:ident = $name:literal: fn($($argument:ty),*);)*) => {
         struct Interface {
@@ -30,10 +30,10 @@ macro_rules! interface {
         }
 
         impl Interface {
-            /// Loads the library, or says what is missing.
+            /// Loads the library, or returns the reason for failure.
             fn load() -> Result<Self, String> {
-                // SAFETY: loading runs the library's initialisers, which are NVIDIA's; nothing else
-                // is called that is named so.
+                // SAFETY: loading runs only the initializers of NVIDIA's library; no other library
+                // has this name.
                 unsafe {
                     if !sys::is_culib_present() {
                         return Err("libcublasLt was not found where the loader looks".into());
@@ -74,7 +74,7 @@ interface! {
 /// `CUBLAS_COMPUTE_32F`: products and sums in `f32`.
 const COMPUTE_32F: i32 = 68;
 
-/// `cudaDataType_t`.
+/// Returns the `cudaDataType_t`.
 const fn type_of(format: CublasLtFormat) -> i32 {
     match format {
         CublasLtFormat::Bf16 => R_16BF,
@@ -93,9 +93,9 @@ const fn float_type(kind: FloatKind) -> i32 {
     }
 }
 
-/// `cublasLtMatmulDescAttributes_t`, of `int` values unless they say otherwise.
+/// `cublasLtMatmulDescAttributes_t`, with `int` values unless stated otherwise.
 mod attribute {
-    /// Where `alpha` and `beta` lie: 0 on the host, 1 on the device.
+    /// Location of `alpha` and `beta`: 0 on the host, 1 on the device.
     pub const POINTER_MODE: i32 = 2;
     /// 0 as stored, 1 transposed.
     pub const TRANSPOSE_A: i32 = 3;
@@ -108,7 +108,7 @@ mod attribute {
     pub const SCALE_A: i32 = 17;
     pub const SCALE_B: i32 = 18;
     pub const BIAS_TYPE: i32 = 26;
-    /// 0 one `f32`, 1 an E4M3 for each 16 elements.
+    /// 0 a single `f32`, 1 an E4M3 scale per 16 elements.
     pub const SCALE_MODE_A: i32 = 31;
     pub const SCALE_MODE_B: i32 = 32;
 }
@@ -117,19 +117,19 @@ mod attribute {
 mod preference {
     /// Bytes, 64 bits.
     pub const WORKSPACE: i32 = 1;
-    /// How the parts of a split contraction may be added, 32 bits: 1 in the output, 2 in `f32`, 4
-    /// in the type of the output.
+    /// Reduction schemes allowed for split K, 32 bits: 1 in the output, 2 in `f32`, 4 in the type
+    /// of the output.
     pub const REDUCTION: i32 = 3;
-    /// The first of the four of `A`, `B`, `C` and `D`: bytes, 32 bits.
+    /// First of the four attributes for `A`, `B`, `C` and `D`: bytes, 32 bits.
     pub const ALIGNMENT: i32 = 5;
 }
 
-/// `cublasLtMatmulAlgo_t`, which nothing but the library reads, and the workspace that it needs.
+/// `cublasLtMatmulAlgo_t`, an opaque value of the library, and its workspace size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Algorithm {
     data: [u64; 8],
-    /// Bytes.
+    /// Bytes of workspace.
     pub workspace: usize,
 }
 
@@ -142,10 +142,11 @@ struct Heuristic {
     reserved: [i32; 4],
 }
 
-/// The algorithm that the library thinks is the fastest for a problem, or why it has none.
+/// The library's fastest algorithm for a problem by its heuristics, or the reason why there is
+/// none.
 pub type Answer = Result<Algorithm, String>;
 
-/// Where the memory of a GEMM lies on the device.
+/// Device addresses of the memory of a GEMM.
 #[derive(Debug, Clone, Copy)]
 pub struct Addresses {
     pub a: u64,
@@ -159,7 +160,7 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// Any: for asking about a problem, which reads no memory.
+    /// Placeholder addresses for support queries, which read no memory.
     const NONE: Self = Self {
         a: 256,
         b: 256,
@@ -172,14 +173,14 @@ impl Addresses {
     };
 }
 
-/// The loaded library with a handle for each device that was asked about.
+/// The loaded library, with a handle for each device in use.
 pub struct Library {
     interface: Interface,
     handles: Mutex<Vec<(DeviceId, usize)>>,
 }
 
 impl Library {
-    /// The library, or why there is none.
+    /// Returns the library, or the reason why it is unavailable.
     pub fn get() -> Result<&'static Self, String> {
         static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
         let loaded = LIBRARY.get_or_init(|| {
@@ -191,7 +192,7 @@ impl Library {
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// The handle of `device`, whose context is the current one.
+    /// Returns the handle of `device`, whose context must be current.
     fn handle(&self, device: DeviceId) -> Result<Pointer, String> {
         let mut handles = self.handles.lock().unwrap_or_else(|held| held.into_inner());
         if let Some((_, handle)) = handles.iter().find(|(known, _)| *known == device) {
@@ -206,8 +207,8 @@ impl Library {
         Ok(handle)
     }
 
-    /// What the library answers to `problem` on `device`, whose context is the current one. An
-    /// error is no answer: it could not be asked.
+    /// Asks the library for an algorithm for `problem` on `device`, whose context must be current.
+    /// An error means that the query itself failed.
     pub fn plan(&self, device: DeviceId, problem: &CublasLtProblem) -> Result<Answer, String> {
         let handle = self.handle(device)?;
         let operation = Operation::new(&self.interface, problem, &Addresses::NONE)?;
@@ -218,14 +219,14 @@ impl Library {
             |result| unsafe { (self.interface.preference_create)(result) },
         )?;
         let set = |attribute: i32, value: &[u8]| {
-            // SAFETY: the attribute is copied, `value` is as long as is said.
+            // SAFETY: the attribute is copied, and the given length is that of `value`.
             check("cublasLtMatmulPreferenceSetAttribute", unsafe {
                 let set = self.interface.preference_set;
                 set(preference.0, attribute, value.as_ptr().cast(), value.len())
             })
         };
         set(preference::WORKSPACE, &(WORKSPACE as u64).to_ne_bytes())?;
-        // The output is rounded once.
+        // Forces the output to be rounded only once.
         set(preference::REDUCTION, &2u32.to_ne_bytes())?;
         for matrix in 0..4 {
             let attribute = preference::ALIGNMENT + matrix;
@@ -275,11 +276,11 @@ impl Library {
     /// Queues a GEMM on `stream`.
     ///
     /// # Safety
-    /// The context of `device` is the current one, and `stream` is one of its streams. The
-    /// addresses are those of device memory as large as
-    /// [`CublasLtGemm::check`](super::CublasLtGemm::check) demands, of a workspace as large as
-    /// `algorithm` demands, alive until the stream has passed the GEMM, and no other stream writes
-    /// any of it or reads the output until then.
+    /// The context of `device` must be current, and `stream` must be one of its streams. The
+    /// addresses must point to device memory of at least the size that
+    /// [`CublasLtGemm::check`](super::CublasLtGemm::check) requires, and to a workspace of the size
+    /// that `algorithm` requires. All of it must stay alive until the stream has passed the GEMM;
+    /// until then no other stream may write any of it or read the output.
     pub unsafe fn queue(
         &self,
         device: DeviceId,
@@ -297,8 +298,8 @@ impl Library {
         };
         let Operation { desc, a, b, out } = &operation;
         let matmul = self.interface.matmul;
-        // SAFETY: descriptors are alive; `alpha` is followed by `beta` on either side; the rest is
-        // the caller's promise. Our `a` is the library's `B`.
+        // SAFETY: descriptors are alive; `alpha` is followed by `beta` on host and device; the
+        // caller guarantees the rest. Our `a` is the library's `B`.
         check("cublasLtMatmul", unsafe {
             matmul(
                 handle,
@@ -339,12 +340,12 @@ impl Object {
 
 impl Drop for Object {
     fn drop(&mut self) {
-        // SAFETY: made by the function that belongs to `destroy`, and destroyed once.
+        // SAFETY: created by the counterpart of the destroy function, and destroyed once.
         unsafe { (self.1)(self.0) };
     }
 }
 
-/// The descriptors of one GEMM: the operation, and the layouts of the library's `A`, `B` and `D`.
+/// Descriptors of one GEMM: the operation, and the layouts of the library's `A`, `B` and `D`.
 struct Operation {
     desc: Object,
     a: Object,
@@ -368,7 +369,7 @@ impl Operation {
             |result| unsafe { (interface.desc_create)(result, COMPUTE_32F, R_32F) },
         )?;
         let set = |attribute: i32, value: &[u8]| {
-            // SAFETY: the attribute is copied, `value` is as long as is said.
+            // SAFETY: the attribute is copied, and the given length is that of `value`.
             let status = unsafe {
                 (interface.desc_set)(desc.0, attribute, value.as_ptr().cast(), value.len())
             };
@@ -394,8 +395,7 @@ impl Operation {
             set_address(attribute::SCALE_A, at.b_scale)?;
             set_address(attribute::SCALE_B, at.a_scale)?;
         }
-        // One `f32` is what the library assumes, and what one older than 12.8 knows nothing else
-        // of.
+        // The default is one `f32` per operand, the only mode that versions before 12.8 know.
         if format == CublasLtFormat::Nvfp4 {
             set_int(attribute::SCALE_MODE_A, 1)?;
             set_int(attribute::SCALE_MODE_B, 1)?;
@@ -424,7 +424,7 @@ const INVALID_VALUE: Status = 7;
 const ARCH_MISMATCH: Status = 8;
 const NOT_SUPPORTED: Status = 15;
 
-/// `cublasStatus_t` as a result.
+/// Converts `cublasStatus_t` to a result.
 fn check(what: &str, status: Status) -> Result<(), String> {
     let name = match status {
         0 => return Ok(()),

@@ -1,4 +1,4 @@
-//! What the library is asked for.
+//! Problem description for the library.
 
 use cubecl::server::Handle;
 
@@ -9,22 +9,22 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// The most memory that an algorithm may ask for: what NVIDIA recommends for Hopper and Blackwell.
+/// Maximum workspace of an algorithm, in bytes: NVIDIA's recommendation for Hopper and Blackwell.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// The element type of both operands.
+/// Element type of both operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CublasLtFormat {
     /// bfloat16.
     Bf16,
-    /// FP8 E4M3 with one `f32` factor for each operand.
+    /// FP8 E4M3 with one `f32` factor per operand.
     E4m3,
-    /// FP4 E2M1 with an E4M3 scale for each 16 elements along the contraction.
+    /// FP4 E2M1 with an E4M3 scale per 16 elements along K.
     Nvfp4,
 }
 
 impl CublasLtFormat {
-    /// Bits of one element.
+    /// Returns the bits per element.
     pub const fn bits(self) -> usize {
         match self {
             Self::Bf16 => 16,
@@ -33,8 +33,8 @@ impl CublasLtFormat {
         }
     }
 
-    /// The type that the library takes a bias in: that of the output, but bf16 with FP8 and FP4
-    /// operands and an `f32` output.
+    /// Returns the bias type that the library requires: the output's type, except bf16 for FP8 or
+    /// FP4 operands with an `f32` output.
     pub const fn bias(self, out: FloatKind) -> FloatKind {
         match (self, out) {
             (Self::E4m3 | Self::Nvfp4, FloatKind::F32) => FloatKind::Bf16,
@@ -43,7 +43,7 @@ impl CublasLtFormat {
     }
 }
 
-/// What the library is asked for, without the memory: it has an algorithm for a problem or not.
+/// A GEMM without its memory, which determines if the library has an algorithm for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CublasLtProblem {
     /// Type of both operands.
@@ -52,17 +52,17 @@ pub struct CublasLtProblem {
     pub m: usize,
     /// Rows of `b`, columns of the output.
     pub n: usize,
-    /// Elements of a row of `a` and `b`.
+    /// Elements per row of `a` and `b`.
     pub k: usize,
-    /// Type of the output.
+    /// Output type.
     pub out: FloatKind,
-    /// Whether `alpha` lies in device memory; otherwise it is one.
+    /// True if `alpha` is in device memory; otherwise it is 1.
     pub alpha: bool,
-    /// Whether there is a bias.
+    /// True if there is a bias.
     pub bias: bool,
-    /// Whether the output is added to.
+    /// True to accumulate into the output.
     pub accumulate: bool,
-    /// Bytes to whose multiples all matrices begin, at most 256.
+    /// Alignment of all matrices in bytes, at most 256.
     pub alignment: u32,
 }
 
@@ -85,11 +85,11 @@ impl std::fmt::Display for CublasLtProblem {
 
 impl CublasLtProblem {
     /// Checks the rules that hold on every device: rows of `a`, `b` and the output are multiples of
-    /// 16 bytes, matrices begin at multiples of 16 bytes, no dimension is 0 or above 2^31 - 1. What
-    /// else the library wants it says itself ([`supports`](super::supports)).
+    /// 16 bytes, matrices begin at multiples of 16 bytes, and no dimension is 0 or above 2^31 - 1.
+    /// The library reports its further requirements ([`supports`](super::supports)).
     ///
     /// # Errors
-    /// Which names `k`, `n`, `m` or `alignment`.
+    /// Returns an error that names `k`, `n`, `m` or `alignment`.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         let rule = |argument, value: usize, unit: usize| {
             if value == 0 || value > i32::MAX as usize || !value.is_multiple_of(unit) {
@@ -120,9 +120,9 @@ impl CublasLtProblem {
 pub struct CublasLtOperand<'a> {
     /// Stored rows.
     pub rows: usize,
-    /// The elements, `rows` rows of `k`.
+    /// Elements, `rows` rows of `k`.
     pub data: &'a Handle,
-    /// Scales, in the form that the [`CublasLtFormat`] says.
+    /// Scales, in the form that the [`CublasLtFormat`] requires.
     pub scale: Option<&'a Handle>,
 }
 
@@ -131,25 +131,25 @@ pub struct CublasLtOperand<'a> {
 pub struct CublasLtGemm<'a> {
     /// Type of both operands.
     pub format: CublasLtFormat,
-    /// Elements of a row of `a` and `b`.
+    /// Elements per row of `a` and `b`.
     pub k: usize,
-    /// The rows of the output.
+    /// Left operand: rows of the output.
     pub a: CublasLtOperand<'a>,
-    /// The columns of the output.
+    /// Right operand: columns of the output.
     pub b: CublasLtOperand<'a>,
-    /// Two `f32` in device memory, `alpha` and what the output is multiplied by before the sum is
-    /// added, 1 or 0 as `accumulate` says. Without them `alpha` is one.
+    /// Two `f32` in device memory: `alpha` and `beta`, the factor of the output's previous
+    /// contents, 1 or 0 as in `accumulate`. If absent, `alpha` is 1.
     pub alpha: Option<&'a Handle>,
-    /// One value for each column of the output, of the type [`CublasLtFormat::bias`].
+    /// Bias per column of the output, of type [`CublasLtFormat::bias`].
     pub bias: Option<&'a Matrix>,
-    /// The output.
+    /// Output.
     pub out: &'a Matrix,
-    /// Whether the output is added to.
+    /// True to accumulate into the output.
     pub accumulate: bool,
 }
 
 impl CublasLtGemm<'_> {
-    /// The problem that this GEMM is an instance of.
+    /// Returns the problem of this GEMM.
     pub fn problem(&self) -> CublasLtProblem {
         let handles = [self.a.data, self.b.data, &self.out.handle]
             .into_iter()
@@ -168,10 +168,10 @@ impl CublasLtGemm<'_> {
         }
     }
 
-    /// Checks the problem, and that every buffer is as large as it has to be.
+    /// Checks the problem and the sizes of all buffers.
     ///
     /// # Errors
-    /// Which names the argument.
+    /// Returns an error that names the argument.
     pub fn check(&self) -> Result<(), Nvfp4Error> {
         let problem = self.problem();
         problem.check()?;
@@ -225,7 +225,7 @@ impl CublasLtGemm<'_> {
     }
 }
 
-/// The largest power of two up to 256 at whose multiples this memory begins: allocations begin at
+/// Returns the largest power of two up to 256 to which this memory is aligned. Allocations begin at
 /// multiples of 512, a view into one anywhere.
 fn alignment(handle: &Handle) -> u32 {
     1 << handle.offset_start.unwrap_or(0).trailing_zeros().min(8)

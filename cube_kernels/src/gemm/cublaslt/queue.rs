@@ -1,4 +1,4 @@
-//! GEMMs in the order of CubeCL's launches: see "Order" in the [module above](super).
+//! Queues GEMMs in the order of CubeCL's launches; see "Order" in the [parent module](super).
 
 use std::{
     collections::HashMap,
@@ -20,14 +20,14 @@ use crate::{
     memory::allocate,
 };
 
-/// What CubeCL's reports call a GEMM of the library.
+/// Name of a library GEMM in CubeCL's reports.
 struct CublasLtMatmul;
 
-/// The most answers that are kept; all are asked for again beyond, since shapes that vary without
-/// end (numbers of tokens) would fill the memory.
+/// Maximum number of cached answers. Beyond it the cache is cleared, since an unbounded variety of
+/// shapes (numbers of tokens) would fill the memory.
 const MOST_ANSWERS: usize = 4096;
 
-/// The algorithm for `problem`, asked for once.
+/// Returns the algorithm for `problem`, asking the library once.
 pub fn plan(client: &Client, problem: &CublasLtProblem) -> Result<Algorithm, Nvfp4Error> {
     type Answers = HashMap<(DeviceId, CublasLtProblem), Answer>;
     static ANSWERS: LazyLock<Mutex<Answers>> = LazyLock::new(Mutex::default);
@@ -42,7 +42,7 @@ pub fn plan(client: &Client, problem: &CublasLtProblem) -> Result<Algorithm, Nvf
         Some(answer) => answer,
         None => {
             let (device, problem) = key;
-            // On the device's own thread, whose context is the device's.
+            // Runs on the device's own thread, where its context is current.
             let asked = DeviceHandle::<CudaServer>::new(device)
                 .submit_blocking(move |_| Library::get()?.plan(device, &problem))
                 .unwrap_or_else(|error| Err(format!("{error:?}")));
@@ -75,9 +75,9 @@ pub fn submit(client: &Client, gemm: &CublasLtGemm) -> Result<(), Nvfp4Error> {
         return Ok(());
     }
     let workspace = allocate(client, algorithm.workspace);
-    // Fresh memory belongs to the client's stream, which nothing else tells.
+    // Fresh memory belongs to the client's stream; nothing else tells which one that is.
     let stream = workspace.stream;
-    // What a problem does not read is the workspace.
+    // The workspace stands in for buffers that a problem does not read.
     let binding = |handle: Option<&Handle>| handle.unwrap_or(&workspace).clone().binding();
     let mut memory = ForeignMemory {
         reads: vec![
@@ -101,14 +101,14 @@ pub fn submit(client: &Client, gemm: &CublasLtGemm) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// On the device thread: calls the library.
+/// Calls the library, on the device thread.
 fn queue(
     place: &ForeignPlace,
     problem: &CublasLtProblem,
     algorithm: &Algorithm,
 ) -> Result<(), String> {
     let addresses = &place.addresses;
-    // Behind what is read.
+    // Index of the output, which follows the inputs.
     let out = addresses.len() - 2;
     let at = Addresses {
         a: addresses[0],
@@ -120,8 +120,8 @@ fn queue(
         out: addresses[out],
         workspace: addresses[out + 1],
     };
-    // SAFETY: the context is that of the stream. Sizes were checked before, the workspace was
-    // allocated for this algorithm, and CubeCL's bookkeeping, to which the place belongs, keeps the
-    // memory for as long as work on this stream reads it, as it does for kernels.
+    // SAFETY: the context is that of the stream. Sizes were checked before, and the workspace was
+    // allocated for this algorithm. As for kernels, CubeCL's bookkeeping, which provides `place`,
+    // keeps the memory alive for as long as work on this stream reads it.
     unsafe { Library::get()?.queue(place.device, problem, algorithm, &at, place.stream) }
 }

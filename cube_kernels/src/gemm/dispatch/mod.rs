@@ -1,5 +1,5 @@
-//! Which kernel computes a GEMM: each is asked in order, and each of those that come before the
-//! chosen one has said why not.
+//! Kernel dispatch: kernels are asked in a fixed order, and each one asked before the chosen one
+//! gives its reason for refusing.
 
 #[cfg(test)]
 mod tests;
@@ -40,7 +40,7 @@ const KERNELS: [&dyn Kernel; 10] = [
     &Scalar,
 ];
 
-/// The kernel that a plan is of.
+/// Returns the kernel that runs a plan.
 pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
     match plan {
         Plan::CublasLt(_) => &CublasLt,
@@ -56,24 +56,24 @@ pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
     }
 }
 
-/// The kernel of a problem, and why not another one.
+/// The kernel chosen for a problem, and the reasons against others.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Choice {
-    /// The backend that the kernel is part of.
+    /// Backend of the kernel.
     pub backend: GemmBackend,
-    /// The name of the kernel, that of its file.
+    /// Name of the kernel and of its file.
     pub kernel: &'static str,
-    /// The kernel, and how it runs.
+    /// Kernel and configuration.
     pub plan: Plan,
-    /// Kernels that were asked before or compared, and their reasons.
+    /// Kernels that were asked before or compared, with their reasons.
     pub refusals: Vec<(&'static str, Refusal)>,
 }
 
-/// The kernel of `problem` on `device`: the first that takes it or, where that one estimates its
-/// time, the one that estimates the least.
+/// Returns the choice for `problem` on `device`: the first kernel that supports it or, if that
+/// kernel estimates its time, the one with the lowest estimate.
 ///
 /// # Errors
-/// When the backend that the problem asks for does not take it.
+/// Returns an error if the requested backend does not support the problem.
 pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     let mut refusals = Vec::new();
     let mut best: Option<(&dyn Kernel, Candidate)> = None;
@@ -110,7 +110,8 @@ pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
                     best = Some((kernel, candidate));
                 }
             }
-            // What estimates nothing takes what is left.
+            // A kernel without an estimate is only used if no kernel before it supports the
+            // problem.
             (Some(_), None) => break,
         }
     }
@@ -125,7 +126,7 @@ pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     }
 }
 
-/// `problem` as `kernel` is asked about it.
+/// Returns `problem` as presented to `kernel`.
 fn seen_by(kernel: &dyn Kernel, problem: &Problem) -> Problem {
     match kernel.takes_mxfp8() {
         true => *problem,
@@ -133,7 +134,7 @@ fn seen_by(kernel: &dyn Kernel, problem: &Problem) -> Problem {
     }
 }
 
-/// The error of a backend that was asked for and takes nothing.
+/// Returns the error of a requested backend without a kernel that supports the problem.
 fn refused(
     device: &Device,
     problem: &Problem,
@@ -156,11 +157,11 @@ fn refused(
     }
 }
 
-/// A plan that was given, in place of `choice` where that is of the same backend: other devices
-/// keep theirs.
+/// Replaces the plan of `choice` by the requested `plan` if the backend of `choice` has several
+/// plans (sm_90, sm_100 and sm_120); choices of other backends stay as they are.
 ///
 /// # Errors
-/// When its kernel does not take the problem.
+/// Returns an error if the plan's kernel does not support the problem.
 pub(crate) fn with_plan(
     device: &Device,
     problem: &Problem,
@@ -190,16 +191,16 @@ pub(crate) fn with_plan(
     })
 }
 
-/// What [`gemm`](super::gemm()) chooses for `problem` on the device behind `client`.
+/// Returns the choice of [`gemm`](super::gemm()) for `problem` on the device of `client`.
 ///
 /// # Errors
-/// As [`plan`].
+/// See [`plan`].
 pub fn choose(client: &Client, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     on_device(client, |device| plan(device, problem))
 }
 
-/// The backend of `problem` on a device with these capabilities, where cuBLASLt takes what it is
-/// made for.
+/// Returns the backend for `problem` on a device with these capabilities, assuming that cuBLASLt
+/// supports everything that it is meant for.
 pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend {
     let device = Device {
         capabilities,
@@ -214,19 +215,19 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
     }
 }
 
-/// What the GEMM `problem` reads of packed operands on the device behind `client`, and so how they
-/// are best written: the one source of that. With operands in another form it has the same bits,
-/// after a pass over them.
+/// Returns the form in which the GEMM `problem` reads packed operands on the device of `client`.
+/// This is the single source for the form in which they should be written. Operands in another form
+/// are converted by a separate pass, with bit-identical results.
 ///
 /// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
-/// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. Where tokens are the contraction, so
-///   that it has any length, that of NVFP4 operands is to be padded to whole tiles
-///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so is that of `problem`.
-///   Blocks of MXFP8 are what an instruction multiplies: nothing is to be padded.
+/// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. If K is the token dimension, which may
+///   have any length, K of NVFP4 operands must be padded to whole tiles
+///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so must the `k` of
+///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
 ///
-/// `NVFP4_SCALES=tiles` in the environment asks for tiles on every device: kernels that read rows
-/// then have them unswizzled before, with the same bits.
+/// `NVFP4_SCALES=tiles` in the environment requests tiles on every device. Kernels that read rows
+/// then get them unswizzled first, with bit-identical results.
 pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
     if Environment::get().scale_tiles {
         return PackedReads::Swizzled;
@@ -234,38 +235,38 @@ pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
     on_device(client, |device| packed_reads_on(device, problem))
 }
 
-/// [`packed_reads`] on any device.
+/// [`packed_reads`] for any device.
 fn packed_reads_on(device: &Device, problem: &Problem) -> PackedReads {
     let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
     match plan(device, problem) {
         Ok(choice) => match kernel_of(choice.plan).reads(choice.plan) {
-            // Dequantized before, from rows of scales.
+            // Dequantized before the GEMM, from rows of scales.
             reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
             reads => reads.packed,
         },
-        // What cannot be computed is said by the GEMM.
+        // The GEMM reports problems that cannot be computed.
         Err(_) => PackedReads::Compact,
     }
 }
 
-/// Which kernels GEMMs of a shape take, of `groups` groups where there is more than one: rows of
-/// `nvfp4 doctor`.
+/// Returns the kernels for GEMMs of a shape, grouped if `groups` is above one, as rows of `nvfp4
+/// doctor`.
 pub fn describe(client: &Client, shape: impl Into<GemmShape>, groups: usize) -> Vec<CodePath> {
     on_device(client, |device| describe_on(device, shape.into(), groups))
 }
 
-/// Which kernels GEMMs of typical shapes take: M = N = K = 4096, eight groups, and M = 1.
+/// Returns the kernels for GEMMs of typical shapes: M = N = K = 4096, eight groups, and M = 1.
 pub fn describe_typical(client: &Client) -> Vec<CodePath> {
     on_device(client, describe_typical_on)
 }
 
-/// What `ask` finds about the device behind `client`.
+/// Calls `ask` with the device of `client`.
 fn on_device<T>(client: &Client, ask: impl FnOnce(&Device) -> T) -> T {
     ask(&Device {
         capabilities: Capabilities::of(client),
         sms: sms(client),
         cublaslt: &|problem| cublaslt::supports(client, problem),
-        // The check runs with the first GEMM, which nothing here is.
+        // The check runs with the first GEMM, and no GEMM runs here.
         tcgen05: &|tile| self_check::known(client, tile),
     })
 }
@@ -285,7 +286,7 @@ fn describe_typical_on(device: &Device) -> Vec<CodePath> {
     rows
 }
 
-/// [`describe`] on any device.
+/// [`describe`] for any device.
 fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath> {
     use OperandLayout::{KMajor, MnMajor, Mxfp8, Packed, PackedMnMajor};
     let padded = GemmShape {
@@ -325,7 +326,7 @@ fn describe_on(device: &Device, shape: GemmShape, groups: usize) -> Vec<CodePath
     }
 }
 
-/// The choice for `problem` as a row.
+/// Returns the choice for `problem` as a row.
 fn code_path(device: &Device, operation: &'static str, problem: &Problem) -> CodePath {
     match plan(device, problem) {
         Ok(choice) => {

@@ -1,4 +1,4 @@
-//! What is chosen on every device.
+//! Kernel choices on every class of device.
 
 use super::{
     super::{
@@ -34,7 +34,7 @@ fn choice(capabilities: &Capabilities, sms: usize, problem: &Problem) -> Choice 
     plan(&device, problem).unwrap()
 }
 
-/// What the GEMM reads of packed operands.
+/// Returns the form in which the GEMM reads packed operands.
 fn reads(capabilities: &Capabilities, problem: &Problem) -> PackedReads {
     packed_reads_on(
         &Device {
@@ -47,7 +47,7 @@ fn reads(capabilities: &Capabilities, problem: &Problem) -> PackedReads {
     )
 }
 
-/// On an H100.
+/// Returns the plan on an H100.
 fn sm90(problem: &Problem) -> Plan {
     let choice = choice(&device(Some(90), GemmBackend::Sm90Wgmma), 132, problem);
     assert_eq!(choice.backend, GemmBackend::Sm90Wgmma);
@@ -58,7 +58,7 @@ fn dense(m: usize, n: usize, k: usize) -> Plan {
     sm90(&Problem::new(PACKED, (m, n, k)))
 }
 
-/// The plans that were measured to be the fastest, on an H100.
+/// Plans that were measured to be the fastest on an H100.
 #[test]
 fn plans_of_measured_shapes() {
     let w4a16 = |rows_a, ways| Plan::W4a16(W4a16Tile { rows_a, ways }, BAND);
@@ -78,8 +78,8 @@ fn plans_of_measured_shapes() {
     assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
 }
 
-/// A packed MN-major `b` has a kernel that reads its codes on every GPU, and none that dequantizes
-/// it before.
+/// On every GPU a packed MN-major `b` has a kernel that reads its codes, and none that dequantizes
+/// it first.
 #[test]
 fn packed_mn_major_operands_are_read_as_they_are() {
     let layouts = [OperandLayout::KMajor, OperandLayout::PackedMnMajor];
@@ -124,7 +124,7 @@ fn packed_mn_major_operands_are_read_as_they_are() {
     }
 }
 
-/// Weight gradients of small models share their tiles out, however the operands are stored.
+/// Weight gradients of small models use stream-K, independent of the operands' layouts.
 #[test]
 fn few_tiles_of_long_contractions_are_shared_out() {
     let layouts = [OperandLayout::KMajor, OperandLayout::MnMajor];
@@ -133,7 +133,7 @@ fn few_tiles_of_long_contractions_are_shared_out() {
         let shared = |tile| Plan::StreamK(tile, BAND);
         assert_eq!(plan((768, 768, 16384)), shared(Sm90Tile::N128));
         assert_eq!(plan((512, 512, 16384)), shared(Sm90Tile::N128));
-        // Measured: whole tiles are faster, or as fast.
+        // Measured: whole tiles are as fast or faster.
         for shape in [
             (768, 2304, 16384),
             (768, 4096, 16384),
@@ -151,8 +151,8 @@ fn few_tiles_of_long_contractions_are_shared_out() {
     }
 }
 
-/// Where both operands are dequantized, the kernel behind that is the same for a dequantized
-/// one in the place of either.
+/// If both operands are dequantized, the following kernel is the same as for operands of which one
+/// is already bf16.
 #[test]
 fn dequantized_operands_change_no_plan() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
@@ -171,15 +171,15 @@ fn dequantized_operands_change_no_plan() {
             assert_eq!(plan, dense(m, n, k), "{shape:?}, {layouts:?}");
         }
     }
-    // The last is a weight gradient of few tiles, where dequantizing both operands costs more
-    // than it gains.
+    // The last one is a weight gradient with few tiles, for which dequantizing both operands costs
+    // more than it gains.
     for shape in [(16, 4096, 4096), (512, 8192, 8192), (4096, 4096, 8192)] {
         assert!(!dequantizes(shape), "{shape:?}");
     }
 }
 
-/// Consumer Blackwell: codes go to the instruction, small M with a packed weight has its own
-/// kernel, and what neither takes is left to the portable one.
+/// Consumer Blackwell: the instruction reads codes, small M with a packed weight has its own
+/// kernel, and the portable kernel takes the rest.
 #[test]
 fn plans_of_consumer_blackwell() {
     let blackwell = device(Some(120), GemmBackend::Sm120BlockScaled);
@@ -203,7 +203,7 @@ fn plans_of_consumer_blackwell() {
     assert_eq!(plan(WEIGHT_ONLY, (8, 8192, 8192), none), Plan::SmallM);
     assert_eq!(plan(PACKED, (8, 8192, 48), none), Plan::SmallM);
     assert_eq!(plan(WEIGHT_ONLY, (64, 8192, 8192), none), Plan::Cmma);
-    // Groups along K, an amax for each row, and MXFP8 in every form.
+    // Groups along K, an amax per row, and MXFP8 in every form.
     assert_eq!(plan(PACKED, (64, 8192, 8192), GroupedDim::K), tile(1));
     let mut per_row = Problem::new(PACKED, (4096, 4096, 4096));
     (per_row.epilogue.a, per_row.epilogue.b) = (Factor::PerRow, Factor::PerRow);
@@ -213,13 +213,13 @@ fn plans_of_consumer_blackwell() {
         let wide = tile_of(BlockScaled::Mxfp8, 2);
         assert_eq!(plan(mxfp8, (4096, 4096, 4096), dim), wide, "{dim:?}");
     }
-    // Groups of K have an output each.
+    // Each group along K has its own output.
     let experts = Problem::new(PACKED, (768, 768, 8192)).grouped(GroupedDim::K, 8);
     assert_eq!(choice(&blackwell, 84, &experts).plan, tile(2));
     assert_eq!(plan(PACKED, (768, 768, 8192), GroupedDim::K), tile(1));
 }
 
-/// Other CUDA devices: small M with a packed weight from sm_80 on, tiles otherwise.
+/// Other CUDA devices: the small-M kernel for a packed weight from sm_80 on, tiles otherwise.
 #[test]
 fn plans_of_other_devices() {
     let plan = |sm, layouts, shape, dim| {
@@ -242,7 +242,7 @@ fn plans_of_other_devices() {
     assert_eq!(plan(None, PACKED, (1, 8192, 8192), none), tiles);
 }
 
-/// What the kernel that dequantizes in registers cannot read takes the other one.
+/// Operands that the kernel with dequantization in registers cannot read go to the other kernel.
 #[test]
 fn plans_of_other_operands() {
     let is_bf16 = |plan| matches!(plan, Plan::DequantThenBf16(..));
@@ -262,7 +262,7 @@ fn plans_of_other_operands() {
         ways: 1,
     };
     assert_eq!(sm90(&rows), Plan::W4a16(tile, 1));
-    // 176 columns are no multiple of 64: those tiles are for a K-major `b`.
+    // 176 columns are no multiple of 64: those tiles require a K-major `b`.
     let narrow = |b| sm90(&Problem::new([mn_major, b], (8192, 2112, 7168)));
     assert_eq!(
         narrow(OperandLayout::KMajor),
@@ -272,8 +272,7 @@ fn plans_of_other_operands() {
         narrow(mn_major),
         Plan::DequantThenBf16(Sm90Tile::N128, BAND)
     );
-    // Few rows of an MN-major `a`: read as they are, or transposed where TMA does not read
-    // them.
+    // Small M with an MN-major `a`: read directly, or transposed if TMA cannot read it.
     assert!(is_bf16(sm90(&Problem::new(
         [mn_major, packed],
         (16, 8192, 8192)
@@ -284,7 +283,7 @@ fn plans_of_other_operands() {
     );
 }
 
-/// A backend that was asked for is taken or refused, never replaced, and `Cmma` is its tiles.
+/// A requested backend is used or refused, never replaced, and `Cmma` selects its tiles.
 #[test]
 fn backends_that_are_asked_for() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
@@ -315,8 +314,7 @@ fn backends_that_are_asked_for() {
     assert!(error.to_string().contains("12.0"), "{error}");
 }
 
-/// Data-center Blackwell: the library, unless it refuses or would dequantize a weight for small
-/// M.
+/// Data-center Blackwell: cuBLASLt, unless it refuses or would dequantize a weight for small M.
 #[test]
 fn the_library_and_what_it_refuses() {
     let blackwell = device(Some(100), GemmBackend::CublasLt);
@@ -348,8 +346,8 @@ fn the_library_and_what_it_refuses() {
     assert!(refused.refusals.iter().any(is_library));
 }
 
-/// FP4 tensor cores of data-center Blackwell read block scales in 128x4 tiles, in every GEMM of
-/// theirs; other kernels read them in rows, or bf16.
+/// FP4 tensor cores of data-center Blackwell read block scales in 128x4 tiles in every GEMM; other
+/// kernels read rows of scales, or bf16.
 #[test]
 fn who_reads_tiles_of_scales() {
     use PackedReads::{Bf16, Compact, Swizzled};
@@ -370,10 +368,10 @@ fn who_reads_tiles_of_scales() {
         for problem in [mxfp8, grouped[0], grouped[1]] {
             assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
         }
-        // Dequantized, from rows.
+        // Dequantized, from rows of scales.
         let narrow = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4100, 4096));
         assert_eq!(reads(&blackwell, &narrow), Compact);
-        // A weight beside bf16 activations.
+        // A packed weight with bf16 activations.
         assert_ne!(
             reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)),
             Swizzled
@@ -398,8 +396,8 @@ fn who_reads_tiles_of_scales() {
     }
 }
 
-/// Data-center Blackwell where the kernel for `tcgen05` is asked for, by `NVFP4_GEMM` or by the
-/// request; what it refuses goes where it would go else.
+/// Data-center Blackwell with the `tcgen05` kernel requested by `NVFP4_GEMM` or by the request;
+/// problems that it refuses go to the usual kernel.
 #[test]
 fn tcgen05_where_it_is_asked_for() {
     let of = |form| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Nvfp4, form));
@@ -428,7 +426,7 @@ fn tcgen05_where_it_is_asked_for() {
     let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
     assert_eq!(plan(Problem::new(WEIGHT_ONLY, shape)), bf16);
 
-    // Without that it is a request's backend, or nothing.
+    // Without the variable, only the request can select the backend.
     let library = device(Some(103), GemmBackend::CublasLt);
     let found = choice(&library, 148, &dense);
     assert_eq!(found.plan, nvfp4);
@@ -451,9 +449,9 @@ fn tcgen05_where_it_is_asked_for() {
     assert!(error.to_string().contains("10.0"), "{error}");
 }
 
-/// MXFP8 on data-center Blackwell: the kernel for `tcgen05` unasked, dense and grouped, unless
-/// its self-check of this format fails. Everywhere else, and where only one operand is in it,
-/// it is what bf16 would be.
+/// MXFP8 on data-center Blackwell: the `tcgen05` kernel is the default, dense and grouped, unless
+/// its self-check of this format fails. On other devices, and if only one operand is MXFP8, the
+/// choice is that for bf16.
 #[test]
 fn mxfp8_where_there_are_instructions_for_it() {
     const MXFP8: [OperandLayout; 2] = [OperandLayout::Mxfp8; 2];
@@ -489,8 +487,7 @@ fn mxfp8_where_there_are_instructions_for_it() {
         assert_eq!(plan(problem, BlockScaled::Nvfp4), own, "{problem:?}");
         assert_eq!(plan(problem, BlockScaled::Mxfp8), other, "{problem:?}");
     }
-    // Where one form alone comes out wrong, another one is taken: one CTA, with operands as they
-    // are.
+    // If a single form fails its self-check, another one is used: one CTA without swapped operands.
     for (wrong, problem) in [(swap, mxfp8(64)), (two, mxfp8(4096))] {
         let hardware = Device {
             capabilities: &blackwell,
@@ -524,7 +521,7 @@ fn mxfp8_where_there_are_instructions_for_it() {
     }
 }
 
-/// Few rows of `a`, dense or on average of a group along M, are the second operand of the
+/// With small M, dense or as the average of the groups along M, `a` is the second operand of the
 /// instructions.
 #[test]
 fn operands_are_exchanged_for_few_rows() {
@@ -544,8 +541,8 @@ fn operands_are_exchanged_for_few_rows() {
     assert!(!swapped(16, GroupedDim::K, 8));
 }
 
-/// Two CTAs share a tile where both have rows, on average of groups along M, and pairs of SMs take
-/// no more waves than SMs do: always, unless tiles along M are an odd number.
+/// Two CTAs share a tile if both have rows (on average over the groups along M) and pairs of SMs
+/// take no more waves than single SMs: always, unless the number of tiles along M is odd.
 #[test]
 fn two_ctas_share_tiles_where_that_takes_no_more_waves() {
     let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
@@ -560,20 +557,20 @@ fn two_ctas_share_tiles_where_that_takes_no_more_waves() {
     let (one, two) = (Sm100Form::OneCta, Sm100Form::TwoCta);
     assert_eq!(form((256, 74 * 256, 4096), none, 1), two);
     assert_eq!(form((129, 256, 4096), none, 1), two);
-    // The odd CTA has no row.
+    // The odd CTA has no rows.
     assert_eq!(form((128, 74 * 256, 4096), none, 1), one);
     assert_eq!(form((8192, 8192, 4096), none, 1), two);
-    // Three rows of tiles, two of pairs: one wave of both, or one of 147 and two of 98 pairs.
+    // Three rows of tiles, or two of pairs: one wave of both, or one of 147 and two of 98 pairs.
     assert_eq!(form((384, 37 * 256, 4096), none, 1), two);
     assert_eq!(form((384, 49 * 256, 4096), none, 1), one);
     assert_eq!(form((8192, 8192, 4096), m, 32), two);
-    // 128 rows of each, 129 rows of each.
+    // 128 rows per group, then 129.
     assert_eq!(form((8192, 8192, 4096), m, 64), one);
     assert_eq!(form((129 * 32, 8192, 4096), m, 32), two);
     assert_eq!(form((8192, 8192, 4096), k, 8), one);
 }
 
-/// Every row names a kernel and why it is not another one.
+/// Every row names a kernel and the reason for not choosing another one.
 #[test]
 fn rows_of_every_device() {
     for (capability, backend) in [

@@ -1,4 +1,4 @@
-//! What instances of several kernels are made with.
+//! Shared inputs of kernel instances.
 
 use cubecl::prelude::*;
 
@@ -11,12 +11,12 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Of the matrices. Nothing is launched: lengths of buffers do not matter.
+/// Rows of the matrices. Nothing is launched, so lengths of buffers do not matter.
 pub(super) const ROWS: usize = 256;
 pub(super) const COLS: usize = 256;
 pub(super) const BLOCKS: usize = ROWS * COLS / 16;
 
-/// One amax for each operand, and nothing besides.
+/// One amax per operand, and nothing else.
 pub(super) const PLAIN: EpilogueKind = EpilogueKind {
     a: Factor::Tensor,
     b: Factor::Tensor,
@@ -26,7 +26,7 @@ pub(super) const PLAIN: EpilogueKind = EpilogueKind {
     amax: None,
 };
 
-/// Everything that an epilogue can do.
+/// All features of the epilogue.
 pub(super) const ALL: EpilogueKind = EpilogueKind {
     a: Factor::PerRow,
     b: Factor::PerRow,
@@ -36,13 +36,13 @@ pub(super) const ALL: EpilogueKind = EpilogueKind {
     amax: Some(OutputAmax::Whole),
 };
 
-/// The same with an amax for each group.
+/// All features of the epilogue, with an amax per group.
 pub(super) const ALL_GROUPS: EpilogueKind = EpilogueKind {
     amax: Some(OutputAmax::PerGroup),
     ..ALL
 };
 
-/// Spills are forbidden, whatever the kernel.
+/// Forbids spills, for every kernel.
 pub(super) const NO_SPILLS: Expected = Expected {
     e2m1_rn: None,
     e2m1_rs: None,
@@ -50,7 +50,7 @@ pub(super) const NO_SPILLS: Expected = Expected {
     spills: Some(false),
 };
 
-/// An epilogue of `kind`.
+/// Returns an epilogue of `kind`.
 pub(super) fn epilogue(device: &DummyDevice, kind: EpilogueKind) -> EpilogueLaunch {
     let b = |len| device.buffer(len);
     EpilogueLaunch::new(
@@ -66,13 +66,13 @@ pub(super) fn epilogue(device: &DummyDevice, kind: EpilogueKind) -> EpilogueLaun
     )
 }
 
-/// A GEMM of one size, in `groups` groups.
+/// Returns a GEMM in `groups` groups.
 pub(super) fn problem(device: &DummyDevice, groups: usize) -> GroupedProblemLaunch {
     let shape = ProblemShapeLaunch::of((ROWS, ROWS, 64), groups);
     GroupedProblemLaunch::new(shape, device.buffer(groups + 1), 8)
 }
 
-/// A map of tiles of `tile` elements of the native type `elem`.
+/// Returns a map with tiles of `tile` elements of the native type `elem`.
 pub(super) fn map(
     device: &DummyDevice,
     tile: [usize; 2],

@@ -1,4 +1,4 @@
-//! Instances of the GEMM kernels, for the registry, with what they were specialized for.
+//! Instances of the GEMM kernels for the registry, with their specializations.
 
 use cubecl::prelude::*;
 use half::bf16;
@@ -31,7 +31,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let factor = Factor::Tensor;
@@ -121,13 +121,13 @@ fn mixed<C: CubePrimitive, D: CubePrimitive>(device: &DummyDevice) -> MixedMatri
     MixedMatrixLaunch::new(b(), b(), b())
 }
 
-/// A map of stages of `rows` rows for the bf16 kernels of Hopper.
+/// Returns a tensor map for the Hopper bf16 kernels, with stages of `rows` rows.
 fn sm90_operand(device: &DummyDevice, rows: usize, major: Major) -> TensorMapArg<Tiled> {
     let rows = if major == Major::Mn { SM90_BOX } else { rows };
     map(device, [rows, SM90_BOX], bf16::elem_type_native()).with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// What prepares operands.
+/// Instances of the kernels that prepare operands.
 fn around(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let dequantize = |bounded: bool| {
@@ -194,7 +194,7 @@ fn around(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Each tile: dense, with the whole epilogue, and with operands stored the other way round.
+/// Each tile: dense, with the full epilogue, and with operands in the other layout.
 fn sm90_stream_k(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for tile in Sm90Tile::ALL {
@@ -231,8 +231,8 @@ fn sm90_stream_k(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Each tile: dense of both 16-bit types, grouped, with the whole epilogue, and with operands
-/// stored the other way round.
+/// Each tile: dense with both 16-bit output types, grouped, with the full epilogue, and with
+/// operands in the other layout.
 fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for tile in Sm90Tile::ALL {
@@ -284,8 +284,8 @@ fn sm90_bf16(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Each tile; the whole epilogue and groups for a wide and a narrow one, because an instance takes
-/// seconds to compile.
+/// Each tile. The full epilogue and groups are only instantiated for a wide and a narrow tile,
+/// because an instance takes seconds to compile.
 fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for tile in W4a16Tile::ALL {
@@ -331,7 +331,7 @@ fn sm90_w4a16(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Both tiles, the higher one with groups and the whole epilogue too.
+/// Both tiles; the higher one also with groups and the full epilogue.
 fn sm90_w4a16_mn_major(device: &DummyDevice) -> Vec<Instance> {
     let (none, m) = (GroupedDim::None, GroupedDim::M);
     let f16 = EpilogueKind {
@@ -368,7 +368,7 @@ fn sm90_w4a16_mn_major(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// With the instruction, for the GPUs that have it, and with the software in its place, for Hopper.
+/// With the instruction, for GPUs that have it, and with its emulation, for Hopper.
 fn sm120_block_scaled(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for (multiply, architectures) in [
@@ -425,7 +425,7 @@ fn sm120_block_scaled(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// The shapes of all sizes of `m`, and the whole epilogue where rows end in parts of a vector.
+/// Shapes for all sizes of `m`, and the full epilogue with rows that end in partial vectors.
 fn small_m(device: &DummyDevice) -> Vec<Instance> {
     let (whole, tail, halves) = ((false, false), (true, false), (true, true));
     let mut all = Vec::new();
@@ -449,7 +449,7 @@ fn small_m(device: &DummyDevice) -> Vec<Instance> {
         let shape = small_m_shape(device, work, (tail, halves), left, false);
         all.push(small_m_instance(device, shape, kind));
     }
-    // One chunk for each warp.
+    // One chunk per warp.
     for left in [SmallMLeft::Packed, SmallMLeft::Bf16] {
         let shape = SmallMShape {
             early: true,
@@ -479,7 +479,7 @@ fn small_m_instance(device: &DummyDevice, shape: SmallMShape, kind: EpilogueKind
     instance.of_gemm(GemmInstance::SmallM(shape), Architectures::All)
 }
 
-/// What tells an instance from others.
+/// Returns the name that distinguishes an instance.
 fn small_m_name(shape: SmallMShape) -> String {
     let (warps, strips, columns, ahead) = (shape.warps, shape.strips, shape.columns, shape.ahead);
     let (tail, halves, left) = (shape.tail, shape.halves, shape.left);
@@ -492,7 +492,7 @@ fn small_m_name(shape: SmallMShape) -> String {
     format!("{warps}-{strips}-{columns}-{ahead}-{tail}-{halves}-{left:?}{early}{swiglu}")
 }
 
-/// A shape of small M, with several chunks for each warp.
+/// A small-M shape with several chunks per warp.
 fn small_m_shape(
     device: &DummyDevice,
     (warps, strips, columns, ahead): (usize, usize, usize, usize),
@@ -517,7 +517,7 @@ fn small_m_shape(
     }
 }
 
-/// SwiGLU behind the GEMM, and RMSNorm of one row and of several in front of it.
+/// SwiGLU epilogue, and RMSNorm prologue for one row and for several.
 fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
     let mut all = Vec::new();
     for (work, tail) in [
@@ -566,14 +566,14 @@ fn small_m_fused(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// Both tiles, all widths of rows, matrices of more than 2^31 elements, and a `b` that is MN-major.
+/// Both tiles, all row alignments, matrices of more than 2^31 elements, and an MN-major `b`.
 fn cmma(device: &DummyDevice) -> Vec<Instance> {
     let (short, long) = (AddressType::U32, AddressType::U64);
     let (none, m, k) = (GroupedDim::None, GroupedDim::M, GroupedDim::K);
     let (large, small) = (CmmaTile::M128, CmmaTile::M32);
     let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
     let (f16, bf16) = (out(FloatKind::F16, PLAIN), out(FloatKind::Bf16, ALL_GROUPS));
-    // Which operands are packed, and whether `b` is MN-major.
+    // Packed operands, and MN-major `b`.
     let both = ([true, true], false);
     let neither = ([false, false], false);
     let weight = ([false, true], false);

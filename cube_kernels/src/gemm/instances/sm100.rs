@@ -1,4 +1,4 @@
-//! Instances of the kernel for `tcgen05` and of its probes.
+//! Instances of the `tcgen05` kernel and of its probes.
 
 use cubecl::prelude::*;
 
@@ -18,8 +18,8 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// With the instructions, for the GPUs that have them, and with the software model, for Hopper: as
-/// it is, and with each fault.
+/// With the instructions, for GPUs that have them, and with the software model, for Hopper: without
+/// and with each fault.
 pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
     let out = |out, kind: EpilogueKind| EpilogueKind { out, ..kind };
     let forms = [
@@ -79,7 +79,7 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
         for form in Sm100Form::ALL {
             let core = TensorCore::Software(Fault::WrongScaleId);
             let other = plan(format, form, GroupedDim::None, core);
-            // Those of NVFP4 that are not exchanged are above.
+            // NVFP4 without swapped operands is instantiated above.
             if format == mxfp8 || form == swap {
                 plans.push((other, unscaled(PLAIN)));
             }
@@ -135,7 +135,7 @@ pub(super) fn block_scaled(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// The probes with the instructions, and the model of the same for any GPU.
+/// Probes with the instructions, and their software model for any GPU.
 pub(super) fn probes(device: &DummyDevice) -> Vec<Instance> {
     let b = || device.buffer(1 << 14);
     let on_sm100 = |instance: Instance, copies, multiplies| {

@@ -1,9 +1,9 @@
-//! GEMMs, dense and grouped, on any GPU with 16x16x16 bf16 matrix instructions: tiles of either
-//! operand are decoded, exactly, into shared memory and multiplied with `f32` accumulation. No
-//! dequantized copy of an operand is ever in device memory.
+//! Dense and grouped GEMMs on any GPU with 16x16x16 bf16 matrix instructions: tiles of both
+//! operands are decoded, exactly, into shared memory and multiplied with `f32` accumulation. Device
+//! memory never holds a dequantized copy of an operand.
 //!
-//! The contraction ascends in steps of 16 from the first column of a group, whatever the tile is: a
-//! grouped GEMM has the bits of the dense GEMMs of its groups.
+//! K ascends in steps of 16 from the first column of a group, independent of the tile. A grouped
+//! GEMM is therefore bit-identical to the dense GEMMs of its groups.
 
 use cubecl::{
     cmma::{self, MatrixIdent, MatrixLayout},
@@ -32,19 +32,18 @@ use crate::{
     moe::groups::span,
 };
 
-/// Elements along the contraction that are decoded at a time.
+/// Elements along K that are decoded at a time.
 const DEPTH: usize = 32;
-/// Elements from one tile row to the next in shared memory: padded by 16 bytes against bank
-/// conflicts.
+/// Row pitch of a tile in shared memory, in elements: padded by 16 bytes against bank conflicts.
 const STRIDE: usize = DEPTH + 8;
-/// Units of a cube: eight planes of 32.
+/// Units per cube: eight planes of 32.
 pub const UNITS: usize = 256;
-/// Tiles along the rows of `a` that run at the same time, for the L2 cache.
+/// Tiles along the rows of `a` that run at the same time, for L2 reuse.
 const BAND: u32 = 8;
-/// Cubes on an SM that a grid for groups is made for, whose tiles the host does not know.
+/// Cubes per SM in the grid of a grouped GEMM, whose number of tiles the host does not know.
 const CUBES_PER_SM: usize = 4;
 
-/// Stored rows of one operand, and blocks of the contraction, that a tile has at a time.
+/// Stored rows of one operand, and blocks along K, that a tile loads at a time.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct TilePart {
@@ -56,8 +55,8 @@ struct TilePart {
     k: usize,
 }
 
-/// Dequantizes `tile_rows` stored rows of one operand, two blocks each, into shared memory, a block
-/// to a unit at a time. What lies outside the group becomes zero.
+/// Dequantizes `tile_rows` stored rows of one operand, two blocks each, into shared memory. Each
+/// unit takes a block at a time. Elements outside the group become zero.
 #[cube]
 fn dequantize_tile<W: Size>(
     matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
@@ -107,10 +106,10 @@ fn dequantize_tile<W: Size>(
     }
 }
 
-/// Dequantizes `DEPTH` stored rows of a packed MN-major operand, the columns of a tile of each,
-/// into shared memory, a block to a unit: as the rows along the contraction that
-/// [`dequantize_tile`] writes. What lies outside becomes zero. `part` has stored rows, and the
-/// blocks along them.
+/// Dequantizes `DEPTH` stored rows of a packed MN-major operand, over the columns of a tile, into
+/// shared memory, one block per unit. It writes the same layout as [`dequantize_tile`], with rows
+/// along K. Elements out of bounds become zero. `part` counts stored rows, and the blocks along
+/// them.
 #[cube]
 fn dequantize_mn_major_tile<W: Size>(
     matrix: &MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
@@ -120,7 +119,7 @@ fn dequantize_mn_major_tile<W: Size>(
     #[unroll]
     for round in 0..comptime!((DEPTH * CMMA_TILE_N / 16).div_ceil(UNITS)) {
         let item = UNIT_POS as usize + comptime!(round * UNITS);
-        // Neighbouring units have neighbouring rows, so that they write to neighbouring places.
+        // Neighbouring units have neighbouring rows, so that they write to neighbouring addresses.
         let (row, block) = (item % DEPTH, item / DEPTH);
         let base = block * comptime!(16 * STRIDE) + row;
         let (row, block) = (part.row + row, part.block + block);
@@ -140,45 +139,45 @@ fn dequantize_mn_major_tile<W: Size>(
     }
 }
 
-/// The comptime choices of `cmma_kernel`.
+/// Comptime configuration of `cmma_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CmmaPlan {
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedDim,
-    /// The tile.
+    /// Tile.
     pub tile: CmmaTile,
-    /// Whether `a` and `b` are packed.
+    /// True if `a` and `b` are packed, respectively.
     pub packed: [bool; 2],
-    /// Whether the stored rows of a packed `b` are the contraction.
+    /// True if the stored rows of a packed `b` are K.
     pub b_mn_major: bool,
-    /// Whether the compiler may contract additions with multiplications; see
-    /// `gemm::epilogue::apply_on`.
+    /// True if the compiler may contract additions with multiplications, which must then be
+    /// separate instructions; see `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
 }
 
-/// Where a tile lies.
+/// Position of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct TilePlace {
     group: usize,
-    /// Its first row of `a`, and the one behind the last of the group.
+    /// First row of `a`, and end row of the group (exclusive).
     row: usize,
     end: usize,
-    /// Its first column of the output.
+    /// First column of the output.
     column: usize,
     /// Rows of `b` before those of the group.
     b_first: usize,
-    /// The part of this plane.
+    /// Offset of this plane within the tile.
     plane_row: usize,
     plane_column: usize,
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
-/// on nothing that is in device memory. The bias has a row for each group. Of each operand either
-/// codes and scales are read or, in vectors that divide its rows, `dense`. The epilogue reads what
-/// the output held from `out`.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid does not
+/// depend on device memory. The bias has a row per group. For each operand the kernel reads either
+/// codes and scales or `dense`, in vectors that divide its rows. The epilogue reads the previous
+/// contents of the output from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn cmma_kernel<F: Numeric, W: Size>(
     a: MixedMatrix<Vector<u32, Const<2>>, Vector<u16, W>>,
@@ -206,11 +205,11 @@ pub fn cmma_kernel<F: Numeric, W: Size>(
     let tiles_n = n.div_ceil(CMMA_TILE_N) as u32;
 
     let mut tile = CUBE_POS as u32;
-    // The group that is looked at, and the tiles before it.
+    // Current group, and number of tiles before it.
     let mut group = 0usize;
     let mut passed = 0u32;
     while group < groups {
-        // Rows of `a` and blocks of the contraction that belong to the group.
+        // Rows of `a` and blocks along K that belong to the group.
         let mut first = 0usize;
         let mut end = m;
         let mut block = 0usize;
@@ -324,7 +323,7 @@ pub fn cmma_kernel<F: Numeric, W: Size>(
     }
 }
 
-/// Adds the products of `DEPTH` columns of a tile to the accumulators of a plane.
+/// Multiplies `DEPTH` columns of a tile and adds them to the accumulators of a plane.
 #[cube]
 fn multiply_tile(
     a: &[bf16],
@@ -408,7 +407,7 @@ fn write_tile<F: Numeric>(
                 let row = at.row + at.plane_row + comptime!(i * 16) + element / 16usize;
                 let column = at.column + at.plane_column + comptime!(j * 16) + element % 16usize;
                 if row < at.end && column < n {
-                    // Groups of the contraction have factors and outputs of their own.
+                    // Groups along K have separate factors and outputs.
                     let mut a_own = row;
                     let mut b_own = at.b_first + column;
                     let mut item = row * n + column;
@@ -495,7 +494,7 @@ fn queue(launch: &Launch) {
     let tiles = m.div_ceil(shape.rows());
     let tiles = n.div_ceil(CMMA_TILE_N)
         * match groups.grouping {
-            // Each group may end in a tile of its own.
+            // Each group may end in a partial tile.
             GroupedDim::M => tiles + count,
             GroupedDim::None | GroupedDim::K => tiles * count,
         };
@@ -506,7 +505,7 @@ fn queue(launch: &Launch) {
     // SAFETY (of every argument): the caller checked the buffers against the shapes.
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
-    // Elements that are loaded together from bf16 rows: as many as rows and their beginning allow.
+    // Elements per load from bf16 rows: as many as the row length and alignment allow.
     let is_whole = |operand: &Materialized| operand.is_packed() || operand.is_aligned();
     let width = match is_whole(a) && is_whole(b) {
         true => 1 << k.trailing_zeros().min(3),
@@ -551,7 +550,7 @@ fn queue(launch: &Launch) {
                 tile: shape,
                 packed: [a.is_packed(), b.is_packed()],
                 b_mn_major: b.is_mn_major(),
-                // Where the compiler may contract, which is CUDA's.
+                // CUDA's compiler contracts.
                 ordered_add: capabilities.runtime == "cuda",
             },
             result.dtype.storage_type(),

@@ -1,5 +1,5 @@
-//! The GEMM of compute capability 10.0 and 10.3: cuBLASLt, and the small kernels around it, for the
-//! factors of a sum and for what the library does not add as it should be added.
+//! The GEMM of compute capability 10.0 and 10.3: cuBLASLt, with small auxiliary kernels for global
+//! scale factors and for additions that the library rounds differently.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -20,7 +20,7 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// The GEMM of NVIDIA's library.
+/// The cuBLASLt GEMM.
 pub(crate) struct CublasLt;
 
 impl Kernel for CublasLt {
@@ -54,7 +54,7 @@ impl Kernel for CublasLt {
         if !(asked || n.is_multiple_of(8) && k.is_multiple_of(32)) {
             return Err(Refusal::Operands("n is no multiple of 8, or k of 32"));
         }
-        // The library would have all of the weight dequantized for a small M.
+        // cuBLASLt would require the whole weight to be dequantized for a small M.
         if !asked && !problem.is_packed()[0] && SmallM.supports(device, problem).is_ok() {
             return Err(Refusal::Operands("small_m reads a packed weight once"));
         }
@@ -91,8 +91,8 @@ impl Kernel for CublasLt {
     }
 }
 
-/// Two packed operands are multiplied as they are. Of one packed and one bf16 operand, the packed
-/// one is dequantized before, which is exact.
+/// Returns the library's format. Two packed operands are multiplied directly. With one packed and
+/// one bf16 operand, the packed one is first dequantized, which is exact.
 fn format_of(is_packed: [bool; 2]) -> CublasLtFormat {
     match is_packed {
         [true, true] => CublasLtFormat::Nvfp4,
@@ -100,26 +100,26 @@ fn format_of(is_packed: [bool; 2]) -> CublasLtFormat {
     }
 }
 
-/// How a GEMM with this epilogue is put together.
+/// Decomposition of a GEMM with this epilogue.
 ///
-/// The library rounds a 16-bit output before it adds what the output held, and once more behind
-/// that. Where a 16-bit output is added to, the sum goes to an `f32` matrix of its own instead, and
-/// a kernel adds and rounds once. An `f32` output with a bias begins as the bias, of which the
-/// library would keep no more than bf16.
+/// The library rounds a 16-bit output before it adds the previous contents, and again afterwards.
+/// To accumulate into a 16-bit output, the sum therefore goes to a separate `f32` matrix, and a
+/// kernel adds and rounds once. For an `f32` output with a bias, the output is initialized to the
+/// bias, of which the library would keep only bf16 precision.
 struct Assembly {
-    /// The sum goes to a matrix of its own.
+    /// True if the sum goes to a separate matrix.
     staged: bool,
-    /// The matrix that the library writes begins as the bias.
+    /// True if the library's output is initialized to the bias.
     seeded: bool,
     problem: CublasLtProblem,
 }
 
 impl Assembly {
-    /// Puts a GEMM together.
+    /// Decomposes a GEMM.
     ///
     /// # Errors
-    /// A global scale for each row, which the library does not have, and as
-    /// [`CublasLtProblem::check`].
+    /// Returns an error for a global scale per row, which the library does not support, and the
+    /// errors of [`CublasLtProblem::check`].
     fn new(problem: &Problem) -> Result<Self, Nvfp4Error> {
         let kind = problem.epilogue;
         for (argument, factor) in [("a", kind.a), ("b", kind.b)] {
@@ -144,7 +144,7 @@ impl Assembly {
             alpha: [kind.a, kind.b] != [Factor::One; 2],
             bias: kind.bias && !seeded,
             accumulate: seeded || (kind.accumulate && !staged),
-            // Dequantized, swizzled and staged matrices are allocations of their own.
+            // Dequantized, swizzled and staged matrices are separate allocations.
             alignment: if problem.aligned { 16 } else { 1 },
         };
         problem.check()?;
@@ -156,10 +156,10 @@ impl Assembly {
     }
 }
 
-/// Queues the GEMM, and whatever has to run before and behind it.
+/// Queues the GEMM and the kernels that run before and after it.
 ///
 /// # Errors
-/// When the library refuses after all.
+/// Returns an error if the library refuses the problem after all.
 fn queue(launch: &Launch) -> Result<(), Nvfp4Error> {
     let Launch {
         client,
@@ -171,7 +171,7 @@ fn queue(launch: &Launch) -> Result<(), Nvfp4Error> {
         ..
     } = *launch;
     let kind = epilogue.kind;
-    // What operands were given as does not matter any more.
+    // The original form of the operands no longer matters.
     let Assembly {
         staged,
         seeded,
@@ -224,7 +224,7 @@ fn queue(launch: &Launch) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// An operand as the library takes it.
+/// Converts an operand to the library's form.
 fn library_operand(operand: &Materialized) -> CublasLtOperand<'_> {
     let is_packed = operand.is_packed();
     CublasLtOperand {
@@ -238,7 +238,7 @@ fn library_operand(operand: &Materialized) -> CublasLtOperand<'_> {
     }
 }
 
-/// `alpha`, and 1 or 0 for what the output holds.
+/// Returns `alpha` and `beta` (1 to keep the previous contents of the output, else 0).
 fn factors(client: &Client, epilogue: &EpilogueArgs, accumulate: bool) -> Handle {
     let out = allocate(client, 8);
     // SAFETY: the operands were checked; one unit writes both values.
@@ -260,8 +260,8 @@ fn factors(client: &Client, epilogue: &EpilogueArgs, accumulate: bool) -> Handle
     out
 }
 
-/// Writes `rows`, an `f32` matrix, to each as many rows of `out`, rounded to its type, or adds
-/// them.
+/// Writes or adds the `f32` matrix `rows` to `out`, repeated along its rows and rounded to its
+/// type.
 fn add_rows(client: &Client, rows: &Matrix, out: &Matrix, add: bool) {
     let (count, dim) = grid(client, out.len());
     // SAFETY: the kernel stays below the elements of either matrix.
@@ -282,7 +282,7 @@ fn add_rows(client: &Client, rows: &Matrix, out: &Matrix, add: bool) {
     }
 }
 
-/// `fl(fl(amax_a / range_a) · fl(amax_b / range_b))`, and `before` behind it.
+/// Writes `fl(fl(amax_a / range_a) · fl(amax_b / range_b))`, followed by `before`.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn factors_kernel(
     a_amax: &[f32],
@@ -302,8 +302,8 @@ pub fn factors_kernel(
     }
 }
 
-/// Element `i` of `out` becomes element `i` modulo `period` of `rows`, added to what it holds or
-/// not, rounded once to `kind`: a bias in each row, or the sum of two matrices.
+/// Writes element `i` modulo `period` of `rows` to element `i` of `out`, or adds it, rounded once
+/// to `kind`: a bias in each row, or the sum of two matrices.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn add_rows_kernel<F: Numeric>(
     rows: &[f32],

@@ -1,4 +1,4 @@
-//! The kernels, one a file. Re-exported for tests that compile them without launching.
+//! GEMM kernels, one per file. Re-exported for tests that compile them without launching.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]

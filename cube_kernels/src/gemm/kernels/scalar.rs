@@ -1,6 +1,6 @@
-//! The GEMM for any device, one unit for each output element: two packed operands are decoded on
-//! the fly, exactly, and multiplied with `f32` accumulation. No dequantized copy of an operand is
-//! ever in memory.
+//! The GEMM for any device, with one unit per output element: packed operands are decoded on the
+//! fly, exactly, and multiplied with `f32` accumulation. Memory never holds a dequantized copy of
+//! an operand.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -24,7 +24,7 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The range of an amax with block scales up to 448: 6 · 448.
+/// Range of an amax with block scales up to 448: 6 · 448.
 const RANGE: f32 = 2688.0;
 
 /// The GEMM of any device.
@@ -70,7 +70,7 @@ impl Kernel for Scalar {
     }
 }
 
-/// Queues the kernel of two packed operands with one amax each.
+/// Queues the kernel for two packed operands with one amax each.
 fn queue_packed(launch: &Launch) {
     let Launch {
         client,
@@ -100,14 +100,14 @@ fn queue_packed(launch: &Launch) {
             ProblemShapeLaunch::of((m, n, k), 1),
             launch.epilogue.launch([1, n], 1, (&result.handle, 1), 1.0),
             memory(&result.handle, m * n),
-            // `add.rn` where the compiler may contract, which is CUDA's.
+            // `add.rn` if the compiler may contract, as CUDA's does.
             capabilities.runtime == "cuda",
             out.storage_type(),
         );
     }
 }
 
-/// One unit computes every `units`-th output element, `k` ascending.
+/// Each unit computes every `units`-th output element in ascending `k`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scalar_kernel<F: Numeric>(
     a: PackedMatrix<Vector<u32, Const<2>>>,
@@ -138,7 +138,7 @@ pub fn scalar_kernel<F: Numeric>(
                 let shift = comptime!(4 * (i as u32 % 8));
                 let x = decode_e2m1(a_words.extract(comptime!(i / 8)) >> shift) * a_scale;
                 let y = decode_e2m1(b_words.extract(comptime!(i / 8)) >> shift) * b_scale;
-                // The product is exact, so a contraction of this sum changes nothing.
+                // The product is exact, so contracting this sum changes nothing.
                 sum += x * y;
             }
         }
@@ -152,7 +152,7 @@ pub fn scalar_kernel<F: Numeric>(
     }
 }
 
-/// Queues the kernel of any operands. A dense GEMM has no groups and reads no offsets.
+/// Queues the kernel for operands in any form. A dense GEMM has no groups and reads no offsets.
 fn queue(launch: &Launch) {
     let Launch {
         client,
@@ -171,7 +171,8 @@ fn queue(launch: &Launch) {
     let memory =
         |handle: &Handle, len: usize| unsafe { BufferArg::from_raw_parts(handle.clone(), len) };
     let (a_len, b_len) = (a.rows * k, b.stored_len(k));
-    // SAFETY: the kernel stays below the outputs, and below offsets that the caller vouches for.
+    // SAFETY: the kernel stays below the outputs, and below the offsets, which the caller
+    // guarantees.
     unsafe {
         scalar_grouped_kernel::launch_unchecked(
             client,
@@ -211,21 +212,21 @@ fn queue(launch: &Launch) {
     }
 }
 
-/// The comptime choices of `scalar_grouped_kernel`.
+/// Comptime configuration of `scalar_grouped_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarPlan {
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedDim,
-    /// Whether `a` and `b` are packed.
+    /// True if `a` and `b` are packed, respectively.
     pub packed: [bool; 2],
-    /// Whether the stored rows of a packed `b` are the contraction.
+    /// True if the stored rows of a packed `b` are K.
     pub b_mn_major: bool,
-    /// Whether the compiler may contract additions with multiplications; see
-    /// `gemm::epilogue::apply_on`.
+    /// True if the compiler may contract additions with multiplications, which must then be
+    /// separate instructions; see `gemm::epilogue::apply_on`.
     pub ordered_add: bool,
 }
 
-/// One element of an operand, without the factor of the tensor.
+/// Returns one element of an operand without the global scale factor.
 #[cube]
 fn element(matrix: &MixedMatrix<u32, u16>, index: usize, #[comptime] packed: bool) -> f32 {
     if comptime!(packed) {
@@ -236,8 +237,8 @@ fn element(matrix: &MixedMatrix<u32, u16>, index: usize, #[comptime] packed: boo
     }
 }
 
-/// One unit computes every `units`-th output element, `k` ascending. The epilogue reads what the
-/// output held from `out`.
+/// Each unit computes every `units`-th output element in ascending `k`. The epilogue reads the
+/// previous contents of the output from `out`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn scalar_grouped_kernel<F: Numeric>(
     a: MixedMatrix<u32, u16>,
@@ -257,7 +258,7 @@ pub fn scalar_grouped_kernel<F: Numeric>(
     if comptime!(plan.grouped == GroupedDim::K) {
         outputs = m * n * groups;
     }
-    // Of what the unit wrote, and the group of it.
+    // Amax of the elements that the unit wrote, and their group.
     let mut largest = 0u32;
     let mut group_of_largest = 0usize;
     let mut item = ABSOLUTE_POS;
@@ -287,7 +288,7 @@ pub fn scalar_grouped_kernel<F: Numeric>(
             if comptime!(plan.grouped == GroupedDim::M) {
                 b_row = group * n + column;
             }
-            // The first element that is multiplied, and how far it is to the next.
+            // Index of the first element to multiply, and the stride to the next.
             let mut b_at = b_row * k + first;
             let mut b_step = 1usize;
             if comptime!(plan.b_mn_major) {
@@ -303,12 +304,12 @@ pub fn scalar_grouped_kernel<F: Numeric>(
                 let x = element(&a, a_row * k + depth, comptime!(plan.packed[0]));
                 let y = element(&b, b_at, comptime!(plan.packed[1]));
                 b_at += b_step;
-                // The product is exact, so a contraction of this sum changes nothing.
+                // The product is exact, so contracting this sum changes nothing.
                 sum += x * y;
                 depth += 1usize;
             }
-            // Every group of a contraction in groups has factors of its own for all stored rows:
-            // those of `a` are numbered as the rows of the output.
+            // Every group along K has separate factors for all stored rows; those of `a` are
+            // numbered like the rows of the output.
             let mut b_own = b_row;
             if comptime!(plan.grouped == GroupedDim::K) {
                 b_own += group * n;

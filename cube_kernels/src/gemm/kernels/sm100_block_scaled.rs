@@ -1,47 +1,47 @@
-//! The block-scaled GEMM of data-center Blackwell (sm_100, sm_103): `tcgen05.mma` on codes and
-//! block scales as they are stored, of NVFP4 (`kind::mxf4nvf4`, an E4M3 scale for each 16 elements)
-//! or MXFP8 (`kind::mxf8f6f4`, a UE8M0 scale for each 32).
+//! The block-scaled GEMM of data-center Blackwell (sm_100, sm_103): `tcgen05.mma` directly on codes
+//! and block scales of NVFP4 (`kind::mxf4nvf4`, an E4M3 scale per 16 elements) or MXFP8
+//! (`kind::mxf8f6f4`, a UE8M0 scale per 32).
 //!
-//! A CTA has six warps. Four apply the epilogue, a lane of tensor memory for each of their threads;
-//! one thread of the fifth issues the instructions, one of the sixth lets TMA fill a ring of
-//! stages. A stage has 128 bytes of 128 rows of `a` and of 256 of `b`, 256 columns of NVFP4 or 128
-//! of MXFP8, with their scales in 128x4 tiles of 512 bytes.
+//! A CTA has six warps. Four run the epilogue, with a lane of tensor memory per thread. One thread
+//! of the fifth warp issues the instructions. One thread of the sixth is the TMA producer of a
+//! multi-stage pipeline. A stage has 128 bytes of each of 128 rows of `a` and 256 of `b`, which are
+//! 256 columns of NVFP4 or 128 of MXFP8, with their scales in 128x4 tiles of 512 bytes.
 //!
-//! For many rows of `a` two CTAs of a cluster share a tile of 256 x 256 ([`Sm100Form::TwoCta`]).
-//! One thread of the even CTA issues the instructions, which read the shared memory and write the
-//! tensor memory of both. Each CTA loads 128 rows of `a` and 128 of `b`, 38,912 bytes a stage with
-//! the scales instead of 55,296, and applies the epilogue to its 128 rows of the output.
+//! For large M two CTAs of a cluster share a tile of 256 x 256 ([`Sm100Form::TwoCta`]). One thread
+//! of the even CTA issues the instructions, which read the shared memory and write the tensor
+//! memory of both. Each CTA loads 128 rows of `a` and 128 of `b`, 38,912 bytes per stage with the
+//! scales instead of 55,296, and applies the epilogue to its 128 rows of the output.
 //!
-//! For few rows of `a` the operands are exchanged, as CUTLASS and DeepGEMM do ("swap A and B"): 128
-//! rows of `b` are the lanes, and up to 64 of `a` the columns, of which an instruction multiplies
-//! as many as there are, in steps of eight. More CTAs then read the weights, and nothing is
-//! multiplied for rows that do not exist. The epilogue transposes.
+//! For small M the operands are swapped, as in CUTLASS and DeepGEMM ("swap A and B"): 128 rows of
+//! `b` are the lanes, and up to 64 rows of `a` the columns, of which an instruction multiplies only
+//! the existing ones, in steps of eight. More CTAs then read the weights, and no missing rows are
+//! multiplied. The epilogue transposes.
 //!
 //! | barrier | arrivals of a phase | completes when |
 //! |---|---|---|
-//! | full, for each stage | TMA's thread, and the bytes | the stage has arrived |
-//! | empty, for each stage | `tcgen05.commit` | its instructions have completed |
+//! | full, per stage | the TMA thread, and the bytes | the stage has arrived |
+//! | empty, per stage | `tcgen05.commit` | its instructions have completed |
 //! | accumulators full | `tcgen05.commit` | the tile has been multiplied |
 //! | accumulators empty | 128 | the epilogue has read them |
 //!
-//! Of two CTAs the even one alone waits for full stages and empty accumulators: the bytes and the
-//! epilogues of both arrive at its barriers. Its commits arrive at those of both.
+//! In a pair of CTAs only the even one waits for full stages and empty accumulators: the bytes and
+//! the epilogues of both arrive at its barriers. Its commits arrive at the barriers of both.
 //!
-//! Each stage has its own columns of tensor memory for scales: the PTX ISA orders `tcgen05.cp`
-//! before a later `tcgen05.mma`, but not behind an earlier one.
+//! Each stage has separate columns of tensor memory for scales: the PTX ISA orders `tcgen05.cp`
+//! before a later `tcgen05.mma`, but not after an earlier one.
 //!
-//! Rows of a tile that belong to another group are multiplied and not written, so that one tensor
+//! Rows of a tile that belong to another group are multiplied but not written, so that one tensor
 //! map serves all groups. Scales start anew at each group.
 //!
 //! Groups along K begin at multiples of an instruction, 64 columns of NVFP4 or 32 of MXFP8, so that
-//! the scales of all groups are one matrix of tiles. The last stage of a group may hold columns of
-//! the next group, and the first one of MXFP8 columns of the group before, since a tile has the
-//! scales of 128 columns: no instruction multiplies them. The epilogue writes zeros for an empty
-//! group, which has no stage.
+//! the scales of all groups form one matrix of tiles. The last stage of a group may contain columns
+//! of the next group. In MXFP8 the first stage may also contain columns of the previous group,
+//! since a tile has the scales of 128 columns. No instruction multiplies them. For an empty group,
+//! which has no stage, the epilogue writes zeros.
 //!
-//! This kernel has never run with the instructions: no such GPU was at hand. Its machine code was
-//! inspected; with [`TensorCore::Software`] all of its forms run on Hopper, with the bits of the
-//! scalar kernel.
+//! This kernel has never run with the instructions, because no such GPU was available. Its machine
+//! code was inspected. With [`TensorCore::Software`] all of its forms run on Hopper, bit-identical
+//! to the scalar kernel.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -74,7 +74,7 @@ use crate::{
     zeroed::zeros,
 };
 
-/// Tiles along the rows of `a` that run at the same time, for the L2 cache. Not measured.
+/// Tiles along the rows of `a` that run at the same time, for L2 reuse. Not measured.
 const BAND: u32 = 8;
 
 /// The block-scaled GEMM of sm_100.
@@ -110,7 +110,7 @@ impl Kernel for Sm100BlockScaled {
                 "block-scaled instructions take packed operands of one format",
             ));
         }
-        // Groups along K are brought to multiples of an instruction.
+        // Groups along K are aligned to multiples of an instruction.
         let is_k_bad = problem.grouped != GroupedDim::K && !k.is_multiple_of(32);
         if !n.is_multiple_of(8) || k == 0 || is_k_bad {
             return Err(Refusal::Operands(
@@ -126,7 +126,7 @@ impl Kernel for Sm100BlockScaled {
     }
 
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
-        // `supports` has answered; a check that failed since then has its warning.
+        // `supports` has passed; if a check failed since then, a warning was logged.
         let tile = checked_tile(device, problem).unwrap_or_else(|_| tile_of(device, problem));
         Plan::Tcgen05(tile).into()
     }
@@ -158,7 +158,7 @@ impl Kernel for Sm100BlockScaled {
     }
 }
 
-/// Whether `tile` is one of the operands' format, and of their groups.
+/// Returns true if `tile` supports the operands' format and groups.
 fn takes(tile: Sm100Tile, launch: &Launch) -> bool {
     let layout = match tile.format {
         BlockScaled::Nvfp4 => OperandLayout::Packed,
@@ -168,9 +168,9 @@ fn takes(tile: Sm100Tile, launch: &Launch) -> bool {
     [launch.a.layout, launch.b.layout] == [layout; 2] && !is_swapped_k
 }
 
-/// The tile of a problem: with exchanged operands for up to 64 rows of `a`, or as many in each
-/// group along M on average; on two CTAs where a [model](sm100_two_ctas) says so. Not measured: no
-/// such GPU was at hand.
+/// Returns the tile of a problem: swapped operands for up to 64 rows of `a`, on average over the
+/// groups along M; two CTAs if the [model](sm100_two_ctas) recommends them. Not measured, because
+/// no such GPU was available.
 fn tile_of(device: &Device, problem: &Problem) -> Sm100Tile {
     let format = problem.block_scaled().unwrap_or(BlockScaled::Nvfp4);
     let of = |form| Sm100Tile::instruction(format, form);
@@ -182,11 +182,11 @@ fn tile_of(device: &Device, problem: &Problem) -> Sm100Tile {
     }
 }
 
-/// The tile of a problem whose self-check passes, where there is one to pass: on one CTA with
-/// operands as they are where the check of another form finds it wrong.
+/// Returns the tile of a problem whose self-check passes, if one is required. If the check of
+/// another form fails, falls back to one CTA without swapped operands.
 ///
 /// # Errors
-/// What the check of the last one found.
+/// Returns the result of the last failed check.
 fn checked_tile(device: &Device, problem: &Problem) -> Result<Sm100Tile, String> {
     let tile = tile_of(device, problem);
     if device.capabilities.gemm == GemmBackend::Sm100Tcgen05 || is_asked_for(problem) {
@@ -202,13 +202,13 @@ fn checked_tile(device: &Device, problem: &Problem) -> Result<Sm100Tile, String>
     })
 }
 
-/// Whether a request names the kernel's backend.
+/// Returns true if the request names the kernel's backend.
 fn is_asked_for(problem: &Problem) -> bool {
     problem.backend == Some(GemmBackend::Sm100Tcgen05)
 }
 
-/// Whether the kernel need not be asked for: cuBLASLt takes neither groups nor per-row factors
-/// here, nor MXFP8, and what takes them dequantizes to bf16.
+/// Returns true if the kernel is used without being requested: cuBLASLt here supports neither
+/// groups, per-row factors nor MXFP8, and the kernels that do dequantize to bf16.
 fn is_default_for(problem: &Problem) -> bool {
     let factors = [problem.epilogue.a, problem.epilogue.b];
     problem.grouped != GroupedDim::None
@@ -216,7 +216,7 @@ fn is_default_for(problem: &Problem) -> bool {
         || problem.block_scaled() == Some(BlockScaled::Mxfp8)
 }
 
-/// How TMA reads the codes of `operand`, of `k` columns, in boxes of `rows` rows.
+/// Returns the tensor map of the codes of `operand`, of `k` columns, in boxes of `rows` rows.
 fn codes_map(
     operand: &Materialized,
     k: usize,
@@ -248,11 +248,11 @@ fn codes_map(
     .with_prefetch(TensorMapPrefetch::B256)
 }
 
-/// How TMA reads the block scales at `scales` for two CTAs: a row is one of `atoms` 128x4 tiles,
-/// and a box those of a stage.
+/// Returns the tensor map of the block scales at `scales` for two CTAs: a row is one of `atoms`
+/// 128x4 tiles, and a box has the tiles of a stage.
 fn scales_map(scales: &Handle, atoms: usize, plan: Sm100Plan) -> TensorMapArg<Tiled> {
     let words = ATOM / 4;
-    // SAFETY: the caller checked that the memory holds so many tiles.
+    // SAFETY: the caller checked that the memory holds this many tiles.
     let tensor = unsafe {
         TensorArg::from_raw_parts(scales.clone(), [words, 1].into(), [atoms, words].into())
     };
@@ -269,7 +269,7 @@ fn scales_map(scales: &Handle, atoms: usize, plan: Sm100Plan) -> TensorMapArg<Ti
 /// K.
 ///
 /// # Errors
-/// In software, when a command is not what the PTX ISA asks for.
+/// Returns an error if the software model finds a command that violates the PTX ISA.
 fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
     let Launch {
         client,
@@ -286,11 +286,11 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
     // Tiles of 128 rows of scales of both operands.
     let (whole_a, whole_b) = (m.div_ceil(128), n.div_ceil(128));
     let (m_tiles, n_tiles) = match groups.grouping {
-        // Each group ends in a tile of its own.
+        // Each group ends in a partial tile.
         GroupedDim::M => (row_group_tiles(m, groups.groups), whole_b * groups.groups),
         GroupedDim::K | GroupedDim::None => (whole_a, whole_b),
     };
-    // Rows of tiles of the output, at most.
+    // Upper bound of the rows of tiles of the output.
     let tiles = match groups.grouping {
         GroupedDim::M => padded_bound(m, groups.groups, tile.tile_m()) / tile.tile_m(),
         GroupedDim::K => m.div_ceil(tile.tile_m()) * groups.groups,
@@ -329,7 +329,7 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
             SoftwareTensorCoreLaunch::new(memory(&any, 1), memory(&any, 1), 0)
         }
     };
-    // Those of the instruction.
+    // Operands of the instruction.
     let (first, second) = match tile.form.swaps_ab() {
         true => ((b, n_tiles), (a, m_tiles)),
         false => ((a, m_tiles), (b, n_tiles)),
@@ -369,7 +369,7 @@ fn queue(launch: &Launch, tile: Sm100Tile) -> Result<(), Nvfp4Error> {
 }
 
 /// # Errors
-/// When the software model counted a violation.
+/// Returns an error if the software model counted a violation.
 fn check_violations(bytes: &[u8]) -> Result<(), Nvfp4Error> {
     let names = [
         "shared-memory descriptors",

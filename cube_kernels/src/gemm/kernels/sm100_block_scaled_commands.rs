@@ -1,9 +1,9 @@
-//! How the [`sm100_block_scaled`](super::sm100_block_scaled) kernel reaches its tensor core: by
-//! instructions, or by commands in a ring in shared memory, which four warps execute
+//! Interface of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel to its tensor core:
+//! either instructions, or commands in a ring buffer in shared memory that four warps execute
 //! ([`sm100_block_scaled_engine`](super::sm100_block_scaled_engine)).
 //!
 //! The ring holds the commands of more K tiles than the kernel has stages, so that a stage that is
-//! released too early is filled again before its commands are executed.
+//! released too early is overwritten before its commands are executed.
 
 use cubecl::prelude::*;
 
@@ -25,42 +25,42 @@ use crate::{
 
 /// Commands in the ring.
 pub const COMMANDS: usize = 128;
-/// Bytes of a command.
+/// Bytes per command.
 const COMMAND: usize = 48;
 /// Words of the ring.
 pub const RING_WORDS: usize = COMMANDS * COMMAND / 4;
-/// Commands that may be looked ahead for copies.
+/// Maximum lookahead for copies, in commands.
 const AHEAD: u32 = 24;
 /// Threads of a CTA before those of the model.
 pub const UNITS: u32 = 192;
 /// Threads of the model.
 pub const ENGINE_UNITS: u32 = 128;
-/// The named barrier of the model.
+/// Named barrier of the model.
 const ENGINE_BARRIER: u32 = 1;
 
-/// The memory of the software model; any memory where the instructions run.
+/// Memory of the software model; unused with hardware instructions.
 #[derive(CubeType, CubeLaunch)]
 pub struct SoftwareTensorCore {
-    /// Tensor memory, for each CTA.
+    /// Tensor memory, per CTA.
     pub tmem: Box<[u32]>,
-    /// Counts of violations.
+    /// Violation counters.
     pub violations: Box<[Atomic<u32>]>,
-    /// The seed of delays, or 0.
+    /// Seed of delays, or 0.
     pub seed: u32,
 }
 
-/// Where the ring of commands lies, by addresses in shared memory.
+/// Addresses of the command ring in shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct CommandRing {
-    /// The commands.
+    /// Commands.
     pub words: u32,
-    /// The barriers that complete when a command is written; those of executed ones are behind
-    /// them.
+    /// First of the barriers that complete when a command is written; those of executed commands
+    /// follow.
     pub full: u32,
 }
 
-/// Sleeps for up to four microseconds, as `seed` says for `event`.
+/// Sleeps for up to four microseconds, derived from `seed` and `event`.
 #[cube]
 pub fn delay(seed: u32, event: u32) {
     if seed != 0u32 {
@@ -74,7 +74,7 @@ pub fn delay(seed: u32, event: u32) {
     }
 }
 
-/// Puts command number `queued` into the ring.
+/// Writes command number `queued` to the ring.
 #[cube]
 fn push(ring: CommandRing, queued: u32, command: Command) {
     let slot = queued % comptime!(COMMANDS as u32);
@@ -101,7 +101,7 @@ fn push(ring: CommandRing, queued: u32, command: Command) {
     mbarrier_arrive(full);
 }
 
-/// The command in slot `slot`.
+/// Reads the command in slot `slot`.
 #[cube]
 fn pull(ring: CommandRing, slot: u32) -> Command {
     let at = ring.words + slot * comptime!(COMMAND as u32);
@@ -119,8 +119,8 @@ fn pull(ring: CommandRing, slot: u32) -> Command {
     }
 }
 
-/// Copies 512 bytes of block scales to four columns of tensor memory. Returns how many commands
-/// were issued until now, `queued` before.
+/// Copies 512 bytes of block scales to four columns of tensor memory. Returns the number of
+/// commands issued so far; `queued` is the number before.
 #[cube]
 pub fn issue_copy(
     ring: CommandRing,
@@ -148,7 +148,7 @@ pub fn issue_copy(
     }
 }
 
-/// Multiplies 32 bytes of columns. Returns as [`issue_copy()`].
+/// Multiplies 32 bytes of columns. Returns the same as [`issue_copy()`].
 #[cube]
 pub fn issue_mma(
     ring: CommandRing,
@@ -175,8 +175,8 @@ pub fn issue_mma(
     }
 }
 
-/// Arrives at `barrier`, of two CTAs at that of each, when all that was issued before is complete.
-/// Returns as [`issue_copy()`].
+/// Arrives at `barrier` (in each CTA of a pair) when all commands issued before are complete.
+/// Returns the same as [`issue_copy()`].
 #[cube]
 pub fn issue_commit(
     ring: CommandRing,
@@ -197,7 +197,7 @@ pub fn issue_commit(
     }
 }
 
-/// Arrives at `barrier`, of two CTAs at that of each.
+/// Arrives at `barrier`, in each CTA of a pair.
 #[cube]
 pub fn arrive_at_each(barrier: u32, #[comptime] ctas: u32) {
     if comptime!(ctas == 1) {
@@ -210,13 +210,13 @@ pub fn arrive_at_each(barrier: u32, #[comptime] ctas: u32) {
     }
 }
 
-/// Ends the software model.
+/// Stops the software model.
 #[cube]
 pub fn issue_stop(ring: CommandRing, queued: u32) {
     push(ring, queued, other(STOP, queued));
 }
 
-/// A command without descriptors.
+/// Returns a command without descriptors.
 #[cube]
 fn other(#[comptime] opcode: u32, target: u32) -> Command {
     Command {
@@ -231,7 +231,7 @@ fn other(#[comptime] opcode: u32, target: u32) -> Command {
     }
 }
 
-/// 16 accumulators of the thread's lane, which `address` names for its warp.
+/// Loads 16 accumulators of the thread's lane; `address` is that of its warp.
 #[cube]
 pub fn load_accumulators(
     model: &mut SoftwareTensorCore,
@@ -258,7 +258,7 @@ pub fn load_accumulators(
     }
 }
 
-/// How many commands behind command `at` are written, at most [`AHEAD`].
+/// Returns the number of written commands after command `at`, at most [`AHEAD`].
 #[cube]
 fn count_ahead(ring: CommandRing, at: u32) -> u32 {
     let mut count = 0u32;
@@ -292,13 +292,14 @@ fn copy_lanes(
     }
 }
 
-/// The software model: executes commands, in the order of the ring, until there are no more. With
-/// an odd seed copies overtake the instructions and commits before them, as PTX permits:
-/// `tcgen05.cp` is ordered before a later `tcgen05.mma`, not behind an earlier one.
+/// The software model: executes commands in ring order until the stop command. With an odd seed,
+/// copies overtake earlier instructions and commits, as PTX permits: `tcgen05.cp` is ordered before
+/// a later `tcgen05.mma`, but not after an earlier one.
 ///
-/// Of two CTAs that of the even one executes the commands for both: a thread has a lane of each.
+/// In a pair of CTAs the model of the even one executes the commands for both; each thread has a
+/// lane of each.
 ///
-/// `board` is the address of a word of shared memory; `kind` is that of all multiplications.
+/// `board` is the address of a word of shared memory; `kind` is the kind of all multiplications.
 #[cube]
 pub fn run_engine(
     shared: &[u32],
@@ -330,7 +331,7 @@ pub fn run_engine(
             let mut i = 1u32;
             while i <= count {
                 let slot = (at + i) % comptime!(COMMANDS as u32);
-                // What lane 0 saw is acquired by all.
+                // All threads acquire what lane 0 saw.
                 let parity = ((at + i) / comptime!(COMMANDS as u32)) & 1u32;
                 mbarrier_wait_parity(ring.full + slot * 8u32, parity);
                 let command = pull(ring, slot);
@@ -354,7 +355,7 @@ pub fn run_engine(
                 execute_mma(shared, tmem, memory, command, lane, violations, kind);
             }
         } else if command.opcode == COMMIT {
-            // All lanes are behind what was issued before: they met after each command.
+            // All lanes have passed the earlier commands: they met after each command.
             if lane == 0u32 {
                 let barrier = u32::reinterpret(command.target);
                 arrive_at_each(barrier, comptime!(memory.peer.ctas()));

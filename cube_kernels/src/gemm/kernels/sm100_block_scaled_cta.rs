@@ -1,9 +1,9 @@
-//! What a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel does: shared memory,
-//! barriers and tensor memory, and the epilogue's warps. The threads that load and multiply are in
+//! A CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: shared memory, barriers,
+//! tensor memory and the epilogue warps. The threads that load and multiply are in
 //! [`sm100_block_scaled_roles`](super::sm100_block_scaled_roles).
 //!
-//! Of two CTAs that share a tile each loads its part and writes its 128 rows; the even one issues
-//! the instructions of both.
+//! In a pair of CTAs that share a tile, each loads its share and writes its 128 rows; the even one
+//! issues the instructions of both.
 
 use cubecl::prelude::{barrier::Barrier, *};
 
@@ -33,36 +33,37 @@ use crate::{
     },
 };
 
-/// Threads of the epilogue: the first warps, because a warp reads the lanes of its place among
-/// four.
+/// Threads of the epilogue. They are the first warps, because a warp accesses the lanes of tensor
+/// memory that match its index modulo four.
 const EPILOGUE_UNITS: u32 = 128;
-/// The warps that issue instructions and fill stages.
+/// Warps that issue instructions and fill stages.
 const MMA_WARP: u32 = 4;
 const TMA_WARP: u32 = 5;
 
-/// Shared memory that a CTA may have on sm_90 and sm_100: 227 KiB.
+/// Maximum shared memory of a CTA on sm_90 and sm_100: 227 KiB.
 const MOST_SHARED: usize = 227 << 10;
 
 impl Sm100Plan {
-    /// Barriers of the ring of stages and of the accumulators, in this order: full, empty,
-    /// accumulators full, accumulators empty; arrived, where there are any. Those of the ring of
-    /// commands are behind them.
+    /// Returns the number of barriers of the pipeline and of the accumulators, in this order: full,
+    /// empty, accumulators full, accumulators empty, arrived (if any). The barriers of the command
+    /// ring follow.
     const fn barriers(self) -> usize {
         self.arrived_at() + if self.has_arrived() { self.stages() } else { 0 }
     }
 
-    /// Where the barriers of stages that have arrived in a CTA begin.
+    /// Returns the index of the first "arrived" barrier, which tracks the stages that have arrived
+    /// in a CTA.
     pub(super) const fn arrived_at(self) -> usize {
         2 * self.stages() + 2
     }
 
-    /// Whether stages have those barriers, of two CTAs with the software model: TMA of sm_90 cannot
-    /// signal another CTA's.
+    /// Returns true if stages have "arrived" barriers. Pairs of CTAs with the software model need
+    /// them, because TMA on sm_90 cannot signal another CTA's barrier.
     pub(super) const fn has_arrived(self) -> bool {
         self.ctas() > 1 && matches!(self.core, TensorCore::Software(_))
     }
 
-    /// Where the software model finds the odd CTA's shared memory.
+    /// Returns how the software model accesses the odd CTA's shared memory.
     const fn peer(self) -> Peer {
         match self.ctas() {
             1 => Peer::None,
@@ -70,7 +71,8 @@ impl Sm100Plan {
         }
     }
 
-    /// Whether shared memory holds all parts, and tensor memory accumulators and scales.
+    /// Returns true if all buffers fit into shared memory, and accumulators and scales into tensor
+    /// memory.
     const fn fits(self) -> bool {
         let barriers = 8 * (self.barriers() + 2 * COMMANDS);
         self.b_rows() + self.stages() * self.scale_columns() <= TMEM_COLUMNS
@@ -87,7 +89,7 @@ const _: () = {
     }
 };
 
-/// Threads of a CTA.
+/// Returns the threads per CTA.
 pub const fn units(core: TensorCore) -> u32 {
     match core {
         TensorCore::Instruction => UNITS,
@@ -96,11 +98,11 @@ pub const fn units(core: TensorCore) -> u32 {
 }
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
-/// group, or with sums over the columns `k` of each group into an `m` x `n` output of its own.
+/// group, or with sums over the columns `k` of each group into a separate `m` x `n` output.
 ///
-/// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th, or two CTAs every
-/// `CUBE_COUNT / 2`th: the grid depends on nothing that is in device memory. The bias has a row for
-/// each group.
+/// Tiles are numbered through all groups, and a CTA takes every `CUBE_COUNT`th, or a pair of CTAs
+/// every `CUBE_COUNT / 2`th: the grid does not depend on device memory. The bias has a row per
+/// group.
 ///
 /// The maps `a` and `b`, of words of codes, and the scales are those of the instruction's operands;
 /// the epilogue has those of the GEMM. `out` is in units of 16 bytes.
@@ -126,7 +128,7 @@ pub fn sm100_block_scaled_kernel(
         Shared::new_aligned_slice(comptime!(plan.operands() / 4), 1024usize);
     let commands: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(if is_software { RING_WORDS } else { 4 }), 16usize);
-    // Where tensor memory begins, and a word for the software model.
+    // Base address of tensor memory, and a word for the software model.
     let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
     let barrier_count = comptime!(plan.barriers() + if is_software { 2 * COMMANDS } else { 0 });
     let barriers: Shared<[Barrier]> = Shared::new_aligned_slice(barrier_count, 8usize);
@@ -210,8 +212,8 @@ pub fn sm100_block_scaled_kernel(
         }
     }
 
-    // All accumulators have been read; of two CTAs neither ends while the other one still reaches
-    // its shared or tensor memory.
+    // All accumulators have been read. In a pair of CTAs, neither may exit while the other one
+    // still accesses its shared or tensor memory.
     if comptime!(!is_software) {
         tcgen05_fence_before_thread_sync();
         sync_ctas(plan);
@@ -238,7 +240,7 @@ fn sync_ctas(#[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Makes the barriers known to all threads and, behind the fence that follows, to TMA.
+/// Initializes the barriers for all threads and, after the fence that follows, for TMA.
 #[cube]
 fn init_barriers(barriers: &[Barrier], #[comptime] plan: Sm100Plan) {
     let stages = comptime!(plan.stages());
@@ -271,7 +273,8 @@ fn init_barriers(barriers: &[Barrier], #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Fills the CTA's tensor memory with NaN: what `tcgen05.alloc` returns has any contents.
+/// Fills the CTA's tensor memory with NaN, since `tcgen05.alloc` returns memory with undefined
+/// contents.
 #[cube]
 fn poison(model: &mut SoftwareTensorCore, memory: Memory) {
     let mut word = UNIT_POS as usize;
@@ -281,7 +284,7 @@ fn poison(model: &mut SoftwareTensorCore, memory: Memory) {
     }
 }
 
-/// The epilogue of all tiles of this CTA.
+/// Runs the epilogue of all tiles of this CTA.
 #[cube]
 fn write_tiles(
     problem: &GroupedProblem,
@@ -298,7 +301,7 @@ fn write_tiles(
     let tiles_n = problem.shape.n.div_ceil(tile_n);
     let lanes = (UNIT_POS / 32u32) * 32u32;
     let mut tile = cta.first_tile(plan);
-    // The group that is looked at, the tiles before it, and the tiles of this CTA until now.
+    // Current group, number of tiles before it, and number of tiles of this CTA so far.
     let mut group = 0u32;
     let mut passed = 0u32;
     let mut done = 0u32;
@@ -314,7 +317,7 @@ fn write_tiles(
                 tile_m,
                 tile_n,
             );
-            // Nothing was multiplied for an empty group along K, whose output is zeros.
+            // An empty group along K has no multiplications; its output is zeros.
             let is_empty = extent.is_empty(comptime!(plan.grouped));
             let mut waits = !is_empty;
             if comptime!(core.has_fault(Fault::NoAccumulatorWait)) {
@@ -326,7 +329,7 @@ fn write_tiles(
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
             }
-            // Of the output as it is, the rows of `a` that the CTA has.
+            // Without swapped operands: the rows of `a` of this CTA.
             let mut row = extent.first + at.row;
             if comptime!(plan.ctas() > 1) {
                 row += cta_share(cta.rank, plan).a;

@@ -1,17 +1,17 @@
-//! A software model of the tensor cores of sm_100, for the `sm100_block_scaled`
-//! kernel on other GPUs: what `tcgen05.cp` and `tcgen05.mma` do, from their descriptors.
+//! Software model of the tensor cores of sm_100, for the `sm100_block_scaled` kernel on other GPUs:
+//! executes `tcgen05.cp` and `tcgen05.mma` from their descriptors.
 //!
-//! Commands have all operands of an instruction. The functions here decode every field of a
-//! descriptor; a field that is not what the PTX ISA asks for, and an address outside of its memory,
-//! is counted as a violation. Tensor memory is device memory, one word for each lane of each
-//! column, `[column][lane]`. Nothing here is specific to CUDA: a test runs the same functions on
-//! CubeCL's CPU runtime.
+//! A command contains all operands of an instruction. The functions here decode every field of a
+//! descriptor. A field that violates the PTX ISA, or an address out of bounds, is counted as a
+//! violation. Tensor memory is device memory, one word for each lane of each column,
+//! `[column][lane]`. Nothing here is specific to CUDA: a test runs the same functions on CubeCL's
+//! CPU runtime.
 //!
-//! Of two CTAs it executes the commands of the even one for both: a lane from 128 on is one of the
-//! odd CTA, whose shared memory it reads ([`Peer`]) and whose tensor memory is behind that of the
-//! even one.
+//! In a pair of CTAs, the model executes the commands of the even one for both. Lanes from 128 on
+//! belong to the odd CTA, whose shared memory the model reads ([`Peer`]), and whose tensor memory
+//! follows that of the even one.
 //!
-//! It models what the documents say. It cannot show that hardware does the same.
+//! It models the documentation, and cannot show that hardware behaves the same way.
 
 use cubecl::prelude::*;
 
@@ -24,15 +24,15 @@ use crate::cube::{
 /// Words of tensor memory.
 pub const TMEM_WORDS: usize = TMEM_COLUMNS * TMEM_LANES;
 
-/// A descriptor of shared memory with a field that it may not have.
+/// Shared memory descriptor with an invalid field.
 pub const BAD_SHARED: usize = 0;
-/// An instruction descriptor that is not one of the format.
+/// Instruction descriptor that does not match the format.
 pub const BAD_INSTRUCTION: usize = 1;
-/// An address in tensor memory that has lanes, does not fit, or overlaps the accumulators.
+/// Tensor memory address that has lanes, is out of bounds, or overlaps the accumulators.
 pub const BAD_TMEM: usize = 2;
-/// An address outside of the operands.
+/// Address outside the operands.
 pub const BAD_BOUNDS: usize = 3;
-/// Kinds of violations.
+/// Number of violation kinds.
 pub const VIOLATIONS: usize = 4;
 
 /// `tcgen05.cp`.
@@ -41,44 +41,44 @@ pub const COPY: u32 = 0;
 pub const MMA: u32 = 1;
 /// `tcgen05.commit`.
 pub const COMMIT: u32 = 2;
-/// No more commands.
+/// End of the commands.
 pub const STOP: u32 = 3;
 
-/// An instruction with its operands. What it does not have is zero.
+/// An instruction with its operands. Unused fields are zero.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Command {
-    /// Which.
+    /// Opcode.
     pub opcode: u32,
-    /// The address of the accumulators, or where a copy goes, or the barrier of a commit.
+    /// Address of the accumulators, destination of a copy, or barrier of a commit.
     pub target: u32,
-    /// The descriptor of `a`, or of what is copied.
+    /// Descriptor of `a`, or of the source of a copy.
     pub a: u64,
-    /// The descriptor of `b`.
+    /// Descriptor of `b`.
     pub b: u64,
-    /// The instruction descriptor.
+    /// Instruction descriptor.
     pub idesc: u32,
-    /// The address of the scales of `a`.
+    /// Address of the scales of `a`.
     pub a_scales: u32,
-    /// The address of the scales of `b`.
+    /// Address of the scales of `b`.
     pub b_scales: u32,
     /// 0 to replace the accumulators.
     pub accumulate: u32,
 }
 
-/// Where the shared memory of the odd CTA of a pair is.
+/// Location of the shared memory of the odd CTA of a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Peer {
-    /// There is no such CTA.
+    /// No odd CTA.
     None,
-    /// Behind that of the even one, in the same slice.
+    /// In the same slice, after that of the even CTA.
     Adjacent,
     /// In its SM, at the same addresses.
     Cluster,
 }
 
 impl Peer {
-    /// CTAs that a command is executed for.
+    /// Returns the number of CTAs for which a command is executed.
     pub const fn ctas(self) -> u32 {
         match self {
             Self::None => 1,
@@ -87,25 +87,25 @@ impl Peer {
     }
 }
 
-/// Where the model finds shared and tensor memory.
+/// Location of shared and tensor memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Memory {
-    /// The address of the operands in the shared window.
+    /// Address of the operands in the shared window.
     pub shared: u32,
-    /// Their bytes.
+    /// Bytes of the operands.
     pub bytes: u32,
-    /// The first word of the CTA's tensor memory.
+    /// First word of the CTA's tensor memory.
     pub tmem: usize,
-    /// Where shared memory of the odd CTA is.
+    /// Location of the shared memory of the odd CTA.
     #[cube(comptime)]
     pub peer: Peer,
 }
 
 #[cube]
 impl Memory {
-    /// Where the word of `column` and `lane` of tensor memory is: from lane 128 on that of the odd
-    /// CTA.
+    /// Returns the index of the word at `column` and `lane` of tensor memory. Lanes from 128 on
+    /// belong to the odd CTA.
     fn word(&self, column: u32, lane: u32) -> usize {
         let cta = (lane / comptime!(TMEM_LANES as u32)) as usize;
         let lane = lane % comptime!(TMEM_LANES as u32);
@@ -113,7 +113,7 @@ impl Memory {
     }
 }
 
-/// Adds one to violation `kind` where `is_bad`.
+/// Adds one to violation counter `kind` if `is_bad`.
 #[cube]
 fn report(violations: &[Atomic<u32>], #[comptime] kind: usize, is_bad: bool) {
     if is_bad {
@@ -121,34 +121,34 @@ fn report(violations: &[Atomic<u32>], #[comptime] kind: usize, is_bad: bool) {
     }
 }
 
-/// Bits `from` to `from + count - 1`.
+/// Returns bits `from` to `from + count - 1`.
 #[cube]
 fn field(descriptor: u64, #[comptime] from: u32, #[comptime] count: u32) -> u32 {
     u32::cast_from((descriptor >> comptime!(from as u64)) & comptime!((1u64 << count) - 1))
 }
 
-/// A decoded descriptor of shared memory.
+/// Decoded shared memory descriptor.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct SharedOperand {
-    /// The address of the first row.
+    /// Address of the first row.
     pub start: u32,
-    /// Bytes from eight rows to the next eight.
+    /// Bytes from one group of eight rows to the next.
     pub stride: u32,
-    /// The mask of the swizzle: 7 exchanges eight parts of 16 bytes, 0 none.
+    /// Swizzle mask: 7 permutes eight chunks of 16 bytes, 0 none.
     pub mask: u32,
-    /// Whether a field is what it may not be.
+    /// True if a field is invalid.
     pub is_bad: bool,
 }
 
-/// Decodes a descriptor of shared memory, of `swizzle` in bits 61 to 63 alone.
+/// Decodes a shared memory descriptor whose bits 61 to 63 must be `swizzle`.
 #[cube]
 pub fn decode_shared(descriptor: u64, #[comptime] swizzle: u32) -> SharedOperand {
     let start = field(descriptor, 0u32, 14u32) * 16u32;
     let stride = field(descriptor, 32u32, 14u32) * 16u32;
     let mode = field(descriptor, 61u32, 3u32);
-    // Two bits and two bits between the offsets, a base offset and the mode of the leading
-    // dimension, and eight bits behind that: all zero.
+    // Reserved fields that must be zero: two bits and two bits between the offsets, a base offset
+    // and the mode of the leading dimension, and the eight bits that follow.
     let zeros = field(descriptor, 14u32, 2u32)
         | field(descriptor, 30u32, 2u32)
         | field(descriptor, 49u32, 3u32)
@@ -163,15 +163,15 @@ pub fn decode_shared(descriptor: u64, #[comptime] swizzle: u32) -> SharedOperand
     }
 }
 
-/// The address of byte `byte` of row `row` of a K-major operand with rows of 128 bytes: the swizzle
-/// exchanges the 16-byte parts of absolute addresses.
+/// Returns the address of byte `byte` of row `row` of a K-major operand with rows of 128 bytes. The
+/// swizzle permutes the 16-byte chunks of absolute addresses.
 #[cube]
 pub fn code_address(operand: SharedOperand, row: u32, byte: u32) -> u32 {
     let linear = operand.start + (row / 8u32) * operand.stride + (row % 8u32) * 128u32 + byte;
     linear ^ (((linear >> 7u32) & operand.mask) << 4u32)
 }
 
-/// The word at `address` of the shared memory of CTA `cta`; zero outside of the operands.
+/// Loads the word at `address` of the shared memory of CTA `cta`; zero outside the operands.
 #[cube]
 fn load_word(
     shared: &[u32],
@@ -191,8 +191,8 @@ fn load_word(
     select(inside, word, 0u32)
 }
 
-/// Lane `lane`'s part of `tcgen05.cp.32x128b.warpx4`: 32 lines of 16 bytes go to four columns, line
-/// `i` to lanes `i`, `i + 32`, `i + 64` and `i + 96`.
+/// Executes `tcgen05.cp.32x128b.warpx4` for lane `lane`: 32 lines of 16 bytes go to four columns,
+/// line `i` to lanes `i`, `i + 32`, `i + 64` and `i + 96`.
 #[cube]
 pub fn execute_copy(
     shared: &[u32],
@@ -221,9 +221,9 @@ pub fn execute_copy(
     }
 }
 
-/// Whether `idesc` is anything but one of `kind` with M = 128 for each of `ctas` CTAs, dense,
-/// K-major, not negated. Scales of NVFP4 begin at the first byte of their words; MXFP8 takes any
-/// one byte of them. Of two CTAs each has a multiple of 8 rows of `b`.
+/// Returns true unless `idesc` is a valid descriptor of `kind` with M = 128 for each of `ctas`
+/// CTAs, dense, K-major, not negated. NVFP4 scales begin at the first byte of their words; MXFP8
+/// may use any byte of them. In a pair, each CTA has a multiple of 8 rows of `b`.
 #[cube]
 pub fn is_bad_instruction(
     idesc: u32,
@@ -240,7 +240,7 @@ pub fn is_bad_instruction(
     idesc & comptime!(!free) != expected || n == 0u32 || n > 32u32 || n / ctas * ctas != n
 }
 
-/// Lane `lane`'s part of `tcgen05.mma` of `kind`: row `lane` of the accumulators of all CTAs, 32
+/// Executes `tcgen05.mma` of `kind` for lane `lane`: row `lane` of the accumulators of all CTAs, 32
 /// bytes of columns of both operands. Columns ascend and every product is exact, as in the scalar
 /// kernel.
 #[cube]
@@ -266,9 +266,9 @@ pub fn execute_mma(
         || (command.a_scales < d_end && command.a_scales + 4u32 > command.target)
         || (command.b_scales < d_end && command.b_scales + b_columns > command.target);
     let is_bad = is_bad_instruction(command.idesc, kind, comptime!(memory.peer.ctas()));
-    // The leading dimension's offset is not used, and every kernel here sets it to 16 bytes.
+    // The leading dimension's offset is unused, and every kernel here sets it to 16 bytes.
     let leading = field(command.a, 16u32, 14u32) != 1u32 || field(command.b, 16u32, 14u32) != 1u32;
-    // The distance between rows is what rows of 128 bytes have.
+    // The stride must be that of rows of 128 bytes.
     let strides = a.stride != 1024u32 || b.stride != 1024u32;
     if lane == 0u32 {
         report(
@@ -284,8 +284,8 @@ pub fn execute_mma(
     }
 }
 
-/// The scale of the columns of word `word` of an instruction, from the word of scales of a row.
-/// NVFP4 has two words of codes to a scale; MXFP8 has one scale, which byte `id` is.
+/// Returns the scale for word `word` of an instruction's columns, from a row's word of scales.
+/// NVFP4 has two words of codes per scale; MXFP8 has one scale, byte `id`.
 #[cube]
 fn scale_of(scales: u32, id: u32, #[comptime] word: usize, #[comptime] kind: BlockScaled) -> f32 {
     match comptime!(kind) {
@@ -294,7 +294,7 @@ fn scale_of(scales: u32, id: u32, #[comptime] word: usize, #[comptime] kind: Blo
     }
 }
 
-/// [`execute_mma()`] of a command without violations.
+/// [`execute_mma()`] for a command without violations.
 #[cube]
 fn multiply_row(
     shared: &[u32],
@@ -319,10 +319,10 @@ fn multiply_row(
         lane % comptime!(TMEM_LANES as u32),
     );
     let quadrant = row / 32u32;
-    // Rows of `b` in each CTA.
+    // Rows of `b` per CTA.
     let rows = n / comptime!(memory.peer.ctas());
-    // The scales of a row lie in the lanes that are equal to it modulo 32: in the quadrant of the
-    // lane that reads them too.
+    // The scales of a row are in the lanes that are equal to it modulo 32, which includes the
+    // quadrant of the lane that reads them.
     let a_word = tmem[memory.word(command.a_scales + quadrant, lane)];
     let mut left = Array::<f32>::new(comptime!(kind.step_k()));
     #[unroll]
@@ -353,7 +353,7 @@ fn multiply_row(
             #[unroll]
             for i in 0..per_word {
                 let code = codes >> comptime!((element.bits() * i) as u32);
-                // The product is exact, so a contraction of this sum changes nothing.
+                // The product is exact, so contracting this sum changes nothing.
                 let right = decode_element(code, element) * scale;
                 sum += left[comptime!(per_word * word + i)] * right;
             }

@@ -1,15 +1,15 @@
-//! Stages of the `sm100_block_scaled` kernel: how codes and block scales of both operands lie in
-//! shared memory and in tensor memory, and the operands of each instruction. Nothing here is
+//! Stages of the `sm100_block_scaled` kernel: the layout of codes and block scales of both operands
+//! in shared memory and tensor memory, and the operands of each instruction. Nothing here is
 //! specific to CUDA: a test takes the operands from these functions.
 //!
-//! `a` and `b` are the operands of the instruction: those of the GEMM, or these exchanged
-//! ([`Sm100Form::SwapAb`]). Formats differ in how many columns 128 bytes of codes have, and in how
-//! many of them a 128x4 tile of scales holds: in NVFP4 those of one instruction, in MXFP8 those of
-//! all four of a stage, which take the bytes of a word one after another.
+//! `a` and `b` are the operands of the instruction: those of the GEMM, possibly swapped
+//! ([`Sm100Form::SwapAb`]). The formats differ in the columns per 128 bytes of codes, and in the
+//! instructions per 128x4 tile of scales: a tile covers one instruction in NVFP4, and all four of a
+//! stage in MXFP8, which use the bytes of a word one after another.
 //!
-//! Of two CTAs ([`Sm100Form::TwoCta`]) each has its own stages at the same addresses: its 128 rows
-//! of `a` with their scales, half of the rows of `b`, and the scales of all rows of `b`, because
-//! its accumulators are those of its rows of `a` and of all of `b`. The operands of an instruction
+//! In a pair of CTAs ([`Sm100Form::TwoCta`]) each has its own stages at the same addresses: its 128
+//! rows of `a` with their scales, half of the rows of `b`, and the scales of all rows of `b`,
+//! because its accumulators cover its rows of `a` and all of `b`. The operands of an instruction
 //! are valid for both.
 
 use cubecl::prelude::*;
@@ -27,34 +27,34 @@ use crate::{
     },
 };
 
-/// Bytes of a row of codes in a stage: what the swizzle spans.
+/// Bytes of codes per row of a stage: the span of the swizzle.
 const ROW: usize = 128;
-/// Bytes of a row of codes that an instruction reads.
+/// Bytes of codes per row that an instruction reads.
 const STEP: usize = 32;
-/// Instructions of a stage.
+/// Instructions per stage.
 pub const STEPS: usize = ROW / STEP;
 /// Bytes of a 128x4 tile of scales.
 pub const ATOM: usize = 512;
-/// Bytes of codes of `a` in a stage.
+/// Bytes of codes of `a` per stage.
 pub const A_CODES: usize = SM100_TILE_M * ROW;
-/// Columns of tensor memory of a 128x4 tile of scales.
+/// Tensor memory columns of a 128x4 tile of scales.
 const ATOM_COLUMNS: usize = 4;
 
-/// The comptime choices of `sm100_block_scaled_kernel`.
+/// Comptime configuration of `sm100_block_scaled_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm100Plan {
-    /// The format of both operands.
+    /// Format of both operands.
     pub format: BlockScaled,
-    /// How a tile is shared out.
+    /// Mapping of a tile to instructions and CTAs.
     pub form: Sm100Form,
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedDim,
-    /// Who multiplies.
+    /// Executor of the instructions.
     pub core: TensorCore,
 }
 
 impl Sm100Plan {
-    /// Of `tile`.
+    /// Returns the plan of `tile`.
     pub const fn new(tile: Sm100Tile, grouped: GroupedDim) -> Self {
         Self {
             format: tile.format,
@@ -64,7 +64,7 @@ impl Sm100Plan {
         }
     }
 
-    /// Without the seed.
+    /// Returns the tile, without the seed.
     pub const fn tile(self) -> Sm100Tile {
         Sm100Tile {
             format: self.format,
@@ -74,17 +74,17 @@ impl Sm100Plan {
         }
     }
 
-    /// CTAs that share a tile.
+    /// Returns the number of CTAs that share a tile.
     pub const fn ctas(self) -> usize {
         self.form.ctas()
     }
 
-    /// Whether the instruction's `a` is the GEMM's `b`.
+    /// Returns true if the instruction's `a` is the GEMM's `b`.
     pub const fn swaps_ab(self) -> bool {
         self.form.swaps_ab()
     }
 
-    /// Rows of the instruction's `b`: the columns of the accumulators.
+    /// Returns the rows of the instruction's `b`: the columns of the accumulators.
     pub const fn b_rows(self) -> usize {
         match self.form {
             Sm100Form::OneCta | Sm100Form::TwoCta => SM100_TILE_N,
@@ -92,12 +92,12 @@ impl Sm100Plan {
         }
     }
 
-    /// Those of them that a CTA has the codes of.
+    /// Returns the rows of `b` whose codes a CTA holds.
     pub const fn b_rows_of_cta(self) -> usize {
         self.b_rows() / self.ctas()
     }
 
-    /// Stages of the ring: as many as shared memory holds beside the ring of commands.
+    /// Returns the number of stages: as many as fit into shared memory besides the command ring.
     pub const fn stages(self) -> usize {
         match self.form {
             Sm100Form::OneCta => 4,
@@ -106,78 +106,79 @@ impl Sm100Plan {
         }
     }
 
-    /// 128x4 tiles of scales of 128 rows in a stage.
+    /// Returns the number of 128x4 tiles of scales of 128 rows per stage.
     pub const fn atoms(self) -> usize {
         self.format.tile_k() / self.format.atom_k()
     }
 
-    /// How many times 128 rows of `b` there are scales of, at most.
+    /// Returns the maximum number of 128-row tiles of `b` that have scales.
     pub const fn b_tiles(self) -> usize {
         self.b_rows().div_ceil(128)
     }
 
-    /// Bytes of codes of `b` in a stage.
+    /// Returns the bytes of codes of `b` per stage.
     pub const fn b_codes(self) -> usize {
         self.b_rows_of_cta() * ROW
     }
 
-    /// Bytes of scales of `a` in a stage.
+    /// Returns the bytes of scales of `a` per stage.
     pub const fn a_scales(self) -> usize {
         self.atoms() * ATOM
     }
 
-    /// Bytes of scales of `b` in a stage.
+    /// Returns the bytes of scales of `b` per stage.
     pub const fn b_scales(self) -> usize {
         self.b_tiles() * self.a_scales()
     }
 
-    /// Bytes of a whole stage of a CTA.
+    /// Returns the bytes of a whole stage of a CTA.
     pub const fn stage_bytes(self) -> usize {
         A_CODES + self.b_codes() + self.a_scales() + self.b_scales()
     }
 
-    /// Where the codes of `b` begin, behind those of `a` of all stages.
+    /// Returns the offset of the codes of `b`, which follow those of `a` of all stages.
     pub const fn b_codes_at(self) -> usize {
         self.stages() * A_CODES
     }
 
-    /// Where the scales of `a` begin.
+    /// Returns the offset of the scales of `a`.
     pub const fn a_scales_at(self) -> usize {
         self.b_codes_at() + self.stages() * self.b_codes()
     }
 
-    /// Where the scales of `b` begin.
+    /// Returns the offset of the scales of `b`.
     pub const fn b_scales_at(self) -> usize {
         self.a_scales_at() + self.stages() * self.a_scales()
     }
 
-    /// Bytes of all parts.
+    /// Returns the total bytes of all stages.
     pub const fn operands(self) -> usize {
         self.b_scales_at() + self.stages() * self.b_scales()
     }
 
-    /// Columns of tensor memory of a stage's scales of `a`.
+    /// Returns the tensor memory columns of a stage's scales of `a`.
     const fn a_columns(self) -> usize {
         self.atoms() * ATOM_COLUMNS
     }
 
-    /// Columns of tensor memory of a stage's scales of both.
+    /// Returns the tensor memory columns of a stage's scales of both operands.
     pub const fn scale_columns(self) -> usize {
         self.a_columns() * (1 + self.b_tiles())
     }
 
-    /// Whether a group along K may begin within a 128x4 tile of scales, and so within a stage.
+    /// Returns true if a group along K may begin within a 128x4 tile of scales, and so within a
+    /// stage.
     pub const fn has_lead(self) -> bool {
         matches!(self.grouped, GroupedDim::K) && self.format.atom_k() > self.format.step_k()
     }
 
-    /// The 128x4 tile of a stage that has the scales of step `step`.
+    /// Returns the index of the 128x4 tile of a stage with the scales of step `step`.
     const fn atom_of(self, step: usize) -> usize {
         step * self.format.step_k() / self.format.atom_k()
     }
 
-    /// The instruction descriptor of step `step` of a whole tile, or a wrong one. What lies outside
-    /// of the output is multiplied too: its sums are not written.
+    /// Returns the instruction descriptor of step `step` of a whole tile, or a wrong one for a
+    /// fault. Elements outside the output are multiplied too, but their sums are not written.
     const fn idesc(self, step: usize) -> u32 {
         let (m, n) = (self.ctas() * SM100_TILE_M, self.b_rows());
         let right = instruction_descriptor(self.format, m as u32, n as u32);
@@ -192,7 +193,7 @@ impl Sm100Plan {
         }
     }
 
-    /// The descriptor of codes, or a wrong one.
+    /// Returns the descriptor layout of codes, or a wrong one for a fault.
     const fn codes_layout(self) -> SharedLayout {
         match self.core.has_fault(Fault::WrongStride) {
             true => SharedLayout {
@@ -203,7 +204,7 @@ impl Sm100Plan {
         }
     }
 
-    /// Columns of tensor memory between the scales of one stage and of the next.
+    /// Returns the tensor memory columns from the scales of one stage to those of the next.
     const fn stage_columns(self) -> u32 {
         match self.core.has_fault(Fault::SharedScaleColumns) {
             true => 0,
@@ -211,7 +212,7 @@ impl Sm100Plan {
         }
     }
 
-    /// How much further than they were copied to the scales of `b` are read.
+    /// Returns the column offset at which a fault reads the scales of `b`.
     const fn column_error(self) -> u32 {
         match self.core.has_fault(Fault::WrongScaleColumn) {
             true => 4,
@@ -220,15 +221,15 @@ impl Sm100Plan {
     }
 }
 
-/// Instructions of K tile `k_tile` of `k` columns: fewer than [`STEPS`] in the last one. Scales end
-/// with the last instruction of the contraction.
+/// Returns the number of instructions of K tile `k_tile` of `k` columns: fewer than [`STEPS`] in
+/// the last one. Scales end with the last instruction along K.
 #[cube]
 pub fn steps_of(k_tile: u32, k: u32, #[comptime] format: BlockScaled) -> u32 {
     let left = k.div_ceil(comptime!(format.step_k() as u32)) - k_tile * comptime!(STEPS as u32);
     min(left, comptime!(STEPS as u32))
 }
 
-/// 128x4 tiles of scales of K tile `k_tile` of `k` columns, for 128 rows.
+/// Returns the number of 128x4 tiles of scales of K tile `k_tile` of `k` columns, for 128 rows.
 #[cube]
 pub fn atoms_of(k_tile: u32, k: u32, #[comptime] format: BlockScaled) -> u32 {
     let all = comptime!((format.tile_k() / format.atom_k()) as u32);
@@ -242,19 +243,19 @@ pub fn atoms_of(k_tile: u32, k: u32, #[comptime] format: BlockScaled) -> u32 {
     }
 }
 
-/// What a CTA has of a tile of the instruction's operands.
+/// A CTA's share of a tile of the instruction's operands.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct CtaShare {
-    /// The first of its 128 rows of `a`.
+    /// First of its 128 rows of `a`.
     pub a: u32,
-    /// Their 128x4 tiles of scales, among those of the tile.
+    /// Index of their 128-row tile of scales within the tile.
     pub a_tile: u32,
-    /// The first of its rows of `b`.
+    /// First of its rows of `b`.
     pub b: u32,
 }
 
-/// What CTA `rank` has of the tile: everything, or of two CTAs 128 rows of `a` and half of `b`.
+/// Returns the share of CTA `rank`: everything or, in a pair, 128 rows of `a` and half of `b`.
 #[cube]
 pub fn cta_share(rank: u32, #[comptime] plan: Sm100Plan) -> CtaShare {
     let rows = comptime!(plan.b_rows_of_cta() as u32);
@@ -269,8 +270,8 @@ pub fn cta_share(rank: u32, #[comptime] plan: Sm100Plan) -> CtaShare {
     }
 }
 
-/// Which 128 rows of `b`, of those of the tile, CTA `rank` has scales of in part `part` of a stage:
-/// all of them one after another.
+/// Returns the index, within the tile, of the 128 rows of `b` whose scales CTA `rank` holds in part
+/// `part` of a stage: all of them in order.
 #[cube]
 pub fn scales_of_part(rank: u32, #[comptime] part: usize, #[comptime] plan: Sm100Plan) -> u32 {
     if comptime!(plan.core.has_fault(Fault::HalfOfScales)) {
@@ -280,45 +281,46 @@ pub fn scales_of_part(rank: u32, #[comptime] part: usize, #[comptime] plan: Sm10
     }
 }
 
-/// A stage and what it is of, by where shared and tensor memory of the CTA begin.
+/// A stage and its position, relative to the base addresses of the CTA's shared and tensor memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct StageAt {
-    /// The address of the stages in shared memory.
+    /// Address of the stages in shared memory.
     pub operands: u32,
-    /// The address of the accumulators in tensor memory; the scales are behind them.
+    /// Address of the accumulators in tensor memory; the scales follow them.
     pub tmem: u32,
-    /// Which stage.
+    /// Stage index.
     pub stage: u32,
-    /// Which K tile it has.
+    /// K tile index.
     pub k_tile: u32,
-    /// Steps of the first K tile that belong to the group before.
+    /// Steps of the first K tile that belong to the previous group.
     pub lead: u32,
-    /// With exchanged operands: rows of `b` that are multiplied, a multiple of 8.
+    /// With swapped operands: rows of `b` to multiply, a multiple of 8.
     pub n: u32,
-    /// With exchanged operands: the first row of `b` among the 128 of its scales, 0 or 64.
+    /// With swapped operands: offset of the first row of `b` within the 128 rows of its scales, 0
+    /// or 64.
     pub b_row: u32,
 }
 
-/// The operands of `tcgen05.cp`.
+/// Operands of `tcgen05.cp`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct ScaleCopy {
-    /// Four columns of tensor memory.
+    /// Address of four columns of tensor memory.
     pub target: u32,
-    /// The descriptor of 512 bytes of scales in shared memory.
+    /// Descriptor of 512 bytes of scales in shared memory.
     pub source: u64,
 }
 
-/// Where the scales of a stage begin in tensor memory: those of `a` for all steps, then those of
-/// `b`.
+/// Returns the address of a stage's scales in tensor memory: those of `a` for all steps, then those
+/// of `b`.
 #[cube]
 fn scale_columns(at: StageAt, #[comptime] plan: Sm100Plan) -> u32 {
     at.tmem + comptime!(plan.b_rows() as u32) + at.stage * comptime!(plan.stage_columns())
 }
 
-/// The copy of the 128x4 tile `atom` of scales: of part 0, the rows of `a`, or part 1 or 2, the
-/// first or second 128 rows of `b`.
+/// Returns the copy of the 128x4 tile `atom` of scales: of the rows of `a` (part 0), or the first
+/// or second 128 rows of `b` (part 1 or 2).
 #[cube]
 pub fn scale_copy(
     at: StageAt,
@@ -349,7 +351,7 @@ pub fn scale_copy(
     }
 }
 
-/// The operands of step `step` of a stage.
+/// Returns the operands of step `step` of a stage.
 #[cube]
 pub fn mma_operands(
     at: StageAt,
@@ -367,7 +369,7 @@ pub fn mma_operands(
     let mut b_scales = columns + comptime!(b_first as u32 + plan.column_error());
     let mut idesc = comptime!(plan.idesc(step)).runtime();
     if comptime!(plan.swaps_ab()) {
-        // A column of scales for each 32 rows.
+        // One column of scales per 32 rows.
         b_scales += at.b_row / 32u32;
         idesc = tcgen05_instruction_descriptor(at.n, comptime!(plan.idesc(step)));
     }
@@ -392,11 +394,10 @@ pub fn mma_operands(
 mod tests {
     use super::*;
 
-    /// What NVIDIA's NVFP4 kernel has for tiles of the same shape (CUTLASS's
-    /// `dense_blockscaled_gemm_persistent`, compiled for sm_100a and read in its PTX): the
-    /// instruction descriptor, the bytes that complete a full stage, and the columns of tensor
-    /// memory of the scales of a stage. MXFP8 has as many bytes of codes and a quarter of the
-    /// scales.
+    /// Matches NVIDIA's NVFP4 kernel for tiles of the same shape (CUTLASS's
+    /// `dense_blockscaled_gemm_persistent`, compiled for sm_100a, values read from its PTX): the
+    /// instruction descriptor, the bytes that complete a full stage, and the tensor memory columns
+    /// of a stage's scales. MXFP8 has as many bytes of codes and a quarter of the scales.
     #[test]
     fn stages_are_those_of_nvidia() {
         for (form, idesc, bytes, columns, stages) in [
@@ -420,7 +421,7 @@ mod tests {
         }
     }
 
-    /// Codes of either operand begin at multiples of 1024 bytes, as the swizzle asks for.
+    /// Codes of both operands begin at multiples of 1024 bytes, as the swizzle requires.
     #[test]
     fn stages_are_aligned() {
         for format in BlockScaled::ALL {

@@ -1,8 +1,8 @@
-//! The epilogue of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel. A thread has one
-//! lane of tensor memory: a row of the output, of which it writes 16 bytes at a time, or, where the
-//! operands are exchanged, a column. Then neighbouring lanes exchange their sums first, so that
-//! each has 16 bytes of a row. Two of these fill a sector of memory, so that nothing goes through
-//! shared memory.
+//! Epilogue of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel. Each thread has one
+//! lane of tensor memory. The lane is a row of the output, of which the thread writes 16 bytes at a
+//! time, or a column if operands are swapped. Neighbouring lanes then first exchange their sums, so
+//! that each has 16 bytes of a row. Two of these fill a memory sector, so no staging through shared
+//! memory is needed.
 
 use cubecl::prelude::*;
 
@@ -18,26 +18,26 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Columns that are loaded from tensor memory at a time.
+/// Columns loaded from tensor memory at a time.
 const CHUNK: usize = 16;
 
-/// The part of the output that a tile covers.
+/// Portion of the output that a tile covers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct OutputTile {
-    /// The tile's first row.
+    /// First row of the tile.
     pub row: u32,
-    /// The row behind the last of the group.
+    /// End row of the group (exclusive).
     pub end: u32,
-    /// The tile's first column.
+    /// First column of the tile.
     pub column: u32,
     /// Columns of the output.
     pub n: u32,
-    /// The group.
+    /// Group index.
     pub group: u32,
-    /// The address of the accumulators of this warp's lanes.
+    /// Address of the accumulators of this warp's lanes.
     pub accumulators: u32,
-    /// Whether all sums are zero, whatever the accumulators hold.
+    /// True if all sums are zero, regardless of the accumulators.
     pub is_empty: bool,
 }
 
@@ -45,18 +45,18 @@ pub(super) struct OutputTile {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct OutputVector {
-    /// The row.
+    /// Row.
     row: u32,
-    /// The first column.
+    /// First column.
     column: u32,
-    /// The factor of the row of `a`.
+    /// Factor of the row of `a`.
     a: f32,
-    /// The factor of `b`, if one holds for the tile.
+    /// Factor of `b`, if the tile has a single one.
     b: f32,
 }
 
-/// Applies the epilogue to the tile's accumulators, a row of the output in each lane, and writes
-/// the rows and columns that exist. `out` is in units of 16 bytes.
+/// Applies the epilogue to the tile's accumulators, with a row of the output in each lane, and
+/// writes the rows and columns within bounds. `out` is in units of 16 bytes.
 #[cube]
 pub(super) fn write_tile(
     model: &mut SoftwareTensorCore,
@@ -69,16 +69,16 @@ pub(super) fn write_tile(
     let width = comptime!(16 / epilogue.kind.out.size());
     let own = tile.row + UNIT_POS;
     let is_row = own < tile.end;
-    // Rows outside read the factor of row 0, and are not written.
+    // Out-of-bounds rows read the factor of row 0, and are not written.
     let row = select(is_row, own, 0u32);
     let a = epilogue.a_factor(row, tile.group);
     let b = epilogue.b_tile_factor(tile.group);
     let mut largest = 0u32;
     for chunk in 0..comptime!((SM100_TILE_N / CHUNK) as u32) {
         let first = chunk * comptime!(CHUNK as u32);
-        // The same for all threads of a warp, which load together.
+        // Uniform across the threads of a warp, which load together.
         if tile.column + first < tile.n {
-            // Rows that exist and rows that do not meet again.
+            // Reconverges threads with rows in and out of bounds.
             sync_plane();
             let sums = load_accumulators(model, memory, tile.accumulators + first, core);
             #[unroll]
@@ -95,7 +95,7 @@ pub(super) fn write_tile(
     epilogue.atomic_amax(tile.group, largest);
 }
 
-/// The same with a column of the output in each lane and its rows one after another.
+/// [`write_tile()`] with a column of the output in each lane and its rows in sequence.
 #[cube]
 pub(super) fn write_transposed(
     model: &mut SoftwareTensorCore,
@@ -107,15 +107,15 @@ pub(super) fn write_transposed(
 ) {
     let width = comptime!(16 / epilogue.kind.out.size());
     let lane = UNIT_POS % comptime!(width as u32);
-    // The first of the columns of these lanes.
+    // First of the columns of these lanes.
     let column = tile.column + UNIT_POS - lane;
     let b = epilogue.b_tile_factor(tile.group);
     let mut largest = 0u32;
     for chunk in 0..comptime!((SM100_SWAP_AB_N / CHUNK) as u32) {
         let first = chunk * comptime!(CHUNK as u32);
-        // The same for all threads of a warp, which load together.
+        // Uniform across the threads of a warp, which load together.
         if tile.row + first < tile.end {
-            // Columns that exist and columns that do not meet again.
+            // Reconverges threads with columns in and out of bounds.
             sync_plane();
             let sums = load_accumulators(model, memory, tile.accumulators + first, core);
             let sums = transpose_lanes(sums, lane, width);
@@ -134,9 +134,9 @@ pub(super) fn write_transposed(
     epilogue.atomic_amax(tile.group, largest);
 }
 
-/// Exchanges values among each `width` neighbouring lanes, of which the thread's is number `lane`:
-/// of each `width` values, value `i` becomes value `lane` of neighbour `i`. A warp, all of its
-/// threads.
+/// Transposes values among each `width` neighbouring lanes, of which the thread's is number `lane`:
+/// in each `width` values, value `i` becomes value `lane` of neighbour `i`. All threads of a warp
+/// must participate.
 #[cube]
 fn transpose_lanes(
     values: Vector<f32, Const<16>>,
@@ -164,8 +164,8 @@ fn transpose_lanes(
     values
 }
 
-/// Applies the epilogue to the sums from number `from` on, which are those of `at`, and writes
-/// them. Returns the bits of the largest magnitude if the epilogue asks for it.
+/// Applies the epilogue to the sums from number `from` on, at the position `at`, and writes them.
+/// Returns the bits of the largest magnitude if the epilogue computes an amax.
 #[cube]
 fn write_vector(
     sums: Vector<f32, Const<16>>,
@@ -218,8 +218,8 @@ fn write_vector(
     largest
 }
 
-/// The value of one element: `own` is where `b`'s factors and the bias have its column, `pair` the
-/// even element of its pair in the output, `odd` which of the two it is.
+/// Returns the value of one element: `own` is the index of its column in `b`'s factors and the
+/// bias, `pair` the even element of its pair in the output, `odd` selects one of the two.
 #[cube]
 fn finish(
     sum: f32,

@@ -1,4 +1,4 @@
-//! The two threads that drive the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: one
+//! The two producer threads of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: one
 //! fills stages, one issues instructions.
 
 use cubecl::{prelude::barrier::Barrier, prelude::*};
@@ -26,64 +26,64 @@ use crate::{
     },
 };
 
-/// Where the operands of a tile begin: those of the instruction.
+/// Start of a tile in the instruction's operands.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct TileSource {
-    /// Its first row of `a`.
+    /// First row of `a`.
     a: u32,
-    /// Its first row of `b`.
+    /// First row of `b`.
     b: u32,
-    /// Its 128 rows of `a` among those of the scales.
+    /// Index of its 128 rows of `a` in the scales.
     a_tile: u32,
-    /// Its first 128 rows of `b` among those of the scales.
+    /// Index of its first 128 rows of `b` in the scales.
     b_tile: u32,
-    /// How many times 128 rows of `b` it has: 1 or 2.
+    /// Number of 128-row tiles of `b`: 1 or 2.
     b_tiles: u32,
 }
 
-/// What a stage is filled with.
+/// Source of a stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct StageSource {
-    /// The tile.
+    /// Tile.
     tile: TileSource,
     /// Columns of the operands.
     k_all: u32,
-    /// The group's first column.
+    /// First column of the group.
     k_first: u32,
     /// Columns of the group.
     k: u32,
-    /// Which K tile of these.
+    /// K tile index within the group.
     k_tile: u32,
-    /// Stages that were filled before.
+    /// Number of stages filled before.
     used: u32,
 }
 
 #[cube]
 impl StageSource {
-    /// The first word of codes of a row.
+    /// Returns the index of the first word of codes in a row.
     fn word(&self, #[comptime] plan: Sm100Plan) -> i32 {
         let format = comptime!(plan.format);
-        // Columns of a word.
+        // Columns per word.
         let per_word = comptime!(32 / format.format().code_bits() as u32);
         let words = comptime!(format.tile_k() as u32 / per_word);
         (self.k_first / per_word + self.k_tile * words) as i32
     }
 
-    /// 128x4 tiles of scales of 128 rows of an operand.
+    /// Returns the number of 128x4 tiles of scales of 128 rows of an operand.
     fn atoms_of_row(&self, #[comptime] plan: Sm100Plan) -> u32 {
         self.k_all.div_ceil(comptime!(plan.format.atom_k() as u32))
     }
 
-    /// The first of them.
+    /// Returns the index of the first of these tiles for this K tile.
     fn atom(&self, #[comptime] plan: Sm100Plan) -> u32 {
         let atom_k = comptime!(plan.format.atom_k() as u32);
         self.k_first / atom_k + self.k_tile * comptime!(plan.atoms() as u32)
     }
 }
 
-/// Fills the stages of all tiles of this CTA, one after another. One thread.
+/// Fills the stages of all tiles of this CTA in sequence. Runs on one thread.
 #[cube]
 pub(super) fn load_tiles(
     a_map: &TensorMap<u32, Tiled>,
@@ -99,11 +99,10 @@ pub(super) fn load_tiles(
     let tile_m = comptime!(plan.tile().tile_m() as u32);
     let tile_n = comptime!(plan.tile().tile_n() as u32);
     let tiles_n = n.div_ceil(tile_n);
-    // Rows of the GEMM's `b` of a group begin at a tile of scales.
+    // The rows of a group of the GEMM's `b` begin at a tile of scales.
     let n_tiles = n.div_ceil(128u32);
     let mut tile = cta.first_tile(plan);
-    // The group that is looked at, the tiles and the tiles of scales before it, and the stages that
-    // were filled.
+    // Current group, number of tiles and of tiles of scales before it, and number of filled stages.
     let mut group = 0u32;
     let mut passed = 0u32;
     let mut scale_tiles = 0u32;
@@ -131,7 +130,7 @@ pub(super) fn load_tiles(
                 left_tile += scale_tiles;
                 right_tile += group * n_tiles;
             }
-            // Groups that overlap could have more tiles than there are.
+            // Overlapping groups could have more tiles than there are.
             let left_tile = min(left_tile, scales.m_tiles - 1u32);
             let source = if comptime!(plan.swaps_ab()) {
                 TileSource {
@@ -154,7 +153,7 @@ pub(super) fn load_tiles(
             let mut k_tile = 0u32;
             while k_tile < k_tiles {
                 if comptime!(plan.core != TensorCore::Instruction) {
-                    // The CTAs of a pair not alike.
+                    // The CTAs of a pair use different delays.
                     delay(cta.seed, used * 2u32 + 1u32 + (cta.rank << 16u32));
                 }
                 fill_stage(
@@ -185,7 +184,7 @@ pub(super) fn load_tiles(
         }
     }
     if comptime!(plan.ctas() > 1) {
-        // The even CTA's commits arrive in the odd one as long as that is there.
+        // The even CTA's commits still arrive at the odd CTA, so it must stay alive until then.
         for _ in 0..comptime!(plan.stages() as u32) {
             wait_empty(cta, used, plan);
             used += 1u32;
@@ -193,7 +192,7 @@ pub(super) fn load_tiles(
     }
 }
 
-/// Waits until the stage that fill number `used` takes is empty.
+/// Waits until the stage of fill number `used` is empty.
 #[cube]
 fn wait_empty(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
     let stages = comptime!(plan.stages() as u32);
@@ -201,8 +200,8 @@ fn wait_empty(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
     wait(cta.empty(used % stages, plan), parity, plan);
 }
 
-/// `value`, of which the compiler knows nothing more. Unrolled, the loop over K tiles took 64
-/// registers instead of 40, and spilled.
+/// Returns `value`, hidden from the optimizer. Unrolled, the loop over K tiles took 64 registers
+/// instead of 40, and spilled.
 #[cube]
 fn opaque(value: u32) -> u32 {
     let same: u32;
@@ -214,7 +213,7 @@ fn opaque(value: u32) -> u32 {
     u32::reinterpret(same)
 }
 
-/// Waits until the next stage is empty and lets TMA fill it.
+/// Waits until the next stage is empty and fills it by TMA.
 #[cube]
 fn fill_stage(
     a: &TensorMap<u32, Tiled>,
@@ -237,8 +236,8 @@ fn fill_stage(
     }
 }
 
-/// Fills a stage with a tile: codes through the maps, with zeros for what lies outside, and the
-/// scales that there are.
+/// Fills a stage with a tile: codes through the maps, with zeros for elements out of bounds, and
+/// the existing scales.
 #[cube]
 fn fill_whole(
     a: &TensorMap<u32, Tiled>,
@@ -295,22 +294,22 @@ fn fill_whole(
     }
 }
 
-/// A box of a matrix, and where it goes.
+/// A box of a matrix and its destination.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct BoxCopy {
-    /// Its first row.
+    /// First row.
     row: i32,
-    /// Its first column.
+    /// First column.
     column: i32,
-    /// The stage that it is part of.
+    /// Stage that it belongs to.
     stage: u32,
-    /// Where it goes, in bytes from where the stages begin.
+    /// Destination, in bytes from the start of the stages.
     offset: u32,
 }
 
-/// Lets TMA copy a box, whose bytes arrive at the barrier of the full stage of the even CTA, or at
-/// this CTA's barrier of what has arrived.
+/// Copies a box by TMA. Its bytes arrive at the full barrier of the stage in the even CTA, or at
+/// this CTA's "arrived" barrier.
 #[cube]
 fn load_box(
     map: &TensorMap<u32, Tiled>,
@@ -332,9 +331,9 @@ fn load_box(
     }
 }
 
-/// Fills a stage with what the CTA has of a tile that two of them share. Boxes are whole, with
-/// zeros for what is outside of a matrix and with scales that nothing is multiplied by behind the
-/// last column, so that each CTA has as many bytes in every stage.
+/// Fills a stage with this CTA's share of a tile of a pair. Boxes are always whole, so that each
+/// CTA loads the same number of bytes in every stage: elements out of bounds are zeros, and scales
+/// after the last column are loaded but not used.
 #[cube]
 fn fill_share(
     a: &TensorMap<u32, Tiled>,
@@ -391,7 +390,8 @@ fn fill_share(
     forward_share(cta, source.used, plan);
 }
 
-/// Lets the barriers of stage `stage` expect what the CTAs load: the even CTA's the bytes of both.
+/// Sets the expected bytes of the barriers of stage `stage`; the even CTA's barrier expects the
+/// bytes of both.
 #[cube]
 fn expect_share(cta: CtaState, stage: u32, #[comptime] plan: Sm100Plan) {
     let own = comptime!(plan.stage_bytes() as u32);
@@ -409,8 +409,8 @@ fn expect_share(cta: CtaState, stage: u32, #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Without `cta_group::2` TMA signals barriers of the CTA that it fills alone: this thread waits
-/// for fill number `used`, and passes its bytes on to the even CTA.
+/// Without `cta_group::2` TMA only signals barriers of the CTA that it fills. This thread waits for
+/// fill number `used` and forwards its bytes to the even CTA.
 #[cube]
 fn forward_share(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
     if comptime!(plan.has_arrived()) {
@@ -430,8 +430,9 @@ fn forward_share(cta: CtaState, used: u32, #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Issues the instructions of all tiles of this CTA, and returns how many commands the software
-/// model was given. One thread, because a commit tracks the instructions of its own.
+/// Issues the instructions of all tiles of this CTA, and returns the number of commands issued to
+/// the software model. Runs on one thread, because a commit only tracks the instructions of its
+/// thread.
 #[cube]
 pub(super) fn issue_tiles(
     problem: &GroupedProblem,
@@ -473,12 +474,12 @@ pub(super) fn issue_tiles(
                     tile_m,
                     tile_n,
                 );
-                // As wide as there are rows.
+                // As wide as the number of rows.
                 let rows = min(own.end - own.first - at.row, tile_m);
                 n = rows.div_ceil(8u32) * 8u32;
                 b_row = at.row % 128u32;
             }
-            // The epilogue has read the accumulators of the tile before.
+            // Wait until the epilogue has read the accumulators of the previous tile.
             wait(cta.accumulators + 8u32, (done & 1u32) ^ 1u32, plan);
             if comptime!(core == TensorCore::Instruction) {
                 tcgen05_fence_after_thread_sync();
@@ -517,8 +518,9 @@ pub(super) fn issue_tiles(
     queued
 }
 
-/// The instructions of one stage, of a contraction of `k`: the copies of all scales, then the
-/// multiplications. Returns how many commands the software model was given, `queued` before.
+/// Issues the instructions of one stage, for a K dimension of `k`: the copies of all scales, then
+/// the multiplications. Returns the number of commands issued to the software model so far;
+/// `queued` is the number before.
 #[cube]
 fn issue_stage(
     ring: CommandRing,
@@ -541,7 +543,7 @@ fn issue_stage(
         }
     }
     let steps = steps_of(at.k_tile, k, format);
-    // Columns before a group along K are another one's.
+    // Columns before the start of a group along K belong to the previous group.
     let mut first = 0u32;
     if comptime!(plan.has_lead()) {
         first = select(at.k_tile == 0u32, at.lead, 0u32);

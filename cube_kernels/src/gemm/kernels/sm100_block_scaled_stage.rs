@@ -1,4 +1,5 @@
-//! What the roles of a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel share.
+//! State that the roles of a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel
+//! share.
 
 use cubecl::prelude::*;
 
@@ -12,66 +13,66 @@ use crate::{
     moe::groups::extent,
 };
 
-/// Block scales in 128x4 tiles, in bytes from where they begin.
+/// Block scales in 128x4 tiles.
 #[derive(CubeType, CubeLaunch)]
 pub struct SwizzledScales {
-    /// Those of the instruction's `a`: each group along M begins at a tile.
+    /// Scales of the instruction's `a`: each group along M begins at a tile.
     pub a: Box<[u32]>,
-    /// Those of its `b`: each group along M begins at a tile.
+    /// Scales of the instruction's `b`: each group along M begins at a tile.
     pub b: Box<[u32]>,
-    /// Tiles of 128 rows that there are of the GEMM's `a`, which the rows in groups are.
+    /// Number of 128-row tiles of the GEMM's `a`, the operand whose rows are in groups.
     pub m_tiles: u32,
-    /// The same as matrices, for two CTAs.
+    /// The scales as matrices, for two CTAs.
     pub maps: ComptimeOption<ScaleMaps>,
 }
 
-/// Block scales as matrices: a row is a 128x4 tile, in words.
+/// Block scales as matrices: each row is a 128x4 tile, in words.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ScaleMaps {
-    /// Those of the instruction's `a`.
+    /// Scales of the instruction's `a`.
     pub a: TensorMap<u32, Tiled>,
-    /// Those of its `b`.
+    /// Scales of the instruction's `b`.
     pub b: TensorMap<u32, Tiled>,
 }
 
-/// What the roles of a CTA share: addresses in shared memory, and tensor memory.
+/// Shared state of the roles of a CTA: addresses in shared memory and tensor memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct CtaState {
-    /// The stages.
+    /// Address of the stages.
     pub operands: u32,
-    /// Barriers of full stages; those of empty ones are behind them.
+    /// First full-stage barrier; the empty-stage barriers follow.
     pub full: u32,
-    /// The barrier of full accumulators; that of empty ones is behind it.
+    /// Barrier of full accumulators; that of empty ones follows.
     pub accumulators: u32,
-    /// The ring of commands.
+    /// Command ring.
     pub ring: CommandRing,
-    /// The address in tensor memory of what was allocated.
+    /// Address of the allocated tensor memory.
     pub tmem: u32,
-    /// The seed of delays, or 0.
+    /// Seed of delays, or 0.
     pub seed: u32,
-    /// Which CTA it is of those that share a tile.
+    /// Rank of this CTA among those that share a tile.
     pub rank: u32,
 }
 
 #[cube]
 impl CtaState {
-    /// The first tile of this CTA.
+    /// Returns the first tile of this CTA.
     pub fn first_tile(&self, #[comptime] plan: Sm100Plan) -> u32 {
         CUBE_POS as u32 / comptime!(plan.ctas() as u32)
     }
 
-    /// Tiles from one of this CTA to the next.
+    /// Returns the distance between consecutive tiles of this CTA.
     pub fn tile_step(&self, #[comptime] plan: Sm100Plan) -> u32 {
         CUBE_COUNT as u32 / comptime!(plan.ctas() as u32)
     }
 
-    /// The barrier of an empty stage.
+    /// Returns the barrier of an empty stage.
     pub fn empty(&self, stage: u32, #[comptime] plan: Sm100Plan) -> u32 {
         self.full + comptime!(8 * plan.stages() as u32) + stage * 8u32
     }
 
-    /// The barrier of a stage that has arrived in this CTA.
+    /// Returns the "arrived" barrier of a stage in this CTA.
     pub fn arrived(&self, stage: u32, #[comptime] plan: Sm100Plan) -> u32 {
         self.full + comptime!(8 * plan.arrived_at() as u32) + stage * 8u32
     }
@@ -79,8 +80,8 @@ impl CtaState {
 
 /// Waits for the phase of `parity` of `barrier`, at which both CTAs of a pair may arrive.
 ///
-/// Only the software model has data for threads of the other CTA. TMA and the tensor cores need no
-/// `acquire.cluster`, which would empty the L1 cache at each wait.
+/// Only the software model passes data to threads of the other CTA. TMA and the tensor cores need
+/// no `acquire.cluster`, which would flush the L1 cache at each wait.
 #[cube]
 pub(super) fn wait(barrier: u32, parity: u32, #[comptime] plan: Sm100Plan) {
     if comptime!(plan.has_arrived()) {
@@ -90,8 +91,8 @@ pub(super) fn wait(barrier: u32, parity: u32, #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// Arrives at the barrier that is at `barrier` in the CTA that issues the instructions, behind
-/// loads of tensor memory. `release.cluster` would wait for all that the epilogue has written.
+/// Arrives at the barrier at address `barrier` in the CTA that issues the instructions, after loads
+/// of tensor memory. `release.cluster` would wait for all stores of the epilogue.
 #[cube]
 pub(super) fn arrive_at_issuer(barrier: u32, #[comptime] plan: Sm100Plan) {
     if comptime!(plan.ctas() == 1) {
@@ -103,28 +104,28 @@ pub(super) fn arrive_at_issuer(barrier: u32, #[comptime] plan: Sm100Plan) {
     }
 }
 
-/// A group: the rows of its output, and its columns of the contraction.
+/// Extent of a group: the rows of its output, and its columns along K.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GroupExtent {
-    /// The first row of the output.
+    /// First row of the output.
     pub first: u32,
-    /// The row behind the last.
+    /// End row (exclusive).
     pub end: u32,
-    /// The first column of the contraction that is loaded, where a 128x4 tile of scales begins.
+    /// First column that is loaded, where a 128x4 tile of scales begins.
     pub k_first: u32,
-    /// Steps behind that which belong to the group before.
+    /// Steps after `k_first` that belong to the previous group.
     pub lead: u32,
-    /// Columns behind `k_first` up to the end of the contraction; none in an empty group along K.
+    /// Columns from `k_first` to the end of K; zero in an empty group along K.
     pub k: u32,
 }
 
 #[cube]
 impl GroupExtent {
-    /// Of `group`, within the rows and columns that there are.
+    /// Returns the extent of `group`, clamped to the existing rows and columns.
     ///
     /// Groups along K begin at multiples of a step. Other offsets are rounded down: the result is
-    /// wrong then, but TMA reads 16-byte pieces as it must.
+    /// then wrong, but TMA always reads aligned 16-byte chunks.
     pub fn of(problem: &GroupedProblem, group: u32, #[comptime] plan: Sm100Plan) -> GroupExtent {
         let grouped = comptime!(plan.grouped);
         let mut first = 0u32;
@@ -156,7 +157,7 @@ impl GroupExtent {
         }
     }
 
-    /// Whether there is nothing to multiply, and the output is zeros.
+    /// Returns true if there is nothing to multiply, and the output is zeros.
     pub fn is_empty(&self, #[comptime] grouped: GroupedDim) -> bool {
         let mut is_empty = false;
         if comptime!(grouped == GroupedDim::K) {
@@ -165,12 +166,12 @@ impl GroupExtent {
         is_empty
     }
 
-    /// Rows of tiles of the output.
+    /// Returns the number of rows of tiles of the output.
     pub fn tiles(&self, #[comptime] plan: Sm100Plan) -> u32 {
         (self.end - self.first).div_ceil(comptime!(plan.tile().tile_m() as u32))
     }
 
-    /// Tiles of 128 rows of scales.
+    /// Returns the number of 128-row tiles of scales.
     pub fn scale_tiles(&self) -> u32 {
         (self.end - self.first).div_ceil(128u32)
     }

@@ -1,15 +1,15 @@
-//! Probes of the tensor cores of sm_100, for the first day on hardware: tensor memory written and
-//! read, and a single multiplication with the copies of its scales. Each dumps all of tensor
-//! memory, so that a wrong layout shows where its words went.
+//! Probes of the tensor cores of sm_100, for hardware bring-up: writing and reading tensor memory,
+//! and a single multiplication with the copies of its scales. Each dumps all of tensor memory, so
+//! that a wrong layout shows where its words went.
 //!
-//! An image holds what the operands of one multiplication are in shared memory: the codes of 128
-//! rows of `a` and 256 of `b` with the 128-byte swizzle, four steps of 64 columns of NVFP4 or of 32
-//! of MXFP8, and block scales in 128x4 tiles: of one step of NVFP4, of all four of MXFP8.
-//! [`step_model_kernel()`] executes the same commands on the
-//! same image by the software model, on any device.
+//! An image holds the operands of one multiplication as they are in shared memory: the codes of 128
+//! rows of `a` and 256 of `b` with the 128-byte swizzle, as four steps of 64 columns of NVFP4 or 32
+//! of MXFP8, and block scales in 128x4 tiles: of one step of NVFP4, or of all four of MXFP8.
+//! [`step_model_kernel()`] executes the same commands on the same image with the software model, on
+//! any device.
 //!
-//! The instructions of these kernels have never run: no such GPU was at hand. Their machine code
-//! was inspected.
+//! The instructions of these kernels have never run, because no such GPU was available. Their
+//! machine code was inspected.
 
 use cubecl::prelude::{barrier::Barrier, *};
 
@@ -28,36 +28,36 @@ use crate::{
     gemm::tiles::{SM100_TILE_M, SM100_TILE_N},
 };
 
-/// Bytes of codes in a row of an image, and of a step of it.
+/// Bytes of codes per row of an image.
 pub const ROW: usize = 128;
 const STEP: usize = 32;
-/// Where the codes of `b` begin in an image, in bytes.
+/// Offset of the codes of `b` in an image, in bytes.
 pub const B_CODES_AT: usize = SM100_TILE_M * ROW;
-/// Where the scales of `a` begin: a tile, and those of `b` behind it, two tiles.
+/// Offset of the scales: one tile of `a`, then two of `b`.
 pub const SCALES_AT: usize = B_CODES_AT + SM100_TILE_N * ROW;
 /// Bytes of an image.
 pub const IMAGE: usize = SCALES_AT + 3 * ATOM;
-/// The first column of scales in tensor memory, behind the accumulators: four of `a`, eight of `b`.
+/// First column of scales in tensor memory, after the accumulators: four of `a`, eight of `b`.
 pub const SCALE_COLUMN: u32 = SM100_TILE_N as u32;
-/// What tensor memory holds before: a NaN.
+/// Initial contents of tensor memory: a NaN.
 pub const POISON: u32 = 0x7fff_ffff;
-/// Where the software model has the image in the shared window: what codes are aligned to.
+/// Address of the image in the software model's shared window; codes require this alignment.
 const MODEL_BASE: u32 = 1024;
-/// Threads of a probe: a lane of tensor memory for each.
+/// Threads of a probe: one per lane of tensor memory.
 pub const PROBE_UNITS: u32 = TMEM_LANES as u32;
 
-/// The warp that allocates and issues: another one than that of the thread that initializes the
-/// barrier, so that it has not diverged.
+/// Warp that allocates and issues. It differs from the warp whose thread initializes the barrier,
+/// so that it has not diverged.
 const ISSUING_WARP: u32 = 1;
 
-/// The address of the thread's lane in tensor memory, for its warp.
+/// Returns the address of the thread's lane in tensor memory, for its warp.
 #[cube]
 fn lane_address(tmem: u32) -> u32 {
     tmem + ((UNIT_POS / 32u32) << 21u32)
 }
 
-/// Allocates all of tensor memory, whose address goes to shared memory at `board`, where all
-/// threads see it.
+/// Allocates all of tensor memory. Its address is passed to all threads through shared memory at
+/// `board`.
 #[cube]
 fn allocate_tmem(board: u32) -> u32 {
     if UNIT_POS / 32u32 == ISSUING_WARP {
@@ -70,7 +70,7 @@ fn allocate_tmem(board: u32) -> u32 {
     ld_shared(board)
 }
 
-/// Frees what [`allocate_tmem()`] allocated, behind the loads of all threads.
+/// Frees the memory of [`allocate_tmem()`] after the loads of all threads.
 #[cube]
 fn free_tmem(tmem: u32) {
     tcgen05_fence_before_thread_sync();
@@ -96,8 +96,8 @@ fn dump_tmem(tmem: u32, out: &mut [u32]) {
     }
 }
 
-/// Stores `words`, `[column][lane]`, to tensor memory, and loads them to `out`: all stores are
-/// before the first load. One CTA.
+/// Stores `words`, `[column][lane]`, to tensor memory, and loads them to `out`. All stores precede
+/// the first load. One CTA.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn tmem_round_trip_kernel(words: &[u32], out: &mut [u32]) {
     let board: Shared<[u32]> = Shared::new_aligned_slice(4usize, 16usize);
@@ -115,9 +115,9 @@ pub fn tmem_round_trip_kernel(words: &[u32], out: &mut [u32]) {
     free_tmem(tmem);
 }
 
-/// The operands of the multiplication of step `step` of an image at `base`, with accumulators at
-/// `tmem`. A step of MXFP8 takes one byte of each word of scales, which the instruction descriptor
-/// names.
+/// Returns the operands of the multiplication of step `step` of an image at `base`, with
+/// accumulators at `tmem`. A step of MXFP8 uses one byte of each word of scales, which the
+/// instruction descriptor selects.
 #[cube]
 fn step_operands(base: u32, tmem: u32, step: u32, #[comptime] kind: BlockScaled) -> MmaOperands {
     let plain = comptime!(instruction_descriptor(
@@ -127,7 +127,7 @@ fn step_operands(base: u32, tmem: u32, step: u32, #[comptime] kind: BlockScaled)
     ));
     // Not a variable: an instruction in assembly would get its address.
     let idesc = if comptime!(kind == BlockScaled::Mxfp8) {
-        // As `with_scale_ids` has it.
+        // The same as `with_scale_ids`.
         plain.runtime() | (step << 4u32) | (step << 29u32)
     } else {
         plain.runtime()
@@ -145,7 +145,7 @@ fn step_operands(base: u32, tmem: u32, step: u32, #[comptime] kind: BlockScaled)
 }
 
 /// Poisons tensor memory, copies the three tiles of scales of `image` to it, multiplies step `step`
-/// in the format that `multiplies` says, if it says one, and dumps tensor memory to `out`. One CTA.
+/// if `multiplies` names a format, and dumps tensor memory to `out`. One CTA.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn step_kernel(
     image: &[u32],
@@ -200,8 +200,8 @@ pub fn step_kernel(
     free_tmem(tmem);
 }
 
-/// What [`step_kernel()`] does, by the software model: `tmem` is tensor memory, poisoned by the
-/// caller. One unit executes all lanes.
+/// [`step_kernel()`] on the software model. `tmem` is tensor memory, poisoned by the caller. One
+/// unit executes all lanes.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn step_model_kernel(
     image: &[u32],

@@ -1,19 +1,19 @@
-//! The block-scaled GEMM of consumer Blackwell (sm_120, sm_121): matrix instructions that take
-//! codes and block scales as they are stored, of NVFP4 (`mma.sync.m16n8k64`, `kind::mxf4nvf4` and
-//! `scale_vec::4X`: an E4M3 scale for each 16 elements) or MXFP8 (`mma.sync.m16n8k32`,
-//! `kind::mxf8f6f4` and `scale_vec::1X`: a UE8M0 scale for each 32).
+//! The block-scaled GEMM of consumer Blackwell (sm_120, sm_121): matrix instructions directly on
+//! codes and block scales of NVFP4 (`mma.sync.m16n8k64`, `kind::mxf4nvf4` and `scale_vec::4X`: an
+//! E4M3 scale per 16 elements) or MXFP8 (`mma.sync.m16n8k32`, `kind::mxf8f6f4` and `scale_vec::1X`:
+//! a UE8M0 scale per 32).
 //!
-//! A cube of eight warps computes a tile of `out`. The codes in [`ROW`] bytes of each row, with
-//! their scales, make a stage; `cp.async` keeps a ring of stages filled, with zeros for what lies
-//! outside the operands, or outside of a group along K. An instruction takes 32 bytes of a row in
-//! either format, and its fragments have the same bytes in the same registers. The four parts of 16
-//! bytes of a row are exchanged so that eight rows of one part, which `ldmatrix` reads at a time,
-//! lie in different banks. The sums of a warp have the layout of `wgmma`'s, so the epilogue is that
-//! of [`sm90_bf16`](super::sm90_bf16).
+//! A cube of eight warps computes a tile of `out`. A stage holds the codes in [`ROW`] bytes of each
+//! row, with their scales. `cp.async` fills a multi-stage pipeline, with zeros for elements outside
+//! the operands or outside a group along K. An instruction takes 32 bytes of a row in either
+//! format, and its fragments have the same bytes in the same registers. The four 16-byte chunks of
+//! a row are swizzled so that the same chunk of eight rows, which `ldmatrix` reads at a time, is in
+//! different banks. The sums of a warp have the layout of `wgmma`'s, so the epilogue is that of
+//! [`sm90_bf16`](super::sm90_bf16).
 //!
-//! This kernel has never run with the instruction: no such GPU was at hand. Its machine code was
-//! inspected, and everything but the instruction runs on other GPUs, with [`Multiply::Software`] in
-//! its place.
+//! This kernel has never run with the instruction, because no such GPU was available. Its machine
+//! code was inspected, and everything but the instruction runs on other GPUs with
+//! [`Multiply::Software`].
 
 use super::sm120_block_scaled_stage::{
     Pieces, ROW, STAGES, STEP, TileRows, UNITS, copy_stage, stage_offset, swizzled,
@@ -51,13 +51,13 @@ use crate::{
 
 /// Warps along the rows of `a`, and of `b`.
 const WARPS: (usize, usize) = (4, 2);
-/// Columns of a warp's sums: groups of eight rows of `b`.
+/// Groups of eight rows of `b` per warp: columns of its sums.
 const COLUMNS: usize = 8;
-/// Tiles along the rows of `a` that run at the same time, for the L2 cache. Not measured.
+/// Tiles along the rows of `a` that run at the same time, for L2 reuse. Not measured.
 const BAND: u32 = 8;
-/// Sums of a lane in 16 rows of `a`.
+/// Sums per lane in 16 rows of `a`.
 const SUMS: usize = 4 * COLUMNS;
-/// Shared memory that a cube may have on sm_120: 99 KiB.
+/// Maximum shared memory of a cube on sm_120: 99 KiB.
 const MOST_SHARED: usize = 99 << 10;
 
 const _: () = {
@@ -70,7 +70,7 @@ const _: () = {
     assert!(widest.tile_m() == 2 * 16 * WARPS.0 && SM120_TILE_N == WARPS.1 * COLUMNS * 8);
 };
 
-/// Adds the products of one stage to the sums of a warp.
+/// Multiplies one stage and adds the result to the sums of a warp.
 #[cube]
 fn multiply_stage(
     stage: u32,
@@ -100,7 +100,7 @@ fn multiply_stage(
         let mut a = Array::<Vector<u32, Const<4>>>::new(comptime!(shape.strips));
         #[unroll]
         for i in 0..strips {
-            // Upper rows, lower rows, and both 16 bytes on.
+            // Upper rows, lower rows, then both at the next 16 bytes.
             let row = warp_row + comptime!(16 * i as u32) + (matrix % 2u32) * 8u32 + line;
             let chunk = comptime!(2 * half as u32) + matrix / 2u32;
             a[i] = ldmatrix_x4(stage + row * comptime!(ROW as u32) + swizzled(row, chunk));
@@ -108,7 +108,7 @@ fn multiply_stage(
         let mut b = Array::<Vector<u32, Const<4>>>::new(comptime!(COLUMNS / 2));
         #[unroll]
         for j in 0..comptime!(COLUMNS / 2) {
-            // Eight rows and the same 16 bytes on, then eight more rows.
+            // Eight rows, the same rows at the next 16 bytes, then eight more rows.
             let row = warp_column + comptime!(16 * j as u32) + (matrix / 2u32) * 8u32 + line;
             let chunk = comptime!(2 * half as u32) + matrix % 2u32;
             let part = stage + comptime!(shape.b_codes());
@@ -134,8 +134,8 @@ fn multiply_stage(
     }
 }
 
-/// The scales of row `row` in a stage, those of each instruction in a word: in MXFP8 the same word,
-/// of which an instruction takes one byte.
+/// Returns the scales of row `row` in a stage, one word per instruction: in MXFP8 the same word for
+/// both, of which an instruction uses one byte.
 #[cube]
 fn row_scales(scales: u32, row: u32, #[comptime] shape: Sm120Tile) -> Vector<u32, Const<2>> {
     let address = scales + row * comptime!(shape.scale_pitch() as u32);
@@ -146,15 +146,15 @@ fn row_scales(scales: u32, row: u32, #[comptime] shape: Sm120Tile) -> Vector<u32
     }
 }
 
-/// The scales that a lane has of an instruction's operands.
+/// Scales of an instruction's operands that a lane holds.
 #[derive(CubeType, Clone, Copy)]
 struct ScalePair {
     a: u32,
     b: u32,
 }
 
-/// `c + a · b` for 16 rows of `a`, 8 of `b` and the columns of instruction `step` of a stage, every
-/// block times its scale.
+/// Returns `c + a · b` for 16 rows of `a`, 8 of `b` and the columns of instruction `step` of a
+/// stage, with every block multiplied by its scale.
 ///
 /// PTX ISA 8.7 and later, sections "Matrix Fragments for mma.m16n8k64" (E2M1), "for mma.m16n8k32"
 /// (E4M3) and "Block Scaling for mma.sync". Lane `4 g + t` holds, the first code of a word in its
@@ -162,9 +162,9 @@ struct ScalePair {
 /// - `a`: bytes `4 t..` of rows `g` and `g + 8`, then the same rows 16 bytes on;
 /// - `b`: bytes `4 t..` of row `g`, then 16 bytes on;
 /// - `c`: columns `2 t`, `2 t + 1` of row `g`, then of row `g + 8`;
-/// - `scales.a`: the four scales of NVFP4 of row `g` where `t` is 0, of row `g + 8` where it is 1;
-/// - `scales.b`: those of row `g` where `t` is 0. Other lanes' scales are not read. Of MXFP8 they
-///   are byte `step`.
+/// - `scales.a`: the four NVFP4 scales of row `g` if `t` is 0, of row `g + 8` if it is 1;
+/// - `scales.b`: those of row `g` if `t` is 0. Scales of other lanes are not read. MXFP8 scales are
+///   byte `step`.
 #[cube]
 fn multiply(
     c: Vector<f32, Const<4>>,
@@ -183,7 +183,7 @@ fn multiply(
     }
 }
 
-/// By the instruction.
+/// Multiplies with the NVFP4 instruction.
 #[cube]
 fn multiply_nvfp4(
     c: Vector<f32, Const<4>>,
@@ -228,8 +228,8 @@ fn multiply_nvfp4(
     out
 }
 
-/// Element `i` of a word of codes times the scale, byte `scale` of `scales`. Exact: an E2M1 code
-/// has two significant bits and an E4M3 scale four, and a UE8M0 scale is a power of two.
+/// Returns element `i` of a word of codes times its scale, byte `scale` of `scales`. Exact: an E2M1
+/// code has two significant bits and an E4M3 scale four, and a UE8M0 scale is a power of two.
 #[cube]
 fn element(word: u32, i: u32, scales: u32, scale: u32, #[comptime] format: BlockScaled) -> f32 {
     let byte = (scales >> (8u32 * scale)) & 0xFFu32;
@@ -240,7 +240,7 @@ fn element(word: u32, i: u32, scales: u32, scale: u32, #[comptime] format: Block
     }
 }
 
-/// Columns ascend, and every element is exact, and so is every product.
+/// Emulates the instruction. Columns ascend, and every element and product is exact.
 #[cube]
 fn multiply_in_software(
     c: Vector<f32, Const<4>>,
@@ -253,7 +253,7 @@ fn multiply_in_software(
     let codes = comptime!(32 / format.format().code_bits() as u32);
     let group = UNIT_POS_PLANE / 4u32;
     let within = UNIT_POS_PLANE % 4u32;
-    // The first lanes of those that hold the rows of `b` whose sums this lane has.
+    // First lanes that hold the rows of `b` whose sums this lane has.
     let even = within * 8u32;
     let odd = even + 4u32;
     let a_upper = plane_shuffle(scales.a, 4u32 * group);
@@ -264,7 +264,7 @@ fn multiply_in_software(
     let mut c1 = c.extract(1usize);
     let mut c2 = c.extract(2usize);
     let mut c3 = c.extract(3usize);
-    // A word at a time.
+    // One word at a time.
     for part in 0..8u32 {
         let lane = part % 4u32;
         let first = part < 4u32;
@@ -302,23 +302,22 @@ fn multiply_in_software(
     out
 }
 
-/// The comptime choices of `sm120_block_scaled_kernel`.
+/// Comptime configuration of `sm120_block_scaled_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm120Plan {
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedDim,
-    /// The tile.
+    /// Tile.
     pub tile: Sm120Tile,
-    /// How much of a row is copied at a time.
+    /// Bytes of a row copied at a time.
     pub pieces: Pieces,
 }
 
-/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows of each
-/// group, or over its columns.
+/// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for the rows or the
+/// columns of each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
-/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
-/// bytes.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid does not
+/// depend on device memory. The bias has a row per group. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm120_block_scaled_kernel(
     a: PackedMatrix<u32>,
@@ -340,18 +339,18 @@ pub fn sm120_block_scaled_kernel(
     let warp = UNIT_POS / 32u32;
     let staging_at = cvta_to_shared::<Vector<u32, Const<4>>>(staging.as_slice().as_ptr())
         + warp * comptime!(STAGING as u32);
-    // Rows of this warp in the tile.
+    // First row of this warp in the tile.
     let warp_row = (warp / comptime!(WARPS.1 as u32)) * comptime!(16 * shape.strips as u32);
     let warp_column = (warp % comptime!(WARPS.1 as u32)) * comptime!(8 * COLUMNS as u32);
     let n = problem.shape.n;
     let tiles_n = n.div_ceil(tile_n);
 
     let mut tile = CUBE_POS as u32;
-    // The group that is looked at, and the tiles before it.
+    // Current group, and number of tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
     while group < problem.shape.groups {
-        // The rows of the group, within those that there are; those of its output; and its columns.
+        // Existing rows of the group, rows of its output, and its columns.
         let mut first = 0u32;
         let mut end = problem.shape.m;
         let mut output = 0u32;
@@ -419,7 +418,7 @@ pub fn sm120_block_scaled_kernel(
     }
 }
 
-/// Bytes of the codes of `columns` columns.
+/// Returns the bytes of codes of `columns` columns.
 #[cube]
 fn bytes_of(columns: u32, #[comptime] format: BlockScaled) -> u32 {
     if comptime!(format == BlockScaled::Nvfp4) {
@@ -429,7 +428,7 @@ fn bytes_of(columns: u32, #[comptime] format: BlockScaled) -> u32 {
     }
 }
 
-/// The mainloop: the sums of one warp of a tile, while the stages ahead are copied.
+/// The mainloop: computes the sums of one warp of a tile, while later stages are copied.
 #[cube]
 fn multiply_tile(
     a: &PackedMatrix<u32>,
@@ -448,7 +447,7 @@ fn multiply_tile(
     for i in 0..comptime!(shape.strips * COLUMNS) {
         sums[i] = Vector::new(0.0f32);
     }
-    // The tile before may still be read.
+    // The previous tile may still be read.
     sync_cube();
     for stage in 0..comptime!(STAGES as u32 - 1) {
         if stage < steps {
@@ -457,8 +456,8 @@ fn multiply_tile(
         cp_async_commit_group();
     }
     for step in 0..steps {
-        // The copies of this step have arrived, and the step before has been read: its stage takes
-        // the next ones.
+        // The copies of this step have arrived, and the previous step has been read: its stage
+        // takes the next copies.
         cp_async_wait_group(comptime!(STAGES as u32 - 2));
         sync_cube();
         let ahead = step + comptime!(STAGES as u32 - 1);
@@ -475,10 +474,10 @@ fn multiply_tile(
 /// The block-scaled GEMM of sm_120.
 pub(crate) struct Sm120BlockScaled;
 
-/// Whether the kernels of sm_120 take sizes and memory: they write 16 bytes.
+/// Checks that the sm_120 kernels support the sizes and memory: they write 16 bytes at a time.
 ///
 /// # Errors
-/// Why not.
+/// Returns the reason if they do not.
 pub(crate) fn check_sm120(device: &Device, problem: &Problem) -> Result<(), Refusal> {
     let GemmShape { n, k, .. } = problem.shape;
     if device.capabilities.gemm != GemmBackend::Sm120BlockScaled {
@@ -568,12 +567,12 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
     let GemmShape { m, n, k } = launch.shape;
     let out = &output.matrix().handle;
     let rows = match groups.grouping {
-        // Each group may end in a tile of its own.
+        // Each group may end in a partial tile.
         GroupedDim::M => m.div_ceil(shape.tile_m()) + groups.groups,
         GroupedDim::None | GroupedDim::K => m.div_ceil(shape.tile_m()) * groups.groups,
     };
     let tiles = rows * n.div_ceil(SM120_TILE_N);
-    // Shared memory holds one cube on an SM.
+    // Shared memory holds one cube per SM.
     let cubes = tiles.min(sms(client));
     let memory = |handle: &Handle, len: usize| {
         // SAFETY: the caller checked the operands against their shapes, and that the memory holds
@@ -593,7 +592,7 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
             memory(&matrix.scales, rows * k / format.block()),
         )
     };
-    // Columns that rows have a multiple of, and groups along them begin at multiples of.
+    // Common divisor of the row length and of the starts of groups along K.
     let unit = match groups.grouping {
         GroupedDim::K => 1 << (k | launch.k_alignment).trailing_zeros(),
         GroupedDim::None | GroupedDim::M => k,

@@ -1,5 +1,5 @@
-//! Stages of the [`sm120_block_scaled`](super::sm120_block_scaled) kernel: how codes and block
-//! scales of both operands lie in shared memory, and how `cp.async` brings them there.
+//! Stages of the [`sm120_block_scaled`](super::sm120_block_scaled) kernel: the layout of codes and
+//! block scales of both operands in shared memory, and their `cp.async` copies.
 
 use cubecl::prelude::*;
 
@@ -11,35 +11,35 @@ use crate::{
     },
 };
 
-/// Bytes of codes in a row of a stage, two instructions: 128 columns of NVFP4, 64 of MXFP8.
+/// Bytes of codes per row of a stage, two instructions: 128 columns of NVFP4, 64 of MXFP8.
 pub(super) const ROW: usize = 64;
-/// Bytes of codes that an instruction takes of a row.
+/// Bytes of codes per row that an instruction reads.
 pub(super) const STEP: usize = 32;
-/// Stages of the ring.
+/// Number of pipeline stages.
 pub(super) const STAGES: usize = 4;
-/// Units of a cube.
+/// Units per cube.
 pub(super) const UNITS: usize = 256;
 
-/// Bytes of the codes of a block, which has one scale.
+/// Returns the bytes of codes of a block, which has one scale.
 const fn block_bytes(format: BlockScaled) -> usize {
     format.format().block() * format.format().code_bits() / 8
 }
 
-/// How much of a row is copied at a time, which its length in memory decides, and where groups
-/// along it begin.
+/// Bytes of a row copied at a time. They depend on the row length in memory and on the starts of
+/// groups along K.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pieces {
-    /// Bytes of codes: 16, or 8 where rows of NVFP4 are no multiple of 32 elements.
+    /// Bytes of codes: 16, or 8 if NVFP4 rows are no multiple of 32 elements.
     pub codes: u32,
-    /// Bytes of scales: 8, 4 where rows of NVFP4 are no multiple of 128 elements, or 1 where they
-    /// are no multiple of 64, and in MXFP8, of which a stage has two; single bytes are loaded and
-    /// stored, not copied.
+    /// Bytes of scales. NVFP4: 8, 4 if rows are no multiple of 128 elements, or 1 if they are no
+    /// multiple of 64. MXFP8, which has two scales per row of a stage: 1. Single bytes are loaded
+    /// and stored instead of copied.
     pub scales: u32,
 }
 
 impl Pieces {
-    /// For rows whose length, and the first column of each group along them, is a multiple of
-    /// `unit` elements, itself a multiple of a block.
+    /// Returns the sizes for rows whose length, and the first column of each group along them, is a
+    /// multiple of `unit` elements, itself a multiple of a block.
     pub const fn of(format: BlockScaled, unit: usize) -> Self {
         match format {
             BlockScaled::Nvfp4 => Self {
@@ -59,22 +59,22 @@ impl Pieces {
 }
 
 impl Sm120Tile {
-    /// Scales in a row of a stage: 8 of NVFP4, 2 of MXFP8.
+    /// Returns the scales per row of a stage: 8 of NVFP4, 2 of MXFP8.
     const fn row_scales(self) -> usize {
         ROW / block_bytes(self.format)
     }
 
-    /// Bytes from the scales of one row of a stage to those of the next: whole words.
+    /// Returns the pitch of the rows of scales of a stage, in bytes: whole words.
     pub(super) const fn scale_pitch(self) -> usize {
         self.row_scales().next_multiple_of(4)
     }
 
-    /// Bytes of a stage: codes of `a` and of `b`, scales of `a` and of `b`.
+    /// Returns the bytes of a stage: codes of `a` and of `b`, scales of `a` and of `b`.
     pub(super) const fn stage(self) -> usize {
         (self.tile_m() + SM120_TILE_N) * (ROW + self.scale_pitch())
     }
 
-    /// Where the other parts of a stage begin: codes of `b`, scales of `a`, scales of `b`.
+    /// Returns the offset of the codes of `b` in a stage; scales of `a` and of `b` follow.
     pub(super) const fn b_codes(self) -> u32 {
         (self.tile_m() * ROW) as u32
     }
@@ -88,25 +88,25 @@ impl Sm120Tile {
     }
 }
 
-/// The part of an operand's stored rows that goes to a stage.
+/// Stored rows of an operand that go to a stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct StagePart {
-    /// Where it goes in shared memory.
+    /// Destination in shared memory.
     target: u32,
-    /// The first row.
+    /// First row.
     row0: u32,
-    /// The row behind the last of the group.
+    /// End row of the group (exclusive).
     row_end: u32,
-    /// The first byte of codes in each row.
+    /// First byte of codes in each row.
     from: u32,
-    /// Bytes of codes in the columns of the group and before them.
+    /// Bytes of codes up to the end of the group's columns.
     end: u32,
-    /// Bytes of codes in a row.
+    /// Bytes of codes per row.
     pitch: u32,
 }
 
-/// Queues copies of the codes of `rows` rows into a stage.
+/// Queues the copies of the codes of `rows` rows to a stage.
 #[cube]
 fn copy_codes(codes: &[u32], part: StagePart, #[comptime] rows: usize, #[comptime] piece: u32) {
     let address = cvta_to_global::<u32>(codes.as_ptr());
@@ -118,7 +118,7 @@ fn copy_codes(codes: &[u32], part: StagePart, #[comptime] rows: usize, #[comptim
         let place = item % parts * piece;
         let byte = part.from + place;
         let inside = part.row0 + row < part.row_end && byte < part.end;
-        // What lies outside is not read; its address is that of the first byte.
+        // Out-of-bounds elements are not read; their address is that of the first byte.
         let at =
             u64::cast_from(part.row0 + row) * u64::cast_from(part.pitch) + u64::cast_from(byte);
         cp_async_zfill(
@@ -133,14 +133,14 @@ fn copy_codes(codes: &[u32], part: StagePart, #[comptime] rows: usize, #[comptim
     }
 }
 
-/// Where part `chunk` (of 16 bytes) of row `row` lies in its row of a stage.
+/// Returns the swizzled index of 16-byte chunk `chunk` in row `row` of a stage.
 #[cube]
 pub(super) fn swizzled(row: u32, chunk: u32) -> u32 {
     (chunk ^ ((row / 2u32) % 4u32)) * 16u32
 }
 
-/// The scales of `count` blocks from `first` on of a row that begins at `base`, up to block `end`,
-/// in a word.
+/// Returns the scales of `count` blocks in a word, from block `first` up to block `end` of a row
+/// that begins at `base`.
 #[cube]
 fn word_of_scales(scales: &[u8], base: usize, first: u32, end: u32, #[comptime] count: u32) -> u32 {
     let mut word = 0u32;
@@ -154,7 +154,7 @@ fn word_of_scales(scales: &[u8], base: usize, first: u32, end: u32, #[comptime] 
     word
 }
 
-/// [`copy_codes()`] for the scales.
+/// Queues the copies of the scales of a stage, like [`copy_codes()`].
 #[cube]
 fn copy_scales(
     scales: &[u8],
@@ -173,10 +173,10 @@ fn copy_scales(
         if UNIT_POS < comptime!(rows as u32) {
             let row = part.row0 + UNIT_POS;
             let base = row as usize * blocks as usize;
-            // No scale of a row behind the last.
+            // Rows after the last one have no scales.
             let end = select(row < part.row_end, end, 0u32);
             let target = part.target + UNIT_POS * pitch;
-            // A variable is an operand of an instruction by its value, not by its address.
+            // Reinterpreted: otherwise a variable would reach the instruction as an address.
             if comptime!(count == 8) {
                 let low = word_of_scales(scales, base, first, end, 4u32);
                 let high = word_of_scales(scales, base, first + 4u32, end, 4u32);
@@ -206,41 +206,41 @@ fn copy_scales(
     }
 }
 
-/// Where stage number `step` of the ring begins.
+/// Returns the offset of stage number `step` of the pipeline.
 #[cube]
 pub(super) fn stage_offset(step: u32, #[comptime] shape: Sm120Tile) -> u32 {
     (step % comptime!(STAGES as u32)) * comptime!(shape.stage() as u32)
 }
 
-/// The stored rows of a tile, and the columns of its group.
+/// Stored rows of a tile, and columns of its group.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct TileRows {
-    /// Its first row of `a`.
+    /// First row of `a`.
     pub a: u32,
-    /// The row of `a` behind the last of the group.
+    /// End row of the group in `a` (exclusive).
     pub a_end: u32,
-    /// Its first row of `b`.
+    /// First row of `b`.
     pub b: u32,
-    /// The row of `b` behind the last of the group.
+    /// End row of the group in `b` (exclusive).
     pub b_end: u32,
-    /// Bytes of codes before the columns of the group in a row of either.
+    /// Bytes of codes in a row of either operand before the columns of the group.
     pub from: u32,
-    /// Bytes of codes in them and before.
+    /// Bytes of codes up to the end of the group's columns.
     pub end: u32,
-    /// Bytes of codes in a row.
+    /// Bytes of codes per row.
     pub pitch: u32,
 }
 
 #[cube]
 impl TileRows {
-    /// Stages of the contraction.
+    /// Returns the number of stages along K.
     pub fn stages(&self) -> u32 {
         (self.end - self.from).div_ceil(comptime!(ROW as u32))
     }
 }
 
-/// Queues the copies of stage `step` of the contraction.
+/// Queues the copies of stage `step` along K.
 #[cube]
 pub(super) fn copy_stage(
     a: &PackedMatrix<u32>,

@@ -1,14 +1,14 @@
-//! The bf16 GEMM of Hopper: operands through TMA into shared memory, `wgmma`, and a
-//! persistent grid.
+//! The bf16 GEMM of Hopper: TMA loads into shared memory, `wgmma`, and a persistent grid.
 //!
-//! A cube has three warpgroups. One unit of the first keeps a ring of stages filled, each 64
-//! columns of 128 rows of `a` and of `tile_n` rows of `b`; the other two multiply 64 rows of `a`
-//! each. The ring runs on across tiles: while the consumers write one tile, the first stages of the
-//! next arrive. What lies outside the operands is read as zeros by TMA and never written.
+//! A cube has three warpgroups. One unit of the first is the producer of a multi-stage pipeline;
+//! each stage has 64 columns of 128 rows of `a` and of `tile_n` rows of `b`. The other two
+//! warpgroups multiply 64 rows of `a` each. The pipeline continues across tiles: while the
+//! consumers write one tile, the first stages of the next one are loaded. TMA reads elements
+//! outside the operands as zeros; their results are never written.
 //!
-//! Either operand may be MN-major, stored with the contraction down its columns: its part of a
-//! stage is then boxes of 64 stored rows of 64 elements, one for each 64 rows of the tile, which
-//! the instruction transposes as it reads them. Sums are the same, bit for bit.
+//! Either operand may be MN-major, stored with K down its columns. Its stages then consist of boxes
+//! of 64 stored rows of 64 elements, one per 64 rows of the tile, which the instruction transposes
+//! as it reads them. Sums are bit-identical.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -46,18 +46,18 @@ use crate::{
 /// One producer and two consumer warpgroups.
 pub const UNITS: u32 = 384;
 
-/// The comptime choices of `sm90_bf16_kernel`.
+/// Comptime configuration of `sm90_bf16_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sm90Plan {
-    /// What is in groups.
+    /// Grouped dimension.
     pub grouped: GroupedDim,
-    /// The tile.
+    /// Tile.
     pub tile: Sm90Tile,
-    /// How `a` and `b` are stored.
+    /// Layouts of `a` and `b`.
     pub majors: [Major; 2],
 }
 
-/// Whole stages, and instructions of 16 columns in one more, for `k` columns.
+/// A K dimension in whole stages, and instructions of 16 columns in one partial stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Depth {
@@ -67,7 +67,7 @@ pub(super) struct Depth {
 
 #[cube]
 impl Depth {
-    /// Of `columns` columns.
+    /// Returns the depth of `columns` columns.
     pub fn of(columns: u32) -> Self {
         let instructions = columns.div_ceil(16u32);
         Depth {
@@ -76,27 +76,27 @@ impl Depth {
         }
     }
 
-    /// Stages, the one that is not whole too.
+    /// Returns the number of stages, including the partial one.
     pub fn stages(&self) -> u32 {
         self.steps + u32::cast_from(self.tail > 0u32)
     }
 }
 
-/// What a consumer warpgroup reads of every stage.
+/// Operands of a consumer warpgroup in every stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct StageOperands {
-    /// The descriptor of its rows of `a` in the first stage.
+    /// Descriptor of its rows of `a` in the first stage.
     a: u64,
-    /// That of `b`.
+    /// Descriptor of `b` in the first stage.
     b: u64,
-    /// 1 in the unit that tells the producer that a stage has been read, else 0.
+    /// 1 in the unit that signals to the producer that a stage has been read, else 0.
     leader: u32,
 }
 
 #[cube]
 impl StageOperands {
-    /// Those of this warpgroup.
+    /// Returns the operands of this warpgroup.
     pub fn of(shared: SharedAddresses, #[comptime] majors: [Major; 2]) -> Self {
         let consumer = thread_in_cta() / 128u32 - 1u32;
         StageOperands {
@@ -108,9 +108,9 @@ impl StageOperands {
     }
 }
 
-/// Makes the barriers of a ring of `stages` stages known to all units and to TMA: those that
-/// complete when a stage is full, which the producer arrives at, then those of empty stages, which
-/// both consumers arrive at.
+/// Initializes the barriers of a pipeline of `stages` stages for all units and for TMA: the
+/// full-stage barriers, at which the producer arrives, then the empty-stage barriers, at which both
+/// consumers arrive.
 #[cube]
 pub(super) fn init_barriers(barriers: &[Barrier], #[comptime] stages: usize) {
     if UNIT_POS == 0 {
@@ -124,7 +124,7 @@ pub(super) fn init_barriers(barriers: &[Barrier], #[comptime] stages: usize) {
     sync_cube();
 }
 
-/// Where consumers of a ring of `stages` stages stand that have read `used`.
+/// Returns the state of consumers that have read `used` stages of a pipeline of `stages` stages.
 #[cube]
 pub(super) fn pipeline_at(full: u32, used: u32, #[comptime] stages: usize) -> PipelineState {
     PipelineState {
@@ -135,7 +135,7 @@ pub(super) fn pipeline_at(full: u32, used: u32, #[comptime] stages: usize) -> Pi
     }
 }
 
-/// The sums of 64 rows of a tile over `depth`, from the stage of `pipeline` on.
+/// Returns the sums of 64 rows of a tile over `depth`, from the stage of `pipeline` on.
 #[cube]
 pub(super) fn multiply<S: Size>(
     pipeline: PipelineState,
@@ -170,7 +170,7 @@ pub(super) fn multiply<S: Size>(
     sums
 }
 
-/// Rows of `a` that group `group` has.
+/// Returns the rows of `a` of group `group`.
 #[cube]
 fn rows_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDim) -> u32 {
     let mut rows = problem.shape.m;
@@ -181,7 +181,7 @@ fn rows_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDim
     rows
 }
 
-/// The columns of group `group`.
+/// Returns the columns of group `group`.
 #[cube]
 fn depth_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDim) -> Depth {
     let mut columns = problem.shape.k;
@@ -192,8 +192,8 @@ fn depth_of(problem: &GroupedProblem, group: u32, #[comptime] grouped: GroupedDi
     Depth::of(columns)
 }
 
-/// Lets TMA bring `rows` rows of a tile, from `row` on, and 64 columns from `depth` on, to `stage`,
-/// and `ready` know: one box of rows, or boxes of 64 columns of an operand that is MN-major.
+/// Loads `rows` rows of a tile from `row` on, and 64 columns from `depth` on, to `stage` by TMA,
+/// with completion at `ready`: one box of rows, or boxes of 64 columns for an MN-major operand.
 #[cube]
 fn load_operand(
     operand: &TensorMap<bf16, Tiled>,
@@ -219,23 +219,23 @@ fn load_operand(
     }
 }
 
-/// What a stage is filled with.
+/// Source of a stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct StageSource {
-    /// The first row of `a`.
+    /// First row of `a`.
     pub row: u32,
-    /// The first row of `b`, a column of the output.
+    /// First row of `b`, a column of the output.
     pub column: u32,
-    /// The first column of `a`.
+    /// First column of `a`.
     pub depth: u32,
-    /// The first column of `b`.
+    /// First column of `b`.
     pub b_depth: u32,
-    /// Stages that were filled before. All units count alike: the ring needs no other state.
+    /// Number of stages filled before. All units count alike, so the pipeline needs no other state.
     pub used: u32,
 }
 
-/// Waits until the next stage is empty and lets TMA fill it. `full` is the address of `barriers`.
+/// Waits until the next stage is empty and fills it by TMA. `full` is the address of `barriers`.
 #[cube]
 pub(super) fn fill_stage(
     a: &TensorMap<bf16, Tiled>,
@@ -282,9 +282,8 @@ pub(super) fn fill_stage(
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
-/// on nothing that is in device memory. The bias has a row for each group. `out` is in units of 16
-/// bytes.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid does not
+/// depend on device memory. The bias has a row per group. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_bf16_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -329,26 +328,26 @@ pub fn sm90_bf16_kernel(
     }
 }
 
-/// Where the parts of shared memory begin.
+/// Addresses in shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct SharedAddresses {
-    /// Barriers that complete when a stage is full; those of empty stages are behind them.
+    /// First full-stage barrier; the empty-stage barriers follow.
     pub full: u32,
     pub a: u32,
     pub b: u32,
     pub staging: u32,
 }
 
-/// Vectors of 16 bytes in a stage of `a`: eight to a row.
+/// 16-byte vectors in a stage of `a`: eight per row.
 pub(super) const A_STAGE: usize = SM90_TILE_M * 8;
 
-/// Vectors of 16 bytes in a stage of `b`.
+/// Returns the 16-byte vectors in a stage of `b`.
 pub(super) const fn b_stage(tile: Sm90Tile) -> usize {
     tile.n() * 8
 }
 
-/// The producer, one unit: fills the stages of all tiles of this cube, one after another.
+/// The producer, one unit: fills the stages of all tiles of this cube in sequence.
 #[cube]
 fn produce(
     a: &TensorMap<bf16, Tiled>,
@@ -364,7 +363,7 @@ fn produce(
     let grouped = comptime!(plan.grouped);
     let tiles_n = problem.shape.n.div_ceil(comptime!(tile_n as u32));
     let mut tile = CUBE_POS as u32;
-    // The group that is looked at, and the tiles before it.
+    // Current group, and number of tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
     let mut used = 0u32;
@@ -492,11 +491,11 @@ fn consume(
 /// The bf16 GEMM of sm_90.
 pub(crate) struct Sm90Bf16;
 
-/// Whether the kernels of sm_90 take sizes and memory: they write 16 bytes, and TMA reads stored
-/// rows of whole 16 bytes at multiples of 16.
+/// Checks that the sm_90 kernels support the sizes and memory: they write 16 bytes at a time, and
+/// TMA reads stored rows of a multiple of 16 bytes that begin at multiples of 16.
 ///
 /// # Errors
-/// Why not.
+/// Returns the reason if they do not.
 pub(crate) fn check_sm90(device: &Device, problem: &Problem) -> Result<(), Refusal> {
     let GemmShape { n, k, .. } = problem.shape;
     if device.capabilities.gemm != GemmBackend::Sm90Wgmma {
@@ -507,7 +506,7 @@ pub(crate) fn check_sm90(device: &Device, problem: &Problem) -> Result<(), Refus
     if !n.is_multiple_of(8) {
         return Err(Refusal::Operands("n is no multiple of 8"));
     }
-    // No stored row is along K where both operands are MN-major.
+    // No stored row runs along K if both operands are MN-major.
     let no_rows = [problem.a, problem.b] == [OperandLayout::MnMajor; 2];
     if !no_rows && !k.is_multiple_of(8) {
         return Err(Refusal::Operands("k is no multiple of 8"));
@@ -568,10 +567,11 @@ pub(super) fn major(operand: &Materialized) -> Major {
     }
 }
 
-/// How TMA reads `operand`, stored with `k` columns: boxes of the `rows` rows of a tile, or of 64
-/// rows of an operand that is MN-major. Its memory holds so many elements of each of its matrices.
+/// Returns the tensor map of `operand`, stored with `k` columns: boxes of the `rows` rows of a
+/// tile, or of 64 rows of an MN-major operand. The memory must hold that many elements of each of
+/// its matrices.
 pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> TensorMapArg<Tiled> {
-    // A map may not be empty; with no contraction, none of it is read.
+    // A map may not be empty; with K = 0 none of it is read.
     let depth = if k == 0 { SM90_TILE_K } else { k };
     let (shape, tile_size) = if operand.is_mn_major() {
         (
@@ -581,7 +581,7 @@ pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> Tens
     } else {
         ([operand.rows, depth], [rows, SM90_TILE_K])
     };
-    // SAFETY: the caller checked that the memory holds so many elements.
+    // SAFETY: the caller checked that the memory holds this many elements.
     let tensor = unsafe {
         TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
     };
@@ -596,8 +596,8 @@ pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> Tens
     .with_prefetch(TensorMapPrefetch::B256)
 }
 
-/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. Memory and sizes
-/// are those that [`check_sm90`] takes.
+/// Queues the GEMM: `m` rows (all of them, or those of one group's output) of `n`. [`check_sm90`]
+/// must accept memory and sizes.
 fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
     let Launch {
         client,
@@ -611,7 +611,7 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
     let GemmShape { m, n, k } = launch.shape;
     let out = &output.matrix().handle;
     let rows = match groups.grouping {
-        // Each group may end in a tile of its own.
+        // Each group may end in a partial tile.
         GroupedDim::M => m.div_ceil(SM90_TILE_M) + groups.groups,
         GroupedDim::None | GroupedDim::K => m.div_ceil(SM90_TILE_M) * groups.groups,
     };
@@ -621,7 +621,7 @@ fn queue(launch: &Launch, tile: Sm90Tile, band: usize) {
         GroupedDim::K => groups.groups * m * n,
         GroupedDim::None | GroupedDim::M => m * n,
     };
-    // Rows of `b` of all groups, however they are stored.
+    // Rows of `b` of all groups, in any layout.
     let b_rows = match groups.grouping {
         GroupedDim::M => groups.groups * n,
         GroupedDim::None | GroupedDim::K => n,

@@ -1,11 +1,11 @@
-//! The bf16 GEMM of Hopper for outputs whose tiles do not fill the GPU evenly: those of the last
-//! wave are shared out along the contraction, so that all SMs end at the same time (stream-K).
+//! The bf16 GEMM of Hopper for outputs whose tiles do not fill the GPU evenly: the tiles of the
+//! last wave are split along K, so that all SMs end at the same time (stream-K).
 //!
-//! It loads and multiplies as [`sm90_bf16`](super::sm90_bf16) does. Of a shared tile, one CTA, its
-//! owner, takes the first part of the contraction; other CTAs take the rest, write their sums to a
-//! workspace and raise the counter of the tile. The owner waits for the counter, adds their sums in
-//! the order of the contraction, and writes the tile: the result depends on the shape and the
-//! number of SMs, never on timing.
+//! It loads and multiplies like [`sm90_bf16`](super::sm90_bf16). One CTA owns each shared tile and
+//! computes the first part of K. Other CTAs compute the rest, write their sums to a workspace and
+//! raise the counter of the tile. The owner waits for the counter, adds their sums in ascending K
+//! order, and writes the tile: the result depends on the shape and the number of SMs, but never on
+//! timing.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -43,29 +43,29 @@ use crate::{
 /// Units of the two consumer warpgroups.
 const CONSUMERS: u32 = 256;
 
-/// A GEMM whose tiles are shared out as [`StreamK`] says.
+/// A GEMM with the partition [`StreamK`].
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct StreamKProblem {
-    /// Its size.
+    /// Size.
     pub shape: ProblemShape,
     /// Tiles that one CTA computes whole.
     pub whole: u32,
-    /// Tiles that are shared.
+    /// Shared tiles.
     pub shared: u32,
-    /// CTAs of a shared tile that have a slice.
+    /// CTAs with a slice of a shared tile.
     pub slices: u32,
-    /// Stages of a slice.
+    /// Stages per slice.
     pub slice: u32,
-    /// Stages of a tile behind its slices.
+    /// Stages of a tile after its slices.
     pub rest: u32,
-    /// Stages of a helper.
+    /// Stages per helper.
     pub per_helper: u32,
     /// Height of a band of tiles.
     pub band: u32,
 }
 
-/// Stages `from` to `to` of a tile; none behind the last piece of a CTA. Those that do not begin
-/// the tile go to partial tile `partial` of the workspace.
+/// Stages `from` to `to` of a tile; empty after the last piece of a CTA. Pieces that do not start
+/// at the beginning of the tile go to partial tile `partial` of the workspace.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Piece {
@@ -75,22 +75,22 @@ struct Piece {
     partial: u32,
 }
 
-/// The partial tiles of a shared tile, in the order of the contraction.
+/// Partial tiles of a shared tile, in ascending K order.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct PartsOfTile {
-    /// That of the second slice; those of other slices are `stride` apart.
+    /// Partial tile of the second slice; those of other slices are `stride` apart.
     slices: u32,
     of_slices: u32,
     stride: u32,
-    /// The first of its rest; the others follow.
+    /// First partial tile of the rest; the others follow.
     rest: u32,
     of_rest: u32,
 }
 
 #[cube]
 impl PartsOfTile {
-    /// Partial tile `n`.
+    /// Returns the index of partial tile `n`.
     fn index(&self, n: u32) -> u32 {
         let of_rest = self.rest + (n - min(n, self.of_slices));
         select(n < self.of_slices, self.slices + n * self.stride, of_rest)
@@ -99,10 +99,10 @@ impl PartsOfTile {
 
 #[cube]
 impl StreamKProblem {
-    /// Piece `number` of this CTA, of tiles of `depth` stages.
+    /// Returns piece `number` of this CTA, for tiles of `depth` stages.
     ///
-    /// The CTAs that wait for others have the highest numbers: where a GPU begins CTAs in order,
-    /// those that they wait for are running, however few fit at a time.
+    /// CTAs that wait for others have the highest numbers: if a GPU starts CTAs in order, those
+    /// that they wait for are running, no matter how few fit at a time.
     fn piece(&self, number: u32, depth: u32) -> Piece {
         let cta = place_in_grid();
         let ctas = CUBE_COUNT as u32;
@@ -127,7 +127,7 @@ impl StreamKProblem {
                     min(piece.from + self.slice, depth),
                     piece.from,
                 );
-                // Not read of the first slice.
+                // Not read for the first slice.
                 piece.partial = last - min(last, self.shared);
             } else {
                 let helper = last - sliced;
@@ -146,13 +146,13 @@ impl StreamKProblem {
         piece
     }
 
-    /// The partial tile for what helper `helper` computes of shared tile `tile`: they are numbered
-    /// behind those of slices, and the next helper or the next tile has the next number.
+    /// Returns the index of the partial tile of helper `helper` for shared tile `tile`. These
+    /// follow the partial tiles of slices; the next helper or the next tile has the next index.
     fn partial_of_rest(&self, tile: u32, helper: u32) -> u32 {
         (self.slices - 1u32) * self.shared + tile + helper
     }
 
-    /// Where tile `tile` lies.
+    /// Returns the position of tile `tile`.
     fn place(&self, tile: u32, #[comptime] form: Sm90Tile) -> Place {
         place(
             tile,
@@ -164,7 +164,7 @@ impl StreamKProblem {
         )
     }
 
-    /// The partial tiles of shared tile `tile`.
+    /// Returns the partial tiles of shared tile `tile`.
     fn parts(&self, tile: u32) -> PartsOfTile {
         let mut parts = PartsOfTile {
             slices: tile,
@@ -183,30 +183,31 @@ impl StreamKProblem {
     }
 }
 
-/// The place of this CTA in the grid: a function, since `rustc` takes `CUBE_POS` for a constant.
+/// Returns the index of this CTA in the grid. This is a function because `rustc` takes `CUBE_POS`
+/// for a constant.
 #[cube]
 fn place_in_grid() -> u32 {
     CUBE_POS as u32
 }
 
-/// The sums of CTAs that do not own their tile.
+/// Workspace with the sums of CTAs that do not own their tile.
 #[derive(CubeType, CubeLaunch)]
 pub struct PartialTiles {
-    /// Partial tiles, each as the units of two consumer warpgroups hold it: four sums of every
+    /// Partial tiles in the layout of the units of two consumer warpgroups: four sums of every
     /// unit, then the next four.
     pub sums: Box<[Vector<f32, Const<4>>]>,
-    /// For each shared tile how many of its partial tiles are written; zero at first.
+    /// Number of written partial tiles per shared tile; initially zero.
     pub written: Box<[u32]>,
 }
 
-/// Vectors of four sums in a partial tile. They fit the stages of `b`.
+/// Returns the vectors of four sums in a partial tile. They fit into the stages of `b`.
 const fn partial_len(tile: Sm90Tile) -> usize {
     let vectors = SM90_TILE_M * tile.n() / 4;
     assert!(vectors <= tile.stages() * b_stage(tile));
     vectors
 }
 
-/// Bytes from the begin of a partial tile to vector `i` of this unit.
+/// Returns the offset in bytes of vector `i` of this unit in a partial tile.
 #[cube]
 fn offset_of(#[comptime] i: usize) -> u32 {
     (thread_in_cta() - 128u32) * 16u32 + comptime!(i as u32 * CONSUMERS * 16)
@@ -214,7 +215,7 @@ fn offset_of(#[comptime] i: usize) -> u32 {
 
 #[cube]
 impl PartialTiles {
-    /// Writes partial tile `index`, of shared tile `tile`.
+    /// Writes partial tile `index` of shared tile `tile`.
     fn write<S: Size>(
         &mut self,
         sums: Vector<f32, S>,
@@ -248,11 +249,11 @@ impl PartialTiles {
         named_barrier_sync(1u32, CONSUMERS);
     }
 
-    /// `sums` and, in their order, those of `parts`.
+    /// Adds `parts` to `sums` in order.
     ///
-    /// A unit holds nearly all its registers in sums: what it reads comes through shared memory, as
-    /// much at a time as hides the way from the L2 cache. The copies of a unit are its own, so that
-    /// nobody else waits for them.
+    /// The sums of a unit take nearly all its registers, so partial tiles pass through shared
+    /// memory, in chunks large enough to hide the L2 latency. Each unit only reads what it has
+    /// copied itself, so it waits for no other unit.
     fn add<S: Size>(
         &self,
         sums: Vector<f32, S>,
@@ -316,12 +317,12 @@ impl PartialTiles {
     }
 }
 
-/// The comptime choices of `sm90_stream_k_kernel`.
+/// Comptime configuration of `sm90_stream_k_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StreamKPlan {
-    /// The tile.
+    /// Tile.
     pub tile: Sm90Tile,
-    /// How `a` and `b` are stored.
+    /// Layouts of `a` and `b`.
     pub majors: [Major; 2],
 }
 
@@ -372,7 +373,7 @@ pub fn sm90_stream_k_kernel(
     }
 }
 
-/// The producer, one unit: fills the stages of all pieces of this CTA, one after another.
+/// The producer, one unit: fills the stages of all pieces of this CTA in sequence.
 #[cube]
 fn produce(
     a: &TensorMap<bf16, Tiled>,
@@ -418,8 +419,8 @@ fn produce(
     }
 }
 
-/// A consumer warpgroup: multiplies 64 rows of every piece of this CTA, and writes them or passes
-/// them on.
+/// A consumer warpgroup: multiplies 64 rows of every piece of this CTA, and writes them to the
+/// output or to the workspace.
 #[cube]
 fn consume(
     problem: &StreamKProblem,
@@ -477,7 +478,7 @@ fn consume(
     }
 }
 
-/// The GEMM of sm_90 that shares tiles out along the contraction.
+/// The sm_90 GEMM with stream-K.
 pub(crate) struct Sm90StreamK;
 
 impl Kernel for Sm90StreamK {
@@ -529,8 +530,8 @@ impl Kernel for Sm90StreamK {
     }
 }
 
-/// Queues the GEMM; `None` where nothing is to be shared out. Memory, sizes and groups are those
-/// that `supports` takes.
+/// Queues the GEMM; returns `None` if no tiles are to be shared. `supports` must accept memory,
+/// sizes and groups.
 fn queue(launch: &Launch, tile: Sm90Tile, band: usize) -> Option<()> {
     let Launch {
         client,

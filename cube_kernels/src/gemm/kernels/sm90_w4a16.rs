@@ -1,15 +1,16 @@
-//! The W4A16 GEMM of Hopper: a packed `b` is dequantized in registers. No bf16 copy of `b` is in
-//! memory, and its codes and scales are read once for each tile along the rows of `a`.
+//! The W4A16 GEMM of Hopper: a packed `b` is dequantized in registers. Memory holds no bf16 copy of
+//! `b`, and its codes and scales are read once per tile along the rows of `a`.
 //!
-//! `wgmma` takes its left operand from registers, so the GEMM is computed as `outᵀ = b · aᵀ`: each
-//! of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and take turns
-//! along the contraction) and multiplies them with the rows of `a` that lie in shared memory as
-//! bf16. The columns of `a` have been brought into the order in which lanes hold the codes of `b`
-//! ([`w4a16_order`](crate::cube::w4a16_order)) by a pass before (`w4a16_arrange::arrange`).
+//! `wgmma` takes its left operand from registers, so the GEMM is computed as `outᵀ = b · aᵀ`. Each
+//! of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and alternate
+//! along K) and multiplies them with the rows of `a`, which are in shared memory as bf16. The
+//! columns of `a` are in the order in which lanes hold the codes of `b`
+//! ([`w4a16_order`](crate::cube::w4a16_order)). A separate pass rearranges them
+//! (`w4a16_arrange::arrange`).
 //!
-//! The first warp issues the TMA copies of codes and `a`; the three next ones copy block scales, as
-//! they are: the consumers decode them. Tiles have the same height, but the instructions of a tile
-//! at the end of a group (or of `a`) are only as wide as its rows.
+//! The first warp issues the TMA copies of codes and `a`; the next three warps copy block scales,
+//! which the consumers decode. All tiles have the same height, but the instructions of a tile at
+//! the end of a group (or of `a`) are only as wide as its rows.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -57,25 +58,25 @@ use crate::{
 const HALF: usize = 64;
 /// Units that copy scales.
 const CARRIERS: usize = 96;
-/// Words of codes of a row in a stage.
+/// Words of codes per row of a stage.
 const ROW_WORDS: usize = SPAN / 8;
-/// Bytes of scales of a row in a stage.
+/// Bytes of scales per row of a stage.
 const ROW_SCALES: usize = SPAN / 16;
 
 impl W4a16Tile {
-    /// Vectors of 16 bytes of `a` in half a stage.
+    /// Returns the 16-byte vectors of `a` in half a stage.
     const fn a_half(self) -> usize {
         self.rows_a * 8
     }
 
-    /// Vectors of 16 bytes of codes in a stage.
+    /// Returns the 16-byte vectors of codes in a stage.
     const fn codes_stage(self) -> usize {
         self.rows_b() * ROW_WORDS / 4
     }
 }
 
-/// The instructions' width for `rows` rows of `a`: the first of the ascending `widths` that holds
-/// them, or the last.
+/// Returns the instruction width for `rows` rows of `a`: the first of the ascending `widths` that
+/// holds them, or the last.
 #[cube]
 pub(super) fn width_of(rows: u32, #[comptime] widths: &'static [usize]) -> u32 {
     let count = comptime!(widths.len());
@@ -90,8 +91,9 @@ pub(super) fn width_of(rows: u32, #[comptime] widths: &'static [usize]) -> u32 {
     width
 }
 
-/// The scales of one row in stage `step`, four bytes to a word; zeros beyond the end, where codes
-/// are zeros too and no scale may be NaN. `pairs` are the scales in twos.
+/// Returns the scales of one row in stage `step`, four bytes per word. Scales after the end are
+/// zeros, because the codes there are zeros too and no scale may be NaN. `pairs` holds the scales
+/// in pairs.
 #[cube]
 fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<2>> {
     let width = k / 32u32;
@@ -112,21 +114,21 @@ fn load_scales(pairs: &[u16], row: u32, step: u32, k: u32) -> Vector<u32, Const<
     words
 }
 
-/// The comptime choices of `sm90_w4a16_kernel`.
+/// Comptime configuration of `sm90_w4a16_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16Plan {
-    /// What is in groups: nothing, or M.
+    /// Grouped dimension: none, or M.
     pub grouped: GroupedDim,
-    /// The tile.
+    /// Tile.
     pub tile: W4a16Tile,
 }
 
-/// A GEMM whose rows of tiles, where they are in groups, are those of a schedule.
+/// A GEMM whose rows of tiles, if grouped, follow a schedule.
 #[derive(CubeType, CubeLaunch)]
 pub struct ScheduledProblem {
-    /// Its size.
+    /// Size.
     pub shape: ProblemShape,
-    /// What [`schedule_groups`](crate::gemm::scheduler::schedule_groups) writes.
+    /// Schedule written by [`schedule_groups`](crate::gemm::scheduler::schedule_groups).
     pub schedule: Box<[Vector<u32, Const<4>>]>,
     /// Tiles along `m` that run at the same time.
     pub band: u32,
@@ -134,10 +136,10 @@ pub struct ScheduledProblem {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of [`w4a16_order`](crate::cube::w4a16_order), `b` a map of words of eight
-/// codes, and `b_scales` are its scales in twos. A cube takes every `CUBE_COUNT`th tile.
-/// Dequantized elements are 2^-8 times what they stand for, those of `b` alone or of both operands:
-/// the epilogue's `sum_scale`. `out` is in units of 16 bytes.
+/// `a` is in the order of [`w4a16_order`](crate::cube::w4a16_order), `b` is a map of words of eight
+/// codes, and `b_scales` holds its scales in pairs. A cube takes every `CUBE_COUNT`th tile.
+/// Dequantized elements, of `b` alone or of both operands, are 2^-8 times their value; the
+/// epilogue's `sum_scale` compensates. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_w4a16_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -162,7 +164,7 @@ pub fn sm90_w4a16_kernel(
         Shared::new_aligned_slice(comptime!(tile.consumers() * tile.staging() / 4), 128usize);
     let barriers: Shared<[Barrier]> =
         Shared::new_aligned_slice(comptime!(4 * tile.stages()), 8usize);
-    // Two to a stage, for the halves of `a`; codes and scales come with the first.
+    // Two barriers per stage, one per half of `a`; codes and scales arrive with the first.
     let full = cvta_to_shared::<Barrier>(barriers.as_slice().as_ptr());
     let shared = SharedAddresses {
         full,
@@ -175,7 +177,7 @@ pub fn sm90_w4a16_kernel(
     if UNIT_POS == 0 {
         #[unroll]
         for s in 0..comptime!(2 * stages) {
-            // TMA, and each unit that copies scales; the units that consume a stage.
+            // Arrivals: TMA and each unit that copies scales; then the units that consume a stage.
             barriers[s].init_manual(comptime!(if s % 2 == 0 { 1 + CARRIERS as u32 } else { 1 }));
             barriers[s + comptime!(2 * stages)].init_manual(comptime!(if tile.ways == 1 {
                 256
@@ -216,7 +218,7 @@ pub fn sm90_w4a16_kernel(
     }
 }
 
-/// Where the parts of shared memory begin.
+/// Addresses in shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct SharedAddresses {
@@ -228,7 +230,7 @@ struct SharedAddresses {
     staging: u32,
 }
 
-/// The producer, one unit: lets TMA fill the stages of all tiles of this cube, one after another.
+/// The producer, one unit: fills the stages of all tiles of this cube by TMA, in sequence.
 #[cube]
 fn produce(
     a: &TensorMap<bf16, Tiled>,
@@ -247,7 +249,7 @@ fn produce(
     let tiles = tiles_of(problem, plan);
     let steps = problem.shape.k.div_ceil(comptime!(SPAN as u32));
     let mut tile = CUBE_POS as u32;
-    // Stages used so far: all units count alike, so the ring needs no other state.
+    // Stages used so far. All units count alike, so the pipeline needs no other state.
     let mut used = 0u32;
     while tile < tiles.m * tiles.n {
         let at = place_of(problem, tiles, tile, plan);
@@ -312,7 +314,7 @@ fn copy_scales(
     let tiles = tiles_of(problem, plan);
     let steps = k.div_ceil(comptime!(SPAN as u32));
     let carrier = thread_in_cta() - 32u32;
-    // Then the scales of a row in a stage are aligned.
+    // The scales of a row in a stage are then aligned.
     let is_whole = k & comptime!(SPAN as u32 - 1) == 0u32;
     let scales_from = cvta_to_global::<u16>(b_scales.as_ptr());
     let mut tile = CUBE_POS as u32;
@@ -320,7 +322,7 @@ fn copy_scales(
     while tile < tiles.m * tiles.n {
         let at = place_of(problem, tiles, tile, plan);
         let column = at.group * problem.shape.n + at.column;
-        // Rows outside read the last one; what comes of them is not written.
+        // Out-of-bounds rows read the last one; their results are not written.
         let last_row = problem.shape.groups * problem.shape.n - 1u32;
         for step in 0..steps {
             let stage = used % comptime!(stages as u32);
@@ -354,7 +356,7 @@ fn copy_scales(
     }
 }
 
-/// A consumer warpgroup: multiplies its part of every tile of this cube and writes it.
+/// A consumer warpgroup: multiplies its share of every tile of this cube and writes it.
 #[cube]
 fn consume(
     problem: &ScheduledProblem,
@@ -374,7 +376,7 @@ fn consume(
     if comptime!(shape.ways > 1) {
         strip = 0u32;
     }
-    // This lane's upper row of the strips of `b`, and the place of its codes and scales.
+    // Upper row of this lane in the 64 rows of `b`, and the offset of its codes and scales.
     let local = strip * comptime!(W4A16_STRIP as u32) + warp * 16u32 + lane / 4u32;
     let packed = PackedStage {
         codes: shared.codes + local * 64u32 + (lane % 4u32) * 16u32,
@@ -410,7 +412,7 @@ fn consume(
             stage: begin % comptime!(stages as u32),
             parity: (begin / comptime!(stages as u32)) & 1u32,
         };
-        // A value: the mainloop would take a variable for a pointer.
+        // Reinterpreted to a value: the mainloop would take a variable for a pointer.
         let own_steps = u32::reinterpret(own_steps);
         #[unroll]
         for i in 0..comptime!(shape.widths().len()) {
@@ -458,7 +460,7 @@ fn consume(
     }
 }
 
-/// Tiles along either dimension.
+/// Numbers of tiles along each dimension.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct TileCounts {
@@ -481,7 +483,7 @@ fn tiles_of(problem: &ScheduledProblem, #[comptime] plan: W4a16Plan) -> TileCoun
     }
 }
 
-/// Where tile number `number` lies.
+/// Returns the position of tile number `number`.
 #[cube]
 fn place_of(
     problem: &ScheduledProblem,
@@ -509,7 +511,7 @@ fn place_of(
     }
 }
 
-/// The GEMM of sm_90 with a packed weight that is dequantized in registers.
+/// The sm_90 GEMM with a packed weight that is dequantized in registers.
 pub(crate) struct Sm90W4a16;
 
 impl Kernel for Sm90W4a16 {
@@ -530,7 +532,7 @@ impl Kernel for Sm90W4a16 {
             }
             _ if problem.a == OperandLayout::MnMajor => Err(Refusal::Operands("`a` is MN-major")),
             _ if problem.grouped == GroupedDim::K => Err(Refusal::Operands("groups are along K")),
-            // TMA reads rows of whole 16 bytes of codes.
+            // TMA reads rows of a multiple of 16 bytes of codes.
             _ if k == 0 || !k.is_multiple_of(32) => {
                 Err(Refusal::Operands("k is no multiple of 32"))
             }
@@ -563,8 +565,7 @@ impl Kernel for Sm90W4a16 {
     }
 }
 
-/// Queues the GEMM: `m` rows of `n`. Before it `a` is brought into the order of the kernel, as
-/// bf16.
+/// Queues the GEMM: `m` rows of `n`. First converts `a` to bf16 in the order of the kernel.
 fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let Launch {
         client,
@@ -586,7 +587,7 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     };
     let tiles = rows * n.div_ceil(tile.rows_b());
     let cubes = tiles.min(sms(client));
-    // One more, with their number.
+    // One more entry for their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
     let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
     let out = &output.matrix().handle;

@@ -1,16 +1,16 @@
-//! The W4A16 GEMM of Hopper for a packed `b` that is MN-major, the gradient by the input (dgrad) of
-//! a layer whose weight is stored as its forward reads it: `b` is dequantized in registers. No bf16
-//! copy of it is in memory.
+//! The W4A16 GEMM of Hopper for a packed MN-major `b`: the dgrad of a layer whose weight is stored
+//! for its forward pass. `b` is dequantized in registers, and memory holds no bf16 copy of it.
 //!
 //! As in [`sm90_w4a16`](super::sm90_w4a16), `wgmma` takes its left operand from registers, and the
-//! GEMM is computed as `outᵀ = bᵀ · aᵀ`. Here the stored rows of `b` are the contraction, so that
-//! neighbouring codes are neighbouring columns of the output: `a` is read as it is, and a lane has
-//! four neighbouring columns of each of its rows of the output, which it writes from its registers.
+//! GEMM is computed as `outᵀ = bᵀ · aᵀ`. Here the stored rows of `b` are K, so neighbouring codes
+//! are neighbouring columns of the output. `a` is therefore read in its stored order, and a lane
+//! has four neighbouring columns of each of its rows of the output, which it writes directly from
+//! its registers.
 //!
-//! The first warp issues the TMA copies of codes and `a`. The three next ones take turns to bring
-//! the block scales of a stage, as pairs of bf16: a scale is then decoded once for a tile. Two
-//! consumer warpgroups have 128 columns each. Tiles have the same height, but the instructions of a
-//! tile at the end of a group (or of `a`) are only as wide as its rows.
+//! The first warp issues the TMA copies of codes and `a`. The next three warps take turns to load
+//! the block scales of a stage as pairs of bf16, so that a scale is decoded only once per tile. Two
+//! consumer warpgroups have 128 columns each. All tiles have the same height, but the instructions
+//! of a tile at the end of a group (or of `a`) are only as wide as its rows.
 
 use cubecl::{
     prelude::{barrier::Barrier, *},
@@ -56,13 +56,13 @@ use crate::{
 
 /// One warpgroup of producers and two of consumers.
 pub const UNITS: u32 = 384;
-/// Rows of `a` that one TMA instruction brings: they divide all widths.
+/// Rows of `a` that one TMA instruction loads: a divisor of all widths.
 const ROWS_OF_COPY: usize = 32;
-/// Words of eight codes of a tile at one place of the contraction.
+/// Words of eight codes of a tile per stored row of `b`.
 const ROW_WORDS: usize = W4A16_MN_TILE_N / 8;
 
 impl W4a16MnTile {
-    /// Vectors of 16 bytes of `a` in a stage: eight to a row.
+    /// Returns the 16-byte vectors of `a` in a stage: eight per row.
     const fn a_stage(self) -> usize {
         self.rows_a() * 8
     }
@@ -70,10 +70,10 @@ impl W4a16MnTile {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[k, n] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid depends
-/// on nothing that is in device memory. `b` is a map of words of eight codes, the groups' matrices
-/// one below the other, and `b_scales` are its scales in twos. Dequantized elements of `b` are 2^-8
-/// times what they stand for: the epilogue's `sum_scale`. `out` is in units of 8 bytes.
+/// Tiles are numbered through all groups, and a cube takes every `CUBE_COUNT`th: the grid does not
+/// depend on device memory. `b` is a map of words of eight codes, with the groups' matrices
+/// stacked, and `b_scales` holds its scales in pairs. Dequantized elements of `b` are 2^-8 times
+/// their value; the epilogue's `sum_scale` compensates. `out` is in units of 8 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn sm90_w4a16_mn_major_kernel(
     a: &TensorMap<bf16, Tiled>,
@@ -105,7 +105,8 @@ pub fn sm90_w4a16_mn_major_kernel(
     if UNIT_POS == 0 {
         #[unroll]
         for s in 0..stages {
-            // TMA, and the units of the warp that brings scales; all units that consume.
+            // Arrivals: TMA and the units of the warp that loads scales; then all units that
+            // consume.
             barriers[s].init_manual(33);
             barriers[s + stages].init_manual(256);
         }
@@ -136,7 +137,7 @@ pub fn sm90_w4a16_mn_major_kernel(
     }
 }
 
-/// The producer, one unit: lets TMA fill the stages of all tiles of this cube, one after another.
+/// The producer, one unit: fills the stages of all tiles of this cube by TMA, in sequence.
 #[cube]
 fn produce(
     a: &TensorMap<bf16, Tiled>,
@@ -152,10 +153,10 @@ fn produce(
     let a_stage = comptime!(plan.tile.a_stage());
     let steps = steps_of(problem);
     let mut tile = CUBE_POS as u32;
-    // The group that is looked at, and the tiles before it.
+    // Current group, and number of tiles before it.
     let mut group = 0u32;
     let mut passed = 0u32;
-    // Stages used so far: all units count alike, so the ring needs no other state.
+    // Stages used so far. All units count alike, so the pipeline needs no other state.
     let mut used = 0u32;
     while group < problem.shape.groups {
         let rows = tile_rows(problem, group, plan);
@@ -215,12 +216,12 @@ fn consume(
 ) {
     let stages = comptime!(plan.tile.stages() as u32);
     let a_stage = comptime!(plan.tile.a_stage() as u32);
-    // Which 32 columns of the tile this warp has: 16 bytes of codes, two blocks.
+    // Index of this warp's 32 columns of the tile: 16 bytes of codes, two blocks.
     let strip = thread_in_cta() / 32u32 - 4u32;
     let lane = UNIT_POS % 32u32;
     let packed = lane_of_stage(shared, strip, lane);
     let a_tile = wgmma_descriptor(shared.a, Major::K);
-    // A value: the mainloop would take a variable for a pointer.
+    // Reinterpreted to a value: the mainloop would take a variable for a pointer.
     let steps = u32::reinterpret(steps_of(problem));
     let mut tile = CUBE_POS as u32;
     let mut group = 0u32;
@@ -278,7 +279,7 @@ fn consume(
     }
 }
 
-/// The GEMM of sm_90 with a packed MN-major weight that is dequantized in registers.
+/// The sm_90 GEMM with a packed MN-major weight that is dequantized in registers.
 pub(crate) struct Sm90W4a16MnMajor;
 
 impl Kernel for Sm90W4a16MnMajor {
@@ -297,7 +298,7 @@ impl Kernel for Sm90W4a16MnMajor {
             OperandLayout::PackedMnMajor => {}
             _ => return Err(Refusal::Operands("`b` is not packed and MN-major")),
         }
-        // TMA reads rows of whole 16 bytes of codes. A map may not be empty.
+        // TMA reads rows of a multiple of 16 bytes of codes. A map may not be empty.
         match n.is_multiple_of(32) && k > 0 {
             true => Ok(()),
             false => Err(Refusal::Operands("n is no multiple of 32, or k is 0")),
@@ -311,7 +312,7 @@ impl Kernel for Sm90W4a16MnMajor {
 
     fn reads(&self, _plan: Plan) -> Reads {
         Reads {
-            // Of `a`: what `b` is, it is for every kernel.
+            // Applies to `a`; `b` has the same form for every kernel.
             packed: PackedReads::Bf16,
             mn_major: false,
             mxfp8: false,
@@ -332,7 +333,7 @@ impl Kernel for Sm90W4a16MnMajor {
     }
 }
 
-/// Queues the GEMM: `m` rows of `n`. Memory and sizes are those that the kernel takes.
+/// Queues the GEMM: `m` rows of `n`. The kernel must support memory and sizes.
 fn queue(launch: &Launch, tile: W4a16MnTile, band: usize) {
     let Launch {
         client,
@@ -345,7 +346,7 @@ fn queue(launch: &Launch, tile: W4a16MnTile, band: usize) {
     } = *launch;
     let GemmShape { m, n, k } = launch.shape;
     let rows = match groups.grouping {
-        // Each group may end in a tile of its own.
+        // Each group may end in a partial tile.
         GroupedDim::M => m.div_ceil(tile.rows_a()) + groups.groups,
         GroupedDim::None | GroupedDim::K => m.div_ceil(tile.rows_a()),
     };

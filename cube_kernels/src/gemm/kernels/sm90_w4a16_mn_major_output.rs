@@ -1,4 +1,5 @@
-//! How the W4A16 kernel for an MN-major `b` writes a tile: from registers into rows of the output.
+//! Epilogue of the W4A16 kernel for an MN-major `b`: writes a tile from registers to rows of the
+//! output.
 
 use cubecl::prelude::*;
 
@@ -11,9 +12,10 @@ use crate::{
 /// Columns of the output that a lane has in each of its rows.
 const LANE_COLUMNS: usize = 4;
 
-/// Applies the epilogue to the sums of a lane and writes them: of `width` rows of `a` from `at` on
-/// it has two neighbours in each eight, the first at `2 quad`, and four columns of each from those
-/// of `at` on, two of either instruction. A warp writes 32 columns of four rows at a time.
+/// Applies the epilogue to the sums of a lane and writes them. In every eight of the `width` rows
+/// of `a` from `at` on, the lane has two neighbours, the first at `2 quad`. It has four columns of
+/// each row, starting at those of `at`, two per instruction. A warp writes 32 columns of four rows
+/// at a time.
 #[cube]
 pub(super) fn write_lane<N: Size>(
     sums: Vector<f32, N>,
@@ -38,7 +40,7 @@ pub(super) fn write_lane<N: Size>(
             let mut words = Vector::<u32, Const<2>>::new(0u32);
             #[unroll]
             for half in 0..comptime!(LANE_COLUMNS / 2) {
-                // Its upper and its lower row of the fragment are two columns.
+                // The upper and lower row of the fragment are two columns of the output.
                 let first = comptime!(half * width / 2 + eight * 4 + odd_row);
                 let pair = index + comptime!(2 * half);
                 let even = Addends {

@@ -1,5 +1,5 @@
-//! A stage of the W4A16 kernel for an MN-major `b`: the warps that bring its block scales, and
-//! where a lane finds its codes and scales in it.
+//! Stages of the W4A16 kernel for an MN-major `b`: the warps that load block scales, and the
+//! addresses of a lane's codes and scales.
 
 use cubecl::prelude::*;
 
@@ -21,10 +21,10 @@ use crate::{
     gemm::arguments::{GroupedProblem, thread_in_cta},
 };
 
-/// Warps that bring scales.
+/// Warps that load scales.
 const CARRIERS: u32 = 3;
 
-/// Where the parts of shared memory begin.
+/// Addresses in shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct SharedAddresses {
@@ -35,9 +35,9 @@ pub(super) struct SharedAddresses {
     pub scales: u32,
 }
 
-/// A warp of those that bring scales: every `CARRIERS`th stage of this cube. A lane has the 16
-/// blocks of two neighbouring places of the contraction, which it loads before the stage is empty.
-/// Scales outside the matrix are zeros: no scale there may be NaN.
+/// A scale-loading warp: fills every `CARRIERS`th stage of this cube. A lane has the 16 blocks of
+/// two neighbouring K indices, which it loads before the stage is empty. Scales outside the matrix
+/// are zeros, since no scale there may be NaN.
 #[cube]
 pub(super) fn bring_scales(
     b_scales: &[u16],
@@ -71,7 +71,7 @@ pub(super) fn bring_scales(
                     #[unroll]
                     for word in 0..4usize {
                         let (x, y) = (even.extract(word), odd.extract(word));
-                        // Two blocks of both places each.
+                        // Two blocks of both K indices.
                         let low = prmt(x, y, 0x5140u32);
                         let high = prmt(x, y, 0x7362u32);
                         let to = to + comptime!(4 * 32 * word as u32);
@@ -92,8 +92,8 @@ pub(super) fn bring_scales(
     }
 }
 
-/// Where the scales at places `2 lane` and `2 lane + 1` of the contraction lie in a stage, those of
-/// the first block: each pair is one word, and a step of 16 places has the order of
+/// Returns the offset in a stage of the scales of the first block at K indices `2 lane` and
+/// `2 lane + 1`. Each pair is one word, and a step of 16 K indices has the order of
 /// [`mn_major_mainloop_n128()`].
 #[cube]
 fn place_of_scales(lane: u32) -> u32 {
@@ -102,8 +102,8 @@ fn place_of_scales(lane: u32) -> u32 {
         + ((lane / 4u32) & 1u32) * 4u32
 }
 
-/// The scales of the 16 blocks of the tile at `at`, at place `depth` of the contraction of its
-/// group: one load where rows of scales are whole ones, or in twos, which they always are.
+/// Returns the scales of the 16 blocks of the tile at `at`, at K index `depth` of its group: with
+/// one load if rows of scales have whole vectors, otherwise in pairs, which is always possible.
 #[cube]
 fn load_scales(
     b_scales: &[u16],
@@ -137,8 +137,8 @@ fn load_scales(
     words
 }
 
-/// Where a lane of the warp of `strip` reads in stage 0. The swizzle of TMA exchanges the 16 bytes
-/// of the strips: those of strip `s` in row `r` are at `s ^ (r % 8)`.
+/// Returns the addresses that a lane of the warp of `strip` reads in stage 0. The TMA swizzle
+/// permutes the 16-byte chunks of a row: strip `s` of row `r` is at `s ^ (r % 8)`.
 #[cube]
 pub(super) fn lane_of_stage(shared: SharedAddresses, strip: u32, lane: u32) -> MnMajorStage {
     let row = 2u32 * (lane % 4u32);
@@ -163,18 +163,18 @@ mod tests {
         scales: 1 << 20,
     };
 
-    /// What a lane reads, and where its fragments and the rows of its sums say that it belongs: the
-    /// codes as TMA brings them, and the scales as `bring_scales` lays them.
+    /// Each lane reads the codes that TMA loads, and the scales that `bring_scales` stores, for the
+    /// positions of its fragments and of the rows of its sums.
     #[test]
     fn lanes_read_what_their_fragments_want() {
-        // The place of the contraction and the first of the four columns of each two bytes, by
-        // address: 16 bytes of row `r` are exchanged by `r % 8`.
+        // K index and first of the four columns of each two bytes, by address: the 16-byte chunks
+        // of row `r` are permuted by `r % 8`.
         let mut codes = vec![None; STAGE_CODES / 2];
         for (row, two) in (0..STAGE_K).flat_map(|row| (0..64).map(move |two| (row, two))) {
             let address = row * 128 + ((two / 8) ^ (row % 8)) * 16 + two % 8 * 2;
             assert!(codes[address / 2].replace((row, 4 * two)).is_none());
         }
-        // The same of scales: the first place of a pair, and the block.
+        // For scales: the first K index of a pair, and the block.
         let mut scales = vec![None; STAGE_SCALES / 4];
         for (lane, block) in (0..32u32).flat_map(|lane| (0..16u32).map(move |block| (lane, block)))
         {
@@ -187,7 +187,7 @@ mod tests {
             let (quad, four) = (lane as usize % 4, lane as usize / 4);
             let columns = warp as usize * 32 + 4 * four;
             for step in 0..STAGE_K / 16 {
-                // "Register Fragments for wgmma": k of the registers of either half.
+                // "Register Fragments for wgmma": k of the registers of both halves.
                 for (offset, k) in [(0, 2 * quad), (1024, 2 * quad + 8)] {
                     let k = 16 * step + k;
                     for (address, k) in [(packed.even, k), (packed.odd, k + 1)] {
@@ -202,7 +202,7 @@ mod tests {
         }
     }
 
-    /// What a warp reads together is in different banks, and so is what it writes.
+    /// A warp's simultaneous reads are in different banks, and so are its writes.
     #[test]
     fn no_two_words_share_a_bank() {
         let distinct = |addresses: &mut dyn Iterator<Item = u32>| {

@@ -1,5 +1,5 @@
-//! Where the tiles of the W4A16 kernel for an MN-major `b` lie, and how they are shared out: what
-//! all of its warps count alike.
+//! Tile positions of the W4A16 kernel for an MN-major `b`, and their distribution to cubes. All its
+//! warps compute them identically.
 
 use cubecl::prelude::*;
 
@@ -14,16 +14,16 @@ use crate::{
     moe::groups::extent,
 };
 
-/// The comptime choices of `sm90_w4a16_mn_major_kernel`.
+/// Comptime configuration of `sm90_w4a16_mn_major_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct W4a16MnMajorPlan {
-    /// What is in groups: nothing, or M.
+    /// Grouped dimension: none, or M.
     pub grouped: GroupedDim,
-    /// The tile.
+    /// Tile.
     pub tile: W4a16MnTile,
 }
 
-/// Rows of tiles of group `group`.
+/// Returns the rows of tiles of group `group`.
 #[cube]
 pub(super) fn tile_rows(
     problem: &GroupedProblem,
@@ -38,13 +38,13 @@ pub(super) fn tile_rows(
     rows.div_ceil(comptime!(plan.tile.rows_a() as u32))
 }
 
-/// Columns of tiles.
+/// Returns the columns of tiles.
 #[cube]
 pub(super) fn tile_columns(problem: &GroupedProblem) -> u32 {
     problem.shape.n.div_ceil(comptime!(W4A16_MN_TILE_N as u32))
 }
 
-/// Where tile `number` of group `group` lies, which has `rows` rows of tiles.
+/// Returns the position of tile `number` of group `group`, which has `rows` rows of tiles.
 #[cube]
 pub(super) fn place_of(
     problem: &GroupedProblem,
@@ -76,7 +76,7 @@ pub(super) fn place_of(
     }
 }
 
-/// Stages of a tile.
+/// Returns the stages per tile.
 #[cube]
 pub(super) fn steps_of(problem: &GroupedProblem) -> u32 {
     problem.shape.k.div_ceil(comptime!(STAGE_K as u32))

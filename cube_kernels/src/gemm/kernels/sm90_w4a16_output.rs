@@ -1,4 +1,4 @@
-//! How the W4A16 kernel of Hopper writes a tile: sums through shared memory into rows of the
+//! Epilogue of the Hopper W4A16 kernel: transposes sums through shared memory to rows of the
 //! output.
 
 use cubecl::prelude::*;
@@ -12,12 +12,12 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Floats from one row of the output to the next where warpgroups stage their sums: four more than
-/// there are, so that the lanes of a warp write to different banks.
+/// Row pitch of the output in the staging buffer, in floats: padded by four, so that the lanes of a
+/// warp write to different banks.
 const STAGING_ROW: usize = W4A16_STRIP + 4;
 
 impl W4a16Tile {
-    /// Rows of the output that are staged at a time.
+    /// Returns the rows of the output that are staged at a time.
     const fn chunk(self) -> usize {
         if self.rows_a.is_multiple_of(32) {
             32
@@ -26,41 +26,41 @@ impl W4a16Tile {
         }
     }
 
-    /// Floats that one warpgroup stages.
+    /// Returns the floats that one warpgroup stages.
     pub(super) const fn staging(self) -> usize {
         self.chunk() * STAGING_ROW
     }
 }
 
-/// Where a tile lies.
+/// Position of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct TilePlace {
-    /// The group of its rows of `a`.
+    /// Group of its rows of `a`.
     pub group: u32,
-    /// The first of them.
+    /// First row of `a`.
     pub row: u32,
-    /// The row behind the last of the group.
+    /// End row of the group (exclusive).
     pub end: u32,
-    /// Its first row of `b`, of those of the group.
+    /// First row of `b` within the group.
     pub column: u32,
 }
 
-/// What a consumer warpgroup has of a tile.
+/// A consumer warpgroup's share of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Part {
-    /// Its number.
+    /// Index of the warpgroup.
     pub consumer: u32,
-    /// Which 64 rows of `b`.
+    /// Index of its 64 rows of `b`.
     pub strip: u32,
-    /// Where all of them stage their sums in shared memory.
+    /// Address of the staging buffers of all warpgroups in shared memory.
     pub staging: u32,
 }
 
-/// Applies the epilogue to the sums of a tile and writes them. A lane has rows `lane / 4` and 8
-/// below of the 16 rows of `b` of its warp, for two neighbouring rows of `a` in each eight; through
-/// shared memory they become rows of the output, 16 bytes to a unit.
+/// Applies the epilogue to the sums of a tile and writes them. A lane has rows `lane / 4` and
+/// `lane / 4 + 8` of the 16 rows of `b` of its warp, for two neighbouring rows of `a` in every
+/// eight. Shared memory transposes them to rows of the output, 16 bytes per unit.
 #[cube]
 pub(super) fn write_tile<N: Size>(
     sums: Vector<f32, N>,
@@ -73,7 +73,8 @@ pub(super) fn write_tile<N: Size>(
     #[comptime] tile: W4a16Tile,
 ) {
     let kind = comptime!(epilogue.kind);
-    // With shared strips all consumers write the tile together, else each its own columns.
+    // Consumers with shared rows of `b` write the tile together; otherwise each writes its own
+    // columns.
     let units = comptime!(128 * tile.ways as u32);
     let mut number = 1u32 + part.consumer;
     let mut unit = UNIT_POS % 128u32;
@@ -85,7 +86,7 @@ pub(super) fn write_tile<N: Size>(
     let stage_bytes = comptime!(tile.staging() as u32 * 4);
     let read = part.staging + part.strip * stage_bytes;
     let column0 = at.column + part.strip * comptime!(W4A16_STRIP as u32);
-    // Columns of 16 bytes, and how many of them a row has.
+    // Columns per 16-byte vector, and vectors per row.
     let vector = comptime!(16 / kind.out.size() as u32);
     let per_row = comptime!(W4A16_STRIP as u32 / (16 / kind.out.size() as u32));
     let items =
@@ -96,7 +97,7 @@ pub(super) fn write_tile<N: Size>(
     for chunk in 0..comptime!(width / tile.chunk()) {
         let chunk_row = at.row + comptime!((chunk * tile.chunk()) as u32);
         if chunk_row < at.end {
-            // The chunk before has been read.
+            // The previous chunk has been read.
             named_barrier_sync(number, units.runtime());
             stage_sums::<N>(
                 sums,
@@ -192,7 +193,7 @@ fn stage_sums<N: Size>(
     }
 }
 
-/// Four staged sums, added over the warpgroups that share a strip.
+/// Returns four staged sums, added over the warpgroups that share the rows of `b`.
 #[cube]
 fn load_sums(from: u32, #[comptime] tile: W4a16Tile) -> Vector<f32, Const<4>> {
     let mut values = Vector::<f32, Const<4>>::reinterpret(ld_shared_v4(from));

@@ -1,16 +1,16 @@
-//! The GEMM of small M, 1 to 16 rows of `a` (decoding), with a packed `b`: bound by reading the
-//! codes and scales of `b` once. They are expanded in registers, and no bf16 copy of `b` is in
-//! memory.
+//! The small-M GEMM, for 1 to 16 rows of `a` (decoding) and a packed `b`. It is memory-bound: it
+//! reads the codes and scales of `b` once and expands them in registers, and memory holds no bf16
+//! copy of `b`.
 //!
 //! `b` is the left operand of `mma.sync` (16 of its rows at a time) and `a` the right one (8 rows).
-//! A lane takes 32 codes of a row from each 128: the order of the contraction inside an instruction
-//! is free as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`,
-//! and the same columns of `a`. The warps of a cube share its rows and take turns along the
-//! contraction; their sums are added in the order of the warps.
+//! A lane takes 32 codes of a row from each 128 columns. The K order within an instruction is free
+//! as long as both operands agree, so lane `4 g + c` reads 16 bytes of row `g` at `32 c`, and the
+//! same columns of `a`. The warps of a cube share its rows and alternate along K; their sums are
+//! added in warp order.
 //!
-//! What stands around such a GEMM takes longer to launch than to compute, so that it is part of it:
-//! SwiGLU behind it, where a cube has the rows of gate and of up, and RMSNorm in front of it, which
-//! every cube computes for itself while its first weights are on their way.
+//! The operations around such a GEMM take longer to launch than to compute, so they are fused:
+//! SwiGLU as an epilogue, in cubes that have the rows of both gate and up, and RMSNorm as a
+//! prologue, which every cube computes redundantly while its first weights are loaded.
 
 use cubecl::prelude::*;
 
@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])` for the rows of `b` of
-/// one cube, or, with gate and up in `b`, SwiGLU of it. `a`, where it is bf16, is in units of eight
+/// one cube, or SwiGLU of it if `b` has gate and up. If `a` is bf16, it is in units of eight
 /// elements.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn small_m_kernel(
@@ -59,18 +59,19 @@ pub fn small_m_kernel(
     }
     written_before(&epilogue.a_amax, shape.overlaps);
     written_before(&epilogue.c, shape.overlaps);
-    // A weight's as well: it is here before the sums are.
+    // The amax of `b` belongs to a weight, but is treated the same way: it arrives before the sums
+    // do.
     written_before(&epilogue.b_amax, shape.overlaps);
     let blocks = problem.k / 16u32;
     let weight = Source::new(&b.codes, &b.scales, blocks);
     let mut weights = start_weights(weight, column, problem.n, shape);
-    // Behind the loads of weights, which the division would have wait for the amax.
+    // After the loads of weights, because the division would make them wait for the amax.
     let columns = OutputColumns {
         first: column,
         tile_factor: epilogue.b_tile_factor(0u32),
     };
     weights.decode(shape);
-    // A weight is written long before; what else is read may be the output of the last kernel.
+    // Weights were written long before; other inputs may be outputs of the previous kernel.
     wait_for_previous(shape.overlaps);
     let source = Source::new(&a.codes, &a.scales, blocks);
     let sums = if comptime!(shape.left.staged() > 0) {
@@ -84,9 +85,9 @@ pub fn small_m_kernel(
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 
-/// [`small_m_kernel()`] of the RMSNorm of the rows of `inputs`, in bf16, the bits of which are
-/// those of [`norm`](crate::norm::norm()). The first cube writes the sums with the residual to
-/// `sum`, if there is one: the others still read what was added.
+/// [`small_m_kernel()`] with the RMSNorm of the rows of `inputs`, in bf16, bit-identical to
+/// [`norm`](crate::norm::norm()). The first cube writes the sums with the residual to `sum`, if
+/// there is one: the other cubes still read the summands.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn small_m_norm_kernel(
     inputs: NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,
@@ -106,12 +107,13 @@ pub fn small_m_norm_kernel(
     let_next_begin(shape.overlaps);
     written_before(&inputs.x, shape.overlaps);
     written_before(&inputs.residual, shape.overlaps);
-    // A weight's as well: it is here before the sums are.
+    // The amax of `b` belongs to a weight, but is treated the same way: it arrives before the sums
+    // do.
     written_before(&epilogue.b_amax, shape.overlaps);
     let blocks = problem.k / 16u32;
     let weight = Source::new(&b.codes, &b.scales, blocks);
     let mut weights = start_weights(weight, column, problem.n, shape);
-    // Behind the loads of weights, which the division would have wait for the amax.
+    // After the loads of weights, because the division would make them wait for the amax.
     let columns = OutputColumns {
         first: column,
         tile_factor: epilogue.b_tile_factor(0u32),
@@ -124,12 +126,12 @@ pub fn small_m_norm_kernel(
     write_columns(&exchange, &problem, &columns, &epilogue, out, shape);
 }
 
-/// Normalises all rows into `to`, as fragments are read from there, behind the wait for the kernel
-/// that writes them.
+/// Normalizes all rows into `to`, in the layout from which fragments are read, after waiting for
+/// the kernel that writes the rows.
 ///
-/// The units that add up the squares of a row are those of [`norm`](crate::norm::norm()), one for a
-/// block or for several. What they loaded goes through `to`, so that all units normalise, and none
-/// has many registers for it.
+/// The units that add up the squares of a row are those of [`norm`](crate::norm::norm()), with one
+/// or several blocks per unit. The loaded elements pass through `to`, so that all units normalize,
+/// and none needs many registers for it.
 #[cube]
 fn norm_rows(
     inputs: &NormInputs<Vector<u32, Const<4>>, Vector<f32, Const<4>>>,
@@ -183,8 +185,8 @@ fn norm_rows(
     sync_cube();
 }
 
-/// The gains of the vectors that this unit normalises of each row. Nothing in front of this kernel
-/// writes them, so that they may be loaded before the wait.
+/// Loads the gains of the vectors that this unit normalizes in each row. The previous kernel does
+/// not write gains, so they may be loaded before the wait.
 #[cube]
 fn load_gains(
     gain: &[Vector<f32, Const<4>>],
@@ -195,9 +197,9 @@ fn load_gains(
     #[unroll]
     for i in 0..comptime!(norm.unit_vectors()) {
         let place = UNIT_POS + comptime!((i * norm.units()) as u32);
-        // Behind the end the last one is loaded, and not used.
+        // After the end, the last vector is loaded but not used.
         let place = min(place, 2u32 * blocks - 1u32);
-        // Where the row has what lies there.
+        // Column in the row of the vector at this position.
         let column = 4u32 * (place % (blocks / 2u32)) + place / (blocks / 2u32);
         #[unroll]
         for part in 0..2usize {
@@ -211,7 +213,7 @@ fn load_gains(
     gains
 }
 
-/// Normalises the row of `to` that starts at `first`, in place, and arranges its elements for the
+/// Normalizes in place the row of `to` that starts at `first`, and arranges its elements for the
 /// instructions.
 #[cube]
 fn normalize_row(

@@ -1,4 +1,4 @@
-//! What the GEMM of small M takes, and how it is launched.
+//! Requirements and launch of the small-M GEMM.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -30,27 +30,28 @@ use crate::{
     tensor::Matrix,
 };
 
-/// Bytes of normalised rows that every cube has in shared memory, at most. More rows take longer to
-/// normalise in every cube than the kernel that does it once takes to launch.
+/// Maximum bytes of normalized rows in the shared memory of every cube. With more rows, normalizing
+/// in every cube takes longer than launching a kernel that normalizes once.
 const NORM_BYTES: usize = 16 * 1024;
 
-/// A contraction that is long for few rows of `b`: each of 16 warps has at least four chunks.
+/// Length of K that counts as long for few rows of `b`: each of 16 warps has at least four chunks.
 const LONG: usize = 64 * CHUNK;
-/// The longest one of which a row of `a` is in shared memory: it takes 32 KiB.
+/// Maximum K for which a row of `a` is staged in shared memory: it takes 32 KiB.
 const LONGEST: usize = 16 * 1024;
 
-/// Whether the next rows of `a` are loaded late, for `columns` groups of them. From sm_100 on the
-/// compiler keeps to 128 registers, so that two cubes of eight warps fit on a processor, and stores
-/// some of the others in memory. Behind the products the fragments of `a` no longer take any.
+/// Returns true if the next rows of `a`, in `columns` groups, are loaded late. From sm_100 on the
+/// compiler limits itself to 128 registers, so that two cubes of eight warps fit on an SM, and
+/// spills some of the others. After the multiplications, the fragments of `a` no longer occupy
+/// registers.
 pub(crate) fn loads_a_late(columns: usize, left: SmallMLeft, compute: Option<u32>) -> bool {
     columns > 1 && left == SmallMLeft::Packed && compute >= Some(100)
 }
 
-/// The shape for `m` rows of `a` and `n` of `b`: two strips where there are enough rows for three
-/// waves of cubes, and as many warps and chunks under way as registers allow.
+/// Returns the shape for `m` rows of `a` and `n` of `b`: two strips if there are enough rows for
+/// three waves of cubes, and as many warps and chunks in flight as registers allow.
 ///
-/// Measured (H100, one row, microseconds, a strip / two strips): N = 6144, K = 4096 7.8 / 8.8; 4096 x
-/// 4096 6.4 / 6.8; 4096 x 14336 13.6 / 15.1; 16384 x 2048 11.5 / 10.9, of 8 warps 9.7.
+/// Measured (H100, one row, microseconds, one strip / two strips): N = 6144, K = 4096 7.8 / 8.8;
+/// 4096 x 4096 6.4 / 6.8; 4096 x 14336 13.6 / 15.1; 16384 x 2048 11.5 / 10.9, and 9.7 with 8 warps.
 fn shape(
     client: &Client,
     capabilities: &Capabilities,
@@ -65,10 +66,10 @@ fn shape(
     };
     let is_long = columns == 1 && strips == 1 && k >= LONG;
     let (warps, ahead) = match columns {
-        // A chunk for each of 16 warps leaves them idle while the cube ends; two for each of 8, and
-        // more cubes a processor.
+        // One chunk for each of 16 warps leaves them idle while the cube ends. Instead: two for
+        // each of 8, and more cubes per SM.
         1 if strips == 2 && k <= 16 * CHUNK => (8, 1),
-        // One cube on each processor is all that runs.
+        // There is only one cube per SM.
         1 if is_long && n.div_ceil(16) <= sms(client) => (32, 1),
         1 => (16, 1),
         _ => (8, 2),
@@ -76,7 +77,7 @@ fn shape(
     let whole = k.is_multiple_of(CHUNK);
     let is_staged = is_long && whole && k <= LONGEST && m == 1 && left == SmallMLeft::Bf16;
     let (left, ahead) = match is_staged {
-        // Registers that rows of `a` would take hold weights instead, where there are any left.
+        // Registers that rows of `a` would take hold weights instead, if any are left.
         true => (SmallMLeft::Staged(k / 8), if warps == 32 { 1 } else { 2 }),
         false => (left, ahead),
     };
@@ -96,26 +97,26 @@ fn shape(
     }
 }
 
-/// RMSNorm in front of the GEMM, of what `x` is with a residual.
+/// RMSNorm prologue of the GEMM, on `x` plus an optional residual.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NormLeft<'a> {
-    /// bf16 `[m, k]`.
+    /// Input, bf16 `[m, k]`.
     pub x: &'a Matrix,
-    /// What is added, of its shape and type, and where the sum goes.
+    /// Residual of the same shape and type as `x`, and the destination of the sum.
     pub residual: Option<(&'a Matrix, &'a Matrix)>,
-    /// `f32[k]`.
+    /// Gain, `f32[k]`.
     pub gain: &'a Handle,
-    /// Added to the mean square.
+    /// Epsilon, added to the mean square.
     pub epsilon: f32,
 }
 
-/// Why the kernel does not normalise `x`, with the residual where there is one, in front of a weight
-/// of `n` rows.
+/// Returns why the kernel cannot normalize `x` (plus the residual, if any) for a weight of `n`
+/// rows.
 ///
-/// Every cube normalises, so it pays where all run at a time. Measured (H100, one row): a step of
-/// Llama 3.1 8B takes 2.85 ms with norms in its GEMMs of 384 and 896 cubes, and 2.74 ms without; one
-/// of Llama 3.2 1B 0.750 ms with those in its GEMMs of 192 and 512 cubes, and 0.743 ms with the
-/// former alone.
+/// Every cube normalizes, so it pays off if all cubes run at the same time. Measured (H100, one
+/// row): a step of Llama 3.1 8B takes 2.85 ms with norms in its GEMMs of 384 and 896 cubes, and
+/// 2.74 ms without; one of Llama 3.2 1B takes 0.750 ms with norms in its GEMMs of 192 and 512
+/// cubes, and 0.743 ms with only the former.
 pub(crate) fn refuses_norm(
     client: &Client,
     x: &Matrix,
@@ -124,7 +125,7 @@ pub(crate) fn refuses_norm(
     n: usize,
 ) -> Option<Refusal> {
     let handles = [Some(&x.handle), residual.map(|it| &it.handle), Some(gain)];
-    // What rows take does not depend on the warps.
+    // The memory of rows does not depend on the number of warps.
     let norm = norm_plan(client, x, residual.is_some(), PLANES);
     if !x.cols.is_multiple_of(CHUNK) {
         Some(Refusal::Operands("k is no multiple of 128"))
@@ -133,8 +134,8 @@ pub(crate) fn refuses_norm(
             "more cubes than run at a time would each normalise the rows",
         ))
     } else if norm.plan.kept != 1 {
-        // With two blocks a unit takes more registers than leave room for two cubes on an SM, and
-        // on sm_80 than there are.
+        // With two blocks, a unit takes too many registers for two cubes per SM, and on sm_80 more
+        // than there are.
         Some(Refusal::Operands("k is above 4096"))
     } else if norm.bytes() > NORM_BYTES {
         Some(Refusal::Operands(
@@ -147,7 +148,7 @@ pub(crate) fn refuses_norm(
     }
 }
 
-/// How the rows of `x` are normalised in cubes of `warps` warps.
+/// Returns the plan to normalize the rows of `x` in cubes of `warps` warps.
 fn norm_plan(client: &Client, x: &Matrix, residual: bool, warps: usize) -> SmallMNorm {
     SmallMNorm {
         plan: NormPlan::of_prologue(client, x, residual, warps),
@@ -155,7 +156,7 @@ fn norm_plan(client: &Client, x: &Matrix, residual: bool, warps: usize) -> Small
     }
 }
 
-/// The GEMM of small M with a packed weight.
+/// The small-M GEMM with a packed weight.
 pub(crate) struct SmallM;
 
 impl Kernel for SmallM {
@@ -163,7 +164,8 @@ impl Kernel for SmallM {
         "small_m"
     }
 
-    /// That of the device where its own kernels take the sizes, and otherwise the portable one.
+    /// Returns the device's backend if its own kernels support the sizes, and otherwise the
+    /// portable one.
     fn backend(&self, device: &Device, problem: &Problem) -> GemmBackend {
         if check_sm90(device, problem).is_ok() {
             GemmBackend::Sm90Wgmma
@@ -227,7 +229,7 @@ impl Kernel for SmallM {
     }
 }
 
-/// What the kernels are launched with: operands that were checked against the sizes.
+/// Launch arguments: operands that were checked against the sizes.
 pub(crate) struct SmallMLaunch<'a> {
     pub client: &'a Client,
     pub capabilities: &'a Capabilities,
@@ -235,16 +237,16 @@ pub(crate) struct SmallMLaunch<'a> {
     pub left: Left<'a>,
     pub b: &'a Materialized,
     pub epilogue: &'a EpilogueArgs,
-    /// Whether the output is SwiGLU of both halves of the columns: half as many.
+    /// True if the output is SwiGLU of both halves of the columns, which halves their number.
     pub swiglu: bool,
     pub out: &'a Handle,
 }
 
-/// The rows of `a`.
+/// Left operand.
 pub(crate) enum Left<'a> {
-    /// As they are.
+    /// Rows of `a` without a norm.
     Operand(&'a Materialized),
-    /// Which the kernel normalises.
+    /// Rows that the kernel normalizes.
     Norm(NormLeft<'a>),
 }
 
@@ -264,7 +266,7 @@ pub(crate) fn queue(launch: &SmallMLaunch) {
         Left::Operand(_) => SmallMLeft::Bf16,
         Left::Norm(_) => SmallMLeft::Normed,
     };
-    // Warps, and so the order of the sums, do not depend on what stands around the GEMM.
+    // The number of warps, and so the order of the sums, does not depend on prologue and epilogue.
     let shape = SmallMShape {
         swiglu: launch.swiglu.then(|| conversion_of(client)),
         ..shape(client, capabilities, (m, n, k), left)

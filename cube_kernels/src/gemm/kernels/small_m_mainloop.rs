@@ -1,5 +1,5 @@
-//! The contraction of a warp of the kernels of small M: codes of `b` in registers, decoded, times
-//! fragments of `a`.
+//! Mainloop of a warp of the small-M kernels: codes of `b` in registers, decoded, times fragments
+//! of `a`.
 
 use cubecl::prelude::*;
 
@@ -16,17 +16,17 @@ use crate::cube::{
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Source {
-    /// Address of its codes.
+    /// Address of the codes.
     codes: u64,
-    /// Address of its scales.
+    /// Address of the scales.
     scales: u64,
-    /// Blocks of a row.
+    /// Blocks per row.
     blocks: u32,
 }
 
 #[cube]
 impl Source {
-    /// Of a matrix whose rows have `blocks` blocks.
+    /// Creates a source whose rows have `blocks` blocks.
     pub fn new(codes: &[u32], scales: &[u8], blocks: u32) -> Source {
         Source {
             codes: cvta_to_global::<u32>(codes.as_ptr()),
@@ -35,8 +35,8 @@ impl Source {
         }
     }
 
-    /// Vector number `index` of the codes of a row, whose first block is number `first` of the
-    /// matrix. Where rows end in half a vector, the last block stands for the one behind it.
+    /// Loads vector number `index` of the codes of a row whose first block is number `first` of the
+    /// matrix. If rows end in half a vector, the last block is loaded in place of the missing one.
     fn load_codes(
         &self,
         first: usize,
@@ -60,7 +60,7 @@ impl Source {
         }
     }
 
-    /// The two scales of [`load_codes`](Self::load_codes)' vector.
+    /// Loads the two scales of the vector of [`load_codes`](Self::load_codes).
     fn load_scales(&self, first: usize, index: u32, #[comptime] halves: bool) -> u32 {
         let block = first + 2usize * index as usize;
         let address = self.scales + u64::cast_from(block);
@@ -74,21 +74,21 @@ impl Source {
     }
 }
 
-/// The rows of one operand that a lane has, and what is on the way of each chunk of them.
+/// Rows of one operand that a lane has, with the chunks of them in flight.
 #[derive(CubeType)]
 pub struct Rows {
-    /// Number of the first block of each row.
+    /// Index of the first block of each row.
     first: Array<usize>,
     /// Vectors of codes, row after row for each set of chunks.
     words: Array<Vector<u32, Const<4>>>,
-    /// Their scales, two each.
+    /// Scales of the vectors, two per vector.
     scales: Array<u32>,
 }
 
 #[cube]
 impl Rows {
-    /// `count` rows, eight apart: half of them from `row0` on, the other half from `row1` on. Rows
-    /// behind `last` read it, and are not written.
+    /// Returns `count` rows, eight apart: half of them from `row0` on, the other half from `row1`
+    /// on. Rows after `last` read row `last`, and are not written.
     fn new(
         row0: u32,
         row1: u32,
@@ -127,7 +127,7 @@ impl Rows {
     }
 }
 
-/// Two scales as [`decode_e2m1x8_pairs()`] takes them.
+/// Decodes two scales for [`decode_e2m1x8_pairs()`].
 #[cube]
 fn decode_scales(bytes: u32, #[comptime] shape: SmallMShape) -> Vector<u32, Const<2>> {
     if comptime!(shape.converts) {
@@ -137,17 +137,17 @@ fn decode_scales(bytes: u32, #[comptime] shape: SmallMShape) -> Vector<u32, Cons
     }
 }
 
-/// What a warp has of `b`.
+/// A warp's share of `b`.
 #[derive(CubeType)]
 pub struct Weights {
     source: Source,
-    /// The rows of the cube, with the first chunks of the warp on their way.
+    /// Rows of the cube, with the first chunks of the warp in flight.
     rows: Rows,
-    /// The elements of the only chunk, `[word, low or high row]`, once they are decoded.
+    /// Decoded elements of the only chunk, `[word, low or high row]`.
     decoded: Array<Vector<u32, Const<4>>>,
 }
 
-/// The rows of `b` of a cube, those of the output's column `column` first.
+/// Starts loading the rows of `b` of a cube, beginning with those of the output's column `column`.
 #[cube]
 pub fn start_weights(
     source: Source,
@@ -156,7 +156,7 @@ pub fn start_weights(
     #[comptime] shape: SmallMShape,
 ) -> Weights {
     let (sets, count) = comptime!((shape.ahead, 2 * shape.strips));
-    // Behind the half of the rows, or where the others begin.
+    // Second half of the rows: `up` with SwiGLU, else the rows after the first half.
     let second = column
         + if comptime!(shape.swiglu.is_some()) {
             n / 2u32
@@ -193,10 +193,11 @@ pub fn start_weights(
 
 #[cube]
 impl Weights {
-    /// Decodes the chunk of the warp where it is the only one. Warps without one branch around it,
-    /// as they need not: without a branch compilers move it behind the wait for the kernel in front.
+    /// Decodes the warp's chunk if it has only one. Warps without a chunk branch around it. They
+    /// need not, but without a branch, compilers move the decoding after the wait for the previous
+    /// kernel.
     pub fn decode(&mut self, #[comptime] shape: SmallMShape) {
-        // Two conditions, of which only the inner one is left to the kernel.
+        // The outer condition is comptime; the kernel only evaluates the inner one.
         #[allow(clippy::collapsible_if)]
         if comptime!(shape.early) {
             if UNIT_POS / 32u32 < self.source.blocks / 8u32 {
@@ -215,7 +216,7 @@ impl Weights {
     }
 }
 
-/// The sums of one warp: every `shape.warps`th chunk of 128 columns.
+/// Returns the sums of one warp: every `shape.warps`th chunk of 128 columns.
 #[cube]
 pub fn mainloop(
     a_source: Source,
@@ -227,7 +228,7 @@ pub fn mainloop(
     let columns = comptime!(shape.columns);
     let warp = UNIT_POS / 32u32;
     let quarter = UNIT_POS % 4u32;
-    // Blocks in a row, and vectors of two of them.
+    // Blocks per row, and vectors of two blocks.
     let blocks = b.source.blocks;
     let width = blocks.div_ceil(2u32);
     let (zero, eight) = (0u32.runtime(), 8u32.runtime());
@@ -266,7 +267,7 @@ pub fn mainloop(
     sums
 }
 
-/// Adds the products of the only chunk of the warp.
+/// Multiplies the only chunk of the warp and adds it to the sums.
 #[cube]
 fn multiply_decoded(
     dense: &[Vector<u32, Const<4>>],
@@ -290,7 +291,7 @@ fn multiply_decoded(
     }
 }
 
-/// Adds the products of the chunks of the warp, with the next ones on their way.
+/// Multiplies the chunks of the warp and adds them to the sums, with the next ones in flight.
 #[cube]
 fn multiply_chunks(
     dense: &[Vector<u32, Const<4>>],
@@ -318,13 +319,13 @@ fn multiply_chunks(
                 let ahead = min(next * 4u32 + quarter, width - 1u32);
                 #[unroll]
                 for half in 0..2usize {
-                    // Beyond the end nothing is added: zeros on both sides, since one of them may
-                    // be infinite.
+                    // Nothing is added after the end: both operands are zeroed, since one of them
+                    // may be infinite.
                     let inside = at * 2u32 + comptime!(half as u32) < blocks;
                     let slot = comptime!(set * columns);
                     let others =
                         a_fragments(dense, &*a_rows, at, blocks, inside, slot, half, shape);
-                    // Two conditions, of which only the inner one is left to the kernel.
+                    // The outer condition is comptime; the kernel only evaluates the inner one.
                     #[allow(clippy::collapsible_if)]
                     if comptime!(is_packed && half == 1 && !shape.late) {
                         if next < chunks {
@@ -338,8 +339,8 @@ fn multiply_chunks(
                     for i in 0..strips {
                         let low = comptime!(set * 2 * strips + 2 * i);
                         multiply_strip(&b.rows, &others, sums, inside, low, i, half, shape);
-                        // What the lane held of these rows is multiplied: the next is under way
-                        // while the other strips are.
+                        // The lane's values of these rows have been multiplied: the next ones are
+                        // loaded while the other strips are multiplied.
                         #[allow(clippy::collapsible_if)]
                         if comptime!(half == 1) {
                             if next < chunks {
@@ -366,16 +367,16 @@ fn multiply_chunks(
     }
 }
 
-/// Where a row of `blocks` blocks in shared memory has word `word` of vector `at`, eight elements
-/// in the order of [`decode_e2m1x8_pairs()`]. Neighbouring lanes read neighbouring vectors: each
-/// word has a part of the row.
+/// Returns the index in shared memory of word `word` (eight elements in the order of
+/// [`decode_e2m1x8_pairs()`]) of vector `at`, in a row of `blocks` blocks. Neighbouring lanes read
+/// neighbouring vectors, so words with the same number are contiguous.
 #[cube]
 pub fn normed_place(at: u32, blocks: u32, word: u32) -> usize {
     (word * (blocks / 2u32) + at) as usize
 }
 
-/// Brings what the warp's chunks have of the one row of `a` to `to`, arranged for the instructions: a
-/// warp waits for it once, and not for each chunk.
+/// Copies the elements of the one row of `a` that the warp's chunks need to `to`, arranged for the
+/// instructions. A warp then waits for them once instead of once per chunk.
 #[cube]
 pub fn stage_row(
     from: &[Vector<u32, Const<4>>],
@@ -390,7 +391,7 @@ pub fn stage_row(
     for i in 0..comptime!(shape.left.staged().div_ceil(32 * shape.warps)) {
         let vector = first + comptime!((i * 32 * shape.warps) as u32);
         let place = normed_place(vector / 4u32, blocks, vector % 4u32);
-        // The first condition is known when the kernel is made.
+        // The first condition is comptime.
         #[allow(clippy::if_same_then_else)]
         if comptime!((i + 1) * 32 * shape.warps <= shape.left.staged()) {
             to[place] = interleave_pairs(from[vector as usize]);
@@ -401,8 +402,8 @@ pub fn stage_row(
     sync_plane();
 }
 
-/// The fragments of `a` of one block of 16, which is two words, for each group of eight rows: block
-/// `half` of vector `at`, the codes of which are in slots from `first` on.
+/// Returns the fragments of `a` of one block of 16, which is two words, for each group of eight
+/// rows: block `half` of vector `at`, whose codes are in slots from `first` on.
 #[cube]
 fn a_fragments(
     dense: &[Vector<u32, Const<4>>],
@@ -430,7 +431,7 @@ fn a_fragments(
                 let place = normed_place(at, blocks, comptime!(word as u32).runtime());
                 fragments[to] = dense[rows.first[j] * 2usize + place];
             } else {
-                // Two to a block; those behind the last block read its last.
+                // Two per block; those after the last block read the last block.
                 let column = min(at, blocks.div_ceil(2u32) - 1u32);
                 let mut vector = column * 4u32 + comptime!(word as u32);
                 if comptime!(shape.halves) {
@@ -439,7 +440,7 @@ fn a_fragments(
                 let vector = rows.first[j] * 2usize + vector as usize;
                 fragments[to] = interleave_pairs(dense[vector]);
             }
-            // Two conditions, of which only the inner one is left to the kernel.
+            // The outer condition is comptime; the kernel only evaluates the inner one.
             #[allow(clippy::collapsible_if)]
             if comptime!(shape.tail) {
                 if !inside {
@@ -451,7 +452,7 @@ fn a_fragments(
     fragments
 }
 
-/// Adds the products of one block of 16 to the sums of strip `strip` of `b`, whose rows are in
+/// Multiplies one block of 16 and adds it to the sums of strip `strip` of `b`, whose rows are in
 /// slots `low` and the next.
 #[cube]
 fn multiply_strip(
@@ -474,7 +475,7 @@ fn multiply_strip(
         let mut high_word = rows.words[high].extract(word);
         let mut low_scale = low_factor.extract(half);
         let mut high_scale = high_factor.extract(half);
-        // Two conditions, of which only the inner one is left to the kernel.
+        // The outer condition is comptime; the kernel only evaluates the inner one.
         #[allow(clippy::collapsible_if)]
         if comptime!(shape.tail) {
             if !inside {
@@ -495,7 +496,7 @@ fn multiply_strip(
     }
 }
 
-/// `sum` and the products of eight elements of each row.
+/// Returns `sum` plus the products of eight elements of each row.
 #[cube]
 fn multiply_word(
     upper: Vector<u32, Const<4>>,

@@ -1,4 +1,4 @@
-//! The sums of the warps of a cube of small M, added, finished and written.
+//! Epilogue of the small-M kernels: adds the sums of a cube's warps, finishes and writes them.
 
 use cubecl::prelude::*;
 
@@ -12,12 +12,12 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The columns of the output that a cube has.
+/// Output columns of a cube.
 #[derive(CubeType, Clone, Copy)]
 pub struct OutputColumns {
-    /// The first of them.
+    /// First column.
     pub first: u32,
-    /// The factor of their rows of `b`, where all have one.
+    /// Factor of their rows of `b`, if all share one.
     pub tile_factor: f32,
 }
 
@@ -29,8 +29,8 @@ struct Pair {
     odd: f32,
 }
 
-/// The sums of all warps of two neighbouring rows of `b`, `row` and the next, by row `line` of `a`,
-/// behind the epilogue. The cube has them at `local`.
+/// Returns the sums of all warps for two neighbouring rows of `b`, `row` and the next, and row
+/// `line` of `a`, with the epilogue applied. `local` is their index within the cube.
 #[cube]
 fn finish(
     exchange: &[f32],
@@ -54,7 +54,8 @@ fn finish(
     }
     let line_factor = epilogue.a_factor(line, 0u32);
     let pair = line as usize * n as usize + row as usize;
-    // Decoded elements were 2^-8 times what they stand for. Known here, it takes no register.
+    // Decoded elements are 2^-8 times their value. As a comptime value, the factor takes no
+    // register.
     let sum_scale = comptime!(if shape.left == SmallMLeft::Packed {
         65536.0f32
     } else {
@@ -76,7 +77,7 @@ fn finish(
     }
 }
 
-/// Both rounded to `kind`, in which a GEMM without activation writes them.
+/// Rounds both values to `kind`, as a GEMM without activation writes them.
 #[cube]
 fn rounded(pair: Pair, #[comptime] kind: FloatKind) -> Pair {
     if comptime!(kind == FloatKind::F32) {

@@ -1,35 +1,35 @@
-//! How the kernels of small M are specialized.
+//! Specializations of the small-M kernels.
 
 use crate::{
     cube::{codec::Conversion, warp_sums::WarpSums},
     norm::plan::NormPlan,
 };
 
-/// Columns that a warp takes at a time.
+/// Columns that a warp processes at a time.
 pub(super) const CHUNK: usize = 128;
-/// Most rows of `a`.
+/// Maximum number of rows of `a`.
 ///
 /// Measured (H100, N = K = 8192, microseconds, this kernel / tiles of the fused one, before the
 /// last version of either): 1 row 19.7 / 33.2, 16 rows 22.6 / 38.0, 32 rows 33.7 / 30.8.
 pub const MAX_ROWS: usize = 16;
 
-/// How the rows of `a` are read.
+/// Form in which the rows of `a` are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SmallMLeft {
-    /// As codes, which every cube decodes for itself. Decoding them once, by a kernel before, was
-    /// measured: the second launch and the wider reads cost more.
+    /// Codes, which every cube decodes. Decoding them once in a separate kernel was measured to be
+    /// slower, because of the second launch and the wider reads.
     Packed,
-    /// As bf16.
+    /// bf16.
     Bf16,
-    /// As bf16 rows in shared memory, which every cube normalises for itself.
+    /// bf16 rows in shared memory, which every cube normalizes.
     Normed,
-    /// As one bf16 row of so many vectors of eight elements, of which each warp brings what its
-    /// chunks have to shared memory at once.
+    /// One bf16 row with this number of vectors of eight elements. Each warp stages the elements
+    /// that its chunks need in shared memory at once.
     Staged(usize),
 }
 
 impl SmallMLeft {
-    /// Vectors of eight elements that warps bring to shared memory, if they do.
+    /// Returns the number of vectors of eight elements that warps stage in shared memory, if any.
     pub(super) const fn staged(self) -> usize {
         match self {
             Self::Staged(vectors) => vectors,
@@ -38,46 +38,46 @@ impl SmallMLeft {
     }
 }
 
-/// The shape of a cube's work.
+/// Shape of a cube's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SmallMShape {
-    /// Warps of a cube.
+    /// Warps per cube.
     pub warps: usize,
     /// Groups of 16 rows of `b`.
     pub strips: usize,
     /// Groups of 8 rows of `a`.
     pub columns: usize,
-    /// Chunks of a warp that are on the way at a time.
+    /// Chunks per warp in flight.
     pub ahead: usize,
-    /// A warp has one chunk at most, which it decodes before it waits for the kernel in front.
+    /// True if a warp has at most one chunk, which it decodes before it waits for the previous
+    /// kernel.
     pub early: bool,
-    /// The contraction is no multiple of `CHUNK`.
+    /// True if K is no multiple of `CHUNK`.
     pub tail: bool,
-    /// It is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and end in
-    /// half a vector.
+    /// True if K is an odd number of blocks, so that rows do not begin at multiples of 16 bytes and
+    /// end in half a vector.
     pub halves: bool,
-    /// How `a` is read.
+    /// Form in which `a` is read.
     pub left: SmallMLeft,
-    /// The device has an instruction that converts E4M3.
+    /// True if the device has a conversion instruction for E4M3.
     pub converts: bool,
-    /// The next rows of `a` are loaded behind the products of a chunk instead of ahead of them: see
-    /// `loads_a_late`.
+    /// True if the next rows of `a` are loaded after the multiplications of a chunk instead of
+    /// before; see `loads_a_late`.
     pub late: bool,
-    /// Whether the kernel can begin before the one in front of it has ended: `b` is on its way
-    /// while it waits.
+    /// True if the kernel can begin before the previous one has ended, and load `b` while it waits.
     pub overlaps: bool,
-    /// The first half of the rows of `b` is gate, the second half up, and the output is SwiGLU of
-    /// both, computed so. A cube then has as many rows of the one as of the other.
+    /// Set if the first half of the rows of `b` is gate and the second half up; the output is then
+    /// SwiGLU of both, with this conversion. A cube has as many rows of gate as of up.
     pub swiglu: Option<Conversion>,
 }
 
 impl SmallMShape {
-    /// Rows of `b`.
+    /// Returns the rows of `b` per cube.
     pub(super) const fn rows(self) -> usize {
         16 * self.strips
     }
 
-    /// Rows of `b` for each column of the output.
+    /// Returns the rows of `b` per output column.
     pub(super) const fn inputs(self) -> usize {
         match self.swiglu {
             Some(_) => 2,
@@ -85,12 +85,12 @@ impl SmallMShape {
         }
     }
 
-    /// Columns of the output.
+    /// Returns the output columns per cube.
     pub(super) const fn outputs(self) -> usize {
         self.rows() / self.inputs()
     }
 
-    /// What each warp has sums of.
+    /// Returns the layout of each warp's sums.
     pub(super) const fn warp_sums(self) -> WarpSums {
         WarpSums {
             strips: self.strips,
@@ -99,37 +99,38 @@ impl SmallMShape {
     }
 }
 
-/// RMSNorm in front of the kernel.
+/// RMSNorm prologue of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SmallMNorm {
-    /// How rows are shared out, in cubes of as many planes as the kernel has warps.
+    /// Distribution of rows to units, in cubes with as many planes as the kernel has warps.
     pub plan: NormPlan,
-    /// Rows of `a` at most, a power of two.
+    /// Maximum number of rows of `a`, a power of two.
     pub rows: usize,
 }
 
 impl SmallMNorm {
-    /// Vectors of eight elements of a row, or more, of which a unit has one block or several.
+    /// Returns an upper bound of the vectors of eight elements per row; a unit has one or several
+    /// blocks.
     const fn row_vectors(self) -> usize {
         self.plan.kept * 32 * self.plan.planes * 2
     }
 
-    /// Vectors of eight elements that all rows take in shared memory.
+    /// Returns the vectors of eight elements that all rows take in shared memory.
     pub(super) const fn vectors(self) -> usize {
         self.rows * self.row_vectors()
     }
 
-    /// Units of a cube.
+    /// Returns the units per cube.
     pub(super) const fn units(self) -> usize {
         32 * self.plan.cube_planes
     }
 
-    /// Vectors of a row that a unit normalises, at most.
+    /// Returns the maximum number of vectors per row that a unit normalizes.
     pub(super) const fn unit_vectors(self) -> usize {
         self.row_vectors().div_ceil(self.units())
     }
 
-    /// Bytes of these.
+    /// Returns the bytes of all rows in shared memory.
     pub(super) const fn bytes(self) -> usize {
         16 * self.vectors()
     }

@@ -1,5 +1,5 @@
-//! `a` as the kernel [`sm90_w4a16`](super::sm90_w4a16) reads it: bf16 in the order in which lanes
-//! hold the codes of `b`, and the schedule of a grouped GEMM beside it.
+//! Rearranges `a` for the [`sm90_w4a16`](super::sm90_w4a16) kernel: bf16 in the order in which
+//! lanes hold the codes of `b`. Also writes the schedule of a grouped GEMM.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -16,16 +16,16 @@ use crate::{
     memory::{address_type, allocate},
 };
 
-/// Units of a cube.
+/// Units per cube.
 const UNITS: usize = 256;
 
 /// Vectors of eight elements that a unit of `arrange_kernel` writes.
 const VECTORS: usize = 2;
 
-/// How much `arrange_kernel` reads and writes.
+/// Sizes of the input and output of `arrange_kernel`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ArrangeSize {
-    /// Words of eight columns in a row of `a`.
+    /// Words of eight columns per row of `a`.
     pub words: u32,
     /// Vectors of eight elements of the output.
     pub vectors: u32,
@@ -33,10 +33,11 @@ pub struct ArrangeSize {
     pub groups: u32,
 }
 
-/// `a` as the kernel reads it ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)):
-/// rows of whole `SPAN`s, zeros beyond `words` words of eight columns, packed elements times 2^-8.
-/// The order is that of [`w4a16_order`](crate::cube::w4a16_order). The first cube also writes the
-/// schedule of a grouped GEMM (`scheduler::schedule_groups`).
+/// Writes `a` in the form that the kernel reads
+/// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of whole `SPAN`s in the
+/// order of [`w4a16_order`](crate::cube::w4a16_order), with zeros after `words` words of eight
+/// columns, and packed elements times 2^-8. The first cube also writes the schedule of a grouped
+/// GEMM (`scheduler::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     a: MixedMatrix<u32, u16>,
@@ -50,7 +51,7 @@ pub fn arrange_kernel(
     let words = size.words;
     let vectors = size.vectors;
     let first = CUBE_POS as u32 * comptime!((UNITS * VECTORS) as u32) + UNIT_POS;
-    // Vectors of a row.
+    // Vectors per row.
     let width = words.div_ceil(comptime!(SPAN as u32 / 8)) * comptime!(SPAN as u32 / 8);
     if comptime!(grouped.is_some()) {
         let rows = vectors / width;
@@ -113,9 +114,9 @@ pub fn arrange_kernel(
     }
 }
 
-/// `operand` in bf16 in the order of `arrange_kernel`, rows padded to whole [`SPAN`]s. With it,
-/// where there is one, the schedule of `entries` of a GEMM with groups along M. Both live until the
-/// last kernel that reads them has run. There are rows, and columns.
+/// Returns `operand` as bf16 in the order of `arrange_kernel`, with rows padded to whole [`SPAN`]s,
+/// and the schedule of `entries` entries if the GEMM has groups along M. Both live until the last
+/// kernel that reads them has run. Rows and columns must not be empty.
 pub(crate) fn arrange(
     client: &Client,
     operand: &Materialized,

@@ -1,7 +1,7 @@
-//! The kernels of the router; see [`reference::route`](crate::reference::route).
+//! Kernels of the router; see [`reference::route`](crate::reference::route).
 //!
-//! A plane of 32 units takes a token, a unit the experts of its lane. Where there are no planes a
-//! unit takes all of them.
+//! A plane of 32 units processes a token, and each unit the experts of its lane. Without planes, a
+//! unit processes all experts of a token.
 
 use cubecl::prelude::*;
 
@@ -15,28 +15,28 @@ use crate::{
     reference::{ROUTER_CHUNK, ROUTER_PLANES, ROUTER_SEGMENTS},
 };
 
-/// Lanes of a row.
+/// Lanes per row.
 const LANES: usize = 32;
-/// Bits of negative infinity, which no expert behind the last may have.
+/// Bits of negative infinity, the value of padding experts after the last one.
 const NEGATIVE_INFINITY: u32 = 0xFF80_0000;
 
-/// The comptime choices of the router's kernels.
+/// Comptime choices of the router's kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RouterPlan {
-    /// Experts of a lane: all experts are at most 32 times as many.
+    /// Experts per lane; there are at most 32 times as many experts.
     pub per_lane: usize,
-    /// Whether there are planes.
+    /// True if there are planes.
     pub planes: bool,
-    /// Whether weights are divided by their sum.
+    /// True if weights are divided by their sum.
     pub normalizes: bool,
-    /// Whether only losses are asked for, with the choices of each expert given.
+    /// True if only losses are computed, from given numbers of choices per expert.
     pub losses_only: bool,
-    /// Who converts.
+    /// Conversion method.
     pub conversion: Conversion,
 }
 
 impl RouterPlan {
-    /// Experts that a unit has of a row.
+    /// Returns the number of experts of a row that a unit processes.
     const fn own(self) -> usize {
         if self.planes {
             self.per_lane
@@ -45,7 +45,7 @@ impl RouterPlan {
         }
     }
 
-    /// Experts that all lanes have.
+    /// Returns the number of experts over all lanes.
     const fn all(self) -> usize {
         LANES * self.per_lane
     }
@@ -57,15 +57,15 @@ pub struct RouterArgs {
     pub tokens: usize,
     pub experts: usize,
     pub top_k: usize,
-    /// Of the balance loss.
+    /// Factor of the balance loss.
     pub balance: f32,
-    /// Of a mean over tokens.
+    /// Factor of a mean over tokens.
     pub mean: f32,
-    /// Of the gradient of the mean of squares.
+    /// Factor of the gradient of the mean of squares.
     pub z: f32,
 }
 
-/// The number of value `i` of this unit.
+/// Returns the expert of value `i` of this unit.
 #[cube]
 fn expert_of(i: usize, #[comptime] plan: RouterPlan) -> usize {
     if comptime!(plan.planes) {
@@ -75,7 +75,7 @@ fn expert_of(i: usize, #[comptime] plan: RouterPlan) -> usize {
     }
 }
 
-/// The logits of a token that this unit has.
+/// Loads this unit's logits of a token.
 #[cube]
 fn load_row(
     logits: &[f32],
@@ -96,7 +96,7 @@ fn load_row(
     row
 }
 
-/// The sum of this row's `values` in the order of lanes.
+/// Returns the sum of this row's `values` in lane order.
 #[cube]
 fn lane_sum(values: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
     if comptime!(plan.planes) {
@@ -119,7 +119,7 @@ fn lane_sum(values: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
     }
 }
 
-/// The sum of `a[i] · b[i]` in the order of lanes, by fused multiply-adds.
+/// Returns the sum of `a[i] · b[i]` in lane order, by fused multiply-adds.
 #[cube]
 fn lane_dot(a: &Array<f32>, b: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
     if comptime!(plan.planes) {
@@ -143,7 +143,7 @@ fn lane_dot(a: &Array<f32>, b: &Array<f32>, #[comptime] plan: RouterPlan) -> f32
     }
 }
 
-/// Adds lanes in a tree of neighbours.
+/// Sums lanes in a tree that adds neighbors first.
 #[cube]
 fn tree(lanes: &mut Array<f32>) -> f32 {
     #[unroll]
@@ -159,7 +159,7 @@ fn tree(lanes: &mut Array<f32>) -> f32 {
     lanes[0]
 }
 
-/// The largest of this row's `values`.
+/// Returns the largest of this row's `values`.
 #[cube]
 fn row_max(values: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
     let mut most = values[0];
@@ -173,7 +173,7 @@ fn row_max(values: &Array<f32>, #[comptime] plan: RouterPlan) -> f32 {
     most
 }
 
-/// What the probabilities of a row are made with.
+/// Normalization of a row's softmax.
 #[derive(CubeType, Clone, Copy)]
 struct Softmax {
     /// `1 / Σ exp(x - max)`.
@@ -182,7 +182,7 @@ struct Softmax {
     log_sum: f32,
 }
 
-/// The exponentials of a row's logits less their largest, `max`.
+/// Returns the exponentials of a row's logits minus the largest one, `max`.
 #[cube]
 fn exponentials(row: &Array<f32>, max: f32, #[comptime] plan: RouterPlan) -> Array<f32> {
     let mut values = Array::<f32>::new(comptime!(plan.own()));
@@ -193,7 +193,7 @@ fn exponentials(row: &Array<f32>, max: f32, #[comptime] plan: RouterPlan) -> Arr
     values
 }
 
-/// The softmax of exponentials.
+/// Returns the softmax normalization of exponentials.
 #[cube]
 fn softmax(exponentials: &Array<f32>, max: f32, #[comptime] plan: RouterPlan) -> Softmax {
     let sum = lane_sum(exponentials, plan);
@@ -203,7 +203,7 @@ fn softmax(exponentials: &Array<f32>, max: f32, #[comptime] plan: RouterPlan) ->
     }
 }
 
-/// A key that orders numbers by size, whatever their signs; none is 0.
+/// Returns a key that orders numbers by value, including their signs; no key is 0.
 #[cube]
 fn key(x: f32) -> u32 {
     let bits = u32::reinterpret(x);
@@ -212,7 +212,7 @@ fn key(x: f32) -> u32 {
     max(key, 1u32)
 }
 
-/// The expert with the largest key, the first of equal ones; its key becomes 0.
+/// Returns the expert with the largest key, the first one among equals; sets its key to 0.
 #[cube]
 fn take_largest(keys: &mut Array<u32>, #[comptime] plan: RouterPlan) -> u32 {
     let mut most = 0u32;
@@ -226,7 +226,7 @@ fn take_largest(keys: &mut Array<u32>, #[comptime] plan: RouterPlan) -> u32 {
     }
     if comptime!(plan.planes) {
         let largest = plane_largest_u32(most, plan.conversion);
-        // The lowest number is the highest distance from the largest number.
+        // Minimum of the indices, as a maximum of their complements.
         let distance = select(most == largest, 0xFFFF_FFFFu32 - at, 0u32);
         at = 0xFFFF_FFFFu32 - plane_largest_u32(distance, plan.conversion);
     }
@@ -239,25 +239,25 @@ fn take_largest(keys: &mut Array<u32>, #[comptime] plan: RouterPlan) -> u32 {
     at
 }
 
-/// What the router writes for each token.
+/// Outputs of the router for each token.
 #[derive(CubeType, CubeLaunch)]
 pub struct RouterOut {
-    /// `f32[tokens, top_k]`, and behind them the two losses, or these alone.
+    /// Weights `f32[tokens, top_k]` followed by the two losses, or the losses alone.
     pub weights: Box<[f32]>,
-    /// `u32[tokens, top_k]`, unless only losses are asked for.
+    /// Chosen experts `u32[tokens, top_k]`, unless only losses are computed.
     pub chosen: Box<[u32]>,
 }
 
-/// Sums of the tokens of a chunk.
+/// Sums over the tokens of a chunk.
 #[derive(CubeType, CubeLaunch)]
 pub struct RouterSums {
-    /// Of probabilities, and of the squares of log-sums: `f32[chunks, experts + 1]`.
+    /// Sums of probabilities, and of squared log-sum-exps: `f32[chunks, experts + 1]`.
     pub values: Box<[f32]>,
-    /// Of choices: `u32[chunks, experts]`.
+    /// Numbers of choices: `u32[chunks, experts]`.
     pub counts: Box<[u32]>,
 }
 
-/// A cube takes a chunk of tokens.
+/// Routes tokens, one chunk of tokens per cube.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn route_kernel(
     logits: &[f32],
@@ -360,7 +360,7 @@ pub fn route_kernel(
     }
 }
 
-/// Where the two losses are: behind the weights, where there are such.
+/// Returns the offset of the two losses: after the weights, if any.
 #[cube]
 fn place_of_losses(args: &RouterArgs, #[comptime] plan: RouterPlan) -> usize {
     if comptime!(plan.losses_only) {
@@ -370,8 +370,8 @@ fn place_of_losses(args: &RouterArgs, #[comptime] plan: RouterPlan) -> usize {
     }
 }
 
-/// One cube adds up the chunks: the choices of each expert, unless these are given, and the two
-/// losses.
+/// Sums the chunks, with one cube: the number of choices of each expert, unless these are given,
+/// and the two losses.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn route_sums_kernel(
     sums: &RouterSums,
@@ -381,7 +381,7 @@ pub fn route_sums_kernel(
     #[comptime] plan: RouterPlan,
 ) {
     let all = comptime!(plan.all());
-    // Bits of floats, and then counts.
+    // Bits of floats, followed by counts.
     let mut parts: Shared<[u32]> = Shared::new_slice(comptime!(ROUTER_SEGMENTS * (all + 1)));
     let mut totals: Shared<[f32]> = Shared::new_slice(comptime!(all + 1));
     let mut terms: Shared<[f32]> = Shared::new_slice(all);
@@ -449,20 +449,20 @@ pub fn route_sums_kernel(
     }
 }
 
-/// What the router gave, for its backward.
+/// Outputs of the router, for its backward.
 #[derive(CubeType, CubeLaunch)]
 pub struct RoutedArgs {
-    /// `f32[tokens, top_k]`, and behind them the two losses; not read for losses only.
+    /// Weights `f32[tokens, top_k]` followed by the two losses; not read for losses only.
     pub weights: Box<[f32]>,
-    /// Their gradients, or those of the losses only.
+    /// Gradients of `weights`, or of the losses alone.
     pub grads: Box<[f32]>,
-    /// `u32[tokens, top_k]`; not read for losses only.
+    /// Chosen experts `u32[tokens, top_k]`; not read for losses only.
     pub chosen: Box<[u32]>,
-    /// Choices of each expert, `u32[experts]`.
+    /// Number of choices of each expert, `u32[experts]`.
     pub counts: Box<[u32]>,
 }
 
-/// A plane, or a unit where there are none, makes the gradient of every `planes`-th token.
+/// Each plane (or unit, without planes) computes the gradient of every `planes`-th token.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn route_backward_kernel(
     logits: &[f32],
@@ -547,16 +547,16 @@ pub fn route_backward_kernel(
     }
 }
 
-/// Choices sorted by expert, from their sorted experts `keys` and their `order`.
+/// Choices sorted by expert.
 #[derive(CubeType, CubeLaunch)]
 pub struct SortedKeys {
-    /// The experts, ascending; those of no expert are behind.
+    /// Experts in ascending order; choices of no expert come last.
     pub keys: Box<[u32]>,
-    /// The choices.
+    /// Choices.
     pub order: Box<[u32]>,
 }
 
-/// The first place of `sorted` keys that are at least `expert`.
+/// Returns the first place of sorted keys that are at least `expert`.
 #[cube]
 pub fn first_place(keys: &[u32], slots: usize, expert: u32) -> u32 {
     let mut low = 0usize;
@@ -572,7 +572,7 @@ pub fn first_place(keys: &[u32], slots: usize, expert: u32) -> u32 {
     low as u32
 }
 
-/// The place of each choice, and where the choices of each expert begin.
+/// Computes the place of each choice, and the start of each expert's choices.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn choice_places_kernel(
     sorted: &SortedKeys,
@@ -585,7 +585,7 @@ pub fn choice_places_kernel(
     let mut item = ABSOLUTE_POS;
     while item < slots {
         let choice = sorted.order[item] as usize;
-        // Always, unless the sorted choices were written to.
+        // Always true, unless the sorted choices were overwritten.
         if choice < slots {
             places[choice] = item as u32;
         }

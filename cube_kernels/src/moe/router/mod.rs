@@ -1,5 +1,5 @@
-//! The router: from logits to experts, weights and losses in two launches, and back in one; and the
-//! order of tokens by expert. Nothing waits for the device.
+//! The router: computes experts, weights and losses from logits in two launches, and their gradient
+//! in one; also sorts tokens by expert. Nothing waits for the device.
 
 pub(crate) mod kernel;
 
@@ -19,38 +19,38 @@ use kernel::{
     SortedKeysLaunch, choice_places_kernel, route_backward_kernel, route_kernel, route_sums_kernel,
 };
 
-/// What [`route`] gives, in device memory.
+/// Result of [`route`], in device memory.
 #[derive(Debug, Clone)]
 pub struct DeviceRouted {
-    /// The weights of the choices, `f32[tokens, top_k]`; behind them the balance loss and the mean
-    /// of the squared log-sums.
+    /// Weights of the choices, `f32[tokens, top_k]`, followed by the balance loss and the mean of
+    /// the squared log-sum-exps.
     pub weights: Handle,
-    /// The experts of each token, `u32[tokens, top_k]`.
+    /// Experts of each token, `u32[tokens, top_k]`.
     pub chosen: Handle,
-    /// Choices of each expert, `u32[experts]`.
+    /// Number of choices of each expert, `u32[experts]`.
     pub counts: Handle,
 }
 
-/// Choices in the order of their experts, in device memory; see
+/// Choices sorted by expert, in device memory; see
 /// [`reference::SortedChoices`](crate::reference::SortedChoices).
 #[derive(Debug, Clone)]
 pub struct DeviceSortedChoices {
-    /// The choice at each place, `u32[slots]`.
+    /// Choice at each place, `u32[slots]`.
     pub choices: Handle,
-    /// The place of each choice, `u32[slots]`.
+    /// Place of each choice, `u32[slots]`.
     pub places: Handle,
-    /// Where each expert's choices begin, `u32[experts + 1]`.
+    /// Start of each expert's choices, `u32[experts + 1]`.
     pub offsets: Handle,
-    /// Choices of each expert, `u32[experts]`.
+    /// Number of choices of each expert, `u32[experts]`.
     pub counts: Handle,
 }
 
-/// What the kernels are to do for which tokens.
+/// Tokens, and the outputs to compute for them.
 #[derive(Clone, Copy)]
 struct Request {
     part: BatchPart,
     router: Router,
-    /// Only the losses, of given counts of choices.
+    /// True to compute only the losses, from given numbers of choices.
     losses_only: bool,
 }
 
@@ -78,7 +78,7 @@ impl Request {
         )
     }
 
-    /// Choices, of which there are none for losses only.
+    /// Returns the number of choices; 0 for losses only.
     fn slots(self) -> usize {
         match self.losses_only {
             true => 0,
@@ -86,8 +86,8 @@ impl Request {
         }
     }
 
-    /// Writes `out`, which has memory for it; for losses only its counts are read, and there are no
-    /// choices. The logits were checked.
+    /// Writes `out`, whose memory is allocated. For losses only, its counts are read and there are
+    /// no choices. The logits were checked.
     fn forward(self, client: &Client, logits: &Handle, out: &DeviceRouted) {
         let (tokens, experts, slots) = (self.part.tokens, self.router.experts, self.slots());
         let chunks = tokens.div_ceil(ROUTER_CHUNK);
@@ -130,8 +130,8 @@ impl Request {
         }
     }
 
-    /// The gradient by the logits, given `grads`, those by the weights of `routed`. All buffers were
-    /// checked.
+    /// Computes the gradient of the logits from `grads`, the gradient of the weights of `routed`.
+    /// All buffers were checked.
     fn backward(
         self,
         client: &Client,
@@ -164,7 +164,7 @@ impl Request {
     }
 }
 
-/// The request of [`route`].
+/// Returns the request of [`route`].
 fn routing(tokens: usize, router: Router) -> Request {
     Request {
         part: BatchPart { tokens, of: tokens },
@@ -182,12 +182,12 @@ fn check(logits: &Handle, tokens: usize, router: Router) -> Result<(), Nvfp4Erro
     check_memory("logits", logits, tokens * router.experts * 4)
 }
 
-/// Experts, weights and losses of the logits `f32[tokens, experts]`; see
-/// [`reference::route`](crate::reference::route), whose bits these are.
+/// Computes experts, weights and losses from the logits `f32[tokens, experts]`, bit-identical to
+/// [`reference::route`](crate::reference::route).
 ///
 /// # Errors
-/// When there is no token, a number of `router` is not in its range, a buffer is smaller than its
-/// shape, or a size does not fit 32 bits.
+/// Returns an error if there are no tokens, a number of `router` is out of range, a buffer is
+/// smaller than its shape, or a size does not fit 32 bits.
 pub fn route(
     client: &Client,
     logits: &Handle,
@@ -206,12 +206,12 @@ pub fn route(
     Ok(routed)
 }
 
-/// The gradient by the logits of [`route`], `f32[tokens, experts]`, given `grads`,
-/// `f32[tokens * top_k + 2]`, those by [`DeviceRouted::weights`]; see
-/// [`reference::route_backward`](crate::reference::route_backward), whose bits these are.
+/// Computes the gradient of the logits of [`route`], `f32[tokens, experts]`, from `grads`,
+/// `f32[tokens * top_k + 2]`, the gradient of [`DeviceRouted::weights`]. Bit-identical to
+/// [`reference::route_backward`](crate::reference::route_backward).
 ///
 /// # Errors
-/// As [`route`].
+/// Returns the errors of [`route`].
 pub fn route_backward(
     client: &Client,
     logits: &Handle,
@@ -229,13 +229,13 @@ pub fn route_backward(
     Ok(request.backward(client, logits, routed, grads))
 }
 
-/// The balance loss and the mean of the squared log-sums of a batch, as far as the tokens of the
-/// logits `f32[part.tokens, experts]` add to them, `f32[2]`, given the choices of each expert in
-/// the batch, `u32[experts]`; see
-/// [`reference::router_losses`](crate::reference::router_losses), whose bits these are.
+/// Computes the contributions of some tokens to the balance loss and to the mean of the squared
+/// log-sum-exps of a batch, `f32[2]`. Inputs are the tokens' logits `f32[part.tokens, experts]` and
+/// the number of choices of each expert in the whole batch, `u32[experts]`. Bit-identical to
+/// [`reference::router_losses`](crate::reference::router_losses).
 ///
 /// # Errors
-/// As [`route`].
+/// Returns the errors of [`route`].
 pub fn router_losses(
     client: &Client,
     logits: &Handle,
@@ -251,7 +251,7 @@ pub fn router_losses(
     };
     let out = DeviceRouted {
         weights: allocate(client, 8),
-        // Nothing is chosen.
+        // No expert is chosen.
         chosen: allocate(client, 4),
         counts: counts.clone(),
     };
@@ -259,13 +259,12 @@ pub fn router_losses(
     Ok(out.weights)
 }
 
-/// The gradient by the logits of [`router_losses`], `f32[part.tokens, experts]`, given `grads`,
-/// `f32[2]`, those by the losses; see
-/// [`reference::router_losses_backward`](crate::reference::router_losses_backward), whose bits these
-/// are.
+/// Computes the gradient of the logits of [`router_losses`], `f32[part.tokens, experts]`, from
+/// `grads`, `f32[2]`, the gradients of the losses. Bit-identical to
+/// [`reference::router_losses_backward`](crate::reference::router_losses_backward).
 ///
 /// # Errors
-/// As [`route`].
+/// Returns the errors of [`route`].
 pub fn router_losses_backward(
     client: &Client,
     logits: &Handle,
@@ -290,12 +289,12 @@ pub fn router_losses_backward(
     Ok(request.backward(client, logits, &routed, grads))
 }
 
-/// Sorts `slots` choices (`u32`, numbers of experts) by expert; see
-/// [`reference::sort_choices`](crate::reference::sort_choices), whose result this is.
+/// Sorts `slots` choices (`u32` expert indices) by expert, like
+/// [`reference::sort_choices`](crate::reference::sort_choices).
 ///
 /// # Errors
-/// When there is no choice or no expert, a buffer is smaller than its shape, or a size does not fit
-/// 32 bits.
+/// Returns an error if there are no choices or no experts, a buffer is smaller than its shape, or a
+/// size does not fit 32 bits.
 pub fn sort_choices(
     client: &Client,
     chosen: &Handle,

@@ -1,4 +1,4 @@
-//! Folds elements into amax values: words in registers, words of 16 rows, planes, cubes.
+//! Reduction of elements to amax values: words in registers, words of 16 rows, planes, cubes.
 
 use cubecl::prelude::*;
 
@@ -19,12 +19,12 @@ use crate::{
 /// Rows of a strip: those of a block down a column, and of the smallest transform.
 pub(crate) const STRIP: usize = 16;
 
-/// The most planes of a cube.
+/// Maximum number of planes per cube.
 const PLANES: usize = 32;
 
-/// Raises entry `index` of `out` to `bits`, once for each cube where there are planes: atomic
-/// operations on one address take turns. All units of the cube must be here. Magnitudes are compared
-/// as integers, so the order in which cubes arrive does not matter.
+/// Raises entry `index` of `out` to `bits`. With planes this takes one atomic per cube, since
+/// atomics on one address serialize. All units of the cube must call it. Magnitudes are compared as
+/// integers, so the result does not depend on the order of cubes.
 #[cube]
 pub(in crate::quantize) fn atomic_amax(
     out: &mut [Atomic<u32>],
@@ -54,7 +54,8 @@ pub(in crate::quantize) fn atomic_amax(
     }
 }
 
-/// The magnitude bits of the larger of `bits` and the elements of a word (or of one element).
+/// Returns the larger of `bits` and the magnitude bits of the elements of a word (or of one
+/// element).
 #[cube]
 fn fold<F: Numeric>(
     bits: u32,
@@ -82,8 +83,8 @@ fn fold<F: Numeric>(
     largest
 }
 
-/// A maximum on its way: magnitude bits, or, of words of two bf16, the largest and the smallest
-/// value in each half, which take half an instruction an element where magnitudes take two.
+/// Running amax: magnitude bits or, for words of two bf16, the largest and smallest value in each
+/// half, which take half an instruction per element instead of two for magnitudes.
 #[derive(CubeType)]
 pub(crate) struct Running {
     magnitude: u32,
@@ -132,7 +133,7 @@ impl Running {
     }
 }
 
-/// The magnitude bits of the larger of a pair of bf16 magnitudes.
+/// Returns the magnitude bits of the larger of a pair of bf16 magnitudes.
 #[cube]
 fn larger_half(both: u32) -> u32 {
     let low = f32::reinterpret(both << 16u32);
@@ -142,44 +143,44 @@ fn larger_half(both: u32) -> u32 {
     ))
 }
 
-/// The comptime choices of `amax_tiles_kernel`, `amax_strips_kernel` and `amax_lines_kernel`.
+/// Comptime configuration of `amax_tiles_kernel`, `amax_strips_kernel` and `amax_lines_kernel`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct AmaxPlan {
-    /// Maxima for rowwise tensors.
+    /// Amax values for rowwise tensors.
     pub rows: Option<AmaxGranularity>,
-    /// Maxima for columnwise tensors.
+    /// Amax values for columnwise tensors.
     pub cols: Option<AmaxGranularity>,
-    /// The transform of the columns.
+    /// Transform of the columns.
     pub hadamard: Option<HadamardSize>,
-    /// Whether its signs are the default ones, which are then built in.
+    /// True if the transform has the default signs, which are then built into the kernel.
     pub default_signs: bool,
-    /// How groups are given.
+    /// Representation of groups.
     pub grouping: Grouping,
-    /// Whether `x` is loaded by elements.
+    /// True if `x` is loaded by elements.
     pub elements: bool,
-    /// Units of a cube.
+    /// Units per cube.
     pub units: usize,
-    /// Whether planes can reduce.
+    /// True if planes support reductions.
     pub planes: bool,
-    /// Who compares.
+    /// Implementation of conversions and comparisons.
     pub conversion: Conversion,
-    /// The element type of `x`.
+    /// Element type of `x`.
     pub kind: FloatKind,
 }
 
 impl AmaxPlan {
-    /// Whether strips of 16 rows of a matrix in memory give what is asked for: its transform mixes
-    /// no more.
+    /// Returns true if strips of 16 rows of a matrix in memory suffice for the requested values:
+    /// the transform spans no more rows.
     pub(super) fn has_strips(&self) -> bool {
         self.grouping == Grouping::One && tile::span(self.hadamard) == STRIP && !self.elements
     }
 
-    /// Whether all that is asked for is of the whole matrix.
+    /// Returns true if all requested values are of the whole matrix.
     pub(super) fn is_whole(&self) -> bool {
         self.rows != Some(AmaxGranularity::PerRow) && !self.has_own_columns()
     }
 
-    /// Whether each column has a maximum.
+    /// Returns true if each column has an amax.
     pub(super) fn has_own_columns(&self) -> bool {
         self.cols == Some(AmaxGranularity::PerRow)
     }
@@ -194,21 +195,21 @@ impl AmaxPlan {
     }
 }
 
-/// Where amax values are raised. Where the plan has none, any memory.
+/// Amax output buffers. A buffer that the plan does not use may be any memory.
 #[derive(CubeType, CubeLaunch)]
 pub struct AmaxOut {
-    /// Those of rows.
+    /// Amax values of rows.
     pub rows: Box<[Atomic<u32>]>,
-    /// Those of columns.
+    /// Amax values of columns.
     pub cols: Box<[Atomic<u32>]>,
 }
 
-/// The largest of what a unit folded.
+/// Largest magnitudes that a unit has found.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Maxima {
-    /// Of all elements.
+    /// Largest of all elements.
     pub rows: u32,
-    /// Of columns, but for the factor of their transform.
+    /// Largest of columns, without the factor of their transform.
     pub cols: u32,
 }
 
@@ -221,7 +222,7 @@ impl Maxima {
         }
     }
 
-    /// Takes further words, as far as one maximum of all is asked for.
+    /// Includes further words, if a single amax of all is requested.
     pub fn include(&mut self, folded: &Folded, #[comptime] plan: AmaxPlan) {
         if comptime!(plan.rows == Some(AmaxGranularity::PerTensor)) {
             self.rows = max(self.rows, folded.all);
@@ -235,7 +236,7 @@ impl Maxima {
     }
 }
 
-/// Raises the amax values of a group to those of its units. All units of the cube must be here.
+/// Raises the amax values of a group to those of its units. All units of the cube must call it.
 #[cube]
 pub(crate) fn leave_group(
     out: &mut AmaxOut,
@@ -252,8 +253,8 @@ pub(crate) fn leave_group(
     }
 }
 
-/// [`leave_group`] for the units of a plane alone, of a cube whose others are elsewhere. For devices
-/// that have planes.
+/// [`leave_group`] for the units of a single plane, if the other planes of the cube are elsewhere.
+/// Requires a device with planes.
 #[cube]
 pub(crate) fn leave_plane(
     out: &mut AmaxOut,
@@ -275,7 +276,7 @@ pub(crate) fn leave_plane(
     }
 }
 
-/// The magnitude bits of the largest of the elements of some words.
+/// Returns the magnitude bits of the largest element of some words.
 #[cube]
 pub(super) fn words_amax(
     words: &Array<u32>,
@@ -300,19 +301,19 @@ pub(super) fn words_amax(
     }
 }
 
-/// The magnitude bits of the largest of the elements of some words, and of each column of them after
-/// the transform, where the plan has one: all but for its [factor](with_factor).
+/// Magnitude bits of the largest element of some words, and of each of their columns after the
+/// transform (if any), without its [factor](with_factor).
 #[derive(CubeType)]
 pub(crate) struct Folded {
-    /// Of all elements.
+    /// Largest of all elements.
     pub all: u32,
-    /// Of each column: one, or two of 16 bits.
+    /// Largest of each column: one, or two of 16 bits.
     pub columns: Array<u32>,
 }
 
-/// Folds words down a column of words, as many as a unit has of a block or of a transform. Where
-/// units [share](tile::lanes) a transform, this unit is number `lane` of them, and all units of the
-/// plane must be here.
+/// Folds words down a column of words, as many as a unit has of a block or of a transform. If units
+/// [share](tile::lanes) a transform, this unit is number `lane` of them, and all units of the plane
+/// must call it.
 #[cube]
 pub(crate) fn fold_words(
     words: &Array<u32>,
@@ -355,8 +356,8 @@ pub(crate) fn fold_words(
     Folded { all, columns }
 }
 
-/// The magnitude bits of the largest value of a column, after the transform where there is one, but
-/// for its factor.
+/// Returns the magnitude bits of the largest value of a column, after the transform (if any)
+/// without its factor.
 #[cube]
 fn column_amax(
     values: &mut Array<f32>,
@@ -381,11 +382,11 @@ fn column_amax(
     }
 }
 
-/// The magnitude bits of the largest of 16 values after the transform, but for its factor.
+/// Returns the magnitude bits of the largest of 16 values after the transform, without its factor.
 ///
-/// The last stage makes `a + b` and `a - b` of two values, of which the larger magnitude is that of
-/// `|a| + |b|`: rounding keeps the order and knows no signs. Two infinities alone make a NaN of one
-/// of the former, and no more than an infinity of the latter. Needs PTX.
+/// The last stage computes `a + b` and `a - b` of two values, the larger of which has the magnitude
+/// of `|a| + |b|`: rounding is monotonic and ignores signs. Only two infinities turn one of the
+/// former into NaN, and the latter into infinity at most. Requires PTX.
 #[cube]
 fn h16_amax(values: &mut Array<f32>) -> u32 {
     #[unroll]
@@ -418,8 +419,9 @@ fn h16_amax(values: &mut Array<f32>) -> u32 {
     bits
 }
 
-/// The largest magnitude of columns with the factor of their transform, rounded to bf16 as
-/// transformed values are. Both keep the order of magnitudes, so the maximum goes first.
+/// Applies the factor of the transform to the largest magnitude of columns and rounds it to bf16,
+/// as transformed values are. Both preserve the order of magnitudes, so they commute with the
+/// maximum.
 #[cube]
 pub(super) fn with_factor(bits: u32, #[comptime] hadamard: Option<HadamardSize>) -> u32 {
     if comptime!(hadamard.is_some()) {

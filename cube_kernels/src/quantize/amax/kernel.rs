@@ -1,4 +1,4 @@
-//! The kernels that find amax values.
+//! Amax kernels.
 
 use cubecl::prelude::*;
 
@@ -21,14 +21,14 @@ use crate::{
     tensor::{AmaxGranularity, FloatKind},
 };
 
-/// Entries from one block of all rows of a tile to the next: neighbouring units have four
-/// neighbouring rows of eight blocks, or read neighbouring rows.
+/// Entries from one block of all rows of a tile to the next, against bank conflicts: neighbouring
+/// units have four neighbouring rows of eight blocks, or read neighbouring rows.
 const ROW_PITCH: usize = tile::ROWS + 4;
 
-/// Vectors that a unit loads before it looks at the first.
+/// Vectors that a unit loads before it processes the first.
 pub(super) const AMAX_UNROLL: usize = 4;
 
-/// One unit folds every `units`-th vector, a few at a time.
+/// Each unit folds every `units`-th vector, several at a time.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -47,8 +47,8 @@ pub fn amax_kernel<F: Numeric, N: Size>(
         let mut loaded = Array::<Vector<F, N>>::new(AMAX_UNROLL);
         #[unroll]
         for j in 0..AMAX_UNROLL {
-            // Behind the end the last vector is taken again, which changes no maximum: one by one
-            // the last loads would each be waited for.
+            // After the end the last vector is loaded again, which changes no maximum. Loading the
+            // remainder one by one would wait for each load.
             loaded[j] = x[min(i + j * stride, vectors - 1usize)];
         }
         #[unroll]
@@ -64,23 +64,23 @@ pub fn amax_kernel<F: Numeric, N: Size>(
     atomic_amax(out, 0usize, canonical(bits), planes);
 }
 
-/// The tiles of a matrix and of its groups; `map` is what `tile::map_tiles` wrote.
+/// Tiles of a matrix and of its groups; `tile::map_tiles` writes `map`.
 #[derive(CubeType, CubeLaunch)]
 pub struct AmaxTiles {
-    /// A record for each row of tiles, where groups are in device memory.
+    /// Record per row of tiles, if groups are in device memory.
     pub map: Box<[Vector<u32, Const<4>>]>,
-    /// The matrix.
+    /// Matrix shape.
     pub shape: Shape,
     /// Rows of tiles.
     pub row_tiles: usize,
 }
 
-/// One cube folds one tile at a time, while the next is on its way. Units that share an entry meet
-/// in shared memory first; a maximum of a whole group leaves the cube at its end.
+/// Each cube folds one tile at a time, while the next one is loaded. Units that share an entry
+/// first combine it in shared memory. The amax of a whole group is written when the cube ends.
 ///
-/// Without groups a cube takes every `CUBE_COUNT`th tile, in bands; with groups every
-/// `CUBE_COUNT_X`th of one of `row_tiles` rows of tiles, so that it stays in one group. `map` is
-/// what `tile::map_tiles` wrote.
+/// Without groups, a cube takes every `CUBE_COUNT`th tile, in bands. With groups, it takes every
+/// `CUBE_COUNT_X`th of one of `row_tiles` rows of tiles, so that it stays within one group.
+/// `tile::map_tiles` writes `map`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -101,7 +101,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     let span = comptime!(tile::span(plan.hadamard));
     let grouping = comptime!(plan.grouping);
     let mut data: Shared<[u32]> = Shared::new_aligned_slice(tile::LEN, 16usize);
-    // One entry for each block: along rows, and down columns.
+    // One entry per block: along rows, and down columns.
     let mut row_maxima: Shared<[u32]> =
         Shared::new_slice(comptime!(if plan.rows == Some(AmaxGranularity::PerRow) {
             tile::row_blocks(kind) * ROW_PITCH
@@ -114,7 +114,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         } else {
             1
         }));
-    // The row of tiles that the cube stays in, where there are groups.
+    // Row of tiles in which the cube stays, with groups.
     let run = (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize;
     let mut index = CUBE_POS;
     let mut stride = CUBE_COUNT;
@@ -130,7 +130,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
     let mut maxima = Maxima::new();
     let mut group = 0usize;
-    // The place of the tile on its way: divisions find it.
+    // Position of the tile being loaded, kept because it takes divisions to compute.
     let mut row_tile = 0usize;
     let mut tile_col = 0usize;
     if index < end {
@@ -189,7 +189,7 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
         if comptime!(plan.cols == Some(AmaxGranularity::PerRow)) {
             // Blocks of 16 rows that have an entry.
             let step = comptime!(span / tile::lanes(plan.hadamard, conversion) / 16);
-            // Units that had no row come first.
+            // Start with the units that had no row.
             let behind = comptime!(match plan.rows {
                 Some(AmaxGranularity::PerRow) if units.is_power_of_two() => tile::ROWS % units,
                 _ => 0,
@@ -216,9 +216,9 @@ pub fn amax_tiles_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// The place of a cube's tile: number `index` in bands, or with groups the one in column `index` of
-/// row `run` of tiles. Both count from the end of the matrix: what quantizes it next begins at its
-/// beginning, which the L2 cache then still holds.
+/// Returns the position of a cube's tile: number `index` in bands or, with groups, column `index`
+/// of row `run` of tiles. Both count from the end of the matrix, so that the L2 cache still holds
+/// its beginning, where the following quantization starts.
 #[cube]
 fn place_of(tiles: &AmaxTiles, run: usize, index: usize, #[comptime] plan: AmaxPlan) -> TilePlace {
     let (shape, row_tiles) = (&tiles.shape, tiles.row_tiles);
@@ -233,9 +233,9 @@ fn place_of(tiles: &AmaxTiles, run: usize, index: usize, #[comptime] plan: AmaxP
     }
 }
 
-/// Folds the columns of a tile, and all of its elements as they stand where the maximum of whole
-/// groups of rows is asked for. Columns beyond the matrix are zeros, as are rows beyond the tile's
-/// `rows`, which groups that are short have in many tiles, and whose blocks are left out there.
+/// Folds the columns of a tile, and all of its elements untransformed if the amax of whole groups
+/// of rows is requested. Columns beyond the matrix are zeros. So are rows beyond the tile's `rows`,
+/// which many tiles of short groups have; their blocks are skipped.
 #[cube]
 fn fold_columns(
     data: &Shared<[u32]>,

@@ -1,4 +1,4 @@
-//! What finds amax values is asked for, and its launches.
+//! Amax requests and launches.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -25,12 +25,12 @@ use crate::{
     zeroed::{zeros_beside, zeros_of_step},
 };
 
-/// The largest magnitude in `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`
-/// that of the columnwise transformed matrix. Deterministic, and NaN and infinity survive: see
-/// [`reference::amax`](crate::reference::amax).
+/// Returns the amax of `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`,
+/// returns the amax of the columnwise transformed matrix. Deterministic; NaN and infinity
+/// propagate. See [`reference::amax`](crate::reference::amax).
 ///
 /// # Errors
-/// When the memory of `x` is smaller than its shape.
+/// Returns an error if the memory of `x` is smaller than its shape.
 pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<Handle, Nvfp4Error> {
     match hadamard {
         None => amax_of_matrix(client, x),
@@ -45,19 +45,19 @@ pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<H
     }
 }
 
-/// Which amax values [`amaxes`] finds in one read of a matrix.
+/// Amax values that [`amaxes`] computes in one read of a matrix.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AmaxRequest {
-    /// Those for rowwise tensors: of each group, or of each row (per token).
+    /// For rowwise tensors: per group, or per row (per token).
     pub rows: Option<AmaxGranularity>,
-    /// Those for columnwise tensors: of each group, or of each column of each group; of the
-    /// transformed values where there is a transform.
+    /// For columnwise tensors: per group, or per column of each group; of the transformed values if
+    /// there is a transform.
     pub cols: Option<(AmaxGranularity, Option<Hadamard>)>,
 }
 
 impl AmaxRequest {
-    /// Those for a copy along `usage` alone; `hadamard` is that of a columnwise tensor, and of no
-    /// effect on a rowwise one.
+    /// Requests amax values only for a copy along `usage`. `hadamard` applies to a columnwise
+    /// tensor, and has no effect on a rowwise one.
     pub fn along(usage: Usage, scope: AmaxGranularity, hadamard: Option<Hadamard>) -> Self {
         match usage {
             Usage::Rowwise => Self {
@@ -73,14 +73,14 @@ impl AmaxRequest {
 }
 
 impl AmaxRequest {
-    /// How a kernel finds what is asked for while it writes a matrix of `kind` in whole words, if
-    /// these are amax values of the whole matrix, down columns of a [strip](STRIP) at most.
+    /// Returns the plan of a kernel that computes the values while it writes a matrix of `kind` in
+    /// whole words, if all requested values are of the whole matrix and [strips](STRIP) suffice.
     pub(crate) fn of_whole(&self, client: &Client, kind: FloatKind) -> Option<AmaxPlan> {
         let plan = self.plan(client, kind);
         (self.rows.is_some() && plan.has_strips() && plan.is_whole()).then_some(plan)
     }
 
-    /// How a kernel finds it in one group of rows of `kind` in whole words.
+    /// Returns the plan of an amax kernel for one group of rows, loading whole words of `kind`.
     fn plan(&self, client: &Client, kind: FloatKind) -> AmaxPlan {
         let hadamard = self.hadamard();
         AmaxPlan {
@@ -97,12 +97,12 @@ impl AmaxRequest {
         }
     }
 
-    /// The transform of the columns.
+    /// Returns the transform of the columns.
     fn hadamard(&self) -> Option<Hadamard> {
         self.cols.and_then(|(_, hadamard)| hadamard)
     }
 
-    /// Zeros for what is asked for, of which there are so many.
+    /// Returns zeroed buffers of these lengths for the requested values.
     pub(crate) fn zeros(&self, client: &Client, lens: [usize; 2]) -> Amaxes {
         let [rows, cols] = zeros_beside(client, lens);
         Amaxes {
@@ -111,44 +111,44 @@ impl AmaxRequest {
         }
     }
 
-    /// The signs of the transform.
+    /// Returns the signs of the transform.
     pub(crate) fn signs(&self) -> SignsLaunch {
         signs_of(self.hadamard())
     }
 }
 
-/// What [`amaxes`] found: `f32` values in device memory.
+/// Result of [`amaxes`]: `f32` values in device memory.
 #[derive(Debug, Clone, Default)]
 pub struct Amaxes {
-    /// For rowwise tensors: one for each group, or for each row.
+    /// For rowwise tensors: one per group, or per row.
     pub rows: Option<Handle>,
-    /// For columnwise tensors: one for each group, or `groups x cols`.
+    /// For columnwise tensors: one per group, or `groups x cols`.
     pub cols: Option<Handle>,
 }
 
 impl Amaxes {
-    /// What a kernel raises, of so many values each. Not asked for: the other ones, which the kernel
-    /// then does not touch for it.
+    /// Returns the output argument of a kernel, with these lengths. A buffer that was not requested
+    /// is replaced by the other one, which the kernel then does not use in its place.
     ///
     /// # Panics
-    /// When neither is asked for.
+    /// Panics if neither was requested.
     pub(crate) fn arg(&self, [rows_len, cols_len]: [usize; 2]) -> AmaxOutLaunch {
         let one = self.rows.as_ref().or(self.cols.as_ref());
         let rows = one.expect("one is asked for");
         let cols = self.cols.as_ref().unwrap_or(rows);
-        // SAFETY: as many were allocated.
+        // SAFETY: this many values were allocated.
         unsafe { AmaxOutLaunch::new(buffer(rows, rows_len.max(1)), buffer(cols, cols_len.max(1))) }
     }
 }
 
-/// Several amax values in one read of `x`; 0 where there is nothing to compare. See
+/// Computes several kinds of amax values in one read of `x`; 0 for empty ranges. See
 /// [`reference::amax_rows`](crate::reference::amax_rows),
 /// [`reference::amax_cols`](crate::reference::amax_cols) and
-/// [`reference::amax_rht`](crate::reference::amax_rht). Rows behind the last group have an
-/// undefined maximum.
+/// [`reference::amax_rht`](crate::reference::amax_rht). The amax of rows after the last group is
+/// undefined.
 ///
 /// # Errors
-/// When the groups do not fit, or the memory of `x` is smaller than its shape.
+/// Returns an error if the groups do not fit, or if the memory of `x` is smaller than its shape.
 pub fn amaxes(
     client: &Client,
     x: &Matrix,
@@ -158,11 +158,11 @@ pub fn amaxes(
     find(client, &Input::plain(x)?, groups, request, None)
 }
 
-/// [`run_prologue`] and [`amaxes`] in one read of the inputs. Rows behind the last group have
-/// undefined elements.
+/// [`run_prologue`] and [`amaxes`] in one read of the inputs. Elements of rows after the last group
+/// are undefined.
 ///
 /// # Errors
-/// As [`amaxes`] and [`run_prologue`].
+/// See [`amaxes`] and [`run_prologue`].
 pub fn run_prologue_with_amaxes(
     client: &Client,
     prologue: Prologue<'_>,
@@ -225,7 +225,7 @@ fn find(
         return Ok(found);
     }
     let span = tile::span(plan.hadamard);
-    // Not read where there is no map.
+    // Not read without a map.
     let unread = found.rows.as_ref().or(found.cols.as_ref());
     let unread = unread.expect("one is asked for");
     let map = tile::map_tiles(client, (x.rows, x.cols), groups, row_tiles, span, unread);
@@ -253,15 +253,15 @@ fn find(
     Ok(found)
 }
 
-/// Cubes with strips of two words that fit into an SM: a unit takes 64 registers.
+/// Cubes per SM with strips of two words: a unit takes 64 registers.
 const WIDE_CUBES: usize = 4;
-/// Least turns of the SMs with strips of two words.
+/// Minimum number of waves for strips of two words.
 const WIDE_TURNS: usize = 2;
 
-/// Cubes of [`amax_lines_kernel()`] for each SM: with twice as many it takes longer.
+/// Cubes per SM of [`amax_lines_kernel()`]; twice as many are slower.
 const LINE_CUBES: usize = 4;
 
-/// The amax values of `x`, whose memory was checked, from strips of its rows.
+/// Computes the amax values of `x`, whose memory was checked, from strips of its rows.
 fn launch_strips(
     client: &Client,
     x: &Matrix,
@@ -271,8 +271,8 @@ fn launch_strips(
 ) {
     let blocks = x.rows.div_ceil(STRIP);
     let row_words = x.cols * x.dtype.size() / 4;
-    // Strips of two words take fewer instructions an element, those of one balance better: the SMs
-    // must have some turns of the former. With a maximum for each column they take registers, too.
+    // Strips of two words take fewer instructions per element, those of one word balance better:
+    // the former need several waves. With an amax per column they also take registers.
     let wide = blocks * row_words / STRIP_WORDS;
     let is_wide =
         wide >= WIDE_TURNS * resident_units(client, WIDE_CUBES) && !plan.has_own_columns();
@@ -283,8 +283,8 @@ fn launch_strips(
     let words = Words::of(x).of_at_most(most);
     let row_vectors = row_words / words.width;
     if !plan.is_whole() {
-        // As few cubes side by side as have a unit for each vector of a row, and below each other
-        // as many as run at once.
+        // Along a row, the minimum number of cubes with a unit for each vector; down the rows, as
+        // many as run at once.
         let units = units(client);
         let across = row_vectors.div_ceil(units);
         let dim = row_vectors.div_ceil(across).next_multiple_of(32).min(units);
@@ -333,7 +333,7 @@ fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     if x.is_empty() {
         return Ok(out);
     }
-    // The matrix is one row here: what counts is how many words it has.
+    // The matrix is treated as one row; only its number of words matters.
     let flat = Matrix {
         rows: 1,
         cols: x.len(),

@@ -1,5 +1,5 @@
-//! Largest magnitudes: of a matrix, of its rows, of its columns, of its groups, before and after
-//! the columnwise transform.
+//! Amax of a matrix, of its rows, of its columns and of its groups, before and after the columnwise
+//! transform.
 
 mod fold;
 mod kernel;

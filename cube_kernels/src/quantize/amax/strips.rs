@@ -1,7 +1,7 @@
 //! Amax values of a matrix in strips of 16 rows, each in the registers of a unit: a column of
-//! vectors of a block of rows. Elements do not go through shared memory, and units meet at few
-//! barriers or at the end alone: they load while others fold, where cubes that share tiles all do
-//! the same at once.
+//! vectors of a block of rows. Elements do not pass through shared memory, and units synchronize
+//! rarely or only at the end. Some units therefore load while others fold, whereas in cubes that
+//! share tiles all units do the same at the same time.
 
 use cubecl::prelude::*;
 
@@ -18,11 +18,12 @@ use crate::{
     tensor::{AmaxGranularity, FloatKind},
 };
 
-/// The most words of a vector: four columns of 16 bits, for which a unit has 32 words in flight.
+/// Maximum number of words per vector: four columns of 16 bits, for which a unit has 32 words in
+/// flight.
 pub(super) const STRIP_WORDS: usize = 2;
 
-/// Fills `words` with those of the strip of rows `row0` on at vector `vector` of rows of
-/// `row_vectors`, row by row: zeros behind the last of `rows`.
+/// Fills `words` row by row with the strip that starts at row `row0`, at vector `vector` of rows of
+/// `row_vectors`; zeros after the last of `rows`.
 #[cube]
 fn load_strip<N: Size>(
     x: &[Vector<u32, N>],
@@ -58,7 +59,7 @@ fn load_strip<N: Size>(
     }
 }
 
-/// Column `w` of the words of a strip, of `width` words a row.
+/// Returns column `w` of the words of a strip with `width` words per row.
 #[cube]
 fn column_of(words: &Array<u32>, #[comptime] w: usize, #[comptime] width: usize) -> Array<u32> {
     let mut column = Array::<u32>::new(STRIP);
@@ -69,8 +70,8 @@ fn column_of(words: &Array<u32>, #[comptime] w: usize, #[comptime] width: usize)
     column
 }
 
-/// One unit folds every `units`-th strip. They count from the end of the matrix, as the tiles of
-/// `amax_tiles_kernel` do.
+/// Each unit folds every `units`-th strip. Strips are counted from the end of the matrix, as in
+/// `amax_tiles_kernel`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_strips_kernel<N: Size>(
     x: &[Vector<u32, N>],
@@ -100,8 +101,8 @@ pub fn amax_strips_kernel<N: Size>(
     leave_group(&mut out, 0usize, &maxima, plan);
 }
 
-/// One unit folds the same vector of every `CUBE_COUNT_Y`th strip, from the end of the matrix on,
-/// so that the amax of a column stays in its registers. Planes have a maximum of each row, which
+/// Each unit folds the same vector of every `CUBE_COUNT_Y`th strip, from the end of the matrix on,
+/// so that the amax of a column stays in its registers. Planes compute an amax for each row, which
 /// their cube raises together.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn amax_lines_kernel<N: Size>(
@@ -117,7 +118,7 @@ pub fn amax_lines_kernel<N: Size>(
     let own_columns = comptime!(plan.has_own_columns());
     let strips = rows.div_ceil(STRIP);
     let vector = CUBE_POS_X as usize * CUBE_DIM as usize + UNIT_POS as usize;
-    // Units behind the end of a row take its last vector, which changes no maximum.
+    // Units after the end of a row load its last vector, which changes no maximum.
     let loaded = min(vector, row_vectors - 1usize);
     let mut maxima = Maxima::new();
     let mut columns = Array::<u32>::new(comptime!(width * per_word));
@@ -147,7 +148,7 @@ pub fn amax_lines_kernel<N: Size>(
         let mut lines = rows_of_unit(&words, width, plan);
         let this = row0;
         index += CUBE_COUNT_Y as usize;
-        // The next strip is on its way while planes find the amax of the rows of this one.
+        // Loads the next strip while planes reduce the rows of this one.
         if index < strips {
             row0 = (strips - 1usize - index) * STRIP;
             load_strip::<N>(x, &mut words, row0, loaded, rows, row_vectors);
@@ -173,10 +174,10 @@ pub fn amax_lines_kernel<N: Size>(
     }
 }
 
-/// Raises the amax values of the columns of a cube, `columns` of each unit, to maxima without the
-/// factor of their transform: neighbouring units those of neighbouring columns, however many each
-/// has, so that as few sectors of the L2 cache as possible are touched. All units of the cube must
-/// be here.
+/// Raises the amax values of the columns of a cube, `columns` of each unit, without the factor
+/// of their transform. Neighbouring units take neighbouring columns, however many each has,
+/// so that as few sectors of the L2 cache as possible are touched. All units of the cube must call
+/// it.
 #[cube]
 fn raise_columns(
     columns: &Array<u32>,
@@ -202,13 +203,14 @@ fn raise_columns(
     }
 }
 
-/// Whether the maxima of two rows of a strip are the halves of a word.
+/// Returns true if the amax values of two rows of a strip are the halves of a word.
 const fn rows_in_pairs(plan: &AmaxPlan) -> bool {
     matches!(plan.kind, FloatKind::Bf16) && plan.conversion.has_ptx()
 }
 
-/// The magnitude bits of the largest of a unit's words of each row of a strip, `width` words a row;
-/// [in pairs](rows_in_pairs) of rows, or one by one. Nothing where rows have no maxima.
+/// Returns the magnitude bits of the largest of a unit's words in each row of a strip with `width`
+/// words per row, [in pairs](rows_in_pairs) of rows or one by one. Empty if no row amax is
+/// requested.
 #[cube]
 fn rows_of_unit(
     words: &Array<u32>,
@@ -229,7 +231,7 @@ fn rows_of_unit(
                 upper = max_nan_abs_bf16x2(upper, words[comptime!(first + w)]);
                 lower = max_nan_abs_bf16x2(lower, words[comptime!(first + width + w)]);
             }
-            // The first halves of the words of both rows, and the second ones.
+            // The lower halves of the words of both rows, then the upper ones.
             let firsts = prmt(upper, lower, 0x5410u32);
             lines[pair] = max_nan_abs_bf16x2(firsts, prmt(upper, lower, 0x7632u32));
         }
@@ -250,17 +252,18 @@ fn rows_of_unit(
 /// Strips of a cube whose rows are raised at once.
 const STAGED: usize = 16;
 
-/// The amax values of the rows of a cube's last strips, by plane, before they are raised: all cubes
-/// that share a row raise it, and those of the planes would be eight times as many.
+/// Amax values of the rows of a cube's last strips, by plane, before they are raised. All cubes
+/// that share a row raise it; raising each plane's value separately would take eight times as many
+/// atomics.
 #[derive(CubeType)]
 struct LineStage {
-    /// The first row of each of the strips.
+    /// First row of each strip.
     first_rows: Shared<[u32]>,
-    /// Magnitude bits, by strip, plane, and row.
+    /// Magnitude bits, by strip, plane and row.
     bits: Shared<[u32]>,
-    /// Strips in here.
+    /// Number of strips stored.
     turns: usize,
-    /// Planes that there is room for.
+    /// Maximum number of planes.
     #[cube(comptime)]
     planes: usize,
 }
@@ -279,8 +282,8 @@ impl LineStage {
         }
     }
 
-    /// Takes the rows of the strip from row `row0` on, of which each unit has `lines`, what
-    /// [`rows_of_unit()`] gives.
+    /// Stores the rows of the strip that starts at row `row0`; `lines` are each unit's results of
+    /// [`rows_of_unit()`].
     fn keep_rows(&mut self, lines: &mut Array<u32>, row0: usize, #[comptime] plan: AmaxPlan) {
         let pairs = comptime!(rows_in_pairs(&plan));
         let unit = UNIT_POS % 32u32;
@@ -304,7 +307,7 @@ impl LineStage {
         self.turns += 1usize;
     }
 
-    /// Raises the amax values of the rows in here. All units of the cube must be here.
+    /// Raises the amax values of the stored rows. All units of the cube must call it.
     fn leave_rows(&mut self, out: &mut Box<[Atomic<u32>]>, rows: usize) {
         sync_cube();
         let planes = CUBE_DIM as usize / 32usize;
@@ -326,7 +329,7 @@ impl LineStage {
     }
 }
 
-/// The larger of two magnitudes, or in each half of words of bf16 `pairs`.
+/// Returns the larger of two magnitudes or, with `pairs`, the larger in each half of words of bf16.
 #[cube]
 fn larger(a: u32, b: u32, #[comptime] pairs: bool) -> u32 {
     if comptime!(pairs) {
@@ -336,9 +339,9 @@ fn larger(a: u32, b: u32, #[comptime] pairs: bool) -> u32 {
     }
 }
 
-/// Number `unit * count / 32` of `count` words, a power of two: the largest over the units of a
-/// plane. From stage to stage a unit keeps half of its words and sends the others to the unit that
-/// keeps those. `redux.sync` takes one instruction for a word, but two cycles of an SM.
+/// Reduces `count` words, a power of two, over the units of a plane by maximum, and returns word
+/// number `unit * count / 32`. In each stage a unit keeps half of its words and sends the others to
+/// the unit that keeps them. `redux.sync` takes one instruction per word, but two cycles of an SM.
 #[cube]
 fn reduce_scatter(
     words: &mut Array<u32>,
@@ -367,7 +370,7 @@ fn reduce_scatter(
     words[0]
 }
 
-/// [`exchange()`] of a word.
+/// [`exchange()`] for a word.
 #[cube]
 fn exchange_word(word: u32, #[comptime] distance: u32, #[comptime] conversion: Conversion) -> u32 {
     u32::reinterpret(exchange(f32::reinterpret(word), distance, conversion))
@@ -376,16 +379,16 @@ fn exchange_word(word: u32, #[comptime] distance: u32, #[comptime] conversion: C
 /// A strip of a matrix that a cube shares.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Strip {
-    /// Its first row.
+    /// First row.
     pub row0: usize,
     /// Rows of the matrix.
     pub rows: usize,
-    /// Words of a row.
+    /// Words per row.
     pub row_words: usize,
 }
 
-/// Folds a strip of `x` that the units of the cube have written, before a barrier: each takes
-/// columns of words. Rows are whole vectors of words.
+/// Folds a strip of `x` that the units of the cube have written, before a barrier. Each unit takes
+/// columns of words. Rows consist of whole vectors of words.
 #[cube]
 pub(crate) fn fold_strip<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -397,8 +400,8 @@ pub(crate) fn fold_strip<F: Numeric, N: Size>(
     let width = N::value();
     let rows = min(strip.rows - strip.row0, STRIP);
     if comptime!(plan.conversion.has_ptx()) {
-        // Words, which need fewer registers than vectors. A load that is no instruction of its own
-        // might come from the cache of constants.
+        // Loads words, which need fewer registers than vectors. A plain load might go through the
+        // constant cache.
         let start = cvta_to_global::<Vector<F, N>>(unsafe { x.as_ptr_unchecked() })
             + u64::cast_from(strip.row0 * strip.row_words) * 4u64;
         let mut word = UNIT_POS as usize;
@@ -406,7 +409,7 @@ pub(crate) fn fold_strip<F: Numeric, N: Size>(
             let mut column = Array::<u32>::new(STRIP);
             #[unroll]
             for i in 0..STRIP {
-                // Behind the end the last row is loaded again, and not used.
+                // After the end the last row is loaded again, and not used.
                 let row = min(comptime!(i).runtime(), rows - 1usize);
                 let at = start + u64::cast_from(row * strip.row_words + word) * 4u64;
                 column[i] = select(i < rows, ld_global_u32(at), 0u32);

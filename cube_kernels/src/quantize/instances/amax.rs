@@ -1,4 +1,4 @@
-//! Instances of the kernels that find the largest magnitude.
+//! Instances of the amax kernels.
 
 use cubecl::ir::{ElemType, UIntKind};
 

@@ -1,4 +1,4 @@
-//! Instances of the kernels that dequantize.
+//! Instances of the dequantization kernels.
 
 use super::{
     super::kernels::{

@@ -1,4 +1,4 @@
-//! What the instances of the kernels of quantization are made with.
+//! Shared inputs of the quantization kernel instances.
 
 use cubecl::prelude::*;
 
@@ -11,14 +11,14 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Of the matrices. Nothing is launched: lengths of buffers do not matter.
+/// Rows of the matrices. Nothing is launched, so lengths of buffers do not matter.
 pub(super) const ROWS: usize = 256;
 pub(super) const COLS: usize = 256;
 /// Blocks of a matrix.
 pub(super) const BLOCKS: usize = ROWS * COLS / 16;
 
-/// Types of elements, each with the widths of addresses. The width is independent of the type: one
-/// type stands for all.
+/// Element types, each with address widths. The width is independent of the type, so one type
+/// covers both widths.
 pub(super) const ELEMENTS: [(FloatKind, AddressType); 4] = [
     (FloatKind::F32, AddressType::U32),
     (FloatKind::F16, AddressType::U32),
@@ -32,7 +32,7 @@ pub(super) const PLAIN: SourcePlan = SourcePlan {
     grouping: Grouping::One,
 };
 
-/// As most kernels are launched, and with all that they can be asked for.
+/// The usual configuration, and one with all features.
 pub(super) const SOURCES: [(&str, SourcePlan); 3] = [
     ("", PLAIN),
     (
@@ -61,7 +61,7 @@ pub(super) fn packed(device: &DummyDevice) -> PackedRowsLaunch {
     PackedRowsLaunch::new(b(BLOCKS), b(BLOCKS), b(8), COLS / 16, 2688.0)
 }
 
-/// The fused prologue `name`, or none.
+/// Returns the fused prologue `name`, or none.
 pub(super) fn prologue_inputs(device: &DummyDevice, name: &str) -> PrologueInputsArgs {
     let b = |len| device.buffer(len);
     let gates = |variant| GateInputsLaunch::new(b(64), b(64), 8, 4, variant);

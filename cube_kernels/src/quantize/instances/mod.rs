@@ -1,4 +1,4 @@
-//! Instances of the kernels of quantization, for the registry.
+//! Instances of the quantization kernels for the registry.
 
 mod amax;
 mod dequantize;
@@ -11,7 +11,7 @@ mod swizzle;
 
 use crate::registry::instance::{DummyDevice, Instance};
 
-/// All instances that `device` uses.
+/// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let families = [
         amax::instances,

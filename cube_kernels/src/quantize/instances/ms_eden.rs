@@ -1,4 +1,4 @@
-//! Instances of the kernels of MS-EDEN.
+//! Instances of the MS-EDEN kernels.
 
 use cubecl::prelude::*;
 
@@ -26,7 +26,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let random = || RandomLaunch::of([1, 2], 3 << 32 | 4);
     let signs = || EdenSignsLaunch::new(SignsLaunch::new(1, 2, 3, 4), b(2));
-    // Forms in bf16 round in software, for their results are no codes.
+    // Forms in bf16 round in software, since their results are not codes.
     let e2m1 = |form: EdenForm| Expected {
         e2m1_rn: Some(device.has_nearest() && !form.is_bf16()),
         e4m3: Some(device.conversion.has_e4m3()),
@@ -66,7 +66,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         EdenDrawLaunch::new(b(2), random(), position, b(1), signs())
     };
     let mut all = Vec::new();
-    // Where tiles are few, planes share them, in cubes of four; see the launch.
+    // For few tiles, planes share tiles, in cubes of four; see the launch.
     let tag_of = |planes: usize| match planes {
         1 => String::new(),
         planes => format!("-{planes}-planes"),
@@ -123,7 +123,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             grouping: source.grouping,
             ..PLAIN
         };
-        // As a plane loads columns.
+        // Vector widths and types with which a plane loads.
         let load = |words: bool| match (across, words) {
             (true, true) => (1, u32::elem_type_native()),
             (true, false) => (2, dtype.storage_type()),
@@ -181,7 +181,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         }
     }
     let elements = |&(dtype, _): &(FloatKind, AddressType)| dtype.size() == 2;
-    // Neither is launched where ptxas spills a register of the first.
+    // Neither is launched on devices for which ptxas spills a register of the first.
     let screening = Expected {
         spills: (!device.has_nearest()).then_some(false),
         ..Expected::NONE
@@ -236,7 +236,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     all
 }
 
-/// How the result of a source is stored, and the other forms that it has, with their names.
+/// Returns the main storage form of the result of a source, and its other forms with their names.
 fn forms(source: SourcePlan) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
     let others: &[_] = match source.swizzled || source.grouping != Grouping::One {
         true => &[],

@@ -1,4 +1,4 @@
-//! Instances of the kernels of MXFP8.
+//! Instances of the MXFP8 kernels.
 
 use super::{
     super::kernels::{
@@ -52,8 +52,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             dtype,
             elem
         ));
-        // All four targets convert to E4M3 themselves. The software form is for GPUs before sm_89,
-        // for which Hopper stands in.
+        // All four targets have conversion instructions to E4M3. The software form is for GPUs
+        // before sm_89; it is compiled for Hopper instead.
         let software = (!device.conversion.has_nearest()).then_some(false);
         for hardware in software.into_iter().chain([true]) {
             let lanes = 2 * dtype.size();

@@ -1,4 +1,4 @@
-//! Instances of the kernels that quantize to NVFP4.
+//! Instances of the NVFP4 quantization kernels.
 
 use cubecl::ir::{ElemType, UIntKind};
 
@@ -21,7 +21,7 @@ use crate::{
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
-/// Whether there are conversions to E2M1, to nearest and stochastic.
+/// Expected conversion instructions to E2M1, to nearest and stochastic.
 fn e2m1(nearest: bool, stochastic: bool) -> Expected {
     Expected {
         e2m1_rn: Some(nearest),
@@ -219,7 +219,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         ];
         let plans = tile_plans.into_iter().chain(further_plans).enumerate();
         for (i, (row, col, tiles)) in plans {
-            // With a scale for the whole tile the codes of four over six need no errors.
+            // With a scale for the whole tile, the codes of four over six need no errors.
             let expected = if tiles {
                 e2m1(device.has_nearest(), false)
             } else {

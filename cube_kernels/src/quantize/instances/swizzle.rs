@@ -1,4 +1,4 @@
-//! Instances of the kernels that move scales between their layouts.
+//! Instances of the kernels that convert scales between layouts.
 
 use cubecl::prelude::*;
 

@@ -1,4 +1,4 @@
-//! The arguments of the kernels of MS-EDEN, and what units keep of them.
+//! Arguments of the MS-EDEN kernels, and per-unit state derived from them.
 
 use cubecl::prelude::*;
 
@@ -16,8 +16,8 @@ use crate::{
     policy::Hadamard,
 };
 
-/// A source in memory: the elements of a matrix, or the codes and scales of an NVFP4 tensor, which
-/// leave `F` and `N` without a meaning.
+/// A source in memory: the elements of a matrix, or the codes and scales of an NVFP4 tensor, for
+/// which `F` and `N` are unused.
 #[derive(CubeType, CubeLaunch)]
 pub enum EdenStored<F: Numeric, N: Size> {
     /// A matrix.
@@ -28,7 +28,7 @@ pub enum EdenStored<F: Numeric, N: Size> {
 
 #[cube]
 impl<F: Numeric, N: Size> EdenStored<F, N> {
-    /// The factor of a packed source with one amax.
+    /// Returns the factor of a packed source with one amax.
     pub(super) fn factor(&self) -> f32 {
         #[comptime]
         match self {
@@ -38,14 +38,14 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
     }
 }
 
-/// From what the scales derive.
+/// Inputs from which the scales derive.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenInputs {
-    /// The amax values of the transformed source.
+    /// Amax values of the transformed source.
     pub amax: Box<[f32]>,
-    /// What one is multiplied by to give the one that the result decodes with.
+    /// Factor from an amax of the source to the amax with which the result is decoded.
     pub amax_factor: f32,
-    /// What block scales are multiplied by.
+    /// Factor of block scales.
     pub block_factor: f32,
 }
 
@@ -56,39 +56,39 @@ impl EdenInputs {
     }
 }
 
-/// Scale bytes of a rotation group: eight.
+/// Scale bytes in units of a rotation group: eight.
 #[derive(CubeType, CubeLaunch)]
 pub enum EdenScales {
-    /// Contiguous: an item for each rotation group.
+    /// Contiguous: one item per rotation group.
     Compact(Box<[Vector<u32, Const<2>>]>),
     /// In 128x4 tiles: two words, [`TILE_OF_SCALES`] apart.
     Swizzled(Box<[u32]>),
 }
 
-/// The elements of the result.
+/// Elements of the result.
 #[derive(CubeType, CubeLaunch)]
 pub enum EdenValues {
-    /// Codes, and scale bytes.
+    /// Codes and scale bytes.
     Packed(EdenPacked),
-    /// Codes times block scales in bf16, eight to an item, in the order that the policy says.
+    /// Codes times block scales in bf16, eight per item, in the order that the policy selects.
     Bf16Unscaled(Box<[Vector<u32, Const<4>>]>),
 }
 
-/// Codes, an item for each block, and scale bytes.
+/// Codes, one item per block, and scale bytes.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenPacked {
-    /// The codes.
+    /// Codes.
     pub codes: Box<[Vector<u32, Const<2>>]>,
-    /// The scale bytes.
+    /// Scale bytes.
     pub scales: EdenScales,
 }
 
-/// Where the result is written.
+/// Output buffers.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenOut {
-    /// Its elements.
+    /// Elements.
     pub values: EdenValues,
-    /// The amax values that it decodes with.
+    /// Amax values with which the result is decoded.
     pub amax: Box<[f32]>,
 }
 
@@ -114,35 +114,33 @@ impl EdenScales {
     }
 }
 
-/// What is drawn at random.
+/// Inputs of random draws.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenDraw {
-    /// A further part of the random offset, where the policy says so: two words, low word first.
+    /// Additional random offset, if the policy has one: two words, low word first.
     pub offset: Box<[u32]>,
-    /// Where random bits come from.
+    /// Source of random bits.
     pub random: Random,
-    /// Where the rotation groups of the tensor stand, counted in these.
+    /// Position of the tensor's rotation groups, counted in rotation groups.
     pub position: BlockNumbers,
-    /// The units of the groups of rows before those of the tensor, a word, where the policy says
-    /// so.
+    /// Units of the groups of rows before those of the tensor, one word, if the policy has them.
     pub earlier: Box<[u32]>,
-    /// The signs of the transform.
+    /// Signs of the transform.
     pub signs: EdenSigns,
 }
 
-/// The signs of the transform, as the host knows them.
+/// Signs of the transform as launch arguments.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenSigns {
-    /// The signs, or, where the policy says that they are redrawn, in the first two words their
-    /// seed.
+    /// The signs or, if the policy redraws them, their seed in the first two words.
     pub words: Signs,
-    /// What the seed is advanced by, where they are redrawn: two words, low word first.
+    /// Offset by which the seed is advanced if signs are redrawn: two words, low word first.
     pub offset: Box<[u32]>,
 }
 
 #[cube]
 impl EdenSigns {
-    /// The signs.
+    /// Returns the signs.
     pub(super) fn resolve(&self, #[comptime] redrawn: bool) -> Signs {
         let mut signs = Signs {
             word0: self.words.word0,
@@ -170,13 +168,13 @@ fn word64(low: u32, high: u32) -> u64 {
 
 #[cube]
 impl EdenDraw {
-    /// The stream with the part of its offset that is in device memory.
+    /// Returns the stream with the offset in device memory added.
     pub(super) fn resolve(&self, #[comptime] device_offset: bool) -> Random {
         let mut low = self.random.offset_low;
         let mut high = self.random.offset_high;
         if comptime!(device_offset) {
             low += self.offset[0];
-            // Unsigned addition wrapped exactly when the sum is below a summand.
+            // The unsigned addition wrapped if and only if the sum is below a summand.
             high += self.offset[1] + u32::cast_from(low < self.random.offset_low);
         }
         Random {
@@ -188,8 +186,8 @@ impl EdenDraw {
     }
 }
 
-/// Writes the amax values from which the result decodes: the one, where there is one, or those of
-/// the groups. Returns the scale of the first group, or of all.
+/// Writes the amax values with which the result is decoded: a single one, or one per group. Returns
+/// the scale of the first group, or of all.
 #[cube]
 pub(super) fn write_amax(
     from: &EdenInputs,
@@ -216,8 +214,8 @@ pub(super) fn write_amax(
 }
 
 /// Raises entry `index` of `out` to `bits`, compared as integers: the order of arrival does not
-/// matter. Once for each plane on CUDA, and only where it is not as high already: atomics on one
-/// address take turns.
+/// matter. On CUDA this takes one atomic per plane, and only if the entry is smaller, since atomics
+/// on one address serialize.
 #[cube]
 pub(super) fn atomic_amax(
     out: &mut [Atomic<u32>],
@@ -236,8 +234,8 @@ pub(super) fn atomic_amax(
     }
 }
 
-/// The amax, as bits, of the group that the cube's last tile was in. A cube's tiles follow each
-/// other through the groups, so that one atomic operation for each group it leaves is enough.
+/// Amax bits of the group of the cube's last tile. A cube's tiles follow each other through the
+/// groups, so one atomic per group that it leaves is enough.
 #[derive(CubeType)]
 pub(super) struct KeptAmax {
     pub bits: u32,
@@ -246,8 +244,8 @@ pub(super) struct KeptAmax {
 
 #[cube]
 impl KeptAmax {
-    /// Includes the amax of a tile of group `part`, after giving `out` that of the group which it
-    /// leaves.
+    /// Includes the amax of a tile of group `part`. When the group changes, first writes the amax
+    /// of the previous group to `out`.
     pub fn include(
         &mut self,
         bits: u32,
@@ -267,8 +265,7 @@ impl KeptAmax {
     }
 }
 
-/// The scale of the group that the cube's last tile was in: it costs divisions, so once for each
-/// group.
+/// Scale of the group of the cube's last tile, cached because its computation takes divisions.
 #[derive(CubeType)]
 pub(super) struct KeptScale {
     pub scale: EdenScale,
@@ -277,7 +274,7 @@ pub(super) struct KeptScale {
 
 #[cube]
 impl KeptScale {
-    /// Makes it the scale of group `part`.
+    /// Updates the scale to that of group `part`.
     pub fn turn_to(&mut self, part: usize, from: &EdenInputs, #[comptime] policy: EdenPolicy) {
         if comptime!(!policy.plain()) {
             let next = part;

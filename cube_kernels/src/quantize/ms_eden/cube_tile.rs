@@ -1,4 +1,4 @@
-//! A tile of a cube, in `f32` in shared memory: for devices without planes of 32 units.
+//! A tile of a cube, as `f32` in shared memory: for devices without planes of 32 units.
 
 use cubecl::prelude::*;
 
@@ -23,8 +23,8 @@ use crate::{
 
 #[cube]
 impl<F: Numeric, N: Size> EdenStored<F, N> {
-    /// Loads a tile and transforms its segments; ends at a barrier. `factor` is that of the source,
-    /// `cols` its columns where it is a matrix, `kind` then their type.
+    /// Loads a tile and transforms its segments; ends with a barrier. `factor` is that of the
+    /// source. If the source is a matrix, `cols` are its columns and `kind` is its type.
     pub(super) fn load_tile(
         &self,
         tile: &mut [f32],
@@ -47,7 +47,7 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
     }
 }
 
-/// Loads a tile of a matrix and transforms its segments; ends at a barrier.
+/// Loads a tile of a matrix and transforms its segments; ends with a barrier.
 #[cube]
 fn load_matrix<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -108,7 +108,7 @@ fn load_matrix<F: Numeric, N: Size>(
     sync_cube();
 }
 
-/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends at a
+/// Loads a tile of an NVFP4 matrix, whose factor is `own`, and transforms its segments; ends with a
 /// barrier.
 #[cube]
 fn load_packed(
@@ -168,8 +168,8 @@ fn transform_segments(tile: &mut [f32], signs: &Signs, #[comptime] across: bool)
     }
 }
 
-/// The largest magnitude of a transformed tile, as each unit sees its part. What lies outside the
-/// matrix is zero.
+/// Returns the largest magnitude of this unit's share of a transformed tile. Elements outside the
+/// matrix are zero.
 #[cube]
 pub(super) fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
     let mut bits = 0u32;
@@ -182,7 +182,7 @@ pub(super) fn tile_amax(tile: &[f32], #[comptime] across: bool) -> u32 {
     bits
 }
 
-/// Takes the blocks of a transformed tile.
+/// Quantizes the blocks of a transformed tile.
 #[cube]
 pub(super) fn take_tile(
     tile: &[f32],

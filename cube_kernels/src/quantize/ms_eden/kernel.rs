@@ -1,4 +1,4 @@
-//! The kernels of MS-EDEN.
+//! The MS-EDEN kernels.
 
 use cubecl::prelude::*;
 
@@ -21,14 +21,15 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// The pieces of a unit: tiles of a plane or of a cube, or parts of tiles that planes share.
+/// Loop over the pieces of a unit: tiles of a plane or of a cube, or parts of tiles that planes
+/// share.
 #[derive(CubeType)]
 struct Walk {
-    /// The number of the first.
+    /// Index of the first piece.
     first: usize,
-    /// The number behind that of the last.
+    /// End index (exclusive).
     end: usize,
-    /// The distance from one to the next. In 32 bits also where addresses have 64: a plane has no
+    /// Stride between pieces. It has 32 bits even for 64-bit addresses, because a plane has no
     /// register to spare.
     step: u32,
 }
@@ -52,16 +53,16 @@ fn walk(tiles: &EdenTiles, #[comptime] policy: EdenPolicy) -> Walk {
     }
 }
 
-/// A plane's part of the tiles.
+/// A plane's share of a tile.
 #[derive(CubeType)]
 struct Piece {
-    /// The number of the tile.
+    /// Tile index.
     tile: usize,
-    /// The first of the turns that the plane takes.
+    /// First turn that the plane takes.
     turn: usize,
 }
 
-/// Piece number `index`.
+/// Returns piece number `index`.
 #[cube]
 fn piece_of(index: usize, #[comptime] policy: EdenPolicy) -> Piece {
     let planes = comptime!(policy.planes_of_tile);
@@ -78,7 +79,7 @@ fn piece_of(index: usize, #[comptime] policy: EdenPolicy) -> Piece {
     }
 }
 
-/// The amax of the transformed values of a source, or of each of its groups of rows.
+/// Computes the amax of the transformed values of a source, or of each of its groups of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     source: EdenStored<F, N>,
@@ -132,7 +133,7 @@ pub fn ms_eden_amax_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// MS-EDEN of a source, or of each of its groups of rows.
+/// Quantizes a source, or each of its groups of rows, by MS-EDEN.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_kernel<F: Numeric, N: Size>(
     source: EdenStored<F, N>,

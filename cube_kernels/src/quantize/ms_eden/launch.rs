@@ -1,4 +1,4 @@
-//! MS-EDEN as it is asked for, and its launches.
+//! MS-EDEN requests and launches.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -36,14 +36,14 @@ use crate::{
     zeroed::zeros_of_step,
 };
 
-/// What MS-EDEN quantizes.
+/// Source of MS-EDEN.
 #[derive(Debug, Clone, Copy)]
 pub enum EdenSource<'a> {
     /// A matrix: the gradient of an output.
     Matrix(&'a Matrix),
     /// A matrix whose rows are in groups.
     Grouped(&'a Matrix, &'a Groups),
-    /// The values that an NVFP4 matrix, or groups of them, stand for: an operand of the forward
+    /// The dequantized values of an NVFP4 matrix, or of groups of them: an operand of the forward
     /// GEMM, packed along either axis.
     Packed(&'a DeviceQuantized),
 }
@@ -68,7 +68,7 @@ impl EdenSource<'_> {
         }
     }
 
-    /// Which of its rows belong together.
+    /// Returns the groups of its rows.
     fn groups(&self) -> &Groups {
         match self {
             Self::Matrix(_) => &Groups::One,
@@ -78,18 +78,18 @@ impl EdenSource<'_> {
     }
 }
 
-/// How a kernel loads a matrix.
+/// Access pattern of a kernel that loads a matrix.
 #[derive(Debug, Clone, Copy)]
 struct StoredElements {
-    /// Elements that it loads at once.
+    /// Elements per vectorized load.
     width: usize,
     kind: FloatKind,
-    /// Whether as words of two.
+    /// True if elements are loaded in words of two.
     words: bool,
 }
 
 impl StoredElements {
-    /// What is loaded at once, in items of [`elem`](Self::elem).
+    /// Returns the vector length of a load, in items of [`elem`](Self::elem).
     fn items(self) -> usize {
         if self.words {
             self.width / 2
@@ -106,7 +106,7 @@ impl StoredElements {
     }
 }
 
-/// A source as it is stored.
+/// A source as stored in memory.
 enum Stored<'a> {
     Matrix(&'a Matrix, Groups),
     Packed(PackedSource<'a>),
@@ -124,7 +124,7 @@ impl<'a> Stored<'a> {
         })
     }
 
-    /// Stored rows and their length.
+    /// Returns the number of stored rows and their length.
     fn shape(&self) -> (usize, usize) {
         match self {
             Self::Matrix(matrix, _) => (matrix.rows, matrix.cols),
@@ -132,7 +132,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Which stored rows belong together.
+    /// Returns the groups of stored rows.
     fn groups(&self) -> &Groups {
         match self {
             Self::Matrix(_, groups) => groups,
@@ -140,12 +140,13 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// How a kernel loads the elements of a matrix. A packed source has none: those stand for all.
+    /// Returns how a kernel loads the elements of a matrix. A packed source has no elements and
+    /// uses one fixed value.
     fn elements(&self, policy: &EdenPolicy) -> StoredElements {
         match self {
             Self::Matrix(matrix, _) => {
                 let width = vector_size(matrix.dtype, matrix.cols);
-                // A unit has as many lines at a time.
+                // A unit has this many lines at a time.
                 let most = if policy.planes() && policy.across {
                     OWN
                 } else {
@@ -165,7 +166,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// The argument of a kernel that loads `elements` at once.
+    /// Returns the argument of a kernel that loads `elements` at a time.
     fn arg<F: Numeric, N: Size>(&self, elements: StoredElements) -> EdenStoredArgs<F, N> {
         match self {
             // SAFETY: the matrix was checked against its memory.
@@ -188,16 +189,16 @@ impl<'a> Stored<'a> {
     }
 }
 
-/// The random bits of one use.
+/// Random bits of one quantization.
 #[derive(Debug, Clone)]
 pub struct EdenRandom {
     /// Seed, stream and offset.
     pub stream: RandomStream,
-    /// A further part of the offset in device memory, added to that of the stream: two `u32`, low
-    /// word first. A captured graph that advances it draws fresh bits at each replay.
+    /// Additional offset in device memory, added to that of the stream: two `u32`, low word first.
+    /// A captured graph that advances it draws fresh bits at each replay.
     pub offset: Option<Handle>,
-    /// The groups of rows that stand before those of the matrix in the logical tensor, for groups
-    /// with offsets: rotation groups are numbered behind theirs.
+    /// Groups of rows before those of the matrix in the logical tensor, for groups with offsets:
+    /// the rotation groups are numbered after theirs.
     pub earlier: Option<EarlierGroups>,
 }
 
@@ -211,13 +212,14 @@ impl From<RandomStream> for EdenRandom {
     }
 }
 
-/// The largest magnitude of `source` after the transform of 128 along `usage`, in device memory:
-/// one `f32`, or one for each group of rows; 0 for an empty one. See
+/// Returns the amax of `source` after the transform of 128 along `usage`, in device memory: one
+/// `f32`, or one per group of rows; 0 for an empty one. See
 /// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, the groups do not fit, or the transform does not mix
-/// 128; for groups with offsets that are packed along their rows.
+/// Returns an error if a buffer is smaller than its shape, if the groups do not fit, or if the
+/// transform does not span 128 elements; also for groups with offsets that are packed along their
+/// rows.
 pub fn ms_eden_amax<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -229,11 +231,11 @@ pub fn ms_eden_amax<'a>(
     Ok(amax_of(client, &geometry, &transform))
 }
 
-/// [`ms_eden_amax`] of a matrix along its rows and across them, by the transform for each: the same
-/// values, from one read where the device has matrix instructions for the elements.
+/// [`ms_eden_amax`] of a matrix along and across its rows, with a transform for each. The values
+/// are the same, but take only one read if the device has matrix instructions for the element type.
 ///
 /// # Errors
-/// As [`ms_eden_amax`].
+/// See [`ms_eden_amax`].
 pub fn ms_eden_amax_pair(
     client: &Client,
     matrix: &Matrix,
@@ -265,14 +267,14 @@ pub fn ms_eden_amax_pair(
     Ok(found)
 }
 
-/// [`ms_eden_amax`] of a source whose launch is known.
+/// [`ms_eden_amax`] for a source with known launch geometry.
 fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> Handle {
     let maxima = geometry.source.groups().count();
     let out = zeros_of_step(client, maxima);
     if geometry.tile_count == 0 {
         return out;
     }
-    // SAFETY: as many were allocated.
+    // SAFETY: this many values were allocated.
     let result = unsafe { buffer(&out, maxima) };
     let map = geometry.map(client, &out);
     let (count, dim, address) = geometry.launch();
@@ -298,27 +300,26 @@ fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> H
     out
 }
 
-/// `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
+/// Quantizes `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
 /// ([`ms_eden_amax`]).
 ///
-/// The result is the transformed matrix: its contraction is padded to a multiple of 128, and its
-/// `amax` is the one from which it decodes. Draw the signs of `transform` afresh for each backward
-/// pass, the same for both operands of a GEMM, or let the kernel draw them
-/// ([`EdenTransform`]). See [`reference::ms_eden`](crate::reference::ms_eden).
+/// The result is the transformed matrix: K is padded to a multiple of 128, and its `amax` is the
+/// one with which it is decoded. Draw the signs of `transform` anew for each backward pass,
+/// identical for both operands of a GEMM, or let the kernel draw them ([`EdenTransform`]). See
+/// [`reference::ms_eden`](crate::reference::ms_eden).
 ///
-/// Each group of rows is a matrix of its own, with an amax of its own, but for the indices of
-/// random bits, which go on from group to group
-/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] it is
-/// padded to a multiple of 128 rows. Copies of [`Groups::Batch`] then are such a batch again; those
-/// of [`Groups::Offsets`] are concatenated along the columns, as
-/// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side) leaves them: group `g` takes
-/// the elements from entry `g` of
-/// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client,
-/// rows, 128)` on, there is room for [`padded_bound`]`(rows, count, 128)`, and those behind the
+/// Each group of rows is quantized as a separate matrix with a separate amax. Only the indices of
+/// random bits continue from group to group
+/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] each
+/// group is padded to a multiple of 128 rows. Copies of [`Groups::Batch`] are then also a batch.
+/// Copies of [`Groups::Offsets`] are concatenated along the columns, as by
+/// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side): group `g` takes the elements
+/// from entry `g` of [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, rows,
+/// 128)` on. There is space for [`padded_bound`]`(rows, count, 128)` elements, and those after the
 /// last group are not written.
 ///
 /// # Errors
-/// As [`ms_eden_amax`].
+/// See [`ms_eden_amax`].
 pub fn ms_eden<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -331,12 +332,12 @@ pub fn ms_eden<'a>(
     ms_eden_as(client, source, usage, amax, transform, random, form)
 }
 
-/// What the result of MS-EDEN is stored as.
+/// Storage of an MS-EDEN result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EdenForm {
-    /// Codes and scale bytes. In 128x4 tiles the scales of every group of rows begin anew, but for
-    /// those of groups side by side, which are whole tiles of one matrix. Rows that pad a tile are
-    /// written, as zeros.
+    /// Codes and scale bytes. In 128x4 tiles the scales of every group of rows start anew, except
+    /// for groups concatenated along the columns, which are whole tiles of one matrix. Rows that
+    /// pad a tile are written as zeros.
     Packed(ScaleLayout),
     /// Codes times scales, [`Storage::Bf16Unscaled`].
     Bf16Unscaled,
@@ -347,16 +348,16 @@ impl EdenForm {
         self == Self::Packed(ScaleLayout::Swizzled128x4)
     }
 
-    /// Whether it is values.
+    /// Returns true if the result is stored as bf16 values.
     pub(in crate::quantize) fn is_bf16(self) -> bool {
         self == Self::Bf16Unscaled
     }
 }
 
-/// [`ms_eden`] as `form`.
+/// [`ms_eden`] with the result stored as `form`.
 ///
 /// # Errors
-/// As [`ms_eden_amax`].
+/// See [`ms_eden_amax`].
 pub fn ms_eden_as<'a>(
     client: &Client,
     source: impl Into<EdenSource<'a>>,
@@ -372,7 +373,7 @@ pub fn ms_eden_as<'a>(
     let maxima = source.groups().count();
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tile_count == 0 {
-        // Empty matrices: their amax is 0, and so is the one to decode with.
+        // For empty matrices the amax is 0, and so is the one for decoding.
         return Ok(result(client, &source, usage, amax, hadamard, form));
     }
     let out_amax = allocate(client, maxima * 4);
@@ -439,7 +440,7 @@ pub fn ms_eden_as<'a>(
     Ok(out)
 }
 
-/// The result of [`ms_eden`], with undefined contents.
+/// Allocates the result of [`ms_eden`], with undefined contents.
 fn result(
     client: &Client,
     source: &EdenSource<'_>,
@@ -473,14 +474,14 @@ fn result(
     DeviceQuantized::empty(client, layout, groups, amax)
 }
 
-/// Planes that an SM has of few tiles: three for each of its schedulers. More of them take longer
-/// for what each does beside its turns than they save.
+/// Planes per SM for few tiles: three per scheduler. With more, the fixed work of each plane costs
+/// more than it saves.
 const PLANES_OF_SM: usize = 12;
 
-/// The planes that share a tile of a launch of `tiles`, so that all SMs have some: the time of few
-/// tiles is that of one plane's work, and not that of all. Tiles of a weight may be few; those of a
-/// gradient are many. Not where E2M1 has conversions (sm_100 and later), for which ptxas spills
-/// registers.
+/// Returns the number of planes that share a tile in a launch of `tiles` tiles, so that all SMs
+/// have work: with few tiles the run time is that of one plane's work. Weights may have few tiles,
+/// gradients have many. Always 1 on devices with E2M1 conversions (sm_100 and later), for which
+/// ptxas spills registers.
 fn planes_of_tile(client: &Client, policy: EdenPolicy, tiles: usize) -> usize {
     let is_shared =
         policy.planes() && policy.plain() && policy.packed && !policy.conversion.has_nearest();
@@ -491,13 +492,13 @@ fn planes_of_tile(client: &Client, policy: EdenPolicy, tiles: usize) -> usize {
     }
 }
 
-/// The launch of either kernel.
+/// Launch geometry of either kernel.
 struct Geometry<'a> {
     source: Stored<'a>,
     policy: EdenPolicy,
-    /// Where the rotation groups of the result stand, counted in these.
+    /// Position of the result's rotation groups, counted in rotation groups.
     position: BlockPosition,
-    /// The units of earlier groups of rows, a word.
+    /// Units of earlier groups of rows, one word.
     earlier: Option<Handle>,
     /// Tiles of 128 rows that restart at every group: those of the map.
     map_rows: usize,
@@ -548,7 +549,7 @@ impl<'a> Geometry<'a> {
         }
         let map_rows = source.groups().units(rows, ROWS);
         let plan = source.plan();
-        // Scales in 128x4 tiles are written for lines that pad a tile, too.
+        // Scales in 128x4 tiles are also written for lines that pad a tile.
         let tiles_of = |lines: usize| match swizzled {
             true => lines.div_ceil(ROWS) * (ROWS / LINES),
             false => lines.div_ceil(LINES),
@@ -563,7 +564,7 @@ impl<'a> Geometry<'a> {
             _ => tile_rows * tile_cols,
         };
         let conversion = Capabilities::of(client).conversion;
-        // Planes alone know words.
+        // Only planes support word loads.
         let words = conversion.has_ptx()
             && (across || quantize.is_none() || unscaled)
             && match &source {
@@ -621,7 +622,7 @@ impl<'a> Geometry<'a> {
         ShapeLaunch::new(rows, cols, self.source.groups().count(), self.tile_cols)
     }
 
-    /// `row_groups` are the rotation groups of a line of the result.
+    /// `row_groups` are the rotation groups per line of the result.
     fn tiles(&self, map: BufferArg, row_groups: usize) -> EdenTilesLaunch {
         EdenTilesLaunch::new(map, self.shape(), self.tile_rows, row_groups)
     }

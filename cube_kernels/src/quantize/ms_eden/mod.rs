@@ -1,11 +1,11 @@
-//! MS-EDEN: a matrix, or the dequantized NVFP4 operand of a forward GEMM, rotated and quantized
+//! MS-EDEN: rotates a matrix, or the dequantized NVFP4 operand of a forward GEMM, and quantizes it
 //! without bias along either axis.
 //!
-//! The numbers are those of [`reference::ms_eden`](crate::reference::ms_eden) (specification,
-//! section 9), byte for byte. Two kernels: one finds the largest magnitude of the rotated values,
-//! the other rotates again and quantizes; nothing between them is in memory. For a matrix that is
-//! needed along and across its rows a third comes first, which rules out nearly all tiles; a fourth
-//! finds both amax values in those that remain.
+//! The results match [`reference::ms_eden`](crate::reference::ms_eden) (specification, section 9)
+//! byte for byte. There are two kernels: one computes the amax of the rotated values, the other
+//! rotates again and quantizes; no intermediate result is in memory. For a matrix that is needed
+//! along and across its rows, a third kernel runs first and rules out nearly all tiles; a fourth
+//! computes both amax values in the remaining ones.
 
 mod arguments;
 mod cube_tile;

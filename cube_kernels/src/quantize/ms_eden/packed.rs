@@ -7,8 +7,8 @@ use super::{
     position::Position,
 };
 
-/// The values of block `block` of stored row `row`; zero where `inside` is false. The factor of the
-/// tile is `own`.
+/// Returns the values of block `block` of stored row `row`; zero if `inside` is false. `own` is the
+/// factor of the tile.
 #[cube]
 pub(super) fn decode_block(
     source: &PackedRows,
@@ -29,8 +29,8 @@ pub(super) fn decode_block(
     values
 }
 
-/// Zero from position `end` on: what pads the last block of a stored row is no part of the matrix,
-/// and not zero where that copy was transformed.
+/// Zeroes positions from `end` on. The padding of the last block of a stored row is not part of the
+/// matrix, and is nonzero if that copy was transformed.
 #[cube]
 pub(super) fn mask_block(block: &mut Array<f32>, first: usize, end: usize) {
     if first + 16usize > end {

@@ -1,10 +1,10 @@
-//! The transform of two lines by the eight units that share them.
+//! Transform of two lines by the eight units that share them.
 //!
 //! A unit begins with the same 16 positions, a segment, of both lines. It keeps one line and sends
-//! the other to the unit beside it, which does the opposite: so 16 values travel for 32 results,
-//! where each line by itself would take 32. Then it has two segments of one line, keeps one and
-//! sends the other, and again. At the end it has two segments, four apart, of the line that it
-//! kept.
+//! the other to the neighbouring unit, which does the opposite. This exchanges 16 values for 32
+//! results, instead of 32 if each line were transformed separately. The unit then has two segments
+//! of one line, keeps one and sends the other, and repeats this once. At the end it has two
+//! segments, four apart, of the line that it kept.
 
 use cubecl::prelude::*;
 
@@ -16,15 +16,15 @@ use crate::{
 /// 16 positions of two lines, or of one line twice.
 #[derive(CubeType)]
 pub(super) struct Segments {
-    /// What the unit keeps in the next exchange.
+    /// Values that the unit keeps in the next exchange.
     pub kept: Array<f32>,
-    /// What it sends.
+    /// Values that it sends.
     pub sent: Array<f32>,
 }
 
 #[cube]
 impl Segments {
-    /// Without values.
+    /// Creates segments without values.
     pub fn new() -> Segments {
         Segments {
             kept: Array::new(16usize),
@@ -33,27 +33,26 @@ impl Segments {
     }
 }
 
-/// What a unit does in the three exchanges.
+/// Role of a unit in the three exchanges.
 ///
-/// What it keeps is the lower or the upper of the two operands, by its number. It takes the
-/// difference as kept less received in either case, which has the wrong sign where it keeps the
-/// upper one. All that the difference is combined with later has that sign as well, so that the
-/// last multiplication mends it.
+/// A unit keeps the lower or the upper of the two operands, depending on its index. In both cases
+/// it computes the difference as kept minus received, which has the wrong sign if it keeps the
+/// upper one. All operands that the difference is later combined with have that sign, too, so that
+/// the final multiplication corrects it.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Exchange {
-    /// 1 where it keeps the sum of the first exchange, -1 where it keeps the difference.
+    /// 1 if the unit keeps the sum of the first exchange, -1 if it keeps the difference.
     first: f32,
-    /// The same of the second.
+    /// 1 if the unit keeps the sum of the second exchange, -1 if it keeps the difference.
     second: f32,
-    /// What the lower of the two results is multiplied by: the factor of the transform, with its
-    /// sign.
+    /// Factor of the lower of the two results: the transform's factor with its sign.
     pub low: f32,
-    /// The same of the upper result.
+    /// Factor of the upper result.
     pub high: f32,
 }
 
-/// -1 if `negative`, else 1.
+/// Returns -1 if `negative`, else 1.
 #[cube]
 fn sign(negative: bool) -> f32 {
     select(negative, -1.0f32, 1.0f32)
@@ -61,13 +60,13 @@ fn sign(negative: bool) -> f32 {
 
 #[cube]
 impl Exchange {
-    /// That of this unit.
+    /// Returns the role of this unit.
     pub fn new() -> Exchange {
         let bit0 = UNIT_POS_PLANE & 1u32 == 1u32;
         let bit1 = UNIT_POS_PLANE & 2u32 == 2u32;
         let bit2 = UNIT_POS_PLANE & 4u32 == 4u32;
         let factor = comptime!(HadamardSize::H128.factor());
-        // Differences of the first exchange that an odd unit made, and of the second.
+        // Differences of the first exchange by an odd unit, and of the second.
         let low = factor * sign(bit0 && bit1) * sign(bit1 && bit2);
         Exchange {
             first: sign(bit1),
@@ -77,19 +76,19 @@ impl Exchange {
         }
     }
 
-    /// The line that this unit keeps of two neighbours: 0 or 1.
+    /// Returns the line that this unit keeps of two neighbours: 0 or 1.
     pub fn line(&self) -> usize {
         UNIT_POS_PLANE as usize % 2usize
     }
 
-    /// The segment of the lower result; that of the upper one is four more.
+    /// Returns the segment of the lower result; that of the upper one is four more.
     pub fn segment(&self) -> usize {
         UNIT_POS_PLANE as usize % 8usize / 2usize
     }
 
-    /// Transforms a line that is kept and one that is sent, but for [`low`](Self::low) and
-    /// [`high`](Self::high), to the lower result in `kept` and the upper one in `sent`. The sums
-    /// are those of distances 1, 2, 4, .., 64 in this order. All units of the plane must be here.
+    /// Transforms a kept line and a sent one to the lower result in `kept` and the upper one in
+    /// `sent`, without the factors [`low`](Self::low) and [`high`](Self::high). Sums are over
+    /// distances 1, 2, 4, .., 64 in this order. All units of the plane must call it.
     pub fn transform(&self, segments: &mut Segments) {
         self.before_last(segments);
         #[unroll]
@@ -101,8 +100,8 @@ impl Exchange {
         }
     }
 
-    /// The largest magnitude of what [`transform`](Self::transform) gives this unit. That of a sum
-    /// and a difference is the sum of the magnitudes.
+    /// Returns the largest magnitude of this unit's results of [`transform`](Self::transform). The
+    /// larger of a sum and a difference is the sum of the magnitudes.
     pub fn largest(&self, segments: &mut Segments) -> f32 {
         self.before_last(segments);
         let mut most = 0.0f32;
@@ -114,7 +113,7 @@ impl Exchange {
         most
     }
 
-    /// All but the last exchange.
+    /// All exchanges except the last one.
     fn before_last(&self, segments: &mut Segments) {
         butterfly(&mut segments.kept, HadamardSize::H16);
         butterfly(&mut segments.sent, HadamardSize::H16);

@@ -1,6 +1,6 @@
-//! From the blocks of a plane to the result: the correction of rotation groups, and what is
-//! written. Half a tile at a time: two units correct a group, and what their lines keep in shared
-//! memory is little enough that registers bound the planes of an SM.
+//! From the blocks of a plane to the result: corrects rotation groups and writes. A plane processes
+//! half a tile at a time: two units correct a group, and their lines take so little shared memory
+//! that registers limit the planes per SM.
 
 use cubecl::prelude::*;
 
@@ -15,27 +15,26 @@ use crate::cube::{
     ptx,
 };
 
-/// Vectors of eight values that a line of a tile has in shared memory: 16, and one against bank
+/// Vectors of eight values per line of a tile in shared memory: 16, plus one against bank
 /// conflicts.
 const VECTORS: usize = 17;
 
-/// What the blocks of half a plane's tile leave in shared memory until their groups are corrected.
+/// Data in shared memory of the blocks of half a plane's tile, until their groups are corrected.
 #[derive(CubeType)]
 pub(super) struct PlaneBlocks {
-    /// The number of the plane in its cube.
+    /// Index of the plane in its cube.
     plane: usize,
     /// `xx` of all lines of a plane, then `xq`.
     sums: Shared<[f32]>,
-    /// What the scale bytes stand for: before the correction, and behind it where the result is
-    /// not packed.
+    /// Decoded scale bytes: before the correction, and also after it if the result is not packed.
     scales: Shared<[f32]>,
-    /// What codes stand for, as bf16, where the result is not packed.
+    /// Decoded codes as bf16, if the result is not packed.
     values: Shared<[Vector<u32, Const<4>>]>,
 }
 
 #[cube]
 impl PlaneBlocks {
-    /// Of cubes with up to `planes` planes.
+    /// Allocates memory for cubes with up to `planes` planes.
     pub fn new(#[comptime] planes: usize, #[comptime] unscaled: bool) -> PlaneBlocks {
         let vectors = comptime!(if unscaled { planes * HALF * VECTORS } else { 1 });
         PlaneBlocks {
@@ -46,7 +45,7 @@ impl PlaneBlocks {
         }
     }
 
-    /// Takes the sums and the scale of block `segment` of the line in `slot`.
+    /// Stores the sums and the scale of block `segment` of the line in `slot`.
     pub fn take_sums(&mut self, sums: &EdenSums, scale: f32, slot: usize, segment: usize) {
         let line = self.plane * comptime!(2 * HALF) + slot;
         self.sums[line * comptime!(SUMS) + segment] = sums.xx;
@@ -54,7 +53,7 @@ impl PlaneBlocks {
         self.scales[(self.plane * HALF + slot) * comptime!(SUMS) + segment] = scale;
     }
 
-    /// Takes what the codes of a block stand for, pairs of bf16.
+    /// Stores the decoded codes of a block, as pairs of bf16.
     pub fn take_values(&mut self, pairs: &Array<u32>, slot: usize, segment: usize) {
         let at = (self.plane * HALF + slot) * VECTORS + segment * 2usize;
         #[unroll]
@@ -68,9 +67,9 @@ impl PlaneBlocks {
         }
     }
 
-    /// Corrects the groups of the lines that a plane took from turn `turn` of a tile on, which are
-    /// of half a tile at most, and writes what remains of them. All units of the plane must be here,
-    /// behind a barrier.
+    /// Corrects the groups of the lines that a plane took from turn `turn` of a tile on, at most
+    /// half a tile, and writes the remaining results. All units of the plane must call it, after a
+    /// barrier.
     pub fn finish(
         &mut self,
         turn: usize,
@@ -136,13 +135,14 @@ impl PlaneBlocks {
         }
     }
 
-    /// The scale of block `block` of the line in slot `slot` of all planes, in both halves.
+    /// Returns the scale of block `block` of the line in slot `slot` of all planes, in both halves
+    /// of a word.
     fn scale_pair(&self, slot: usize, block: usize) -> u32 {
         let scale = u32::reinterpret(self.scales[slot * comptime!(SUMS) + block]);
         ptx::prmt(scale, scale, 0x3232u32)
     }
 
-    /// Vector `vector` of a line, times its scale.
+    /// Returns vector `vector` of a line times its scale.
     fn scaled_vector(&self, slot: usize, vector: usize) -> Vector<u32, Const<4>> {
         let pair = self.scale_pair(slot, vector / 2usize);
         let values = self.values[slot * VECTORS + vector];
@@ -178,8 +178,8 @@ impl PlaneBlocks {
     }
 }
 
-/// Whether a plane that corrects lines from turn `turn` of a tile on took the one in slot `slot`:
-/// all of half a tile, or those of one turn.
+/// Returns true if a plane that corrects lines from turn `turn` of a tile on took the one in slot
+/// `slot`: all lines of half a tile, or those of one turn.
 #[cube]
 fn is_taken(slot: usize, turn: usize, #[comptime] policy: EdenPolicy) -> bool {
     if comptime!(policy.corrected_turns() > 1) {

@@ -1,8 +1,8 @@
 //! A tile of a plane, in registers. Eight neighbouring units share two lines at a time and
 //! transform them by the exchanges of [`plane_exchange`](super::plane_exchange).
 //!
-//! Across a packed source a unit's word of codes is of eight lines: it has the words of its 16 rows
-//! for all turns, and takes two lines of them in each.
+//! Across a packed source, a unit's word of codes covers eight lines. The unit loads the words of
+//! its 16 rows once for all turns, and takes two of their lines in each turn.
 
 use cubecl::prelude::*;
 
@@ -30,22 +30,22 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Lines that a unit has at a time.
+/// Lines per unit at a time.
 pub(super) const OWN: usize = 2;
-/// Lines that a plane has at a time.
+/// Lines per plane at a time.
 const LINES_AT_A_TIME: usize = 8;
 
-/// What a plane reads all its tiles with.
+/// Parameters with which a plane reads all its tiles.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Reading {
-    /// The factor of a packed source with one amax.
+    /// Factor of a packed source with one amax.
     factor: f32,
-    /// The columns of a matrix.
+    /// Columns of a matrix.
     cols: usize,
-    /// The signs of this unit's segment, as they meet what it loads.
+    /// Signs of this unit's segment, arranged for its loads.
     signs: SegmentSigns,
-    /// What it does in the transform.
+    /// Role of the unit in the transform.
     exchange: Exchange,
 }
 
@@ -62,24 +62,24 @@ impl Reading {
     }
 }
 
-/// The signs of 16 positions, arranged for what is loaded.
+/// Signs of 16 positions, arranged for the loaded data:
 ///
 /// - Words of two elements of one line: bit `j` of either half is the sign of that element of word
 ///   `j`.
 /// - Words of one element of two lines: both halves have all signs.
 /// - Codes of a block: the sign bits of its two words.
-/// - Else: the signs, in the lower half.
+/// - Otherwise: the signs, in the lower half.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct SegmentSigns {
     word: u32,
-    /// That of the second word of codes.
+    /// Sign bits of the second word of codes.
     next: u32,
 }
 
 #[cube]
 impl SegmentSigns {
-    /// From the signs in the lower half of `signs`.
+    /// Arranges the signs in the lower half of `signs`.
     fn new(signs: u32, #[comptime] policy: EdenPolicy) -> SegmentSigns {
         let mut word = signs;
         let mut next = 0u32;
@@ -103,37 +103,37 @@ impl SegmentSigns {
         SegmentSigns { word, next }
     }
 
-    /// Word `i` of two elements, with their signs.
+    /// Returns word `i` of two elements, with their signs.
     fn of_word(&self, word: u32, #[comptime] i: usize) -> u32 {
         word ^ ((self.word << comptime!(15 - i as u32)) & 0x8000_8000u32)
     }
 
-    /// Element `i`, with its sign.
+    /// Returns element `i`, with its sign.
     fn of_element(&self, value: f32, #[comptime] i: usize) -> f32 {
         let sign = (self.word << comptime!(31 - i as u32)) & 0x8000_0000u32;
         f32::reinterpret(u32::reinterpret(value) ^ sign)
     }
 
-    /// The codes of row `k` of a segment across rows, with its sign.
+    /// Returns the codes of row `k` of a segment across rows, with its sign.
     fn of_codes_across(&self, codes: u32, #[comptime] k: usize) -> u32 {
         codes ^ (((self.word >> comptime!(k as u32)) & 1u32) * 0x8888_8888u32)
     }
 }
 
-/// The part of a tile that a unit has at a time.
+/// Part of a tile that a unit has at a time.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Part {
-    /// The number of its segment in both lines.
+    /// Index of its segment in both lines.
     segment: usize,
-    /// The line that it keeps.
+    /// Line that the unit keeps.
     kept: usize,
-    /// The line that it sends.
+    /// Line that the unit sends.
     sent: usize,
 }
 
-/// The part of this unit in turn `turn`. Its lines are neighbours where they are in the source,
-/// else four apart, so that a plane reads neighbouring lines at once.
+/// Returns this unit's part in turn `turn`. Its two lines are neighbours if they are neighbours in
+/// the source, and otherwise four apart, so that a plane reads neighbouring lines together.
 #[cube]
 fn part_of(turn: usize, reading: Reading, #[comptime] policy: EdenPolicy) -> Part {
     let unit = UNIT_POS_PLANE as usize;
@@ -158,37 +158,37 @@ fn part_of(turn: usize, reading: Reading, #[comptime] policy: EdenPolicy) -> Par
     }
 }
 
-/// The number of the first of a part's lines, where they are neighbours.
+/// Returns the index of the first of a part's lines, if they are neighbours.
 #[cube]
 fn first_line(part: Part) -> usize {
     min(part.kept, part.sent)
 }
 
-/// What a unit has of a packed source across its blocks for all turns: for each of 16 rows the
-/// codes of eight lines, with their signs, and what multiplies them.
+/// A unit's data of a packed source across its blocks, for all turns: for each of 16 rows the codes
+/// of eight lines, with their signs and factors.
 #[derive(CubeType)]
 pub(super) struct HeldLines {
     codes: Array<u32>,
-    /// Those of blocks, as pairs of bf16.
+    /// Block scales, as pairs of bf16.
     scales: Array<u32>,
-    /// Those of tensors: of each row, or of all.
+    /// Tensor factors: of each row, or of all.
     tensors: Array<f32>,
 }
 
-/// Rows that a unit holds: none, unless it holds them for all turns.
+/// Returns the rows that a unit holds: none, unless it holds them for all turns.
 fn held_rows(policy: EdenPolicy) -> usize {
     if policy.held_turns() > 1 { 16 } else { 1 }
 }
 
-/// Whether one factor serves all rows. Where that is infinite, what stands for positions outside of
-/// the source is NaN and not zero, as nearly all of such a tensor is.
+/// Returns true if one factor applies to all rows. If that factor is infinite, positions outside
+/// the source become NaN instead of zero, like nearly all of such a tensor.
 fn has_one_factor(plan: SourcePlan) -> bool {
     plan.grouping == Grouping::One && !plan.per_row
 }
 
 #[cube]
 impl HeldLines {
-    /// Loads what this unit has of a tile of `source` for all turns.
+    /// Loads this unit's data of a tile of `source` for all turns.
     pub fn new<F: Numeric, N: Size>(
         source: &EdenStored<F, N>,
         at: &Position,
@@ -207,8 +207,8 @@ impl HeldLines {
         held
     }
 
-    /// The lines of turn `turn`, transformed but for the last factors. All units of the plane must
-    /// be here.
+    /// Returns the lines of turn `turn`, transformed without the final factors. All units of the
+    /// plane must call it.
     pub fn transformed<F: Numeric, N: Size>(
         &self,
         source: &EdenStored<F, N>,
@@ -228,7 +228,7 @@ impl HeldLines {
         }
     }
 
-    /// The rows of this unit in a tile of `source`, whose factor is `own`.
+    /// Loads this unit's rows in a tile of `source`, whose factor is `own`.
     fn load(
         &mut self,
         source: &PackedRows,
@@ -248,7 +248,7 @@ impl HeldLines {
         }
     }
 
-    /// The same; what is not in the source is zero, if that is `checked`.
+    /// Loads this unit's rows; if `checked`, elements outside the source are zero.
     fn load_rows(
         &mut self,
         source: &PackedRows,
@@ -264,8 +264,8 @@ impl HeldLines {
         let first = at.start + unit % 8usize * 16usize;
         let mut mask = 0xFFFF_FFFFu32.runtime();
         if comptime!(checked) {
-            // What pads the last block is no part of the matrix, and not zero where that copy was
-            // transformed.
+            // The padding of the last block is not part of the matrix, and is nonzero if that copy
+            // was transformed.
             let lines = min(at.lines - min(column, at.lines), 8usize);
             if lines < 8usize {
                 mask = (1u32 << (u32::cast_from(lines) * 4u32)) - 1u32;
@@ -274,7 +274,7 @@ impl HeldLines {
         #[unroll]
         for k in 0..16usize {
             if comptime!(k == 8) {
-                // All loads at once would take more registers than there are.
+                // All loads at once would take too many registers.
                 sync_plane();
             }
             let row = first + k;
@@ -287,7 +287,7 @@ impl HeldLines {
             let high = block.words.extract(1usize);
             let codes = select(eight % 2usize == 1usize, high, low) & mask;
             self.codes[k] = signs.of_codes_across(codes, k);
-            // Four bits of mantissa: the upper half of the `f32` is all of it.
+            // The scale has four bits of mantissa, so the upper half of the `f32` is exact.
             let scale = u32::reinterpret(block.factors.scale);
             if comptime!(k % 2 == 0) {
                 self.scales[comptime!(k / 2)] = scale >> 16u32;
@@ -303,7 +303,7 @@ impl HeldLines {
         }
     }
 
-    /// The values of a part's lines.
+    /// Returns the values of a part's lines.
     fn values(&self, part: Part, #[comptime] plan: SourcePlan) -> Segments {
         let mut segments = Segments::new();
         let kept = u32::cast_from(part.kept % 8usize) * 4u32;
@@ -327,7 +327,7 @@ impl HeldLines {
 
 #[cube]
 impl<F: Numeric, N: Size> EdenStored<F, N> {
-    /// Loads what a unit has for all turns.
+    /// Loads a unit's data for all turns.
     fn hold(
         &self,
         held: &mut HeldLines,
@@ -347,7 +347,7 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
         }
     }
 
-    /// The values of a part, with the signs of the transform; zeros outside of the source.
+    /// Returns the values of a part, with the signs of the transform; zeros outside the source.
     fn load_part(
         &self,
         held: &HeldLines,
@@ -371,14 +371,14 @@ impl<F: Numeric, N: Size> EdenStored<F, N> {
     }
 }
 
-/// Whether all of a tile is in the source.
+/// Returns true if the whole tile is within the source.
 #[cube]
 fn is_whole(at: &Position) -> bool {
     at.start + 128usize <= at.end && at.line0 + LINES <= at.lines
 }
 
-/// The values of a part of a matrix. Where all of the tile is in the matrix, one test serves all
-/// loads: each of its own costs more than a load of two elements.
+/// Returns the values of a part of a matrix. If the whole tile is within the matrix, one test
+/// covers all loads: a separate test costs more than a load of two elements.
 #[cube]
 fn matrix_part<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -401,7 +401,7 @@ fn matrix_part<F: Numeric, N: Size>(
     segments
 }
 
-/// Loads a part of a matrix; outside of it are zeros, if that is `checked`.
+/// Loads a part of a matrix; if `checked`, elements outside are zeros.
 #[cube]
 fn fill<F: Numeric, N: Size>(
     segments: &mut Segments,
@@ -428,13 +428,13 @@ fn fill<F: Numeric, N: Size>(
     }
 }
 
-/// How a line of a matrix is loaded.
+/// Options for loading a line of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct LineLoad {
     kind: FloatKind,
-    /// In words of two elements.
+    /// True to load words of two elements.
     words: bool,
-    /// Zeros outside of the matrix.
+    /// True to zero elements outside the matrix.
     checked: bool,
 }
 
@@ -481,8 +481,7 @@ fn fill_line<F: Numeric, N: Size>(
     }
 }
 
-/// Loads a part of two neighbouring columns of a matrix; outside of it are zeros, if that is
-/// `checked`.
+/// Loads a part of two neighbouring columns of a matrix; if `checked`, elements outside are zeros.
 #[cube]
 fn fill_across<F: Numeric, N: Size>(
     segments: &mut Segments,
@@ -536,7 +535,7 @@ fn fill_across<F: Numeric, N: Size>(
     }
 }
 
-/// The `second` element of a word, or the first.
+/// Returns the `second` element of a word, or the first.
 #[cube]
 fn half_of(word: u32, second: bool, #[comptime] kind: FloatKind) -> f32 {
     if comptime!(kind == FloatKind::Bf16) {
@@ -562,7 +561,8 @@ fn packed_along(
     Segments { kept, sent }
 }
 
-/// A segment of line `line` of a tile along the rows of a packed source, whose factor is `own`.
+/// Loads a segment of line `line` of a tile along the rows of a packed source, whose factor is
+/// `own`.
 #[cube]
 fn packed_line(
     source: &PackedRows,
@@ -589,17 +589,17 @@ fn packed_line(
     block
 }
 
-/// Two segments of a line, transformed but for the last factors.
+/// Two segments of a line, transformed without the final factors.
 #[derive(CubeType)]
 pub(super) struct Taken {
     segments: Segments,
-    /// The number of the line in the tile.
+    /// Index of the line in the tile.
     line: usize,
     exchange: Exchange,
 }
 
-/// The largest magnitude of the lines of a tile that a plane takes from turn `first` on, after the
-/// transform, as bits, as each unit sees its part. What lies outside the matrix is zero.
+/// Returns the largest magnitude, as bits, of this unit's share of the lines that a plane takes
+/// from turn `first` on, after the transform. Elements outside the matrix are zero.
 #[cube]
 pub(super) fn plane_amax<F: Numeric, N: Size>(
     source: &EdenStored<F, N>,
@@ -617,11 +617,11 @@ pub(super) fn plane_amax<F: Numeric, N: Size>(
         let largest = reading.exchange.largest(&mut segments);
         most = max(most, u32::reinterpret(largest));
     }
-    // Multiplication and rounding keep the order of magnitudes.
+    // Multiplication and rounding are monotonic in the magnitude.
     u32::reinterpret(round_normalized(f32::reinterpret(most), HadamardSize::H128))
 }
 
-/// Takes the two blocks of a line.
+/// Quantizes the two blocks of a line.
 #[cube]
 pub(super) fn take_segments(
     taken: &Taken,
@@ -661,7 +661,7 @@ pub(super) fn take_segments(
     }
 }
 
-/// A segment times `factor`, as bf16 pairs. A sum of zero has no sign.
+/// Returns a segment times `factor`, as bf16 pairs. Zero sums have no sign.
 #[cube]
 fn scaled_pairs(values: &Array<f32>, factor: f32) -> Array<u32> {
     let mut pairs = Array::<u32>::new(8usize);

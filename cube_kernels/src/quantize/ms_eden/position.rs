@@ -1,4 +1,4 @@
-//! The tiles of MS-EDEN, and their places in the result.
+//! Tiles of MS-EDEN, and their positions in the result.
 
 use cubecl::prelude::*;
 
@@ -8,53 +8,53 @@ use super::super::{
 };
 use crate::cube::{codec::Conversion, eden::LINES, philox::Numbering, scale::swizzled_at};
 
-/// The comptime choices of MS-EDEN.
+/// Comptime configuration of MS-EDEN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct EdenPolicy {
-    /// The contraction runs across the stored rows.
+    /// True if K runs across the stored rows.
     pub across: bool,
-    /// The source is an NVFP4 tensor.
+    /// True if the source is an NVFP4 tensor.
     pub packed: bool,
-    /// Elements of 16 bits of a matrix are loaded in words of two. Along rows they are
-    /// not, to a packed result: ptxas would spill registers for it.
+    /// True if 16-bit elements of a matrix are loaded in words of two. Not along rows to a packed
+    /// result, for which ptxas would spill registers.
     pub words: bool,
-    /// How the source is stored; of one that is not packed, how its groups are given.
+    /// Storage of the source; for a source that is not packed, only the representation of groups.
     pub source: SourcePlan,
-    /// Scales are written in 128x4 tiles.
+    /// True to write scales in 128x4 tiles.
     pub swizzled: bool,
-    /// The random offset has a part in device memory.
+    /// True if the random offset has a part in device memory.
     pub device_offset: bool,
-    /// How rotation groups are numbered in drawing.
+    /// Numbering of rotation groups for random draws.
     pub numbering: Numbering,
-    /// The signs of the transform are drawn by the kernel.
+    /// True if the kernel draws the signs of the transform.
     pub redrawn_signs: bool,
-    /// The result is codes times scales in bf16.
+    /// True if the result is codes times scales in bf16.
     pub unscaled: bool,
-    /// The planes that share a tile, each of which takes some of its turns: 1, 2 or 4. More than
-    /// one where tiles of a packed source without groups are few.
+    /// Planes that share a tile, each taking some of its turns: 1, 2 or 4. More than one only if a
+    /// packed source without groups has few tiles.
     pub planes_of_tile: usize,
-    /// Who converts to E2M1.
+    /// Implementation of the conversion to E2M1.
     pub conversion: Conversion,
 }
 
 impl EdenPolicy {
-    /// Whether there are no groups.
+    /// Returns true if there are no groups.
     pub(super) fn plain(self) -> bool {
         self.source.grouping == Grouping::One
     }
 
-    /// Whether a plane works on a tile by itself.
+    /// Returns true if a single plane works on a tile, rather than a cube.
     pub(super) fn planes(self) -> bool {
         self.conversion.has_ptx()
     }
 
-    /// Turns for which a unit loads at a time: across a packed source its word of codes is of
-    /// eight lines.
+    /// Returns the number of turns that a unit loads at a time: across a packed source its word of
+    /// codes covers eight lines.
     pub(super) fn held_turns(self) -> usize {
         if self.packed && self.across { TURNS } else { 1 }
     }
 
-    /// The most planes of a cube; 1 where a cube works on a tile as a whole.
+    /// Returns the maximum planes per cube; 1 if a whole cube works on a tile.
     pub(in crate::quantize) fn planes_of_cube(self) -> usize {
         match (self.planes(), self.planes_of_tile) {
             (false, _) => 1,
@@ -63,31 +63,32 @@ impl EdenPolicy {
         }
     }
 
-    /// Turns that a plane takes of a tile.
+    /// Returns the turns of a tile that a plane takes.
     pub(super) fn turns(self) -> usize {
         TURNS / self.planes_of_tile
     }
 
-    /// Turns whose lines a plane corrects at a time: those of half a tile, or all that it takes.
+    /// Returns the turns whose lines a plane corrects at a time: those of half a tile, or all that
+    /// it takes.
     pub(super) fn corrected_turns(self) -> usize {
         self.turns().min(TURNS / 2)
     }
 }
 
-/// How often a plane takes lines of a tile.
+/// Turns in which a plane takes the lines of a tile.
 pub(super) const TURNS: usize = 4;
 
 /// Lines of half a tile, which a plane corrects at a time: those of two turns.
 pub(super) const HALF: usize = LINES / 2;
 
-/// Planes of a cube at most.
+/// Maximum planes per cube.
 const MOST_PLANES: usize = 8;
 
-/// The same where planes share tiles, so that more SMs have a cube: one plane for each of an SM's
-/// schedulers.
+/// Maximum planes per cube if planes share tiles, so that more SMs have a cube: one plane per
+/// scheduler of an SM.
 const FEW_PLANES: usize = 4;
 
-/// The number of a line among those of its half of a tile.
+/// Returns the index of a line within its half of a tile.
 #[cube]
 pub(super) fn slot_of_line(line: usize, #[comptime] policy: EdenPolicy) -> usize {
     if comptime!(policy.held_turns() > 1) {
@@ -97,7 +98,7 @@ pub(super) fn slot_of_line(line: usize, #[comptime] policy: EdenPolicy) -> usize
     }
 }
 
-/// The line of the tile that is number `slot` of half `half`.
+/// Returns the line of the tile that is number `slot` of half `half`.
 #[cube]
 pub(super) fn line_of_slot(slot: usize, half: usize, #[comptime] policy: EdenPolicy) -> usize {
     if comptime!(policy.held_turns() > 1) {
@@ -107,7 +108,7 @@ pub(super) fn line_of_slot(slot: usize, half: usize, #[comptime] policy: EdenPol
     }
 }
 
-/// Whether the line in slot `slot` of half a tile is one of turn `turn` of that half.
+/// Returns true if the line in slot `slot` of half a tile belongs to turn `turn` of that half.
 #[cube]
 pub(super) fn is_slot_of_turn(slot: usize, turn: usize, #[comptime] policy: EdenPolicy) -> bool {
     if comptime!(policy.held_turns() > 1) {
@@ -117,50 +118,51 @@ pub(super) fn is_slot_of_turn(slot: usize, turn: usize, #[comptime] policy: Eden
     }
 }
 
-/// The tiles of a stored matrix and of its groups; `map` is what
-/// [`map_tiles()`](super::super::tile::map_tiles) wrote.
+/// Tiles of a stored matrix and of its groups; [`map_tiles()`](super::super::tile::map_tiles)
+/// writes `map`.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenTiles {
-    /// A record for each row of tiles, where groups are in device memory.
+    /// Record per row of tiles, if groups are in device memory.
     pub map: Box<[Vector<u32, Const<4>>]>,
-    /// The stored matrix.
+    /// Shape of the stored matrix.
     pub shape: Shape,
     /// Rows of tiles.
     pub row_tiles: usize,
-    /// Rotation groups of a line of the result, where the tensors of groups share its lines.
+    /// Rotation groups per line of the result, if the tensors of groups share its lines.
     pub row_groups: usize,
 }
 
-/// A tile of a stored matrix, and its place in the result.
+/// A tile of a stored matrix, and its position in the result.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Position {
-    /// Its first line.
+    /// First line.
     pub line0: usize,
-    /// The line behind the last one.
+    /// End line (exclusive).
     pub lines: usize,
-    /// Its first position along the contraction.
+    /// First position along K.
     pub start: usize,
-    /// The position behind the last one.
+    /// End position along K (exclusive).
     pub end: usize,
-    /// The number of its rotation group on line 0 in the result.
+    /// Index of its rotation group on line 0 in the result.
     pub first: usize,
     /// Rotation groups from one line to the next.
     pub pitch: usize,
-    /// The same in the order in which random bits are drawn: one group of rows after another.
+    /// Index of its rotation group on line 0 in the order of random draws: one group of rows after
+    /// another.
     pub drawn_first: usize,
-    /// The pitch of that.
+    /// Pitch of lines in the order of random draws.
     pub drawn_pitch: usize,
-    /// The group of rows.
+    /// Index of the group of rows.
     pub part: usize,
-    /// Rotation groups of one line in the copies of earlier groups of rows, where these lie along
-    /// the contraction.
+    /// Rotation groups per line in the copies of earlier groups of rows, if these are along K.
     pub units_before: usize,
-    /// What padding every group of rows to 128 adds to the numbers of the tile's stored rows.
+    /// Row padding of earlier groups, if every group of rows is padded to 128: the offset that it
+    /// adds to the indices of the tile's stored rows.
     pub padding: usize,
 }
 
-/// Tile number `index`. Neighbouring cubes read neighbouring memory. `map` is what [`map_tiles()`]
-/// wrote, `row_groups` the length of a line of the result where groups share their lines.
+/// Returns tile number `index`. Neighbouring cubes read neighbouring memory. [`map_tiles()`] writes
+/// `map`; `row_groups` is the length of a line of the result if groups share lines.
 #[cube]
 pub(super) fn tile_position(
     index: usize,
@@ -224,7 +226,7 @@ pub(super) fn tile_position(
     }
 }
 
-/// Whether there is anything to do in a tile: where rows are in groups, not in all.
+/// Returns true if there is work in a tile. If rows are in groups, some tiles have none.
 #[cube]
 pub(super) fn is_filled(at: &Position, #[comptime] policy: EdenPolicy) -> bool {
     if comptime!(!policy.swizzled) {
@@ -232,23 +234,24 @@ pub(super) fn is_filled(at: &Position, #[comptime] policy: EdenPolicy) -> bool {
     } else if comptime!(policy.across) {
         at.start < at.end
     } else {
-        // Lines that pad 128 of them have scales, too.
+        // Lines that pad a group to 128 have scales, too.
         at.line0 - (at.line0 + at.padding) % 128usize < at.lines
     }
 }
 
-/// The word, in scales in 128x4 tiles, of a tile's rotation group on line `line`: the bytes of its
-/// first four blocks. Those of the others are [`TILE_OF_SCALES`] words behind.
+/// Returns the index of the word with the first four scale bytes, in 128x4 tiles, of a tile's
+/// rotation group on line `line`. The other four follow [`TILE_OF_SCALES`] words later.
 #[cube]
 pub(super) fn swizzled_word(at: &Position, line: usize, #[comptime] policy: EdenPolicy) -> usize {
-    // Groups side by side are whole rotation groups, and so whole tiles, of one matrix.
+    // Groups concatenated along the columns are whole rotation groups, and so whole tiles, of one
+    // matrix.
     let one_matrix = comptime!(policy.across && policy.source.grouping.side_by_side());
     let row = if comptime!(policy.across) {
         line
     } else {
         line + at.padding
     };
-    // Eight bytes for each rotation group, in tiles of four blocks.
+    // Eight bytes per rotation group, in tiles of four blocks.
     let mut before = 0usize;
     let mut group = at.first;
     if comptime!(!one_matrix) {

@@ -1,4 +1,4 @@
-//! From the blocks of a cube to the result: the correction of rotation groups, and what is written.
+//! From the blocks of a cube to the result: corrects rotation groups and writes.
 
 use cubecl::prelude::*;
 
@@ -12,27 +12,27 @@ use crate::cube::{
     unscaled::{scale_pair, unscaled_word},
 };
 
-/// Words of codes of a line of a tile.
+/// Words of codes per line of a tile.
 const WORDS: usize = 16;
 
-/// A block of a tile.
+/// Position of a block in a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockPlace {
-    /// Its line in the tile.
+    /// Line in the tile.
     pub line: usize,
-    /// Its number in the line.
+    /// Index within the line.
     pub segment: usize,
 }
 
-/// What the blocks of a cube's tile leave in shared memory until their groups are corrected.
+/// Data in shared memory of the blocks of a cube's tile, until their groups are corrected.
 #[derive(CubeType)]
 pub(super) struct Blocks {
     xx: Shared<[f32]>,
     xq: Shared<[f32]>,
-    /// Scale bytes: before the correction, and behind it where the result is not packed.
+    /// Scale bytes: before the correction, and also after it if the result is not packed.
     scales: Shared<[u32]>,
-    /// Codes, where the result is not packed.
+    /// Codes, if the result is not packed.
     codes: Shared<[u32]>,
 }
 
@@ -48,7 +48,7 @@ impl Blocks {
         }
     }
 
-    /// Takes a block with the scale byte `scale`. The codes of a packed result are final.
+    /// Stores a block with the scale byte `scale`. The codes of a packed result are final.
     pub fn take(
         &mut self,
         block: &EdenBlock,
@@ -73,8 +73,8 @@ impl Blocks {
         }
     }
 
-    /// Corrects the groups of a tile and writes what remains of it. All units must be here, behind
-    /// a barrier.
+    /// Corrects the groups of a tile and writes the remaining results. All units must call it,
+    /// after a barrier.
     pub fn finish(
         &mut self,
         at: &Position,
@@ -139,7 +139,7 @@ impl Blocks {
 
 #[cube]
 impl Blocks {
-    /// What the codes of word `word` of a line stand for, in order.
+    /// Returns the decoded codes of word `word` of a line, in order.
     fn values_of_word(
         &self,
         line: usize,

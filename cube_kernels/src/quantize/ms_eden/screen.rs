@@ -1,13 +1,13 @@
-//! The largest magnitudes of a matrix after both transforms, nearly: from one read, and by matrix
-//! instructions. What they find decides which tiles the exact kernel has to look at, which are few.
+//! Approximate amax values of a matrix after both transforms, from one read, by matrix
+//! instructions. They determine the few tiles that the exact kernel has to process.
 //!
-//! `cp.async` brings a tile of 128 rows and columns to shared memory while planes work on the one
-//! before it: half of them along its rows, half across them, as `ldmatrix` reads it.
+//! `cp.async` loads a tile of 128 rows and columns to shared memory while planes process the
+//! previous one: half of them along its rows, half across them, as `ldmatrix` reads it.
 //!
-//! A transform of 128 is one of 32 by products with the Hadamard matrix, which is exact up to the
-//! rounding of its sums, and two steps of the butterfly on what that leaves in registers. Of the
-//! last step only the larger magnitude counts, which is the sum of those of both operands. None of
-//! it is between units.
+//! A transform of 128 consists of a transform of 32 by multiplication with the Hadamard matrix,
+//! which is exact up to the rounding of its sums, and two butterfly steps on the results in
+//! registers. Of the last step only the larger magnitude matters, which is the sum of the
+//! magnitudes of both operands. No step exchanges data between units.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -26,47 +26,48 @@ use crate::{
     zeroed::zeros_of_step,
 };
 
-/// Units of a cube: four planes along the rows, four across them.
+/// Units per cube: four planes along the rows, four across them.
 const UNITS: usize = 256;
-/// Cubes that an SM holds at once.
+/// Cubes per SM.
 const RESIDENT_CUBES: usize = 2;
-/// Rows and columns of the matrix that a cube has at a time.
+/// Rows and columns of the matrix that a cube processes at a time.
 const SIDE: usize = EDEN_GROUP;
-/// Lines of one product.
+/// Lines per matrix multiplication.
 const ROWS: usize = 16;
-/// Elements of 16 bytes, the part of a row that a unit copies at once.
+/// Elements in 16 bytes, the chunk of a row that a unit copies at once.
 const PART: usize = 8;
-/// Parts of a row of a tile. Part `p` of row `r` lies where part `p ^ (r % 8)` would, so that eight
-/// rows of one part, which `ldmatrix` reads at a time, lie in different banks.
+/// Chunks per row of a tile. Chunk `p` of row `r` is stored at the position of chunk `p ^ (r % 8)`,
+/// so that the same chunk of eight rows, which `ldmatrix` reads at a time, is in different banks.
 const PARTS: usize = SIDE / PART;
-/// Bytes from one row of a tile in shared memory to the next.
+/// Row pitch of a tile in shared memory, in bytes.
 const PITCH: u32 = 16 * PARTS as u32;
-/// Bytes from one tile in shared memory to the next.
+/// Bytes per tile in shared memory.
 const TILE: u32 = PITCH * SIDE as u32;
-/// The signs of a pair of elements.
+/// Sign bits of a pair of elements.
 const SIGNS: u32 = 0x8000_8000;
 
-/// The comptime choices of the kernel.
+/// Comptime configuration of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScreenPlan {
-    /// The type of the elements: one of 16 bits.
+    /// Element type, of 16 bits.
     pub kind: FloatKind,
-    /// The signs of the transforms are drawn by the kernel: along rows, across them.
+    /// True if the kernel draws the signs of the transforms: along rows, across them.
     pub redrawn_signs: [bool; 2],
 }
 
-/// What is found of one transform.
+/// Results for one transform.
 #[derive(CubeType, CubeLaunch)]
 pub struct ScreenOut {
-    /// The largest magnitude of each tile of 128 positions by 32 lines.
+    /// Largest magnitude of each tile of 128 positions by 32 lines.
     pub tiles: Box<[f32]>,
-    /// That of the whole, as bits: one word, zero before.
+    /// Largest magnitude of the whole matrix, as bits: one word, initially zero.
     pub largest: Box<[Atomic<u32>]>,
 }
 
 #[cube]
 impl ScreenOut {
-    /// Takes the largest magnitude of a tile as the units of a plane see it; returns it as bits.
+    /// Stores the largest magnitude of a tile, reduced over the units of a plane, and returns it as
+    /// bits.
     fn take(&mut self, tile: usize, found: f32) -> u32 {
         let bits = plane_max(u32::reinterpret(found));
         if UNIT_POS_PLANE == 0u32 {
@@ -75,7 +76,7 @@ impl ScreenOut {
         bits
     }
 
-    /// Raises the largest magnitude of the whole to `bits`.
+    /// Raises the largest magnitude of the whole matrix to `bits`.
     fn raise(&mut self, bits: u32) {
         if UNIT_POS_PLANE == 0u32 && bits > self.largest[0].load() {
             self.largest[0].fetch_max(bits);
@@ -83,25 +84,25 @@ impl ScreenOut {
     }
 }
 
-/// What a screening found of the transformed source, nearly and without the factor of the
-/// transform.
+/// Approximate largest magnitudes of the transformed source, without the factor of the transform.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenScreen {
-    /// The largest magnitude.
+    /// Largest magnitude of the whole matrix.
     pub largest: Box<[f32]>,
-    /// That of each tile.
+    /// Largest magnitude of each tile.
     pub tiles: Box<[f32]>,
 }
 
 #[cube]
 impl EdenScreen {
-    /// Whether the largest magnitude may be in tile `index`.
+    /// Returns true if the largest magnitude may be in tile `index`.
     ///
-    /// Sums of a tile are of 128 elements, none of them above `M`, its largest result: at every
-    /// step of a butterfly the largest magnitude grows. Two products sum 32 of them, each with an
-    /// error of at most `17 · 2⁻²² M`, however the sums are aligned and cut off, two more steps make
-    /// four times as much of it at most, and the exact sums round by less: all is below `2⁻¹⁴ M`.
-    /// Near the largest number, and where there is a NaN or an infinity, every tile is looked at.
+    /// Sums of a tile are over 128 elements, none of them above `M`, its largest result: the
+    /// largest magnitude grows in every butterfly step. Two matrix multiplications sum 32 of them,
+    /// each with an error of at most `17 · 2⁻²² M`, however the sums are aligned and truncated. Two
+    /// more steps multiply the error by at most four, and the rounding of the exact sums is
+    /// smaller: the total is below `2⁻¹⁴ M`. Near the largest number, and with NaN or infinity,
+    /// every tile is processed.
     pub(super) fn may_hold_largest(&self, index: usize) -> bool {
         let largest = self.largest[0];
         let usable = largest < comptime!(f32::MAX / 256.0);
@@ -110,7 +111,7 @@ impl EdenScreen {
     }
 }
 
-/// The sign bit of position `position` in bit 15 of a word.
+/// Returns the sign bit of position `position` in bit 15 of a word.
 #[cube]
 fn sign_bit(signs: &Signs, position: u32) -> u32 {
     let low = select(position < 32u32, signs.word0, signs.word1);
@@ -119,8 +120,8 @@ fn sign_bit(signs: &Signs, position: u32) -> u32 {
     ((word >> (position % 32u32)) & 1u32) << 15u32
 }
 
-/// What a unit multiplies by: for each product the two registers of the first eight columns of the
-/// Hadamard matrix, whose rows have the signs of their positions.
+/// A unit's fragments of the Hadamard matrix: for each multiplication the two registers of the
+/// first eight columns, with the signs of their positions applied to the rows.
 #[derive(CubeType)]
 struct Operand {
     words: Array<u32>,
@@ -135,7 +136,7 @@ impl Operand {
             FloatKind::F16 => 0x3C00u32,
             _ => 0x3F80u32,
         });
-        // Rows `2 quad` and `2 quad + 1`, and eight rows further the same.
+        // Rows `2 quad` and `2 quad + 1`, and the same eight rows further.
         let even = (2u32 * quad) & column;
         let even = (even ^ (even >> 1u32) ^ (even >> 2u32)) & 1u32;
         let odd = even ^ (column & 1u32);
@@ -150,8 +151,9 @@ impl Operand {
         Operand { words }
     }
 
-    /// `sums` and 16 lines, whose registers for eight products are `lines`, times eight columns of
-    /// the matrix at product `product`: the `upper` ones, or the lower; less them, where `negative`.
+    /// Returns `sums` plus 16 lines, whose registers for eight multiplications are `lines`, times
+    /// eight columns (the `upper` ones, or the lower) of the matrix in multiplication `product`;
+    /// `negative` subtracts.
     fn add(
         &self,
         sums: Vector<f32, Const<4>>,
@@ -166,7 +168,7 @@ impl Operand {
         if comptime!(negative) {
             low ^= SIGNS;
         }
-        // The last eight rows have the other sign in the last eight columns.
+        // The last eight rows have the opposite sign in the last eight columns.
         if comptime!(negative != upper) {
             high ^= SIGNS;
         }
@@ -183,14 +185,14 @@ impl Operand {
         )
     }
 
-    /// The largest magnitude of 16 lines after the transform, of those that this unit has results
-    /// of. `lines` are the four registers of each of eight products.
+    /// Returns the largest magnitude of this unit's results of 16 lines after the transform.
+    /// `lines` are the four registers of each of eight multiplications.
     fn largest(&self, lines: &Array<u32>, #[comptime] kind: FloatKind) -> f32 {
         let mut most = 0.0f32;
         #[unroll]
         for columns in 0..2u32 {
             let upper = comptime!(columns == 1);
-            // Sums of pairs of products, then their differences.
+            // Sums of pairs of partial products, then their differences.
             let mut sums = Array::<f32>::new(32usize);
             #[unroll]
             for pair in 0..4usize {
@@ -244,23 +246,23 @@ fn multiply(
     }
 }
 
-/// What a unit copies of every tile: one part of each sixteenth row.
+/// Chunks that a unit copies of every tile: one chunk of each sixteenth row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Copies {
-    /// Where the matrix begins.
+    /// Address of the matrix.
     source: u64,
-    /// Where the first part goes in the first of the tiles in shared memory.
+    /// Destination of the first chunk in the first tile in shared memory.
     target: u32,
-    /// The row of the first part in a tile.
+    /// Row of the first chunk in a tile.
     row: usize,
-    /// The number of the parts in their rows.
+    /// Index of the chunks within their rows.
     part: usize,
 }
 
 #[cube]
 impl Copies {
-    /// From memory at `source` to tiles at `memory`.
+    /// Copies from memory at `source` to tiles at `memory`.
     fn new(source: u64, memory: u32) -> Copies {
         let row = UNIT_POS / comptime!(PARTS as u32);
         let part = UNIT_POS % comptime!(PARTS as u32);
@@ -272,8 +274,8 @@ impl Copies {
         }
     }
 
-    /// Begins to copy the tile from row `row0` and column `col0` on, `behind` bytes behind the first
-    /// tile in shared memory. What is not in the matrix is zero.
+    /// Starts to copy the tile that begins at row `row0` and column `col0`, to an offset of
+    /// `behind` bytes from the first tile in shared memory. Elements outside the matrix are zero.
     fn begin(&self, row0: usize, col0: usize, behind: u32, shape: &Shape) {
         let row = row0 + self.row;
         let col = col0 + self.part * PART;
@@ -294,12 +296,12 @@ impl Copies {
     }
 }
 
-/// The registers of 16 lines for eight products: rows of the tile at `tile` from row `line` on, or
-/// columns, if `is_across`.
+/// Returns the registers of 16 lines for eight multiplications: rows of the tile at `tile` from row
+/// `line` on or, if `is_across`, columns.
 #[cube]
 fn lines_of(tile: u32, line: u32, is_across: bool) -> Array<u32> {
     let mut lines = Array::<u32>::new(32usize);
-    // A unit points to one row of one of four matrices of 8 by 8.
+    // Each unit addresses one row of one of four 8x8 matrices.
     let unit = UNIT_POS_PLANE;
     let row = unit % 8u32;
     if is_across {
@@ -328,10 +330,10 @@ fn lines_of(tile: u32, line: u32, is_across: bool) -> Array<u32> {
     lines
 }
 
-/// Finds the largest magnitudes of a matrix of 16-bit elements after both transforms, nearly and
-/// without their factor: of each tile of 128 positions by 32 lines along the rows and across them,
-/// and of the whole. Rows have a multiple of eight elements. Cubes are no more than tiles of 128 by
-/// 128.
+/// Computes approximate largest magnitudes of a matrix of 16-bit elements after both transforms,
+/// without their factor: of each tile of 128 positions by 32 lines along and across the rows, and
+/// of the whole matrix. Rows must have a multiple of eight elements. There must be at most as many
+/// cubes as tiles of 128 by 128.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_screen_kernel(
     x: &[Vector<u32, Const<4>>],
@@ -394,7 +396,7 @@ pub fn ms_eden_screen_kernel(
                 most = max(most, of_along.take(line * wide + column, found));
             }
         }
-        // Before the next tile but one goes where this one was.
+        // Before the next tile but one overwrites this one.
         sync_cube();
         behind ^= TILE;
         tile = next;
@@ -408,7 +410,7 @@ pub fn ms_eden_screen_kernel(
     }
 }
 
-/// What the screening found of one transform: `largest` of the whole, and of each tile.
+/// Screening result for one transform: `largest` of the whole matrix, and of each tile.
 pub(super) struct Screen {
     largest: Handle,
     tiles: Handle,
@@ -417,18 +419,19 @@ pub(super) struct Screen {
 
 impl Screen {
     pub fn arg(&self) -> EdenScreenLaunch {
-        // SAFETY: as many were allocated.
+        // SAFETY: this many values were allocated.
         unsafe { EdenScreenLaunch::new(buffer(&self.largest, 1), buffer(&self.tiles, self.count)) }
     }
 
     fn out(&self) -> ScreenOutLaunch {
-        // SAFETY: as many were allocated.
+        // SAFETY: this many values were allocated.
         unsafe { ScreenOutLaunch::new(buffer(&self.tiles, self.count), buffer(&self.largest, 1)) }
     }
 }
 
-/// Whether `matrix` can be screened: by the matrix instructions of sm_80, in vectors of eight
-/// elements. Not where E2M1 has conversions (sm_100 and later), for which ptxas spills a register.
+/// Returns true if `matrix` can be screened: by the matrix instructions of sm_80, in vectors of
+/// eight elements. Not on devices with E2M1 conversions (sm_100 and later), for which ptxas spills
+/// a register.
 pub(super) fn can_screen(client: &Client, matrix: &Matrix) -> bool {
     let capabilities = Capabilities::of(client);
     capabilities.conversion.has_ptx()
@@ -440,7 +443,7 @@ pub(super) fn can_screen(client: &Client, matrix: &Matrix) -> bool {
         && is_aligned(&matrix.handle)
 }
 
-/// Screens a matrix of which [`can_screen`] holds, along and across its rows.
+/// Screens a matrix for which [`can_screen`] is true, along and across its rows.
 pub(super) fn screen(
     client: &Client,
     matrix: &Matrix,
@@ -458,7 +461,8 @@ pub(super) fn screen(
         found(tall * cols.div_ceil(LINES)),
     ];
     let [of_along, of_across] = &screens;
-    // A cube has more than one tile where there are enough: it copies one while it has another.
+    // With enough tiles, a cube has more than one: it copies the next while it processes the
+    // current one.
     let cubes = (tall * wide).min(RESIDENT_CUBES * multiprocessors(client));
     let plan = ScreenPlan {
         kind: matrix.dtype,

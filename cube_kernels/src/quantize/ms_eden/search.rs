@@ -1,6 +1,6 @@
-//! The exact amax values of a screened matrix, along its rows and across them, from one launch. A
-//! plane looks at what the screening found of 32 tiles at once; of the few that may hold the
-//! largest magnitude it takes one turn, as three more planes of its cube take the others.
+//! Exact amax values of a screened matrix, along and across its rows, from one launch. A plane
+//! inspects the screening results of 32 tiles at once. Of the few tiles that may hold the largest
+//! magnitude it processes one turn, and three more planes of its cube the others.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -19,28 +19,28 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Tiles whose screening a plane looks at together: one a unit.
+/// Tiles whose screening results a plane inspects together: one per unit.
 const SEEN: usize = 32;
 
-/// Cubes of either search that an SM holds at once, at 64 registers a unit.
+/// Cubes per SM of each search, at 64 registers per unit.
 const CUBES_OF_SM: usize = 2;
 
 /// The search along the rows of a matrix, or across them.
 #[derive(CubeType, CubeLaunch)]
 pub struct EdenSearch {
-    /// The tiles.
+    /// Tiles.
     pub tiles: EdenTiles,
-    /// What was found of them.
+    /// Screening results.
     pub screen: EdenScreen,
-    /// The amax: one word, zero before.
+    /// Amax: one word, initially zero.
     pub amax: Box<[Atomic<u32>]>,
-    /// The signs of the transform.
+    /// Signs of the transform.
     pub signs: EdenSigns,
 }
 
 #[cube]
 impl EdenSearch {
-    /// Raises the amax to the largest magnitude of `source`. Every other cube is here.
+    /// Raises the amax to the largest magnitude of `source`. Every other cube calls it.
     fn run<N: Size>(
         &mut self,
         source: &EdenStored<u32, N>,
@@ -49,7 +49,7 @@ impl EdenSearch {
     ) {
         let count = self.tiles.row_tiles * self.tiles.shape.tile_cols;
         let planes = CUBE_DIM as usize / 32usize;
-        // Of all tiles that are seen together the turns, one after another.
+        // The turns of all tiles that are inspected together, in sequence.
         let end = count.div_ceil(SEEN) * TURNS;
         let mut index = CUBE_POS / 2usize * planes + UNIT_POS as usize / 32usize;
         let step = CUBE_COUNT / 2usize * planes;
@@ -81,9 +81,9 @@ impl EdenSearch {
     }
 }
 
-/// The largest magnitudes of a matrix of 16-bit elements after both transforms, one for each search.
-/// `vectors` and `pairs` are the same memory, whose rows have a multiple of eight elements. Cubes
-/// are an even number: those of even numbers search along the rows, the others across them.
+/// Computes the amax values of a matrix of 16-bit elements after both transforms, one per search.
+/// `vectors` and `pairs` are the same memory, whose rows have a multiple of eight elements. The
+/// number of cubes must be even: even cubes search along the rows, odd cubes across them.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn ms_eden_amax_pair_kernel(
     vectors: EdenStored<u32, Const<4>>,
@@ -100,19 +100,19 @@ pub fn ms_eden_amax_pair_kernel(
     }
 }
 
-/// A search as it is launched.
+/// Launch arguments of a search.
 pub(super) struct Search<'a> {
-    /// The choices of the kernel that looks at all tiles.
+    /// Configuration of the kernel that processes all tiles.
     pub policy: EdenPolicy,
-    /// The tiles.
+    /// Tiles.
     pub tiles: EdenTilesLaunch,
-    /// How many there are.
+    /// Number of tiles.
     pub tile_count: usize,
-    /// What was found of them.
+    /// Screening results.
     pub screen: &'a Screen,
-    /// The transform.
+    /// Transform.
     pub transform: &'a EdenTransform,
-    /// The amax: one word, zero before.
+    /// Amax: one word, initially zero.
     pub amax: &'a Handle,
 }
 
@@ -125,7 +125,7 @@ impl Search<'_> {
     }
 }
 
-/// Searches a screened matrix along its rows and across them.
+/// Searches a screened matrix along and across its rows.
 pub(super) fn search_pair(client: &Client, matrix: &Matrix, searches: [Search<'_>; 2]) {
     let policies = searches.each_ref().map(|search| EdenPolicy {
         planes_of_tile: TURNS,

@@ -1,4 +1,4 @@
-//! The transform of MS-EDEN as it is asked for.
+//! Transform parameters of MS-EDEN.
 
 use cubecl::server::Handle;
 
@@ -7,23 +7,23 @@ use crate::{
     Hadamard, Nvfp4Error, launch::buffer, memory::check_memory, reference::check_eden_hadamard,
 };
 
-/// The transform of MS-EDEN, of 128 elements.
+/// Transform of MS-EDEN, over 128 elements.
 #[derive(Debug, Clone)]
 pub struct EdenTransform {
-    /// The transform. Where signs are redrawn, its signs are those of an offset of zero.
+    /// Transform. If signs are redrawn, its signs are those of an offset of zero.
     pub hadamard: Hadamard,
-    /// Where the signs come from, if a kernel draws them.
+    /// Source of the signs if a kernel draws them.
     pub redrawn: Option<RedrawnSigns>,
 }
 
-/// Signs that a kernel draws: those of [`Hadamard::seeded_with_size`] for `seed` plus
+/// Signs drawn by a kernel: those of [`Hadamard::seeded_with_size`] for `seed` plus
 /// [`Hadamard::SEED_STEP`] times an offset in device memory. A captured graph that advances the
 /// offset draws fresh signs at each replay.
 #[derive(Debug, Clone)]
 pub struct RedrawnSigns {
-    /// The seed for an offset of zero.
+    /// Seed for an offset of zero.
     pub seed: u64,
-    /// The offset: two `u32`, low word first.
+    /// Offset: two `u32`, low word first.
     pub offset: Handle,
 }
 
@@ -43,7 +43,7 @@ impl EdenTransform {
         memory.map_or(Ok(()), |offset| check_memory("transform", offset, 8))
     }
 
-    /// The argument of a kernel; `unread` stands for an offset that there is not.
+    /// Returns the kernel argument; `unread` is a placeholder for a missing offset.
     pub(super) fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
         let (words, offset) = match &self.redrawn {
             None => (self.hadamard.sign_words(), None),

@@ -19,7 +19,7 @@ use crate::{
     tensor::Groups,
 };
 
-/// The launch of a kernel over tiles of rows in groups.
+/// Launch of a kernel over tiles of rows in groups.
 pub(super) struct Tiles<'a> {
     pub(super) matrix: (usize, usize),
     pub(super) groups: &'a Groups,
@@ -31,8 +31,8 @@ pub(super) struct Tiles<'a> {
 }
 
 impl<'a> Tiles<'a> {
-    /// Those of a matrix of `rows` x `cols`; with `swizzled` scales, also those that write nothing
-    /// but their padding, to 128 stored rows of the result, which are columns here.
+    /// Returns the tiles of a matrix of `rows` x `cols`. With `swizzled` scales these include tiles
+    /// that only write padding, up to 128 stored rows of the result, which are columns here.
     pub(super) fn new(
         client: &Client,
         (rows, cols): (usize, usize),
@@ -54,7 +54,8 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// `row_blocks` are the blocks of a stored row of the result, `unread` any memory.
+    /// Returns the launch arguments. `row_blocks` are the blocks per stored row of the result,
+    /// `unread` is a placeholder buffer.
     pub(super) fn args(
         &self,
         client: &Client,
@@ -72,30 +73,31 @@ impl<'a> Tiles<'a> {
     }
 }
 
-/// Rows and columns of the tile that one cube turns into columns.
+/// Rows of the tile that one cube transposes.
 pub(super) const TILE_ROWS: usize = 128;
 pub(super) const TILE_COLS: usize = 64;
 
-/// Rows of tiles that cubes work on together where `cols` columns of tiles lie between one tile and
-/// the next below: the scale bytes of a column from eight tiles make a sector of memory. Where rows
-/// are short all eight are in the L2 cache together anyway, and tiles in rows are faster (MXFP8,
-/// H100: 78 us instead of 92 for 8192 x 8192, but 371 instead of 313 for 16384 x 16384).
+/// Returns the number of rows of tiles that cubes process together if `cols` columns of tiles lie
+/// between a tile and the next one below: the scale bytes of a column from eight tiles make a
+/// memory sector. If rows are short, all eight are in the L2 cache at the same time anyway, and row
+/// order is faster (MXFP8, H100: 78 us instead of 92 for 8192 x 8192, but 371 instead of 313 for
+/// 16384 x 16384).
 fn band_of(cols: usize) -> usize {
     if cols > 12288 { 8 } else { 1 }
 }
 
-/// Words from one column's codes to the next in shared memory: those of a column of a tile, and one
-/// against bank conflicts.
+/// Returns the column pitch of codes in shared memory, in words: those of a column of a tile, plus
+/// one against bank conflicts.
 pub(super) const fn stage_pitch(element: ElementFormat) -> usize {
     TILE_ROWS * element.bits() / 32 + 1
 }
 
-/// Where blocks of the columns of a tile wait to be written.
+/// Staging memory for the column blocks of a tile.
 #[derive(CubeType)]
 pub(super) struct Staging {
-    /// The codes of each column.
+    /// Codes of each column.
     codes: Shared<[u32]>,
-    /// The scale bytes.
+    /// Scale bytes.
     scales: Shared<[u32]>,
 }
 
@@ -109,27 +111,27 @@ impl Staging {
     }
 }
 
-/// Where the columns of a tile belong.
+/// Destination of the columns of a tile.
 #[derive(CubeType)]
 pub(super) struct ColumnPlace {
-    /// Their blocks.
+    /// Position of their blocks.
     group: GroupPlace,
-    /// The first of them.
+    /// First column.
     col0: usize,
-    /// Those of the matrix.
+    /// Columns of the matrix.
     cols: usize,
-    /// Where the 128x4 tiles of scales begin.
+    /// Offset of the 128x4 tiles of scales.
     tiles: usize,
-    /// The block in these that the first one of the group is.
+    /// Index of the group's first block within these tiles.
     tiled_block: usize,
-    /// Tiles in a row of these.
+    /// Tiles per row of tiles.
     tiled_width: usize,
 }
 
 #[cube]
 impl ColumnPlace {
-    /// The place of the columns of `tile` of a matrix of `cols`, where stored rows that groups
-    /// share have `row_blocks` blocks.
+    /// Returns the destination of the columns of `tile` of a matrix of `cols`; stored rows that
+    /// groups share have `row_blocks` blocks.
     pub(super) fn new(
         tile: &Tile,
         cols: usize,
@@ -158,8 +160,8 @@ impl ColumnPlace {
     }
 }
 
-/// The columns of a tile in shared memory become blocks: one unit takes 32 rows of one column; the
-/// codes gather in shared memory and leave as runs of 128 bytes.
+/// Quantizes the columns of a tile in shared memory to blocks. Each unit takes 32 rows of one
+/// column; codes are gathered in shared memory and written in runs of 128 bytes.
 #[cube]
 pub(super) fn quantize_tile_columns<F: Numeric>(
     tile: &[Vector<F, Const<1>>],
@@ -203,10 +205,11 @@ pub(super) fn quantize_tile_columns<F: Numeric>(
     while item < comptime!(TILE_COLS * TILE_ROWS / 32) {
         let block = item % comptime!(TILE_ROWS / 32);
         if comptime!(plan.swizzled) {
-            // The tile's bytes of one line by neighbouring units: stored rows 32 apart.
+            // Neighbouring units write the bytes of one line of a scale tile: stored rows 32 apart.
             let col = item / 8usize + item / 4usize % 2usize * 32usize;
             let inside = col0 + col < cols && block0 + block < blocks;
-            // Blocks beside another group's are that group's; else tiles are padded with zeros.
+            // If groups share stored rows, blocks after the last one belong to another group;
+            // otherwise tiles are padded with zeros.
             let in_tiles = comptime!(!grouping.side_by_side()) || block0 + block < blocks;
             if in_tiles {
                 let scale = staging.scales[block * comptime!(TILE_COLS + 1) + col];
@@ -215,7 +218,7 @@ pub(super) fn quantize_tile_columns<F: Numeric>(
                 scales[byte] = u8::cast_from(select(inside, scale, 0u32));
             }
         } else {
-            // Bytes of one stored row by neighbouring units.
+            // Neighbouring units write the bytes of one stored row.
             let col = item / comptime!(TILE_ROWS / 32);
             if col0 + col < cols && block0 + block < blocks {
                 let scale = staging.scales[block * comptime!(TILE_COLS + 1) + col];
@@ -225,7 +228,7 @@ pub(super) fn quantize_tile_columns<F: Numeric>(
         }
         item += CUBE_DIM as usize;
     }
-    // Four words to a unit; the padding of the stage spreads them over the banks.
+    // Four words per unit; the padding of the stage avoids bank conflicts.
     let mut item = UNIT_POS as usize;
     let vectors = comptime!(words / 4);
     let column_vectors = comptime!(TILE_ROWS / 32 * vectors);
@@ -245,17 +248,17 @@ pub(super) fn quantize_tile_columns<F: Numeric>(
     }
 }
 
-/// The tiles of a matrix, and how the tensors of its groups lie.
+/// Tiles of a matrix, and layout of the tensors of its groups.
 #[derive(CubeType, CubeLaunch)]
 pub struct MxTiles {
-    /// What `tile::map_tiles` wrote.
+    /// Map written by `tile::map_tiles`.
     pub map: Box<[Vector<u32, Const<4>>]>,
-    /// The matrix.
+    /// Matrix shape.
     pub shape: Shape,
     /// Rows of tiles.
     pub row_tiles: usize,
-    /// Blocks of a stored row where the tensors of groups share their stored rows.
+    /// Blocks per stored row, if the tensors of groups share their stored rows.
     pub row_blocks: usize,
-    /// Rows of tiles that neighbouring cubes take together.
+    /// Rows of tiles that neighbouring cubes process together.
     pub band: usize,
 }

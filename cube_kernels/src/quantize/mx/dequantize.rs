@@ -1,4 +1,4 @@
-//! From a microscaling format back to values.
+//! Dequantization of microscaling formats.
 
 use cubecl::prelude::*;
 
@@ -18,12 +18,12 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// The matrix that `packed` stands for, in the orientation of its source, rounded once to `out`.
-/// See [`reference::mx_dequantize`](crate::reference::mx_dequantize). Scales in 128x4 tiles are
-/// brought in rows first, by a pass over them; values of rows of no group are undefined then.
+/// Dequantizes `packed` to a matrix in the orientation of its source, rounded once to `out`. See
+/// [`reference::mx_dequantize`](crate::reference::mx_dequantize). Scales in 128x4 tiles are first
+/// unswizzled in a separate pass; the values of rows that belong to no group are then undefined.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape.
+/// Returns an error if a buffer is smaller than its shape.
 pub fn mx_dequantize(
     client: &Client,
     packed: &DeviceQuantized,
@@ -32,11 +32,11 @@ pub fn mx_dequantize(
     check_mx(packed.layout.format)?;
     packed.check_codes("packed", packed.layout.format)?;
     packed.check("packed")?;
-    // GEMMs read tiles; what dequantizes them takes a slower way already.
+    // GEMMs read tiles directly; dequantizing tiles is not performance-critical.
     let in_rows = match packed.layout.scale_layout {
         ScaleLayout::Compact => None,
         ScaleLayout::Swizzled128x4 => Some(DeviceQuantized {
-            // Only tiles of scales begin anew at groups.
+            // Groups only affect tiles of scales.
             groups: Groups::One,
             ..scales_in_rows(client, packed)?
         }),
@@ -103,7 +103,7 @@ pub fn mx_dequantize(
     Ok(result)
 }
 
-/// One unit decodes every `units`-th vector of the result.
+/// Each unit decodes every `units`-th vector of the result.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_dequantize_row_kernel<F: Numeric, N: Size>(
     codes: &[u32],
@@ -132,7 +132,7 @@ pub fn mx_dequantize_row_kernel<F: Numeric, N: Size>(
             let packed = codes[word + w];
             #[unroll]
             for i in 0..comptime!(width.min(per_word)) {
-                // A vector of less elements than a word has starts within one.
+                // A vector with fewer elements than a word starts within one.
                 let bits = comptime!(element.bits() as u32);
                 let shift = comptime!(bits * i as u32) + bits * (first % per_word) as u32;
                 let value = decode_element(packed >> shift, element) * scale;
@@ -144,8 +144,8 @@ pub fn mx_dequantize_row_kernel<F: Numeric, N: Size>(
     }
 }
 
-/// One cube decodes every `cubes`-th tile of 128 x 64 of a matrix that is stored transposed: words
-/// of its 64 stored rows gather in shared memory.
+/// Each cube decodes every `cubes`-th tile of 128 x 64 of a matrix that is stored transposed. The
+/// words of its 64 stored rows are gathered in shared memory.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_dequantize_col_kernel<F: Numeric, N: Size>(
     codes: &[u32],

@@ -1,8 +1,8 @@
-//! The microscaling formats: quantization in either usage, from a matrix or from an NVFP4 tensor,
-//! and dequantization.
+//! Microscaling formats: quantization along either axis, from a matrix or an NVFP4 tensor, and
+//! dequantization.
 //!
-//! The numbers are those of [`reference::mx_quantize`](crate::reference::mx_quantize) (numerics
-//! chapter, section 10), byte for byte.
+//! The results match [`reference::mx_quantize`](crate::reference::mx_quantize) (numerics chapter,
+//! section 10) byte for byte.
 
 mod columns;
 mod dequantize;

@@ -1,4 +1,4 @@
-//! What tensors in a microscaling format are made as, and what kernels choose for it.
+//! Form of microscaling tensors, and comptime configuration of their kernels.
 
 use cubecl::client::Client;
 
@@ -11,12 +11,12 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups},
 };
 
-/// What a tensor in a microscaling format is made as; of a [`Format`], with scales in rows.
+/// Form of a microscaling tensor. Converts from a [`Format`], with scales in rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MxForm {
-    /// The format.
+    /// Format.
     pub format: Format,
-    /// The order of its block scales.
+    /// Order of the block scales.
     pub layout: ScaleLayout,
 }
 
@@ -29,16 +29,16 @@ impl From<Format> for MxForm {
     }
 }
 
-/// The comptime choices of every kernel here.
+/// Common comptime configuration of all microscaling kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MxPlan {
-    /// The elements of the format.
+    /// Element format.
     pub element: ElementFormat,
-    /// Whether the device converts to E4M3.
+    /// True if the device converts to E4M3 in hardware.
     pub hardware: bool,
-    /// The element type of the matrix, or the one that dequantized values are rounded to.
+    /// Element type of the matrix, or of the dequantized values.
     pub kind: FloatKind,
-    /// Whether the scales that are made lie in 128x4 tiles.
+    /// True if the output scales are in 128x4 tiles.
     pub swizzled: bool,
 }
 
@@ -52,32 +52,32 @@ impl MxPlan {
         }
     }
 
-    /// Codes in a word.
+    /// Returns the codes per word.
     pub(super) const fn per_word(&self) -> usize {
         32 / self.element.bits()
     }
 
-    /// Words of the codes of a block of 32: as many as a code has bits.
+    /// Returns the words of codes per block of 32: the number of bits of a code.
     pub(super) const fn block_words(&self) -> usize {
         self.element.bits()
     }
 }
 
-/// [`MxPlan`] of a kernel over blocks along stored rows.
+/// Comptime configuration of a kernel over blocks along stored rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MxRowPlan {
-    /// Whether rows are whole blocks.
+    /// True if rows consist of whole blocks.
     pub dense: bool,
     /// Units that share a block.
     pub lanes: usize,
-    /// How rows are grouped where blocks are taken by 128x4 tiles of scales; else they are taken
+    /// Representation of row groups if blocks are processed by 128x4 tiles of scales; `None` for
     /// row by row.
     pub tiles: Option<Grouping>,
-    /// What all kernels choose.
+    /// Common configuration.
     pub mx: MxPlan,
 }
 
-/// Memory for the tensors of groups in one plain matrix; see [`mx_quantize_groups`].
+/// Allocates the tensors of groups in one plain matrix; see [`mx_quantize_groups`].
 pub(super) fn empty_of_groups(
     client: &Client,
     (rows, cols): (usize, usize),
@@ -93,7 +93,7 @@ pub(super) fn empty_of_groups(
         }
         _ => ((rows, cols), usage),
     };
-    // Where tiles of scales begin anew.
+    // Groups at which tiles of scales start anew.
     let groups = match (layout, groups, usage) {
         (ScaleLayout::Compact, ..) | (_, Groups::Offsets { .. }, Usage::Columnwise) => Groups::One,
         (ScaleLayout::Swizzled128x4, groups, _) => groups.clone(),
@@ -105,7 +105,7 @@ pub(super) fn empty_of_groups(
     DeviceQuantized::empty_unscaled(client, layout, groups)
 }
 
-/// Whether the device converts to E4M3 itself: sm_89 and later.
+/// Returns true if the device converts to E4M3 in hardware: sm_89 and later.
 fn has_e4m3(client: &Client) -> bool {
     let capability = Capabilities::of(client).compute_capability;
     capability.is_some_and(|capability| capability >= 89)

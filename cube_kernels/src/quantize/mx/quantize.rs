@@ -1,4 +1,4 @@
-//! From a matrix to a microscaling format.
+//! Quantization of a matrix to a microscaling format.
 
 use cubecl::prelude::*;
 
@@ -21,12 +21,12 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// `x` in a microscaling format with blocks along `usage`: rowwise for [`Usage::Rowwise`];
-/// columnwise, stored transposed, for [`Usage::Columnwise`]. The last block of a row is padded with
-/// zeros.
+/// Quantizes `x` to a microscaling format with blocks along `usage`: rowwise for
+/// [`Usage::Rowwise`]; columnwise, stored transposed, for [`Usage::Columnwise`]. The last block of
+/// a row is padded with zeros.
 ///
 /// # Errors
-/// When the memory of `x` is smaller than its shape.
+/// Returns an error if the memory of `x` is smaller than its shape.
 pub fn mx_quantize(
     client: &Client,
     x: &Matrix,
@@ -36,26 +36,27 @@ pub fn mx_quantize(
     mx_quantize_groups(client, x, &Groups::One, usage, form)
 }
 
-/// [`mx_quantize`] of each group of rows as a matrix of its own, as operands of grouped GEMMs take
-/// them: in one plain matrix.
+/// [`mx_quantize`] of each group of rows as a separate matrix, in the form that grouped GEMMs read:
+/// one plain matrix.
 ///
-/// Along [`Usage::Rowwise`] that is the copy of all rows. Along [`Usage::Columnwise`]
-/// - copies of [`Groups::Batch`] lie one below the other. They are rowwise tensors of the
-///   transposed matrices, and so the result says: `count * x.cols` rows of `x.rows / count`, packed
-///   along [`Usage::Rowwise`].
-/// - copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
+/// Along [`Usage::Rowwise`] this is the copy of all rows. Along [`Usage::Columnwise`]:
+/// - Copies of [`Groups::Batch`] are stacked. They are rowwise tensors of the transposed matrices,
+///   and the result is labelled as such: `count * x.cols` rows of `x.rows / count`, packed along
+///   [`Usage::Rowwise`].
+/// - Copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
 ///   each of which group `g` takes the elements from entry `g` of
 ///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There
-///   is room for [`padded_bound`](crate::reference::padding::padded_bound)`(x.rows, count, 32)` of
-///   them; blocks behind the last group are not written.
+///   is space for [`padded_bound`](crate::reference::padding::padded_bound)`(x.rows, count, 32)`
+///   elements; blocks after the last group are not written.
 ///
-/// Scales in 128x4 tiles are as GEMMs with these groups read them. Tiles begin anew at each matrix
-/// of a batch and, along [`Usage::Rowwise`], at each group of rows, as the groups of the result
-/// say; rows of no group are not written then. Tensors side by side have the tiles of one matrix,
-/// in which a group may begin within a tile.
+/// Scales in 128x4 tiles have the layout in which GEMMs with these groups read them. Tiles start
+/// anew at each matrix of a batch and, along [`Usage::Rowwise`], at each group of rows, as recorded
+/// in the groups of the result; rows that belong to no group are then not written. Tensors
+/// concatenated along the columns have the tiles of one matrix, in which a group may begin within a
+/// tile.
 ///
 /// # Errors
-/// When the groups do not fit, or the memory of `x` is smaller than its shape.
+/// Returns an error if the groups do not fit, or if the memory of `x` is smaller than its shape.
 pub fn mx_quantize_groups(
     client: &Client,
     x: &Matrix,
@@ -98,7 +99,7 @@ pub fn mx_quantize_groups(
                     client,
                     count,
                     dim,
-                    // Padded tiles of few rows have more units than the matrix elements.
+                    // With padded tiles of few rows there are more units than matrix elements.
                     address_type(elements.max(items)),
                     width,
                     stored,
@@ -135,19 +136,19 @@ pub fn mx_quantize_groups(
     Ok(out)
 }
 
-/// Units that share a block of a row: each loads 16 bytes where it can, so that the loads of
-/// neighbours are contiguous.
+/// Returns the number of units that share a block of a row: each loads 16 bytes if possible, so
+/// that loads of neighbours are contiguous.
 fn lanes(client: &Client, dtype: FloatKind, element: ElementFormat) -> usize {
     if is_cpu(client) {
         1
     } else {
-        // No less than a word of codes.
+        // At least one word of codes per unit.
         (MX_BLOCK * dtype.size() / 16).min(element.bits())
     }
 }
 
-/// `lanes` neighbouring units quantize one block of a row, `dense` where rows are whole blocks. All
-/// units of a cube stay in the loop together, because the amax is exchanged among them.
+/// `lanes` neighbouring units quantize one block of a row; `dense` means that rows consist of whole
+/// blocks. All units of a cube stay in the loop together, because they exchange the amax.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
     x: &[Vector<F, N>],
@@ -172,10 +173,11 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
         let lane = item % lanes;
         let at = row_block(item / lanes, &rows, row_plan);
         let inside = item < items && at.inside;
-        // The unit's part among those of all blocks.
+        // Index of the unit's part among those of all blocks.
         let part = at.stored * lanes + lane;
         let mut values = Array::<f32>::new(elements);
-        // The width of a vector divides the columns: it lies within them or behind them.
+        // The vector width divides the number of columns: a vector is either within bounds or after
+        // the end.
         #[unroll]
         for v in 0..comptime!(elements / width) {
             let mut vector = Vector::<F, N>::new(F::from_int(0));
@@ -225,8 +227,8 @@ pub fn mx_quantize_row_kernel<F: Numeric, N: Size, M: Size>(
     }
 }
 
-/// One cube makes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes take
-/// tiles of a band of rows.
+/// Each cube quantizes the column blocks of every `cubes`-th tile of 128 x 64; neighbouring cubes
+/// take tiles of a band of rows.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -268,7 +270,7 @@ pub fn mx_quantize_col_kernel<F: Numeric, N: Size>(
             let place = ColumnPlace::new(&at, cols, tiles.row_blocks, grouping);
             let tile = tile.as_slice();
             quantize_tile_columns::<F>(tile, &mut staging, codes, scales, &place, grouping, plan);
-            // The next tile overwrites what slower units still read.
+            // The next tile overwrites data that slower units may still read.
             sync_cube();
         }
         index += CUBE_COUNT;

@@ -1,4 +1,4 @@
-//! From NVFP4 to a microscaling format, along the same axis or the other one.
+//! Requantization of NVFP4 to a microscaling format, along the same axis or the other one.
 
 use cubecl::prelude::*;
 
@@ -25,21 +25,21 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind},
 };
 
-/// NVFP4 blocks of a tile.
+/// NVFP4 blocks per tile.
 const TILE_BLOCKS: usize = TILE_ROWS * TILE_COLS / 16;
-/// NVFP4 blocks that a unit loads before it decodes the first: a cube of 256 all of a tile.
+/// NVFP4 blocks that a unit loads before it decodes the first: a cube of 256 loads all of a tile.
 const IN_FLIGHT: usize = 2;
 
-/// The NVFP4 matrix `packed` in a microscaling format with blocks along `usage` of its source,
-/// which may be the axis it is packed along or the other one, in one kernel: the bytes of
-/// [`dequantize`](fn@crate::quantize::dequantize) to `via` followed by
-/// [`mx_quantize_groups`](crate::quantize::mx_quantize_groups), without the matrix between them in
-/// memory. Block scales of either may be in rows or in 128x4 tiles. `via` is the element type that
-/// the dequantized values are rounded to, that of the training as a rule.
+/// Requantizes the NVFP4 matrix `packed` in one kernel to a microscaling format with blocks along
+/// `usage` of its source, either the axis along which it is packed or the other one. The result is
+/// byte-identical to [`dequantize`](fn@crate::quantize::dequantize) to `via` followed by
+/// [`mx_quantize_groups`](crate::quantize::mx_quantize_groups), without the intermediate matrix in
+/// memory. Block scales of input and output may each be in rows or in 128x4 tiles. `via` is the
+/// element type to which the dequantized values are rounded, usually that of the training.
 ///
 /// # Errors
-/// When a buffer is smaller than its shape, and for groups with offsets that are packed along their
-/// rows.
+/// Returns an error if a buffer is smaller than its shape, and for groups with offsets that are
+/// packed along their rows.
 pub fn mx_requantize(
     client: &Client,
     packed: &DeviceQuantized,
@@ -57,16 +57,16 @@ pub fn mx_requantize(
     }
     let plan = MxPlan::new(client, form, via);
     let elements = out.code_blocks().max(source.rows * source.blocks) * MX_BLOCK;
-    // The padding of tiles makes scales more than elements where rows are few and long.
+    // With few long rows, the padding of tiles makes more scales than elements.
     let elements = elements.max(out.scale_bytes()).max(packed.scale_bytes());
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let codes = |words: usize| unsafe { buffer(&out.codes, out.code_bytes() / (4 * words)) };
     let scales = unsafe { buffer(&out.scales, out.scale_bytes()) };
     if usage == packed.usage() {
         let maxima = source.row_maxima(client)?;
-        // A unit takes an NVFP4 block on a GPU, both on the CPU.
+        // A unit takes one NVFP4 block on a GPU, both on the CPU.
         let lanes = if is_cpu(client) { 1 } else { 2 };
-        // Scales of either that begin anew at each group are found by the tiles.
+        // If the scales of either side start anew at each group, rows are found through tiles.
         let by_tiles = plan.swizzled || source.plan.swizzled;
         let tiles = RowTiles::new((source.rows, source.cols), &source.groups, by_tiles);
         let items = tiles.blocks() * lanes;
@@ -125,7 +125,8 @@ pub fn mx_requantize(
     Ok(out)
 }
 
-/// The 16 values of an NVFP4 block, rounded to `via` by the instruction where there is one.
+/// Returns the 16 values of an NVFP4 block, rounded to `via`, by a conversion instruction if there
+/// is one.
 #[cube]
 fn decode_block<F: Numeric>(block: &PackedBlock, #[comptime] plan: MxPlan) -> Array<f32> {
     let via = comptime!(plan.kind);
@@ -150,7 +151,7 @@ fn decode_block<F: Numeric>(block: &PackedBlock, #[comptime] plan: MxPlan) -> Ar
     values
 }
 
-/// A value that is `via` already, as a stored element.
+/// Returns a value that is already representable in `via` as a stored element.
 #[cube]
 fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
     if comptime!(via == FloatKind::Bf16) {
@@ -160,8 +161,9 @@ fn stored<F: Numeric>(value: f32, #[comptime] via: FloatKind) -> F {
     }
 }
 
-/// `lanes` neighbouring units turn two NVFP4 blocks of a stored row into one of the result, `dense`
-/// where rows are whole blocks of the result. `M` words are the codes of 16 elements.
+/// `lanes` neighbouring units convert two NVFP4 blocks of a stored row to one block of the result;
+/// `dense` means that rows consist of whole blocks of the result. `M` words are the codes of 16
+/// elements.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
     source: PackedRows,
@@ -186,10 +188,10 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
         let lane = item % lanes;
         let at = row_block(item / lanes, &rows, row_plan);
         let inside = item < items && at.inside;
-        // The unit's part among those of all blocks.
+        // Index of the unit's part among those of all blocks.
         let part = at.stored * lanes + lane;
         let factor = if comptime!(from.per_row) {
-            // Units without a block go along with the others.
+            // Units without a block run along with the others.
             source.amax[min(at.stored, outer * blocks - 1usize) / rows.amax_blocks] / source.range
         } else {
             shared
@@ -225,7 +227,7 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
             for i in 0..16usize {
                 let mut value = decoded[i];
                 if comptime!(!dense) {
-                    // What pads the NVFP4 block is no part of the matrix.
+                    // The padding of the NVFP4 block is not part of the matrix.
                     value = select(i < present, value, 0.0f32);
                 }
                 values[comptime!(half * 16 + i)] = value;
@@ -261,8 +263,8 @@ pub fn mx_requantize_along_kernel<F: Numeric, M: Size>(
     }
 }
 
-/// One cube dequantizes every `cubes`-th tile of 128 stored rows x 64 and makes blocks down its
-/// columns. `F` is the storage type of `plan.kind`, `N` elements of it are 16 bytes.
+/// Each cube dequantizes every `cubes`-th tile of 128 stored rows x 64 and quantizes blocks down
+/// its columns. `F` is the storage type of `plan.kind`, `N` elements of it are 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
     source: PackedRows,
@@ -294,7 +296,7 @@ pub fn mx_requantize_across_kernel<F: Numeric, N: Size>(
             let wide = tile.as_mut_slice().with_vector_size_mut::<N>();
             let mut first = UNIT_POS as usize;
             while first < comptime!(TILE_BLOCKS) {
-                // All loads of a turn are under way before the first is waited for.
+                // Issues all loads of an iteration before waiting for the first.
                 let mut loaded = Sequence::<PackedBlock>::new();
                 #[unroll]
                 for j in 0..IN_FLIGHT {

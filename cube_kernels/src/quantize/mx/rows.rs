@@ -1,7 +1,8 @@
-//! The order in which kernels take the blocks of stored rows.
+//! Order in which kernels process the blocks of stored rows.
 //!
-//! Blocks go row by row where scales do: both are contiguous then. By 128x4 tiles of scales they go
-//! in the order of the scale bytes: four neighbouring blocks of a row, then the rows 32 apart.
+//! If scales are in rows, blocks are processed row by row, and both are contiguous. If scales are
+//! in 128x4 tiles, blocks are processed in the order of the scale bytes: four neighbouring blocks
+//! of a row, then the rows 32 apart.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -11,7 +12,7 @@ use super::{
 };
 use crate::{MX_BLOCK, cube::codec::magnitude_bits, tensor::Groups};
 
-/// The launch of a kernel over blocks of stored rows, `tiles` if it takes them by tiles.
+/// Launch of a kernel over blocks of stored rows, by tiles if `tiles`.
 pub(super) struct RowTiles<'a> {
     rows: usize,
     cols: usize,
@@ -29,7 +30,7 @@ impl<'a> RowTiles<'a> {
         }
     }
 
-    /// How the kernel finds the rows of a tile, if it takes blocks by tiles.
+    /// Returns how the kernel finds the rows of a tile, if it processes blocks by tiles.
     pub(super) fn grouping(&self) -> Option<Grouping> {
         self.tiles.then(|| Grouping::of(self.groups))
     }
@@ -42,7 +43,7 @@ impl<'a> RowTiles<'a> {
         self.cols.div_ceil(4 * MX_BLOCK)
     }
 
-    /// Blocks that it takes, the padding of tiles among them.
+    /// Returns the number of blocks to process, including the padding of tiles.
     pub(super) fn blocks(&self) -> usize {
         match self.tiles {
             true => self.row_tiles() * self.tile_cols() * 512,
@@ -50,7 +51,7 @@ impl<'a> RowTiles<'a> {
         }
     }
 
-    /// What the kernel is told of the rows; `unread` is any memory.
+    /// Returns the launch arguments of the rows; `unread` is a placeholder buffer.
     pub(super) fn args(
         &self,
         client: &Client,
@@ -59,7 +60,7 @@ impl<'a> RowTiles<'a> {
     ) -> MxRowsLaunch {
         let groups = match self.tiles {
             true => self.groups,
-            // Not asked about.
+            // Groups are not needed.
             false => &Groups::One,
         };
         let (shape, row_tiles) = ((self.rows, self.cols), self.row_tiles());
@@ -72,22 +73,22 @@ impl<'a> RowTiles<'a> {
     }
 }
 
-/// Stored rows in a kernel that makes blocks along them.
+/// Stored rows in a kernel over blocks along rows.
 #[derive(CubeType, CubeLaunch)]
 pub struct MxRows {
-    /// What `tile::map_tiles` wrote.
+    /// Map written by `tile::map_tiles`.
     pub map: Box<[Vector<u32, Const<4>>]>,
-    /// The rows, and columns of 128x4 tiles of scales.
+    /// Rows, and columns of 128x4 tiles of scales.
     pub shape: Shape,
-    /// Rows of such tiles.
+    /// Rows of 128x4 tiles of scales.
     pub row_tiles: usize,
-    /// Blocks that one amax of the source stands for, where it is not one for all.
+    /// Blocks per amax of the source, unless one amax applies to all.
     pub amax_blocks: usize,
 }
 
 #[cube]
 impl MxRows {
-    /// Blocks that are taken, the padding of tiles among them.
+    /// Returns the number of blocks to process, including the padding of tiles.
     pub fn blocks(&self, #[comptime] plan: MxRowPlan) -> usize {
         if comptime!(plan.tiles.is_some()) {
             self.row_tiles * self.shape.tile_cols * 512usize
@@ -100,21 +101,21 @@ impl MxRows {
 /// A block of a stored row.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct RowBlock {
-    /// The row.
+    /// Row.
     pub(super) row: usize,
-    /// The row among those that are padded to 128 in every group, where blocks are taken by tiles.
+    /// Index of the row if every group is padded to 128 rows, for processing by tiles.
     pub(super) tiled: usize,
-    /// The block in its row.
+    /// Index of the block in its row.
     pub(super) block: usize,
-    /// The block among those of all rows.
+    /// Index of the block among those of all rows.
     pub(super) stored: usize,
-    /// Whether it is one, and not padding of a tile.
+    /// True unless the block is padding of a tile.
     pub(super) inside: bool,
-    /// Where its scale byte lies.
+    /// Index of its scale byte.
     pub(super) scale: usize,
 }
 
-/// The block that is taken as number `index`, which may be behind the last one.
+/// Returns the block at position `index` of the processing order, which may be after the last one.
 #[cube]
 pub(super) fn row_block(index: usize, rows: &MxRows, #[comptime] plan: MxRowPlan) -> RowBlock {
     let blocks = rows.shape.cols.div_ceil(32);
@@ -124,7 +125,7 @@ pub(super) fn row_block(index: usize, rows: &MxRows, #[comptime] plan: MxRowPlan
         let place = index % 512usize;
         let row_tile = tile / rows.shape.tile_cols;
         let tile_col = tile - row_tile * rows.shape.tile_cols;
-        // Units behind the last tile read the record of that one.
+        // Units after the last tile read the record of that tile.
         let known = min(row_tile, rows.row_tiles - 1usize);
         let at = tile_from(&rows.map, known, 0usize, &rows.shape, 32usize, grouping);
         let within = place / 16usize + place / 4usize % 4usize * 32usize;
@@ -156,7 +157,7 @@ pub(super) fn row_block(index: usize, rows: &MxRows, #[comptime] plan: MxRowPlan
     }
 }
 
-/// The largest magnitude of a few values, as bits.
+/// Returns the largest magnitude of a few values, as bits.
 #[cube]
 pub(super) fn amax_of(values: &Array<f32>, #[comptime] len: usize) -> u32 {
     let mut bits = 0u32;
@@ -167,7 +168,7 @@ pub(super) fn amax_of(values: &Array<f32>, #[comptime] len: usize) -> u32 {
     bits
 }
 
-/// The largest of what `lanes` neighbouring units hold.
+/// Returns the maximum over `lanes` neighbouring units.
 #[cube]
 pub(super) fn max_of_lanes(bits: u32, #[comptime] lanes: usize) -> u32 {
     let mut result = bits;

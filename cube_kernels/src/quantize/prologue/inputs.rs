@@ -1,4 +1,4 @@
-//! What kernels read on the way from memory.
+//! Kernel inputs of the fused prologue.
 
 use cubecl::prelude::*;
 
@@ -13,16 +13,16 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Words of a vector: kernels with a fused prologue load 16 bytes at a time.
+/// Words per vector: kernels with a fused prologue load 16 bytes at a time.
 pub(super) const VECTOR: usize = 4;
 
-/// Elements of a vector.
+/// Returns the elements per vector.
 pub(super) const fn per_vector(kind: FloatKind) -> usize {
     VECTOR * 4 / kind.size()
 }
 
-/// Which variant of an enum a kernel was launched with. CubeCL's hash of such an argument does not
-/// see it, and finds compiled kernels that are kept by the hash alone.
+/// Variant of an enum with which a kernel was launched. CubeCL's hash of such an argument does not
+/// include it, and would find cached kernels by the hash alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LaunchedVariant {
     /// `PrologueInputs::SwiGlu`.
@@ -31,43 +31,43 @@ pub enum LaunchedVariant {
     SwiGluBackward,
 }
 
-/// What a kernel reads beside `x`, and what it makes of both.
+/// Prologue and its inputs besides `x`.
 #[derive(CubeType, CubeLaunch)]
 pub enum PrologueInputs {
-    /// `x` as it is.
+    /// `x` unchanged.
     Plain,
-    /// A gated activation; `x` is not read.
+    /// Gated activation; `x` is not read.
     SwiGlu(GateInputs),
-    /// The gradients of a gated activation, concatenated; `x` is that of its output.
+    /// Concatenated gradients of a gated activation; `x` is the gradient of its output.
     SwiGluBackward(GateInputs),
 }
 
 /// Inputs of a gated activation.
 #[derive(CubeType, CubeLaunch)]
 pub struct GateInputs {
-    /// The gate.
+    /// Gate.
     pub gate: Box<[Vector<u32, Const<4>>]>,
-    /// What is multiplied with it: the same memory.
+    /// Factor multiplied with the activated gate (up): the same memory.
     pub up: Box<[Vector<u32, Const<4>>]>,
-    /// Vectors from one row to the next.
+    /// Row pitch in vectors.
     pub pitch: usize,
-    /// Vectors of a row before its part of `up`.
+    /// Offset of `up` in a row, in vectors.
     pub up_start: usize,
     /// [`LaunchedVariant::SwiGlu`] or [`LaunchedVariant::SwiGluBackward`].
     #[cube(comptime)]
     pub variant: LaunchedVariant,
 }
 
-/// What vectors of one column of vectors have in common.
+/// Values that all vectors of one column of vectors share.
 #[derive(CubeType)]
 pub struct Column {
-    /// Where its inputs stand in a row.
+    /// Index of its inputs in a row.
     pub vector: usize,
-    /// Of two concatenated gradients, whether it belongs to the second.
+    /// True if it belongs to the second of two concatenated gradients.
     pub of_up: bool,
 }
 
-/// What a vector is made from.
+/// Loaded inputs of a vector.
 #[derive(CubeType)]
 pub struct Loaded {
     first: Array<u32>,
@@ -92,8 +92,8 @@ pub(super) fn no_words() -> Array<u32> {
 
 #[cube]
 impl PrologueInputs {
-    /// What the vectors at `vector` of all rows have in common. Computed rows have `row_vectors`
-    /// vectors.
+    /// Returns the values that the vectors at `vector` of all rows share. Computed rows have
+    /// `row_vectors` vectors.
     pub fn column(&self, vector: usize, row_vectors: usize) -> Column {
         #[comptime]
         match self {
@@ -112,7 +112,7 @@ impl PrologueInputs {
         }
     }
 
-    /// Kernels before this one may write what is read beside `x`.
+    /// Declares that previous kernels may write the inputs besides `x`.
     pub fn written_before(&self, #[comptime] overlaps: bool) {
         #[comptime]
         match self {
@@ -124,7 +124,7 @@ impl PrologueInputs {
         }
     }
 
-    /// Loads what the vector in `row` of `column` is made from.
+    /// Loads the inputs of the vector in `row` of `column`.
     pub fn load<F: Numeric, N: Size>(
         &self,
         x: &[Vector<F, N>],
@@ -159,7 +159,7 @@ impl PrologueInputs {
         }
     }
 
-    /// The words of a vector.
+    /// Returns the words of a vector.
     pub fn words(
         &self,
         loaded: &Loaded,
@@ -167,7 +167,7 @@ impl PrologueInputs {
         #[comptime] conversion: Conversion,
         #[comptime] kind: FloatKind,
     ) -> Array<u32> {
-        // Elsewhere what a multiply-add becomes is too long for many copies.
+        // On other targets the expansion of a multiply-add is too long for many copies.
         let unrolled = comptime!(conversion.has_ptx());
         #[comptime]
         match self {
@@ -206,7 +206,8 @@ impl PrologueInputs {
         }
     }
 
-    /// The column of the matrix that column `c` of a tile stands for, as [`start_load()`] has them.
+    /// Returns the column of the matrix that corresponds to column `c` of a tile of
+    /// [`start_load()`].
     pub fn column_of(
         &self,
         tile: &Tile,
@@ -221,7 +222,7 @@ impl PrologueInputs {
                 let of_up = c >= half;
                 let column = tile.col0 / 2usize + c - select(of_up, half, 0usize);
                 let width = shape.cols / 2usize;
-                // Behind the end of either half there is no column.
+                // Columns after the end of either half are invalid.
                 let start = select(of_up, width, 0usize);
                 select(column < width, start + column, shape.cols)
             }
@@ -230,7 +231,7 @@ impl PrologueInputs {
     }
 }
 
-/// The words of the gradients by both inputs.
+/// Words of the gradients with respect to both inputs.
 #[derive(CubeType)]
 pub(super) struct GradientWords {
     pub by_gate: Array<u32>,
@@ -265,11 +266,11 @@ pub(super) fn gradients(
     GradientWords { by_gate, by_up }
 }
 
-/// Where a kernel writes what its prologue computed, too.
+/// Output of the prologue's result.
 #[derive(CubeType, CubeLaunch)]
 pub enum PrologueOut {
-    /// Nowhere.
+    /// Not written.
     None,
-    /// A matrix.
+    /// Written to a matrix.
     Matrix(Box<[Vector<u32, Const<4>>]>),
 }

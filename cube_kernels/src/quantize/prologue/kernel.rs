@@ -1,4 +1,4 @@
-//! Kernels that compute what they read on the way from memory.
+//! Kernels that compute their input while they load it.
 
 use cubecl::prelude::*;
 
@@ -38,11 +38,11 @@ fn vector_of(words: &Array<u32>) -> Vector<u32, Const<4>> {
 /// Vectors whose inputs a unit loads before it computes the first.
 const IN_FLIGHT: usize = 4;
 
-/// [`tile::start_load()`] of what `prologue` makes; it is also written to `written`.
+/// [`tile::start_load()`] of the result of `prologue`, which is also written to `written`.
 ///
-/// Gradients of a gated activation lie in pairs, since both come from the same numbers: those by
-/// the gate in the first half of the tile, those by the other input, of the same columns, in its
-/// second. The caller asks for [`PrologueInputs::column_of()`].
+/// Gradients of a gated activation are paired, because both are computed from the same inputs: the
+/// first half of the tile holds those by the gate, the second half those by the other input, of the
+/// same columns. The caller maps columns by [`PrologueInputs::column_of()`].
 #[cube]
 pub fn start_load<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -77,7 +77,7 @@ fn prologue_tile<F: Numeric, N: Size>(
     let per_row = comptime!(tile::WORDS / VECTOR);
     let row_vectors = shape.cols / comptime!(per_vector(kind));
     let vector0 = tile.col0 / comptime!(per_vector(kind));
-    // With units for whole rows a unit stays in its column of vectors.
+    // With units for whole rows, a unit stays in its column of vectors.
     let whole = comptime!(
         units.is_multiple_of(per_row) && (tile::ROWS * per_row).is_multiple_of(units * IN_FLIGHT)
     );
@@ -117,16 +117,16 @@ fn prologue_tile<F: Numeric, N: Size>(
     }
 }
 
-/// Vectors of a tile: number `first`, counted along its rows, and every `units`-th one.
+/// Vectors of a tile: number `first`, counted along its rows, and every `units`-th one after it.
 #[derive(CubeType, Clone, Copy)]
 struct VectorRun {
-    /// The first row of the tile, and the row behind the last of its group.
+    /// First row of the tile, and end row of its group (exclusive).
     row0: usize,
     row_end: usize,
     first: usize,
-    /// The first vector of the tile in a row.
+    /// First vector of the tile in a row.
     vector0: usize,
-    /// Vectors of a row.
+    /// Vectors per row.
     row_vectors: usize,
 }
 
@@ -148,7 +148,7 @@ fn prologue_vectors<F: Numeric, N: Size>(
     let mut pending = Sequence::<Loaded>::new();
     #[unroll]
     for j in 0..count {
-        // Behind the end the last row is read again, and not used.
+        // After the end the last row is read again, and not used.
         let row = min(
             run.row0 + (first + j * units) / per_row,
             run.row_end - 1usize,
@@ -200,7 +200,7 @@ fn prologue_pairs<F: Numeric, N: Size>(
         let mut pending = Sequence::<Loaded>::new();
         #[unroll]
         for j in 0..in_flight {
-            // Behind the end the last row and vector are read again, and not used.
+            // After the end the last row and vector are read again, and not used.
             let item = first + j * units;
             let row = min(tile.row0 + item / per_row, tile.row_end - 1usize);
             let column = Column {
@@ -234,21 +234,21 @@ fn prologue_pairs<F: Numeric, N: Size>(
     }
 }
 
-/// The comptime choices of [`prologue_kernel()`].
+/// Comptime configuration of [`prologue_kernel()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProloguePlan {
-    /// Whether the rows end in device memory.
+    /// True if the number of rows is in device memory.
     pub bounded: bool,
-    /// Whether the kernel can begin before the one in front of it has ended.
+    /// True if the kernel can begin before the previous one has ended.
     pub overlaps: bool,
-    /// Who converts.
+    /// Implementation of conversions.
     pub conversion: Conversion,
-    /// The element type.
+    /// Element type.
     pub kind: FloatKind,
 }
 
-/// One unit computes every `units`-th vector, or pair of vectors, of `rows` rows, or of those
-/// before `end`, a word, where the plan says so.
+/// Each unit computes every `units`-th vector, or pair of vectors, of `rows` rows or, if the plan
+/// is bounded, of the rows before `end`, a word in device memory.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn prologue_kernel<N: Size>(
     x: &[Vector<u32, N>],

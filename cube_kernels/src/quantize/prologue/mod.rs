@@ -1,9 +1,10 @@
-//! The fused prologue: a kernel writes a matrix that it computes from its inputs, and may find the
-//! amax values of it in the same pass.
+//! Fused prologue: a kernel computes a matrix from its inputs and writes it, and may compute its
+//! amax values in the same pass.
 //!
-//! A kernel takes a [`PrologueInputs`] beside `x`. Its variant is a comptime choice, so that a
-//! kernel that reads a plain matrix has nothing of the others in it. Values are rounded to the
-//! element type of the inputs, packed in words, and from there on the kernel is the same.
+//! A kernel takes a [`PrologueInputs`] in addition to `x`. Its variant is a comptime choice, so
+//! that a kernel that reads a plain matrix contains no code of the others. Values are rounded to
+//! the element type of the inputs and packed in words; the rest of the kernel is independent of the
+//! prologue.
 
 mod inputs;
 mod kernel;

@@ -1,4 +1,4 @@
-//! The matrix that a kernel quantizes, as it is given.
+//! Source matrix of a quantization kernel.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -15,51 +15,52 @@ use crate::{
     tensor::{FloatKind, Groups, Matrix},
 };
 
-/// A matrix that is computed while its inputs are read.
+/// Matrix that is computed while its inputs are read.
 ///
 /// It has rows of a multiple of 16 elements, and inputs that start at multiples of 16 bytes. Values
-/// are rounded to the type of the inputs, and amax values that are found beside them are those of
-/// rounded ones.
+/// are rounded to the type of the inputs, and amax values are those of the rounded values.
 #[derive(Debug, Clone, Copy)]
 pub enum Prologue<'a> {
-    /// `silu(gate) · up` of gate and up, `rows` x `2 width`, the gate in the first half of each
-    /// row: the output of one projection. See [`reference::swiglu`](crate::reference::swiglu).
+    /// SwiGLU, `silu(gate) · up`, of one matrix of `rows` x `2 width`, with the gate in the first
+    /// half of each row: the output of one projection. See
+    /// [`reference::swiglu`](crate::reference::swiglu).
     SwiGlu(&'a Matrix),
-    /// The gradients of SwiGLU by both inputs, `rows` x `2 width`, that by the gate in the first
-    /// half of each row; see [`reference::swiglu_backward`](crate::reference::swiglu_backward).
+    /// Gradients of SwiGLU with respect to both inputs, `rows` x `2 width`, that of the gate in the
+    /// first half of each row; see
+    /// [`reference::swiglu_backward`](crate::reference::swiglu_backward).
     SwiGluBackward {
-        /// The gradient by the output, `rows` x `width`.
+        /// Gradient of the output, `rows` x `width`.
         grad: &'a Matrix,
-        /// Gate and up.
+        /// Input of the forward pass: gate and up.
         gate_up: &'a Matrix,
     },
 }
 
-/// A [`Prologue`], or a matrix, that was checked: what launches need of it.
+/// Launch data of a checked [`Prologue`] or matrix.
 pub(crate) struct Input {
-    /// Shape and type of what is computed; the memory is that of the first input.
+    /// Shape and type of the computed matrix; the memory is that of the first input.
     pub matrix: Matrix,
-    /// How the first input is loaded.
+    /// Load width of the first input.
     pub words: Words,
     operands: Operands,
 }
 
-/// The inputs beside the first.
+/// Inputs besides the first.
 enum Operands {
     None,
     SwiGlu(Matrix),
     SwiGluBackward(Matrix),
 }
 
-/// Gate and up, concatenated, as a kernel finds them.
+/// Returns the kernel arguments of the concatenated gate and up.
 fn gate_args(gate_up: &Matrix, variant: LaunchedVariant) -> GateInputsLaunch {
     let vectors = gate_up.cols / per_vector(gate_up.dtype);
     let words = || Words::of(gate_up).arg();
     GateInputsLaunch::new(words(), words(), vectors, vectors / 2, variant)
 }
 
-/// An error unless rows are `parts` times a multiple of 16 elements and all vectors of 16 bytes
-/// aligned.
+/// Returns an error unless row lengths are a multiple of `parts` times 16 elements, and vectors of
+/// 16 bytes are aligned.
 fn check_input(argument: &'static str, x: &Matrix, parts: usize) -> Result<(), Nvfp4Error> {
     x.check(argument)?;
     if !x.cols.is_multiple_of(parts * BLOCK) {
@@ -139,12 +140,12 @@ impl Input {
         })
     }
 
-    /// Whether the matrix lies in memory as it is.
+    /// Returns true if the matrix is in memory.
     pub fn is_plain(&self) -> bool {
         matches!(self.operands, Operands::None)
     }
 
-    /// What a kernel reads beside the first input.
+    /// Returns the kernel inputs besides the first one.
     pub fn prologue_inputs(&self) -> PrologueInputsArgs {
         match &self.operands {
             Operands::None => PrologueInputsArgs::Plain,
@@ -159,20 +160,21 @@ impl Input {
     }
 }
 
-/// The matrix that `prologue` computes, in memory.
+/// Computes the matrix of `prologue` and writes it to memory.
 ///
 /// # Errors
-/// When an input of `prologue` is no multiple of 16 columns wide, does not fit the others, does not
-/// start at a multiple of 16 bytes, or its memory is smaller than its shape.
+/// Returns an error if an input of `prologue` has a width that is no multiple of 16, does not match
+/// the others, does not start at a multiple of 16 bytes, or has less memory than its shape
+/// requires.
 pub fn run_prologue(client: &Client, prologue: Prologue<'_>) -> Result<Matrix, Nvfp4Error> {
     run_prologue_of_groups(client, prologue, &Groups::One)
 }
 
-/// [`run_prologue`] of rows in `groups`: of groups with offsets, rows behind the last one are left
-/// as they are, and take no time.
+/// [`run_prologue`] for rows in `groups`. With group offsets, rows after the last group are left
+/// unchanged, and take no time.
 ///
 /// # Errors
-/// As [`run_prologue`], and when the groups do not fit.
+/// See [`run_prologue`]; also returns an error if the groups do not fit.
 pub fn run_prologue_of_groups(
     client: &Client,
     prologue: Prologue<'_>,

@@ -1,4 +1,4 @@
-//! A tile in shared memory: how it is loaded, and how units read its rows and columns.
+//! A tile in shared memory: loads, and reads of its rows and columns.
 
 use cubecl::prelude::*;
 
@@ -17,45 +17,44 @@ use crate::{
     tensor::FloatKind,
 };
 
-/// Words from one tile row to the next.
+/// Row pitch in words.
 const PITCH: usize = WORDS + 4;
 /// Words of a tile in shared memory.
 pub(crate) const LEN: usize = ROWS * PITCH + (ROWS / 16) * 4;
 
-/// Vectors that a unit loads before it stores the first, where it does both itself.
+/// Vectors that a unit loads before it stores the first, if it does both itself.
 const IN_FLIGHT: usize = 4;
 
-/// How a cube loads a tile.
+/// Load parameters of a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LoadPlan {
-    /// Whether `x` is loaded by elements.
+    /// True if `x` is loaded by elements.
     pub elements: bool,
-    /// Units of a cube.
+    /// Units per cube.
     pub units: usize,
-    /// Who converts.
+    /// Implementation of conversions.
     pub conversion: Conversion,
-    /// The element type.
+    /// Element type.
     pub kind: FloatKind,
 }
 
 impl LoadPlan {
-    /// Whether vectors of `width` words are loaded in the background, by units that need no
-    /// registers for it.
+    /// Returns true if vectors of `width` words are loaded asynchronously, without registers.
     pub(crate) const fn asynchronous(&self, width: usize) -> bool {
         self.conversion.has_ptx() && !self.elements && width == 4 && self.units == 256
     }
 }
 
-/// The place of word `word` of row `row` in shared memory.
+/// Returns the index of word `word` of row `row` in shared memory.
 #[cube]
 pub fn word_at(row: usize, word: usize) -> usize {
     row * PITCH + (row / 16usize) * 4usize + word
 }
 
-/// Loads a tile into shared memory; zeros where the group or the matrix ends. The caller waits
-/// ([`wait_for_load()`]).
+/// Starts loading a tile to shared memory; elements outside the group or the matrix are zeros. The
+/// caller waits with [`wait_for_load()`].
 ///
-/// `x` holds vectors of `N` words, or single elements of 16 bits where rows have no whole words.
+/// `x` holds vectors of `N` words, or single elements of 16 bits if rows are not whole words.
 #[cube]
 pub fn start_load<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
@@ -101,7 +100,7 @@ pub fn start_load<F: Numeric, N: Size>(
             #[unroll]
             for turn in 0..comptime!(ROWS / step) {
                 let inside = r + comptime!(turn * step) < rows && vector < row_vectors;
-                // 16 rows further, the places of rows repeat.
+                // The row offsets repeat every 16 rows.
                 let place = comptime!(4 * turn * (step * PITCH + step / 16 * 4));
                 ptx::cp_async_zfill(
                     to + comptime!(place as u32),
@@ -113,7 +112,7 @@ pub fn start_load<F: Numeric, N: Size>(
         } else {
             let mut first = UNIT_POS as usize;
             while first < comptime!(ROWS * per_row) {
-                // All loads of a turn are under way before the first is waited for.
+                // Issues all loads of an iteration before waiting for the first.
                 let mut loaded = Array::<Vector<F, N>>::new(IN_FLIGHT);
                 #[unroll]
                 for j in 0..IN_FLIGHT {
@@ -160,13 +159,13 @@ pub fn wait_for_load(#[comptime] asynchronous: bool) {
 pub struct Place {
     /// Row of the tile.
     pub row: usize,
-    /// Number of the block in that row.
+    /// Index of the block in that row.
     pub block: usize,
 }
 
-/// The block along a row that a unit takes in turn `turn`. Neighbouring units take blocks of two or
-/// four neighbouring rows, whose vectors lie in different banks; from turn to turn they go down the
-/// tile.
+/// Returns the block along a row that a unit takes in iteration `turn`. Neighbouring units take
+/// blocks of two or four neighbouring rows, whose vectors are in different banks; later iterations
+/// go down the tile.
 #[cube]
 pub fn row_place(turn: usize, #[comptime] units: usize, #[comptime] kind: FloatKind) -> Place {
     let item = if comptime!(units.is_multiple_of(32)) {
@@ -192,7 +191,7 @@ pub fn row_place(turn: usize, #[comptime] units: usize, #[comptime] kind: FloatK
     }
 }
 
-/// The words of block `block` of tile row `row`.
+/// Returns the words of block `block` of tile row `row`.
 #[cube]
 pub fn load_row_block(
     shared: &Shared<[u32]>,
@@ -224,7 +223,7 @@ pub fn load_row_block(
     words
 }
 
-/// [`span()`] words down the tile from row `row0` on, a multiple of 16.
+/// Returns [`span()`] words down the tile from row `row0` on, a multiple of 16.
 #[cube]
 pub fn load_words(
     shared: &Shared<[u32]>,
@@ -251,8 +250,8 @@ pub fn load_words(
     words
 }
 
-/// Units that share one transform, each with 16 of its rows: neighbours of a plane on a GPU, where
-/// a unit's registers hold no more. One where there are no planes.
+/// Returns the number of units that share one transform, each with 16 of its rows: neighbours of a
+/// plane on a GPU, where a unit's registers hold no more; one without planes.
 pub(crate) const fn lanes(size: Option<HadamardSize>, conversion: Conversion) -> usize {
     if conversion.has_ptx() {
         span(size) / 16
@@ -261,23 +260,24 @@ pub(crate) const fn lanes(size: Option<HadamardSize>, conversion: Conversion) ->
     }
 }
 
-/// What a unit takes of the columns of a tile at a time.
+/// Work item of a unit in the columns of a tile.
 #[derive(CubeType, Clone, Copy)]
 pub struct ColumnItem {
-    /// The word of a row.
+    /// Index of the word in a row.
     pub word: usize,
-    /// The first of its blocks of 16 rows.
+    /// Index of the first of its blocks of 16 rows.
     pub block: usize,
-    /// Which of the units that share a transform it is.
+    /// Index among the units that share a transform.
     pub lane: usize,
 }
 
-/// Items of the columns of a tile.
+/// Returns the number of work items of the columns of a tile.
 pub(crate) const fn column_items(size: Option<HadamardSize>, conversion: Conversion) -> usize {
     WORDS * (ROWS / span(size)) * lanes(size, conversion)
 }
 
-/// Item number `item`: neighbours take neighbouring words, or share transforms of them.
+/// Returns item number `item`: neighbouring units take neighbouring words, or share transforms of
+/// them.
 #[cube]
 pub fn column_item(
     item: usize,
@@ -287,7 +287,7 @@ pub fn column_item(
 ) -> ColumnItem {
     let lanes = comptime!(lanes(size, conversion));
     let per_span = comptime!(span(size) / 16);
-    // From turn to turn of a cube with units for whole rows of words the word is the same.
+    // In a cube with units for whole rows of words, the word is the same in each iteration.
     let fixed = comptime!(units.is_multiple_of(WORDS * lanes));
     let position = if comptime!(fixed) {
         UNIT_POS as usize % comptime!(WORDS * lanes)
@@ -302,8 +302,8 @@ pub fn column_item(
     }
 }
 
-/// One of the columns of `words`, with the signs of a transform; those of the default transform are
-/// part of the kernel and cost nothing.
+/// Returns one of the columns of `words`, with the signs of a transform applied; those of the
+/// default transform are built into the kernel and cost nothing.
 #[cube]
 pub fn unpack_column(
     words: &Array<u32>,
@@ -344,8 +344,8 @@ pub fn unpack_column(
     column
 }
 
-/// Transforms the values of a column but for the factor. Where units share a transform, all units
-/// of the plane must be here.
+/// Transforms the values of a column without the factor. If units share a transform, all units of
+/// the plane must call it.
 #[cube]
 pub fn transform_values(
     values: &mut Array<f32>,
@@ -361,7 +361,8 @@ pub fn transform_values(
         #[unroll]
         for stage in 0..comptime!(lanes.ilog2()) {
             let distance = comptime!(1u32 << stage);
-            // The first of two takes their sum, the second what the first had less its own.
+            // The first of two units takes the sum, the second the value of the first minus its
+            // own.
             let own = select(u32::cast_from(lane) & distance == 0u32, 1.0f32, -1.0f32);
             #[unroll]
             for i in 0..16usize {
@@ -372,7 +373,7 @@ pub fn transform_values(
     }
 }
 
-/// Rows that one transform, or one block, of a columnwise tensor spans.
+/// Returns the rows that one transform, or one block, of a columnwise tensor spans.
 pub(crate) const fn span(size: Option<HadamardSize>) -> usize {
     match size {
         Some(size) => size.elements(),

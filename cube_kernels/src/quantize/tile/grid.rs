@@ -1,9 +1,9 @@
-//! The tiles of a matrix whose rows are in groups.
+//! Tiles of a matrix whose rows are in groups.
 //!
-//! Tiles restart at every group of rows. Where the groups' offsets are in device memory, a small
-//! kernel sums up the tiles of the groups, finds the group of each tile by bisection, and leaves a
-//! record for each row of tiles ([`map_tiles()`]). Nothing is read back to the host, and the grid
-//! does not depend on the groups.
+//! Tiles restart at every group of rows. If the groups' offsets are in device memory, a small
+//! kernel sums up the tiles of the groups, finds the group of each tile by bisection, and writes a
+//! record per row of tiles ([`map_tiles()`]). Nothing is read back to the host, and the grid does
+//! not depend on the groups.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -15,15 +15,16 @@ use crate::{
     tensor::{FloatKind, Groups},
 };
 
-/// Rows of tiles that cubes work on together. Their blocks of one column make 256 bytes of codes
-/// and a whole sector of scale bytes, which then meet in the L2 cache: stores of parts of a sector
-/// cost a read of it where they do not.
+/// Rows of tiles that cubes process together. Their blocks of one column make 256 bytes of codes
+/// and a whole sector of scale bytes, which are then combined in the L2 cache; otherwise, stores of
+/// partial sectors require a read of the sector.
 pub(crate) const BAND: usize = 4;
 
-/// Cubes and units for a kernel that quantizes tiles, one to a cube: along the first axis of the
-/// grid the tiles of a band of rows of tiles, down first, along the others the bands. On a GPU
-/// cubes are many, and start as others end: how many run at once depends on the registers that the
-/// compiler takes, and with a fixed grid a few cubes too many for the SMs take half as long again.
+/// Returns the grid of a kernel that quantizes one tile per cube. The first axis runs over the
+/// tiles of a band of rows of tiles, column by column, the others over the bands. On a GPU there
+/// are many cubes, which start as others end: the number of concurrent cubes depends on the
+/// compiler's register allocation, and with a fixed grid, a few cubes too many for the SMs would
+/// take 1.5 times as long.
 pub(crate) fn tile_bands(
     client: &Client,
     row_tiles: usize,
@@ -36,12 +37,12 @@ pub(crate) fn tile_bands(
     )
 }
 
-/// The comptime side of [`Groups`].
+/// Comptime configuration of [`Groups`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Grouping {
     /// One group.
     One,
-    /// Groups of equally many rows.
+    /// Groups of equal size.
     Batch,
     /// Offsets in device memory; at most this many groups.
     Offsets(usize),
@@ -64,30 +65,30 @@ impl Grouping {
         }
     }
 
-    /// How columnwise results that are operands of grouped GEMMs lie: those of groups of any sizes
-    /// concatenated along the columns, those of equally many rows one below the other.
+    /// Returns true if columnwise operands of grouped GEMMs are concatenated along the columns, as
+    /// for groups of any sizes; those of equally sized groups are stacked.
     pub(crate) const fn side_by_side(self) -> bool {
         matches!(self, Self::Offsets(_))
     }
 }
 
-/// The most units of a cube.
+/// Maximum number of units per cube.
 pub(crate) const MAX_UNITS: usize = 256;
 
-/// The run-time side: the shape of the matrix and of its groups.
+/// Run-time shape of the matrix and of its groups.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Shape {
     /// Rows of the matrix.
     pub rows: usize,
     /// Columns of the matrix.
     pub cols: usize,
-    /// Groups.
+    /// Number of groups.
     pub groups: usize,
     /// Columns of tiles.
     pub tile_cols: usize,
 }
 
-/// Where groups start, in units of several sizes.
+/// Starts of groups, in several units.
 #[derive(CubeType)]
 pub struct Plan {
     /// Rows before each group.
@@ -98,32 +99,32 @@ pub struct Plan {
     units: Shared<[u32]>,
     /// Padded units of the swizzled scales of the columnwise tensor before each group.
     padded: Shared<[u32]>,
-    /// Groups.
+    /// Number of groups.
     count: usize,
 }
 
-/// A tile, and its place in the outputs.
+/// A tile, and its position in the outputs.
 #[derive(CubeType, Clone, Copy)]
 pub struct Tile {
-    /// Its group.
+    /// Group index.
     pub group: usize,
-    /// Its first row in the matrix.
+    /// First row in the matrix.
     pub row0: usize,
-    /// The row behind the last of its group.
+    /// End row of its group (exclusive).
     pub row_end: usize,
-    /// The first row of its group.
+    /// First row of its group.
     pub group_row0: usize,
-    /// Its first column.
+    /// First column.
     pub col0: usize,
-    /// Tiles of 128 rows before it in the rowwise direction, over all groups.
+    /// Tiles of 128 rows before it, along the rows, over all groups.
     pub row_tile: usize,
     /// Units of the columnwise tensors of earlier groups.
     pub units_before: usize,
-    /// The same, padded for swizzled scales.
+    /// Units of the columnwise tensors of earlier groups, padded for swizzled scales.
     pub padded_before: usize,
 }
 
-/// Adds up the groups. `unit` is the number of rows that a unit of the columnwise tensor spans.
+/// Sums up the groups. `unit` is the number of rows that a unit of the columnwise tensor spans.
 #[cube]
 pub fn plan_groups(
     offsets: &[u32],
@@ -144,8 +145,8 @@ pub fn plan_groups(
             g += CUBE_DIM as usize;
         }
         sync_cube();
-        // Each unit adds up a share of the groups, all units add up the shares before theirs, and
-        // each goes through its share again.
+        // Each unit sums up a share of the groups, all units sum up the shares before theirs, and
+        // each then iterates over its share again.
         let share = (shape.groups + 1usize).div_ceil(CUBE_DIM as usize);
         let first = min(UNIT_POS as usize * share, shape.groups + 1usize);
         let end = min(first + share, shape.groups + 1usize);
@@ -210,10 +211,10 @@ pub fn plan_groups(
 
 #[cube]
 impl Plan {
-    /// The first tile of row `row_tile` of tiles.
+    /// Returns the first tile of row `row_tile` of tiles.
     fn find(&self, row_tile: usize) -> Tile {
-        // The last group whose tiles start at or before this one; it is not empty, for the next one
-        // starts behind it.
+        // The last group whose tiles start at or before this one. It is not empty, since the next
+        // group starts after it.
         let group = find_group(self.tiles.as_slice(), self.count, row_tile);
         let group_row0 = self.rows[group] as usize;
         Tile {
@@ -229,18 +230,18 @@ impl Plan {
     }
 }
 
-/// A row and a column of tiles.
+/// Row and column of a tile.
 #[derive(CubeType, Clone, Copy)]
 pub struct TilePlace {
-    /// The row of tiles.
+    /// Row of tiles.
     pub row: usize,
-    /// The column of tiles.
+    /// Column of tiles.
     pub col: usize,
 }
 
-/// Tile number `index` of `rows` x `cols` tiles: neighbouring numbers go down a band of `band` rows
-/// of tiles, then to the next column, so that tiles which write parts of the same sectors are
-/// worked on together.
+/// Returns tile number `index` of `rows` x `cols` tiles. Neighbouring numbers go down a band of
+/// `band` rows of tiles, then to the next column, so that tiles that write parts of the same
+/// sectors are processed together.
 #[cube]
 pub fn in_bands(index: usize, rows: usize, cols: usize, band: usize) -> TilePlace {
     let per_band = cols * band;
@@ -254,7 +255,7 @@ pub fn in_bands(index: usize, rows: usize, cols: usize, band: usize) -> TilePlac
     }
 }
 
-/// A tile of one group, or of groups of equally many rows.
+/// Returns a tile of one group, or of groups of equal size.
 #[cube]
 fn even_tile(
     row_tile: usize,
@@ -292,11 +293,11 @@ fn even_tile(
     }
 }
 
-/// Vectors of a record of [`map_tiles()`].
+/// Vectors per record of [`map_tiles()`].
 pub(crate) const RECORD: usize = 2;
 
-/// The tile in row `row_tile` of tiles and column `tile_col`, without rows where there is none.
-/// `map` is what [`map_tiles()`] wrote where the groups are in device memory.
+/// Returns the tile in row `row_tile` of tiles and column `tile_col`; it is empty if there is none.
+/// [`map_tiles()`] writes `map` if the groups are in device memory.
 #[cube]
 pub fn tile_at(
     map: &[Vector<u32, Const<4>>],
@@ -311,7 +312,7 @@ pub fn tile_at(
     tile_from(map, row_tile, col0, shape, unit, grouping)
 }
 
-/// [`tile_at()`] by its first column, for tiles of any width.
+/// [`tile_at()`] by first column, for tiles of any width.
 #[cube]
 pub fn tile_from(
     map: &[Vector<u32, Const<4>>],
@@ -339,23 +340,23 @@ pub fn tile_from(
     }
 }
 
-/// Where the copy of a tile's group lies among columnwise ones, in units of some number of rows:
+/// Position of the copy of a tile's group among columnwise ones, in units of some number of rows:
 /// unit `u` of column `c` has number `first + c * pitch + u`.
 #[derive(CubeType, Clone, Copy)]
 pub struct GroupPlace {
-    /// The number of its first unit.
+    /// Number of its first unit.
     pub first: usize,
     /// Units from one column to the next.
     pub pitch: usize,
-    /// Units of one of its columns.
+    /// Units per column.
     pub units: usize,
-    /// The first of them in this tile.
+    /// First unit in this tile.
     pub unit0: usize,
 }
 
-/// The place of the copy of the group of `tile`, of `cols` columns: the copies one after another,
-/// or with `side_by_side` in stored rows of `row_units` units, in each of which one group follows
-/// the other. `unit` is that of the tile.
+/// Returns the position of the copy of the group of `tile`, of `cols` columns. Copies follow each
+/// other, or with `side_by_side` share stored rows of `row_units` units, in each of which the
+/// groups follow each other. `unit` is that of the tile.
 #[cube]
 pub fn group_place(
     tile: &Tile,
@@ -383,9 +384,9 @@ pub fn group_place(
     }
 }
 
-/// Writes the record of each of `row_tiles` rows of tiles: where its rows begin and end, where its
-/// group begins, the number of the group, and what the columnwise tensors of earlier groups take.
-/// Rows of tiles behind the last group have no rows.
+/// Writes the record of each of `row_tiles` rows of tiles: start and end of its rows, start of its
+/// group, the index of the group, and the size of the columnwise tensors of earlier groups. Rows of
+/// tiles after the last group are empty.
 #[cube(launch_unchecked, create_dummy_kernel)]
 pub fn map_tiles_kernel(
     offsets: &[u32],
@@ -415,9 +416,9 @@ pub fn map_tiles_kernel(
     }
 }
 
-/// What a kernel reads of the rows of tiles of `rows` rows in groups: their records in device
-/// memory, where the groups' offsets are there; `unit` as for [`plan_groups()`]. Otherwise one word
-/// at least of any memory, `unread`.
+/// Returns the records of the rows of tiles of `rows` rows in groups, in device memory, if the
+/// groups' offsets are there; `unit` is as for [`plan_groups()`]. Otherwise returns the placeholder
+/// `unread`, with at least one word.
 pub(crate) fn map_tiles(
     client: &Client,
     (rows, cols): (usize, usize),
@@ -455,8 +456,8 @@ pub(crate) fn map_tiles(
     arg()
 }
 
-/// Rows to which a group is padded in swizzled scales of a columnwise tensor whose unit spans
-/// `unit` rows.
+/// Returns the number of rows to which a group is padded in swizzled scales of a columnwise tensor
+/// whose unit spans `unit` rows.
 pub(crate) const fn padded_unit(unit: usize) -> usize {
     if unit < 64 { 64 } else { unit }
 }

@@ -1,14 +1,13 @@
-//! Attention of a few new tokens over cached keys and values: the arithmetic of
-//! `attention::decode`, whose bits it has.
+//! Attention of a few new tokens over cached keys and values, bit-identical to `attention::decode`.
 //!
-//! The keys that the new tokens of a sequence see are cut into tiles of [`DECODE_TILE`], and the
+//! The keys that the new tokens of a sequence see are split into tiles of [`DECODE_TILE`], and the
 //! tiles into at most [`decode_splits`] runs. The order of every sum:
 //!
-//! - A product of two heads: element `d` is added to partial sum `d % 4`, `d` ascending, by fused
-//!   multiply-adds; the four become `(s0 + s1) + (s2 + s3)`.
+//! - Dot product of two heads: element `d` is added to partial sum `d % 4`, with ascending `d`, by
+//!   fused multiply-adds; the four are added as `(s0 + s1) + (s2 + s3)`.
 //! - In a tile, key `j` belongs to slice `j % s` of [`decode_slices`]; keys of a slice are added in
 //!   ascending order, then the slices in order. Weights are relative to the largest score of the
-//!   tile, and one of 0 adds nothing.
+//!   tile, and a weight of 0 adds nothing.
 //! - A run adds its tiles in order, rescaled to the largest score so far; the runs of a row are
 //!   added in order, rescaled to the largest score of all.
 
@@ -19,12 +18,12 @@ use super::{exp_or_nan, math};
 use crate::AttentionParams;
 use crate::format::e4m3;
 
-/// Keys that are weighed together.
+/// Number of keys that share one softmax maximum.
 pub const DECODE_TILE: usize = 128;
 
-/// Runs of tiles that the keys of a sequence are cut into at most, with `kv_heads` heads of keys.
-/// The batch and the room of the cache do not matter, so that a sequence has the same bits in any
-/// company.
+/// Returns the largest number of runs into which the keys of a sequence are split, with `kv_heads`
+/// heads of keys. It does not depend on the batch or the capacity of the cache, so that a sequence
+/// has the same bits in any batch.
 pub const fn decode_splits(kv_heads: usize) -> usize {
     let heads = if kv_heads == 0 { 1 } else { kv_heads };
     let splits = 256 / heads;
@@ -37,7 +36,8 @@ pub const fn decode_splits(kv_heads: usize) -> usize {
     }
 }
 
-/// Slices of the keys of a tile whose values are added up apart, with heads of `head` elements.
+/// Returns the number of slices of a tile's keys whose values are summed separately, for heads of
+/// `head` elements.
 pub const fn decode_slices(head: usize) -> usize {
     let slices = 1024 / head;
     if slices > DECODE_TILE {
@@ -50,14 +50,14 @@ pub const fn decode_slices(head: usize) -> usize {
 /// Cached keys or values, `[batch, capacity, kv_heads, head]`.
 #[derive(Debug, Clone, Copy)]
 pub enum HostKv<'a, T> {
-    /// In the type of the activations.
+    /// Elements in the type of the activations.
     Float(&'a [T]),
-    /// E4M3 elements, times a factor.
+    /// E4M3 elements and their scale.
     E4m3(&'a [u8], f32),
 }
 
 impl<T: Element> HostKv<'_, T> {
-    /// Element `index`.
+    /// Returns element `index`.
     #[inline(always)]
     pub fn get(&self, index: usize) -> f32 {
         match self {
@@ -67,17 +67,17 @@ impl<T: Element> HostKv<'_, T> {
     }
 }
 
-/// Cached keys or values that new ones are written to.
+/// Writable cache of keys or values.
 #[derive(Debug)]
 pub enum HostKvMut<'a, T> {
-    /// In the type of the activations.
+    /// Elements in the type of the activations.
     Float(&'a mut [T]),
-    /// E4M3 elements, times a factor.
+    /// E4M3 elements and their scale.
     E4m3(&'a mut [u8], f32),
 }
 
 impl<T: Element> HostKvMut<'_, T> {
-    /// Writes element `index`: rounded to E4M3 from `value` times the factor's reciprocal.
+    /// Writes element `index`; for E4M3, rounds `value` times the reciprocal of the scale.
     pub fn set(&mut self, index: usize, value: T) {
         match self {
             Self::Float(values) => values[index] = value,
@@ -88,27 +88,28 @@ impl<T: Element> HostKvMut<'_, T> {
     }
 }
 
-/// The sizes of a cache, and where its new tokens lie.
+/// Sizes of a cache, and of its new tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeShape<'a> {
-    /// Heads of queries.
+    /// Number of heads of queries.
     pub heads: usize,
-    /// Heads of keys and values.
+    /// Number of heads of keys and values.
     pub kv_heads: usize,
-    /// Elements of a head, a multiple of 8.
+    /// Elements per head, a multiple of 8.
     pub head: usize,
-    /// New tokens of a sequence, padding included.
+    /// Number of new tokens per sequence, including padding.
     pub time: usize,
-    /// Tokens that a sequence has room for.
+    /// Largest number of tokens per sequence.
     pub capacity: usize,
-    /// Tokens that each sequence has.
+    /// Number of tokens in the cache of each sequence.
     pub starts: &'a [u32],
-    /// New tokens of each that are no padding.
+    /// Number of new tokens of each sequence without padding.
     pub counts: &'a [u32],
 }
 
 impl DecodeShape<'_> {
-    /// Tokens before the new ones of a sequence, and with them: what exceeds the room is not there.
+    /// Returns the number of tokens of a sequence without and with the new ones. Tokens beyond the
+    /// capacity are ignored.
     pub fn extent(&self, sequence: usize) -> (usize, usize) {
         let start = (self.starts[sequence] as usize).min(self.capacity);
         let count = (self.counts[sequence] as usize).min(self.time);
@@ -119,7 +120,7 @@ impl DecodeShape<'_> {
 /// Tables of rotary positions, `[positions, head / 2]`: cosines and sines.
 pub type HostTables<'a> = (&'a [f32], &'a [f32]);
 
-/// Turns element `d` of `row`, a head at `position`, see [`rope`](super::rope).
+/// Rotates element `d` of `row`, a head at `position`, see [`rope`](super::rope).
 fn turned<T: Element>(row: &[T], d: usize, position: usize, tables: Option<HostTables<'_>>) -> T {
     let Some((cos, sin)) = tables else {
         return row[d];
@@ -134,11 +135,11 @@ fn turned<T: Element>(row: &[T], d: usize, position: usize, tables: Option<HostT
     T::from_f32(other.mul_add(sin[angle], row[d].to_f32() * cos[angle]))
 }
 
-/// Queries turned by their positions, `[batch * time, heads, head]`; the new keys, turned, and
-/// values, of rows of `heads + 2 kv_heads` heads, in the cache behind those that it has.
+/// Returns the queries rotated by their positions, `[batch * time, heads, head]`, and appends the
+/// rotated new keys and the new values to the cache. Rows of `qkv` have `heads + 2 kv_heads` heads.
 ///
 /// # Panics
-/// When an operand does not hold its heads.
+/// Panics if an operand does not contain its heads.
 pub fn append<T: Element>(
     qkv: &[T],
     cache: [&mut HostKvMut<'_, T>; 2],
@@ -179,11 +180,11 @@ pub fn append<T: Element>(
     queries
 }
 
-/// Attention of the new tokens, whose keys and values are in the cache by now: `[batch * time,
-/// heads, head]` of queries that are turned already. 0 for padding.
+/// Computes attention of the new tokens, whose keys and values are in the cache already:
+/// `[batch * time, heads, head]` from rotated queries. 0 for padding.
 ///
 /// # Panics
-/// When an operand does not hold its heads.
+/// Panics if an operand does not contain its heads.
 pub fn attention_decode<T: Element>(
     queries: &[T],
     k: HostKv<'_, T>,
@@ -313,14 +314,14 @@ impl Row<'_> {
         state
     }
 
-    /// Whether the query sees key `key`.
+    /// True if the query sees key `key`.
     fn sees(&self, key: usize) -> bool {
         let position = self.shape.extent(self.sequence).0 + self.t;
         let window = self.params.window.unwrap_or(0);
         key <= position && (window == 0 || key + window > position)
     }
 
-    /// Where the head of a key or value begins.
+    /// Returns the offset of the head of a key or value.
     fn place(&self, key: usize) -> usize {
         let row = self.sequence * self.shape.capacity + key;
         (row * self.shape.kv_heads + self.kv_head) * self.shape.head
@@ -341,7 +342,7 @@ impl Row<'_> {
     }
 }
 
-/// The larger of both; NaN is none.
+/// Returns the larger number; NaN is ignored.
 fn larger(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }

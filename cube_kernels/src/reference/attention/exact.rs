@@ -1,31 +1,30 @@
-//! Attention in `f64`, and how far a kernel may be from it.
+//! Attention in `f64`, and error bounds for kernels.
 //!
-//! With `u` the rounding unit of the operands' type, `g(n) = n 2⁻²²` for a sum of `n` terms, `s`
+//! Let `u` be the rounding unit of the operands' type, `g(n) = n 2⁻²²` for a sum of `n` terms, `s`
 //! scaled scores, `m` the largest of a row, `P` weights, `|·|` element by element:
 //!
 //! - of a score: `λ = g(head) scale |q||k| + 2⁻²² (|s| + |m|)`; with a soft cap, `c 2⁻²⁰` more
 //! - of a weight, relative: `ρ = λ + 2⁻²¹`, the largest of a row
 //! - `|dO| <= (u + 2ρ + g) P|V| + u|O|` and `|dLSE| <= max λ + 2⁻²¹ (1 + |LSE|) + g`
-//! - in the backward `ρ' = ρ + dLSE`, and the gradient of a score is wrong by at most
+//! - in the backward `ρ' = ρ + dLSE`, and the error of the gradient of a score is at most
 //!   `E = P (ρ' |dP - Δ| + g |dO||V| + Σ |dO| (|O_err| + g |O|))`
 //! - `|dV_err| <= (u + ρ' + g) Pᵀ|dO| + u|dV|`
 //! - `|dQ_err| <= scale (E + (u + g) |dS|) |K| + u|dQ|`, and `dK` with `Eᵀ` and `|Q|`
 //!
-//! The kernels may round `P` and `dS` to the type of the operands before the second product. A
-//! weight, a gradient and an output may besides be wrong by half a step of the type's smallest
-//! numbers.
+//! Kernels may round `P` and `dS` to the type of the operands before the second GEMM. In addition,
+//! a weight, a gradient and an output may be wrong by half a step of the type's smallest numbers.
 
 use rayon::prelude::*;
 
 use super::{AttentionShape, HostHeads};
 use crate::reference::Element;
 
-/// Values, and how far from each a kernel may be.
+/// Values, and the largest permitted error of each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bounded {
-    /// In `f64`.
+    /// Values in `f64`.
     pub value: Vec<f64>,
-    /// At most.
+    /// Error bounds.
     pub error: Vec<f64>,
 }
 
@@ -37,8 +36,8 @@ impl Bounded {
         }
     }
 
-    /// The largest ratio of an error to its bound, and where it is; `None` where nothing differs.
-    /// Where the value is not finite, `found` must be the same, or both NaN.
+    /// Returns the largest ratio of an error to its bound, and its index; `None` if nothing
+    /// differs. If the value is not finite, `found` must be equal, or both NaN.
     pub fn worst(&self, found: impl IntoIterator<Item = f64>) -> Option<(usize, f64)> {
         let pairs = self.value.iter().zip(&self.error).zip(found).enumerate();
         pairs
@@ -57,27 +56,27 @@ impl Bounded {
     }
 }
 
-/// Attention and its gradients, in `f64`, of operands that were rounded to their type.
+/// Attention and its gradients, in `f64`, for operands that were rounded to their type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionF64 {
-    /// `[q_tokens, heads, head]`.
+    /// Output `[q_tokens, heads, head]`.
     pub out: Bounded,
-    /// `[heads, q_tokens]`.
+    /// Log-sum-exp `[heads, q_tokens]`.
     pub lse: Bounded,
-    /// `[q_tokens, heads, head]`.
+    /// Gradient of `q`, `[q_tokens, heads, head]`.
     pub dq: Bounded,
-    /// `[k_tokens, kv_heads, head]`.
+    /// Gradient of `k`, `[k_tokens, kv_heads, head]`.
     pub dk: Bounded,
-    /// `[k_tokens, kv_heads, head]`.
+    /// Gradient of `v`, `[k_tokens, kv_heads, head]`.
     pub dv: Bounded,
 }
 
-/// How an element type rounds.
+/// Rounding errors of an element type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Precision {
-    /// The largest relative error.
+    /// Largest relative error.
     pub unit: f64,
-    /// The largest error of its smallest numbers, or what becomes 0 in `f32`.
+    /// Largest error of the smallest numbers, including numbers that become 0 in `f32`.
     pub smallest: f64,
 }
 
@@ -99,26 +98,26 @@ impl Precision {
     };
 }
 
-/// What is summed for one head of keys and values, `[k_tokens, head]`.
+/// Sums for one head of keys and values, `[k_tokens, head]`.
 struct KeyGradients {
     dk: Bounded,
     dv: Bounded,
-    /// Of the heads of queries that read it.
+    /// Results of the heads of queries that read it.
     rows: Vec<RowResults>,
 }
 
-/// What one head of queries gives, `[q_tokens, head]`.
+/// Results of one head of queries, `[q_tokens, head]`.
 struct RowResults {
     out: Bounded,
     lse: Bounded,
     dq: Bounded,
 }
 
-/// Attention, and its gradients for the gradient `dout` of the output, for operands of a type that
-/// rounds with `precision`.
+/// Computes attention, and its gradients for the gradient `dout` of the output, for operands of a
+/// type that rounds with `precision`.
 ///
 /// # Panics
-/// When an operand does not hold its heads.
+/// Panics if an operand does not contain its heads.
 pub fn attention_f64<T: Element>(
     (q, k, v): (HostHeads<'_, T>, HostHeads<'_, T>, HostHeads<'_, T>),
     dout: HostHeads<'_, T>,
@@ -178,7 +177,7 @@ struct Operands<'a, T> {
 struct Score {
     key: usize,
     s: f64,
-    /// The derivative of the cap.
+    /// Derivative of the soft cap.
     slope: f64,
     lambda: f64,
     weight: f64,
@@ -198,7 +197,7 @@ fn absolute_dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum()
 }
 
-/// Adds `factor · row`, and to the bound `error · |row|`.
+/// Adds `factor · row`, and `error · |row|` to the bound.
 fn add(to: &mut Bounded, at: usize, row: &[f64], factor: f64, error: f64) {
     let values = to.value[at..].iter_mut().zip(&mut to.error[at..]);
     for ((value, bound), x) in values.zip(row) {
@@ -244,7 +243,7 @@ impl<T: Element> Operands<'_, T> {
                         k: &k,
                         v: &v,
                         precision,
-                        // Sums over queries have at most as many terms.
+                        // Sums over queries have at most this many terms.
                         queries: (q_range.len() * group) as f64,
                     };
                     row.add(keys, shape, &mut rows, &mut found);
@@ -261,7 +260,7 @@ impl<T: Element> Operands<'_, T> {
     }
 }
 
-/// One query of one head, and what it is computed from.
+/// One query of one head, and its inputs.
 struct Row<'a> {
     query: usize,
     q: &'a [f64],
@@ -317,7 +316,7 @@ impl Row<'_> {
             }
             return;
         }
-        // The scores that go into the sum: a quiet softmax has one more, 0.
+        // Scores in the sum: a quiet softmax has an additional one, 0.
         let quiet = params.quiet_softmax.then_some(0.0);
         let m = (scores.iter().map(|score| score.s))
             .chain(quiet)

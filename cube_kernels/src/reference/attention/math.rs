@@ -1,32 +1,32 @@
-//! Functions of one number that have the same bits on every device: IEEE operations one at a time,
-//! and fused multiply-adds where `mul_add` is written.
+//! Scalar functions with identical bits on every device: single IEEE operations, and fused
+//! multiply-adds where `mul_add` is written.
 
 use super::super::exponential::exp_of_negative;
 
-/// `tanh x = x (1 + x² p(x²))` where `|x| < 1/4`: Taylor's series, of which the next term is below
-/// 2⁻²⁶.
+/// Coefficients of `tanh x = x (1 + x² p(x²))` for `|x| < 1/4`: the Taylor series, whose next term
+/// is below 2⁻²⁶.
 pub(crate) const TANH_SERIES: [f32; 4] =
     [-0.333_333_34, 0.133_333_34, -0.053_968_254, 0.021_869_488];
-/// Where the series ends.
+/// Upper limit of the series.
 pub(crate) const TANH_SMALL: f32 = 0.25;
 
-/// `ln(1 + f) = f - f²/2 + s (f²/2 + r)`, `s = f / (2 + f)`, `r` a polynomial in `s²` (Sun's
-/// `logf`).
+/// Coefficients of `r`, a polynomial in `s²`, in `ln(1 + f) = f - f²/2 + s (f²/2 + r)` with
+/// `s = f / (2 + f)` (Sun's `logf`).
 pub(crate) const LN_POLYNOMIAL: [f32; 4] = [0.666_666_6, 0.400_009_72, 0.284_987_87, 0.242_790_79];
-/// The bits of `sqrt(1/2)`: arguments are reduced to numbers from there to `sqrt(2)`.
+/// Bits of `sqrt(1/2)`: arguments are reduced to the range from there to `sqrt(2)`.
 pub(crate) const SQRT_HALF: u32 = 0x3F35_04F3;
-/// `ln 2`, the upper 15 bits, so that its product with an exponent is exact.
+/// Upper 15 bits of `ln 2`, so that the product with an exponent is exact.
 pub(crate) const LN_2_UPPER: f32 = 0.693_138_1;
-/// What is left of it.
+/// Remainder of `ln 2` after [`LN_2_UPPER`].
 pub(crate) const LN_2_LOWER: f32 = 9.058_001e-6;
 
-/// [`exp_of_negative`], with NaN for every NaN.
+/// Computes [`exp_of_negative`]; every NaN gives NaN.
 #[inline(always)]
 pub fn exp_or_nan(x: f32) -> f32 {
     if x.is_nan() { x } else { exp_of_negative(x) }
 }
 
-/// The hyperbolic tangent, by at most 3 units in the last place.
+/// Returns the hyperbolic tangent, within 3 ulps.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     let a = x.abs();
@@ -43,11 +43,11 @@ pub fn tanh(x: f32) -> f32 {
     if a < TANH_SMALL { near } else { signed }
 }
 
-/// The natural logarithm of a positive normal number, by at most 2 units in the last place. `-inf`
-/// for 0; NaN stays NaN.
+/// Returns the natural logarithm of a positive normal number, within 2 ulps. `-inf` for 0; NaN
+/// stays NaN.
 #[inline(always)]
 pub fn ln(x: f32) -> f32 {
-    // Exponent and significand of a number whose significand is at least sqrt(1/2).
+    // Exponent and significand, with a significand of at least sqrt(1/2).
     let shifted = x.to_bits().wrapping_add(0x3F80_0000 - SQRT_HALF);
     let k = ((shifted >> 23) as i32 - 127) as f32;
     let f = f32::from_bits((shifted & 0x007F_FFFF) + SQRT_HALF) - 1.0;
@@ -106,7 +106,7 @@ mod tests {
                 worst = (error, x);
             }
         }
-        // Every number next to 1, where the logarithm is small.
+        // Every float near 1, where the logarithm is small.
         for bits in 0x3F7F_0000u32..0x3F81_0000 {
             let x = f32::from_bits(bits);
             let error = ulps(ln(x), (x as f64).ln());

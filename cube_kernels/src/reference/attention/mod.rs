@@ -1,17 +1,17 @@
 //! Attention, forward and backward: the arithmetic of the kernels without matrix instructions, and
-//! a reference in `f64` with bounds for every kernel.
+//! a reference in `f64` with error bounds for every kernel.
 //!
-//! [`attention_forward`] and [`attention_backward`] have the bits of `attention::scalar`, whatever
-//! the device. The order of every sum:
+//! [`attention_forward`] and [`attention_backward`] are bit-identical to `attention::scalar` on
+//! every device. The order of every sum:
 //!
-//! - A product of two heads: element `d` is added to partial sum `d % W`, `d` ascending, by fused
-//!   multiply-adds; `W` is 4, 8, 16 or 32 for heads of up to 32, 64, 128, 256 elements. Groups of
-//!   four partial sums become `(s0 + s1) + (s2 + s3)`, then neighbours are added, then neighbouring
-//!   pairs, and so on.
-//! - Over keys, ascending, for a query; over query heads, and the queries of each, ascending, for a
-//!   key. Scores that the mask excludes take no part.
+//! - Dot product of two heads: element `d` is added to partial sum `d % W`, with ascending `d`, by
+//!   fused multiply-adds; `W` is 4, 8, 16 or 32 for heads of up to 32, 64, 128, 256 elements.
+//!   Groups of four partial sums are added as `(s0 + s1) + (s2 + s3)`, then neighbors, then
+//!   neighboring pairs, and so on.
+//! - For a query: over keys, ascending. For a key: over query heads, and the queries of each,
+//!   ascending. Scores that the mask excludes are skipped.
 //! - A row keeps its largest score so far, `m`, and the sum `l` of `exp(s - m)`; both, and the
-//!   output, are rescaled where the maximum rises.
+//!   output, are rescaled if the maximum rises.
 //!
 //! Arithmetic is `f32`; outputs and gradients are rounded once to the type of the operands.
 
@@ -35,33 +35,34 @@ pub use exact::{AttentionF64, Bounded, Precision, attention_f64};
 pub(crate) use math::{LN_2_LOWER, LN_2_UPPER, LN_POLYNOMIAL, SQRT_HALF, TANH_SERIES, TANH_SMALL};
 pub use math::{exp_or_nan, ln, tanh};
 
-/// Elements of a head that one partial sum of four takes, at most.
+/// Largest number of elements of a head per lane of four partial sums.
 const LANE_ELEMENTS: usize = 32;
 
-/// Lanes of four partial sums that share a product of two heads of `head` elements.
+/// Returns the number of lanes of four partial sums for a dot product of two heads of `head`
+/// elements.
 pub const fn lanes(head: usize) -> usize {
     head.div_ceil(LANE_ELEMENTS).next_power_of_two()
 }
 
-/// `head` rounded up to a multiple of the partial sums; what is added are zeros.
+/// Returns `head` rounded up to a multiple of the partial sums; the padding is zeros.
 pub const fn padded(head: usize) -> usize {
     head.next_multiple_of(4 * lanes(head))
 }
 
-/// Heads of tokens on the host: those of a token lie one after another, and tokens `row_stride`
-/// elements apart, from element `offset` on.
+/// Heads of tokens on the host. The heads of a token are contiguous, and tokens are `row_stride`
+/// elements apart, starting at element `offset`.
 #[derive(Debug, Clone, Copy)]
 pub struct HostHeads<'a, T> {
-    /// The elements.
+    /// Elements.
     pub data: &'a [T],
-    /// Elements before the first.
+    /// Elements before the first token.
     pub offset: usize,
-    /// Elements from a token to the next.
+    /// Elements from one token to the next.
     pub row_stride: usize,
 }
 
 impl<'a, T: Element> HostHeads<'a, T> {
-    /// Of tokens of `width` elements without gaps.
+    /// Returns the heads of tokens of `width` elements without gaps.
     pub fn contiguous(data: &'a [T], width: usize) -> Self {
         Self {
             data,
@@ -70,12 +71,12 @@ impl<'a, T: Element> HostHeads<'a, T> {
         }
     }
 
-    /// Head `index` of `head` elements, of token `token`.
+    /// Returns head `index` of `head` elements, of token `token`.
     pub fn head(&self, token: usize, index: usize, head: usize) -> &'a [T] {
         &self.data[self.offset + token * self.row_stride + index * head..][..head]
     }
 
-    /// Head `index` of `tokens` tokens in `f32`, each padded with zeros.
+    /// Returns head `index` of `tokens` tokens in `f32`, each padded with zeros.
     fn gather(&self, tokens: usize, index: usize, head: usize) -> Vec<f32> {
         let pitch = padded(head);
         let mut out = vec![0f32; tokens * pitch];
@@ -88,34 +89,35 @@ impl<'a, T: Element> HostHeads<'a, T> {
     }
 }
 
-/// The sizes of attention on the host.
+/// Sizes of attention on the host.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionShape<'a> {
-    /// Heads of queries.
+    /// Number of heads of queries.
     pub heads: usize,
-    /// Heads of keys and values, which divide them.
+    /// Number of heads of keys and values, a divisor of `heads`.
     pub kv_heads: usize,
-    /// Elements of a head.
+    /// Elements per head.
     pub head: usize,
-    /// Tokens of `q`.
+    /// Number of tokens of `q`.
     pub q_tokens: usize,
-    /// Tokens of `k` and `v`.
+    /// Number of tokens of `k` and `v`.
     pub k_tokens: usize,
-    /// Where sequences begin among the tokens of `q`, ascending from 0, and the last one ends.
+    /// Start of each sequence among the tokens of `q`, ascending from 0, and the end of the last
+    /// one.
     pub q_starts: &'a [u32],
-    /// The same among those of `k` and `v`.
+    /// Start of each sequence among the tokens of `k` and `v`, and the end of the last one.
     pub k_starts: &'a [u32],
-    /// How scores become weights.
+    /// Mapping of scores to weights.
     pub params: AttentionParams,
 }
 
 impl AttentionShape<'_> {
-    /// Heads of queries that read one head of keys and values.
+    /// Returns the number of heads of queries that read one head of keys and values.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// The tokens of queries and of keys of each sequence.
+    /// Returns the query tokens and the key tokens of each sequence.
     fn sequences(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
         let range = |pair: &[u32]| pair[0] as usize..pair[1] as usize;
         let q = self.q_starts.windows(2).map(range);
@@ -126,28 +128,28 @@ impl AttentionShape<'_> {
 /// Output and log-sum-exp.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionForward<T> {
-    /// `[q_tokens, heads, head]`.
+    /// Output `[q_tokens, heads, head]`.
     pub out: Vec<T>,
-    /// `[heads, q_tokens]`.
+    /// Log-sum-exp `[heads, q_tokens]`.
     pub lse: Vec<f32>,
 }
 
-/// The gradients of the operands.
+/// Gradients of the operands.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionBackward<T> {
-    /// `[q_tokens, heads, head]`.
+    /// Gradient of `q`, `[q_tokens, heads, head]`.
     pub dq: Vec<T>,
-    /// `[k_tokens, kv_heads, head]`.
+    /// Gradient of `k`, `[k_tokens, kv_heads, head]`.
     pub dk: Vec<T>,
-    /// `[k_tokens, kv_heads, head]`.
+    /// Gradient of `v`, `[k_tokens, kv_heads, head]`.
     pub dv: Vec<T>,
 }
 
-/// Attention, see [`AttentionParams`]. Rows that see nothing have output 0 and log-sum-exp `-inf`,
-/// or 0 with a quiet softmax; tokens of no sequence have output 0 and `-inf`.
+/// Computes attention, see [`AttentionParams`]. Rows that see no keys have output 0 and log-sum-exp
+/// `-inf`, or 0 with a quiet softmax; tokens of no sequence have output 0 and `-inf`.
 ///
 /// # Panics
-/// When an operand does not hold its heads.
+/// Panics if an operand does not contain its heads.
 pub fn attention_forward<T: Element>(
     q: HostHeads<'_, T>,
     k: HostHeads<'_, T>,
@@ -165,12 +167,12 @@ pub fn attention_forward<T: Element>(
     }
 }
 
-/// The sum of `dout · out` of each row, `[heads, q_tokens]`: of each eight elements by fused
-/// multiply-adds, then of neighbouring eights, of neighbouring pairs of these, and so on, zeros
-/// behind the last.
+/// Returns the sum of `dout · out` of each row, `[heads, q_tokens]`. Every eight elements are
+/// summed by fused multiply-adds; then neighboring eights are added, then neighboring pairs of
+/// these, and so on, padded with zeros at the end.
 ///
 /// # Panics
-/// When an operand does not hold its heads.
+/// Panics if an operand does not contain its heads.
 fn attention_delta<T: Element>(
     out: HostHeads<'_, T>,
     dout: HostHeads<'_, T>,
@@ -198,10 +200,11 @@ fn delta_row_body<T: Element>(out: &[T], dout: &[T]) -> f32 {
     tree(&mut sums)
 }
 
-/// The gradients of [`attention_forward`], which gave `saved`, given that of its output.
+/// Computes the gradients of [`attention_forward`] from its result `saved` and the gradient of its
+/// output.
 ///
 /// # Panics
-/// When an operand does not hold its heads.
+/// Panics if an operand does not contain its heads.
 pub fn attention_backward<T: Element>(
     (q, k, v): (HostHeads<'_, T>, HostHeads<'_, T>, HostHeads<'_, T>),
     (out, lse): (HostHeads<'_, T>, &[f32]),
@@ -236,13 +239,13 @@ pub fn attention_backward<T: Element>(
     }
 }
 
-/// Turns the pairs of each head of `x`, elements `i` and `i + head / 2`, by the position of its
-/// token in its sequence (`starts`), or back where `inverse`: `fma(-b, sin, a cos)` and `fma(a,
-/// sin, b cos)`. `cos` and `sin` are `[positions, head / 2]`; further positions are turned as the
-/// last, and tokens of no sequence as those of the last sequence.
+/// Rotates the pairs of each head of `x`, elements `i` and `i + head / 2`, by the position of its
+/// token in its sequence (`starts`), or back if `inverse` is set: `fma(-b, sin, a cos)` and
+/// `fma(a, sin, b cos)`. `cos` and `sin` are `[positions, head / 2]`. Later positions are rotated
+/// like the last one, and tokens of no sequence like those of the last sequence.
 ///
 /// # Panics
-/// When `x` does not hold the heads of whole tokens.
+/// Panics if `x` does not contain the heads of whole tokens.
 pub fn rope<T: Element>(
     x: &[T],
     (heads, head): (usize, usize),
@@ -262,10 +265,11 @@ pub fn rope<T: Element>(
     out
 }
 
-/// [`rope`] in place, of the first `heads` heads of tokens that lie `row_stride` elements apart.
+/// Computes [`rope`] in place, for the first `heads` heads of tokens that are `row_stride` elements
+/// apart.
 ///
 /// # Panics
-/// When a token does not hold its heads.
+/// Panics if a token does not contain its heads.
 pub fn rope_rows<T: Element>(
     x: &mut [T],
     row_stride: usize,
@@ -294,7 +298,7 @@ with_fma!(
         = turn_heads_body
 );
 
-/// Turns the heads of one token.
+/// Rotates the heads of one token.
 #[inline(always)]
 fn turn_heads_body<T: Element>(x: &mut [T], head: usize, cos: &[f32], sin: &[f32], inverse: bool) {
     for head in x.chunks_mut(head) {
@@ -309,7 +313,7 @@ fn turn_heads_body<T: Element>(x: &mut [T], head: usize, cos: &[f32], sin: &[f32
     }
 }
 
-/// `[tokens, heads, head]` from as many padded matrices as heads.
+/// Interleaves padded matrices, one per head, to `[tokens, heads, head]`.
 fn interleave<T: Element>(heads: &[Vec<f32>], tokens: usize, head: usize) -> Vec<T> {
     let pitch = padded(head);
     let mut out = Vec::with_capacity(tokens * heads.len() * head);
@@ -322,7 +326,7 @@ fn interleave<T: Element>(heads: &[Vec<f32>], tokens: usize, head: usize) -> Vec
     out
 }
 
-/// Adds neighbours, then neighbouring pairs, and so on: a power of two of them.
+/// Sums a power of two of values in a tree: neighbors, then neighboring pairs, and so on.
 #[inline(always)]
 fn tree(sums: &mut [f32]) -> f32 {
     let mut len = sums.len();
@@ -335,7 +339,7 @@ fn tree(sums: &mut [f32]) -> f32 {
     sums[0]
 }
 
-/// The product of two padded heads.
+/// Returns the dot product of two padded heads.
 #[inline(always)]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     #[inline(always)]
@@ -356,7 +360,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     }
 }
 
-/// `sums += factor · values`.
+/// Computes `sums += factor · values`.
 #[inline(always)]
 fn add_scaled(sums: &mut [f32], factor: f32, values: &[f32]) {
     for (sum, value) in sums.iter_mut().zip(values) {
@@ -364,7 +368,7 @@ fn add_scaled(sums: &mut [f32], factor: f32, values: &[f32]) {
     }
 }
 
-/// A score, and what its gradient is multiplied by for the cap.
+/// Returns a score, and the derivative of the soft cap, by which its gradient is multiplied.
 #[inline(always)]
 fn score(product: f32, params: &AttentionParams) -> (f32, f32) {
     let scaled = product.mul_add(params.scale, 0.0);
@@ -377,7 +381,7 @@ fn score(product: f32, params: &AttentionParams) -> (f32, f32) {
     }
 }
 
-/// The operands of one head of queries, padded.
+/// Padded operands of one head of queries.
 struct HeadOperands<'a> {
     q: Vec<f32>,
     k: Vec<f32>,
@@ -409,7 +413,7 @@ impl<'a> HeadOperands<'a> {
         &values[token * pitch..][..pitch]
     }
 
-    /// Padded output rows, and log-sum-exps.
+    /// Returns padded output rows, and log-sum-exps.
     #[inline(always)]
     fn forward(&self) -> (Vec<f32>, Vec<f32>) {
         let Self { pitch, shape, .. } = *self;
@@ -462,7 +466,7 @@ with_fma!(
     fn forward_rows(head: &HeadOperands<'_>) -> (Vec<f32>, Vec<f32>) = HeadOperands::forward
 );
 
-/// What the backward has of one head of queries.
+/// State of the backward of one head of queries.
 struct HeadGradient<'a> {
     operands: HeadOperands<'a>,
     dout: Vec<f32>,
@@ -471,7 +475,7 @@ struct HeadGradient<'a> {
 }
 
 impl HeadGradient<'_> {
-    /// The weight of key `key` for query `query`, and the gradient of its score.
+    /// Returns the weight of key `key` for query `query`, and the gradient of its score.
     #[inline(always)]
     fn weight(&self, query: usize, key: usize) -> (f32, f32) {
         let HeadOperands { q, k, v, pitch, .. } = &self.operands;
@@ -491,7 +495,7 @@ impl HeadGradient<'_> {
         (weight, by_score)
     }
 
-    /// Padded rows of the gradient of the queries.
+    /// Returns padded rows of the gradient of the queries.
     #[inline(always)]
     fn dq(&self) -> Vec<f32> {
         let HeadOperands {
@@ -519,7 +523,7 @@ with_fma!(fn query_gradients(head: &HeadGradient<'_>) -> Vec<f32> = HeadGradient
 
 with_fma!(fn key_gradients(heads: &[HeadGradient<'_>]) -> (Vec<f32>, Vec<f32>) = dkdv);
 
-/// Padded rows of the gradients of the keys and values that `heads` read.
+/// Returns padded rows of the gradients of the keys and values that `heads` read.
 #[inline(always)]
 fn dkdv(heads: &[HeadGradient<'_>]) -> (Vec<f32>, Vec<f32>) {
     let HeadOperands { pitch, shape, .. } = heads[0].operands;

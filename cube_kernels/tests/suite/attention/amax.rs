@@ -1,5 +1,5 @@
-//! The amax values of the output that the forward finds while it writes it: those of a pass over it,
-//! and of the oracle.
+//! Amax values of the output that the forward computes while writing it, compared with those of a
+//! separate pass and of the oracle.
 
 use super::is_gpu;
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_f32s, upload_bytes};
@@ -30,15 +30,16 @@ fn requests() -> Vec<AmaxRequest> {
     ]
 }
 
-/// Sequences of whole tiles, with a rest of whole strips, of fewer tokens than a strip, and of a
-/// number of tokens that strips of several cross; and one that is alone. The last value is NaN.
+/// Sequences of whole tiles, with a remainder of whole strips, with fewer tokens than a strip, and
+/// with lengths for which strips cross several sequences; and a single sequence. The last value is
+/// NaN.
 #[test]
 fn the_forward_finds_the_amaxes_of_its_output() {
     let client = client!("amax::the_forward_finds_the_amaxes_of_its_output");
     check(&client, |count, _| Sequences::Equal(count));
 }
 
-/// The same of sequences that lie at offsets: every other one is longer than its neighbours.
+/// Sequences at offsets: every second one is longer than its neighbors.
 #[test]
 fn packed_sequences() {
     let client = client!("amax::packed_sequences");
@@ -56,7 +57,7 @@ fn packed_sequences() {
     });
 }
 
-/// `sequences` are so many of so many tokens each.
+/// `sequences` returns the given number of sequences of the given length.
 fn check(client: &Client, sequences: impl Fn(usize, usize) -> Sequences) {
     let cases: &[(usize, usize)] = match is_gpu(client) {
         true => &[

@@ -1,5 +1,5 @@
-//! One problem: operands on the host and on the device, what the kernels make of them, and what
-//! they should.
+//! One problem: operands on the host and on the device, the results of the kernels, and the
+//! expected results.
 
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_f32s, upload_bytes};
 use crate::support::inputs::{Generator, convert};
@@ -30,19 +30,19 @@ impl Operand for f16 {
     const PRECISION: Precision = Precision::F16;
 }
 
-/// What is computed.
+/// Shapes and parameters of a problem.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub heads: usize,
     pub kv_heads: usize,
     pub head: usize,
-    /// Lengths of sequences, of queries and of keys.
+    /// Lengths of sequences, in queries and in keys.
     pub lengths: Vec<(usize, usize)>,
-    /// Tokens behind the last sequence.
+    /// Tokens after the last sequence.
     pub behind: usize,
-    /// Sequences are named by offsets, not by their number.
+    /// True if sequences are given by offsets, not by their number.
     pub offsets: bool,
-    /// Operands are columns of one matrix, and so are gradients.
+    /// True if operands are column ranges of one matrix, and gradients, too.
     pub fused: bool,
     pub params: AttentionParams,
     /// Standard deviation of queries and keys.
@@ -51,7 +51,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// One sequence, two heads.
+    /// Returns a case with one sequence and two heads.
     pub fn new(head: usize, sq: usize, sk: usize) -> Self {
         Self {
             heads: 2,
@@ -92,7 +92,7 @@ impl Case {
     }
 }
 
-/// Operands and the gradient of the output, contiguous.
+/// Contiguous operands and gradient of the output.
 #[derive(Clone)]
 pub struct Data<T> {
     pub q: Vec<T>,
@@ -122,7 +122,7 @@ impl<T: Operand> Data<T> {
     }
 }
 
-/// What the kernels gave.
+/// Results of the kernels.
 #[derive(Clone)]
 pub struct Found<T> {
     pub out: Vec<T>,
@@ -133,7 +133,7 @@ pub struct Found<T> {
 }
 
 impl<T: Operand> Found<T> {
-    /// All of them, with names.
+    /// Returns all results with their names.
     pub fn parts(&self) -> [(&'static str, Vec<f32>); 5] {
         let values = |x: &[T]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
         [
@@ -145,7 +145,7 @@ impl<T: Operand> Found<T> {
         ]
     }
 
-    /// Equal bits, or both NaN.
+    /// Asserts equal bits, or NaN on both sides.
     pub fn assert_equal(&self, other: &Self, what: &str) {
         for ((name, found), (_, expected)) in self.parts().iter().zip(other.parts()) {
             assert_floats(found, &expected, &format!("{what}: {name}"));
@@ -187,12 +187,12 @@ impl Tables {
     }
 }
 
-/// Memory of NaN.
+/// Returns memory filled with NaN.
 pub fn nan_memory(client: &Client, bytes: usize) -> Handle {
     upload_bytes(client, &vec![0xFF; bytes])
 }
 
-/// A matrix of three parts side by side, behind `margin` elements.
+/// A matrix of three concatenated column ranges, after `margin` elements.
 struct Fused {
     widths: [usize; 3],
     margin: usize,
@@ -301,7 +301,7 @@ pub fn read<T: Operand>(client: &Client, heads: &Heads) -> Vec<T> {
     rows.collect()
 }
 
-/// Forward and backward, into memory that was full of NaN.
+/// Runs forward and backward into memory filled with NaN.
 pub fn run<T: Operand>(
     client: &Client,
     case: &Case,
@@ -349,7 +349,7 @@ pub fn run<T: Operand>(
     }
 }
 
-/// The case's shape, for the reference.
+/// Calls `work` with the case's shape, for the reference.
 pub fn with_shape<R>(case: &Case, work: impl FnOnce(&AttentionShape<'_>) -> R) -> R {
     let (q_starts, k_starts) = (case.starts(|l| l.0), case.starts(|l| l.1));
     work(&AttentionShape {
@@ -374,7 +374,7 @@ fn operands<'a, T: Operand>(case: &Case, data: &'a Data<T>) -> [HostHeads<'a, T>
     ]
 }
 
-/// What the oracle gives.
+/// Returns the results of the oracle.
 pub fn oracle<T: Operand>(case: &Case, data: &Data<T>, tables: Option<&Tables>) -> Found<T> {
     with_shape(case, |shape| {
         let [q, k, v, dout] = operands(case, data);
@@ -403,7 +403,7 @@ pub fn oracle<T: Operand>(case: &Case, data: &Data<T>, tables: Option<&Tables>) 
     })
 }
 
-/// What `f64` gives, and how far from it results may be.
+/// Returns the results in `f64`, with error bounds.
 pub fn exact<T: Operand>(case: &Case, data: &Data<T>) -> AttentionF64 {
     with_shape(case, |shape| {
         let [q, k, v, dout] = operands(case, data);
@@ -411,7 +411,7 @@ pub fn exact<T: Operand>(case: &Case, data: &Data<T>) -> AttentionF64 {
     })
 }
 
-/// A gradient in `f64` turned back, with its bounds.
+/// Rotates a gradient in `f64` back, with its bounds.
 fn turn_back(
     gradient: &Bounded,
     (heads, head): (usize, usize),
@@ -450,7 +450,7 @@ fn turn_back(
     turned
 }
 
-/// Fails where a result is farther from `f64` than its bound.
+/// Asserts that results are within their bounds of `f64`.
 pub fn assert_within<T: Operand>(found: &Found<T>, exact: &AttentionF64, what: &str) {
     let bounds = [&exact.out, &exact.lse, &exact.dq, &exact.dk, &exact.dv];
     for ((name, values), bound) in found.parts().iter().zip(bounds) {
@@ -467,8 +467,8 @@ pub fn assert_within<T: Operand>(found: &Found<T>, exact: &AttentionF64, what: &
     }
 }
 
-/// Results are the oracle's where kernels without matrix instructions run, and within the bounds
-/// of `f64` everywhere.
+/// Checks that results equal the oracle's if kernels without matrix instructions run, and are
+/// within the bounds of `f64` in any case.
 pub fn check<T: Operand>(client: &Client, case: &Case) -> Found<T> {
     let what = format!("{case:?} {:?}", T::KIND);
     let data = Data::<T>::new(case);
@@ -481,7 +481,7 @@ pub fn check<T: Operand>(client: &Client, case: &Case) -> Found<T> {
     found
 }
 
-/// The same where the gradients of queries and keys are turned back by `tables`.
+/// Checks the results if the gradients of queries and keys are rotated back by `tables`.
 pub fn check_turned<T: Operand>(client: &Client, case: &Case, tables: &Tables) {
     let what = format!("{case:?} {:?}, {} positions", T::KIND, tables.positions);
     let data = Data::<T>::new(case);

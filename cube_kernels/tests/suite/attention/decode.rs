@@ -1,5 +1,5 @@
-//! Decoding over a cache: the kernels against the oracle, bit for bit where no matrix instructions
-//! multiply, and the oracle against that of whole sequences.
+//! Decoding over a cache: compares the kernels with the oracle, bit for bit without matrix
+//! instructions, and the oracle with that of whole sequences.
 
 use half::{bf16, f16};
 
@@ -23,14 +23,14 @@ use nvfp4_kernels::{
     },
 };
 
-/// A cache and what is done with it.
+/// A cache and the decoding steps on it.
 #[derive(Clone)]
 struct Case {
     heads: usize,
     kv_heads: usize,
     head: usize,
     capacity: usize,
-    /// New tokens of each sequence in each step; sequences have as many as the longest.
+    /// New tokens of each sequence in each step; sequences are padded to the longest.
     steps: Vec<Vec<u32>>,
     e4m3: bool,
     rotary: bool,
@@ -52,12 +52,12 @@ impl Case {
     }
 }
 
-/// Factors of E4M3 caches.
+/// Scales of E4M3 caches.
 const SCALES: [f32; 2] = [0.03, 0.25];
-/// Tokens of a step from which on a prompt is appended, and not decoded.
+/// Number of tokens in a step from which on a prompt is appended instead of decoded.
 const PROMPT: usize = 20;
 
-/// Takes the steps on the device and on the host, and compares outputs and caches.
+/// Performs the steps on the device and on the host, and compares outputs and caches.
 fn check<T: Operand>(client: &Client, case: &Case) {
     let Case {
         heads,
@@ -76,7 +76,7 @@ fn check<T: Operand>(client: &Client, case: &Case) {
     } else {
         CacheKind::Float
     };
-    // What is behind a sequence is not read: NaN.
+    // Memory past a sequence is not read, so it is NaN.
     let bytes = if case.e4m3 { len } else { len * T::KIND.size() };
     let filled = vec![0xFFu8; bytes];
     let cache = KvCache {
@@ -184,7 +184,7 @@ fn check<T: Operand>(client: &Client, case: &Case) {
     }
 }
 
-/// One sequence, from its prompt on, over several tiles and runs.
+/// One sequence, starting with its prompt, over several tiles and runs.
 fn steps<T: Operand>(client: &Client) {
     let prompt = if is_gpu(client) { 1500 } else { 140 };
     let capacity = prompt as usize + 3;
@@ -195,7 +195,7 @@ fn steps<T: Operand>(client: &Client) {
     check::<T>(client, &Case::new(64, 20, &[&[1], &[1], &[3], &[1]]));
 }
 
-/// Heads of every width, groups of eight and of more queries than a cube has, and so many heads that
+/// Heads of every width, groups of eight and of more queries than a cube has, and enough heads that
 /// a run has several tiles.
 fn heads<T: Operand>(client: &Client) {
     let long = if is_gpu(client) { 1100 } else { 129 };
@@ -212,7 +212,7 @@ fn heads<T: Operand>(client: &Client) {
     }
 }
 
-/// Sequences of lengths of their own, some of which rest.
+/// Sequences of different lengths, some of which get no new tokens.
 fn batches<T: Operand>(client: &Client) {
     let long = if is_gpu(client) { 700 } else { 130 };
     let steps: [&[u32]; 4] = [&[long, 3, 0], &[1, 1, 1], &[1, 0, 1], &[0, 2, 2]];
@@ -230,7 +230,7 @@ fn batches<T: Operand>(client: &Client) {
     );
 }
 
-/// Windows, bounded scores, and groups of one head and of many.
+/// Windows, soft caps, and groups of one head and of many.
 fn masks<T: Operand>(client: &Client) {
     let long = if is_gpu(client) { 900 } else { 40 };
     for (window, softcap) in [(Some(7), None), (None, Some(1.5)), (Some(33), Some(0.5))] {
@@ -242,7 +242,7 @@ fn masks<T: Operand>(client: &Client) {
     }
 }
 
-/// E4M3 elements under factors.
+/// E4M3 elements with scales.
 fn e4m3<T: Operand>(client: &Client) {
     let long = if is_gpu(client) { 300 } else { 30 };
     for head in [64, 128] {
@@ -263,14 +263,14 @@ element_tests! {
     e4m3: e4m3_f32, e4m3_bf16, e4m3_f16;
 }
 
-/// Tokens behind the room are not written, and nothing outside the cache is touched.
+/// Tokens beyond the capacity are not written, and no access is outside the cache.
 #[test]
 fn a_full_cache_takes_nothing_more() {
     let client = client!("decode::a_full_cache_takes_nothing_more");
     check::<f32>(&client, &Case::new(16, 5, &[&[4, 2], &[3, 1], &[1, 1]]));
 }
 
-/// The sums have another order, and nothing else is different.
+/// Only the summation order differs.
 #[test]
 fn the_oracle_is_that_of_whole_sequences() {
     let (heads, kv_heads, head, tokens, new) = (4, 2, 32, 300, 3);
@@ -314,7 +314,7 @@ fn the_oracle_is_that_of_whole_sequences() {
     }
 }
 
-/// What does not fit is an error.
+/// Operands that do not fit are errors.
 #[test]
 fn misfits_are_errors() {
     let client = client!("decode::misfits_are_errors");

@@ -1,5 +1,5 @@
-//! What `attention::decode` gives beside the oracle: its bits, or, where matrix instructions
-//! multiply, what is within the bounds of attention in `f64`.
+//! Expected results of `attention::decode`: the oracle's bits, or, with matrix instructions,
+//! results within the bounds of attention in `f64`.
 
 use super::case::Operand;
 use crate::support::device::assert_floats;
@@ -10,7 +10,7 @@ use nvfp4_kernels::{
     },
 };
 
-/// A step of decoding on the host: queries that are turned, and the caches with the new tokens.
+/// A decoding step on the host: rotated queries, and the caches with the new tokens.
 pub struct Decoded<'a, T> {
     pub queries: &'a [T],
     pub k: HostKv<'a, T>,
@@ -20,7 +20,8 @@ pub struct Decoded<'a, T> {
 }
 
 impl<T: Operand> Decoded<'_, T> {
-    /// Fails where `found` is not what a kernel gives, `by_mma` or not.
+    /// Asserts that `found` is a valid result of a kernel, with or without matrix instructions
+    /// (`by_mma`).
     pub fn assert(&self, found: &[T], by_mma: bool, what: &str) {
         let values = |x: &[T]| x.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
         let found = values(found);

@@ -1,5 +1,5 @@
-//! Launches of decoding behind one another: each leaves the counters of finished runs at zero for
-//! the next.
+//! Consecutive launches of decoding: each resets the counters of finished runs to zero for the
+//! next.
 
 use super::{decode_bounds::Decoded, is_gpu};
 use crate::support::device::{DeviceElement, assert_floats, read_bytes, upload_bytes};
@@ -18,23 +18,24 @@ use nvfp4_kernels::{
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const HEAD: usize = 64;
-/// New tokens of a sequence.
+/// New tokens per sequence.
 const TIME: usize = 1;
 
-/// Sequences whose new tokens are decoded again and again, at one of several places.
+/// Sequences whose new tokens are decoded repeatedly, at one of several positions.
 pub struct Repeated {
     cache: KvCache,
     host: [Vec<bf16>; 2],
     qkv: Vec<bf16>,
     queries: Handle,
-    /// Tokens of each sequence, for each place.
+    /// Number of tokens of each sequence, for each position.
     pub starts: Vec<Vec<u32>>,
     counts: Vec<u32>,
     device_counts: Handle,
 }
 
 impl Repeated {
-    /// Of sequences with room for `capacity` tokens, at `starts`; those whose `counts` are 0 rest.
+    /// Returns sequences with capacity `capacity` at `starts`; sequences with `counts` of 0 get no
+    /// tokens.
     pub fn new(client: &Client, capacity: usize, starts: &[&[u32]], counts: &[u32]) -> Self {
         let batch = counts.len();
         let mut random = Generator::new(capacity as u32);
@@ -66,14 +67,14 @@ impl Repeated {
         }
     }
 
-    /// The output of a launch, at what is in `starts`.
+    /// Returns the output of a launch at `starts`.
     pub fn launch(&self, client: &Client, starts: &Handle) -> Handle {
         let new = self.new_tokens(&self.fused(), starts);
         let params = AttentionParams::causal(HEAD);
         decode(client, &new, &self.cache, &params).unwrap().handle
     }
 
-    /// The launch `found` at place `place` has what the oracle gives, which takes as many.
+    /// Asserts that the launch `found` at position `place` equals the oracle's step.
     pub fn assert_next(&mut self, client: &Client, found: &Handle, place: usize, what: &str) {
         let shape = DecodeShape {
             heads: HEADS,
@@ -124,7 +125,7 @@ impl Repeated {
 }
 
 /// Sequences without runs, with one, and with many; the numbers change from launch to launch, and
-/// the host does not wait between them. A batch of one sequence comes in between.
+/// the host does not wait between them. A batch of one sequence runs between them.
 #[test]
 fn launches_in_a_row_share_counters() {
     let client = client!("decode_launches::launches_in_a_row_share_counters");
@@ -153,7 +154,8 @@ fn launches_in_a_row_share_counters() {
     }
 }
 
-/// Nobody has a new token: zeros, whatever is in memory, and the next launch counts from zero.
+/// No sequence has a new token: the output is zeros for any memory contents, and the next launch
+/// counts from zero.
 #[test]
 fn sequences_that_all_rest_have_zeros() {
     let client = client!("decode_launches::sequences_that_all_rest_have_zeros");

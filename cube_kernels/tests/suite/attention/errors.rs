@@ -1,4 +1,4 @@
-//! What is refused, by name, before anything is queued.
+//! Invalid arguments are refused by name before anything is launched.
 
 use super::case::{Case, Data, Tables, upload};
 use crate::support::device::upload_bytes;

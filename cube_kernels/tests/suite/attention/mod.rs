@@ -1,5 +1,5 @@
-//! Attention, forward and backward, against the oracle and against `f64` with the bounds of its
-//! errors; on CubeCL's CPU runtime, or on a GPU, where bf16 and f16 run by matrix instructions.
+//! Attention, forward and backward, compared with the oracle and with `f64` within error bounds.
+//! Runs on CubeCL's CPU runtime, or on a GPU, where bf16 and f16 use matrix instructions.
 
 mod amax;
 mod case;
@@ -16,7 +16,7 @@ use half::{bf16, f16};
 use self::case::{Case, Operand, check};
 use cubecl::prelude::*;
 
-/// Whether larger problems are quick.
+/// True if larger problems are fast.
 fn is_gpu(client: &Client) -> bool {
     client.name() == "cuda"
 }
@@ -39,7 +39,7 @@ fn shapes<T: Operand>(client: &Client) {
     }
 }
 
-/// Every number of lanes, whole and with padding; on a GPU all sizes that models have.
+/// Every number of lanes, whole and with padding; on a GPU all head sizes of common models.
 fn head_sizes<T: Operand>(client: &Client) {
     let sizes: &[usize] = match is_gpu(client) {
         true => &[1, 7, 20, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256],
@@ -63,7 +63,7 @@ fn groups<T: Operand>(client: &Client) {
     }
 }
 
-/// All masks and what is done to scores, with more queries than keys and fewer.
+/// All masks and score transformations, with more and with fewer queries than keys.
 fn masks<T: Operand>(client: &Client) {
     let scale = if is_gpu(client) { 11 } else { 1 };
     for (sq, sk) in [(21, 13), (13, 21), (18, 18)] {
@@ -83,7 +83,7 @@ fn masks<T: Operand>(client: &Client) {
     }
 }
 
-/// Scores of ten thousand, of either sign.
+/// Scores of ten thousand, with either sign.
 fn large_scores<T: Operand>(client: &Client) {
     let length = if is_gpu(client) { 130 } else { 14 };
     for quiet_softmax in [false, true] {
@@ -95,7 +95,7 @@ fn large_scores<T: Operand>(client: &Client) {
     }
 }
 
-/// Scales with which the largest product does not have the largest score.
+/// Scales for which the largest `q · k` does not have the largest score.
 fn scales<T: Operand>(client: &Client) {
     let length = if is_gpu(client) { 150 } else { 9 };
     for scale in [-0.125, 0.0] {
@@ -116,7 +116,7 @@ element_tests! {
     scales: scales_f32, scales_bf16, scales_f16;
 }
 
-/// Lengths next to every size of a tile, on a GPU.
+/// Lengths near every tile size, on a GPU.
 #[test]
 fn lengths() {
     let test = "attention::lengths";

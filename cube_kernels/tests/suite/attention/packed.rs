@@ -1,4 +1,4 @@
-//! Sequences of any lengths, which lie one behind another at offsets in device memory.
+//! Sequences of any lengths, concatenated at offsets in device memory.
 
 use half::{bf16, f16};
 
@@ -8,7 +8,7 @@ use super::{
 };
 use cubecl::prelude::*;
 
-/// Sequences of any lengths, none on one side or on both, and tokens of nobody.
+/// Sequences of any lengths, including none on one side or on both, and tokens of no sequence.
 fn any_lengths<T: Operand>(client: &Client) {
     let scale = if is_gpu(client) { 23 } else { 1 };
     let lengths = |all: &[(usize, usize)]| -> Vec<(usize, usize)> {
@@ -39,18 +39,18 @@ fn any_lengths<T: Operand>(client: &Client) {
             check::<T>(client, &case);
         }
     }
-    // As many sequences of one length, by their number.
+    // Sequences of one length, given by their number.
     let mut case = Case::new(64, 0, 0).sequences(&lengths(&[(5, 5); 3]), 0);
     (case.offsets, case.fused) = (false, true);
     check::<T>(client, &case.causal());
-    // Nothing on one side.
+    // No tokens on one side.
     for (sq, sk) in [(0, 0), (5, 0), (0, 5)] {
         check::<T>(client, &Case::new(64, sq, sk));
     }
 }
 
-/// Lengths next to those of strips and tiles, and longer than a tile; on the CPU runtime a few
-/// short ones.
+/// Lengths near the strip and tile sizes, and longer than a tile; on the CPU runtime a few short
+/// ones.
 fn lengths(client: &Client) -> Vec<(usize, usize)> {
     let all: &[usize] = match is_gpu(client) {
         true => &[
@@ -61,7 +61,7 @@ fn lengths(client: &Client) -> Vec<(usize, usize)> {
     all.iter().map(|&length| (length, length)).collect()
 }
 
-/// The same with other numbers of keys: fewer and more than queries, and none of either.
+/// Such lengths with other numbers of keys: fewer and more than queries, and none on either side.
 fn shifted(client: &Client) -> Vec<(usize, usize)> {
     match is_gpu(client) {
         true => vec![
@@ -79,7 +79,7 @@ fn shifted(client: &Client) -> Vec<(usize, usize)> {
     }
 }
 
-/// Both sizes of heads that Hopper's kernels have, with every mask and all that is done to scores.
+/// Both head sizes of Hopper's kernels, with every mask and score transformation.
 fn masks<T: Operand>(client: &Client) {
     let (behind, window) = if is_gpu(client) { (37, 40) } else { (3, 3) };
     for head in [64, 128] {
@@ -89,7 +89,7 @@ fn masks<T: Operand>(client: &Client) {
             check::<T>(client, &case);
             case.params.causal = true;
             check::<T>(client, &case);
-            // Tokens of nobody have no sum, an additional score or not.
+            // Tokens of no sequence have no sum, with or without an additional score.
             (case.params.softcap, case.params.quiet_softmax) = (Some(2.0), true);
             check::<T>(client, &case);
             (case.params.window, case.kv_heads) = (Some(window), 1);
@@ -110,8 +110,7 @@ fn long_between_short<T: Operand>(client: &Client) {
     }
 }
 
-/// Gradients of queries and keys that are turned back, of sequences that the tables reach, and of
-/// longer ones.
+/// Rotated-back gradients of queries and keys, for sequences within the tables and for longer ones.
 fn turned<T: Operand>(client: &Client) {
     let (behind, positions) = match is_gpu(client) {
         true => (29, [513, 130]),
@@ -130,7 +129,7 @@ fn turned<T: Operand>(client: &Client) {
     }
 }
 
-/// Sequences of one length have the same bits, named by offsets or by their number.
+/// Sequences of one length have the same bits, whether given by offsets or by their number.
 fn equal_lengths<T: Operand>(client: &Client) {
     let sizes: &[(usize, usize)] = match is_gpu(client) {
         true => &[(1, 1), (100, 100), (128, 256), (300, 300), (513, 129)],

@@ -15,7 +15,7 @@ use nvfp4_kernels::{
 };
 
 /// Heads by vectors and by elements, contiguous and as columns of a wider matrix, into other memory
-/// and in place, forth and back.
+/// and in place, forward and inverse.
 fn pass<T: Operand>(client: &Client) {
     let scale = if is_gpu(client) { 37 } else { 1 };
     for (heads, head, extra) in [(5, 64, 16), (3, 20, 3), (1, 2, 0), (6, 128, 0)] {
@@ -84,7 +84,7 @@ fn pass<T: Operand>(client: &Client) {
     }
 }
 
-/// Gradients that are rotated back on the way out.
+/// Gradients that are rotated back when they are written.
 fn backward<T: Operand>(client: &Client) {
     let scale = if is_gpu(client) { 29 } else { 1 };
     for fused in [false, true] {
@@ -92,7 +92,7 @@ fn backward<T: Operand>(client: &Client) {
         let mut case = Case::new(64, 0, 0).sequences(&lengths, if fused { 3 } else { 0 });
         (case.heads, case.kv_heads, case.fused) = (4, 2, fused);
         let case = case.causal();
-        // Tokens behind the tables are turned as their last position.
+        // Tokens beyond the tables are rotated like their last position.
         for positions in [8 * scale, 4 * scale] {
             check_turned::<T>(client, &case, &Tables::new(positions, case.head));
         }

@@ -1,5 +1,5 @@
-//! What must hold beside the values: rows that see nothing, NaN that stays where it is, and bits
-//! that repeat in any company.
+//! Properties besides the values: rows that see no keys, NaN that does not spread, and bits that do
+//! not depend on the batch.
 
 use half::{bf16, f16};
 
@@ -10,12 +10,12 @@ use super::{
 use cubecl::prelude::*;
 use nvfp4_kernels::reference::attention::{HostHeads, Precision, attention_f64};
 
-/// Elements of tokens `range` of `[tokens, width]`.
+/// Returns the elements of tokens `range` of `[tokens, width]`.
 fn rows<T: Copy>(x: &[T], width: usize, range: std::ops::Range<usize>) -> Vec<T> {
     x[range.start * width..range.end * width].to_vec()
 }
 
-/// What belongs to sequence `index`.
+/// Returns the results of sequence `index`.
 fn sequence<T: Operand>(case: &Case, found: &Found<T>, index: usize) -> Found<T> {
     let range = |of| {
         let starts = case.starts(of);
@@ -35,7 +35,7 @@ fn sequence<T: Operand>(case: &Case, found: &Found<T>, index: usize) -> Found<T>
     }
 }
 
-/// The operands of sequence `index` alone.
+/// Returns the operands of sequence `index` alone.
 fn alone<T: Operand>(case: &Case, data: &Data<T>, index: usize) -> (Case, Data<T>) {
     let range = |of| {
         let starts = case.starts(of);
@@ -67,8 +67,8 @@ fn company(client: &Client, head: usize) -> Case {
     case.causal()
 }
 
-/// A sequence has the same bits alone and in company, whatever surrounds it: with NaN and
-/// infinities in one, its neighbours keep theirs.
+/// A sequence has the same bits alone and in any batch: NaN and infinities in one sequence do not
+/// change its neighbors.
 fn neighbours<T: Operand>(client: &Client) {
     let heads: &[usize] = if is_gpu(client) { &[64, 128] } else { &[64] };
     for &head in heads {
@@ -88,7 +88,7 @@ fn neighbours_of<T: Operand>(client: &Client, case: &Case) {
     spoiled.v[(k_start + 2) * narrow] = nan;
     spoiled.v[k_start * narrow + 9] = infinity;
     spoiled.dout[(q_start + 2) * wide] = nan;
-    // Tokens of nobody.
+    // Tokens of no sequence.
     let (last_q, last_k) = (case.tokens(|l| l.0), case.tokens(|l| l.1));
     spoiled.q[(last_q - 1) * wide..].fill(nan);
     spoiled.k[(last_k - 1) * narrow..].fill(nan);
@@ -128,7 +128,7 @@ fn rows_keep_their_nan<T: Operand>(client: &Client) {
     let clean = Data::<T>::new(&case);
     let mut spoiled = clean.clone();
     let (width, row) = (case.heads * case.head, length / 2);
-    // Of the second head.
+    // In the second head.
     spoiled.q[row * width + case.head + 11] = T::from_f32(f32::NAN);
     let found = run(client, &case, &clean, None);
     let beside = run(client, &case, &spoiled, None);
@@ -147,7 +147,7 @@ fn rows_keep_their_nan<T: Operand>(client: &Client) {
     }
 }
 
-/// Rows without a visible key: output and gradient 0, log-sum-exp `-inf`, or 0 with a quiet
+/// Rows without a visible key: output and gradient are 0, log-sum-exp is `-inf`, or 0 with a quiet
 /// softmax.
 fn unseen<T: Operand>(client: &Client) {
     let scale = if is_gpu(client) { 19 } else { 1 };
@@ -176,7 +176,7 @@ fn unseen<T: Operand>(client: &Client) {
     }
 }
 
-/// Runs have the same bits.
+/// Repeated runs have the same bits.
 fn repeated<T: Operand>(client: &Client) {
     let (length, runs) = if is_gpu(client) { (700, 200) } else { (9, 2) };
     let mut case = Case::new(64, length, length).causal();
@@ -199,7 +199,7 @@ element_tests! {
     repeated: repeated_f32, repeated_bf16, repeated_f16;
 }
 
-/// The gradients of the reference in `f64` are those of finite differences of its output.
+/// The gradients of the `f64` reference equal finite differences of its output.
 #[test]
 fn reference_gradients_are_those_of_differences() {
     const STEP: f32 = 1.0 / 512.0;

@@ -1,4 +1,4 @@
-//! The device under test, and moving tensors there and back.
+//! The device under test, and transfers of tensors.
 
 use super::{inputs::TestElement, is_full};
 use cubecl::{prelude::*, server::Handle};
@@ -12,10 +12,9 @@ use nvfp4_kernels::{
 };
 use nvfp4_test_support::Skip;
 
-/// The device that `NVFP4_TEST_DEVICE` names (`cpu`, the default, or `cuda`), or `None` (after
-/// saying so) where it cannot be had. With `NVFP4_TEST_EMULATED` its kernels are those of
-/// Blackwell, the instructions for E2M1 emulated; `NVFP4_TEST_UNITS` is a number of units for each
-/// cube.
+/// Returns the device in `NVFP4_TEST_DEVICE` (`cpu`, the default, or `cuda`), or `None`, with a
+/// message, if it is not available. With `NVFP4_TEST_EMULATED` its kernels are those of Blackwell,
+/// with the instructions for E2M1 emulated; `NVFP4_TEST_UNITS` sets the number of units per cube.
 pub fn client(test: &str) -> Option<Client> {
     if std::env::var_os("NVFP4_TEST_EMULATED").is_some() {
         emulate_e2m1_instructions();
@@ -39,14 +38,14 @@ pub fn client(test: &str) -> Option<Client> {
     }
 }
 
-/// Whether this run leaves out what only repeats other tests: on CubeCL's CPU runtime, which
-/// compiles a kernel for seconds, without `cargo xtask test --full`.
+/// True if this run omits tests that only repeat others: on CubeCL's CPU runtime, which takes
+/// seconds to compile a kernel, without `cargo xtask test --full`.
 pub fn is_brief(client: &Client) -> bool {
     client.name() == "cpu" && !is_full()
 }
 
-/// The device under test, or `None` (after saying so) where a run without `--full` leaves `test`
-/// out.
+/// Returns the device under test, or `None`, with a message, if a run without `--full` omits
+/// `test`.
 pub fn client_of_full_run(test: &str) -> Option<Client> {
     let client = client(test)?;
     if is_brief(&client) {
@@ -56,7 +55,8 @@ pub fn client_of_full_run(test: &str) -> Option<Client> {
     Some(client)
 }
 
-/// The CUDA GPU under test, or `None` (after saying so); `why` says why the test takes one.
+/// Returns the CUDA GPU under test, or `None`, with a message that gives `why` as the test's
+/// reason.
 pub fn client_of_gpu(test: &str, why: &str) -> Option<Client> {
     let client = client(test)?;
     if client.name() == "cpu" {
@@ -66,8 +66,8 @@ pub fn client_of_gpu(test: &str, why: &str) -> Option<Client> {
     Some(client)
 }
 
-/// The CUDA GPU under test if its capabilities are `wanted`, or `None` (after saying so); `needs`
-/// names the compute capability.
+/// Returns the CUDA GPU under test if its capabilities are `wanted`, or `None`, with a message;
+/// `needs` names the compute capability.
 pub fn client_with(
     test: &str,
     needs: &str,
@@ -81,7 +81,7 @@ pub fn client_with(
     Some(client)
 }
 
-/// The client, or an early return.
+/// Returns the client, or returns early.
 macro_rules! client {
     ($test:expr) => {
         match $crate::support::device::client($test) {
@@ -91,7 +91,7 @@ macro_rules! client {
     };
 }
 
-/// The client of a GPU, or an early return that says why it takes one.
+/// Returns the client of a GPU, or returns early with the reason why the test requires one.
 macro_rules! on_gpu {
     ($test:expr, $why:literal) => {
         match $crate::support::device::client_of_gpu($test, $why) {
@@ -101,7 +101,7 @@ macro_rules! on_gpu {
     };
 }
 
-/// The client of a GPU with matrix instructions, or an early return.
+/// Returns the client of a GPU with matrix instructions, or returns early.
 macro_rules! gpu {
     ($test:expr) => {{
         use nvfp4_kernels::capabilities::GemmBackend;
@@ -114,7 +114,7 @@ macro_rules! gpu {
     }};
 }
 
-/// The client of a Hopper GPU, or an early return.
+/// Returns the client of a Hopper GPU, or returns early.
 macro_rules! hopper {
     ($test:expr) => {{
         use nvfp4_kernels::capabilities::GemmBackend;
@@ -127,7 +127,7 @@ macro_rules! hopper {
     }};
 }
 
-/// A test of `check` for each type of element.
+/// Defines a test of `check` for each element type.
 macro_rules! element_tests {
     ($($check:ident: $f32:ident, $bf16:ident, $f16:ident;)*) => {$(
         #[test]
@@ -140,7 +140,7 @@ macro_rules! element_tests {
         }
         #[test]
         fn $f16() {
-            // All that is different from bf16 is the conversion, which other tests have.
+            // Only the conversion differs from bf16, and other tests cover it.
             if let Some(client) = $crate::support::device::client_of_full_run(stringify!($f16)) {
                 $check::<f16>(&client);
             }
@@ -148,8 +148,9 @@ macro_rules! element_tests {
     )*};
 }
 
-/// Tests of `check`, which takes a client, a matrix, its rows and columns and what it is: matrices
-/// of all `shapes`, and data of every kind in one of shape `of_kinds`, for each type of element.
+/// Defines tests of `check`, which takes a client, a matrix, its rows and columns and its
+/// description: matrices of all `shapes`, and data of every kind in shape `of_kinds`, for each
+/// element type.
 macro_rules! matrix_tests {
     ($check:ident, $shapes:expr, $of_kinds:expr) => {
         fn check_shapes<T: DeviceElement>(client: &Client) {
@@ -201,7 +202,7 @@ pub fn upload<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usi
     Matrix::new(handle, rows, cols, T::KIND).unwrap()
 }
 
-/// Groups of `sizes` rows, with offsets on the device.
+/// Returns groups of `sizes` rows, with offsets on the device.
 pub fn offsets(client: &Client, sizes: &[usize]) -> Groups {
     let mut offsets = vec![0u32];
     offsets.extend(sizes.iter().scan(0, |sum, &size| {
@@ -247,7 +248,7 @@ pub fn read_matrix<T: DeviceElement>(client: &Client, matrix: &Matrix) -> Vec<T>
         .collect()
 }
 
-/// Equal bits, or both NaN.
+/// Asserts equal bits, or NaN on both sides.
 pub fn assert_floats<T: TestElement>(found: &[T], expected: &[T], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
@@ -259,7 +260,7 @@ pub fn assert_floats<T: TestElement>(found: &[T], expected: &[T], what: &str) {
     }
 }
 
-/// Equal bytes.
+/// Asserts equal bytes.
 pub fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
     if let Some(i) = (0..found.len()).find(|&i| found[i] != expected[i]) {
@@ -270,7 +271,7 @@ pub fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
-/// Two packed tensors, NVFP4 or MXFP8, have one shape and axis, and equal scales and codes.
+/// Asserts that two packed tensors, NVFP4 or MXFP8, have equal shape, axis, scales and codes.
 macro_rules! assert_blocks {
     ($found:expr, $expected:expr, $what:expr) => {{
         let (found, expected, what) = (&$found, &$expected, $what);
@@ -293,7 +294,8 @@ macro_rules! assert_blocks {
     }};
 }
 
-/// Codes, scales and maxima are equal, bit for bit, but for NaN, of which there are many.
+/// Asserts that codes, scales and amax values are equal bit for bit, except that any two NaN are
+/// equal.
 pub fn assert_packed(
     client: &Client,
     found: &DeviceQuantized,

@@ -1,4 +1,4 @@
-//! What a product does to its sums, by plain arithmetic.
+//! Epilogues of a GEMM, computed by plain arithmetic.
 
 use super::{
     device::{DeviceElement, assert_floats, read_matrix, upload},
@@ -11,17 +11,17 @@ use nvfp4_kernels::{
     tensor::{FloatKind, Matrix},
 };
 
-/// A product with these factors of `a` and `b`, bias and target.
+/// A GEMM with these factors of `a` and `b`, bias and target.
 pub type Product<'a> = dyn Fn(Scale, Scale, Option<&Matrix>, Target) -> Matrix + 'a;
 
-/// What is done to sums.
+/// Operations on the accumulators.
 #[derive(Debug, Clone, Copy)]
 pub struct Epilogue {
-    /// A factor for each row, or for each column, instead of one.
+    /// True for one factor per row, or per column, instead of one for all.
     pub by_row: bool,
     pub by_column: bool,
     pub bias: bool,
-    /// Added to what the output held.
+    /// True if the result is added to the contents of the output.
     pub accumulate: bool,
     pub out: FloatKind,
 }
@@ -35,7 +35,7 @@ impl Epilogue {
         out: FloatKind::F32,
     };
 
-    /// Each part, and each type with and without accumulation.
+    /// Returns each operation alone, and each type with and without accumulation.
     pub fn all() -> Vec<Self> {
         let (by_row, by_column, bias, plain) = (true, true, true, Self::PLAIN);
         let factors = [
@@ -61,9 +61,9 @@ impl Epilogue {
     }
 }
 
-/// Every one of `epilogues` of `product`, from its plain sums by one more rounding. Its rows have
-/// `n` elements and are in the groups `group_of`, in ascending order (all in 0 where there are
-/// none): every group has factors and a bias of its own for its columns.
+/// Checks each of `epilogues` of `product` against its plain sums with one more rounding. Rows have
+/// `n` elements and belong to the groups `group_of`, in ascending order (all to 0 without groups);
+/// every group has separate factors and a separate bias for its columns.
 pub fn check_epilogues(
     client: &Client,
     n: usize,
@@ -99,7 +99,7 @@ pub fn check_epilogues(
             },
         );
         let value = |(i, sum): (usize, &f32)| {
-            // Its place among the columns of all groups.
+            // Index among the columns of all groups.
             let (row, own) = (i / n, group_of[i / n] * n + i % n);
             let left = if epilogue.by_row { rows[row] } else { amax };
             let right = if epilogue.by_column { cols[own] } else { other };
@@ -123,8 +123,8 @@ pub fn check_epilogues(
     }
 }
 
-/// `product` gives `values` rounded to `T` once, added to what `held` has in `T` where it is added
-/// to a matrix.
+/// Checks that `product` equals `values` rounded to `T` once, added to `held` in `T` if it
+/// accumulates into a matrix.
 fn check<T: DeviceElement>(
     client: &Client,
     values: &[f32],

@@ -1,4 +1,4 @@
-//! GEMMs of which a test wants the matrix alone.
+//! GEMMs for tests that need only the matrix.
 
 use cubecl::{client::Client, server::Handle};
 use nvfp4_kernels::{
@@ -7,12 +7,12 @@ use nvfp4_kernels::{
     tensor::Matrix,
 };
 
-/// The output of a request.
+/// Returns the output of a request.
 pub fn multiply(client: &Client, request: Gemm) -> Result<Matrix, Nvfp4Error> {
     gemm::gemm(client, &request).map(|output| output.matrix)
 }
 
-/// The output of a request for amax values, and those.
+/// Returns the output of a request with amax values, and those values.
 pub fn multiply_amax(client: &Client, request: Gemm) -> Result<(Matrix, Handle), Nvfp4Error> {
     let output = gemm::gemm(client, &request)?;
     Ok((output.matrix, output.amax.expect("asked for")))

@@ -1,4 +1,4 @@
-//! Inputs that the test binaries share.
+//! Inputs shared by the test binaries.
 
 use half::{bf16, f16};
 use nvfp4_kernels::reference::{Element, philox::philox4x32};
@@ -16,12 +16,12 @@ impl Generator {
         philox4x32([self.0, 0, 0, 7], [0xdead_beef, 1])[0]
     }
 
-    /// Uniform in [0, 1).
+    /// Returns a number uniform in [0, 1).
     pub fn uniform(&mut self) -> f32 {
         (self.next_u32() >> 8) as f32 / 16_777_216.0
     }
 
-    /// Standard normal.
+    /// Returns a standard normal number.
     pub fn normal(&mut self) -> f32 {
         let (u, v) = (self.uniform().max(1e-9), self.uniform());
         (-2.0 * u.ln()).sqrt() * (std::f32::consts::TAU * v).cos()
@@ -35,7 +35,7 @@ pub enum Kind {
     Normal,
     /// Normal with heavy tails.
     Heavy,
-    /// Every E2M1 threshold and grid point with its neighbours, scaled by powers of two.
+    /// Every E2M1 threshold and grid point with its neighbors, scaled by powers of two.
     Thresholds,
     /// Values near 1e-30, subnormals, zeros of both signs.
     Tiny,
@@ -64,7 +64,7 @@ const POINTS: [f32; 15] = [
     0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 6.5,
 ];
 
-/// `len` values of `kind`.
+/// Returns `len` values of `kind`.
 pub fn values(kind: Kind, len: usize, seed: u32) -> Vec<f32> {
     let mut random = Generator::new(seed);
     let mut x: Vec<f32> = (0..len)
@@ -80,7 +80,7 @@ pub fn values(kind: Kind, len: usize, seed: u32) -> Vec<f32> {
                 } else {
                     1.0
                 };
-                // One block in two holds 6, so that its scale is exact and thresholds are met.
+                // Every second block contains 6, so that its scale is exact and thresholds are hit.
                 if i % 32 == 0 { 6.0 } else { sign * value }
             }
             Kind::Tiny => match random.next_u32() % 4 {

@@ -1,5 +1,5 @@
-//! The numerics, sections 2 to 8, written down once more: one element at a time, by search
-//! instead of bit tricks, sharing nothing with the oracle but Philox (which has known answers).
+//! A second implementation of the numerics, sections 2 to 8: one element at a time, by search
+//! instead of bit tricks. It shares only Philox (which has known answers) with the oracle.
 
 use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Hadamard, Nvfp4Params, RandomStream, Rounding, Usage,
@@ -8,7 +8,7 @@ use nvfp4_kernels::{
 
 const GRID: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// A packed copy before packing: codes `[outer, blocks * 16]`, scales `[outer, blocks]`.
+/// A quantized tensor before packing: codes `[outer, blocks * 16]`, scales `[outer, blocks]`.
 #[derive(Debug, PartialEq)]
 pub struct Copy {
     pub codes: Vec<u8>,
@@ -48,7 +48,7 @@ pub fn stochastic(y: f32, random: u8) -> u8 {
     code | if y.is_sign_negative() { 8 } else { 0 }
 }
 
-/// The value of a scale byte.
+/// Returns the value of a scale byte.
 pub fn e4m3_value(byte: u8) -> f32 {
     let (exponent, mantissa) = ((byte >> 3) as i32, (byte & 7) as f32);
     match (exponent, byte) {
@@ -72,7 +72,7 @@ fn e4m3(value: f32) -> u8 {
         .unwrap()
 }
 
-/// `min`, but a NaN stays.
+/// Computes `min`, but preserves NaN.
 fn at_most(value: f32, bound: f32) -> f32 {
     if value > bound { bound } else { value }
 }
@@ -87,14 +87,14 @@ fn global_scale(amax: f32, range: f32) -> f32 {
     }
 }
 
-/// The factor of the elements of a block.
+/// Returns the factor of a block's elements.
 pub fn multiplier(amax: f32, scaling: BlockScaling, byte: u8) -> f32 {
     let decode = 1.0 / global_scale(amax, scaling.range());
     at_most(1.0 / (e4m3_value(byte) * decode), f32::MAX)
 }
 
-/// The scale bytes that a group of blocks may get, the preferred one first: one, or two with four
-/// over six.
+/// Returns the candidate scale bytes of a group of blocks, the preferred one first: one, or two
+/// with four over six.
 fn candidates(rows: &[Vec<f32>], amax: f32, scaling: BlockScaling) -> Vec<u8> {
     let largest = rows.iter().flatten().fold(0f32, |max, value| {
         if value.is_nan() || max.is_nan() {
@@ -120,7 +120,7 @@ fn candidates(rows: &[Vec<f32>], amax: f32, scaling: BlockScaling) -> Vec<u8> {
     }
 }
 
-/// Section 7: the error of rounding `rows` to nearest under a scale byte.
+/// Section 7: returns the error of rounding `rows` to nearest with a scale byte.
 pub fn error(rows: &[Vec<f32>], amax: f32, norm: ErrorNorm, byte: u8) -> f32 {
     let e = multiplier(amax, BlockScaling::FourOverSix(norm), byte);
     let mut sums = [0f32; 16];
@@ -144,7 +144,7 @@ pub fn error(rows: &[Vec<f32>], amax: f32, norm: ErrorNorm, byte: u8) -> f32 {
     sums[0]
 }
 
-/// The scale byte of a block, or of a tile of 16 rows.
+/// Returns the scale byte of a block, or of a tile of 16 rows.
 pub fn scale_byte(rows: &[Vec<f32>], amax: f32, scaling: BlockScaling) -> u8 {
     let candidates = candidates(rows, amax, scaling);
     match (scaling, &candidates[..]) {
@@ -159,7 +159,7 @@ pub fn scale_byte(rows: &[Vec<f32>], amax: f32, scaling: BlockScaling) -> u8 {
     }
 }
 
-/// Section 6, with bf16 as the type of the result.
+/// Section 6, with results in bf16.
 fn transform(group: &mut [f32], hadamard: &Hadamard) {
     for (i, value) in group.iter_mut().enumerate() {
         if hadamard.negates(i) {
@@ -183,7 +183,7 @@ fn transform(group: &mut [f32], hadamard: &Hadamard) {
     }
 }
 
-/// The stored rows of a copy before quantization: oriented, padded and transformed.
+/// Returns the stored rows of a tensor before quantization: oriented, padded and transformed.
 pub fn stored_rows(
     x: &[f32],
     (rows, cols): (usize, usize),
@@ -211,7 +211,7 @@ pub fn stored_rows(
         .collect()
 }
 
-/// Section 3: the byte of element `i` of block `index`.
+/// Section 3: returns the byte of element `i` of block `index`.
 fn random_byte(stream: &RandomStream, index: u64, i: usize) -> u8 {
     let (offset, mask) = (stream.offset, u32::MAX as u64);
     let counter = [index & mask, index >> 32, offset & mask, offset >> 32];
@@ -219,7 +219,7 @@ fn random_byte(stream: &RandomStream, index: u64, i: usize) -> u8 {
     (words[i / 4] >> (8 * (i % 4))) as u8
 }
 
-/// One copy in 1x16 blocks.
+/// Quantizes to 1x16 blocks.
 pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &Nvfp4Params, first_block: u64) -> Copy {
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     let mut index = first_block;
@@ -245,7 +245,7 @@ pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &Nvfp4Params, first_bl
     Copy { codes, scales }
 }
 
-/// The row-wise copy in 16x16 tiles.
+/// Quantizes to a rowwise tensor in 16x16 tiles.
 pub fn quantize_tiles(stored: &[Vec<f32>], amax: f32, scaling: BlockScaling) -> Copy {
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     for (r, row) in stored.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Lock files of machine code: for each instance of the registry and each architecture the hash of
-//! its CUDA source and the registers, stack bytes and instructions that it compiled to.
+//! Lock files of machine code. For each instance of the registry and each architecture they contain
+//! the hash of its CUDA source and the registers, stack bytes and instructions of its machine code.
 //!
 //! A run compiles only the instances whose source changed. `tests/machine_code/` has one file per
 //! target; `cargo xtask machine-code` writes them.
@@ -14,18 +14,18 @@ use std::{
 /// Environment variable that makes the source tests write the lock files.
 const WRITE: &str = "NVFP4_LOCK";
 
-/// One of so many instances is compiled although its source did not change, so that a lock file of
-/// another compiler shows.
+/// One of this many instances is compiled even if its source did not change, to detect a lock file
+/// of another compiler.
 pub const SAMPLE: u64 = 64;
 
 /// Resources of the machine code of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cost {
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: usize,
-    /// Stack bytes of a thread: spilled registers, and arrays with indices of the run time.
+    /// Stack bytes per thread: spilled registers, and arrays with run-time indices.
     pub stack: usize,
-    /// Instructions, without padding.
+    /// Number of instructions, without padding.
     pub instructions: usize,
 }
 
@@ -48,19 +48,19 @@ impl fmt::Display for Cost {
 pub struct Locked {
     /// [`hash`] of its source.
     pub hash: u64,
-    /// Its machine code.
+    /// Cost of its machine code.
     pub cost: Cost,
 }
 
 /// The lock file of one target.
 pub struct Lock {
     path: PathBuf,
-    /// By the name of the instance.
+    /// Entries by the name of the instance.
     pub entries: BTreeMap<String, Locked>,
 }
 
 impl Lock {
-    /// Reads the file of `target`; it is empty where there is none.
+    /// Reads the file of `target`; returns an empty one if it does not exist.
     pub fn read(target: &str) -> Self {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/machine_code");
         let path = folder.join(format!("{target}.tsv"));
@@ -112,7 +112,7 @@ fn entry(line: &str) -> Option<(String, Locked)> {
     Some((name, Locked { hash, cost }))
 }
 
-/// FNV-1a of a normalized source.
+/// Returns the FNV-1a hash of a normalized source.
 pub fn hash(source: &str) -> u64 {
     normalized(source)
         .bytes()
@@ -121,9 +121,9 @@ pub fn hash(source: &str) -> u64 {
         })
 }
 
-/// `source` with its variables (`v1`, `info_v2`) numbered by first appearance, and without the hash
-/// that the name of the kernel ends in: CubeCL numbers variables anew each time, and the hash changes
-/// with types that the kernel does not use.
+/// Returns `source` with its variables (`v1`, `info_v2`) numbered by first appearance, and without
+/// the hash at the end of the kernel's name. CubeCL numbers variables differently each time, and
+/// the hash changes with types that the kernel does not use.
 pub fn normalized(source: &str) -> String {
     let mut variables: HashMap<&str, usize> = HashMap::new();
     let mut out = String::with_capacity(source.len());
@@ -150,7 +150,7 @@ pub fn normalized(source: &str) -> String {
     out
 }
 
-/// The name of a kernel without the eight digits behind it; any other word as it is.
+/// Returns the name of a kernel without its final eight-digit hash; other words are unchanged.
 fn without_hash(word: &str) -> &str {
     match word.rsplit_once('_') {
         Some((name, hash))
@@ -164,7 +164,7 @@ fn without_hash(word: &str) -> &str {
     }
 }
 
-/// The instructions of a disassembly, without padding.
+/// Returns the number of instructions of a disassembly, without padding.
 pub fn instructions(sass: &str) -> usize {
     let is_instruction = |line: &&str| {
         let text = line.trim_start().strip_prefix("/*");

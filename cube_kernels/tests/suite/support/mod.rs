@@ -1,4 +1,4 @@
-//! What the modules of the suite share.
+//! Helpers shared by the modules of the suite.
 
 pub mod inputs;
 pub mod literal;
@@ -29,7 +29,7 @@ pub mod nvrtc;
 #[macro_use]
 pub mod sources;
 
-/// Whether this run leaves nothing out: `cargo xtask test --full`.
+/// True if this run omits nothing: `cargo xtask test --full`.
 #[cfg(feature = "cube")]
 pub fn is_full() -> bool {
     std::env::var_os("NVFP4_TEST_FULL").is_some()

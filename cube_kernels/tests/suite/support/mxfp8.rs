@@ -1,4 +1,4 @@
-//! MXFP8 operands for products.
+//! MXFP8 operands of GEMMs.
 
 use super::inputs::Generator;
 use cubecl::prelude::*;
@@ -6,17 +6,17 @@ use nvfp4_kernels::{
     Amax, Format, Layout, Origin, QuantizedTensor, Usage, reference, tensor::DeviceQuantized,
 };
 
-/// An operand from random codes and scales, on both sides.
+/// An operand of random codes and scales, on host and device.
 pub struct Mxfp8 {
     pub rows: usize,
-    /// Blocks of 32 in a row.
+    /// Blocks of 32 per row.
     pub blocks: usize,
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
 }
 
 impl Mxfp8 {
-    /// Any codes but NaN, scales from 2^-8 to 2^7.
+    /// Returns arbitrary codes except NaN, with scales from 2^-8 to 2^7.
     pub fn random(rows: usize, k: usize, seed: u32) -> Self {
         let blocks = k / 32;
         let mut random = Generator::new(seed);
@@ -46,7 +46,7 @@ impl Mxfp8 {
         DeviceQuantized::from_host(client, &self.host())
     }
 
-    /// The elements, exact in bf16.
+    /// Returns the elements, exact in bf16.
     pub fn decoded(&self) -> Vec<f32> {
         reference::mx_dequantize(&self.host())
     }

@@ -1,4 +1,4 @@
-//! NVRTC and the disassembler, loaded at run time from a folder of CUDA tools: no GPU is needed.
+//! NVRTC and the disassembler, loaded at run time from a folder of CUDA tools: no GPU required.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
@@ -9,7 +9,7 @@ use std::{
 
 use libloading::{Library, Symbol};
 
-/// The folder that `cargo xtask setup` fills, or the one that `NVFP4_CUDA_TOOLS` names.
+/// The folder that `cargo xtask setup` fills, or the one in `NVFP4_CUDA_TOOLS`.
 pub struct CudaTools {
     root: PathBuf,
     nvrtc: Library,
@@ -17,17 +17,16 @@ pub struct CudaTools {
 
 /// Machine code.
 pub struct Compiled {
-    /// The file.
+    /// Contents of the object file.
     pub code: Vec<u8>,
-    /// Bytes of memory in which a thread keeps what registers do not hold: spilled registers, and
-    /// arrays with indices of the run time.
+    /// Stack bytes per thread: spilled registers, and arrays with run-time indices.
     pub stack: usize,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: usize,
 }
 
 impl CudaTools {
-    /// The tools, or why they are not to be had.
+    /// Returns the tools, or the reason why they are not available.
     pub fn find() -> Result<Self, String> {
         let root = match std::env::var_os("NVFP4_CUDA_TOOLS") {
             Some(root) => PathBuf::from(root),
@@ -50,7 +49,7 @@ impl CudaTools {
     /// Compiles CUDA C++ for `arch` (such as `sm_100a`) to machine code.
     ///
     /// # Errors
-    /// The compiler's log.
+    /// Returns the compiler's log.
     pub fn compile(&self, source: &str, arch: &str) -> Result<Compiled, String> {
         type Program = *mut c_void;
         let source = CString::new(source).unwrap();
@@ -65,7 +64,7 @@ impl CudaTools {
             CString::new(format!("--gpu-architecture={arch}")).unwrap(),
             include("include"),
             include("include/cccl"),
-            // What the code takes, in the log, which a compilation from NVRTC's cache lacks.
+            // Prints resource usage to the log; a compilation from NVRTC's cache lacks it.
             CString::new("--ptxas-options=-v").unwrap(),
             CString::new("--no-cache").unwrap(),
         ];
@@ -127,7 +126,8 @@ impl CudaTools {
                 assert_eq!(cubin_size(program, &mut size), 0, "nvrtcGetCUBINSize");
                 let mut code = vec![0u8; size];
                 assert_eq!(cubin(program, code.as_mut_ptr().cast()), 0, "nvrtcGetCUBIN");
-                // Each of `wgmma` is waited for, against what the source says: C7510 to C7520.
+                // Warnings C7510 to C7520: every `wgmma` is waited for separately, against the
+                // source.
                 assert!(!text.contains("serialized"), "{text}");
                 Ok(Compiled {
                     code,
@@ -142,14 +142,13 @@ impl CudaTools {
         }
     }
 
-    /// The machine code as text.
+    /// Returns the machine code as text.
     pub fn disassemble(&self, code: &[u8], name: &str) -> String {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let file = folder.join(format!("{name}.cubin"));
         std::fs::write(&file, code).unwrap();
         let output = Command::new(self.root.join("bin/nvdisasm"))
-            // The code alone, without an analysis of where its branches lead, which takes half the
-            // time.
+            // Only the code, without the control-flow analysis, which takes half the time.
             .args(["-c", "-ndf"])
             .arg(&file)
             .output();
@@ -163,14 +162,14 @@ impl CudaTools {
     }
 }
 
-/// The stack of the kernel, by what ptxas says of it: `16 bytes stack frame, ...`.
+/// Returns the stack of the kernel from ptxas's output: `16 bytes stack frame, ...`.
 fn stack_of(log: &str) -> usize {
     let frames = log.matches(" bytes stack frame").count();
     assert_eq!(frames, 1, "one kernel: {log}");
     number_before(log, " bytes stack frame")
 }
 
-/// The number before `what` in the log of ptxas.
+/// Returns the number before `what` in the log of ptxas.
 fn number_before(log: &str, what: &str) -> usize {
     let numbers = log.match_indices(what).filter_map(|(at, _)| {
         let number = log[..at].rsplit(char::is_whitespace).next()?;

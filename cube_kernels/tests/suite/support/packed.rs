@@ -1,4 +1,4 @@
-//! Operands for products.
+//! Operands of GEMMs.
 
 use super::inputs::Generator;
 use cubecl::prelude::*;
@@ -11,7 +11,7 @@ use nvfp4_kernels::{
 };
 use std::ops::Range;
 
-/// A packed operand from random codes and scales, on both sides.
+/// A packed operand of random codes and scales, on host and device.
 pub struct Packed {
     pub rows: usize,
     pub blocks: usize,
@@ -21,10 +21,10 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Any codes, scales from 2^-3 to 16.
+    /// Returns arbitrary codes, with scales from 2^-3 to 16.
     pub fn random(rows: usize, k: usize, seed: u32) -> Self {
         let blocks = k / 16;
-        // One generator for each thousand blocks would be as good; the data only has to vary.
+        // The data only has to vary, so one generator per thousand blocks would be enough.
         let mut random = Generator::new(seed);
         let mut state = random.next_u32() | 1;
         let mut next = move || {
@@ -46,8 +46,8 @@ impl Packed {
         }
     }
 
-    /// Codes of 0, 2, 4 and 6 of either sign, times one: sums of their products are exact in any
-    /// order.
+    /// Returns codes of 0, 2, 4 and 6 of either sign with scales of one: sums of their products are
+    /// exact in any order.
     pub fn integers(rows: usize, k: usize, seed: u32) -> Self {
         let mut packed = Self::random(rows, k, seed);
         packed.codes.iter_mut().for_each(|byte| *byte &= 0xcc);
@@ -77,13 +77,13 @@ impl Packed {
         DeviceQuantized::from_host(client, &self.host(&all))
     }
 
-    /// The elements without the factor of the tensor, exact in bf16.
+    /// Returns the elements without the global scale, exact in bf16.
     pub fn decoded(&self) -> Vec<f32> {
         let all: Vec<usize> = (0..self.rows).collect();
         reference::decode_blocks(&self.host(&all))
     }
 
-    /// Some of its rows.
+    /// Returns some of the rows.
     pub fn rows(&self, rows: Range<usize>) -> Self {
         let width = self.blocks;
         Self {
@@ -95,7 +95,7 @@ impl Packed {
         }
     }
 
-    /// Some of its columns, in blocks.
+    /// Returns some of the columns, in blocks.
     pub fn columns(&self, blocks: Range<usize>) -> Self {
         let pick = |bytes: &[u8], size: usize| -> Vec<u8> {
             bytes
@@ -113,8 +113,8 @@ impl Packed {
     }
 }
 
-/// Random bf16 values, `rows` rows along a contraction of `k`: on the host, and on the device in
-/// rows and in columns.
+/// Returns random bf16 values, `rows` rows along a K dimension of `k`: on the host, and on the
+/// device K-major and MN-major.
 pub fn both_ways(client: &Client, rows: usize, k: usize, seed: u32) -> (Vec<bf16>, Matrix, Matrix) {
     let mut random = Generator::new(seed);
     let x: Vec<bf16> = (0..rows * k)
@@ -129,7 +129,7 @@ pub fn both_ways(client: &Client, rows: usize, k: usize, seed: u32) -> (Vec<bf16
     (x, in_rows, in_columns)
 }
 
-/// Elements as they are.
+/// Returns an operand without a factor.
 pub fn unscaled(elements: Elements) -> Operand {
     Operand {
         elements,
@@ -137,12 +137,12 @@ pub fn unscaled(elements: Elements) -> Operand {
     }
 }
 
-/// Elements with a factor.
+/// Returns an operand with a factor.
 pub fn scaled<'a>(elements: Elements<'a>, scale: Scale<'a>) -> Operand<'a> {
     Operand { elements, scale }
 }
 
-/// All of them, or the ends and some between.
+/// Returns all indices, or the ends and some between.
 fn sample(len: usize, random: &mut Generator) -> Vec<usize> {
     if len <= 48 {
         return (0..len).collect();
@@ -152,7 +152,7 @@ fn sample(len: usize, random: &mut Generator) -> Vec<usize> {
     rows
 }
 
-/// The shapes of TransformerEngine's products of packed operands, as `(m, n, k)`.
+/// Shapes of TransformerEngine's GEMMs of packed operands, as `(m, n, k)`.
 pub const TE_PRODUCTS: [(usize, usize, usize); 11] = [
     (128, 128, 128),
     (256, 256, 128),
@@ -167,13 +167,13 @@ pub const TE_PRODUCTS: [(usize, usize, usize); 11] = [
     (128, 112, 128),
 ];
 
-/// `found`, the product of `a` and `b`, within the bound of f32 accumulation in any order,
-/// `2 (k + 2) eps · alpha · Σ |a b|`, at sampled rows and columns.
+/// Asserts that `found`, the product of `a` and `b`, is within the bound of f32 accumulation in any
+/// order, `2 (k + 2) eps · alpha · Σ |a b|`, at sampled rows and columns.
 pub fn assert_bound(found: &[f32], a: &Packed, b: &Packed, what: &str) {
     assert_rows_bound(|row| found[row * b.rows..][..b.rows].to_vec(), a, b, what);
 }
 
-/// The same for a product of which `found` gives a row.
+/// Checks this bound for a GEMM whose rows `found` returns.
 pub fn assert_rows_bound(found: impl Fn(usize) -> Vec<f32>, a: &Packed, b: &Packed, what: &str) {
     let mut random = Generator::new(99);
     let (rows, cols) = (sample(a.rows, &mut random), sample(b.rows, &mut random));

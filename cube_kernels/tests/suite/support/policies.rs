@@ -1,4 +1,4 @@
-//! Copies of matrices and of groups of rows, on the device and by the oracle.
+//! Quantized matrices and groups of rows, on the device and by the oracle.
 
 use super::{
     device::{DeviceElement, upload, upload_bytes},
@@ -41,13 +41,13 @@ pub fn assert_bytes(found: &[u8], expected: &[u8], what: &str) {
     }
 }
 
-/// One group of rows, with its maxima on the host.
+/// One group of rows, with its amax values on the host.
 pub struct Group<'a, T> {
     pub x: &'a [T],
     pub rows: usize,
 }
 
-/// The maxima of one axis, for every group, and the same on the device.
+/// Returns the amax values of one axis for every group, on the host and on the device.
 pub fn host_amax<T: DeviceElement>(
     groups: &[Group<'_, T>],
     cols: usize,
@@ -81,7 +81,7 @@ pub fn device_amax(client: &Client, amax: &[Amax]) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&values))
 }
 
-/// The copy of each group by the oracle; block indices go on from group to group.
+/// Quantizes each group by the oracle; block indices continue from group to group.
 pub fn expected_copies<T: DeviceElement>(
     groups: &[Group<'_, T>],
     cols: usize,
@@ -143,7 +143,7 @@ pub fn split<'a, T>(x: &'a [T], sizes: &[usize], cols: usize) -> Vec<Group<'a, T
         .collect()
 }
 
-/// Two copies of one matrix (or only one), in one read, against the oracle.
+/// Checks two quantized tensors of one matrix (or only one), made in one read, against the oracle.
 pub fn check<T: DeviceElement>(
     client: &Client,
     x: &[T],
@@ -228,7 +228,7 @@ pub fn transformed(size: HadamardSize, rounding: Rounding) -> Nvfp4Params {
 pub const COMPACT: ScaleLayout = ScaleLayout::Compact;
 pub const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
 
-/// Policies of a row-wise copy.
+/// Returns the policies of a rowwise tensor.
 pub fn row_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
     vec![
@@ -244,7 +244,7 @@ pub fn row_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
     ]
 }
 
-/// Policies of a column-wise copy.
+/// Returns the policies of a columnwise tensor.
 pub fn col_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
     let swizzled = |copy: Nvfp4Params| Nvfp4Params {
@@ -269,7 +269,7 @@ pub fn col_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
     ]
 }
 
-/// Every policy of either copy, and of both, at `shapes`.
+/// Checks every policy of either tensor, and of both, at `shapes`.
 pub fn check_policies<T: DeviceElement>(client: &Client, shapes: &[(usize, usize)]) {
     for (i, &(rows, cols)) in shapes.iter().enumerate() {
         let x = convert::<T>(&values(Kind::Heavy, rows * cols, i as u32));
@@ -294,7 +294,7 @@ pub fn check_policies<T: DeviceElement>(client: &Client, shapes: &[(usize, usize
     }
 }
 
-/// Both copies of each group in 16x16 tiles against the oracle.
+/// Checks both quantized tensors of each group in 16x16 tiles against the oracle.
 pub fn check_tiles<T: DeviceElement>(
     client: &Client,
     x: &[T],
@@ -327,7 +327,7 @@ pub fn check_tiles<T: DeviceElement>(
     );
     assert_copies(client, &row, &rows, &format!("{what}: row"));
     assert_copies(client, &col, &columns, &format!("{what}: col"));
-    // One of the two alone.
+    // Only one of the two tensors.
     let axes = [Usage::Rowwise, Usage::Columnwise];
     for ((usage, layout), expected) in axes.into_iter().zip(layouts).zip([&rows, &columns]) {
         let alone =
@@ -341,7 +341,7 @@ pub fn check_tiles<T: DeviceElement>(
     }
 }
 
-/// The row-wise copy with a maximum for each row, and the maxima, both from one read.
+/// Checks the rowwise tensor with one amax per row, and the amax values, both from one read.
 pub fn check_per_token<T: DeviceElement>(
     client: &Client,
     x: &[T],
@@ -359,8 +359,7 @@ pub fn check_per_token<T: DeviceElement>(
     assert_bytes(&read(client, &found.amax), bytes, &format!("{what}: amax"));
 }
 
-/// The rowwise and the columnwise tensor of `x`, with an amax for each row and column of each
-/// group.
+/// Quantizes `x` rowwise and columnwise, with one amax per row, and per column of each group.
 pub fn quantize_per_token_both(
     client: &Client,
     x: &Matrix,
@@ -381,7 +380,7 @@ pub fn quantize_per_token_both(
     quantize::quantize_both(client, x, groups, &row, &col).unwrap()
 }
 
-/// The policies of a per-token copy.
+/// Returns the policies of a per-token tensor.
 pub fn per_token_policies() -> [Nvfp4Params; 3] {
     [
         policy(NEAREST, BlockScaling::Standard, COMPACT),

@@ -1,4 +1,4 @@
-//! Tests that need a process of their own: the test binary runs itself, with the tests of one
+//! Tests that require a separate process: the test binary runs itself, with the tests of one
 //! module.
 
 use std::{
@@ -8,21 +8,21 @@ use std::{
     sync::{Arc, Mutex, OnceLock},
 };
 
-/// Names, in a child process, the module whose tests it runs.
+/// Variable that names, in a child process, the module whose tests it runs.
 const CHILD: &str = "NVFP4_TEST_CHILD";
 
-/// Variables of a child process, beside those of this one.
+/// Additional environment variables of a child process.
 type Environment = [(&'static str, &'static str)];
 
-/// What a child process printed: each test's verdict and its output.
+/// Output of a child process: each test's verdict and its output.
 type Outcome = HashMap<String, (String, String)>;
 
-/// Whether the test `test` of the module `module` has run in a process of its own, which runs only
-/// tests of that module: all that this process was asked for. In that process itself, `false`. Its
-/// `environment` is the same for all tests of a module.
+/// Runs the test `test` of the module `module` in a separate process, which runs all tests of that
+/// module that were selected for this process. Returns true after that, and false in the child
+/// process itself. The `environment` must be the same for all tests of a module.
 ///
 /// # Panics
-/// If the test failed there, with its output.
+/// Panics with the test's output if the test failed there.
 pub fn ran_in_own_process(module: &str, test: &str, environment: &Environment) -> bool {
     if let Ok(child) = env::var(CHILD) {
         return child != module;
@@ -37,7 +37,7 @@ pub fn ran_in_own_process(module: &str, test: &str, environment: &Environment) -
     true
 }
 
-/// What the tests of `module` gave; the first that asks runs them.
+/// Returns the outcome of the tests of `module`; the first caller runs them.
 fn outcome(module: &str, environment: &Environment) -> Arc<Outcome> {
     type Once = Arc<OnceLock<Arc<Outcome>>>;
     static OUTCOMES: Mutex<Option<HashMap<String, Once>>> = Mutex::new(None);
@@ -50,7 +50,7 @@ fn outcome(module: &str, environment: &Environment) -> Arc<Outcome> {
         .clone()
 }
 
-/// Runs the tests of `module` that this process was asked for.
+/// Runs the tests of `module` that were selected for this process.
 fn run(module: &str, environment: &Environment) -> Outcome {
     let prefix = format!("{module}::");
     let listed = child(
@@ -69,7 +69,7 @@ fn run(module: &str, environment: &Environment) -> Outcome {
     parse(&child(module, environment, options.chain(names)))
 }
 
-/// The output of this test binary with `arguments`.
+/// Returns the output of this test binary with `arguments`.
 fn child(
     module: &str,
     environment: &Environment,
@@ -85,7 +85,7 @@ fn child(
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Verdicts and sections of output, as libtest prints them.
+/// Parses verdicts and sections of output, as libtest prints them.
 fn parse(text: &str) -> Outcome {
     let mut outcome = Outcome::new();
     let mut section = None;

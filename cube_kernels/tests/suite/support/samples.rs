@@ -1,6 +1,6 @@
-//! Every way of quantizing one matrix, against the oracle: dense copies, tiles, per token, MXFP8,
-//! what goes back to values, and what is computed while it is read. Bands of 32 rows or columns are
-//! compared, byte for byte: all of them in small matrices, some in large ones.
+//! Compares every quantization of one matrix with the oracle: dense tensors, tiles, per token,
+//! MXFP8, dequantization, and fused prologues. Bands of 32 rows or columns are compared byte for
+//! byte: all of them in small matrices, some of them in large ones.
 
 use super::device::{read_f32, upload};
 use super::inputs::{Kind, convert, values};
@@ -19,13 +19,13 @@ use nvfp4_kernels::{
 };
 use std::{borrow::Cow, ops::Range};
 
-/// Rows or columns that are compared together: a multiple of every block, so that they are
-/// quantized alike alone.
+/// Number of rows or columns that are compared together: a multiple of every block, so that a band
+/// can be quantized separately.
 const BAND: usize = 32;
 pub const ONE: &Groups = &Groups::One;
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 
-/// A matrix on both sides.
+/// A matrix on host and device.
 pub struct Sample {
     pub x: Vec<bf16>,
     pub matrix: Matrix,
@@ -34,13 +34,13 @@ pub struct Sample {
 
 impl Sample {
     pub fn new(client: &Client, (rows, cols): (usize, usize)) -> Self {
-        // A period that divides no row makes every row different.
+        // The period divides no row length, so that every row differs.
         let period = convert::<bf16>(&values(Kind::Heavy, 1_000_003.min(rows * cols), 1));
         let mut x = Vec::with_capacity(rows * cols);
         while x.len() < rows * cols {
             x.extend_from_slice(&period[..period.len().min(rows * cols - x.len())]);
         }
-        // The last element is the largest, so that maxima are wrong where it was not read.
+        // The last element is the largest, so that amax values are wrong if it was not read.
         let amax = 2.0 * reference::amax(&period);
         *x.last_mut().expect("there are elements") = bf16::from_f32(-amax);
         Self {
@@ -54,7 +54,7 @@ impl Sample {
         (self.matrix.rows, self.matrix.cols)
     }
 
-    /// Bands of stored lines along `usage` that are compared.
+    /// Returns the bands of stored lines along `usage` that are compared.
     fn bands(&self, usage: Usage) -> Vec<Band> {
         let (rows, cols) = self.shape();
         let (outer, inner) = usage.stored_shape(rows, cols);
@@ -89,7 +89,7 @@ impl Sample {
 /// Some stored lines of a matrix: rows, or columns.
 struct Band {
     usage: Usage,
-    /// The first of them.
+    /// First line.
     first: usize,
     x: Vec<bf16>,
     rows: usize,
@@ -97,7 +97,8 @@ struct Band {
 }
 
 impl Band {
-    /// Its copy by the oracle, scales compact; without `amax` each line has its own.
+    /// Quantizes the band by the oracle, with compact scales; without `amax` each line has a
+    /// separate amax.
     fn quantize(&self, amax: Option<f32>, policy: &Nvfp4Params) -> QuantizedTensor {
         let compact = Nvfp4Params {
             layout: COMPACT,
@@ -122,7 +123,7 @@ impl Band {
     }
 }
 
-/// Device memory of which parts are read: all at once, if it is little.
+/// Device memory of which sections are read; small buffers are read as a whole.
 struct Memory<'a> {
     client: &'a Client,
     handle: &'a Handle,
@@ -151,7 +152,8 @@ impl<'a> Memory<'a> {
     }
 }
 
-/// The stored lines of `found` from `first` on are those of `expected`, whose scales are compact.
+/// Asserts that the stored lines of `found` from `first` on equal `expected`, whose scales are
+/// compact.
 fn assert_lines(
     client: &Client,
     found: &DeviceQuantized,
@@ -175,7 +177,7 @@ fn assert_lines(
         ScaleLayout::Compact => line * blocks + block,
         ScaleLayout::Swizzled128x4 => swizzle::offset(line, block, blocks),
     };
-    // Both layouts keep bands of rows of 128x4 tiles together.
+    // Both layouts keep bands of rows of 128x4 tiles contiguous.
     let start = place(lines.start / 128 * 128, 0);
     let end = match found.layout.scale_layout {
         ScaleLayout::Compact => lines.end * blocks,
@@ -189,7 +191,7 @@ fn assert_lines(
     assert_bytes(&scales, expected.scales(), &format!("{what}: scales"));
 }
 
-/// Rows of a matrix from `first` on.
+/// Asserts the rows of a matrix from `first` on.
 fn assert_rows(client: &Client, found: &Matrix, first: usize, expected: &[bf16], what: &str) {
     assert_eq!(found.dtype, FloatKind::Bf16);
     let memory = Memory::new(client, &found.handle);
@@ -199,7 +201,7 @@ fn assert_rows(client: &Client, found: &Matrix, first: usize, expected: &[bf16],
     assert_bytes(&bytes, expected, &format!("{what}, rows from {first}"));
 }
 
-/// What a copy along `usage` is made with: an amax for all of it, or one for each line.
+/// Parameters of a quantized tensor along `usage`: one amax for all, or one per line.
 struct Request {
     usage: Usage,
     policy: Nvfp4Params,
@@ -217,7 +219,7 @@ impl Request {
     ) -> Self {
         let (policy, scope) = copy;
         let given = match scope {
-            // What is transformed has another maximum; any will do.
+            // Transformed values have a different amax; any value works.
             AmaxGranularity::PerTensor if policy.hadamard.is_some() => Some(2.0 * sample.amax),
             AmaxGranularity::PerTensor => Some(sample.amax),
             AmaxGranularity::PerRow => None,
@@ -262,7 +264,7 @@ impl Request {
     }
 }
 
-/// Blocks along rows and columns, in one read where both are made.
+/// Checks blocks along rows and columns, made in one read if both are requested.
 pub fn blocks(client: &Client, sample: &Sample) {
     let training = (
         (Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor),
@@ -349,7 +351,8 @@ pub fn per_token(client: &Client, sample: &Sample) {
     }
 }
 
-/// MXFP8 along both axes, from values and from NVFP4 along both, and all of them back to values.
+/// Checks MXFP8 along both axes, from values and from NVFP4 along both axes, and its
+/// dequantization.
 pub fn mxfp8(client: &Client, sample: &Sample) {
     let assert_mx = |found: &DeviceQuantized, band: &Band, x: &[bf16], what: &str| {
         let expected =
@@ -411,7 +414,8 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
     }
 }
 
-/// MS-EDEN along both axes, of values and of NVFP4, with any amax; the maxima of small matrices.
+/// Checks MS-EDEN along both axes, of values and of NVFP4, with any amax; also the amax of small
+/// matrices.
 pub fn ms_eden(client: &Client, sample: &Sample) {
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
@@ -471,7 +475,7 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
     }
 }
 
-/// What is computed while its inputs are read. The matrix is gate and up of SwiGLU, concatenated.
+/// Checks SwiGLU and its gradients. The matrix is the concatenated gate and up.
 pub fn prologues(client: &Client, sample: &Sample) {
     let (_, cols) = sample.shape();
     let width = cols / 2;
@@ -507,5 +511,5 @@ pub fn prologues(client: &Client, sample: &Sample) {
     }
 }
 
-/// All of the above.
+/// All checks above.
 pub const CHECKS: [fn(&Client, &Sample); 6] = [blocks, tiles, per_token, mxfp8, ms_eden, prologues];

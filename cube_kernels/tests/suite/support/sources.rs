@@ -1,4 +1,4 @@
-//! The CUDA source and the machine code of kernels, on a machine without a GPU.
+//! CUDA source and machine code of kernels, on a machine without a GPU.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use cubecl_server::compiler::Compiler;
 
 use super::nvrtc::{Compiled, CudaTools};
 
-/// The tools, or an early return.
+/// Returns the tools, or returns early.
 macro_rules! tools {
     ($test:expr) => {
         match $crate::support::nvrtc::CudaTools::find() {
@@ -20,13 +20,12 @@ macro_rules! tools {
     };
 }
 
-/// What CubeCL makes of `kernel`, in CUDA C++.
+/// Returns CubeCL's CUDA C++ source of `kernel`.
 pub fn cuda_source(name: &str, kernel: &dyn CubeKernel) -> String {
     cuda_kernel(name, kernel).0
 }
 
-/// What CubeCL makes of `kernel`, in CUDA C++, and the bytes of shared memory that it takes at its
-/// launch.
+/// Returns CubeCL's CUDA C++ source of `kernel`, and the bytes of shared memory of its launch.
 pub fn cuda_kernel(name: &str, kernel: &dyn CubeKernel) -> (String, usize) {
     let mut compiler = cubecl_cpp::shared::CppCompiler::<cubecl_cpp::target::Cuda>::default();
     let mut options = cubecl_cpp::shared::CompilationOptions::default();
@@ -36,21 +35,21 @@ pub fn cuda_kernel(name: &str, kernel: &dyn CubeKernel) -> (String, usize) {
     (compiled.to_string(), compiled.shared_memory_size)
 }
 
-/// Part of the names of the only kernels that a run takes.
+/// Variable with a substring of the names of the kernels that a run selects.
 const ONLY: &str = "NVFP4_ONLY";
 
-/// True if the run takes some kernels only.
+/// True if the run selects only some kernels.
 pub fn is_selection() -> bool {
     std::env::var_os(ONLY).is_some()
 }
 
-/// True if the run leaves this kernel out.
+/// True if the run omits this kernel.
 pub fn is_left_out(name: &str) -> bool {
     std::env::var(ONLY).is_ok_and(|only| !name.contains(&only))
 }
 
-/// The machine code of `text`. Source and code also go to the folder `NVFP4_DUMP`, for people who
-/// count instructions.
+/// Compiles `text` to machine code. Also writes source and code to the folder in `NVFP4_DUMP`, for
+/// counting instructions by hand.
 pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Compiled {
     let file = std::env::var_os("NVFP4_DUMP")
         .map(|folder| Path::new(&folder).join(format!("{name}-{arch}")));
@@ -66,14 +65,14 @@ pub fn machine_code(tools: &CudaTools, name: &str, text: &str, arch: &str) -> Co
     compiled
 }
 
-/// Instructions of `sass` whose opcode begins with `opcode`.
+/// Returns the number of instructions of `sass` whose opcode begins with `opcode`.
 pub fn count(sass: &str, opcode: &str) -> usize {
     sass.lines()
         .filter(|line| line.split_whitespace().any(|word| word.starts_with(opcode)))
         .count()
 }
 
-/// Instructions of `sass` that keep registers in memory.
+/// Returns the number of instructions of `sass` that spill registers to memory.
 pub fn spills(sass: &str) -> usize {
     count(sass, "LDL") + count(sass, "STL")
 }

@@ -10,10 +10,10 @@ fn tensor(name: &str, dims: &[usize], id: Option<u64>, first: f32) -> Tensor {
     Tensor::new(name.into(), DType::F32, shape, id, bytes)
 }
 
-/// Name, shape, parameter and bytes.
+/// Name, shape, parameter ID and bytes.
 type Content = (String, Vec<usize>, Option<u64>, Vec<u8>);
 
-/// What a container has, in its order.
+/// Returns the tensors of a container, in order.
 fn content(container: &Bytes) -> Vec<Content> {
     let container = Bytes::from_bytes_vec(container.to_vec());
     let tensors = Reader::from_bytes(container).unwrap().into_tensors();
@@ -51,7 +51,7 @@ fn level(ranks: usize, parameters: BTreeMap<u64, ShardedParameter>) -> Level {
     }
 }
 
-/// What `rank` has of `whole`.
+/// Returns the part of `whole` that `rank` holds.
 fn part(whole: Bytes, rank: usize, levels: &[Level]) -> Result<Bytes> {
     let partition = Partition {
         levels: levels.to_vec(),
@@ -88,8 +88,8 @@ fn parts_make_the_whole() {
     }
 }
 
-/// Two segments of two columns on each of two rows, of each of which a rank has one column; and the
-/// moments, which are flat.
+/// Two rows, each with two segments of two columns; a rank has one column of each segment. The
+/// moments are flat.
 #[test]
 fn columns_are_cut_by_segments() {
     let tensors = || {
@@ -115,8 +115,9 @@ fn columns_are_cut_by_segments() {
     assert_eq!(content(&joined), content(&whole()));
 }
 
-/// Columns of two ranks, and rows of these columns of two ranks each, whose neighbours have other
-/// columns; another parameter has rows of all four. Moments are flat.
+/// Columns are split over two ranks, and the rows of these columns over two ranks each; adjacent
+/// ranks have different columns. The rows of another parameter are split over all four ranks.
+/// Moments are flat.
 #[test]
 fn parts_are_cut_again() {
     let whole = || {
@@ -145,18 +146,18 @@ fn parts_are_cut_again() {
     let levels = [level(2, BTreeMap::from([(1, columns)])), again, rows];
     assert_eq!(ranks_of(&levels), Some(4));
     let made = parts(whole, 4, &levels);
-    // Rank 3 has the second columns, and of these the second rows.
+    // Rank 3 has the second half of the columns, and the second half of their rows.
     let last = content(&made[3]);
     assert_eq!((&last[0].1, &last[3].1), (&vec![2, 2], &vec![4]));
     assert_eq!(values(&last[0]), [10.0, 11.0, 14.0, 15.0]);
     assert_eq!(values(&last[1]), [53.0]);
     assert_eq!(values(&last[2]), [60.0, 61.0, 62.0]);
     assert_eq!(values(&last[3]), [110.0, 111.0, 114.0, 115.0]);
-    // Rank 1 has the second columns, too.
+    // Rank 1 also has the second half of the columns.
     assert_eq!(values(&content(&made[1])[0]), [2.0, 3.0, 6.0, 7.0]);
     let back = joined(made, &levels).unwrap();
     assert_eq!(content(&back), content(&whole()));
-    // Without what cuts the optimizer's state alone, the first two ranks have all.
+    // Without the level that splits only the optimizer state, the first two ranks have everything.
     let of_model = [levels[0].clone()];
     assert_eq!(ranks_of(&of_model), Some(2));
     let back = joined(parts(whole, 2, &of_model), &of_model).unwrap();
@@ -216,7 +217,7 @@ fn what_does_not_fit_is_named() {
         "{error}"
     );
     assert!(joined(Vec::new(), &levels).is_err());
-    // Parts of more ranks than there are files of.
+    // The levels need more ranks than there are files.
     let twice = [level(2, BTreeMap::new()), level(2, BTreeMap::new())];
     let two = vec![whole(), whole()];
     let error = joined(two, &twice).unwrap_err().to_string();

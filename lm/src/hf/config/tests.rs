@@ -8,7 +8,7 @@ fn read(json: Value) -> Result<DecoderConfig> {
     DecoderConfig::from_json(json.as_object().unwrap())
 }
 
-/// A small Llama with `changes` (null fields are left out).
+/// Returns a small Llama with `changes` (null removes a field).
 fn llama(changes: Value) -> Value {
     let mut json = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 288,
@@ -60,7 +60,7 @@ fn golden_configs() {
     }
 }
 
-/// What is written reads as the same.
+/// A written configuration can be read back unchanged.
 #[test]
 fn written_configs_come_back() {
     let rope = |scaling: Value| llama(json!({"rope_scaling": scaling}));
@@ -249,7 +249,7 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
         let error = format!("{:#}", read(llama(changes.clone())).unwrap_err());
         assert!(error.contains(expected), "{changes}: {error}");
     }
-    // Neutral values, and fields of other matters.
+    // Neutral values, and unrelated fields.
     read(llama(json!({
         "architectures": [], "pruned_heads": {}, "cross_attention_hidden_size": null,
         "attn_implementation": "flash_attention_2", "is_encoder_decoder": false,
@@ -261,7 +261,7 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
     .unwrap();
 }
 
-/// Files for transformers 4 and 5 say the same in both forms, or are refused.
+/// Files for transformers 4 and 5 state the same in both forms, or are refused.
 #[test]
 fn rope_in_the_fields_of_two_versions() {
     let scaling = json!({"rope_type": "linear", "factor": 2.0});
@@ -290,7 +290,8 @@ fn rope_in_the_fields_of_two_versions() {
     }
 }
 
-/// Fields that neither a list nor a version of transformers knows, by what their names are about.
+/// Fields unknown to the lists and to transformers are refused if their names suggest an effect on
+/// the computation.
 #[test]
 fn unknown_fields_of_the_arithmetic_are_refused() {
     for (field, value) in [
@@ -338,7 +339,7 @@ fn frequencies_of_each_kind() {
     close(&frequencies(json!(null), 256).0, plain);
     let linear = json!({"type": "linear", "factor": 4.0});
     close(&frequencies(linear, 256).0, plain.map(|f| f / 4.0));
-    // Up to `max_position_embeddings` nothing changes; for twice as many the base is
+    // Nothing changes up to `max_position_embeddings`; for twice as many positions, the base is
     // 10000 · (2 · 2 - 1)^(16/14).
     let dynamic = json!({"type": "dynamic", "factor": 2.0});
     close(&frequencies(dynamic.clone(), 100).0, plain);
@@ -358,7 +359,8 @@ fn frequencies_of_each_kind() {
     let yarn = json!({"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5});
     let expected = (0.1 * 4f64.ln() + 1.0) / (0.05 * 4f64.ln() + 1.0);
     assert!((frequencies(yarn, 256).1 - expected).abs() < 1e-12);
-    // Waves of 2π · 10^(i/2): below 256 / 4 they stay, beyond 256 / 1 they are scaled.
+    // Wavelengths of 2π · 10^(i/2): those below 256 / 4 are unscaled, those above 256 / 1 are
+    // scaled.
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 256});
     let expected = std::array::from_fn(|i| {

@@ -1,11 +1,11 @@
-//! The types of tensors, and their values.
+//! Tensor types of GGUF and their dequantization.
 
 use half::{bf16, f16};
 
-/// Elements of a block.
+/// Elements per block.
 const BLOCK: usize = 32;
 
-/// A type that can be read, by its number in the file.
+/// Supported tensor type, by its number in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GgufType {
     /// 0
@@ -32,7 +32,7 @@ impl GgufType {
         })
     }
 
-    /// Elements and bytes of a block.
+    /// Returns the elements and the bytes per block.
     pub fn block(self) -> (usize, usize) {
         match self {
             Self::F32 => (1, 4),
@@ -42,7 +42,7 @@ impl GgufType {
         }
     }
 
-    /// The values of whole blocks.
+    /// Dequantizes whole blocks.
     pub fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
         let (elements, size) = self.block();
         let blocks = bytes.chunks_exact(size);
@@ -57,7 +57,8 @@ impl GgufType {
                 Self::Q4_1 => {
                     let (scale, least) = (half_at(block, 0), half_at(block, 2));
                     let value = |code: u8| scale * f32::from(code) + least;
-                    // The first half of the block in the low bits, the second in the high ones.
+                    // The low nibbles hold the first half of the block, the high nibbles the
+                    // second.
                     values.extend(block[4..].iter().map(|byte| value(byte & 15)));
                     values.extend(block[4..].iter().map(|byte| value(byte >> 4)));
                 }

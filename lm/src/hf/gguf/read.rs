@@ -1,4 +1,4 @@
-//! The parser.
+//! Parses GGUF files.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,12 +9,12 @@ use memmap2::Mmap;
 
 use super::blocks::GgufType;
 
-/// Axes of a tensor at most, as in ggml.
+/// Maximum number of axes of a tensor, as in ggml.
 const MAX_AXES: u32 = 4;
-/// Arrays of arrays at most.
+/// Maximum nesting depth of arrays.
 const MAX_DEPTH: usize = 4;
 
-/// A GGUF file, memory-mapped. Nobody may change it while this exists.
+/// A memory-mapped GGUF file. The file must not change while this exists.
 pub struct GgufFile {
     bytes: Mmap,
     metadata: BTreeMap<String, Value>,
@@ -24,23 +24,23 @@ pub struct GgufFile {
 /// A value of the metadata.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
-    /// Of any width, with a sign or without.
+    /// Integer of any width, signed or unsigned.
     Integer(i128),
-    /// Of any width.
+    /// Float of any width.
     Float(f64),
-    /// True or false.
+    /// Boolean.
     Bool(bool),
     /// Text.
     String(String),
     /// An array of strings.
     Strings(Vec<String>),
-    /// An array of integers of 32 bits.
+    /// An array of 32-bit integers.
     Integers(Vec<i128>),
-    /// So many values of another type, which are not kept.
+    /// Number of values in an array of another type, which is not kept.
     Array(u64),
 }
 
-/// Where a tensor lies.
+/// Location of a tensor.
 #[derive(Debug)]
 struct Place {
     axes: Vec<usize>,
@@ -56,15 +56,15 @@ pub struct GgufTensor<'a> {
 }
 
 impl GgufTensor<'_> {
-    /// The axes, the contiguous one first.
+    /// Returns the axes, contiguous one first.
     pub fn axes(&self) -> &[usize] {
         &self.place.axes
     }
 
-    /// The values, dequantized: `scale * code` or `scale * code + minimum` in `f32`.
+    /// Dequantizes the values: `scale * code` or `scale * code + minimum` in `f32`.
     ///
     /// # Errors
-    /// When a value is not finite.
+    /// Returns an error if a value is not finite.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         let values = self.place.dtype.to_f32(self.bytes);
         ensure!(
@@ -79,7 +79,8 @@ impl GgufFile {
     /// Opens a file.
     ///
     /// # Errors
-    /// When it is absent, truncated or malformed, or has tensors of types that cannot be read.
+    /// Returns an error if the file is absent, truncated or malformed, or has tensors of
+    /// unsupported types.
     pub fn open(path: &Path) -> Result<Self> {
         let context = || path.display().to_string();
         let file = File::open(path).with_context(context)?;
@@ -93,10 +94,10 @@ impl GgufFile {
         })
     }
 
-    /// The number `key` of the metadata, if there is one.
+    /// Returns the number `key` of the metadata, if present.
     ///
     /// # Errors
-    /// When it is no number, or one beyond 31 bits.
+    /// Returns an error if it is not a number, or exceeds 31 bits.
     pub(super) fn optional_count(&self, key: &str) -> Result<Option<usize>> {
         match self.value(key) {
             None => Ok(None),
@@ -107,15 +108,15 @@ impl GgufFile {
         }
     }
 
-    /// The names of all tensors, sorted.
+    /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The tensor `name`.
+    /// Returns the tensor `name`.
     ///
     /// # Errors
-    /// When there is none.
+    /// Returns an error if it does not exist.
     pub fn tensor(&self, name: &str) -> Result<GgufTensor<'_>> {
         let place = self
             .tensors
@@ -125,20 +126,20 @@ impl GgufFile {
         Ok(GgufTensor { place, bytes })
     }
 
-    /// All metadata, sorted by key.
+    /// Returns all metadata, sorted by key.
     pub(super) fn metadata(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.metadata.iter().map(|(key, value)| (&**key, value))
     }
 
-    /// A value of the metadata.
+    /// Returns a value of the metadata.
     pub fn value(&self, key: &str) -> Option<&Value> {
         self.metadata.get(key)
     }
 
-    /// A number of the metadata.
+    /// Returns a number of the metadata.
     ///
     /// # Errors
-    /// When the value is none.
+    /// Returns an error if the value is not a number.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         match self.value(key) {
             None => Ok(None),
@@ -151,13 +152,13 @@ impl GgufFile {
 
 type Parsed = (BTreeMap<String, Value>, BTreeMap<String, Place>);
 
-/// The names of the tensors of a whole file.
+/// Returns the names of the tensors in a whole file.
 #[cfg(test)]
 pub(super) fn parse_names(file: &[u8]) -> Result<Vec<String>> {
     Ok(parse(file)?.1.into_keys().collect())
 }
 
-/// The metadata and the tensors of a whole file.
+/// Parses the metadata and the tensors of a whole file.
 fn parse(file: &[u8]) -> Result<Parsed> {
     let mut cursor = Cursor { file, at: 0 };
     ensure!(
@@ -206,7 +207,7 @@ fn parse(file: &[u8]) -> Result<Parsed> {
     Ok((metadata, places))
 }
 
-/// A tensor's bytes, within the `length` of the file.
+/// Returns the location of a tensor, checked against the `length` of the file.
 fn place(
     length: usize,
     data: usize,
@@ -241,7 +242,7 @@ fn place(
     })
 }
 
-/// Reads from the front of a file.
+/// Sequential reader of a file.
 struct Cursor<'a> {
     file: &'a [u8],
     at: usize,
@@ -305,7 +306,7 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    /// `count` values. Nothing is allocated for more than the bytes that are there.
+    /// Reads `count` values. Never allocates for more than the available bytes.
     fn values(&mut self, kind: u32, count: u64, depth: usize) -> Result<Value> {
         ensure!(depth <= MAX_DEPTH, "arrays are nested too deeply");
         let size = match kind {
@@ -313,7 +314,7 @@ impl<'a> Cursor<'a> {
             2 | 3 => 2,
             4..=6 => 4,
             10..=12 => 8,
-            // Each takes bytes, so that a count that lies ends at the end of the file.
+            // Each value takes bytes, so a wrong count stops at the end of the file.
             8 => {
                 let mut strings = Vec::new();
                 for _ in 0..count {
@@ -351,7 +352,7 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    /// Axes, type and offset.
+    /// Reads axes, type and offset.
     fn tensor(&mut self) -> Result<(Vec<u64>, GgufType, u64)> {
         let count = self.u32()?;
         ensure!(

@@ -1,4 +1,4 @@
-//! The rope scaling of Llama 3, which GGUF files have as a factor for each frequency.
+//! Recovers the rope scaling of Llama 3, which GGUF files store as a factor per frequency.
 
 use std::f64::consts::PI;
 
@@ -6,22 +6,24 @@ use anyhow::{Result, bail, ensure};
 
 use crate::hf::{Rope, RopeScaling};
 
-/// The tensor with the factors: a frequency is divided by its own.
+/// Tensor with the factors; each frequency is divided by its factor.
 pub(super) const FACTORS: &str = "rope_freqs.weight";
 
-/// The borders of Llama 3.1 and later between waves that are scaled and those that are not.
+/// `low` and `high` of Llama 3.1 and later, the limits between scaled and unscaled wavelengths.
 const BORDERS: [f64; 2] = [1.0, 4.0];
-/// How far a factor may be from that of the scaling that was found: roundings of `f32`.
+/// Maximum relative difference between a stored factor and the recovered one, due to `f32`
+/// rounding.
 const TOLERANCE: f64 = 1e-4;
 
-/// The positions whose rope scaling has these `factors`, for heads of size `head`.
+/// Returns the rope whose scaling gives these `factors`, for heads of dimension `head`.
 ///
-/// A file has no other trace of the scaling. Its `factor` is the largest one. Frequencies between
-/// the borders give the positions of the training, `original`; where there is none between them, any
-/// number does that keeps all on their sides.
+/// The file has no other information about the scaling. Its `factor` is the largest one.
+/// Frequencies between the limits determine the original context length, `original`. If there are
+/// none, any value fits that keeps all frequencies on their sides of the limits.
 ///
 /// # Errors
-/// When their number is another than that of the frequencies, or no scaling has them.
+/// Returns an error if the number of factors differs from that of the frequencies, or if no scaling
+/// gives these factors.
 pub(super) fn of_factors(factors: &[f32], theta: f64, head: usize) -> Result<Rope> {
     ensure!(
         factors.len() == head / 2,
@@ -77,7 +79,7 @@ pub(super) fn of_factors(factors: &[f32], theta: f64, head: usize) -> Result<Rop
     )
 }
 
-/// Positions of the training that may have led to `factors`, the likeliest first.
+/// Returns candidates for the original context length, most likely first.
 fn originals(factors: &[f32], theta: f64, head: usize) -> Vec<f64> {
     let [low, high] = BORDERS;
     let factor = f64::from(factors.iter().copied().fold(1.0, f32::max));
@@ -85,7 +87,7 @@ fn originals(factors: &[f32], theta: f64, head: usize) -> Vec<f64> {
     let mut between = Vec::new();
     for (index, own) in factors.iter().enumerate() {
         let frequency = theta.powf(-2.0 * index as f64 / head as f64);
-        // Positions of `turns` turns.
+        // Number of positions in `turns` turns.
         let positions = |turns: f64| 2.0 * PI * turns / frequency;
         let own = f64::from(*own);
         if own <= 1.0 + TOLERANCE {
@@ -101,7 +103,7 @@ fn originals(factors: &[f32], theta: f64, head: usize) -> Vec<f64> {
         let mean = between.iter().sum::<f64>() / between.len() as f64;
         return vec![mean.round(), mean];
     }
-    // A power of two, as all models have, or the least number.
+    // A power of two, as in all known models, or the smallest possible value.
     let power = 2f64.powf(least.max(1.0).log2().ceil());
     match power <= most {
         true => vec![power, least.ceil()],
@@ -148,7 +150,7 @@ mod tests {
         let error = |factors: &[f32]| of_factors(factors, 5e5, 16).unwrap_err().to_string();
         assert!(error(&[1.0; 7]).contains("7 factors"));
         assert!(error(&[0.5; 8]).contains("less than 1"));
-        // Falling where a scaling rises.
+        // Decreasing, where a scaling increases.
         let falling = [8.0, 8.0, 8.0, 8.0, 1.0, 1.0, 1.0, 1.0];
         assert!(error(&falling).contains("no rope scaling"));
     }

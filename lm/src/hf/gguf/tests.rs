@@ -6,7 +6,7 @@ use super::*;
 use crate::hf::TensorFolder;
 use nvfp4_test_support::Scratch;
 
-/// A file that is being made.
+/// A GGUF file under construction.
 #[derive(Default)]
 struct Made {
     keys: Vec<Vec<u8>>,
@@ -28,7 +28,7 @@ impl Made {
         self.key(key, 4, &value.to_le_bytes());
     }
 
-    /// `shape` with the contiguous axis last.
+    /// Adds a tensor; `shape` has the contiguous axis last.
     fn tensor(&mut self, name: &str, shape: &[usize], kind: u32, bytes: &[u8]) {
         while !self.data.len().is_multiple_of(32) {
             self.data.push(0xee);
@@ -63,7 +63,7 @@ const D_MODEL: usize = 32;
 const VOCAB: usize = 32;
 const HIDDEN: usize = 64;
 
-/// Matrix number `seed`: small multiples of 1/8, exact in every type.
+/// Returns matrix number `seed`: small multiples of 1/8, exact in every type.
 fn values(seed: usize, count: usize) -> Vec<f32> {
     (0..count)
         .map(|i| ((i * 7 + seed * 3) % 15) as f32 / 8.0)
@@ -74,7 +74,7 @@ fn f16_bytes(value: f32) -> [u8; 2] {
     f16::from_f32(value).to_le_bytes()
 }
 
-/// Scale 1/8 and minimum 0: the values of [`values`] are codes.
+/// Encodes with scale 1/8 and minimum 0, so that the values of [`values`] are codes.
 fn q4_1(values: &[f32]) -> Vec<u8> {
     let block = |block: &[f32]| {
         let code = |i: usize| (block[i] * 8.0) as u8;
@@ -96,7 +96,7 @@ fn q8_0(values: &[f32]) -> Vec<u8> {
     values.chunks(32).flat_map(block).collect()
 }
 
-/// Rows as llama.cpp's converter orders them: `(h, p, i)` to `(h, i, p)`.
+/// Permutes rows like llama.cpp's converter: `(h, p, i)` to `(h, i, p)`.
 fn permute(values: &[f32], heads: usize) -> Vec<f32> {
     let row = |r: usize| {
         let (h, i, p) = (r / 16, r % 16 / 2, r % 2);
@@ -106,7 +106,7 @@ fn permute(values: &[f32], heads: usize) -> Vec<f32> {
     (0..heads * 16).flat_map(row).collect()
 }
 
-/// A model of one layer with two heads of 16 and one of keys and values.
+/// Returns a model with one layer, two query heads of dimension 16, and one key and value head.
 fn model() -> Made {
     let mut made = Made::default();
     made.key("general.architecture", 8, &string("llama"));
@@ -129,7 +129,7 @@ fn model() -> Made {
         &1e-5f32.to_le_bytes(),
     );
     made.key("llama.rope.freq_base", 6, &1e5f32.to_le_bytes());
-    // An array of strings, which is gone over.
+    // An array of strings, which is skipped.
     let tokens = [
         &8u32.to_le_bytes()[..],
         &2u64.to_le_bytes(),
@@ -259,7 +259,7 @@ fn array(kind: u32, values: &[Vec<u8>]) -> Vec<u8> {
     .concat()
 }
 
-/// [`model`] with the tokenizer of seven tokens and these changes of it.
+/// Returns [`model`] with a tokenizer of seven tokens and these changes.
 fn with_tokenizer(cut: &str, merges: &[&str], types: &[i32]) -> Made {
     let mut made = model();
     made.keys.retain(|key| {
@@ -372,7 +372,7 @@ fn what_is_not_a_llama_of_known_types_is_an_error() {
     assert!(error_of(&made).contains("`llama.rope.scaling`"));
 }
 
-/// Lengths that lie end in an error, and damage never in a panic.
+/// Wrong lengths give an error, and corruption never a panic.
 #[test]
 fn damaged_files_never_panic() {
     let whole = model().bytes();

@@ -1,7 +1,7 @@
-//! The tokenizer in a GGUF file, as `tokenizer.json` has it.
+//! Converts the tokenizer of a GGUF file to `tokenizer.json`.
 //!
-//! Only byte-level BPE: a list of tokens in the order of their ids, merges in the order of their rank,
-//! and the name of what cuts a text into words.
+//! Supports only byte-level BPE: a list of tokens in ID order, merges in rank order, and the name
+//! of the pre-tokenizer that splits a text into words.
 
 use std::collections::BTreeMap;
 
@@ -10,15 +10,15 @@ use serde_json::{Value as Json, json};
 
 use super::read::{GgufFile, Value};
 
-/// `tokenizer.ggml.token_type` of tokens that no text gives.
+/// `tokenizer.ggml.token_type` of tokens that text cannot produce.
 const CONTROL: i128 = 3;
-/// Of those that are taken whole from a text.
+/// `tokenizer.ggml.token_type` of tokens that are matched whole in a text.
 const USER_DEFINED: i128 = 4;
 
-/// The content of `tokenizer.json`, or why there is none.
+/// Returns the contents of `tokenizer.json`, or the reason why it cannot be made.
 ///
 /// # Errors
-/// When the file has a tokenizer that contradicts itself.
+/// Returns an error if the tokenizer contradicts itself.
 pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
     let text = |key: &str| match file.value(key) {
         None => Ok(None),
@@ -91,7 +91,7 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
     })))
 }
 
-/// The tokens that are not cut.
+/// Returns the tokens that are not split.
 fn added(file: &GgufFile, tokens: &[String]) -> Result<Vec<Json>> {
     let key = "tokenizer.ggml.token_type";
     let types = match file.value(key) {
@@ -121,7 +121,8 @@ fn added(file: &GgufFile, tokens: &[String]) -> Result<Vec<Json>> {
     Ok(entries.collect())
 }
 
-/// What puts the first token before a text and the last one behind it, if the file asks for them.
+/// Returns a post-processor that adds the start-of-text and end-of-text tokens, if the file
+/// requests them.
 fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
     let mut special = serde_json::Map::new();
     let mut asked = |flag_name: &str, key: &str| -> Result<Option<Json>> {
@@ -158,7 +159,7 @@ fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
     }))
 }
 
-/// The id of a special token, and its text if there is one of that id.
+/// Returns the ID of a special token, and its text if a token with that ID exists.
 fn named<'a>(
     file: &GgufFile,
     tokens: &'a [String],
@@ -169,10 +170,10 @@ fn named<'a>(
     Ok((id, token))
 }
 
-/// The content of `tokenizer_config.json`: special tokens and the template of conversations.
+/// Returns the contents of `tokenizer_config.json`: special tokens and the chat template.
 ///
 /// # Errors
-/// When a key is of another type.
+/// Returns an error if a key has another type.
 pub(super) fn tokenizer_config(file: &GgufFile) -> Result<Json> {
     let tokens = strings(file, "tokenizer.ggml.tokens")?;
     let mut json = json!({"tokenizer_class": "PreTrainedTokenizerFast"});

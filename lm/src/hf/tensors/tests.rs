@@ -6,7 +6,7 @@ use super::*;
 use crate::hf::TensorWriter;
 use nvfp4_test_support::{Scratch, golden};
 
-/// A file with `header` and `data` zeros behind it.
+/// Returns a file with `header`, followed by `data` zeros.
 fn file(header: &str, data: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
@@ -99,8 +99,8 @@ fn huge_length(length: u64) -> Vec<u8> {
     file
 }
 
-/// Neither truncation nor a flipped bit may panic; a header that changed in meaning and is still
-/// consistent is allowed to parse.
+/// Neither truncation nor a flipped bit may panic; a header that changed but is still consistent
+/// may parse.
 #[test]
 fn damaged_files_never_panic() {
     let folder = Scratch::new("damaged");
@@ -161,7 +161,7 @@ fn an_index_that_disagrees_is_an_error() {
         &format!(r#""a":"{one}","c":"{two}""#),
         &format!("not where it says: `c` in {two}"),
     );
-    // A tensor that the index leaves out.
+    // A tensor that the index omits.
     fs::copy(folder.join(two), folder.join("more.safetensors")).unwrap();
     let mut writer = TensorWriter::create(&scratch_in(&folder), 64).unwrap();
     for name in ["b", "stray"] {
@@ -224,7 +224,7 @@ fn write_one(folder: &Path, name: &str, value: u8) {
     writer.finish().unwrap();
 }
 
-/// Readers differ in which of two complete sets of weights they take.
+/// Readers disagree on which of two complete sets of weights to use.
 #[test]
 fn a_whole_file_beside_an_index_must_be_the_same_model() {
     let folder = Scratch::new("whole-and-index");
@@ -247,14 +247,14 @@ fn a_whole_file_beside_an_index_must_be_the_same_model() {
             assert!(error.contains(part), "{error}\nnot: {part}");
         }
     }
-    // The shards of the index are gone.
+    // The shards of the index are missing.
     fs::remove_file(folder.join(shard)).unwrap();
     let error = open_error(&folder);
     assert!(
         error.contains(WHOLE_FILE) && error.contains(INDEX_FILE),
         "{error}"
     );
-    // The index of a model in one file.
+    // The index of an unsharded model.
     let map = format!(r#"{{"weight_map":{{"v":"{WHOLE_FILE}"}}}}"#);
     fs::write(folder.join(INDEX_FILE), &map).unwrap();
     TensorFolder::open(&folder).unwrap();
@@ -269,7 +269,7 @@ fn adapters_beside_a_model_are_refused() {
     assert!(error.contains("adapter_config.json"), "{error}");
 }
 
-/// What is beside the tensors is copied without the permissions of a source that is read only.
+/// Companion files are copied without the permissions of a read-only source.
 #[cfg(unix)]
 #[test]
 fn copied_files_have_the_permissions_of_others() {
@@ -290,7 +290,7 @@ fn copied_files_have_the_permissions_of_others() {
     assert_eq!(fs::read(folder.join("copy")).unwrap(), b"b");
 }
 
-/// 0666 without what the umask takes, as every other file.
+/// 0666 minus the umask, as for any other file.
 #[cfg(unix)]
 #[test]
 fn written_files_have_the_permissions_of_others() {
@@ -424,7 +424,7 @@ fn what_is_not_finished_leaves_nothing() {
     assert!(error.to_string().contains("exists already"), "{error}");
 }
 
-/// What a golden folder has, byte for byte as the `safetensors` library reads and writes it.
+/// Writes a golden folder again, byte for byte as the `safetensors` library reads and writes it.
 fn round_trip(source: &Path, target: &Path, shard_bytes: u64) {
     let opened = TensorFolder::open(source).unwrap();
     let mut writer = TensorWriter::create(target, shard_bytes).unwrap();

@@ -1,10 +1,10 @@
-//! Gradients that ranks exchange in `bf16`.
+//! Tests gradient exchange in `bf16`.
 
 use super::*;
 use crate::config::GradReduce;
 
-/// In high precision the losses of 8 steps are those of gradients in `f32` to the rounding of
-/// `bf16`, in each layout, and not the same.
+/// In high precision, the losses of 8 steps equal those with `f32` gradients up to `bf16` rounding
+/// in each layout, but not exactly.
 #[test]
 fn losses_are_those_of_f32_to_rounding() {
     let corpus = corpus();
@@ -22,7 +22,7 @@ fn losses_are_those_of_f32_to_rounding() {
     for (config, ranks) in layouts {
         let expected = losses(&config, &corpus, &Folder::new(), ranks);
         let found = losses(&in_bf16(config.clone()), &corpus, &Folder::new(), ranks);
-        // Before any gradient.
+        // The first loss precedes any gradient.
         assert_eq!(found[0], expected[0]);
         let error = largest_difference(&found, &expected);
         let what = format!(
@@ -34,14 +34,14 @@ fn losses_are_those_of_f32_to_rounding() {
     }
 }
 
-/// Sharded states take the bits of whole ones, as in `f32`: the same numbers are rounded and added
-/// in the same order.
+/// Sharded state gives the same bits as replicated state, as in `f32`: the same numbers are rounded
+/// and added in the same order.
 #[test]
 fn parts_that_are_sharded_train_as_whole_ones() {
     let corpus = corpus();
     let mixture = experts_by(ExpertDispatchName::AllGather, 4, 2);
     for (config, ranks) in [(config(4), 2), (config(4), 4), (mixture, 4)] {
-        // The norm of all gradients adds up in another order where ranks have parts of them.
+        // Sharding changes the summation order of the global gradient norm.
         let config = RunConfig {
             grad_clip: 1e9,
             ..in_bf16(nvfp4(config))
@@ -62,8 +62,8 @@ fn parts_that_are_sharded_train_as_whole_ones() {
     }
 }
 
-/// The type is the run's: a checkpoint has it, a run that was stopped reaches the same bytes, and
-/// one that is configured otherwise does not go on with it.
+/// The type belongs to the run: a checkpoint stores it, a resumed run produces the same bytes, and
+/// a run with another type refuses the checkpoint.
 #[test]
 fn checkpoints_have_the_type() {
     let corpus = corpus();

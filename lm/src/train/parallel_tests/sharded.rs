@@ -1,8 +1,8 @@
-//! Ranks with the same part of a model that shard it, or the optimizer's state of it.
+//! Tests sharding of parameters or optimizer state over ranks that hold the same part of the model.
 
 use super::*;
 
-/// Layouts of four ranks in which pairs share a part of the model.
+/// Returns layouts of four ranks in which pairs share a part of the model.
 fn layouts(steps: u64) -> [RunConfig; 3] {
     [
         tensor_parallel(steps, 2),
@@ -11,7 +11,7 @@ fn layouts(steps: u64) -> [RunConfig; 3] {
     ]
 }
 
-/// The norm of all gradients adds up in another order where ranks have parts of them.
+/// Disables clipping, because sharding changes the summation order of the global gradient norm.
 fn without_clipping(config: RunConfig) -> RunConfig {
     RunConfig {
         grad_clip: 1e9,
@@ -19,21 +19,22 @@ fn without_clipping(config: RunConfig) -> RunConfig {
     }
 }
 
-/// One expert on each rank, which the ranks with the same one do not share.
+/// Returns a layout with one expert per rank; ranks with the same expert do not shard it.
 fn lone_experts(steps: u64) -> RunConfig {
     let mut config = experts(steps, 2);
     config.model.experts = Some(2);
     config
 }
 
-/// Losses, and parameters and moments at the end.
+/// Returns the losses, and the final parameters and moments.
 fn trained(config: &RunConfig, corpus: &Corpus) -> (Vec<f64>, Checkpoint) {
     let folder = Folder::new();
     let losses = losses(config, corpus, &folder, 4);
     (losses, folder.checkpoint())
 }
 
-/// Bit for bit: in high precision, in which each rank gathers weights as they are, and in NVFP4.
+/// The results match bit by bit: in high precision, where each rank gathers unquantized weights,
+/// and in NVFP4.
 #[test]
 fn parts_that_are_sharded_train_as_whole_ones() {
     let corpus = corpus();
@@ -53,8 +54,8 @@ fn parts_that_are_sharded_train_as_whole_ones() {
     }
 }
 
-/// Each parameter counts once in the norm: after one step, clipped to a small one, the moments are
-/// those of ranks that have their parts whole.
+/// Each parameter counts once in the norm: after one step, clipped to a small norm, the moments
+/// match those of ranks without sharding.
 #[test]
 fn gradients_are_clipped_to_the_same_norm() {
     let corpus = corpus();
@@ -74,16 +75,16 @@ fn gradients_are_clipped_to_the_same_norm() {
     }
 }
 
-/// Of each matrix, and of each stack of experts, a rank has a quarter; gains and routers are whole
-/// on the ranks of a tensor group.
+/// A rank has a quarter of each matrix and of each stack of experts; gains and routers are
+/// replicated over the ranks of a tensor group.
 #[test]
 fn a_rank_has_its_share_of_the_state() {
     let corpus = corpus();
-    // Of both blocks, and of the norm before the head.
+    // Gains of both blocks and of the norm before the head.
     let (gains, router) = (5 * 64, 2 * 64 * 4);
     for config in layouts(1).into_iter().chain([lone_experts(1)]) {
         let (all, experts) = (config.parameters(), config.model.expert_parameters());
-        // Of a rank without sharding, and with it.
+        // Elements per rank without sharding, and with it.
         let [split, shard] = match (config.tp, config.model.experts) {
             (2, Some(_)) => {
                 let matrices = all - router - gains;
@@ -109,7 +110,7 @@ fn a_rank_has_its_share_of_the_state() {
     }
 }
 
-/// In NVFP4, with the random bits of each rank, a run that was stopped reaches the same bytes.
+/// In NVFP4, with separate random bits on each rank, a resumed run produces the same bytes.
 #[test]
 fn a_stopped_run_of_sharded_parts_reaches_the_same_bytes() {
     let corpus = corpus();
@@ -124,8 +125,8 @@ fn a_stopped_run_of_sharded_parts_reaches_the_same_bytes() {
     }
 }
 
-/// What one rank has written, ranks with parts of parts read, and write again as it was; and so do
-/// ranks of other layouts what these have written.
+/// Ranks with shards of shards read a checkpoint of a single rank and write it back unchanged, and
+/// ranks of other layouts do so with their checkpoints.
 #[test]
 fn checkpoints_of_parts_of_parts_are_those_of_one_rank() {
     let corpus = corpus();

@@ -1,4 +1,4 @@
-//! What the ranks exchange in a step: how many bytes, of which type.
+//! Measures the bytes and types that ranks exchange in a step.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -8,7 +8,8 @@ use tracing::{Event, Metadata, span};
 
 use super::*;
 
-/// Bytes that a rank brings to collectives of one kind, in one type, and how many they are.
+/// Bytes that a rank contributes to collectives of one kind and type, and the number of these
+/// collectives.
 type Traffic = BTreeMap<(String, String), (u64, usize)>;
 
 /// One collective.
@@ -39,7 +40,7 @@ impl Visit for Exchange {
     }
 }
 
-/// Adds up those of its thread.
+/// Sums the exchanges of its thread.
 #[derive(Clone, Default)]
 struct Collector(Arc<Mutex<Traffic>>);
 
@@ -69,7 +70,7 @@ impl tracing::Subscriber for Collector {
     fn exit(&self, _span: &span::Id) {}
 }
 
-/// That of the second of four steps of a rank.
+/// Returns the traffic of the second of four steps of a rank.
 fn traffic(config: &RunConfig, corpus: &Corpus, ranks: usize) -> Traffic {
     on_ranks(config, corpus, &Folder::new(), ranks, |run| {
         run.train_to(Some(1));
@@ -81,16 +82,16 @@ fn traffic(config: &RunConfig, corpus: &Corpus, ranks: usize) -> Traffic {
     })
 }
 
-/// With experts on two ranks tokens, and gradients of tokens, travel in the type of the
-/// activations, by an all-gather and a reduce-scatter forward and backward, whatever the recipe:
-/// what is added to that are numbers of experts, weights and losses, and the gradients of what both
-/// ranks have.
+/// With experts on two ranks, tokens and token gradients are exchanged in the type of the
+/// activations, by an all-gather and a reduce-scatter in forward and backward, regardless of the
+/// recipe. The remaining traffic is expert indices, weights, losses, and gradients of replicated
+/// parameters.
 #[test]
 fn tokens_travel_in_the_type_of_the_activations() {
     let corpus = corpus();
     let [ranks, layers] = [2, 2];
-    // Without what the optimizer exchanges: sums of squares of the gradients of experts, for the
-    // norm of all, and the amax of weights that are quantized.
+    // Excludes the traffic of the optimizer: sums of squares of expert gradients, for the global
+    // norm, and the amax of weights that are quantized.
     let of_step = |config: &RunConfig, expected: &Traffic| {
         let mut found = traffic(config, &corpus, ranks);
         let mut remove = |step: &str| {
@@ -120,7 +121,8 @@ fn tokens_travel_in_the_type_of_the_activations() {
             let model = &config.model;
             let (width, top_k) = (model.width, model.top_k);
             let tokens = config.batch / ranks * model.context;
-            // Matrices of attention, embedding, head and router, and gains, which both ranks have.
+            // Matrices of attention, embedding, head and router, and gains, which are replicated on
+            // both ranks.
             let replicated = config.parameters() - config.model.expert_parameters();
             let expected = |reduced: Option<&str>| {
                 let mut all = Traffic::new();
@@ -128,7 +130,7 @@ fn tokens_travel_in_the_type_of_the_activations() {
                     let own = all.entry((step.into(), dtype.into())).or_default();
                     *own = (own.0 + (calls * bytes) as u64, own.1 + calls);
                 };
-                // Forward: tokens, and results back. Backward: gradients of both.
+                // Forward: tokens, then results. Backward: gradients of both.
                 add("all_gather", name, size * tokens * width, 2 * layers);
                 add(
                     "reduce_scatter",
@@ -156,7 +158,7 @@ fn tokens_travel_in_the_type_of_the_activations() {
     }
 }
 
-/// Gradients in `bf16` are half the bytes, in data parallelism and where states are sharded.
+/// Gradients in `bf16` halve the bytes, with data parallelism and with sharded state.
 #[test]
 fn gradients_in_bf16_are_half_the_bytes() {
     let corpus = corpus();
@@ -173,14 +175,14 @@ fn gradients_in_bf16_are_half_the_bytes() {
         assert!(wide >= 4 * config.parameters() as u64);
         let [rest, narrow] = total(&traffic(&in_bf16(config.clone()), &corpus, 2), &reductions);
         assert_eq!(narrow, 2 * config.parameters() as u64);
-        // Norms and the like.
+        // Norms and similar small values.
         assert_eq!(rest + 2 * narrow, wide);
     }
 }
 
-/// What ranks gather of a stack of experts that they share is what a GEMM reads: codes and block
-/// scales for fprop and for dgrad, and values in the type of the activations where nothing is
-/// quantized; nothing of a stack travels in `f32` but the amax values of its experts.
+/// For a stack of experts that they share, ranks gather the operands of the GEMMs: codes and block
+/// scales for fprop and dgrad, or values in the type of the activations if nothing is quantized.
+/// Only the amax values of the experts are exchanged in `f32`.
 #[test]
 fn shared_experts_travel_as_operands() {
     let corpus = corpus();
@@ -190,7 +192,7 @@ fn shared_experts_travel_as_operands() {
             ..experts(4, ep)
         });
         let (model, layers) = (&config.model, 2);
-        // Elements that a rank brings to a gather: of its experts, and of matrices of attention.
+        // Elements that a rank contributes to a gather: of its experts, and of attention matrices.
         let of_experts = model.expert_parameters() / ranks;
         let of_attention = 4 * layers * model.width * model.width / ranks;
         let elements = (2 * (of_experts + of_attention)) as u64;
@@ -208,7 +210,7 @@ fn shared_experts_travel_as_operands() {
         assert_eq!(gathered(RecipeName::nvfp4(), "U8"), elements / 16, "{what}");
         for recipe in [RecipeName::nvfp4(), RecipeName::bf16()] {
             let found = gathered(recipe, "F32");
-            // The rest: amax values, weights of choices, sums for the norm of all gradients.
+            // The rest: amax values, expert weights of tokens, sums for the global gradient norm.
             let most = 4 * of_others as u64 + 2048;
             assert!(found < most, "{what}: {found} bytes of {most}");
         }

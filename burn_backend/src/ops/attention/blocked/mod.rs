@@ -1,18 +1,18 @@
-//! Attention in blocks of queries and keys, for processors with vectors.
+//! Attention in blocks of queries and keys, for CPUs with vector units.
 //!
-//! The arithmetic is the oracle's ([`attention`](nvfp4_kernels::reference::attention)) in `f32`, the
-//! order of its sums is not:
+//! The arithmetic is that of the oracle ([`attention`](nvfp4_kernels::reference::attention)) in
+//! `f32`; only the order of sums differs:
 //!
-//! - A product of two heads is summed from its first element to its last one by fused
+//! - The dot product of two heads is summed from its first to its last element by fused
 //!   multiply-adds, and so are values over keys, and gradients over keys and over queries.
-//! - A row goes through blocks of [`KEYS`] keys, counted from the first key of its sequence. Its
-//!   maximum rises once per block, and the sum of its weights takes weight `j` of a block into
-//!   partial sum `j % 16`.
+//! - A row is processed in blocks of [`KEYS`] keys, counted from the first key of its sequence. The
+//!   running maximum is updated once per block, and weight `j` of a block is added to partial sum
+//!   `j % 16` of the softmax denominator.
 //! - Gradients of keys and values are summed over queries for each query head, and then over the
 //!   heads that read them.
 //!
-//! No order depends on the number of threads, the instructions of the processor, or the sequences
-//! and heads beside a row's own. Scores that the mask excludes take no part.
+//! The order does not depend on the number of threads, the instruction set of the CPU, or other
+//! sequences and heads. Masked scores are excluded.
 
 mod product;
 #[cfg(test)]
@@ -30,13 +30,13 @@ use rayon::prelude::*;
 
 use product::{COLUMNS, Left, Rows};
 
-/// Queries of a block.
+/// Queries per block.
 const QUERIES: usize = 64;
-/// Keys of a block.
+/// Keys per block.
 const KEYS: usize = 64;
 
-/// Output and log-sum-exp, as
-/// [`attention_forward`](nvfp4_kernels::reference::attention::attention_forward) has them.
+/// Returns output and log-sum-exp, in the layout of
+/// [`attention_forward`](nvfp4_kernels::reference::attention::attention_forward).
 pub fn forward<T: Element>(
     operands: [HostHeads<'_, T>; 3],
     shape: &AttentionShape<'_>,
@@ -62,7 +62,7 @@ pub fn forward<T: Element>(
     AttentionForward { out: rows, lse }
 }
 
-/// The gradients of each head of each sequence.
+/// Gradients of each head of each sequence.
 pub struct Gradients<'a> {
     heads: PerHead<'a>,
     dq: Vec<Vec<f32>>,
@@ -73,35 +73,35 @@ pub struct Gradients<'a> {
 /// Columns of the heads of a tensor in a matrix of tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct Columns {
-    /// Elements from a token to the next.
+    /// Row stride in elements.
     pub row_stride: usize,
-    /// Elements of a row before the first head.
+    /// Offset of the first head in a row, in elements.
     pub offset: usize,
 }
 
 impl Gradients<'_> {
-    /// Writes the gradients of the queries to their columns. Tokens of no sequence keep what `out`
-    /// has.
+    /// Writes the gradients of the queries to their columns. Rows of `out` for tokens of no
+    /// sequence are unchanged.
     pub fn write_queries<T: Element>(&self, to: Columns, out: &mut [T]) {
         let shape = self.heads.shape;
         (self.heads).scatter(&self.dq, shape.q_starts, shape.heads, to, out);
     }
 
-    /// Writes the gradients of the keys, see [`write_queries`](Self::write_queries).
+    /// Writes the gradients of the keys; see [`write_queries`](Self::write_queries).
     pub fn write_keys<T: Element>(&self, to: Columns, out: &mut [T]) {
         let shape = self.heads.shape;
         (self.heads).scatter(&self.dk, shape.k_starts, shape.kv_heads, to, out);
     }
 
-    /// Writes the gradients of the values, see [`write_queries`](Self::write_queries).
+    /// Writes the gradients of the values; see [`write_queries`](Self::write_queries).
     pub fn write_values<T: Element>(&self, to: Columns, out: &mut [T]) {
         let shape = self.heads.shape;
         (self.heads).scatter(&self.dv, shape.k_starts, shape.kv_heads, to, out);
     }
 }
 
-/// The gradients of [`forward`], which gave `saved`, output and log-sum-exp, given that of the
-/// output.
+/// Computes the gradients of [`forward`], given its results `saved` (output and log-sum-exp) and
+/// the gradient of the output.
 pub fn backward<'a, T: Element>(
     operands: [HostHeads<'_, T>; 3],
     saved: (HostHeads<'_, T>, &[f32]),
@@ -129,7 +129,7 @@ pub fn backward<'a, T: Element>(
     Gradients { heads, dq, dk, dv }
 }
 
-/// The heads of all sequences: those of the first sequence come first.
+/// Heads of all sequences, in sequence-major order.
 struct PerHead<'a> {
     shape: &'a AttentionShape<'a>,
     sequences: Vec<Sequence>,
@@ -151,12 +151,13 @@ impl<'a> PerHead<'a> {
         }
     }
 
-    /// Sequence and head number `index` of all, `heads` heads per sequence.
+    /// Returns the sequence and the head with the global index `index`, given `heads` heads per
+    /// sequence.
     fn of(&self, index: usize, heads: usize) -> (&Sequence, usize) {
         (&self.sequences[index / heads], index % heads)
     }
 
-    /// Computes each head, in parallel.
+    /// Computes each head in parallel.
     fn map<R: Send>(&self, heads: usize, compute: impl Fn(&Sequence, usize) -> R + Sync) -> Vec<R> {
         (0..self.sequences.len() * heads)
             .into_par_iter()
@@ -167,7 +168,8 @@ impl<'a> PerHead<'a> {
             .collect()
     }
 
-    /// Rounds the rows of each head to their place. Rows of no sequence stay as they are.
+    /// Rounds the rows of each head and writes them to their tokens. Rows of no sequence are
+    /// unchanged.
     fn scatter<T: Element>(
         &self,
         found: &[Vec<f32>],
@@ -181,7 +183,7 @@ impl<'a> PerHead<'a> {
         out.par_chunks_mut(to.row_stride.max(1))
             .enumerate()
             .for_each(|(token, row)| {
-                // The last sequence that begins at or before the token: earlier ones that begin
+                // The last sequence that begins at or before the token; earlier ones that begin
                 // there are empty.
                 let sequence = starts.partition_point(|start| *start as usize <= token);
                 if sequence == 0 || sequence == starts.len() {
@@ -199,16 +201,16 @@ impl<'a> PerHead<'a> {
     }
 }
 
-/// The tokens of one sequence.
+/// Tokens of one sequence.
 struct Sequence {
     queries: Range<usize>,
     keys: Range<usize>,
-    /// Elements of a head, padded with zeros to whole tiles.
+    /// Head size in elements, padded with zeros to whole tiles.
     pitch: usize,
     params: AttentionParams,
 }
 
-/// The operands of the backward of one head, padded rows.
+/// Operands of the backward of one head, in padded rows.
 struct HeadOperands<'a> {
     q: Vec<f32>,
     k: Vec<f32>,
@@ -217,14 +219,14 @@ struct HeadOperands<'a> {
     lse: &'a [f32],
 }
 
-/// Padded rows of the gradients of one query head.
+/// Gradients of one query head, in padded rows.
 struct HeadGradients {
     dq: Vec<f32>,
     dk: Vec<f32>,
     dv: Vec<f32>,
 }
 
-/// A block of queries and one of keys, from the first of the sequence on.
+/// Block of queries and block of keys, relative to the beginning of the sequence.
 #[derive(Clone)]
 struct Block {
     queries: Range<usize>,
@@ -240,7 +242,7 @@ with_fma!(
     ) -> (Vec<f32>, Vec<f32>) = forward_head_body
 );
 
-/// Padded output rows of one head of queries, and its log-sum-exps.
+/// Computes the padded output rows and log-sum-exps of one query head.
 #[inline(always)]
 fn forward_head_body<T: Element>(
     sequence: &Sequence,
@@ -266,7 +268,7 @@ with_fma!(
     ) -> HeadGradients = backward_head_body
 );
 
-/// The gradients of one head of queries.
+/// Computes the gradients of one query head.
 #[inline(always)]
 fn backward_head_body<T: Element>(
     sequence: &Sequence,
@@ -292,7 +294,7 @@ fn backward_head_body<T: Element>(
 }
 
 impl Sequence {
-    /// Head `index` of some tokens, padded.
+    /// Copies head `index` of some tokens to padded rows.
     #[inline(always)]
     fn rows<T: Element>(
         &self,
@@ -310,7 +312,7 @@ impl Sequence {
         rows
     }
 
-    /// Rows of keys by columns: for each block of keys `[pitch, KEYS]`, zeros where it has fewer.
+    /// Transposes rows of keys: `[pitch, KEYS]` for each block of keys, zero-padded.
     #[inline(always)]
     fn columns(&self, rows: &[f32]) -> Vec<f32> {
         let pitch = self.pitch;
@@ -327,13 +329,13 @@ impl Sequence {
         columns
     }
 
-    /// The keys that query `i` sees.
+    /// Keys that query `i` sees.
     #[inline(always)]
     fn visible(&self, i: usize) -> Range<usize> {
         (self.params).visible(i, self.queries.len(), self.keys.len())
     }
 
-    /// The queries that see key `j`.
+    /// Queries that see key `j`.
     #[inline(always)]
     fn seeing(&self, j: usize) -> Range<usize> {
         let (sq, sk) = (self.queries.len(), self.keys.len());
@@ -347,7 +349,7 @@ impl Sequence {
         (j + sq).saturating_sub(sk).min(end)..end
     }
 
-    /// The blocks of keys that a block of queries sees.
+    /// Blocks of keys that a block of queries sees.
     #[inline(always)]
     fn blocks(&self, queries: Range<usize>) -> impl Iterator<Item = Block> + use<> {
         let keys = self.keys.len();
@@ -362,13 +364,14 @@ impl Sequence {
         })
     }
 
-    /// The keys of a block that its query `r` sees, from the first key of the block on.
+    /// Keys of a block that its query `r` sees, relative to the beginning of the block.
     #[inline(always)]
     fn seen(&self, block: &Block, r: usize) -> Range<usize> {
         within(self.visible(block.queries.start + r), &block.keys)
     }
 
-    /// The products of queries of a block, rows of a head, with the keys of it, of all `columns`.
+    /// Computes the dot products of the queries of a block (`rows` of a head) with its keys, given
+    /// the `columns` of all keys.
     #[inline(always)]
     fn products(&self, out: &mut [f32], rows: &[f32], columns: &[f32], block: &Block) {
         let pitch = self.pitch;
@@ -385,7 +388,7 @@ impl Sequence {
         product::set(out, KEYS, block.queries.len(), a, b, pitch, needed);
     }
 
-    /// Padded output rows, and log-sum-exps.
+    /// Computes padded output rows and log-sum-exps.
     #[inline(always)]
     fn forward(&self, q: &[f32], k: &[f32], v: &[f32]) -> (Vec<f32>, Vec<f32>) {
         let (pitch, count) = (self.pitch, self.queries.len());
@@ -399,7 +402,7 @@ impl Sequence {
         for first in (0..count).step_by(QUERIES) {
             let queries = first..(first + QUERIES).min(count);
             let out = &mut out[first * pitch..queries.end * pitch];
-            // The largest score of each row so far, and the sum of its weights relative to it.
+            // Running maximum of each row, and sum of its weights relative to it.
             let mut state = [start; QUERIES];
             for block in self.blocks(queries.clone()) {
                 self.products(&mut weights, q, k, &block);
@@ -435,8 +438,8 @@ impl Sequence {
         (out, lse)
     }
 
-    /// Turns the products of one row of a block into weights relative to its largest score so far,
-    /// to which `out` is rescaled where it rises.
+    /// Converts the dot products of one row of a block to weights relative to the running maximum.
+    /// Rescales `out` if the maximum rises.
     #[inline(always)]
     fn weigh(
         &self,
@@ -448,7 +451,7 @@ impl Sequence {
         if seen.is_empty() {
             return;
         }
-        // What is not seen has the weight 0.
+        // Keys that are not seen get weight 0.
         let tiles = whole_tiles(seen.clone());
         for chunk in row[tiles.clone()].as_chunks_mut::<COLUMNS>().0 {
             for s in chunk {
@@ -483,8 +486,8 @@ impl Sequence {
         *sum += tree(sums);
     }
 
-    /// The sum of `dout · out` of each row, rows padded. Terms are added in the order of the
-    /// products, so that the scores of a query with one key get a gradient of exactly zero.
+    /// Computes the sum of `dout · out` of each padded row. The order of summation is that of the
+    /// dot products, so that the scores of a query with one key get a gradient of exactly zero.
     #[inline(always)]
     fn delta(&self, out: &[f32], dout: &[f32]) -> Vec<f32> {
         let rows = out.chunks_exact(self.pitch);
@@ -497,7 +500,8 @@ impl Sequence {
         .collect()
     }
 
-    /// Padded rows of the gradients of one head of queries, and of the keys and values by it.
+    /// Computes the gradients of one query head, and those of keys and values from it, in padded
+    /// rows.
     #[inline(always)]
     fn backward(&self, operands: &HeadOperands<'_>, delta: &[f32]) -> HeadGradients {
         let HeadOperands { q, k, v, dout, lse } = operands;
@@ -553,11 +557,11 @@ impl Sequence {
         found
     }
 
-    /// Turns products of one query with keys into weights, and those of its output's gradient with
-    /// values into gradients of scores.
+    /// Converts the dot products of one query with keys to weights, and those of its output
+    /// gradient with values to gradients of scores.
     #[inline(always)]
     fn weigh_backward(&self, weights: &mut [f32], by_score: &mut [f32], lse: f32, delta: f32) {
-        // A row that sees nothing, or `-inf` only, has no weights.
+        // A row that sees no key, or only scores of `-inf`, has no weights.
         let seen = lse != f32::NEG_INFINITY;
         let weights = weights.as_chunks_mut::<COLUMNS>().0.iter_mut();
         for (weights, by_score) in weights.zip(by_score.as_chunks_mut::<COLUMNS>().0) {
@@ -575,7 +579,7 @@ impl Sequence {
     }
 }
 
-/// `range` from the beginning of `block` on, as far as it lies in it.
+/// Intersects `range` with `block`, relative to the beginning of `block`.
 #[inline(always)]
 fn within(range: Range<usize>, block: &Range<usize>) -> Range<usize> {
     let end = range.end.clamp(block.start, block.end);
@@ -583,25 +587,25 @@ fn within(range: Range<usize>, block: &Range<usize>) -> Range<usize> {
     start - block.start..end - block.start
 }
 
-/// The columns of all tiles that `columns` touches.
+/// Extends `columns` to whole tiles.
 #[inline(always)]
 fn whole_tiles(columns: Range<usize>) -> Range<usize> {
     columns.start / COLUMNS * COLUMNS..columns.end.next_multiple_of(COLUMNS)
 }
 
-/// The rows of some tokens.
+/// Returns the rows of some tokens.
 #[inline(always)]
 fn part<'a>(x: &'a [f32], tokens: &Range<usize>, pitch: usize) -> &'a [f32] {
     &x[tokens.start * pitch..tokens.end * pitch]
 }
 
-/// The rows of some tokens.
+/// Returns the rows of some tokens, mutably.
 #[inline(always)]
 fn part_mut<'a>(x: &'a mut [f32], tokens: &Range<usize>, pitch: usize) -> &'a mut [f32] {
     &mut x[tokens.start * pitch..tokens.end * pitch]
 }
 
-/// A score, and what its gradient is multiplied by for the cap.
+/// Returns a score, and the factor of its gradient from the soft cap.
 #[inline(always)]
 fn score(product: f32, params: &AttentionParams) -> (f32, f32) {
     let scaled = product * params.scale;
@@ -614,7 +618,7 @@ fn score(product: f32, params: &AttentionParams) -> (f32, f32) {
     }
 }
 
-/// The sum of neighbours, then of neighbouring pairs, and so on.
+/// Sums by pairwise reduction of neighbors.
 #[inline(always)]
 fn tree(mut sums: [f32; COLUMNS]) -> f32 {
     let mut len = COLUMNS;

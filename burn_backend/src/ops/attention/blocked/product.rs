@@ -1,17 +1,16 @@
-//! Products of small matrices, of which each row takes a range of the contraction.
+//! Small banded GEMMs: each row uses a range of the K dimension.
 //!
-//! Each element is summed from its first term to its last one by fused multiply-adds, however the
-//! product is cut into tiles: zeros that a caller leaves out, or rows that share a tile, change no
-//! bit.
+//! Each element is summed from its first to its last term by fused multiply-adds, independent of
+//! the tiling: omitting zero terms, or sharing a tile with other rows, changes no bit.
 
 use std::ops::Range;
 
-/// Rows of a tile.
+/// Rows per tile.
 const ROWS: usize = 4;
-/// Columns of a tile.
+/// Columns per tile.
 pub const COLUMNS: usize = 16;
 
-/// The left operand: element `(row, k)` is at `row * row_stride + k * step`.
+/// Left operand: element `(row, k)` is at `row * row_stride + k * step`.
 #[derive(Clone, Copy)]
 pub struct Left<'a> {
     pub values: &'a [f32],
@@ -19,7 +18,7 @@ pub struct Left<'a> {
     pub step: usize,
 }
 
-/// A row-major matrix whose rows begin `pitch` elements apart.
+/// Row-major matrix whose rows begin `pitch` elements apart.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
     pub values: &'a [f32],
@@ -42,11 +41,12 @@ fn add_tile<const R: usize>(
     assert!((first + R - 1) * a.row_stride + last * a.step < a.values.len());
     assert!(last * b.pitch + column + COLUMNS <= b.values.len());
     for k in ks {
-        // SAFETY: `k` is at most `last`, with which the right operand holds so many elements.
+        // SAFETY: `k` is at most `last`, for which the right operand was checked to hold the
+        // elements.
         let b: &[f32; COLUMNS] = unsafe { &*b.values.as_ptr().add(k * b.pitch + column).cast() };
         for (r, sums) in sums.iter_mut().enumerate() {
             let at = (first + r) * a.row_stride + k * a.step;
-            // SAFETY: neither `r` nor `k` is larger than those for which the left operand was found
+            // SAFETY: neither `r` nor `k` exceeds the values for which the left operand was checked
             // to hold the element.
             let a = unsafe { *a.values.get_unchecked(at) };
             for (sum, b) in sums.iter_mut().zip(b) {
@@ -57,9 +57,9 @@ fn add_tile<const R: usize>(
     sums
 }
 
-/// Writes `a · b` to `out`, `count` rows and `depth` terms per element: of each row at least the
-/// columns in `needed`, whose bounds ascend from row to row. `b` and `out` have whole tiles of
-/// columns.
+/// Writes `a · b` to `out`, with `count` rows and `depth` terms per element. At least the columns
+/// `needed` of each row are written; the bounds of these ranges ascend from row to row. `b` and
+/// `out` consist of whole tiles of columns.
 #[inline(always)]
 pub fn set(
     out: &mut [f32],
@@ -92,8 +92,8 @@ pub fn set(
     }
 }
 
-/// Adds `a · b` to `out`, `count` rows of `pitch` elements, a multiple of [`COLUMNS`]; row `r` takes
-/// the terms in `terms(r)`, whose bounds ascend from row to row.
+/// Adds `a · b` to `out`, with `count` rows of `pitch` elements, a multiple of [`COLUMNS`]. Row `r`
+/// uses the terms `terms(r)`; the bounds of these ranges ascend from row to row.
 #[inline(always)]
 pub fn add(
     out: &mut [f32],
@@ -127,7 +127,7 @@ pub fn add(
     }
 }
 
-/// Adds the terms `ks` to `R` rows from `row` on.
+/// Adds the terms `ks` to `R` rows beginning at `row`.
 #[inline(always)]
 fn add_rows<const R: usize>(
     out: &mut [f32],
@@ -166,7 +166,7 @@ mod tests {
         std::iter::repeat_with(next).take(len).collect()
     }
 
-    /// Bands of every shape, the left operand by rows and by columns.
+    /// Covers bands of every shape, with the left operand by rows and by columns.
     #[test]
     fn bands_are_sums_term_after_term() {
         let (depth, columns) = (23, 2 * COLUMNS);

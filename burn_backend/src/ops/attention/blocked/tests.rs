@@ -4,7 +4,7 @@ use nvfp4_kernels::reference::attention::{attention_backward, attention_forward}
 
 use super::*;
 
-/// Sizes, masks and sequences of a call.
+/// Sizes, mask and sequences of a call.
 struct Case {
     heads: usize,
     kv_heads: usize,
@@ -17,7 +17,7 @@ struct Case {
 }
 
 impl Case {
-    /// One sequence.
+    /// Creates a case with one sequence.
     fn one(heads: [usize; 2], head: usize, tokens: [usize; 2], params: AttentionParams) -> Self {
         Self {
             heads: heads[0],
@@ -52,7 +52,7 @@ impl Case {
     }
 }
 
-/// Numbers of a normal distribution, roughly.
+/// Approximately normally distributed numbers.
 fn values<T: Element>(len: usize, seed: u32) -> Vec<T> {
     let mut state = seed.wrapping_mul(2_654_435_761) | 1;
     let mut uniform = || {
@@ -65,7 +65,7 @@ fn values<T: Element>(len: usize, seed: u32) -> Vec<T> {
     std::iter::repeat_with(normal).take(len).collect()
 }
 
-/// The operands of a case, and a gradient of its output.
+/// Operands of a case, and a gradient of its output.
 struct Data<T> {
     q: Vec<T>,
     k: Vec<T>,
@@ -95,7 +95,7 @@ impl<T: Element> Data<T> {
     }
 }
 
-/// Output, log-sum-exp, and the gradients of queries, keys and values.
+/// Returns output, log-sum-exp, and the gradients of queries, keys and values.
 fn run<T: Element>(case: &Case, data: &Data<T>) -> (Vec<T>, Vec<f32>, [Vec<T>; 3]) {
     let (shape, operands) = (case.shape(), data.operands(case));
     let (wide, narrow) = (case.heads * case.head, case.kv_heads * case.head);
@@ -143,7 +143,7 @@ fn masks(head: usize) -> Vec<AttentionParams> {
     ]
 }
 
-/// Sizes at and around the edges of blocks and tiles.
+/// Sizes at and around the boundaries of blocks and tiles.
 fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (heads, head, tokens) in [
@@ -158,7 +158,7 @@ fn cases() -> Vec<Case> {
             cases.push(Case::one(heads, head, tokens, params));
         }
     }
-    // Several sequences, one of them empty, one without keys, and tokens behind the last.
+    // Several sequences, one of them empty, one without keys, and tokens after the last.
     cases.push(Case {
         q_tokens: 170,
         k_tokens: 160,
@@ -169,7 +169,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Asserts that no value is farther from the exact one than its bound.
+/// Asserts that the error of every value is within its bound.
 fn check<T: Element>(case: &Case, precision: Precision) {
     let data = Data::<T>::new(case);
     let [q, k, v] = data.operands(case);
@@ -205,7 +205,7 @@ fn errors_are_within_the_bounds_of_kernels() {
     }
 }
 
-/// Within 2⁻¹⁸ of the largest value, which is far less than the bounds.
+/// The tolerance is 2⁻¹⁸ of the largest value, far below the bounds.
 #[test]
 fn values_are_the_oracles() {
     for case in cases() {
@@ -238,7 +238,7 @@ fn values_are_the_oracles() {
     }
 }
 
-/// Neither threads nor other sequences change a bit, nor does a processor without vectors.
+/// Threads, other sequences, and a CPU without vector units change no bit.
 #[test]
 fn bits_depend_on_the_sequence_alone() {
     let params = AttentionParams {
@@ -277,7 +277,7 @@ fn bits_depend_on_the_sequence_alone() {
     for (found, expected) in gradients.iter().zip(&whole) {
         assert_eq!(bits(found), bits(expected));
     }
-    // The first head, compiled without fused multiply-adds.
+    // First head, compiled without fused multiply-adds.
     let shape = several.shape();
     let heads = PerHead::new(&shape);
     let sequence = &heads.sequences[1];
@@ -287,7 +287,7 @@ fn bits_depend_on_the_sequence_alone() {
     }
 }
 
-/// Hidden keys and values cannot make a row NaN; visible ones do.
+/// Masked keys and values cannot make a row NaN; visible ones do.
 #[test]
 fn hidden_values_do_not_matter() {
     let case = Case::one([1, 1], 16, [100, 100], AttentionParams::causal(16));

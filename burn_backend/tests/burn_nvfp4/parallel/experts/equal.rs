@@ -1,4 +1,4 @@
-//! Outputs and gradients of several ranks are those of one rank with the tokens of all.
+//! Outputs and gradients of several ranks equal those of one rank with the tokens of all ranks.
 
 use burn_core::tensor::DType;
 use burn_nvfp4::Nvfp4Recipe;
@@ -7,20 +7,20 @@ use burn_nvfp4::recipe::QuantSpec;
 use super::{Case, Found, difference, joined, summed};
 use crate::support::{activation, flex_only, skip_where_small_only, small_only};
 
-/// The recipe of `preset`, without random bits.
+/// Returns the recipe of `preset`, without random bits.
 fn nearest(preset: &str) -> Nvfp4Recipe {
     let recipe = Nvfp4Recipe::preset(preset).unwrap();
     recipe.with_stochastic_rounding(false)
 }
 
-/// The rows of each GEMM of the batch of GEMMs that computes the logits of so many tokens.
+/// Number of rows of each GEMM in the batch of GEMMs that computes the logits of this many tokens.
 fn router_rows(tokens: usize) -> usize {
     tokens >> tokens.trailing_zeros().min(5)
 }
 
-/// Everything is equal bit by bit but for sums over the ranks: those of the replicated parameters
-/// have `f32` terms for each token, which are added in another order. Where the GEMMs of the router
-/// have other shapes, so has what it adds to the gradient of the tokens.
+/// Checks equality bit for bit, except for sums over the ranks: those of the replicated parameters
+/// have `f32` terms per token, which are added in another order. If the GEMMs of the router have
+/// other shapes, its contribution to the gradient of the tokens differs too.
 fn check(what: &str, case: &Case) {
     let one = case.on_one();
     for case in case.dispatches() {
@@ -49,7 +49,7 @@ fn check_one(what: &str, case: &Case, one: &Found) {
     }
 }
 
-/// What is found differs from what is expected by less than `bound` of the largest magnitude.
+/// Asserts that the difference is less than `bound` of the largest magnitude.
 fn near(what: &str, name: &str, [found, expected]: [&[f32]; 2], bound: f32) {
     let error = difference(found, expected);
     assert!(error < bound, "{what}: {name}: {error:e} of {bound:e}");
@@ -62,7 +62,8 @@ fn check_bits(what: &str, case: &Case, one: &Found, ranks: &[Found]) {
     if case.has_bits_of_one() {
         equal("y", |found| &found.y);
     } else {
-        // What each of the ranks adds, and the sum, are rounded, and so is that of one rank.
+        // The contributions of the ranks and their sum are rounded, and so is the result of one
+        // rank.
         let unit = match case.dtype {
             DType::F32 => 2f32.powi(-24),
             _ => 2f32.powi(-9),
@@ -90,7 +91,7 @@ fn check_bits(what: &str, case: &Case, one: &Found, ranks: &[Found]) {
     }
 }
 
-/// Draws random bits for every operand, those of weights in 1x16 blocks.
+/// Draws random bits for every operand, with weights in 1x16 blocks.
 fn stochastic() -> Nvfp4Recipe {
     let drawn = QuantSpec::NVFP4.stochastic();
     let mut recipe = Nvfp4Recipe::new();
@@ -122,8 +123,8 @@ fn two_and_four_ranks_with_every_preset() {
     }
 }
 
-/// Random bits are those of one rank for every operand, which takes the numbers of all blocks
-/// before those of a rank.
+/// Random bits are those of one rank for every operand, which numbers the blocks of a rank after
+/// all earlier blocks.
 #[test]
 fn with_random_bits_for_every_operand() {
     skip_where_small_only!();
@@ -131,7 +132,7 @@ fn with_random_bits_for_every_operand() {
         let case = Case::new(&stochastic(), experts, top_k, tokens);
         check(&format!("{tokens:?}"), &case);
     }
-    // The bits count: those of another stream give other gradients.
+    // The random bits matter: those of another stream give other gradients.
     let case = Case::new(&stochastic(), 8, 2, &[24, 24]);
     let other = Case::new(&stochastic().with_seed(9), 8, 2, &[24, 24]);
     assert_ne!(case.on_one().gate_up, other.on_one().gate_up);
@@ -147,8 +148,8 @@ fn in_the_type_of_activations() {
     }
 }
 
-/// Among them ranks with different numbers of tokens, so that a router's GEMM has other shapes:
-/// that its rows have the same bits then is so on Flex.
+/// Includes ranks with different numbers of tokens, so that a router's GEMM has other shapes: only
+/// on Flex do its rows then have the same bits.
 #[test]
 fn ranks_with_few_and_different_tokens() {
     flex_only!();
@@ -166,7 +167,7 @@ fn ranks_with_few_and_different_tokens() {
     }
 }
 
-/// One rank has all the work, the others get no rows at all.
+/// One rank has all the work; the others get no rows.
 #[test]
 fn all_tokens_choose_one_expert() {
     let cases = [
@@ -198,8 +199,8 @@ fn all_tokens_choose_one_expert() {
     }
 }
 
-/// The shared expert quantizes the tokens of its rank, so it equals one rank's in high precision,
-/// and where blocks have no scale beyond them.
+/// The shared expert quantizes the tokens of its rank, so it equals that of one rank in high
+/// precision, and in formats without a scale beyond the blocks.
 #[test]
 fn with_a_shared_expert() {
     skip_where_small_only!();
@@ -212,7 +213,7 @@ fn with_a_shared_expert() {
     }
 }
 
-/// The losses and their gradients are those of the tokens of all ranks.
+/// The losses and their gradients cover the tokens of all ranks.
 #[test]
 fn losses_are_of_all_tokens() {
     skip_where_small_only!();
@@ -235,7 +236,7 @@ fn losses_are_of_all_tokens() {
     }
 }
 
-/// The losses of the tokens of one rank are others: the test before can fail.
+/// The losses of the tokens of one rank differ: the test above can fail.
 #[test]
 fn losses_of_parts_are_others() {
     skip_where_small_only!();

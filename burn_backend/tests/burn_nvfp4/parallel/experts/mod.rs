@@ -1,4 +1,4 @@
-//! Mixtures with experts on several ranks, against one rank with the tokens of all.
+//! Mixtures with experts on several ranks, compared with one rank with the tokens of all ranks.
 
 mod equal;
 mod module;
@@ -22,27 +22,27 @@ use crate::support::{Matrix, device, float_sums_depend_on_rows, gaussian, values
 const WIDTH: usize = 32;
 const HIDDEN: usize = 48;
 
-/// A mixture and the tokens that its ranks have.
+/// A mixture, and the tokens of its ranks.
 #[derive(Clone)]
 struct Case {
     recipe: Nvfp4Recipe,
     experts: usize,
     top_k: usize,
-    /// Tokens of each rank.
+    /// Number of tokens per rank.
     tokens: Vec<usize>,
     dtype: DType,
     shared: bool,
-    /// The factors of the balance loss and the z-loss, if they are part of the loss.
+    /// Factors of the balance loss and the z-loss, if they are part of the loss.
     losses: Option<[f64; 2]>,
-    /// The expert that all tokens choose.
+    /// Expert that all tokens choose.
     favourite: Option<usize>,
-    /// How tokens travel.
+    /// Dispatch mode.
     dispatch: ExpertDispatch,
-    /// Whether they do beside kernels.
+    /// True if exchanges overlap with kernels.
     overlap: bool,
-    /// Whether gate and up are computed again.
+    /// True if gate and up are recomputed.
     recompute: bool,
-    /// Whether autodiff computes what it can again.
+    /// True if autodiff recomputes what it can.
     checkpointing: bool,
 }
 
@@ -64,7 +64,7 @@ impl Case {
         }
     }
 
-    /// Where it is differentiated.
+    /// Returns the device for autodiff.
     fn device(&self) -> Device {
         let device = device().autodiff();
         match self.checkpointing {
@@ -73,7 +73,7 @@ impl Case {
         }
     }
 
-    /// This case with every way for tokens to travel that takes its numbers of them.
+    /// Returns this case in every dispatch mode that supports its token counts.
     fn dispatches(&self) -> Vec<Self> {
         let same = self.tokens.iter().all(|tokens| *tokens == self.tokens[0]);
         let ways = [ExpertDispatch::AllToAll, ExpertDispatch::AllGather].into_iter();
@@ -85,14 +85,14 @@ impl Case {
         ways.map(with).collect()
     }
 
-    /// Whether outputs have the bits of one rank: sums of two terms do, in `f32`, which nothing is
-    /// rounded to between.
+    /// Returns true if outputs have the bits of one rank: sums of two terms do, in `f32`, without
+    /// intermediate rounding.
     fn has_bits_of_one(&self) -> bool {
         let rounds = self.top_k > 2 || self.dtype != DType::F32 && self.top_k > 1;
         self.dispatch == ExpertDispatch::AllToAll || !rounds
     }
 
-    /// Whether the gradients of experts have the bits of one rank.
+    /// Returns true if the gradients of experts have the bits of one rank.
     fn has_gradients_of_one(&self) -> bool {
         let wgrad = &self.recipe.wgrad;
         let in_floats = [&wgrad.x, &wgrad.dy]
@@ -108,11 +108,11 @@ impl Case {
             .with_recipe(self.recipe.clone())
     }
 
-    /// The mixture, with the same parameters whoever calls it.
+    /// Creates the mixture, with the same parameters for every caller.
     fn moe(&self, device: &Device) -> Nvfp4Moe {
         let mut moe = self.config().init(device).map(&mut Fixed(300));
         if let Some(expert) = self.favourite {
-            // The first feature of all tokens is 1, and only this expert listens to it.
+            // The first feature of all tokens is 1, and only this expert responds to it.
             let mut router = vec![0f32; WIDTH * self.experts];
             router[expert] = 50.0;
             let data = TensorData::new(router, [WIDTH, self.experts]);
@@ -124,7 +124,7 @@ impl Case {
         moe
     }
 
-    /// Rows of tokens of all ranks: a tensor of values `seed`.
+    /// Returns rows of the tokens of all ranks, with values from `seed`.
     fn rows(&self, rows: Range<usize>, seed: u64, device: &Device) -> Tensor<2> {
         let all: usize = self.tokens.iter().sum();
         let mut all = Matrix::gaussian(all, WIDTH, self.dtype, seed);
@@ -135,13 +135,13 @@ impl Case {
         Matrix::new(values, rows.len(), WIDTH, self.dtype).tensor(device)
     }
 
-    /// The tokens of a rank among those of all.
+    /// Returns the range of a rank's tokens among those of all ranks.
     fn part(&self, rank: usize) -> Range<usize> {
         let start = self.tokens[..rank].iter().sum();
         start..start + self.tokens[rank]
     }
 
-    /// On one rank with the tokens of all.
+    /// Runs on one rank with the tokens of all ranks.
     fn on_one(&self) -> Found {
         let device = device().autodiff();
         let moe = self.moe(&device);
@@ -155,12 +155,12 @@ impl Case {
         self.measure(all, 1, weights, |x| moe.forward(x))
     }
 
-    /// On as many ranks as `tokens` says.
+    /// Runs on as many ranks as `tokens` has entries.
     fn on_ranks(&self) -> Vec<Found> {
         on_ranks(self.tokens.len(), |group| self.on_rank(&group))
     }
 
-    /// A rank's part of the mixture.
+    /// Returns a rank's shard of the mixture.
     fn part_of_moe(&self, device: &Device, group: &ProcessGroup) -> ExpertParallelMoe {
         let moe = ExpertParallelMoe::from_moe(self.moe(device), group);
         let moe = moe.with_dispatch(self.dispatch);
@@ -180,7 +180,7 @@ impl Case {
         self.measure(part, group.size(), weights, |x| moe.forward(x))
     }
 
-    /// Forward and backward on these tokens; each of `ranks` has a share of the losses.
+    /// Runs forward and backward on these tokens; each of `ranks` has a share of the losses.
     fn measure(
         &self,
         tokens: Range<usize>,
@@ -220,7 +220,7 @@ struct Weights {
     shared: Option<Tensor<2>>,
 }
 
-/// What a forward and a backward give.
+/// Results of a forward and a backward.
 #[derive(PartialEq)]
 struct Found {
     y: Vec<f32>,
@@ -230,12 +230,12 @@ struct Found {
     gate_up: Vec<f32>,
     down: Vec<f32>,
     shared: Vec<f32>,
-    /// The balance loss and the z-loss.
+    /// Balance loss and z-loss.
     losses: [f32; 2],
     counts: Vec<i64>,
 }
 
-/// Replaces parameters by normal values, from this seed on.
+/// Replaces parameters by normal values, beginning with this seed.
 struct Fixed(u64);
 
 impl ModuleMapper for Fixed {
@@ -250,12 +250,12 @@ impl ModuleMapper for Fixed {
     }
 }
 
-/// What the ranks have, one after the other.
+/// Concatenates the values of the ranks.
 fn joined(found: &[Found], of: impl Fn(&Found) -> &Vec<f32>) -> Vec<f32> {
     found.iter().flat_map(|found| of(found).clone()).collect()
 }
 
-/// The sum of what the ranks have.
+/// Sums the values of the ranks.
 fn summed(found: &[Found], of: impl Fn(&Found) -> &Vec<f32>) -> Vec<f32> {
     let mut sum = of(&found[0]).clone();
     for found in &found[1..] {
@@ -264,7 +264,7 @@ fn summed(found: &[Found], of: impl Fn(&Found) -> &Vec<f32>) -> Vec<f32> {
     sum
 }
 
-/// Largest difference over the largest magnitude.
+/// Returns the largest difference relative to the largest magnitude.
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let scale = expected.iter().fold(1e-30f32, |max, x| max.max(x.abs()));

@@ -60,7 +60,7 @@ fn ranks_have_parts_and_gather_them() {
     }
 }
 
-/// Experts that were layers of their own are so again, with their ids.
+/// Experts that were separate layers become separate layers again, with their ids.
 #[test]
 fn gathered_experts_come_apart() {
     let device = device().autodiff();
@@ -149,7 +149,8 @@ fn bad_arguments_are_errors() {
     let error = ExpertParallelMoe::try_from_moe(unlike, &single).unwrap_err();
     assert!(error.to_string().contains("`down.weight`"), "{error}");
 
-    // Before anything is exchanged: the other rank is not there, and nobody waits for it.
+    // Before anything is exchanged: the other rank does not call, and this one does not wait for
+    // it.
     let groups = ProcessGroup::loopback(2, std::time::Duration::ZERO);
     let part = ExpertParallelMoe::from_moe(config.init(&device), &groups[0]);
     for shape in [[0, WIDTH], [2, 16]] {
@@ -163,7 +164,8 @@ fn bad_arguments_are_errors() {
     assert!(error.contains("`gate_up.weight`"), "{error}");
 }
 
-/// An all-gather is of as many tokens on each rank: the call of each rank ends, and says so.
+/// An all-gather requires the same number of tokens on each rank: otherwise the call of each rank
+/// fails with an error.
 #[test]
 fn unequal_tokens_are_not_gathered() {
     let groups = ProcessGroup::loopback(2, std::time::Duration::from_secs(60));

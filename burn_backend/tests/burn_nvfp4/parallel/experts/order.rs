@@ -1,6 +1,6 @@
-//! What runs beside exchanges, forward and backward: the order of what a rank does.
+//! Work that overlaps with exchanges, forward and backward: the order of a rank's operations.
 //!
-//! In a process of its own: whether an event is reported depends on who else listens.
+//! Runs in a separate process, because the reporting of events depends on other listeners.
 
 use std::sync::{Arc, Mutex};
 
@@ -14,7 +14,7 @@ use super::{Case, on_ranks};
 use crate::support::flex_only;
 use crate::support::own_process::own_process;
 
-/// One event of `tracing`.
+/// An event of `tracing`.
 #[derive(Default)]
 struct Event {
     step: String,
@@ -50,9 +50,10 @@ impl Visit for Event {
 }
 
 impl Event {
-    /// What it says, if that matters here. A backend reports no GEMM in high precision.
+    /// Returns the text of the event, if it is relevant here. A backend reports no GEMM in high
+    /// precision.
     fn line(&self) -> Option<String> {
-        // Gate and up of the expert of every token have 128 columns, and those of the others 96.
+        // Gate and up of the shared expert have 128 columns, those of the others 96.
         let has = |sizes: [u64; 2]| self.sizes.iter().any(|size| sizes.contains(size));
         match &*self.op {
             "" if self.forks => Some(format!("begin {}", self.step)),
@@ -65,7 +66,7 @@ impl Event {
     }
 }
 
-/// Notes what its thread does, without repetitions.
+/// Records the operations of its thread, without repetitions.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -108,10 +109,10 @@ impl tracing::Subscriber for Log {
     fn exit(&self, _span: &span::Id) {}
 }
 
-/// What each rank does in a forward and a backward by the output and both losses. The gradients of
-/// the router and of the expert of every token are averaged as soon as they are there.
+/// Returns the operations of each rank in a forward and a backward by the output and both losses.
+/// The gradients of the router and of the shared expert are averaged as soon as they are ready.
 fn steps(case: &Case) -> Vec<Vec<String>> {
-    // One that listens before the first event: that decides whether there are more.
+    // A listener must exist before the first event: otherwise tracing disables the events.
     let _listener = tracing::Dispatch::new(Log::default());
     on_ranks(2, |group| {
         let device = case.device();
@@ -139,9 +140,9 @@ fn steps(case: &Case) -> Vec<Vec<String>> {
     })
 }
 
-/// What a rank does.
+/// Returns the expected operations of a rank.
 fn expected(dispatch: ExpertDispatch, overlap: bool) -> Vec<&'static str> {
-    // The gradients of the router, and of gate and up and down of the shared expert.
+    // Gradients of the router, and of gate and up and down of the shared expert.
     let averaged = ["begin all_reduce"; 3];
     let [forward, backward]: [&[&str]; 2] = match (dispatch, overlap) {
         (ExpertDispatch::AllToAll, false) => [
@@ -236,7 +237,7 @@ fn expected(dispatch: ExpertDispatch, overlap: bool) -> Vec<&'static str> {
     [forward, &["backward"], backward, &averaged].concat()
 }
 
-/// Each exchange of a gradient is there, and once, and all ranks have the same order.
+/// Each exchange of a gradient occurs exactly once, and all ranks have the same order.
 #[test]
 fn layers_run_beside_exchanges() {
     own_process!("parallel::experts::order");

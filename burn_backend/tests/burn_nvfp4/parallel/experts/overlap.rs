@@ -1,4 +1,4 @@
-//! Exchanges beside kernels give the bits of exchanges in line.
+//! Overlapped exchanges give the bits of serialized ones.
 
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
@@ -10,8 +10,8 @@ use crate::support::{activation, device, skip_where_small_only, small_only, valu
 
 const DISPATCHES: [ExpertDispatch; 2] = [ExpertDispatch::AllToAll, ExpertDispatch::AllGather];
 
-/// Mixtures of two ranks with an expert of every token, in high precision and in NVFP4, whose
-/// tokens travel beside kernels.
+/// Mixtures on two ranks with a shared expert, in high precision and in NVFP4, with overlapped
+/// exchanges.
 pub(super) fn cases() -> Vec<(String, Case)> {
     let mut cases = Vec::new();
     let (presets, tokens): (&[&str], _) = match small_only() {
@@ -33,7 +33,7 @@ pub(super) fn cases() -> Vec<(String, Case)> {
     cases
 }
 
-/// All results of the case are those in line.
+/// Asserts that all results of the case equal those of serialized exchanges.
 fn check_bits(what: &str, case: &Case) {
     let of = |overlap| {
         Case {
@@ -133,7 +133,7 @@ fn bits_are_those_of_exchanges_in_line() {
     }
 }
 
-/// Results of a rank, of which there may be fewer where less is tracked.
+/// Returns the results of a rank, which may be fewer if less is tracked.
 fn untracked(
     case: &Case,
     freeze: fn(ExpertParallelMoe) -> ExpertParallelMoe,
@@ -161,7 +161,7 @@ fn untracked(
     })
 }
 
-/// The tokens have no gradient, and some of the parameters, or of what comes out, none either.
+/// The tokens, some of the parameters, or some of the results have no gradient.
 #[test]
 fn bits_are_those_where_less_is_tracked() {
     skip_where_small_only!();
@@ -222,7 +222,7 @@ fn bits_are_those_where_less_is_tracked() {
     }
 }
 
-/// Without autodiff, and where autodiff has nothing to track.
+/// Without autodiff, and with nothing tracked by autodiff.
 #[test]
 fn bits_are_those_of_inference() {
     for (what, case) in cases() {

@@ -1,4 +1,4 @@
-//! Training on several ranks, against one rank with the whole batch.
+//! Training on several ranks, compared with one rank with the whole batch.
 
 use burn_core as burn;
 
@@ -18,7 +18,7 @@ use crate::support::{Matrix, device, flex_only, skip_where_small_only, values};
 
 const STEPS: usize = 50;
 
-/// A layer that all ranks have, a mixture, and a layer behind it.
+/// A replicated layer, a mixture, and a layer after it.
 #[derive(Module, Debug)]
 struct Model<M: Module> {
     first: burn_nn::Linear,
@@ -29,10 +29,10 @@ struct Model<M: Module> {
 trait Mixture: Module + ModuleDisplay {
     fn apply(&self, x: Tensor<2>) -> MoeOutput<2>;
 
-    /// Ids of the experts' weights.
+    /// Returns the ids of the experts' weights.
     fn experts(&self) -> [ParamId; 2];
 
-    /// The mixture with all experts.
+    /// Returns the mixture with all experts.
     fn whole(self) -> Nvfp4Moe;
 }
 
@@ -64,7 +64,7 @@ impl Mixture for ExpertParallelMoe {
     }
 }
 
-/// Which parameters a training changes.
+/// Parameters that a training changes.
 #[derive(Clone, Copy, PartialEq)]
 enum Trained {
     All,
@@ -73,19 +73,19 @@ enum Trained {
     Nudged,
 }
 
-/// What a training gives.
+/// Result of a training.
 struct Run {
-    /// Of each step, of the tokens of all ranks.
+    /// Loss of each step, over the tokens of all ranks.
     losses: Vec<f32>,
-    /// The weights of all experts at the end.
+    /// Final weights of all experts.
     experts: [Vec<f32>; 2],
 }
 
-/// The ranks with a part of the batch, and those of them with the same experts.
+/// Ranks with a shard of the batch, and those of them with the same experts.
 struct Groups<'a> {
     batch: &'a ProcessGroup,
     data: &'a ProcessGroup,
-    /// Whether gradients are averaged from within the backward.
+    /// True if gradients are averaged during the backward.
     in_backward: bool,
     loss: RankLoss,
 }
@@ -123,7 +123,7 @@ fn train<M: Mixture>(case: &Case, trained: Trained, moe: M, groups: Groups<'_>) 
     let mut optimizer = SgdConfig::new().init();
     let mut losses = Vec::new();
     for step in 0..STEPS {
-        // Two batches, in turn.
+        // Two batches, alternating.
         let x = case.rows(part.clone(), 700 + step as u64 % 2, &device);
         let target = x.clone().matmul(teacher.clone()).mul_scalar(0.2);
         let hidden = model.first.forward(x);
@@ -168,12 +168,13 @@ fn on_one(case: &Case, trained: Trained) -> Run {
     train(case, trained, case.moe(&device().autodiff()), groups)
 }
 
-/// `size` ranks, of which `experts` have other experts, and `size / experts` have the same.
+/// Runs on `size` ranks, of which `experts` have different experts, and `size / experts` have the
+/// same.
 fn on_several(case: &Case, trained: Trained, size: usize, experts: usize) -> Vec<Run> {
     with_loss(case, (trained, RankLoss::Mean), size, experts)
 }
 
-/// The same of ranks that differentiate this loss.
+/// Version of [`on_several`] for ranks that differentiate this loss.
 fn with_loss(
     case: &Case,
     (trained, loss): (Trained, RankLoss),
@@ -203,9 +204,9 @@ fn largest_difference(found: &[f32], expected: &[f32]) -> f32 {
     errors.fold(0f32, f32::max)
 }
 
-/// The losses of 50 steps are those of one rank to the order of sums, with data parallelism too:
-/// on Flex, where sums in `f32` have the same order on any rank. Of another order a token chooses
-/// another expert now and then.
+/// The losses of 50 steps equal those of one rank up to the order of sums, also with data
+/// parallelism. Only on Flex, where sums in `f32` have the same order on any rank: with another
+/// order, a token occasionally chooses another expert.
 #[test]
 fn in_high_precision_ranks_train_as_one() {
     flex_only!();
@@ -223,8 +224,8 @@ fn in_high_precision_ranks_train_as_one() {
     }
 }
 
-/// Ranks that differentiate their shares of the loss add up gradients: to the bits of means, since
-/// the number of ranks is a power of two; in NVFP4 too.
+/// Ranks that differentiate their shares of the loss sum the gradients, with the bits of means,
+/// because the number of ranks is a power of two; also in NVFP4.
 #[test]
 fn shares_of_the_loss_train_to_the_same_bits() {
     skip_where_small_only!();
@@ -261,10 +262,10 @@ fn in_nvfp4_experts_train_to_the_bits_of_one_rank() {
     }
 }
 
-/// Where replicated parameters train too, their gradients are sums in another order. The first loss
-/// is that of one rank; later, rounding to 4 bits takes a difference in the last bit of an
-/// activation to another code now and then, and losses differ as those of two runs of one rank do
-/// whose weights differ in their last bits.
+/// If replicated parameters train too, their gradients are sums in another order. The first loss
+/// equals that of one rank. Later, rounding to 4 bits occasionally takes a difference in the last
+/// bit of an activation to another code, and losses differ like those of two runs of one rank whose
+/// weights differ in their last bits.
 #[test]
 fn in_nvfp4_ranks_train_as_one_to_rounding() {
     skip_where_small_only!();

@@ -1,4 +1,4 @@
-//! Experts of which other devices have more: rows of theirs do not matter, whatever they hold.
+//! Experts when other devices have further experts: the contents of rows of those do not matter.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
@@ -11,10 +11,10 @@ use nvfp4_kernels::reference::Activation;
 use super::{HIDDEN, WIDTH};
 use crate::support::{Matrix, activation, device, small_only, values};
 
-/// The tokens of each expert of this device.
+/// Number of tokens of each expert of this device.
 const SIZES: [usize; 3] = [5, 0, 17];
 
-/// The operands of layer `layer` of a preset.
+/// Returns the operands of layer `layer` of a preset.
 fn spec(preset: &str, layer: u64) -> LinearSpec {
     Nvfp4Recipe::preset(preset).unwrap().spec(&RngState {
         seed: 1,
@@ -29,8 +29,8 @@ fn words(words: &[u32]) -> Tensor<1, Int> {
     Tensor::from_data(data, (&device().autodiff(), DType::U32))
 }
 
-/// Output and gradients by tokens and weights, of the rows of these experts, with `others` rows of
-/// NaN behind them.
+/// Returns output and gradients by tokens and weights, for the rows of these experts followed by
+/// `others` rows of NaN.
 fn run(preset: &str, dtype: DType, recompute: bool, others: usize) -> [Vec<f32>; 4] {
     let device = device().autodiff();
     let own: usize = SIZES.iter().sum();

@@ -1,4 +1,4 @@
-//! Quantized all-gathers: gathered codes, scales and amax are those of the gathered tokens.
+//! Quantized all-gathers: gathered codes, scales and amax equal those of the gathered tokens.
 
 use std::time::Duration;
 
@@ -63,7 +63,7 @@ fn gathered_bytes_are_those_of_gathered_tokens() {
                             try_quantize_all_gather(part, usage, rounding, hadamard, &group);
                         let expected = quantize(x, usage, rounding, hadamard);
                         assert_same(&found.unwrap(), &expected, &what);
-                        // The amax of the own part is another one on the first rank.
+                        // The amax of the rank's own shard differs on the first rank.
                         bits(local.amax().clone()) == bits(expected.amax().clone())
                     });
                     assert!(!found[0], "{what}: every rank has the largest element");

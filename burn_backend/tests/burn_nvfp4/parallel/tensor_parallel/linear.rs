@@ -1,5 +1,5 @@
-//! Column- and row-parallel layers, as TransformerEngine's `run_numerics_exact.py` compares them:
-//! with and without sequence parallelism, outputs and gradients, no bit different.
+//! Column- and row-parallel layers, compared like in TransformerEngine's `run_numerics_exact.py`:
+//! with and without sequence parallelism, outputs and gradients, bit for bit.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ use crate::support::{Matrix, activation, device, small_only};
 /// Tokens, input and output features.
 type Shape = [usize; 3];
 
-/// Those of `run_numerics_exact.py`, scaled to a CPU. Parts of four ranks have blocks of 16, or one
-/// transform of 128 in the last.
+/// Shapes of `run_numerics_exact.py`, scaled to a CPU. Shards of four ranks have blocks of 16, or
+/// one transform of 128 in the last shape.
 const SHAPES: [Shape; 6] = [
     [64, 128, 128],
     [64, 128, 192],
@@ -35,7 +35,7 @@ enum Kind {
 
 const KINDS: [Kind; 2] = [Kind::Column, Kind::Row];
 
-/// A layer of one device, with its input and the gradient of its output.
+/// An unsharded layer, with its input and output gradient.
 struct Case {
     recipe: Nvfp4Recipe,
     shape: Shape,
@@ -77,8 +77,8 @@ impl Case {
         layer
     }
 
-    /// The input, whose largest element is in the first row and column, and the gradient of the
-    /// output, whose largest one is in the last.
+    /// Returns the input, whose largest element is in the first row and column, and the output
+    /// gradient, whose largest element is in the last.
     fn tensors(&self) -> [Tensor<2>; 2] {
         let [tokens, d_in, d_out] = self.shape;
         let device = device().autodiff();
@@ -95,7 +95,7 @@ impl Case {
         pass(x, dy, &layer, |x| layer.forward(x))
     }
 
-    /// The pass of a rank, of its parts of the tensors.
+    /// Runs the pass of a rank on its shards of the tensors.
     fn of_rank(&self, kind: Kind, parallel: &TensorParallel) -> Pass {
         let group = parallel.group();
         let (rank, size) = (group.rank(), group.size());
@@ -139,7 +139,7 @@ fn pass(
     }
 }
 
-/// What a pass of one device has of a rank's pass.
+/// Returns the part of the unsharded pass that a rank's pass should equal.
 fn expected(kind: Kind, whole: &Pass, rank: usize, size: usize, by_tokens: bool) -> Pass {
     let tokens = |x: &Tensor<2>| match by_tokens {
         true => own(x.clone(), 0, rank, size),
@@ -162,7 +162,7 @@ fn expected(kind: Kind, whole: &Pass, rank: usize, size: usize, by_tokens: bool)
     }
 }
 
-/// Which tensors of a pass have other bits than those that were expected.
+/// Returns the names of the tensors of a pass whose bits differ from the expected ones.
 fn different(found: &Pass, expected: &Pass) -> Vec<&'static str> {
     let matrix = |name, found: &Tensor<2>, expected: &Tensor<2>| {
         assert_eq!(found.dims(), expected.dims(), "{name}");
@@ -181,7 +181,7 @@ fn different(found: &Pass, expected: &Pass) -> Vec<&'static str> {
     found.into_iter().flatten().collect()
 }
 
-/// What differs on each rank.
+/// Returns the differences on each rank.
 fn compare(
     case: &Case,
     kind: Kind,
@@ -209,7 +209,7 @@ fn shapes() -> &'static [Shape] {
     if small_only() { &SHAPES[..1] } else { &SHAPES }
 }
 
-/// In deterministic mode nothing is different; else only sums over ranks are.
+/// Checks that nothing differs in deterministic mode, and otherwise only sums over ranks.
 fn check(recipe: &Nvfp4Recipe, shapes: &[Shape], sizes: &[usize]) {
     for shape in shapes {
         for &size in &sizes[..if small_only() { 1 } else { sizes.len() }] {
@@ -256,7 +256,8 @@ fn shards_of_other_blocks() {
     check(&recipe, &shapes()[..1], &[2, 4]);
 }
 
-/// The parts of two ranks have the blocks of MX formats and the transforms of MS-EDEN.
+/// Tests a preset: the shards of two ranks have the blocks of MX formats and the transforms of
+/// MS-EDEN.
 fn preset(name: &str) {
     if !small_only() {
         check(&Nvfp4Recipe::preset(name).unwrap(), &SHAPES[5..], &[2]);
@@ -295,7 +296,7 @@ presets!(
     bf16
 );
 
-/// Sums over ranks are those of one device up to the rounding of their terms.
+/// Sums over ranks equal those of one device up to the rounding of their terms.
 #[test]
 fn sums_over_ranks_are_near() {
     let case = Case::new(&nearest(), SHAPES[0]);
@@ -322,7 +323,7 @@ fn sums_over_ranks_are_near() {
     }
 }
 
-/// Every rank has all features where it is asked for, and gives its part of the gradient.
+/// Every rank has all features if requested, and gives its share of the gradient.
 #[test]
 fn outputs_are_gathered_and_inputs_are_split() {
     let case = Case::new(&nearest(), SHAPES[0]);
@@ -382,7 +383,8 @@ fn inference_has_the_bits_of_one_device() {
     }
 }
 
-/// The parts of all ranks are the layer again, with its ids; several layers side by side, too.
+/// The shards of all ranks form the layer again, with its ids; also for several concatenated
+/// layers.
 #[test]
 fn parts_make_the_layer_again() {
     let case = Case::new(&nearest(), [16, 128, 192]);
@@ -409,7 +411,8 @@ fn parts_make_the_layer_again() {
     assert_eq!(found, [true; 2]);
 }
 
-/// Segments have the bits of one device as well: places of random bits do not follow each other.
+/// Segments have the bits of one device too: the positions of their random bits are not
+/// consecutive.
 #[test]
 fn segments_have_the_bits_of_one_device() {
     let recipe = Nvfp4Recipe::preset("nvidia").unwrap();

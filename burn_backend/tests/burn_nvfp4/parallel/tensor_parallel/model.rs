@@ -1,4 +1,4 @@
-//! Feed-forward, attention, norm and the ends of a language model, sharded, against one device.
+//! Feed-forward, attention, norm, embedding and head, sharded, compared with one device.
 
 use burn_core::module::Param;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor, TensorData};
@@ -25,13 +25,13 @@ use crate::support::{
     values,
 };
 
-/// Ranks, and whether tokens are sharded.
+/// Returns numbers of ranks, each with a flag for sequence parallelism.
 pub fn runs() -> &'static [(usize, bool)] {
     const RUNS: [(usize, bool); 4] = [(2, true), (2, false), (4, false), (4, true)];
     if small_only() { &RUNS[..1] } else { &RUNS }
 }
 
-/// A tensor of ranks without autodiff, the same on each.
+/// Returns a tensor of ranks without autodiff, the same on each rank.
 pub fn matrix(rows: usize, cols: usize, dtype: DType, seed: u64) -> Tensor<2> {
     Matrix::gaussian(rows, cols, dtype, seed).tensor(&device().autodiff())
 }
@@ -50,7 +50,7 @@ pub fn parallel(group: burn_nvfp4::parallel::ProcessGroup, by_tokens: bool) -> T
         .with_deterministic(true)
 }
 
-/// The same weights and random streams in every copy of a layer.
+/// Gives every copy of a layer the same weights and random streams.
 pub fn fixed(layer: &mut Nvfp4Linear, id: u64) {
     let [d_in, d_out] = layer.weight.dims();
     let weight = matrix(d_in, d_out, DType::F32, 100 + id).mul_scalar(0.1);
@@ -120,8 +120,8 @@ fn feed_forward() {
     }
 }
 
-/// A rank's part of a weight is quantized from the amax that the optimizer found of it, to the bits
-/// of a pass over it.
+/// A rank's shard of a weight is quantized with the amax that the optimizer computed, with the bits
+/// of a separate amax pass.
 #[test]
 fn amax_of_the_optimizer() {
     for &(size, by_tokens) in runs() {
@@ -168,7 +168,7 @@ fn attention() -> Nvfp4Attention {
     layer
 }
 
-/// Heads over ranks, with grouped queries: the bits of one device.
+/// Heads sharded over ranks, with grouped queries: the bits of one device.
 #[test]
 fn attention_by_heads() {
     let (batch, time) = (2, 32);
@@ -222,7 +222,7 @@ fn block() -> Nvfp4TransformerBlock {
     block
 }
 
-/// A block has the bits of one device. The gradient of a gain is a sum over the ranks' tokens where
+/// A block has the bits of one device. The gradient of a gain is a sum over the ranks' tokens if
 /// those are sharded.
 #[test]
 fn whole_block() {
@@ -313,7 +313,7 @@ fn embedding() {
             let found = values(layer.weight.grad(&own_gradients).unwrap());
             let expected = whole.weight.grad(&gradients).unwrap();
             assert_eq!(found, values(own(expected, 0, rank, size)));
-            // An id that is no row is NaN on all ranks; others beside it are not.
+            // An id out of range is NaN on all ranks; neighboring ids are not affected.
             let mut wrong = rows.clone();
             wrong[0] = vocab as i32;
             wrong[1] = -1;
@@ -327,9 +327,9 @@ fn embedding() {
     }
 }
 
-/// Loss and gradients are those of one device up to the order of sums in `f32`.
+/// Loss and gradients equal those of one device up to the order of sums in `f32`.
 ///
-/// On CubeCL's CPU runtime Burn's fusion ended with "Should have handle for tensor" in this test,
+/// On CubeCL's CPU runtime Burn's fusion failed with "Should have handle for tensor" in this test,
 /// whose threads share its one device.
 #[test]
 fn head_and_loss() {
@@ -373,7 +373,7 @@ fn head_and_loss() {
                 let own_loss = layer.loss(own_input.clone(), ids(&targets));
                 let own_gradients = own_loss.clone().backward();
                 let what = format!("rank {rank} of {size}, by tokens: {by_tokens}, {params:?}");
-                // On a GPU sums of at most so many terms, in another order.
+                // On a GPU, sums of at most this many terms in another order.
                 let bound = match float_sums_depend_on_rows() {
                     true => vocab as f32 * 2f32.powi(-24),
                     false => 2e-6,
@@ -396,7 +396,7 @@ fn head_and_loss() {
     }
 }
 
-/// Each rank normalises its tokens; the gradient of the gain is the sum over them all.
+/// Each rank normalizes its tokens; the gradient of the gain is summed over all ranks.
 #[test]
 fn norm() {
     let (rows, width) = (64, 48);

@@ -1,4 +1,4 @@
-//! Blocks of experts in tensor groups, against one device.
+//! Blocks with experts in tensor groups, compared with one device.
 
 use std::time::Duration;
 
@@ -22,12 +22,12 @@ use crate::support::{device, float_sums_depend_on_rows, skip_where_small_only, s
 const D_MODEL: usize = 64;
 const HEADS: usize = 4;
 const EXPERTS: usize = 4;
-/// Width of the expert of every token.
+/// Hidden width of the shared expert.
 const SHARED: usize = 128;
-/// Tokens of each sequence.
+/// Tokens per sequence.
 const TIME: usize = 32;
 
-/// The same weights and random streams in every copy of a layer of experts.
+/// Gives every copy of a layer of experts the same weights and random streams.
 fn fixed_experts(layer: &mut Nvfp4GroupedLinear, id: u64) {
     let [experts, d_in, d_out] = layer.weight.dims();
     let weight = matrix(experts * d_in, d_out, DType::F32, 100 + id).mul_scalar(0.1);
@@ -58,7 +58,8 @@ fn block(case: Case) -> Nvfp4TransformerBlock {
     block
 }
 
-/// Output, loss and losses of routers of a block, with a share of these in the loss.
+/// Returns output, loss and router losses of a block, with a share of the router losses in the
+/// loss.
 fn loss_of(
     block: BlockOutput<ResidualStream>,
     dy: Tensor<2>,
@@ -74,33 +75,34 @@ fn loss_of(
 /// A block on several ranks.
 #[derive(Clone, Copy, Debug)]
 struct Case {
-    /// Ranks, all of which have experts.
+    /// Number of ranks, all of which have experts.
     world: usize,
-    /// Those of each tensor group.
+    /// Number of ranks per tensor group.
     tp: usize,
     preset: &'static str,
     dispatch: ExpertDispatch,
-    /// Whether there is an expert of every token.
+    /// True if there is a shared expert.
     shared: bool,
-    /// Whether the losses of the routers are part of the loss.
+    /// True if the router losses are part of the loss.
     losses: bool,
 }
 
 impl Case {
-    /// Whether the forward has the bits of one device, whose tensor group sees all tokens.
+    /// Returns true if the forward has the bits of one device, whose tensor group sees all tokens.
     fn has_bits_of_one(&self) -> bool {
         self.world == self.tp
     }
 
-    /// The same for the gradients of experts. Those of the losses are rounded differently.
+    /// Returns true if the gradients of experts do too. Those of the losses are rounded
+    /// differently.
     fn has_gradients_of_one(&self) -> bool {
         let in_floats = self.preset == "bf16" && float_sums_depend_on_rows();
         !in_floats && self.has_bits_of_one() && !self.losses
     }
 
-    /// The same for the gradients of tokens. They are a sum of two terms without a shared expert:
-    /// autodiff adds up three in another order. The router computes as a batch of GEMMs of at most
-    /// 32 parts, so that those of two ranks have as many rows as those of one device where their
+    /// Returns true if the gradients of tokens do too. They are a sum of two terms without a shared
+    /// expert; autodiff adds three terms in another order. The router runs as a batch of GEMMs of
+    /// at most 32 parts: those of two ranks have as many rows as those of one device if their
     /// tokens are 32 times an odd number.
     fn has_inputs_of_one(&self) -> bool {
         self.has_gradients_of_one() && !self.shared && self.world == 2
@@ -111,7 +113,7 @@ impl Case {
     }
 }
 
-/// The block of `case` against the one of one device.
+/// Checks the block of `case` against that of one device.
 fn check(case: Case) {
     let Case { world, tp, .. } = case;
     on_ranks(world, |all| {
@@ -170,7 +172,7 @@ fn check(case: Case) {
             let [found, expected] = [found, expected].map(|x| x.flatten(0, 1));
             same(found, expected, case.has_gradients_of_one(), "experts");
         }
-        // These are sums over the ranks, of the tensor group in the backward.
+        // These are sums over the ranks; those of the tensor group are summed in the backward.
         let summed = |found: Tensor<2>| batch.all_reduce(found, Reduction::Sum);
         let found = moe.experts.router.weight.grad(&own_gradients).unwrap();
         let expected = of_one.router.weight.grad(&gradients).unwrap();
@@ -195,8 +197,8 @@ fn check(case: Case) {
 
 const DISPATCHES: [ExpertDispatch; 2] = [ExpertDispatch::AllToAll, ExpertDispatch::AllGather];
 
-/// In the deterministic mode: all has the bits of one device, but for gradients that are sums over
-/// ranks.
+/// In the deterministic mode everything has the bits of one device, except gradients that are sums
+/// over ranks.
 #[test]
 fn tensor_groups_have_the_bits_of_one_device() {
     let case = |world, preset, dispatch| Case {
@@ -219,8 +221,8 @@ fn tensor_groups_have_the_bits_of_one_device() {
     }
 }
 
-/// With the losses of routers, and experts of every token, on the ranks of two tensor groups, which
-/// have parts of the batch; and in one tensor group.
+/// With router losses and shared experts, on the ranks of two tensor groups, which have shards of
+/// the batch, and in one tensor group.
 #[test]
 fn tensor_groups_train_all_parts() {
     skip_where_small_only!();
@@ -239,7 +241,7 @@ fn tensor_groups_train_all_parts() {
     }
 }
 
-/// A block that is refused.
+/// An invalid block.
 const REFUSED: Case = Case {
     world: 2,
     tp: 2,
