@@ -2,7 +2,7 @@
 //! `f64`; on CubeCL's CPU runtime or on a GPU.
 
 use crate::support::device::{
-    DeviceElement, assert_floats, read_f32s, read_matrix, upload, upload_bytes,
+    DeviceElement, assert_floats, is_brief, read_f32s, read_matrix, upload, upload_bytes,
 };
 use crate::support::inputs::{Generator, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
@@ -395,8 +395,12 @@ fn check_amax<T: DeviceElement>(client: &Client) {
         (3, 4112),
         (2, 16_400),
     ];
+    // Without --full, the CPU runtime omits shapes on the paths of others.
+    let shapes = shapes
+        .into_iter()
+        .filter(|shape| !is_brief(client) || ![(16, 768), (2, 16_400)].contains(shape));
     let kinds = [Kind::Normal, Kind::Nan, Kind::Infinity, Kind::Tiny];
-    for (i, (rows, cols)) in shapes.into_iter().enumerate() {
+    for (i, (rows, cols)) in shapes.enumerate() {
         for (norm_kind, kind) in NORMS
             .into_iter()
             .flat_map(|norm| kinds.map(|kind| (norm, kind)))
