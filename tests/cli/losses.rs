@@ -88,7 +88,7 @@ impl Run {
         let out = out.to_str().unwrap();
         let paths = match self.is_training() {
             true => vec!["--data", text(), "--out", out],
-            false => vec![&model, "--data", data, "--out", out],
+            false => vec![&*model, "--data", data, "--out", out],
         };
         succeeds(nvfp4(&arguments, &paths));
     }
@@ -183,7 +183,7 @@ impl Outcome {
             loss: f32::from_bits(bits),
             parameters: u64::from_str_radix(parameters, 16).ok()?,
         };
-        (loss.parse() == Ok(found.loss)).then_some(found)
+        (loss.parse::<f32>() == Ok(found.loss)).then_some(found)
     }
 }
 
@@ -203,12 +203,15 @@ fn losses(checkpoint: &Path) -> Vec<f32> {
     losses
 }
 
-/// True if the processor adds up as the one that wrote [`FILE`]: Flex multiplies by fused
-/// multiply-adds where there are such, and otherwise rounds each product.
+/// True if the processor rounds sums as the one that wrote [`FILE`]: Flex multiplies by fused
+/// multiply-adds if the processor has them, and rounds each product otherwise.
+#[cfg(target_arch = "x86_64")]
 fn has_values() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma");
-    #[cfg(not(target_arch = "x86_64"))]
+    std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_values() -> bool {
     false
 }
 
