@@ -1,5 +1,7 @@
 //! Tests of decorated models.
 
+#[cfg(feature = "cpu")]
+use crate::losses;
 use crate::support::*;
 
 /// Sizes of a decorated model.
@@ -29,9 +31,10 @@ fn a_decorated_model_trains_and_resumes() {
     let rows = metrics(&out.join("nvidia").join("metrics.csv"));
     let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
     assert_eq!(steps, ["0", "1", "2"]);
-    let checkpoint = [out.to_str().unwrap(), "--prompt", "a"];
+    losses::assert_decorated("nvidia", &checkpoint(&out.join("nvidia")), 2);
+    let prompt = [out.to_str().unwrap(), "--prompt", "a"];
     fails(
-        nvfp4("generate --device flex", &checkpoint),
+        nvfp4("generate --device flex", &prompt),
         &["CubeCL CPU or CUDA"],
     );
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::support::*;
 
 /// Writes thirty texts and prompts that follow a pattern, one per line.
-fn lines(folder: &Path) -> String {
+pub(crate) fn lines(folder: &Path) -> String {
     let path = folder.join("lines.jsonl");
     let line = |i: usize| {
         let words = ["the quick", " brown fox", " jumps over", " the lazy dog"];
@@ -43,7 +43,7 @@ fn perplexities(text: &str) -> [f64; 2] {
 }
 
 /// Returns the only checkpoint of a run.
-fn saved(out: &Path) -> PathBuf {
+pub(crate) fn saved(out: &Path) -> PathBuf {
     let entries = fs::read_dir(out).unwrap().map(|entry| entry.unwrap());
     let names = entries.map(|entry| entry.file_name().into_string().unwrap());
     let found: Vec<String> = names

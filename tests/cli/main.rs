@@ -12,6 +12,7 @@ mod decorate;
 mod finetune;
 mod generate;
 mod input;
+mod losses;
 mod machine;
 mod ranks;
 mod resume;
