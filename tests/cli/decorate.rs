@@ -31,7 +31,8 @@ fn a_decorated_model_trains_and_resumes() {
     let rows = metrics(&out.join("nvidia").join("metrics.csv"));
     let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
     assert_eq!(steps, ["0", "1", "2"]);
-    losses::assert_decorated("nvidia", &checkpoint(&out.join("nvidia")), 2);
+    let loss = rows[2][2].parse().unwrap();
+    losses::assert_decorated("nvidia", &checkpoint(&out.join("nvidia")), loss);
     let prompt = [out.to_str().unwrap(), "--prompt", "a"];
     fails(
         nvfp4("generate --device flex", &prompt),

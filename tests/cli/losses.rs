@@ -124,7 +124,7 @@ impl Run {
                 self.recipe
             );
         }
-        assert_eq!(losses(&whole, STEPS), losses(&resumed, STEPS));
+        assert_eq!(losses(&whole), losses(&resumed));
     }
 }
 
@@ -161,8 +161,7 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn read(checkpoint: &Path, steps: usize) -> Self {
-        let losses = losses(checkpoint, steps);
+    fn read(checkpoint: &Path, loss: f32) -> Self {
         let reader = Reader::from_file(checkpoint.join("model.bpk")).unwrap();
         let mut tensors = reader.into_tensors().unwrap();
         tensors.sort_by(|left, right| left.name.cmp(&right.name));
@@ -172,7 +171,7 @@ impl Outcome {
             hash.write(&tensor.into_bytes().unwrap());
         }
         Self {
-            loss: losses[steps - 1],
+            loss,
             parameters: hash.finish(),
         }
     }
@@ -195,11 +194,11 @@ impl fmt::Display for Outcome {
 }
 
 /// Losses of all steps of a checkpoint.
-fn losses(checkpoint: &Path, steps: usize) -> Vec<f32> {
+fn losses(checkpoint: &Path) -> Vec<f32> {
     let state = json(&checkpoint.join("state.json"));
     let losses = state["losses"].as_array().unwrap().iter();
     let losses: Vec<f32> = losses.map(|loss| loss.as_f64().unwrap() as f32).collect();
-    assert_eq!(losses.len(), steps);
+    assert_eq!(losses.len(), STEPS);
     losses
 }
 
@@ -292,7 +291,9 @@ fn losses_and_parameters_are_those_of_the_file() {
     let mut found = Values::new();
     for run in runs() {
         let out = run.run(&data);
-        found.insert(run.name(), Outcome::read(&run.checkpoint(&out), STEPS));
+        let checkpoint = run.checkpoint(&out);
+        let loss = losses(&checkpoint)[STEPS - 1];
+        found.insert(run.name(), Outcome::read(&checkpoint, loss));
         if ["dense", "distilled"].contains(&run.case) {
             run.assert_resumes(&out, &data);
         }
@@ -307,12 +308,12 @@ fn losses_and_parameters_are_those_of_the_file() {
     );
 }
 
-/// Compares the checkpoint of a decorated run of `steps` steps on CubeCL's CPU runtime.
+/// Compares the checkpoint of a decorated run on CubeCL's CPU runtime, whose last step has `loss`.
 #[cfg(feature = "cpu")]
-pub fn assert_decorated(recipe: &str, checkpoint: &Path, steps: usize) {
+pub fn assert_decorated(recipe: &str, checkpoint: &Path, loss: f32) {
     if has_values() {
         let name = (DECORATED.to_owned(), recipe.to_owned());
-        let found = Values::from([(name, Outcome::read(checkpoint, steps))]);
+        let found = Values::from([(name, Outcome::read(checkpoint, loss))]);
         compare(
             found,
             |case| case == DECORATED,

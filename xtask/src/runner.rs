@@ -197,7 +197,7 @@ impl Build {
     }
 
     /// Returns the jobs of every binary that `is_chosen` accepts, each on `device`; `is_run`
-    /// selects modules.
+    /// selects tests by name.
     pub fn jobs(
         &self,
         device: Option<&'static str>,
@@ -210,10 +210,7 @@ impl Build {
                 continue;
             }
             for (name, tests) in groups(self.tests(index)?) {
-                let tests: Vec<String> = tests
-                    .into_iter()
-                    .filter(|test| is_run(module(test)))
-                    .collect();
+                let tests: Vec<String> = tests.into_iter().filter(|test| is_run(test)).collect();
                 if !tests.is_empty() {
                     jobs.push(Job {
                         binary: index,

@@ -23,9 +23,16 @@ const DEVICE: &str = "NVFP4_TEST_DEVICE";
 const LAYERS: &str = "burn-nvfp4";
 const LAYERS_SUITE: &str = "burn_nvfp4";
 
-/// Modules of that binary that are not run again on CubeCL's CPU runtime, because they select it
-/// themselves.
-const NOT_ON_CPU_RUNTIME: [&str; 2] = ["decorate", "decorate_limits"];
+/// Tests of that binary that are not run again on CubeCL's CPU runtime, by the start of their names.
+const NOT_ON_CPU_RUNTIME: [&str; 4] = [
+    // Select it themselves.
+    "decorate::",
+    "decorate_limits::",
+    // Exchanges between ranks in the memory of the host, the same on both devices. `moe` and
+    // `grouped` run the kernels of experts there.
+    "parallel::experts::",
+    "parallel::reduce_dtype::",
+];
 
 /// Number of longest processes to print.
 const SHOWN_TIMINGS: usize = 15;
@@ -139,7 +146,7 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
         jobs.extend(build.jobs(
             Some("cpu"),
             |binary| binary.package == LAYERS && binary.target == LAYERS_SUITE,
-            |module| !NOT_ON_CPU_RUNTIME.contains(&module),
+            |test| !NOT_ON_CPU_RUNTIME.iter().any(|it| test.starts_with(it)),
         )?);
     }
     let times = Times::of(workspace::target_folder()?.join("test-times.json"));
