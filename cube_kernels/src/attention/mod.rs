@@ -34,7 +34,7 @@ use crate::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
-    environment::Environment,
+    environment::{AttentionChoice, Environment},
     quantize::{AmaxRequest, Amaxes, amaxes},
     tensor::{Groups, Matrix},
 };
@@ -201,10 +201,10 @@ pub enum AttentionKernel {
 /// `NVFP4_ATTENTION` (`sm90`, `mma`, `scalar`) excludes the kernels before the one that it names.
 pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
     let first = Environment::get().attention;
-    if first == AttentionKernel::Sm90 && sm90::supports(client, attention).is_ok() {
+    if first == AttentionChoice::Sm90 && sm90::supports(client, attention).is_ok() {
         return AttentionKernel::Sm90;
     }
-    if first != AttentionKernel::Scalar && mma::supports(client, attention).is_ok() {
+    if first != AttentionChoice::Scalar && mma::supports(client, attention).is_ok() {
         return AttentionKernel::Mma;
     }
     AttentionKernel::Scalar

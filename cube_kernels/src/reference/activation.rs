@@ -1,10 +1,10 @@
-//! Prologues of a quantized GEMM: SwiGLU and GELU, with their gradients.
+//! Inputs of a quantized GEMM: SwiGLU and GELU, with their gradients.
 //!
-//! Kernels compute these while they read the inputs, and quantize in the same pass. Every operation
-//! here is therefore one with identical bits on every device: IEEE additions, multiplications,
-//! divisions and square roots, fused multiply-adds where `mul_add` is written, and an exponential
-//! made of those. Each result is rounded once more, to the element type of the inputs, before it is
-//! quantized, so that a fused kernel gives the bytes of the two separate operations.
+//! Kernels compute these while they read the inputs, and find amax values in the same pass. Every
+//! operation here is therefore one with identical bits on every device: IEEE additions,
+//! multiplications, divisions and square roots, fused multiply-adds where `mul_add` is written, and
+//! an exponential made of those. Each result is rounded once more, to the element type of the
+//! inputs, before it is quantized.
 
 use rayon::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Source matrix of a quantization kernel.
+//! Matrix that a fused prologue computes, and the launch of its kernel.
 
 use cubecl::{prelude::*, server::Handle};
 
