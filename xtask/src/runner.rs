@@ -388,6 +388,33 @@ mod tests {
     }
 
     #[test]
+    fn the_longest_begin_first_after_those_not_measured() {
+        let build = Build {
+            binaries: vec![Binary {
+                package: "p".into(),
+                target: "t".into(),
+                program: PathBuf::new(),
+                folder: PathBuf::new(),
+            }],
+            ..Build::default()
+        };
+        let job = |name: &str| Job {
+            binary: 0,
+            device: None,
+            name: name.into(),
+            tests: Vec::new(),
+        };
+        let mut jobs = ["short", "new", "long", "newer"].map(job);
+        let times = Times {
+            file: PathBuf::new(),
+            seconds: BTreeMap::from([("p t short".into(), 1.0), ("p t long".into(), 9.0)]),
+        };
+        build.longest_first(&mut jobs, &times);
+        let names = jobs.map(|job| job.name);
+        assert_eq!(names, ["new", "newer", "long", "short"]);
+    }
+
+    #[test]
     fn binaries_and_libraries_of_messages() {
         let mut build = Build::default();
         for message in [

@@ -5,7 +5,6 @@ mod sharded;
 mod traffic;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -13,24 +12,19 @@ use burn::tensor::Tolerance;
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_pack::Reader;
 use nvfp4_parallel::loopback;
+use nvfp4_test_support::Scratch;
 
 use super::*;
 use crate::config::{Activation, ExpertDispatchName, GradReduce, Preset};
 use crate::data::Batch;
 use crate::model::{ParallelTransformer, Transformer};
 
-/// Folder of one test, removed on drop.
-struct Folder(PathBuf);
+/// Folder of one run.
+struct Folder(Scratch);
 
 impl Folder {
     fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("nvfp4-parallel-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
+        Self(Scratch::new("parallel"))
     }
 
     /// Copies the checkpoint, but not the rows, to another folder.
@@ -52,12 +46,6 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 /// Returns a corpus of forty files of words that follow a pattern.
 fn corpus() -> Corpus {
     let folder = Folder::new();
@@ -67,7 +55,7 @@ fn corpus() -> Corpus {
         let text = words.collect::<Vec<_>>().join(" ");
         fs::write(folder.0.join(format!("file-{file}.txt")), text).unwrap();
     }
-    Corpus::load(std::slice::from_ref(&folder.0), 0).unwrap()
+    Corpus::load(&[folder.0.to_path_buf()], 0).unwrap()
 }
 
 fn config(steps: u64) -> RunConfig {
