@@ -32,6 +32,12 @@ fn device() -> Option<(Device, bool, u64)> {
     }
 }
 
+/// True if this run omits tests that take minutes on the CPU runtime.
+fn is_brief() -> bool {
+    let on_gpu = std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda");
+    !on_gpu && std::env::var_os("NVFP4_TEST_FULL").is_none()
+}
+
 /// Returns the losses of all steps and the parameters, as bits.
 fn trained(config: &FinetuneConfig, device: &Device, folder: &Scratch) -> (Vec<u64>, Vec<u8>) {
     let data = data(config);
@@ -77,6 +83,9 @@ fn compare(test: &str, change: impl Fn(&mut FinetuneConfig)) {
 
 #[test]
 fn steps_of_a_graph_are_ordinary_ones() {
+    if is_brief() {
+        nvfp4_test_support::skip!(OnlyFull);
+    }
     compare("steps_of_a_graph_are_ordinary_ones", |config| {
         config.accumulate = 2;
     });
@@ -84,6 +93,9 @@ fn steps_of_a_graph_are_ordinary_ones() {
 
 #[test]
 fn steps_of_a_graph_distill_into_adapters() {
+    if is_brief() {
+        nvfp4_test_support::skip!(OnlyFull);
+    }
     compare("steps_of_a_graph_distill_into_adapters", |config| {
         config.objective = Objective::Distillation {
             teacher: config.model.clone(),
