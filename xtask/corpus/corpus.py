@@ -300,16 +300,13 @@ def finish_shard(job):
 
 
 def name_licences(records, rights):
-    """Adds licences where the copyright file is a link: those of the package in `rights`, or of the same source."""
+    """Adds missing licences: those of the package file in `rights`, or of the same source if its copyright file is a link."""
     for record in records:
         if record["licences"]:
             continue
-        if record["package"] in rights:
-            _, text = extract.documents(rights[record["package"]], "prose", 0.0, None)
-            record["licences"] = extract.licences(text)
-        else:
-            same = [other["licences"] for other in records if other["source"] == record["source"] and other["licences"]]
-            record["licences"] = same[0] if same else []
+        _, text = extract.documents(rights[record["package"]], "prose", 0.0, None)
+        same = [other["licences"] for other in records if other["source"] == record["source"] and other["licences"]]
+        record["licences"] = extract.licences(text) or (same[0] if same else [])
         if not record["licences"]:
             sys.exit(f"the licences of {record['package']} are not known: name the package with its copyright file by rights=")
 
@@ -365,7 +362,7 @@ def main():
             begin = end
         shards = [result.get() for result in results]
     used = [record for record in records if record.get("tokens")]
-    name_licences(used, {package.name: files[package.rights] for package in packages if package.rights})
+    name_licences(used, {package.name: files[package.rights or package.name] for package in packages})
     kinds = {f"{part}_{kind}_tokens": sum(record["tokens"] for record in used if (record["part"], record["kind"]) == (part, kind))
              for part in ("train", "valid") for kind in ("prose", "code")}
     shared = {record["source"] for record in used if record["part"] == "valid"} & {record["source"] for record in used if record["part"] == "train"}

@@ -337,4 +337,4 @@ def licences(text):
     names = [name for name in fields if len(name) <= 70 and not SENTENCE.match(name)]
     if not names:
         names = [name for name, pattern in KNOWN_LICENCES.items() if re.search(pattern, text, re.IGNORECASE)]
-    return sorted(set(names))[:12]
+    return sorted(set(names))[:12] or ["as in its copyright file"]
