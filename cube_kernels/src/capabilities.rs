@@ -159,22 +159,15 @@ fn conversion(compute_capability: Option<u32>) -> Conversion {
     conversion.or_emulated()
 }
 
-/// Returns [`Capabilities::conversion`] for the device of `client`, without the allocation that
-/// [`Capabilities::of`] makes.
+/// Returns [`Capabilities::conversion`] of the device of `client`.
 pub(crate) fn conversion_of(client: &Client) -> Conversion {
-    if client.name() != "cuda" {
-        return Conversion::Software;
-    }
-    conversion(compute_capability(
-        &client.properties().identity.fingerprint,
-    ))
+    Capabilities::of(client).conversion
 }
 
 /// True if a kernel can start before the previous one has ended (programmatic dependent launch):
 /// compute capability 9.0 and later.
 pub(crate) fn overlaps_kernels(client: &Client) -> bool {
-    client.name() == "cuda"
-        && compute_capability(&client.properties().identity.fingerprint) >= Some(90)
+    Capabilities::of(client).compute_capability >= Some(90)
 }
 
 /// Parses the number after `sm` in CubeCL's name of the compilation target, such as `ptx_sm90`.

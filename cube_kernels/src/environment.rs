@@ -2,13 +2,15 @@
 
 use std::sync::LazyLock;
 
+use crate::attention::family::AttentionKernel;
+
 /// The choices of the environment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Environment {
     /// `NVFP4_GEMM`.
     pub gemm: GemmChoice,
     /// `NVFP4_ATTENTION`: the first kernel that may be taken.
-    pub attention: AttentionChoice,
+    pub attention: AttentionKernel,
     /// `NVFP4_SCALES`: true if every device's layers write block scales in 128x4 tiles.
     pub scale_tiles: bool,
 }
@@ -22,14 +24,6 @@ pub(crate) enum GemmChoice {
     Tcgen05,
     /// Not taken.
     Portable,
-}
-
-/// The first attention kernel that may be taken, in the order in which they are tried.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum AttentionChoice {
-    Sm90,
-    Mma,
-    Scalar,
 }
 
 impl Environment {
@@ -51,15 +45,15 @@ impl Environment {
             ("portable", GemmChoice::Portable),
         ];
         let attention = [
-            ("sm90", AttentionChoice::Sm90),
-            ("mma", AttentionChoice::Mma),
-            ("scalar", AttentionChoice::Scalar),
+            ("sm90", AttentionKernel::Sm90),
+            ("mma", AttentionKernel::Mma),
+            ("scalar", AttentionKernel::Scalar),
         ];
         let scales = [("tiles", true)];
         Ok(Self {
             gemm: choose(&variable, "NVFP4_GEMM", &gemm)?.unwrap_or(GemmChoice::Default),
             attention: choose(&variable, "NVFP4_ATTENTION", &attention)?
-                .unwrap_or(AttentionChoice::Sm90),
+                .unwrap_or(AttentionKernel::Sm90),
             scale_tiles: choose(&variable, "NVFP4_SCALES", &scales)?.unwrap_or(false),
         })
     }
@@ -93,7 +87,7 @@ mod tests {
     fn choices_are_read() {
         let default = parse("", "").unwrap();
         assert_eq!(default.gemm, GemmChoice::Default);
-        assert_eq!(default.attention, AttentionChoice::Sm90);
+        assert_eq!(default.attention, AttentionKernel::Sm90);
         assert!(!default.scale_tiles);
         assert_eq!(parse("NVFP4_GEMM", "").unwrap(), default);
         assert_eq!(
@@ -101,7 +95,7 @@ mod tests {
             GemmChoice::Portable
         );
         let attention = parse("NVFP4_ATTENTION", "mma").unwrap().attention;
-        assert_eq!(attention, AttentionChoice::Mma);
+        assert_eq!(attention, AttentionKernel::Mma);
         assert!(parse("NVFP4_SCALES", "tiles").unwrap().scale_tiles);
     }
 

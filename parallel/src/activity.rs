@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::error::Result;
+use crate::error::{Failure, Result};
 use crate::meter::Meter;
 
 /// Activity of a rank at one point in time.
@@ -126,6 +126,16 @@ impl Activity {
             state.since = now;
         });
         now
+    }
+
+    /// Returns the failure of this rank, `rank`, in what it is doing; `reason` continues "rank N
+    /// failed: ".
+    pub fn failure(&self, rank: usize, reason: impl fmt::Display) -> Failure {
+        Failure {
+            rank,
+            doing: self.snapshot().doing,
+            reason: format!("failed: {reason}"),
+        }
     }
 
     pub fn snapshot(&self) -> Snapshot {

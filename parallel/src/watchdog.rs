@@ -50,11 +50,7 @@ impl Watchdog {
                     break failure;
                 }
                 if let Err(error) = activity.probe() {
-                    let failure = Failure {
-                        rank,
-                        doing: activity.snapshot().doing,
-                        reason: format!("failed: {error}"),
-                    };
+                    let failure = activity.failure(rank, error);
                     // If the store is gone, so is the run.
                     let _ = client.abort(failure.clone());
                     break failure;

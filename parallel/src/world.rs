@@ -150,11 +150,7 @@ impl World {
 
     /// Ends the run on all ranks because of this one: `reason` continues "rank N failed: ".
     pub fn fail(&self, reason: &str) {
-        let failure = Failure {
-            rank: self.environment.rank,
-            doing: self.group.activity().snapshot().doing,
-            reason: format!("failed: {reason}"),
-        };
+        let failure = self.group.activity().failure(self.environment.rank, reason);
         // The store notifies ranks that are not in a collective.
         let _ = self.client.abort(failure.clone());
         self.group.transport().abort(&failure);

@@ -36,10 +36,11 @@ fn a_decorated_model_trains_and_resumes() {
     losses::assert_decorated("nvidia", &checkpoint(&out.join("nvidia")), loss);
     let two = folder("decorated-two");
     let paths = ["--data", text(), "--out", two.to_str().unwrap()];
-    succeeds(nvfp4(
+    let said = succeeds(nvfp4(
         &format!("launch --gpus 2 -- train {DECORATED}"),
         &paths,
     ));
+    assert!(said.contains("encoder.layers.0.mha.query"), "{said}");
     let losses = |rows: &[Vec<String>]| -> Vec<f64> {
         let losses = rows.iter().flat_map(|row| [&row[2], &row[3]]);
         let losses = losses.filter(|loss| !loss.is_empty());

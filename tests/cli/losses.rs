@@ -23,6 +23,10 @@ const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/cli/losses.tsv
 /// machine code.
 const WRITE: &str = "NVFP4_LOCK";
 
+/// Command that writes [`FILE`].
+const WRITE_COMMAND: &str =
+    "NVFP4_LOCK=1 cargo test -p nvfp4-cli --features cpu,cuda --test cli -- losses:: decorate::";
+
 const HEADER: &str = "case\trecipe\tloss\tloss bits\tparameters";
 
 /// Steps of each run.
@@ -257,7 +261,7 @@ fn differences(expected: &Values, found: &Values) -> Vec<String> {
 }
 
 /// Compares `found` with the values of [`FILE`] whose case is one of a test, or writes them.
-fn compare(found: Values, is_of_test: impl Fn(&str) -> bool, write_command: &str) {
+fn compare(found: Values, is_of_test: impl Fn(&str) -> bool) {
     // Tests of this binary run at the same time.
     static LOCK: Mutex<()> = Mutex::new(());
     let _guard = LOCK.lock().unwrap();
@@ -273,7 +277,7 @@ fn compare(found: Values, is_of_test: impl Fn(&str) -> bool, write_command: &str
     assert!(
         differences.is_empty(),
         "{} of {} runs differ from {FILE}:\n{:<14} {:<9} {:<38} found\n{}\n\
-         After an intended change of arithmetic, write the file: {write_command}",
+         After an intended change of arithmetic, write the file: {WRITE_COMMAND}",
         differences.len(),
         found.len(),
         "case",
@@ -301,11 +305,7 @@ fn losses_and_parameters_are_those_of_the_file() {
     if !has_values() {
         nvfp4_test_support::skip!(OtherProcessor);
     }
-    compare(
-        found,
-        |case| case != DECORATED,
-        "NVFP4_LOCK=1 cargo test -p nvfp4-cli --features cpu,cuda --test cli losses::",
-    );
+    compare(found, |case| case != DECORATED);
 }
 
 /// Compares the checkpoint of a decorated run on CubeCL's CPU runtime, whose last step has `loss`.
@@ -314,10 +314,6 @@ pub fn assert_decorated(recipe: &str, checkpoint: &Path, loss: f32) {
     if has_values() {
         let name = (DECORATED.to_owned(), recipe.to_owned());
         let found = Values::from([(name, Outcome::read(checkpoint, loss))]);
-        compare(
-            found,
-            |case| case == DECORATED,
-            "NVFP4_LOCK=1 cargo test -p nvfp4-cli --features cpu,cuda --test cli decorate::",
-        );
+        compare(found, |case| case == DECORATED);
     }
 }

@@ -18,6 +18,7 @@ pub mod decode;
 mod delta;
 pub(crate) mod instances;
 // `#[cube]` generates public items that cannot carry documentation.
+pub(crate) mod family;
 #[allow(missing_docs)]
 pub mod mma;
 mod request;
@@ -34,12 +35,13 @@ use crate::{
     Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
-    environment::{AttentionChoice, Environment},
+    environment::Environment,
     quantize::{AmaxRequest, Amaxes, amaxes},
     tensor::{Groups, Matrix},
 };
 
 pub use crate::policy::AttentionParams;
+pub use family::AttentionKernel;
 pub use request::{
     Attention, AttentionGradients, AttentionOutput, Heads, MAX_HEAD, Rope, Sequences,
     TokenSequences,
@@ -186,25 +188,14 @@ pub fn backward(
     Ok(())
 }
 
-/// Families of attention kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum AttentionKernel {
-    /// `wgmma` and TMA: compute capability 9.0, bf16, head sizes 64 and 128.
-    Sm90,
-    /// `mma.sync`: compute capability 8.0 and later, bf16 and f16, head sizes in multiples of 16.
-    Mma,
-    /// No matrix instructions: every device, type and size.
-    Scalar,
-}
-
 /// Returns the first [`AttentionKernel`] that supports `attention`. The environment variable
 /// `NVFP4_ATTENTION` (`sm90`, `mma`, `scalar`) excludes the kernels before the one that it names.
 pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
     let first = Environment::get().attention;
-    if first == AttentionChoice::Sm90 && sm90::supports(client, attention).is_ok() {
+    if first == AttentionKernel::Sm90 && sm90::supports(client, attention).is_ok() {
         return AttentionKernel::Sm90;
     }
-    if first != AttentionChoice::Scalar && mma::supports(client, attention).is_ok() {
+    if first != AttentionKernel::Scalar && mma::supports(client, attention).is_ok() {
         return AttentionKernel::Mma;
     }
     AttentionKernel::Scalar
