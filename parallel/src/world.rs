@@ -109,7 +109,8 @@ impl World {
             activity.clone(),
         );
         let watchdog = Watchdog::start(connect()?, rank, activity, move |failure| {
-            mesh.inbox().abort(failure);
+            // Peers learn the reason before they see the connection end.
+            mesh.abort(failure);
             // The owner of a device's memory may be waiting for the device.
             drop(mesh);
             if let Some(grace) = settings.grace {
