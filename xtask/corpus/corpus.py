@@ -18,8 +18,13 @@ import subprocess
 import sys
 import time
 
+import regex
+import tokenizers
+
 import extract
 
+# The release of Debian whose packages are read.
+RELEASE = "bookworm"
 VOCABULARY = 32_000
 END = "<|endoftext|>"
 # Text of a package at most, in bytes, so that none prevails.
@@ -75,7 +80,10 @@ def read_list(path):
 
 
 def download(packages, folder):
-    """The files of packages, by name: those in `folder`, and the rest by apt."""
+    """The files of packages, by name: those in `folder`, and the rest by apt.
+
+    Versions are those of the release itself, which no longer change; security updates would make another corpus.
+    """
     os.makedirs(folder, exist_ok=True)
 
     def present():
@@ -85,7 +93,7 @@ def download(packages, folder):
     missing = [name for name in names if name not in present()]
     for first in range(0, len(missing), 50):
         say(f"downloading {len(missing) - first} packages")
-        command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", *missing[first : first + 50]]
+        command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "download", *(f"{name}/{RELEASE}" for name in missing[first : first + 50])]
         subprocess.run(command, cwd=folder, check=True)
     found = present()
     return {name: found[name] for name in names}
@@ -120,70 +128,81 @@ def normalised(block):
     return block.lower().encode("utf-8", "replace").translate(FOLDED, DELETED)
 
 
+def blocks_of(text):
+    """For each paragraph of a text: 64 bits of what is compared, or the letters themselves if they are few, and their number."""
+    for block in text.split("\n\n"):
+        normal = normalised(block)
+        if len(normal) < LEAST_BLOCK:
+            yield normal, len(normal)
+        else:
+            yield int.from_bytes(hashlib.blake2b(normal, digest_size=8).digest(), "little"), len(normal)
+
+
+def with_blocks(path):
+    """The first line of a package's texts, and its documents as `(path, text, blocks)`."""
+    with open(path, encoding="utf-8") as file:
+        record, found = json.loads(file.readline()), []
+        # Much more than is kept of a package is not compared with others.
+        share = 1.2 * MOST_OF_PACKAGE / os.path.getsize(path)
+        for line in file:
+            path, text = json.loads(line)
+            if extract.chosen(path, share):
+                found.append((path, text, list(blocks_of(text))))
+    return record, found
+
+
 class Seen:
     """Drops blocks of text that have come before: exact copies, and those that differ in case, spaces or numbers."""
 
     def __init__(self):
         self.hashes = set()
 
-    def is_new(self, normal):
-        number = int.from_bytes(hashlib.blake2b(normal, digest_size=8).digest(), "little")
-        if number in self.hashes:
-            return False
+    def is_new(self, number):
+        before = len(self.hashes)
         self.hashes.add(number)
-        return True
+        return len(self.hashes) > before
 
-    def prose(self, text, repeats):
+    def prose(self, text, blocks, repeats):
         """The text without copied paragraphs and without short ones of a template."""
         kept = []
-        for block in text.split("\n\n"):
-            normal = normalised(block)
-            if len(normal) < LEAST_BLOCK:
-                repeats[normal] += 1
-                if repeats[normal] > MOST_REPEATS:
+        for block, (known, _) in zip(text.split("\n\n"), blocks):
+            if isinstance(known, bytes):
+                repeats[known] += 1
+                if repeats[known] > MOST_REPEATS:
                     continue
-            elif not self.is_new(normal):
+            elif not self.is_new(known):
                 continue
             kept.append(block)
         return "\n\n".join(kept)
 
-    def code(self, text):
+    def code(self, text, blocks):
         """The text, or nothing if more than half of it has come before."""
         copied, whole = 0, 0
-        for block in text.split("\n\n"):
-            normal = normalised(block)
-            if len(normal) >= LEAST_BLOCK:
-                whole += len(normal)
-                if not self.is_new(normal):
-                    copied += len(normal)
+        for known, size in blocks:
+            if not isinstance(known, bytes):
+                whole += size
+                if not self.is_new(known):
+                    copied += size
         return "" if 2 * copied > whole else text
 
 
-def deduplicated(packages, folder):
+def deduplicated(packages, folder, pool):
     """Documents as `(package index, hash of its path, bytes)`, and what is known of each package.
 
     Packages of validation come first: what they share with others is theirs.
     """
-    seen, documents, records = Seen(), [], []
+    seen, documents, records = Seen(), [], [None] * len(packages)
     order = sorted(range(len(packages)), key=lambda index: packages[index].part != "valid")
-    records = [None] * len(packages)
-    for index in order:
-        package, repeats, own = packages[index], collections.Counter(), []
-        with open(os.path.join(folder, package.name + ".jsonl"), encoding="utf-8") as file:
-            record = json.loads(file.readline())
-            read = 0
-            # Much more than is kept of a package is not compared with others.
-            share = 1.2 * MOST_OF_PACKAGE / os.path.getsize(file.name)
-            for line in file:
-                path, text = json.loads(line)
-                if not extract.chosen(path, share):
-                    continue
-                read += len(text)
-                text = seen.prose(text, repeats) if package.kind == "prose" else seen.code(text)
-                data = text.strip().encode("utf-8", "replace")
-                if len(data) >= LEAST_DOCUMENT:
-                    number = extract.digest(f"{package.name}/{path}/{len(own)}")
-                    own.append((index, number, data))
+    texts = [os.path.join(folder, packages[index].name + ".jsonl") for index in order]
+    for index, (record, found) in zip(order, pool.imap(with_blocks, texts)):
+        package, repeats, own, read = packages[index], collections.Counter(), [], 0
+        for path, text, blocks in found:
+            read += len(text)
+            text = seen.prose(text, blocks, repeats) if package.kind == "prose" else seen.code(text, blocks)
+            data = text.strip().encode("utf-8", "replace")
+            if len(data) >= LEAST_DOCUMENT:
+                number = extract.digest(f"{package.name}/{path}/{len(own)}")
+                own.append((index, number, data))
         record.update(part=package.part, kind=package.kind, read_bytes=read, unique_bytes=sum(len(data) for *_, data in own))
         records[index] = record
         documents += limited(own, MOST_OF_VALIDATION if package.part == "valid" else MOST_OF_PACKAGE)
@@ -236,7 +255,7 @@ def train_tokenizer(documents, folder):
     tokenizer.save(path)
     with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as file:
         json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}, file, indent=2)
-    return tokenizer, path
+    return path
 
 
 def fnv(*parts):
@@ -264,28 +283,59 @@ def write_shard(path, ids, tokenizer_hash):
     return f"{checksum:016x}"
 
 
-def encoded(tokenizer, documents, records):
-    """The tokens of documents, one after the other, each with the token that ends texts."""
-    end = tokenizer.token_to_id(END)
-    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
-    ids, batch, size = array.array("H"), [], 0
+# The words that byte-level BPE encodes one by one (GPT-2's expression, which `ByteLevel` of `tokenizers` uses).
+WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
-    def flush():
-        texts = [data.decode("utf-8") for *_, data in batch]
-        for (index, _, _), encoding in zip(batch, encode(texts, add_special_tokens=False)):
-            found = encoding.ids
-            ids.extend(found)
-            ids.append(end)
-            records[index]["tokens"] = records[index].get("tokens", 0) + len(found) + 1
-        batch.clear()
 
+class Words(dict):
+    """The tokens of each word, as bytes of 2-byte numbers: text repeats its words, and BPE of a word takes long."""
+
+    def __init__(self, path):
+        self.tokenizer = tokenizers.Tokenizer.from_file(path)
+
+    def __missing__(self, word):
+        tokens = array.array("H", self.tokenizer.encode(word, add_special_tokens=False).ids).tobytes()
+        # Names and numbers that come once would fill the memory.
+        if len(self) < 4_000_000:
+            self[word] = tokens
+        return tokens
+
+
+WORDS_OF = {}
+
+
+def encode(job):
+    """The tokens of texts in a tokenizer's file, each text with the token that ends it, and the number of each."""
+    path, texts = job
+    if path not in WORDS_OF:
+        WORDS_OF[path] = Words(path)
+    words = WORDS_OF[path]
+    end = array.array("H", [words.tokenizer.token_to_id(END)]).tobytes()
+    found = [b"".join(map(words.__getitem__, WORDS.findall(text.decode("utf-8")))) + end for text in texts]
+    return b"".join(found), [len(tokens) // 2 for tokens in found]
+
+
+def batches(documents):
+    """Documents in order, some megabytes at a time."""
+    batch, size = [], 0
     for document in documents:
         batch.append(document)
         size += len(document[2])
         if size > 4_000_000:
-            flush()
-            size = 0
-    flush()
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encoded(path, documents, records, pool):
+    """The tokens of documents, one after the other, by the tokenizer in file `path`."""
+    ids, parts = array.array("H"), list(batches(documents))
+    jobs = ((path, [data for *_, data in batch]) for batch in parts)
+    for batch, (tokens, counts) in zip(parts, pool.imap(encode, jobs)):
+        ids.frombytes(tokens)
+        for (index, _, _), count in zip(batch, counts):
+            records[index]["tokens"] = records[index].get("tokens", 0) + count
     return ids
 
 
@@ -327,13 +377,17 @@ def main():
         for done, name in enumerate(pool.imap_unordered(read_package, jobs), 1):
             if done % 20 == 0 or done == len(jobs):
                 say(f"{done} of {len(jobs)} packages are read")
-        documents, records = deduplicated(packages, texts)
+        documents, records = deduplicated(packages, texts, pool)
+        name_licences(
+            [record for record in records if record["unique_bytes"]],
+            {package.name: files[package.rights or package.name] for package in packages},
+        )
         parts = {}
         for name in ("valid", "train"):
             own = [document for document in documents if packages[document[0]].part == name]
             parts[name] = sorted(balanced(own, packages), key=lambda document: document[1])
         del documents, own
-        tokenizer, path = train_tokenizer(parts["train"], os.path.join(out, "tokenizer"))
+        path = train_tokenizer(parts["train"], os.path.join(out, "tokenizer"))
         with open(path, "rb") as file:
             tokenizer_hash = fnv(file.read())
         say("encoding")
@@ -344,10 +398,10 @@ def main():
             say(f"{name}: {len(ids) / 1e6:.2f} M tokens")
             results.append(pool.apply_async(finish_shard, [(os.path.join(out, name), ids, tokenizer_hash)]))
 
-        write("valid.tokens", encoded(tokenizer, parts["valid"], records))
+        write("valid.tokens", encoded(path, parts["valid"], records, pool))
         # The first documents say how many bytes a token has.
         first = parts["train"][:2000]
-        bytes_of_token = sum(len(data) for *_, data in first) / len(encoded(tokenizer, first, [dict() for _ in packages]))
+        bytes_of_token = sum(len(data) for *_, data in first) / len(encoded(path, first, [dict() for _ in packages], pool))
         parts["train"] = limited(parts["train"], TOKENS * bytes_of_token)
         sizes = [len(data) for *_, data in parts["train"]]
         total = sum(sizes) / bytes_of_token
@@ -358,11 +412,10 @@ def main():
             while end < len(sizes) and (size < goal or shard == count - 1):
                 size += sizes[end]
                 end += 1
-            write(f"train-{shard + 1}.tokens", encoded(tokenizer, parts["train"][begin:end], records))
+            write(f"train-{shard + 1}.tokens", encoded(path, parts["train"][begin:end], records, pool))
             begin = end
         shards = [result.get() for result in results]
     used = [record for record in records if record.get("tokens")]
-    name_licences(used, {package.name: files[package.rights or package.name] for package in packages})
     kinds = {f"{part}_{kind}_tokens": sum(record["tokens"] for record in used if (record["part"], record["kind"]) == (part, kind))
              for part in ("train", "valid") for kind in ("prose", "code")}
     shared = {record["source"] for record in used if record["part"] == "valid"} & {record["source"] for record in used if record["part"] == "train"}

@@ -1,9 +1,10 @@
 """Runs the queue of the ladder on a machine with a GPU, in as many commands as that takes.
 
-run.py FOLDER [--limit SECONDS] [--stop SECONDS] [--work DIR] [--out DIR] [--device DEVICE]
+run.py FOLDER [--limit SECONDS] [--stop SECONDS] [--work DIR] [--out DIR] [--devices DEVICE ..]
 
 FOLDER is one of those that `cargo xtask ladder next` has packed: what is in it is checked and unpacked into --work,
-whose content outlasts the command. Then the runs of the queue whose files are there are trained one after the other.
+whose content outlasts the command. Then the runs of the queue whose files are there are trained, one at a time on each
+GPU of the machine.
 A run that is not finished before the limit writes a checkpoint, and the next command goes on with it.
 --out gets results.json (all runs that have ended so far) and log.txt (what this command printed).
 """
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 
 # The end of a log that a failed run keeps.
@@ -28,12 +30,14 @@ TAIL = 3000
 class Log:
     def __init__(self, path):
         self.file = open(path, "w", encoding="utf-8")
+        self.lock = threading.Lock()
 
     def __call__(self, text):
         line = f"{time.strftime('%H:%M:%S')} {text}"
-        print(line, flush=True)
-        self.file.write(line + "\n")
-        self.file.flush()
+        with self.lock:
+            print(line, flush=True)
+            self.file.write(line + "\n")
+            self.file.flush()
 
 
 def read_json(path):
@@ -86,16 +90,15 @@ def receive(folder, work, log):
     shutil.copy(os.path.join(folder, "queue.json"), os.path.join(work, "queue.json"))
 
 
-def gpu(log):
-    """Name and driver of the GPU, or None."""
+def gpus(log):
+    """Name and driver of each GPU, none where nvidia-smi does not answer."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip().splitlines()
-        name, driver = found[0].split(", ")
-        return {"gpu": name, "driver": driver}
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError) as error:
+        return [dict(zip(("gpu", "driver"), line.split(", "))) for line in found]
+    except (OSError, subprocess.CalledProcessError) as error:
         log(f"nvidia-smi says no GPU: {error}")
-        return {"gpu": None, "driver": None}
+        return []
 
 
 def rows_of(path):
@@ -120,23 +123,30 @@ def rows_of(path):
 
 class Runner:
     def __init__(self, arguments, log):
-        self.work, self.log, self.device = arguments.work, log, arguments.device
+        self.work, self.log = arguments.work, log
         self.end, self.stop = time.monotonic() + arguments.limit, arguments.stop
         self.queue = read_json(os.path.join(self.work, "queue.json"))
         self.results_path = os.path.join(self.work, "results.json")
         self.results = read_json(self.results_path) if os.path.exists(self.results_path) else []
         self.out = arguments.out
-        self.machine = gpu(log)
-        self.environment = dict(os.environ, NVFP4_KERNEL_CACHE=os.path.join(self.work, "kernels"))
+        self.gpus = gpus(log)
+        self.devices = arguments.devices or [f"cuda:{index}" for index in range(len(self.gpus))]
+        # Runs that a device trains or has left for this command, and the results, are shared by the devices.
+        self.lock, self.taken, self.crashes = threading.Lock(), set(), 0
+        self.environment = dict(os.environ)
         libraries = os.path.join(self.work, "bin")
         self.environment["LD_LIBRARY_PATH"] = ":".join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")]))
 
     def left(self):
         return self.end - time.monotonic()
 
-    def publish(self):
-        write_json(self.results_path, self.results)
-        write_json(os.path.join(self.out, "results.json"), self.results)
+    def publish(self, result=None):
+        with self.lock:
+            if result is not None:
+                self.results.append(result)
+                self.crashes += result["status"] == "crashed"
+            write_json(self.results_path, self.results)
+            write_json(os.path.join(self.out, "results.json"), self.results)
 
     def data(self, name):
         return os.path.join(self.work, "data", name)
@@ -147,10 +157,10 @@ class Runner:
         missing = [name for name in names if not os.path.exists(self.data(name))]
         return missing + ([] if os.path.exists(os.path.join(self.work, "bin", "nvfp4")) else ["nvfp4"])
 
-    def arguments(self, run, folder):
+    def arguments(self, run, folder, device):
         """Of `nvfp4`, for a run that begins or goes on."""
         if os.path.exists(os.path.join(folder, "finetune.json")):
-            return ["pretrain", "--resume", folder, "--device", self.device]
+            return ["pretrain", "--resume", folder, "--device", device]
         shutil.rmtree(folder, ignore_errors=True)
         inputs = folder + ".inputs"
         tokenizer = os.path.join(inputs, "tokenizer")
@@ -163,9 +173,9 @@ class Runner:
             recipe = os.path.join(inputs, run["recipe"] + ".json")
             write_json(recipe, run["fields"])
         return [
-            "pretrain", "--config", config, "--tokenizer", tokenizer, "--recipe", recipe, "--out", folder, "--device", self.device,
+            "pretrain", "--config", config, "--tokenizer", tokenizer, "--recipe", recipe, "--out", folder, "--device", device,
             "--data", *map(self.data, run["data"]), "--valid", self.data(run["valid"]), *run["options"],
-            *(["--graph"] if self.device.startswith("cuda") else []),
+            *(["--graph"] if device.startswith("cuda") else []),
         ]
 
     def step(self, folder):
@@ -174,19 +184,21 @@ class Runner:
         train = rows_of(path)[0] if os.path.exists(path) else []
         return train[-1][0] if train else 0
 
-    def train(self, run):
-        """Trains until the run or the time ends. Returns False where nothing else should follow."""
+    def train(self, run, device):
+        """Trains on `device` until the run or the time ends. Returns False where nothing else should follow."""
         folder = os.path.join(self.work, "runs", run["name"])
         times_path = folder + ".times.json"
         times = read_json(times_path) if os.path.exists(times_path) else []
-        arguments = self.arguments(run, folder)
-        self.log(f"{run['name']}: {'goes on' if '--resume' in arguments else 'begins'}, {self.left():.0f} s left")
+        arguments = self.arguments(run, folder, device)
+        self.log(f"{run['name']}: {'goes on' if '--resume' in arguments else 'begins'} on {device}, {self.left():.0f} s left")
         begun = time.monotonic()
         with open(folder + ".log", "a", encoding="utf-8") as log:
             log.write(f"$ nvfp4 {' '.join(arguments)}\n")
             log.flush()
             command = [os.path.join(self.work, "bin", "nvfp4"), *arguments]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+            # Compiled kernels of a device alone: two processes that write one cache would wait for each other.
+            environment = dict(self.environment, NVFP4_KERNEL_CACHE=os.path.join(self.work, "kernels", device.replace(":", "-")))
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
             status = self.wait(process)
         times.append({"seconds": round(time.monotonic() - begun, 1), "step": self.step(folder)})
         write_json(times_path, times)
@@ -194,17 +206,16 @@ class Runner:
             tail = log.read()[-TAIL:]
         steps = int(run["options"][run["options"].index("--steps") + 1])
         if status == 0 and self.step(folder) == steps:
-            self.finish(run, folder, times, "finished", None)
+            self.finish(run, folder, device, times, "finished", None)
         elif status == "stopped":
             self.log(f"{run['name']}: stopped at about step {self.step(folder)} of {steps}")
             return False
         elif any(word in tail for word in ("loss of step", "validation loss at step")):
             self.log(f"{run['name']}: diverged\n{tail}")
-            self.finish(run, folder, times, "diverged", tail)
+            self.finish(run, folder, device, times, "diverged", tail)
         else:
             self.log(f"{run['name']}: failed ({status})\n{tail}")
-            self.results.append({"name": run["name"], "status": "crashed", "error": tail})
-            self.publish()
+            self.publish({"name": run["name"], "status": "crashed", "error": tail})
         return True
 
     def wait(self, process):
@@ -223,46 +234,58 @@ class Runner:
             self.log("killed: it did not stop in time; it goes on from its last checkpoint")
             return "stopped"
 
-    def finish(self, run, folder, times, status, error):
+    def finish(self, run, folder, device, times, status, error):
         train, valid, speeds = rows_of(os.path.join(folder, "metrics.csv"))
         speeds.sort()
         result = {key: run[key] for key in ("name", "shape", "recipe", "fields", "seed", "tokens", "commit", "corpus", "config", "options", "data")}
-        result.update(self.machine)
+        index = int(device.split(":")[1]) if ":" in device else 0
+        result.update(self.gpus[index] if index < len(self.gpus) else {"gpu": None, "driver": None})
         result.update(
             status=status,
             error=error,
             date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-            device=self.device,
+            device=device,
             seconds=round(sum(part["seconds"] for part in times), 1),
             commands=times,
             tokens_per_s=speeds[len(speeds) // 2] if speeds else None,
             train_loss=train,
             valid_loss=valid,
         )
-        self.results.append(result)
-        self.publish()
+        self.publish(result)
         shutil.rmtree(folder, ignore_errors=True)
         last = f"validation loss {valid[-1][1]:.5f}" if valid else "no loss"
         self.log(f"{run['name']}: {status}, {last}, {result['seconds']:.0f} s, {result['tokens_per_s'] or 0:.0f} tokens/s")
 
-    def run(self):
-        crashes = 0
-        for run in self.queue:
-            if any(result["name"] == run["name"] and result["status"] != "crashed" for result in self.results):
-                continue
-            missing = self.missing(run)
-            if missing:
-                self.log(f"{run['name']}: waits for {', '.join(missing)}")
-                continue
+    def next(self):
+        """The next run whose files are there and that no device has taken, or None."""
+        with self.lock:
+            ended = {result["name"] for result in self.results if result["status"] != "crashed"}
+            for run in self.queue:
+                if run["name"] in ended | self.taken or self.missing(run):
+                    continue
+                self.taken.add(run["name"])
+                return run
+        return None
+
+    def train_all(self, device):
+        """Trains runs on `device` until none is left, or no time."""
+        while run := self.next():
             if self.left() < 3 * self.stop:
-                self.log(f"{self.left():.0f} s left: too few for another run")
+                self.log(f"{device}: {self.left():.0f} s left: too few for another run")
                 break
-            if not self.train(run):
+            if not self.train(run, device):
                 break
-            crashes += self.results[-1]["status"] == "crashed"
-            if crashes >= 3:
+            if self.crashes >= 3:
                 self.log("three runs have crashed: none is tried any more")
                 break
+
+    def run(self):
+        for run in self.queue:
+            if missing := self.missing(run):
+                self.log(f"{run['name']}: waits for {', '.join(missing)}")
+        with concurrent.futures.ThreadPoolExecutor(len(self.devices)) as pool:
+            for job in [pool.submit(self.train_all, device) for device in self.devices]:
+                job.result()
         self.publish()
         ended = {result["name"] for result in self.results if result["status"] != "crashed"}
         left = [run["name"] for run in self.queue if run["name"] not in ended]
@@ -276,7 +299,7 @@ def main():
     parser.add_argument("--stop", type=float, default=30.0, help="seconds that a run needs for its checkpoint")
     parser.add_argument("--work", default="/tmp/nvfp4-ladder")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--devices", nargs="+", help="such as cuda:0 [default: every GPU]")
     arguments = parser.parse_args()
     arguments.work = os.path.abspath(arguments.work)
     os.makedirs(arguments.work, exist_ok=True)
@@ -285,7 +308,10 @@ def main():
     begun = time.monotonic()
     receive(arguments.folder, arguments.work, log)
     arguments.limit -= time.monotonic() - begun
-    Runner(arguments, log).run()
+    runner = Runner(arguments, log)
+    if not runner.devices:
+        sys.exit("there is no GPU: name a device by --devices")
+    runner.run()
 
 
 if __name__ == "__main__":

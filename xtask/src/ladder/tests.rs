@@ -1,7 +1,7 @@
 //! Tests of the plan, the schedule, and the records.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -334,22 +334,25 @@ fn a_queue_goes_on_after_its_limit() {
     fs::create_dir_all(&upload).unwrap();
     let made = pack::folders(&files, &queue, 2 << 20, &upload).unwrap();
     let (work, out) = (folder.0.join("work"), folder.0.join("out"));
-    let command = |at: usize, limit: &str| -> String {
-        let mut python = Command::new("python3");
-        python.arg(made[at].join(pack::SCRIPT_FILE)).arg(&made[at]);
-        python.args(["--limit", limit, "--stop", "1", "--device", "flex"]);
-        let output = python
-            .arg("--work")
-            .arg(&work)
-            .arg("--out")
-            .arg(&out)
-            .output()
-            .unwrap();
-        let text = String::from_utf8(output.stdout).unwrap();
-        let error = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.success(), "{text}{error}");
-        text
-    };
+    let command_of =
+        |at: usize, limit: &str, devices: &[&str], [work, out]: [&Path; 2]| -> String {
+            let mut python = Command::new("python3");
+            python.arg(made[at].join(pack::SCRIPT_FILE)).arg(&made[at]);
+            python.args(["--limit", limit, "--stop", "1", "--devices"]);
+            let output = python
+                .args(devices)
+                .arg("--work")
+                .arg(work)
+                .arg("--out")
+                .arg(out)
+                .output()
+                .unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            let error = String::from_utf8(output.stderr).unwrap();
+            assert!(output.status.success(), "{text}{error}");
+            text
+        };
+    let command = |at: usize, limit: &str| command_of(at, limit, &["flex"], [&work, &out]);
     // The first run begins and is interrupted, unless unpacking took too long; then it begins in the
     // second command. Nothing else waits for a limit.
     let mut texts = vec![command(0, "6")];
@@ -376,6 +379,17 @@ fn a_queue_goes_on_after_its_limit() {
     let found = collect(&text, &plan(), &folder.0.join("results")).unwrap();
     assert_eq!(found.new, names[..2]);
     assert_eq!(found.crashed[0].0, names[2]);
+    // While one device trains the first run, another takes those behind it, each once.
+    let [work2, out2] = ["work2", "out2"].map(|name| folder.0.join(name));
+    let all = command_of(0, "15", &["flex", "cpu"], [&work2, &out2]);
+    let ended = fs::read_to_string(out2.join("results.json")).unwrap();
+    let ended: Vec<Value> = serde_json::from_str(&ended).unwrap();
+    let ended: Vec<&str> = ended
+        .iter()
+        .map(|of| of["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(ended, names[1..], "{all}");
+    assert!(all.contains("10m-bf16-s0: stopped"), "{all}");
     // A corrupt upload is refused.
     let damaged = made[0].join("valid.tokens.xz");
     fs::write(&damaged, "other").unwrap();

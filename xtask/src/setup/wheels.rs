@@ -58,7 +58,11 @@ pub fn unpack(requirements: &Requirements, folder: &Path) -> Result<Download> {
     if !output.status.success() {
         return refused(&output);
     }
-    for line in requirements.text.lines() {
+    let names = requirements
+        .text
+        .lines()
+        .filter(|line| !line.starts_with(' '));
+    for line in names {
         if let Some((package, _)) = line.split_once(" \\") {
             println!("  {}: SHA-256 verified", package.replacen("==", " ", 1));
         }
