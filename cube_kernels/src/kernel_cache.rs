@@ -55,8 +55,8 @@ pub fn default_folder() -> PathBuf {
 /// the crate `log`. Call it before anything else uses CubeCL, that is, before the first device is
 /// opened.
 ///
-/// Returns the cache file, or `None` if kernels are not cached: without a `folder`, without a CUDA
-/// driver, or if the crate was built without the feature `kernel-cache`.
+/// Returns the cache file, or `None` if kernels are not cached: without a `folder`, or without a
+/// CUDA driver.
 ///
 /// The rest of CubeCL's configuration is unchanged: it is read from `cubecl.toml` or `burn.toml` in
 /// the current folder or above it, and from the environment. If that file enables the store itself
@@ -85,7 +85,6 @@ pub fn configure(folder: Option<&Path>) -> Result<Option<PathBuf>, KernelCacheEr
 }
 
 /// Enables the store in `folder`. Returns true if kernels are cached.
-#[cfg(feature = "kernel-cache")]
 fn keep(
     config: &mut CubeClRuntimeConfig,
     folder: &Path,
@@ -104,13 +103,7 @@ fn keep(
     Ok(true)
 }
 
-#[cfg(not(feature = "kernel-cache"))]
-fn keep(_: &mut CubeClRuntimeConfig, _: &Path, _: i32) -> Result<bool, KernelCacheError> {
-    Ok(false)
-}
-
 /// Returns the file name without its extension: the version of this crate and that of the driver.
-#[cfg(feature = "kernel-cache")]
 fn name(driver: i32) -> String {
     let mut name = format!("kernels-{}-cuda{driver}", env!("CARGO_PKG_VERSION"));
     let no_build_id = cubecl::hash::StableHasher::hash_one(&None::<&'static [u8]>);
@@ -136,7 +129,6 @@ fn driver_version() -> Option<i32> {
 
 /// Returns a number that identifies this program's executable, from its length and modification
 /// time.
-#[cfg(feature = "kernel-cache")]
 fn program() -> u64 {
     let metadata = std::env::current_exe().and_then(std::fs::metadata);
     metadata.map_or(0, |metadata| {

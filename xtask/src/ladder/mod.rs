@@ -74,8 +74,7 @@ struct NextArgs {
     /// End each command after this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 570)]
     seconds: u64,
-    /// Pack this program, built from --commit, instead of building one with the features cuda and
-    /// kernel-cache
+    /// Pack this program, built from --commit, instead of building one with the feature cuda
     #[arg(long, value_name = "FILE", requires = "commit")]
     binary: Option<PathBuf>,
     /// Record this commit for --binary
@@ -202,7 +201,7 @@ fn built() -> Result<(PathBuf, String)> {
     let commit = git(&["rev-parse", "--short=9", "HEAD"])?;
     let mut build = workspace::cargo();
     build.args(["build", "--release", "--package", "nvfp4-cli"]);
-    workspace::spawn(build.args(["--features", "cuda,kernel-cache"]))?;
+    workspace::spawn(build.args(["--features", "cuda"]))?;
     Ok((workspace::target_folder()?.join("release/nvfp4"), commit))
 }
 
