@@ -425,7 +425,7 @@ pub(crate) mod tests {
     /// True if this run omits a preset.
     fn is_omitted(preset: &str) -> bool {
         std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cpu")
-            && std::env::var_os("NVFP4_TEST_FULL").is_none()
+            && !nvfp4_test_support::is_full()
             && !COMPILED_IN_BRIEF.contains(&preset)
     }
 

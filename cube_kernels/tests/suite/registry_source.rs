@@ -17,7 +17,6 @@ use std::{
 
 use crate::gemm_source::{self, Resources};
 use crate::support::{
-    is_full,
     lock::{self, Cost, Lock, Locked},
     nvrtc::CudaTools,
     sources::{self, is_left_out, machine_code},
@@ -33,7 +32,7 @@ use nvfp4_kernels::{
     graph::WAITING,
     registry::{self, DummyDevice, Expected, Instance},
 };
-use nvfp4_test_support::Skip;
+use nvfp4_test_support::{Skip, is_full};
 
 /// SASS of `cvt.rn.satfinite.e2m1x2`, `cvt.rs.satfinite.e2m1x4` and `cvt.rn.satfinite.e4m3x2`.
 const E2M1_RN: &str = "F2FP.SATFINITE.E2M1.F32.PACK_AB_MERGE_C";

@@ -35,7 +35,7 @@ fn device() -> Option<(Device, bool, u64)> {
 /// True if this run omits tests that take minutes on the CPU runtime.
 fn is_brief() -> bool {
     let on_gpu = std::env::var("NVFP4_TEST_DEVICE").as_deref() == Ok("cuda");
-    !on_gpu && std::env::var_os("NVFP4_TEST_FULL").is_none()
+    !on_gpu && !nvfp4_test_support::is_full()
 }
 
 /// Returns the losses of all steps and the parameters, as bits.

@@ -5,4 +5,4 @@ mod golden;
 mod skip;
 
 pub use golden::{Scratch, golden, golden_with_tokenizer};
-pub use skip::{Elsewhere, Skip, test_name};
+pub use skip::{Elsewhere, Skip, is_full, test_name};

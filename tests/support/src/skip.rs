@@ -23,6 +23,11 @@ pub enum Skip {
     OnlyFull,
 }
 
+/// True in a run of `cargo xtask test --full`.
+pub fn is_full() -> bool {
+    std::env::var_os("NVFP4_TEST_FULL").is_some()
+}
+
 impl Skip {
     /// All reasons.
     pub const ALL: [Self; 8] = [

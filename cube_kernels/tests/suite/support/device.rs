@@ -1,6 +1,6 @@
 //! The device under test, and transfers of tensors.
 
-use super::{inputs::TestElement, is_full};
+use super::inputs::TestElement;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
@@ -10,7 +10,7 @@ use nvfp4_kernels::{
     quantize::kernels::set_units,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
-use nvfp4_test_support::Skip;
+use nvfp4_test_support::{Skip, is_full};
 
 /// Returns the device in `NVFP4_TEST_DEVICE` (`cpu`, the default, or `cuda`), or `None`, with a
 /// message, if it is not available. With `NVFP4_TEST_EMULATED` its kernels are those of Blackwell,

@@ -28,9 +28,3 @@ pub mod nvrtc;
 #[cfg(all(feature = "cpu", feature = "cuda"))]
 #[macro_use]
 pub mod sources;
-
-/// True if this run omits nothing: `cargo xtask test --full`.
-#[cfg(feature = "cube")]
-pub fn is_full() -> bool {
-    std::env::var_os("NVFP4_TEST_FULL").is_some()
-}
