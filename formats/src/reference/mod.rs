@@ -45,7 +45,7 @@ pub use activation::{Activation, activation, activation_backward, swiglu, swiglu
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use choice_window::{ChoiceWindow, EARLIER_UNITS, sort_window};
 pub use dequantize::{decode_blocks, decode_blocks_into, dequantize};
-pub use element::Element;
+pub use element::{Element, Elements};
 pub use embedding::{EMBEDDING_RUN, TablePart, embedding, embedding_gradient};
 pub use exponential::{
     EXP_CUTOFF, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, TO_INTEGER, exp_of_negative, sigmoid,
