@@ -157,7 +157,7 @@ impl BlockPosition {
     /// Returns the index of block `block` of stored row `row`, for a tensor with `blocks` blocks
     /// per row.
     #[inline(always)]
-    pub fn index(&self, row: u64, block: u64, blocks: u64) -> u64 {
+    pub(crate) fn index(&self, row: u64, block: u64, blocks: u64) -> u64 {
         let (row, block) = match &self.gaps {
             Gaps::None => (row, block),
             Gaps::Rows(gaps) => (Gap::shifted(gaps, row), block),
