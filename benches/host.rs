@@ -9,7 +9,7 @@ use std::{
 
 use burn::tensor::bf16;
 use criterion::{Criterion, Throughput};
-use nvfp4::kernels::{
+use nvfp4::formats::{
     Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding,
     ScaleLayout, Usage,
     reference::{self, Element},

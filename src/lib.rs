@@ -8,8 +8,8 @@
 //!
 //! - at its root, everything of [`burn_nvfp4`]: [`Nvfp4Linear`], which replaces Burn's `Linear`,
 //!   and [`Nvfp4Recipe`], which configures the quantization;
-//! - [`kernels`], the formats, the reference numerics on the host and the CubeCL kernels, for use
-//!   without Burn.
+//! - [`formats`], the formats and the reference numerics on the host;
+//! - `kernels` (features `cpu` and `cuda`), the CubeCL kernels, for use without Burn.
 //!
 //! The command `nvfp4` is in the crate `nvfp4-cli`, and the language model that it trains in the
 //! crate `nvfp4-lm`. Neither is a dependency of this crate.
@@ -37,7 +37,10 @@
 
 pub use burn_nvfp4::*;
 
-/// Formats, reference numerics and CubeCL kernels; independent of Burn.
+/// Formats and reference numerics on the host; independent of Burn and CubeCL.
+pub use nvfp4_formats as formats;
+/// CubeCL kernels; independent of Burn.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 pub use nvfp4_kernels as kernels;
 
 /// Compiles and runs the examples of the book; those of the decorator only on a Cube device.

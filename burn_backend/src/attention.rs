@@ -28,9 +28,9 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
-pub use nvfp4_kernels::AttentionParams;
+pub use nvfp4_formats::AttentionParams;
 
 use crate::functions::or_panic;
 use crate::ops::attention::{

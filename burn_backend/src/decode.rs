@@ -12,8 +12,8 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use nvfp4_kernels::Nvfp4Error;
-use nvfp4_kernels::format::e4m3;
+use nvfp4_formats::Nvfp4Error;
+use nvfp4_formats::format::e4m3;
 
 use crate::attention::{AttentionParams, RotaryTables, checked_spec};
 use crate::ops::attention::{AttentionInputs, AttentionSpec};

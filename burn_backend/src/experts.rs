@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
-use nvfp4_kernels::Nvfp4Error;
-pub use nvfp4_kernels::reference::Router;
+use nvfp4_formats::Nvfp4Error;
+pub use nvfp4_formats::reference::Router;
 
 use crate::functions::{into_bias, or_panic};
 use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
@@ -249,7 +249,7 @@ pub struct MoeRoute {
 
 /// Computes the softmax of `logits` (`f32[tokens, experts]`), the choice of each token's experts,
 /// their weights, and the router losses, by two kernels in the forward and one in the backward. The
-/// bits are those of [`reference::route`](nvfp4_kernels::reference::route) on every device.
+/// bits are those of [`reference::route`](nvfp4_formats::reference::route) on every device.
 ///
 /// # Errors
 /// Returns an error if the device has no implementation, `logits` is not `f32`, there is no token,

@@ -6,7 +6,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
-use nvfp4_kernels::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Usage};
+use nvfp4_formats::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Usage};
 
 use crate::ops::{
     GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand,

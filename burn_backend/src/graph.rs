@@ -25,7 +25,7 @@ use std::sync::{Mutex, PoisonError};
 use burn_core::backend::{Backend, BackendGraph, Dispatch, DispatchDevice};
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Device, Int, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::ops::graph::GraphOps;
 use crate::state::{FoundLayer, layers};

@@ -6,7 +6,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::functions::{into_bias, or_panic};
 use crate::ops::layers::{Activation, ActivationOps, Gelu, Norm, NormOps, NormSpec, OutputAmax};

@@ -96,7 +96,7 @@ pub use nn::{
     Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Moe, Nvfp4MoeConfig,
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
-pub use nvfp4_kernels::{
+pub use nvfp4_formats::{
     BlockPosition, Gap, Gaps, Hadamard, Nvfp4Error, RandomStream, Rounding, Usage,
 };
 pub use recipe::{LayerMode, Nvfp4Recipe};

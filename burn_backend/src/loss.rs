@@ -5,8 +5,8 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Int, Tensor};
-use nvfp4_kernels::Nvfp4Error;
-pub use nvfp4_kernels::{CrossEntropy, KlDivergence, Reduction};
+use nvfp4_formats::Nvfp4Error;
+pub use nvfp4_formats::{CrossEntropy, KlDivergence, Reduction};
 
 use crate::functions::or_panic;
 use crate::ops::loss::{LinearKl, LinearLossRequest, LossOps, TablePart};

@@ -1,6 +1,6 @@
 //! Random streams of the operands of a layer.
 
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 /// Stream role: row-wise quantized output gradient, in dgrad.

@@ -3,7 +3,7 @@
 use burn_core::backend::DispatchDevice;
 use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Shape, Tensor, kind::Basic};
-use nvfp4_kernels::{BLOCK, Nvfp4Error};
+use nvfp4_formats::{BLOCK, Nvfp4Error};
 
 use crate::parallel::whole_dims;
 

@@ -1,6 +1,6 @@
 //! Rows of `nvfp4 doctor` that kernels do not describe themselves: Flex, and operations of Burn.
 
-use nvfp4::kernels::describe::CodePath;
+use nvfp4::formats::describe::CodePath;
 
 /// Returns the rows of Flex, which has one kernel for everything.
 pub(crate) fn flex() -> Vec<CodePath> {

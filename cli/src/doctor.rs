@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use burn::tensor::{Device, FloatDType};
-use nvfp4::kernels::describe::CodePath;
+use nvfp4::formats::describe::CodePath;
 
 use crate::device::{DeviceName, cuda_count, hardware};
 use crate::dispatch;

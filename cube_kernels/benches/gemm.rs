@@ -34,8 +34,8 @@ use common::{
 };
 use criterion::Criterion;
 use cubecl::prelude::*;
+use nvfp4_formats::{AmaxGranularity, Format, Hadamard, Layout, RandomStream, Usage};
 use nvfp4_kernels::{
-    Format, Hadamard, Layout, RandomStream, Usage,
     capabilities::Capabilities,
     cubecl,
     gemm::{
@@ -45,10 +45,7 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{
-        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
-        Matrix,
-    },
+    tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix},
 };
 
 /// Name of cuBLAS's GEMMs.
@@ -350,7 +347,7 @@ fn decoded(client: &Client, packed: &DeviceQuantized) -> Matrix {
 }
 
 /// Runs cuBLAS's GEMM of two bf16 matrices.
-fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
+fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_formats::Nvfp4Error> {
     let out = Matrix::empty(client, a.rows, b.rows, FloatKind::Bf16);
     let side = |matrix: &Matrix, data| CublasLtOperand {
         rows: matrix.rows,
@@ -372,7 +369,7 @@ fn cublas(client: &Client, a: &Matrix, b: &Matrix) -> Result<Matrix, nvfp4_kerne
 }
 
 /// Runs our GEMM.
-fn multiply(client: &Client, request: Gemm) -> Result<Matrix, nvfp4_kernels::Nvfp4Error> {
+fn multiply(client: &Client, request: Gemm) -> Result<Matrix, nvfp4_formats::Nvfp4Error> {
     gemm::gemm(client, &request).map(|output| output.matrix)
 }
 

@@ -6,7 +6,7 @@ use cubecl::{
     server::Handle,
 };
 
-pub use crate::policy::AmaxGranularity;
+pub(crate) use crate::AmaxGranularity;
 use crate::{
     Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream, ScaleLayout, Storage,
     Usage,

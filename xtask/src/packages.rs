@@ -13,8 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::workspace::{self, Member};
 
 /// Features that docs.rs builds with, by package; identical to `package.metadata.docs.rs`.
-const DOCS_RS: [(&str, &str); 5] = [
-    ("nvfp4-kernels", "cube"),
+const DOCS_RS: [(&str, &str); 4] = [
     ("burn-nvfp4", "flex,cubecl-backend,train"),
     ("nvfp4", "flex,train"),
     ("nvfp4-lm", "flex"),
@@ -62,9 +61,10 @@ pub fn run() -> Result<()> {
 /// those of docs.rs need LLVM.
 fn boundaries() -> Result<()> {
     let mut command = workspace::cargo();
-    command.args(["check", "--package", "nvfp4-kernels"]);
+    command.args(["check", "--package", "nvfp4-formats"]);
     workspace::spawn(&mut command)?;
-    absent("nvfp4-kernels", &[], &["cubecl", "tracel-llvm", "llvm-sys"])?;
+    absent("nvfp4-formats", &[], &["cubecl", "tracel-llvm", "llvm-sys"])?;
+    absent("nvfp4-kernels", &[], &RUNTIMES)?;
     absent("nvfp4", &[], &RUNTIMES)?;
     absent("nvfp4-cli", &[], &RUNTIMES)?;
     for (package, features) in DOCS_RS {

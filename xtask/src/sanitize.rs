@@ -30,13 +30,10 @@ const LEFT_OUT: [&str; 6] = [
 const SUITE: &str = "suite";
 
 /// Modules of tests that launch no kernel, or launch each one a hundred times.
-const NOT_RUN: [&str; 8] = [
-    "accuracy",
+const NOT_RUN: [&str; 5] = [
     "registry_source",
     "dequantize",
     "gemm_source",
-    "golden",
-    "oracle",
     "repeated",
     "shapes",
 ];

@@ -168,7 +168,7 @@ impl Bench {
             bench: "layers",
             gpu: device_name(&self.device_name),
             title: "Layers beside Burn's, forward and backward",
-            about: &["burn_backend/src", "cube_kernels/src"],
+            about: &["burn_backend/src", "formats/src", "cube_kernels/src"],
             method: "the host's clock around ten steps, the fastest of three batches",
             row: "layer",
             units: &[("ms", 3)],

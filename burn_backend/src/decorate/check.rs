@@ -3,7 +3,7 @@
 use burn_core::backend::DispatchDevice;
 use burn_core::tensor::Device;
 use burn_cubecl::CubeDevice;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::validate;
 

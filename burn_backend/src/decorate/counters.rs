@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use nvfp4_kernels::Format;
+use nvfp4_formats::Format;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::OperandSpec;

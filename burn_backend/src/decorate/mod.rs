@@ -48,7 +48,7 @@ use burn_core::module::{Module, Param, ParamGroup, ParamId, Reparameterizer};
 use burn_core::tensor::Tensor;
 use burn_cubecl::fusion;
 use burn_cubecl::fusion::RegistryError;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 pub use counters::GemmFormat;
 pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
@@ -291,7 +291,7 @@ fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
     if let Some(experts) = mark.layer.experts {
         check_experts("model", experts)?;
     }
-    let block = nvfp4_kernels::BLOCK;
+    let block = nvfp4_formats::BLOCK;
     if [d_in, d_out].iter().all(|dim| *dim > 0 && dim % block == 0) {
         return Ok(());
     }

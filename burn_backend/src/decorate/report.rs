@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 
 use burn_core::module::Module;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 use super::call::failure_message;

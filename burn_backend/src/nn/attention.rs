@@ -9,7 +9,7 @@ use burn_core::tensor::{Bool, Device, FloatDType, Int, Tensor};
 use burn_nn::activation::Gelu;
 use burn_nn::attention::MultiHeadAttention;
 use burn_nn::{Dropout, DropoutConfig, Initializer};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::parts::{PartIds, parts, side_by_side};
 use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};

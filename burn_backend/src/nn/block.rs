@@ -6,7 +6,7 @@ use burn_core::config::Config;
 use burn_core::module::Module;
 use burn_core::tensor::{Bool, Device, Tensor};
 use burn_nn::Initializer;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::{
     ExpertParallelMoe, MoeOutput, Neighbours, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe,

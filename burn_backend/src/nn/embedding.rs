@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::{FloatDType, Int, Tensor};
 use burn_nn::Embedding as BurnEmbedding;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::functions::or_panic;
 use crate::loss::try_embedding;

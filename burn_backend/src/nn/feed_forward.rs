@@ -9,7 +9,7 @@ use burn_core::tensor::{Device, Tensor};
 use burn_nn::activation::{Activation, SwiGlu as BurnSwiGlu};
 use burn_nn::transformer::PositionWiseFeedForward;
 use burn_nn::{Dropout, Initializer, Linear};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::parts::{LinearPart, PartIds, parts, side_by_side};
 use super::{Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, rows};

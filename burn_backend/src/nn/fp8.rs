@@ -6,8 +6,8 @@ use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Int, Tensor};
 use burn_nn::Linear;
-use nvfp4_kernels::Nvfp4Error;
-use nvfp4_kernels::reference::FP8_CHUNK;
+use nvfp4_formats::Nvfp4Error;
+use nvfp4_formats::reference::FP8_CHUNK;
 
 use super::rows;
 use crate::functions::or_panic;

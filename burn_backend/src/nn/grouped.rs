@@ -6,7 +6,7 @@ use burn_core::config::Config;
 use burn_core::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn_core::tensor::{Device, Tensor};
 use burn_nn::{Initializer, Linear};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::operand_weight::{OperandWeight, gathered_weight};
 use super::parts::{LinearPart, PartIds, apart, constant};

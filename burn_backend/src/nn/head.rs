@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::{Int, Tensor};
 use burn_nn::Linear;
-use nvfp4_kernels::{CrossEntropy, Nvfp4Error};
+use nvfp4_formats::{CrossEntropy, Nvfp4Error};
 
 use super::{cast, rows};
 use crate::functions::or_panic;

@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, FloatDType, Tensor};
 use burn_nn::{LayerNorm as BurnLayerNorm, LayerNormConfig, RmsNorm as BurnRmsNorm};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::{Nvfp4Linear, cast};
 use crate::functions::{or_panic, try_layer_norm, try_rms_norm};

@@ -2,7 +2,7 @@
 
 use burn_core::module::Param;
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::parts::{LinearPart, identity_of};
 use crate::ops::sharding::{GatheredWeight, WeightPart};

@@ -1,7 +1,7 @@
 //! Sorting of tokens by expert, on the device.
 
 use burn_core::tensor::{Int, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::experts::{ExpertOffsets, SortedChoices, moe_permute, moe_unpermute, sort_choices};
 

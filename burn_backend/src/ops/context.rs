@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use burn_core::backend::{self, Backend, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
-use nvfp4_kernels::PackedReads;
+use nvfp4_formats::PackedReads;
 
 use super::collective::ReduceDtype;
 use super::form::{Forms, LayerGemm};

@@ -2,7 +2,7 @@
 
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape, Slice};
-use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
+use nvfp4_formats::{AmaxGranularity, Layout, Usage};
 
 use super::Nvfp4KernelOps;
 use super::dtype::cast;

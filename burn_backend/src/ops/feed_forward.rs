@@ -210,7 +210,7 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Tensor};
-    use nvfp4_kernels::PackedReads;
+    use nvfp4_formats::PackedReads;
 
     use super::super::Nvfp4Ops;
     use super::super::context::tests::{device, spec};

@@ -3,9 +3,9 @@
 use burn_core::backend::{Backend, tensor::IntTensor};
 use burn_core::tensor::Shape;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-use nvfp4_kernels::AmaxGranularity;
-use nvfp4_kernels::reference::swizzle::TILE_INNER;
-use nvfp4_kernels::{Format, PackedReads};
+use nvfp4_formats::AmaxGranularity;
+use nvfp4_formats::reference::swizzle::TILE_INNER;
+use nvfp4_formats::{Format, PackedReads};
 
 use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
@@ -201,7 +201,7 @@ pub(crate) struct WeightForms {
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
-    use nvfp4_kernels::{Rounding, Usage};
+    use nvfp4_formats::{Rounding, Usage};
 
     use super::super::Nvfp4KernelOps;
     use super::super::context::tests::device;
@@ -209,7 +209,7 @@ mod tests {
     use super::*;
 
     /// Returns the layout, and the bytes of codes and of scales.
-    fn parts(made: QuantizedMatrix<Dispatch>) -> (nvfp4_kernels::Layout, [Vec<u8>; 2]) {
+    fn parts(made: QuantizedMatrix<Dispatch>) -> (nvfp4_formats::Layout, [Vec<u8>; 2]) {
         let layout = made.layout;
         let (codes, scales) = made.into_packed();
         let bytes = [codes, scales].map(|x| {

@@ -9,7 +9,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 use super::branch::{Branch, BranchPoint};
 use super::collective::CollectiveOps;

@@ -3,9 +3,9 @@
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::DType;
 #[cfg(feature = "cubecl-backend")]
-use nvfp4_kernels::ScaleLayout;
-use nvfp4_kernels::reference::padding::padded_bound;
-use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
+use nvfp4_formats::ScaleLayout;
+use nvfp4_formats::reference::padding::padded_bound;
+use nvfp4_formats::{AmaxGranularity, Layout, Usage};
 
 use super::spec::QuantParams;
 use super::stored::StoredForm;
@@ -73,7 +73,7 @@ impl GroupCount {
     /// Returns rows and columns of the block scales of the quantized groups with this layout.
     #[cfg(feature = "cubecl-backend")]
     pub(super) fn scale_shape(self, layout: &Layout) -> [usize; 2] {
-        use nvfp4_kernels::reference::swizzle::row_group_tiles;
+        use nvfp4_formats::reference::swizzle::row_group_tiles;
         let (outer, blocks) = (layout.outer(), layout.blocks());
         let rows = match (layout.scale_layout, layout.usage, self) {
             (ScaleLayout::Compact, ..) => return [outer, blocks],

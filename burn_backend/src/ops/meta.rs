@@ -2,8 +2,8 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::reference::Activation;
-use nvfp4_kernels::{Layout, Storage, Usage};
+use nvfp4_formats::reference::Activation;
+use nvfp4_formats::{Layout, Storage, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};

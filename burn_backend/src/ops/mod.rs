@@ -75,7 +75,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::Shape;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 pub use branch::{Branch, BranchPoint};
 pub use context::LinearContext;
@@ -85,7 +85,7 @@ pub use feed_forward::FeedForwardSpec;
 pub use kernels::Nvfp4KernelOps;
 pub(crate) use probe::{Probe, SampledOperand};
 
-pub use nvfp4_kernels::{AmaxGranularity, BlockShape, Format, Layout};
+pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use stored::StoredForm;
 pub use tensors::{

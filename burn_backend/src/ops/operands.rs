@@ -7,8 +7,8 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::reference::Activation;
-use nvfp4_kernels::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
+use nvfp4_formats::reference::Activation;
+use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
 
 use super::dtype::cast;
 use super::form::Forms;
@@ -361,8 +361,8 @@ pub(super) fn stacked<B: Backend>(w: FloatTensor<B>, count: usize) -> FloatTenso
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
-    use nvfp4_kernels::reference::Gelu;
-    use nvfp4_kernels::{BlockScaling, ErrorNorm, Layout, RandomStream, Rounding, Storage};
+    use nvfp4_formats::reference::Gelu;
+    use nvfp4_formats::{BlockScaling, ErrorNorm, Layout, RandomStream, Rounding, Storage};
 
     use super::super::context::tests::device;
     use super::super::tensors::{QuantizedData, QuantizedMatrix};

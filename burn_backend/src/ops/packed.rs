@@ -13,7 +13,7 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::{Rounding, Usage};
+use nvfp4_formats::{Rounding, Usage};
 
 use super::dtype::cast;
 use super::float_dtype;

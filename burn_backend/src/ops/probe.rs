@@ -6,7 +6,7 @@ use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
-use nvfp4_kernels::{Format, Layout, ScaleLayout, Usage};
+use nvfp4_formats::{Format, Layout, ScaleLayout, Usage};
 
 use super::form::rows_of_tiles;
 use super::{MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec, QuantizedData};

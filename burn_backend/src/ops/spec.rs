@@ -1,11 +1,11 @@
 //! Quantization of the operands of a linear layer's GEMMs, with all random draws resolved.
 
-use nvfp4_kernels::{
+use nvfp4_formats::{
     AmaxGranularity, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard,
     HadamardSize, Nvfp4Error, RandomStream, Rounding, Usage,
 };
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::{Layout, reference::EDEN_GROUP};
+use nvfp4_formats::{Layout, reference::EDEN_GROUP};
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]

@@ -1,12 +1,12 @@
 //! Storage forms of quantized tensors.
 
-use nvfp4_kernels::ScaleLayout;
+use nvfp4_formats::ScaleLayout;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::Storage;
+use nvfp4_formats::Storage;
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_kernels::reference::swizzle::TILE_INNER;
+use nvfp4_formats::reference::swizzle::TILE_INNER;
 #[cfg(feature = "cubecl-backend")]
-use nvfp4_kernels::{Layout, Usage};
+use nvfp4_formats::{Layout, Usage};
 
 /// Storage form of a quantized tensor. It affects only the number of passes before a GEMM, never
 /// the result.

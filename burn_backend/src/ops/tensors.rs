@@ -10,7 +10,7 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::{Layout, Usage};
+use nvfp4_formats::{Layout, Usage};
 
 use super::spec::QuantParams;
 use super::stored::StoredForm;
@@ -83,7 +83,7 @@ pub struct ActivationAmaxes<B: Backend> {
     pub amax: AmaxPair<B>,
 }
 
-/// Elements of a quantized matrix, by [`Storage`](nvfp4_kernels::Storage).
+/// Elements of a quantized matrix, by [`Storage`](nvfp4_formats::Storage).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedData<B: Backend> {
@@ -132,7 +132,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     /// Returns the codes and block scales.
     ///
     /// # Panics
-    /// If the storage is not [`Storage::Packed`](nvfp4_kernels::Storage::Packed).
+    /// If the storage is not [`Storage::Packed`](nvfp4_formats::Storage::Packed).
     pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
         match self.data {
             QuantizedData::Packed { codes, scales } => (codes, scales),
@@ -264,7 +264,7 @@ impl<B: Backend> QuantizedPair<B> {
     }
 }
 
-/// One row-wise tensor in both [storages](nvfp4_kernels::Storage).
+/// One row-wise tensor in both [storages](nvfp4_formats::Storage).
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub struct BothStorages<B: Backend> {
@@ -322,7 +322,7 @@ pub enum RowGroups<B: Backend> {
         offsets: IntTensor<B>,
         /// Extent of the earlier groups in the tensor of all groups, after whose blocks these
         /// groups draw random bits: `u32[5]`, their rows in each of the units
-        /// [`EARLIER_UNITS`](nvfp4_kernels::reference::EARLIER_UNITS).
+        /// [`EARLIER_UNITS`](nvfp4_formats::reference::EARLIER_UNITS).
         earlier: IntTensor<B>,
     },
 }

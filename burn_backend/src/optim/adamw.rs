@@ -7,7 +7,7 @@ use burn_core::backend::{Dispatch, tensor::FloatTensor};
 use burn_core::module::{Module, ModuleMapper, Param, ParamId, ParamMapper};
 use burn_core::tensor::{DType, Device, FloatDType, GradientCheckpointingStrategy, Int, Tensor};
 use burn_optim::GradientsParams;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use nvfp4_parallel::Reduction;
 
 use super::clip::clip_factor;

@@ -4,7 +4,7 @@ use burn_core::backend::{Dispatch, DispatchTensor, tensor::FloatTensor};
 use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{Device, Tensor};
 use burn_optim::GradientsParams;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::config::positive;
 use crate::ops::optimizer::{BATCH, GradientBatch, OptimizerOps};

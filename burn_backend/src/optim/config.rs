@@ -2,8 +2,8 @@
 
 use burn_core::module::{ParamGroup, ParamId};
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::reference::AdamWParams;
-use nvfp4_kernels::{Nvfp4Error, RandomStream};
+use nvfp4_formats::reference::AdamWParams;
+use nvfp4_formats::{Nvfp4Error, RandomStream};
 
 /// Separates the random bits of moments from those of layers with the same seed.
 const SEED: u64 = 0x41_6461_6d57;

@@ -6,7 +6,7 @@ use burn_core::backend::Dispatch;
 use burn_core::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
 use burn_core::tensor::{Device, Int, Tensor, TensorData};
 use burn_optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::adamw::ParameterMoments;
 use super::config::{AdamWConfig, learning_rate};

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use burn_core::module::{Module, ModuleMapper, Param, ParamGroup, ParamId};
 use burn_core::tensor::{DType, FloatDType, Tensor};
 use burn_optim::GradientsParams;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::adamw::{AdamW, Check, ParameterMoments, Tracking, check_part};
 use super::config::{AdamWConfig, in_range, learning_rate, not_negative, positive};

@@ -2,7 +2,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};
-use nvfp4_kernels::reference::{AdamWParams, AdamWSchedule};
+use nvfp4_formats::reference::{AdamWParams, AdamWSchedule};
 
 use crate::ops::optimizer::OptimizerOps;
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_optim::GradientsParams;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::adamw::AdamW;
 use super::config::AdamWConfig;

@@ -20,7 +20,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;

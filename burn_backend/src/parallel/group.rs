@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{Device, Int, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use nvfp4_parallel::{Collective, HostGroup, ParallelError, Reduction, loopback};
 
 #[cfg(feature = "cuda")]

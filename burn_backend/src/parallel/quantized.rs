@@ -2,7 +2,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::{Hadamard, Nvfp4Error, Rounding, Usage};
+use nvfp4_formats::{Hadamard, Nvfp4Error, Rounding, Usage};
 
 use super::ProcessGroup;
 use crate::functions::{Nvfp4Tensor, quantize_params, try_quantize};

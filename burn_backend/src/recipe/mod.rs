@@ -9,7 +9,7 @@ use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::ParamGroup;
-use nvfp4_kernels::{Hadamard, HadamardSize, Nvfp4Error, RandomStream};
+use nvfp4_formats::{Hadamard, HadamardSize, Nvfp4Error, RandomStream};
 use serde::{Deserialize, Serialize};
 
 use crate::ops::LinearSpec;
@@ -20,7 +20,7 @@ use crate::rng::{
 use quant::{Draw, GemmOperands};
 
 pub use crate::ops::{AmaxGranularity, BackwardSource, BlockShape};
-pub use nvfp4_kernels::{BlockScaling, ErrorNorm};
+pub use nvfp4_formats::{BlockScaling, ErrorNorm};
 pub use policy::LayerPolicy;
 pub use quant::{OperandFormat, QuantSpec, RoundingMode};
 pub use schedule::{Healing, LayerMode};

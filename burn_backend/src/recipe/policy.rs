@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 /// Layers that stay in high precision by their position in the model. Embeddings, norms, heads and

@@ -1,6 +1,6 @@
 //! Recipes by name.
 
-use nvfp4_kernels::{BlockScaling, ErrorNorm, Nvfp4Error};
+use nvfp4_formats::{BlockScaling, ErrorNorm, Nvfp4Error};
 
 use super::quant::QuantSpec;
 use super::{BackwardSource, DgradRecipe, FpropRecipe, Nvfp4Recipe, WgradRecipe};

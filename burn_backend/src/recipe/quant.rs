@@ -1,6 +1,6 @@
 //! Quantization of GEMM operands: format, blocks, scale factors, rounding, transform.
 
-use nvfp4_kernels::{
+use nvfp4_formats::{
     AmaxGranularity, BlockScaling, BlockShape, ErrorNorm, Format, Hadamard, HadamardSize,
     Nvfp4Error, RandomStream, Rounding,
 };

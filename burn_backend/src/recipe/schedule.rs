@@ -1,6 +1,6 @@
 //! Layer modes, which switch the quantization of an existing model between steps.
 
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 use serde::{Deserialize, Serialize};
 
 use crate::ops::{BackwardSource, LinearSpec, OperandSpec};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use burn_core::backend::DeviceOps;
 use burn_core::module::{Content, Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{Device, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::ops::{CachedWeight, LinearContext, LinearSpec, Probe, WeightCache, WeightIdentity};
 use crate::parallel::ReduceDtype;

@@ -10,7 +10,7 @@ mod layer;
 mod saved;
 
 use burn_core::module::Module;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::rng::RANK_SHIFT;

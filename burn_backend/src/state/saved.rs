@@ -6,7 +6,7 @@ use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::layer::{FoundLayer, LayerState, layers};
 use crate::recipe::LayerMode;

@@ -4,9 +4,9 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use burn_core::tensor::TensorData;
-use nvfp4_kernels::format::{e2m1, e4m3};
-use nvfp4_kernels::reference::padding::padded_offsets;
-use nvfp4_kernels::{BLOCK, Hadamard, Usage, reference};
+use nvfp4_formats::format::{e2m1, e4m3};
+use nvfp4_formats::reference::padding::padded_offsets;
+use nvfp4_formats::{BLOCK, Hadamard, Usage, reference};
 
 use super::operand::OperandSample;
 use crate::ops::{AmaxGranularity, SampledOperand};

@@ -6,7 +6,7 @@ use burn_nvfp4::ops::{
     AmaxGranularity, BackwardSource, BlockShape, Format, LinearSpec, OperandSpec, QuantRounding,
 };
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Nvfp4Tensor, RandomStream, RngState, Rounding, Usage};
-use nvfp4_kernels::{BlockScaling, ErrorNorm};
+use nvfp4_formats::{BlockScaling, ErrorNorm};
 
 use crate::support::{Matrix, device, flex_only, skip_where_small_only};
 

@@ -5,8 +5,8 @@ use burn_core::store::ModuleRecord;
 use burn_core::tensor::{DType, Int, Tensor, TensorData};
 use burn_nn::Linear;
 use burn_nvfp4::nn::Fp8Linear;
-use nvfp4_kernels::format::e4m3;
-use nvfp4_kernels::reference::{self, Fp8Rows};
+use nvfp4_formats::format::e4m3;
+use nvfp4_formats::reference::{self, Fp8Rows};
 
 use crate::support::{Matrix, activation, device, gaussian, values};
 

@@ -10,8 +10,8 @@ use burn_nvfp4::ops::{
     QuantizedMatrix, RowGroups, StoredForm,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
-use nvfp4_kernels::reference::{self, EDEN_GROUP, padding};
-use nvfp4_kernels::{BlockScaling, Format, HadamardSize, QuantizedTensor};
+use nvfp4_formats::reference::{self, EDEN_GROUP, padding};
+use nvfp4_formats::{BlockScaling, Format, HadamardSize, QuantizedTensor};
 use nvfp4_test_support::elsewhere;
 
 use crate::support::{

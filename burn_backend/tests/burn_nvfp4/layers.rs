@@ -8,7 +8,7 @@ use burn_nn::LayerNormConfig;
 use burn_nvfp4::Nvfp4TransformerBlockConfig;
 use burn_nvfp4::functions::{self, Gelu};
 use burn_nvfp4::nn::{LayerNorm, ResidualStream, RmsNorm, RopeCacheConfig, SwiGlu};
-use nvfp4_kernels::reference::{self, Norm};
+use nvfp4_formats::reference::{self, Norm};
 
 use crate::support::{Matrix, activation, device, gaussian, skip_where_small_only, values};
 

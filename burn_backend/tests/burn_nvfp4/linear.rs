@@ -5,7 +5,7 @@ use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{AmaxGranularity, BackwardSource, LinearSpec, OperandSpec, QuantParams};
 use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4LinearConfig, Nvfp4Recipe, RandomStream, Rounding, Usage};
-use nvfp4_kernels::HadamardSize;
+use nvfp4_formats::HadamardSize;
 
 use crate::support::{
     Matrix, activation, assert_operands, device, one_by_16, skip_where_small_only, small_only,

@@ -7,7 +7,7 @@ use burn_nvfp4::loss::{
     try_cross_entropy, try_embedding, try_linear_cross_entropy, try_linear_kl_divergence,
 };
 use burn_nvfp4::nn::{Embedding, LmHead};
-use nvfp4_kernels::reference;
+use nvfp4_formats::reference;
 
 use crate::support::{Matrix, activation, burn_matmul_error, device, small_only};
 
@@ -354,7 +354,7 @@ fn wrong_arguments_are_refused_by_name() {
     let logits = || Tensor::<2>::zeros([4, 8], &device);
     let targets = |n: usize| ints(&vec![0; n], &device);
     let params = CrossEntropy::default();
-    let refused = |error: nvfp4_kernels::Nvfp4Error, name: &str| {
+    let refused = |error: nvfp4_formats::Nvfp4Error, name: &str| {
         let message = error.to_string();
         assert!(message.contains(&format!("`{name}`")), "{name}: {message}");
     };

@@ -8,7 +8,7 @@ use burn_nvfp4::nn::{
     Activations, NormLinear, Nvfp4PackedLinear, Nvfp4Weight, ResidualStream, RmsNorm,
 };
 use burn_nvfp4::{Nvfp4Error, Rounding, Usage};
-use nvfp4_kernels::{Amax, Nvfp4Params, reference};
+use nvfp4_formats::{Amax, Nvfp4Params, reference};
 
 use crate::support::counted::{collect, taken};
 use crate::support::{Matrix, activation, device, gaussian, gpu_only, values};

@@ -3,7 +3,7 @@
 use burn_core::tensor::{DType, FloatDType, Tensor, TensorData};
 use burn_nvfp4::functions::{dequantize, matmul, quantize, quantize_tiles};
 use burn_nvfp4::{Hadamard, Nvfp4Tensor, RandomStream, Rounding, Usage};
-use nvfp4_kernels::{QuantizedTensor, reference};
+use nvfp4_formats::{QuantizedTensor, reference};
 
 use crate::support::{Matrix, assert_product, device, gaussian, small_only, values};
 
@@ -80,7 +80,7 @@ fn tiles_are_the_oracle_byte_for_byte() {
         for &dtype in dtypes() {
             let matrix = Matrix::gaussian(rows, cols, dtype, 77);
             let (row, col) = quantize_tiles(matrix.tensor(&device));
-            let (expected_row, expected_col) = matrix.tiles(nvfp4_kernels::BlockScaling::Standard);
+            let (expected_row, expected_col) = matrix.tiles(nvfp4_formats::BlockScaling::Standard);
             assert_same_bytes("row", &row, &expected_row);
             assert_same_bytes("col", &col, &expected_col);
         }

@@ -8,7 +8,7 @@ use burn_nvfp4::nn::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, N
 use burn_nvfp4::{
     ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, Rounding, Usage,
 };
-use nvfp4_kernels::{Amax, BlockScaling, Nvfp4Params, reference};
+use nvfp4_formats::{Amax, BlockScaling, Nvfp4Params, reference};
 
 use crate::support::counted::{Work, collect, taken};
 use crate::support::{Matrix, activation, device, skip_where_small_only, values};
@@ -75,8 +75,8 @@ fn high_precision_inputs_see_the_values_of_the_checkpoint() {
     let w = values(weight.try_dequantize(FloatDType::F32).unwrap());
     // Decodes the first code of a nonzero block by hand.
     let (codes, scales) = bytes(N, K, 1);
-    let code = nvfp4_kernels::format::e2m1::decode(codes[0] & 0xF);
-    let scale = nvfp4_kernels::format::e4m3::decode(scales[0]);
+    let code = nvfp4_formats::format::e2m1::decode(codes[0] & 0xF);
+    let scale = nvfp4_formats::format::e4m3::decode(scales[0]);
     assert_eq!(w[0].to_bits(), ((code * scale) * factor).to_bits());
 
     let bias: Vec<f32> = (0..N).map(|i| i as f32 / 8.0).collect();
@@ -279,10 +279,10 @@ fn gradients_are_scaled_once() {
     let factors = [33.0 / 1024.0, 519.0 / 65536.0];
     let exact: Vec<f32> = {
         let elements = codes.iter().flat_map(|byte| [byte & 0xF, byte >> 4]);
-        let elements = elements.map(nvfp4_kernels::format::e2m1::decode);
+        let elements = elements.map(nvfp4_formats::format::e2m1::decode);
         let scales = scales
             .iter()
-            .map(|&byte| nvfp4_kernels::format::e4m3::decode(byte));
+            .map(|&byte| nvfp4_formats::format::e4m3::decode(byte));
         let scales: Vec<f32> = scales.collect();
         elements
             .enumerate()

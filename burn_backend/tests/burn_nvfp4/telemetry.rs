@@ -7,9 +7,9 @@ use burn_nvfp4::{
     ExpertOffsets, Hadamard, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4MoeConfig,
     Nvfp4Recipe, Rounding, Usage,
 };
-use nvfp4_kernels::format::e2m1;
-use nvfp4_kernels::reference::EDEN_GROUP;
-use nvfp4_kernels::{BLOCK, QuantizedTensor, reference};
+use nvfp4_formats::format::e2m1;
+use nvfp4_formats::reference::EDEN_GROUP;
+use nvfp4_formats::{BLOCK, QuantizedTensor, reference};
 
 use crate::support::{Matrix, Operand, activation, device, skip_where_small_only, sqnr, values};
 

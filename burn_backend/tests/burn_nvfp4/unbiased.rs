@@ -7,7 +7,7 @@ use burn_nvfp4::ops::OperandSpec;
 use burn_nvfp4::recipe::{BlockScaling, DgradRecipe, FpropRecipe, QuantSpec, WgradRecipe};
 use burn_nvfp4::state::RngState;
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Usage};
-use nvfp4_kernels::reference;
+use nvfp4_formats::reference;
 
 use crate::support::{Matrix, device, flex_only, values};
 

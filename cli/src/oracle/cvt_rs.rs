@@ -29,7 +29,8 @@ impl CvtRs {
 impl CvtRs {
     pub(super) fn run(self) -> Result<()> {
         use anyhow::{Context, ensure};
-        use nvfp4::kernels::{quantize, reference};
+        use nvfp4::formats::reference;
+        use nvfp4::kernels::quantize;
 
         use super::device::TestedDevice;
 

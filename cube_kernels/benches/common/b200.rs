@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use nvfp4_kernels::Format;
+use nvfp4_formats::Format;
 use serde_json::Value;
 
 /// Dense FP4 operations per second of a B200; FP8 has half as many.

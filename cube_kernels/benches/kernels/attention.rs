@@ -2,8 +2,9 @@
 //! PyTorch's times: 16384 tokens, a width of 2048, causal.
 
 use cubecl::prelude::Client;
+use nvfp4_formats::AttentionParams;
 use nvfp4_kernels::{
-    attention::{self, Attention, AttentionGradients, AttentionParams, Heads, Sequences},
+    attention::{self, Attention, AttentionGradients, Heads, Sequences},
     tensor::FloatKind,
 };
 

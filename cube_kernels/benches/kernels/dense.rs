@@ -1,10 +1,13 @@
 //! Kernels that read one matrix.
 
+use nvfp4_formats::{
+    AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage,
+    Usage,
+};
 use nvfp4_kernels::{
-    BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage, Usage,
     gemm::kernels::decode,
     quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, FloatKind, Groups},
+    tensor::{DeviceNvfp4Params, DeviceRounding, FloatKind, Groups},
     zeroed,
 };
 

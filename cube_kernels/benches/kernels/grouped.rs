@@ -2,8 +2,9 @@
 
 use std::cell::LazyCell;
 
+use nvfp4_formats::{BlockScaling, ErrorNorm, Usage};
 use nvfp4_kernels::{
-    BlockScaling, ErrorNorm, Usage, moe,
+    moe,
     quantize::{self, AmaxRequest},
     tensor::{DeviceNvfp4Params, Groups, Matrix},
 };

@@ -6,11 +6,11 @@ use std::{
 };
 
 use cubecl::{prelude::*, server::Handle};
+use nvfp4_formats::{AmaxGranularity, Hadamard, RandomStream};
 use nvfp4_kernels::{
-    Hadamard, RandomStream,
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, Amaxes, QuantRequest},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, FloatKind, Groups, Matrix},
+    tensor::{DeviceNvfp4Params, DeviceRounding, FloatKind, Groups, Matrix},
 };
 
 /// Bytes of codes and scales per NVFP4 element.

@@ -1,11 +1,11 @@
 //! Operations between linear layers: norms with and without a residual, and activations, forward
 //! and backward.
 
+use nvfp4_formats::reference::{Activation, Gelu, Norm};
 use nvfp4_kernels::{
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
     quantize::AmaxRequest,
-    reference::{Activation, Gelu, Norm},
 };
 
 use crate::{

@@ -1,8 +1,8 @@
 //! Cross entropy in place, and embeddings.
 
+use nvfp4_formats::{CrossEntropy, reference::TablePart};
 use nvfp4_kernels::{
-    CrossEntropy, embedding, loss,
-    reference::TablePart,
+    embedding, loss,
     tensor::{FloatKind, Matrix},
 };
 

@@ -1,10 +1,10 @@
 //! AdamW and the norm of gradients, over the parameters of a model.
 
 use cubecl::server::Handle;
+use nvfp4_formats::reference::{AdamWParams, AdamWSchedule};
 use nvfp4_kernels::{
     graph,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
-    reference::{AdamWParams, AdamWSchedule},
     tensor::FloatKind,
 };
 

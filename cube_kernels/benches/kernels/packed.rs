@@ -1,8 +1,9 @@
 //! Kernels with packed inputs, and MS-EDEN with both kinds of input.
 
 use cubecl::server::Handle;
+use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, Usage};
 use nvfp4_kernels::{
-    Format, Hadamard, HadamardSize, RandomStream, Usage, gemm,
+    gemm,
     quantize::{self, EdenForm, EdenSource},
     tensor::{FloatKind, Groups},
 };

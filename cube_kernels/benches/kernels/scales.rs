@@ -2,7 +2,8 @@
 //! the scales, without padding.
 
 use cubecl::{prelude::*, server::Handle};
-use nvfp4_kernels::{BLOCK, quantize};
+use nvfp4_formats::BLOCK;
+use nvfp4_kernels::quantize;
 
 use crate::{
     harness::Section,

@@ -40,7 +40,6 @@ use crate::{
     tensor::{Groups, Matrix},
 };
 
-pub use crate::policy::AttentionParams;
 pub use family::AttentionKernel;
 pub use request::{
     Attention, AttentionGradients, AttentionOutput, Heads, MAX_HEAD, Rope, Sequences,

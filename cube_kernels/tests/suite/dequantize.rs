@@ -5,10 +5,13 @@
 use crate::support::device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use crate::support::inputs::{Kind, convert, values};
 use half::bf16;
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
-    RandomStream, Rounding, Usage, quantize,
+    RandomStream, Rounding, Usage,
     reference::{self, EdenParams},
+};
+use nvfp4_kernels::{
+    quantize,
     tensor::{DeviceQuantized, FloatKind},
 };
 

@@ -2,11 +2,8 @@
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{
-    embedding,
-    reference::{self, TablePart},
-    tensor::FloatKind,
-};
+use nvfp4_formats::reference::{self, TablePart};
+use nvfp4_kernels::{embedding, tensor::FloatKind};
 
 use crate::support::{
     device::{DeviceElement, assert_floats, read_f32s, read_matrix, upload, upload_bytes},

@@ -17,12 +17,14 @@ use crate::support::policies::{
 use crate::support::process::ran_in_own_process;
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, Hadamard, HadamardSize, Rounding, Usage,
+    reference::{self, EdenParams},
+};
+use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
     quantize::{self, EdenSource},
-    reference::{self, EdenParams},
     tensor::{DeviceQuantized, Groups},
 };
 

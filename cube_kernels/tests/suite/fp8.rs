@@ -2,10 +2,12 @@
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     format::e4m3,
-    fp8::{self, Fp8Weight},
     reference::{self, Fp8Rows},
+};
+use nvfp4_kernels::{
+    fp8::{self, Fp8Weight},
     tensor::{FloatKind, Matrix},
 };
 

@@ -13,13 +13,14 @@ use crate::support::packed::{
 };
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
+use nvfp4_formats::reference;
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
         kernels::{Sm90Tile, W4a16Tile},
     },
-    quantize, reference,
+    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;

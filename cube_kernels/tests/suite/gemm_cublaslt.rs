@@ -11,17 +11,16 @@ use crate::support::packed::Packed;
 use crate::support::{device, inputs};
 use cubecl::{client::Client, prelude::*, server::Handle};
 use half::{bf16, f16};
+use nvfp4_formats::{Layout, Nvfp4Error, ScaleLayout, format::e4m3, reference};
 use nvfp4_kernels::{
-    Layout, Nvfp4Error, ScaleLayout,
     capabilities::{Capabilities, GemmBackend},
-    format::e4m3,
     gemm::{
         self, Choice, Device, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
         kernels::{add_rows_kernel, factors_kernel},
     },
-    quantize, reference,
+    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use nvfp4_test_support::Skip;

@@ -6,14 +6,16 @@ use crate::support::inputs::{Generator, Kind, convert, values};
 use crate::support::packed::Packed;
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Nvfp4Error,
+    reference::{Activation, Norm},
+};
+use nvfp4_kernels::{
     activation::activation,
     capabilities::{Capabilities, GemmBackend},
     gemm::{FusedLinear, FusedNorm, Gemm, Operand, fused_linear, gemm},
     norm::{NormRequest, norm},
     quantize::AmaxRequest,
-    reference::{Activation, Norm},
     tensor::{FloatKind, Matrix},
 };
 

@@ -14,8 +14,8 @@ use crate::support::{
 };
 use cubecl::prelude::*;
 use half::bf16;
+use nvfp4_formats::{Layout, Nvfp4Params, Rounding, ScaleLayout, Usage, reference};
 use nvfp4_kernels::{
-    Layout, Nvfp4Params, Rounding, ScaleLayout, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Gemm, GemmShape, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
@@ -23,7 +23,7 @@ use nvfp4_kernels::{
         kernels::{Sm90Tile, W4a16MnTile},
     },
     moe::GroupOffsets,
-    quantize, reference,
+    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -210,7 +210,7 @@ fn columns_of_part_of_a_block() {
     let left = Matrix::new(left, m, k, FloatKind::Bf16).unwrap();
     let mut random = Generator::new(9);
     let w: Vec<f32> = (0..k * n).map(|_| random.normal()).collect();
-    let amax = nvfp4_kernels::Amax::Tensor(reference::amax(&w));
+    let amax = nvfp4_formats::Amax::Tensor(reference::amax(&w));
     let policy = Nvfp4Params::new(Rounding::Nearest);
     let packed = reference::quantize(&w, n, k, Usage::Columnwise, &amax, &policy, 0).unwrap();
     let y = reference::decode_blocks(&packed);

@@ -16,8 +16,8 @@ use crate::support::{
     packed::{Packed, scaled},
 };
 use cubecl::prelude::*;
+use nvfp4_formats::Nvfp4Error;
 use nvfp4_kernels::{
-    Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     cube::{codec::Conversion, ptx::BlockScaled},
     gemm::{

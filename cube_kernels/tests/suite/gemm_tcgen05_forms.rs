@@ -14,11 +14,10 @@ use crate::support::{
 };
 use crate::tcgen05_model::ordered_sums;
 use cubecl::prelude::*;
+use nvfp4_formats::{Format, Layout, ScaleLayout, Usage, format::swizzle::swizzle};
 use nvfp4_kernels::{
-    Format, Layout, ScaleLayout, Usage,
     capabilities::GemmBackend,
     cube::ptx::BlockScaled,
-    format::swizzle::swizzle,
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
         kernels::{Fault, Sm100Form, Sm100Tile, TensorCore},
@@ -77,7 +76,7 @@ fn both(
     client: &Client,
     [a, b]: [&DeviceQuantized; 2],
     plan: Plan,
-) -> (Vec<f32>, Result<Vec<f32>, nvfp4_kernels::Nvfp4Error>) {
+) -> (Vec<f32>, Result<Vec<f32>, nvfp4_formats::Nvfp4Error>) {
     let request = Gemm::new(a, b).out(FloatKind::F32);
     let read = |matrix: Matrix| read_matrix(client, &matrix);
     let expected = multiply(client, request.backend(GemmBackend::Scalar)).unwrap();

@@ -10,8 +10,11 @@ use crate::support::policies::quantize_per_token_both;
 use crate::support::process::ran_in_own_process;
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use half::bf16;
+use nvfp4_formats::{
+    Amax, AmaxGranularity, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, Usage,
+    reference::{self, AdamWParams, AdamWSchedule, EdenParams},
+};
 use nvfp4_kernels::{
-    Amax, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
@@ -22,11 +25,7 @@ use nvfp4_kernels::{
     moe::GroupOffsets,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
     quantize::{self, EdenRandom, QuantRequest},
-    reference::{self, AdamWParams, AdamWSchedule, EdenParams},
-    tensor::{
-        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
-        Matrix,
-    },
+    tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix},
 };
 use nvfp4_test_support::Skip;
 use std::sync::{Mutex, MutexGuard};

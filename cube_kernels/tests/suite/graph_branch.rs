@@ -5,15 +5,12 @@ use crate::support::inputs::{Kind, convert, values};
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use cubecl_environment::stream::StreamId;
 use half::bf16;
+use nvfp4_formats::{AmaxGranularity, Usage};
 use nvfp4_kernels::{
-    Usage,
     foreign::{self, ForeignMemory},
     graph::{self, Branch},
     quantize::{self, QuantRequest},
-    tensor::{
-        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups,
-        Matrix,
-    },
+    tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix},
 };
 use std::sync::mpsc::channel;
 

@@ -9,12 +9,14 @@ use crate::support::device::{
 use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
-use nvfp4_kernels::{
-    Amax, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
-    RandomStream, Rounding, ScaleLayout, Usage,
-    quantize::{self, EdenForm, EdenSource, QuantRequest},
+use nvfp4_formats::{
+    Amax, AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize,
+    Nvfp4Error, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Usage,
     reference::{self, EdenParams, Element},
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
+};
+use nvfp4_kernels::{
+    quantize::{self, EdenForm, EdenSource, QuantRequest},
+    tensor::{DeviceQuantized, FloatKind, Groups},
 };
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];

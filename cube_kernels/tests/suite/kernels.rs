@@ -8,12 +8,14 @@ use crate::support::inputs::{Kind, TestElement, convert, values};
 use crate::support::{device, inputs};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, Hadamard, Nvfp4Error, Origin, QuantizedTensor, RandomStream, Rounding,
-    ScaleLayout,
+    ScaleLayout, reference,
+};
+use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::Gemm,
-    quantize, reference,
+    quantize,
     tensor::{DeviceQuantized, DeviceRounding, FloatKind, Matrix},
 };
 use proptest::prelude::*;
@@ -178,7 +180,7 @@ fn every_scale_byte_boundary() {
     let client = client!("every_scale_byte_boundary");
     let mut x = Vec::new();
     for byte in 0..0x7eu8 {
-        let decode = nvfp4_kernels::format::e4m3::decode;
+        let decode = nvfp4_formats::format::e4m3::decode;
         let middle = 0.5 * (decode(byte) + decode(byte + 1)) * 6.0;
         for delta in [-2i32, -1, 0, 1, 2] {
             let mut block = [0.3 * middle; 16];

@@ -8,10 +8,10 @@ use crate::support::device::{
 use crate::support::inputs::Generator;
 use cubecl::prelude::*;
 use half::{bf16, f16};
+use nvfp4_formats::reference::{padding, swizzle};
 use nvfp4_kernels::{
     moe::{self, GroupOffsets},
     quantize::{self},
-    reference::{padding, swizzle},
     tensor::{FloatKind, Matrix},
 };
 
@@ -569,7 +569,7 @@ fn wrong_offsets_stay_inside_the_buffers() {
 fn errors_name_the_argument() {
     let client = client!("errors_name_the_argument");
     let small = client.empty(4);
-    let name = |error: nvfp4_kernels::Nvfp4Error| error.to_string();
+    let name = |error: nvfp4_formats::Nvfp4Error| error.to_string();
     let error = name(GroupOffsets::new(small.clone(), 5).unwrap_err());
     assert!(error.contains("offsets") && error.contains("24"), "{error}");
     let error = name(GroupOffsets::new(small.clone(), 0).unwrap_err());

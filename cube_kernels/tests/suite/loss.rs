@@ -3,9 +3,8 @@
 
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{
-    CrossEntropy, KlDivergence, Nvfp4Error, Reduction, loss, reference, tensor::FloatKind,
-};
+use nvfp4_formats::{CrossEntropy, KlDivergence, Nvfp4Error, Reduction, reference};
+use nvfp4_kernels::{loss, tensor::FloatKind};
 
 use crate::support::{
     device::{

@@ -9,11 +9,13 @@ use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, Usage,
+    reference::{self, EdenParams, Element},
+};
+use nvfp4_kernels::{
     gemm::Gemm,
     quantize::{self, EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
-    reference::{self, EdenParams, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 

@@ -12,13 +12,15 @@ use crate::support::{
 };
 use cubecl::prelude::*;
 use half::{bf16, f16};
+use nvfp4_formats::{
+    Amax, AmaxGranularity, Format, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout, Usage,
+    reference::{self, Element, swizzle},
+};
 use nvfp4_kernels::{
-    Amax, Format, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout, Usage,
     gemm::Gemm,
     moe::GroupOffsets,
     quantize::{self, MxForm, QuantRequest},
-    reference::{self, Element, swizzle},
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
@@ -313,7 +315,7 @@ fn there_and_back() {
         scope: AmaxGranularity::PerTensor,
         copy: Nvfp4Params::new(Rounding::Nearest).into(),
     };
-    let request = Some((&request, nvfp4_kernels::Storage::Bf16Unscaled));
+    let request = Some((&request, nvfp4_formats::Storage::Bf16Unscaled));
     let made = quantize::quantize_operands(&client, &bf16_values, request, None).unwrap();
     let error = quantize::scales_in_tiles(&client, &made.0.unwrap()).unwrap_err();
     assert!(error.to_string().contains("packed"), "{error}");

@@ -5,9 +5,12 @@ use crate::support::device::{DeviceElement, assert_bytes, assert_floats, read_ma
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::prelude::*;
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, Format, Hadamard, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
-    quantize, reference,
+    reference,
+};
+use nvfp4_kernels::{
+    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -71,7 +74,7 @@ matrix_tests!(check_matrix, SHAPES, (79, 72));
 #[test]
 fn every_boundary_of_e2m1() {
     let client = client!("every_boundary_of_e2m1");
-    let decode = nvfp4_kernels::format::e2m1::decode;
+    let decode = nvfp4_formats::format::e2m1::decode;
     let mut x = Vec::new();
     for code in 0..7u8 {
         let middle = 0.5 * (decode(code) + decode(code + 1));
@@ -93,7 +96,7 @@ fn every_boundary_of_e2m1() {
 #[test]
 fn every_element_boundary() {
     let client = client!("every_element_boundary");
-    let decode = nvfp4_kernels::format::e4m3::decode;
+    let decode = nvfp4_formats::format::e4m3::decode;
     let mut x = Vec::new();
     for byte in 0..0x7Eu8 {
         let middle = 0.5 * (decode(byte) + decode(byte + 1));

@@ -7,13 +7,15 @@ use crate::support::device::{
 use crate::support::inputs::{Generator, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
+use nvfp4_formats::{
+    AmaxGranularity, Hadamard, HadamardSize,
+    reference::{self, Activation, Gelu, Norm},
+};
 use nvfp4_kernels::{
-    Hadamard, HadamardSize,
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
     quantize::{AmaxRequest, Amaxes, amaxes},
-    reference::{self, Activation, Gelu, Norm},
-    tensor::{AmaxGranularity, FloatKind, Groups},
+    tensor::{FloatKind, Groups},
 };
 
 const EPSILON: f32 = 1e-6;

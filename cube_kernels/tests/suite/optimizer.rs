@@ -5,10 +5,10 @@ use crate::support::device::{DeviceElement, read_bytes, upload_bytes};
 use crate::support::inputs::{Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
+use nvfp4_formats::reference::{self, AdamWParams, AdamWSchedule, Moment};
 use nvfp4_kernels::{
     graph,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
-    reference::{self, AdamWParams, AdamWSchedule, Moment},
     tensor::FloatKind,
 };
 

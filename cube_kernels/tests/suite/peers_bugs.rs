@@ -8,12 +8,14 @@ use crate::support::device::{read_bytes, read_f32, upload};
 use crate::support::inputs::{Kind, values};
 use cubecl::prelude::*;
 use half::bf16;
-use nvfp4_kernels::{
-    Amax, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Usage,
+use nvfp4_formats::{
+    Amax, AmaxGranularity, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Usage,
     format::{e2m1, e4m3},
-    quantize::{self, AmaxRequest, QuantRequest},
     reference::{self, GlobalScale, swizzle},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceRounding, Groups},
+};
+use nvfp4_kernels::{
+    quantize::{self, AmaxRequest, QuantRequest},
+    tensor::{DeviceNvfp4Params, DeviceRounding, Groups},
 };
 
 fn codes(bytes: &[u8]) -> Vec<u8> {

@@ -9,16 +9,15 @@ use crate::support::device::{
 use crate::support::inputs::{ALL_KINDS, Generator, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
+use nvfp4_formats::{AmaxGranularity, Hadamard, HadamardSize, reference};
 use nvfp4_kernels::{
-    Hadamard, HadamardSize,
     capabilities::Capabilities,
     cube::{
         codec::Conversion,
         exact::{fma, rcp_of_ordinary, reciprocal_of_1_to_2, sqrt},
     },
     quantize::{self, AmaxRequest, Prologue},
-    reference,
-    tensor::{AmaxGranularity, Groups, Matrix},
+    tensor::{Groups, Matrix},
 };
 
 const SHAPES: [(usize, usize); 6] = [(1, 16), (3, 48), (0, 16), (33, 80), (130, 64), (257, 144)];

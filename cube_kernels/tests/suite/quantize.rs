@@ -11,8 +11,11 @@ use crate::support::policies::{
 };
 use cubecl::prelude::*;
 use half::{bf16, f16};
+use nvfp4_formats::{
+    Amax, AmaxGranularity, BlockScaling, Hadamard, HadamardSize, Nvfp4Params, Usage,
+    reference::{self, padding, swizzle},
+};
 use nvfp4_kernels::{
-    Amax, BlockScaling, Hadamard, HadamardSize, Nvfp4Params, Usage,
     cube::{
         block::BlockPlan,
         codec::Conversion,
@@ -27,8 +30,7 @@ use nvfp4_kernels::{
             RowGroupsLaunch, RowPlan,
         },
     },
-    reference::{self, padding, swizzle},
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const SCALINGS: [BlockScaling; 4] = [BlockScaling::Standard, BlockScaling::Headroom, MAE, MSE];

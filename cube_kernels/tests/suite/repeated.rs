@@ -10,11 +10,13 @@ use crate::support::policies::{
 };
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
+use nvfp4_formats::{
+    AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
+};
 use nvfp4_kernels::{
-    BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
     moe::{self, GroupOffsets},
     quantize::{self, AmaxRequest, Prologue, QuantRequest},
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const ROWS: usize = 200;

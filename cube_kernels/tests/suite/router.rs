@@ -1,10 +1,8 @@
 //! Router, its gradient and the order of choices, compared with the oracle bit for bit.
 
 use cubecl::prelude::*;
-use nvfp4_kernels::{
-    moe,
-    reference::{self, BatchPart, Router, RouterGradients},
-};
+use nvfp4_formats::reference::{self, BatchPart, Router, RouterGradients};
+use nvfp4_kernels::moe;
 
 use crate::support::{
     device::{assert_floats, read_f32s, read_u32, upload_bytes},

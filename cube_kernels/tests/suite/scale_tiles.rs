@@ -11,13 +11,15 @@ use crate::support::{
 };
 use cubecl::{client::Client, server::Handle};
 use half::bf16;
+use nvfp4_formats::{
+    AmaxGranularity, BLOCK, Hadamard, HadamardSize, Nvfp4Error, RandomStream, Rounding,
+    ScaleLayout, Usage, reference::swizzle,
+};
 use nvfp4_kernels::{
-    BLOCK, Hadamard, HadamardSize, Nvfp4Error, RandomStream, Rounding, ScaleLayout, Usage,
     gemm::{Gemm, Operand, Scale},
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, EdenForm, EdenSource, QuantRequest},
-    reference::swizzle,
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 7);

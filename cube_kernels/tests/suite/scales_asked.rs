@@ -1,10 +1,8 @@
 //! The environment variable `NVFP4_SCALES`, tested in a separate process.
 
 use crate::support::process::ran_in_own_process;
-use nvfp4_kernels::{
-    PackedReads,
-    gemm::{OperandLayout, Problem, packed_reads},
-};
+use nvfp4_formats::PackedReads;
+use nvfp4_kernels::gemm::{OperandLayout, Problem, packed_reads};
 
 #[test]
 fn tiles_on_every_device() {

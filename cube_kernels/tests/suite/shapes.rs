@@ -4,12 +4,8 @@
 use crate::support::device::read_f32;
 use crate::support::samples;
 use crate::support::samples::{ONE, Sample};
-use nvfp4_kernels::{
-    Hadamard,
-    quantize::{self, AmaxRequest},
-    reference,
-    tensor::AmaxGranularity,
-};
+use nvfp4_formats::{AmaxGranularity, Hadamard, reference};
+use nvfp4_kernels::quantize::{self, AmaxRequest};
 
 const SMALL: [(usize, usize); 7] = [
     (128, 128),

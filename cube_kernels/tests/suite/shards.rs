@@ -4,13 +4,15 @@
 
 use cubecl::prelude::*;
 use half::bf16;
+use nvfp4_formats::{
+    Amax, AmaxGranularity, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Nvfp4Params, Origin,
+    QuantizedTensor, RandomStream, Rounding, Usage,
+    reference::{self, EdenParams},
+};
 use nvfp4_kernels::{
-    Amax, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Nvfp4Params, Origin, QuantizedTensor,
-    RandomStream, Rounding, Usage,
     moe::{EarlierGroups, GroupOffsets},
     quantize::{self, EdenRandom, EdenSource, QuantRequest},
-    reference::{self, EdenParams},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, Groups},
+    tensor::{DeviceNvfp4Params, DeviceQuantized, Groups},
 };
 
 use crate::support::device::{offsets, upload};

@@ -10,14 +10,13 @@ use crate::support::{
     packed::Packed,
 };
 use cubecl::prelude::*;
+use nvfp4_formats::{format::swizzle::swizzle, reference};
 use nvfp4_kernels::{
     cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
-    format::swizzle::swizzle,
     gemm::kernels::sm100_block_scaled_engine::{
         BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, Peer, TMEM_WORDS,
         VIOLATIONS, execute_copy, execute_mma,
     },
-    reference,
 };
 
 const NVFP4: BlockScaled = BlockScaled::Nvfp4;

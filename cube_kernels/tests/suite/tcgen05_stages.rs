@@ -9,9 +9,9 @@ use crate::support::{
 };
 use crate::tcgen05_model::{BASE, expected, ordered_sums, sums};
 use cubecl::prelude::*;
+use nvfp4_formats::format::swizzle::swizzle;
 use nvfp4_kernels::{
     cube::ptx::{BlockScaled, instruction_descriptor},
-    format::swizzle::swizzle,
     gemm::kernels::{
         Fault, GroupedDim, Sm100Form, Sm100Plan, TensorCore,
         sm100_block_scaled_engine::{

@@ -9,17 +9,18 @@ use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
+use nvfp4_formats::{
+    AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error,
+    Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage, Usage, reference,
+};
 use nvfp4_kernels::{
-    BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params, RandomStream,
-    Rounding, ScaleLayout, Storage, Usage,
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Gemm, Plan, Target,
         kernels::{Sm90Tile, decode},
     },
     quantize::{self, AmaxRequest, QuantRequest},
-    reference,
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const NEAREST: Rounding = Rounding::Nearest;

@@ -13,7 +13,7 @@ use burn::nn::{Initializer, Linear, RmsNormConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm};
-use nvfp4_kernels::BLOCK;
+use nvfp4_formats::BLOCK;
 
 use super::attention::Attention;
 use super::feed_forward::{FeedForward, Moe, SwiGlu};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Result, ensure};
-use nvfp4_kernels::BLOCK;
+use nvfp4_formats::BLOCK;
 
 use crate::hf::tensors::list;
 use crate::hf::{DecoderConfig, Dtype, Family, FeedForwardConfig, TensorFolder};

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use nvfp4_kernels::BLOCK;
+use nvfp4_formats::BLOCK;
 use serde_json::{Map, Value};
 
 use super::config::{FinetuneConfig, Objective};

@@ -9,7 +9,7 @@ use std::path::{Component, Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 use memmap2::Mmap;
-use nvfp4_kernels::format::e4m3;
+use nvfp4_formats::format::e4m3;
 use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;

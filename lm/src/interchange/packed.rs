@@ -1,8 +1,8 @@
 //! One NVFP4 weight as stored in checkpoints, with the convention of its global scale.
 
 use anyhow::{Result, bail, ensure};
-use nvfp4_kernels::format::{e2m1, e4m3};
-use nvfp4_kernels::{
+use nvfp4_formats::format::{e2m1, e4m3};
+use nvfp4_formats::{
     Amax, BLOCK, BlockScaling, Format, QuantizedTensor, ScaleLayout, Storage, Usage,
 };
 
@@ -354,7 +354,7 @@ impl PackedWeight {
 
 #[cfg(test)]
 mod tests {
-    use nvfp4_kernels::{BlockShape, ErrorNorm, Nvfp4Params, Rounding, reference};
+    use nvfp4_formats::{BlockShape, ErrorNorm, Nvfp4Params, Rounding, reference};
 
     use super::*;
 

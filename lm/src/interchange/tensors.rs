@@ -1,7 +1,7 @@
 //! Reads and writes the tensors of one quantized layer; shared by both dialects.
 
 use anyhow::{Context, Result, bail, ensure};
-use nvfp4_kernels::BLOCK;
+use nvfp4_formats::BLOCK;
 use safetensors::Dtype;
 
 use super::packed::{GlobalScale, PackedWeight, check_scales};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nvfp4_kernels::format::{e2m1, e4m3};
+use nvfp4_formats::format::{e2m1, e4m3};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 

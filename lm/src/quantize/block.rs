@@ -1,7 +1,7 @@
 //! Selects the scale byte of one block: from its amax, by four over six, or by search.
 
-use nvfp4_kernels::BLOCK;
-use nvfp4_kernels::format::{e2m1, e4m3};
+use nvfp4_formats::BLOCK;
+use nvfp4_formats::format::{e2m1, e4m3};
 
 use super::rules::{Rule, block_amax};
 use crate::interchange::GlobalScale;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use half::bf16;
-use nvfp4_kernels::format::e4m3;
+use nvfp4_formats::format::e4m3;
 use rayon::prelude::*;
 use regex::Regex;
 use safetensors::Dtype;

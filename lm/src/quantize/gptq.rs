@@ -6,8 +6,8 @@
 //! the weights at that point. Columns keep their order.
 
 use anyhow::Result;
-use nvfp4_kernels::BLOCK;
-use nvfp4_kernels::format::{e2m1, e4m3};
+use nvfp4_formats::BLOCK;
+use nvfp4_formats::format::{e2m1, e4m3};
 use rayon::prelude::*;
 
 use super::block::BlockQuantizer;

@@ -121,8 +121,8 @@ fn round_rows(
         .par_chunks(k)
         .map(|row| {
             let (mut codes, mut scales) = (Vec::new(), Vec::new());
-            let blocks = row.chunks(nvfp4_kernels::BLOCK);
-            for (block, weights) in blocks.zip(weights.chunks(nvfp4_kernels::BLOCK)) {
+            let blocks = row.chunks(nvfp4_formats::BLOCK);
+            for (block, weights) in blocks.zip(weights.chunks(nvfp4_formats::BLOCK)) {
                 let byte = quantizer.scale_byte(block, weights);
                 scales.push(byte);
                 codes.extend(quantizer.rule.codes(block, byte, quantizer.global));

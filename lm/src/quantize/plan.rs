@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
-use nvfp4_kernels::BLOCK;
+use nvfp4_formats::BLOCK;
 use regex::Regex;
 use safetensors::Dtype;
 

@@ -14,8 +14,8 @@
 
 use anyhow::{Result, ensure};
 use half::bf16;
-use nvfp4_kernels::format::e4m3;
-use nvfp4_kernels::{Amax, BLOCK, Nvfp4Params, Rounding, Usage, reference};
+use nvfp4_formats::format::e4m3;
+use nvfp4_formats::{Amax, BLOCK, Nvfp4Params, Rounding, Usage, reference};
 
 use crate::interchange::packed::RANGE;
 use crate::interchange::{Dialect, GlobalScale, PackedWeight};

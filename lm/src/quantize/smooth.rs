@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use half::{bf16, f16};
-use nvfp4_kernels::BLOCK;
+use nvfp4_formats::BLOCK;
 use rayon::prelude::*;
 use safetensors::Dtype;
 

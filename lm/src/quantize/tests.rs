@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use nvfp4_kernels::format::e2m1;
+use nvfp4_formats::format::e2m1;
 use regex::Regex;
 
 use super::journal::MadeFrom;

@@ -7,7 +7,7 @@
 //! and sums over tokens are the same.
 
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::experts::{ExpertOffsets, moe_permute};
 use crate::parallel::functions::Steps;

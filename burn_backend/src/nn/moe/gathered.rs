@@ -6,7 +6,7 @@
 //! own experts. No shape depends on the number of those rows, and the host reads nothing.
 
 use burn_core::tensor::{Int, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use crate::experts::{ChoiceWindow, sort_window};
 use crate::parallel::functions::{self, Steps};

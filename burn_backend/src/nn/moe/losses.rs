@@ -2,7 +2,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{Int, Tensor};
-use nvfp4_kernels::reference::{BatchPart, Router};
+use nvfp4_formats::reference::{BatchPart, Router};
 
 use crate::ops::routing::RoutingOps;
 use crate::parallel::{ProcessGroup, functions};

@@ -15,7 +15,7 @@ use burn_core::config::Config;
 use burn_core::module::Module;
 use burn_core::tensor::{Device, Int, Tensor};
 use burn_nn::{Initializer, Linear, LinearConfig};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::{
     Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, rows,

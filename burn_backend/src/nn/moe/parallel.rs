@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::{Module, ModuleVisitor, Param, ParamId};
 use burn_core::tensor::{Device, Tensor};
 use burn_nn::Linear;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::parts::PartIds;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, Routing, rows};

@@ -3,7 +3,7 @@
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
 use burn_nn::Linear;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::feed_forward::swiglu_between;
 use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};

@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param};
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::{Nvfp4Error, Usage};
+use nvfp4_formats::{Nvfp4Error, Usage};
 
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::experts::ExpertOffsets;

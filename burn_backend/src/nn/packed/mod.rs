@@ -21,7 +21,7 @@ pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;
 
 use burn_core::tensor::{DType, Tensor};
-use nvfp4_kernels::{AmaxGranularity, Nvfp4Error};
+use nvfp4_formats::{AmaxGranularity, Nvfp4Error};
 
 use crate::ops::{LinearSpec, OperandSpec, QuantParams};
 use crate::validate;

@@ -2,7 +2,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::{Activations, Nvfp4PackedLinear};
 use crate::functions::{into_bias, try_swiglu};

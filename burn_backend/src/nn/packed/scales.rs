@@ -8,7 +8,7 @@ use burn_core::module::{
     Param, ParamId,
 };
 use burn_core::tensor::{DType, Device, Int, Tensor};
-use nvfp4_kernels::ScaleLayout;
+use nvfp4_formats::ScaleLayout;
 
 /// Block scales of a packed weight, E4M3 bytes, in the layout that the GEMMs of its layer read.
 ///

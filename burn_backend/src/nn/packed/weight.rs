@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use nvfp4_kernels::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
+use nvfp4_formats::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
 
 use super::scales::{BlockScales, Matrices};
 use crate::ops::inference::PackedShape;
@@ -205,7 +205,7 @@ impl Nvfp4Weight {
 mod tests {
     use burn_core::store::ModuleRecord;
     use burn_core::tensor::Distribution;
-    use nvfp4_kernels::reference::swizzle;
+    use nvfp4_formats::reference::swizzle;
 
     use super::*;
     use crate::nn::{Activations, Nvfp4PackedLinear};

@@ -4,7 +4,7 @@ use burn_core as burn;
 
 use burn_core::module::Module;
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::attention::{FusedAttention, RopeCache};
 use super::super::{Nvfp4Attention, Nvfp4Linear};

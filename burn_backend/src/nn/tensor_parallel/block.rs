@@ -3,7 +3,7 @@
 use burn_core as burn;
 
 use burn_core::module::{Module, ParamId};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::{BlockOutput, Nvfp4TransformerBlock, ResidualStream, RopeCache, rows};
 use super::{

@@ -4,7 +4,7 @@ use burn_core as burn;
 
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, FloatDType, Int, IntDType, Tensor};
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::Embedding;
 use super::{ShardedParameter, TensorParallel, replaced};

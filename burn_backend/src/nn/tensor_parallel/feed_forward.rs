@@ -4,7 +4,7 @@ use burn_core as burn;
 
 use burn_core::module::{Module, ParamId};
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::feed_forward::swiglu_between;
 use super::super::{Nvfp4SwiGlu, rows};

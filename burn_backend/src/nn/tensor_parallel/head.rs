@@ -4,7 +4,7 @@ use burn_core as burn;
 
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{Bool, DType, Int, Tensor};
-use nvfp4_kernels::{CrossEntropy, Nvfp4Error};
+use nvfp4_formats::{CrossEntropy, Nvfp4Error};
 
 use super::super::LmHead;
 use super::embedding::own_numbers;
@@ -151,11 +151,11 @@ impl VocabParallelHead {
         let counted = Tensor::<1>::ones(nowhere.dims(), (&device, DType::F32));
         let counted = counted.mask_fill(ignored.clone(), 0);
         let weights = match reduction {
-            nvfp4_kernels::Reduction::Mean => {
+            nvfp4_formats::Reduction::Mean => {
                 let count = counted.clone().sum().clamp_min(1.0);
                 counted / count
             }
-            nvfp4_kernels::Reduction::Sum => counted,
+            nvfp4_formats::Reduction::Sum => counted,
         };
         weights.mask_fill(nowhere.bool_and(ignored.bool_not()), f32::NAN)
     }

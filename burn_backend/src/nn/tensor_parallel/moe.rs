@@ -4,7 +4,7 @@ use burn_core as burn;
 
 use burn_core::module::{Module, ParamId};
 use burn_core::tensor::Tensor;
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::moe::BatchRanks;
 use super::super::{ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe};

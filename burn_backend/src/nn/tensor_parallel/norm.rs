@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::module::Module;
 use burn_core::tensor::{FloatDType, Tensor};
 
-use nvfp4_kernels::Nvfp4Error;
+use nvfp4_formats::Nvfp4Error;
 
 use super::super::{Neighbours, ResidualStream, RmsNorm};
 use super::TensorParallel;

@@ -4,8 +4,8 @@ use burn_core::backend::Flex;
 use burn_core::tensor::{DType, Element as BurnElement, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::Element;
-use nvfp4_kernels::reference::attention::{AttentionShape, HostHeads, rope_rows};
+use nvfp4_formats::reference::Element;
+use nvfp4_formats::reference::attention::{AttentionShape, HostHeads, rope_rows};
 
 use super::blocked::{self, Columns};
 use super::{

@@ -17,7 +17,7 @@ mod tensors;
 use burn_core as burn;
 
 use burn_core::backend::{Backend, backend_extension, tensor::FloatTensor};
-use nvfp4_kernels::AttentionParams;
+use nvfp4_formats::AttentionParams;
 
 use super::spec::OutputAmax;
 

@@ -2,9 +2,9 @@
 
 use burn_core::tensor::FloatDType;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use nvfp4_formats::{Layout, ScaleLayout, Storage};
 use nvfp4_kernels::quantize;
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
-use nvfp4_kernels::{Layout, ScaleLayout, Storage};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::tensors::{QuantizedMatrix, RowGroups};

@@ -3,7 +3,8 @@
 use burn_core::backend::ops::IntTensorOps;
 use burn_core::tensor::{DType, IntDType, Shape};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
-use nvfp4_kernels::{Layout, ScaleLayout, quantize};
+use nvfp4_formats::{Layout, ScaleLayout};
+use nvfp4_kernels::quantize;
 
 use super::super::layout::code_words;
 use super::super::stored::StoredForm;

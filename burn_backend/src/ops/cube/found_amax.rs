@@ -9,8 +9,9 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cubecl::server::Handle;
+use nvfp4_formats::AmaxGranularity;
 use nvfp4_kernels::quantize::{AmaxRequest, Amaxes};
-use nvfp4_kernels::tensor::{AmaxGranularity, Matrix};
+use nvfp4_kernels::tensor::Matrix;
 
 use super::super::spec::OutputAmax;
 

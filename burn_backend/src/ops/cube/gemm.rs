@@ -7,10 +7,10 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
+use nvfp4_formats::{AmaxGranularity, Format, Storage, Usage};
 use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
 use nvfp4_kernels::gemm::{self, Gemm, OperandLayout, Problem, Scale};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
-use nvfp4_kernels::{AmaxGranularity, Format, Storage, Usage};
 
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;

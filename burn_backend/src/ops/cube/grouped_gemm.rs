@@ -10,10 +10,11 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
+use nvfp4_formats::reference::swizzle::TILE_INNER;
+use nvfp4_formats::{BLOCK, Format, ScaleLayout, Usage};
 use nvfp4_kernels::gemm::{self, Gemm};
-use nvfp4_kernels::reference::swizzle::TILE_INNER;
+use nvfp4_kernels::moe;
 use nvfp4_kernels::tensor::Matrix;
-use nvfp4_kernels::{BLOCK, Format, ScaleLayout, Usage, moe};
 
 use super::super::operands::stacked;
 use super::super::tensors::{Operand, OtherRows, RowGroups};

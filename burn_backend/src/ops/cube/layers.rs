@@ -4,10 +4,10 @@ use burn_core::backend::tensor::FloatTensor;
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
+use nvfp4_formats::reference::{Activation, Norm};
 use nvfp4_kernels::activation;
 use nvfp4_kernels::norm::{self, NormBackwardRequest, NormRequest};
 use nvfp4_kernels::quantize::AmaxRequest;
-use nvfp4_kernels::reference::{Activation, Norm};
 
 use super::super::MaybeTensor;
 use super::super::layers::{ActivationOps, NormGradients, NormOps, NormResult, NormSpec};

@@ -15,7 +15,7 @@ pub(super) mod tensors;
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;

@@ -3,15 +3,15 @@
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
+use nvfp4_formats::reference::Activation;
+use nvfp4_formats::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 use nvfp4_kernels::activation::{activation_of_groups, activation_with_amaxes};
 use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::quantize::{
     self, AmaxRequest, Amaxes, EdenForm, EdenRandom, EdenSource, EdenTransform, MxForm,
     QuantRequest, RedrawnSigns,
 };
-use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups};
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;

@@ -4,10 +4,10 @@ use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::{MemoryReport, MemoryScope, client::Client, server::Handle};
+use nvfp4_formats::{Layout, Nvfp4Error, Storage};
 use nvfp4_kernels::graph::hold_for_branch;
 use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
-use nvfp4_kernels::{Layout, Nvfp4Error, Storage};
 
 use super::super::layout::{GroupCount, code_words};
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};

@@ -5,8 +5,8 @@ use burn_core::backend::{Flex, TensorMetadata};
 use burn_core::tensor::{DType, Element as BurnElement, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::Element;
-use nvfp4_kernels::reference::attention::{
+use nvfp4_formats::reference::Element;
+use nvfp4_formats::reference::attention::{
     DecodeShape, HostKv, HostKvMut, HostTables, append, attention_decode,
 };
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use burn_core::backend::{Flex, ops::FloatTensorOps};
 use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, AmaxGranularity, BLOCK, Format, Layout, Origin, QuantizedTensor, Storage, Usage,
     reference,
 };
@@ -306,7 +306,7 @@ fn code_rows(codes: &FlexTensor, rows: &Range<usize>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use nvfp4_kernels::{Nvfp4Params, Rounding};
+    use nvfp4_formats::{Nvfp4Params, Rounding};
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;

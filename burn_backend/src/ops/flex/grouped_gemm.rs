@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn_core::backend::{Flex, ops::FloatTensorOps, ops::IntTensorOps};
 use burn_core::tensor::{DType, FloatDType, Shape, Slice};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
+use nvfp4_formats::{AmaxGranularity, Layout, Usage};
 
 use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
 use super::gemm::dense;

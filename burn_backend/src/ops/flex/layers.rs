@@ -4,7 +4,7 @@ use burn_core::backend::{Flex, tensor::FloatTensor};
 use burn_core::tensor::{DType, Element, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Activation};
+use nvfp4_formats::reference::{self, Activation};
 
 use super::super::MaybeTensor;
 use super::super::layers::{ActivationOps, NormGradients, NormOps, NormResult, NormSpec};

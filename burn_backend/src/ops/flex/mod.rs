@@ -1,6 +1,6 @@
 //! Flex: the oracle's arithmetic on plain slices.
 //!
-//! Operands are quantized by [`reference`](nvfp4_kernels::reference), which is parallel and
+//! Operands are quantized by [`reference`](nvfp4_formats::reference), which is parallel and
 //! vectorized. GEMMs dequantize them (exactly) to `f32`, one panel of rows at a time, and run
 //! Flex's own matmul.
 
@@ -17,7 +17,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 use super::layers::{Activation, ActivationOps};
 use super::packed::PackedOps;

@@ -7,7 +7,7 @@ use burn_core::backend::{
 use burn_core::tensor::{DType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, AdamWSchedule, AdamWUpdate, Element};
+use nvfp4_formats::reference::{self, AdamWSchedule, AdamWUpdate, Element};
 
 use super::super::MaybeTensor;
 use super::super::optimizer::{

@@ -6,8 +6,8 @@ use burn_core::backend::Flex;
 use burn_core::tensor::{DType, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
-use nvfp4_kernels::{
+use nvfp4_formats::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
+use nvfp4_formats::{
     Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
     Usage,
 };

@@ -6,7 +6,7 @@ use burn_core::backend::Flex;
 use burn_core::tensor::{DType, Element as BurnElement, FloatDType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::{Amax, Layout, Nvfp4Error, Origin, QuantizedTensor};
+use nvfp4_formats::{Amax, Layout, Nvfp4Error, Origin, QuantizedTensor};
 use rayon::prelude::*;
 
 use super::super::layout::code_words;

@@ -4,7 +4,7 @@ use burn_core::backend::{Flex, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{DType, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{Fp8Rows, fp8_linear, fp8_quantize_rows};
+use nvfp4_formats::reference::{Fp8Rows, fp8_linear, fp8_quantize_rows};
 
 use super::super::flex::tensors::{bytes_of, matrix, narrow, with_elements};
 use super::super::{float_dtype, trace_op};

@@ -34,7 +34,7 @@ pub struct Fp8Tensors<B: Backend> {
 )]
 pub trait Fp8Ops: Backend {
     /// Quantizes the rows of `w` (`[n, k]`) to FP8, each with the scale `amax / 448`; see
-    /// [`fp8_quantize_rows`](nvfp4_kernels::reference::fp8_quantize_rows). `k` must be a multiple
+    /// [`fp8_quantize_rows`](nvfp4_formats::reference::fp8_quantize_rows). `k` must be a multiple
     /// of 4.
     #[fusion(meta = meta::quantize)]
     fn nvfp4_fp8_quantize(w: FloatTensor<Self>) -> Fp8Tensors<Self>;

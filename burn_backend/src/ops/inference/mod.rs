@@ -13,7 +13,7 @@ use burn_core::backend::{
     backend_extension, tensor::FloatTensor,
 };
 use burn_core::tensor::Device;
-use nvfp4_kernels::{BlockScaling, PackedReads, Rounding};
+use nvfp4_formats::{BlockScaling, PackedReads, Rounding};
 
 use super::form::{GroupedAxis, LayerGemm};
 use super::kernels::{constant, inner_groups};
@@ -93,7 +93,7 @@ pub trait InferenceOps: Backend {
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
-    use nvfp4_kernels::Usage;
+    use nvfp4_formats::Usage;
 
     use super::super::meta::quantized;
     use super::super::stored::StoredForm;

@@ -12,7 +12,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::FloatTensor,
 };
-use nvfp4_kernels::reference::Activation;
+use nvfp4_formats::reference::Activation;
 
 use super::super::dtype::cast;
 use super::super::float_dtype;
@@ -21,7 +21,7 @@ use super::super::float_dtype;
 ///
 /// Matrices are `[rows, cols]`, of dtype `f32`, `bf16` or `f16`; each element is computed in `f32`
 /// and rounded once. The bits are those of
-/// [`reference::activation`](nvfp4_kernels::reference::activation) on every device.
+/// [`reference::activation`](nvfp4_formats::reference::activation) on every device.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),

@@ -11,4 +11,4 @@ pub use activation::ActivationOps;
 pub use norm::{NormGradients, NormOps, NormOutput, NormResult, NormSpec};
 #[cfg(feature = "cubecl-backend")]
 pub use norm::{NormGradientsMetadata, NormOutputMetadata, NormResultMetadata};
-pub use nvfp4_kernels::reference::{Activation, Gelu, Norm};
+pub use nvfp4_formats::reference::{Activation, Gelu, Norm};

@@ -14,7 +14,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::FloatTensor,
 };
-use nvfp4_kernels::reference::Norm;
+use nvfp4_formats::reference::Norm;
 
 #[cfg(feature = "cubecl-backend")]
 use super::super::MaybeTensorMetadata;
@@ -78,8 +78,8 @@ pub struct NormOutput<B: Backend> {
 ///
 /// Matrices are `[rows, cols]` with at least one column, of dtype `f32`, `bf16` or `f16`;
 /// arithmetic is in `f32`. The bits are those of
-/// [`reference::norm_forward`](nvfp4_kernels::reference::norm_forward) and
-/// [`reference::norm_backward`](nvfp4_kernels::reference::norm_backward) on every device. Only
+/// [`reference::norm_forward`](nvfp4_formats::reference::norm_forward) and
+/// [`reference::norm_backward`](nvfp4_formats::reference::norm_backward) on every device. Only
 /// [`nvfp4_norm`](Self::nvfp4_norm) is differentiable; under `Autodiff` the results of the others
 /// are constants.
 #[backend_extension(

@@ -8,7 +8,7 @@ use std::iter;
 
 use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 use super::request::LinearRequest;
 use super::saved::SavedOperand;

@@ -12,7 +12,7 @@ mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{ScaleLayout, Usage};
+use nvfp4_formats::{ScaleLayout, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;

@@ -2,7 +2,7 @@
 
 use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 use crate::ops::operands::requantize;
 use crate::ops::stored::StoredForm;
@@ -47,7 +47,7 @@ impl<B: Nvfp4KernelOps> SavedOperand<B> {
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Tensor};
-    use nvfp4_kernels::{PackedReads, Storage};
+    use nvfp4_formats::{PackedReads, Storage};
 
     use super::super::{LinearRequest, RequiresGrad};
     use super::*;

@@ -3,7 +3,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 
 use super::request::{LinearForms, LinearRequest};
 use super::saved::SavedOperand;

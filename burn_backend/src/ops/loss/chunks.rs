@@ -5,7 +5,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::{FloatDType, Shape, Slice};
-use nvfp4_kernels::{CrossEntropy, Reduction, Usage};
+use nvfp4_formats::{CrossEntropy, Reduction, Usage};
 
 use super::super::dtype::cast;
 use super::super::{GemmGroups, MaybeTensor, Operand, float_dtype};

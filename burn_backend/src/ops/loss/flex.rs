@@ -7,7 +7,7 @@ use burn_core::backend::{
 use burn_core::tensor::{DType, Element as BurnElement, FloatDType, Shape, TensorData};
 use burn_flex::FlexTensor;
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, Element};
+use nvfp4_formats::reference::{self, Element};
 
 use super::super::flex::tensors::{matrix, narrow, with_elements};
 use super::super::trace_op;

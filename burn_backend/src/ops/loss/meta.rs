@@ -2,7 +2,7 @@
 
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
-use nvfp4_kernels::{CrossEntropy, KlDivergence};
+use nvfp4_formats::{CrossEntropy, KlDivergence};
 
 use super::{
     LinearKl, LinearLossMetadata, LinearLossRequest, LossAndGradientMetadata, MaybeTensorMetadata,

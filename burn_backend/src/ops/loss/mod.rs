@@ -20,8 +20,8 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-pub use nvfp4_kernels::reference::TablePart;
-pub use nvfp4_kernels::{CrossEntropy, KlDivergence};
+pub use nvfp4_formats::reference::TablePart;
+pub use nvfp4_formats::{CrossEntropy, KlDivergence};
 pub(crate) use vocab_parallel::{VocabLoss, VocabTargets, vocab_parallel_cross_entropy};
 
 #[cfg(feature = "cubecl-backend")]

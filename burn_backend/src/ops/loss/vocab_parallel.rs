@@ -2,7 +2,7 @@
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{FloatDType, IndexingUpdateOp, Int, Slice, Tensor};
-use nvfp4_kernels::CrossEntropy;
+use nvfp4_formats::CrossEntropy;
 use nvfp4_parallel::Reduction;
 
 use super::chunks::{ChunkedHead, HeadSums};

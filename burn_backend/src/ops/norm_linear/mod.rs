@@ -12,7 +12,7 @@ use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, ExtensionType,
     autodiff::checkpoint::strategy::CheckpointStrategy, backend_extension, tensor::FloatTensor,
 };
-use nvfp4_kernels::reference::{Activation, Norm};
+use nvfp4_formats::reference::{Activation, Norm};
 
 #[cfg(feature = "cubecl-backend")]
 use super::MaybeTensorMetadata;

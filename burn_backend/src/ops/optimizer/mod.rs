@@ -14,7 +14,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::reference::AdamWParams;
+use nvfp4_formats::reference::AdamWParams;
 
 pub use batch::{AdamWBatch, BATCH, GradientBatch, MaybeState, ParameterState};
 #[cfg(feature = "cubecl-backend")]
@@ -44,7 +44,7 @@ pub struct AdamWOptions {
 )]
 pub trait OptimizerOps: Backend {
     /// Returns the sums of squares of the gradients' chunks
-    /// ([`reference::square_sums`](nvfp4_kernels::reference::square_sums)), concatenated over the
+    /// ([`reference::square_sums`](nvfp4_formats::reference::square_sums)), concatenated over the
     /// gradients: `f32[chunks]`.
     #[fusion(meta = meta::square_sums)]
     fn nvfp4_square_sums(#[extension_type] gradients: GradientBatch<Self>) -> FloatTensor<Self>;
@@ -59,7 +59,7 @@ pub trait OptimizerOps: Backend {
     #[fusion(meta = meta::set_words)]
     fn nvfp4_set_words(out: IntTensor<Self>, words: [u32; 4]) -> IntTensor<Self>;
 
-    /// Takes a step of AdamW ([`reference::adamw`](nvfp4_kernels::reference::adamw)). The result
+    /// Takes a step of AdamW ([`reference::adamw`](nvfp4_formats::reference::adamw)). The result
     /// has the buffers of `batch`; buffers that others hold too are copied first.
     ///
     /// If requested, amax values are written to the buffer in `batch`, in place even if other
@@ -67,7 +67,7 @@ pub trait OptimizerOps: Backend {
     /// buffer gets a new one.
     ///
     /// `schedule` is `u32[4]`, the words of
-    /// [`AdamWSchedule`](nvfp4_kernels::reference::AdamWSchedule); `factor` is the result of
+    /// [`AdamWSchedule`](nvfp4_formats::reference::AdamWSchedule); `factor` is the result of
     /// [`nvfp4_clip_factor`](Self::nvfp4_clip_factor).
     #[fusion(meta = meta::adamw)]
     fn nvfp4_adamw(
@@ -123,7 +123,7 @@ pub trait OptimizerOps: Backend {
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use burn_core::tensor::{DType, Shape};
-    use nvfp4_kernels::reference::SQUARE_CHUNK;
+    use nvfp4_formats::reference::SQUARE_CHUNK;
 
     use super::super::MaybeTensorMetadata;
     use super::{AdamWBatchMetadata, AdamWOptions, BATCH, GradientBatchMetadata};

@@ -6,8 +6,8 @@ use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
+use nvfp4_formats::reference::{BatchPart, EARLIER_UNITS, Router};
 use nvfp4_kernels::moe::{self, DeviceRouted};
-use nvfp4_kernels::reference::{BatchPart, EARLIER_UNITS, Router};
 
 use super::super::cube::tensors::{launched, new_tensor};
 use super::super::trace_op;

@@ -8,7 +8,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{Element, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_kernels::reference::{self, BatchPart, EARLIER_UNITS, Routed, Router, RouterGradients};
+use nvfp4_formats::reference::{self, BatchPart, EARLIER_UNITS, Routed, Router, RouterGradients};
 
 use super::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
 use crate::ops::trace_op;

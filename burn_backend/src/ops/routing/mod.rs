@@ -22,7 +22,7 @@ use burn_core::backend::{
     backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::reference::{BatchPart, Router};
+use nvfp4_formats::reference::{BatchPart, Router};
 
 use super::gradients::register;
 
@@ -71,7 +71,7 @@ pub struct WindowTensors<B: Backend> {
 }
 
 /// Router on the primitives of a backend. The bits are those of
-/// [`reference::route`](nvfp4_kernels::reference::route) on every device.
+/// [`reference::route`](nvfp4_formats::reference::route) on every device.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -97,7 +97,7 @@ pub trait RoutingOps: Backend {
     /// Computes the contributions of the tokens of `logits` (`f32[tokens, experts]`) to the balance
     /// loss and the mean of the squared log-sums of a batch, `f32[2]`, given the number of choices
     /// per expert in the batch, `counts` (`i32[experts]`). Differentiable by the logits. The bits
-    /// are those of [`reference::router_losses`](nvfp4_kernels::reference::router_losses) on every
+    /// are those of [`reference::router_losses`](nvfp4_formats::reference::router_losses) on every
     /// device.
     #[fusion(meta = meta::router_losses)]
     fn nvfp4_router_losses(
@@ -137,7 +137,7 @@ pub trait RoutingOps: Backend {
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
     use burn_core::tensor::{DType, Shape};
-    use nvfp4_kernels::reference::EARLIER_UNITS;
+    use nvfp4_formats::reference::EARLIER_UNITS;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::Shape;
-use nvfp4_kernels::{AmaxGranularity, Usage};
+use nvfp4_formats::{AmaxGranularity, Usage};
 
 use super::super::Nvfp4KernelOps;
 use super::super::collective::Step;

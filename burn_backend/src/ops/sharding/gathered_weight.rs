@@ -2,7 +2,7 @@
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::Usage;
+use nvfp4_formats::Usage;
 use nvfp4_parallel::Reduction;
 
 use super::places::Axis;
@@ -203,7 +203,7 @@ mod tests {
 
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
-    use nvfp4_kernels::{AmaxGranularity, Layout, RandomStream, Rounding};
+    use nvfp4_formats::{AmaxGranularity, Layout, RandomStream, Rounding};
 
     use super::*;
     use crate::Nvfp4Recipe;

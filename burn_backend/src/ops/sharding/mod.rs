@@ -18,7 +18,7 @@ mod tests;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{AmaxGranularity, Usage};
+use nvfp4_formats::{AmaxGranularity, Usage};
 use nvfp4_parallel::Reduction;
 
 use super::Nvfp4KernelOps;

@@ -2,7 +2,7 @@
 //! their blocks; and the concatenation of parts that one kernel cannot quantize together.
 
 use burn_core::backend::Backend;
-use nvfp4_kernels::{AmaxGranularity, BlockPosition, Gap, Gaps, Usage};
+use nvfp4_formats::{AmaxGranularity, BlockPosition, Gap, Gaps, Usage};
 
 use super::super::spec::QuantParams;
 use super::super::tensors::{QuantizedData, QuantizedMatrix, QuantizedPair};

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use burn_core::tensor::{Device, Distribution, Tensor};
-use nvfp4_kernels::PackedReads;
+use nvfp4_formats::PackedReads;
 
 use super::super::context::tests::{device, spec};
 use super::super::{LinearContext, LinearSpec};

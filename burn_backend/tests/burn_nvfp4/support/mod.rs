@@ -12,8 +12,8 @@ use burn_nvfp4::ops::{
 };
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{self, EdenParams, Element};
-use nvfp4_kernels::{
+use nvfp4_formats::reference::{self, EdenParams, Element};
+use nvfp4_formats::{
     Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
 };
 

@@ -12,7 +12,7 @@ use super::{
     tile::HeadsViewLaunch,
 };
 use crate::{
-    attention::AttentionParams,
+    AttentionParams,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };

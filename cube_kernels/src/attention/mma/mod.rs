@@ -28,9 +28,10 @@ use self::{
     problem::{MmaPlan, ProblemLaunch},
     tile::HeadsViewLaunch,
 };
-use super::{Attention, AttentionOutput, AttentionParams, Backward, Heads, Rope, Sequences};
+use super::{Attention, AttentionOutput, Backward, Heads, Rope, Sequences};
 use crate::{
-    capabilities::conversion_of, memory::address_type, memory::is_aligned, tensor::FloatKind,
+    AttentionParams, capabilities::conversion_of, memory::address_type, memory::is_aligned,
+    tensor::FloatKind,
 };
 
 /// Largest head size.

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use half::bf16;
 
 use super::{
-    super::{AttentionParams, mma::problem::MmaPlan},
+    super::mma::problem::MmaPlan,
     backward::sm90_backward_kernel,
     backward_problem::{BackwardProblemLaunch, Pass, RowsLaunch, Sm90BackwardPlan},
     forward::{ForwardOutputsLaunch, Sm90Plan, UNITS, sm90_forward_kernel},
@@ -12,7 +12,7 @@ use super::{
     tiles::ScheduleLaunch,
 };
 use crate::{
-    HadamardSize,
+    AttentionParams, HadamardSize,
     attention::mma::{
         gradient::GradientViewLaunch,
         problem::{ProblemLaunch, Side},

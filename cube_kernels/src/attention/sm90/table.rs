@@ -125,7 +125,8 @@ pub fn sm90_tiles_kernel(
 mod tests {
     use super::*;
     use crate::{
-        attention::{AttentionParams, Heads},
+        AttentionParams,
+        attention::Heads,
         memory::{download, upload},
         tensor::FloatKind,
     };

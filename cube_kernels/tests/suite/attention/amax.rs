@@ -6,12 +6,10 @@ use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_f32s
 use crate::support::inputs::{Generator, convert};
 use cubecl::prelude::*;
 use half::bf16;
+use nvfp4_formats::{AmaxGranularity, AttentionParams, Hadamard, HadamardSize, reference};
 use nvfp4_kernels::{
-    AttentionParams, Hadamard, HadamardSize,
     attention::{Attention, Heads, Sequences, forward, forward_with_amaxes},
     quantize::AmaxRequest,
-    reference,
-    tensor::AmaxGranularity,
 };
 
 fn requests() -> Vec<AmaxRequest> {

@@ -5,15 +5,15 @@ use crate::support::device::{DeviceElement, assert_floats, read_bytes, read_f32s
 use crate::support::inputs::{Generator, convert};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     AttentionParams,
-    attention::{
-        self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Sequences, mma,
-    },
     reference::attention::{
         AttentionBackward, AttentionF64, AttentionForward, AttentionShape, Bounded, HostHeads,
         Precision, attention_backward, attention_f64, attention_forward, rope,
     },
+};
+use nvfp4_kernels::attention::{
+    self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Sequences, mma,
 };
 
 /// Types of operands.

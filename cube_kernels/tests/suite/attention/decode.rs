@@ -11,16 +11,16 @@ use super::{
 use crate::support::device::{assert_floats, read_bytes, upload_bytes};
 use crate::support::inputs::{Generator, convert};
 use cubecl::{prelude::*, server::Handle};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     AttentionParams,
-    attention::{
-        Heads,
-        decode::{self, CacheKind, KvCache, NewTokens},
-    },
     reference::attention::{
         AttentionShape, DecodeShape, HostHeads, HostKv, HostKvMut, append, attention_decode,
         attention_forward,
     },
+};
+use nvfp4_kernels::attention::{
+    Heads,
+    decode::{self, CacheKind, KvCache, NewTokens},
 };
 
 /// A cache and the decoding steps on it.

@@ -3,7 +3,7 @@
 
 use super::case::Operand;
 use crate::support::device::assert_floats;
-use nvfp4_kernels::{
+use nvfp4_formats::{
     AttentionParams,
     reference::attention::{
         AttentionShape, Bounded, DecodeShape, HostHeads, HostKv, attention_decode, attention_f64,

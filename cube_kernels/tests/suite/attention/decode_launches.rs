@@ -6,13 +6,13 @@ use crate::support::device::{DeviceElement, assert_floats, read_bytes, upload_by
 use crate::support::inputs::{Generator, convert};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
-use nvfp4_kernels::{
+use nvfp4_formats::{
     AttentionParams,
-    attention::{
-        Heads,
-        decode::{CacheKind, KvCache, NewTokens, decode, uses_mma},
-    },
     reference::attention::{DecodeShape, HostKv, HostKvMut, append},
+};
+use nvfp4_kernels::attention::{
+    Heads,
+    decode::{CacheKind, KvCache, NewTokens, decode, uses_mma},
 };
 
 const HEADS: usize = 4;

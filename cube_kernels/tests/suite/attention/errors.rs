@@ -3,8 +3,8 @@
 use super::case::{Case, Data, Tables, upload};
 use crate::support::device::upload_bytes;
 use cubecl::prelude::*;
+use nvfp4_formats::Nvfp4Error;
 use nvfp4_kernels::{
-    Nvfp4Error,
     attention::{
         self, Attention, AttentionGradients, AttentionOutput, Heads, Rotation, Sequences,
         TokenSequences,

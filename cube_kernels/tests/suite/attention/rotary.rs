@@ -9,10 +9,8 @@ use super::{
 use crate::support::device::{assert_floats, upload_bytes};
 use crate::support::inputs::{Generator, convert};
 use cubecl::prelude::*;
-use nvfp4_kernels::{
-    attention::{self, Heads, Rotation, TokenSequences},
-    reference::attention::rope,
-};
+use nvfp4_formats::reference::attention::rope;
+use nvfp4_kernels::attention::{self, Heads, Rotation, TokenSequences};
 
 /// Heads by vectors and by elements, contiguous and as columns of a wider matrix, into other memory
 /// and in place, forward and inverse.

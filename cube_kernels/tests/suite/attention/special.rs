@@ -8,7 +8,7 @@ use super::{
     is_gpu,
 };
 use cubecl::prelude::*;
-use nvfp4_kernels::reference::attention::{HostHeads, Precision, attention_f64};
+use nvfp4_formats::reference::attention::{HostHeads, Precision, attention_f64};
 
 /// Returns the elements of tokens `range` of `[tokens, width]`.
 fn rows<T: Copy>(x: &[T], width: usize, range: std::ops::Range<usize>) -> Vec<T> {

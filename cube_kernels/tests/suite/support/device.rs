@@ -3,8 +3,8 @@
 use super::inputs::TestElement;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
+use nvfp4_formats::QuantizedTensor;
 use nvfp4_kernels::{
-    QuantizedTensor,
     capabilities::Capabilities,
     cube::codec::emulate_e2m1_instructions,
     quantize::kernels::set_units,

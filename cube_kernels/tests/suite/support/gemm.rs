@@ -1,8 +1,8 @@
 //! GEMMs for tests that need only the matrix.
 
 use cubecl::{client::Client, server::Handle};
+use nvfp4_formats::Nvfp4Error;
 use nvfp4_kernels::{
-    Nvfp4Error,
     gemm::{self, Gemm},
     tensor::Matrix,
 };

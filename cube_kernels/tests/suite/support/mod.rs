@@ -1,24 +1,15 @@
 //! Helpers shared by the modules of the suite.
 
-pub mod inputs;
-pub mod literal;
-
-#[cfg(feature = "cube")]
 #[macro_use]
 pub mod device;
-#[cfg(feature = "cube")]
 pub mod epilogue;
-#[cfg(feature = "cube")]
 pub mod gemm;
-#[cfg(feature = "cube")]
+#[path = "../../../../formats/tests/suite/support/inputs.rs"]
+pub mod inputs;
 pub mod mxfp8;
-#[cfg(feature = "cube")]
 pub mod packed;
-#[cfg(feature = "cube")]
 pub mod policies;
-#[cfg(feature = "cube")]
 pub mod process;
-#[cfg(feature = "cube")]
 pub mod samples;
 
 #[cfg(all(feature = "cpu", feature = "cuda"))]

@@ -2,9 +2,8 @@
 
 use super::inputs::Generator;
 use cubecl::prelude::*;
-use nvfp4_kernels::{
-    Amax, Format, Layout, Origin, QuantizedTensor, Usage, reference, tensor::DeviceQuantized,
-};
+use nvfp4_formats::{Amax, Format, Layout, Origin, QuantizedTensor, Usage, reference};
+use nvfp4_kernels::tensor::DeviceQuantized;
 
 /// An operand of random codes and scales, on host and device.
 pub struct Mxfp8 {

@@ -3,10 +3,9 @@
 use super::inputs::Generator;
 use cubecl::prelude::*;
 use half::bf16;
+use nvfp4_formats::{Amax, Layout, Origin, QuantizedTensor, Usage, reference};
 use nvfp4_kernels::{
-    Amax, Layout, Origin, QuantizedTensor, Usage,
     gemm::{Elements, Operand, Scale},
-    reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use std::ops::Range;

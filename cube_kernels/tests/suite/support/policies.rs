@@ -5,12 +5,13 @@ use super::{
     inputs::{Kind, convert, values},
 };
 use cubecl::{prelude::*, server::Handle};
+use nvfp4_formats::{
+    Amax, AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
+    QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, reference,
+};
 use nvfp4_kernels::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
-    RandomStream, Rounding, ScaleLayout, Usage,
     quantize::{self, AmaxRequest, QuantRequest},
-    reference,
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, Groups, Matrix},
+    tensor::{DeviceNvfp4Params, DeviceQuantized, Groups, Matrix},
 };
 
 pub const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 0xffff_ffff);

@@ -10,12 +10,14 @@ use super::policies::{
 };
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
-use nvfp4_kernels::{
-    Amax, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor, ScaleLayout,
-    Usage,
-    quantize::{self, AmaxRequest, EdenSource, Prologue, QuantRequest},
+use nvfp4_formats::{
+    Amax, AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params,
+    QuantizedTensor, ScaleLayout, Usage,
     reference::{self, EDEN_GROUP, EdenParams, swizzle},
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+};
+use nvfp4_kernels::{
+    quantize::{self, AmaxRequest, EdenSource, Prologue, QuantRequest},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use std::{borrow::Cow, ops::Range};
 

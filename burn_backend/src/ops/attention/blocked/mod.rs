@@ -1,6 +1,6 @@
 //! Attention in blocks of queries and keys, for CPUs with vector units.
 //!
-//! The arithmetic is that of the oracle ([`attention`](nvfp4_kernels::reference::attention)) in
+//! The arithmetic is that of the oracle ([`attention`](nvfp4_formats::reference::attention)) in
 //! `f32`; only the order of sums differs:
 //!
 //! - The dot product of two heads is summed from its first to its last element by fused
@@ -20,12 +20,12 @@ mod tests;
 
 use std::ops::Range;
 
-use nvfp4_kernels::AttentionParams;
-use nvfp4_kernels::reference::Element;
-use nvfp4_kernels::reference::attention::{
+use nvfp4_formats::AttentionParams;
+use nvfp4_formats::reference::Element;
+use nvfp4_formats::reference::attention::{
     AttentionForward, AttentionShape, HostHeads, exp_or_nan, ln, tanh,
 };
-use nvfp4_kernels::with_fma;
+use nvfp4_formats::with_fma;
 use rayon::prelude::*;
 
 use product::{COLUMNS, Left, Rows};
@@ -36,7 +36,7 @@ const QUERIES: usize = 64;
 const KEYS: usize = 64;
 
 /// Returns output and log-sum-exp, in the layout of
-/// [`attention_forward`](nvfp4_kernels::reference::attention::attention_forward).
+/// [`attention_forward`](nvfp4_formats::reference::attention::attention_forward).
 pub fn forward<T: Element>(
     operands: [HostHeads<'_, T>; 3],
     shape: &AttentionShape<'_>,

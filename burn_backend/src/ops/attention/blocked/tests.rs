@@ -1,6 +1,6 @@
 use half::bf16;
-use nvfp4_kernels::reference::attention::{Precision, attention_f64};
-use nvfp4_kernels::reference::attention::{attention_backward, attention_forward};
+use nvfp4_formats::reference::attention::{Precision, attention_f64};
+use nvfp4_formats::reference::attention::{attention_backward, attention_forward};
 
 use super::*;
 

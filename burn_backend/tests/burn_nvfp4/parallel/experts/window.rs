@@ -6,7 +6,7 @@ use burn_nvfp4::ops::{
     FeedForwardSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4Ops, RowGroups,
 };
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, RngState};
-use nvfp4_kernels::reference::Activation;
+use nvfp4_formats::reference::Activation;
 
 use super::{HIDDEN, WIDTH};
 use crate::support::{Matrix, activation, device, small_only, values};

@@ -16,7 +16,7 @@ use burn_nvfp4::{
     Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Linear, Nvfp4Recipe, Nvfp4SwiGlu, Nvfp4SwiGluConfig,
 };
 use burn_optim::GradientsParams;
-use nvfp4_kernels::{CrossEntropy, Reduction};
+use nvfp4_formats::{CrossEntropy, Reduction};
 
 use super::super::on_ranks;
 use super::{bits, distance, own};

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::{
-    Element,
+    Element, Elements,
     hadamard::{MAX_GROUP, transform_lanes},
     load::load_rows,
     scaling::magnitudes,
@@ -20,8 +20,17 @@ const GRAIN: usize = 1 << 15;
 /// Magnitudes are compared as integers. This order is total, so the result does not depend on the
 /// order of the elements and is identical on every device.
 pub fn amax<T: Element>(x: &[T]) -> f32 {
-    let bits = x.par_chunks(GRAIN).map(largest).max().unwrap_or(0);
-    canonical(bits)
+    canonical(magnitude(T::elements(x)))
+}
+
+/// Returns the bits of the largest magnitude, which is found in parallel.
+fn magnitude(x: Elements<'_>) -> u32 {
+    let largest = match x {
+        Elements::F32(x) => x.par_chunks(GRAIN).map(largest).max(),
+        Elements::Bf16(x) => x.par_chunks(GRAIN).map(largest).max(),
+        Elements::F16(x) => x.par_chunks(GRAIN).map(largest).max(),
+    };
+    largest.unwrap_or(0)
 }
 
 with_fma!(fn largest[T: Element](x: &[T]) -> u32 = largest_body);
@@ -63,7 +72,8 @@ pub fn amax_cols<T: Element>(x: &[T], rows: usize, cols: usize) -> Vec<f32> {
 /// # Panics
 /// Panics if `x` does not have `rows * cols` elements.
 pub fn amax_rht<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadamard) -> f32 {
-    let bits = rht_magnitudes(x, rows, cols, hadamard);
+    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+    let bits = rht_magnitudes(T::elements(x), rows, cols, hadamard);
     canonical(bits.into_iter().max().unwrap_or(0))
 }
 
@@ -78,13 +88,13 @@ pub fn amax_rht_cols<T: Element>(
     cols: usize,
     hadamard: &Hadamard,
 ) -> Vec<f32> {
-    let bits = rht_magnitudes(x, rows, cols, hadamard);
+    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+    let bits = rht_magnitudes(T::elements(x), rows, cols, hadamard);
     bits.into_iter().map(canonical).collect()
 }
 
 /// Returns the bits of the amax of each transformed column.
-fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hadamard) -> Vec<u32> {
-    assert_eq!(x.len(), rows * cols, "`x` must hold rows * cols elements");
+fn rht_magnitudes(x: Elements<'_>, rows: usize, cols: usize, hadamard: &Hadamard) -> Vec<u32> {
     let size = hadamard.size().elements();
     (0..rows.div_ceil(size))
         .into_par_iter()
@@ -113,15 +123,15 @@ fn rht_magnitudes<T: Element>(x: &[T], rows: usize, cols: usize, hadamard: &Hada
 }
 
 /// Rows from `row0` on that are transformed together; their magnitudes raise `bits`.
-struct Group<'a, T> {
-    x: &'a [T],
+struct Group<'a> {
+    x: Elements<'a>,
     shape: (usize, usize),
     row0: usize,
     hadamard: &'a Hadamard,
     bits: &'a mut [u32],
 }
 
-impl<T: Element> Task for Group<'_, T> {
+impl Task for Group<'_> {
     #[inline(always)]
     fn compute<I: Isa>(self, isa: I) {
         let mut group = [[0f32; BLOCK]; MAX_GROUP];

@@ -31,9 +31,9 @@ pub use decode::{
     decode_slices, decode_splits,
 };
 pub use exact::{AttentionF64, Bounded, Precision, attention_f64};
-#[cfg(feature = "cube")]
-pub(crate) use math::{LN_2_LOWER, LN_2_UPPER, LN_POLYNOMIAL, SQRT_HALF, TANH_SERIES, TANH_SMALL};
-pub use math::{exp_or_nan, ln, tanh};
+pub use math::{
+    LN_2_LOWER, LN_2_UPPER, LN_POLYNOMIAL, SQRT_HALF, TANH_SERIES, TANH_SMALL, exp_or_nan, ln, tanh,
+};
 
 /// Largest number of elements of a head per lane of four partial sums.
 const LANE_ELEMENTS: usize = 32;

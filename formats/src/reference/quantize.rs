@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use rayon::prelude::*;
 
 use super::{
-    Element,
+    Element, Elements,
     block::{encode_tile, load_blocks},
     hadamard::{MAX_GROUP, transform_lanes},
     load::load_rows,
@@ -57,7 +57,7 @@ pub fn quantize<T: Element>(
         ..Layout::nvfp4(rows, cols, usage)
     };
     Source {
-        x,
+        x: T::elements(x),
         layout,
         amax,
         origin: Origin::block_1d(policy.rounding),
@@ -150,7 +150,7 @@ pub fn quantize_tile_copy<T: Element>(
         ));
     }
     let source = Source {
-        x,
+        x: T::elements(x),
         layout: Layout {
             scaling,
             ..Layout::nvfp4(rows, cols, usage)
@@ -163,8 +163,8 @@ pub fn quantize_tile_copy<T: Element>(
 }
 
 /// A matrix and its quantization parameters, shared by all tasks of one tensor.
-struct Source<'a, T> {
-    x: &'a [T],
+struct Source<'a> {
+    x: Elements<'a>,
     /// Layout of the result, with scales in compact order.
     layout: Layout,
     amax: &'a Amax,
@@ -182,7 +182,7 @@ const COLUMNS: usize = 256;
 /// Blocks of a column that are written together: a cache line of codes.
 const GATHERED: usize = 8;
 
-impl<T: Element> Source<'_, T> {
+impl Source<'_> {
     /// Returns the quantized tensor, with its scales in `scale_layout`.
     fn pack(&self, scale_layout: ScaleLayout) -> Result<QuantizedTensor, Nvfp4Error> {
         let usage = self.layout.usage;
@@ -231,8 +231,8 @@ fn zeroed(bytes: &mut [MaybeUninit<u8>]) -> &mut [u8] {
 }
 
 /// Consecutive blocks of a packed tensor, which one task fills.
-struct Part<'a, T> {
-    source: &'a Source<'a, T>,
+struct Part<'a> {
+    source: &'a Source<'a>,
     /// Blocks per stored row.
     blocks: usize,
     /// First block, counted over the whole tensor.
@@ -241,7 +241,7 @@ struct Part<'a, T> {
     scales: &'a mut [u8],
 }
 
-impl<T: Element> Task for Part<'_, T> {
+impl Task for Part<'_> {
     #[inline(always)]
     fn compute<I: Isa>(self, isa: I) {
         match (self.source.layout.usage, self.source.origin.block) {
@@ -252,7 +252,7 @@ impl<T: Element> Task for Part<'_, T> {
     }
 }
 
-impl<T: Element> Part<'_, T> {
+impl Part<'_> {
     /// Packs a run of the rowwise tensor: the lanes are consecutive blocks, which may cross rows.
     #[inline(always)]
     fn pack_run<I: Isa>(self, isa: I) {
@@ -363,7 +363,7 @@ impl<T: Element> Part<'_, T> {
     }
 }
 
-impl<T: Element> Source<'_, T> {
+impl Source<'_> {
     /// Returns the position of the tensor in the logical output.
     #[inline(always)]
     fn position(&self) -> BlockPosition {
@@ -521,7 +521,7 @@ mod tests {
         for (origin, layout) in kinds {
             for usage in [Usage::Rowwise, Usage::Columnwise] {
                 let source = Source {
-                    x: &x,
+                    x: Elements::F32(&x),
                     layout: Layout { usage, ..layout },
                     amax: &amax,
                     origin,

@@ -17,7 +17,7 @@ use super::{Element, philox::philox4x32, simd::with_fma};
 /// Number of elements of a gradient whose squares are added together.
 pub const SQUARE_CHUNK: usize = 16_384;
 /// Number of sums that the tree adds.
-pub(crate) const SQUARE_LANES: usize = 256;
+pub const SQUARE_LANES: usize = 256;
 /// Term added to the norm of gradients, which may be zero.
 pub const NORM_EPSILON: f32 = 1e-6;
 
@@ -221,17 +221,21 @@ fn adamw_run_body<G: Element, M: Moment>(
 
 /// Constants in the form that the arithmetic uses.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct AdamWConstants {
+pub struct AdamWConstants {
+    /// Decay of the first moment.
     pub beta_1: f32,
     /// `1 - beta_1`.
     pub rest_1: f32,
+    /// Decay of the second moment.
     pub beta_2: f32,
     /// `1 - beta_2`.
     pub rest_2: f32,
+    /// Added to the root of the second moment.
     pub epsilon: f32,
 }
 
 impl AdamWConstants {
+    /// Returns the constants of `params`, each rounded once.
     pub fn new(params: &AdamWParams) -> Self {
         Self {
             beta_1: params.beta_1 as f32,

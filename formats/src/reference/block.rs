@@ -1,7 +1,7 @@
 //! Loads blocks along the rows of a matrix, 16 at a time, and encodes blocks to codes.
 
 use super::{
-    Element,
+    Element, Elements,
     hadamard::transform_lanes,
     philox,
     rounding::{nearest_code, stochastic_code},
@@ -14,14 +14,30 @@ use crate::{BLOCK, Hadamard, Rounding};
 ///
 /// `first` is a multiple of 16, so that a group of `hadamard` never straddles two calls.
 #[inline(always)]
-pub(super) fn load_blocks<T: Element>(
-    x: &[T],
+pub(super) fn load_blocks(
+    x: Elements<'_>,
     cols: usize,
     blocks: usize,
     first: usize,
     hadamard: Option<&Hadamard>,
     rows: &mut Tile,
 ) {
+    match x {
+        Elements::F32(x) => load_blocks_of(x, cols, blocks, first, rows),
+        Elements::Bf16(x) => load_blocks_of(x, cols, blocks, first, rows),
+        Elements::F16(x) => load_blocks_of(x, cols, blocks, first, rows),
+    }
+    if let Some(hadamard) = hadamard {
+        let values = rows.as_flattened_mut();
+        for group in values.chunks_exact_mut(hadamard.size().elements()) {
+            transform_lanes(group.as_chunks_mut::<1>().0, hadamard);
+        }
+    }
+}
+
+/// Fills `rows` like [`load_blocks`], without the transform.
+#[inline(always)]
+fn load_blocks_of<T: Element>(x: &[T], cols: usize, blocks: usize, first: usize, rows: &mut Tile) {
     *rows = [[0f32; BLOCK]; BLOCK];
     if cols == blocks * BLOCK {
         // Without padding, all blocks are contiguous.
@@ -39,12 +55,6 @@ pub(super) fn load_blocks<T: Element>(
                     *value = source.to_f32();
                 }
             }
-        }
-    }
-    if let Some(hadamard) = hadamard {
-        let values = rows.as_flattened_mut();
-        for group in values.chunks_exact_mut(hadamard.size().elements()) {
-            transform_lanes(group.as_chunks_mut::<1>().0, hadamard);
         }
     }
 }

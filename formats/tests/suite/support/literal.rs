@@ -1,7 +1,7 @@
 //! A second implementation of the numerics, sections 2 to 8: one element at a time, by search
 //! instead of bit tricks. It shares only Philox (which has known answers) with the oracle.
 
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, ErrorNorm, Hadamard, Nvfp4Params, RandomStream, Rounding, Usage,
     reference::philox,
 };

@@ -12,11 +12,11 @@ use super::{exp_of_negative, ln};
 /// Lanes per row.
 const LANES: usize = 32;
 /// Tokens per chunk.
-pub(crate) const ROUTER_CHUNK: usize = 32;
+pub const ROUTER_CHUNK: usize = 32;
 /// Parts per chunk.
-pub(crate) const ROUTER_PLANES: usize = 8;
+pub const ROUTER_PLANES: usize = 8;
 /// Number of segments of the chunks.
-pub(crate) const ROUTER_SEGMENTS: usize = 16;
+pub const ROUTER_SEGMENTS: usize = 16;
 
 /// Parameters of the choice of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -59,7 +59,7 @@ impl Router {
     }
 
     /// Returns the factors of the losses and of their gradients for `tokens` tokens.
-    pub(crate) fn factors(&self, tokens: usize) -> RouterFactors {
+    pub fn factors(&self, tokens: usize) -> RouterFactors {
         let (experts, tokens) = (self.experts as f64, tokens as f64);
         RouterFactors {
             balance: (experts / (tokens * tokens * self.top_k as f64)) as f32,
@@ -71,7 +71,7 @@ impl Router {
 
 /// Factors of sums over tokens, each rounded once.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct RouterFactors {
+pub struct RouterFactors {
     /// `experts / (tokens² · top_k)`: factor of count times sum of probabilities.
     pub balance: f32,
     /// `1 / tokens`.

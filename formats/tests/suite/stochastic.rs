@@ -2,17 +2,17 @@
 //! kernel, which draws the same bytes).
 
 use crate::support::inputs::{Kind, values};
-use nvfp4_kernels::{Amax, RandomStream, Rounding, format::e2m1, reference};
+use nvfp4_formats::{Amax, RandomStream, Rounding, format::e2m1, reference};
 
 const ROWS: usize = 64;
 const COLS: usize = 128;
 
-fn draw(x: &[f32], stream: RandomStream) -> nvfp4_kernels::QuantizedTensor {
+fn draw(x: &[f32], stream: RandomStream) -> nvfp4_formats::QuantizedTensor {
     let amax = Amax::Tensor(reference::amax(x));
     reference::quantize_row(x, ROWS, COLS, &amax, &Rounding::Stochastic(stream)).unwrap()
 }
 
-fn codes(packed: &nvfp4_kernels::QuantizedTensor) -> Vec<u8> {
+fn codes(packed: &nvfp4_formats::QuantizedTensor) -> Vec<u8> {
     packed
         .codes()
         .iter()

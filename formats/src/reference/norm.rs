@@ -32,13 +32,13 @@ const MOST_PARTS: usize = 264;
 /// Smallest number of rows of a part, if there are that many.
 const LEAST_ROWS: usize = 8;
 /// Partial sums over which the parts are distributed in turn, before these are added in a tree.
-pub(crate) const PART_LANES: usize = 16;
+pub const PART_LANES: usize = 16;
 /// Elements per task of an addition.
 const CHUNK: usize = 8192;
 /// Partial sums along a row in the forward.
-pub(crate) const SUM_LANES: usize = 256;
+pub const SUM_LANES: usize = 256;
 /// Partial sums along a row in the backward, which needs more registers per element.
-pub(crate) const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
+pub const GRAD_SUM_LANES: usize = 2 * SUM_LANES;
 
 /// Returns the number of parts of `rows` rows.
 pub fn norm_parts(rows: usize) -> usize {
@@ -71,7 +71,7 @@ pub fn norm_part_lanes(cols: usize) -> usize {
 
 /// Returns the planes of 32 units that share a row of `cols` elements, 16 elements per unit, at
 /// most `most`.
-pub(crate) fn norm_planes(cols: usize, most: usize) -> usize {
+pub fn norm_planes(cols: usize, most: usize) -> usize {
     (cols.div_ceil(32 * BLOCK))
         .clamp(1, most)
         .next_power_of_two()

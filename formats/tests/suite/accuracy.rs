@@ -1,7 +1,7 @@
 //! Signal-to-noise ratio of quantization in cases that require a scale per row or a global scale.
 
 use crate::support::inputs::{Kind, values};
-use nvfp4_kernels::{Amax, BlockScaling, Nvfp4Params, Rounding, Usage, reference};
+use nvfp4_formats::{Amax, BlockScaling, Nvfp4Params, Rounding, Usage, reference};
 
 const ROWS: usize = 64;
 const COLS: usize = 256;

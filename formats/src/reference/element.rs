@@ -4,6 +4,9 @@ use half::{bf16, f16};
 
 /// An input element: converts to `f32` exactly.
 pub trait Element: Copy + Send + Sync + 'static {
+    /// Returns the slice with its type.
+    fn elements(x: &[Self]) -> Elements<'_>;
+
     /// Returns the exact value.
     fn to_f32(self) -> f32;
 
@@ -11,7 +14,25 @@ pub trait Element: Copy + Send + Sync + 'static {
     fn from_f32(value: f32) -> Self;
 }
 
+/// A slice of elements of any type.
+///
+/// Generic functions are compiled in the crate that calls them, with its level of optimization. Code
+/// that is compiled in this crate takes its elements so.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    /// IEEE binary32.
+    F32(&'a [f32]),
+    /// bfloat16.
+    Bf16(&'a [bf16]),
+    /// IEEE binary16.
+    F16(&'a [f16]),
+}
+
 impl Element for f32 {
+    fn elements(x: &[Self]) -> Elements<'_> {
+        Elements::F32(x)
+    }
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -24,6 +45,10 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    fn elements(x: &[Self]) -> Elements<'_> {
+        Elements::Bf16(x)
+    }
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         // A bf16 is the upper half of an f32, including NaN payloads. The library's conversion
@@ -38,6 +63,10 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
+    fn elements(x: &[Self]) -> Elements<'_> {
+        Elements::F16(x)
+    }
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         // The library's conversion branches. Exponent and mantissa are those of an f32, except that

@@ -17,9 +17,9 @@ pub enum Gelu {
 const CHUNK: usize = 8192;
 
 /// `erf` is a polynomial below this value, and uses the exponential of a polynomial above it.
-pub(crate) const ERF_SPLIT: f32 = 0.927_734_4;
+pub const ERF_SPLIT: f32 = 0.927_734_4;
 /// `erf(a) / a - 1` for `|a|` up to [`ERF_SPLIT`], a polynomial in `a²`, constant term first.
-pub(crate) const ERF_POLYNOMIAL: [f32; 6] = [
+pub const ERF_POLYNOMIAL: [f32; 6] = [
     1.283_791_7e-1,
     -3.761_253_4e-1,
     1.128_199_25e-1,
@@ -29,7 +29,7 @@ pub(crate) const ERF_POLYNOMIAL: [f32; 6] = [
 ];
 /// `ln(1 - erf(t)) / t + 1` for `t` from [`ERF_SPLIT`] on, a polynomial in `t`, constant term
 /// first.
-pub(crate) const ERFC_POLYNOMIAL: [f32; 7] = [
+pub const ERFC_POLYNOMIAL: [f32; 7] = [
     -1.287_175_1e-1,
     -6.348_467e-1,
     -1.067_778_8e-1,
@@ -39,15 +39,15 @@ pub(crate) const ERFC_POLYNOMIAL: [f32; 7] = [
     -1.728_534_7e-5,
 ];
 /// `1/√2`, rounded.
-pub(crate) const INV_SQRT_2: f32 = std::f32::consts::FRAC_1_SQRT_2;
+pub const INV_SQRT_2: f32 = std::f32::consts::FRAC_1_SQRT_2;
 /// `1/√(2π)`, rounded.
-pub(crate) const INV_SQRT_2PI: f32 = 0.398_942_3;
+pub const INV_SQRT_2PI: f32 = 0.398_942_3;
 /// `2 √(2/π)`, rounded.
-pub(crate) const TANH_SCALE: f32 = 1.595_769;
+pub const TANH_SCALE: f32 = 1.595_769;
 /// Factor of `x³` in the `tanh` form.
-pub(crate) const TANH_CUBE: f32 = 0.044_715;
+pub const TANH_CUBE: f32 = 0.044_715;
 /// `3 · TANH_CUBE`, rounded.
-pub(crate) const TANH_SLOPE: f32 = 0.134_145;
+pub const TANH_SLOPE: f32 = 0.134_145;
 
 /// Returns `Φ(x)`, with an absolute error of about one ulp of 1, and in the lower tail a relative
 /// error of 1e-5.

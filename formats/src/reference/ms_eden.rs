@@ -58,10 +58,10 @@ const FRACTION: f64 = 17.0 / 16.0 * 0.93;
 
 /// `fl(448 f / 255.99)`, the factor from an amax to the amax that gives plain NVFP4 the same global
 /// scale.
-pub(crate) const EDEN_AMAX_FACTOR: f32 = (448.0 * FRACTION / 255.99) as f32;
+pub const EDEN_AMAX_FACTOR: f32 = (448.0 * FRACTION / 255.99) as f32;
 
 /// `fl(f / 6)`, the reciprocal of the value to which the largest element is scaled.
-pub(crate) const EDEN_BLOCK_FACTOR: f32 = (FRACTION / 6.0) as f32;
+pub const EDEN_BLOCK_FACTOR: f32 = (FRACTION / 6.0) as f32;
 
 /// Parameters of an MS-EDEN quantization.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,7 +109,7 @@ pub fn ms_eden_amax<T: Element>(
     hadamard: &Hadamard,
 ) -> Result<f32, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
-    check_hadamard(hadamard)?;
+    check_eden_hadamard(hadamard)?;
     let (outer, inner) = usage.stored_shape(rows, cols);
     let bits = (0..outer)
         .into_par_iter()
@@ -161,7 +161,7 @@ pub fn ms_eden_at<T: Element>(
 ) -> Result<QuantizedTensor, Nvfp4Error> {
     let EdenParams { hadamard, stream } = params;
     check_matrix(x.len(), rows, cols)?;
-    check_hadamard(hadamard)?;
+    check_eden_hadamard(hadamard)?;
     let (outer, inner) = usage.stored_shape(rows, cols);
     let groups = inner.div_ceil(EDEN_GROUP);
     let position = eden_position(&stream.position)?;
@@ -197,7 +197,7 @@ pub fn ms_eden_at<T: Element>(
 ///
 /// # Errors
 /// Returns an error if it lies within a rotation group.
-pub(crate) fn eden_position(position: &BlockPosition) -> Result<BlockPosition, Nvfp4Error> {
+pub fn eden_position(position: &BlockPosition) -> Result<BlockPosition, Nvfp4Error> {
     let blocks = BLOCKS as u32;
     let in_groups = |count: u32| count.is_multiple_of(blocks).then_some(count / blocks);
     let gap = |gap: Gap| match gap.len {
@@ -336,7 +336,8 @@ fn transform(values: &mut [f32; EDEN_GROUP], hadamard: &Hadamard) {
     }
 }
 
-pub(crate) fn check_hadamard(hadamard: &Hadamard) -> Result<(), Nvfp4Error> {
+/// Returns an error if the rotation does not have 128 elements.
+pub fn check_eden_hadamard(hadamard: &Hadamard) -> Result<(), Nvfp4Error> {
     if hadamard.size() == HadamardSize::H128 {
         return Ok(());
     }

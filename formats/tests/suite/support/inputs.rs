@@ -1,7 +1,7 @@
-//! Inputs shared by the test binaries.
+//! Inputs shared by the test binaries of this crate and of nvfp4-kernels.
 
 use half::{bf16, f16};
-use nvfp4_kernels::reference::{Element, philox::philox4x32};
+use nvfp4_formats::reference::{Element, philox::philox4x32};
 
 /// A deterministic generator for test data, independent of the streams under test.
 pub struct Generator(u32);

@@ -1,18 +1,18 @@
 //! Exponential and sigmoid, made of operations with identical bits on every device.
 
 /// [`exp_of_negative`] is 0 below this value.
-pub(crate) const EXP_CUTOFF: f32 = -87.0;
+pub const EXP_CUTOFF: f32 = -87.0;
 /// `log2(e)`, rounded.
-pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
+pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// 1.5 · 2²³: adding it rounds to an integer, which is then in the lowest bits.
-pub(crate) const TO_INTEGER: f32 = 12_582_912.0;
+pub const TO_INTEGER: f32 = 12_582_912.0;
 /// `ln 2`, rounded.
-pub(crate) const LN2_HIGH: f32 = std::f32::consts::LN_2;
+pub const LN2_HIGH: f32 = std::f32::consts::LN_2;
 /// Remainder of `ln 2` after [`LN2_HIGH`].
-pub(crate) const LN2_LOW: f32 = -1.904_654_2e-9;
+pub const LN2_LOW: f32 = -1.904_654_2e-9;
 /// `(e^r - 1 - r) / r²` for `|r| <= ln 2 / 2`, constant term first: interpolated at the zeros of a
 /// Chebyshev polynomial, with rounded coefficients. It gives `e^r` a relative error of 1.1e-8.
-pub(crate) const EXP_POLYNOMIAL: [f32; 5] = [
+pub const EXP_POLYNOMIAL: [f32; 5] = [
     0.5,
     0.166_665_76,
     0.041_666_556,

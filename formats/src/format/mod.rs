@@ -18,11 +18,7 @@ use crate::error::Nvfp4Error;
 const MAX_ELEMENTS: usize = 1 << 44;
 
 /// Returns an error for shapes whose sizes could overflow before they are compared with a buffer.
-pub(crate) fn check_extent(
-    argument: &'static str,
-    rows: usize,
-    cols: usize,
-) -> Result<(), Nvfp4Error> {
+pub fn check_extent(argument: &'static str, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
     let padded = |len: usize| len.max(1).checked_next_multiple_of(128);
     let elements = padded(rows)
         .zip(padded(cols))
@@ -38,7 +34,7 @@ pub(crate) fn check_extent(
 }
 
 /// Returns an error for formats whose block scales are not powers of two.
-pub(crate) fn check_mx(format: Format) -> Result<(), Nvfp4Error> {
+pub fn check_mx(format: Format) -> Result<(), Nvfp4Error> {
     if format.is_mx() {
         return Ok(());
     }

@@ -4,7 +4,7 @@
 use crate::support::inputs::{ALL_KINDS, Kind, TestElement, convert, values};
 use crate::support::literal;
 use half::{bf16, f16};
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
     QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, format::e2m1, reference,
 };
@@ -437,7 +437,7 @@ fn four_over_six_is_never_worse_than_six() {
                 let block = [block.to_vec()];
                 // Six with a bound of 256, as if there were no choice.
                 let global = reference::GlobalScale::with_range(amax, 1536.0);
-                let six = nvfp4_kernels::format::e4m3::encode(
+                let six = nvfp4_formats::format::e4m3::encode(
                     reference::amax(&block[0]) / 6.0 * global.encode,
                 );
                 let chosen = literal::error(&block, amax, norm, byte);

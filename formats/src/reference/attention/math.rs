@@ -5,20 +5,19 @@ use super::super::exponential::exp_of_negative;
 
 /// Coefficients of `tanh x = x (1 + x² p(x²))` for `|x| < 1/4`: the Taylor series, whose next term
 /// is below 2⁻²⁶.
-pub(crate) const TANH_SERIES: [f32; 4] =
-    [-0.333_333_34, 0.133_333_34, -0.053_968_254, 0.021_869_488];
+pub const TANH_SERIES: [f32; 4] = [-0.333_333_34, 0.133_333_34, -0.053_968_254, 0.021_869_488];
 /// Upper limit of the series.
-pub(crate) const TANH_SMALL: f32 = 0.25;
+pub const TANH_SMALL: f32 = 0.25;
 
 /// Coefficients of `r`, a polynomial in `s²`, in `ln(1 + f) = f - f²/2 + s (f²/2 + r)` with
 /// `s = f / (2 + f)` (Sun's `logf`).
-pub(crate) const LN_POLYNOMIAL: [f32; 4] = [0.666_666_6, 0.400_009_72, 0.284_987_87, 0.242_790_79];
+pub const LN_POLYNOMIAL: [f32; 4] = [0.666_666_6, 0.400_009_72, 0.284_987_87, 0.242_790_79];
 /// Bits of `sqrt(1/2)`: arguments are reduced to the range from there to `sqrt(2)`.
-pub(crate) const SQRT_HALF: u32 = 0x3F35_04F3;
+pub const SQRT_HALF: u32 = 0x3F35_04F3;
 /// Upper 15 bits of `ln 2`, so that the product with an exponent is exact.
-pub(crate) const LN_2_UPPER: f32 = 0.693_138_1;
+pub const LN_2_UPPER: f32 = 0.693_138_1;
 /// Remainder of `ln 2` after [`LN_2_UPPER`].
-pub(crate) const LN_2_LOWER: f32 = 9.058_001e-6;
+pub const LN_2_LOWER: f32 = 9.058_001e-6;
 
 /// Computes [`exp_of_negative`]; every NaN gives NaN.
 #[inline(always)]

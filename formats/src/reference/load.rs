@@ -1,13 +1,28 @@
 //! Loads 16 columns of a matrix, for blocks along its columns.
 
-use super::{Element, simd::Isa};
+use super::{Element, Elements, simd::Isa};
 use crate::BLOCK;
 
 /// Fills `tile` with 16 columns of a `rows` x `cols` matrix, from (`row0`, `col0`) on, with zeros
 /// beyond the matrix. Prefetches one cache line of each row of the tile below, which is read next.
 #[inline(always)]
-pub(super) fn load_rows<T: Element, I: Isa>(
-    isa: I,
+pub(super) fn load_rows(
+    isa: impl Isa,
+    x: Elements<'_>,
+    shape: (usize, usize),
+    at: (usize, usize),
+    tile: &mut [[f32; BLOCK]],
+) {
+    match x {
+        Elements::F32(x) => load_rows_of(isa, x, shape, at, tile),
+        Elements::Bf16(x) => load_rows_of(isa, x, shape, at, tile),
+        Elements::F16(x) => load_rows_of(isa, x, shape, at, tile),
+    }
+}
+
+#[inline(always)]
+fn load_rows_of<T: Element>(
+    isa: impl Isa,
     x: &[T],
     (rows, cols): (usize, usize),
     (row0, col0): (usize, usize),

@@ -4,7 +4,7 @@
 use std::{cell::RefCell, collections::BTreeSet};
 
 use half::bf16;
-use nvfp4_kernels::{
+use nvfp4_formats::{
     Amax, BlockScaling, ErrorNorm, Hadamard, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout,
     Usage, reference,
 };

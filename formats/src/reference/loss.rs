@@ -20,7 +20,7 @@ use super::{
 /// Elements per block.
 pub(super) const BLOCK: usize = 8;
 /// Partial sums of the losses of rows.
-pub(crate) const LOSS_LANES: usize = 1024;
+pub const LOSS_LANES: usize = 1024;
 
 /// Reduction of the losses of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
@@ -100,7 +100,7 @@ pub const fn cross_entropy_lanes(vocab: usize) -> usize {
 }
 
 /// Polynomial of [`ln`], highest power first.
-pub(crate) const LN_POLYNOMIAL: [f32; 9] = [
+pub const LN_POLYNOMIAL: [f32; 9] = [
     7.037_683_6e-2,
     -1.151_461e-1,
     1.167_699_9e-1,
@@ -112,11 +112,11 @@ pub(crate) const LN_POLYNOMIAL: [f32; 9] = [
     3.333_333e-1,
 ];
 /// Upper part of `ln 2`, with few bits.
-pub(crate) const LN_2_HIGH: f32 = 0.693_359_4;
+pub const LN_2_HIGH: f32 = 0.693_359_4;
 /// Remainder of `ln 2` after [`LN_2_HIGH`].
-pub(crate) const LN_2_LOW: f32 = -2.121_944_4e-4;
+pub const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// `sqrt(1/2)`.
-pub(crate) const SQRT_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
+pub const SQRT_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
 /// Returns the natural logarithm of a normal positive number, within 2 ulps; NaN stays NaN. Cephes'
 /// polynomial, by fused multiply-adds.

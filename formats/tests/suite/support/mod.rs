@@ -1,0 +1,4 @@
+//! Helpers shared by the modules of the suite.
+
+pub mod inputs;
+pub mod literal;
