@@ -48,6 +48,8 @@ mod book {
     struct Readme;
     #[doc = include_str!("../docs/src/quick-start.md")]
     struct QuickStart;
+    #[doc = include_str!("../docs/src/coming-from.md")]
+    struct ComingFrom;
     #[doc = include_str!("../docs/src/recipes.md")]
     struct Recipes;
     #[doc = include_str!("../docs/src/own-model.md")]
