@@ -51,6 +51,8 @@ mod book {
     struct Readme;
     #[doc = include_str!("../docs/src/quick-start.md")]
     struct QuickStart;
+    #[doc = include_str!("../docs/src/coming-from.md")]
+    struct ComingFrom;
     #[doc = include_str!("../docs/src/recipes.md")]
     struct Recipes;
     #[doc = include_str!("../docs/src/own-model.md")]
