@@ -61,7 +61,7 @@ pub use per_token::quantize_per_token;
 pub use plan::QuantRequest;
 pub(crate) use prologue::run_prologue_of_groups;
 pub use prologue::{Prologue, run_prologue};
-pub use random_bits::{answer_random_bits, has_stochastic_instruction};
+pub use random_bits::{answer_random_bits, has_stochastic_instruction, match_random_bits};
 pub use request::{
     quantize, quantize_both, quantize_col, quantize_in_both_storages, quantize_operands,
     quantize_row, quantize_side_by_side, quantize_tile, quantize_tile_copy, quantize_tile_with,

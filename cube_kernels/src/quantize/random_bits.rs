@@ -8,17 +8,34 @@ use crate::{
     Nvfp4Error,
     capabilities::{Capabilities, conversion_of},
     cube::{
-        codec::{Conversion, INFINITY, MAGNITUDE, QUIET_NAN, round_stochastic},
+        codec::{Conversion, INFINITY, MAGNITUDE, QUIET_NAN, round_stochastic, software_word},
         ptx,
     },
     memory::{allocate, download},
-    reference::Question,
+    reference::{Question, read_random_bits, round_in_order},
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
 /// Returns true if the device has an instruction for stochastic rounding to E2M1.
 pub fn has_stochastic_instruction(client: &Client) -> bool {
     Capabilities::of(client).conversion == Conversion::Hardware
+}
+
+/// Makes the oracle of this process round stochastically as the device does: it takes random bits
+/// in the order that the device's answers show. For tests: call it before anything is quantized on
+/// the host.
+///
+/// # Errors
+/// Returns an error if no order of eight bits for each element explains the answers.
+///
+/// # Panics
+/// See [`round_in_order`].
+pub fn match_random_bits(client: &Client) -> Result<(), Nvfp4Error> {
+    if Capabilities::of(client).conversion.has_stochastic() {
+        let ask = |questions: &[Question]| answer_random_bits(client, questions);
+        round_in_order(read_random_bits(ask)?);
+    }
+    Ok(())
 }
 
 /// Returns the codes of each question, element 0 in the lowest nibble, waiting for the device. Uses
@@ -80,6 +97,7 @@ pub fn random_bits_kernel(
             }
             codes[item] = ptx::cvt_rs_e2m1x8(&eight, 0usize, word, word) & 0xFFFFu32;
         } else {
+            let word = software_word(word, conversion);
             let mut four = 0u32;
             #[unroll]
             for i in 0..4usize {

@@ -3,7 +3,7 @@
 use super::{
     Element, Elements,
     hadamard::transform_lanes,
-    philox,
+    philox, random_bits,
     rounding::{nearest_code, stochastic_code},
     simd::{Lanes, Tile, lanes},
 };
@@ -78,6 +78,11 @@ pub(super) fn encode_tile(
                 let drawn = philox::block_words(stream.offset, stream.key(), index);
                 for (words, drawn) in words.iter_mut().zip(drawn) {
                     words[8 * part..][..8].copy_from_slice(&drawn);
+                }
+            }
+            if let Some(order) = random_bits::order() {
+                for word in words.as_flattened_mut() {
+                    *word = order.software_word(*word);
                 }
             }
             encode_by(|i, lane| {

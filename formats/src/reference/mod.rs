@@ -78,7 +78,9 @@ pub use optimizer::{
 };
 pub use panels::panels;
 pub use quantize::{quantize, quantize_col, quantize_row, quantize_tile, quantize_tile_copy};
-pub use random_bits::{BitComparison, Question, RandomBits, compare_random_bits, read_random_bits};
+pub use random_bits::{
+    BitComparison, Question, RandomBits, compare_random_bits, read_random_bits, round_in_order,
+};
 pub use rounding::{round_nearest, round_stochastic};
 pub use router::{
     BatchPart, ROUTER_CHUNK, ROUTER_PLANES, ROUTER_SEGMENTS, Routed, Router, RouterFactors,

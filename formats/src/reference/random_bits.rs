@@ -6,6 +6,8 @@
 //! least `2^j`. A word with a single bit set therefore tells whether that bit belongs to the
 //! element, and its significance.
 
+use std::sync::OnceLock;
+
 use super::{philox::philox4x32, round_stochastic};
 use crate::Nvfp4Error;
 
@@ -30,17 +32,45 @@ impl RandomBits {
         }
     }
 
+    /// Returns the word that rounds in the software form as `word` does in this order: its byte `i`
+    /// has the bits of element `i`.
+    pub fn software_word(&self, word: u32) -> u32 {
+        let positions = self.positions.as_flattened().iter().enumerate();
+        positions.fold(0, |found, (bit, position)| {
+            found | (word >> position & 1) << bit
+        })
+    }
+
     /// Returns the four codes, element 0 in the lowest nibble, that the oracle computes with these
     /// bits.
     pub fn round(&self, (values, word): &Question) -> u16 {
-        let code = |element: usize| {
-            let byte = (0..8).fold(0, |byte, bit| {
-                byte | (word >> self.positions[element][bit] & 1) << bit
-            });
-            u16::from(round_stochastic(values[element], byte as u8))
-        };
+        let bytes = self.software_word(*word).to_le_bytes();
+        let code = |element: usize| u16::from(round_stochastic(values[element], bytes[element]));
         (0..4).fold(0, |codes, element| codes | code(element) << (4 * element))
     }
+}
+
+/// Order in which the oracle takes random bits, if it is not that of the software form.
+static ORDER: OnceLock<Option<RandomBits>> = OnceLock::new();
+
+/// Makes the oracle of this process take random bits in the order of a device that rounds by
+/// `cvt.rs`, so that it can be compared with this device bit for bit. For tests: call it before
+/// anything is quantized.
+///
+/// # Panics
+/// Panics if another order was set before, or the oracle has rounded in that of the software form.
+pub fn round_in_order(bits: RandomBits) {
+    let order = (bits != RandomBits::software()).then_some(bits);
+    let set = *ORDER.get_or_init(|| order);
+    assert!(
+        set == order,
+        "the oracle takes random bits in the order {set:?} already, not in {order:?}"
+    );
+}
+
+/// Returns the order set by [`round_in_order`], or `None` for that of the software form.
+pub(super) fn order() -> Option<RandomBits> {
+    *ORDER.get_or_init(|| None)
 }
 
 /// Determines the bits of `round`, which answers each question with four codes, element 0 in the
@@ -198,6 +228,25 @@ mod tests {
         }
         let other = compare_random_bits(&halves(), 5000, answer(RandomBits::software())).unwrap();
         assert!(other.different > 1000 && other.first.is_some());
+    }
+
+    #[test]
+    fn a_word_in_another_order_rounds_as_one_of_the_software_form() {
+        assert_eq!(
+            RandomBits::software().software_word(0x1234_5678),
+            0x1234_5678
+        );
+        // Bytes 0, 16, 8, 24 of the word become bytes 0, 1, 2, 3.
+        assert_eq!(halves().software_word(0x1234_5678), 0x1256_3478);
+        for index in 0..100 {
+            let word = philox4x32([index, 2, 0, 0], [1, 2])[0];
+            let values = [0.3, -1.2, 2.6, 5.1];
+            let other = (values, halves().software_word(word));
+            assert_eq!(
+                halves().round(&(values, word)),
+                RandomBits::software().round(&other)
+            );
+        }
     }
 
     #[test]

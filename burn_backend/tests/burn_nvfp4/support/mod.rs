@@ -16,6 +16,8 @@ use nvfp4_formats::reference::{self, EdenParams, Element};
 use nvfp4_formats::{
     Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
 };
+#[cfg(feature = "cuda")]
+use nvfp4_kernels::quantize::match_random_bits;
 
 fn device_name() -> String {
     std::env::var("NVFP4_TEST_DEVICE").unwrap_or_else(|_| "flex".into())
@@ -39,7 +41,11 @@ pub fn device() -> Device {
         #[cfg(feature = "cpu")]
         "cpu" => Device::cpu(),
         #[cfg(feature = "cuda")]
-        "cuda" => Device::cuda(0),
+        "cuda" => {
+            let client = cubecl::Device::Cuda(Default::default()).client();
+            match_random_bits(&client).expect("the device's order of random bits");
+            Device::cuda(0)
+        }
         other => panic!("NVFP4_TEST_DEVICE={other}: not a device of this build"),
     }
 }

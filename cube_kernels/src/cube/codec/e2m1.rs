@@ -147,6 +147,8 @@ pub fn stochastic_codes(
     if comptime!(conversion == Conversion::Hardware) {
         ptx::cvt_rs_e2m1x8(values, first, low, high)
     } else {
+        let low = software_word(low, conversion);
+        let high = software_word(high, conversion);
         let mut word = 0u32;
         #[unroll]
         for i in 0..8usize {
@@ -157,6 +159,17 @@ pub fn stochastic_codes(
             word = word * 16u32 + round_stochastic(value, random, byte, conversion);
         }
         word
+    }
+}
+
+/// Returns the random word whose byte `i` has the bits of element `i`, of one in the order of
+/// `conversion`.
+#[cube]
+pub fn software_word(random: u32, #[comptime] conversion: Conversion) -> u32 {
+    if comptime!(conversion == Conversion::Emulated) {
+        random.reverse_bits()
+    } else {
+        random
     }
 }
 

@@ -39,9 +39,10 @@ pub enum Conversion {
     /// `HardwareNearest` plus `cvt.rs.satfinite.e2m1x4`: sm_100a and sm_103a.
     Hardware,
     /// [`Hardware`](Self::Hardware) with each of its two E2M1 instructions replaced by the
-    /// operations of its software form on the same operands, in which byte `i` of a random word
-    /// rounds element `i`. It runs the code around the instructions on any CUDA device of sm_89 and
-    /// later, for tests; see [`emulate_e2m1_instructions`].
+    /// operations of its software form on the same operands. It takes the bits of a random word in
+    /// reversed order, as an instruction may take them in another order than the software form. It
+    /// runs the code around the instructions on any CUDA device of sm_89 and later, for tests; see
+    /// [`emulate_e2m1_instructions`].
     Emulated,
 }
 

@@ -35,8 +35,10 @@ pub fn cvt_rn_e2m1x8(v: &Array<f32>, #[comptime] first: usize) -> u32 {
 ///
 /// PTX 8.7; sm_100a and sm_103a only (ptxas refuses `.rs` for sm_120a). Operands go from the upper
 /// nibble down. Each element gets eight of the 32 random bits, but which ones is not documented for
-/// e2m1x4, so the result has the distribution of the software form but not its bits. Compiled and
-/// inspected in SASS; never run on hardware by this project.
+/// e2m1x4, so the result has the distribution of the software form but not its bits. Tests read the
+/// order off the device, and the oracle then takes the bits in it
+/// ([`match_random_bits`](crate::quantize::match_random_bits)). Compiled and inspected in SASS;
+/// never run on hardware by this project.
 #[cube]
 pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u32) -> u32 {
     let a0 = v[first];

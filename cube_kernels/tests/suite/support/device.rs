@@ -7,7 +7,7 @@ use nvfp4_formats::QuantizedTensor;
 use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::codec::emulate_e2m1_instructions,
-    quantize::kernels::set_units,
+    quantize::{kernels::set_units, match_random_bits},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use nvfp4_test_support::{Skip, is_full};
@@ -22,20 +22,22 @@ pub fn client(test: &str) -> Option<Client> {
     if let Ok(units) = std::env::var("NVFP4_TEST_UNITS") {
         set_units(units.parse().expect("NVFP4_TEST_UNITS is a number"));
     }
-    match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
+    let client = match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
         #[cfg(feature = "cuda")]
-        Ok("cuda") => Some(cubecl::Device::Cuda(Default::default()).client()),
+        Ok("cuda") => cubecl::Device::Cuda(Default::default()).client(),
         #[cfg(feature = "cpu")]
-        Ok("cpu") | Err(_) => Some(cubecl::Device::Cpu(Default::default()).client()),
+        Ok("cpu") | Err(_) => cubecl::Device::Cpu(Default::default()).client(),
         #[cfg(not(feature = "cpu"))]
         Err(_) => {
             Skip::NoGpu.print(test, "NVFP4_TEST_DEVICE names none");
-            None
+            return None;
         }
         other => {
             panic!("{test}: NVFP4_TEST_DEVICE is {other:?}, which this build has no runtime for")
         }
-    }
+    };
+    match_random_bits(&client).expect("the device's order of random bits");
+    Some(client)
 }
 
 /// True if this run omits tests that only repeat others: on CubeCL's CPU runtime, which takes
