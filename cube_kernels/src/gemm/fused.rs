@@ -8,7 +8,7 @@ use cubecl::{client::Client, server::Handle};
 use super::{
     Gemm, dispatch,
     epilogue::EpilogueArgs,
-    kernels::small_m_launch::{Left, NormLeft, SmallMLaunch, queue, refuses_norm},
+    kernels::small_m::{Left, NormLeft, SmallMLaunch, queue, refuses_norm},
     materialize::{Reads, materialize},
     operand::{Operand, ScaleTiling},
     output::{Output, Target},

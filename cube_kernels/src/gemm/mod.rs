@@ -10,7 +10,7 @@
 //! - `materialize`: converts operands to the form that a kernel reads.
 //! - `problem`: the inputs of the kernel choice, and the trait that every kernel implements.
 //! - `heuristics`: measured timings.
-//! - `kernels`: the kernels, one per file. `dispatch` asks them in order.
+//! - `kernels`: the kernels, in a folder per architecture. `dispatch` asks them in order.
 //! - `fused`: linear layers for small M with a fused RMSNorm prologue and SwiGLU epilogue.
 //! - [`cublaslt`]: NVIDIA's library, for FP4 tensor cores.
 //! - `exact`: small GEMMs with exact sums, by which `self_check` and [`bring_up`] check the
@@ -26,7 +26,6 @@ pub(crate) mod align_groups;
 #[allow(missing_docs)]
 pub(crate) mod arguments;
 pub mod bring_up;
-pub mod cublaslt;
 mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
@@ -52,6 +51,8 @@ mod tiles;
 pub use dispatch::{Choice, backend_of, choose, describe, describe_typical, packed_reads, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
 pub use fused::{FusedLinear, FusedLinearOutput, FusedNorm, fused_linear};
+#[doc(inline)]
+pub use kernels::cublaslt;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
 pub use problem::{Device, GemmShape, Plan, Problem, Refusal};

@@ -9,10 +9,15 @@ use cubecl::client::Client;
 use super::{
     cublaslt,
     kernels::{
-        cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
-        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm90_w4a16_mn_major::Sm90W4a16MnMajor,
-        sm100_block_scaled::Sm100BlockScaled, sm120_block_scaled::Sm120BlockScaled,
-        small_m_launch::SmallM,
+        cublaslt::CublasLt,
+        portable::{Cmma, Scalar},
+        sm90::{
+            bf16::Sm90Bf16, stream_k::Sm90StreamK, w4a16::Sm90W4a16,
+            w4a16_mn_major::Sm90W4a16MnMajor,
+        },
+        sm100::Sm100BlockScaled,
+        sm120::Sm120BlockScaled,
+        small_m::SmallM,
     },
     operand::OperandLayout,
     problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::small_m_shape::{SmallMLeft, SmallMShape};
+use super::shape::{SmallMLeft, SmallMShape};
 use crate::cube::{
     codec::{decode_e2m1x8_pairs, decode_e4m3x2, decode_e4m3x2_sm80, interleave_pairs},
     ptx::{

@@ -1,6 +1,6 @@
-//! Interface of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel to its tensor core:
+//! Interface of the [`sm100_block_scaled`](super) kernel to its tensor core:
 //! either instructions, or commands in a ring buffer in shared memory that four warps execute
-//! ([`sm100_block_scaled_engine`](super::sm100_block_scaled_engine)).
+//! ([`engine`](super::engine)).
 //!
 //! The ring holds the commands of more K tiles than the kernel has stages, so that a stage that is
 //! released too early is overwritten before its commands are executed.
@@ -8,10 +8,8 @@
 use cubecl::prelude::*;
 
 use super::{
-    sm100_block_scaled_engine::{
-        BAD_TMEM, COMMIT, COPY, Command, MMA, Memory, STOP, execute_copy, execute_mma,
-    },
-    sm100_block_scaled_operands::Sm100Plan,
+    engine::{BAD_TMEM, COMMIT, COPY, Command, MMA, Memory, STOP, execute_copy, execute_mma},
+    operands::Sm100Plan,
 };
 use crate::{
     cube::ptx::{

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::sm90_w4a16_output::TilePlace;
+use super::super::w4a16::TilePlace;
 use crate::{
     gemm::epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
     tensor::FloatKind,

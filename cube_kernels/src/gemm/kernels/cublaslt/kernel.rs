@@ -3,13 +3,13 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::small_m_launch::SmallM;
+use super::super::small_m::SmallM;
+use super::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem, gemm};
 use crate::{
     Nvfp4Error, PackedReads,
     capabilities::GemmBackend,
     cube::codec::{load, store},
     gemm::{
-        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
         epilogue::{EpilogueArgs, Factor, factor},
         materialize::{Materialized, Reads},
         problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit},
@@ -205,7 +205,7 @@ fn queue(launch: &Launch) -> Result<(), Nvfp4Error> {
     } else {
         None
     };
-    cublaslt::gemm(
+    gemm(
         client,
         &CublasLtGemm {
             format: problem.format,

@@ -1,4 +1,4 @@
-//! Stages of the [`sm120_block_scaled`](super::sm120_block_scaled) kernel: the layout of codes and
+//! Stages of the [`sm120_block_scaled`](super::kernel) kernel: the layout of codes and
 //! block scales of both operands in shared memory, and their `cp.async` copies.
 
 use cubecl::prelude::*;

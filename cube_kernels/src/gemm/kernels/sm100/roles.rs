@@ -1,17 +1,15 @@
-//! The two producer threads of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: one
+//! The two producer threads of the [`sm100_block_scaled`](super) kernel: one
 //! fills stages, one issues instructions.
 
 use cubecl::{prelude::barrier::Barrier, prelude::*};
 
 use super::{
-    sm100_block_scaled_commands::{
-        CommandRing, arrive_at_each, delay, issue_commit, issue_copy, issue_mma,
-    },
-    sm100_block_scaled_operands::{
+    commands::{CommandRing, arrive_at_each, delay, issue_commit, issue_copy, issue_mma},
+    operands::{
         A_CODES, ATOM, STEPS, Sm100Plan, StageAt, atoms_of, cta_share, mma_operands, scale_copy,
         scales_of_part, steps_of,
     },
-    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales, wait},
+    stage::{CtaState, GroupExtent, SwizzledScales, wait},
 };
 use crate::{
     cube::ptx::{

@@ -3,10 +3,8 @@
 
 use cubecl::prelude::*;
 
-use super::{
-    sm90_w4a16_mn_major_tiles::{W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows},
-    sm90_w4a16_output::TilePlace,
-};
+use super::super::w4a16::TilePlace;
+use super::tiles::{W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows};
 #[cfg(doc)]
 use crate::cube::ptx::sm90_mainloop_w4a16_mn_major::mn_major_mainloop_n128;
 use crate::{

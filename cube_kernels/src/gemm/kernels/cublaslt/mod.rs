@@ -7,6 +7,9 @@
 //! leading dimension of `k` ("TN", the only orientation with FP4 and FP8), and the bias runs along
 //! the rows of `D`, which are our columns.
 //!
+//! `kernel` offers the library to dispatch, which asks it on compute capability 10.0 and 10.3, with
+//! small kernels around it; `library` and `queue` call it.
+//!
 //! See [`quantize::swizzle`](crate::quantize::swizzle()) for 128x4 tiles.
 //!
 //! | [`CublasLtFormat`] | elements | scales | elements per 16 bytes of a row |
@@ -56,12 +59,17 @@ use cubecl::client::Client;
 
 use crate::Nvfp4Error;
 
+#[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
+mod kernel;
 #[cfg(feature = "cuda")]
 mod library;
 mod problem;
 #[cfg_attr(not(feature = "cuda"), path = "absent.rs")]
 mod queue;
 
+pub(crate) use kernel::CublasLt;
+#[doc(hidden)]
+pub use kernel::{add_rows_kernel, factors_kernel};
 pub use problem::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem, WORKSPACE};
 
 /// Checks that the library supports `problem` on the device of `client`. The library is asked once

@@ -1,4 +1,4 @@
-//! Epilogue of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel. Each thread has one
+//! Epilogue of the [`sm100_block_scaled`](super) kernel. Each thread has one
 //! lane of tensor memory. The lane is a row of the output, of which the thread writes 16 bytes at a
 //! time, or a column if operands are swapped. Neighbouring lanes then first exchange their sums, so
 //! that each has 16 bytes of a row. Two of these fill a memory sector, so no staging through shared
@@ -7,8 +7,8 @@
 use cubecl::prelude::*;
 
 use super::{
-    sm100_block_scaled_commands::{SoftwareTensorCore, load_accumulators},
-    sm100_block_scaled_engine::Memory,
+    commands::{SoftwareTensorCore, load_accumulators},
+    engine::Memory,
 };
 use crate::{
     gemm::{

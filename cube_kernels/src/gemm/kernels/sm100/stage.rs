@@ -1,9 +1,9 @@
-//! State that the roles of a CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel
+//! State that the roles of a CTA of the [`sm100_block_scaled`](super) kernel
 //! share.
 
 use cubecl::prelude::*;
 
-use super::{sm100_block_scaled_commands::CommandRing, sm100_block_scaled_operands::Sm100Plan};
+use super::{commands::CommandRing, operands::Sm100Plan};
 use crate::{
     cube::ptx::{
         mapa, mbarrier_arrive, mbarrier_arrive_cluster, mbarrier_arrive_cluster_relaxed,

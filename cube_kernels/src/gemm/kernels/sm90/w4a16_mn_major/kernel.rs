@@ -1,7 +1,7 @@
 //! The W4A16 GEMM of Hopper for a packed MN-major `b`: the dgrad of a layer whose weight is stored
 //! for its forward pass. `b` is dequantized in registers, and memory holds no bf16 copy of it.
 //!
-//! As in [`sm90_w4a16`](super::sm90_w4a16), `wgmma` takes its left operand from registers, and the
+//! As in [`sm90_w4a16`](super::super::w4a16), `wgmma` takes its left operand from registers, and the
 //! GEMM is computed as `outᵀ = bᵀ · aᵀ`. Here the stored rows of `b` are K, so neighbouring codes
 //! are neighbouring columns of the output. `a` is therefore read in its stored order, and a lane
 //! has four neighbouring columns of each of its rows of the output, which it writes directly from
@@ -18,13 +18,14 @@ use cubecl::{
 };
 use half::bf16;
 
+use super::super::{
+    bf16::{check_sm90, operand_map},
+    w4a16::{TilePlace, width_of},
+};
 use super::{
-    sm90_bf16::{check_sm90, operand_map},
-    sm90_w4a16::width_of,
-    sm90_w4a16_mn_major_output::write_lane,
-    sm90_w4a16_mn_major_stage::{SharedAddresses, bring_scales, lane_of_stage},
-    sm90_w4a16_mn_major_tiles::{W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows},
-    sm90_w4a16_output::TilePlace,
+    output::write_lane,
+    stage::{SharedAddresses, bring_scales, lane_of_stage},
+    tiles::{W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows},
 };
 use crate::{
     Nvfp4Error, PackedReads,

@@ -9,13 +9,13 @@
 //! format, and its fragments have the same bytes in the same registers. The four 16-byte chunks of
 //! a row are swizzled so that the same chunk of eight rows, which `ldmatrix` reads at a time, is in
 //! different banks. The sums of a warp have the layout of `wgmma`'s, so the epilogue is that of
-//! [`sm90_bf16`](super::sm90_bf16).
+//! [`sm90_bf16`](crate::gemm::kernels::sm90::bf16).
 //!
 //! This kernel has never run with the instruction, because no such GPU was available. Its machine
 //! code was inspected, and everything but the instruction runs on other GPUs with
 //! [`Multiply::Software`].
 
-use super::sm120_block_scaled_stage::{
+use super::stage::{
     Pieces, ROW, STAGES, STEP, TileRows, UNITS, copy_stage, stage_offset, swizzled,
 };
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};

@@ -2,11 +2,10 @@
 
 use cubecl::{prelude::*, server::Handle};
 
+use super::super::{sm90::bf16::check_sm90, sm120::check_sm120};
 use super::{
-    sm90_bf16::check_sm90,
-    sm120_block_scaled::check_sm120,
-    small_m::{small_m_kernel, small_m_norm_kernel},
-    small_m_shape::{CHUNK, MAX_ROWS, SmallMLeft, SmallMNorm, SmallMShape},
+    kernel::{small_m_kernel, small_m_norm_kernel},
+    shape::{CHUNK, MAX_ROWS, SmallMLeft, SmallMNorm, SmallMShape},
 };
 use crate::{
     BLOCK, Nvfp4Error,

@@ -1,6 +1,6 @@
-//! A CTA of the [`sm100_block_scaled`](super::sm100_block_scaled) kernel: shared memory, barriers,
+//! A CTA of the [`sm100_block_scaled`](super) kernel: shared memory, barriers,
 //! tensor memory and the epilogue warps. The threads that load and multiply are in
-//! [`sm100_block_scaled_roles`](super::sm100_block_scaled_roles).
+//! [`roles`](super::roles).
 //!
 //! In a pair of CTAs that share a tile, each loads its share and writes its 128 rows; the even one
 //! issues the instructions of both.
@@ -8,15 +8,15 @@
 use cubecl::prelude::{barrier::Barrier, *};
 
 use super::{
-    sm100_block_scaled_commands::{
+    commands::{
         COMMANDS, CommandRing, ENGINE_UNITS, RING_WORDS, SoftwareTensorCore, UNITS, issue_stop,
         run_engine,
     },
-    sm100_block_scaled_engine::{Memory, Peer, TMEM_WORDS},
-    sm100_block_scaled_operands::{Sm100Plan, cta_share},
-    sm100_block_scaled_output::{OutputTile, write_tile, write_transposed},
-    sm100_block_scaled_roles::{issue_tiles, load_tiles},
-    sm100_block_scaled_stage::{CtaState, GroupExtent, SwizzledScales, arrive_at_issuer, wait},
+    engine::{Memory, Peer, TMEM_WORDS},
+    operands::{Sm100Plan, cta_share},
+    output::{OutputTile, write_tile, write_transposed},
+    roles::{issue_tiles, load_tiles},
+    stage::{CtaState, GroupExtent, SwizzledScales, arrive_at_issuer, wait},
 };
 use crate::{
     cube::ptx::{

@@ -15,9 +15,9 @@
 use cubecl::prelude::*;
 
 use super::{
-    small_m_mainloop::{Source, mainloop, normed_place, stage_row, start_weights},
-    small_m_output::{OutputColumns, write_columns},
-    small_m_shape::{SmallMLeft, SmallMNorm, SmallMShape},
+    mainloop::{Source, mainloop, normed_place, stage_row, start_weights},
+    output::{OutputColumns, write_columns},
+    shape::{SmallMLeft, SmallMNorm, SmallMShape},
 };
 use crate::{
     cube::{

@@ -1,7 +1,7 @@
 //! The bf16 GEMM of Hopper for outputs whose tiles do not fill the GPU evenly: the tiles of the
 //! last wave are split along K, so that all SMs end at the same time (stream-K).
 //!
-//! It loads and multiplies like [`sm90_bf16`](super::sm90_bf16). One CTA owns each shared tile and
+//! It loads and multiplies like [`sm90_bf16`](super::bf16). One CTA owns each shared tile and
 //! computes the first part of K. Other CTAs compute the rest, write their sums to a workspace and
 //! raise the counter of the tile. The owner waits for the counter, adds their sums in ascending K
 //! order, and writes the tile: the result depends on the shape and the number of SMs, but never on
@@ -13,7 +13,7 @@ use cubecl::{
 };
 use half::bf16;
 
-use super::sm90_bf16::{
+use super::bf16::{
     A_STAGE, Depth, SharedAddresses, StageOperands, StageSource, UNITS, b_stage, check_sm90,
     fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
 };

@@ -35,7 +35,7 @@ impl W4a16Tile {
 /// Position of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(super) struct TilePlace {
+pub(in crate::gemm::kernels::sm90) struct TilePlace {
     /// Group of its rows of `a`.
     pub group: u32,
     /// First row of `a`.

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use super::sm90_w4a16_output::TilePlace;
+use super::super::w4a16::TilePlace;
 use crate::{
     cube::ptx::sm90_mainloop_w4a16_mn_major::STAGE_K,
     gemm::{

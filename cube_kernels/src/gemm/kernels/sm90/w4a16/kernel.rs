@@ -6,7 +6,7 @@
 //! along K) and multiplies them with the rows of `a`, which are in shared memory as bf16. The
 //! columns of `a` are in the order in which lanes hold the codes of `b`
 //! ([`w4a16_order`](crate::cube::w4a16_order)). A separate pass rearranges them
-//! (`w4a16_arrange::arrange`).
+//! (`arrange::arrange`).
 //!
 //! The first warp issues the TMA copies of codes and `a`; the next three warps copy block scales,
 //! which the consumers decode. All tiles have the same height, but the instructions of a tile at
@@ -18,10 +18,10 @@ use cubecl::{
 };
 use half::bf16;
 
+use super::super::bf16::check_sm90;
 use super::{
-    sm90_bf16::check_sm90,
-    sm90_w4a16_output::{Part, TilePlace, write_tile},
-    w4a16_arrange,
+    arrange::arrange,
+    output::{Part, TilePlace, write_tile},
 };
 use crate::{
     Nvfp4Error,
@@ -78,7 +78,10 @@ impl W4a16Tile {
 /// Returns the instruction width for `rows` rows of `a`: the first of the ascending `widths` that
 /// holds them, or the last.
 #[cube]
-pub(super) fn width_of(rows: u32, #[comptime] widths: &'static [usize]) -> u32 {
+pub(in crate::gemm::kernels::sm90) fn width_of(
+    rows: u32,
+    #[comptime] widths: &'static [usize],
+) -> u32 {
     let count = comptime!(widths.len());
     let mut width = comptime!(widths[count - 1] as u32).runtime();
     #[unroll]
@@ -589,7 +592,7 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     let cubes = tiles.min(sms(client));
     // One more entry for their number.
     let entries = if schedule.is_some() { rows + 1 } else { 1 };
-    let (arranged, schedule) = w4a16_arrange::arrange(client, a, k, groups, entries, schedule);
+    let (arranged, schedule) = arrange(client, a, k, groups, entries, schedule);
     let out = &output.matrix().handle;
     let sum_scale = if a.is_packed() { 65536.0 } else { 256.0 };
     let width = k.next_multiple_of(SPAN);

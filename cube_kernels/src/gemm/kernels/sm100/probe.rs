@@ -14,8 +14,8 @@
 use cubecl::prelude::{barrier::Barrier, *};
 
 use super::{
-    sm100_block_scaled_engine::{COPY, Command, MMA, Memory, Peer, execute_copy, execute_mma},
-    sm100_block_scaled_operands::ATOM,
+    engine::{COPY, Command, MMA, Memory, Peer, execute_copy, execute_mma},
+    operands::ATOM,
 };
 use crate::{
     cube::ptx::{

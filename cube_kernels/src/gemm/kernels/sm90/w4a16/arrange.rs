@@ -1,4 +1,4 @@
-//! Rearranges `a` for the [`sm90_w4a16`](super::sm90_w4a16) kernel: bf16 in the order in which
+//! Rearranges `a` for the [`sm90_w4a16`](super) kernel: bf16 in the order in which
 //! lanes hold the codes of `b`. Also writes the schedule of a grouped GEMM.
 
 use cubecl::{prelude::*, server::Handle};

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::small_m_shape::{SmallMLeft, SmallMShape};
+use super::shape::{SmallMLeft, SmallMShape};
 use crate::{
     cube::{activation::swiglu, words::unpack},
     gemm::{
