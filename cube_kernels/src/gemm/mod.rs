@@ -8,7 +8,7 @@
 //! - `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output`: the building blocks of
 //!   requests and kernels.
 //! - `materialize`: converts operands to the form that a kernel reads.
-//! - `problem`: the inputs of the kernel choice, and the trait that every kernel implements.
+//! - `problem`: the inputs of the kernel choice. `plan`: the traits that every kernel implements.
 //! - `heuristics`: measured timings.
 //! - `kernels`: the kernels, in a folder per architecture. `dispatch` asks them in order.
 //! - `fused`: linear layers for small M with a fused RMSNorm prologue and SwiGLU epilogue.
@@ -39,6 +39,7 @@ pub mod kernels;
 mod materialize;
 mod operand;
 mod output;
+mod plan;
 mod problem;
 #[allow(missing_docs)]
 mod scheduler;
@@ -55,7 +56,8 @@ pub use fused::{FusedLinear, FusedLinearOutput, FusedNorm, fused_linear};
 pub use kernels::cublaslt;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
-pub use problem::{Device, GemmShape, Plan, Problem, Refusal};
+pub use plan::Plan;
+pub use problem::{Device, GemmShape, Problem, Refusal};
 pub use scheduler::GroupedDim;
 #[doc(hidden)]
 pub use specialization::GemmInstance;
@@ -72,10 +74,12 @@ use crate::{
 use align_groups::AlignedGroups;
 use epilogue::EpilogueArgs;
 use exact::ExactGemm;
+use kernels::sm100::Tcgen05;
 use materialize::materialize;
 use operand::ScaleTiling;
 use output::Output;
-use problem::{Launch, sms};
+use plan::Launch;
+use problem::sms;
 use scheduler::GroupArgs;
 use tiles::Sm100Tile;
 
@@ -459,14 +463,14 @@ impl<'a> Gemm<'a> {
     }
 
     /// Returns the capabilities of the device, or the overridden ones:
-    /// [emulated](Plan::is_emulated) plans run on CUDA devices that lack the instruction.
+    /// plans with emulated instructions run on CUDA devices that lack the instruction.
     fn capabilities_of(&self, client: &Client) -> Cow<'a, Capabilities> {
         let found = self.capabilities;
         let mut capabilities = Cow::Borrowed(found.unwrap_or_else(|| Capabilities::of(client)));
         let is_gpu = capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar;
         if let Some(backend) = self
             .plan
-            .and_then(Plan::emulated_backend)
+            .and_then(|plan| plan.object().emulated_backend())
             .filter(|_| is_gpu)
         {
             capabilities.to_mut().gemm = backend;
@@ -516,10 +520,10 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     }
     trace(&device, &problem, &choice);
 
-    let kernel = dispatch::kernel_of(choice.plan);
-    let reads = kernel.reads(choice.plan);
+    let plan = choice.plan.object();
+    let reads = plan.reads();
     let [a_tiling, b_tiling] = gemm.scale_tilings();
-    let needed = kernel.k_alignment(choice.plan);
+    let needed = plan.k_alignment();
     let ends = match gemm.grouped {
         Grouped::K(groups) => Some(groups),
         Grouped::None | Grouped::M(_) => None,
@@ -577,9 +581,9 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
         },
         output: &output,
     };
-    kernel.launch(&launch, choice.plan)?;
+    plan.launch(&launch)?;
     let amax = match amax {
-        Some(_) if !kernel.finds_amax() => {
+        Some(_) if !plan.finds_amax() => {
             let GemmShape { m, n, k } = shape;
             tracing::debug!(
                 m,
@@ -602,7 +606,7 @@ fn multiply_exact(
     tile: Sm100Tile,
 ) -> Result<Matrix, Nvfp4Error> {
     let request = Gemm::of_exact(case).backend(GemmBackend::Sm100Tcgen05);
-    let request = request.plan(Plan::Tcgen05(tile));
+    let request = request.plan(Plan::from(Tcgen05(tile)));
     gemm(client, &request).map(|output| output.matrix)
 }
 

@@ -7,14 +7,10 @@ use std::{
 };
 
 use super::{
-    cublaslt::CublasLtFormat,
-    dispatch::Choice,
-    problem::{Device, GemmShape, Plan, Problem, Refusal},
+    dispatch::{Choice, multiplies_codes},
+    problem::{Device, GemmShape, Problem, Refusal},
 };
 use crate::capabilities::GemmBackend;
-
-/// Kernels that multiply codes and block scales directly.
-const MULTIPLY_CODES: [&str; 3] = ["cublaslt", "sm100_block_scaled", "sm120_block_scaled"];
 
 /// Returns the reasons why a GEMM takes a slower kernel than the device has for its operands, one
 /// per faster kernel; empty if it does not.
@@ -27,25 +23,14 @@ fn reasons<'a>(
         device.capabilities.gemm,
         GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 | GemmBackend::Sm120BlockScaled
     );
-    let is_fast = matches!(
-        choice.plan,
-        Plan::CublasLt(CublasLtFormat::Nvfp4)
-            | Plan::Tcgen05(_)
-            | Plan::BlockScaled(_)
-            // Memory-bound on the packed weight, which this kernel reads directly.
-            | Plan::SmallM
-    );
+    let is_fast = choice.plan.object().reads_codes_directly();
     // The caller requested this backend.
     if !has_units || is_fast || problem.backend.is_some() || problem.block_scaled().is_none() {
         return Vec::new();
     }
-    let (refusals, capability) = (
-        choice.refusals.iter(),
-        device.capabilities.compute_capability,
-    );
-    refusals
-        .filter(|(kernel, _)| MULTIPLY_CODES.contains(kernel))
-        .filter(|(kernel, _)| kernel.starts_with("sm120") == (capability >= Some(120)))
+    let capability = device.capabilities.compute_capability;
+    (choice.refusals.iter())
+        .filter(|(kernel, _)| multiplies_codes(kernel, capability))
         .map(|(kernel, refusal)| (*kernel, refusal))
         .collect()
 }

@@ -20,7 +20,8 @@ use super::{
         small_m::SmallM,
     },
     operand::OperandLayout,
-    problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
+    plan::{Candidate, GemmKernel, Plan},
+    problem::{Device, GemmShape, Problem, Refusal, sms},
     scheduler::GroupedDim,
     self_check,
 };
@@ -32,7 +33,7 @@ use crate::{
 };
 
 /// All kernels, in the order in which they are asked.
-const KERNELS: [&dyn Kernel; 10] = [
+const KERNELS: [&dyn GemmKernel; 10] = [
     &Sm100BlockScaled,
     &CublasLt,
     &SmallM,
@@ -44,22 +45,6 @@ const KERNELS: [&dyn Kernel; 10] = [
     &Cmma,
     &Scalar,
 ];
-
-/// Returns the kernel that runs a plan.
-pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
-    match plan {
-        Plan::CublasLt(_) => &CublasLt,
-        Plan::SmallM => &SmallM,
-        Plan::W4a16(..) => &Sm90W4a16,
-        Plan::W4a16MnMajor(..) => &Sm90W4a16MnMajor,
-        Plan::DequantThenBf16(..) => &Sm90Bf16,
-        Plan::StreamK(..) => &Sm90StreamK,
-        Plan::BlockScaled(_) => &Sm120BlockScaled,
-        Plan::Tcgen05(_) => &Sm100BlockScaled,
-        Plan::Cmma => &Cmma,
-        Plan::Scalar => &Scalar,
-    }
-}
 
 /// The kernel chosen for a problem, and the reasons against others.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,7 +66,7 @@ pub struct Choice {
 /// Returns an error if the requested backend does not support the problem.
 pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     let mut refusals = Vec::new();
-    let mut best: Option<(&dyn Kernel, Candidate)> = None;
+    let mut best: Option<(&dyn GemmKernel, Candidate)> = None;
     for kernel in KERNELS {
         let problem = &seen_by(kernel, problem);
         let backend = kernel.backend(device, problem);
@@ -131,8 +116,14 @@ pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     }
 }
 
+/// Returns true if the kernel `name` multiplies codes on devices of this compute capability.
+pub(crate) fn multiplies_codes(name: &str, compute_capability: Option<u32>) -> bool {
+    let kernel = KERNELS.iter().find(|kernel| kernel.name() == name);
+    kernel.is_some_and(|kernel| kernel.multiplies_codes_on(compute_capability))
+}
+
 /// Returns `problem` as presented to `kernel`.
-fn seen_by(kernel: &dyn Kernel, problem: &Problem) -> Problem {
+fn seen_by(kernel: &dyn GemmKernel, problem: &Problem) -> Problem {
     match kernel.takes_mxfp8() {
         true => *problem,
         false => problem.without_mxfp8(),
@@ -180,7 +171,7 @@ pub(crate) fn with_plan(
     if !is_planned {
         return Ok(choice);
     }
-    let kernel = kernel_of(plan);
+    let kernel = plan.object().kernel();
     if let Err(refusal) = kernel.supports(device, &seen_by(kernel, problem)) {
         let GemmShape { m, n, k } = problem.shape;
         return Err(Nvfp4Error::value(
@@ -244,7 +235,7 @@ pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
 fn packed_reads_on(device: &Device, problem: &Problem) -> PackedReads {
     let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
     match plan(device, problem) {
-        Ok(choice) => match kernel_of(choice.plan).reads(choice.plan) {
+        Ok(choice) => match choice.plan.object().reads() {
             // Dequantized before the GEMM, from rows of scales.
             reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
             reads => reads.packed,

@@ -1,6 +1,8 @@
 //! The GEMM of compute capability 10.0 and 10.3: cuBLASLt, with small auxiliary kernels for global
 //! scale factors and for additions that the library rounds differently.
 
+use std::fmt;
+
 use cubecl::{prelude::*, server::Handle};
 
 use super::super::small_m::SmallM;
@@ -12,7 +14,8 @@ use crate::{
     gemm::{
         epilogue::{EpilogueArgs, Factor, factor},
         materialize::{Materialized, Reads},
-        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit},
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal},
         scheduler::GroupedDim,
     },
     launch::grid,
@@ -23,7 +26,7 @@ use crate::{
 /// The cuBLASLt GEMM.
 pub(crate) struct CublasLt;
 
-impl Kernel for CublasLt {
+impl GemmKernel for CublasLt {
     fn name(&self) -> &'static str {
         "cublaslt"
     }
@@ -64,13 +67,36 @@ impl Kernel for CublasLt {
     }
 
     fn plan(&self, _device: &Device, problem: &Problem) -> Candidate {
-        Plan::CublasLt(format_of(problem.is_packed())).into()
+        CublasLtPlan(format_of(problem.is_packed())).into()
     }
 
-    fn reads(&self, plan: Plan) -> Reads {
+    fn multiplies_codes_on(&self, compute_capability: Option<u32>) -> bool {
+        compute_capability < Some(120)
+    }
+}
+
+/// Plan: operands in this format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CublasLtPlan(pub CublasLtFormat);
+
+impl fmt::Display for CublasLtPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            CublasLtFormat::Nvfp4 => "cuBLASLt on NVFP4, block scales in 128x4 tiles",
+            _ => "cuBLASLt on bf16, packed operands dequantized",
+        })
+    }
+}
+
+impl GemmPlan for CublasLtPlan {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &CublasLt
+    }
+
+    fn reads(&self) -> Reads {
         Reads {
-            packed: match plan {
-                Plan::CublasLt(CublasLtFormat::Nvfp4) => PackedReads::Swizzled,
+            packed: match self.0 {
+                CublasLtFormat::Nvfp4 => PackedReads::Swizzled,
                 _ => PackedReads::Bf16,
             },
             mn_major: false,
@@ -82,10 +108,13 @@ impl Kernel for CublasLt {
         false
     }
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
-        let format = format_of([launch.a.is_packed(), launch.b.is_packed()]);
-        if plan != Plan::CublasLt(format) {
-            return Err(misfit(plan, launch));
+    fn reads_codes_directly(&self) -> bool {
+        self.0 == CublasLtFormat::Nvfp4
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        if self.0 != format_of([launch.a.is_packed(), launch.b.is_packed()]) {
+            return Err(launch.misfit(self));
         }
         queue(launch)
     }

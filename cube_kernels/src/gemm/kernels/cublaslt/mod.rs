@@ -69,7 +69,7 @@ mod queue;
 
 pub(crate) use kernel::CublasLt;
 #[doc(hidden)]
-pub use kernel::{add_rows_kernel, factors_kernel};
+pub use kernel::{CublasLtPlan, add_rows_kernel, factors_kernel};
 pub use problem::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem, WORKSPACE};
 
 /// Checks that the library supports `problem` on the device of `client`. The library is asked once

@@ -5,6 +5,8 @@
 //! K ascends in steps of 16 from the first column of a group, independent of the tile. A grouped
 //! GEMM is therefore bit-identical to the dense GEMMs of its groups.
 
+use std::fmt;
+
 use cubecl::{
     cmma::{self, MatrixIdent, MatrixLayout},
     prelude::*,
@@ -24,7 +26,8 @@ use crate::{
         epilogue::{Addends, Epilogue, apply_on},
         materialize::Materialized,
         operand::OperandLayout,
-        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, sms},
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, sms},
         scheduler::{GroupedDim, place},
         tiles::{CMMA_TILE_N, CmmaTile},
     },
@@ -441,9 +444,10 @@ fn write_tile<F: Numeric>(
 }
 
 /// The GEMM of any GPU with matrix instructions.
-pub(crate) struct Cmma;
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cmma;
 
-impl Kernel for Cmma {
+impl GemmKernel for Cmma {
     fn name(&self) -> &'static str {
         "cmma"
     }
@@ -462,10 +466,22 @@ impl Kernel for Cmma {
     }
 
     fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
-        Plan::Cmma.into()
+        Self.into()
+    }
+}
+
+impl fmt::Display for Cmma {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("cmma 16x16x16, tiles dequantized in shared memory")
+    }
+}
+
+impl GemmPlan for Cmma {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Cmma
     }
 
-    fn launch(&self, launch: &Launch, _plan: Plan) -> Result<(), Nvfp4Error> {
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
         queue(launch);
         Ok(())
     }

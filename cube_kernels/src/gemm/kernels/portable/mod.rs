@@ -7,7 +7,5 @@
 mod cmma;
 mod scalar;
 
-pub(crate) use cmma::Cmma;
-pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
-pub(crate) use scalar::Scalar;
-pub use scalar::{ScalarPlan, scalar_grouped_kernel, scalar_kernel};
+pub use cmma::{Cmma, CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
+pub use scalar::{Scalar, ScalarPlan, scalar_grouped_kernel, scalar_kernel};

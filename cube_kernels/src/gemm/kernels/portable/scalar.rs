@@ -2,6 +2,8 @@
 //! fly, exactly, and multiplied with `f32` accumulation. Memory never holds a dequantized copy of
 //! an operand.
 
+use std::fmt;
+
 use cubecl::{prelude::*, server::Handle};
 
 use crate::{
@@ -15,7 +17,8 @@ use crate::{
         },
         epilogue::{Addends, Epilogue, Factor, apply_on},
         operand::OperandLayout,
-        problem::{Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal},
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal},
         scheduler::GroupedDim,
     },
     launch::grid,
@@ -28,9 +31,10 @@ use crate::{
 const RANGE: f32 = 2688.0;
 
 /// The GEMM of any device.
-pub(crate) struct Scalar;
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scalar;
 
-impl Kernel for Scalar {
+impl GemmKernel for Scalar {
     fn name(&self) -> &'static str {
         "scalar"
     }
@@ -44,10 +48,22 @@ impl Kernel for Scalar {
     }
 
     fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
-        Plan::Scalar.into()
+        Self.into()
+    }
+}
+
+impl fmt::Display for Scalar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("one thread for each output element")
+    }
+}
+
+impl GemmPlan for Scalar {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Scalar
     }
 
-    fn launch(&self, launch: &Launch, _plan: Plan) -> Result<(), Nvfp4Error> {
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
         let Launch {
             a,
             b,

@@ -1,5 +1,7 @@
 //! Choice, operands and launch of the [`sm100_block_scaled`](super) kernel.
 
+use std::fmt;
+
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
@@ -20,10 +22,8 @@ use crate::{
         heuristics::sm100_two_ctas,
         materialize::{Materialized, Reads},
         operand::OperandLayout,
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
-            misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::GroupedDim,
         tiles::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, Sm100Form, Sm100Tile, TensorCore},
     },
@@ -37,7 +37,7 @@ const BAND: u32 = 8;
 /// The block-scaled GEMM of sm_100.
 pub(crate) struct Sm100BlockScaled;
 
-impl Kernel for Sm100BlockScaled {
+impl GemmKernel for Sm100BlockScaled {
     fn name(&self) -> &'static str {
         "sm100_block_scaled"
     }
@@ -85,10 +85,45 @@ impl Kernel for Sm100BlockScaled {
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         // `supports` has passed; if a check failed since then, a warning was logged.
         let tile = checked_tile(device, problem).unwrap_or_else(|_| tile_of(device, problem));
-        Plan::Tcgen05(tile).into()
+        Tcgen05(tile).into()
     }
 
-    fn reads(&self, _plan: Plan) -> Reads {
+    fn takes_mxfp8(&self) -> bool {
+        true
+    }
+
+    fn multiplies_codes_on(&self, compute_capability: Option<u32>) -> bool {
+        compute_capability < Some(120)
+    }
+}
+
+/// Plan: `tcgen05.mma` on codes and scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tcgen05(pub Sm100Tile);
+
+impl fmt::Display for Tcgen05 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tile = self.0;
+        let by = match tile.core {
+            TensorCore::Instruction => "tcgen05.mma",
+            TensorCore::Software(_) => "tcgen05.mma in software",
+        };
+        let format = tile.format.suffix();
+        let ctas = match tile.form {
+            Sm100Form::TwoCta => " of two CTAs",
+            Sm100Form::OneCta | Sm100Form::SwapAb => "",
+        };
+        let (m, n) = (tile.tile_m(), tile.tile_n());
+        write!(f, "{by}{format}, {m} x {n} tiles{ctas}")
+    }
+}
+
+impl GemmPlan for Tcgen05 {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Sm100BlockScaled
+    }
+
+    fn reads(&self) -> Reads {
         Reads {
             packed: PackedReads::Swizzled,
             mn_major: false,
@@ -96,21 +131,22 @@ impl Kernel for Sm100BlockScaled {
         }
     }
 
-    fn takes_mxfp8(&self) -> bool {
+    fn k_alignment(&self) -> usize {
+        self.0.format.step_k()
+    }
+
+    fn reads_codes_directly(&self) -> bool {
         true
     }
 
-    fn k_alignment(&self, plan: Plan) -> usize {
-        match plan {
-            Plan::Tcgen05(tile) => tile.format.step_k(),
-            _ => 1,
-        }
+    fn emulated_backend(&self) -> Option<GemmBackend> {
+        (self.0.core != TensorCore::Instruction).then_some(GemmBackend::Sm100Tcgen05)
     }
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
-        match plan {
-            Plan::Tcgen05(tile) if takes(tile, launch) => queue(launch, tile),
-            plan => Err(misfit(plan, launch)),
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        match takes(self.0, launch) {
+            true => queue(launch, self.0),
+            false => Err(launch.misfit(self)),
         }
     }
 }

@@ -70,5 +70,6 @@ pub(crate) mod stage;
 pub use commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
 pub use cta::{sm100_block_scaled_kernel, units as sm100_units};
 pub(crate) use launch::Sm100BlockScaled;
+pub use launch::Tcgen05;
 pub use operands::Sm100Plan;
 pub use stage::{ScaleMaps, ScaleMapsLaunch, SwizzledScalesLaunch};

@@ -15,6 +15,8 @@
 //! code was inspected, and everything but the instruction runs on other GPUs with
 //! [`Multiply::Software`].
 
+use std::fmt;
+
 use super::stage::{
     Pieces, ROW, STAGES, STEP, TileRows, UNITS, copy_stage, stage_offset, swizzled,
 };
@@ -38,10 +40,8 @@ use crate::{
         },
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         materialize::{Materialized, Reads},
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
-            misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::{GroupedDim, place},
         tiles::{Multiply, SM120_TILE_N, Sm120Tile},
     },
@@ -494,7 +494,7 @@ pub(crate) fn check_sm120(device: &Device, problem: &Problem) -> Result<(), Refu
     Ok(())
 }
 
-impl Kernel for Sm120BlockScaled {
+impl GemmKernel for Sm120BlockScaled {
     fn name(&self) -> &'static str {
         "sm120_block_scaled"
     }
@@ -521,34 +521,61 @@ impl Kernel for Sm120BlockScaled {
         };
         let format = problem.block_scaled().unwrap_or(BlockScaled::Nvfp4);
         let shape = (m, n, outputs);
-        Plan::BlockScaled(Sm120Tile::of(
-            format,
-            device.sms,
-            shape,
-            Multiply::Instruction,
-        ))
-        .into()
-    }
-
-    fn reads(&self, _plan: Plan) -> Reads {
-        Reads {
-            mxfp8: true,
-            ..Reads::COMPACT
-        }
+        let tile = Sm120Tile::of(format, device.sms, shape, Multiply::Instruction);
+        BlockScaledMma(tile).into()
     }
 
     fn takes_mxfp8(&self) -> bool {
         true
     }
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
-        match plan {
-            Plan::BlockScaled(tile) if launch.block_scaled() == Some(tile.format) => {
-                queue(launch, tile);
-                Ok(())
-            }
-            plan => Err(misfit(plan, launch)),
+    fn multiplies_codes_on(&self, compute_capability: Option<u32>) -> bool {
+        compute_capability >= Some(120)
+    }
+}
+
+/// Plan: block-scaled `mma.sync` on codes and scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockScaledMma(pub Sm120Tile);
+
+impl fmt::Display for BlockScaledMma {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (m, n) = (self.0.tile_m(), SM120_TILE_N);
+        let by = match self.0.multiply {
+            Multiply::Instruction => "block-scaled mma.sync",
+            Multiply::Software => "block-scaled mma.sync in software",
+        };
+        let format = self.0.format.suffix();
+        write!(f, "{by}{format}, {m} x {n} tiles")
+    }
+}
+
+impl GemmPlan for BlockScaledMma {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Sm120BlockScaled
+    }
+
+    fn reads(&self) -> Reads {
+        Reads {
+            mxfp8: true,
+            ..Reads::COMPACT
         }
+    }
+
+    fn reads_codes_directly(&self) -> bool {
+        true
+    }
+
+    fn emulated_backend(&self) -> Option<GemmBackend> {
+        (self.0.multiply == Multiply::Software).then_some(GemmBackend::Sm120BlockScaled)
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        if launch.block_scaled() != Some(self.0.format) {
+            return Err(launch.misfit(self));
+        }
+        queue(launch, self.0);
+        Ok(())
     }
 }
 

@@ -11,6 +11,6 @@
 mod kernel;
 mod stage;
 
+pub use kernel::{BlockScaledMma, Sm120Plan, sm120_block_scaled_kernel};
 pub(crate) use kernel::{Sm120BlockScaled, check_sm120};
-pub use kernel::{Sm120Plan, sm120_block_scaled_kernel};
 pub use stage::Pieces;

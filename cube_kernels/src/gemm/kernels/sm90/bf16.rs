@@ -10,6 +10,8 @@
 //! of 64 stored rows of 64 elements, one per 64 rows of the tile, which the instruction transposes
 //! as it reads them. Sums are bit-identical.
 
+use std::fmt;
+
 use cubecl::{
     prelude::{barrier::Barrier, *},
     server::Handle,
@@ -32,10 +34,8 @@ use crate::{
         heuristics,
         materialize::{Materialized, Reads},
         operand::OperandLayout,
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
-            misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::{GroupedDim, place},
         tiles::{SM90_BOX, SM90_TILE_K, SM90_TILE_M, Sm90Tile},
     },
@@ -517,7 +517,7 @@ pub(crate) fn check_sm90(device: &Device, problem: &Problem) -> Result<(), Refus
     Ok(())
 }
 
-impl Kernel for Sm90Bf16 {
+impl GemmKernel for Sm90Bf16 {
     fn name(&self) -> &'static str {
         "sm90_bf16"
     }
@@ -534,32 +534,51 @@ impl Kernel for Sm90Bf16 {
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         let (tile, band, estimate) = heuristics::sm90_bf16(device.sms, problem);
         Candidate {
-            plan: Plan::DequantThenBf16(tile, band),
+            plan: DequantThenBf16(tile, band).into(),
             estimate: Some(estimate),
-        }
-    }
-
-    fn reads(&self, _plan: Plan) -> Reads {
-        Reads {
-            packed: PackedReads::Bf16,
-            mn_major: true,
-            mxfp8: false,
-        }
-    }
-
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
-        match plan {
-            Plan::DequantThenBf16(tile, band)
-                if tile.takes_mn_major() || !launch.b.is_mn_major() =>
-            {
-                queue(launch, tile, band);
-                Ok(())
-            }
-            plan => Err(misfit(plan, launch)),
         }
     }
 }
 
+/// Plan: packed operands are dequantized to bf16 before the GEMM. A tile, and the height of a band
+/// of tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DequantThenBf16(pub Sm90Tile, pub usize);
+
+impl fmt::Display for DequantThenBf16 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let n = self.0.n();
+        write!(f, "wgmma on dequantized bf16, {SM90_TILE_M} x {n} tiles")
+    }
+}
+
+/// Forms that the kernels of bf16 operands read.
+pub(super) const READS: Reads = Reads {
+    packed: PackedReads::Bf16,
+    mn_major: true,
+    mxfp8: false,
+};
+
+impl GemmPlan for DequantThenBf16 {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Sm90Bf16
+    }
+
+    fn reads(&self) -> Reads {
+        READS
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        let Self(tile, band) = *self;
+        if !tile.takes_mn_major() && launch.b.is_mn_major() {
+            return Err(launch.misfit(self));
+        }
+        queue(launch, tile, band);
+        Ok(())
+    }
+}
+
+/// Returns the order of the stored rows of `operand`.
 pub(super) fn major(operand: &Materialized) -> Major {
     match operand.is_mn_major() {
         true => Major::Mn,

@@ -7,6 +7,8 @@
 //! order, and writes the tile: the result depends on the shape and the number of SMs, but never on
 //! timing.
 
+use std::fmt;
+
 use cubecl::{
     prelude::{barrier::Barrier, *},
     server::Handle,
@@ -14,11 +16,11 @@ use cubecl::{
 use half::bf16;
 
 use super::bf16::{
-    A_STAGE, Depth, SharedAddresses, StageOperands, StageSource, UNITS, b_stage, check_sm90,
+    A_STAGE, Depth, READS, SharedAddresses, StageOperands, StageSource, UNITS, b_stage, check_sm90,
     fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global,
@@ -29,9 +31,8 @@ use crate::{
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         heuristics,
         materialize::Reads,
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, sms},
         scheduler::{GroupedDim, Place, place},
         stream_k::{StreamK, stages_of, tiles_of},
         tiles::{SM90_TILE_K, SM90_TILE_M, Sm90Tile},
@@ -481,7 +482,7 @@ fn consume(
 /// The sm_90 GEMM with stream-K.
 pub(crate) struct Sm90StreamK;
 
-impl Kernel for Sm90StreamK {
+impl GemmKernel for Sm90StreamK {
     fn name(&self) -> &'static str {
         "sm90_stream_k"
     }
@@ -507,26 +508,41 @@ impl Kernel for Sm90StreamK {
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         let (tile, band, estimate) = heuristics::sm90_stream_k(device.sms, problem);
         Candidate {
-            plan: Plan::StreamK(tile, band),
+            plan: DequantThenStreamK(tile, band).into(),
             estimate: Some(estimate),
         }
     }
+}
 
-    fn reads(&self, _plan: Plan) -> Reads {
-        Reads {
-            packed: PackedReads::Bf16,
-            mn_major: true,
-            mxfp8: false,
-        }
+/// Plan: as [`DequantThenBf16`](super::bf16::DequantThenBf16), with the tiles of the last wave split
+/// along K.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DequantThenStreamK(pub Sm90Tile, pub usize);
+
+impl fmt::Display for DequantThenStreamK {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let n = self.0.n();
+        write!(
+            f,
+            "wgmma on dequantized bf16, {SM90_TILE_M} x {n} tiles, stream-K"
+        )
+    }
+}
+
+impl GemmPlan for DequantThenStreamK {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Sm90StreamK
     }
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
-        match plan {
-            Plan::StreamK(tile, band) if tile.takes_mn_major() || !launch.b.is_mn_major() => {
-                queue(launch, tile, band).ok_or_else(|| misfit(plan, launch))
-            }
-            plan => Err(misfit(plan, launch)),
-        }
+    fn reads(&self) -> Reads {
+        READS
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        let Self(tile, band) = *self;
+        let takes = tile.takes_mn_major() || !launch.b.is_mn_major();
+        let queued = takes.then(|| queue(launch, tile, band)).flatten();
+        queued.ok_or_else(|| launch.misfit(self))
     }
 }
 

@@ -1,5 +1,7 @@
 //! Requirements and launch of the small-M GEMM.
 
+use std::fmt;
+
 use cubecl::{prelude::*, server::Handle};
 
 use super::super::{sm90::bf16::check_sm90, sm120::check_sm120};
@@ -15,10 +17,8 @@ use crate::{
         epilogue::EpilogueArgs,
         materialize::Materialized,
         operand::OperandLayout,
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, UNALIGNED,
-            misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::GroupedDim,
     },
     memory::{address_type, is_aligned},
@@ -155,10 +155,11 @@ fn norm_plan(client: &Client, x: &Matrix, residual: bool, warps: usize) -> Small
     }
 }
 
-/// The small-M GEMM with a packed weight.
-pub(crate) struct SmallM;
+/// The small-M GEMM with a packed weight, which is its own plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SmallM;
 
-impl Kernel for SmallM {
+impl GemmKernel for SmallM {
     fn name(&self) -> &'static str {
         "small_m"
     }
@@ -205,14 +206,31 @@ impl Kernel for SmallM {
     }
 
     fn plan(&self, _device: &Device, _problem: &Problem) -> Candidate {
-        Plan::SmallM.into()
+        Self.into()
+    }
+}
+
+impl fmt::Display for SmallM {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("mma.sync for small M, `b` dequantized in registers")
+    }
+}
+
+impl GemmPlan for SmallM {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &SmallM
     }
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+    /// Memory-bound on the packed weight, which it reads directly.
+    fn reads_codes_directly(&self) -> bool {
+        true
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
         let GemmShape { m, k, .. } = launch.shape;
         let takes = m <= MAX_ROWS && k > 0 && k.is_multiple_of(BLOCK);
-        if plan != Plan::SmallM || launch.b.layout != OperandLayout::Packed || !takes {
-            return Err(misfit(plan, launch));
+        if launch.b.layout != OperandLayout::Packed || !takes {
+            return Err(launch.misfit(self));
         }
         queue(&SmallMLaunch {
             client: launch.client,

@@ -14,5 +14,6 @@ mod output;
 mod shape;
 
 pub use kernel::{small_m_kernel, small_m_norm_kernel};
-pub(crate) use launch::{Left, NormLeft, SmallM, SmallMLaunch, loads_a_late, queue, refuses_norm};
+pub use launch::SmallM;
+pub(crate) use launch::{Left, NormLeft, SmallMLaunch, loads_a_late, queue, refuses_norm};
 pub use shape::{SmallMLeft, SmallMNorm, SmallMShape};

@@ -12,6 +12,8 @@
 //! which the consumers decode. All tiles have the same height, but the instructions of a tile at
 //! the end of a group (or of `a`) are only as wide as its rows.
 
+use std::fmt;
+
 use cubecl::{
     prelude::{barrier::Barrier, *},
     server::Handle,
@@ -45,9 +47,8 @@ use crate::{
         epilogue::Epilogue,
         heuristics,
         operand::OperandLayout,
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, sms},
         scheduler::{GroupedDim, Schedule, place},
         tiles::{W4A16_STRIP, W4a16Tile},
     },
@@ -517,7 +518,7 @@ fn place_of(
 /// The sm_90 GEMM with a packed weight that is dequantized in registers.
 pub(crate) struct Sm90W4a16;
 
-impl Kernel for Sm90W4a16 {
+impl GemmKernel for Sm90W4a16 {
     fn name(&self) -> &'static str {
         "sm90_w4a16"
     }
@@ -546,25 +547,39 @@ impl Kernel for Sm90W4a16 {
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         if problem.grouped == GroupedDim::M {
             let (tile, band) = heuristics::sm90_w4a16_grouped(problem);
-            return Plan::W4a16(tile, band).into();
+            return W4a16(tile, band).into();
         }
         let (tile, band, estimate) = heuristics::sm90_w4a16(device.sms, problem);
         Candidate {
-            plan: Plan::W4a16(tile, band),
+            plan: W4a16(tile, band).into(),
             estimate: Some(estimate),
         }
     }
+}
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
-        match plan {
-            Plan::W4a16(tile, band)
-                if launch.b.layout == OperandLayout::Packed && !launch.a.is_mn_major() =>
-            {
-                queue(launch, tile, band);
-                Ok(())
-            }
-            plan => Err(misfit(plan, launch)),
+/// Plan: `b` is dequantized in registers. A tile, and the height of a band of tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct W4a16(pub W4a16Tile, pub usize);
+
+impl fmt::Display for W4a16 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (m, n) = (self.0.rows_a, self.0.rows_b());
+        write!(f, "wgmma, `b` dequantized in registers, {m} x {n} tiles")
+    }
+}
+
+impl GemmPlan for W4a16 {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Sm90W4a16
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        let Self(tile, band) = *self;
+        if launch.b.layout != OperandLayout::Packed || launch.a.is_mn_major() {
+            return Err(launch.misfit(self));
         }
+        queue(launch, tile, band);
+        Ok(())
     }
 }
 

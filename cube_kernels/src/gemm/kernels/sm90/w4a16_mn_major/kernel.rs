@@ -12,6 +12,8 @@
 //! consumer warpgroups have 128 columns each. All tiles have the same height, but the instructions
 //! of a tile at the end of a group (or of `a`) are only as wide as its rows.
 
+use std::fmt;
+
 use cubecl::{
     prelude::{barrier::Barrier, *},
     server::Handle,
@@ -46,9 +48,8 @@ use crate::{
         heuristics,
         materialize::Reads,
         operand::OperandLayout,
-        problem::{
-            Candidate, Device, GemmShape, Kernel, Launch, Plan, Problem, Refusal, misfit, sms,
-        },
+        plan::{Candidate, GemmKernel, GemmPlan, Launch},
+        problem::{Device, GemmShape, Problem, Refusal, sms},
         scheduler::GroupedDim,
         tiles::{W4A16_MN_TILE_N, W4a16MnTile},
     },
@@ -283,7 +284,7 @@ fn consume(
 /// The sm_90 GEMM with a packed MN-major weight that is dequantized in registers.
 pub(crate) struct Sm90W4a16MnMajor;
 
-impl Kernel for Sm90W4a16MnMajor {
+impl GemmKernel for Sm90W4a16MnMajor {
     fn name(&self) -> &'static str {
         "sm90_w4a16_mn_major"
     }
@@ -308,10 +309,30 @@ impl Kernel for Sm90W4a16MnMajor {
 
     fn plan(&self, device: &Device, problem: &Problem) -> Candidate {
         let (tile, band) = heuristics::sm90_w4a16_mn_major(device.sms, problem);
-        Plan::W4a16MnMajor(tile, band).into()
+        W4a16MnMajor(tile, band).into()
+    }
+}
+
+/// Plan: an MN-major `b` is dequantized in registers. A tile, and the height of a band of tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct W4a16MnMajor(pub W4a16MnTile, pub usize);
+
+impl fmt::Display for W4a16MnMajor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let m = self.0.rows_a();
+        write!(
+            f,
+            "wgmma, MN-major `b` dequantized in registers, {m} x {W4A16_MN_TILE_N} tiles"
+        )
+    }
+}
+
+impl GemmPlan for W4a16MnMajor {
+    fn kernel(&self) -> &'static dyn GemmKernel {
+        &Sm90W4a16MnMajor
     }
 
-    fn reads(&self, _plan: Plan) -> Reads {
+    fn reads(&self) -> Reads {
         Reads {
             // Applies to `a`; `b` has the same form for every kernel.
             packed: PackedReads::Bf16,
@@ -320,17 +341,14 @@ impl Kernel for Sm90W4a16MnMajor {
         }
     }
 
-    fn launch(&self, launch: &Launch, plan: Plan) -> Result<(), Nvfp4Error> {
+    fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
+        let Self(tile, band) = *self;
         let layouts = [launch.a.layout, launch.b.layout];
-        match plan {
-            Plan::W4a16MnMajor(tile, band)
-                if layouts == [OperandLayout::KMajor, OperandLayout::PackedMnMajor] =>
-            {
-                queue(launch, tile, band);
-                Ok(())
-            }
-            plan => Err(misfit(plan, launch)),
+        if layouts != [OperandLayout::KMajor, OperandLayout::PackedMnMajor] {
+            return Err(launch.misfit(self));
         }
+        queue(launch, tile, band);
+        Ok(())
     }
 }
 

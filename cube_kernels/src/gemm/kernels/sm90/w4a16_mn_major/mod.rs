@@ -11,5 +11,5 @@ mod stage;
 mod tiles;
 
 pub(crate) use kernel::Sm90W4a16MnMajor;
-pub use kernel::sm90_w4a16_mn_major_kernel;
+pub use kernel::{W4a16MnMajor, sm90_w4a16_mn_major_kernel};
 pub use tiles::W4a16MnMajorPlan;
