@@ -1,12 +1,19 @@
 //! Forms of a layer's quantized operands, as required by the GEMM that reads them.
 
 use burn_core::backend::{Backend, tensor::IntTensor};
-use burn_core::tensor::Shape;
+use burn_core::tensor::{FloatDType, Shape};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-use nvfp4_kernels::AmaxGranularity;
-use nvfp4_kernels::reference::swizzle::TILE_INNER;
+use nvfp4_kernels::{
+    AmaxGranularity,
+    gemm::{
+        EpilogueKind, Factor, GroupedDim, OperandLayout, Problem, may_read_tiles, packed_reads,
+    },
+    reference::{padding::padded_bound, swizzle::TILE_INNER},
+};
 use nvfp4_kernels::{Format, PackedReads};
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use super::cube::tensors::float_kind;
 use super::spec::{OperandSpec, QuantParams};
 use super::stored::StoredForm;
 use super::tensors::RowGroups;
@@ -48,50 +55,46 @@ pub(super) struct LayerGemm<'a> {
     pub grouped: GroupedAxis,
     /// True if the K dimension is the tokens.
     pub along_tokens: bool,
+    /// True if a bias is added.
+    pub bias: bool,
+    /// Dtype of the output.
+    pub out: FloatDType,
 }
 
 impl LayerGemm<'_> {
     /// Returns the operand form that the GEMM reads on `device`. The device is queried only if both
     /// operands are NVFP4 or both MXFP8: codes of other formats are not multiplied.
+    ///
+    /// This chooses the kernel of the GEMM, which the launch then uses.
     pub fn reads<B: Backend>(&self, device: &B::Device) -> PackedReads {
         let format = match self.specs.map(OperandSpec::format) {
             [Some(Format::Nvfp4), Some(Format::Nvfp4)] => Format::Nvfp4,
             [Some(Format::Mxfp8), Some(Format::Mxfp8)] => Format::Mxfp8,
             _ => return PackedReads::Compact,
         };
-        let own = self.specs[0].unit().max(self.specs[1].unit());
-        // Tokens are padded to whole tiles only for GEMMs that read tiles. MXFP8 blocks need no
-        // further padding.
-        let tiles = TILE_INNER;
-        let is_odd = !self.shape.2.next_multiple_of(own).is_multiple_of(tiles);
-        if self.along_tokens && is_odd && format == Format::Nvfp4 {
-            let reads = self.reads_padded::<B>(device, format, own.max(tiles));
-            if reads == PackedReads::Swizzled {
-                return reads;
-            }
-        }
-        self.reads_padded::<B>(device, format, own)
+        self.reads_on::<B>(device, format)
     }
 
-    /// Version of [`reads`](Self::reads) for a K dimension padded to a multiple of `unit`.
+    /// Returns the length of the K dimension in memory if it is padded to multiples of `unit`.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    fn reads_padded<B: Backend>(
-        &self,
-        device: &B::Device,
-        format: Format,
-        unit: usize,
-    ) -> PackedReads {
-        use nvfp4_kernels::gemm::{Factor, GroupedDim, OperandLayout, Problem, packed_reads};
-        let device: &dyn std::any::Any = device;
-        let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
-            return PackedReads::Compact;
-        };
-        let (m, n, k) = self.shape;
+    fn stored_k(&self, unit: usize) -> usize {
+        let k = self.shape.2;
+        match self.grouped {
+            GroupedAxis::None | GroupedAxis::Rows(_) => k.next_multiple_of(unit),
+            GroupedAxis::Tokens(count) => padded_bound(k, count, unit),
+        }
+    }
+
+    /// Returns the GEMM with operands of `format`, whose K dimension is padded to multiples of
+    /// `unit`, as its launch describes it.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    fn problem(&self, format: Format, unit: usize) -> Problem {
+        let (m, n, _) = self.shape;
         let layout = match format {
             Format::Mxfp8 => OperandLayout::Mxfp8,
             Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
         };
-        let problem = Problem::new([layout; 2], (m, n, k.next_multiple_of(unit)));
+        let problem = Problem::new([layout; 2], (m, n, self.stored_k(unit)));
         let (mut problem, per_tensor) = match self.grouped {
             GroupedAxis::None => (problem, Factor::Tensor),
             GroupedAxis::Rows(count) => (problem.grouped(GroupedDim::M, count), Factor::PerGroup),
@@ -102,14 +105,42 @@ impl LayerGemm<'_> {
             Some(AmaxGranularity::PerRow) => Factor::PerRow,
             _ => per_tensor,
         };
-        (problem.epilogue.a, problem.epilogue.b) = (factor(self.specs[0]), factor(self.specs[1]));
-        packed_reads(&device.client(), &problem)
+        let [a, b] = self.specs.map(factor);
+        problem.epilogue = EpilogueKind {
+            a,
+            b,
+            bias: self.bias,
+            out: float_kind(self.out),
+            ..problem.epilogue
+        };
+        problem
     }
 
-    /// Version of [`reads`](Self::reads) for a K dimension padded to a multiple of `unit`: Flex
-    /// reads rows.
+    /// Version of [`reads`](Self::reads) for operands of `format`.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    fn reads_on<B: Backend>(&self, device: &B::Device, format: Format) -> PackedReads {
+        let device: &dyn std::any::Any = device;
+        let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
+            return PackedReads::Compact;
+        };
+        let client = device.client();
+        let own = self.specs[0].unit().max(self.specs[1].unit());
+        // Tokens are padded to whole tiles only for GEMMs that read tiles. MXFP8 blocks need no
+        // further padding.
+        let whole = own.max(TILE_INNER);
+        let is_padded = self.along_tokens && self.stored_k(own) != self.stored_k(whole);
+        if is_padded && format == Format::Nvfp4 && may_read_tiles(&client) {
+            let reads = packed_reads(&client, &self.problem(format, whole));
+            if reads == PackedReads::Swizzled {
+                return reads;
+            }
+        }
+        packed_reads(&client, &self.problem(format, own))
+    }
+
+    /// Version of [`reads`](Self::reads) for operands of a format: Flex reads rows.
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-    fn reads_padded<B: Backend>(&self, _: &B::Device, _: Format, _: usize) -> PackedReads {
+    fn reads_on<B: Backend>(&self, _: &B::Device, _: Format) -> PackedReads {
         PackedReads::Compact
     }
 

@@ -40,6 +40,11 @@ impl<B: Backend> MaybeTensor<B> {
         }
     }
 
+    /// Returns true if there is a tensor.
+    pub(super) fn is_present(&self) -> bool {
+        matches!(self, Self::Present(_))
+    }
+
     /// Replaces the tensor.
     pub(super) fn map<C: Backend>(
         self,

@@ -6,7 +6,7 @@
 use cubecl::{client::Client, server::Handle};
 
 use super::{
-    Gemm, dispatch,
+    Gemm, choose,
     epilogue::EpilogueArgs,
     kernels::small_m::{Left, NormLeft, SmallM, SmallMLaunch, queue, refuses_norm},
     materialize::{Reads, materialize},
@@ -121,7 +121,7 @@ impl<'a> FusedLinear<'a> {
         if m * n == 0 {
             return Ok(Some(Refusal::Operands("the output is empty")));
         }
-        if !dispatch::choose(client, &problem)?.plan.is::<SmallM>() {
+        if !choose(client, &problem)?.plan.is::<SmallM>() {
             return Ok(Some(Refusal::Operands("the GEMM is not of small M")));
         }
         if self.swiglu && !n.is_multiple_of(4) {

@@ -7,10 +7,10 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
-use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
-use nvfp4_kernels::gemm::{self, Gemm, OperandLayout, Problem, Scale};
+use nvfp4_kernels::capabilities::GemmBackend;
+use nvfp4_kernels::gemm::{self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
-use nvfp4_kernels::{AmaxGranularity, Format, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, Format, Nvfp4Error, Storage, Usage};
 
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
@@ -29,9 +29,16 @@ pub(super) fn dense(
     let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
     trace_op("gemm", "", m, n);
     let like = like(&a);
-    let capabilities = Capabilities::of(&like.client);
-    let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
-    let backend = gemm::backend_of(capabilities, &problem);
+    let mut problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
+    problem.epilogue = EpilogueKind {
+        a: factor(&a),
+        b: factor(&b),
+        bias: bias.is_some(),
+        out: float_kind(dtype),
+        ..problem.epilogue
+    };
+    // The choice of the GEMM below, unless memory is not aligned.
+    let backend = || gemm::choose(&like.client, &problem).map(|choice| choice.backend);
     // The result of Burn's matmul has the dtype of its operands. It is rounded once, to `dtype`:
     // the matmul is in f32 if the output is wider, or if a bias is added afterwards.
     let inner = match (&a, &b, &bias) {
@@ -122,6 +129,21 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
     }
 }
 
+/// Returns the granularity of an operand's global scale in a dense GEMM.
+fn factor(operand: &Operand<CubeBackend>) -> Factor {
+    match operand {
+        Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized)
+            if quantized.layout.format.has_global_scale() =>
+        {
+            match quantized.layout.amax {
+                AmaxGranularity::PerTensor => Factor::Tensor,
+                AmaxGranularity::PerRow => Factor::PerRow,
+            }
+        }
+        Operand::Quantized(_) | Operand::QuantizedMnMajor(_) | Operand::Float(..) => Factor::One,
+    }
+}
+
 /// Returns true if a GEMM that would use `backend` runs on the kernels of [`gemm`], instead of
 /// Burn's matmul in dtype `inner`.
 ///
@@ -131,12 +153,18 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
 /// kernels if Burn would multiply in `f32`, because of a bias or because one operand is quantized
 /// and would first be dequantized as a whole: with small M, a packed weight has a dedicated kernel.
 /// On CubeCL's CPU runtime, which is for tests, everything except NVFP4 goes to Burn.
-fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
+fn runs_on_kernels(
+    backend: impl FnOnce() -> Result<GemmBackend, Nvfp4Error>,
+    operands: [ElementClass; 2],
+    inner: FloatDType,
+) -> bool {
     if operands == [ElementClass::Nvfp4; 2] {
         return true;
     }
-    match backend {
-        _ if operands.contains(&ElementClass::Wide) => false,
+    if operands.contains(&ElementClass::Wide) {
+        return false;
+    }
+    match backend().unwrap_or(GemmBackend::Scalar) {
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => true,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
         GemmBackend::Scalar => false,
@@ -286,27 +314,30 @@ mod tests {
         for backend in gpus {
             for operands in [[Bf16, Nvfp4], [Nvfp4, Bf16], [Bf16, Mx], [Bf16, Bf16]] {
                 assert!(
-                    runs_on_kernels(backend, operands, f32),
+                    runs_on_kernels(|| Ok(backend), operands, f32),
                     "{backend:?}, {operands:?}"
                 );
             }
-            assert!(!runs_on_kernels(backend, [Wide, Nvfp4], f32), "{backend:?}");
+            assert!(
+                !runs_on_kernels(|| Ok(backend), [Wide, Nvfp4], f32),
+                "{backend:?}"
+            );
             let library = matches!(
                 backend,
                 GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05
             );
             assert_eq!(
-                runs_on_kernels(backend, [Bf16, Bf16], bf16),
+                runs_on_kernels(|| Ok(backend), [Bf16, Bf16], bf16),
                 library,
                 "{backend:?}"
             );
         }
         for operands in [[Bf16, Nvfp4], [Bf16, Bf16], [Mx, Mx]] {
             assert!(
-                !runs_on_kernels(GemmBackend::Scalar, operands, f32),
+                !runs_on_kernels(|| Ok(GemmBackend::Scalar), operands, f32),
                 "{operands:?}"
             );
         }
-        assert!(runs_on_kernels(GemmBackend::Scalar, [Nvfp4; 2], f32));
+        assert!(runs_on_kernels(|| Ok(GemmBackend::Scalar), [Nvfp4; 2], f32));
     }
 }

@@ -12,7 +12,7 @@ use burn_core::backend::{
     Autodiff, Backend, DispatchDevice, autodiff::checkpoint::strategy::CheckpointStrategy,
     backend_extension, tensor::FloatTensor,
 };
-use burn_core::tensor::Device;
+use burn_core::tensor::{Device, FloatDType};
 use nvfp4_kernels::{BlockScaling, PackedReads, Rounding};
 
 use super::form::{GroupedAxis, LayerGemm};
@@ -46,6 +46,8 @@ impl PackedShape {
             shape: (rows, n, k),
             grouped: self.stack.map_or(GroupedAxis::None, GroupedAxis::Rows),
             along_tokens: false,
+            bias: false,
+            out: FloatDType::BF16,
         };
         gemm.forms(reads(&gemm, device.as_dispatch())).kept
     }

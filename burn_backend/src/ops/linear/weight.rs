@@ -5,7 +5,8 @@ use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 use nvfp4_kernels::Usage;
 
-use super::request::{LinearForms, LinearRequest};
+use super::plan::LinearPlan;
+use super::request::LinearRequest;
 use super::saved::SavedOperand;
 use crate::ops::context::Slot;
 use crate::ops::form::WeightForms;
@@ -105,30 +106,30 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     pub(super) fn weight(
         &self,
         dtype: FloatDType,
-        forms: &LinearForms,
+        plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedWeight<B>>) {
         let Some(gathered) = &self.context.gathered else {
-            let (forward, backward) = self.whole_weight(dtype, forms);
+            let (forward, backward) = self.whole_weight(dtype, plan);
             return (forward, backward.map(SavedWeight::Whole));
         };
         let known = self.known_part_amax([&self.spec.fprop_w].into_iter(), gathered.group());
-        let asked = (&self.spec.fprop_w, forms.fprop.kept);
+        let asked = (&self.spec.fprop_w, plan.fprop.kept);
         let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
-        let part = self.requires_grad.x.then(|| self.part(&forward, forms));
+        let part = self.requires_grad.x.then(|| self.part(&forward, plan));
         (forward, part.flatten().map(SavedWeight::Part))
     }
 
     /// Returns `w`, if it is this rank's shard, for gathering its operands again. `forward` is the
     /// operand of fprop.
-    pub(super) fn part(&self, forward: &Operand<B>, forms: &LinearForms) -> Option<SavedPart<B>> {
+    pub(super) fn part(&self, forward: &Operand<B>, plan: &LinearPlan) -> Option<SavedPart<B>> {
         let gathered = self.context.gathered.clone()?;
         Some(SavedPart {
             gathered,
             part: self.w.clone(),
             amax: self.amax_of(forward),
             forms: WeightForms {
-                fprop: forms.fprop.kept,
-                dgrad: forms.dgrad.kept,
+                fprop: plan.fprop.kept,
+                dgrad: plan.dgrad.kept,
             },
         })
     }
@@ -174,7 +175,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     fn whole_weight(
         &self,
         dtype: FloatDType,
-        forms: &LinearForms,
+        plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedOperand<B>>) {
         let dgrad_w = self.spec.dgrad_w;
         let slot = weight_slot::<B>(&self.w.device(), dtype, (&self.spec, &self.context));
@@ -183,11 +184,11 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             Some((forward, Some(backward))) => (forward, Some(SavedOperand::Made(backward))),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
             Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.derived_weight(&forward, dtype, forms.dgrad.kept);
+                let backward = self.derived_weight(&forward, dtype, plan.dgrad.kept);
                 return (forward, Some(backward));
             }
             _ => {
-                let (forward, backward) = self.quantize_weight(dtype, forms);
+                let (forward, backward) = self.quantize_weight(dtype, plan);
                 if let Some(slot) = slot {
                     let kept = match &backward {
                         Some(SavedOperand::Made(w)) if dgrad_w.is_deterministic() => {
@@ -207,9 +208,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     fn quantize_weight(
         &self,
         dtype: FloatDType,
-        forms: &LinearForms,
+        plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedOperand<B>>) {
-        let [row_form, col_form] = [forms.dgrad.kept, forms.fprop.kept];
+        let [row_form, col_form] = [plan.dgrad.kept, plan.fprop.kept];
         let LinearSpec {
             fprop_w, dgrad_w, ..
         } = &self.spec;

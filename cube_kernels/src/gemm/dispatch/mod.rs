@@ -29,7 +29,6 @@ use crate::{
     Nvfp4Error, PackedReads,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
-    environment::Environment,
 };
 
 /// All kernels, in the order in which they are asked.
@@ -57,6 +56,19 @@ pub struct Choice {
     pub plan: Plan,
     /// Kernels that were asked before or compared, with their reasons.
     pub refusals: Vec<(&'static str, Refusal)>,
+}
+
+impl Choice {
+    /// Returns the form in which the GEMM `problem`, of which this is the choice, reads packed
+    /// operands.
+    pub fn packed_reads(&self, problem: &Problem) -> PackedReads {
+        let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
+        match self.plan.object().reads() {
+            // Dequantized before the GEMM, from rows of scales.
+            reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
+            reads => reads.packed,
+        }
+    }
 }
 
 /// Returns the choice for `problem` on `device`: the first kernel that supports it or, if that
@@ -187,14 +199,6 @@ pub(crate) fn with_plan(
     })
 }
 
-/// Returns the choice of [`gemm`](super::gemm()) for `problem` on the device of `client`.
-///
-/// # Errors
-/// See [`plan`].
-pub fn choose(client: &Client, problem: &Problem) -> Result<Choice, Nvfp4Error> {
-    on_device(client, |device| plan(device, problem))
-}
-
 /// Returns the backend for `problem` on a device with these capabilities, assuming that cuBLASLt
 /// supports everything that it is meant for.
 pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend {
@@ -208,40 +212,6 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
     match plan(&device, problem) {
         Ok(choice) => choice.backend,
         Err(_) => GemmBackend::Scalar,
-    }
-}
-
-/// Returns the form in which the GEMM `problem` reads packed operands on the device of `client`.
-/// This is the single source for the form in which they should be written. Operands in another form
-/// are converted by a separate pass, with bit-identical results.
-///
-/// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
-///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
-/// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. If K is the token dimension, which may
-///   have any length, K of NVFP4 operands must be padded to whole tiles
-///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so must the `k` of
-///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
-///
-/// `NVFP4_SCALES=tiles` in the environment requests tiles on every device. Kernels that read rows
-/// then get them unswizzled first, with bit-identical results.
-pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
-    if Environment::get().scale_tiles {
-        return PackedReads::Swizzled;
-    }
-    on_device(client, |device| packed_reads_on(device, problem))
-}
-
-/// [`packed_reads`] for any device.
-fn packed_reads_on(device: &Device, problem: &Problem) -> PackedReads {
-    let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
-    match plan(device, problem) {
-        Ok(choice) => match choice.plan.object().reads() {
-            // Dequantized before the GEMM, from rows of scales.
-            reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
-            reads => reads.packed,
-        },
-        // The GEMM reports problems that cannot be computed.
-        Err(_) => PackedReads::Compact,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{
     super::{
+        choices::as_written,
         cublaslt::{CublasLtFormat, CublasLtProblem},
         epilogue::Factor,
         heuristics::BAND,
@@ -40,15 +41,7 @@ fn choice(capabilities: &Capabilities, sms: usize, problem: &Problem) -> Choice 
 
 /// Returns the form in which the GEMM reads packed operands.
 fn reads(capabilities: &Capabilities, problem: &Problem) -> PackedReads {
-    packed_reads_on(
-        &Device {
-            capabilities,
-            sms: 132,
-            cublaslt: &|_: &CublasLtProblem| Ok(()),
-            tcgen05: &|_| Ok(()),
-        },
-        problem,
-    )
+    choice(capabilities, 132, problem).packed_reads(problem)
 }
 
 /// Returns the plan on an H100.
@@ -177,6 +170,42 @@ fn dequantized_operands_change_no_plan() {
     for shape in [(16, 4096, 4096), (512, 8192, 8192), (4096, 4096, 8192)] {
         assert!(!dequantizes(shape), "{shape:?}");
     }
+}
+
+/// A GEMM whose operands were written as its kernel reads them runs the kernel that was chosen
+/// before they were written.
+#[test]
+fn operands_in_the_form_that_is_read_change_no_choice() {
+    let devices = [
+        (90, GemmBackend::Sm90Wgmma),
+        (100, GemmBackend::CublasLt),
+        (120, GemmBackend::Sm120BlockScaled),
+        (80, GemmBackend::Cmma),
+    ];
+    let sizes = [16, 64, 768, 1536, 2048, 4096, 8192, 14336];
+    let (mut written, mn_major) = (0, OperandLayout::PackedMnMajor);
+    for (capability, backend) in devices {
+        let device = device(Some(capability), backend);
+        for (m, n, k) in sizes
+            .iter()
+            .flat_map(|m| sizes.iter().map(move |n| (*m, *n)))
+            .flat_map(|(m, n)| sizes.iter().map(move |k| (m, n, *k)))
+        {
+            for layouts in [PACKED, WEIGHT_ONLY, [OperandLayout::Packed, mn_major]] {
+                let dims = [GroupedDim::None, GroupedDim::M, GroupedDim::K];
+                for dim in dims {
+                    let problem = Problem::new(layouts, (m, n, k)).grouped(dim, 8);
+                    let planned = choice(&device, 132, &problem);
+                    for other in as_written(&problem, planned.packed_reads(&problem)) {
+                        let found = choice(&device, 132, &other);
+                        assert_eq!(found.plan, planned.plan, "{problem:?}, {other:?}");
+                        written += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(written > 1000, "{written}");
 }
 
 /// Consumer Blackwell: the instruction reads codes, small M with a packed weight has its own
