@@ -10,24 +10,24 @@ use nvfp4_kernels::{
     },
     reference::{padding::padded_bound, swizzle::TILE_INNER},
 };
-use nvfp4_kernels::{Format, PackedReads};
+use nvfp4_kernels::{Format, StoredForm};
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::cube::tensors::float_kind;
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::RowGroups;
 
-impl StoredForm {
-    /// Returns this form, or rows of codes and scales if tensors by `params` are not stored in it.
-    pub(super) fn of(self, params: &QuantParams) -> Self {
-        match (self, params.format) {
-            (Self::Bf16Unscaled, _) if !params.has_bf16_storage() => Self::ROWS,
+impl QuantParams {
+    /// Returns `form`, or rows of codes and scales if tensors by these parameters are not stored in
+    /// it.
+    pub(super) fn stored_form(&self, form: StoredForm) -> StoredForm {
+        match (form, self.format) {
+            (StoredForm::Bf16Unscaled, _) if !self.has_bf16_storage() => StoredForm::ROWS,
             // No GEMM multiplies MXFP4 codes: they are dequantized from rows.
-            (_, Format::Mxfp4) => Self::ROWS,
+            (_, Format::Mxfp4) => StoredForm::ROWS,
             // An instruction multiplies one MXFP8 block, so groups of tokens can begin inside
             // tiles.
-            (Self::WholeTiles, Format::Mxfp8) => Self::TILES,
+            (StoredForm::WholeTiles, Format::Mxfp8) => StoredForm::TILES,
             (form, _) => form,
         }
     }
@@ -66,11 +66,11 @@ impl LayerGemm<'_> {
     /// operands are NVFP4 or both MXFP8: codes of other formats are not multiplied.
     ///
     /// This chooses the kernel of the GEMM, which the launch then uses.
-    pub fn reads<B: Backend>(&self, device: &B::Device) -> PackedReads {
+    pub fn reads<B: Backend>(&self, device: &B::Device) -> StoredForm {
         let format = match self.specs.map(OperandSpec::format) {
             [Some(Format::Nvfp4), Some(Format::Nvfp4)] => Format::Nvfp4,
             [Some(Format::Mxfp8), Some(Format::Mxfp8)] => Format::Mxfp8,
-            _ => return PackedReads::Compact,
+            _ => return StoredForm::ROWS,
         };
         self.reads_on::<B>(device, format)
     }
@@ -118,10 +118,10 @@ impl LayerGemm<'_> {
 
     /// Version of [`reads`](Self::reads) for operands of `format`.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    fn reads_on<B: Backend>(&self, device: &B::Device, format: Format) -> PackedReads {
+    fn reads_on<B: Backend>(&self, device: &B::Device, format: Format) -> StoredForm {
         let device: &dyn std::any::Any = device;
         let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
-            return PackedReads::Compact;
+            return StoredForm::ROWS;
         };
         let client = device.client();
         let own = self.specs[0].unit().max(self.specs[1].unit());
@@ -131,7 +131,7 @@ impl LayerGemm<'_> {
         let is_padded = self.along_tokens && self.stored_k(own) != self.stored_k(whole);
         if is_padded && format == Format::Nvfp4 && may_read_tiles(&client) {
             let reads = packed_reads(&client, &self.problem(format, whole));
-            if reads == PackedReads::Swizzled {
+            if reads == StoredForm::TILES {
                 return reads;
             }
         }
@@ -140,48 +140,32 @@ impl LayerGemm<'_> {
 
     /// Version of [`reads`](Self::reads) for operands of a format: Flex reads rows.
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-    fn reads_on<B: Backend>(&self, _: &B::Device, _: Format) -> PackedReads {
-        PackedReads::Compact
+    fn reads_on<B: Backend>(&self, _: &B::Device, _: Format) -> StoredForm {
+        StoredForm::ROWS
     }
 
-    /// Returns the forms of the GEMM's operands if it reads them as `reads`.
-    pub fn forms(&self, reads: PackedReads) -> Forms {
-        let is_one_matrix = self.grouped == GroupedAxis::None;
+    /// Returns the form of the GEMM's operands if it reads them as `reads`. Operands that are kept
+    /// for another use have its [packed](StoredForm::packed) form.
+    pub fn form(&self, reads: StoredForm) -> StoredForm {
         match reads {
-            PackedReads::Bf16 if is_one_matrix => Forms::BF16,
-            PackedReads::Bf16 | PackedReads::Compact => Forms::ROWS,
-            PackedReads::Swizzled if self.along_tokens => Forms::both(StoredForm::WholeTiles),
-            PackedReads::Swizzled => Forms::both(StoredForm::TILES),
+            // For one matrix only.
+            StoredForm::Bf16Unscaled if self.grouped != GroupedAxis::None => StoredForm::ROWS,
+            StoredForm::TILES if self.along_tokens => StoredForm::WholeTiles,
+            reads => reads,
         }
     }
 }
 
-/// Forms of a GEMM's operands.
+/// Plan of a layer's step: the form of the operands of its three GEMMs.
+///
+/// It is made once, in the forward, and the backward uses the same. Making it chooses the kernel of
+/// each GEMM ([`LayerGemm::reads`]). That choice is kept by device and by the properties of the
+/// GEMM: the launch, and all later steps of the same shape, use it without choosing again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Forms {
-    /// Form of an operand that only this GEMM reads.
-    pub once: StoredForm,
-    /// Form of an operand that is kept.
-    pub kept: StoredForm,
-}
-
-impl Forms {
-    /// Rows of codes and scales.
-    pub const ROWS: Self = Self::both(StoredForm::ROWS);
-
-    /// Values for operands that only this GEMM reads; rows of codes and scales for others.
-    pub const BF16: Self = Self {
-        once: StoredForm::Bf16Unscaled,
-        kept: StoredForm::ROWS,
-    };
-
-    /// Uses `form` for all operands.
-    pub const fn both(form: StoredForm) -> Self {
-        Self {
-            once: form,
-            kept: form,
-        }
-    }
+pub(crate) struct LinearPlan {
+    pub(super) fprop: StoredForm,
+    pub(super) dgrad: StoredForm,
+    pub(super) wgrad: StoredForm,
 }
 
 impl<B: Backend> RowGroups<B> {
@@ -219,13 +203,6 @@ pub(super) fn rows_of_tiles<B: Backend>(
     let own = [0..matrices, 0..outer, 0..blocks].map(burn_core::tensor::Slice::from);
     let rows = B::int_slice(rows, &own);
     B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
-}
-
-/// Forms of the operands of a weight.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightForms {
-    pub(super) fprop: StoredForm,
-    pub(super) dgrad: StoredForm,
 }
 
 #[cfg(test)]

@@ -5,10 +5,9 @@ use burn_core::tensor::DType;
 #[cfg(feature = "cubecl-backend")]
 use nvfp4_kernels::ScaleLayout;
 use nvfp4_kernels::reference::padding::padded_bound;
-use nvfp4_kernels::{AmaxGranularity, Layout, Usage};
+use nvfp4_kernels::{AmaxGranularity, Layout, StoredForm, Usage};
 
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 use super::tensors::RowGroups;
 #[cfg(feature = "cubecl-backend")]
 use super::tensors::RowGroupsMetadata;

@@ -10,10 +10,9 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_kernels::{Layout, Usage};
+use nvfp4_kernels::{Layout, StoredForm, Usage};
 
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 
 /// Optional float tensor: arguments of the extension trait cannot contain `Option`.
 #[derive(ExtensionType, Clone, Debug)]

@@ -14,7 +14,7 @@ use super::{
     operand::OperandLayout,
     problem::{GemmShape, Problem},
 };
-use crate::PackedReads;
+use crate::StoredForm;
 
 /// Maximum number of cached choices. Beyond it the cache is cleared, since an unbounded variety of
 /// shapes (numbers of tokens) would fill the memory.
@@ -70,8 +70,8 @@ pub(super) fn keep(client: &Client, problem: &Problem, choice: Choice) -> Arc<Ch
 /// Returns the problems of the same GEMM if one or both operands were written in the form that the
 /// chosen kernel reads instead of being dequantized before it. The choice is the same, because the
 /// time to dequantize an operand is that of no kernel.
-pub(super) fn as_written(problem: &Problem, reads: PackedReads) -> Vec<Problem> {
-    if reads != PackedReads::Bf16 {
+pub(super) fn as_written(problem: &Problem, reads: StoredForm) -> Vec<Problem> {
+    if reads != StoredForm::Bf16Unscaled {
         return Vec::new();
     }
     let written = |layout| match layout {

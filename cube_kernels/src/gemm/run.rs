@@ -20,7 +20,7 @@ use super::{
     tiles::Sm100Tile,
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::{Capabilities, GemmBackend},
     environment::Environment,
     quantize,
@@ -173,9 +173,9 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 /// This is the single source for the form in which they should be written. Operands in another form
 /// are converted by a separate pass, with bit-identical results.
 ///
-/// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
+/// - [`StoredForm::Bf16Unscaled`]: an operand that nothing else reads may as well be
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
-/// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. If K is the token dimension, which may
+/// - [`StoredForm::TILES`]: block scales in 128x4 tiles. If K is the token dimension, which may
 ///   have any length, K of NVFP4 operands must be padded to whole tiles
 ///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so must the `k` of
 ///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
@@ -186,14 +186,14 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 ///
 /// `NVFP4_SCALES=tiles` in the environment requests tiles on every device. Kernels that read rows
 /// then get them unswizzled first, with bit-identical results.
-pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
+pub fn packed_reads(client: &Client, problem: &Problem) -> StoredForm {
     if Environment::get().scale_tiles {
-        return PackedReads::Swizzled;
+        return StoredForm::TILES;
     }
     match choose(client, problem) {
         Ok(choice) => choice.packed_reads(problem),
         // The GEMM reports problems that cannot be computed.
-        Err(_) => PackedReads::Compact,
+        Err(_) => StoredForm::ROWS,
     }
 }
 

@@ -11,12 +11,11 @@ use nvfp4_kernels::quantize::{
 };
 use nvfp4_kernels::reference::Activation;
 use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups};
-use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
+use nvfp4_kernels::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, StoredForm, Usage};
 
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
-use super::super::stored::StoredForm;
 use super::super::tensors::{
     ActivationAmaxes, AmaxPair, BothStorages, QuantUsages, QuantizedMatrix, QuantizedPair,
     RowGroups,

@@ -13,15 +13,14 @@ mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_kernels::{ScaleLayout, Usage};
+use nvfp4_kernels::{ScaleLayout, StoredForm, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::form::Forms;
+use super::form::LinearPlan;
 use super::operands::{PairSpec, QuantSource, quantize, quantize_kept, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
-use super::stored::StoredForm;
 use super::{
     BackwardSource, BranchPoint, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OtherRows, RowGroups, float_dtype,
@@ -29,7 +28,7 @@ use super::{
 use branch::MadeBeside;
 pub(super) use fprop::Fprop;
 use fprop::FpropWeight;
-use plan::{LinearPlan, PlannedLayer};
+use plan::PlannedLayer;
 pub(crate) use request::{LinearRequest, RequiresGrad};
 use saved::SavedOperand;
 use weight::{CachedOperands, SavedWeight, weight_slot};
@@ -129,7 +128,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let made = MadeBeside::new(
             (self.w.as_ref(), self.x.as_ref()),
             (&spec, &self.context, groups),
-            [plan.dgrad.once, plan.wgrad.once],
+            [plan.dgrad, plan.wgrad],
             dtype,
         );
         let (row, col) = self.quantize_dy(dy, &plan);
@@ -150,14 +149,14 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
         let x = row.zip(saved_w).map(|(dy, w)| {
-            let w = w.operand(groups, (&spec, plan.dgrad.once), dtype);
+            let w = w.operand(groups, (&spec, plan.dgrad), dtype);
             match sharding {
                 Some(sharding) => sharding.dgrad(dy, w, dtype),
                 None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
             }
         });
         let w = saved_x.zip(col).map(|(x, dy)| {
-            let asked = (&spec.wgrad_x, plan.wgrad.once);
+            let asked = (&spec.wgrad_x, plan.wgrad);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
             B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, written)
         });
@@ -178,7 +177,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             dgrad_dy, wgrad_dy, ..
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
-        let row_form = plan.dgrad.once;
+        let row_form = plan.dgrad;
         // The K dimension of both operands of wgrad is padded like that of the saved operand.
         let col_form = match &self.x {
             Some(SavedOperand::Made(Operand::Quantized(x)))
@@ -186,8 +185,8 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             {
                 StoredForm::WholeTiles
             }
-            Some(SavedOperand::Forward(_)) => plan.wgrad.once,
-            _ => match plan.wgrad.once {
+            Some(SavedOperand::Forward(_)) => plan.wgrad,
+            _ => match plan.wgrad {
                 StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
                 StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
             },
@@ -241,28 +240,35 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
         dtypes: [dtype; 2],
         bias: bias.is_present(),
     };
-    let Forms { once, kept, .. } = layer.fprop(&x.device());
+    let form = layer.fprop(&x.device());
     let weight = QuantSource::Matrix(weight);
     if let Some(sharding) = &context.sharding {
-        let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, once)), None, dtype);
-        let w = Some((&spec.fprop_w, kept));
+        let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, form)), None, dtype);
+        let w = Some((&spec.fprop_w, form.packed()));
         let (_, w) = sharding.quantize(weight, Role::Weight, None, w, dtype);
         let [x, w] = [x, w].map(|operand| operand.expect("asked for"));
         return sharding.fprop(x, w, bias, dtype);
     }
     let (row, col) = (Usage::Rowwise, Usage::Columnwise);
-    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, once);
+    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, form);
     let of_weights = groups.of_weights();
     let w = match &context.gathered {
         Some(gathered) => {
-            let asked = (&spec.fprop_w, kept);
+            let asked = (&spec.fprop_w, form.packed());
             gathered.fprop_operand(weight.into_values(), None, asked, dtype)
         }
         None => {
             let slot = weight_slot::<B>(&weight.device(), dtype, (spec, context));
             let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
             cached.map(|(w, _)| w).unwrap_or_else(|| {
-                let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
+                let w = quantize::<B>(
+                    weight,
+                    &of_weights,
+                    &spec.fprop_w,
+                    col,
+                    dtype,
+                    form.packed(),
+                );
                 if let Some(slot) = slot {
                     slot.put::<CachedOperands<B>>((w.clone(), None));
                 }
@@ -313,40 +319,40 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let source = OperandSource::weight("fprop.w", w_source.clone());
             probe.record(source, &w, &spec.fprop_w);
         }
-        let x_forms = match kept {
-            true => Forms::both(plan.fprop.kept),
+        let x_form = match kept {
+            true => plan.fprop.packed(),
             false => plan.fprop,
         };
         let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
         let (x, saved_x) = match (requires_grad.w, spec.source) {
             (requires_w, source) if context.sharding.is_some() => {
                 let sharding = context.sharding.as_ref().expect("there is one");
-                let col = requires_w.then_some((col, plan.wgrad.kept));
+                let col = requires_w.then_some((col, plan.wgrad.packed()));
                 let form = match (requires_w, source) {
-                    (true, BackwardSource::Forward) => x_forms.kept,
-                    (false, _) | (true, BackwardSource::Original) => x_forms.once,
+                    (true, BackwardSource::Forward) => x_form.packed(),
+                    (false, _) | (true, BackwardSource::Original) => x_form,
                 };
                 let (x, saved) = sharding.input(x, ((row, form), col), source, x_dtype);
                 (x, saved.map(SavedOperand::Made))
             }
             (false, _) => {
-                let x = quantize::<B>(x, &groups, row, Usage::Rowwise, x_dtype, x_forms.once);
+                let x = quantize::<B>(x, &groups, row, Usage::Rowwise, x_dtype, x_form);
                 (x, None)
             }
             (true, BackwardSource::Original) => {
                 let pair = PairSpec {
                     rowwise: row,
                     columnwise: col,
-                    forms: [x_forms.once, plan.wgrad.kept],
+                    forms: [x_form, plan.wgrad.packed()],
                 };
                 let (x, saved) = quantize_pair::<B>(x, &groups, &pair, x_dtype);
                 (x, Some(SavedOperand::Made(saved)))
             }
             (true, BackwardSource::Forward) => {
-                let (x, packed) = quantize_kept::<B>(x, &groups, row, x_dtype, x_forms);
+                let (x, packed) = quantize_kept::<B>(x, &groups, row, x_dtype, x_form);
                 let saved = SavedOperand::of_forward(&packed);
                 let saved = saved.filter(|_| probe.is_none()).unwrap_or_else(|| {
-                    let (usage, form) = (Usage::Columnwise, plan.wgrad.kept);
+                    let (usage, form) = (Usage::Columnwise, plan.wgrad.packed());
                     let made = requantize::<B>(packed, &groups, col, usage, x_dtype, form);
                     SavedOperand::Made(made)
                 });

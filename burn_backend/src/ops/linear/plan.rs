@@ -1,23 +1,11 @@
-//! Plan of a layer's step: the operand forms of its three GEMMs, and the kernels that read them.
-//!
-//! A plan is made once, in the forward, and the backward uses the same. Making it chooses the
-//! kernel of each GEMM ([`LayerGemm::reads`]). The choice is kept by device and by the properties
-//! of the GEMM: the launch, and all later steps of the same shape, use it without choosing again.
+//! Plan of a layer's three GEMMs.
 
 use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
 
 use super::request::RequiresGrad;
-use crate::ops::form::{Forms, LayerGemm};
-use crate::ops::{LinearContext, LinearSpec, RowGroups};
-
-/// Forms of the operands of a layer's GEMMs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct LinearPlan {
-    pub(super) fprop: Forms,
-    pub(super) dgrad: Forms,
-    pub(super) wgrad: Forms,
-}
+use crate::ops::form::{LayerGemm, LinearPlan};
+use crate::ops::{LinearContext, LinearSpec, RowGroups, StoredForm};
 
 /// Properties of a layer that determine the plan of its GEMMs.
 pub(super) struct PlannedLayer<'a, B: Backend> {
@@ -38,8 +26,16 @@ impl<B: Backend> PlannedLayer<'_, B> {
         let RequiresGrad { x, w, .. } = requires_grad;
         LinearPlan {
             fprop: self.fprop(device),
-            dgrad: if x { self.dgrad(device) } else { Forms::ROWS },
-            wgrad: if w { self.wgrad(device) } else { Forms::ROWS },
+            dgrad: if x {
+                self.dgrad(device)
+            } else {
+                StoredForm::ROWS
+            },
+            wgrad: if w {
+                self.wgrad(device)
+            } else {
+                StoredForm::ROWS
+            },
         }
     }
 
@@ -53,10 +49,10 @@ impl<B: Backend> PlannedLayer<'_, B> {
         }
     }
 
-    /// Returns the forms of the operands of fprop.
-    pub(super) fn fprop(&self, device: &B::Device) -> Forms {
+    /// Returns the form of the operands of fprop.
+    pub(super) fn fprop(&self, device: &B::Device) -> StoredForm {
         let (tokens, d_in, d_out) = self.shape;
-        self.forms(
+        self.form(
             device,
             &LayerGemm {
                 specs: [&self.spec.fprop_x, &self.spec.fprop_w],
@@ -69,10 +65,10 @@ impl<B: Backend> PlannedLayer<'_, B> {
         )
     }
 
-    /// Returns the forms of the operands of dgrad.
-    fn dgrad(&self, device: &B::Device) -> Forms {
+    /// Returns the form of the operands of dgrad.
+    fn dgrad(&self, device: &B::Device) -> StoredForm {
         let (tokens, d_in, d_out) = self.shape;
-        self.forms(
+        self.form(
             device,
             &LayerGemm {
                 specs: [&self.spec.dgrad_dy, &self.spec.dgrad_w],
@@ -85,10 +81,10 @@ impl<B: Backend> PlannedLayer<'_, B> {
         )
     }
 
-    /// Returns the forms of the operands of wgrad.
-    fn wgrad(&self, device: &B::Device) -> Forms {
+    /// Returns the form of the operands of wgrad.
+    fn wgrad(&self, device: &B::Device) -> StoredForm {
         let (tokens, d_in, d_out) = self.shape;
-        self.forms(
+        self.form(
             device,
             &LayerGemm {
                 specs: [&self.spec.wgrad_x, &self.spec.wgrad_dy],
@@ -101,8 +97,8 @@ impl<B: Backend> PlannedLayer<'_, B> {
         )
     }
 
-    fn forms(&self, device: &B::Device, gemm: &LayerGemm<'_>) -> Forms {
-        self.context.forms::<B>(gemm, device)
+    fn form(&self, device: &B::Device, gemm: &LayerGemm<'_>) -> StoredForm {
+        self.context.form::<B>(gemm, device)
     }
 }
 

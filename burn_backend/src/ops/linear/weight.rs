@@ -3,20 +3,18 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
-use nvfp4_kernels::Usage;
+use nvfp4_kernels::{StoredForm, Usage};
 
-use super::plan::LinearPlan;
 use super::request::LinearRequest;
 use super::saved::SavedOperand;
 use crate::ops::context::Slot;
-use crate::ops::form::WeightForms;
+use crate::ops::form::LinearPlan;
 use crate::ops::known_amax::{self, KnownAmax};
 use crate::ops::operands::{
     PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize,
 };
 use crate::ops::segments::narrow;
 use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
-use crate::ops::stored::StoredForm;
 use crate::ops::tensors::AmaxPair;
 use crate::ops::{
     BackwardSource, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams,
@@ -41,13 +39,13 @@ pub(crate) struct SavedPart<B: Backend> {
     part: FloatTensor<B>,
     /// Amax of the whole matrix, if fprop's operand is quantized with it.
     amax: Option<FoundAmax<B>>,
-    forms: WeightForms,
+    plan: LinearPlan,
 }
 
 impl<B: Nvfp4KernelOps> SavedPart<B> {
     /// Returns the operand of fprop.
     pub(super) fn fprop_operand(self, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
-        let asked = (spec, self.forms.fprop);
+        let asked = (spec, self.plan.fprop.packed());
         self.gathered
             .fprop_operand(self.part, self.amax, asked, dtype)
     }
@@ -57,7 +55,7 @@ impl<B: Nvfp4KernelOps> SavedPart<B> {
         let is_known = !spec.has_weight_pair() || shares_amax(&spec.dgrad_w);
         let amax = self.amax.filter(|_| is_known);
         self.gathered
-            .dgrad_operand(self.part, amax, spec, self.forms, dtype)
+            .dgrad_operand(self.part, amax, spec, self.plan, dtype)
     }
 }
 
@@ -113,7 +111,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             return (forward, backward.map(SavedWeight::Whole));
         };
         let known = self.known_part_amax([&self.spec.fprop_w].into_iter(), gathered.group());
-        let asked = (&self.spec.fprop_w, plan.fprop.kept);
+        let asked = (&self.spec.fprop_w, plan.fprop.packed());
         let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
         let part = self.requires_grad.x.then(|| self.part(&forward, plan));
         (forward, part.flatten().map(SavedWeight::Part))
@@ -127,10 +125,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             gathered,
             part: self.w.clone(),
             amax: self.amax_of(forward),
-            forms: WeightForms {
-                fprop: plan.fprop.kept,
-                dgrad: plan.dgrad.kept,
-            },
+            plan: *plan,
         })
     }
 
@@ -184,7 +179,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             Some((forward, Some(backward))) => (forward, Some(SavedOperand::Made(backward))),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
             Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.derived_weight(&forward, dtype, plan.dgrad.kept);
+                let backward = self.derived_weight(&forward, dtype, plan.dgrad.packed());
                 return (forward, Some(backward));
             }
             _ => {
@@ -210,7 +205,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         dtype: FloatDType,
         plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedOperand<B>>) {
-        let [row_form, col_form] = [plan.dgrad.kept, plan.fprop.kept];
+        let [row_form, col_form] = [plan.dgrad.packed(), plan.fprop.packed()];
         let LinearSpec {
             fprop_w, dgrad_w, ..
         } = &self.spec;
@@ -282,12 +277,12 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 if !is_one_kernel(&self.groups, &row, &col) {
                     return None;
                 }
-                Some((row, form.of(&row)))
+                Some((row, row.stored_form(form)))
             }
         };
         let usages = QuantUsages {
             rowwise,
-            columnwise: Some((col, form.of(&col))),
+            columnwise: Some((col, col.stored_form(form))),
         };
         let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
         let (row, col) = made.into_options();

@@ -26,7 +26,7 @@ use super::{
     self_check,
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
 };
@@ -61,11 +61,11 @@ pub struct Choice {
 impl Choice {
     /// Returns the form in which the GEMM `problem`, of which this is the choice, reads packed
     /// operands.
-    pub fn packed_reads(&self, problem: &Problem) -> PackedReads {
+    pub fn packed_reads(&self, problem: &Problem) -> StoredForm {
         let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
         match self.plan.object().reads() {
             // Dequantized before the GEMM, from rows of scales.
-            reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
+            reads if is_mxfp8 && !reads.mxfp8 => StoredForm::ROWS,
             reads => reads.packed,
         }
     }

@@ -40,7 +40,7 @@ fn choice(capabilities: &Capabilities, sms: usize, problem: &Problem) -> Choice 
 }
 
 /// Returns the form in which the GEMM reads packed operands.
-fn reads(capabilities: &Capabilities, problem: &Problem) -> PackedReads {
+fn reads(capabilities: &Capabilities, problem: &Problem) -> StoredForm {
     choice(capabilities, 132, problem).packed_reads(problem)
 }
 
@@ -150,7 +150,8 @@ fn few_tiles_of_long_contractions_are_shared_out() {
 #[test]
 fn dequantized_operands_change_no_plan() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
-    let dequantizes = |shape| reads(&hopper, &Problem::new(PACKED, shape)) == PackedReads::Bf16;
+    let dequantizes =
+        |shape| reads(&hopper, &Problem::new(PACKED, shape)) == StoredForm::Bf16Unscaled;
     for shape in [
         (8192, 4096, 4096),
         (8192, 8192, 8192),
@@ -383,7 +384,7 @@ fn the_library_and_what_it_refuses() {
 /// kernels read rows of scales, or bf16.
 #[test]
 fn who_reads_tiles_of_scales() {
-    use PackedReads::{Bf16, Compact, Swizzled};
+    let (rows, tiles) = (StoredForm::ROWS, StoredForm::TILES);
     let shape = (4096, 4096, 4096);
     let dense = Problem::new(PACKED, shape);
     let mut per_row = dense;
@@ -392,30 +393,27 @@ fn who_reads_tiles_of_scales() {
     for backend in [GemmBackend::CublasLt, GemmBackend::Sm100Tcgen05] {
         let blackwell = device(Some(100), backend);
         for problem in [dense, per_row, grouped[0], grouped[1]] {
-            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+            assert_eq!(reads(&blackwell, &problem), tiles, "{problem:?}");
         }
         let odd = Problem::new(PACKED, (4096, 4096, 4112));
-        assert_eq!(reads(&blackwell, &odd), Compact);
+        assert_eq!(reads(&blackwell, &odd), rows);
         let mxfp8 = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4096, 4128));
         let grouped = [GroupedDim::M, GroupedDim::K].map(|dim| mxfp8.grouped(dim, 8));
         for problem in [mxfp8, grouped[0], grouped[1]] {
-            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+            assert_eq!(reads(&blackwell, &problem), tiles, "{problem:?}");
         }
         // Dequantized, from rows of scales.
         let narrow = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4100, 4096));
-        assert_eq!(reads(&blackwell, &narrow), Compact);
+        assert_eq!(reads(&blackwell, &narrow), rows);
         // A packed weight with bf16 activations.
-        assert_ne!(
-            reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)),
-            Swizzled
-        );
+        assert_ne!(reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)), tiles);
     }
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
     let large = Problem::new(PACKED, (8192, 8192, 8192));
-    assert_eq!(reads(&hopper, &large), Bf16);
+    assert_eq!(reads(&hopper, &large), StoredForm::Bf16Unscaled);
     let large = Problem::new([OperandLayout::Mxfp8; 2], (8192, 8192, 8192));
-    assert_eq!(reads(&hopper, &large), Compact);
-    assert_eq!(reads(&hopper, &dense), Compact);
+    assert_eq!(reads(&hopper, &large), rows);
+    assert_eq!(reads(&hopper, &dense), rows);
     for (capability, backend) in [
         (Some(120), GemmBackend::Sm120BlockScaled),
         (Some(80), GemmBackend::Cmma),
@@ -423,7 +421,7 @@ fn who_reads_tiles_of_scales() {
     ] {
         assert_eq!(
             reads(&device(capability, backend), &dense),
-            Compact,
+            rows,
             "{backend:?}"
         );
     }

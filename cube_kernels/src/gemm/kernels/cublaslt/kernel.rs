@@ -8,7 +8,7 @@ use cubecl::{prelude::*, server::Handle};
 use super::super::small_m::SmallM;
 use super::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem, gemm};
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::GemmBackend,
     cube::codec::{load, store},
     gemm::{
@@ -96,8 +96,8 @@ impl GemmPlan for CublasLtPlan {
     fn reads(&self) -> Reads {
         Reads {
             packed: match self.0 {
-                CublasLtFormat::Nvfp4 => PackedReads::Swizzled,
-                _ => PackedReads::Bf16,
+                CublasLtFormat::Nvfp4 => StoredForm::TILES,
+                _ => StoredForm::Bf16Unscaled,
             },
             mn_major: false,
             mxfp8: false,

@@ -12,7 +12,7 @@ use super::{
     stage::{ScaleMapsLaunch, SwizzledScalesLaunch},
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::GemmBackend,
     cube::ptx::BlockScaled,
     format::{padding::padded_bound, swizzle::row_group_tiles},
@@ -125,7 +125,7 @@ impl GemmPlan for Tcgen05 {
 
     fn reads(&self) -> Reads {
         Reads {
-            packed: PackedReads::Swizzled,
+            packed: StoredForm::TILES,
             mn_major: false,
             mxfp8: true,
         }

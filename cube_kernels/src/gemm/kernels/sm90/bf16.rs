@@ -19,7 +19,7 @@ use cubecl::{
 use half::bf16;
 
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity,
@@ -554,7 +554,7 @@ impl fmt::Display for DequantThenBf16 {
 
 /// Forms that the kernels of bf16 operands read.
 pub(super) const READS: Reads = Reads {
-    packed: PackedReads::Bf16,
+    packed: StoredForm::Bf16Unscaled,
     mn_major: true,
     mxfp8: false,
 };

@@ -30,7 +30,7 @@ use super::{
     tiles::{W4a16MnMajorPlan, place_of, steps_of, tile_columns, tile_rows},
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cvta_to_shared, mbarrier_arrive_expect_tx, mbarrier_wait_parity, setmaxnreg_dec,
@@ -335,7 +335,7 @@ impl GemmPlan for W4a16MnMajor {
     fn reads(&self) -> Reads {
         Reads {
             // Applies to `a`; `b` has the same form for every kernel.
-            packed: PackedReads::Bf16,
+            packed: StoredForm::Bf16Unscaled,
             mn_major: false,
             mxfp8: false,
         }
