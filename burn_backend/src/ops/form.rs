@@ -46,6 +46,10 @@ pub(super) enum GroupedAxis {
 
 /// GEMM of a layer: the properties that determine the form of its operands.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda")),
+    allow(dead_code, reason = "Flex reads rows")
+)]
 pub(super) struct LayerGemm<'a> {
     /// Representation of the operands.
     pub specs: [&'a OperandSpec; 2],

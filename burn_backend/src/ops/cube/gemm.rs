@@ -29,18 +29,20 @@ pub(super) fn dense(
     let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
     trace_op("gemm", "", m, n);
     let like = like(&a);
-    let mut problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
-    problem.epilogue = EpilogueKind {
-        a: factor(&a),
-        b: factor(&b),
-        bias: bias.is_some(),
-        out: float_kind(dtype),
-        ..problem.epilogue
-    };
     // The choice of the GEMM below, unless memory is not aligned.
-    let backend = || match gemm::choose(&like.client, &problem) {
-        Ok(choice) => choice.backend,
-        Err(_) => GemmBackend::Scalar,
+    let backend = || {
+        let mut problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
+        problem.epilogue = EpilogueKind {
+            a: factor(&a),
+            b: factor(&b),
+            bias: bias.is_some(),
+            out: float_kind(dtype),
+            ..problem.epilogue
+        };
+        match gemm::choose(&like.client, &problem) {
+            Ok(choice) => choice.backend,
+            Err(_) => GemmBackend::Scalar,
+        }
     };
     // The result of Burn's matmul has the dtype of its operands. It is rounded once, to `dtype`:
     // the matmul is in f32 if the output is wider, or if a bias is added afterwards.

@@ -193,9 +193,13 @@ fn operands_in_the_form_that_is_read_change_no_choice() {
             .flat_map(|(m, n)| sizes.iter().map(move |k| (m, n, *k)))
         {
             for layouts in [PACKED, WEIGHT_ONLY, [OperandLayout::Packed, mn_major]] {
-                let dims = [GroupedDim::None, GroupedDim::M, GroupedDim::K];
-                for dim in dims {
-                    let problem = Problem::new(layouts, (m, n, k)).grouped(dim, 8);
+                let dims = [
+                    (GroupedDim::None, 1),
+                    (GroupedDim::M, 8),
+                    (GroupedDim::K, 8),
+                ];
+                for (dim, groups) in dims {
+                    let problem = Problem::new(layouts, (m, n, k)).grouped(dim, groups);
                     let planned = choice(&device, 132, &problem);
                     for other in as_written(&problem, planned.packed_reads(&problem)) {
                         let found = choice(&device, 132, &other);
