@@ -35,14 +35,15 @@ use common::{
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    CublasLtFormat, CublasLtGemm, CublasLtOperand, DequantThenBf16, DequantThenStreamK, Elements,
-    Format, Gemm, Hadamard, Layout, Operand, Plan, RandomStream, Scale, Target, Usage, W4a16,
+    Format, Hadamard, Layout, RandomStream, Usage,
     capabilities::Capabilities,
     cubecl,
-    cublaslt::{
-        self,
-        gemm::{self},
-        kernels::{Sm90Tile, W4a16Tile, decode, transposed},
+    gemm::{
+        self, Elements, Gemm, Operand, Plan, Scale, Target,
+        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
+        kernels::{
+            DequantThenBf16, DequantThenStreamK, Sm90Tile, W4a16, W4a16Tile, decode, transposed,
+        },
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},

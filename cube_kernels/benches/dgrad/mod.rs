@@ -4,8 +4,10 @@
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    Operand, Plan, W4a16MnMajor, decode,
-    gemm::{Gemm, kernels::W4a16MnTile},
+    gemm::{
+        Gemm, Operand, Plan,
+        kernels::{W4a16MnMajor, W4a16MnTile, decode},
+    },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},
 };

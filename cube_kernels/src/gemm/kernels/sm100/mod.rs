@@ -25,10 +25,11 @@
 //! multi-stage pipeline. A stage has 128 bytes of each of 128 rows of `a` and 256 of `b`, which are
 //! 256 columns of NVFP4 or 128 of MXFP8, with their scales in 128x4 tiles of 512 bytes.
 //!
-//! For large M two CTAs of a cluster share a tile of 256 x 256 ([`Sm100Form::TwoCta`](super::Sm100Form::TwoCta)). One thread
-//! of the even CTA issues the instructions, which read the shared memory and write the tensor
-//! memory of both. Each CTA loads 128 rows of `a` and 128 of `b`, 38,912 bytes per stage with the
-//! scales instead of 55,296, and applies the epilogue to its 128 rows of the output.
+//! For large M two CTAs of a cluster share a tile of 256 x 256
+//! ([`Sm100Form::TwoCta`](super::Sm100Form::TwoCta)). One thread of the even CTA issues the
+//! instructions, which read the shared memory and write the tensor memory of both. Each CTA loads
+//! 128 rows of `a` and 128 of `b`, 38,912 bytes per stage with the scales instead of 55,296, and
+//! applies the epilogue to its 128 rows of the output.
 //!
 //! For small M the operands are swapped, as in CUTLASS and DeepGEMM ("swap A and B"): 128 rows of
 //! `b` are the lanes, and up to 64 rows of `a` the columns, of which an instruction multiplies only

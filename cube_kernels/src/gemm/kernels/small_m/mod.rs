@@ -1,4 +1,4 @@
-//! The GEMM for 1 to 16 rows of `a` and a packed `b` (decoding), on every GPU from sm_80 on; it runs
+//! The GEMM for 1 to 16 rows of `a` and a packed `b` (decoding), on every GPU from sm_80 on. It runs
 //! on H100 and H200. Dispatch asks it before the kernels of an architecture, and
 //! [`fused_linear`](crate::gemm::fused_linear()) calls it with a norm and SwiGLU.
 //!
