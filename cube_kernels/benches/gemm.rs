@@ -41,7 +41,9 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Gemm, Operand, Plan, Scale, Target,
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
-        kernels::{Sm90Tile, W4a16Tile, decode, transposed},
+        kernels::{
+            DequantThenBf16, DequantThenStreamK, Sm90Tile, W4a16, W4a16Tile, decode, transposed,
+        },
     },
     moe::GroupOffsets,
     quantize::{self, AmaxRequest, QuantRequest},
@@ -492,8 +494,8 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let plans = Sm90Tile::ALL.map(|tile| {
             let whole = format!("128 x {}", tile.n());
             let shared = format!("128 x {} shared", tile.n());
-            let whole = (whole, Plan::DequantThenBf16(tile, 16));
-            [whole, (shared, Plan::StreamK(tile, 16))]
+            let whole = (whole, Plan::from(DequantThenBf16(tile, 16)));
+            [whole, (shared, Plan::from(DequantThenStreamK(tile, 16)))]
         });
         for (plan, chosen) in plans.into_iter().flatten() {
             let queue = |i: usize| {
@@ -519,10 +521,10 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let form = format!("{} x {}", tile.rows_b(), tile.rows_a);
             (
                 format!("packed, {form} in registers"),
-                Plan::W4a16(tile, 16),
+                Plan::from(W4a16(tile, 16)),
             )
         });
-        let decoded = Plan::StreamK(Sm90Tile::N256, 16);
+        let decoded = Plan::from(DequantThenStreamK(Sm90Tile::N256, 16));
         for (plan, chosen) in fused.chain([("packed, 128 x 256 shared".into(), decoded)]) {
             let record = Record::new(format!("{name}, {plan}"), operations);
             let queue = |i: usize| {
@@ -639,7 +641,7 @@ fn ungrouped(
         noise.packed(client, rows, k, 1),
         noise.packed(client, n, k, 2),
     );
-    let fused = Plan::W4a16(W4a16Tile::ALL[0], 16);
+    let fused = Plan::from(W4a16(W4a16Tile::ALL[0], 16));
     for (kind, plan) in [
         ("NVFP4", None),
         ("NVFP4 by the kernel of groups", Some(fused)),

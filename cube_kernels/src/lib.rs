@@ -41,6 +41,6 @@ pub use cubecl;
 pub(crate) use nvfp4_formats::{
     Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, BlockShape,
     CrossEntropy, ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout,
-    MX_BLOCK, Nvfp4Error, Nvfp4Params, Origin, PackedReads, QuantizedTensor, RandomStream,
-    Reduction, Rounding, ScaleLayout, Storage, Usage, describe, error, format, policy, reference,
+    MX_BLOCK, Nvfp4Error, Nvfp4Params, Origin, QuantizedTensor, RandomStream, Reduction, Rounding,
+    ScaleLayout, Storage, StoredForm, Usage, describe, error, format, policy, reference,
 };

@@ -23,7 +23,7 @@ pub use format::{
 };
 pub use policy::{
     AmaxGranularity, AttentionParams, BlockPosition, BlockScaling, BlockShape, ErrorNorm, Gap,
-    Gaps, Hadamard, HadamardSize, Nvfp4Params, PackedReads, RandomStream, Rounding, ScaleLayout,
-    Storage,
+    Gaps, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,
+    StoredForm,
 };
 pub use reference::{CrossEntropy, KlDivergence, Reduction};

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Nvfp4Error;
+use crate::{Nvfp4Error, format::swizzle::TILE_INNER};
 
 /// Rounding of a scaled value to a 4-bit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,15 +38,62 @@ pub enum ScaleLayout {
     Swizzled128x4,
 }
 
-/// Form in which a GEMM reads a packed operand.
+/// Form in which a quantized operand is stored, and in which a GEMM reads it. It affects only the
+/// number of passes before a GEMM, never the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PackedReads {
-    /// Codes, and row-major block scales.
-    Compact,
+pub enum StoredForm {
+    /// Codes, and block scales in this layout. 128x4 tiles begin anew at each matrix of a stack,
+    /// and at each group of rows of a row-wise tensor. A column-wise tensor of grouped tokens,
+    /// which must be MXFP8, has the tiles of one matrix.
+    Packed(ScaleLayout),
+    /// Column-wise NVFP4 tensor of tokens, with block scales in 128x4 tiles: padded with zero
+    /// tokens to a multiple of 64, and each group of tokens too, so that the scales of all groups
+    /// are one matrix.
+    WholeTiles,
+    /// Code times block scale in bf16, as in [`Storage::Bf16Unscaled`]; for one matrix only.
+    Bf16Unscaled,
+}
+
+impl StoredForm {
+    /// Codes, and block scales in rows.
+    pub const ROWS: Self = Self::Packed(ScaleLayout::Compact);
     /// Codes, and block scales in 128x4 tiles.
-    Swizzled,
-    /// Code times block scale in bf16, as in [`Storage::Bf16Unscaled`].
-    Bf16,
+    pub const TILES: Self = Self::Packed(ScaleLayout::Swizzled128x4);
+
+    /// Returns the kind of storage.
+    pub const fn storage(self) -> Storage {
+        match self {
+            Self::Packed(_) | Self::WholeTiles => Storage::Packed,
+            Self::Bf16Unscaled => Storage::Bf16Unscaled,
+        }
+    }
+
+    /// Returns the layout of the block scales.
+    pub const fn scale_layout(self) -> ScaleLayout {
+        match self {
+            Self::Packed(layout) => layout,
+            Self::WholeTiles => ScaleLayout::Swizzled128x4,
+            Self::Bf16Unscaled => ScaleLayout::Compact,
+        }
+    }
+
+    /// Returns this form, or rows if it is not packed: that of a tensor which is also kept for
+    /// another use.
+    pub const fn packed(self) -> Self {
+        match self {
+            Self::Packed(_) | Self::WholeTiles => self,
+            Self::Bf16Unscaled => Self::ROWS,
+        }
+    }
+
+    /// Returns the unit to whose multiple a column-wise tensor of tokens is padded; at least
+    /// `unit`.
+    pub fn unit(self, unit: usize) -> usize {
+        match self {
+            Self::WholeTiles => unit.max(TILE_INNER),
+            Self::Packed(_) | Self::Bf16Unscaled => unit,
+        }
+    }
 }
 
 /// Elements that share one block scale.

@@ -560,7 +560,7 @@ mod tests {
         }
         for (name, class) in [
             (
-                "nvfp4_kernels::gemm::kernels::sm90_bf16::sm90_bf16_kernel::X",
+                "nvfp4_kernels::gemm::kernels::sm90::bf16::sm90_bf16_kernel::X",
                 KernelClass::Gemm,
             ),
             (

@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use burn_core::backend::{self, Backend, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
-use nvfp4_formats::PackedReads;
+use nvfp4_formats::StoredForm;
 
 use super::collective::ReduceDtype;
-use super::form::{Forms, LayerGemm};
+use super::form::LayerGemm;
 use super::probe::Probe;
 use super::sharding::{GatheredWeight, LinearSharding};
 use super::{BackwardSource, LinearSpec, OperandSpec};
@@ -23,7 +23,7 @@ pub struct LinearContext {
     pub(crate) probe: Option<Probe>,
     /// Operands that GEMMs are assumed to read, for the choice of operand forms; `None` for what
     /// the device's GEMMs read.
-    pub(crate) reads: Option<PackedReads>,
+    pub(crate) reads: Option<StoredForm>,
     /// Ranks that the layer is sharded over, if any.
     pub(crate) sharding: Option<LinearSharding>,
     /// Ranks that the weight is sharded over, if the weight passed to the layer is this rank's
@@ -35,13 +35,13 @@ pub struct LinearContext {
 }
 
 impl LinearContext {
-    /// Returns the operand forms of `gemm`, one of the layer's GEMMs, on `device`.
-    pub(super) fn forms<B: Backend>(&self, gemm: &LayerGemm<'_>, device: &B::Device) -> Forms {
+    /// Returns the form of the operands of `gemm`, one of the layer's GEMMs, on `device`.
+    pub(super) fn form<B: Backend>(&self, gemm: &LayerGemm<'_>, device: &B::Device) -> StoredForm {
         match (&self.probe, self.reads) {
             // Telemetry samples rows of codes and scales.
-            (Some(_), _) => Forms::ROWS,
-            (None, Some(reads)) => gemm.forms(reads),
-            (None, None) => gemm.forms(gemm.reads::<B>(device)),
+            (Some(_), _) => StoredForm::ROWS,
+            (None, Some(reads)) => gemm.form(reads),
+            (None, None) => gemm.form(gemm.reads::<B>(device)),
         }
     }
 
@@ -300,7 +300,7 @@ pub(crate) mod tests {
         }
 
         /// Returns `y`, `dx` and `dw` of the layer with `spec`.
-        fn run(&self, spec: LinearSpec, reads: Option<PackedReads>) -> [Tensor<2>; 3] {
+        fn run(&self, spec: LinearSpec, reads: Option<StoredForm>) -> [Tensor<2>; 3] {
             let context = LinearContext {
                 reads,
                 ..LinearContext::default()
@@ -337,8 +337,12 @@ pub(crate) mod tests {
         for &[tokens, d_in, d_out] in shapes {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
             let bytes = |reads| (case.run(spec, reads)).map(|x| x.into_data().as_bytes().to_vec());
-            let expected = bytes(Some(PackedReads::Compact));
-            for reads in [Some(PackedReads::Bf16), Some(PackedReads::Swizzled), None] {
+            let expected = bytes(Some(StoredForm::ROWS));
+            for reads in [
+                Some(StoredForm::Bf16Unscaled),
+                Some(StoredForm::TILES),
+                None,
+            ] {
                 let same = bytes(reads) == expected;
                 assert!(same, "{reads:?}, {tokens} x {d_in} x {d_out}");
             }
@@ -373,8 +377,12 @@ pub(crate) mod tests {
                 bytes(w.grad(&grads).expect("a gradient").into_data()),
             ]
         };
-        let expected = bytes(Some(PackedReads::Compact));
-        for reads in [Some(PackedReads::Bf16), Some(PackedReads::Swizzled), None] {
+        let expected = bytes(Some(StoredForm::ROWS));
+        for reads in [
+            Some(StoredForm::Bf16Unscaled),
+            Some(StoredForm::TILES),
+            None,
+        ] {
             assert!(bytes(reads) == expected, "{reads:?}");
         }
     }
@@ -414,8 +422,8 @@ pub(crate) mod tests {
                 .map(|sample| (sample.name, sample.scales));
             operands.collect::<Vec<_>>()
         };
-        let expected = sampled(Some(PackedReads::Compact));
-        assert_eq!(sampled(Some(PackedReads::Swizzled)), expected);
+        let expected = sampled(Some(StoredForm::ROWS));
+        assert_eq!(sampled(Some(StoredForm::TILES)), expected);
     }
 
     /// Presets whose kernels CubeCL's CPU runtime compiles in each run, because they have all kinds

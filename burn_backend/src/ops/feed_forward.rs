@@ -210,7 +210,7 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Tensor};
-    use nvfp4_formats::PackedReads;
+    use nvfp4_formats::StoredForm;
 
     use super::super::Nvfp4Ops;
     use super::super::context::tests::{device, spec};
@@ -242,7 +242,7 @@ mod tests {
                 };
                 (spec(preset), context)
             };
-            let bytes = |reads: Option<PackedReads>, recompute| {
+            let bytes = |reads: Option<StoredForm>, recompute| {
                 let [x, input, output] = leaves.clone().map(Tensor::into_dispatch);
                 let params = |weight| LinearParams {
                     weight,
@@ -267,8 +267,8 @@ mod tests {
                 let bytes = all.into_iter().map(|x| x.into_data().as_bytes().to_vec());
                 bytes.collect::<Vec<_>>()
             };
-            let expected = bytes(Some(PackedReads::Compact), false);
-            for reads in [Some(PackedReads::Compact), Some(PackedReads::Bf16), None] {
+            let expected = bytes(Some(StoredForm::ROWS), false);
+            for reads in [Some(StoredForm::ROWS), Some(StoredForm::Bf16Unscaled), None] {
                 for recompute in [false, true] {
                     let same = bytes(reads, recompute) == expected;
                     assert!(same, "{preset}, {reads:?}, recompute: {recompute}");

@@ -1,26 +1,33 @@
 //! Forms of a layer's quantized operands, as required by the GEMM that reads them.
 
 use burn_core::backend::{Backend, tensor::IntTensor};
-use burn_core::tensor::Shape;
+use burn_core::tensor::{FloatDType, Shape};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-use nvfp4_formats::AmaxGranularity;
-use nvfp4_formats::reference::swizzle::TILE_INNER;
-use nvfp4_formats::{Format, PackedReads};
+use nvfp4_formats::{
+    AmaxGranularity,
+    reference::{padding::padded_bound, swizzle::TILE_INNER},
+};
+use nvfp4_formats::{Format, StoredForm};
+use nvfp4_kernels::gemm::{
+    EpilogueKind, Factor, GroupedDim, OperandLayout, Problem, may_read_tiles, packed_reads,
+};
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use super::cube::tensors::float_kind;
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::RowGroups;
 
-impl StoredForm {
-    /// Returns this form, or rows of codes and scales if tensors by `params` are not stored in it.
-    pub(super) fn of(self, params: &QuantParams) -> Self {
-        match (self, params.format) {
-            (Self::Bf16Unscaled, _) if !params.has_bf16_storage() => Self::ROWS,
+impl QuantParams {
+    /// Returns `form`, or rows of codes and scales if tensors by these parameters are not stored in
+    /// it.
+    pub(super) fn stored_form(&self, form: StoredForm) -> StoredForm {
+        match (form, self.format) {
+            (StoredForm::Bf16Unscaled, _) if !self.has_bf16_storage() => StoredForm::ROWS,
             // No GEMM multiplies MXFP4 codes: they are dequantized from rows.
-            (_, Format::Mxfp4) => Self::ROWS,
+            (_, Format::Mxfp4) => StoredForm::ROWS,
             // An instruction multiplies one MXFP8 block, so groups of tokens can begin inside
             // tiles.
-            (Self::WholeTiles, Format::Mxfp8) => Self::TILES,
+            (StoredForm::WholeTiles, Format::Mxfp8) => StoredForm::TILES,
             (form, _) => form,
         }
     }
@@ -39,6 +46,10 @@ pub(super) enum GroupedAxis {
 
 /// GEMM of a layer: the properties that determine the form of its operands.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda")),
+    allow(dead_code, reason = "Flex reads rows")
+)]
 pub(super) struct LayerGemm<'a> {
     /// Representation of the operands.
     pub specs: [&'a OperandSpec; 2],
@@ -48,50 +59,46 @@ pub(super) struct LayerGemm<'a> {
     pub grouped: GroupedAxis,
     /// True if the K dimension is the tokens.
     pub along_tokens: bool,
+    /// True if a bias is added.
+    pub bias: bool,
+    /// Dtype of the output.
+    pub out: FloatDType,
 }
 
 impl LayerGemm<'_> {
     /// Returns the operand form that the GEMM reads on `device`. The device is queried only if both
     /// operands are NVFP4 or both MXFP8: codes of other formats are not multiplied.
-    pub fn reads<B: Backend>(&self, device: &B::Device) -> PackedReads {
+    ///
+    /// This chooses the kernel of the GEMM, which the launch then uses.
+    pub fn reads<B: Backend>(&self, device: &B::Device) -> StoredForm {
         let format = match self.specs.map(OperandSpec::format) {
             [Some(Format::Nvfp4), Some(Format::Nvfp4)] => Format::Nvfp4,
             [Some(Format::Mxfp8), Some(Format::Mxfp8)] => Format::Mxfp8,
-            _ => return PackedReads::Compact,
+            _ => return StoredForm::ROWS,
         };
-        let own = self.specs[0].unit().max(self.specs[1].unit());
-        // Tokens are padded to whole tiles only for GEMMs that read tiles. MXFP8 blocks need no
-        // further padding.
-        let tiles = TILE_INNER;
-        let is_odd = !self.shape.2.next_multiple_of(own).is_multiple_of(tiles);
-        if self.along_tokens && is_odd && format == Format::Nvfp4 {
-            let reads = self.reads_padded::<B>(device, format, own.max(tiles));
-            if reads == PackedReads::Swizzled {
-                return reads;
-            }
-        }
-        self.reads_padded::<B>(device, format, own)
+        self.reads_on::<B>(device, format)
     }
 
-    /// Version of [`reads`](Self::reads) for a K dimension padded to a multiple of `unit`.
+    /// Returns the length of the K dimension in memory if it is padded to multiples of `unit`.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    fn reads_padded<B: Backend>(
-        &self,
-        device: &B::Device,
-        format: Format,
-        unit: usize,
-    ) -> PackedReads {
-        use nvfp4_kernels::gemm::{Factor, GroupedDim, OperandLayout, Problem, packed_reads};
-        let device: &dyn std::any::Any = device;
-        let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
-            return PackedReads::Compact;
-        };
-        let (m, n, k) = self.shape;
+    fn stored_k(&self, unit: usize) -> usize {
+        let k = self.shape.2;
+        match self.grouped {
+            GroupedAxis::None | GroupedAxis::Rows(_) => k.next_multiple_of(unit),
+            GroupedAxis::Tokens(count) => padded_bound(k, count, unit),
+        }
+    }
+
+    /// Returns the GEMM with operands of `format`, whose K dimension is padded to multiples of
+    /// `unit`, as its launch describes it.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    fn problem(&self, format: Format, unit: usize) -> Problem {
+        let (m, n, _) = self.shape;
         let layout = match format {
             Format::Mxfp8 => OperandLayout::Mxfp8,
             Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
         };
-        let problem = Problem::new([layout; 2], (m, n, k.next_multiple_of(unit)));
+        let problem = Problem::new([layout; 2], (m, n, self.stored_k(unit)));
         let (mut problem, per_tensor) = match self.grouped {
             GroupedAxis::None => (problem, Factor::Tensor),
             GroupedAxis::Rows(count) => (problem.grouped(GroupedDim::M, count), Factor::PerGroup),
@@ -102,55 +109,67 @@ impl LayerGemm<'_> {
             Some(AmaxGranularity::PerRow) => Factor::PerRow,
             _ => per_tensor,
         };
-        (problem.epilogue.a, problem.epilogue.b) = (factor(self.specs[0]), factor(self.specs[1]));
-        packed_reads(&device.client(), &problem)
+        let [a, b] = self.specs.map(factor);
+        problem.epilogue = EpilogueKind {
+            a,
+            b,
+            bias: self.bias,
+            out: float_kind(self.out),
+            ..problem.epilogue
+        };
+        problem
     }
 
-    /// Version of [`reads`](Self::reads) for a K dimension padded to a multiple of `unit`: Flex
-    /// reads rows.
+    /// Version of [`reads`](Self::reads) for operands of `format`.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    fn reads_on<B: Backend>(&self, device: &B::Device, format: Format) -> StoredForm {
+        let device: &dyn std::any::Any = device;
+        let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
+            return StoredForm::ROWS;
+        };
+        let client = device.client();
+        let own = self.specs[0].unit().max(self.specs[1].unit());
+        // Tokens are padded to whole tiles only for GEMMs that read tiles. MXFP8 blocks need no
+        // further padding.
+        let whole = own.max(TILE_INNER);
+        let is_padded = self.along_tokens && self.stored_k(own) != self.stored_k(whole);
+        if is_padded && format == Format::Nvfp4 && may_read_tiles(&client) {
+            let reads = packed_reads(&client, &self.problem(format, whole));
+            if reads == StoredForm::TILES {
+                return reads;
+            }
+        }
+        packed_reads(&client, &self.problem(format, own))
+    }
+
+    /// Version of [`reads`](Self::reads) for operands of a format: Flex reads rows.
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-    fn reads_padded<B: Backend>(&self, _: &B::Device, _: Format, _: usize) -> PackedReads {
-        PackedReads::Compact
+    fn reads_on<B: Backend>(&self, _: &B::Device, _: Format) -> StoredForm {
+        StoredForm::ROWS
     }
 
-    /// Returns the forms of the GEMM's operands if it reads them as `reads`.
-    pub fn forms(&self, reads: PackedReads) -> Forms {
-        let is_one_matrix = self.grouped == GroupedAxis::None;
+    /// Returns the form of the GEMM's operands if it reads them as `reads`. Operands that are kept
+    /// for another use have its [packed](StoredForm::packed) form.
+    pub fn form(&self, reads: StoredForm) -> StoredForm {
         match reads {
-            PackedReads::Bf16 if is_one_matrix => Forms::BF16,
-            PackedReads::Bf16 | PackedReads::Compact => Forms::ROWS,
-            PackedReads::Swizzled if self.along_tokens => Forms::both(StoredForm::WholeTiles),
-            PackedReads::Swizzled => Forms::both(StoredForm::TILES),
+            // For one matrix only.
+            StoredForm::Bf16Unscaled if self.grouped != GroupedAxis::None => StoredForm::ROWS,
+            StoredForm::TILES if self.along_tokens => StoredForm::WholeTiles,
+            reads => reads,
         }
     }
 }
 
-/// Forms of a GEMM's operands.
+/// Plan of a layer's step: the form of the operands of its three GEMMs.
+///
+/// It is made once, in the forward, and the backward uses the same. Making it chooses the kernel of
+/// each GEMM ([`LayerGemm::reads`]). That choice is kept by device and by the properties of the
+/// GEMM: the launch, and all later steps of the same shape, use it without choosing again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Forms {
-    /// Form of an operand that only this GEMM reads.
-    pub once: StoredForm,
-    /// Form of an operand that is kept.
-    pub kept: StoredForm,
-}
-
-impl Forms {
-    /// Rows of codes and scales.
-    pub const ROWS: Self = Self::both(StoredForm::ROWS);
-
-    /// Values for operands that only this GEMM reads; rows of codes and scales for others.
-    pub const BF16: Self = Self {
-        once: StoredForm::Bf16Unscaled,
-        kept: StoredForm::ROWS,
-    };
-
-    /// Uses `form` for all operands.
-    pub const fn both(form: StoredForm) -> Self {
-        Self {
-            once: form,
-            kept: form,
-        }
-    }
+pub(crate) struct LinearPlan {
+    pub(super) fprop: StoredForm,
+    pub(super) dgrad: StoredForm,
+    pub(super) wgrad: StoredForm,
 }
 
 impl<B: Backend> RowGroups<B> {
@@ -188,13 +207,6 @@ pub(super) fn rows_of_tiles<B: Backend>(
     let own = [0..matrices, 0..outer, 0..blocks].map(burn_core::tensor::Slice::from);
     let rows = B::int_slice(rows, &own);
     B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
-}
-
-/// Forms of the operands of a weight.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct WeightForms {
-    pub(super) fprop: StoredForm,
-    pub(super) dgrad: StoredForm,
 }
 
 #[cfg(test)]

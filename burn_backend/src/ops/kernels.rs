@@ -9,7 +9,7 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::Usage;
+use nvfp4_formats::{StoredForm, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::collective::CollectiveOps;
@@ -18,7 +18,6 @@ use super::layers::{Activation, ActivationOps};
 use super::meta;
 use super::rows;
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxes, AmaxPair, BothStorages, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
     QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,

@@ -5,10 +5,9 @@ use burn_core::tensor::DType;
 #[cfg(feature = "cubecl-backend")]
 use nvfp4_formats::ScaleLayout;
 use nvfp4_formats::reference::padding::padded_bound;
-use nvfp4_formats::{AmaxGranularity, Layout, Usage};
+use nvfp4_formats::{AmaxGranularity, Layout, StoredForm, Usage};
 
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 use super::tensors::RowGroups;
 #[cfg(feature = "cubecl-backend")]
 use super::tensors::RowGroupsMetadata;

@@ -3,12 +3,11 @@
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_formats::reference::Activation;
-use nvfp4_formats::{Layout, Storage, Usage};
+use nvfp4_formats::{Layout, Storage, StoredForm, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxesMetadata, AmaxPairMetadata, BothStoragesMetadata, GemmGroupsMetadata,
     MaybeTensorMetadata, Named, OperandMetadata, QuantUsages, QuantizedDataMetadata,
@@ -135,7 +134,7 @@ pub(super) fn in_form(
     groups: &RowGroupsMetadata,
     form: &StoredForm,
 ) -> QuantizedMatrixMetadata {
-    quantized(groups.count(), form.layout_of(source.layout))
+    quantized(groups.count(), source.layout.in_form(*form))
 }
 
 pub(super) fn dequantize(

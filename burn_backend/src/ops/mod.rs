@@ -65,7 +65,6 @@ mod rows;
 mod segments;
 pub(crate) mod sharding;
 mod spec;
-mod stored;
 mod tensors;
 
 use burn_core as burn;
@@ -85,9 +84,8 @@ pub use feed_forward::FeedForwardSpec;
 pub use kernels::Nvfp4KernelOps;
 pub(crate) use probe::{Probe, SampledOperand};
 
-pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout};
+pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout, StoredForm};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
-pub use stored::StoredForm;
 pub use tensors::{
     GemmGroups, LinearParams, MaybeTensor, Named, Operand, OtherRows, QuantUsages, QuantizedData,
     QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,

@@ -8,12 +8,10 @@
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
 use nvfp4_formats::reference::Activation;
-use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, Usage};
+use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage};
 
 use super::dtype::cast;
-use super::form::Forms;
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::{BothStorages, Operand, QuantUsages, QuantizedPair, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
@@ -125,7 +123,7 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
         return Operand::Float(values::<B>(x, groups, dtype), usage);
     };
     let is_per_row = params.amax == AmaxGranularity::PerRow;
-    let form = form.of(&params);
+    let form = params.stored_form(form);
     let has_tiles = form.scale_layout() == ScaleLayout::Swizzled128x4;
     // A quantized tensor with an amax per row of the source does not depend on its groups, except
     // for the beginnings of tiles of scales.
@@ -153,16 +151,19 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
     Operand::Quantized(x.quantize(groups, usages).into_one())
 }
 
-/// Returns the row-wise operand of `x` by `spec`, for one GEMM and to be kept: in both `forms`,
-/// from one read, if one kernel writes both; otherwise the same operand twice, in the kept form.
+/// Returns the row-wise operand of `x` by `spec`, for one GEMM, in `form`, and to be kept, in its
+/// packed form. One kernel writes both from one read if possible; otherwise the packed operand is
+/// returned twice.
 pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
     dtype: FloatDType,
-    forms: Forms,
+    form: StoredForm,
 ) -> (Operand<B>, Operand<B>) {
-    if let (Forms::BF16, RowGroups::Whole, Some(params)) = (forms, groups, spec.one_amax()) {
+    if let (StoredForm::Bf16Unscaled, RowGroups::Whole, Some(params)) =
+        (form, groups, spec.one_amax())
+    {
         let (x, activation) = match x {
             QuantSource::Activation {
                 activation,
@@ -175,7 +176,7 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
             B::nvfp4_quantize_in_both_storages(x, activation, params);
         return (Operand::Quantized(unscaled), Operand::Quantized(packed));
     }
-    let x = quantize::<B>(x, groups, spec, Usage::Rowwise, dtype, forms.kept);
+    let x = quantize::<B>(x, groups, spec, Usage::Rowwise, dtype, form.packed());
     (x.clone(), x)
 }
 
@@ -209,8 +210,8 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
             RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => x,
         };
         let usages = QuantUsages {
-            rowwise: Some((row, row_form.of(&row))),
-            columnwise: Some((col, col_form.of(&col))),
+            rowwise: Some((row, row.stored_form(row_form))),
+            columnwise: Some((col, col.stored_form(col_form))),
         };
         let (row, col) = x.quantize(groups.clone(), usages).into_both();
         return (Operand::Quantized(row), Operand::Quantized(col));
@@ -292,7 +293,7 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                 RowGroups::Batch(_) => usage.transposed(),
                 RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => usage,
             };
-            let form = form.of(&params);
+            let form = params.stored_form(form);
             let made = B::nvfp4_requantize(source, groups.clone(), usage, params, form, dtype);
             Operand::Quantized(made)
         }
@@ -429,7 +430,13 @@ mod tests {
             for params in cases {
                 let spec = OperandSpec::Quantized(params);
                 let whole = RowGroups::Whole;
-                let found = quantize_kept(source.clone(), &whole, &spec, dtype, Forms::BF16);
+                let found = quantize_kept(
+                    source.clone(),
+                    &whole,
+                    &spec,
+                    dtype,
+                    StoredForm::Bf16Unscaled,
+                );
                 let (once, kept) = (parts(found.0), parts(found.1));
                 let two = [StoredForm::Bf16Unscaled, StoredForm::ROWS].map(|form| {
                     let x = values.clone();
@@ -451,11 +458,14 @@ mod tests {
             amax: AmaxGranularity::PerRow,
             ..nearest
         };
-        for (params, forms) in [(nearest, Forms::ROWS), (per_row, Forms::BF16)] {
+        for (params, form) in [
+            (nearest, StoredForm::ROWS),
+            (per_row, StoredForm::Bf16Unscaled),
+        ] {
             let spec = OperandSpec::Quantized(params);
             let [(source, _), ..] = sources();
             let (whole, dtype) = (RowGroups::Whole, source.dtype());
-            let found = quantize_kept(source.clone(), &whole, &spec, dtype, forms);
+            let found = quantize_kept(source.clone(), &whole, &spec, dtype, form);
             let expected = quantize(
                 source,
                 &whole,
@@ -471,7 +481,13 @@ mod tests {
         let [(source, values), ..] = sources();
         let dtype = source.dtype();
         let plain = OperandSpec::HighPrecision;
-        let found = quantize_kept(source, &RowGroups::Whole, &plain, dtype, Forms::BF16);
+        let found = quantize_kept(
+            source,
+            &RowGroups::Whole,
+            &plain,
+            dtype,
+            StoredForm::Bf16Unscaled,
+        );
         let bytes = |x| {
             let data = Tensor::<2>::from_dispatch(x).into_data();
             data.as_bytes().to_vec()

@@ -13,7 +13,7 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::{Rounding, Usage};
+use nvfp4_formats::{Rounding, StoredForm, Usage};
 
 use super::dtype::cast;
 use super::float_dtype;
@@ -21,7 +21,6 @@ use super::gradients::register;
 use super::inference::{InferenceOps, STATIC};
 use super::kernels::{Nvfp4KernelOps, inner, inner_groups};
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
 
 /// Activation quantization of a layer with packed weights.

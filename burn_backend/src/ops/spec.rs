@@ -2,14 +2,13 @@
 
 use nvfp4_formats::{
     AmaxGranularity, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard,
-    HadamardSize, Nvfp4Error, RandomStream, Rounding, Usage,
+    HadamardSize, Nvfp4Error, RandomStream, Rounding, StoredForm, Usage,
 };
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
 use nvfp4_formats::{Layout, reference::EDEN_GROUP};
 use serde::{Deserialize, Serialize};
 
 #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use super::stored::StoredForm;
 
 /// Rounding of the elements of a quantized tensor, with the random bits of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,10 +10,9 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_formats::{Layout, Usage};
+use nvfp4_formats::{Layout, StoredForm, Usage};
 
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 
 /// Optional float tensor: arguments of the extension trait cannot contain `Option`.
 #[derive(ExtensionType, Clone, Debug)]
@@ -38,6 +37,11 @@ impl<B: Backend> MaybeTensor<B> {
             Self::Absent => None,
             Self::Present(tensor) => Some(tensor),
         }
+    }
+
+    /// Returns true if there is a tensor.
+    pub(super) fn is_present(&self) -> bool {
+        matches!(self, Self::Present(_))
     }
 
     /// Replaces the tensor.

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use nvfp4_kernels::{
     gemm::{
         Gemm, Operand, Plan,
-        kernels::{W4a16MnTile, decode},
+        kernels::{W4a16MnMajor, W4a16MnTile, decode},
     },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},
@@ -48,7 +48,7 @@ pub fn dgrad(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             multiply(client, Gemm::new(&dy, Operand::packed_mn_major(&w))).unwrap();
         });
         for tile in W4a16MnTile::ALL {
-            let plan = Plan::W4a16MnMajor(tile, 16);
+            let plan = Plan::from(W4a16MnMajor(tile, 16));
             let request = || Gemm::new(&dy, Operand::packed_mn_major(&w)).plan(plan);
             run(&format!("packed, {} rows", tile.rows_a()), &|| {
                 multiply(client, request()).unwrap();

@@ -6,13 +6,13 @@
 use cubecl::{client::Client, server::Handle};
 
 use super::{
-    Gemm, dispatch,
+    Gemm, choose,
     epilogue::EpilogueArgs,
-    kernels::small_m_launch::{Left, NormLeft, SmallMLaunch, queue, refuses_norm},
+    kernels::small_m::{Left, NormLeft, SmallM, SmallMLaunch, queue, refuses_norm},
     materialize::{Reads, materialize},
     operand::{Operand, ScaleTiling},
     output::{Output, Target},
-    problem::{GemmShape, Plan, Problem, Refusal},
+    problem::{GemmShape, Problem, Refusal},
 };
 use crate::{
     Nvfp4Error,
@@ -121,7 +121,7 @@ impl<'a> FusedLinear<'a> {
         if m * n == 0 {
             return Ok(Some(Refusal::Operands("the output is empty")));
         }
-        if dispatch::choose(client, &problem)?.plan != Plan::SmallM {
+        if !choose(client, &problem)?.plan.is::<SmallM>() {
             return Ok(Some(Refusal::Operands("the GEMM is not of small M")));
         }
         if self.swiglu && !n.is_multiple_of(4) {

@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    BLOCK, Layout, Nvfp4Error, PackedReads, ScaleLayout,
+    BLOCK, Layout, Nvfp4Error, ScaleLayout, StoredForm,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -18,7 +18,7 @@ use crate::{
 /// Operand forms that a kernel reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Reads {
-    pub packed: PackedReads,
+    pub packed: StoredForm,
     /// True if the kernel reads MN-major bf16.
     pub mn_major: bool,
     /// True if the kernel reads MXFP8 with scales as in `packed`; otherwise MXFP8 is dequantized to
@@ -29,7 +29,7 @@ pub(crate) struct Reads {
 impl Reads {
     /// Packed operands with block scales in rows, K-major operands unchanged.
     pub const COMPACT: Self = Self {
-        packed: PackedReads::Compact,
+        packed: StoredForm::ROWS,
         mn_major: false,
         mxfp8: false,
     };
@@ -127,7 +127,7 @@ pub(crate) fn materialize(
             rows,
             stack,
             codes: packed.codes.clone(),
-            scales: block_scales(client, packed, PackedReads::Compact, tiling)?,
+            scales: block_scales(client, packed, StoredForm::ROWS, tiling)?,
             dense: packed.codes.clone(),
         }),
         Elements::Packed(packed) => {
@@ -137,7 +137,7 @@ pub(crate) fn materialize(
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
             let scales = block_scales(client, packed, reads.packed, tiling)?;
-            if reads.packed == PackedReads::Bf16 {
+            if reads.packed == StoredForm::Bf16Unscaled {
                 let values = decode_from(client, packed, &scales, ends);
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
@@ -160,7 +160,7 @@ fn decode_mxfp8(
     packed: &DeviceQuantized,
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
-    let scales = block_scales(client, packed, PackedReads::Compact, tiling)?;
+    let scales = block_scales(client, packed, StoredForm::ROWS, tiling)?;
     let stored = DeviceQuantized {
         layout: Layout {
             scale_layout: ScaleLayout::Compact,
@@ -178,12 +178,12 @@ fn decode_mxfp8(
 fn block_scales(
     client: &Client,
     packed: &DeviceQuantized,
-    reads: PackedReads,
+    reads: StoredForm,
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
     let (outer, blocks) = (packed.outer(), packed.blocks());
-    match (packed.layout.scale_layout, reads) {
-        (ScaleLayout::Compact, PackedReads::Swizzled) => match tiling {
+    match (packed.layout.scale_layout, reads.scale_layout()) {
+        (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => match tiling {
             ScaleTiling::Matrix | ScaleTiling::WholeTiles => {
                 quantize::swizzle(client, &packed.scales, outer, blocks)
             }
@@ -197,7 +197,7 @@ fn block_scales(
                 tiled.map(|(scales, _)| scales)
             }
         },
-        (ScaleLayout::Swizzled128x4, PackedReads::Compact | PackedReads::Bf16) => {
+        (ScaleLayout::Swizzled128x4, ScaleLayout::Compact) => {
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
             let scales = &packed.scales;
             match tiling {
@@ -212,7 +212,8 @@ fn block_scales(
                 }
             }
         }
-        _ => Ok(packed.scales.clone()),
+        (ScaleLayout::Compact, ScaleLayout::Compact)
+        | (ScaleLayout::Swizzled128x4, ScaleLayout::Swizzled128x4) => Ok(packed.scales.clone()),
     }
 }
 

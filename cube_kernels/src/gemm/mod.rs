@@ -8,9 +8,11 @@
 //! - `tiles`, `epilogue`, `scheduler`, `stream_k`, `operand` and `output`: the building blocks of
 //!   requests and kernels.
 //! - `materialize`: converts operands to the form that a kernel reads.
-//! - `problem`: the inputs of the kernel choice, and the trait that every kernel implements.
+//! - `problem`: the inputs of the kernel choice. `plan`: the traits that every kernel implements.
 //! - `heuristics`: measured timings.
-//! - `kernels`: the kernels, one per file. `dispatch` asks them in order.
+//! - `choices`: the choices that were made, by device and problem.
+//! - `kernels`: the kernels, in a folder per architecture. `dispatch` asks them in order.
+//! - `run`: a request from its validation to the launch.
 //! - `fused`: linear layers for small M with a fused RMSNorm prologue and SwiGLU epilogue.
 //! - [`cublaslt`]: NVIDIA's library, for FP4 tensor cores.
 //! - `exact`: small GEMMs with exact sums, by which `self_check` and [`bring_up`] check the
@@ -26,7 +28,7 @@ pub(crate) mod align_groups;
 #[allow(missing_docs)]
 pub(crate) mod arguments;
 pub mod bring_up;
-pub mod cublaslt;
+mod choices;
 mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
@@ -40,7 +42,9 @@ pub mod kernels;
 mod materialize;
 mod operand;
 mod output;
+mod plan;
 mod problem;
+mod run;
 #[allow(missing_docs)]
 mod scheduler;
 mod self_check;
@@ -49,12 +53,18 @@ pub(crate) mod specialization;
 mod stream_k;
 mod tiles;
 
-pub use dispatch::{Choice, backend_of, choose, describe, describe_typical, packed_reads, plan};
+#[doc(hidden)]
+pub use choices::selections;
+pub use dispatch::{Choice, backend_of, describe, describe_typical, plan};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
 pub use fused::{FusedLinear, FusedLinearOutput, FusedNorm, fused_linear};
+#[doc(inline)]
+pub use kernels::cublaslt;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
-pub use problem::{Device, GemmShape, Plan, Problem, Refusal};
+pub use plan::Plan;
+pub use problem::{Device, GemmShape, Problem, Refusal};
+pub use run::{choose, gemm, may_read_tiles, packed_reads};
 pub use scheduler::GroupedDim;
 #[doc(hidden)]
 pub use specialization::GemmInstance;
@@ -64,19 +74,12 @@ use crate::{
     capabilities::{Capabilities, GemmBackend},
     memory::check_memory,
     moe::GroupOffsets,
-    quantize,
     tensor::{FloatKind, Matrix},
-    zeroed::zeros_of_step,
 };
 use align_groups::AlignedGroups;
-use epilogue::EpilogueArgs;
 use exact::ExactGemm;
-use materialize::materialize;
 use operand::ScaleTiling;
 use output::Output;
-use problem::{Launch, sms};
-use scheduler::GroupArgs;
-use tiles::Sm100Tile;
 
 /// Dimension of a GEMM that is split into groups, as mixtures of experts need it. One launch
 /// computes all groups. Their offsets stay in device memory; the host never reads them.
@@ -458,163 +461,18 @@ impl<'a> Gemm<'a> {
     }
 
     /// Returns the capabilities of the device, or the overridden ones:
-    /// [emulated](Plan::is_emulated) plans run on CUDA devices that lack the instruction.
+    /// plans with emulated instructions run on CUDA devices that lack the instruction.
     fn capabilities_of(&self, client: &Client) -> Cow<'a, Capabilities> {
         let found = self.capabilities;
         let mut capabilities = Cow::Borrowed(found.unwrap_or_else(|| Capabilities::of(client)));
         let is_gpu = capabilities.runtime == "cuda" && capabilities.gemm != GemmBackend::Scalar;
         if let Some(backend) = self
             .plan
-            .and_then(Plan::emulated_backend)
+            .and_then(|plan| plan.object().emulated_backend())
             .filter(|_| is_gpu)
         {
             capabilities.to_mut().gemm = backend;
         }
         capabilities
-    }
-}
-
-/// Computes a GEMM.
-///
-/// A tracing event names the kernel. If the kernel dequantizes operands that the tensor cores of
-/// the device could multiply directly, another event gives the reason: a warning for the first such
-/// GEMM of the process per reason, a debug event for the others.
-///
-/// # Errors
-/// Returns an error if a shape, element type or buffer does not fit, or if the requested backend
-/// does not support the operands on this device.
-pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
-    gemm.check()?;
-    let shape = gemm.shape();
-    let groups = gemm.grouped.offsets().map_or(1, |groups| groups.count);
-    let rows = match gemm.grouped {
-        Grouped::K(_) => groups * shape.m,
-        Grouped::None | Grouped::M(_) => shape.m,
-    };
-    let output = Output::new(client, gemm.target, rows, shape.n)?;
-    let problem = gemm.problem(&output);
-    let amax = problem.epilogue.amax.map(|amax| match amax {
-        OutputAmax::Whole => zeros_of_step(client, 1),
-        OutputAmax::PerGroup => zeros_of_step(client, groups),
-    });
-    if output.is_empty() {
-        let matrix = output.into_matrix();
-        return Ok(GemmOutput { matrix, amax });
-    }
-
-    let capabilities = gemm.capabilities_of(client);
-    let device = Device {
-        capabilities: &capabilities,
-        sms: sms(client),
-        cublaslt: &|problem| cublaslt::supports(client, problem),
-        tcgen05: &|tile| self_check::once(client, tile, |case| multiply_exact(client, case, tile)),
-    };
-    let mut choice = dispatch::plan(&device, &problem)?;
-    if let Some(plan) = gemm.plan {
-        choice = dispatch::with_plan(&device, &problem, choice, plan)?;
-    }
-    trace(&device, &problem, &choice);
-
-    let kernel = dispatch::kernel_of(choice.plan);
-    let reads = kernel.reads(choice.plan);
-    let [a_tiling, b_tiling] = gemm.scale_tilings();
-    let needed = kernel.k_alignment(choice.plan);
-    let ends = match gemm.grouped {
-        Grouped::K(groups) => Some(groups),
-        Grouped::None | Grouped::M(_) => None,
-    };
-    let aligned = gemm.align_groups(client, needed)?;
-    let (a, b) = match (&aligned, gemm.grouped.offsets()) {
-        (Some(aligned), Some(groups)) => (
-            aligned.arrange(client, gemm.a.packed("a")?, groups)?,
-            aligned.arrange(client, gemm.b.packed("b")?, groups)?,
-        ),
-        _ => (
-            materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling), ends)?,
-            materialize(
-                client,
-                &gemm.b,
-                gemm.stack(),
-                problem.b,
-                (reads, b_tiling),
-                ends,
-            )?,
-        ),
-    };
-    let offsets = match &aligned {
-        Some(aligned) => Some(&aligned.offsets),
-        None => gemm.grouped.offsets(),
-    };
-    let k = aligned.as_ref().map_or(shape.k, |aligned| aligned.k);
-
-    // Placeholder for the buffers that the epilogue does not read.
-    let unread = gemm.a.memory();
-    let ((_, a_amax, a_range), (_, b_amax, b_range)) = (gemm.a.factor(), gemm.b.factor());
-    let launch = Launch {
-        client,
-        capabilities: &capabilities,
-        shape: GemmShape { k, ..shape },
-        a: &a,
-        b: &b,
-        groups: &GroupArgs {
-            grouping: problem.grouped,
-            offsets: offsets.map_or(unread, |it| &it.offsets).clone(),
-            groups,
-        },
-        k_alignment: match &aligned {
-            Some(_) => needed,
-            None => gemm.known_alignment(),
-        },
-        aligned: problem.aligned,
-        epilogue: &EpilogueArgs {
-            kind: problem.epilogue,
-            a_amax: a_amax.unwrap_or_else(|| unread.clone()),
-            b_amax: b_amax.unwrap_or_else(|| unread.clone()),
-            ranges: [a_range, b_range],
-            bias: gemm.bias.map_or(unread, |bias| &bias.handle).clone(),
-            amax: amax.as_ref().unwrap_or(unread).clone(),
-        },
-        output: &output,
-    };
-    kernel.launch(&launch, choice.plan)?;
-    let amax = match amax {
-        Some(_) if !kernel.finds_amax() => {
-            let GemmShape { m, n, k } = shape;
-            tracing::debug!(
-                m,
-                n,
-                k,
-                "gemm: a second kernel finds the amax of the output"
-            );
-            Some(quantize::amax(client, output.matrix(), None)?)
-        }
-        amax => amax,
-    };
-    let matrix = output.into_matrix();
-    Ok(GemmOutput { matrix, amax })
-}
-
-/// Computes a GEMM of the self-check with the kernel under test.
-fn multiply_exact(
-    client: &Client,
-    case: &ExactGemm,
-    tile: Sm100Tile,
-) -> Result<Matrix, Nvfp4Error> {
-    let request = Gemm::of_exact(case).backend(GemmBackend::Sm100Tcgen05);
-    let request = request.plan(Plan::Tcgen05(tile));
-    gemm(client, &request).map(|output| output.matrix)
-}
-
-/// Reports the kernel of a GEMM, and why no kernel that multiplies codes was chosen.
-fn trace(device: &Device, problem: &Problem, choice: &Choice) {
-    let GemmShape { m, n, k } = problem.shape;
-    slow_path::report(device, problem, choice);
-    let (backend, kernel) = (choice.backend, &choice.plan);
-    match problem.grouped {
-        GroupedDim::None => tracing::debug!(m, n, k, ?backend, %kernel, "gemm"),
-        grouped => {
-            let groups = problem.groups;
-            tracing::debug!(m, n, k, groups, ?grouped, ?backend, %kernel, "grouped gemm");
-        }
     }
 }

@@ -7,45 +7,30 @@ use std::{
 };
 
 use super::{
-    cublaslt::CublasLtFormat,
-    dispatch::Choice,
-    problem::{Device, GemmShape, Plan, Problem, Refusal},
+    dispatch::{Choice, multiplies_codes},
+    problem::{GemmShape, Problem, Refusal},
 };
-use crate::capabilities::GemmBackend;
-
-/// Kernels that multiply codes and block scales directly.
-const MULTIPLY_CODES: [&str; 3] = ["cublaslt", "sm100_block_scaled", "sm120_block_scaled"];
+use crate::capabilities::{Capabilities, GemmBackend};
 
 /// Returns the reasons why a GEMM takes a slower kernel than the device has for its operands, one
 /// per faster kernel; empty if it does not.
 fn reasons<'a>(
-    device: &Device,
+    capabilities: &Capabilities,
     problem: &Problem,
     choice: &'a Choice,
 ) -> Vec<(&'static str, &'a Refusal)> {
     let has_units = matches!(
-        device.capabilities.gemm,
+        capabilities.gemm,
         GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 | GemmBackend::Sm120BlockScaled
     );
-    let is_fast = matches!(
-        choice.plan,
-        Plan::CublasLt(CublasLtFormat::Nvfp4)
-            | Plan::Tcgen05(_)
-            | Plan::BlockScaled(_)
-            // Memory-bound on the packed weight, which this kernel reads directly.
-            | Plan::SmallM
-    );
+    let is_fast = choice.plan.object().reads_codes_directly();
     // The caller requested this backend.
     if !has_units || is_fast || problem.backend.is_some() || problem.block_scaled().is_none() {
         return Vec::new();
     }
-    let (refusals, capability) = (
-        choice.refusals.iter(),
-        device.capabilities.compute_capability,
-    );
-    refusals
-        .filter(|(kernel, _)| MULTIPLY_CODES.contains(kernel))
-        .filter(|(kernel, _)| kernel.starts_with("sm120") == (capability >= Some(120)))
+    let capability = capabilities.compute_capability;
+    (choice.refusals.iter())
+        .filter(|(kernel, _)| multiplies_codes(kernel, capability))
         .map(|(kernel, refusal)| (*kernel, refusal))
         .collect()
 }
@@ -81,8 +66,8 @@ static REPORTED: LazyLock<Reported> = LazyLock::new(Reported::default);
 
 /// Reports a GEMM that takes a slower kernel: the first one in the process as a warning with its
 /// reasons, all others as debug events, so that `RUST_LOG=nvfp4_kernels=debug` shows each.
-pub(super) fn report(device: &Device, problem: &Problem, choice: &Choice) {
-    let reasons = reasons(device, problem, choice);
+pub(super) fn report(capabilities: &Capabilities, problem: &Problem, choice: &Choice) {
+    let reasons = reasons(capabilities, problem, choice);
     if reasons.is_empty() {
         return;
     }
@@ -107,8 +92,8 @@ pub(super) fn report(device: &Device, problem: &Problem, choice: &Choice) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Nvfp4Error, cube::codec::Conversion, gemm::OperandLayout};
-    use crate::{capabilities::Capabilities, gemm::dispatch::plan};
+    use crate::gemm::{OperandLayout, dispatch::plan, problem::Device};
+    use crate::{Nvfp4Error, cube::codec::Conversion};
 
     fn found(gemm: GemmBackend, capability: u32, problem: &Problem) -> Vec<String> {
         let capabilities = Capabilities {
@@ -125,7 +110,7 @@ mod tests {
             tcgen05: &|_| Ok(()),
         };
         let choice = plan(&device, problem).unwrap();
-        let reasons = reasons(&device, problem, &choice);
+        let reasons = reasons(&capabilities, problem, &choice);
         let kinds = reasons
             .iter()
             .map(|(kernel, refusal)| kind(kernel, refusal));

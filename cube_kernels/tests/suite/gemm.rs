@@ -18,7 +18,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
-        kernels::{Sm90Tile, W4a16Tile},
+        kernels::{DequantThenBf16, Sm90Tile, SmallM, W4a16, W4a16Tile},
     },
     quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -111,13 +111,13 @@ fn beyond_two_to_the_31_elements() {
         let (left, right) = (a.device(&client), b.device(&client));
         let mut plans = vec![
             (None, None),
-            plan(Plan::DequantThenBf16(Sm90Tile::N128, 8)),
+            plan(Plan::from(DequantThenBf16(Sm90Tile::N128, 8))),
             (Some(GemmBackend::Cmma), None),
             (Some(GemmBackend::Scalar), None),
         ];
         // Its copies of `a` have more than 16 elements.
         if k > 16 {
-            plans.push(plan(Plan::W4a16(W4a16Tile::ALL[0], 8)));
+            plans.push(plan(Plan::from(W4a16(W4a16Tile::ALL[0], 8))));
         }
         for (path, plan) in plans {
             let what = format!("{m} x {n} x {k} by {path:?}, {plan:?}");
@@ -282,7 +282,7 @@ fn packed_and_bf16_operands_agree() {
         };
         let (x, y) = (dense(&a), dense(&b));
         // The kernel that decodes `b` in registers has another summation order.
-        let plan = (m > 64).then_some(Plan::DequantThenBf16(Sm90Tile::N128, 8));
+        let plan = (m > 64).then_some(Plan::from(DequantThenBf16(Sm90Tile::N128, 8)));
         let one = |operand: &DeviceQuantized| {
             let operand = operand.clone();
             move |client: &Client, other: &Operand, packed_is_left: bool| {
@@ -454,11 +454,12 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             assert!(expected.iter().any(|value| *value != 0.0));
             let mut plans = vec![None];
             if hopper {
-                plans.extend(Sm90Tile::ALL.map(|tile| Some(Plan::DequantThenBf16(tile, 4))));
+                plans.extend(Sm90Tile::ALL.map(|tile| Some(Plan::from(DequantThenBf16(tile, 4)))));
             }
             for plan in plans {
                 for (left, right) in [(a_columns, b), (a, b_columns), (a_columns, b_columns)] {
-                    let narrow = matches!(plan, Some(Plan::DequantThenBf16(Sm90Tile::N176, _)));
+                    let tile = plan.and_then(Plan::get::<DequantThenBf16>);
+                    let narrow = tile.is_some_and(|plan| plan.0 == Sm90Tile::N176);
                     if narrow && matches!(right, Elements::Bf16MnMajor(_)) {
                         continue;
                     }
@@ -511,7 +512,7 @@ fn columns_with_packed_operands_and_epilogues() {
         let packed_b = Packed::random(n, k, 6).device(&client);
         // The kernel that decodes a packed `b` in registers has another summation order.
         let hopper = Capabilities::of(&client).gemm == GemmBackend::Sm90Wgmma;
-        let plan = hopper.then_some(Plan::DequantThenBf16(Sm90Tile::N128, 8));
+        let plan = hopper.then_some(Plan::from(DequantThenBf16(Sm90Tile::N128, 8)));
         for (name, [left, right], [in_rows_left, in_rows_right]) in [
             (
                 "both",
@@ -612,7 +613,7 @@ fn decoded_tiles() {
         let (left, right) = (a.device(&client), b.device(&client));
         let run = |tile, kind| {
             let (path, new) = (Some(GemmBackend::Sm90Wgmma), Target::New(kind));
-            let plan = Some(Plan::DequantThenBf16(tile, 4));
+            let plan = Some(Plan::from(DequantThenBf16(tile, 4)));
             let (x, y) = (Operand::from(&left), Operand::from(&right));
             multiply(
                 &client,
@@ -671,7 +672,7 @@ fn fused_tiles() {
                 );
                 read::<f32>(&client, &found.unwrap())
             };
-            let plan = Plan::W4a16(tile, 4);
+            let plan = Plan::from(W4a16(tile, 4));
             let what = format!("{tile:?}, {m} x {n} x {k}");
             let packed = Elements::Packed(&right);
             let found = run(Elements::Packed(&left), packed, plan);
@@ -679,7 +680,7 @@ fn fused_tiles() {
             let from_bf16 = run(Elements::Bf16(&dense), packed, plan);
             assert_same(&from_bf16, &found, &format!("{what}, bf16 left"));
             if tile.ways == 1 {
-                let decoded = Plan::DequantThenBf16(Sm90Tile::N128, 8);
+                let decoded = Plan::from(DequantThenBf16(Sm90Tile::N128, 8));
                 let ordered = [&a, &b].map(|packed| in_order_of_sums(&client, packed));
                 let [x, y] = ordered.each_ref().map(Elements::Bf16);
                 let expected = run(x, y, decoded);
@@ -691,9 +692,9 @@ fn fused_tiles() {
 
 /// Returns every Hopper kernel for packed operands that supports `m` rows.
 fn packed_plans(m: usize) -> Vec<Plan> {
-    let fused = W4a16Tile::ALL.map(|tile| Plan::W4a16(tile, 4));
-    let decoded = Sm90Tile::ALL.map(|tile| Plan::DequantThenBf16(tile, 4));
-    let few = (m <= 16).then_some(Plan::SmallM);
+    let fused = W4a16Tile::ALL.map(|tile| Plan::from(W4a16(tile, 4)));
+    let decoded = Sm90Tile::ALL.map(|tile| Plan::from(DequantThenBf16(tile, 4)));
+    let few = (m <= 16).then_some(Plan::from(SmallM));
     few.into_iter().chain(fused).chain(decoded).collect()
 }
 
@@ -737,7 +738,7 @@ fn extreme_scales() {
         y.scales[11 * y.blocks + 2] = 0x7f;
         y.scales[14 * y.blocks - 1] = 0x7f;
         for plan in packed_plans(m) {
-            if matches!(plan, Plan::W4a16(..)) && !k.is_multiple_of(32) {
+            if plan.is::<W4a16>() && !k.is_multiple_of(32) {
                 continue;
             }
             let what = format!("{plan:?}, {m} x {n} x {k}");
@@ -783,7 +784,7 @@ fn nan_and_infinity_in_bf16_operands() {
             };
             for plan in plans {
                 let what = format!("{path:?}, {plan:?}, {m} x {n} x {k}");
-                if matches!(plan, Some(Plan::W4a16(..))) && !k.is_multiple_of(32) {
+                if plan.is_some_and(Plan::is::<W4a16>) && !k.is_multiple_of(32) {
                     continue;
                 }
                 let run = |a, b| {
@@ -806,7 +807,7 @@ fn nan_and_infinity_in_bf16_operands() {
                     }
                     assert!(row != 7 || value.is_nan(), "{what}: {value}");
                 }
-                if matches!(plan, Some(Plan::W4a16(..) | Plan::SmallM)) {
+                if plan.is_some_and(|plan| plan.is::<W4a16>() || plan.is::<SmallM>()) {
                     continue;
                 }
                 let both = run(Elements::Bf16(&a), Elements::Bf16(&b));
@@ -857,8 +858,8 @@ fn long_contractions() {
     let (m, n, k) = (130, 136, 65536);
     let (a, b) = (Packed::random(m, k, 1), Packed::random(n, k, 2));
     let (left, right) = (a.device(&client), b.device(&client));
-    let tile = |rows_a, ways| Plan::W4a16(W4a16Tile { rows_a, ways }, 4);
-    let decoded = |tile| Plan::DequantThenBf16(tile, 4);
+    let tile = |rows_a, ways| Plan::from(W4a16(W4a16Tile { rows_a, ways }, 4));
+    let decoded = |tile| Plan::from(DequantThenBf16(tile, 4));
     for plan in [
         decoded(Sm90Tile::N256),
         decoded(Sm90Tile::N64),
@@ -990,7 +991,7 @@ fn epilogues_of_decoded_tiles_256() {
 }
 
 fn check_decoded_tile(client: &Client, tile: Sm90Tile) {
-    let plan = Some(Plan::DequantThenBf16(tile, 4));
+    let plan = Some(Plan::from(DequantThenBf16(tile, 4)));
     check_epilogues_of(client, (200, 72, 64), plan, false, &Epilogue::all());
     check_epilogues_of(client, (300, 2112, 112), plan, true, &Epilogue::all());
 }

@@ -18,7 +18,7 @@ use nvfp4_kernels::{
         self, Choice, Device, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
-        kernels::{add_rows_kernel, factors_kernel},
+        kernels::{CublasLtPlan, SmallM, add_rows_kernel, factors_kernel},
     },
     quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -359,7 +359,7 @@ fn choice_on_blackwell() {
             for m in [1, 64, 8192] {
                 let choice = of(packed, (m, 4096, 14336), 1);
                 assert_eq!(choice.backend, GemmBackend::CublasLt);
-                assert_eq!(choice.plan, Plan::CublasLt(format));
+                assert_eq!(choice.plan, Plan::from(CublasLtPlan(format)));
                 assert_eq!(asked.lock().unwrap().pop().unwrap().format, format);
             }
         }
@@ -369,7 +369,7 @@ fn choice_on_blackwell() {
         for m in [1, 16] {
             let choice = of(weight_only, (m, 4096, 14336), 1);
             let found = (choice.backend, choice.plan);
-            assert_eq!(found, (GemmBackend::Cmma, Plan::SmallM));
+            assert_eq!(found, (GemmBackend::Cmma, Plan::from(SmallM)));
         }
         assert!(asked.lock().unwrap().is_empty());
         assert_eq!(
@@ -392,7 +392,7 @@ fn choice_on_blackwell() {
         ] {
             let choice = of(packed, shape, groups);
             assert_ne!(choice.backend, GemmBackend::CublasLt);
-            assert!(!matches!(choice.plan, Plan::CublasLt(_)), "{choice:?}");
+            assert!(!choice.plan.is::<CublasLtPlan>(), "{choice:?}");
         }
         assert!(asked.lock().unwrap().is_empty());
         let choice = chosen(&blackwell, 148, both, (64, 64, 64), 1, &no);

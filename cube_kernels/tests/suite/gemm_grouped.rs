@@ -15,7 +15,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale,
         Target,
-        kernels::{Sm90Tile, W4a16Tile},
+        kernels::{DequantThenBf16, Sm90Tile, W4a16, W4a16Tile},
     },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},
@@ -264,7 +264,7 @@ fn contractions_equal_the_loop(
                 &a,
                 &b,
                 None,
-                Plan::DequantThenBf16(Sm90Tile::N128, 8),
+                Plan::from(DequantThenBf16(Sm90Tile::N128, 8)),
             )
         };
         let what = format!("{what}: group {g}");
@@ -288,7 +288,7 @@ fn fused_tiles_in_groups_equal_the_loop() {
             let (a, b) = (Packed::random(m, k, 1), Packed::random(count * n, k, 2));
             let (left, right) = (a.device(&client), b.device(&client));
             let groups = groups(&client, &offsets);
-            let plan = Plan::W4a16(tile, 8);
+            let plan = Plan::from(W4a16(tile, 8));
             let new = Target::New(FloatKind::F32);
             let (x, y) = (Operand::from(&left), Operand::from(&right));
             let found = multiply(

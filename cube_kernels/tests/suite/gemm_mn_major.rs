@@ -20,7 +20,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Gemm, GemmShape, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale,
-        kernels::{Sm90Tile, W4a16MnTile},
+        kernels::{DequantThenBf16, Sm90Tile, W4a16MnMajor, W4a16MnTile},
     },
     moe::GroupOffsets,
     quantize,
@@ -35,9 +35,9 @@ fn paths(client: &Client) -> Vec<(GemmBackend, Option<(Plan, Plan)>)> {
     match Capabilities::of(client).gemm {
         GemmBackend::Scalar => vec![scalar],
         GemmBackend::Sm90Wgmma => {
-            let of_bf16 = Plan::DequantThenBf16(Sm90Tile::N128, 4);
+            let of_bf16 = Plan::from(DequantThenBf16(Sm90Tile::N128, 4));
             let tiles = W4a16MnTile::ALL.map(|tile| {
-                let plans = (Plan::W4a16MnMajor(tile, 3), of_bf16);
+                let plans = (Plan::from(W4a16MnMajor(tile, 3)), of_bf16);
                 (GemmBackend::Sm90Wgmma, Some(plans))
             });
             tiles.into_iter().chain([cmma, scalar]).collect()

@@ -18,7 +18,7 @@ use nvfp4_kernels::{
     cube::ptx::BlockScaled,
     gemm::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
-        kernels::{Multiply, Sm120Tile},
+        kernels::{BlockScaledMma, Multiply, Sm120Tile, SmallM},
     },
     moe::GroupOffsets,
     quantize::{self},
@@ -33,11 +33,11 @@ fn software(strips: usize) -> Plan {
 
 /// Returns the block-scaled kernel in software for operands in a format.
 fn software_of(format: BlockScaled, strips: usize) -> Plan {
-    Plan::BlockScaled(Sm120Tile {
+    Plan::from(BlockScaledMma(Sm120Tile {
         format,
         strips,
         multiply: Multiply::Software,
-    })
+    }))
 }
 
 /// Kernel of a GEMM: matrix instructions, or the block-scaled kernel in software.
@@ -634,7 +634,7 @@ fn few_rows_without_a_path_of_their_own() {
         let problem = Problem::new([OperandLayout::Packed; 2], (m, n, k));
         let choice = gemm::choose(&client, &problem).unwrap();
         let found = (choice.backend, choice.plan);
-        assert_eq!(found, (GemmBackend::Cmma, Plan::SmallM), "{what}");
+        assert_eq!(found, (GemmBackend::Cmma, Plan::from(SmallM)), "{what}");
         let (left, right) = (a.device(&client), b.device(&client));
         let found = multiply(&client, Gemm::new(&left, &right).out(FloatKind::F32)).unwrap();
         assert_bound(&read_matrix::<f32>(&client, &found), &a, &b, &what);

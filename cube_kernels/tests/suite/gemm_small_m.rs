@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
     capabilities::GemmBackend,
-    gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target},
+    gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target, kernels::SmallM},
     quantize,
     tensor::{FloatKind, Matrix},
 };
@@ -64,7 +64,7 @@ fn integers_are_exact() {
         );
         let left = as_bf16(&client, &a, m, k);
         let expected = sums(&client, &left, &b, None);
-        let found = sums(&client, &left, &b, Some(Plan::SmallM));
+        let found = sums(&client, &left, &b, Some(Plan::from(SmallM)));
         assert_floats(&found, &expected, &format!("{m} x {n} x {k}"));
         assert!(expected.iter().any(|sum| *sum != 0.0));
     }
@@ -84,7 +84,7 @@ fn random_elements_are_within_the_bound() {
             let scale = Scale::Tensor(&of_a.amax, 2688.0);
             let a = Operand { elements, scale };
             let request = Gemm::new(a, &right).out(FloatKind::F32);
-            let found = multiply(&client, request.plan(Some(Plan::SmallM)));
+            let found = multiply(&client, request.plan(Some(Plan::from(SmallM))));
             read_matrix(&client, &found.unwrap())
         };
         let (found, again) = (run(), run());
@@ -97,7 +97,13 @@ fn random_elements_are_within_the_bound() {
 fn epilogues() {
     let client = gpu!("epilogues");
     for shape in [(1, 272, 2048), (3, 1552, 512), (8, 2064, 1152)] {
-        check_epilogues_of(&client, shape, Some(Plan::SmallM), true, &Epilogue::all());
+        check_epilogues_of(
+            &client,
+            shape,
+            Some(Plan::from(SmallM)),
+            true,
+            &Epilogue::all(),
+        );
     }
 }
 
@@ -112,7 +118,7 @@ fn amax_of_the_output() {
         let (a, b) = (unscaled(Elements::Bf16(&left)), Operand::from(&right));
         let request = Gemm::new(a, b)
             .out(FloatKind::Bf16)
-            .plan(Some(Plan::SmallM));
+            .plan(Some(Plan::from(SmallM)));
         let (out, found) = multiply_amax(&client, request.amax(OutputAmax::Whole)).unwrap();
         let expected = quantize::amax(&client, &out, None).unwrap();
         let [found, expected] = [found, expected].map(|amax| read_f32(&client, &amax));

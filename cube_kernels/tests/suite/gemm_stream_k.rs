@@ -9,7 +9,10 @@ use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
     capabilities::GemmBackend,
-    gemm::{Elements, Gemm, Operand, Plan, Scale, Target, kernels::Sm90Tile},
+    gemm::{
+        Elements, Gemm, Operand, Plan, Scale, Target,
+        kernels::{DequantThenBf16, DequantThenStreamK, Sm90Tile},
+    },
     tensor::{FloatKind, Matrix},
 };
 
@@ -71,12 +74,12 @@ fn shared_equal_whole(client: &Client, tile: Sm90Tile) {
                 let gemm = gemm.backend(Some(GemmBackend::Sm90Wgmma)).plan(Some(plan));
                 multiply(client, gemm).map(|out| bytes(client, &out))
             };
-            let Ok(found) = run(Plan::StreamK(tile, 16)) else {
+            let Ok(found) = run(Plan::from(DequantThenStreamK(tile, 16))) else {
                 // Full waves of this tile.
                 continue;
             };
             let what = format!("{tile:?}, {m} x {n} x {k}, {left:?} {right:?}");
-            let expected = run(Plan::DequantThenBf16(Sm90Tile::N128, 16)).unwrap();
+            let expected = run(Plan::from(DequantThenBf16(Sm90Tile::N128, 16))).unwrap();
             assert!(found == expected, "{what}");
             compared += 1;
         }
@@ -121,7 +124,7 @@ fn shared_tiles_with_epilogues_are_deterministic() {
             let a = operand(Elements::Packed(&left), scales[0]);
             let b = operand(Elements::Packed(&right), scales[1]);
             let gemm = Gemm::new(a, b).bias(bias).target(target);
-            let plan = Some(Plan::StreamK(tile, 16));
+            let plan = Some(Plan::from(DequantThenStreamK(tile, 16)));
             let gemm = gemm.backend(Some(GemmBackend::Sm90Wgmma)).plan(plan);
             bytes(&client, &multiply(&client, gemm).unwrap())
         };

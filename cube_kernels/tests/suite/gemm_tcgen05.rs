@@ -23,7 +23,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Device, Elements, Factor, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
-        kernels::{Fault, Sm100Form, Sm100Tile, TensorCore},
+        kernels::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
     },
     moe::GroupOffsets,
     quantize,
@@ -37,11 +37,11 @@ fn software(fault: Fault, seed: u32) -> Plan {
 
 /// Returns the kernel in software in `form`.
 fn in_form(form: Sm100Form, fault: Fault, seed: u32) -> Plan {
-    Plan::Tcgen05(Sm100Tile {
+    Plan::from(Tcgen05(Sm100Tile {
         core: TensorCore::Software(fault),
         seed,
         ..Sm100Tile::instruction(BlockScaled::Nvfp4, form)
-    })
+    }))
 }
 
 /// Returns the plain sums of `plan`.

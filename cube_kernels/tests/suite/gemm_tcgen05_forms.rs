@@ -20,7 +20,7 @@ use nvfp4_kernels::{
     cube::ptx::BlockScaled,
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
-        kernels::{Fault, Sm100Form, Sm100Tile, TensorCore},
+        kernels::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
     },
     moe::GroupOffsets,
     quantize,
@@ -38,12 +38,12 @@ const FORMS: [(BlockScaled, Sm100Form); 5] = [
 
 /// Returns the kernel in software, with `fault` and `seed`.
 fn software((format, form): (BlockScaled, Sm100Form), fault: Fault, seed: u32) -> Plan {
-    Plan::Tcgen05(Sm100Tile {
+    Plan::from(Tcgen05(Sm100Tile {
         format,
         form,
         core: TensorCore::Software(fault),
         seed,
-    })
+    }))
 }
 
 /// Returns a random operand.

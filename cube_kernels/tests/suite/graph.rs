@@ -19,7 +19,7 @@ use nvfp4_kernels::{
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
         cublaslt::{self, CublasLtFormat, CublasLtProblem},
-        kernels::{Sm90Tile, W4a16Tile},
+        kernels::{DequantThenBf16, Sm90Tile, W4a16, W4a16Tile},
     },
     graph,
     moe::GroupOffsets,
@@ -484,11 +484,11 @@ fn workspaces_are_released() {
         // Two operands of four megabytes in bf16.
         products.push((
             "decoded",
-            Box::new(|| dense(Some(Plan::DequantThenBf16(Sm90Tile::N256, 8)))),
+            Box::new(|| dense(Some(Plan::from(DequantThenBf16(Sm90Tile::N256, 8))))),
         ));
         products.push((
             "fused",
-            Box::new(|| dense(Some(Plan::W4a16(W4a16Tile::ALL[0], 8)))),
+            Box::new(|| dense(Some(Plan::from(W4a16(W4a16Tile::ALL[0], 8))))),
         ));
     }
     for (what, product) in products {

@@ -1,7 +1,7 @@
 //! The environment variable `NVFP4_SCALES`, tested in a separate process.
 
 use crate::support::process::ran_in_own_process;
-use nvfp4_formats::PackedReads;
+use nvfp4_formats::StoredForm;
 use nvfp4_kernels::gemm::{OperandLayout, Problem, packed_reads};
 
 #[test]
@@ -13,8 +13,8 @@ fn tiles_on_every_device() {
     if ran_in_own_process("scales_asked", "tiles_on_every_device", &environment) {
         // Without it, the layout is the one that the device's kernels read.
         let asked = std::env::var_os("NVFP4_SCALES").is_some();
-        assert!(asked || client.name() != "cpu" || reads == PackedReads::Compact);
+        assert!(asked || client.name() != "cpu" || reads == StoredForm::ROWS);
         return;
     }
-    assert_eq!(reads, PackedReads::Swizzled);
+    assert_eq!(reads, StoredForm::TILES);
 }

@@ -14,11 +14,11 @@ use nvfp4_kernels::{
     cube::ptx::{BlockScaled, instruction_descriptor},
     gemm::kernels::{
         Fault, GroupedDim, Sm100Form, Sm100Plan, TensorCore,
-        sm100_block_scaled_engine::{
+        sm100::engine::{
             BAD_INSTRUCTION, BAD_SHARED, Command, Memory, Peer, TMEM_WORDS, VIOLATIONS,
             execute_copy, execute_mma, is_bad_instruction,
         },
-        sm100_block_scaled_operands as operands,
+        sm100::operands,
     },
 };
 

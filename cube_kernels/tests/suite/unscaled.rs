@@ -17,7 +17,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Gemm, Plan, Target,
-        kernels::{Sm90Tile, decode},
+        kernels::{DequantThenBf16, Sm90Tile, decode},
     },
     quantize::{self, AmaxRequest, QuantRequest},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
@@ -308,8 +308,8 @@ fn products_have_the_same_bits() {
             let [b, b_values] = operand(n, STOCHASTIC, 70 + i as u32);
             let plans = match hopper {
                 true => vec![
-                    Some(Plan::DequantThenBf16(Sm90Tile::N256, 16)),
-                    Some(Plan::DequantThenBf16(Sm90Tile::N64, 16)),
+                    Some(Plan::from(DequantThenBf16(Sm90Tile::N256, 16))),
+                    Some(Plan::from(DequantThenBf16(Sm90Tile::N64, 16))),
                 ],
                 false => vec![None],
             };

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{block::Format, swizzle};
-use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, ScaleLayout, Storage};
+use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, ScaleLayout, Storage, StoredForm};
 
 /// Axis of the source along which blocks lie; it decides which GEMM operand the quantized tensor
 /// can be.
@@ -63,6 +63,19 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Returns the layout in `form` of a packed tensor with this layout.
+    pub fn in_form(self, form: StoredForm) -> Self {
+        let rows = match self.usage {
+            Usage::Columnwise => self.rows.next_multiple_of(form.unit(1)),
+            Usage::Rowwise => self.rows,
+        };
+        Self {
+            rows,
+            scale_layout: form.scale_layout(),
+            ..self
+        }
+    }
+
     /// Returns a layout of codes and compact scales with standard block scales, one amax and no
     /// transform.
     pub const fn new(format: Format, (rows, cols): (usize, usize), usage: Usage) -> Self {

@@ -3,11 +3,10 @@
 use burn_core::backend::ops::IntTensorOps;
 use burn_core::tensor::{DType, IntDType, Shape};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
-use nvfp4_formats::{Layout, ScaleLayout};
+use nvfp4_formats::{Layout, ScaleLayout, StoredForm};
 use nvfp4_kernels::quantize;
 
 use super::super::layout::code_words;
-use super::super::stored::StoredForm;
 use super::super::tensors::{QuantizedData, QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::tensors::{device_groups, launched, like_quantized, to_burn, to_device};
@@ -18,7 +17,7 @@ pub(super) fn in_form(
     groups: RowGroups<CubeBackend>,
     form: StoredForm,
 ) -> QuantizedMatrix<CubeBackend> {
-    let layout = form.layout_of(source.layout);
+    let layout = source.layout.in_form(form);
     if layout == source.layout {
         return source;
     }

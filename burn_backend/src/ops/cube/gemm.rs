@@ -7,9 +7,8 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
-use nvfp4_formats::{AmaxGranularity, Format, Storage, Usage};
-use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
-use nvfp4_kernels::gemm::{self, Gemm, OperandLayout, Problem, Scale};
+use nvfp4_kernels::capabilities::GemmBackend;
+use nvfp4_kernels::gemm::{self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 
 use super::super::tensors::{Operand, RowGroups};
@@ -29,9 +28,21 @@ pub(super) fn dense(
     let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
     trace_op("gemm", "", m, n);
     let like = like(&a);
-    let capabilities = Capabilities::of(&like.client);
-    let problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
-    let backend = gemm::backend_of(capabilities, &problem);
+    // The choice of the GEMM below, unless memory is not aligned.
+    let backend = || {
+        let mut problem = Problem::new([&a, &b].map(operand_layout), (m, n, k));
+        problem.epilogue = EpilogueKind {
+            a: factor(&a),
+            b: factor(&b),
+            bias: bias.is_some(),
+            out: float_kind(dtype),
+            ..problem.epilogue
+        };
+        match gemm::choose(&like.client, &problem) {
+            Ok(choice) => choice.backend,
+            Err(_) => GemmBackend::Scalar,
+        }
+    };
     // The result of Burn's matmul has the dtype of its operands. It is rounded once, to `dtype`:
     // the matmul is in f32 if the output is wider, or if a bias is added afterwards.
     let inner = match (&a, &b, &bias) {
@@ -43,8 +54,9 @@ pub(super) fn dense(
         // Exact for dequantized values, and for narrower floats.
         _ => FloatDType::F32,
     };
-    let classes = [ElementClass::of(&a), ElementClass::of(&b)];
-    if runs_on_kernels(backend, classes, inner) {
+    let are_nvfp4 = is_nvfp4(&a) && is_nvfp4(&b);
+    let are_exact = !is_wide(&a) && !is_wide(&b);
+    if runs_on_kernels(are_nvfp4, are_exact, backend, inner) {
         let bias = bias.map(bias_matrix);
         let (a, b) = (DeviceOperand::new(a), DeviceOperand::new(b));
         let request = Gemm::new(a.view(), b.view())
@@ -77,31 +89,19 @@ pub(in crate::ops) fn bias_matrix(bias: CubeTensor) -> Matrix {
     }
 }
 
-/// Class of an operand, which determines whether its GEMM runs on the kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ElementClass {
-    /// NVFP4 codes, or their bf16 values.
-    Nvfp4,
-    /// An MX format, whose values are exact in bf16.
-    Mx,
-    Bf16,
-    /// Floats that bf16 cannot represent.
-    Wide,
+/// Returns true if an operand is NVFP4: codes, or their bf16 values. The kernels reject MN-major
+/// operands of other formats.
+fn is_nvfp4(operand: &Operand<CubeBackend>) -> bool {
+    match operand {
+        Operand::Quantized(quantized) => quantized.layout.format == Format::Nvfp4,
+        Operand::QuantizedMnMajor(_) => true,
+        Operand::Float(..) => false,
+    }
 }
 
-impl ElementClass {
-    fn of(operand: &Operand<CubeBackend>) -> Self {
-        match operand {
-            Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
-                Self::Nvfp4
-            }
-            // The kernels reject other formats.
-            Operand::QuantizedMnMajor(_) => Self::Nvfp4,
-            Operand::Quantized(_) => Self::Mx,
-            Operand::Float(x, _) if x.dtype == DType::BF16 => Self::Bf16,
-            Operand::Float(..) => Self::Wide,
-        }
-    }
+/// Returns true if an operand is a float that the kernels do not support.
+pub(super) fn is_wide(operand: &Operand<CubeBackend>) -> bool {
+    matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
 }
 
 /// Returns the layout of an operand for the kernels of [`gemm`].
@@ -122,8 +122,23 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
     }
 }
 
+/// Returns the granularity of an operand's global scale in a dense GEMM.
+fn factor(operand: &Operand<CubeBackend>) -> Factor {
+    match operand {
+        Operand::Quantized(quantized) | Operand::QuantizedMnMajor(quantized)
+            if quantized.layout.format.has_global_scale() =>
+        {
+            match quantized.layout.amax {
+                AmaxGranularity::PerTensor => Factor::Tensor,
+                AmaxGranularity::PerRow => Factor::PerRow,
+            }
+        }
+        Operand::Quantized(_) | Operand::QuantizedMnMajor(_) | Operand::Float(..) => Factor::One,
+    }
+}
+
 /// Returns true if a GEMM that would use `backend` runs on the kernels of [`gemm`], instead of
-/// Burn's matmul in dtype `inner`.
+/// Burn's matmul in dtype `inner`, given if both operands are NVFP4, and if both are exact in bf16.
 ///
 /// Two NVFP4 operands always use the kernels; on Hopper and with cuBLASLt, every operand that is
 /// exact in bf16 does. On other GPUs two bf16 matrices go to Burn if it multiplies in bf16 (8192³
@@ -131,12 +146,16 @@ fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
 /// kernels if Burn would multiply in `f32`, because of a bias or because one operand is quantized
 /// and would first be dequantized as a whole: with small M, a packed weight has a dedicated kernel.
 /// On CubeCL's CPU runtime, which is for tests, everything except NVFP4 goes to Burn.
-fn runs_on_kernels(backend: GemmBackend, operands: [ElementClass; 2], inner: FloatDType) -> bool {
-    if operands == [ElementClass::Nvfp4; 2] {
-        return true;
+fn runs_on_kernels(
+    are_nvfp4: bool,
+    are_exact: bool,
+    backend: impl FnOnce() -> GemmBackend,
+    inner: FloatDType,
+) -> bool {
+    if are_nvfp4 || !are_exact {
+        return are_nvfp4;
     }
-    match backend {
-        _ if operands.contains(&ElementClass::Wide) => false,
+    match backend() {
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => true,
         GemmBackend::Sm120BlockScaled | GemmBackend::Cmma => inner == FloatDType::F32,
         GemmBackend::Scalar => false,
@@ -274,7 +293,6 @@ mod tests {
     /// Covers the choice for the GEMMs of each backend.
     #[test]
     fn gemms_run_where_they_are_fastest() {
-        use ElementClass::{Bf16, Mx, Nvfp4, Wide};
         let (bf16, f32) = (FloatDType::BF16, FloatDType::F32);
         let gpus = [
             GemmBackend::Sm90Wgmma,
@@ -284,29 +302,17 @@ mod tests {
             GemmBackend::Cmma,
         ];
         for backend in gpus {
-            for operands in [[Bf16, Nvfp4], [Nvfp4, Bf16], [Bf16, Mx], [Bf16, Bf16]] {
-                assert!(
-                    runs_on_kernels(backend, operands, f32),
-                    "{backend:?}, {operands:?}"
-                );
-            }
-            assert!(!runs_on_kernels(backend, [Wide, Nvfp4], f32), "{backend:?}");
+            let exact = |inner| runs_on_kernels(false, true, || backend, inner);
+            assert!(exact(f32), "{backend:?}");
+            let wide = runs_on_kernels(false, false, || backend, f32);
+            assert!(!wide, "{backend:?}");
             let library = matches!(
                 backend,
                 GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05
             );
-            assert_eq!(
-                runs_on_kernels(backend, [Bf16, Bf16], bf16),
-                library,
-                "{backend:?}"
-            );
+            assert_eq!(exact(bf16), library, "{backend:?}");
         }
-        for operands in [[Bf16, Nvfp4], [Bf16, Bf16], [Mx, Mx]] {
-            assert!(
-                !runs_on_kernels(GemmBackend::Scalar, operands, f32),
-                "{operands:?}"
-            );
-        }
-        assert!(runs_on_kernels(GemmBackend::Scalar, [Nvfp4; 2], f32));
+        let scalar = |are_nvfp4| runs_on_kernels(are_nvfp4, true, || GemmBackend::Scalar, f32);
+        assert!(!scalar(false) && scalar(true));
     }
 }

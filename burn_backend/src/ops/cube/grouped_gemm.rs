@@ -20,7 +20,7 @@ use super::super::operands::stacked;
 use super::super::tensors::{Operand, OtherRows, RowGroups};
 use super::super::{float_dtype, trace_op};
 use super::dequantize::dequantize;
-use super::gemm::{DeviceOperand, bias_matrix};
+use super::gemm::{DeviceOperand, bias_matrix, is_wide};
 use super::tensors::{
     Source, float_kind, group_offsets, launched, like, new_tensor, result, stored_shape,
 };
@@ -154,11 +154,6 @@ fn values(
         }
         Operand::Float(x, _) => cast(x, dtype.into()),
     }
-}
-
-/// Returns true if an operand is a float that the kernels do not support.
-fn is_wide(operand: &Operand<CubeBackend>) -> bool {
-    matches!(operand, Operand::Float(x, _) if x.dtype != DType::BF16)
 }
 
 /// Returns the dtype in which Burn multiplies: that of the result, if both operands have it, or

@@ -15,13 +15,12 @@ pub(super) mod tensors;
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
-use nvfp4_formats::Usage;
+use nvfp4_formats::{StoredForm, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;
 use super::packed::PackedOps;
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 use super::tensors::{
     ActivationAmaxes, AmaxPair, BothStorages, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
     QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,

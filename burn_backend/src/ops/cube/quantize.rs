@@ -4,6 +4,7 @@ use burn_core::tensor::{DType, FloatDType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_formats::reference::Activation;
+use nvfp4_formats::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, StoredForm, Usage};
 use nvfp4_formats::{AmaxGranularity, BlockShape, Layout, Rounding, Storage, Usage};
 use nvfp4_kernels::activation::{activation_of_groups, activation_with_amaxes};
 use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
@@ -16,7 +17,6 @@ use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, 
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
-use super::super::stored::StoredForm;
 use super::super::tensors::{
     ActivationAmaxes, AmaxPair, BothStorages, QuantUsages, QuantizedMatrix, QuantizedPair,
     RowGroups,

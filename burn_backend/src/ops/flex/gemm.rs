@@ -306,11 +306,10 @@ fn code_rows(codes: &FlexTensor, rows: &Range<usize>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use nvfp4_formats::{Nvfp4Params, Rounding};
+    use nvfp4_formats::{Nvfp4Params, Rounding, StoredForm};
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
-    use super::super::super::stored::StoredForm;
     use super::super::super::tensors::{QuantUsages, RowGroups};
     use super::super::tensors::upload;
     use super::*;

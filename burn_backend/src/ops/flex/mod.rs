@@ -17,12 +17,11 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_formats::Usage;
+use nvfp4_formats::{StoredForm, Usage};
 
 use super::layers::{Activation, ActivationOps};
 use super::packed::PackedOps;
 use super::spec::QuantParams;
-use super::stored::StoredForm;
 use super::tensors::{
     BothStorages, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
     RowGroups,

@@ -9,13 +9,12 @@ use half::{bf16, f16};
 use nvfp4_formats::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
 use nvfp4_formats::{
     Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
-    Usage,
+    StoredForm, Usage,
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
-use super::super::stored::StoredForm;
 use super::super::tensors::{
     BothStorages, MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
     RowGroups,

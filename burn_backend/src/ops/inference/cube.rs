@@ -2,13 +2,13 @@
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_cubecl::{CubeBackend, kernel::into_contiguous};
+use nvfp4_formats::{AmaxGranularity, BlockScaling, StoredForm, Usage};
 use nvfp4_formats::{AmaxGranularity, BlockScaling, Usage};
 use nvfp4_kernels::moe::GroupOffsets;
 use nvfp4_kernels::quantize::{self, QuantRequest};
 use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceRounding, Groups};
 
 use super::super::cube::tensors::{Source, device_groups, launched, to_burn};
-use super::super::stored::StoredForm;
 use super::super::tensors::{QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
 use super::{InferenceOps, STATIC};

@@ -1,10 +1,10 @@
 //! Flex: the oracle's arithmetic.
 
 use burn_core::backend::{Flex, tensor::FloatTensor};
+use nvfp4_formats::StoredForm;
 
 use super::super::flex::quantize::quantize_with_amax;
 use super::super::flex::tensors::amax_values;
-use super::super::stored::StoredForm;
 use super::super::tensors::{MaybeTensor, QuantizedMatrix, RowGroups};
 use super::{InferenceOps, STATIC};
 

@@ -12,13 +12,12 @@ use burn_core::backend::{
     Autodiff, Backend, DispatchDevice, autodiff::checkpoint::strategy::CheckpointStrategy,
     backend_extension, tensor::FloatTensor,
 };
-use burn_core::tensor::Device;
-use nvfp4_formats::{BlockScaling, PackedReads, Rounding};
+use burn_core::tensor::{Device, FloatDType};
+use nvfp4_formats::{BlockScaling, Rounding, StoredForm};
 
 use super::form::{GroupedAxis, LayerGemm};
 use super::kernels::{constant, inner_groups};
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::{QuantizedMatrix, RowGroups};
 
 /// 1x16 blocks rounded to nearest, with a given global scale.
@@ -46,27 +45,29 @@ impl PackedShape {
             shape: (rows, n, k),
             grouped: self.stack.map_or(GroupedAxis::None, GroupedAxis::Rows),
             along_tokens: false,
+            bias: false,
+            out: FloatDType::BF16,
         };
-        gemm.forms(reads(&gemm, device.as_dispatch())).kept
+        gemm.form(reads(&gemm, device.as_dispatch())).packed()
     }
 }
 
 /// Returns the operand form that `gemm` reads on `device`.
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> PackedReads {
+fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> StoredForm {
     match device {
         DispatchDevice::Autodiff(device) => reads(gemm, device),
         DispatchDevice::Cube(device) => gemm.reads::<burn_cubecl::CubeBackend>(device),
         // Flex reads rows.
         #[allow(unreachable_patterns, reason = "a build may have one backend")]
-        _ => PackedReads::Compact,
+        _ => StoredForm::ROWS,
     }
 }
 
 /// Returns rows, which Flex reads.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn reads(_gemm: &LayerGemm<'_>, _device: &DispatchDevice) -> PackedReads {
-    PackedReads::Compact
+fn reads(_gemm: &LayerGemm<'_>, _device: &DispatchDevice) -> StoredForm {
+    StoredForm::ROWS
 }
 
 /// Operations of inference. Under `Autodiff` their results are constants.
@@ -93,10 +94,9 @@ pub trait InferenceOps: Backend {
 #[cfg(feature = "cubecl-backend")]
 mod meta {
     use burn_core::backend::fusion::custom::TensorSpec;
-    use nvfp4_formats::Usage;
+    use nvfp4_formats::{StoredForm, Usage};
 
     use super::super::meta::quantized;
-    use super::super::stored::StoredForm;
     use super::super::tensors::{QuantizedMatrixMetadata, RowGroupsMetadata};
     use super::STATIC;
 

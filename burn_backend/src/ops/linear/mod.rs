@@ -6,21 +6,21 @@
 
 mod branch;
 mod fprop;
+mod plan;
 mod request;
 mod saved;
 mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_formats::{ScaleLayout, Usage};
+use nvfp4_formats::{ScaleLayout, StoredForm, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::form::{Forms, LayerGemm};
+use super::form::LinearPlan;
 use super::operands::{PairSpec, QuantSource, quantize, quantize_kept, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
-use super::stored::StoredForm;
 use super::{
     BackwardSource, BranchPoint, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
     Nvfp4KernelOps, Operand, OtherRows, RowGroups, float_dtype,
@@ -28,7 +28,7 @@ use super::{
 use branch::MadeBeside;
 pub(super) use fprop::Fprop;
 use fprop::FpropWeight;
-use request::LinearForms;
+use plan::PlannedLayer;
 pub(crate) use request::{LinearRequest, RequiresGrad};
 use saved::SavedOperand;
 use weight::{CachedOperands, SavedWeight, weight_slot};
@@ -51,6 +51,7 @@ pub(crate) struct SavedForBackward<B: Backend> {
     pub(crate) w: Option<SavedWeight<B>>,
     /// Columns of `x`, rows of `w`.
     d_in: usize,
+    plan: LinearPlan,
     x_dtype: FloatDType,
     w_dtype: FloatDType,
     /// Dtype of the bias, if it needs a gradient.
@@ -108,22 +109,29 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let probed =
             probe.map(|probe| (probe, probed::<B>(values(), Role::OutputGradient, sharding)));
         let tokens = dy.shape().0;
-        let gemms = LayerGemms {
-            spec: &spec,
-            groups,
-            context: &self.context,
-            shape: (tokens, self.d_in, dy.shape().1),
+        let written = (self.context.reduce_dtype).of_wgrad(dtype, self.w_dtype);
+        let plan = match sharding {
+            None => self.plan,
+            // With sharded tokens, `dy` may have another number of them than `x`.
+            Some(_) => {
+                let layer = PlannedLayer {
+                    spec: &spec,
+                    groups,
+                    context: &self.context,
+                    shape: (tokens, self.d_in, dy.shape().1),
+                    dtypes: [dtype, written],
+                    bias: false,
+                };
+                layer.gradients(&dy.device(), self.plan)
+            }
         };
-        let device = dy.device();
-        let dgrad_forms = gemms.dgrad(&device);
-        let wgrad_forms = gemms.wgrad(&device);
         let made = MadeBeside::new(
             (self.w.as_ref(), self.x.as_ref()),
             (&spec, &self.context, groups),
-            [dgrad_forms.once, wgrad_forms.once],
+            [plan.dgrad, plan.wgrad],
             dtype,
         );
-        let (row, col) = self.quantize_dy(dy, dgrad_forms, wgrad_forms);
+        let (row, col) = self.quantize_dy(dy, &plan);
         let (saved_w, saved_x) = match made {
             Some(made) => made.join(self.w, self.x),
             None => (self.w, self.x),
@@ -141,16 +149,15 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         }
         let (dgrad, wgrad) = (groups.of_rows(), groups.of_tokens(tokens));
         let x = row.zip(saved_w).map(|(dy, w)| {
-            let w = w.operand(groups, (&spec, dgrad_forms.once), dtype);
+            let w = w.operand(groups, (&spec, plan.dgrad), dtype);
             match sharding {
                 Some(sharding) => sharding.dgrad(dy, w, dtype),
                 None => B::nvfp4_gemm(dy, w, MaybeTensor::Absent, dgrad, dtype),
             }
         });
         let w = saved_x.zip(col).map(|(x, dy)| {
-            let asked = (&spec.wgrad_x, wgrad_forms.once);
+            let asked = (&spec.wgrad_x, plan.wgrad);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
-            let written = (self.context.reduce_dtype).of_wgrad(dtype, self.w_dtype);
             B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, written)
         });
         let w = match (&self.context.gathered, w) {
@@ -164,14 +171,13 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     fn quantize_dy(
         &self,
         dy: QuantSource<B>,
-        dgrad: Forms,
-        wgrad: Forms,
+        plan: &LinearPlan,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let LinearSpec {
             dgrad_dy, wgrad_dy, ..
         } = &self.spec;
         let (groups, dtype) = (&self.groups, self.x_dtype);
-        let row_form = dgrad.once;
+        let row_form = plan.dgrad;
         // The K dimension of both operands of wgrad is padded like that of the saved operand.
         let col_form = match &self.x {
             Some(SavedOperand::Made(Operand::Quantized(x)))
@@ -179,8 +185,8 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             {
                 StoredForm::WholeTiles
             }
-            Some(SavedOperand::Forward(_)) => wgrad.once,
-            _ => match wgrad.once {
+            Some(SavedOperand::Forward(_)) => plan.wgrad,
+            _ => match plan.wgrad {
                 StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
                 StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
             },
@@ -215,53 +221,6 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     }
 }
 
-/// Properties of the three GEMMs of a layer that determine the forms of their operands.
-struct LayerGemms<'a, B: Backend> {
-    spec: &'a LinearSpec,
-    groups: &'a RowGroups<B>,
-    context: &'a LinearContext,
-    /// Numbers of tokens, `d_in` and `d_out`; for a sharded layer, those of this rank.
-    shape: (usize, usize, usize),
-}
-
-impl<B: Backend> LayerGemms<'_, B> {
-    /// Returns the forms of the operands of fprop.
-    fn fprop(&self, device: &B::Device) -> Forms {
-        let (tokens, d_in, d_out) = self.shape;
-        let gemm = LayerGemm {
-            specs: [&self.spec.fprop_x, &self.spec.fprop_w],
-            shape: (tokens, d_out, d_in),
-            grouped: self.groups.along_rows(),
-            along_tokens: false,
-        };
-        self.context.forms::<B>(&gemm, device)
-    }
-
-    /// Returns the forms of the operands of dgrad.
-    fn dgrad(&self, device: &B::Device) -> Forms {
-        let (tokens, d_in, d_out) = self.shape;
-        let gemm = LayerGemm {
-            specs: [&self.spec.dgrad_dy, &self.spec.dgrad_w],
-            shape: (tokens, d_in, d_out),
-            grouped: self.groups.along_rows(),
-            along_tokens: false,
-        };
-        self.context.forms::<B>(&gemm, device)
-    }
-
-    /// Returns the forms of the operands of wgrad.
-    fn wgrad(&self, device: &B::Device) -> Forms {
-        let (tokens, d_in, d_out) = self.shape;
-        let gemm = LayerGemm {
-            specs: [&self.spec.wgrad_x, &self.spec.wgrad_dy],
-            shape: (d_in, d_out, tokens),
-            grouped: self.groups.along_tokens(),
-            along_tokens: true,
-        };
-        self.context.forms::<B>(&gemm, device)
-    }
-}
-
 /// Computes the output of a layer whose gradients are not required.
 pub(super) fn infer<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
@@ -273,34 +232,43 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let dtype = x.dtype();
     let d_out = *weight.shape().last().expect("a matrix");
     let (rows, d_in) = x.shape();
-    let gemms = LayerGemms {
+    let layer = PlannedLayer {
         spec,
         groups,
         context,
         shape: (rows, d_in, d_out),
+        dtypes: [dtype; 2],
+        bias: bias.is_present(),
     };
-    let Forms { once, kept, .. } = gemms.fprop(&x.device());
+    let form = layer.fprop(&x.device());
     let weight = QuantSource::Matrix(weight);
     if let Some(sharding) = &context.sharding {
-        let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, once)), None, dtype);
-        let w = Some((&spec.fprop_w, kept));
+        let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, form)), None, dtype);
+        let w = Some((&spec.fprop_w, form.packed()));
         let (_, w) = sharding.quantize(weight, Role::Weight, None, w, dtype);
         let [x, w] = [x, w].map(|operand| operand.expect("asked for"));
         return sharding.fprop(x, w, bias, dtype);
     }
     let (row, col) = (Usage::Rowwise, Usage::Columnwise);
-    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, once);
+    let x = quantize::<B>(x, groups, &spec.fprop_x, row, dtype, form);
     let of_weights = groups.of_weights();
     let w = match &context.gathered {
         Some(gathered) => {
-            let asked = (&spec.fprop_w, kept);
+            let asked = (&spec.fprop_w, form.packed());
             gathered.fprop_operand(weight.into_values(), None, asked, dtype)
         }
         None => {
             let slot = weight_slot::<B>(&weight.device(), dtype, (spec, context));
             let cached: Option<CachedOperands<B>> = slot.as_ref().and_then(Slot::get);
             cached.map(|(w, _)| w).unwrap_or_else(|| {
-                let w = quantize::<B>(weight, &of_weights, &spec.fprop_w, col, dtype, kept);
+                let w = quantize::<B>(
+                    weight,
+                    &of_weights,
+                    &spec.fprop_w,
+                    col,
+                    dtype,
+                    form.packed(),
+                );
                 if let Some(slot) = slot {
                     slot.put::<CachedOperands<B>>((w.clone(), None));
                 }
@@ -323,11 +291,11 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     pub(super) fn quantize(self, kept: bool) -> (Fprop<B>, SavedForBackward<B>) {
         let x_dtype = self.x.dtype();
         let w_dtype = float_dtype(self.w.dtype());
-        let forms = self.forms();
+        let plan = self.plan();
         let branch = self.weight_branch();
-        let (w, saved_w) = self.weight(x_dtype, &forms);
+        let (w, saved_w) = self.weight(x_dtype, &plan);
         let w = branch::at(branch.as_ref(), BranchPoint::End, w);
-        let part = self.part(&w, &forms);
+        let part = self.part(&w, &plan);
         let Self {
             x,
             w: w_source,
@@ -351,40 +319,40 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             let source = OperandSource::weight("fprop.w", w_source.clone());
             probe.record(source, &w, &spec.fprop_w);
         }
-        let x_forms = match kept {
-            true => Forms::both(forms.fprop.kept),
-            false => forms.fprop,
+        let x_form = match kept {
+            true => plan.fprop.packed(),
+            false => plan.fprop,
         };
         let (row, col) = (&spec.fprop_x, &spec.wgrad_x);
         let (x, saved_x) = match (requires_grad.w, spec.source) {
             (requires_w, source) if context.sharding.is_some() => {
                 let sharding = context.sharding.as_ref().expect("there is one");
-                let col = requires_w.then_some((col, forms.wgrad.kept));
+                let col = requires_w.then_some((col, plan.wgrad.packed()));
                 let form = match (requires_w, source) {
-                    (true, BackwardSource::Forward) => x_forms.kept,
-                    (false, _) | (true, BackwardSource::Original) => x_forms.once,
+                    (true, BackwardSource::Forward) => x_form.packed(),
+                    (false, _) | (true, BackwardSource::Original) => x_form,
                 };
                 let (x, saved) = sharding.input(x, ((row, form), col), source, x_dtype);
                 (x, saved.map(SavedOperand::Made))
             }
             (false, _) => {
-                let x = quantize::<B>(x, &groups, row, Usage::Rowwise, x_dtype, x_forms.once);
+                let x = quantize::<B>(x, &groups, row, Usage::Rowwise, x_dtype, x_form);
                 (x, None)
             }
             (true, BackwardSource::Original) => {
                 let pair = PairSpec {
                     rowwise: row,
                     columnwise: col,
-                    forms: [x_forms.once, forms.wgrad.kept],
+                    forms: [x_form, plan.wgrad.packed()],
                 };
                 let (x, saved) = quantize_pair::<B>(x, &groups, &pair, x_dtype);
                 (x, Some(SavedOperand::Made(saved)))
             }
             (true, BackwardSource::Forward) => {
-                let (x, packed) = quantize_kept::<B>(x, &groups, row, x_dtype, x_forms);
+                let (x, packed) = quantize_kept::<B>(x, &groups, row, x_dtype, x_form);
                 let saved = SavedOperand::of_forward(&packed);
                 let saved = saved.filter(|_| probe.is_none()).unwrap_or_else(|| {
-                    let (usage, form) = (Usage::Columnwise, forms.wgrad.kept);
+                    let (usage, form) = (Usage::Columnwise, plan.wgrad.packed());
                     let made = requantize::<B>(packed, &groups, col, usage, x_dtype, form);
                     SavedOperand::Made(made)
                 });
@@ -419,6 +387,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             x: saved_x,
             w: saved_w,
             d_in,
+            plan,
             x_dtype,
             w_dtype,
             bias_dtype: requires_grad.bias,
@@ -429,22 +398,23 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         (fprop, saved)
     }
 
-    /// Returns the forms of the operands; rows for gradients that are not required.
-    fn forms(&self) -> LinearForms {
-        let (tokens, d_in) = self.x.shape();
-        let (device, d_out) = (self.x.device(), *self.w.shape().last().expect("a matrix"));
-        let gemms = LayerGemms {
+    /// Returns the plan of the layer's GEMMs.
+    fn plan(&self) -> LinearPlan {
+        let ((tokens, d_in), x_dtype) = (self.x.shape(), self.x.dtype());
+        let d_out = *self.w.shape().last().expect("a matrix");
+        let w_dtype = float_dtype(self.w.dtype());
+        let layer = PlannedLayer {
             spec: &self.spec,
             groups: &self.groups,
             context: &self.context,
             shape: (tokens, d_in, d_out),
+            dtypes: [
+                x_dtype,
+                (self.context.reduce_dtype).of_wgrad(x_dtype, w_dtype),
+            ],
+            bias: self.bias.is_present(),
         };
-        let RequiresGrad { x, w, .. } = self.requires_grad;
-        LinearForms {
-            fprop: gemms.fprop(&device),
-            dgrad: if x { gemms.dgrad(&device) } else { Forms::ROWS },
-            wgrad: if w { gemms.wgrad(&device) } else { Forms::ROWS },
-        }
+        layer.plan(&self.x.device(), self.requires_grad)
     }
 }
 

@@ -3,7 +3,6 @@
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 
-use crate::ops::form::Forms;
 use crate::ops::operands::QuantSource;
 use crate::ops::{LinearContext, LinearSpec, MaybeTensor, RowGroups};
 
@@ -28,11 +27,4 @@ pub(crate) struct LinearRequest<B: Backend> {
     pub(crate) context: LinearContext,
     /// Required gradients: operands of others are not quantized.
     pub(crate) requires_grad: RequiresGrad,
-}
-
-/// Forms of the operands of a layer's GEMMs.
-pub(super) struct LinearForms {
-    pub(super) fprop: Forms,
-    pub(super) dgrad: Forms,
-    pub(super) wgrad: Forms,
 }

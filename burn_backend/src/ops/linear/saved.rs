@@ -2,10 +2,9 @@
 
 use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::Usage;
+use nvfp4_formats::{StoredForm, Usage};
 
 use crate::ops::operands::requantize;
-use crate::ops::stored::StoredForm;
 use crate::ops::{Nvfp4KernelOps, Operand, OperandSpec, RowGroups};
 
 /// Operand of dgrad or wgrad that the forward saves.
@@ -47,7 +46,7 @@ impl<B: Nvfp4KernelOps> SavedOperand<B> {
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Tensor};
-    use nvfp4_formats::{PackedReads, Storage};
+    use nvfp4_formats::{Storage, StoredForm};
 
     use super::super::{LinearRequest, RequiresGrad};
     use super::*;
@@ -75,7 +74,7 @@ mod tests {
             groups: RowGroups::Whole,
             spec: spec("quartet2"),
             context: LinearContext {
-                reads: Some(PackedReads::Bf16),
+                reads: Some(StoredForm::Bf16Unscaled),
                 ..LinearContext::default()
             },
             requires_grad: RequiresGrad {

@@ -3,19 +3,18 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::Usage;
+use nvfp4_formats::{StoredForm, Usage};
 
-use super::request::{LinearForms, LinearRequest};
+use super::request::LinearRequest;
 use super::saved::SavedOperand;
 use crate::ops::context::Slot;
-use crate::ops::form::WeightForms;
+use crate::ops::form::LinearPlan;
 use crate::ops::known_amax::{self, KnownAmax};
 use crate::ops::operands::{
     PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize,
 };
 use crate::ops::segments::narrow;
 use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
-use crate::ops::stored::StoredForm;
 use crate::ops::tensors::AmaxPair;
 use crate::ops::{
     BackwardSource, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams,
@@ -40,13 +39,13 @@ pub(crate) struct SavedPart<B: Backend> {
     part: FloatTensor<B>,
     /// Amax of the whole matrix, if fprop's operand is quantized with it.
     amax: Option<FoundAmax<B>>,
-    forms: WeightForms,
+    plan: LinearPlan,
 }
 
 impl<B: Nvfp4KernelOps> SavedPart<B> {
     /// Returns the operand of fprop.
     pub(super) fn fprop_operand(self, spec: &OperandSpec, dtype: FloatDType) -> Operand<B> {
-        let asked = (spec, self.forms.fprop);
+        let asked = (spec, self.plan.fprop.packed());
         self.gathered
             .fprop_operand(self.part, self.amax, asked, dtype)
     }
@@ -56,7 +55,7 @@ impl<B: Nvfp4KernelOps> SavedPart<B> {
         let is_known = !spec.has_weight_pair() || shares_amax(&spec.dgrad_w);
         let amax = self.amax.filter(|_| is_known);
         self.gathered
-            .dgrad_operand(self.part, amax, spec, self.forms, dtype)
+            .dgrad_operand(self.part, amax, spec, self.plan, dtype)
     }
 }
 
@@ -105,31 +104,28 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     pub(super) fn weight(
         &self,
         dtype: FloatDType,
-        forms: &LinearForms,
+        plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedWeight<B>>) {
         let Some(gathered) = &self.context.gathered else {
-            let (forward, backward) = self.whole_weight(dtype, forms);
+            let (forward, backward) = self.whole_weight(dtype, plan);
             return (forward, backward.map(SavedWeight::Whole));
         };
         let known = self.known_part_amax([&self.spec.fprop_w].into_iter(), gathered.group());
-        let asked = (&self.spec.fprop_w, forms.fprop.kept);
+        let asked = (&self.spec.fprop_w, plan.fprop.packed());
         let forward = gathered.fprop_operand(self.w.clone(), known, asked, dtype);
-        let part = self.requires_grad.x.then(|| self.part(&forward, forms));
+        let part = self.requires_grad.x.then(|| self.part(&forward, plan));
         (forward, part.flatten().map(SavedWeight::Part))
     }
 
     /// Returns `w`, if it is this rank's shard, for gathering its operands again. `forward` is the
     /// operand of fprop.
-    pub(super) fn part(&self, forward: &Operand<B>, forms: &LinearForms) -> Option<SavedPart<B>> {
+    pub(super) fn part(&self, forward: &Operand<B>, plan: &LinearPlan) -> Option<SavedPart<B>> {
         let gathered = self.context.gathered.clone()?;
         Some(SavedPart {
             gathered,
             part: self.w.clone(),
             amax: self.amax_of(forward),
-            forms: WeightForms {
-                fprop: forms.fprop.kept,
-                dgrad: forms.dgrad.kept,
-            },
+            plan: *plan,
         })
     }
 
@@ -174,7 +170,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     fn whole_weight(
         &self,
         dtype: FloatDType,
-        forms: &LinearForms,
+        plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedOperand<B>>) {
         let dgrad_w = self.spec.dgrad_w;
         let slot = weight_slot::<B>(&self.w.device(), dtype, (&self.spec, &self.context));
@@ -183,11 +179,11 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             Some((forward, Some(backward))) => (forward, Some(SavedOperand::Made(backward))),
             Some((forward, None)) if !self.requires_grad.x => (forward, None),
             Some((forward, None)) if !dgrad_w.is_deterministic() => {
-                let backward = self.derived_weight(&forward, dtype, forms.dgrad.kept);
+                let backward = self.derived_weight(&forward, dtype, plan.dgrad.packed());
                 return (forward, Some(backward));
             }
             _ => {
-                let (forward, backward) = self.quantize_weight(dtype, forms);
+                let (forward, backward) = self.quantize_weight(dtype, plan);
                 if let Some(slot) = slot {
                     let kept = match &backward {
                         Some(SavedOperand::Made(w)) if dgrad_w.is_deterministic() => {
@@ -207,9 +203,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     fn quantize_weight(
         &self,
         dtype: FloatDType,
-        forms: &LinearForms,
+        plan: &LinearPlan,
     ) -> (Operand<B>, Option<SavedOperand<B>>) {
-        let [row_form, col_form] = [forms.dgrad.kept, forms.fprop.kept];
+        let [row_form, col_form] = [plan.dgrad.packed(), plan.fprop.packed()];
         let LinearSpec {
             fprop_w, dgrad_w, ..
         } = &self.spec;
@@ -281,12 +277,12 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 if !is_one_kernel(&self.groups, &row, &col) {
                     return None;
                 }
-                Some((row, form.of(&row)))
+                Some((row, row.stored_form(form)))
             }
         };
         let usages = QuantUsages {
             rowwise,
-            columnwise: Some((col, form.of(&col))),
+            columnwise: Some((col, col.stored_form(form))),
         };
         let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
         let (row, col) = made.into_options();

@@ -12,6 +12,7 @@ use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend, ExtensionType,
     autodiff::checkpoint::strategy::CheckpointStrategy, backend_extension, tensor::FloatTensor,
 };
+use nvfp4_formats::StoredForm;
 use nvfp4_formats::reference::{Activation, Norm};
 
 #[cfg(feature = "cubecl-backend")]
@@ -19,7 +20,6 @@ use super::MaybeTensorMetadata;
 use super::kernels::inner;
 use super::layers::{ActivationOps, NormOps, NormOutput, NormSpec};
 use super::packed::{Activations, PackedInput, PackedOps};
-use super::stored::StoredForm;
 use super::tensors::{MaybeTensor, QuantizedMatrix, RowGroups};
 
 /// Parameters other than the tensors.

@@ -10,7 +10,7 @@ use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Step, exchange_beside};
 use crate::ops::dtype::cast;
-use crate::ops::form::WeightForms;
+use crate::ops::form::LinearPlan;
 use crate::ops::operands::{QuantSource, quantize, requantize};
 use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::tensors::{Operand, RowGroups};
@@ -115,14 +115,14 @@ impl GatheredWeight {
         part: FloatTensor<B>,
         known: Option<FoundAmax<B>>,
         spec: &LinearSpec,
-        forms: WeightForms,
+        plan: LinearPlan,
         dtype: FloatDType,
     ) -> Operand<B> {
-        let asked = (&spec.dgrad_w, forms.dgrad);
+        let asked = (&spec.dgrad_w, plan.dgrad.packed());
         if spec.has_weight_pair() {
             return self.quantize(part, known, (asked, Usage::Rowwise), dtype);
         }
-        let forward = self.fprop_operand(part, known, (&spec.fprop_w, forms.fprop), dtype);
+        let forward = self.fprop_operand(part, known, (&spec.fprop_w, plan.fprop.packed()), dtype);
         let groups = match self.part {
             WeightPart::Rows(_) => RowGroups::Whole,
             WeightPart::Experts(held) => RowGroups::Batch(held * self.group.size()),
@@ -203,13 +203,12 @@ mod tests {
 
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
-    use nvfp4_formats::{AmaxGranularity, Layout, RandomStream, Rounding};
+    use nvfp4_formats::{AmaxGranularity, Layout, RandomStream, Rounding, StoredForm};
 
     use super::*;
     use crate::Nvfp4Recipe;
     use crate::ops::context::tests::{device, spec};
     use crate::ops::spec::{BackwardSource, QuantParams};
-    use crate::ops::stored::StoredForm;
     use crate::ops::tensors::{QuantizedData, QuantizedMatrix};
 
     /// Returns the layout, if the operand is quantized, and the bytes of all tensors.
@@ -241,15 +240,18 @@ mod tests {
         gathered: Option<&GatheredWeight>,
     ) -> [(Option<Layout>, Vec<Vec<u8>>); 2] {
         let dtype = FloatDType::F32;
-        let [fprop, dgrad] = [form; 2];
-        let forms = WeightForms { fprop, dgrad };
+        let plan = LinearPlan {
+            fprop: form,
+            dgrad: form,
+            wgrad: form,
+        };
         let [experts, ..] = w.dims();
         let w = w.into_dispatch();
         let (fprop, dgrad) = match gathered {
             Some(gathered) => {
                 let asked = (&spec.fprop_w, form);
                 let fprop = gathered.fprop_operand(w.clone(), None, asked, dtype);
-                let dgrad = gathered.dgrad_operand(w, None, spec, forms, dtype);
+                let dgrad = gathered.dgrad_operand(w, None, spec, plan, dtype);
                 (fprop, dgrad)
             }
             None => {

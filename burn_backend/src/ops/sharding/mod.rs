@@ -18,7 +18,7 @@ mod tests;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_formats::{AmaxGranularity, Usage};
+use nvfp4_formats::{AmaxGranularity, StoredForm, Usage};
 use nvfp4_parallel::Reduction;
 
 use super::Nvfp4KernelOps;
@@ -27,7 +27,6 @@ use super::dtype::cast;
 use super::operands::{QuantSource, is_one_kernel};
 use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::{
     AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
     RowGroups,
@@ -263,7 +262,7 @@ impl LinearSharding {
         let params = |spec: Option<FormedSpec<'_>>| spec.and_then(|spec| spec.0.params().copied());
         let [row_params, col_params] = [params(row), params(col)];
         let read = |spec: Option<FormedSpec<'_>>| match (params(spec), spec) {
-            (Some(params), Some((_, form))) => form.of(&params),
+            (Some(params), Some((_, form))) => params.stored_form(form),
             _ => StoredForm::ROWS,
         };
         let [row_read, col_read] = [read(row), read(col)];

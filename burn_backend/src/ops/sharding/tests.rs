@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use burn_core::tensor::{Device, Distribution, Tensor};
-use nvfp4_formats::PackedReads;
+use nvfp4_formats::StoredForm;
 
 use super::super::context::tests::{device, spec};
 use super::super::{LinearContext, LinearSpec};
@@ -65,7 +65,7 @@ impl Case {
         group: ProcessGroup,
         shares: &Shares,
         spec: LinearSpec,
-        reads: PackedReads,
+        reads: StoredForm,
     ) -> [Vec<u8>; 3] {
         let context = LinearContext {
             reads: Some(reads),
@@ -90,7 +90,7 @@ fn of_ranks(
     cases: &[Case; 2],
     shares: &Shares,
     spec: LinearSpec,
-    reads: PackedReads,
+    reads: StoredForm,
 ) -> Vec<[Vec<u8>; 3]> {
     let groups = ProcessGroup::loopback(2, Duration::from_secs(300));
     thread::scope(|scope| {
@@ -115,8 +115,8 @@ fn forms_change_no_bit(preset: &str, tokens: usize, segments: &[usize]) {
                 segments: segments.to_vec(),
             };
             let cases = [(); 2].map(|()| Case::new(&shares, tokens, &device));
-            let rows = of_ranks(&cases, &shares, spec, PackedReads::Compact);
-            let tiles = of_ranks(&cases, &shares, spec, PackedReads::Swizzled);
+            let rows = of_ranks(&cases, &shares, spec, StoredForm::ROWS);
+            let tiles = of_ranks(&cases, &shares, spec, StoredForm::TILES);
             assert!(rows == tiles, "{preset}, {shares:?}");
         }
     }

@@ -120,6 +120,14 @@ impl BlockScaled {
         }
     }
 
+    /// Returns the suffix that names the kind in descriptions of kernels: none for NVFP4.
+    pub(crate) const fn suffix(self) -> &'static str {
+        match self {
+            Self::Nvfp4 => "",
+            Self::Mxfp8 => " on MXFP8",
+        }
+    }
+
     /// Returns the columns per 128 bytes of codes, which the swizzle spans: 256 or 128.
     pub const fn tile_k(self) -> usize {
         1024 / self.format().code_bits()

@@ -13,8 +13,7 @@ use super::{
     Gemm,
     exact::{ExactGemm, inexact},
     gemm,
-    kernels::{Sm100Form, Sm100Tile},
-    problem::Plan,
+    kernels::{Plan, Sm100Form, Sm100Tile, Tcgen05},
 };
 use crate::{
     Format, Nvfp4Error,
@@ -325,8 +324,8 @@ impl TestDevice {
         let request = match self {
             Self::Sm100 => request
                 .backend(GemmBackend::Sm100Tcgen05)
-                .plan(Plan::Tcgen05(tile)),
-            Self::Sm90 => request.plan(Plan::Tcgen05(tile.in_software(1))),
+                .plan(Plan::from(Tcgen05(tile))),
+            Self::Sm90 => request.plan(Plan::from(Tcgen05(tile.in_software(1)))),
             Self::Other => request,
         };
         gemm(client, &request).map(|output| output.matrix)

@@ -8,8 +8,8 @@ use crate::{
     format::{e2m1, e4m3, swizzle::swizzle, ue8m0},
     gemm::{
         kernels::{
-            sm100_block_scaled_engine::{TMEM_WORDS, VIOLATIONS},
-            sm100_probe::{
+            sm100::engine::{TMEM_WORDS, VIOLATIONS},
+            sm100::probe::{
                 B_CODES_AT, IMAGE, POISON, PROBE_UNITS, ROW, SCALE_COLUMN, SCALES_AT, step_kernel,
                 step_model_kernel, tmem_round_trip_kernel,
             },

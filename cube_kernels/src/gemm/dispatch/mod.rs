@@ -9,25 +9,30 @@ use cubecl::client::Client;
 use super::{
     cublaslt,
     kernels::{
-        cmma::Cmma, cublaslt::CublasLt, scalar::Scalar, sm90_bf16::Sm90Bf16,
-        sm90_stream_k::Sm90StreamK, sm90_w4a16::Sm90W4a16, sm90_w4a16_mn_major::Sm90W4a16MnMajor,
-        sm100_block_scaled::Sm100BlockScaled, sm120_block_scaled::Sm120BlockScaled,
-        small_m_launch::SmallM,
+        cublaslt::CublasLt,
+        portable::{Cmma, Scalar},
+        sm90::{
+            bf16::Sm90Bf16, stream_k::Sm90StreamK, w4a16::Sm90W4a16,
+            w4a16_mn_major::Sm90W4a16MnMajor,
+        },
+        sm100::Sm100BlockScaled,
+        sm120::Sm120BlockScaled,
+        small_m::SmallM,
     },
     operand::OperandLayout,
-    problem::{Candidate, Device, GemmShape, Kernel, Plan, Problem, Refusal, sms},
+    plan::{Candidate, GemmKernel, Plan},
+    problem::{Device, GemmShape, Problem, Refusal, sms},
     scheduler::GroupedDim,
     self_check,
 };
 use crate::{
-    Nvfp4Error, PackedReads,
+    Nvfp4Error, StoredForm,
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
-    environment::Environment,
 };
 
 /// All kernels, in the order in which they are asked.
-const KERNELS: [&dyn Kernel; 10] = [
+const KERNELS: [&dyn GemmKernel; 10] = [
     &Sm100BlockScaled,
     &CublasLt,
     &SmallM,
@@ -39,22 +44,6 @@ const KERNELS: [&dyn Kernel; 10] = [
     &Cmma,
     &Scalar,
 ];
-
-/// Returns the kernel that runs a plan.
-pub(crate) fn kernel_of(plan: Plan) -> &'static dyn Kernel {
-    match plan {
-        Plan::CublasLt(_) => &CublasLt,
-        Plan::SmallM => &SmallM,
-        Plan::W4a16(..) => &Sm90W4a16,
-        Plan::W4a16MnMajor(..) => &Sm90W4a16MnMajor,
-        Plan::DequantThenBf16(..) => &Sm90Bf16,
-        Plan::StreamK(..) => &Sm90StreamK,
-        Plan::BlockScaled(_) => &Sm120BlockScaled,
-        Plan::Tcgen05(_) => &Sm100BlockScaled,
-        Plan::Cmma => &Cmma,
-        Plan::Scalar => &Scalar,
-    }
-}
 
 /// The kernel chosen for a problem, and the reasons against others.
 #[derive(Debug, Clone, PartialEq)]
@@ -69,6 +58,19 @@ pub struct Choice {
     pub refusals: Vec<(&'static str, Refusal)>,
 }
 
+impl Choice {
+    /// Returns the form in which the GEMM `problem`, of which this is the choice, reads packed
+    /// operands.
+    pub fn packed_reads(&self, problem: &Problem) -> StoredForm {
+        let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
+        match self.plan.object().reads() {
+            // Dequantized before the GEMM, from rows of scales.
+            reads if is_mxfp8 && !reads.mxfp8 => StoredForm::ROWS,
+            reads => reads.packed,
+        }
+    }
+}
+
 /// Returns the choice for `problem` on `device`: the first kernel that supports it or, if that
 /// kernel estimates its time, the one with the lowest estimate.
 ///
@@ -76,7 +78,7 @@ pub struct Choice {
 /// Returns an error if the requested backend does not support the problem.
 pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     let mut refusals = Vec::new();
-    let mut best: Option<(&dyn Kernel, Candidate)> = None;
+    let mut best: Option<(&dyn GemmKernel, Candidate)> = None;
     for kernel in KERNELS {
         let problem = &seen_by(kernel, problem);
         let backend = kernel.backend(device, problem);
@@ -126,8 +128,14 @@ pub fn plan(device: &Device, problem: &Problem) -> Result<Choice, Nvfp4Error> {
     }
 }
 
+/// Returns true if the kernel `name` multiplies codes on devices of this compute capability.
+pub(crate) fn multiplies_codes(name: &str, compute_capability: Option<u32>) -> bool {
+    let kernel = KERNELS.iter().find(|kernel| kernel.name() == name);
+    kernel.is_some_and(|kernel| kernel.multiplies_codes_on(compute_capability))
+}
+
 /// Returns `problem` as presented to `kernel`.
-fn seen_by(kernel: &dyn Kernel, problem: &Problem) -> Problem {
+fn seen_by(kernel: &dyn GemmKernel, problem: &Problem) -> Problem {
     match kernel.takes_mxfp8() {
         true => *problem,
         false => problem.without_mxfp8(),
@@ -175,7 +183,7 @@ pub(crate) fn with_plan(
     if !is_planned {
         return Ok(choice);
     }
-    let kernel = kernel_of(plan);
+    let kernel = plan.object().kernel();
     if let Err(refusal) = kernel.supports(device, &seen_by(kernel, problem)) {
         let GemmShape { m, n, k } = problem.shape;
         return Err(Nvfp4Error::value(
@@ -191,14 +199,6 @@ pub(crate) fn with_plan(
     })
 }
 
-/// Returns the choice of [`gemm`](super::gemm()) for `problem` on the device of `client`.
-///
-/// # Errors
-/// See [`plan`].
-pub fn choose(client: &Client, problem: &Problem) -> Result<Choice, Nvfp4Error> {
-    on_device(client, |device| plan(device, problem))
-}
-
 /// Returns the backend for `problem` on a device with these capabilities, assuming that cuBLASLt
 /// supports everything that it is meant for.
 pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend {
@@ -212,40 +212,6 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
     match plan(&device, problem) {
         Ok(choice) => choice.backend,
         Err(_) => GemmBackend::Scalar,
-    }
-}
-
-/// Returns the form in which the GEMM `problem` reads packed operands on the device of `client`.
-/// This is the single source for the form in which they should be written. Operands in another form
-/// are converted by a separate pass, with bit-identical results.
-///
-/// - [`PackedReads::Bf16`]: an operand that nothing else reads may as well be
-///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
-/// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. If K is the token dimension, which may
-///   have any length, K of NVFP4 operands must be padded to whole tiles
-///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so must the `k` of
-///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
-///
-/// `NVFP4_SCALES=tiles` in the environment requests tiles on every device. Kernels that read rows
-/// then get them unswizzled first, with bit-identical results.
-pub fn packed_reads(client: &Client, problem: &Problem) -> PackedReads {
-    if Environment::get().scale_tiles {
-        return PackedReads::Swizzled;
-    }
-    on_device(client, |device| packed_reads_on(device, problem))
-}
-
-/// [`packed_reads`] for any device.
-fn packed_reads_on(device: &Device, problem: &Problem) -> PackedReads {
-    let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
-    match plan(device, problem) {
-        Ok(choice) => match kernel_of(choice.plan).reads(choice.plan) {
-            // Dequantized before the GEMM, from rows of scales.
-            reads if is_mxfp8 && !reads.mxfp8 => PackedReads::Compact,
-            reads => reads.packed,
-        },
-        // The GEMM reports problems that cannot be computed.
-        Err(_) => PackedReads::Compact,
     }
 }
 

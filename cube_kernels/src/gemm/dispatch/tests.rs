@@ -2,9 +2,14 @@
 
 use super::{
     super::{
+        choices::as_written,
         cublaslt::{CublasLtFormat, CublasLtProblem},
         epilogue::Factor,
         heuristics::BAND,
+        kernels::{
+            BlockScaledMma, CublasLtPlan, DequantThenBf16, DequantThenStreamK, Tcgen05, W4a16,
+            W4a16MnMajor,
+        },
         tiles::{Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, W4a16MnTile, W4a16Tile},
     },
     *,
@@ -35,16 +40,8 @@ fn choice(capabilities: &Capabilities, sms: usize, problem: &Problem) -> Choice 
 }
 
 /// Returns the form in which the GEMM reads packed operands.
-fn reads(capabilities: &Capabilities, problem: &Problem) -> PackedReads {
-    packed_reads_on(
-        &Device {
-            capabilities,
-            sms: 132,
-            cublaslt: &|_: &CublasLtProblem| Ok(()),
-            tcgen05: &|_| Ok(()),
-        },
-        problem,
-    )
+fn reads(capabilities: &Capabilities, problem: &Problem) -> StoredForm {
+    choice(capabilities, 132, problem).packed_reads(problem)
 }
 
 /// Returns the plan on an H100.
@@ -61,10 +58,10 @@ fn dense(m: usize, n: usize, k: usize) -> Plan {
 /// Plans that were measured to be the fastest on an H100.
 #[test]
 fn plans_of_measured_shapes() {
-    let w4a16 = |rows_a, ways| Plan::W4a16(W4a16Tile { rows_a, ways }, BAND);
-    assert_eq!(dense(1, 8192, 8192), Plan::SmallM);
-    assert_eq!(dense(16, 4096, 14336), Plan::SmallM);
-    assert_eq!(dense(16, 4096, 14352), Plan::SmallM);
+    let w4a16 = |rows_a, ways| Plan::from(W4a16(W4a16Tile { rows_a, ways }, BAND));
+    assert_eq!(dense(1, 8192, 8192), Plan::from(SmallM));
+    assert_eq!(dense(16, 4096, 14336), Plan::from(SmallM));
+    assert_eq!(dense(16, 4096, 14352), Plan::from(SmallM));
     assert_eq!(dense(32, 8192, 8192), w4a16(32, 4));
     assert_eq!(dense(64, 8192, 8192), w4a16(64, 2));
     assert_eq!(dense(96, 8192, 8192), w4a16(128, 2));
@@ -73,7 +70,7 @@ fn plans_of_measured_shapes() {
     assert_eq!(dense(256, 8192, 8192), w4a16(128, 1));
     assert_eq!(dense(512, 8192, 8192), w4a16(256, 1));
     assert_eq!(dense(2048, 2048, 2048), w4a16(256, 1));
-    let bf16 = |tile| Plan::DequantThenBf16(tile, BAND);
+    let bf16 = |tile| Plan::from(DequantThenBf16(tile, BAND));
     assert_eq!(dense(8192, 8192, 8192), bf16(Sm90Tile::N256));
     assert_eq!(dense(8192, 2112, 7168), bf16(Sm90Tile::N176));
 }
@@ -84,7 +81,7 @@ fn plans_of_measured_shapes() {
 fn packed_mn_major_operands_are_read_as_they_are() {
     let layouts = [OperandLayout::KMajor, OperandLayout::PackedMnMajor];
     let problem = |shape| Problem::new(layouts, shape);
-    let fused = |tile| Plan::W4a16MnMajor(tile, BAND);
+    let fused = |tile| Plan::from(W4a16MnMajor(tile, BAND));
     assert_eq!(
         sm90(&problem((4096, 4096, 14336))),
         fused(W4a16MnTile::M128)
@@ -92,7 +89,7 @@ fn packed_mn_major_operands_are_read_as_they_are() {
     // 64 tiles of 128 rows on 132 SMs.
     assert_eq!(sm90(&problem((512, 4096, 4096))), fused(W4a16MnTile::M64));
     let groups = problem((4096, 2048, 768)).grouped(GroupedDim::M, 128);
-    let band = Plan::W4a16MnMajor(W4a16MnTile::M64, 1);
+    let band = Plan::from(W4a16MnMajor(W4a16MnTile::M64, 1));
     assert_eq!(sm90(&groups), band);
     for (capability, backend) in [
         (80, GemmBackend::Cmma),
@@ -107,7 +104,7 @@ fn packed_mn_major_operands_are_read_as_they_are() {
             groups,
         ] {
             let choice = choice(&capabilities, 132, &problem);
-            assert_eq!(choice.plan, Plan::Cmma, "{backend:?}");
+            assert_eq!(choice.plan, Plan::from(Cmma), "{backend:?}");
         }
         let asked = Problem {
             backend: Some(GemmBackend::CublasLt),
@@ -130,7 +127,7 @@ fn few_tiles_of_long_contractions_are_shared_out() {
     let layouts = [OperandLayout::KMajor, OperandLayout::MnMajor];
     for layout in layouts {
         let plan = |shape| sm90(&Problem::new([layout; 2], shape));
-        let shared = |tile| Plan::StreamK(tile, BAND);
+        let shared = |tile| Plan::from(DequantThenStreamK(tile, BAND));
         assert_eq!(plan((768, 768, 16384)), shared(Sm90Tile::N128));
         assert_eq!(plan((512, 512, 16384)), shared(Sm90Tile::N128));
         // Measured: whole tiles are as fast or faster.
@@ -143,10 +140,7 @@ fn few_tiles_of_long_contractions_are_shared_out() {
             (16384, 768, 2048),
         ] {
             let plan = plan(shape);
-            assert!(
-                matches!(plan, Plan::DequantThenBf16(..)),
-                "{shape:?}: {plan}"
-            );
+            assert!(plan.is::<DequantThenBf16>(), "{shape:?}: {plan}");
         }
     }
 }
@@ -156,7 +150,8 @@ fn few_tiles_of_long_contractions_are_shared_out() {
 #[test]
 fn dequantized_operands_change_no_plan() {
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
-    let dequantizes = |shape| reads(&hopper, &Problem::new(PACKED, shape)) == PackedReads::Bf16;
+    let dequantizes =
+        |shape| reads(&hopper, &Problem::new(PACKED, shape)) == StoredForm::Bf16Unscaled;
     for shape in [
         (8192, 4096, 4096),
         (8192, 8192, 8192),
@@ -178,6 +173,46 @@ fn dequantized_operands_change_no_plan() {
     }
 }
 
+/// A GEMM whose operands were written as its kernel reads them runs the kernel that was chosen
+/// before they were written.
+#[test]
+fn operands_in_the_form_that_is_read_change_no_choice() {
+    let devices = [
+        (90, GemmBackend::Sm90Wgmma),
+        (100, GemmBackend::CublasLt),
+        (120, GemmBackend::Sm120BlockScaled),
+        (80, GemmBackend::Cmma),
+    ];
+    let sizes = [16, 64, 768, 1536, 2048, 4096, 8192, 14336];
+    let (mut written, mn_major) = (0, OperandLayout::PackedMnMajor);
+    for (capability, backend) in devices {
+        let device = device(Some(capability), backend);
+        for (m, n, k) in sizes
+            .iter()
+            .flat_map(|m| sizes.iter().map(move |n| (*m, *n)))
+            .flat_map(|(m, n)| sizes.iter().map(move |k| (m, n, *k)))
+        {
+            for layouts in [PACKED, WEIGHT_ONLY, [OperandLayout::Packed, mn_major]] {
+                let dims = [
+                    (GroupedDim::None, 1),
+                    (GroupedDim::M, 8),
+                    (GroupedDim::K, 8),
+                ];
+                for (dim, groups) in dims {
+                    let problem = Problem::new(layouts, (m, n, k)).grouped(dim, groups);
+                    let planned = choice(&device, 132, &problem);
+                    for other in as_written(&problem, planned.packed_reads(&problem)) {
+                        let found = choice(&device, 132, &other);
+                        assert_eq!(found.plan, planned.plan, "{problem:?}, {other:?}");
+                        written += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(written > 1000, "{written}");
+}
+
 /// Consumer Blackwell: the instruction reads codes, small M with a packed weight has its own
 /// kernel, and the portable kernel takes the rest.
 #[test]
@@ -188,21 +223,21 @@ fn plans_of_consumer_blackwell() {
         choice(&blackwell, 84, &problem).plan
     };
     let tile_of = |format, strips| {
-        Plan::BlockScaled(Sm120Tile {
+        Plan::from(BlockScaledMma(Sm120Tile {
             format,
             strips,
             multiply: Multiply::Instruction,
-        })
+        }))
     };
     let tile = |strips| tile_of(BlockScaled::Nvfp4, strips);
     let none = GroupedDim::None;
     assert_eq!(plan(PACKED, (4096, 4096, 4096), none), tile(2));
     assert_eq!(plan(PACKED, (64, 8192, 8192), none), tile(1));
     assert_eq!(plan(PACKED, (4096, 4096, 4096), GroupedDim::M), tile(2));
-    assert_eq!(plan(PACKED, (8, 8192, 8192), none), Plan::SmallM);
-    assert_eq!(plan(WEIGHT_ONLY, (8, 8192, 8192), none), Plan::SmallM);
-    assert_eq!(plan(PACKED, (8, 8192, 48), none), Plan::SmallM);
-    assert_eq!(plan(WEIGHT_ONLY, (64, 8192, 8192), none), Plan::Cmma);
+    assert_eq!(plan(PACKED, (8, 8192, 8192), none), Plan::from(SmallM));
+    assert_eq!(plan(WEIGHT_ONLY, (8, 8192, 8192), none), Plan::from(SmallM));
+    assert_eq!(plan(PACKED, (8, 8192, 48), none), Plan::from(SmallM));
+    assert_eq!(plan(WEIGHT_ONLY, (64, 8192, 8192), none), Plan::from(Cmma));
     // Groups along K, an amax per row, and MXFP8 in every form.
     assert_eq!(plan(PACKED, (64, 8192, 8192), GroupedDim::K), tile(1));
     let mut per_row = Problem::new(PACKED, (4096, 4096, 4096));
@@ -226,7 +261,7 @@ fn plans_of_other_devices() {
         let problem = Problem::new(layouts, shape).grouped(dim, 1);
         choice(&device(sm, GemmBackend::Cmma), 132, &problem).plan
     };
-    let (few, tiles, none) = (Plan::SmallM, Plan::Cmma, GroupedDim::None);
+    let (few, tiles, none) = (Plan::from(SmallM), Plan::from(Cmma), GroupedDim::None);
     let datacenter = Some(100);
     assert_eq!(plan(datacenter, PACKED, (1, 8192, 8192), none), few);
     assert_eq!(plan(datacenter, PACKED, (16, 10, 96), none), few);
@@ -245,7 +280,7 @@ fn plans_of_other_devices() {
 /// Operands that the kernel with dequantization in registers cannot read go to the other kernel.
 #[test]
 fn plans_of_other_operands() {
-    let is_bf16 = |plan| matches!(plan, Plan::DequantThenBf16(..));
+    let is_bf16 = |plan: Plan| plan.is::<DequantThenBf16>();
     assert!(is_bf16(dense(64, 8192, 48)));
     let (packed, mn_major) = (OperandLayout::Packed, OperandLayout::MnMajor);
     let shape = (64, 8192, 8192);
@@ -261,16 +296,16 @@ fn plans_of_other_operands() {
         rows_a: 128,
         ways: 1,
     };
-    assert_eq!(sm90(&rows), Plan::W4a16(tile, 1));
+    assert_eq!(sm90(&rows), Plan::from(W4a16(tile, 1)));
     // 176 columns are no multiple of 64: those tiles require a K-major `b`.
     let narrow = |b| sm90(&Problem::new([mn_major, b], (8192, 2112, 7168)));
     assert_eq!(
         narrow(OperandLayout::KMajor),
-        Plan::DequantThenBf16(Sm90Tile::N176, BAND)
+        Plan::from(DequantThenBf16(Sm90Tile::N176, BAND))
     );
     assert_eq!(
         narrow(mn_major),
-        Plan::DequantThenBf16(Sm90Tile::N128, BAND)
+        Plan::from(DequantThenBf16(Sm90Tile::N128, BAND))
     );
     // Small M with an MN-major `a`: read directly, or transposed if TMA cannot read it.
     assert!(is_bf16(sm90(&Problem::new(
@@ -279,7 +314,7 @@ fn plans_of_other_operands() {
     ))));
     assert_eq!(
         sm90(&Problem::new([mn_major, packed], (12, 8192, 8192))),
-        Plan::SmallM
+        Plan::from(SmallM)
     );
 }
 
@@ -301,13 +336,13 @@ fn backends_that_are_asked_for() {
         plan(&device, &problem).map(|choice| choice.plan)
     };
     let few = (1, 8192, 8192);
-    assert_eq!(asked(GemmBackend::Sm90Wgmma, few), Ok(Plan::SmallM));
-    assert_eq!(asked(GemmBackend::Cmma, few), Ok(Plan::Cmma));
-    assert_eq!(asked(GemmBackend::Scalar, few), Ok(Plan::Scalar));
+    assert_eq!(asked(GemmBackend::Sm90Wgmma, few), Ok(Plan::from(SmallM)));
+    assert_eq!(asked(GemmBackend::Cmma, few), Ok(Plan::from(Cmma)));
+    assert_eq!(asked(GemmBackend::Scalar, few), Ok(Plan::from(Scalar)));
     let format = CublasLtFormat::Nvfp4;
     assert_eq!(
         asked(GemmBackend::CublasLt, few),
-        Ok(Plan::CublasLt(format))
+        Ok(Plan::from(CublasLtPlan(format)))
     );
     assert!(asked(GemmBackend::Sm90Wgmma, (1, 8190, 8192)).is_err());
     let error = asked(GemmBackend::Sm120BlockScaled, few).unwrap_err();
@@ -331,16 +366,19 @@ fn the_library_and_what_it_refuses() {
         plan(&device, &Problem::new(layouts, shape)).unwrap()
     };
     let (few, many) = ((8, 8192, 8192), (4096, 4096, 4096));
-    let nvfp4 = Plan::CublasLt(CublasLtFormat::Nvfp4);
+    let nvfp4 = Plan::from(CublasLtPlan(CublasLtFormat::Nvfp4));
     assert_eq!(choose(PACKED, few, true).plan, nvfp4);
-    assert_eq!(choose(WEIGHT_ONLY, few, true).plan, Plan::SmallM);
-    let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+    assert_eq!(choose(WEIGHT_ONLY, few, true).plan, Plan::from(SmallM));
+    let bf16 = Plan::from(CublasLtPlan(CublasLtFormat::Bf16));
     assert_eq!(choose(WEIGHT_ONLY, many, true).plan, bf16);
-    assert_eq!(choose(PACKED, (4096, 4096, 4112), true).plan, Plan::Cmma);
+    assert_eq!(
+        choose(PACKED, (4096, 4096, 4112), true).plan,
+        Plan::from(Cmma)
+    );
     let refused = choose(PACKED, many, false);
     assert_eq!(
         (refused.backend, refused.plan),
-        (GemmBackend::Cmma, Plan::Cmma)
+        (GemmBackend::Cmma, Plan::from(Cmma))
     );
     let is_library = |(_, refusal): &(_, Refusal)| matches!(refusal, Refusal::Library(_));
     assert!(refused.refusals.iter().any(is_library));
@@ -350,7 +388,7 @@ fn the_library_and_what_it_refuses() {
 /// kernels read rows of scales, or bf16.
 #[test]
 fn who_reads_tiles_of_scales() {
-    use PackedReads::{Bf16, Compact, Swizzled};
+    let (rows, tiles) = (StoredForm::ROWS, StoredForm::TILES);
     let shape = (4096, 4096, 4096);
     let dense = Problem::new(PACKED, shape);
     let mut per_row = dense;
@@ -359,30 +397,27 @@ fn who_reads_tiles_of_scales() {
     for backend in [GemmBackend::CublasLt, GemmBackend::Sm100Tcgen05] {
         let blackwell = device(Some(100), backend);
         for problem in [dense, per_row, grouped[0], grouped[1]] {
-            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+            assert_eq!(reads(&blackwell, &problem), tiles, "{problem:?}");
         }
         let odd = Problem::new(PACKED, (4096, 4096, 4112));
-        assert_eq!(reads(&blackwell, &odd), Compact);
+        assert_eq!(reads(&blackwell, &odd), rows);
         let mxfp8 = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4096, 4128));
         let grouped = [GroupedDim::M, GroupedDim::K].map(|dim| mxfp8.grouped(dim, 8));
         for problem in [mxfp8, grouped[0], grouped[1]] {
-            assert_eq!(reads(&blackwell, &problem), Swizzled, "{problem:?}");
+            assert_eq!(reads(&blackwell, &problem), tiles, "{problem:?}");
         }
         // Dequantized, from rows of scales.
         let narrow = Problem::new([OperandLayout::Mxfp8; 2], (4096, 4100, 4096));
-        assert_eq!(reads(&blackwell, &narrow), Compact);
+        assert_eq!(reads(&blackwell, &narrow), rows);
         // A packed weight with bf16 activations.
-        assert_ne!(
-            reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)),
-            Swizzled
-        );
+        assert_ne!(reads(&blackwell, &Problem::new(WEIGHT_ONLY, shape)), tiles);
     }
     let hopper = device(Some(90), GemmBackend::Sm90Wgmma);
     let large = Problem::new(PACKED, (8192, 8192, 8192));
-    assert_eq!(reads(&hopper, &large), Bf16);
+    assert_eq!(reads(&hopper, &large), StoredForm::Bf16Unscaled);
     let large = Problem::new([OperandLayout::Mxfp8; 2], (8192, 8192, 8192));
-    assert_eq!(reads(&hopper, &large), Compact);
-    assert_eq!(reads(&hopper, &dense), Compact);
+    assert_eq!(reads(&hopper, &large), rows);
+    assert_eq!(reads(&hopper, &dense), rows);
     for (capability, backend) in [
         (Some(120), GemmBackend::Sm120BlockScaled),
         (Some(80), GemmBackend::Cmma),
@@ -390,7 +425,7 @@ fn who_reads_tiles_of_scales() {
     ] {
         assert_eq!(
             reads(&device(capability, backend), &dense),
-            Compact,
+            rows,
             "{backend:?}"
         );
     }
@@ -400,10 +435,10 @@ fn who_reads_tiles_of_scales() {
 /// problems that it refuses go to the usual kernel.
 #[test]
 fn tcgen05_where_it_is_asked_for() {
-    let of = |form| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Nvfp4, form));
+    let of = |form| Plan::from(Tcgen05(Sm100Tile::instruction(BlockScaled::Nvfp4, form)));
     let (tcgen05, few) = (of(Sm100Form::OneCta), of(Sm100Form::SwapAb));
     let large = of(Sm100Form::TwoCta);
-    let nvfp4 = Plan::CublasLt(CublasLtFormat::Nvfp4);
+    let nvfp4 = Plan::from(CublasLtPlan(CublasLtFormat::Nvfp4));
     let shape = (4096, 4096, 4096);
     let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
     let plan = |problem: Problem| choice(&asked, 148, &problem).plan;
@@ -416,14 +451,17 @@ fn tcgen05_where_it_is_asked_for() {
     per_token.epilogue.a = Factor::PerRow;
     assert_eq!(plan(per_token), large);
     assert_eq!(plan(dense.grouped(GroupedDim::K, 8)), tcgen05);
-    assert_eq!(plan(Problem::new(PACKED, (64, 4096, 4112))), Plan::Cmma);
-    assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::Cmma);
+    assert_eq!(
+        plan(Problem::new(PACKED, (64, 4096, 4112))),
+        Plan::from(Cmma)
+    );
+    assert_eq!(plan(Problem::new(PACKED, (64, 4096, 0))), Plan::from(Cmma));
     let unaligned = Problem {
         aligned: false,
         ..dense
     };
-    assert!(!matches!(plan(unaligned), Plan::Tcgen05(_)));
-    let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+    assert!(!plan(unaligned).is::<Tcgen05>());
+    let bf16 = Plan::from(CublasLtPlan(CublasLtFormat::Bf16));
     assert_eq!(plan(Problem::new(WEIGHT_ONLY, shape)), bf16);
 
     // Without the variable, only the request can select the backend.
@@ -469,20 +507,20 @@ fn mxfp8_where_there_are_instructions_for_it() {
         };
         super::plan(&device, &problem).unwrap().plan
     };
-    let tcgen05 = |form| Plan::Tcgen05(Sm100Tile::instruction(BlockScaled::Mxfp8, form));
+    let tcgen05 = |form| Plan::from(Tcgen05(Sm100Tile::instruction(BlockScaled::Mxfp8, form)));
     let (one, two, swap) = (Sm100Form::OneCta, Sm100Form::TwoCta, Sm100Form::SwapAb);
-    let bf16 = Plan::CublasLt(CublasLtFormat::Bf16);
+    let bf16 = Plan::from(CublasLtPlan(CublasLtFormat::Bf16));
     let (m, k) = (GroupedDim::M, GroupedDim::K);
     let mxfp8 = |m| Problem::new(MXFP8, (m, 4096, 4096));
     for (problem, own, other) in [
         (mxfp8(4096), tcgen05(two), bf16),
         (mxfp8(64), tcgen05(swap), bf16),
         (mxfp8(65), tcgen05(one), bf16),
-        (mxfp8(4096).grouped(m, 8), tcgen05(two), Plan::Cmma),
-        (mxfp8(4096).grouped(m, 32), tcgen05(one), Plan::Cmma),
-        (mxfp8(512).grouped(m, 8), tcgen05(swap), Plan::Cmma),
-        (mxfp8(64).grouped(k, 8), tcgen05(one), Plan::Cmma),
-        (mxfp8(4096).grouped(k, 8), tcgen05(one), Plan::Cmma),
+        (mxfp8(4096).grouped(m, 8), tcgen05(two), Plan::from(Cmma)),
+        (mxfp8(4096).grouped(m, 32), tcgen05(one), Plan::from(Cmma)),
+        (mxfp8(512).grouped(m, 8), tcgen05(swap), Plan::from(Cmma)),
+        (mxfp8(64).grouped(k, 8), tcgen05(one), Plan::from(Cmma)),
+        (mxfp8(4096).grouped(k, 8), tcgen05(one), Plan::from(Cmma)),
     ] {
         assert_eq!(plan(problem, BlockScaled::Nvfp4), own, "{problem:?}");
         assert_eq!(plan(problem, BlockScaled::Mxfp8), other, "{problem:?}");
@@ -528,10 +566,8 @@ fn operands_are_exchanged_for_few_rows() {
     let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
     let swapped = |m, grouped, groups| {
         let problem = Problem::new(PACKED, (m, 4096, 4096)).grouped(grouped, groups);
-        match choice(&asked, 148, &problem).plan {
-            Plan::Tcgen05(tile) => tile.form.swaps_ab(),
-            plan => panic!("{plan}"),
-        }
+        let plan = choice(&asked, 148, &problem).plan;
+        plan.get::<Tcgen05>().unwrap().0.form.swaps_ab()
     };
     assert!(swapped(1, GroupedDim::None, 1));
     assert!(swapped(64, GroupedDim::None, 1));
@@ -548,10 +584,8 @@ fn two_ctas_share_tiles_where_that_takes_no_more_waves() {
     let asked = device(Some(100), GemmBackend::Sm100Tcgen05);
     let form = |shape: (usize, usize, usize), grouped, groups| {
         let problem = Problem::new(PACKED, shape).grouped(grouped, groups);
-        match choice(&asked, 148, &problem).plan {
-            Plan::Tcgen05(tile) => tile.form,
-            plan => panic!("{plan}"),
-        }
+        let plan = choice(&asked, 148, &problem).plan;
+        plan.get::<Tcgen05>().unwrap().0.form
     };
     let (none, m, k) = (GroupedDim::None, GroupedDim::M, GroupedDim::K);
     let (one, two) = (Sm100Form::OneCta, Sm100Form::TwoCta);

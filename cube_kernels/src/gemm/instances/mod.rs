@@ -8,7 +8,7 @@ mod sm100;
 
 use inputs::{ALL, ALL_GROUPS, BLOCKS, COLS, NO_SPILLS, PLAIN, ROWS, epilogue, map, problem};
 
-use super::kernels::small_m_launch::loads_a_late;
+use super::kernels::small_m::loads_a_late;
 use super::kernels::{
     ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
     MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,

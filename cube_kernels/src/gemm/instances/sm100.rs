@@ -8,9 +8,9 @@ use crate::{
     gemm::{
         kernels::{
             EpilogueKind, Factor, Fault, GroupedDim, ScaleMapsLaunch, Sm100Form, Sm100Plan,
-            SoftwareTensorCoreLaunch, SwizzledScalesLaunch, TensorCore, sm100_block_scaled_kernel,
-            sm100_probe::{PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel},
-            sm100_units,
+            SoftwareTensorCoreLaunch, SwizzledScalesLaunch, TensorCore,
+            sm100::probe::{PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel},
+            sm100_block_scaled_kernel, sm100_units,
         },
         specialization::GemmInstance,
     },

@@ -1,86 +1,56 @@
-//! GEMM kernels, one per file. Re-exported for tests that compile them without launching.
+//! GEMM kernels, in a folder per architecture. The first page of each folder says which kernels it
+//! has, what calls them, and whether they have run on hardware. Re-exported for tests that compile
+//! them without launching.
+//!
+//! | folder | devices | has run on hardware |
+//! |---|---|---|
+//! | [`portable`] | any device; `cmma` needs matrix instructions | yes |
+//! | [`small_m`] | sm_80 and later, up to 16 rows | yes, on sm_90 |
+//! | [`sm90`] | Hopper | yes |
+//! | [`sm100`] | data-center Blackwell | **no** |
+//! | [`sm120`] | consumer Blackwell | **no** |
+//! | [`cublaslt`] | sm_100 and sm_103, by NVIDIA's library | bf16 and FP8 yes, FP4 **no** |
 
 // `#[cube]` generates public items that cannot carry documentation.
+pub mod cublaslt;
 #[allow(missing_docs)]
-pub(crate) mod cmma;
+pub(crate) mod portable;
 #[allow(missing_docs)]
-pub(crate) mod cublaslt;
+pub mod sm100;
 #[allow(missing_docs)]
-pub(crate) mod scalar;
-pub(crate) mod sm100_block_scaled;
+pub(crate) mod sm120;
 #[allow(missing_docs)]
-pub(crate) mod sm100_block_scaled_commands;
+pub(crate) mod sm90;
 #[allow(missing_docs)]
-pub(crate) mod sm100_block_scaled_cta;
-#[allow(missing_docs)]
-pub mod sm100_block_scaled_engine;
-#[allow(missing_docs)]
-pub mod sm100_block_scaled_operands;
-#[allow(missing_docs)]
-mod sm100_block_scaled_output;
-#[allow(missing_docs)]
-mod sm100_block_scaled_roles;
-#[allow(missing_docs)]
-pub(crate) mod sm100_block_scaled_stage;
-#[allow(missing_docs)]
-pub mod sm100_probe;
-#[allow(missing_docs)]
-pub(crate) mod sm120_block_scaled;
-mod sm120_block_scaled_stage;
-#[allow(missing_docs)]
-pub(crate) mod sm90_bf16;
-#[allow(missing_docs)]
-pub(crate) mod sm90_stream_k;
-#[allow(missing_docs)]
-pub(crate) mod sm90_w4a16;
-#[allow(missing_docs)]
-pub(crate) mod sm90_w4a16_mn_major;
-#[allow(missing_docs)]
-mod sm90_w4a16_mn_major_output;
-#[allow(missing_docs)]
-mod sm90_w4a16_mn_major_stage;
-#[allow(missing_docs)]
-mod sm90_w4a16_mn_major_tiles;
-#[allow(missing_docs)]
-mod sm90_w4a16_output;
-#[allow(missing_docs)]
-mod small_m;
-pub(crate) mod small_m_launch;
-#[allow(missing_docs)]
-mod small_m_mainloop;
-#[allow(missing_docs)]
-mod small_m_output;
-mod small_m_shape;
-#[allow(missing_docs)]
-mod w4a16_arrange;
+pub(crate) mod small_m;
 
 pub use super::{
     arguments::{GroupedProblemLaunch, MixedMatrixLaunch, PackedMatrixLaunch, ProblemShapeLaunch},
     epilogue::{EpilogueKind, EpilogueLaunch, Factor},
     materialize::{decode, dequantize_unscaled_kernel, transpose_kernel, transposed},
-    problem::Plan,
+    plan::Plan,
     scheduler::{GroupedDim, Schedule},
     tiles::{
         CmmaTile, Fault, Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, TensorCore,
         W4a16MnTile, W4a16Tile,
     },
 };
-pub use cmma::{CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
-pub use cublaslt::{add_rows_kernel, factors_kernel};
-pub use scalar::{ScalarPlan, scalar_grouped_kernel, scalar_kernel};
-pub use sm90_bf16::{Sm90Plan, UNITS as SM90_UNITS, sm90_bf16_kernel};
-pub use sm90_stream_k::{
-    PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
+pub use cublaslt::{CublasLtPlan, add_rows_kernel, factors_kernel};
+pub use portable::{
+    CMMA_UNITS, Cmma, CmmaPlan, Scalar, ScalarPlan, cmma_kernel, scalar_grouped_kernel,
+    scalar_kernel,
 };
-pub use sm90_w4a16::{ScheduledProblemLaunch, W4a16Plan, sm90_w4a16_kernel};
-pub use sm90_w4a16_mn_major::sm90_w4a16_mn_major_kernel;
-pub use sm90_w4a16_mn_major_tiles::W4a16MnMajorPlan;
-pub use sm100_block_scaled_commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
-pub use sm100_block_scaled_cta::{sm100_block_scaled_kernel, units as sm100_units};
-pub use sm100_block_scaled_operands::Sm100Plan;
-pub use sm100_block_scaled_stage::{ScaleMaps, ScaleMapsLaunch, SwizzledScalesLaunch};
-pub use sm120_block_scaled::{Sm120Plan, sm120_block_scaled_kernel};
-pub use sm120_block_scaled_stage::Pieces;
-pub use small_m::{small_m_kernel, small_m_norm_kernel};
-pub use small_m_shape::{SmallMLeft, SmallMNorm, SmallMShape};
-pub use w4a16_arrange::{ArrangeSizeLaunch, arrange_kernel};
+pub use sm90::{
+    ArrangeSizeLaunch, DequantThenBf16, DequantThenStreamK, PartialTilesLaunch, SM90_UNITS,
+    ScheduledProblemLaunch, Sm90Plan, StreamKPlan, StreamKProblemLaunch, W4a16, W4a16MnMajor,
+    W4a16MnMajorPlan, W4a16Plan, arrange_kernel, sm90_bf16_kernel, sm90_stream_k_kernel,
+    sm90_w4a16_kernel, sm90_w4a16_mn_major_kernel,
+};
+pub use sm100::{
+    ScaleMaps, ScaleMapsLaunch, Sm100Plan, SoftwareTensorCore, SoftwareTensorCoreLaunch,
+    SwizzledScalesLaunch, Tcgen05, sm100_block_scaled_kernel, sm100_units,
+};
+pub use sm120::{BlockScaledMma, Pieces, Sm120Plan, sm120_block_scaled_kernel};
+pub use small_m::{
+    SmallM, SmallMLeft, SmallMNorm, SmallMShape, small_m_kernel, small_m_norm_kernel,
+};

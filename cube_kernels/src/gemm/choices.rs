@@ -1,0 +1,93 @@
+//! Choices that were made, by device and problem: a GEMM whose problem was planned, or computed
+//! before, runs the same kernel without asking all kernels again.
+
+use std::{
+    any::TypeId,
+    collections::HashMap,
+    sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError},
+};
+
+use cubecl::{client::Client, device::DeviceId, dry_run::launch_mode};
+
+use super::{
+    dispatch::Choice,
+    operand::OperandLayout,
+    problem::{GemmShape, Problem},
+};
+use crate::StoredForm;
+
+/// Maximum number of cached choices. Beyond it the cache is cleared, since an unbounded variety of
+/// shapes (numbers of tokens) would fill the memory.
+const MOST_CHOICES: usize = 4096;
+
+/// Runtime and device.
+type Service = (TypeId, DeviceId);
+
+#[derive(Default)]
+struct Choices {
+    known: HashMap<(Service, Problem), Arc<Choice>>,
+    /// Number of selections by shape.
+    selections: HashMap<GemmShape, usize>,
+}
+
+static CHOICES: LazyLock<Mutex<Choices>> = LazyLock::new(Mutex::default);
+
+fn choices() -> MutexGuard<'static, Choices> {
+    CHOICES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn service_of(client: &Client) -> Service {
+    let id = client.service_id();
+    (id.service, id.device)
+}
+
+/// Returns the choice for `problem` on the device of `client`, if it was made.
+pub(super) fn known(client: &Client, problem: &Problem) -> Option<Arc<Choice>> {
+    let key = (service_of(client), *problem);
+    choices().known.get(&key).cloned()
+}
+
+/// Keeps `choice` for `problem` on the device of `client`.
+pub(super) fn keep(client: &Client, problem: &Problem, choice: Choice) -> Arc<Choice> {
+    let (device, choice) = (service_of(client), Arc::new(choice));
+    let mut choices = choices();
+    if choices.known.len() >= MOST_CHOICES {
+        *choices = Choices::default();
+    }
+    *choices.selections.entry(problem.shape).or_default() += 1;
+    // A run that only compiles skips self-checks, so a later run chooses again.
+    if launch_mode().is_skipped() {
+        return choice;
+    }
+    choices.known.insert((device, *problem), choice.clone());
+    for written in as_written(problem, choice.packed_reads(problem)) {
+        let known = choices.known.entry((device, written));
+        known.or_insert_with(|| choice.clone());
+    }
+    choice
+}
+
+/// Returns the problems of the same GEMM if one or both operands were written in the form that the
+/// chosen kernel reads instead of being dequantized before it. The choice is the same, because the
+/// time to dequantize an operand is that of no kernel.
+pub(super) fn as_written(problem: &Problem, reads: StoredForm) -> Vec<Problem> {
+    if reads != StoredForm::Bf16Unscaled {
+        return Vec::new();
+    }
+    let written = |layout| match layout {
+        OperandLayout::Packed => OperandLayout::KMajor,
+        layout => layout,
+    };
+    let (a, b) = (written(problem.a), written(problem.b));
+    let layouts = [(a, problem.b), (problem.a, b), (a, b)];
+    layouts.map(|(a, b)| Problem { a, b, ..*problem }).into()
+}
+
+/// Returns how often a kernel was selected for GEMMs of this shape in this process, for tests.
+pub fn selections(shape: impl Into<GemmShape>) -> usize {
+    choices()
+        .selections
+        .get(&shape.into())
+        .copied()
+        .unwrap_or_default()
+}

@@ -1,0 +1,11 @@
+//! Kernels for any device, and for every shape and operand that the others refuse. Dispatch asks
+//! them last. Both run on hardware: on CubeCL's CPU runtime (`scalar`) and on Hopper.
+//!
+//! - `cmma`: tiles dequantized in shared memory, for GPUs with 16x16x16 matrix instructions.
+//! - `scalar`: one unit per output element, bit-identical to the reference.
+
+mod cmma;
+mod scalar;
+
+pub use cmma::{Cmma, CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
+pub use scalar::{Scalar, ScalarPlan, scalar_grouped_kernel, scalar_kernel};
