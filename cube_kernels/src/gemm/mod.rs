@@ -174,7 +174,7 @@ pub struct GemmOutput {
     /// Output.
     pub matrix: Matrix,
     /// Requested amax values in device memory: one `f32`, or one per group. They equal the
-    /// [`amax`](crate::quantize::amax()) of the output, so that quantizing it needs no separate
+    /// [amax](crate::quantize::ComputeAmax) of the output, so that quantizing it needs no separate
     /// pass. NaN and infinity propagate; a group without elements yields zero.
     pub amax: Option<Handle>,
 }
@@ -586,7 +586,8 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
                 k,
                 "gemm: a second kernel finds the amax of the output"
             );
-            Some(quantize::amax(client, output.matrix(), None)?)
+            let request = quantize::ComputeAmax::of_matrix(output.matrix());
+            request.launch(client)?.amax.rows
         }
         amax => amax,
     };

@@ -4,6 +4,7 @@
 //!
 //! `NVFP4_TEST_DEVICE` selects `cpu` (the default) or `cuda`.
 
+use crate::support::quantize;
 use crate::support::{
     device,
     device::read_matrix,
@@ -23,7 +24,7 @@ use nvfp4_kernels::{
         kernels::{Sm90Tile, W4a16MnTile},
     },
     moe::GroupOffsets,
-    quantize, reference,
+    reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 

@@ -5,6 +5,7 @@
 use crate::support::device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use crate::support::gemm::multiply;
 use crate::support::inputs::{Kind, TestElement, convert, values};
+use crate::support::quantize::{self, DeviceRounding};
 use crate::support::{device, inputs};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
@@ -13,8 +14,8 @@ use nvfp4_kernels::{
     ScaleLayout,
     capabilities::{Capabilities, GemmBackend},
     gemm::Gemm,
-    quantize, reference,
-    tensor::{DeviceQuantized, DeviceRounding, FloatKind, Matrix},
+    reference,
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;
 

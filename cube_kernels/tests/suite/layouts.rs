@@ -6,11 +6,11 @@ use crate::support::device::{
     upload_bytes,
 };
 use crate::support::inputs::Generator;
+use crate::support::quantize;
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_kernels::{
     moe::{self, GroupOffsets},
-    quantize::{self},
     reference::{padding, swizzle},
     tensor::{FloatKind, Matrix},
 };

@@ -75,6 +75,8 @@ mod prologue;
 #[cfg(feature = "cube")]
 mod quantize;
 #[cfg(feature = "cube")]
+mod quantize_plan;
+#[cfg(feature = "cube")]
 mod repeated;
 #[cfg(feature = "cube")]
 mod router;

@@ -3,11 +3,12 @@
 
 use crate::support::device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
+use crate::support::quantize;
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BlockScaling, Format, Hadamard, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
-    quantize, reference,
+    reference,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 

@@ -5,13 +5,13 @@ use crate::support::device::{
     DeviceElement, assert_floats, is_brief, read_f32s, read_matrix, upload, upload_bytes,
 };
 use crate::support::inputs::{Generator, Kind, convert, values};
+use crate::support::quantize::{AmaxRequest, Amaxes, amaxes};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Hadamard, HadamardSize,
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
-    quantize::{AmaxRequest, Amaxes, amaxes},
     reference::{self, Activation, Gelu, Norm},
     tensor::{AmaxGranularity, FloatKind, Groups},
 };

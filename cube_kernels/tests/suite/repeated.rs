@@ -8,12 +8,12 @@ use crate::support::policies::{
     COMPACT, MAE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, col_policies, per_token_policies, policy,
     quantize_per_token_both, row_policies, transformed,
 };
+use crate::support::quantize::{self, AmaxRequest, Prologue, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
     BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
     moe::{self, GroupOffsets},
-    quantize::{self, AmaxRequest, Prologue, QuantRequest},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -69,12 +69,8 @@ fn amax(client: &Client, count: usize) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&vec![90.0f32; count]))
 }
 
-fn request(amax: &Handle, copy: Nvfp4Params, scope: AmaxGranularity) -> QuantRequest<'_> {
-    QuantRequest {
-        amax,
-        scope,
-        copy: copy.into(),
-    }
+fn request(amax: &Handle, copy: Nvfp4Params, scope: AmaxGranularity) -> TargetSpec {
+    quantize::target(amax, scope, copy)
 }
 
 #[test]

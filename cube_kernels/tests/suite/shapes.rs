@@ -2,14 +2,10 @@
 //! every policy; large ones are for a GPU.
 
 use crate::support::device::read_f32;
+use crate::support::quantize::{self, AmaxRequest};
 use crate::support::samples;
 use crate::support::samples::{ONE, Sample};
-use nvfp4_kernels::{
-    Hadamard,
-    quantize::{self, AmaxRequest},
-    reference,
-    tensor::AmaxGranularity,
-};
+use nvfp4_kernels::{Hadamard, reference, tensor::AmaxGranularity};
 
 const SMALL: [(usize, usize); 7] = [
     (128, 128),

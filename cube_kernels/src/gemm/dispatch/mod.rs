@@ -223,7 +223,7 @@ pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
 /// - [`PackedReads::Swizzled`]: block scales in 128x4 tiles. If K is the token dimension, which may
 ///   have any length, K of NVFP4 operands must be padded to whole tiles
-///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so must the `k` of
+///   ([`whole_tiles`](crate::quantize::TargetSpec::whole_tiles)), and so must the `k` of
 ///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
 ///
 /// `NVFP4_SCALES=tiles` in the environment requests tiles on every device. Kernels that read rows

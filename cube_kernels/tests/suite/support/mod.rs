@@ -19,6 +19,8 @@ pub mod policies;
 #[cfg(feature = "cube")]
 pub mod process;
 #[cfg(feature = "cube")]
+pub mod quantize;
+#[cfg(feature = "cube")]
 pub mod samples;
 
 #[cfg(all(feature = "cpu", feature = "cuda"))]
