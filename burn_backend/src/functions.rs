@@ -10,7 +10,8 @@ use nvfp4_formats::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Usage}
 
 use crate::ops::{
     GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand,
-    QuantParams, QuantUsages, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
+    QuantParams, QuantUsages, QuantizeRequest, QuantizedData, QuantizedMatrix, RowGroups,
+    StoredForm,
 };
 use crate::validate;
 
@@ -127,7 +128,7 @@ pub fn try_quantize(
 ) -> Result<Nvfp4Tensor, Nvfp4Error> {
     let params = quantize_params(&x, usage, rounding, hadamard)?;
     let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
-    let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
+    let made = Dispatch::nvfp4_quantize(QuantizeRequest::of_matrix(x.into_dispatch(), usages));
     Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
 }
 
@@ -179,7 +180,7 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     validate::blocks("x", "cols", cols)?;
     let params = QuantParams::nvfp4_2d(BlockScaling::Standard);
     let usages = QuantUsages::both(params, params);
-    let made = Dispatch::nvfp4_quantize(x.into_dispatch(), RowGroups::Whole, usages);
+    let made = Dispatch::nvfp4_quantize(QuantizeRequest::of_matrix(x.into_dispatch(), usages));
     let (rowwise, columnwise) = made.into_both();
     Ok((
         Nvfp4Tensor::from_dispatch(rowwise),

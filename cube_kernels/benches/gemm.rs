@@ -46,8 +46,8 @@ use nvfp4_kernels::{
         },
     },
     moe::GroupOffsets,
-    quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix},
+    quantize::{DeviceRounding, Quantize, TargetSpec},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// Name of cuBLAS's GEMMs.
@@ -743,26 +743,14 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let dy = noise.matrix(client, tokens, outputs, 3);
         let rht = Some(Hadamard::default());
         let both = |matrix: &Matrix, row: DeviceRounding, col: DeviceRounding| {
-            let request = AmaxRequest {
-                rows: Some(AmaxGranularity::PerTensor),
-                cols: Some((AmaxGranularity::PerTensor, rht)),
+            let col = TargetSpec {
+                hadamard: rht,
+                ..TargetSpec::new(col)
             };
-            let found = quantize::amaxes(client, matrix, &Groups::One, &request).unwrap();
-            let (row_amax, col_amax) = (found.rows.unwrap(), found.cols.unwrap());
-            let row = QuantRequest {
-                amax: &row_amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: DeviceNvfp4Params::new(row),
-            };
-            let col = QuantRequest {
-                amax: &col_amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: DeviceNvfp4Params {
-                    hadamard: rht,
-                    ..DeviceNvfp4Params::new(col)
-                },
-            };
-            quantize::quantize_both(client, matrix, &Groups::One, &row, &col).unwrap()
+            let request = Quantize::new(matrix)
+                .rowwise(TargetSpec::new(row))
+                .columnwise(col);
+            request.launch(client).unwrap().into_both()
         };
         let nearest = || DeviceRounding::Nearest;
         let stochastic = |stream| DeviceRounding::Stochastic(RandomStream::new(1, stream, 3));
@@ -790,8 +778,9 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         }
         time(criterion, client, record, |_| {
             let (x_row, x_col) = both(x, nearest(), nearest());
-            let w_amax = quantize::amax(client, &w, None).unwrap();
-            let (w_row, w_col) = quantize::quantize_tile(client, &w, &w_amax).unwrap();
+            let tiles = TargetSpec::tiles(BlockScaling::Standard);
+            let request = Quantize::new(&w).rowwise(tiles.clone()).columnwise(tiles);
+            let (w_row, w_col) = request.launch(client).unwrap().into_both();
             multiply(client, Gemm::new(&x_row, &w_row).out(FloatKind::Bf16)).unwrap();
             let (dy_row, dy_col) = both(dy, stochastic(2), stochastic(4));
             multiply(client, Gemm::new(&dy_row, &w_col).out(FloatKind::Bf16)).unwrap();

@@ -8,12 +8,9 @@ use cubecl::{
 
 pub(crate) use crate::AmaxGranularity;
 use crate::{
-    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, RandomStream, ScaleLayout, Storage,
-    Usage,
+    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, ScaleLayout, Storage, Usage,
     format::{check_extent, padding::padded_bound},
     memory::{allocate, check_memory, download, upload},
-    moe::EarlierGroups,
-    policy::{BlockScaling, Hadamard, Nvfp4Params, Rounding},
 };
 
 /// Element types of matrices that kernels read and write.
@@ -433,87 +430,5 @@ pub(crate) fn amax_len(layout: &Layout, groups: &Groups) -> usize {
         (AmaxGranularity::PerTensor, _) => groups.count(),
         (AmaxGranularity::PerRow, Usage::Rowwise) => layout.rows,
         (AmaxGranularity::PerRow, Usage::Columnwise) => groups.count() * layout.cols,
-    }
-}
-
-/// Rounding of a kernel, with the random offset on the host or on the device.
-#[derive(Debug, Clone)]
-pub enum DeviceRounding {
-    /// To nearest, ties to even.
-    Nearest,
-    /// Stochastic, with the offset of the stream as a plain argument.
-    Stochastic(RandomStream),
-    /// Stochastic, at the offset of the stream plus the one in device memory (two `u32`, low word
-    /// first). A captured graph that advances the buffer draws fresh bits at each replay.
-    StochasticAt(RandomStream, Handle),
-}
-
-impl From<Rounding> for DeviceRounding {
-    fn from(rounding: Rounding) -> Self {
-        match rounding {
-            Rounding::Nearest => Self::Nearest,
-            Rounding::Stochastic(stream) => Self::Stochastic(stream),
-        }
-    }
-}
-
-/// Parameters of one quantized copy on a device: [`Nvfp4Params`], with the random offset on the
-/// host or on the device.
-#[derive(Debug, Clone)]
-pub struct DeviceNvfp4Params {
-    /// Rounding of elements. Four over six rounds to nearest only.
-    pub rounding: DeviceRounding,
-    /// Transform along the contraction before quantization, if any; columnwise tensors only.
-    pub hadamard: Option<Hadamard>,
-    /// Rule for block scales.
-    pub scaling: BlockScaling,
-    /// Order in which the block scales are stored.
-    pub layout: ScaleLayout,
-    /// True to pad the contraction of a columnwise tensor with zeros to whole 128x4 tiles of
-    /// scales, 64 elements, so that FP4 tensor cores accept any number of tokens. The result equals
-    /// that of a matrix with as many extra rows of zeros, except that random bits are numbered as
-    /// in the unpadded matrix. Requires [`ScaleLayout::Swizzled128x4`].
-    pub whole_tiles: bool,
-    /// Groups of rows that precede those of the matrix in the logical tensor, for matrices whose
-    /// groups have offsets: stochastic rounding numbers the matrix's blocks after those of these
-    /// groups.
-    pub earlier: Option<EarlierGroups>,
-}
-
-impl DeviceNvfp4Params {
-    /// Returns parameters with rounding `rounding` and otherwise defaults: no transform, standard
-    /// scales, compact layout.
-    pub fn new(rounding: impl Into<DeviceRounding>) -> Self {
-        Self {
-            rounding: rounding.into(),
-            hadamard: None,
-            scaling: BlockScaling::Standard,
-            layout: ScaleLayout::Compact,
-            whole_tiles: false,
-            earlier: None,
-        }
-    }
-
-    /// Selects block scales in 128x4 tiles, and pads the contraction of a columnwise tensor to
-    /// whole tiles: see [`Self::whole_tiles`].
-    pub fn in_whole_tiles(self) -> Self {
-        Self {
-            layout: ScaleLayout::Swizzled128x4,
-            whole_tiles: true,
-            ..self
-        }
-    }
-}
-
-impl From<Nvfp4Params> for DeviceNvfp4Params {
-    fn from(policy: Nvfp4Params) -> Self {
-        Self {
-            rounding: policy.rounding.into(),
-            hadamard: policy.hadamard,
-            scaling: policy.scaling,
-            layout: policy.layout,
-            whole_tiles: false,
-            earlier: None,
-        }
     }
 }

@@ -217,7 +217,7 @@ mod tests {
 
     use super::super::Nvfp4KernelOps;
     use super::super::context::tests::device;
-    use super::super::tensors::{QuantUsages, QuantizedMatrix};
+    use super::super::tensors::{QuantUsages, QuantizeRequest, QuantizedMatrix};
     use super::*;
 
     /// Returns the layout, and the bytes of codes and of scales.
@@ -253,7 +253,8 @@ mod tests {
             let groups = || stack.map_or(RowGroups::Whole, RowGroups::Batch);
             let made = |form| {
                 let usages = QuantUsages::one(usage, params, form);
-                Dispatch::nvfp4_quantize(x.clone().into_dispatch(), groups(), usages).into_one()
+                let request = QuantizeRequest::of_matrix(x.clone().into_dispatch(), usages);
+                Dispatch::nvfp4_quantize(request.groups(groups())).into_one()
             };
             let found = Dispatch::nvfp4_in_form(made(StoredForm::ROWS), groups(), form);
             assert_eq!(parts(found), parts(made(form)), "{what}");

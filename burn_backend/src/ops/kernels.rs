@@ -9,7 +9,6 @@ use burn_core::backend::{
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::{StoredForm, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::collective::CollectiveOps;
@@ -17,10 +16,10 @@ use super::layers::{Activation, ActivationOps};
 #[cfg(feature = "cubecl-backend")]
 use super::meta;
 use super::rows;
-use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, BothStorages, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
-    QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
+    ComputedAmax, GemmGroups, GivenAmax, MaybeTensor, Named, Operand, QuantizeRequest,
+    QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
 /// NVFP4 operations on the primitives of a backend; backends implement each by separate kernels.
@@ -46,123 +45,22 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         operand
     }
 
-    /// Quantizes `x` (`[rows, cols]`) with the `usages`, with one read of `x` if one kernel writes
-    /// both tensors.
+    /// Returns the quantized tensors of `request`, with one read of its source if one kernel writes
+    /// both.
     ///
-    /// `cols` must be a multiple of 16 for a row-wise NVFP4 tensor; a column-wise one is padded
-    /// with zeros. With 16x16 blocks `rows` must be a multiple of 16 too. With
-    /// [`RowGroups::Offsets`] blocks must be 1x16 or 1x32, and the storage packed.
-    /// [`StoredForm::WholeTiles`] requires tokens in 1x16 blocks.
+    /// The number of columns must be a multiple of 16 for a row-wise NVFP4 tensor; a column-wise
+    /// one is padded with zeros. With 16x16 blocks the number of rows must be a multiple of 16 too.
+    /// With [`RowGroups::Offsets`] blocks must be 1x16 or 1x32, and the storage packed.
+    /// [`StoredForm::WholeTiles`] requires tokens in 1x16 blocks. Tensors of a quantized source are
+    /// packed.
     #[fusion(meta = meta::quantize)]
-    fn nvfp4_quantize(
-        x: FloatTensor<Self>,
-        #[extension_type] groups: RowGroups<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self>;
+    fn nvfp4_quantize(#[extension_type] request: QuantizeRequest<Self>) -> QuantizedPair<Self>;
 
-    /// Computes the amax values of `x` (`[rows, cols]`) for the quantized tensor with this usage:
-    /// one, or one per stored row, `f32`.
-    ///
-    /// `params` must have a format with a global scale.
+    /// Computes the amax values of the tensors of `request`, in formats with a global scale,
+    /// without quantizing: those of both usages in one read. Also returns the values of an
+    /// activation.
     #[fusion(meta = meta::amax)]
-    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self>;
-
-    /// Computes [`nvfp4_amax`](Self::nvfp4_amax) of both usages in one read. Each must have one
-    /// amax of the whole matrix, and neither may use MS-EDEN.
-    #[fusion(meta = meta::amax_pair)]
-    fn nvfp4_amax_pair(
-        x: FloatTensor<Self>,
-        rowwise: QuantParams,
-        columnwise: QuantParams,
-    ) -> AmaxPair<Self> {
-        AmaxPair {
-            rowwise: Self::nvfp4_amax(x.clone(), rowwise, Usage::Rowwise),
-            columnwise: Self::nvfp4_amax(x, columnwise, Usage::Columnwise),
-        }
-    }
-
-    /// Computes the values that [`nvfp4_quantize_activation`](Self::nvfp4_quantize_activation)
-    /// quantizes, for one matrix, and their [amax values](Self::nvfp4_amax_pair) in the same pass.
-    #[fusion(meta = meta::activation_amaxes)]
-    fn nvfp4_activation_amaxes(
-        x: FloatTensor<Self>,
-        #[extension_type] grad: MaybeTensor<Self>,
-        activation: Activation,
-        rowwise: QuantParams,
-        columnwise: QuantParams,
-    ) -> ActivationAmaxes<Self> {
-        let values = activated::<Self>(x, grad, activation);
-        ActivationAmaxes {
-            amax: Self::nvfp4_amax_pair(values.clone(), rowwise, columnwise),
-            values,
-        }
-    }
-
-    /// Version of [`nvfp4_quantize`](Self::nvfp4_quantize) for one matrix, with packed storage,
-    /// from amax values that [`nvfp4_amax`](Self::nvfp4_amax) computed for it, or for a larger
-    /// matrix that contains it: those of each usage in a format with a global scale.
-    #[fusion(meta = meta::quantize_with_amax)]
-    fn nvfp4_quantize_with_amax(
-        x: FloatTensor<Self>,
-        #[extension_type] rowwise_amax: MaybeTensor<Self>,
-        #[extension_type] columnwise_amax: MaybeTensor<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self>;
-
-    /// Version of [`nvfp4_quantize_with_amax`](Self::nvfp4_quantize_with_amax) with one amax for
-    /// all usages: entry `entry` of `maxima`.
-    #[fusion(meta = meta::quantize_with_entry)]
-    fn nvfp4_quantize_with_entry(
-        x: FloatTensor<Self>,
-        maxima: FloatTensor<Self>,
-        entry: usize,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self>;
-
-    /// Quantizes `activation` of the rows of `x`, or, with `grad`, its gradient by `x`, given that
-    /// of its output. The tensors are bit for bit those of [`nvfp4_quantize`](Self::nvfp4_quantize)
-    /// for the result of [`nvfp4_activation`](ActivationOps::nvfp4_activation) or
-    /// [`nvfp4_activation_backward`](ActivationOps::nvfp4_activation_backward).
-    ///
-    /// If amax values are needed, GPUs compute them in the pass of the activation.
-    #[fusion(meta = meta::quantize_activation)]
-    fn nvfp4_quantize_activation(
-        x: FloatTensor<Self>,
-        #[extension_type] grad: MaybeTensor<Self>,
-        #[extension_type] groups: RowGroups<Self>,
-        activation: Activation,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        let values = activated::<Self>(x, grad, activation);
-        Self::nvfp4_quantize(values, groups, usages)
-    }
-
-    /// Returns the row-wise tensor of `x`, or of `activation` of its rows, in both storages: those
-    /// that [`nvfp4_quantize`](Self::nvfp4_quantize) returns as [`StoredForm::ROWS`] and as
-    /// [`StoredForm::Bf16Unscaled`] with the same random bits, if any. For a GEMM that multiplies
-    /// values while the tensor is kept for another use, GPUs write both from one read.
-    ///
-    /// `params` must be NVFP4 in 1x16 blocks, without MS-EDEN.
-    #[fusion(meta = meta::quantize_in_both_storages)]
-    fn nvfp4_quantize_in_both_storages(
-        x: FloatTensor<Self>,
-        activation: Option<Activation>,
-        params: QuantParams,
-    ) -> BothStorages<Self>;
-
-    /// Quantizes `source`, which must be NVFP4, packed and not transformed, directly from its
-    /// codes, by MS-EDEN or to an MX format. For an MX format the values are first rounded to
-    /// `via`. With groups, which are those of `source`, `source` must be row-wise. The result is
-    /// packed, in this `form`.
-    #[fusion(meta = meta::requantize)]
-    fn nvfp4_requantize(
-        #[extension_type] source: QuantizedMatrix<Self>,
-        #[extension_type] groups: RowGroups<Self>,
-        usage: Usage,
-        params: QuantParams,
-        form: StoredForm,
-        via: FloatDType,
-    ) -> QuantizedMatrix<Self>;
+    fn nvfp4_amax(#[extension_type] request: QuantizeRequest<Self>) -> ComputedAmax<Self>;
 
     /// Converts `source`, a quantized matrix or a stack of them by `groups`, to this packed `form`:
     /// for tensors that were assembled in rows of scales and are read in tiles. No operation if it
@@ -264,100 +162,21 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
 }
 
 impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C> {
-    fn nvfp4_quantize(
-        x: FloatTensor<Self>,
-        groups: RowGroups<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        B::nvfp4_quantize(x.into_primitive(), inner_groups(groups), usages).map(constant)
+    fn nvfp4_quantize(request: QuantizeRequest<Self>) -> QuantizedPair<Self> {
+        B::nvfp4_quantize(inner_request(request)).map(constant)
     }
 
-    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_amax(x.into_primitive(), params, usage))
-    }
-
-    fn nvfp4_amax_pair(
-        x: FloatTensor<Self>,
-        rowwise: QuantParams,
-        columnwise: QuantParams,
-    ) -> AmaxPair<Self> {
-        constant_pair(B::nvfp4_amax_pair(x.into_primitive(), rowwise, columnwise))
-    }
-
-    fn nvfp4_activation_amaxes(
-        x: FloatTensor<Self>,
-        grad: MaybeTensor<Self>,
-        activation: Activation,
-        rowwise: QuantParams,
-        columnwise: QuantParams,
-    ) -> ActivationAmaxes<Self> {
-        let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
-        let made = B::nvfp4_activation_amaxes(x, grad, activation, rowwise, columnwise);
-        ActivationAmaxes {
-            values: Self::from_inner(made.values),
-            amax: constant_pair(made.amax),
+    fn nvfp4_amax(request: QuantizeRequest<Self>) -> ComputedAmax<Self> {
+        let ComputedAmax {
+            values,
+            rowwise,
+            columnwise,
+        } = B::nvfp4_amax(inner_request(request));
+        ComputedAmax {
+            values: values.map(Self::from_inner),
+            rowwise: rowwise.map(Self::from_inner),
+            columnwise: columnwise.map(Self::from_inner),
         }
-    }
-
-    fn nvfp4_quantize_with_amax(
-        x: FloatTensor<Self>,
-        rowwise_amax: MaybeTensor<Self>,
-        columnwise_amax: MaybeTensor<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        let [row, col] =
-            [rowwise_amax, columnwise_amax].map(|amax| amax.map(|amax| amax.into_primitive()));
-        B::nvfp4_quantize_with_amax(x.into_primitive(), row, col, usages).map(constant)
-    }
-
-    fn nvfp4_quantize_with_entry(
-        x: FloatTensor<Self>,
-        maxima: FloatTensor<Self>,
-        entry: usize,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        let (x, maxima) = (x.into_primitive(), maxima.into_primitive());
-        B::nvfp4_quantize_with_entry(x, maxima, entry, usages).map(constant)
-    }
-
-    fn nvfp4_quantize_activation(
-        x: FloatTensor<Self>,
-        grad: MaybeTensor<Self>,
-        groups: RowGroups<Self>,
-        activation: Activation,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        let (x, grad) = (x.into_primitive(), grad.map(|grad| grad.into_primitive()));
-        let groups = inner_groups(groups);
-        B::nvfp4_quantize_activation(x, grad, groups, activation, usages).map(constant)
-    }
-
-    fn nvfp4_quantize_in_both_storages(
-        x: FloatTensor<Self>,
-        activation: Option<Activation>,
-        params: QuantParams,
-    ) -> BothStorages<Self> {
-        let x = x.into_primitive();
-        let BothStorages { packed, unscaled } =
-            B::nvfp4_quantize_in_both_storages(x, activation, params);
-        BothStorages {
-            packed: constant(packed),
-            unscaled: constant(unscaled),
-        }
-    }
-
-    fn nvfp4_requantize(
-        source: QuantizedMatrix<Self>,
-        groups: RowGroups<Self>,
-        usage: Usage,
-        params: QuantParams,
-        form: StoredForm,
-        via: FloatDType,
-    ) -> QuantizedMatrix<Self> {
-        let (source, groups) = (inner(source), inner_groups(groups));
-        constant(B::nvfp4_requantize(
-            source, groups, usage, params, form, via,
-        ))
     }
 
     fn nvfp4_in_form(
@@ -468,7 +287,7 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
 }
 
 /// Computes the activation of `x`, or its gradient if `grad`, the gradient of its output, is given.
-fn activated<B: ActivationOps>(
+pub(super) fn activated<B: ActivationOps>(
     x: FloatTensor<B>,
     grad: MaybeTensor<B>,
     activation: Activation,
@@ -476,15 +295,6 @@ fn activated<B: ActivationOps>(
     match grad.into_option() {
         None => B::nvfp4_activation(x, activation),
         Some(grad) => B::nvfp4_activation_backward(grad, x, activation),
-    }
-}
-
-/// Converts amax values to constants of the autodiff backend.
-fn constant_pair<B: Backend, C: CheckpointStrategy>(amax: AmaxPair<B>) -> AmaxPair<Autodiff<B, C>> {
-    let outer = <Autodiff<B, C> as AutodiffBackend>::from_inner;
-    AmaxPair {
-        rowwise: outer(amax.rowwise),
-        columnwise: outer(amax.columnwise),
     }
 }
 
@@ -516,6 +326,45 @@ pub(super) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
         },
         amax: quantized.amax.map(|amax| amax.into_primitive()),
         layout: quantized.layout,
+    }
+}
+
+/// Converts a request to the inner backend.
+fn inner_request<B: Nvfp4KernelOps, C: CheckpointStrategy>(
+    request: QuantizeRequest<Autodiff<B, C>>,
+) -> QuantizeRequest<B> {
+    let maybe = |tensor: MaybeTensor<Autodiff<B, C>>| tensor.map(|tensor| tensor.into_primitive());
+    QuantizeRequest {
+        source: match request.source {
+            QuantizeSource::Matrix(x) => QuantizeSource::Matrix(x.into_primitive()),
+            QuantizeSource::Activation {
+                x,
+                grad,
+                activation,
+            } => QuantizeSource::Activation {
+                x: x.into_primitive(),
+                grad: maybe(grad),
+                activation,
+            },
+            QuantizeSource::Quantized { tensor, via } => QuantizeSource::Quantized {
+                tensor: inner(tensor),
+                via,
+            },
+        },
+        groups: inner_groups(request.groups),
+        amax: match request.amax {
+            GivenAmax::Absent => GivenAmax::Absent,
+            GivenAmax::Each {
+                rowwise,
+                columnwise,
+            } => GivenAmax::Each {
+                rowwise: maybe(rowwise),
+                columnwise: maybe(columnwise),
+            },
+            GivenAmax::Entry(maxima, entry) => GivenAmax::Entry(maxima.into_primitive(), entry),
+        },
+        usages: request.usages,
+        unscaled: request.unscaled,
     }
 }
 

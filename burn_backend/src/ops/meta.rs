@@ -9,102 +9,75 @@ use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::tensors::{
-    ActivationAmaxesMetadata, AmaxPairMetadata, BothStoragesMetadata, GemmGroupsMetadata,
-    MaybeTensorMetadata, Named, OperandMetadata, QuantUsages, QuantizedDataMetadata,
+    ComputedAmaxMetadata, GemmGroupsMetadata, MaybeTensorMetadata, Named, OperandMetadata,
+    QuantUsages, QuantizeRequestMetadata, QuantizeSourceMetadata, QuantizedDataMetadata,
     QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
-pub(super) fn quantize(
-    x: &TensorSpec,
-    groups: &RowGroupsMetadata,
-    usages: &QuantUsages,
-) -> QuantizedPairMetadata {
-    let (groups, shape) = (groups.count(), (x.shape[0], x.shape[1]));
-    let tensor = |made: Option<(QuantParams, StoredForm)>, usage| {
-        made.map(|(params, form)| quantized(groups, groups.layout(shape, usage, &params, form)))
+pub(super) fn quantize(request: &QuantizeRequestMetadata) -> QuantizedPairMetadata {
+    let (groups, shape) = (request.groups.count(), shape_of(&request.source));
+    let tensor = |params: &QuantParams, form, usage| {
+        quantized(groups, groups.layout(shape, usage, params, form))
     };
-    let rowwise = tensor(usages.rowwise, Usage::Rowwise);
-    match (rowwise, tensor(usages.columnwise, Usage::Columnwise)) {
-        (Some(rowwise), Some(columnwise)) => QuantizedPairMetadata::Both(rowwise, columnwise),
-        (Some(rowwise), None) => QuantizedPairMetadata::Rowwise(rowwise),
-        (None, Some(columnwise)) => QuantizedPairMetadata::Columnwise(columnwise),
-        (None, None) => unreachable!("one usage at least"),
+    let QuantUsages {
+        rowwise,
+        columnwise,
+    } = &request.usages;
+    let row = (rowwise.as_ref()).map(|(params, form)| tensor(params, *form, Usage::Rowwise));
+    let col = (columnwise.as_ref()).map(|(params, form)| tensor(params, *form, Usage::Columnwise));
+    match (row, col, rowwise) {
+        (Some(packed), None, Some((params, _))) if request.unscaled => {
+            QuantizedPairMetadata::BothStorages {
+                packed,
+                unscaled: tensor(params, StoredForm::Bf16Unscaled, Usage::Rowwise),
+            }
+        }
+        (Some(rowwise), Some(columnwise), _) => QuantizedPairMetadata::Both(rowwise, columnwise),
+        (Some(rowwise), None, _) => QuantizedPairMetadata::Rowwise(rowwise),
+        (None, Some(columnwise), _) => QuantizedPairMetadata::Columnwise(columnwise),
+        (None, None, _) => unreachable!("one usage at least"),
     }
 }
 
-pub(super) fn amax(x: &TensorSpec, params: &QuantParams, usage: &Usage) -> TensorSpec {
-    let (groups, shape) = (GroupCount::Whole, (x.shape[0], x.shape[1]));
-    let layout = groups.layout(shape, *usage, params, StoredForm::ROWS);
-    TensorSpec::new(Shape::new([groups.amax_len(&layout)]), DType::F32)
-}
-
-pub(super) fn amax_pair(
-    _x: &TensorSpec,
-    _rowwise: &QuantParams,
-    _columnwise: &QuantParams,
-) -> AmaxPairMetadata {
-    let one = || TensorSpec::new(Shape::new([1]), DType::F32);
-    AmaxPairMetadata {
-        rowwise: one(),
-        columnwise: one(),
-    }
-}
-
-pub(super) fn activation_amaxes(
-    x: &TensorSpec,
-    grad: &MaybeTensorMetadata,
-    activation: &Activation,
-    rowwise: &QuantParams,
-    columnwise: &QuantParams,
-) -> ActivationAmaxesMetadata {
-    ActivationAmaxesMetadata {
-        values: activated(x, grad, activation),
-        amax: amax_pair(x, rowwise, columnwise),
-    }
-}
-
-pub(super) fn quantize_with_amax(
-    x: &TensorSpec,
-    _rowwise_amax: &MaybeTensorMetadata,
-    _columnwise_amax: &MaybeTensorMetadata,
-    usages: &QuantUsages,
-) -> QuantizedPairMetadata {
-    quantize(x, &RowGroupsMetadata::Whole, usages)
-}
-
-pub(super) fn quantize_with_entry(
-    x: &TensorSpec,
-    _maxima: &TensorSpec,
-    _entry: &usize,
-    usages: &QuantUsages,
-) -> QuantizedPairMetadata {
-    quantize(x, &RowGroupsMetadata::Whole, usages)
-}
-
-pub(super) fn quantize_activation(
-    x: &TensorSpec,
-    grad: &MaybeTensorMetadata,
-    groups: &RowGroupsMetadata,
-    activation: &Activation,
-    usages: &QuantUsages,
-) -> QuantizedPairMetadata {
-    quantize(&activated(x, grad, activation), groups, usages)
-}
-
-pub(super) fn quantize_in_both_storages(
-    x: &TensorSpec,
-    activation: &Option<Activation>,
-    params: &QuantParams,
-) -> BothStoragesMetadata {
-    let cols = x.shape[1] / activation.map_or(1, Activation::inputs);
-    let groups = GroupCount::Whole;
-    let tensor = |form| {
-        let layout = groups.layout((x.shape[0], cols), Usage::Rowwise, params, form);
-        quantized(groups, layout)
+pub(super) fn amax(request: &QuantizeRequestMetadata) -> ComputedAmaxMetadata {
+    let (groups, shape) = (request.groups.count(), shape_of(&request.source));
+    let amax = |made: Option<(QuantParams, StoredForm)>, usage| match made {
+        Some((params, _)) if params.format.has_global_scale() => {
+            let layout = groups.layout(shape, usage, &params, StoredForm::ROWS);
+            let shape = Shape::new([groups.amax_len(&layout)]);
+            MaybeTensorMetadata::Present(TensorSpec::new(shape, DType::F32))
+        }
+        _ => MaybeTensorMetadata::Absent,
     };
-    BothStoragesMetadata {
-        packed: tensor(StoredForm::ROWS),
-        unscaled: tensor(StoredForm::Bf16Unscaled),
+    ComputedAmaxMetadata {
+        values: match &request.source {
+            QuantizeSourceMetadata::Activation {
+                x,
+                grad,
+                activation,
+            } => MaybeTensorMetadata::Present(activated(x, grad, activation)),
+            _ => MaybeTensorMetadata::Absent,
+        },
+        rowwise: amax(request.usages.rowwise, Usage::Rowwise),
+        columnwise: amax(request.usages.columnwise, Usage::Columnwise),
+    }
+}
+
+/// Returns the rows and columns of the values of a source.
+fn shape_of(source: &QuantizeSourceMetadata) -> (usize, usize) {
+    match source {
+        QuantizeSourceMetadata::Matrix(x) => (x.shape[0], x.shape[1]),
+        QuantizeSourceMetadata::Activation {
+            x,
+            grad,
+            activation,
+        } => {
+            let values = activated(x, grad, activation);
+            (values.shape[0], values.shape[1])
+        }
+        QuantizeSourceMetadata::Quantized { tensor, .. } => {
+            (tensor.layout.rows, tensor.layout.cols)
+        }
     }
 }
 
@@ -115,18 +88,6 @@ fn activated(x: &TensorSpec, grad: &MaybeTensorMetadata, activation: &Activation
         MaybeTensorMetadata::Present(_) => x.shape[1],
     };
     TensorSpec::new(Shape::new([x.shape[0], cols]), x.dtype)
-}
-
-pub(super) fn requantize(
-    source: &QuantizedMatrixMetadata,
-    groups: &RowGroupsMetadata,
-    usage: &Usage,
-    params: &QuantParams,
-    form: &StoredForm,
-    _via: &FloatDType,
-) -> QuantizedMatrixMetadata {
-    let (groups, shape) = (groups.count(), (source.layout.rows, source.layout.cols));
-    quantized(groups, groups.layout(shape, *usage, params, *form))
 }
 
 pub(super) fn in_form(

@@ -87,12 +87,14 @@ pub(crate) use probe::{Probe, SampledOperand};
 pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout, StoredForm};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use tensors::{
-    GemmGroups, LinearParams, MaybeTensor, Named, Operand, OtherRows, QuantUsages, QuantizedData,
-    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
+    ComputedAmax, GemmGroups, GivenAmax, LinearParams, MaybeTensor, Named, Operand, OtherRows,
+    QuantUsages, QuantizeRequest, QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair,
+    RowGroups, UnpermuteGradients,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{
-    GemmGroupsMetadata, LinearParamsMetadata, MaybeTensorMetadata, OperandMetadata,
+    ComputedAmaxMetadata, GemmGroupsMetadata, GivenAmaxMetadata, LinearParamsMetadata,
+    MaybeTensorMetadata, OperandMetadata, QuantizeRequestMetadata, QuantizeSourceMetadata,
     QuantizedDataMetadata, QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata,
     UnpermuteGradientsMetadata,
 };

@@ -12,7 +12,10 @@ use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage}
 
 use super::dtype::cast;
 use super::spec::{OperandSpec, QuantParams};
-use super::tensors::{BothStorages, Operand, QuantUsages, QuantizedPair, RowGroups};
+use super::stored::StoredForm;
+use super::tensors::{
+    Operand, QuantUsages, QuantizeRequest, QuantizeSource, QuantizedPair, RowGroups,
+};
 use super::{Nvfp4KernelOps, float_dtype};
 
 /// Source of a quantization.
@@ -20,7 +23,7 @@ use super::{Nvfp4KernelOps, float_dtype};
 pub(crate) enum QuantSource<B: Backend> {
     /// Matrix, or stack of weights.
     Matrix(FloatTensor<B>),
-    /// Source of [`nvfp4_quantize_activation`](Nvfp4KernelOps::nvfp4_quantize_activation).
+    /// Activation of a matrix, or its gradient: [`QuantizeSource::Activation`].
     Activation {
         /// Activation.
         activation: Activation,
@@ -97,15 +100,25 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
         }
     }
 
-    fn quantize(self, groups: RowGroups<B>, usages: QuantUsages) -> QuantizedPair<B> {
-        match self {
-            Self::Matrix(x) => B::nvfp4_quantize(x, groups, usages),
+    /// Returns a request for the quantized tensors of the matrix.
+    fn request(self, usages: QuantUsages) -> QuantizeRequest<B> {
+        let source = match self {
+            Self::Matrix(x) => QuantizeSource::Matrix(x),
             Self::Activation {
                 activation,
                 x,
                 grad,
-            } => B::nvfp4_quantize_activation(x, grad.into(), groups, activation, usages),
-        }
+            } => QuantizeSource::Activation {
+                x,
+                grad: grad.into(),
+                activation,
+            },
+        };
+        QuantizeRequest::new(source, usages)
+    }
+
+    fn quantize(self, groups: RowGroups<B>, usages: QuantUsages) -> QuantizedPair<B> {
+        B::nvfp4_quantize(self.request(usages).groups(groups))
     }
 }
 
@@ -164,16 +177,9 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     if let (StoredForm::Bf16Unscaled, RowGroups::Whole, Some(params)) =
         (form, groups, spec.one_amax())
     {
-        let (x, activation) = match x {
-            QuantSource::Activation {
-                activation,
-                x,
-                grad: None,
-            } => (x, Some(activation)),
-            x => (x.into_values(), None),
-        };
-        let BothStorages { packed, unscaled } =
-            B::nvfp4_quantize_in_both_storages(x, activation, params);
+        let usages = QuantUsages::one(Usage::Rowwise, params, StoredForm::ROWS);
+        let made = B::nvfp4_quantize(x.request(usages).in_both_storages());
+        let (packed, unscaled) = made.into_both_storages();
         return (Operand::Quantized(unscaled), Operand::Quantized(packed));
     }
     let x = quantize::<B>(x, groups, spec, Usage::Rowwise, dtype, form.packed());
@@ -294,8 +300,11 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                 RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => usage,
             };
             let form = params.stored_form(form);
-            let made = B::nvfp4_requantize(source, groups.clone(), usage, params, form, dtype);
-            Operand::Quantized(made)
+            let usages = QuantUsages::one(usage, params, form);
+            let (tensor, via) = (source, dtype);
+            let source = QuantizeSource::Quantized { tensor, via };
+            let request = QuantizeRequest::new(source, usages).groups(groups.clone());
+            Operand::Quantized(B::nvfp4_quantize(request).into_one())
         }
         (forward, spec) => {
             let values = match (forward, groups) {

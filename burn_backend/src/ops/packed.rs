@@ -21,7 +21,10 @@ use super::gradients::register;
 use super::inference::{InferenceOps, STATIC};
 use super::kernels::{Nvfp4KernelOps, inner, inner_groups};
 use super::spec::{OperandSpec, QuantParams};
-use super::tensors::{MaybeTensor, Operand, QuantUsages, QuantizedMatrix, RowGroups};
+use super::stored::StoredForm;
+use super::tensors::{
+    MaybeTensor, Operand, QuantUsages, QuantizeRequest, QuantizedMatrix, RowGroups,
+};
 
 /// Activation quantization of a layer with packed weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +75,8 @@ impl PackedInput {
             Activations::HighPrecision => Operand::Float(x, Usage::Rowwise),
             Activations::Dynamic(params) => {
                 let usages = QuantUsages::one(Usage::Rowwise, params, form);
-                Operand::Quantized(B::nvfp4_quantize(x, groups.clone(), usages).into_one())
+                let request = QuantizeRequest::of_matrix(x, usages).groups(groups.clone());
+                Operand::Quantized(B::nvfp4_quantize(request).into_one())
             }
             Activations::Static => {
                 let global = global.into_option();

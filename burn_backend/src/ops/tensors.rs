@@ -10,7 +10,9 @@ use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
-use nvfp4_formats::{Layout, StoredForm, Usage};
+use burn_core::tensor::FloatDType;
+use nvfp4_formats::reference::Activation;
+use nvfp4_formats::{Layout, Usage};
 
 use super::spec::QuantParams;
 
@@ -56,14 +58,135 @@ impl<B: Backend> MaybeTensor<B> {
     }
 }
 
-/// Amax values of a row-wise and a column-wise tensor, one each: `f32[1]`.
+/// Values that are quantized, or whose amax is computed.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-pub struct AmaxPair<B: Backend> {
+pub enum QuantizeSource<B: Backend> {
+    /// A matrix, `[rows, cols]`.
+    Matrix(FloatTensor<B>),
+    /// `activation` of the rows of `x`, or, with `grad`, its gradient by `x`, given that of its
+    /// output: the values of [`nvfp4_activation`](super::layers::ActivationOps::nvfp4_activation)
+    /// or
+    /// [`nvfp4_activation_backward`](super::layers::ActivationOps::nvfp4_activation_backward). If
+    /// amax values are needed, GPUs compute them in the pass of the activation.
+    Activation {
+        /// Input of the activation.
+        x: FloatTensor<B>,
+        /// Gradient of the output.
+        #[extension_type]
+        grad: MaybeTensor<B>,
+        /// Activation.
+        activation: Activation,
+    },
+    /// Dequantized values of an NVFP4 tensor, packed and not transformed, for MS-EDEN and MX
+    /// formats. For an MX format the values are first rounded to `via`.
+    Quantized {
+        /// Tensor. With groups, which are its own, it must be row-wise.
+        #[extension_type]
+        tensor: QuantizedMatrix<B>,
+        /// Type to which the values are rounded.
+        via: FloatDType,
+    },
+}
+
+/// Amax values that are known before a matrix is quantized.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub enum GivenAmax<B: Backend> {
+    /// None: they are computed.
+    Absent,
+    /// Those of one matrix, or of a larger matrix that contains it, for each usage in a format with
+    /// a global scale. One of them serves both usages.
+    Each {
+        /// For the row-wise tensor.
+        #[extension_type]
+        rowwise: MaybeTensor<B>,
+        /// For the column-wise tensor.
+        #[extension_type]
+        columnwise: MaybeTensor<B>,
+    },
+    /// One amax for all usages: this entry of a tensor, which is read in place.
+    Entry(FloatTensor<B>, usize),
+}
+
+/// Request for the quantized tensors of a matrix, or for their amax values.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct QuantizeRequest<B: Backend> {
+    /// Values.
+    #[extension_type]
+    pub source: QuantizeSource<B>,
+    /// Groups of rows.
+    #[extension_type]
+    pub groups: RowGroups<B>,
+    /// Amax values, if known; of one matrix.
+    #[extension_type]
+    pub amax: GivenAmax<B>,
+    /// Tensors.
+    pub usages: QuantUsages,
+    /// True for a row-wise tensor in both [storages](nvfp4_kernels::Storage), as
+    /// [`StoredForm::ROWS`] and as [`StoredForm::Bf16Unscaled`], with the same random bits, if any.
+    /// For a GEMM that multiplies values while the tensor is kept for another use, GPUs write both
+    /// from one read. The tensor must be NVFP4 in 1x16 blocks, without MS-EDEN.
+    pub unscaled: bool,
+}
+
+impl<B: Backend> QuantizeRequest<B> {
+    /// Requests `usages` of `source`, without groups.
+    pub fn new(source: QuantizeSource<B>, usages: QuantUsages) -> Self {
+        Self {
+            source,
+            groups: RowGroups::Whole,
+            amax: GivenAmax::Absent,
+            usages,
+            unscaled: false,
+        }
+    }
+
+    /// Requests `usages` of a matrix.
+    pub fn of_matrix(x: FloatTensor<B>, usages: QuantUsages) -> Self {
+        Self::new(QuantizeSource::Matrix(x), usages)
+    }
+
+    /// Sets the groups of rows.
+    pub fn groups(self, groups: RowGroups<B>) -> Self {
+        Self { groups, ..self }
+    }
+
+    /// Sets the known amax values.
+    pub fn amax(self, amax: GivenAmax<B>) -> Self {
+        Self { amax, ..self }
+    }
+
+    /// Requests the row-wise tensor in both storages.
+    pub(super) fn in_both_storages(self) -> Self {
+        let unscaled = true;
+        Self { unscaled, ..self }
+    }
+}
+
+/// Amax values of the tensors of a matrix, `f32`: one each, one per group, or one per stored row.
+#[derive(ExtensionType, Clone, Debug)]
+#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
+pub struct ComputedAmax<B: Backend> {
+    /// Values of the activation, if the source is one: `[rows, cols]`.
+    #[extension_type]
+    pub values: MaybeTensor<B>,
+    /// Amax values of the row-wise tensor, if requested.
+    #[extension_type]
+    pub rowwise: MaybeTensor<B>,
+    /// Amax values of the column-wise tensor, if requested.
+    #[extension_type]
+    pub columnwise: MaybeTensor<B>,
+}
+
+/// Amax values of a row-wise and a column-wise tensor, one each: `f32[1]`.
+#[derive(Clone, Debug)]
+pub(crate) struct AmaxPair<B: Backend> {
     /// Amax of the row-wise tensor.
-    pub rowwise: FloatTensor<B>,
+    pub(crate) rowwise: FloatTensor<B>,
     /// Amax of the column-wise tensor.
-    pub columnwise: FloatTensor<B>,
+    pub(crate) columnwise: FloatTensor<B>,
 }
 
 impl<B: Backend> AmaxPair<B> {
@@ -74,17 +197,6 @@ impl<B: Backend> AmaxPair<B> {
             columnwise: amax,
         }
     }
-}
-
-/// Values of an activation, or of its gradient, with their amax values.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-pub struct ActivationAmaxes<B: Backend> {
-    /// Values, `[rows, cols]`.
-    pub values: FloatTensor<B>,
-    /// Amax values.
-    #[extension_type]
-    pub amax: AmaxPair<B>,
 }
 
 /// Elements of a quantized matrix, by [`Storage`](nvfp4_formats::Storage).
@@ -208,6 +320,15 @@ pub enum QuantizedPair<B: Backend> {
         #[extension_type] QuantizedMatrix<B>,
         #[extension_type] QuantizedMatrix<B>,
     ),
+    /// Row-wise tensor in both [storages](nvfp4_kernels::Storage).
+    BothStorages {
+        /// Codes, with row-major block scales.
+        #[extension_type]
+        packed: QuantizedMatrix<B>,
+        /// Code times block scale in bf16.
+        #[extension_type]
+        unscaled: QuantizedMatrix<B>,
+    },
 }
 
 impl<B: Backend> QuantizedPair<B> {
@@ -227,7 +348,7 @@ impl<B: Backend> QuantizedPair<B> {
     /// Returns the row-wise and the column-wise tensor, if present.
     pub(super) fn into_options(self) -> (Option<QuantizedMatrix<B>>, Option<QuantizedMatrix<B>>) {
         match self {
-            Self::Rowwise(one) => (Some(one), None),
+            Self::Rowwise(one) | Self::BothStorages { packed: one, .. } => (Some(one), None),
             Self::Columnwise(one) => (None, Some(one)),
             Self::Both(rowwise, columnwise) => (Some(rowwise), Some(columnwise)),
         }
@@ -242,6 +363,21 @@ impl<B: Backend> QuantizedPair<B> {
             Self::Rowwise(one) => QuantizedPair::Rowwise(f(one)),
             Self::Columnwise(one) => QuantizedPair::Columnwise(f(one)),
             Self::Both(rowwise, columnwise) => QuantizedPair::Both(f(rowwise), f(columnwise)),
+            Self::BothStorages { packed, unscaled } => QuantizedPair::BothStorages {
+                packed: f(packed),
+                unscaled: f(unscaled),
+            },
+        }
+    }
+
+    /// Returns the row-wise tensor in both storages: packed, in bf16.
+    ///
+    /// # Panics
+    /// If it was not requested in both.
+    pub(super) fn into_both_storages(self) -> (QuantizedMatrix<B>, QuantizedMatrix<B>) {
+        match self {
+            Self::BothStorages { packed, unscaled } => (packed, unscaled),
+            _ => panic!("one storage was requested"),
         }
     }
 
@@ -252,7 +388,7 @@ impl<B: Backend> QuantizedPair<B> {
     pub fn into_one(self) -> QuantizedMatrix<B> {
         match self {
             Self::Rowwise(one) | Self::Columnwise(one) => one,
-            Self::Both(..) => panic!("both usages were quantized"),
+            Self::Both(..) | Self::BothStorages { .. } => panic!("two tensors were quantized"),
         }
     }
 
@@ -266,18 +402,6 @@ impl<B: Backend> QuantizedPair<B> {
             _ => panic!("one usage was quantized"),
         }
     }
-}
-
-/// One row-wise tensor in both [storages](nvfp4_formats::Storage).
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "cubecl-backend"))]
-pub struct BothStorages<B: Backend> {
-    /// Codes, with row-major block scales.
-    #[extension_type]
-    pub packed: QuantizedMatrix<B>,
-    /// Code times block scale in bf16.
-    #[extension_type]
-    pub unscaled: QuantizedMatrix<B>,
 }
 
 /// Operand of a GEMM, in any format: `outer` stored rows of K elements each, unless a variant

@@ -7,7 +7,7 @@ use burn_nvfp4::experts::{grouped_linear, moe_permute, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
     AmaxGranularity, LinearSpec, Nvfp4KernelOps, OperandSpec, QuantParams, QuantUsages,
-    QuantizedMatrix, RowGroups, StoredForm,
+    QuantizeRequest, QuantizeSource, QuantizedMatrix, RowGroups, StoredForm,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_formats::reference::{self, EDEN_GROUP, padding};
@@ -102,7 +102,21 @@ fn quantize_one(
     params: QuantParams,
 ) -> QuantizedMatrix<Dispatch> {
     let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
-    Dispatch::nvfp4_quantize(x.into_dispatch(), groups, usages).into_one()
+    let request = QuantizeRequest::of_matrix(x.into_dispatch(), usages).groups(groups);
+    Dispatch::nvfp4_quantize(request).into_one()
+}
+
+/// Quantizes an NVFP4 tensor from its codes.
+fn requantize(
+    tensor: QuantizedMatrix<Dispatch>,
+    groups: RowGroups<Dispatch>,
+    usage: Usage,
+    params: QuantParams,
+    via: FloatDType,
+) -> QuantizedMatrix<Dispatch> {
+    let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
+    let request = QuantizeRequest::new(QuantizeSource::Quantized { tensor, via }, usages);
+    Dispatch::nvfp4_quantize(request.groups(groups)).into_one()
 }
 
 /// Returns codes, scales and amax values of an NVFP4 tensor.
@@ -145,11 +159,9 @@ fn tokens_are_packed_group_by_group() {
                 let x = Matrix::gaussian(tokens, cols, dtype, 7).with_loud_group(&sizes);
                 let groups = experts(&sizes, rest, &device);
                 let offsets = || groups.offsets().clone().into_dispatch();
-                let both = Dispatch::nvfp4_quantize(
-                    x.tensor(&device).into_dispatch(),
-                    RowGroups::Offsets(offsets()),
-                    QuantUsages::both(row, col),
-                );
+                let usages = QuantUsages::both(row, col);
+                let request = QuantizeRequest::of_matrix(x.tensor(&device).into_dispatch(), usages);
+                let both = Dispatch::nvfp4_quantize(request.groups(RowGroups::Offsets(offsets())));
                 let (both_row, both_col) = both.into_both();
                 let one = |usage, params| {
                     let groups = RowGroups::Offsets(offsets());
@@ -300,18 +312,12 @@ impl Grouped<'_> {
                 };
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
                 let via = FloatDType::F32;
-                let eden = {
-                    let form = StoredForm::ROWS;
-                    Dispatch::nvfp4_requantize(source, groups, usage, eden_params, form, via)
-                };
+                let eden = requantize(source, groups, usage, eden_params, via);
                 self.check_eden(&what, eden, &again(DType::F32), usage, &eden_params);
                 let (source, groups) = ((self.packed)(copy), (self.groups)());
                 let via = FloatDType::BF16;
                 let mx_params = QuantParams::mxfp8();
-                let mx = {
-                    let form = StoredForm::ROWS;
-                    Dispatch::nvfp4_requantize(source, groups, usage, mx_params, form, via)
-                };
+                let mx = requantize(source, groups, usage, mx_params, via);
                 self.check_mx(&what, mx, &again(DType::BF16), usage);
             }
         }
@@ -455,7 +461,8 @@ fn stacks_are_packed_matrix_by_matrix() {
     let groups = || RowGroups::Batch(weights.len());
     let pair = |params| {
         let usages = QuantUsages::both(params, params);
-        Dispatch::nvfp4_quantize(w().into_dispatch(), groups(), usages).into_both()
+        let request = QuantizeRequest::of_matrix(w().into_dispatch(), usages);
+        Dispatch::nvfp4_quantize(request.groups(groups())).into_both()
     };
     let (tiles_row, tiles_col) = pair(QuantParams::nvfp4_2d(BlockScaling::Standard));
     assert_eq!(

@@ -1,13 +1,9 @@
 //! Kernels that read one matrix.
 
-use nvfp4_formats::{
-    AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage,
-    Usage,
-};
+use crate::quantize::{self, AmaxRequest, DeviceRounding, TargetSpec};
 use nvfp4_kernels::{
     gemm::kernels::decode,
-    quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceRounding, FloatKind, Groups},
+    tensor::{FloatKind, Groups},
     zeroed,
 };
 
@@ -47,10 +43,10 @@ pub fn activations(section: &mut Section<'_>, inputs: &Inputs) {
         pair_of(section, name, inputs, copies);
     }
     for (name, rounding) in [("row RN", NEAREST), ("row SR", stochastic())] {
-        row(section, name, inputs, DeviceNvfp4Params::new(rounding));
+        row(section, name, inputs, TargetSpec::new(rounding));
     }
     for (name, rounding) in [("per token RN", NEAREST), ("per token SR", stochastic())] {
-        per_token(section, name, inputs, DeviceNvfp4Params::new(rounding));
+        per_token(section, name, inputs, TargetSpec::new(rounding));
     }
 }
 
@@ -64,12 +60,12 @@ pub fn amax_pair(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, group
 }
 
 /// Times both quantized tensors of each group, as specified by `requests`.
-pub fn pair<'a>(
+pub fn pair(
     section: &mut Section<'_>,
     name: &str,
     inputs: &Inputs,
     groups: &Groups,
-    requests: impl Fn() -> [QuantRequest<'a>; 2],
+    requests: impl Fn() -> [TargetSpec; 2],
 ) {
     let client = section.client();
     section.time(name, inputs.bytes(2.0), |i| {
@@ -79,13 +75,13 @@ pub fn pair<'a>(
 }
 
 /// Times one quantized tensor of each group, as specified by `request`.
-pub fn single<'a>(
+pub fn single(
     section: &mut Section<'_>,
     name: &str,
     inputs: &Inputs,
     groups: &Groups,
     usage: Usage,
-    request: impl Fn() -> QuantRequest<'a>,
+    request: impl Fn() -> TargetSpec,
 ) {
     let client = section.client();
     section.time(name, inputs.bytes(1.0), |i| {
@@ -93,25 +89,25 @@ pub fn single<'a>(
     });
 }
 
-fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [DeviceNvfp4Params; 2]) {
+fn pair_of(section: &mut Section<'_>, name: &str, inputs: &Inputs, copies: [TargetSpec; 2]) {
     pair(section, name, inputs, ONE, || {
         copies.clone().map(|copy| inputs.with(copy))
     });
 }
 
-fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceNvfp4Params) {
+fn row(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: TargetSpec) {
     single(section, name, inputs, ONE, Usage::Rowwise, || {
         inputs.with(copy.clone())
     });
 }
 
-fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceNvfp4Params) {
+fn col(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: TargetSpec) {
     single(section, name, inputs, ONE, Usage::Columnwise, || {
         inputs.with(copy.clone())
     });
 }
 
-fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: DeviceNvfp4Params) {
+fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: TargetSpec) {
     let client = section.client();
     section.time(name, inputs.bytes(1.0), |i| {
         quantize::quantize_per_token(&client, inputs.get(i), &copy).unwrap();
@@ -174,11 +170,8 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
             quantize::amaxes(&client, inputs.get(i), ONE, &request).unwrap();
         });
     }
-    let nearest = || DeviceNvfp4Params::new(NEAREST);
-    let swizzled = |copy| DeviceNvfp4Params {
-        layout: SWIZZLED,
-        ..copy
-    };
+    let nearest = || TargetSpec::new(NEAREST);
+    let swizzled = |copy: TargetSpec| copy.scale_layout(SWIZZLED);
     let headroom = || scaled(stochastic(), BlockScaling::Headroom);
     four_over_six(section, inputs);
     let rows = [
@@ -260,10 +253,10 @@ pub fn four_over_six(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> DeviceNvfp4Params {
-    DeviceNvfp4Params {
+fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> TargetSpec {
+    TargetSpec {
         scaling,
-        ..DeviceNvfp4Params::new(rounding)
+        ..TargetSpec::new(rounding)
     }
 }
 
@@ -304,10 +297,8 @@ fn columns_per_token(section: &mut Section<'_>, inputs: &Inputs) {
             };
             let found = quantize::amaxes(&client, x, ONE, &request).unwrap();
             let [rows, cols] = [found.rows, found.cols].map(Option::unwrap);
-            let [row, col] = [(&rows, &copies[0]), (&cols, &copies[1])].map(|(amax, copy)| {
-                let copy = copy.clone();
-                QuantRequest { amax, scope, copy }
-            });
+            let [row, col] = [(&rows, &copies[0]), (&cols, &copies[1])]
+                .map(|(amax, copy)| quantize::target(amax, scope, copy.clone()));
             quantize::quantize_both(&client, x, ONE, &row, &col).unwrap();
         });
         zeroed::end_step(&client);
@@ -411,7 +402,7 @@ pub fn types(section: &mut Section<'_>, (rows, cols): (usize, usize)) {
     let client = section.client();
     for (dtype, suffix) in [(FloatKind::F16, ", f16"), (FloatKind::F32, ", f32")] {
         let inputs = &Inputs::new(&client, rows, cols, dtype);
-        let plain = |rounding| DeviceNvfp4Params::new(rounding);
+        let plain = |rounding| TargetSpec::new(rounding);
         amax_pair(section, suffix, inputs, ONE);
         row(section, &format!("row RN{suffix}"), inputs, plain(NEAREST));
         row(

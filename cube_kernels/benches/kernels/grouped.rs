@@ -2,11 +2,11 @@
 
 use std::cell::LazyCell;
 
+use crate::quantize::{self, AmaxRequest, TargetSpec};
 use nvfp4_formats::{BlockScaling, ErrorNorm, Usage};
 use nvfp4_kernels::{
     moe,
-    quantize::{self, AmaxRequest},
-    tensor::{DeviceNvfp4Params, Groups, Matrix},
+    tensor::{Groups, Matrix},
 };
 
 use crate::{
@@ -72,13 +72,13 @@ fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
         let found = quantize::amaxes(&client, inputs.get(0), groups, &request).unwrap();
         found.rows.unwrap()
     });
-    let scaled = |scaling| DeviceNvfp4Params {
+    let scaled = |scaling| TargetSpec {
         scaling,
-        ..DeviceNvfp4Params::new(NEAREST)
+        ..TargetSpec::new(NEAREST)
     };
     for (name, copy) in [
         ("row RN", scaled(BlockScaling::Standard)),
-        ("row SR", DeviceNvfp4Params::new(stochastic())),
+        ("row SR", TargetSpec::new(stochastic())),
         (
             "row 4/6 MAE",
             scaled(BlockScaling::FourOverSix(ErrorNorm::Mae)),

@@ -5,12 +5,12 @@ use std::{
     ops::Index,
 };
 
+use crate::quantize::{self, AmaxRequest, Amaxes, DeviceRounding, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_formats::{AmaxGranularity, Hadamard, RandomStream};
 use nvfp4_kernels::{
     moe::GroupOffsets,
-    quantize::{self, AmaxRequest, Amaxes, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceRounding, FloatKind, Groups, Matrix},
+    tensor::{FloatKind, Groups, Matrix},
 };
 
 /// Bytes of codes and scales per NVFP4 element.
@@ -112,19 +112,15 @@ pub fn plain_and_transformed() -> AmaxRequest {
 }
 
 /// Requests a quantized tensor with one amax per group.
-pub fn with_amax(amax: &Handle, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
-    QuantRequest {
-        amax,
-        scope: AmaxGranularity::PerTensor,
-        copy,
-    }
+pub fn with_amax(amax: &Handle, copy: TargetSpec) -> TargetSpec {
+    copy.amax(amax)
 }
 
 /// Returns default parameters with the given rounding and transform.
-pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> DeviceNvfp4Params {
-    DeviceNvfp4Params {
+pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> TargetSpec {
+    TargetSpec {
         hadamard,
-        ..DeviceNvfp4Params::new(rounding)
+        ..TargetSpec::new(rounding)
     }
 }
 
@@ -193,17 +189,13 @@ impl Inputs {
     }
 
     /// Requests `copy` with the amax that it requires.
-    pub fn with(&self, copy: DeviceNvfp4Params) -> QuantRequest<'_> {
+    pub fn with(&self, copy: TargetSpec) -> TargetSpec {
         // Transforms larger than 16 have amax values of about the same size.
         let transformed = usize::from(copy.hadamard.is_some());
         with_amax(&self.maxima()[transformed], copy)
     }
 
-    pub fn request(
-        &self,
-        rounding: DeviceRounding,
-        hadamard: Option<Hadamard>,
-    ) -> QuantRequest<'_> {
+    pub fn request(&self, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> TargetSpec {
         self.with(copy_of(rounding, hadamard))
     }
 }

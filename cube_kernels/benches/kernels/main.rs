@@ -31,6 +31,10 @@ mod loss;
 mod optimizer;
 mod packed;
 mod prologue;
+// The requests that tests make, too.
+#[allow(dead_code)]
+#[path = "../../tests/suite/support/quantize.rs"]
+mod quantize;
 mod scales;
 
 use harness::{

@@ -1,10 +1,10 @@
 //! Kernels with packed inputs, and MS-EDEN with both kinds of input.
 
+use crate::quantize::{self, EdenSource, Quantize};
 use cubecl::server::Handle;
 use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, Usage};
 use nvfp4_kernels::{
     gemm,
-    quantize::{self, EdenForm, EdenSource},
     tensor::{FloatKind, Groups},
 };
 
@@ -56,12 +56,12 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
         let amax = || inputs.amax();
         let name = format!("bf16 to {to}");
         eden(section, &name, [2.0 * n, n * PACKED], usage, amax, |i| {
-            inputs.get(i).into()
+            inputs.get(i).request()
         });
         for (from, packed) in &quantized {
             let name = format!("NVFP4 {from} to {to}");
             eden(section, &name, [n * PACKED; 2], usage, amax, |i| {
-                (&packed[i]).into()
+                packed[i].request()
             });
         }
     }
@@ -70,7 +70,8 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     let name = format!("MS-EDEN, NVFP4 {from} to col, unscaled bf16");
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
     section.time(&name, n * (PACKED + 2.0), |i| {
-        let (random, form) = (RandomStream::new(1, 2, 3), EdenForm::Bf16Unscaled);
+        let form = (Storage::Bf16Unscaled, ScaleLayout::Compact);
+        let random = RandomStream::new(1, 2, 3);
         let (source, usage, amax) = (&packed[i], Usage::Columnwise, inputs.amax());
         quantize::ms_eden_as(&client, source, usage, amax, &hadamard, random, form).unwrap();
     });
@@ -123,7 +124,7 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
         bytes,
         usage,
         || amax,
-        |i| EdenSource::Grouped(inputs.get(i), groups),
+        |i| Quantize::new(inputs.get(i)).groups(groups),
     );
     let name = format!("NVFP4 row to col, {suffix}");
     eden(
@@ -132,7 +133,7 @@ pub fn grouped(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups, amax
         [n * PACKED; 2],
         usage,
         || amax,
-        |i| (&quantized[i]).into(),
+        |i| quantized[i].request(),
     );
 }
 
@@ -144,15 +145,15 @@ fn eden<'a>(
     [read, written]: [f64; 2],
     usage: Usage,
     amax: impl Fn() -> &'a Handle,
-    source: impl Fn(usize) -> EdenSource<'a>,
+    source: impl Fn(usize) -> Quantize<'a>,
 ) {
     let client = section.client();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
     section.time(&format!("MS-EDEN amax, {name}"), read, |i| {
-        quantize::ms_eden_amax(&client, source(i), usage, &hadamard).unwrap();
+        quantize::ms_eden_amax(&client, &source(i), usage, &hadamard).unwrap();
     });
     section.time(&format!("MS-EDEN, {name}"), read + written, |i| {
         let random = RandomStream::new(1, 2, 3);
-        quantize::ms_eden(&client, source(i), usage, amax(), &hadamard, random).unwrap();
+        quantize::ms_eden(&client, &source(i), usage, amax(), &hadamard, random).unwrap();
     });
 }

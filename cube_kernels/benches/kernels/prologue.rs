@@ -1,10 +1,8 @@
 //! The operation before a GEMM, fused with amax computation and as a separate kernel.
 
+use crate::quantize::{self, Amaxes, DeviceRounding, Prologue};
 use cubecl::prelude::Client;
-use nvfp4_kernels::{
-    quantize::{self, Amaxes, Prologue},
-    tensor::{DeviceRounding, Groups, Matrix},
-};
+use nvfp4_kernels::tensor::{Groups, Matrix};
 
 use crate::{
     dense::copy,

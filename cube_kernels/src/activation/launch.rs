@@ -8,9 +8,7 @@ use crate::{
     capabilities::conversion_of,
     launch::{buffer, grid},
     memory::{address_type, is_aligned},
-    quantize::{
-        AmaxRequest, Amaxes, Prologue, amaxes, run_prologue_of_groups, run_prologue_with_amaxes,
-    },
+    quantize::prologue::{Prologue, run_prologue_of_groups},
     reference::{Activation, Gelu},
     tensor::{Groups, Matrix},
 };
@@ -41,21 +39,13 @@ pub fn activation_of_groups(
     (x, grad): (&Matrix, Option<&Matrix>),
     groups: &Groups,
 ) -> Result<Matrix, Nvfp4Error> {
-    check_input(activation, x)?;
+    check_activation(activation, x, grad)?;
     groups.check(x.rows)?;
-    if let Some(grad) = grad {
-        check_grad(activation, grad, x)?;
+    if let Some(prologue) = prologue_of(activation, x, grad) {
+        return run_prologue_of_groups(client, prologue, groups);
     }
-    match (activation, grad) {
-        (Activation::SwiGlu, None) if is_whole(&[x]) => {
-            run_prologue_of_groups(client, Prologue::SwiGlu(x), groups)
-        }
-        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => run_prologue_of_groups(
-            client,
-            Prologue::SwiGluBackward { grad, gate_up: x },
-            groups,
-        ),
-        (Activation::SwiGlu, _) => {
+    match activation {
+        Activation::SwiGlu => {
             let cols = match grad {
                 None => x.cols / 2,
                 Some(_) => x.cols,
@@ -64,7 +54,23 @@ pub fn activation_of_groups(
             swiglu_elements(client, x, grad, &out);
             Ok(out)
         }
-        (Activation::Gelu(form), _) => Ok(gelu(client, form, x, grad)),
+        Activation::Gelu(form) => Ok(gelu(client, form, x, grad)),
+    }
+}
+
+/// Returns the fused prologue that computes `activation` of `x`, or its gradient, if there is one:
+/// for SwiGLU of rows of whole vectors.
+pub(crate) fn prologue_of<'a>(
+    activation: Activation,
+    x: &'a Matrix,
+    grad: Option<&'a Matrix>,
+) -> Option<Prologue<'a>> {
+    match (activation, grad) {
+        (Activation::SwiGlu, None) if is_whole(&[x]) => Some(Prologue::SwiGlu(x)),
+        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => {
+            Some(Prologue::SwiGluBackward { grad, gate_up: x })
+        }
+        _ => None,
     }
 }
 
@@ -83,8 +89,16 @@ pub fn activation_backward(
     activation_of_groups(client, activation, (x, Some(grad)), &Groups::One)
 }
 
-/// Returns an error unless `grad` is a gradient of the output.
-fn check_grad(activation: Activation, grad: &Matrix, x: &Matrix) -> Result<(), Nvfp4Error> {
+/// Returns an error unless `activation` can be computed of `x`, or its gradient from `grad`.
+pub(crate) fn check_activation(
+    activation: Activation,
+    x: &Matrix,
+    grad: Option<&Matrix>,
+) -> Result<(), Nvfp4Error> {
+    check_input(activation, x)?;
+    let Some(grad) = grad else {
+        return Ok(());
+    };
     grad.check("grad")?;
     let cols = x.cols / activation.inputs();
     if (grad.rows, grad.cols, grad.dtype) != (x.rows, cols, x.dtype) {
@@ -95,34 +109,6 @@ fn check_grad(activation: Activation, grad: &Matrix, x: &Matrix) -> Result<(), N
         ));
     }
     Ok(())
-}
-
-/// Computes [`activation()`] of `x`, or [`activation_backward`] if the gradient of the output is
-/// given, and amax values of the result. Takes one pass if the rows of a SwiGLU are whole vectors.
-///
-/// # Errors
-/// Returns the errors of these functions and of [`amaxes`](crate::quantize::amaxes).
-pub fn activation_with_amaxes(
-    client: &Client,
-    activation: Activation,
-    (x, grad): (&Matrix, Option<&Matrix>),
-    groups: &Groups,
-    request: &AmaxRequest,
-) -> Result<(Matrix, Amaxes), Nvfp4Error> {
-    let prologue = match (activation, grad) {
-        (Activation::SwiGlu, None) if is_whole(&[x]) => Some(Prologue::SwiGlu(x)),
-        (Activation::SwiGlu, Some(grad)) if is_whole(&[grad, x]) => {
-            Some(Prologue::SwiGluBackward { grad, gate_up: x })
-        }
-        _ => None,
-    };
-    if let Some(prologue) = prologue {
-        check_input(activation, x)?;
-        return run_prologue_with_amaxes(client, prologue, groups, request);
-    }
-    let made = activation_of_groups(client, activation, (x, grad), groups)?;
-    let found = amaxes(client, &made, groups, request)?;
-    Ok((made, found))
 }
 
 fn check_input(activation: Activation, x: &Matrix) -> Result<(), Nvfp4Error> {

@@ -3,12 +3,12 @@
 //!
 //! Every element is computed in `f32` and rounded once, by operations that give identical bits on
 //! every device: those of [`reference::activation`](crate::reference::activation). If rows are
-//! whole vectors, SwiGLU is the prologue of the quantization kernels with a dense output:
-//! [`run_prologue`](crate::quantize::run_prologue).
+//! whole vectors, SwiGLU is the fused prologue of the quantization kernels with a dense output.
 
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel;
 mod launch;
 
-pub use launch::{activation, activation_backward, activation_of_groups, activation_with_amaxes};
+pub use launch::{activation, activation_backward, activation_of_groups};
+pub(crate) use launch::{check_activation, prologue_of};

@@ -36,7 +36,7 @@ use crate::{
     capabilities::{Capabilities, GemmBackend},
     describe::CodePath,
     environment::Environment,
-    quantize::{AmaxRequest, Amaxes, amaxes},
+    quantize::{AmaxRequest, Amaxes, amax::amaxes},
     tensor::{Groups, Matrix},
 };
 
@@ -73,7 +73,7 @@ pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput
 }
 
 /// Computes [`forward`], and the amax values in `request` of the output as a matrix,
-/// `[tokens, heads * head]`, with the results of a separate [pass](amaxes).
+/// `[tokens, heads * head]`, with the results of a separate [pass](crate::quantize::ComputeAmax).
 ///
 /// [`AttentionKernel::Sm90`] computes amax values of the whole matrix while it writes the output,
 /// if the transform mixes 16 tokens and sequence lengths are multiples of 16. In all other cases a

@@ -177,7 +177,7 @@ pub struct GemmOutput {
     /// Output.
     pub matrix: Matrix,
     /// Requested amax values in device memory: one `f32`, or one per group. They equal the
-    /// [`amax`](crate::quantize::amax()) of the output, so that quantizing it needs no separate
+    /// [amax](crate::quantize::ComputeAmax) of the output, so that quantizing it needs no separate
     /// pass. NaN and infinity propagate; a group without elements yields zero.
     pub amax: Option<Handle>,
 }

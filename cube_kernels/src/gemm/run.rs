@@ -141,7 +141,8 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
                 k,
                 "gemm: a second kernel finds the amax of the output"
             );
-            Some(quantize::amax(client, output.matrix(), None)?)
+            let request = quantize::ComputeAmax::of_matrix(output.matrix());
+            request.launch(client)?.amax.rows
         }
         amax => amax,
     };
@@ -177,7 +178,7 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
 /// - [`StoredForm::TILES`]: block scales in 128x4 tiles. If K is the token dimension, which may
 ///   have any length, K of NVFP4 operands must be padded to whole tiles
-///   ([`whole_tiles`](crate::tensor::DeviceNvfp4Params::whole_tiles)), and so must the `k` of
+///   ([`whole_tiles`](crate::quantize::TargetSpec::whole_tiles)), and so must the `k` of
 ///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
 ///
 /// A GEMM of this problem then runs the kernel that was chosen here, without choosing again. If the

@@ -55,7 +55,7 @@ impl GroupOffsets {
 
     /// Rounds the size of each group up to a multiple of `alignment`, for `rows` rows in total. The
     /// result contains the offsets of padded groups ([`pad_groups`](super::pad_groups),
-    /// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side)).
+    /// [`Quantize`](crate::quantize::Quantize)).
     ///
     /// # Errors
     /// Returns an error if `alignment` is zero, or a number does not fit 32 bits.

@@ -1,16 +1,29 @@
-//! Launches of the quantization kernels.
+//! Quantization to NVFP4 and MX formats, amax values, and dequantization.
 //!
-//! Each function checks its arguments, allocates its output, queues the kernels and returns without
-//! waiting; nothing is read back. All kernels use 64-bit indices if a tensor requires them, and
-//! support any number of units per cube.
+//! A [`Quantize`] request is complete when it is built: [`Quantize::check`] validates it,
+//! [`Quantize::plan`] chooses the kernels and [`Quantize::launch`] queues them, in this order.
+//! [`ComputeAmax`] is the request for amax values alone. Launches allocate their output, queue the
+//! kernels and return without waiting; nothing is read back. All kernels use 64-bit indices if a
+//! tensor requires them, and support any number of units per cube.
+//!
+//! Modules, bottom up:
+//!
+//! - `target`, `source`, `step`: the parts of requests and plans.
+//! - `tile`, `scale_table`, `prologue` and others: the building blocks of kernels.
+//! - `amax`, `rowwise`, `per_token`, `tiles` (with `columnwise` and `block_2d`), `ms_eden`, `mx`: the
+//!   kernels and their launches.
+//! - `check`, `compute_amax`, `request`: the requests, and the choice of kernels.
+//! - `describe`: the kernels of a device, for `nvfp4 doctor`.
 
 // `#[cube]` generates public items that cannot carry documentation.
 #[allow(missing_docs)]
 pub(crate) mod amax;
 #[allow(missing_docs)]
 mod block_2d;
+mod check;
 #[allow(missing_docs)]
 mod columnwise;
+mod compute_amax;
 #[allow(missing_docs)]
 mod dequantize;
 mod describe;
@@ -30,7 +43,7 @@ mod per_token;
 #[allow(clippy::single_match)]
 pub(crate) mod plan;
 #[allow(missing_docs)]
-mod prologue;
+pub(crate) mod prologue;
 #[allow(missing_docs)]
 mod random_bits;
 mod request;
@@ -39,8 +52,11 @@ mod rowwise;
 mod scale_order;
 #[allow(missing_docs)]
 mod scale_table;
+mod source;
+mod step;
 #[allow(missing_docs)]
 mod swizzle;
+mod target;
 #[allow(missing_docs)]
 pub(crate) mod tile;
 #[allow(missing_docs)]
@@ -48,29 +64,22 @@ mod tile_memory;
 #[allow(missing_docs)]
 mod tiles;
 
-pub use amax::{AmaxRequest, Amaxes, amax, amaxes, run_prologue_with_amaxes};
+pub use amax::{AmaxRequest, Amaxes};
+pub use compute_amax::{ComputeAmax, ComputedAmax};
 pub use dequantize::dequantize;
 pub use describe::describe;
-pub use ms_eden::{
-    EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns, ms_eden, ms_eden_amax,
-    ms_eden_amax_pair, ms_eden_as,
-};
-pub use mx::{MxForm, mx_dequantize, mx_quantize, mx_quantize_groups, mx_requantize};
+pub use mx::mx_dequantize;
 pub use offset::advance_offset;
-pub use per_token::quantize_per_token;
-pub use plan::QuantRequest;
-pub(crate) use prologue::run_prologue_of_groups;
-pub use prologue::{Prologue, run_prologue};
-pub use random_bits::{answer_random_bits, has_stochastic_instruction, match_random_bits};
-pub use request::{
-    quantize, quantize_both, quantize_col, quantize_in_both_storages, quantize_operands,
-    quantize_row, quantize_side_by_side, quantize_tile, quantize_tile_copy, quantize_tile_with,
-};
+pub use random_bits::{answer_random_bits, has_stochastic_instruction};
+pub use request::{Quantize, Quantized, QuantizedAmax};
 pub use scale_order::{scales_in_rows, scales_in_tiles};
+pub use source::Source;
+pub use step::{QuantizePlan, QuantizeStep, Usages};
 pub use swizzle::{
     swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
     unswizzle_block_groups, unswizzle_row_groups,
 };
+pub use target::{DeviceRounding, EdenRandom, RedrawnSigns, TargetSpec};
 
 /// The kernels, for tests that compile them without launching.
 #[doc(hidden)]
@@ -100,8 +109,8 @@ pub mod kernels {
         per_token::{PerTokenPlan, TokenRowsLaunch, quantize_per_token_kernel},
         plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
         prologue::{
-            GateInputsLaunch, LaunchedVariant, PrologueInputsArgs, PrologueOutArgs, ProloguePlan,
-            prologue_kernel,
+            GateInputsLaunch, LaunchedVariant, Prologue, PrologueInputsArgs, PrologueOutArgs,
+            ProloguePlan, prologue_kernel, run_prologue,
         },
         random_bits::random_bits_kernel,
         rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},

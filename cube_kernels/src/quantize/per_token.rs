@@ -4,13 +4,14 @@
 use cubecl::prelude::*;
 
 use super::{
-    plan::{Draw, QuantArgs, QuantOut, QuantPlan, QuantRequest, check_packed_cols},
+    plan::{Draw, QuantArgs, QuantOut, QuantPlan},
     rowwise::{row_amax_of, row_block},
+    target::TargetSpec,
     tile::MAX_UNITS,
 };
 use crate::{
-    BLOCK, Nvfp4Error, Storage, Usage,
-    capabilities::{conversion_of, is_cpu},
+    BLOCK, Nvfp4Error, Usage,
+    capabilities::is_cpu,
     cube::{
         block::quantize_with_amax,
         codec::{canonical, magnitude_bits},
@@ -19,7 +20,7 @@ use crate::{
     },
     launch::{Words, buffer, cubes},
     memory::{address_type, allocate},
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// Maximum number of blocks of a row that each unit keeps in registers between computing the amax
@@ -29,35 +30,14 @@ const KEPT: usize = 4;
 /// Quantizes `x` to a rowwise tensor with one amax per row, i.e. per token, which it also computes.
 /// See [`reference::quantize`](crate::reference::quantize) with the amax values of
 /// [`reference::amax_rows`](crate::reference::amax_rows).
-///
-/// # Errors
-/// Returns an error if the columns of `x` are no multiple of 16, if the copy has a transform or
-/// stochastic four over six, or if a buffer is smaller than its shape.
-pub fn quantize_per_token(
+pub(super) fn quantize_per_token(
     client: &Client,
     x: &Matrix,
-    copy: &DeviceNvfp4Params,
+    target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    x.check("x")?;
     let words = Words::of(x);
-    check_packed_cols(x)?;
-    check_no_transform(copy)?;
-    let amax = allocate(client, x.rows * 4);
-    let request = QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerRow,
-        copy: copy.clone(),
-    };
-    let conversion = conversion_of(client);
-    let args = QuantArgs::new(
-        client,
-        x,
-        &Groups::One,
-        Usage::Rowwise,
-        &request,
-        Storage::Packed,
-        conversion,
-    )?;
+    let target = target.clone().amax(&allocate(client, x.rows * 4));
+    let args = QuantArgs::new(client, x, &Groups::One, Usage::Rowwise, &target)?;
     if x.is_empty() {
         return Ok(args.out);
     }
@@ -104,17 +84,6 @@ fn row_cubes(client: &Client, rows: usize, blocks: usize) -> (CubeCount, CubeDim
         CubeDim::new_1d(blocks.next_multiple_of(32).min(dim.x as usize) as u32)
     };
     (count, dim)
-}
-
-fn check_no_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
-    if copy.hadamard.is_none() {
-        return Ok(());
-    }
-    Err(Nvfp4Error::value(
-        "hadamard",
-        "a transform of a per-token copy along rows",
-        "none: the maximum of a row is taken before any transform",
-    ))
 }
 
 /// Comptime configuration of [`quantize_per_token_kernel()`].

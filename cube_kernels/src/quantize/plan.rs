@@ -1,9 +1,11 @@
-//! Request, comptime plan and arguments of one launch of a quantization kernel.
+//! Comptime plan and arguments of one launch of a quantization kernel.
 
 use cubecl::{prelude::*, server::Handle};
 
+use super::target::{DeviceRounding, TargetSpec};
 use crate::{
-    BLOCK, BlockPosition, Gaps, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage,
+    BLOCK, BlockPosition, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
+    capabilities::conversion_of,
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
         codec::Conversion,
@@ -15,11 +17,7 @@ use crate::{
     launch::buffer,
     memory::check_memory,
     moe::EarlierGroups,
-    policy::BlockScaling,
-    tensor::{
-        AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups, Matrix,
-        amax_len,
-    },
+    tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix, amax_len},
 };
 
 /// Comptime configuration of one copy.
@@ -50,17 +48,6 @@ impl QuantPlan {
     }
 }
 
-/// Quantization request: amax, its granularity, and the policy.
-#[derive(Debug, Clone)]
-pub struct QuantRequest<'a> {
-    /// Amax values, `f32` in device memory; of the transformed values if there is a transform.
-    pub amax: &'a Handle,
-    /// Granularity of the amax values.
-    pub scope: AmaxGranularity,
-    /// Quantization parameters.
-    pub copy: DeviceNvfp4Params,
-}
-
 /// A copy to be written: its plan, run-time arguments and memory.
 pub(crate) struct QuantArgs {
     pub plan: QuantPlan,
@@ -74,21 +61,6 @@ pub(crate) struct QuantArgs {
     /// Units of earlier groups of rows, one word.
     earlier: Option<Handle>,
     signs: [u32; 4],
-}
-
-/// Returns an error unless a tensor in `groups` can be at `position`.
-pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Result<(), Nvfp4Error> {
-    let expected = match (position.row_blocks, groups) {
-        (Some(_), Groups::One) => return Ok(()),
-        (Some(_), _) => "no row_blocks: each group has its own rows",
-        (None, _) if position.gaps == Gaps::None => return Ok(()),
-        (None, _) => "row_blocks, the blocks of a row with its gaps",
-    };
-    let found = match groups {
-        Groups::One => format!("{position:?}"),
-        _ => format!("{position:?} of a tensor in groups"),
-    };
-    Err(Nvfp4Error::value("position", found, expected))
 }
 
 /// Returns the units of `earlier` groups, of `unit` rows each, after which a tensor in `groups` is
@@ -124,32 +96,6 @@ pub(super) fn behind_earlier(
     Ok((earlier.units_of(unit)?, position))
 }
 
-/// Returns an error unless a tensor along `usage` can be padded as `copy` requires.
-fn check_whole_tiles(copy: &DeviceNvfp4Params, usage: crate::Usage) -> Result<(), Nvfp4Error> {
-    let expected = match (copy.whole_tiles, usage, copy.layout) {
-        (false, ..) | (true, crate::Usage::Columnwise, ScaleLayout::Swizzled128x4) => return Ok(()),
-        (true, crate::Usage::Rowwise, _) => "a columnwise tensor: columns of `x` are not padded",
-        (true, _, ScaleLayout::Compact) => "scales in 128x4 tiles",
-    };
-    Err(Nvfp4Error::value(
-        "whole_tiles",
-        format!("true along {usage:?} with {:?} scales", copy.layout),
-        expected,
-    ))
-}
-
-/// Returns an error unless a tensor with the parameters `copy` can be written as values.
-pub(super) fn check_values_layout(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
-    match copy.layout {
-        ScaleLayout::Compact => Ok(()),
-        ScaleLayout::Swizzled128x4 => Err(Nvfp4Error::value(
-            "layout",
-            format!("{:?} for bf16 values", copy.layout),
-            "Compact: no GEMM that reads values reads tiles of scales",
-        )),
-    }
-}
-
 /// Returns the output buffers of all of `out`.
 pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
     let blocks = out.code_blocks();
@@ -167,65 +113,51 @@ pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
 }
 
 impl QuantArgs {
-    /// Checks the request for a copy of `x` along `usage` and allocates the copy.
+    /// Allocates the checked `target` along `usage` of `x`.
+    ///
+    /// # Errors
+    /// Returns an error if the amax values of `target` do not fit, or if it cannot be numbered
+    /// after earlier groups.
     pub fn new(
         client: &Client,
         x: &Matrix,
         groups: &Groups,
-        usage: crate::Usage,
-        request: &QuantRequest<'_>,
-        form: Storage,
-        conversion: Conversion,
+        usage: Usage,
+        target: &TargetSpec,
     ) -> Result<Self, Nvfp4Error> {
-        let QuantRequest { amax, scope, copy } = request;
-        let (stream, device_offset) = match &copy.rounding {
-            DeviceRounding::Nearest => (None, None),
+        let (stream, device_offset) = match &target.rounding {
+            DeviceRounding::Nearest | DeviceRounding::MsEden(_) => (None, None),
             DeviceRounding::Stochastic(stream) => (Some(*stream), None),
-            DeviceRounding::StochasticAt(stream, offset) => {
-                check_memory("offset", offset, 8)?;
-                (Some(*stream), Some(offset.clone()))
-            }
+            DeviceRounding::StochasticAt(stream, offset) => (Some(*stream), Some(offset.clone())),
         };
-        if stream.is_some() && matches!(copy.scaling, BlockScaling::FourOverSix(_)) {
-            return Err(Nvfp4Error::value(
-                "rounding",
-                "stochastic, with four over six",
-                "to nearest: four over six chooses by the error of rounding to nearest",
-            ));
-        }
         let mut position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
-        check_position(&position, groups)?;
         let mut numbering = Numbering::of(&position);
         let mut earlier = None;
-        if let (Some(before), Some(_)) = (&copy.earlier, stream) {
-            let unit = copy
+        if let (Some(before), Some(_)) = (&target.earlier, stream) {
+            let unit = target
                 .hadamard
                 .map_or(BLOCK, |hadamard| hadamard.size().elements());
             let unit = match usage {
-                crate::Usage::Rowwise => (1, x.cols / BLOCK),
-                crate::Usage::Columnwise => (unit, x.cols * unit / BLOCK),
+                Usage::Rowwise => (1, x.cols / BLOCK),
+                Usage::Columnwise => (unit, x.cols * unit / BLOCK),
             };
             let (units, behind) = behind_earlier(before, &position, groups, unit)?;
             (numbering, earlier, position) = (Numbering::Behind, Some(units), behind);
         }
-        check_whole_tiles(copy, usage)?;
         // Tensors of groups that are concatenated along the columns get their rows at launch.
-        let rows = match (copy.whole_tiles, groups) {
+        let rows = match (target.whole_tiles, groups) {
             (true, Groups::One) => x.rows.next_multiple_of(TILE_INNER),
             _ => x.rows,
         };
         let layout = Layout {
-            scale_layout: copy.layout,
-            scaling: copy.scaling,
-            amax: *scope,
-            hadamard: copy.hadamard,
-            storage: form,
+            scale_layout: target.scale_layout,
+            scaling: target.scaling,
+            amax: target.granularity,
+            hadamard: target.hadamard,
+            storage: target.storage,
             ..Layout::nvfp4(rows, x.cols, usage)
         };
-        let unscaled = form == Storage::Bf16Unscaled;
-        if unscaled {
-            check_values_layout(copy)?;
-        }
+        let amax = target.known_amax();
         let maxima = amax_len(&layout, groups);
         check_memory("amax", amax, maxima * 4)?;
         let out = DeviceQuantized::empty(client, layout, groups.clone(), amax);
@@ -236,15 +168,15 @@ impl QuantArgs {
                     stochastic: stream.is_some(),
                     device_offset: device_offset.is_some(),
                     numbering,
-                    scaling: copy.scaling,
-                    conversion,
+                    scaling: target.scaling,
+                    conversion: conversion_of(client),
                 },
-                hadamard: copy.hadamard.map(|hadamard| hadamard.size()),
-                default_signs: copy.hadamard == Some(Hadamard::default()),
-                swizzled: copy.layout == ScaleLayout::Swizzled128x4,
-                whole_tiles: copy.whole_tiles,
-                per_row: *scope == AmaxGranularity::PerRow,
-                unscaled,
+                hadamard: target.hadamard.map(|hadamard| hadamard.size()),
+                default_signs: target.hadamard == Some(Hadamard::default()),
+                swizzled: target.scale_layout == ScaleLayout::Swizzled128x4,
+                whole_tiles: target.whole_tiles,
+                per_row: target.granularity == AmaxGranularity::PerRow,
+                unscaled: target.storage == Storage::Bf16Unscaled,
             },
             out,
             key: stream.map_or([0; 2], |stream| stream.key()),
@@ -252,7 +184,7 @@ impl QuantArgs {
             position,
             device_offset,
             earlier,
-            signs: copy
+            signs: target
                 .hadamard
                 .map_or([0; 4], |hadamard| hadamard.sign_words()),
         })
@@ -419,15 +351,4 @@ pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {
 /// Returns the signs of an optional transform.
 pub(crate) fn signs_of(hadamard: Option<Hadamard>) -> SignsLaunch {
     signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()))
-}
-
-pub(crate) fn check_packed_cols(x: &Matrix) -> Result<(), Nvfp4Error> {
-    if x.cols.is_multiple_of(BLOCK) {
-        return Ok(());
-    }
-    Err(Nvfp4Error::shape(
-        "x",
-        format!("{} x {}", x.rows, x.cols),
-        "columns, the packed axis, in a multiple of 16",
-    ))
 }

@@ -1,275 +1,654 @@
-//! Quantization requests with a given amax.
+//! Quantization requests: checks, the choice of kernels, and their launch.
 
 use cubecl::{client::Client, server::Handle};
 
 use super::{
-    plan::QuantRequest,
+    amax::{AmaxRequest, Amaxes},
+    check::{check_target, check_unscaled},
+    compute_amax::{ComputeAmax, Values, step_of_matrix},
+    ms_eden::{EdenSource, EdenTransform, can_screen, ms_eden, ms_eden_amax, ms_eden_amax_pair},
+    mx::{mx_quantize, mx_requantize},
+    per_token::quantize_per_token,
     rowwise::{by_rows, quantize_rows, quantize_rows_in_both_storages},
+    source::Source,
+    step::{QuantizePlan, QuantizeStep, Usages},
+    target::TargetSpec,
     tiles::{Kind, launch_tiles},
 };
 use crate::{
-    BlockScaling, Hadamard, Nvfp4Error, ScaleLayout, Storage, Usage,
-    moe::groups::GroupOffsets,
-    tensor::{AmaxGranularity, DeviceNvfp4Params, DeviceQuantized, DeviceRounding, Groups, Matrix},
+    Nvfp4Error, ScaleLayout, Storage, Usage,
+    capabilities::Capabilities,
+    memory::is_aligned,
+    policy::AmaxGranularity,
+    tensor::{DeviceQuantized, Groups, Matrix},
 };
 
-/// Quantizes `x` to a rowwise tensor with one amax and compact scales: 1x16 blocks along each row.
-/// See [`reference::quantize_row`](crate::reference::quantize_row).
+/// A quantization request: the rowwise and the columnwise tensor of a source, from one read of it
+/// if one kernel writes both.
 ///
-/// # Errors
-/// Returns an error if the columns of `x` are no multiple of 16, or if a buffer is smaller than its
-/// shape.
-pub fn quantize_row(
-    client: &Client,
-    x: &Matrix,
-    amax: &Handle,
-    rounding: DeviceRounding,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    quantize(
-        client,
-        x,
-        &Groups::One,
-        Usage::Rowwise,
-        &plain(amax, rounding, None),
-    )
+/// A rowwise tensor has blocks along the rows of the source, a columnwise one down its columns,
+/// stored transposed, the last block padded with zeros. See
+/// [`reference::quantize`](crate::reference::quantize),
+/// [`reference::quantize_tile`](crate::reference::quantize_tile),
+/// [`reference::ms_eden`](crate::reference::ms_eden) and
+/// [`reference::mx_quantize`](crate::reference::mx_quantize).
+///
+/// With groups, each group is quantized as a separate matrix; only the block indices of random bits
+/// continue from group to group. Columnwise tensors of [`Groups::Offsets`] are concatenated along
+/// the columns, as the grouped GEMMs read them: there are `cols` stored rows, in each of which
+/// group `g` takes the columns from entry `g` of
+/// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, rows, unit)` on. `unit` is
+/// the block or the size of the transform, and at least 64 with
+/// [whole tiles](TargetSpec::whole_tiles). There is space for
+/// [`padded_bound`](crate::reference::padding::padded_bound)`(rows, groups, unit)` columns; those
+/// after the last group are not written. Rows of the source after the last group are not written in
+/// the rowwise tensor, whose scales in 128x4 tiles start anew at each group; with whole tiles, the
+/// scales of the columnwise one are those of one matrix.
+#[derive(Debug, Clone)]
+pub struct Quantize<'a> {
+    /// Values to quantize.
+    pub source: Source<'a>,
+    /// Groups of rows. Those of a quantized source are its own.
+    pub groups: &'a Groups,
+    /// Rowwise tensor.
+    pub rowwise: Option<TargetSpec>,
+    /// Columnwise tensor.
+    pub columnwise: Option<TargetSpec>,
+    /// True to also write the packed rowwise tensor as code times block scale in bf16: for a GEMM
+    /// that multiplies values while the packed tensor is kept for another use.
+    pub unscaled: bool,
+    /// True to store the columnwise tensors of [`Groups::Offsets`] one after another instead of
+    /// concatenated along the columns, for NVFP4 in 1x16 blocks.
+    pub stacked: bool,
 }
 
-/// Quantizes `x` to a columnwise tensor with one amax and compact scales: 16x1 blocks down each
-/// column, stored transposed, the last block padded with zeros. With `hadamard`, the values are
-/// transformed first, and `amax` must be that of the transformed values. See
-/// [`reference::quantize_col`](crate::reference::quantize_col).
-///
-/// # Errors
-/// Returns an error if a buffer is smaller than its shape.
-pub fn quantize_col(
-    client: &Client,
-    x: &Matrix,
-    amax: &Handle,
-    rounding: DeviceRounding,
-    hadamard: Option<Hadamard>,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    quantize(
-        client,
-        x,
-        &Groups::One,
-        Usage::Columnwise,
-        &plain(amax, rounding, hadamard),
-    )
+/// Quantized tensors of a source.
+#[derive(Debug, Clone, Default)]
+pub struct Quantized {
+    /// Rowwise tensor.
+    pub rowwise: Option<DeviceQuantized>,
+    /// Columnwise tensor.
+    pub columnwise: Option<DeviceQuantized>,
+    /// Rowwise tensor in bf16, if both storages were requested.
+    pub unscaled: Option<DeviceQuantized>,
 }
 
-fn plain(amax: &Handle, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> QuantRequest<'_> {
-    QuantRequest {
-        amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: DeviceNvfp4Params {
-            hadamard,
-            ..DeviceNvfp4Params::new(rounding)
-        },
-    }
+/// Amax values of the tensors of a source, `f32` in device memory.
+#[derive(Debug, Clone)]
+pub struct QuantizedAmax {
+    /// The activation, if the source is one.
+    pub values: Option<Matrix>,
+    /// Amax values of the rowwise tensor.
+    pub rowwise: Option<Handle>,
+    /// Amax values of the columnwise tensor; the same memory if one amax serves both.
+    pub columnwise: Option<Handle>,
 }
 
-/// Quantizes `x` along `usage`. See [`reference::quantize`](crate::reference::quantize). With
-/// groups, each group is quantized as a separate matrix; only the block indices of stochastic
-/// rounding continue from group to group.
-///
-/// # Errors
-/// Returns an error if K of a rowwise tensor is no multiple of 16 (with a transform, of its size),
-/// if stochastic four over six is requested, if the groups do not fit, or if a buffer is smaller
-/// than its shape.
-pub fn quantize(
-    client: &Client,
-    x: &Matrix,
-    groups: &Groups,
-    usage: Usage,
-    request: &QuantRequest<'_>,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    let request = (request, Storage::Packed);
-    if usage == Usage::Rowwise && by_rows(groups, &request.0.copy) {
-        return quantize_rows(client, x, groups, request);
-    }
-    let (row, col) = match usage {
-        Usage::Rowwise => (Some(request), None),
-        Usage::Columnwise => (None, Some(request)),
-    };
-    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
-    Ok(row.or(col).expect("one was asked for"))
-}
-
-/// Makes the requested copies of `x`, `(rowwise, columnwise)`, from one read of it, each as by
-/// [`quantize`] and in the requested storage: a copy that only the next GEMM reads, once, may be
-/// stored as values.
-///
-/// # Errors
-/// See [`quantize`]; also returns an error if scales of values are to be swizzled.
-pub fn quantize_operands(
-    client: &Client,
-    x: &Matrix,
-    row: Option<(&QuantRequest<'_>, Storage)>,
-    col: Option<(&QuantRequest<'_>, Storage)>,
-) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
-    match (row, col) {
-        (None, None) => Ok((None, None)),
-        (Some(row), None) => Ok((Some(quantize_rows(client, x, &Groups::One, row)?), None)),
-        (row, col) => launch_tiles(client, x, &Groups::One, row, col, Kind::Blocks),
-    }
-}
-
-/// Makes the rowwise tensor of `x` in both storages, `(packed, values)`, from one read of it: as by
-/// [`quantize`], and with the decoded values as by [`quantize_operands`]. If a GEMM multiplies
-/// values, it reads the latter next, and the former is kept for later.
-///
-/// # Errors
-/// See [`quantize`]; also returns an error if scales are to be swizzled.
-pub fn quantize_in_both_storages(
-    client: &Client,
-    x: &Matrix,
-    request: &QuantRequest<'_>,
-) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
-    quantize_rows_in_both_storages(client, x, request)
-}
-
-/// Quantizes `x` to both copies from one read of it, `(rowwise, columnwise)`, each as by
-/// [`quantize`].
-///
-/// # Errors
-/// See [`quantize`].
-pub fn quantize_both(
-    client: &Client,
-    x: &Matrix,
-    groups: &Groups,
-    row: &QuantRequest<'_>,
-    col: &QuantRequest<'_>,
-) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
-    let [row, col] = [row, col].map(|request| Some((request, Storage::Packed)));
-    let copies = launch_tiles(client, x, groups, row, col, Kind::Blocks)?;
-    let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
-    Ok((row, col))
-}
-
-/// Makes the requested copies of `x`, `(rowwise, columnwise)`, each as by [`quantize`] of the
-/// groups, as operands of the grouped GEMMs: plain matrices, with one amax per group, or per stored
-/// row of each group.
-///
-/// The rowwise tensor is that of [`quantize`]. In the columnwise one the groups share stored rows
-/// instead of following each other: there are `cols` stored rows, in each of which group `g` takes
-/// the columns from entry `g` of [`GroupOffsets::aligned`]`(client, x.rows, unit)` on. `unit` is 16
-/// or the size of the transform, and at least 64 with
-/// [`whole_tiles`](DeviceNvfp4Params::whole_tiles). There is space for `padded_bound(x.rows,
-/// groups, unit)` columns; those after the last group are not written. Rows of `x` after the last
-/// group are not written in the rowwise tensor, whose scales in 128x4 tiles start anew at each
-/// group; with whole tiles, the scales of the columnwise one are those of one matrix. Stochastic
-/// rounding numbers blocks like [`quantize`], group after group.
-///
-/// # Errors
-/// See [`quantize`]; also returns an error if scales of a columnwise tensor are to be swizzled
-/// without [`whole_tiles`](DeviceNvfp4Params::whole_tiles).
-pub fn quantize_side_by_side(
-    client: &Client,
-    x: &Matrix,
-    groups: &GroupOffsets,
-    row: Option<&QuantRequest<'_>>,
-    col: Option<&QuantRequest<'_>>,
-) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
-    let groups = Groups::Offsets {
-        offsets: groups.offsets.clone(),
-        count: groups.count,
-    };
-    if row.is_none() && col.is_none() {
-        return Ok((None, None));
-    }
-    let [row, col] = [row, col].map(|request| request.map(|request| (request, Storage::Packed)));
-    let (row, col) = match (row, col) {
-        (Some(row), None) if by_rows(&groups, &row.0.copy) => {
-            (Some(quantize_rows(client, x, &groups, row)?), None)
+impl<'a> Quantize<'a> {
+    /// Returns a request for no tensor of `source` yet, without groups.
+    pub fn new(source: impl Into<Source<'a>>) -> Self {
+        let source = source.into();
+        let groups = match source {
+            Source::Quantized { tensor, .. } => &tensor.groups,
+            Source::Matrix(_) | Source::Activation { .. } => &Groups::One,
+        };
+        Self {
+            source,
+            groups,
+            rowwise: None,
+            columnwise: None,
+            unscaled: false,
+            stacked: false,
         }
-        (row, col) => launch_tiles(client, x, &groups, row, col, Kind::SideBySide)?,
-    };
-    // Rows of codes, and of compact scales, are those of one matrix.
-    let row = row.map(|row| match row.layout.scale_layout {
-        ScaleLayout::Compact => DeviceQuantized {
-            groups: Groups::One,
-            ..row
-        },
-        ScaleLayout::Swizzled128x4 => row,
-    });
-    Ok((row, col))
+    }
+
+    /// Sets the groups of rows.
+    pub fn groups(self, groups: &'a Groups) -> Self {
+        Self { groups, ..self }
+    }
+
+    /// Sets or removes the rowwise tensor.
+    pub fn rowwise(self, target: impl Into<Option<TargetSpec>>) -> Self {
+        let rowwise = target.into();
+        Self { rowwise, ..self }
+    }
+
+    /// Sets or removes the columnwise tensor.
+    pub fn columnwise(self, target: impl Into<Option<TargetSpec>>) -> Self {
+        let columnwise = target.into();
+        Self { columnwise, ..self }
+    }
+
+    /// Sets the tensor along `usage`.
+    pub fn along(self, usage: Usage, target: TargetSpec) -> Self {
+        match usage {
+            Usage::Rowwise => self.rowwise(target),
+            Usage::Columnwise => self.columnwise(target),
+        }
+    }
+
+    /// Requests the rowwise tensor in both storages.
+    pub fn with_unscaled(self) -> Self {
+        let unscaled = true;
+        Self { unscaled, ..self }
+    }
+
+    /// Requests columnwise tensors of groups one after another.
+    pub fn stacked(self) -> Self {
+        let stacked = true;
+        Self { stacked, ..self }
+    }
+
+    /// Returns the tensors with their usages.
+    fn targets(&self) -> impl Iterator<Item = (Usage, &TargetSpec)> {
+        let rowwise = self.rowwise.iter().map(|one| (Usage::Rowwise, one));
+        let columnwise = self.columnwise.iter().map(|one| (Usage::Columnwise, one));
+        rowwise.chain(columnwise)
+    }
+
+    /// Returns the tensor along `usage`, which is one of the request.
+    fn target(&self, usage: Usage) -> &TargetSpec {
+        let target = match usage {
+            Usage::Rowwise => &self.rowwise,
+            Usage::Columnwise => &self.columnwise,
+        };
+        target.as_ref().expect("planned for this tensor")
+    }
+
+    /// Returns true if the columnwise tensors of groups share stored rows.
+    fn is_side_by_side(&self) -> bool {
+        matches!(self.groups, Groups::Offsets { .. }) && !self.stacked
+    }
+
+    /// Checks the source, its groups and the tensors. Buffers that depend on the groups are checked
+    /// when their kernel is launched.
+    ///
+    /// # Errors
+    /// Returns an error if no tensor is requested, if K of a rowwise NVFP4 tensor is no multiple of
+    /// 16, if kernels do not support a combination of options, if the groups do not fit, or if a
+    /// buffer is smaller than its shape.
+    pub fn check(&self) -> Result<(), Nvfp4Error> {
+        self.source.check(self.groups)?;
+        if self.targets().next().is_none() {
+            return Err(Nvfp4Error::value("request", "no tensor", "at least one"));
+        }
+        let groups = (self.groups, self.is_side_by_side());
+        for (usage, target) in self.targets() {
+            check_target(target, usage, self.source.shape(), groups)?;
+            if matches!(self.source, Source::Quantized { .. }) && !target.is_made_from_codes() {
+                return Err(Nvfp4Error::value(
+                    "source",
+                    "a quantized tensor",
+                    "a matrix or an activation; MS-EDEN and MX formats also read codes",
+                ));
+            }
+        }
+        self.check_unscaled()
+    }
+
+    /// Returns an error unless the rowwise tensor can be written in both storages, if requested.
+    fn check_unscaled(&self) -> Result<(), Nvfp4Error> {
+        if !self.unscaled {
+            return Ok(());
+        }
+        let target = match (&self.rowwise, &self.columnwise) {
+            (Some(target), None) if !target.is_made_from_codes() && !target.is_2d() => target,
+            _ => {
+                return Err(Nvfp4Error::value(
+                    "unscaled",
+                    "true",
+                    "false, or one rowwise NVFP4 tensor in 1x16 blocks, without MS-EDEN",
+                ));
+            }
+        };
+        check_unscaled(target, self.groups)?;
+        match target.storage {
+            Storage::Packed => Ok(()),
+            Storage::Bf16Unscaled => Err(Nvfp4Error::value(
+                "storage",
+                "Bf16Unscaled of a tensor in both storages",
+                "Packed",
+            )),
+        }
+    }
+
+    /// Returns the kernels that the request launches on a device with these capabilities, in order.
+    pub fn plan(&self, capabilities: &Capabilities) -> QuantizePlan {
+        let mut planner = Planner {
+            request: self,
+            capabilities,
+            only_amax: false,
+            missing: self.missing_amax(),
+            plan: QuantizePlan::default(),
+        };
+        planner.run();
+        planner.plan
+    }
+
+    /// Returns the kernels that compute only the amax values; see [`Self::launch_amax`].
+    pub fn plan_amax(&self, capabilities: &Capabilities) -> QuantizePlan {
+        let mut planner = Planner {
+            request: self,
+            capabilities,
+            only_amax: true,
+            missing: self.missing_amax(),
+            plan: QuantizePlan::default(),
+        };
+        planner.run();
+        planner.plan
+    }
+
+    /// Returns whether the amax of the rowwise and of the columnwise tensor is to be computed.
+    fn missing_amax(&self) -> [bool; 2] {
+        let is_missing =
+            |target: &TargetSpec| target.format.has_global_scale() && target.amax.is_none();
+        [&self.rowwise, &self.columnwise].map(|target| target.as_ref().is_some_and(is_missing))
+    }
+
+    /// Sets amax values that were computed of the source, for the tensors `of` it. A tensor whose
+    /// own amax is absent takes the other one: one amax of untransformed values serves both.
+    pub fn set_amax(&mut self, of: Usages, found: &Amaxes) {
+        let Amaxes { rows, cols } = found;
+        if let (Some(target), true) = (&mut self.rowwise, of.has(Usage::Rowwise)) {
+            target.amax = rows.clone().or_else(|| cols.clone());
+        }
+        if let (Some(target), true) = (&mut self.columnwise, of.has(Usage::Columnwise)) {
+            target.amax = cols.clone().or_else(|| rows.clone());
+        }
+    }
+
+    /// Queues the kernels of the [plan](Self::plan) and returns the tensors, without waiting.
+    ///
+    /// # Errors
+    /// See [`Self::check`]; also returns an error if an amax buffer is smaller than its shape.
+    pub fn launch(&self, client: &Client) -> Result<Quantized, Nvfp4Error> {
+        self.check()?;
+        let plan = self.plan(Capabilities::of(client));
+        tracing::trace!(%plan, "quantize");
+        let mut launch = Launch::new(client, self);
+        for &step in &plan {
+            launch.step(step)?;
+        }
+        Ok(launch.made)
+    }
+
+    /// Computes only the amax values that the tensors need, without quantizing, and writes the
+    /// activation, if the source is one.
+    ///
+    /// # Errors
+    /// See [`Self::launch`].
+    pub fn launch_amax(&self, client: &Client) -> Result<QuantizedAmax, Nvfp4Error> {
+        self.check()?;
+        let mut launch = Launch::new(client, self);
+        for &step in &self.plan_amax(Capabilities::of(client)) {
+            launch.step(step)?;
+        }
+        let amax = |target: Option<TargetSpec>| target.and_then(|target| target.amax);
+        Ok(QuantizedAmax {
+            values: launch.values.into_written(),
+            rowwise: amax(launch.request.rowwise),
+            columnwise: amax(launch.request.columnwise),
+        })
+    }
 }
 
-/// Quantizes `x` to both copies in 16x16 tiles, rounded to nearest: `(rowwise, columnwise)`, the
-/// second one the exact transpose of the first. See
-/// [`reference::quantize_tile`](crate::reference::quantize_tile).
-///
-/// # Errors
-/// Returns an error if the columns of `x` are no multiple of 16, or if a buffer is smaller than its
-/// shape.
-pub fn quantize_tile(
-    client: &Client,
-    x: &Matrix,
-    amax: &Handle,
-) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
-    let layouts = [ScaleLayout::Compact; 2];
-    quantize_tile_with(
-        client,
-        x,
-        &Groups::One,
-        amax,
-        BlockScaling::Standard,
-        layouts,
-    )
+/// Choice of the kernels of a request.
+struct Planner<'a> {
+    request: &'a Quantize<'a>,
+    capabilities: &'a Capabilities,
+    /// True to leave out the kernels that quantize.
+    only_amax: bool,
+    /// True if the amax of the rowwise, or of the columnwise tensor is to be computed.
+    missing: [bool; 2],
+    plan: QuantizePlan,
 }
 
-/// [`quantize_tile`] of every group, with one amax per group, any scaling, and scales in `layouts`
-/// (rowwise, columnwise). Four over six decides once per tile.
-///
-/// # Errors
-/// See [`quantize_tile`]; also returns an error if the groups do not fit.
-pub fn quantize_tile_with(
-    client: &Client,
-    x: &Matrix,
-    groups: &Groups,
-    amax: &Handle,
-    scaling: BlockScaling,
-    layouts: [ScaleLayout; 2],
-) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
-    let [row, col] = layouts.map(|layout| of_tiles(amax, scaling, layout));
-    let [row, col] = [&row, &col].map(|request| Some((request, Storage::Packed)));
-    let copies = launch_tiles(client, x, groups, row, col, Kind::Tiles)?;
-    let [row, col] = [copies.0, copies.1].map(|made| made.expect("asked for"));
-    Ok((row, col))
+impl Planner<'_> {
+    fn run(&mut self) {
+        let request = self.request;
+        if let Source::Activation { .. } = request.source {
+            self.activation();
+        }
+        match (&request.rowwise, &request.columnwise) {
+            (Some(row), Some(col)) => self.both(row, col),
+            (Some(row), None) => self.one(row, Usage::Rowwise),
+            (None, Some(col)) => self.one(col, Usage::Columnwise),
+            (None, None) => {}
+        }
+    }
+
+    /// Plans the activation, with the amax values that are not computed more cheaply later.
+    fn activation(&mut self) {
+        let request = self.request;
+        let needs_pass = |target: &TargetSpec| {
+            target.amax.is_none()
+                && !target.is_made_from_codes()
+                && (!target.is_2d() || self.only_amax)
+        };
+        let found = match (&request.rowwise, &request.columnwise) {
+            (Some(row), Some(col)) if needs_pass(row) && needs_pass(col) => {
+                Some((amax_of_both(row, col), Usages::Both))
+            }
+            // Otherwise the pass that quantizes a row computes its amax.
+            (Some(row), None)
+                if needs_pass(row)
+                    && (row.granularity == AmaxGranularity::PerTensor || self.only_amax) =>
+            {
+                let values = AmaxRequest::along(Usage::Rowwise, row.granularity, None);
+                Some((values, Usages::Rowwise))
+            }
+            (None, Some(col)) if needs_pass(col) => {
+                let values = AmaxRequest::along(Usage::Columnwise, col.granularity, col.hadamard);
+                Some((values, Usages::Columnwise))
+            }
+            _ => None,
+        };
+        match found {
+            Some((values, of)) => {
+                let amax = ComputeAmax::new(request.source, values).groups(request.groups);
+                amax.push_steps(of, &mut self.plan);
+                self.missing = [false; 2];
+            }
+            None => self.plan.push(QuantizeStep::Activation),
+        }
+    }
+
+    /// Plans one tensor.
+    fn one(&mut self, target: &TargetSpec, usage: Usage) {
+        let groups = self.request.groups;
+        let is_missing = self.is_missing(usage);
+        if target.format.is_mx() {
+            return self.quantize(match self.request.source {
+                Source::Quantized { .. } => QuantizeStep::MxRequantize(usage),
+                Source::Matrix(_) | Source::Activation { .. } => QuantizeStep::Mx(usage),
+            });
+        }
+        if target.is_ms_eden() {
+            if is_missing {
+                self.plan.push(QuantizeStep::MsEdenAmax(usage));
+            }
+            return self.quantize(QuantizeStep::MsEden(usage));
+        }
+        let is_one_read = is_missing
+            && !self.only_amax
+            && !self.request.unscaled
+            && matches!(groups, Groups::One)
+            && usage == Usage::Rowwise
+            && target.granularity == AmaxGranularity::PerRow
+            && target.hadamard.is_none()
+            && target.storage == Storage::Packed;
+        if is_one_read {
+            return self.quantize(QuantizeStep::PerToken);
+        }
+        if is_missing {
+            // One amax per matrix of a stack, or of a matrix in tiles, serves both usages.
+            let along = match groups {
+                Groups::Batch(_) => Usage::Rowwise,
+                _ if target.is_2d() => Usage::Rowwise,
+                _ => usage,
+            };
+            let values = AmaxRequest::along(along, target.granularity, target.hadamard);
+            self.amax(values, usage.into());
+        }
+        self.quantize(match target.is_2d() {
+            true => QuantizeStep::Tiles(usage.into()),
+            false => self.blocks(usage.into()),
+        });
+    }
+
+    /// Plans both tensors, with one read if one kernel writes both.
+    fn both(&mut self, row: &TargetSpec, col: &TargetSpec) {
+        let is_matrix = !matches!(self.request.source, Source::Quantized { .. })
+            && matches!(self.request.groups, Groups::One);
+        if is_matrix && row.is_ms_eden() && col.is_ms_eden() && self.missing == [true; 2] {
+            match self.can_screen() {
+                true => self.plan.push(QuantizeStep::MsEdenAmaxPair),
+                false => {
+                    self.plan.push(QuantizeStep::MsEdenAmax(Usage::Rowwise));
+                    self.plan.push(QuantizeStep::MsEdenAmax(Usage::Columnwise));
+                }
+            }
+            self.quantize(QuantizeStep::MsEden(Usage::Rowwise));
+            return self.quantize(QuantizeStep::MsEden(Usage::Columnwise));
+        }
+        if row.is_made_from_codes() || col.is_made_from_codes() || row.is_2d() != col.is_2d() {
+            self.one(row, Usage::Rowwise);
+            return self.one(col, Usage::Columnwise);
+        }
+        let missing = match self.missing {
+            [true, true] => Some((amax_of_both(row, col), Usages::Both)),
+            [true, false] => {
+                let values = AmaxRequest::along(Usage::Rowwise, row.granularity, None);
+                Some((values, Usages::Rowwise))
+            }
+            [false, true] => {
+                let values = AmaxRequest::along(Usage::Columnwise, col.granularity, col.hadamard);
+                Some((values, Usages::Columnwise))
+            }
+            [false, false] => None,
+        };
+        if let Some((values, of)) = missing {
+            self.amax(values, of);
+        }
+        self.quantize(match row.is_2d() {
+            true => QuantizeStep::Tiles(Usages::Both),
+            false => self.blocks(Usages::Both),
+        });
+    }
+
+    /// Returns the step that quantizes NVFP4 tensors in 1x16 blocks.
+    fn blocks(&self, of: Usages) -> QuantizeStep {
+        let request = self.request;
+        match &request.rowwise {
+            Some(_) if request.unscaled => QuantizeStep::RowsInBothStorages,
+            Some(row) if of == Usages::Rowwise && by_rows(request.groups, row) => {
+                QuantizeStep::Rows
+            }
+            _ if request.is_side_by_side() => QuantizeStep::BlocksSideBySide(of),
+            _ => QuantizeStep::Blocks(of),
+        }
+    }
+
+    /// Appends a step that quantizes.
+    fn quantize(&mut self, step: QuantizeStep) {
+        if !self.only_amax {
+            self.plan.push(step);
+        }
+    }
+
+    /// Appends the step that computes amax values of a matrix in memory.
+    fn amax(&mut self, values: AmaxRequest, of: Usages) {
+        let step = step_of_matrix(values, self.request.groups, of);
+        self.plan.push(step);
+    }
+
+    fn is_missing(&self, usage: Usage) -> bool {
+        let [rowwise, columnwise] = self.missing;
+        match usage {
+            Usage::Rowwise => rowwise,
+            Usage::Columnwise => columnwise,
+        }
+    }
+
+    /// Returns true if the device computes both amax values of MS-EDEN in one read.
+    fn can_screen(&self) -> bool {
+        let memory = match self.request.source {
+            Source::Matrix(x) => (x.dtype, is_aligned(&x.handle)),
+            // New memory is aligned.
+            Source::Activation { x, .. } => (x.dtype, true),
+            Source::Quantized { .. } => return false,
+        };
+        can_screen(self.capabilities, self.request.source.shape(), memory)
+    }
 }
 
-/// Makes only the copy of [`quantize_tile_with`] along `usage`, without writing the other one.
-///
-/// # Errors
-/// See [`quantize_tile_with`].
-pub fn quantize_tile_copy(
-    client: &Client,
-    x: &Matrix,
-    groups: &Groups,
-    usage: Usage,
-    amax: &Handle,
-    scaling: BlockScaling,
-    layout: ScaleLayout,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    let request = of_tiles(amax, scaling, layout);
-    let request = Some((&request, Storage::Packed));
-    let (row, col) = match usage {
-        Usage::Rowwise => (request, None),
-        Usage::Columnwise => (None, request),
-    };
-    let (row, col) = launch_tiles(client, x, groups, row, col, Kind::Tiles)?;
-    Ok(row.or(col).expect("asked for"))
+/// Returns the amax values of both tensors of a matrix: one amax, if it serves both.
+fn amax_of_both(row: &TargetSpec, col: &TargetSpec) -> AmaxRequest {
+    let is_shared = row.shares_amax() && col.shares_amax();
+    AmaxRequest {
+        rows: Some(row.granularity),
+        cols: (!is_shared).then_some((col.granularity, col.hadamard)),
+    }
 }
 
-/// Returns the request for a copy of 16x16 tiles.
-fn of_tiles(amax: &Handle, scaling: BlockScaling, layout: ScaleLayout) -> QuantRequest<'_> {
-    QuantRequest {
-        amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: DeviceNvfp4Params {
-            scaling,
-            layout,
-            ..DeviceNvfp4Params::new(DeviceRounding::Nearest)
-        },
+/// Launch of a plan: the request with the amax values that were computed so far, and its results.
+struct Launch<'a> {
+    client: &'a Client,
+    request: Quantize<'a>,
+    values: Values<'a>,
+    made: Quantized,
+}
+
+impl<'a> Launch<'a> {
+    fn new(client: &'a Client, request: &Quantize<'a>) -> Self {
+        Self {
+            client,
+            request: request.clone(),
+            values: Values::of(request.source),
+            made: Quantized::default(),
+        }
+    }
+
+    fn step(&mut self, step: QuantizeStep) -> Result<(), Nvfp4Error> {
+        let (client, groups) = (self.client, self.request.groups);
+        match step {
+            QuantizeStep::Activation => {
+                self.values.compute(client, groups, step)?;
+            }
+            QuantizeStep::ActivationWithAmax(_, of)
+            | QuantizeStep::AmaxOfMatrix(_, of)
+            | QuantizeStep::Amax(_, of) => {
+                let found = self.values.compute(client, groups, step)?;
+                self.request.set_amax(of, &found);
+            }
+            QuantizeStep::MsEdenAmax(usage) => {
+                let transform = EdenTransform::of(self.request.target(usage));
+                let source = self.eden_source();
+                let found = ms_eden_amax(client, source, usage, &transform)?;
+                self.set_eden_amax([(usage, found)]);
+            }
+            QuantizeStep::MsEdenAmaxPair => {
+                let [row, col] = [Usage::Rowwise, Usage::Columnwise]
+                    .map(|usage| EdenTransform::of(self.request.target(usage)));
+                let [row, col] = ms_eden_amax_pair(client, self.values.matrix(), [&row, &col])?;
+                self.set_eden_amax([(Usage::Rowwise, row), (Usage::Columnwise, col)]);
+            }
+            QuantizeStep::PerToken => {
+                let target = self.request.target(Usage::Rowwise);
+                let made = quantize_per_token(client, self.values.matrix(), target)?;
+                self.made.rowwise = Some(made);
+            }
+            QuantizeStep::Rows => {
+                let target = self.request.target(Usage::Rowwise);
+                let made = quantize_rows(client, self.values.matrix(), groups, target)?;
+                self.made.rowwise = Some(self.rows_of_matrix(made));
+            }
+            QuantizeStep::RowsInBothStorages => {
+                let target = self.request.target(Usage::Rowwise);
+                let made = quantize_rows_in_both_storages(client, self.values.matrix(), target)?;
+                (self.made.rowwise, self.made.unscaled) = (Some(made.0), Some(made.1));
+            }
+            QuantizeStep::Blocks(of) => self.by_tiles(of, Kind::Blocks)?,
+            QuantizeStep::BlocksSideBySide(of) => self.by_tiles(of, Kind::SideBySide)?,
+            QuantizeStep::Tiles(of) => self.by_tiles(of, Kind::Tiles)?,
+            QuantizeStep::MsEden(usage) => {
+                let target = self.request.target(usage);
+                let made = ms_eden(client, self.eden_source(), usage, target)?;
+                self.made.set(usage, made);
+            }
+            QuantizeStep::Mx(usage) => {
+                let target = self.request.target(usage);
+                let made = mx_quantize(client, self.values.matrix(), groups, usage, target)?;
+                self.made.set(usage, made);
+            }
+            QuantizeStep::MxRequantize(usage) => {
+                let Source::Quantized { tensor, via } = self.request.source else {
+                    unreachable!("planned for a quantized source");
+                };
+                let target = self.request.target(usage);
+                let made = mx_requantize(client, tensor, usage, target, via)?;
+                self.made.set(usage, made);
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches the kernel of tiles in shared memory.
+    fn by_tiles(&mut self, of: Usages, kind: Kind) -> Result<(), Nvfp4Error> {
+        let target = |usage| of.has(usage).then(|| self.request.target(usage));
+        let (row, col) = (target(Usage::Rowwise), target(Usage::Columnwise));
+        let (x, groups) = (self.values.matrix(), self.request.groups);
+        let (row, col) = launch_tiles(self.client, x, groups, row, col, kind)?;
+        if let Some(row) = row {
+            self.made.rowwise = Some(match kind {
+                Kind::SideBySide => self.rows_of_matrix(row),
+                Kind::Blocks | Kind::Tiles => row,
+            });
+        }
+        if let Some(col) = col {
+            self.made.columnwise = Some(col);
+        }
+        Ok(())
+    }
+
+    /// Returns a rowwise tensor of groups as that of one matrix, if its scales do not start anew at
+    /// each group.
+    fn rows_of_matrix(&self, made: DeviceQuantized) -> DeviceQuantized {
+        match (self.request.is_side_by_side(), made.layout.scale_layout) {
+            (true, ScaleLayout::Compact) => DeviceQuantized {
+                groups: Groups::One,
+                ..made
+            },
+            _ => made,
+        }
+    }
+
+    /// Returns the source of MS-EDEN.
+    fn eden_source(&self) -> EdenSource<'_> {
+        match self.request.source {
+            Source::Quantized { tensor, .. } => EdenSource::Packed(tensor),
+            Source::Matrix(_) | Source::Activation { .. } => {
+                EdenSource::Matrix(self.values.matrix(), self.request.groups)
+            }
+        }
+    }
+
+    fn set_eden_amax<const N: usize>(&mut self, found: [(Usage, Handle); N]) {
+        for (usage, amax) in found {
+            let rows = Some(amax);
+            self.request
+                .set_amax(usage.into(), &Amaxes { rows, cols: None });
+        }
+    }
+}
+
+impl Quantized {
+    fn set(&mut self, usage: Usage, made: DeviceQuantized) {
+        match usage {
+            Usage::Rowwise => self.rowwise = Some(made),
+            Usage::Columnwise => self.columnwise = Some(made),
+        }
+    }
+
+    /// Returns the only tensor along either axis.
+    ///
+    /// # Panics
+    /// Panics if there are two tensors.
+    pub fn into_one(self) -> DeviceQuantized {
+        match (self.rowwise, self.columnwise) {
+            (Some(one), None) | (None, Some(one)) => one,
+            _ => panic!("one tensor was requested"),
+        }
+    }
+
+    /// Returns the rowwise and the columnwise tensor.
+    ///
+    /// # Panics
+    /// Panics if one of them was not requested.
+    pub fn into_both(self) -> (DeviceQuantized, DeviceQuantized) {
+        match (self.rowwise, self.columnwise) {
+            (Some(row), Some(col)) => (row, col),
+            _ => panic!("both tensors were requested"),
+        }
     }
 }

@@ -2,13 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::plan::{
-    QuantArgs, QuantOut, QuantOutArgs, QuantPlan, QuantRequest, QuantTarget, check_packed_cols,
-    check_values_layout, memory_of,
+use super::{
+    plan::{QuantArgs, QuantOut, QuantOutArgs, QuantPlan, QuantTarget, memory_of},
+    target::TargetSpec,
 };
 use crate::{
     BLOCK, BlockScaling, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
-    capabilities::conversion_of,
     cube::{
         block::{Encoded, block_amax, pairs_amax, quantize_with_amax},
         hadamard::{Signs, butterfly, normalize},
@@ -18,29 +17,18 @@ use crate::{
     launch::{Words, buffer, grid},
     memory::address_type,
     moe::groups::find_group,
-    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
-
-pub(super) fn check_row_transform(copy: &DeviceNvfp4Params) -> Result<(), Nvfp4Error> {
-    match copy.hadamard {
-        Some(hadamard) if hadamard.size() != HadamardSize::H16 => Err(Nvfp4Error::value(
-            "hadamard",
-            format!("{:?} on a row-wise copy", hadamard.size()),
-            "H16 there; larger transforms on column-wise copies",
-        )),
-        _ => Ok(()),
-    }
-}
 
 /// Returns true if [`quantize_rows`] makes the rowwise tensor of these groups. Not for four over
 /// six, whose candidates derive from the amax, in this kernel separately for each row (16384 x 7168
 /// in 8 groups, H100: 260 us, and 222 us by tiles).
-pub(super) fn by_rows(groups: &Groups, copy: &DeviceNvfp4Params) -> bool {
+pub(super) fn by_rows(groups: &Groups, target: &TargetSpec) -> bool {
     match groups {
         Groups::One => true,
         Groups::Offsets { .. } => {
-            let chooses = matches!(copy.scaling, BlockScaling::FourOverSix(_));
-            copy.layout == ScaleLayout::Compact && !chooses
+            let chooses = matches!(target.scaling, BlockScaling::FourOverSix(_));
+            target.scale_layout == ScaleLayout::Compact && !chooses
         }
         Groups::Batch(_) => false,
     }
@@ -53,9 +41,9 @@ pub(super) fn quantize_rows(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    request: (&QuantRequest<'_>, Storage),
+    target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let args = row_args(client, x, groups, request)?;
+    let args = QuantArgs::new(client, x, groups, Usage::Rowwise, target)?;
     launch_rows(client, x, &args, None);
     Ok(args.out)
 }
@@ -64,32 +52,16 @@ pub(super) fn quantize_rows(
 pub(super) fn quantize_rows_in_both_storages(
     client: &Client,
     x: &Matrix,
-    request: &QuantRequest<'_>,
+    target: &TargetSpec,
 ) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
-    check_values_layout(&request.copy)?;
-    let args = row_args(client, x, &Groups::One, (request, Storage::Packed))?;
+    let args = QuantArgs::new(client, x, &Groups::One, Usage::Rowwise, target)?;
     let layout = Layout {
         storage: Storage::Bf16Unscaled,
         ..args.out.layout
     };
-    let values = DeviceQuantized::empty(client, layout, Groups::One, request.amax);
+    let values = DeviceQuantized::empty(client, layout, Groups::One, &args.out.amax);
     launch_rows(client, x, &args, Some(&values));
     Ok((args.out, values))
-}
-
-/// Checks the request for a rowwise tensor and allocates it.
-fn row_args(
-    client: &Client,
-    x: &Matrix,
-    groups: &Groups,
-    (request, form): (&QuantRequest<'_>, Storage),
-) -> Result<QuantArgs, Nvfp4Error> {
-    x.check("x")?;
-    groups.check(x.rows)?;
-    check_packed_cols(x)?;
-    check_row_transform(&request.copy)?;
-    let conversion = conversion_of(client);
-    QuantArgs::new(client, x, groups, Usage::Rowwise, request, form, conversion)
 }
 
 /// Writes the tensor of `args`, and its values to `values`, if present.

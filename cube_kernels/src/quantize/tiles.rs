@@ -6,21 +6,21 @@ use cubecl::prelude::*;
 use super::{
     block_2d::{choose_tile_scales, code_at, write_transposed},
     columnwise::{quantize_columns, write_columns},
-    plan::{QuantArgs, QuantRequest, QuantTarget, check_packed_cols},
-    rowwise::{check_row_transform, row_amax_of, row_block},
+    plan::{QuantArgs, QuantTarget},
+    rowwise::{row_amax_of, row_block},
     scale_table::{BlockRule, Lines, ScaleTable, TablePlan, quantize_by_table},
+    target::TargetSpec,
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile, tile_bands},
     tile_memory::{TileGrid, TileGridLaunch, TileMemory, TilePlan},
 };
 use crate::{
-    BLOCK, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
-    capabilities::conversion_of,
+    BLOCK, Layout, Nvfp4Error, Usage,
     cube::{block::Encoded, scale::swizzled_at},
     format::swizzle::TILE_INNER,
     launch::Words,
     memory::address_type,
     reference::padding::padded_bound,
-    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 /// Output kind of [`launch_tiles`].
@@ -34,56 +34,26 @@ pub(super) enum Kind {
     SideBySide,
 }
 
-/// Returns an error unless a columnwise tensor of `groups` can be laid out as `kind` with the scale
-/// layout of `copy`: groups that share stored rows share tiles of scales, unless each begins with a
-/// whole one.
-fn check_kind(
-    groups: &Groups,
-    copy: Option<&DeviceNvfp4Params>,
-    kind: Kind,
-) -> Result<(), Nvfp4Error> {
-    let Some(copy) = copy else {
-        return Ok(());
-    };
-    let (found, expected) = match (kind, copy.layout, copy.whole_tiles) {
-        (Kind::SideBySide, ScaleLayout::Swizzled128x4, false) => (
-            "scales in 128x4 tiles, of groups side by side",
-            "compact scales, or whole tiles",
-        ),
-        (Kind::Tiles, _, true) => ("whole tiles, of 16x16 blocks", "a row that ends as it does"),
-        (Kind::Blocks, _, true) if !matches!(groups, Groups::One) => (
-            "whole tiles, of groups one after another",
-            "one matrix, or groups side by side",
-        ),
-        _ => return Ok(()),
-    };
-    Err(Nvfp4Error::value("copy", found, expected))
-}
-
+/// Makes the tensors `row` and `col` of `x`, if given, from one read of it.
+///
+/// Tensors of groups follow one another. Those of [`Kind::SideBySide`] are operands of the grouped
+/// GEMMs instead, plain matrices with one amax per group, or per stored row of each group: there
+/// are `cols` stored rows, in each of which group `g` takes the columns from entry `g` of
+/// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, unit)` on. `unit`
+/// is 16 or the size of the transform, and at least 64 with whole tiles. There is space for
+/// `padded_bound(x.rows, groups, unit)` columns; those after the last group are not written.
 pub(super) fn launch_tiles(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    row: Option<(&QuantRequest<'_>, Storage)>,
-    col: Option<(&QuantRequest<'_>, Storage)>,
+    row: Option<&TargetSpec>,
+    col: Option<&TargetSpec>,
     kind: Kind,
 ) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
-    x.check("x")?;
     let words = Words::of(x);
-    groups.check(x.rows)?;
-    check_kind(groups, col.map(|(col, _)| &col.copy), kind)?;
-    if row.is_some() || kind == Kind::Tiles {
-        check_packed_cols(x)?;
-    }
-    if let Some((row, _)) = row {
-        check_row_transform(&row.copy)?;
-    }
-    let conversion = conversion_of(client);
-    let args = |usage, request: Option<(&QuantRequest<'_>, Storage)>| {
-        request
-            .map(|(request, form)| {
-                QuantArgs::new(client, x, groups, usage, request, form, conversion)
-            })
+    let args = |usage, target: Option<&TargetSpec>| {
+        target
+            .map(|target| QuantArgs::new(client, x, groups, usage, target))
             .transpose()
     };
     let row = args(Usage::Rowwise, row)?;

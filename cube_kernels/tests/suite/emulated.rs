@@ -15,6 +15,7 @@ use crate::support::policies::{
     col_policies, per_token_policies, row_policies,
 };
 use crate::support::process::ran_in_own_process;
+use crate::support::quantize::{self, EdenSource, Quantize};
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
@@ -24,7 +25,6 @@ use nvfp4_formats::{
 use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::codec::{Conversion, emulate_e2m1_instructions},
-    quantize::{self, EdenSource},
     tensor::{DeviceQuantized, Groups},
 };
 
@@ -139,18 +139,18 @@ fn ms_eden() {
 /// Checks MS-EDEN of a matrix along both axes, and of its packed form.
 fn check_eden<T: DeviceElement>(client: &Client, x: &[T], (rows, cols): (usize, usize)) {
     let matrix = upload(client, x, rows, cols);
-    eden(client, (&matrix).into(), x, (rows, cols));
+    eden(client, &matrix.request(), x, (rows, cols));
     let amax = Amax::Tensor(reference::amax(x));
     let nearest = Rounding::Nearest;
     let packed = reference::quantize_col(x, rows, cols, &amax, &nearest, None).unwrap();
     let device = DeviceQuantized::from_host(client, &packed);
     let dequantized = reference::dequantize(&packed);
-    eden(client, (&device).into(), &dequantized, (rows, cols));
+    eden(client, &device.request(), &dequantized, (rows, cols));
 }
 
 fn eden<T: reference::Element>(
     client: &Client,
-    source: EdenSource<'_>,
+    source: &Quantize<'_>,
     x: &[T],
     (rows, cols): (usize, usize),
 ) {

@@ -11,6 +11,7 @@ use crate::support::inputs::Generator;
 use crate::support::packed::{
     Packed, TE_PRODUCTS, assert_bound, assert_rows_bound, both_ways, scaled, unscaled,
 };
+use crate::support::quantize;
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::reference;
@@ -20,7 +21,6 @@ use nvfp4_kernels::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
         kernels::{DequantThenBf16, Sm90Tile, SmallM, W4a16, W4a16Tile},
     },
-    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;

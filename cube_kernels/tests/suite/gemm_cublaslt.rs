@@ -8,6 +8,7 @@ use crate::support::device::{read_matrix, read_u32, upload};
 use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::Generator;
 use crate::support::packed::Packed;
+use crate::support::quantize;
 use crate::support::{device, inputs};
 use cubecl::{client::Client, prelude::*, server::Handle};
 use half::{bf16, f16};
@@ -20,7 +21,6 @@ use nvfp4_kernels::{
         cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
         kernels::{CublasLtPlan, SmallM, add_rows_kernel, factors_kernel},
     },
-    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use nvfp4_test_support::Skip;

@@ -4,6 +4,7 @@
 //!
 //! `NVFP4_TEST_DEVICE` selects `cpu` (the default) or `cuda`.
 
+use crate::support::quantize;
 use crate::support::{
     device,
     device::read_matrix,
@@ -23,7 +24,6 @@ use nvfp4_kernels::{
         kernels::{DequantThenBf16, Sm90Tile, W4a16MnMajor, W4a16MnTile},
     },
     moe::GroupOffsets,
-    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 

@@ -11,6 +11,7 @@ use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::inputs::{Generator, convert};
 use crate::support::mxfp8::Mxfp8;
 use crate::support::packed::{Packed, TE_PRODUCTS, assert_bound};
+use crate::support::quantize;
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
@@ -21,7 +22,6 @@ use nvfp4_kernels::{
         kernels::{BlockScaledMma, Multiply, Sm120Tile, SmallM},
     },
     moe::GroupOffsets,
-    quantize::{self},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;

@@ -5,12 +5,12 @@ use crate::support::device::{assert_floats, read_f32, read_matrix, upload};
 use crate::support::epilogue::Epilogue;
 use crate::support::gemm::{multiply, multiply_amax};
 use crate::support::packed::{Packed, assert_bound, unscaled};
+use crate::support::quantize;
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
     capabilities::GemmBackend,
     gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target, kernels::SmallM},
-    quantize,
     tensor::{FloatKind, Matrix},
 };
 

@@ -8,6 +8,7 @@
 
 use std::cell::Cell;
 
+use crate::support::quantize;
 use crate::support::{
     device::{assert_floats, read_f32, read_f32s, read_matrix, upload},
     epilogue::{Epilogue, check_epilogues},
@@ -26,7 +27,6 @@ use nvfp4_kernels::{
         kernels::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
     },
     moe::GroupOffsets,
-    quantize,
     tensor::{FloatKind, Matrix},
 };
 

@@ -4,6 +4,7 @@
 //! summation order is the same.
 
 use crate::gemm_tcgen05::check_faults;
+use crate::support::quantize;
 use crate::support::{
     device::{assert_floats, read_f32, read_f32s, read_matrix, upload},
     epilogue::{Epilogue, check_epilogues},
@@ -23,7 +24,6 @@ use nvfp4_kernels::{
         kernels::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
     },
     moe::GroupOffsets,
-    quantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 

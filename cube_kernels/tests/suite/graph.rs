@@ -8,6 +8,7 @@ use crate::support::inputs::{Kind, convert, values};
 use crate::support::packed::Packed;
 use crate::support::policies::quantize_per_token_both;
 use crate::support::process::ran_in_own_process;
+use crate::support::quantize::{self, DeviceRounding, EdenRandom, TargetSpec};
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
@@ -24,8 +25,7 @@ use nvfp4_kernels::{
     graph,
     moe::GroupOffsets,
     optimizer::{self, AdamWSpec, AdamWUpdate, Gradient},
-    quantize::{self, EdenRandom, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use nvfp4_test_support::Skip;
 use std::sync::{Mutex, MutexGuard};
@@ -115,8 +115,8 @@ fn written(packed: &DeviceQuantized) -> Vec<(Handle, usize)> {
 }
 
 /// Returns parameters with part of the random offset in device memory.
-fn at(offset: &Handle) -> DeviceNvfp4Params {
-    DeviceNvfp4Params::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
+fn at(offset: &Handle) -> TargetSpec {
+    TargetSpec::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
 }
 
 /// Returns the policy at offset `value`, for the oracle.
@@ -136,11 +136,7 @@ fn graph_replays_draw_fresh_bits() {
     let amax = reference::amax(&x);
     let handle = client.create_from_slice(&amax.to_ne_bytes());
     let replays = replay(&client, |offset| {
-        let request = QuantRequest {
-            amax: &handle,
-            scope: AmaxGranularity::PerTensor,
-            copy: at(offset),
-        };
+        let request = quantize::target(&handle, AmaxGranularity::PerTensor, at(offset));
         let (row, col) =
             quantize::quantize_both(&client, &matrix, &Groups::One, &request, &request).unwrap();
         [written(&row), written(&col)].concat()
@@ -172,7 +168,7 @@ fn graph_replays_per_token() {
     let matrix = upload(&client, &x);
     let replays = replay(&client, |offset| {
         let row = quantize::quantize_per_token(&client, &matrix, &at(offset)).unwrap();
-        let col = DeviceNvfp4Params {
+        let col = TargetSpec {
             hadamard: Some(Hadamard::default()),
             ..at(offset)
         };
@@ -211,7 +207,7 @@ fn graph_replays_ms_eden() {
             let random = EdenRandom {
                 stream: STREAM,
                 offset: Some(offset.clone()),
-                earlier: None,
+                redrawn: None,
             };
             let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
             let packed =

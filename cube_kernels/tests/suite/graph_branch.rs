@@ -2,6 +2,7 @@
 
 use crate::graph::alone_in;
 use crate::support::inputs::{Kind, convert, values};
+use crate::support::quantize::{self, DeviceRounding, TargetSpec};
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use cubecl_environment::stream::StreamId;
 use half::bf16;
@@ -9,8 +10,7 @@ use nvfp4_formats::{AmaxGranularity, Usage};
 use nvfp4_kernels::{
     foreign::{self, ForeignMemory},
     graph::{self, Branch},
-    quantize::{self, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceQuantized, DeviceRounding, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 use std::sync::mpsc::channel;
 
@@ -24,11 +24,11 @@ fn matrix(client: &Client, seed: u32) -> Matrix {
 
 fn quantized(client: &Client, matrix: &Matrix) -> DeviceQuantized {
     let amax = quantize::amax(client, matrix, None).unwrap();
-    let request = QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: DeviceNvfp4Params::new(DeviceRounding::Nearest),
-    };
+    let request = quantize::target(
+        &amax,
+        AmaxGranularity::PerTensor,
+        TargetSpec::new(DeviceRounding::Nearest),
+    );
     quantize::quantize(client, matrix, &Groups::One, Usage::Columnwise, &request).unwrap()
 }
 

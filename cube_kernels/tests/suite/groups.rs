@@ -7,11 +7,12 @@ use crate::support::device::{
     read_u32, upload, upload_bytes,
 };
 use crate::support::inputs::{Kind, convert, values};
+use crate::support::quantize::{self, EdenSource};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize,
-    Nvfp4Error, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Usage,
+    Amax, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
+    RandomStream, Rounding, ScaleLayout, Usage,
     reference::{self, EdenParams, Element},
 };
 use nvfp4_kernels::{
@@ -170,13 +171,13 @@ fn read_floats(client: &Client, handle: &Handle, len: usize) -> Vec<f32> {
 
 fn assert_eden<'a, T: Element>(
     client: &Client,
-    source: impl Into<EdenSource<'a>>,
+    source: impl EdenSource<'a>,
     case: &Case,
     parts: &[(&[T], usize)],
     usage: Usage,
     what: &str,
 ) {
-    let (source, hadamard) = (source.into(), hadamard());
+    let (source, hadamard) = (&source.request(), hadamard());
     let what = format!("{what} {:?} along {usage:?}", case.sizes);
     let count = case.sizes.len();
     let maxima: Vec<f32> = parts
@@ -227,7 +228,7 @@ fn assert_eden<'a, T: Element>(
         let (signs, random) = (&hadamard, STREAM);
         quantize::ms_eden_as(client, source, usage, &amax, signs, random, form)
     };
-    let found = made(EdenForm::Bf16Unscaled).unwrap();
+    let found = made((Storage::Bf16Unscaled, ScaleLayout::Compact)).unwrap();
     let values = expected.iter().map(|packed| {
         let mut values = vec![0.0; packed.codes().len() * 2];
         reference::decode_blocks_into(packed.codes(), packed.scales(), &mut values);
@@ -246,7 +247,7 @@ fn assert_eden<'a, T: Element>(
     if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
         return;
     }
-    let found = made(EdenForm::Packed(ScaleLayout::Swizzled128x4)).unwrap();
+    let found = made((Storage::Packed, ScaleLayout::Swizzled128x4)).unwrap();
     let scales = expected.iter().map(|packed| {
         reference::swizzle::swizzle(packed.scales(), packed.outer(), packed.blocks())
     });
@@ -270,7 +271,7 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
                 quantize::mx_quantize_groups(client, &matrix, &case.groups, usage, Format::Mxfp8)
                     .unwrap();
             assert_mx(client, &found, &case, &parts, usage, &what);
-            let source = EdenSource::Grouped(&matrix, &case.groups);
+            let source = (&matrix, &case.groups);
             assert_eden(client, source, &case, &parts, usage, &what);
         }
     }
@@ -318,11 +319,7 @@ fn packed(
         all.resize(case.rows(), 1.0);
     }
     let amax = upload_bytes(client, bytemuck::cast_slice(&all));
-    let request = QuantRequest {
-        amax: &amax,
-        scope,
-        copy: policy.into(),
-    };
+    let request = quantize::target(&amax, scope, policy);
     let mut packed = quantize::quantize(client, &matrix, &case.groups, usage, &request).unwrap();
     // Rows of no group are not written, but dequantizing whole matrices reads them: initcheck must
     // not report these reads, only others.
@@ -570,12 +567,12 @@ fn errors_name_the_argument() {
         quantize::mx_quantize_groups(&client, &x, &groups, Usage::Columnwise, Format::Mxfp8)
             .unwrap_err();
     assert!(error.to_string().contains("groups"), "{error}");
-    let source = EdenSource::Grouped(&x, &groups);
+    let source = (&x, &groups);
     let error =
         quantize::ms_eden_amax(&client, source, Usage::Columnwise, &hadamard()).unwrap_err();
     assert!(error.to_string().contains("groups"), "{error}");
     let groups = offsets(&client, &[2, 3]);
-    let source = EdenSource::Grouped(&x, &groups);
+    let source = (&x, &groups);
     let one = upload_bytes(&client, &[0; 4]);
     let usage = Usage::Columnwise;
     let error = quantize::ms_eden(&client, source, usage, &one, &hadamard(), STREAM).unwrap_err();

@@ -5,6 +5,7 @@
 use crate::support::device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use crate::support::gemm::multiply;
 use crate::support::inputs::{Kind, TestElement, convert, values};
+use crate::support::quantize::{self, DeviceRounding};
 use crate::support::{device, inputs};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
@@ -15,8 +16,7 @@ use nvfp4_formats::{
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::Gemm,
-    quantize,
-    tensor::{DeviceQuantized, DeviceRounding, FloatKind, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;
 

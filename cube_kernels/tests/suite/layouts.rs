@@ -6,12 +6,12 @@ use crate::support::device::{
     upload_bytes,
 };
 use crate::support::inputs::Generator;
+use crate::support::quantize;
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::reference::{padding, swizzle};
 use nvfp4_kernels::{
     moe::{self, GroupOffsets},
-    quantize::{self},
     tensor::{FloatKind, Matrix},
 };
 

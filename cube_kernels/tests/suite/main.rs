@@ -40,6 +40,7 @@ mod optimizer;
 mod peers_bugs;
 mod prologue;
 mod quantize;
+mod quantize_plan;
 mod repeated;
 mod router;
 mod scale_tiles;

@@ -7,6 +7,7 @@ use crate::support::device::{
 };
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
+use crate::support::quantize::{self, EdenRandom, EdenSource, Quantize, RedrawnSigns, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
@@ -15,7 +16,6 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::{
     gemm::Gemm,
-    quantize::{self, EdenForm, EdenRandom, EdenSource, EdenTransform, RedrawnSigns},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -36,7 +36,7 @@ fn params(stream: RandomStream) -> EdenParams {
 /// Checks both kernels on one source, against the oracle on the values that it represents.
 fn check<T: Element>(
     client: &Client,
-    source: EdenSource,
+    source: &Quantize<'_>,
     x: &[T],
     (rows, cols): (usize, usize),
     what: &str,
@@ -58,7 +58,7 @@ fn check<T: Element>(
         let made = |form| {
             quantize::ms_eden_as(client, source, usage, amax, hadamard, STREAM, form).unwrap()
         };
-        let unscaled = made(EdenForm::Bf16Unscaled);
+        let unscaled = made((Storage::Bf16Unscaled, ScaleLayout::Compact));
         assert_unscaled(client, &unscaled, &expected, &what);
     }
 }
@@ -85,7 +85,7 @@ fn assert_unscaled(
 fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: usize, what: &str) {
     let matrix = upload(client, x, rows, cols);
     let what = format!("{what} {:?}", T::KIND);
-    check(client, (&matrix).into(), x, (rows, cols), &what);
+    check(client, &matrix.request(), x, (rows, cols), &what);
     check_amax_pair(client, &matrix, x, &what);
 }
 
@@ -96,7 +96,7 @@ fn check_amax_pair<T: Element>(client: &Client, matrix: &Matrix, x: &[T], what: 
         hadamard(),
         Hadamard::seeded_with_size(HadamardSize::H128, 78),
     ];
-    let asked = transforms.each_ref().map(EdenTransform::from);
+    let asked = transforms.each_ref();
     let found = quantize::ms_eden_amax_pair(client, matrix, asked).unwrap();
     for ((found, usage), transform) in found.iter().zip(USAGES).zip(&transforms) {
         let (rows, cols) = (matrix.rows, matrix.cols);
@@ -145,7 +145,7 @@ fn check_packed(client: &Client, rows: usize, cols: usize, kind: Kind) {
         let device = DeviceQuantized::from_host(client, packed);
         let x = reference::dequantize(packed);
         let what = format!("{kind:?} packed along {:?}", packed.usage());
-        check(client, (&device).into(), &x, (rows, cols), &what);
+        check(client, &device.request(), &x, (rows, cols), &what);
     }
 }
 
@@ -201,29 +201,31 @@ fn redrawn_signs() {
     let matrix = upload(&client, &x, rows, cols);
     for offset in [[0u32, 0], [5, 0], [0xffff_ffff, 2]] {
         let advanced = u64::from(offset[0]) | u64::from(offset[1]) << 32;
-        let transform = EdenTransform {
-            hadamard: Hadamard::seeded_with_size(HadamardSize::H128, seed),
+        let random = EdenRandom {
             redrawn: Some(RedrawnSigns {
                 seed,
                 offset: client.create_from_slice(bytemuck::cast_slice(&offset)),
             }),
+            ..STREAM.into()
         };
+        let own = Hadamard::seeded_with_size(HadamardSize::H128, seed);
         let seed = seed.wrapping_add(advanced.wrapping_mul(Hadamard::SEED_STEP));
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, seed);
         for usage in USAGES {
             let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
-            let found = quantize::ms_eden_amax(&client, &matrix, usage, transform.clone()).unwrap();
+            let target = TargetSpec::ms_eden(own, random.clone());
+            let request = Quantize::new(&matrix).along(usage, target);
+            let found = request.launch_amax(&client).unwrap();
+            let found = found.rowwise.or(found.columnwise).unwrap();
             assert_eq!(read_f32(&client, &found).to_bits(), amax.to_bits());
             let by = EdenParams {
                 hadamard,
                 ..params(STREAM)
             };
             let expected = reference::ms_eden(&x, rows, cols, usage, amax, &by).unwrap();
-            let transform = transform.clone();
-            let stream = STREAM;
-            let made = quantize::ms_eden(&client, &matrix, usage, &found, transform, stream);
+            let made = request.launch(&client).unwrap().into_one();
             let what = format!("{offset:?} along {usage:?}");
-            assert_packed(&client, &made.unwrap(), &expected, &what);
+            assert_packed(&client, &made, &expected, &what);
         }
     }
 }
@@ -244,7 +246,7 @@ fn device_offset() {
     let found = quantize(EdenRandom {
         stream: STREAM,
         offset: Some(offset),
-        earlier: None,
+        redrawn: None,
     });
     let mut stream = STREAM;
     stream.offset += 5 + (7 << 32);
@@ -346,7 +348,7 @@ fn amax_pair_of_many_tiles() {
             x[spike] = bf16::from_f32(100.0 + spike as f32);
         }
         let matrix = upload(&client, &x, rows, cols);
-        let both = [&transform; 2].map(EdenTransform::from);
+        let both = [&transform; 2];
         let found = quantize::ms_eden_amax_pair(&client, &matrix, both).unwrap();
         for (found, usage) in found.iter().zip(USAGES) {
             let alone = quantize::ms_eden_amax(&client, &matrix, usage, &transform).unwrap();
@@ -412,7 +414,7 @@ fn errors_name_the_argument() {
     let random = EdenRandom {
         stream: STREAM,
         offset: Some(small),
-        earlier: None,
+        redrawn: None,
     };
     let error = quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), random).unwrap_err();
     assert!(error.to_string().contains("random"), "{error}");

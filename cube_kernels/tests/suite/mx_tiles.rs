@@ -2,6 +2,7 @@
 //! the swizzled scales of the oracle; and GEMMs of MXFP8 with either scale layout, which give the
 //! same bits. On CubeCL's CPU runtime or on a GPU (`NVFP4_TEST_DEVICE`).
 
+use crate::support::quantize::{self, TargetSpec};
 use crate::support::{
     device::{
         DeviceElement, assert_bytes, assert_floats, offsets, read_bytes, read_matrix, upload,
@@ -19,18 +20,14 @@ use nvfp4_formats::{
 use nvfp4_kernels::{
     gemm::Gemm,
     moe::GroupOffsets,
-    quantize::{self, MxForm, QuantRequest},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const FORMATS: [Format; 2] = [Format::Mxfp8, Format::Mxfp4];
 
-fn in_tiles(format: Format) -> MxForm {
-    MxForm {
-        format,
-        layout: ScaleLayout::Swizzled128x4,
-    }
+fn in_tiles(format: Format) -> TargetSpec {
+    TargetSpec::from(format).scale_layout(ScaleLayout::Swizzled128x4)
 }
 
 /// A matrix whose rows are in groups, with some rows after the last group.
@@ -242,11 +239,7 @@ fn requantized() {
                 layout,
                 ..Nvfp4Params::new(Rounding::Nearest)
             };
-            let request = QuantRequest {
-                amax: &amax_on_device,
-                scope: AmaxGranularity::PerTensor,
-                copy: params.into(),
-            };
+            let request = quantize::target(&amax_on_device, AmaxGranularity::PerTensor, params);
             let source = quantize::quantize(&client, &matrix, &case.groups, usage, &request);
             let source = source.unwrap();
             let decoded = decoded(&case, &x, usage, &params, amax[0]);
@@ -310,11 +303,11 @@ fn there_and_back() {
     }
     let bf16_values = upload(&client, &[bf16::ONE; 256], 16, 16);
     let amax = quantize::amax(&client, &bf16_values, None).unwrap();
-    let request = QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: Nvfp4Params::new(Rounding::Nearest).into(),
-    };
+    let request = quantize::target(
+        &amax,
+        AmaxGranularity::PerTensor,
+        Nvfp4Params::new(Rounding::Nearest),
+    );
     let request = Some((&request, nvfp4_formats::Storage::Bf16Unscaled));
     let made = quantize::quantize_operands(&client, &bf16_values, request, None).unwrap();
     let error = quantize::scales_in_tiles(&client, &made.0.unwrap()).unwrap_err();
@@ -343,9 +336,9 @@ fn gemms() {
         let request = request.out(FloatKind::F32);
         read_matrix::<f32>(&client, &multiply(&client, request).unwrap())
     };
-    let products = |form: MxForm| {
+    let products = |form: TargetSpec| {
         let made = |x: &Matrix, groups: &Groups, usage| {
-            quantize::mx_quantize_groups(&client, x, groups, usage, form).unwrap()
+            quantize::mx_quantize_groups(&client, x, groups, usage, form.clone()).unwrap()
         };
         let [x_all, w_all] = [&x, &w].map(|x| made(x, &Groups::One, Usage::Rowwise));
         let dense = product(Gemm::new(&x_all, &w_all));

@@ -3,16 +3,14 @@
 
 use crate::support::device::{DeviceElement, assert_bytes, assert_floats, read_matrix, upload};
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
+use crate::support::quantize;
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
     Amax, BlockScaling, Format, Hadamard, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
     reference,
 };
-use nvfp4_kernels::{
-    quantize,
-    tensor::{DeviceQuantized, FloatKind, Matrix},
-};
+use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Matrix};
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const FORMATS: [Format; 2] = [Format::Mxfp8, Format::Mxfp4];

@@ -5,6 +5,7 @@ use crate::support::device::{
     DeviceElement, assert_floats, is_brief, read_f32s, read_matrix, upload, upload_bytes,
 };
 use crate::support::inputs::{Generator, Kind, convert, values};
+use crate::support::quantize::{AmaxRequest, Amaxes, amaxes};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
@@ -14,7 +15,6 @@ use nvfp4_formats::{
 use nvfp4_kernels::{
     activation::{activation, activation_backward},
     norm::{NormBackwardRequest, NormRequest, norm, norm_backward},
-    quantize::{AmaxRequest, Amaxes, amaxes},
     tensor::{FloatKind, Groups},
 };
 

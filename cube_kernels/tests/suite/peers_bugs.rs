@@ -6,6 +6,7 @@ use std::collections::HashSet;
 
 use crate::support::device::{read_bytes, read_f32, upload};
 use crate::support::inputs::{Kind, values};
+use crate::support::quantize::{self, AmaxRequest, DeviceRounding, TargetSpec};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
@@ -13,10 +14,7 @@ use nvfp4_formats::{
     format::{e2m1, e4m3},
     reference::{self, GlobalScale, swizzle},
 };
-use nvfp4_kernels::{
-    quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceRounding, Groups},
-};
+use nvfp4_kernels::tensor::Groups;
 
 fn codes(bytes: &[u8]) -> Vec<u8> {
     bytes
@@ -29,10 +27,12 @@ fn codes(bytes: &[u8]) -> Vec<u8> {
 /// stream.
 fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec<u8>; 2] {
     let handle = client.create_from_slice(&amax.to_le_bytes());
-    let request = |stream| QuantRequest {
-        amax: &handle,
-        scope: AmaxGranularity::PerTensor,
-        copy: DeviceNvfp4Params::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
+    let request = |stream| {
+        quantize::target(
+            &handle,
+            AmaxGranularity::PerTensor,
+            TargetSpec::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
+        )
     };
     let x = upload(client, x, rows, cols);
     let (row, col) =
@@ -223,14 +223,14 @@ fn padding_of_scales_is_written() {
         let x = values(Kind::Normal, rows * cols, 7);
         let matrix = upload(&client, &x, rows, cols);
         let amax = client.create_from_slice(&reference::amax(&x).to_le_bytes());
-        let request = QuantRequest {
-            amax: &amax,
-            scope: AmaxGranularity::PerTensor,
-            copy: DeviceNvfp4Params {
-                layout: ScaleLayout::Swizzled128x4,
-                ..DeviceNvfp4Params::new(DeviceRounding::Nearest)
+        let request = quantize::target(
+            &amax,
+            AmaxGranularity::PerTensor,
+            TargetSpec {
+                scale_layout: ScaleLayout::Swizzled128x4,
+                ..TargetSpec::new(DeviceRounding::Nearest)
             },
-        };
+        );
         for usage in [Usage::Rowwise, Usage::Columnwise] {
             let (outer, blocks) = match usage {
                 Usage::Rowwise => (rows, cols / 16),

@@ -7,6 +7,7 @@ use crate::support::device::{
     upload, upload_bytes,
 };
 use crate::support::inputs::{ALL_KINDS, Generator, Kind, convert, values};
+use crate::support::quantize::{self, AmaxRequest, Prologue};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{AmaxGranularity, Hadamard, HadamardSize, reference};
@@ -16,7 +17,6 @@ use nvfp4_kernels::{
         codec::Conversion,
         exact::{fma, rcp_of_ordinary, reciprocal_of_1_to_2, sqrt},
     },
-    quantize::{self, AmaxRequest, Prologue},
     tensor::{Groups, Matrix},
 };
 

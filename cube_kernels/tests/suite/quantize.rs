@@ -9,6 +9,13 @@ use crate::support::policies::{
     floats, host_amax, per_token_policies, policy, quantize_per_token_both, read, row_policies,
     split, transformed,
 };
+use crate::support::quantize::{
+    self, AmaxRequest, TargetSpec,
+    kernels::{
+        DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch, RowGroupsLaunch,
+        RowPlan,
+    },
+};
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
@@ -23,13 +30,6 @@ use nvfp4_kernels::{
         philox::{Numbering, PositionLaunch, RandomLaunch},
     },
     moe::GroupOffsets,
-    quantize::{
-        self, AmaxRequest, QuantRequest,
-        kernels::{
-            DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch,
-            RowGroupsLaunch, RowPlan,
-        },
-    },
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -185,10 +185,12 @@ fn groups_lie_side_by_side() {
             transformed(HadamardSize::H128, STOCHASTIC),
         ] {
             let what = format!("{sizes:?}, {copy:?}");
-            let request = |hadamard| QuantRequest {
-                amax: &amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: Nvfp4Params { hadamard, ..copy }.into(),
+            let request = |hadamard| {
+                quantize::target(
+                    &amax,
+                    AmaxGranularity::PerTensor,
+                    Nvfp4Params { hadamard, ..copy },
+                )
             };
             let (row, col) = (request(None), request(copy.hadamard));
             let (expected_row, expected) =
@@ -252,11 +254,7 @@ fn swizzle_tiling_restarts_at_groups() {
     let groups = offsets(&client, &sizes);
     let plain = policy(NEAREST, BlockScaling::Standard, SWIZZLED);
     let amax = device_amax(&client, &[Amax::Tensor(4.0), Amax::Tensor(5.0)]);
-    let request = QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: plain.into(),
-    };
+    let request = quantize::target(&amax, AmaxGranularity::PerTensor, plain);
     let matrix = upload(&client, &x, 160, cols);
     let found = quantize::quantize(&client, &matrix, &groups, Usage::Rowwise, &request).unwrap();
     let found = read(&client, &found.scales);
@@ -517,11 +515,7 @@ fn launch_geometry_does_not_matter() {
     let policy = Nvfp4Params::new(STOCHASTIC);
     let expected =
         reference::quantize(&x, rows, cols, Usage::Rowwise, &host_amax, &policy, 0).unwrap();
-    let request = QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: Nvfp4Params::new(NEAREST).into(),
-    };
+    let request = quantize::target(&amax, AmaxGranularity::PerTensor, Nvfp4Params::new(NEAREST));
     let key = STREAM.key();
     for (cubes, units) in [(1, 1), (3, 1), (2, 2), (5, 32), (1, 64), (7, 96)] {
         let found =
@@ -588,12 +582,8 @@ fn bad_requests_are_named() {
     let client = client!("bad_requests_are_named");
     let matrix = Matrix::empty(&client, 6, 32, FloatKind::Bf16);
     let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
-    let request = |copy: Nvfp4Params, scope| QuantRequest {
-        amax: &amax,
-        scope,
-        copy: copy.into(),
-    };
-    let quantize = |groups: Groups, usage, request: QuantRequest<'_>| {
+    let request = |copy: Nvfp4Params, scope| quantize::target(&amax, scope, copy);
+    let quantize = |groups: Groups, usage, request: TargetSpec| {
         quantize::quantize(&client, &matrix, &groups, usage, &request)
             .unwrap_err()
             .to_string()

@@ -8,6 +8,7 @@ use crate::support::policies::{
     COMPACT, MAE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, col_policies, per_token_policies, policy,
     quantize_per_token_both, row_policies, transformed,
 };
+use crate::support::quantize::{self, AmaxRequest, Prologue, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
@@ -15,7 +16,6 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::{
     moe::{self, GroupOffsets},
-    quantize::{self, AmaxRequest, Prologue, QuantRequest},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -71,12 +71,8 @@ fn amax(client: &Client, count: usize) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&vec![90.0f32; count]))
 }
 
-fn request(amax: &Handle, copy: Nvfp4Params, scope: AmaxGranularity) -> QuantRequest<'_> {
-    QuantRequest {
-        amax,
-        scope,
-        copy: copy.into(),
-    }
+fn request(amax: &Handle, copy: Nvfp4Params, scope: AmaxGranularity) -> TargetSpec {
+    quantize::target(amax, scope, copy)
 }
 
 #[test]

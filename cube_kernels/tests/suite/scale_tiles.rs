@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use crate::support::quantize::{self, AmaxRequest, TargetSpec};
 use crate::support::{
     device::{assert_bytes, offsets, read_bytes, read_matrix, upload},
     gemm::multiply,
@@ -18,19 +19,18 @@ use nvfp4_formats::{
 use nvfp4_kernels::{
     gemm::{Gemm, Operand, Scale},
     moe::GroupOffsets,
-    quantize::{self, AmaxRequest, EdenForm, EdenSource, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 7);
 
 /// Returns quantization policies: to nearest, after transforms, stochastic, and with an amax per
 /// stored row.
-fn policies() -> Vec<(DeviceNvfp4Params, AmaxGranularity)> {
-    let nearest = || DeviceNvfp4Params::new(Rounding::Nearest);
-    let transformed = |size, rounding| DeviceNvfp4Params {
+fn policies() -> Vec<(TargetSpec, AmaxGranularity)> {
+    let nearest = || TargetSpec::new(Rounding::Nearest);
+    let transformed = |size, rounding| TargetSpec {
         hadamard: Some(Hadamard::seeded_with_size(size, 3)),
-        ..DeviceNvfp4Params::new(rounding)
+        ..TargetSpec::new(rounding)
     };
     let stochastic = Rounding::Stochastic(STREAM);
     vec![
@@ -60,7 +60,7 @@ fn amax(
     x: &Matrix,
     groups: &Groups,
     usage: Usage,
-    (copy, scope): &(DeviceNvfp4Params, AmaxGranularity),
+    (copy, scope): &(TargetSpec, AmaxGranularity),
 ) -> Handle {
     let request = AmaxRequest::along(usage, *scope, copy.hadamard);
     let found = quantize::amaxes(client, x, groups, &request).unwrap();
@@ -138,11 +138,7 @@ fn tokens_in_whole_tiles() {
             let amax = amax(&client, &x, &Groups::One, usage, &policy);
             let (copy, scope) = policy;
             let made = |copy| {
-                let request = QuantRequest {
-                    amax: &amax,
-                    scope,
-                    copy,
-                };
+                let request = quantize::target(&amax, scope, copy);
                 quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap()
             };
             let unit = copy
@@ -175,30 +171,22 @@ fn groups_of_tokens() {
     };
     for policy in policies() {
         let col_amax = amax(&client, &x, &all, Usage::Columnwise, &policy);
-        let row_policy = (DeviceNvfp4Params::new(Rounding::Nearest), policy.1);
+        let row_policy = (TargetSpec::new(Rounding::Nearest), policy.1);
         let row_amax = amax(&client, &x, &all, Usage::Rowwise, &row_policy);
         let (copy, scope) = policy;
         let unit = copy
             .hadamard
             .map_or(16, |hadamard| hadamard.size().elements());
         let made = |row_copy, col_copy| {
-            let row = QuantRequest {
-                amax: &row_amax,
-                scope,
-                copy: row_copy,
-            };
-            let col = QuantRequest {
-                amax: &col_amax,
-                scope,
-                copy: col_copy,
-            };
+            let row = quantize::target(&row_amax, scope, row_copy);
+            let col = quantize::target(&col_amax, scope, col_copy);
             let both = (Some(&row), Some(&col));
             let made = quantize::quantize_side_by_side(&client, &x, &groups, both.0, both.1);
             let (row, col) = made.unwrap();
             (row.unwrap(), col.unwrap())
         };
-        let tiles_of_row = DeviceNvfp4Params {
-            layout: ScaleLayout::Swizzled128x4,
+        let tiles_of_row = TargetSpec {
+            scale_layout: ScaleLayout::Swizzled128x4,
             ..row_policy.0.clone()
         };
         let (row, col) = made(row_policy.0, copy.clone());
@@ -238,11 +226,11 @@ fn ms_eden_of_groups_of_tokens() {
     let x = convert::<bf16>(&values(Kind::Normal, rows * cols, 12));
     let x = upload(&client, &x, rows, cols);
     let groups = offsets(&client, &sizes);
-    let (source, usage) = (EdenSource::Grouped(&x, &groups), Usage::Columnwise);
+    let (source, usage) = ((&x, &groups), Usage::Columnwise);
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 77);
     let amax = quantize::ms_eden_amax(&client, source, usage, &hadamard).unwrap();
     let made = |layout| {
-        let form = EdenForm::Packed(layout);
+        let form = (Storage::Packed, layout);
         quantize::ms_eden_as(&client, source, usage, &amax, &hadamard, STREAM, form).unwrap()
     };
     let (own, tiles) = (made(ScaleLayout::Compact), made(ScaleLayout::Swizzled128x4));
@@ -260,17 +248,17 @@ fn dense_gemm() {
     let operand = |cols, seed, in_tiles: bool| {
         let x = convert::<bf16>(&values(Kind::Normal, tokens * cols, seed));
         let x = upload(&client, &x, tokens, cols);
-        let plain = DeviceNvfp4Params::new(Rounding::Nearest);
+        let plain = TargetSpec::new(Rounding::Nearest);
         let amax = quantize::amax(&client, &x, None).unwrap();
-        let request = QuantRequest {
-            amax: &amax,
-            scope: AmaxGranularity::PerTensor,
-            copy: if in_tiles {
+        let request = quantize::target(
+            &amax,
+            AmaxGranularity::PerTensor,
+            if in_tiles {
                 plain.in_whole_tiles()
             } else {
                 plain
             },
-        };
+        );
         quantize::quantize(&client, &x, &Groups::One, Usage::Columnwise, &request).unwrap()
     };
     let product = |in_tiles| {
@@ -311,9 +299,9 @@ fn grouped_gemms() {
         count: groups.count,
     };
     let stack = Groups::Batch(sizes.len());
-    let plain = |order| DeviceNvfp4Params {
-        layout: order,
-        ..DeviceNvfp4Params::new(Rounding::Nearest)
+    let plain = |order| TargetSpec {
+        scale_layout: order,
+        ..TargetSpec::new(Rounding::Nearest)
     };
     let scope = AmaxGranularity::PerTensor;
     let products = |in_tiles: bool| {
@@ -326,13 +314,9 @@ fn grouped_gemms() {
             true => plain(order).in_whole_tiles(),
             false => plain(order),
         };
-        let made = |x: &Matrix, usage, copy: &DeviceNvfp4Params| {
+        let made = |x: &Matrix, usage, copy: &TargetSpec| {
             let amax = amax(&client, x, &all, usage, &(copy.clone(), scope));
-            let request = QuantRequest {
-                amax: &amax,
-                scope,
-                copy: copy.clone(),
-            };
+            let request = quantize::target(&amax, scope, copy.clone());
             let (row, col) = match usage {
                 Usage::Rowwise => (Some(&request), None),
                 Usage::Columnwise => (None, Some(&request)),
@@ -343,11 +327,7 @@ fn grouped_gemms() {
         };
         let rows = made(&x, Usage::Rowwise, &row);
         let amax = amax(&client, &w, &stack, usage, &(row.clone(), scope));
-        let request = QuantRequest {
-            amax: &amax,
-            scope,
-            copy: row,
-        };
+        let request = quantize::target(&amax, scope, row);
         let weights = quantize::quantize(&client, &w, &stack, usage, &request).unwrap();
         let weights = DeviceQuantized {
             groups: Groups::One,
@@ -380,13 +360,9 @@ fn what_has_no_tiles() {
     let client = client!("what_has_no_tiles");
     let x = upload(&client, &vec![bf16::ONE; 70 * 48], 70, 48);
     let amax = quantize::amax(&client, &x, None).unwrap();
-    let plain = || DeviceNvfp4Params::new(Rounding::Nearest);
+    let plain = || TargetSpec::new(Rounding::Nearest);
     let scope = AmaxGranularity::PerTensor;
-    let request = |copy| QuantRequest {
-        amax: &amax,
-        scope,
-        copy,
-    };
+    let request = |copy| quantize::target(&amax, scope, copy);
     let refused = |result: Result<DeviceQuantized, Nvfp4Error>, argument: &str| {
         let error = result.unwrap_err().to_string();
         assert!(error.contains(argument), "{error}");
@@ -397,21 +373,21 @@ fn what_has_no_tiles() {
         quantized(Usage::Rowwise, plain().in_whole_tiles()),
         "whole_tiles",
     );
-    let compact = DeviceNvfp4Params {
+    let compact = TargetSpec {
         whole_tiles: true,
         ..plain()
     };
     refused(quantized(Usage::Columnwise, compact), "whole_tiles");
     let groups = group_offsets(&client, &[40, 30]);
-    let tiles = request(DeviceNvfp4Params {
-        layout: ScaleLayout::Swizzled128x4,
+    let tiles = request(TargetSpec {
+        scale_layout: ScaleLayout::Swizzled128x4,
         ..plain()
     });
     let made = quantize::quantize_side_by_side(&client, &x, &groups, None, Some(&tiles));
     refused(made.map(|(_, col)| col.unwrap()), "copy");
 
     // Tiles whose starts do not match the groups of the GEMM.
-    let tiles = quantized(Usage::Columnwise, tiles.copy).unwrap();
+    let tiles = quantized(Usage::Columnwise, tiles).unwrap();
     let request = Gemm::new(&tiles, &tiles).k_grouped(&groups);
     let error = multiply(&client, request).unwrap_err().to_string();
     assert!(error.contains("whole tiles"), "{error}");

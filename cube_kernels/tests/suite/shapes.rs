@@ -2,10 +2,11 @@
 //! every policy; large ones are for a GPU.
 
 use crate::support::device::read_f32;
+use crate::support::quantize::{self, AmaxRequest};
 use crate::support::samples;
 use crate::support::samples::{ONE, Sample};
-use nvfp4_formats::{AmaxGranularity, Hadamard, reference};
-use nvfp4_kernels::quantize::{self, AmaxRequest};
+use nvfp4_formats::{Hadamard, reference};
+use nvfp4_kernels::tensor::AmaxGranularity;
 
 const SMALL: [(usize, usize); 7] = [
     (128, 128),

@@ -2,6 +2,7 @@
 //! the bytes of its section of the quantized matrix, including random bits; by the oracle, on
 //! CubeCL's CPU runtime or on a GPU.
 
+use crate::support::quantize::{self, Quantize, TargetSpec};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
@@ -11,8 +12,7 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::{
     moe::{EarlierGroups, GroupOffsets},
-    quantize::{self, EdenRandom, EdenSource, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceQuantized, Groups},
+    tensor::{DeviceQuantized, Groups},
 };
 
 use crate::support::device::{offsets, upload};
@@ -198,11 +198,7 @@ fn shards_of_kernels() {
         let (rows, cols) = shard.shape;
         let x = upload(&client, &whole.values(shard), rows, cols);
         let amax = device_amax(&client, &[whole.amax(scope, shard, usage)]);
-        let request = QuantRequest {
-            amax: &amax,
-            scope,
-            copy: (*params).into(),
-        };
+        let request = quantize::target(&amax, scope, *params);
         let what = format!("{usage:?} {scope:?} {:?}", params.hadamard);
         let found = quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap();
         assert_part(&host(&client, &found), expected, shard, &what);
@@ -210,7 +206,7 @@ fn shards_of_kernels() {
             // The tile kernel writes rowwise tensors together with columnwise ones. Rowwise ones
             // are not transformed.
             let mut beside = request.clone();
-            beside.copy.hadamard = None;
+            beside.hadamard = None;
             let both = quantize::quantize_both(&client, &x, &Groups::One, &beside, &request);
             let (row, col) = both.unwrap();
             let found = match usage {
@@ -391,15 +387,11 @@ fn pieces_with_gaps() {
             let found = reference::quantize(&own.x, rows, cols, usage, &amax, &by, 0).unwrap();
             pieces.assert(&found, &expected, &what);
             let amax = device_amax(&client, &[amax]);
-            let request = QuantRequest {
-                amax: &amax,
-                scope,
-                copy: by.into(),
-            };
+            let request = quantize::target(&amax, scope, by);
             let found = quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap();
             pieces.assert(&host(&client, &found), &expected, &what);
             let mut beside = request.clone();
-            beside.copy.hadamard = None;
+            beside.hadamard = None;
             let both = quantize::quantize_both(&client, &x, &Groups::One, &beside, &request);
             let (row, col) = both.unwrap();
             let found = match usage {
@@ -413,11 +405,7 @@ fn pieces_with_gaps() {
     let mut stream = STREAM;
     stream.position.gaps = Gaps::Rows([Default::default(); 2]);
     let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
-    let request = QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: params(stream, None).into(),
-    };
+    let request = quantize::target(&amax, AmaxGranularity::PerTensor, params(stream, None));
     let x = upload(&client, &whole.x, whole.rows, whole.cols);
     let refused = quantize::quantize(&client, &x, &Groups::One, Usage::Rowwise, &request);
     let error = refused.err().unwrap().to_string();
@@ -486,14 +474,14 @@ fn groups_begin_at_a_block() {
                 unreachable!("offsets");
             };
             let amax = device_amax(&client, &vec![Amax::Tensor(4.0); sizes.len()]);
-            let request = QuantRequest {
-                amax: &amax,
-                scope: AmaxGranularity::PerTensor,
-                copy: DeviceNvfp4Params {
+            let request = quantize::target(
+                &amax,
+                AmaxGranularity::PerTensor,
+                TargetSpec {
                     earlier,
-                    ..params(stream, None).into()
+                    ..TargetSpec::from(params(stream, None))
                 },
-            };
+            );
             let (row, col) = match usage {
                 Usage::Rowwise => (Some(&request), None),
                 Usage::Columnwise => (None, Some(&request)),
@@ -574,21 +562,22 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
             Usage::Rowwise => first_row * cols / BLOCK,
             Usage::Columnwise => units(GROUP).sum::<u32>() as usize * cols * GROUP / BLOCK,
         };
-        let made = |random: EdenRandom| {
-            let source = EdenSource::Grouped(&x, &groups);
-            let made = quantize::ms_eden(&client, source, usage, &amax, &hadamard, random);
-            let made = made.unwrap();
+        let made = |stream: RandomStream, earlier| {
+            let target = TargetSpec {
+                earlier,
+                ..TargetSpec::ms_eden(hadamard, stream).amax(&amax)
+            };
+            let request = Quantize::new(&x).groups(&groups).along(usage, target);
+            let made = request.launch(&client).unwrap().into_one();
             (read(&client, &made.codes), read(&client, &made.scales))
         };
         let position = BlockPosition {
             first: first as u64,
             ..BlockPosition::default()
         };
-        let expected = made(STREAM.at(position).into());
-        let found = made(EdenRandom {
-            earlier: Some(EarlierGroups::new(earlier.clone()).unwrap()),
-            ..STREAM.into()
-        });
+        let expected = made(STREAM.at(position), None);
+        let earlier = EarlierGroups::new(earlier.clone()).unwrap();
+        let found = made(STREAM, Some(earlier));
         // Memory after the last columnwise group keeps its contents.
         let used: usize = sizes[before..]
             .iter()

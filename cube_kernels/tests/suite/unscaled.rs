@@ -7,6 +7,7 @@ use crate::support::device::{
 };
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
+use crate::support::quantize::{self, AmaxRequest, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
@@ -19,7 +20,6 @@ use nvfp4_kernels::{
         Gemm, Plan, Target,
         kernels::{DequantThenBf16, Sm90Tile, decode},
     },
-    quantize::{self, AmaxRequest, QuantRequest},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -91,12 +91,8 @@ impl Copy {
         }
     }
 
-    fn request(&self) -> QuantRequest<'_> {
-        QuantRequest {
-            amax: &self.amax,
-            scope: self.scope,
-            copy: self.policy.into(),
-        }
+    fn request(&self) -> TargetSpec {
+        quantize::target(&self.amax, self.scope, self.policy)
     }
 }
 
@@ -373,11 +369,7 @@ fn what_values_cannot_be_is_refused() {
     let wide = upload(&client, &vec![1.0f32; 256], 16, 16);
     let narrow = upload(&client, &vec![1.0f32; 128], 16, 8);
     let amax = quantize::amax(&client, &wide, None).unwrap();
-    let request = |params: Nvfp4Params| QuantRequest {
-        amax: &amax,
-        scope: AmaxGranularity::PerTensor,
-        copy: params.into(),
-    };
+    let request = |params: Nvfp4Params| quantize::target(&amax, AmaxGranularity::PerTensor, params);
     let argument = |found: Result<(), Nvfp4Error>| match found {
         Err(Nvfp4Error::Value { argument, .. } | Nvfp4Error::Shape { argument, .. }) => argument,
         other => panic!("{other:?}"),

@@ -12,7 +12,7 @@ use crate::experts::ExpertOffsets;
 use crate::functions::{into_bias, or_panic};
 use crate::nn::Nvfp4GroupedLinear;
 use crate::ops::packed::{PackedInput, PackedOps};
-use crate::ops::{Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm};
+use crate::ops::{Nvfp4KernelOps, QuantUsages, QuantizeRequest, RowGroups, StoredForm};
 use crate::validate;
 
 /// Grouped linear layer with weights stored in NVFP4, `y = x W[e]ᵀ + b[e]` for the tokens of expert
@@ -135,7 +135,8 @@ impl Nvfp4GroupedLinear {
         let [experts, d_in, d_out] = self.weight.dims();
         let weight = self.weight.val().detach().reshape([experts * d_in, d_out]);
         let groups = RowGroups::Batch(experts);
-        let made = Dispatch::nvfp4_quantize(weight.into_dispatch(), groups, usages).into_one();
+        let request = QuantizeRequest::of_matrix(weight.into_dispatch(), usages).groups(groups);
+        let made = Dispatch::nvfp4_quantize(request).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = Nvfp4Weight::from_trained(made)?;
         Nvfp4PackedGroupedLinear::try_new(weight, activations, None, bias)

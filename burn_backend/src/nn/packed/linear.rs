@@ -11,7 +11,7 @@ use super::{Activations, Nvfp4Weight, check_input};
 use crate::functions::{into_bias, or_panic};
 use crate::nn::{Nvfp4Linear, rows};
 use crate::ops::packed::{PackedInput, PackedOps};
-use crate::ops::{Nvfp4KernelOps, QuantUsages, RowGroups, StoredForm};
+use crate::ops::{Nvfp4KernelOps, QuantUsages, QuantizeRequest, RowGroups, StoredForm};
 use crate::validate;
 
 /// Linear layer `y = x Wᵀ + b` with a weight stored in NVFP4: for inference, or as a frozen layer
@@ -143,7 +143,7 @@ impl Nvfp4Linear {
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
         let usages = QuantUsages::one(Usage::Columnwise, params, StoredForm::ROWS);
         let weight = self.weight.val().detach().into_dispatch();
-        let made = Dispatch::nvfp4_quantize(weight, RowGroups::Whole, usages).into_one();
+        let made = Dispatch::nvfp4_quantize(QuantizeRequest::of_matrix(weight, usages)).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = Nvfp4Weight::from_trained(made)?;
         Nvfp4PackedLinear::try_new(weight, activations, None, bias)

@@ -68,7 +68,10 @@ pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
     }
     #[cfg(test)]
     tests::note_taken(matrix);
-    Some(of.amax)
+    Some(Amaxes {
+        rows: request.rows.and(of.amax.rows),
+        cols: request.cols.and(of.amax.cols),
+    })
 }
 
 fn is_same(a: &Matrix, b: &Matrix) -> bool {

@@ -5,15 +5,17 @@ use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_formats::reference::{Activation, Norm};
+use nvfp4_formats::reference::{Activation, Norm};
 use nvfp4_kernels::activation;
 use nvfp4_kernels::norm::{self, NormBackwardRequest, NormRequest};
 use nvfp4_kernels::quantize::AmaxRequest;
+use nvfp4_kernels::tensor::Groups;
 
-use super::super::MaybeTensor;
 use super::super::layers::{ActivationOps, NormGradients, NormOps, NormResult, NormSpec};
+use super::super::tensors::{MaybeTensor, RowGroups};
 use super::super::trace_op;
 use super::found_amax;
-use super::tensors::{Source, launched, new_tensor, result};
+use super::tensors::{Source, device_groups, launched, new_tensor, result};
 
 fn floats(like: &CubeTensor, handle: Handle, len: usize) -> CubeTensor {
     new_tensor(like, handle, Shape::new([len]), DType::F32)
@@ -121,4 +123,29 @@ impl ActivationOps for CubeBackend {
         let made = activation::activation_backward(client, activation, &grad.matrix, &x.matrix);
         result(&x.tensor, launched(made))
     }
+}
+
+/// Implements
+/// [`nvfp4_activation_of_groups`](super::super::Nvfp4KernelOps::nvfp4_activation_of_groups).
+pub(super) fn activation_of_groups(
+    x: CubeTensor,
+    grad: Option<CubeTensor>,
+    groups: RowGroups<CubeBackend>,
+    kind: Activation,
+) -> CubeTensor {
+    let groups = match groups {
+        RowGroups::Window { .. } => device_groups(groups),
+        RowGroups::Whole | RowGroups::Batch(_) | RowGroups::Offsets(_) => Groups::One,
+    };
+    let (x, grad) = (Source::new(x), grad.map(Source::new));
+    let direction = if grad.is_some() {
+        "backward"
+    } else {
+        "forward"
+    };
+    let (rows, cols) = x.shape();
+    trace_op("activation", direction, rows, cols);
+    let inputs = (&x.matrix, grad.as_ref().map(|grad| &grad.matrix));
+    let made = activation::activation_of_groups(&x.tensor.client, kind, inputs, &groups);
+    result(&x.tensor, launched(made))
 }

@@ -15,15 +15,14 @@ pub(super) mod tensors;
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
-use nvfp4_formats::{StoredForm, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;
 use super::packed::PackedOps;
-use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
-    ActivationAmaxes, AmaxPair, BothStorages, GemmGroups, MaybeTensor, Named, Operand, QuantUsages,
-    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
+    ComputedAmax, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest, QuantizedMatrix,
+    QuantizedPair, RowGroups, UnpermuteGradients,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops};
 
@@ -32,83 +31,12 @@ impl Nvfp4Ops for CubeBackend {}
 impl PackedOps for CubeBackend {}
 
 impl Nvfp4KernelOps for CubeBackend {
-    fn nvfp4_quantize(
-        x: FloatTensor<Self>,
-        groups: RowGroups<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        quantize::quantize(x, groups, usages)
+    fn nvfp4_quantize(request: QuantizeRequest<Self>) -> QuantizedPair<Self> {
+        quantize::quantize(request)
     }
 
-    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
-        quantize::amax(x, &params, usage)
-    }
-
-    fn nvfp4_amax_pair(
-        x: FloatTensor<Self>,
-        rowwise: QuantParams,
-        columnwise: QuantParams,
-    ) -> AmaxPair<Self> {
-        quantize::amax_pair(x, &rowwise, &columnwise)
-    }
-
-    fn nvfp4_activation_amaxes(
-        x: FloatTensor<Self>,
-        grad: MaybeTensor<Self>,
-        activation: Activation,
-        rowwise: QuantParams,
-        columnwise: QuantParams,
-    ) -> ActivationAmaxes<Self> {
-        let of = (x, grad.into_option());
-        quantize::activation_amaxes(of, activation, &rowwise, &columnwise)
-    }
-
-    fn nvfp4_quantize_with_amax(
-        x: FloatTensor<Self>,
-        rowwise_amax: MaybeTensor<Self>,
-        columnwise_amax: MaybeTensor<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        let amax = [rowwise_amax, columnwise_amax].map(MaybeTensor::into_option);
-        quantize::quantize_from_amax(x, amax, usages)
-    }
-
-    fn nvfp4_quantize_with_entry(
-        x: FloatTensor<Self>,
-        maxima: FloatTensor<Self>,
-        entry: usize,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        quantize::quantize_from_entry(x, &maxima, entry, usages)
-    }
-
-    fn nvfp4_quantize_activation(
-        x: FloatTensor<Self>,
-        grad: MaybeTensor<Self>,
-        groups: RowGroups<Self>,
-        activation: Activation,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        quantize::quantize_activation(x, grad.into_option(), groups, activation, usages)
-    }
-
-    fn nvfp4_quantize_in_both_storages(
-        x: FloatTensor<Self>,
-        activation: Option<Activation>,
-        params: QuantParams,
-    ) -> BothStorages<Self> {
-        quantize::quantize_in_both_storages(x, activation, &params)
-    }
-
-    fn nvfp4_requantize(
-        source: QuantizedMatrix<Self>,
-        groups: RowGroups<Self>,
-        usage: Usage,
-        params: QuantParams,
-        form: StoredForm,
-        via: FloatDType,
-    ) -> QuantizedMatrix<Self> {
-        quantize::requantize(source, groups, usage, (&params, form), via)
+    fn nvfp4_amax(request: QuantizeRequest<Self>) -> ComputedAmax<Self> {
+        quantize::amax(request)
     }
 
     fn nvfp4_in_form(
@@ -184,7 +112,7 @@ impl Nvfp4KernelOps for CubeBackend {
         groups: RowGroups<Self>,
         activation: Activation,
     ) -> FloatTensor<Self> {
-        quantize::activation_of_rows(x, grad.into_option(), groups, activation)
+        layers::activation_of_groups(x, grad.into_option(), groups, activation)
     }
 
     fn nvfp4_moe_unpermute_backward(

@@ -310,7 +310,8 @@ mod tests {
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
-    use super::super::super::tensors::{QuantUsages, RowGroups};
+    use super::super::super::stored::StoredForm;
+    use super::super::super::tensors::{QuantUsages, QuantizeRequest};
     use super::super::tensors::upload;
     use super::*;
 
@@ -402,7 +403,7 @@ mod tests {
         let mxfp8 = |x| {
             let usage = Usage::Rowwise;
             let one = QuantUsages::one(usage, QuantParams::mxfp8(), StoredForm::ROWS);
-            let made = Flex::nvfp4_quantize(x, RowGroups::Whole, one);
+            let made = Flex::nvfp4_quantize(QuantizeRequest::of_matrix(x, one));
             Operand::Quantized(made.into_one())
         };
         let float = |x| Operand::Float(x, Usage::Rowwise);

@@ -17,14 +17,12 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
-use nvfp4_formats::{StoredForm, Usage};
 
-use super::layers::{Activation, ActivationOps};
 use super::packed::PackedOps;
-use super::spec::QuantParams;
+use super::stored::StoredForm;
 use super::tensors::{
-    BothStorages, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
-    RowGroups,
+    ComputedAmax, GemmGroups, MaybeTensor, Operand, QuantizeRequest, QuantizedMatrix,
+    QuantizedPair, RowGroups,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops};
 use tensors::ranges;
@@ -34,64 +32,12 @@ impl Nvfp4Ops for Flex {}
 impl PackedOps for Flex {}
 
 impl Nvfp4KernelOps for Flex {
-    fn nvfp4_quantize(
-        x: FloatTensor<Self>,
-        groups: RowGroups<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        quantize::quantize(x, &groups, usages)
+    fn nvfp4_quantize(request: QuantizeRequest<Self>) -> QuantizedPair<Self> {
+        quantize::quantize(request)
     }
 
-    fn nvfp4_amax(x: FloatTensor<Self>, params: QuantParams, usage: Usage) -> FloatTensor<Self> {
-        quantize::amax(&x, &params, usage)
-    }
-
-    fn nvfp4_quantize_with_amax(
-        x: FloatTensor<Self>,
-        rowwise_amax: MaybeTensor<Self>,
-        columnwise_amax: MaybeTensor<Self>,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        quantize::quantize_from_amax(x, [rowwise_amax, columnwise_amax], usages)
-    }
-
-    fn nvfp4_quantize_with_entry(
-        x: FloatTensor<Self>,
-        maxima: FloatTensor<Self>,
-        entry: usize,
-        usages: QuantUsages,
-    ) -> QuantizedPair<Self> {
-        quantize::quantize_from_entry(x, maxima, entry, usages)
-    }
-
-    fn nvfp4_quantize_in_both_storages(
-        x: FloatTensor<Self>,
-        activation: Option<Activation>,
-        params: QuantParams,
-    ) -> BothStorages<Self> {
-        let x = match activation {
-            None => x,
-            Some(activation) => Self::nvfp4_activation(x, activation),
-        };
-        quantize::quantize_in_both_storages(x, params)
-    }
-
-    fn nvfp4_requantize(
-        source: QuantizedMatrix<Self>,
-        groups: RowGroups<Self>,
-        usage: Usage,
-        params: QuantParams,
-        form: StoredForm,
-        via: FloatDType,
-    ) -> QuantizedMatrix<Self> {
-        // MS-EDEN uses the exact values.
-        let via = match params.is_ms_eden() {
-            true => FloatDType::F32,
-            false => via,
-        };
-        let values = quantize::dequantize(source, &groups, via);
-        let usages = QuantUsages::one(usage, params, form);
-        quantize::quantize(values, &groups, usages).into_one()
+    fn nvfp4_amax(request: QuantizeRequest<Self>) -> ComputedAmax<Self> {
+        quantize::amax(request)
     }
 
     fn nvfp4_in_form(

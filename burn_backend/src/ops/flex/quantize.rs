@@ -13,11 +13,12 @@ use nvfp4_formats::{
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
+use super::super::kernels::activated;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{
-    BothStorages, MaybeTensor, QuantUsages, QuantizedData, QuantizedMatrix, QuantizedPair,
-    RowGroups,
+    ComputedAmax, GivenAmax, MaybeTensor, QuantUsages, QuantizeRequest, QuantizeSource,
+    QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use super::super::{trace_op, usage_name};
 use super::gemm::StoredOperand;
@@ -26,7 +27,90 @@ use super::tensors::{
 };
 
 /// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
-pub(super) fn quantize(
+pub(super) fn quantize(request: QuantizeRequest<Flex>) -> QuantizedPair<Flex> {
+    let QuantizeRequest {
+        source,
+        groups,
+        amax,
+        usages,
+        unscaled,
+    } = request;
+    let x = values_of(source, &groups, &usages);
+    let made = match amax {
+        GivenAmax::Absent => quantize_values(x, &groups, usages),
+        GivenAmax::Each {
+            rowwise,
+            columnwise,
+        } => quantize_from_amax(x, [rowwise, columnwise], usages),
+        GivenAmax::Entry(maxima, entry) => {
+            let amax = amax_values(MaybeTensor::Present(maxima))[entry];
+            let amax = FlexTensor::from_data(TensorData::new(vec![amax], [1]));
+            quantize_from_amax(x, [amax.clone(), amax].map(MaybeTensor::Present), usages)
+        }
+    };
+    if !unscaled {
+        return made;
+    }
+    let packed = made.into_one();
+    QuantizedPair::BothStorages {
+        unscaled: stored_as(packed.clone(), Storage::Bf16Unscaled),
+        packed,
+    }
+}
+
+/// Implements [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
+pub(super) fn amax(request: QuantizeRequest<Flex>) -> ComputedAmax<Flex> {
+    let QuantizeRequest {
+        source,
+        groups,
+        usages,
+        ..
+    } = request;
+    let is_matrix = matches!(source, QuantizeSource::Matrix(_));
+    let x = values_of(source, &groups, &usages);
+    let amax = |made: Option<(QuantParams, StoredForm)>, usage| {
+        let made = made.map(|(params, _)| {
+            let amax = with_elements!(x, |values| amax_of(values, matrix(&x), usage, &params));
+            let values = amax.values().to_vec();
+            let len = values.len();
+            FlexTensor::from_data(TensorData::new(values, [len]))
+        });
+        MaybeTensor::from(made)
+    };
+    ComputedAmax {
+        rowwise: amax(usages.rowwise, Usage::Rowwise),
+        columnwise: amax(usages.columnwise, Usage::Columnwise),
+        values: (!is_matrix).then_some(x).into(),
+    }
+}
+
+/// Returns the values of a source.
+fn values_of(
+    source: QuantizeSource<Flex>,
+    groups: &RowGroups<Flex>,
+    usages: &QuantUsages,
+) -> FlexTensor {
+    match source {
+        QuantizeSource::Matrix(x) => x,
+        QuantizeSource::Activation {
+            x,
+            grad,
+            activation,
+        } => activated::<Flex>(x, grad, activation),
+        QuantizeSource::Quantized { tensor, via } => {
+            let mut made = usages.rowwise.into_iter().chain(usages.columnwise);
+            // MS-EDEN uses the exact values.
+            let via = match made.any(|(params, _)| params.is_ms_eden()) {
+                true => FloatDType::F32,
+                false => via,
+            };
+            dequantize(tensor, groups, via)
+        }
+    }
+}
+
+/// Quantizes values in groups.
+fn quantize_values(
     x: FlexTensor,
     groups: &RowGroups<Flex>,
     usages: QuantUsages,
@@ -60,27 +144,8 @@ pub(super) fn quantize(
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, amax))
 }
 
-/// Implements
-/// [`nvfp4_quantize_in_both_storages`](super::super::Nvfp4KernelOps::nvfp4_quantize_in_both_storages).
-pub(super) fn quantize_in_both_storages(x: FlexTensor, params: QuantParams) -> BothStorages<Flex> {
-    let usages = QuantUsages::one(Usage::Rowwise, params, StoredForm::ROWS);
-    let packed = quantize(x, &RowGroups::Whole, usages).into_one();
-    BothStorages {
-        unscaled: stored_as(packed.clone(), Storage::Bf16Unscaled),
-        packed,
-    }
-}
-
-/// Implements [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
-pub(super) fn amax(x: &FlexTensor, params: &QuantParams, usage: Usage) -> FlexTensor {
-    let amax = with_elements!(x, |values| amax_of(values, matrix(x), usage, params));
-    let values = amax.values().to_vec();
-    let len = values.len();
-    FlexTensor::from_data(TensorData::new(values, [len]))
-}
-
-/// Implements [`nvfp4_quantize_with_amax`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_amax).
-pub(super) fn quantize_from_amax(
+/// Quantizes one matrix from known amax values.
+fn quantize_from_amax(
     x: FlexTensor,
     [row_amax, col_amax]: [MaybeTensor<Flex>; 2],
     usages: QuantUsages,
@@ -102,19 +167,6 @@ pub(super) fn quantize_from_amax(
     };
     let rowwise = made(Usage::Rowwise, rowwise, row_amax);
     QuantizedPair::new(rowwise, made(Usage::Columnwise, columnwise, col_amax))
-}
-
-/// Implements
-/// [`nvfp4_quantize_with_entry`](super::super::Nvfp4KernelOps::nvfp4_quantize_with_entry).
-pub(super) fn quantize_from_entry(
-    x: FlexTensor,
-    maxima: FlexTensor,
-    entry: usize,
-    usages: QuantUsages,
-) -> QuantizedPair<Flex> {
-    let amax = amax_values(MaybeTensor::Present(maxima))[entry];
-    let amax = || MaybeTensor::Present(FlexTensor::from_data(TensorData::new(vec![amax], [1])));
-    quantize_from_amax(x, [amax(), amax()], usages)
 }
 
 /// Returns the row-wise tensor of `x` by `params`, in NVFP4, with one amax per group of `groups`,

@@ -2,11 +2,8 @@
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_cubecl::{CubeBackend, kernel::into_contiguous};
-use nvfp4_formats::{AmaxGranularity, BlockScaling, StoredForm, Usage};
-use nvfp4_formats::{AmaxGranularity, BlockScaling, Usage};
-use nvfp4_kernels::moe::GroupOffsets;
-use nvfp4_kernels::quantize::{self, QuantRequest};
-use nvfp4_kernels::tensor::{DeviceNvfp4Params, DeviceRounding, Groups};
+use nvfp4_formats::{BlockScaling, Usage};
+use nvfp4_kernels::quantize::{DeviceRounding, Quantize, TargetSpec};
 
 use super::super::cube::tensors::{Source, device_groups, launched, to_burn};
 use super::super::tensors::{QuantizedMatrix, RowGroups};
@@ -24,28 +21,14 @@ impl InferenceOps for CubeBackend {
         let (usage, count) = (Usage::Rowwise, groups.count());
         let (rows, cols) = x.shape();
         trace_op("quantize", usage_name(usage), rows, cols);
-        let request = QuantRequest {
-            amax: &global.handle,
-            scope: AmaxGranularity::PerTensor,
-            copy: DeviceNvfp4Params {
-                scaling: BlockScaling::Static,
-                layout: form.scale_layout(),
-                ..DeviceNvfp4Params::new(DeviceRounding::Nearest)
-            },
+        let target = TargetSpec {
+            scaling: BlockScaling::Static,
+            ..TargetSpec::new(DeviceRounding::Nearest).amax(&global.handle)
         };
-        let client = &x.tensor.client;
-        let made = match device_groups(groups) {
-            Groups::Offsets { offsets, count } => {
-                let groups = GroupOffsets { offsets, count };
-                let request = Some(&request);
-                let made =
-                    quantize::quantize_side_by_side(client, &x.matrix, &groups, request, None);
-                launched(made).0.expect("the rowwise one was requested")
-            }
-            groups => launched(quantize::quantize(
-                client, &x.matrix, &groups, usage, &request,
-            )),
-        };
+        let groups = device_groups(groups);
+        let request = Quantize::new(&x.matrix).groups(&groups);
+        let request = request.rowwise(target.scale_layout(form.scale_layout()));
+        let made = launched(request.launch(&x.tensor.client)).into_one();
         let layout = count.layout((rows, cols), usage, &STATIC, form);
         to_burn(&x.tensor, made, count, layout)
     }

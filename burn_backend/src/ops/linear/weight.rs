@@ -17,8 +17,8 @@ use crate::ops::segments::narrow;
 use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
 use crate::ops::tensors::AmaxPair;
 use crate::ops::{
-    BackwardSource, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec, QuantParams,
-    QuantUsages, RowGroups,
+    BackwardSource, GivenAmax, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec,
+    QuantParams, QuantUsages, QuantizeRequest, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 
@@ -284,7 +284,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             rowwise,
             columnwise: Some((col, col.stored_form(form))),
         };
-        let made = B::nvfp4_quantize_with_entry(self.w.clone(), maxima, entry, usages);
+        let request = QuantizeRequest::of_matrix(self.w.clone(), usages);
+        let made = B::nvfp4_quantize(request.amax(GivenAmax::Entry(maxima, entry)));
         let (row, col) = made.into_options();
         Some((
             Operand::Quantized(col.expect("asked for")),

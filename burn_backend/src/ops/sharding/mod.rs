@@ -28,8 +28,8 @@ use super::operands::{QuantSource, is_one_kernel};
 use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::tensors::{
-    AmaxPair, GemmGroups, MaybeTensor, Operand, QuantUsages, QuantizedMatrix, QuantizedPair,
-    RowGroups,
+    AmaxPair, GemmGroups, GivenAmax, MaybeTensor, Operand, QuantUsages, QuantizeRequest,
+    QuantizeSource, QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 pub(crate) use gathered_weight::{GatheredWeight, WeightPart};
@@ -159,8 +159,19 @@ impl LinearSharding {
                 },
                 [Some(row), Some(col)],
             ) => {
-                let made = B::nvfp4_activation_amaxes(x, grad.into(), activation, row, col);
-                (made.values, Some(made.amax.into()))
+                let source = QuantizeSource::Activation {
+                    x,
+                    grad: grad.into(),
+                    activation,
+                };
+                let request = QuantizeRequest::new(source, QuantUsages::both(row, col));
+                let made = B::nvfp4_amax(request);
+                let values = made.values.into_option().expect("an activation");
+                let found = AmaxPair {
+                    rowwise: made.rowwise.into_option().expect("requested"),
+                    columnwise: made.columnwise.into_option().expect("requested"),
+                };
+                (values, Some(found.into()))
             }
             (x, _) => (x.into_values(), None),
         };
@@ -404,10 +415,16 @@ impl LinearSharding {
                 [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
             }
             (None, [Some(row), Some(col)]) if row.has_one_amax() && col.has_one_amax() => {
-                let found = B::nvfp4_amax_pair(x.clone(), row, col);
-                [Some(found.rowwise), Some(found.columnwise)]
+                let usages = QuantUsages::both(row, col);
+                let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone(), usages));
+                [found.rowwise, found.columnwise].map(MaybeTensor::into_option)
             }
-            _ => [0, 1].map(|i| Some(B::nvfp4_amax(x.clone(), params[i]?, usages[i]))),
+            _ => [0, 1].map(|i| {
+                let one = QuantUsages::one(usages[i], params[i]?, StoredForm::ROWS);
+                let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone(), one));
+                let [row, col] = [found.rowwise, found.columnwise].map(MaybeTensor::into_option);
+                row.or(col)
+            }),
         };
         if let Some(largest) = of_group {
             return [0, 1]
@@ -474,8 +491,12 @@ impl LinearSharding {
         let draws = |made: Option<(QuantParams, StoredForm)>| {
             made.is_some_and(|(params, _)| !params.is_deterministic())
         };
-        let quantize = |x, row_amax, col_amax, usages| {
-            B::nvfp4_quantize_with_amax(x, row_amax, col_amax, usages)
+        let quantize = |x, rowwise, columnwise, usages| {
+            let request = QuantizeRequest::of_matrix(x, usages);
+            B::nvfp4_quantize(request.amax(GivenAmax::Each {
+                rowwise,
+                columnwise,
+            }))
         };
         if !draws(usages.rowwise) && !draws(usages.columnwise) {
             return quantize(x.clone(), row_amax, col_amax, usages);

@@ -25,27 +25,7 @@ use crate::{
     zeroed::{zeros_beside, zeros_of_step},
 };
 
-/// Returns the amax of `x`, one `f32` in device memory; 0 for an empty matrix. With `hadamard`,
-/// returns the amax of the columnwise transformed matrix. Deterministic; NaN and infinity
-/// propagate. See [`reference::amax`](crate::reference::amax).
-///
-/// # Errors
-/// Returns an error if the memory of `x` is smaller than its shape.
-pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<Handle, Nvfp4Error> {
-    match hadamard {
-        None => amax_of_matrix(client, x),
-        Some(hadamard) => {
-            let request = AmaxRequest {
-                cols: Some((AmaxGranularity::PerTensor, Some(hadamard))),
-                ..AmaxRequest::default()
-            };
-            let found = amaxes(client, x, &Groups::One, &request)?;
-            Ok(found.cols.expect("asked for"))
-        }
-    }
-}
-
-/// Amax values that [`amaxes`] computes in one read of a matrix.
+/// Amax values to compute in one read of a matrix.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AmaxRequest {
     /// For rowwise tensors: per group, or per row (per token).
@@ -97,6 +77,15 @@ impl AmaxRequest {
         }
     }
 
+    /// Returns true if one amax of the untransformed matrix is all that is requested.
+    pub(in crate::quantize) fn is_one_amax(&self) -> bool {
+        let whole = AmaxGranularity::PerTensor;
+        match (self.rows, self.cols) {
+            (Some(scope), None) | (None, Some((scope, None))) => scope == whole,
+            _ => false,
+        }
+    }
+
     /// Returns the transform of the columns.
     fn hadamard(&self) -> Option<Hadamard> {
         self.cols.and_then(|(_, hadamard)| hadamard)
@@ -117,7 +106,7 @@ impl AmaxRequest {
     }
 }
 
-/// Result of [`amaxes`]: `f32` values in device memory.
+/// Amax values: `f32` in device memory.
 #[derive(Debug, Clone, Default)]
 pub struct Amaxes {
     /// For rowwise tensors: one per group, or per row.
@@ -149,7 +138,7 @@ impl Amaxes {
 ///
 /// # Errors
 /// Returns an error if the groups do not fit, or if the memory of `x` is smaller than its shape.
-pub fn amaxes(
+pub(crate) fn amaxes(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
@@ -158,12 +147,12 @@ pub fn amaxes(
     find(client, &Input::plain(x)?, groups, request, None)
 }
 
-/// [`run_prologue`] and [`amaxes`] in one read of the inputs. Elements of rows after the last group
-/// are undefined.
+/// Runs [`run_prologue`] and [`amaxes`] in one read of the inputs. Elements of rows after the last
+/// group are undefined.
 ///
 /// # Errors
 /// See [`amaxes`] and [`run_prologue`].
-pub fn run_prologue_with_amaxes(
+pub(in crate::quantize) fn run_prologue_with_amaxes(
     client: &Client,
     prologue: Prologue<'_>,
     groups: &Groups,
@@ -327,7 +316,15 @@ fn launch_strips(
     }
 }
 
-fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
+/// Returns the amax of `x`, one `f32` in device memory; 0 for an empty matrix. Deterministic; NaN
+/// and infinity propagate. See [`reference::amax`](crate::reference::amax).
+///
+/// # Errors
+/// Returns an error if the memory of `x` is smaller than its shape.
+pub(in crate::quantize) fn amax_of_matrix(
+    client: &Client,
+    x: &Matrix,
+) -> Result<Handle, Nvfp4Error> {
     x.check("x")?;
     let out = zeros_of_step(client, 1);
     if x.is_empty() {

@@ -17,7 +17,7 @@ use crate::{
         hadamard::SignsLaunch,
         philox::{Numbering, PositionLaunch, RandomLaunch},
     },
-    quantize::EdenForm,
+    quantize::ms_eden::EdenForm,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };

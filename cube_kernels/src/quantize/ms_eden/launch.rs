@@ -4,8 +4,10 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     super::{
+        check::check_position,
         packed_source::{PackedSource, SourcePlan},
-        plan::{behind_earlier, check_position},
+        plan::behind_earlier,
+        target::{DeviceRounding, EdenRandom, TargetSpec},
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     arguments::{
@@ -15,12 +17,12 @@ use super::{
     kernel::{ms_eden_amax_kernel, ms_eden_kernel},
     plane_tile::OWN,
     position::{EdenPolicy, EdenTilesLaunch, TURNS},
-    screen::{can_screen, screen},
+    screen::screen,
     search::{Search, search_pair},
     transform::EdenTransform,
 };
 use crate::{
-    BLOCK, BlockPosition, Hadamard, Layout, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
+    BLOCK, BlockPosition, Hadamard, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
     capabilities::Capabilities,
     cube::{
         eden::LINES,
@@ -28,7 +30,6 @@ use crate::{
     },
     launch::{buffer, multiprocessors, tile_grid, units, vector_size},
     memory::{address_type, allocate, check_memory},
-    moe::EarlierGroups,
     reference::{
         EDEN_AMAX_FACTOR, EDEN_BLOCK_FACTOR, EDEN_GROUP, eden_position, padding::padded_bound,
     },
@@ -39,31 +40,17 @@ use crate::{
 /// Source of MS-EDEN.
 #[derive(Debug, Clone, Copy)]
 pub enum EdenSource<'a> {
-    /// A matrix: the gradient of an output.
-    Matrix(&'a Matrix),
-    /// A matrix whose rows are in groups.
-    Grouped(&'a Matrix, &'a Groups),
+    /// A matrix whose rows are in groups: the gradient of an output.
+    Matrix(&'a Matrix, &'a Groups),
     /// The dequantized values of an NVFP4 matrix, or of groups of them: an operand of the forward
     /// GEMM, packed along either axis.
     Packed(&'a DeviceQuantized),
 }
 
-impl<'a> From<&'a Matrix> for EdenSource<'a> {
-    fn from(matrix: &'a Matrix) -> Self {
-        Self::Matrix(matrix)
-    }
-}
-
-impl<'a> From<&'a DeviceQuantized> for EdenSource<'a> {
-    fn from(packed: &'a DeviceQuantized) -> Self {
-        Self::Packed(packed)
-    }
-}
-
 impl EdenSource<'_> {
     fn shape(&self) -> (usize, usize) {
         match self {
-            Self::Matrix(matrix) | Self::Grouped(matrix, _) => (matrix.rows, matrix.cols),
+            Self::Matrix(matrix, _) => (matrix.rows, matrix.cols),
             Self::Packed(packed) => (packed.rows(), packed.cols()),
         }
     }
@@ -71,8 +58,7 @@ impl EdenSource<'_> {
     /// Returns the groups of its rows.
     fn groups(&self) -> &Groups {
         match self {
-            Self::Matrix(_) => &Groups::One,
-            Self::Grouped(_, groups) => groups,
+            Self::Matrix(_, groups) => groups,
             Self::Packed(packed) => &packed.groups,
         }
     }
@@ -115,11 +101,7 @@ enum Stored<'a> {
 impl<'a> Stored<'a> {
     fn new(source: EdenSource<'a>) -> Result<Self, Nvfp4Error> {
         Ok(match source {
-            EdenSource::Matrix(matrix) | EdenSource::Grouped(matrix, _) => {
-                matrix.check("source")?;
-                source.groups().check(matrix.rows)?;
-                Self::Matrix(matrix, source.groups().clone())
-            }
+            EdenSource::Matrix(matrix, groups) => Self::Matrix(matrix, groups.clone()),
             EdenSource::Packed(packed) => Self::Packed(PackedSource::even("source", packed)?),
         })
     }
@@ -189,29 +171,6 @@ impl<'a> Stored<'a> {
     }
 }
 
-/// Random bits of one quantization.
-#[derive(Debug, Clone)]
-pub struct EdenRandom {
-    /// Seed, stream and offset.
-    pub stream: RandomStream,
-    /// Additional offset in device memory, added to that of the stream: two `u32`, low word first.
-    /// A captured graph that advances it draws fresh bits at each replay.
-    pub offset: Option<Handle>,
-    /// Groups of rows before those of the matrix in the logical tensor, for groups with offsets:
-    /// the rotation groups are numbered after theirs.
-    pub earlier: Option<EarlierGroups>,
-}
-
-impl From<RandomStream> for EdenRandom {
-    fn from(stream: RandomStream) -> Self {
-        Self {
-            stream,
-            offset: None,
-            earlier: None,
-        }
-    }
-}
-
 /// Returns the amax of `source` after the transform of 128 along `usage`, in device memory: one
 /// `f32`, or one per group of rows; 0 for an empty one. See
 /// [`reference::ms_eden_amax`](crate::reference::ms_eden_amax).
@@ -220,39 +179,29 @@ impl From<RandomStream> for EdenRandom {
 /// Returns an error if a buffer is smaller than its shape, if the groups do not fit, or if the
 /// transform does not span 128 elements; also for groups with offsets that are packed along their
 /// rows.
-pub fn ms_eden_amax<'a>(
+pub(in crate::quantize) fn ms_eden_amax(
     client: &Client,
-    source: impl Into<EdenSource<'a>>,
+    source: EdenSource<'_>,
     usage: Usage,
-    transform: impl Into<EdenTransform>,
+    transform: &EdenTransform,
 ) -> Result<Handle, Nvfp4Error> {
-    let (source, transform) = (source.into(), transform.into());
-    let geometry = Geometry::new(client, source, usage, &transform, None)?;
-    Ok(amax_of(client, &geometry, &transform))
+    let geometry = Geometry::new(client, source, usage, transform, None)?;
+    Ok(amax_of(client, &geometry, transform))
 }
 
-/// [`ms_eden_amax`] of a matrix along and across its rows, with a transform for each. The values
-/// are the same, but take only one read if the device has matrix instructions for the element type.
+/// Computes [`ms_eden_amax`] of a matrix that [`can_screen`] accepts along and across its rows,
+/// with a transform for each, in one read.
 ///
 /// # Errors
 /// See [`ms_eden_amax`].
-pub fn ms_eden_amax_pair(
+pub(in crate::quantize) fn ms_eden_amax_pair(
     client: &Client,
     matrix: &Matrix,
-    [along, across]: [EdenTransform; 2],
+    transforms: [&EdenTransform; 2],
 ) -> Result<[Handle; 2], Nvfp4Error> {
-    let geometry = |usage, transform| {
-        Geometry::new(client, EdenSource::Matrix(matrix), usage, transform, None)
-    };
-    let rows = geometry(Usage::Rowwise, &along)?;
-    let cols = geometry(Usage::Columnwise, &across)?;
-    if !can_screen(client, matrix) {
-        return Ok([
-            amax_of(client, &rows, &along),
-            amax_of(client, &cols, &across),
-        ]);
-    }
-    let transforms = [&along, &across];
+    let source = EdenSource::Matrix(matrix, &Groups::One);
+    let rows = Geometry::new(client, source, Usage::Rowwise, transforms[0], None)?;
+    let cols = Geometry::new(client, source, Usage::Columnwise, transforms[1], None)?;
     let screens = screen(client, matrix, transforms);
     let found = [zeros_of_step(client, 1), zeros_of_step(client, 1)];
     let search = |i: usize, geometry: &Geometry| Search {
@@ -300,38 +249,6 @@ fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> H
     out
 }
 
-/// Quantizes `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
-/// ([`ms_eden_amax`]).
-///
-/// The result is the transformed matrix: K is padded to a multiple of 128, and its `amax` is the
-/// one with which it is decoded. Draw the signs of `transform` anew for each backward pass,
-/// identical for both operands of a GEMM, or let the kernel draw them ([`EdenTransform`]). See
-/// [`reference::ms_eden`](crate::reference::ms_eden).
-///
-/// Each group of rows is quantized as a separate matrix with a separate amax. Only the indices of
-/// random bits continue from group to group
-/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] each
-/// group is padded to a multiple of 128 rows. Copies of [`Groups::Batch`] are then also a batch.
-/// Copies of [`Groups::Offsets`] are concatenated along the columns, as by
-/// [`quantize_side_by_side`](crate::quantize::quantize_side_by_side): group `g` takes the elements
-/// from entry `g` of [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, rows,
-/// 128)` on. There is space for [`padded_bound`]`(rows, count, 128)` elements, and those after the
-/// last group are not written.
-///
-/// # Errors
-/// See [`ms_eden_amax`].
-pub fn ms_eden<'a>(
-    client: &Client,
-    source: impl Into<EdenSource<'a>>,
-    usage: Usage,
-    amax: &Handle,
-    transform: impl Into<EdenTransform>,
-    random: impl Into<EdenRandom>,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    let form = EdenForm::Packed(ScaleLayout::Compact);
-    ms_eden_as(client, source, usage, amax, transform, random, form)
-}
-
 /// Storage of an MS-EDEN result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EdenForm {
@@ -344,31 +261,55 @@ pub enum EdenForm {
 }
 
 impl EdenForm {
+    fn of(target: &TargetSpec) -> Self {
+        match target.storage {
+            // RHT groups are whole tiles of scales.
+            Storage::Packed => Self::Packed(target.scale_layout),
+            Storage::Bf16Unscaled => Self::Bf16Unscaled,
+        }
+    }
+
     fn is_swizzled(self) -> bool {
         self == Self::Packed(ScaleLayout::Swizzled128x4)
     }
 
     /// Returns true if the result is stored as bf16 values.
-    pub(in crate::quantize) fn is_bf16(self) -> bool {
+    pub fn is_bf16(self) -> bool {
         self == Self::Bf16Unscaled
     }
 }
 
-/// [`ms_eden`] with the result stored as `form`.
+/// Quantizes `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
+/// ([`ms_eden_amax`]).
+///
+/// The result is the transformed matrix: K is padded to a multiple of 128, and its `amax` is the
+/// one with which it is decoded. See [`reference::ms_eden`](crate::reference::ms_eden).
+///
+/// Each group of rows is quantized as a separate matrix with a separate amax. Only the indices of
+/// random bits continue from group to group
+/// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] each
+/// group is padded to a multiple of 128 rows. Copies of [`Groups::Batch`] are then also a batch.
+/// Copies of [`Groups::Offsets`] are concatenated along the columns, like other NVFP4 tensors:
+/// group `g` takes the elements from entry `g` of
+/// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, rows, 128)` on. There is
+/// space for [`padded_bound`]`(rows, count, 128)` elements, and those after the
+/// last group are not written.
 ///
 /// # Errors
 /// See [`ms_eden_amax`].
-pub fn ms_eden_as<'a>(
+pub(in crate::quantize) fn ms_eden(
     client: &Client,
-    source: impl Into<EdenSource<'a>>,
+    source: EdenSource<'_>,
     usage: Usage,
-    amax: &Handle,
-    transform: impl Into<EdenTransform>,
-    random: impl Into<EdenRandom>,
-    form: EdenForm,
+    target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let (source, random, transform) = (source.into(), random.into(), transform.into());
-    let geometry = Geometry::new(client, source, usage, &transform, Some((&random, form)))?;
+    let (amax, transform, form) = (
+        target.known_amax(),
+        EdenTransform::of(target),
+        EdenForm::of(target),
+    );
+    let geometry = Geometry::new(client, source, usage, &transform, Some(target))?;
+    let random = random_of(target);
     let hadamard = &transform.hadamard;
     let maxima = source.groups().count();
     check_memory("amax", amax, maxima * 4)?;
@@ -438,6 +379,17 @@ pub fn ms_eden_as<'a>(
         );
     }
     Ok(out)
+}
+
+/// Returns the random bits of `target`.
+///
+/// # Panics
+/// Panics if it is not quantized by MS-EDEN.
+fn random_of(target: &TargetSpec) -> &EdenRandom {
+    match &target.rounding {
+        DeviceRounding::MsEden(random) => random,
+        _ => unreachable!("a tensor by MS-EDEN"),
+    }
 }
 
 /// Allocates the result of [`ms_eden`], with undefined contents.
@@ -515,7 +467,7 @@ impl<'a> Geometry<'a> {
         source: EdenSource<'a>,
         usage: Usage,
         transform: &EdenTransform,
-        quantize: Option<(&EdenRandom, EdenForm)>,
+        target: Option<&TargetSpec>,
     ) -> Result<Self, Nvfp4Error> {
         let across = match source {
             EdenSource::Packed(packed) => usage != packed.usage(),
@@ -523,9 +475,10 @@ impl<'a> Geometry<'a> {
         };
         let source = Stored::new(source)?;
         transform.check()?;
-        let offset = quantize.and_then(|(random, _)| random.offset.as_ref());
-        let swizzled = quantize.is_some_and(|(_, form)| form.is_swizzled());
-        let unscaled = quantize.is_some_and(|(_, form)| form.is_bf16());
+        let offset = target.and_then(|target| random_of(target).offset.as_ref());
+        let form = target.map(EdenForm::of);
+        let swizzled = form.is_some_and(EdenForm::is_swizzled);
+        let unscaled = form.is_some_and(EdenForm::is_bf16);
         if let Some(offset) = offset {
             check_memory("random", offset, 8)?;
         }
@@ -533,11 +486,12 @@ impl<'a> Geometry<'a> {
         let mut position = BlockPosition::default();
         let mut numbering = Numbering::Own;
         let mut earlier = None;
-        if let Some((random, _)) = quantize {
-            check_position(&random.stream.position, source.groups())?;
-            position = eden_position(&random.stream.position)?;
+        if let Some(target) = target {
+            let own = random_of(target).stream.position;
+            check_position(&own, source.groups())?;
+            position = eden_position(&own)?;
             numbering = Numbering::of(&position);
-            if let Some(before) = &random.earlier {
+            if let Some(before) = &target.earlier {
                 // Counted in rotation groups.
                 let unit = match across {
                     true => (EDEN_GROUP, cols),
@@ -566,7 +520,7 @@ impl<'a> Geometry<'a> {
         let conversion = Capabilities::of(client).conversion;
         // Only planes support word loads.
         let words = conversion.has_ptx()
-            && (across || quantize.is_none() || unscaled)
+            && (across || target.is_none() || unscaled)
             && match &source {
                 Stored::Matrix(matrix, _) => matrix.dtype.size() == 2 && cols.is_multiple_of(2),
                 Stored::Packed(_) => false,

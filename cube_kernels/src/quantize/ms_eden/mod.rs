@@ -25,6 +25,7 @@ pub use arguments::*;
 pub use kernel::*;
 pub use launch::*;
 pub use position::*;
+pub(super) use screen::can_screen;
 pub use screen::{EdenScreenLaunch, ScreenOutLaunch, ScreenPlan, ms_eden_screen_kernel};
 pub use search::{EdenSearchLaunch, ms_eden_amax_pair_kernel};
 pub use transform::*;

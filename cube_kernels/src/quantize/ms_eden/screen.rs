@@ -20,7 +20,7 @@ use crate::{
     capabilities::Capabilities,
     cube::{eden::LINES, hadamard::Signs, ptx},
     launch::{buffer, multiprocessors},
-    memory::{address_type, allocate, is_aligned},
+    memory::{address_type, allocate},
     reference::EDEN_GROUP,
     tensor::{FloatKind, Matrix},
     zeroed::zeros_of_step,
@@ -429,18 +429,21 @@ impl Screen {
     }
 }
 
-/// Returns true if `matrix` can be screened: by the matrix instructions of sm_80, in vectors of
-/// eight elements. Not on devices with E2M1 conversions (sm_100 and later), for which ptxas spills
-/// a register.
-pub(super) fn can_screen(client: &Client, matrix: &Matrix) -> bool {
-    let capabilities = Capabilities::of(client);
+/// Returns true if a matrix of `rows` x `cols` can be screened: by the matrix instructions of
+/// sm_80, in vectors of eight elements. Not on devices with E2M1 conversions (sm_100 and later), for
+/// which ptxas spills a register.
+pub(in crate::quantize) fn can_screen(
+    capabilities: &Capabilities,
+    (rows, cols): (usize, usize),
+    (dtype, is_aligned): (FloatKind, bool),
+) -> bool {
     capabilities.conversion.has_ptx()
         && !capabilities.conversion.has_nearest()
-        && matrix.dtype.size() == 2
-        && matrix.cols.is_multiple_of(8)
-        && matrix.rows > 0
-        && matrix.cols > 0
-        && is_aligned(&matrix.handle)
+        && dtype.size() == 2
+        && cols.is_multiple_of(8)
+        && rows > 0
+        && cols > 0
+        && is_aligned
 }
 
 /// Screens a matrix for which [`can_screen`] is true, along and across its rows.

@@ -2,7 +2,13 @@
 
 use cubecl::server::Handle;
 
-use super::{super::plan::signs_launch, arguments::EdenSignsLaunch};
+use super::{
+    super::{
+        plan::signs_launch,
+        target::{DeviceRounding, RedrawnSigns, TargetSpec},
+    },
+    arguments::EdenSignsLaunch,
+};
 use crate::{
     Hadamard, Nvfp4Error, launch::buffer, memory::check_memory, reference::check_eden_hadamard,
 };
@@ -16,27 +22,20 @@ pub struct EdenTransform {
     pub redrawn: Option<RedrawnSigns>,
 }
 
-/// Signs drawn by a kernel: those of [`Hadamard::seeded_with_size`] for `seed` plus
-/// [`Hadamard::SEED_STEP`] times an offset in device memory. A captured graph that advances the
-/// offset draws fresh signs at each replay.
-#[derive(Debug, Clone)]
-pub struct RedrawnSigns {
-    /// Seed for an offset of zero.
-    pub seed: u64,
-    /// Offset: two `u32`, low word first.
-    pub offset: Handle,
-}
-
-impl From<&Hadamard> for EdenTransform {
-    fn from(hadamard: &Hadamard) -> Self {
+impl EdenTransform {
+    /// Returns the transform of a tensor by MS-EDEN; one that [`Self::check`] refuses if the tensor
+    /// has none.
+    pub fn of(target: &TargetSpec) -> Self {
+        let redrawn = match &target.rounding {
+            DeviceRounding::MsEden(random) => random.redrawn.clone(),
+            _ => None,
+        };
         Self {
-            hadamard: *hadamard,
-            redrawn: None,
+            hadamard: target.hadamard.unwrap_or_default(),
+            redrawn,
         }
     }
-}
 
-impl EdenTransform {
     pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
         check_eden_hadamard(&self.hadamard)?;
         let memory = self.redrawn.as_ref().map(|signs| &signs.offset);

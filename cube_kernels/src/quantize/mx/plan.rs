@@ -2,7 +2,7 @@
 
 use cubecl::client::Client;
 
-use super::super::tile::Grouping;
+use super::super::{target::TargetSpec, tile::Grouping};
 use crate::{
     Format, Layout, ScaleLayout, Usage,
     capabilities::Capabilities,
@@ -11,7 +11,7 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups},
 };
 
-/// Form of a microscaling tensor. Converts from a [`Format`], with scales in rows.
+/// Form of a microscaling tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MxForm {
     /// Format.
@@ -20,11 +20,12 @@ pub struct MxForm {
     pub layout: ScaleLayout,
 }
 
-impl From<Format> for MxForm {
-    fn from(format: Format) -> Self {
+impl MxForm {
+    /// Returns the form of a tensor.
+    pub fn of(target: &TargetSpec) -> Self {
         Self {
-            format,
-            layout: ScaleLayout::Compact,
+            format: target.format,
+            layout: target.scale_layout,
         }
     }
 }
@@ -77,7 +78,8 @@ pub struct MxRowPlan {
     pub mx: MxPlan,
 }
 
-/// Allocates the tensors of groups in one plain matrix; see [`mx_quantize_groups`].
+/// Allocates the tensors of groups in one plain matrix; see
+/// [`mx_quantize`](super::quantize::mx_quantize).
 pub(super) fn empty_of_groups(
     client: &Client,
     (rows, cols): (usize, usize),

@@ -3,7 +3,10 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::tile::{Grouping, in_bands, tile_from},
+    super::{
+        target::TargetSpec,
+        tile::{Grouping, in_bands, tile_from},
+    },
     columns::{ColumnPlace, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, quantize_tile_columns},
     plan::{MxForm, MxPlan, MxRowPlan, empty_of_groups},
     rows::{MxRows, RowTiles, amax_of, max_of_lanes, row_block},
@@ -21,25 +24,11 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// Quantizes `x` to a microscaling format with blocks along `usage`: rowwise for
-/// [`Usage::Rowwise`]; columnwise, stored transposed, for [`Usage::Columnwise`]. The last block of
-/// a row is padded with zeros.
+/// Quantizes each group of rows of `x` to a microscaling format with blocks along `usage`, in the
+/// form that grouped GEMMs read: one plain matrix. The last block of a row is padded with zeros.
 ///
-/// # Errors
-/// Returns an error if the memory of `x` is smaller than its shape.
-pub fn mx_quantize(
-    client: &Client,
-    x: &Matrix,
-    usage: Usage,
-    form: impl Into<MxForm>,
-) -> Result<DeviceQuantized, Nvfp4Error> {
-    mx_quantize_groups(client, x, &Groups::One, usage, form)
-}
-
-/// [`mx_quantize`] of each group of rows as a separate matrix, in the form that grouped GEMMs read:
-/// one plain matrix.
-///
-/// Along [`Usage::Rowwise`] this is the copy of all rows. Along [`Usage::Columnwise`]:
+/// Along [`Usage::Rowwise`] this is the tensor of all rows; columnwise tensors are stored
+/// transposed. Along [`Usage::Columnwise`]:
 /// - Copies of [`Groups::Batch`] are stacked. They are rowwise tensors of the transposed matrices,
 ///   and the result is labelled as such: `count * x.cols` rows of `x.rows / count`, packed along
 ///   [`Usage::Rowwise`].
@@ -56,18 +45,16 @@ pub fn mx_quantize(
 /// tile.
 ///
 /// # Errors
-/// Returns an error if the groups do not fit, or if the memory of `x` is smaller than its shape.
-pub fn mx_quantize_groups(
+/// Returns an error if the format is no microscaling format.
+pub(in crate::quantize) fn mx_quantize(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
     usage: Usage,
-    form: impl Into<MxForm>,
+    target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let form = form.into();
+    let form = MxForm::of(target);
     check_mx(form.format)?;
-    x.check("x")?;
-    groups.check(x.rows)?;
     let out = empty_of_groups(client, (x.rows, x.cols), groups, usage, form);
     if x.is_empty() {
         return Ok(out);

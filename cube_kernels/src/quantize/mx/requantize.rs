@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use super::{
     super::{
         packed_source::{PackedBlock, PackedRows, PackedSource, SourcePlan, scale_at},
+        target::TargetSpec,
         tile::{Grouping, in_bands, tile_from},
     },
     columns::{ColumnPlace, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, quantize_tile_columns},
@@ -33,21 +34,21 @@ const IN_FLIGHT: usize = 2;
 /// Requantizes the NVFP4 matrix `packed` in one kernel to a microscaling format with blocks along
 /// `usage` of its source, either the axis along which it is packed or the other one. The result is
 /// byte-identical to [`dequantize`](fn@crate::quantize::dequantize) to `via` followed by
-/// [`mx_quantize_groups`](crate::quantize::mx_quantize_groups), without the intermediate matrix in
+/// [`mx_quantize`](super::quantize::mx_quantize), without the intermediate matrix in
 /// memory. Block scales of input and output may each be in rows or in 128x4 tiles. `via` is the
 /// element type to which the dequantized values are rounded, usually that of the training.
 ///
 /// # Errors
 /// Returns an error if a buffer is smaller than its shape, and for groups with offsets that are
 /// packed along their rows.
-pub fn mx_requantize(
+pub(in crate::quantize) fn mx_requantize(
     client: &Client,
     packed: &DeviceQuantized,
     usage: Usage,
-    form: impl Into<MxForm>,
+    target: &TargetSpec,
     via: FloatKind,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let form = form.into();
+    let form = MxForm::of(target);
     check_mx(form.format)?;
     let source = PackedSource::even("packed", packed)?;
     let shape = (packed.rows(), packed.cols());

@@ -10,6 +10,7 @@ pub mod mxfp8;
 pub mod packed;
 pub mod policies;
 pub mod process;
+pub mod quantize;
 pub mod samples;
 
 #[cfg(all(feature = "cpu", feature = "cuda"))]

@@ -1,5 +1,6 @@
 //! Quantized matrices and groups of rows, on the device and by the oracle.
 
+use super::quantize::{self, AmaxRequest, TargetSpec};
 use super::{
     device::{DeviceElement, upload, upload_bytes},
     inputs::{Kind, convert, values},
@@ -9,10 +10,7 @@ use nvfp4_formats::{
     Amax, AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
     QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, reference,
 };
-use nvfp4_kernels::{
-    quantize::{self, AmaxRequest, QuantRequest},
-    tensor::{DeviceNvfp4Params, DeviceQuantized, Groups, Matrix},
-};
+use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
 
 pub const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 0xffff_ffff);
 pub const NEAREST: Rounding = Rounding::Nearest;
@@ -173,14 +171,8 @@ pub fn check<T: DeviceElement>(
     };
     let row = prepare(Usage::Rowwise, row);
     let col = prepare(Usage::Columnwise, col);
-    fn request(
-        copy: &(Nvfp4Params, AmaxGranularity, Handle, Vec<QuantizedTensor>),
-    ) -> QuantRequest<'_> {
-        QuantRequest {
-            amax: &copy.2,
-            scope: copy.1,
-            copy: copy.0.into(),
-        }
+    fn request(copy: &(Nvfp4Params, AmaxGranularity, Handle, Vec<QuantizedTensor>)) -> TargetSpec {
+        quantize::target(&copy.2, copy.1, copy.0)
     }
     let (found_row, found_col) = match (&row, &col) {
         (Some(row), Some(col)) => {
@@ -365,8 +357,8 @@ pub fn quantize_per_token_both(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
-    row: impl Into<DeviceNvfp4Params>,
-    col: impl Into<DeviceNvfp4Params>,
+    row: impl Into<TargetSpec>,
+    col: impl Into<TargetSpec>,
 ) -> (DeviceQuantized, DeviceQuantized) {
     let (row, col) = (row.into(), col.into());
     let scope = AmaxGranularity::PerRow;
@@ -377,7 +369,7 @@ pub fn quantize_per_token_both(
     let found = quantize::amaxes(client, x, groups, &request).unwrap();
     let [rows, cols] = [found.rows, found.cols].map(Option::unwrap);
     let [row, col] =
-        [(&rows, row), (&cols, col)].map(|(amax, copy)| QuantRequest { amax, scope, copy });
+        [(&rows, row), (&cols, col)].map(|(amax, copy)| quantize::target(amax, scope, copy));
     quantize::quantize_both(client, x, groups, &row, &col).unwrap()
 }
 

@@ -8,11 +8,12 @@ use super::policies::{
     self, COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, col_policies,
     device_amax, per_token_policies, policy, quantize_per_token_both, row_policies, transformed,
 };
+use super::quantize::{self, AmaxRequest, EdenSource, Prologue, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params,
-    QuantizedTensor, ScaleLayout, Usage,
+    Amax, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor, ScaleLayout,
+    Usage,
     reference::{self, EDEN_GROUP, EdenParams, swizzle},
 };
 use nvfp4_kernels::{
@@ -243,12 +244,8 @@ impl Request {
         }
     }
 
-    fn copy(&self) -> QuantRequest<'_> {
-        QuantRequest {
-            amax: &self.amax,
-            scope: self.scope,
-            copy: self.policy.into(),
-        }
+    fn copy(&self) -> TargetSpec {
+        quantize::target(&self.amax, self.scope, self.policy)
     }
 
     fn compare(&self, client: &Client, sample: &Sample, found: &DeviceQuantized) {
@@ -441,9 +438,9 @@ pub fn ms_eden(client: &Client, sample: &Sample) {
             true => dequantized(x, rows, cols),
             false => x.iter().map(|value| value.to_f32()).collect(),
         };
-        let source: EdenSource<'_> = match of_packed {
-            true => (&packed).into(),
-            false => (&sample.matrix).into(),
+        let source = &match of_packed {
+            true => packed.request(),
+            false => sample.matrix.request(),
         };
         let amax = quantize::ms_eden_amax(client, source, usage, &hadamard).unwrap();
         if rows * cols <= 1 << 22 {

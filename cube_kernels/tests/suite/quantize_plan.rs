@@ -1,0 +1,414 @@
+//! Kernels that each kind of quantization request launches, in order. Nothing is launched.
+
+use crate::support::device::offsets;
+use nvfp4_formats::{
+    BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Layout, Nvfp4Error, RandomStream,
+    ScaleLayout, Storage, Usage,
+    reference::{Activation, Gelu},
+};
+use nvfp4_kernels::{
+    capabilities::{Capabilities, GemmBackend},
+    cube::codec::Conversion,
+    quantize::{
+        AmaxRequest, ComputeAmax, DeviceRounding, Quantize,
+        QuantizeStep::{self, *},
+        Source, TargetSpec,
+        Usages::{Both, Columnwise, Rowwise},
+    },
+    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+};
+
+const PER_TENSOR: AmaxGranularity = AmaxGranularity::PerTensor;
+const PER_ROW: AmaxGranularity = AmaxGranularity::PerRow;
+/// One amax of the untransformed values.
+const ONE: AmaxRequest = AmaxRequest {
+    rows: Some(PER_TENSOR),
+    cols: None,
+};
+
+fn capabilities(compute_capability: Option<u32>, conversion: Conversion) -> Capabilities {
+    Capabilities {
+        device: "a test".into(),
+        runtime: if compute_capability.is_some() {
+            "cuda"
+        } else {
+            "cpu"
+        },
+        compute_capability,
+        conversion,
+        gemm: GemmBackend::Scalar,
+    }
+}
+
+/// A Hopper GPU.
+fn hopper() -> Capabilities {
+    capabilities(Some(90), Conversion::Sm89)
+}
+
+/// CubeCL's CPU runtime.
+fn cpu() -> Capabilities {
+    capabilities(None, Conversion::Software)
+}
+
+fn nearest() -> TargetSpec {
+    TargetSpec::new(DeviceRounding::Nearest)
+}
+
+fn transformed() -> TargetSpec {
+    TargetSpec {
+        hadamard: Some(Hadamard::default()),
+        ..TargetSpec::new(DeviceRounding::Stochastic(RandomStream::new(1, 2, 3)))
+    }
+}
+
+fn eden() -> TargetSpec {
+    let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
+    TargetSpec::ms_eden(hadamard, RandomStream::new(1, 2, 3))
+}
+
+fn cols_of(hadamard: Option<Hadamard>) -> AmaxRequest {
+    AmaxRequest::along(Usage::Columnwise, PER_TENSOR, hadamard)
+}
+
+/// Amax values of both usages, the second one of transformed columns.
+fn pair(granularity: AmaxGranularity) -> AmaxRequest {
+    AmaxRequest {
+        rows: Some(granularity),
+        cols: Some((granularity, Some(Hadamard::default()))),
+    }
+}
+
+#[track_caller]
+fn assert_steps(request: &Quantize, expected: &[QuantizeStep]) {
+    request.check().unwrap();
+    assert_eq!(request.plan(&hopper()).steps(), expected);
+}
+
+#[test]
+fn matrices() {
+    let client = client!("matrices");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let request = || Quantize::new(x);
+    let amax = &client.create_from_slice(&[0; 4]);
+
+    assert_steps(
+        &request().rowwise(nearest()),
+        &[AmaxOfMatrix(ONE, Rowwise), Rows],
+    );
+    assert_steps(&request().rowwise(nearest().amax(amax)), &[Rows]);
+    assert_steps(
+        &request().columnwise(nearest()),
+        &[AmaxOfMatrix(cols_of(None), Columnwise), Blocks(Columnwise)],
+    );
+    assert_steps(
+        &request().columnwise(transformed()),
+        &[
+            Amax(cols_of(Some(Hadamard::default())), Columnwise),
+            Blocks(Columnwise),
+        ],
+    );
+    // One amax serves both tensors if neither is transformed.
+    assert_steps(
+        &request().rowwise(nearest()).columnwise(nearest()),
+        &[AmaxOfMatrix(ONE, Both), Blocks(Both)],
+    );
+    assert_steps(
+        &request().rowwise(nearest()).columnwise(transformed()),
+        &[Amax(pair(PER_TENSOR), Both), Blocks(Both)],
+    );
+    // Only the amax of the other tensor is known.
+    assert_steps(
+        &request()
+            .rowwise(nearest().amax(amax))
+            .columnwise(transformed()),
+        &[
+            Amax(cols_of(Some(Hadamard::default())), Columnwise),
+            Blocks(Both),
+        ],
+    );
+    let unscaled = || nearest().storage(Storage::Bf16Unscaled);
+    assert_steps(
+        &request().rowwise(unscaled()),
+        &[AmaxOfMatrix(ONE, Rowwise), Rows],
+    );
+    assert_steps(
+        &request().rowwise(unscaled()).columnwise(nearest()),
+        &[AmaxOfMatrix(ONE, Both), Blocks(Both)],
+    );
+    assert_steps(
+        &request().rowwise(nearest()).with_unscaled(),
+        &[AmaxOfMatrix(ONE, Rowwise), RowsInBothStorages],
+    );
+}
+
+#[test]
+fn per_token() {
+    let client = client!("per_token");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let token = || nearest().granularity(PER_ROW);
+    let rows = AmaxRequest::along(Usage::Rowwise, PER_ROW, None);
+    let cols = AmaxRequest::along(Usage::Columnwise, PER_ROW, None);
+
+    assert_steps(&Quantize::new(x).rowwise(token()), &[PerToken]);
+    assert_steps(
+        &Quantize::new(x).columnwise(token()),
+        &[Amax(cols, Columnwise), Blocks(Columnwise)],
+    );
+    let col = transformed().granularity(PER_ROW);
+    assert_steps(
+        &Quantize::new(x).rowwise(token()).columnwise(col),
+        &[Amax(pair(PER_ROW), Both), Blocks(Both)],
+    );
+    // These take the amax values from another pass.
+    for request in [
+        Quantize::new(x).rowwise(token().storage(Storage::Bf16Unscaled)),
+        Quantize::new(x).rowwise(TargetSpec {
+            hadamard: Some(Hadamard::default()),
+            ..token()
+        }),
+    ] {
+        assert_steps(&request, &[Amax(rows, Rowwise), Rows]);
+    }
+    assert_steps(
+        &Quantize::new(x).rowwise(token()).with_unscaled(),
+        &[Amax(rows, Rowwise), RowsInBothStorages],
+    );
+    let plan = Quantize::new(x).rowwise(token()).plan_amax(&hopper());
+    assert_eq!(plan.steps(), [Amax(rows, Rowwise)]);
+}
+
+#[test]
+fn tiles_and_mixed_pairs() {
+    let client = client!("tiles_and_mixed_pairs");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let tiles = || TargetSpec::tiles(BlockScaling::Standard);
+
+    assert_steps(
+        &Quantize::new(x).rowwise(tiles()).columnwise(tiles()),
+        &[AmaxOfMatrix(ONE, Both), Tiles(Both)],
+    );
+    assert_steps(
+        &Quantize::new(x).columnwise(tiles()),
+        &[AmaxOfMatrix(ONE, Columnwise), Tiles(Columnwise)],
+    );
+    let stack = Groups::Batch(2);
+    assert_steps(
+        &Quantize::new(x)
+            .groups(&stack)
+            .rowwise(tiles())
+            .columnwise(tiles()),
+        &[Amax(ONE, Both), Tiles(Both)],
+    );
+    // One kernel does not write both.
+    assert_steps(
+        &Quantize::new(x).rowwise(tiles()).columnwise(nearest()),
+        &[
+            AmaxOfMatrix(ONE, Rowwise),
+            Tiles(Rowwise),
+            AmaxOfMatrix(cols_of(None), Columnwise),
+            Blocks(Columnwise),
+        ],
+    );
+    assert_steps(
+        &Quantize::new(x)
+            .rowwise(nearest())
+            .columnwise(TargetSpec::from(Format::Mxfp8)),
+        &[AmaxOfMatrix(ONE, Rowwise), Rows, Mx(Usage::Columnwise)],
+    );
+}
+
+#[test]
+fn groups_of_rows() {
+    let client = client!("groups_of_rows");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let groups = &offsets(&client, &[30, 34]);
+    let request = || Quantize::new(x).groups(groups);
+
+    assert_steps(&request().rowwise(nearest()), &[Amax(ONE, Rowwise), Rows]);
+    assert_steps(
+        &request().rowwise(nearest()).columnwise(transformed()),
+        &[Amax(pair(PER_TENSOR), Both), BlocksSideBySide(Both)],
+    );
+    assert_steps(
+        &request().rowwise(nearest()).columnwise(nearest()).stacked(),
+        &[Amax(ONE, Both), Blocks(Both)],
+    );
+    // The kernel of rows takes neither tiles of scales that start anew, nor four over six.
+    let swizzled = nearest().scale_layout(ScaleLayout::Swizzled128x4);
+    let four_over_six = TargetSpec {
+        scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
+        ..nearest()
+    };
+    for target in [swizzled, four_over_six] {
+        assert_steps(
+            &request().rowwise(target),
+            &[Amax(ONE, Rowwise), BlocksSideBySide(Rowwise)],
+        );
+    }
+    assert_steps(
+        &request().columnwise(eden()),
+        &[MsEdenAmax(Usage::Columnwise), MsEden(Usage::Columnwise)],
+    );
+    // One amax per matrix of a stack serves both usages.
+    let stack = Groups::Batch(2);
+    assert_steps(
+        &Quantize::new(x).groups(&stack).columnwise(nearest()),
+        &[Amax(ONE, Columnwise), Blocks(Columnwise)],
+    );
+    assert_steps(
+        &Quantize::new(x).groups(&stack).rowwise(nearest()),
+        &[Amax(ONE, Rowwise), Blocks(Rowwise)],
+    );
+}
+
+/// The device decides how MS-EDEN finds its amax along both axes.
+#[test]
+fn ms_eden_pairs() {
+    let client = client!("ms_eden_pairs");
+    let x = &Matrix::empty(&client, 128, 256, FloatKind::Bf16);
+    let request = Quantize::new(x).rowwise(eden()).columnwise(eden());
+    let quantizes = [MsEden(Usage::Rowwise), MsEden(Usage::Columnwise)];
+    let [row, col] = quantizes;
+    assert_steps(&request, &[MsEdenAmaxPair, row, col]);
+    let apart = [MsEdenAmax(Usage::Rowwise), MsEdenAmax(Usage::Columnwise)];
+    let plan = request.plan(&cpu());
+    assert_eq!(plan.steps(), [apart, quantizes].concat());
+    assert_eq!(request.plan_amax(&cpu()).steps(), apart);
+    assert_eq!(
+        plan.to_string(),
+        "MS-EDEN amax, rowwise -> MS-EDEN amax, columnwise -> MS-EDEN, rowwise -> MS-EDEN, \
+         columnwise"
+    );
+    assert!(plan.describe(&cpu()).iter().all(|row| row.fits()));
+
+    let amax = &client.create_from_slice(&[0; 4]);
+    assert_steps(
+        &Quantize::new(x)
+            .rowwise(eden().amax(amax))
+            .columnwise(eden()),
+        &[
+            MsEden(Usage::Rowwise),
+            MsEdenAmax(Usage::Columnwise),
+            MsEden(Usage::Columnwise),
+        ],
+    );
+}
+
+#[test]
+fn activations() {
+    let client = client!("activations");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let grad = &Matrix::empty(&client, 64, 64, FloatKind::Bf16);
+    let of = |kind, grad| Quantize::new(Source::Activation { kind, x, grad });
+    let gelu = Activation::Gelu(Gelu::Erf);
+
+    for grad in [None, Some(grad)] {
+        let request = || of(Activation::SwiGlu, grad);
+        assert_steps(
+            &request().rowwise(nearest()).columnwise(transformed()),
+            &[ActivationWithAmax(pair(PER_TENSOR), Both), Blocks(Both)],
+        );
+        assert_steps(
+            &request().rowwise(nearest()).with_unscaled(),
+            &[ActivationWithAmax(ONE, Rowwise), RowsInBothStorages],
+        );
+        // The pass that quantizes a row computes its amax.
+        assert_steps(
+            &request().rowwise(nearest().granularity(PER_ROW)),
+            &[QuantizeStep::Activation, PerToken],
+        );
+        assert_steps(
+            &request().rowwise(eden()),
+            &[
+                QuantizeStep::Activation,
+                MsEdenAmax(Usage::Rowwise),
+                MsEden(Usage::Rowwise),
+            ],
+        );
+    }
+    // No prologue computes this one.
+    assert_steps(
+        &of(gelu, None).rowwise(nearest()),
+        &[QuantizeStep::Activation, Amax(ONE, Rowwise), Rows],
+    );
+}
+
+#[test]
+fn quantized_sources() {
+    let client = client!("quantized_sources");
+    let handle = || client.empty(1 << 16);
+    let layout = Layout::nvfp4(64, 128, Usage::Rowwise);
+    let tensor = &DeviceQuantized::new(layout, (handle(), handle(), handle()));
+    let via = FloatKind::Bf16;
+    let request = || Quantize::new(Source::Quantized { tensor, via });
+    assert_steps(
+        &request().columnwise(eden()),
+        &[MsEdenAmax(Usage::Columnwise), MsEden(Usage::Columnwise)],
+    );
+    assert_steps(
+        &request().rowwise(TargetSpec::from(Format::Mxfp4)),
+        &[MxRequantize(Usage::Rowwise)],
+    );
+    // Elements are not rounded from codes.
+    assert_refused(&request().rowwise(nearest()), "source");
+}
+
+#[test]
+fn amax_values() {
+    let client = client!("amax_values");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let groups = &Groups::Batch(2);
+    let steps = |request: ComputeAmax| request.plan().steps().to_vec();
+    let of_matrix = ComputeAmax::of_matrix(x);
+    assert_eq!(steps(of_matrix), [AmaxOfMatrix(ONE, Rowwise)]);
+    assert_eq!(steps(of_matrix.by_lines()), [Amax(ONE, Rowwise)]);
+    assert_eq!(steps(of_matrix.groups(groups)), [Amax(ONE, Rowwise)]);
+    let both = pair(PER_TENSOR);
+    assert_eq!(steps(ComputeAmax::new(x, both)), [Amax(both, Both)]);
+    let source = Source::Activation {
+        kind: Activation::SwiGlu,
+        x,
+        grad: None,
+    };
+    let fused = ComputeAmax::new(source, both);
+    assert_eq!(steps(fused), [ActivationWithAmax(both, Both)]);
+}
+
+#[track_caller]
+fn assert_refused(request: &Quantize, argument: &str) {
+    match request.check() {
+        Err(Nvfp4Error::Value {
+            argument: found, ..
+        }) => assert_eq!(found, argument),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Options that no kernel has are refused before anything is launched.
+#[test]
+fn refused_requests() {
+    let client = client!("refused_requests");
+    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
+    let request = || Quantize::new(x);
+    assert_refused(&request(), "request");
+    let tiles = TargetSpec::tiles(BlockScaling::Standard);
+    assert_refused(
+        &request().rowwise(tiles.clone().granularity(PER_ROW)),
+        "block",
+    );
+    let values = nearest().storage(Storage::Bf16Unscaled);
+    assert_refused(
+        &request().rowwise(tiles.storage(Storage::Bf16Unscaled)),
+        "storage",
+    );
+    assert_refused(
+        &request().rowwise(values.clone()).with_unscaled(),
+        "storage",
+    );
+    assert_refused(&request().columnwise(nearest()).with_unscaled(), "unscaled");
+    assert_refused(&request().rowwise(eden()).with_unscaled(), "unscaled");
+    let groups = &Groups::Batch(2);
+    assert_refused(&request().groups(groups).rowwise(values), "groups");
+    let mx = TargetSpec::from(Format::Mxfp8).storage(Storage::Bf16Unscaled);
+    assert_refused(&request().rowwise(mx), "storage");
+}
