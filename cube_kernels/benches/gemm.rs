@@ -35,7 +35,7 @@ use common::{
 use criterion::Criterion;
 use cubecl::prelude::*;
 use nvfp4_kernels::{
-    Format, Hadamard, Layout, RandomStream, Usage,
+    BlockScaling, Format, Hadamard, Layout, RandomStream, Usage,
     capabilities::Capabilities,
     cubecl,
     gemm::{
@@ -45,7 +45,7 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     quantize::{DeviceRounding, Quantize, TargetSpec},
-    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
 /// Name of cuBLAS's GEMMs.

@@ -4,10 +4,11 @@
 
 use crate::support::device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use crate::support::inputs::{Kind, convert, values};
+use crate::support::quantize;
 use half::bf16;
 use nvfp4_kernels::{
     Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
-    RandomStream, Rounding, Usage, quantize,
+    RandomStream, Rounding, Usage,
     reference::{self, EdenParams},
     tensor::{DeviceQuantized, FloatKind},
 };

@@ -12,7 +12,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     Amax, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
-    RandomStream, Rounding, ScaleLayout, Usage,
+    RandomStream, Rounding, ScaleLayout, Storage, Usage,
     reference::{self, EdenParams, Element},
     tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups},
 };

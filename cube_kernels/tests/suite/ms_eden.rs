@@ -11,7 +11,8 @@ use crate::support::quantize::{self, EdenRandom, EdenSource, Quantize, RedrawnSi
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
-    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, Usage,
+    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, ScaleLayout,
+    Storage, Usage,
     gemm::Gemm,
     reference::{self, EdenParams, Element},
     tensor::{DeviceQuantized, FloatKind, Matrix},

@@ -13,7 +13,7 @@ use crate::support::{
 use cubecl::{client::Client, server::Handle};
 use half::bf16;
 use nvfp4_kernels::{
-    BLOCK, Hadamard, HadamardSize, Nvfp4Error, RandomStream, Rounding, ScaleLayout, Usage,
+    BLOCK, Hadamard, HadamardSize, Nvfp4Error, RandomStream, Rounding, ScaleLayout, Storage, Usage,
     gemm::{Gemm, Operand, Scale},
     moe::GroupOffsets,
     reference::swizzle,
