@@ -34,7 +34,7 @@ use common::{
 };
 use criterion::Criterion;
 use cubecl::prelude::*;
-use nvfp4_formats::{AmaxGranularity, Format, Hadamard, Layout, RandomStream, Usage};
+use nvfp4_formats::{BlockScaling, Format, Hadamard, Layout, RandomStream, Usage};
 use nvfp4_kernels::{
     capabilities::Capabilities,
     cubecl,
@@ -47,7 +47,7 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     quantize::{DeviceRounding, Quantize, TargetSpec},
-    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
 /// Name of cuBLAS's GEMMs.

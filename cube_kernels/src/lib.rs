@@ -42,5 +42,5 @@ pub(crate) use nvfp4_formats::{
     Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, BlockShape,
     CrossEntropy, ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout,
     MX_BLOCK, Nvfp4Error, Nvfp4Params, Origin, QuantizedTensor, RandomStream, Reduction, Rounding,
-    ScaleLayout, Storage, StoredForm, Usage, describe, error, format, policy, reference,
+    ScaleLayout, Storage, StoredForm, Usage, describe, format, policy, reference,
 };

@@ -5,14 +5,13 @@
 )]
 
 use burn_core as burn;
+use nvfp4_formats::{Layout, StoredForm, Usage, reference::Activation};
 
 use burn_core::backend::{
     Backend, ExtensionType,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::reference::Activation;
-use nvfp4_formats::{Layout, Usage};
 
 use super::spec::QuantParams;
 

@@ -70,7 +70,7 @@ pub use dequantize::dequantize;
 pub use describe::describe;
 pub use mx::mx_dequantize;
 pub use offset::advance_offset;
-pub use random_bits::{answer_random_bits, has_stochastic_instruction};
+pub use random_bits::{answer_random_bits, has_stochastic_instruction, match_random_bits};
 pub use request::{Quantize, Quantized, QuantizedAmax};
 pub use scale_order::{scales_in_rows, scales_in_tiles};
 pub use source::Source;

@@ -4,6 +4,7 @@
 
 use crate::support::device::{assert_bytes, assert_floats, read_f32, read_matrix};
 use crate::support::inputs::{Kind, convert, values};
+use crate::support::quantize;
 use half::bf16;
 use nvfp4_formats::{
     Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
@@ -13,7 +14,6 @@ use nvfp4_formats::{
 use nvfp4_kernels::{
     capabilities::Capabilities,
     cube::codec::Conversion,
-    quantize,
     tensor::{DeviceQuantized, FloatKind},
 };
 

@@ -11,14 +11,11 @@ use crate::support::quantize::{self, EdenSource};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
-    RandomStream, Rounding, ScaleLayout, Usage,
+    Amax, AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize,
+    Nvfp4Error, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage, Usage,
     reference::{self, EdenParams, Element},
 };
-use nvfp4_kernels::{
-    quantize::{self, EdenForm, EdenSource, QuantRequest},
-    tensor::{DeviceQuantized, FloatKind, Groups},
-};
+use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups};
 
 const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const STREAM: RandomStream = RandomStream::new(0x1234_5678_9abc_def0, 3, 0xffff_fffe);

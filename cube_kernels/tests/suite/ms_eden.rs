@@ -11,7 +11,8 @@ use crate::support::quantize::{self, EdenRandom, EdenSource, Quantize, RedrawnSi
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, Usage,
+    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, ScaleLayout,
+    Storage, Usage,
     reference::{self, EdenParams, Element},
 };
 use nvfp4_kernels::{

@@ -2,8 +2,8 @@
 
 use crate::support::device::offsets;
 use nvfp4_formats::{
-    BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Layout, Nvfp4Error, RandomStream,
-    ScaleLayout, Storage, Usage,
+    Amax, AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Layout,
+    Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
     reference::{Activation, Gelu},
 };
 use nvfp4_kernels::{
@@ -15,7 +15,7 @@ use nvfp4_kernels::{
         Source, TargetSpec,
         Usages::{Both, Columnwise, Rowwise},
     },
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 const PER_TENSOR: AmaxGranularity = AmaxGranularity::PerTensor;

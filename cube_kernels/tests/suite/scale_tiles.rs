@@ -14,7 +14,7 @@ use cubecl::{client::Client, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
     AmaxGranularity, BLOCK, Hadamard, HadamardSize, Nvfp4Error, RandomStream, Rounding,
-    ScaleLayout, Usage, reference::swizzle,
+    ScaleLayout, Storage, Usage, reference::swizzle,
 };
 use nvfp4_kernels::{
     gemm::{Gemm, Operand, Scale},

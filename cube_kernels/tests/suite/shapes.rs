@@ -5,8 +5,10 @@ use crate::support::device::read_f32;
 use crate::support::quantize::{self, AmaxRequest};
 use crate::support::samples;
 use crate::support::samples::{ONE, Sample};
-use nvfp4_formats::{Hadamard, reference};
-use nvfp4_kernels::tensor::AmaxGranularity;
+use nvfp4_formats::{
+    AmaxGranularity, Hadamard,
+    reference::{self},
+};
 
 const SMALL: [(usize, usize); 7] = [
     (128, 128),

@@ -602,7 +602,7 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
             "{usage:?}: scales"
         );
         assert_ne!(
-            made(STREAM.into()).1,
+            made(STREAM, None).1,
             expected.1,
             "{usage:?}: the position counts"
         );

@@ -7,6 +7,7 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
+use nvfp4_formats::{AmaxGranularity, Format, Storage, Usage};
 use nvfp4_kernels::capabilities::GemmBackend;
 use nvfp4_kernels::gemm::{self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};

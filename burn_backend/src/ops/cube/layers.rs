@@ -5,7 +5,6 @@ use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_formats::reference::{Activation, Norm};
-use nvfp4_formats::reference::{Activation, Norm};
 use nvfp4_kernels::activation;
 use nvfp4_kernels::norm::{self, NormBackwardRequest, NormRequest};
 use nvfp4_kernels::quantize::AmaxRequest;

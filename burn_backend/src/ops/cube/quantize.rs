@@ -3,8 +3,7 @@
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
-use nvfp4_formats::reference::Activation;
-use nvfp4_formats::{Rounding, Usage};
+use nvfp4_formats::{Rounding, StoredForm, Usage, reference::Activation};
 use nvfp4_kernels::capabilities::Capabilities;
 use nvfp4_kernels::moe::EarlierGroups;
 use nvfp4_kernels::quantize::{

@@ -2,12 +2,12 @@
 
 use cubecl::{client::Client, server::Handle};
 use nvfp4_formats::{
-    BlockScaling, Hadamard, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
+    AmaxGranularity, BlockScaling, Hadamard, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
     reference::Activation,
 };
 use nvfp4_kernels::{
     moe::GroupOffsets,
-    tensor::{AmaxGranularity, DeviceQuantized, FloatKind, Groups, Matrix},
+    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
 pub use nvfp4_kernels::quantize::{

@@ -12,14 +12,11 @@ use super::quantize::{self, AmaxRequest, EdenSource, Prologue, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
-    Amax, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor, ScaleLayout,
-    Usage,
+    Amax, AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params,
+    QuantizedTensor, ScaleLayout, Usage,
     reference::{self, EDEN_GROUP, EdenParams, swizzle},
 };
-use nvfp4_kernels::{
-    quantize::{self, AmaxRequest, EdenSource, Prologue, QuantRequest},
-    tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
-};
+use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use std::{borrow::Cow, ops::Range};
 
 /// Number of rows or columns that are compared together: a multiple of every block, so that a band
