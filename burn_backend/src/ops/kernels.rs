@@ -1,6 +1,7 @@
 //! Operations that backends implement by kernels.
 
 use burn_core as burn;
+use nvfp4_formats::StoredForm;
 
 use burn_core::backend::{
     Autodiff, AutodiffBackend, Backend,
@@ -16,7 +17,6 @@ use super::layers::{Activation, ActivationOps};
 #[cfg(feature = "cubecl-backend")]
 use super::meta;
 use super::rows;
-use super::stored::StoredForm;
 use super::tensors::{
     ComputedAmax, GemmGroups, GivenAmax, MaybeTensor, Named, Operand, QuantizeRequest,
     QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,

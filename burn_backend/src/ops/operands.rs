@@ -7,12 +7,12 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_formats::reference::Activation;
-use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage};
+use nvfp4_formats::{
+    AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage, reference::Activation,
+};
 
 use super::dtype::cast;
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::{
     Operand, QuantUsages, QuantizeRequest, QuantizeSource, QuantizedPair, RowGroups,
 };

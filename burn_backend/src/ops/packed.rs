@@ -1,6 +1,7 @@
 //! Linear layer with a weight that is stored only in NVFP4, and its input gradient.
 
 use burn_core as burn;
+use nvfp4_formats::{Rounding, StoredForm, Usage};
 
 use burn_core::backend::{
     Autodiff, Backend, TensorMetadata,
@@ -13,7 +14,6 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::{Rounding, StoredForm, Usage};
 
 use super::dtype::cast;
 use super::float_dtype;
@@ -21,7 +21,6 @@ use super::gradients::register;
 use super::inference::{InferenceOps, STATIC};
 use super::kernels::{Nvfp4KernelOps, inner, inner_groups};
 use super::spec::{OperandSpec, QuantParams};
-use super::stored::StoredForm;
 use super::tensors::{
     MaybeTensor, Operand, QuantUsages, QuantizeRequest, QuantizedMatrix, RowGroups,
 };

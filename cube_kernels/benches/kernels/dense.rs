@@ -1,6 +1,10 @@
 //! Kernels that read one matrix.
 
 use crate::quantize::{self, AmaxRequest, DeviceRounding, TargetSpec};
+use nvfp4_formats::{
+    AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage,
+    Usage,
+};
 use nvfp4_kernels::{
     gemm::kernels::decode,
     tensor::{FloatKind, Groups},

@@ -2,7 +2,7 @@
 
 use crate::quantize::{self, EdenSource, Quantize};
 use cubecl::server::Handle;
-use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, Usage};
+use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, ScaleLayout, Storage, Usage};
 use nvfp4_kernels::{
     gemm,
     tensor::{FloatKind, Groups},

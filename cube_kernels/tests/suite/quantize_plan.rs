@@ -2,8 +2,8 @@
 
 use crate::support::device::offsets;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Layout,
-    Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
+    AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Layout, Nvfp4Error,
+    RandomStream, ScaleLayout, Storage, Usage,
     reference::{Activation, Gelu},
 };
 use nvfp4_kernels::{

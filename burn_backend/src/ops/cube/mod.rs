@@ -15,11 +15,11 @@ pub(super) mod tensors;
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
+use nvfp4_formats::StoredForm;
 
 use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;
 use super::packed::PackedOps;
-use super::stored::StoredForm;
 use super::tensors::{
     ComputedAmax, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,

@@ -310,7 +310,6 @@ mod tests {
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
-    use super::super::super::stored::StoredForm;
     use super::super::super::tensors::{QuantUsages, QuantizeRequest};
     use super::super::tensors::upload;
     use super::*;

@@ -17,9 +17,9 @@ use burn_core::backend::{
 };
 use burn_core::tensor::{FloatDType, TensorData};
 use burn_flex::FlexTensor;
+use nvfp4_formats::StoredForm;
 
 use super::packed::PackedOps;
-use super::stored::StoredForm;
 use super::tensors::{
     ComputedAmax, GemmGroups, MaybeTensor, Operand, QuantizeRequest, QuantizedMatrix,
     QuantizedPair, RowGroups,

@@ -2,7 +2,7 @@
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_cubecl::{CubeBackend, kernel::into_contiguous};
-use nvfp4_formats::{BlockScaling, Usage};
+use nvfp4_formats::{BlockScaling, StoredForm, Usage};
 use nvfp4_kernels::quantize::{DeviceRounding, Quantize, TargetSpec};
 
 use super::super::cube::tensors::{Source, device_groups, launched, to_burn};
