@@ -23,7 +23,6 @@ mod pretrain;
 mod progress;
 mod quantize;
 mod ranks;
-mod session;
 mod shell;
 mod soak;
 mod study;

@@ -18,8 +18,9 @@ use crate::kernels::Waiting;
 /// Exit code after an interrupt, as shells use it for SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// Makes Ctrl-C set `interrupt`; a second Ctrl-C ends the process.
-pub(crate) fn watch_interrupts(interrupt: &Arc<AtomicBool>) -> Result<()> {
+/// Returns a flag that Ctrl-C sets; a second Ctrl-C ends the process.
+pub(crate) fn watch_interrupts() -> Result<Arc<AtomicBool>> {
+    let interrupt = Arc::new(AtomicBool::new(false));
     let flag = interrupt.clone();
     ctrlc::set_handler(move || {
         if flag.swap(true, Ordering::Relaxed) {
@@ -29,7 +30,8 @@ pub(crate) fn watch_interrupts(interrupt: &Arc<AtomicBool>) -> Result<()> {
         }
         eprintln!("\nstopping after this step; once more to stop at once");
     })
-    .context("cannot watch for Ctrl-C")
+    .context("cannot watch for Ctrl-C")?;
+    Ok(interrupt)
 }
 
 /// Template of the bar; the message is [`figures`].

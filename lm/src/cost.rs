@@ -15,10 +15,9 @@ use serde::Serialize;
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
 use crate::groups::ParallelGroups;
-use crate::memory::bytes::budget;
+use crate::memory::MemoryBudget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
-use crate::train::bytes::{loss, step_input};
 use crate::train::rank::{Rank, Watched};
 
 /// Number of steps and rounds to measure.
@@ -265,7 +264,7 @@ pub fn measure<M: LanguageModel, T>(
     config.check()?;
     config.check_graph()?;
     config.check_ranks(1)?;
-    let budget = budget(config, recipe);
+    let budget = MemoryBudget::new(config, recipe);
     budget.check(device)?;
     budget.guard(device, || {
         measure_steps::<M, T>(config, recipe, device, effort, lock)
@@ -293,8 +292,7 @@ fn measure_steps<M: LanguageModel, T>(
     let model = M::part_of(model, config, &ParallelGroups::single())?;
     let built = started.elapsed().as_secs_f64();
     let optimizer = Optimizer::new(config)?;
-    let trained = device.clone().autodiff();
-    let mut rank = Rank::new(trained.clone(), model, optimizer);
+    let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
     if config.graph {
         rank.begin_graph()?;
     }
@@ -309,8 +307,7 @@ fn measure_steps<M: LanguageModel, T>(
                 Observer::None => Watched::No,
                 Observer::Telemetry | Observer::Profiler => Watched::Yes,
             };
-            let input = step_input(batch, &trained);
-            rank.step(input, config.lr, watched, loss)?;
+            rank.step(batch, config.lr, watched)?;
             if let Some(telemetry) = telemetry {
                 sampled_operands = telemetry.finish().len();
             }
@@ -354,7 +351,7 @@ fn measure_steps<M: LanguageModel, T>(
     observed?;
     let kept = observe::kept(device, || {
         let batch = Batch::random(config.seed, number, config.batch, config.model.context);
-        let (inputs, targets) = batch.tensors(&trained);
+        let (inputs, targets) = batch.tensors(&device.clone().autodiff());
         rank.model().training_loss(inputs, targets)
     });
     let memory = memory.zip(kept);

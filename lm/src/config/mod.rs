@@ -19,5 +19,4 @@ pub use choices::{
 };
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};
-pub use schedule::Schedule;
-pub(crate) use schedule::check_counts;
+pub(crate) use schedule::{Schedule, check_counts};

@@ -2,12 +2,13 @@
 //!
 //! - [`config`]: the configuration and its checks.
 //! - [`data`]: loads files of text or tokens as rows for training and validation.
-//! - `task`: the [task](crate::train::Task) of a run: model, teacher, data and loss.
+//! - [`run`]: one run as a state machine: step, evaluate, save, resume.
 //! - [`memory`]: estimates the device memory of a run before the model is loaded.
-//! - [`export`]: writes the trained model: as a folder, as adapters, and quantized.
+//! - [`export`]: exports the trained model as a quantized folder.
 //! - [`init`]: writes a model folder with random weights.
 //! - `loss`: loss of rows, and of the validation rows.
-//! - `step`: inputs of a step on the device.
+//! - `ranks`: the processes of a run, each with a share of the rows.
+//! - `step`: inputs of a step, and steps as a CUDA graph.
 //! - `parameters`: serializes the trained parameters of a model.
 
 pub mod config;
@@ -17,15 +18,13 @@ pub mod init;
 mod loss;
 pub mod memory;
 mod parameters;
+mod ranks;
+pub mod run;
 mod step;
-mod task;
 
 pub use config::{FinetuneConfig, Objective};
 pub use data::TrainingData;
-pub use task::{FinetuneRun, FinetuneTask};
-
-/// A run of the command: its model, its optimizer, and its progress.
-pub type Finetune<'a> = crate::train::Trainer<FinetuneTask<'a>>;
+pub use run::Finetune;
 
 #[cfg(all(test, feature = "flex"))]
 mod frozen_tests;
