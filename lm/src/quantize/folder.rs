@@ -227,12 +227,12 @@ impl Quantization {
             let mut weights = Vec::new();
             for module in group {
                 let tensor = self.tensors.get(&format!("{module}.weight"))?;
-                let mut values = tensor.to_f32()?;
-                smooth.apply(module, &mut values);
-                weights.push((module, tensor, values));
+                weights.push((module, tensor, tensor.to_f32()?));
             }
-            let amax =
-                (weights.iter()).fold(0.0f32, |amax, (_, _, values)| amax.max(block_amax(values)));
+            let scaled = weights.iter();
+            let scaled = scaled.map(|(module, _, values)| smooth.scaled(module, values));
+            let scaled: Vec<_> = scaled.collect();
+            let amax = (scaled.iter()).fold(0.0f32, |amax, values| amax.max(block_amax(values)));
             let input_global = match (options.scheme, options.input_scale) {
                 (Scheme::W4a16, _) => None,
                 (Scheme::W4a4, Some(scale)) => Some(GlobalScale::Multiply(scale)),
@@ -240,7 +240,7 @@ impl Quantization {
                     Some(inputs.global(group, rule, |module| smooth.columns(module))?)
                 }
             };
-            for (module, tensor, values) in weights {
+            for ((module, tensor, values), scaled) in weights.iter().zip(&scaled) {
                 progress(done.layers.len(), module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
                 let read = inputs.of(module);
@@ -248,7 +248,7 @@ impl Quantization {
                 let divided = divided.map(|(stats, columns)| stats.divided(columns));
                 let stats = divided.as_ref().or(read);
                 if !inputs.is_empty() && stats.is_none() {
-                    done.unseen.push(module.clone());
+                    done.unseen.push((*module).clone());
                 }
                 // A layer that no token reached has no second moments, so it uses the search.
                 let method = match (options.method, stats) {
@@ -256,22 +256,21 @@ impl Quantization {
                     (method, _) => method,
                 };
                 let kind = (options.dialect, method);
-                let weight = quantize_weight(&values, shape, amax, kind, stats)
+                let weight = quantize_weight(scaled, shape, amax, kind, stats)
                     .and_then(|weight| weight.with_input_global(input_global))
                     .with_context(|| tensor.to_string())?;
                 options.dialect.write(writer, module, &weight)?;
                 // Compare with the original weight: the smoothing scales are removed.
-                let values = tensor.to_f32()?;
                 let mut quantized = weight.dequantize(options.dialect.arithmetic());
                 smooth.undo(module, &mut quantized);
                 done.layers.push(LayerReport {
-                    module: module.clone(),
+                    module: (*module).clone(),
                     shape,
                     bytes_before: tensor.bytes.len(),
                     bytes: weight.bytes(),
-                    sqnr: sqnr(&values, &quantized),
+                    sqnr: sqnr(values, &quantized),
                     weighted_sqnr: read
-                        .map(|stats| weighted_sqnr(&values, &quantized, &stats.mean_squares())),
+                        .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
                 });
             }
         }

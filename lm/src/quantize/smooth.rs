@@ -19,6 +19,7 @@
 //! s. A matrix that stays in high precision (router, excluded layer, bias) is multiplied only by
 //! powers of two, which do not round its elements.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -582,17 +583,19 @@ impl LayerScales {
         self.columns.get(module).map(Vec::as_slice)
     }
 
-    /// Scales the weight of the quantized `module`.
-    pub fn apply(&self, module: &str, values: &mut [f32]) {
+    /// Returns the scaled weight of the quantized `module`, given its `values`.
+    pub fn scaled<'a>(&self, module: &str, values: &'a [f32]) -> Cow<'a, [f32]> {
+        let mut values = Cow::Borrowed(values);
         if let Some(columns) = self.columns.get(module) {
-            multiply_columns(values, columns);
+            multiply_columns(values.to_mut(), columns);
         }
         if let Some(rows) = self.rows.get(module) {
-            divide_rows(values, rows);
+            divide_rows(values.to_mut(), rows);
         }
+        values
     }
 
-    /// Reverts [`apply`](Self::apply), up to rounding.
+    /// Reverts [`scaled`](Self::scaled), up to rounding.
     pub fn undo(&self, module: &str, values: &mut [f32]) {
         if let Some(rows) = self.rows.get(module) {
             let inverse: Vec<f32> = rows.iter().map(|s| 1.0 / s).collect();

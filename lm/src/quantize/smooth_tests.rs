@@ -145,8 +145,7 @@ fn smoothed(model: &Path, calibration: &Calibration, exclude: &[Regex], out: &Pa
             let name = format!("{module}.weight");
             let tensor = tensors.get(&name).unwrap();
             let before = tensor.to_f32().unwrap();
-            let mut values = before.clone();
-            scales.apply(&module, &mut values);
+            let mut values = scales.scaled(&module, &before).into_owned();
             scaled += usize::from(values != before);
             let bytes: Vec<u8> = values
                 .iter()
