@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::bytes::{generate, is_trained, load};
-use nvfp4_lm::checkpoint::{Checkpoint, resolve};
+use nvfp4_lm::checkpoint::resolve;
 use nvfp4_lm::decoder::generate::{Generation, TextStream};
 use nvfp4_lm::decoder::{Decoder, HeadPrecision};
 use nvfp4_lm::encoder::EncoderModel;
@@ -18,6 +18,7 @@ use nvfp4_lm::sampling::SamplingConfig;
 use nvfp4_lm::text::{Characters, StopStrings};
 use nvfp4_lm::tokens::ChatTemplate;
 use nvfp4_lm::tokens::chat::Message;
+use nvfp4_lm::train::Checkpoint;
 
 use crate::decode_cost::KvName;
 use crate::device::{ComputeType, DeviceName, install_decorator};
@@ -123,7 +124,7 @@ impl Generate {
         let device = name.open()?;
         let checkpoint = Checkpoint::load(&path)?;
         let wrong = || format!("cannot use checkpoint {}", path.display());
-        if checkpoint.state.config.decorate.is_some() {
+        if checkpoint.state.run.config.decorate.is_some() {
             install_decorator()?;
             let model: EncoderModel = load(checkpoint, &device).with_context(wrong)?;
             self.print_bytes(&model, &device)

@@ -23,6 +23,7 @@ mod pretrain;
 mod progress;
 mod quantize;
 mod ranks;
+mod session;
 mod shell;
 mod soak;
 mod study;

@@ -12,7 +12,7 @@ use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::ranks::on_first_at_length;
 use nvfp4_lm::tokens::bpe;
 
-use crate::finetune::{Defaults, Session, Start, TrainingOptions};
+use crate::finetune::{Defaults, FinetuneRun, Start, TrainingOptions};
 use crate::ranks::Ranks;
 
 /// Defaults of `pretrain` that differ from those of `finetune`.
@@ -55,7 +55,7 @@ impl Pretrain {
                 self.config.is_none() && self.tokenizer.is_none() && !self.train_tokenizer,
                 "resume is given, but what to train is, too: the folder of the run says it"
             );
-            return Session::resume(folder, options, "pretrain", ranks)?.run(ranks);
+            return FinetuneRun::resume(folder, options, "pretrain", ranks)?.run(ranks);
         }
         let made = on_first_at_length(ranks.group(), || self.model())?;
         let start = Start {
@@ -67,7 +67,7 @@ impl Pretrain {
             merge: false,
             defaults: DEFAULTS,
         };
-        Session::begin(start, options, "pretrain", ranks)?.run(ranks)
+        FinetuneRun::begin(start, options, "pretrain", ranks)?.run(ranks)
     }
 
     /// Creates the model with random weights and returns its folder.

@@ -18,9 +18,8 @@ use crate::kernels::Waiting;
 /// Exit code after an interrupt, as shells use it for SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// Returns a flag that Ctrl-C sets; a second Ctrl-C ends the process.
-pub(crate) fn watch_interrupts() -> Result<Arc<AtomicBool>> {
-    let interrupt = Arc::new(AtomicBool::new(false));
+/// Makes Ctrl-C set `interrupt`; a second Ctrl-C ends the process.
+pub(crate) fn watch_interrupts(interrupt: &Arc<AtomicBool>) -> Result<()> {
     let flag = interrupt.clone();
     ctrlc::set_handler(move || {
         if flag.swap(true, Ordering::Relaxed) {
@@ -30,8 +29,7 @@ pub(crate) fn watch_interrupts() -> Result<Arc<AtomicBool>> {
         }
         eprintln!("\nstopping after this step; once more to stop at once");
     })
-    .context("cannot watch for Ctrl-C")?;
-    Ok(interrupt)
+    .context("cannot watch for Ctrl-C")
 }
 
 /// Template of the bar; the message is [`figures`].

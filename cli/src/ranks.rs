@@ -1,14 +1,9 @@
 //! The processes of a run.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use nvfp4::parallel::{Overlap, ProcessGroup};
-use nvfp4_lm::config::RunConfig;
 use nvfp4_lm::groups::ParallelGroups;
-use nvfp4_lm::train::Observer;
 use nvfp4_parallel::environment::{TOKEN, WORLD_SIZE};
 use nvfp4_parallel::world::Settings;
 use nvfp4_parallel::{Environment, World};
@@ -81,37 +76,28 @@ impl Ranks {
         }
     }
 
-    /// Returns the process groups of the run `config`. The variable [`COLLECTIVES`] selects the
-    /// transport of tensors on `device`, which `config` names. The default is NCCL for GPUs and
-    /// host memory for CPUs.
-    ///
-    /// # Errors
-    /// Returns an error if the variable has an invalid value, if NCCL is not available, or if the
-    /// configuration does not fit the number of ranks.
-    pub(crate) fn connected(&self, device: &Device, config: &RunConfig) -> Result<ParallelGroups> {
-        let groups = ParallelGroups::new(&self.group, config)?;
-        match self.travel(&config.device)? {
-            Travel::Host => Ok(groups),
-            Travel::Nccl(overlap) => groups.connect(device, overlap).with_context(without),
-        }
-    }
-
-    /// Returns the group of all ranks, with the transport of [`connected`](Self::connected) for
-    /// tensors on `device`, whose name is `name`.
+    /// Connects `groups`. The variable [`COLLECTIVES`] selects the transport of tensors on `device`,
+    /// whose name is `name`. The default is NCCL for GPUs and host memory for CPUs.
     ///
     /// # Errors
     /// Returns an error if the variable has an invalid value, or if NCCL is not available.
-    pub(crate) fn connected_world(&self, device: &Device, name: &str) -> Result<ProcessGroup> {
-        let world = self.group.clone();
+    pub(crate) fn connected(
+        &self,
+        groups: ParallelGroups,
+        device: &Device,
+        name: DeviceName,
+    ) -> Result<ParallelGroups> {
         match self.travel(name)? {
-            Travel::Host => Ok(world),
-            Travel::Nccl(overlap) => Ok(world.connect(device, overlap).with_context(without)?),
+            Travel::Host => Ok(groups),
+            Travel::Nccl(overlap) => groups
+                .connect(device, overlap)
+                .with_context(|| format!("{COLLECTIVES}={HOST} does without NCCL")),
         }
     }
 
     /// Returns the transport for tensors on `device`.
-    fn travel(&self, device: &str) -> Result<Travel> {
-        let is_gpu = device.starts_with("cuda");
+    fn travel(&self, device: DeviceName) -> Result<Travel> {
+        let is_gpu = matches!(device, DeviceName::Cuda(_));
         let default = if is_gpu { NCCL } else { HOST };
         let how = std::env::var(COLLECTIVES).unwrap_or_else(|_| default.into());
         match (&*how, self.group.size()) {
@@ -165,11 +151,6 @@ enum Travel {
     Nccl(Overlap),
 }
 
-/// Returns a hint for errors of NCCL.
-fn without() -> String {
-    format!("{COLLECTIVES}={HOST} does without NCCL")
-}
-
 /// Refuses a command that runs in one process if a launcher has started several.
 ///
 /// # Errors
@@ -187,14 +168,5 @@ pub(crate) fn launch(ranks: usize) -> String {
     match ranks {
         1 => String::new(),
         ranks => format!("launch --gpus {ranks} -- "),
-    }
-}
-
-/// Observer that reports the user's interrupt and shows nothing.
-pub(crate) struct Quiet(pub(crate) Arc<AtomicBool>);
-
-impl Observer for Quiet {
-    fn interrupted(&mut self) -> bool {
-        self.0.load(Ordering::Relaxed)
     }
 }

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
-use nvfp4_lm::checkpoint::{self, CONFIG, Checkpoint, write_json};
+use nvfp4_lm::checkpoint::{self, CONFIG, write_json};
 use nvfp4_lm::config::{HealingOption, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::metrics::{METRICS, Row, read_metrics};
 use nvfp4_lm::model::{LanguageModel, Transformer};
-use nvfp4_lm::train::{Observer, Outcome, Run};
+use nvfp4_lm::train::{ByteTask, Checkpoint, Observer, Outcome, Trainer};
 use serde::{Deserialize, Serialize};
 
 use crate::device::{DeviceName, install_decorator};
@@ -162,7 +162,8 @@ impl Session<'_> {
         let Planned { name, config, .. } = planned;
         let folder = self.out.join(name);
         let recipe = config.recipe.clone();
-        let mut run = Run::<M>::open(config, recipe, self.corpus, self.device, &folder)?;
+        let task = ByteTask::<M>::new(config, recipe, self.corpus);
+        let mut run = Trainer::open(task, self.device, &folder)?;
         write_json(&folder.join(CONFIG), config)?;
         let mut watch = Watch {
             name,
@@ -332,7 +333,7 @@ impl Study {
         let Some(path) = checkpoint::latest(&from)? else {
             return Ok(());
         };
-        let checkpoint = Checkpoint::load(&path)?;
+        let mut checkpoint = Checkpoint::load(&path)?;
         if checkpoint.state.step > healed.heals_at() {
             // The plain run is past the branch, so this run starts from scratch.
             return Ok(());
@@ -340,8 +341,9 @@ impl Study {
         fs::create_dir_all(&to).with_context(|| format!("cannot make {}", to.display()))?;
         fs::copy(from.join(METRICS), to.join(METRICS))
             .with_context(|| format!("cannot write to {}", to.display()))?;
-        let recipe = healed.config.recipe.clone();
-        checkpoint.fork(healed.config.clone(), recipe).save(&to)?;
+        checkpoint.state.run.config = healed.config.clone();
+        checkpoint.state.run.recipe = healed.config.recipe.clone();
+        checkpoint.save(&to)?;
         Ok(())
     }
 }

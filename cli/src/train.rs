@@ -2,31 +2,29 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4::parallel::ExposedCommunication;
-use nvfp4_lm::checkpoint::{CONFIG, read_json, write_json};
+use nvfp4_lm::checkpoint::{CONFIG, write_json};
 use nvfp4_lm::config::{Preset, RecipeName, RunConfig};
 use nvfp4_lm::data::Corpus;
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::groups::ParallelGroups;
-use nvfp4_lm::memory::{MemoryBudget, MemoryUsed, shown};
+use nvfp4_lm::memory::{MemoryUsed, bytes};
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::model::{LanguageModel, ParallelTransformer, Transformer};
 use nvfp4_lm::ranks::{agree, on_first, text_of_first};
-use nvfp4_lm::train::{Outcome, Run};
+use nvfp4_lm::train::ByteTask;
 use serde::Serialize;
 
 use crate::device::{DeviceName, hardware, install_decorator};
 use crate::kernels;
 use crate::options::Options;
 use crate::plot;
-use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
-use crate::ranks::{Quiet, Ranks, launch};
+use crate::ranks::Ranks;
+use crate::session::{Session, absolute, check_new, read_config};
 use crate::shell::{program, quoted};
 
 /// Parent folder for runs without `--out`.
@@ -124,6 +122,8 @@ struct Trained {
     seconds: f64,
     communication: ExposedCommunication,
     memory: Option<MemoryUsed>,
+    /// Descriptions of both.
+    measured: [Option<String>; 2],
 }
 
 impl Trained {
@@ -144,79 +144,54 @@ impl Train {
 
     fn run_rank(self, ranks: &Ranks) -> Result<ExitCode> {
         let group = ranks.group();
-        let (mut config, device_name, folder) = agree(group, self.place(ranks))?;
+        let (mut config, name, folder) = agree(group, self.place(ranks))?;
         let folder = PathBuf::from(text_of_first(group, &folder.to_string_lossy())?);
         if config.decorate.is_some() {
             install_decorator()?;
         }
-        let device = agree(group, device_name.open())?;
-        let connected = agree(group, ranks.connected(&device, &config))?;
-        let mut prepare = || -> Result<Corpus> {
-            if ranks.is_first() {
-                eprintln!("reading text ...");
-            }
-            ranks.label("reading the text");
-            let corpus = Corpus::load(&config.data, config.data_bytes)?;
-            corpus.check(config.model.context)?;
-            if self.resume.is_none() {
-                check_models(&config, &device, &connected)?;
-                // Absolute, so that the run can be resumed from another working directory.
-                for path in &mut config.data {
-                    *path = std::path::absolute(&path)
-                        .with_context(|| format!("data {}", path.display()))?;
-                }
-            }
-            if self.resume.is_none() && ranks.is_first() {
-                std::fs::create_dir_all(&folder)
-                    .with_context(|| format!("out {} cannot be made", folder.display()))?;
-                write_json(&folder.join(CONFIG), &config)?;
-            }
-            Ok(corpus)
-        };
-        let corpus = agree(group, prepare())?;
+        let groups = |world: &_| ParallelGroups::new(world, &config);
+        let session = Session::open(ranks, name, groups, "train", &folder, self.stop_at)?;
+        let corpus = session.read("reading the text", || self.prepare(&mut config, &session))?;
         if ranks.is_first() {
             describe(&config, &corpus, &folder);
         }
-
-        let interrupt = watch_interrupts()?;
-        let training = Training {
-            config: &config,
-            corpus: &corpus,
-            device: &device,
-            folder: &folder,
-            stop_at: self.stop_at,
-            interrupt: &interrupt,
-            ranks,
-            groups: &connected,
-        };
         let results = match config.decorate {
-            Some(_) => training.all::<EncoderModel>()?,
-            None if config.tp > 1 => training.all::<ParallelTransformer>()?,
-            None => training.all::<Transformer>()?,
+            Some(_) => train_all::<EncoderModel>(&session, &config, &corpus)?,
+            None if config.tp > 1 => train_all::<ParallelTransformer>(&session, &config, &corpus)?,
+            None => train_all::<Transformer>(&session, &config, &corpus)?,
         };
-        let stopped = interrupt.load(Ordering::Relaxed);
-        let finished = |result: &Trained| {
-            result
-                .rows
-                .last()
-                .is_some_and(|row| row.step == config.steps)
+        let is_finished = |result: &Trained| {
+            let last = result.rows.last();
+            last.is_some_and(|row| row.step == config.steps)
         };
-        if stopped || !results.iter().all(finished) {
-            let interrupted = if stopped { INTERRUPTED } else { 0 };
-            if ranks.is_first() {
-                let launch = launch(group.size());
-                println!(
-                    "stopped; to resume: {} {launch}train --resume {}",
-                    program(),
-                    quoted(&folder.to_string_lossy())
-                );
-            }
-            return Ok(ExitCode::from(interrupted));
+        if results.len() < config.all_recipes().count() || !results.iter().all(is_finished) {
+            return Ok(session.stopped());
         }
         on_first(group, || {
-            report(&config, &corpus, &folder, &results, hardware(&device))
+            report(&config, &corpus, &folder, &results, &session.device)
         })?;
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Reads the text. A new run also checks the models, and writes its configuration.
+    fn prepare(&self, config: &mut RunConfig, session: &Session<'_>) -> Result<Corpus> {
+        let is_first = session.ranks.is_first();
+        if is_first {
+            eprintln!("reading text ...");
+        }
+        let corpus = Corpus::load(&config.data, config.data_bytes)?;
+        corpus.check(config.model.context)?;
+        if self.resume.is_none() {
+            check_models(config, &session.device, &session.groups)?;
+            absolute(&mut config.data)?;
+            if is_first {
+                let folder = &session.folder;
+                std::fs::create_dir_all(folder)
+                    .with_context(|| format!("out {} cannot be made", folder.display()))?;
+                write_json(&folder.join(CONFIG), config)?;
+            }
+        }
+        Ok(corpus)
     }
 
     /// Returns the configuration on these ranks, its device, and the folder of the run. Only rank 0
@@ -242,13 +217,7 @@ impl Train {
     /// Returns the configuration of the resumed run or of a new one, and its device.
     fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
         if let Some(folder) = &self.resume {
-            let path = folder.join(CONFIG);
-            ensure!(
-                path.exists(),
-                "resume {} is not the folder of a run: it has no {CONFIG}",
-                folder.display()
-            );
-            let mut config: RunConfig = read_json(&path)?;
+            let (path, mut config): (_, RunConfig) = read_config(folder, CONFIG)?;
             let given = self.options.clone().of_resumed()?;
             if let Some(device) = given.device {
                 config.device = device.to_string();
@@ -277,105 +246,53 @@ impl Train {
             Some(folder) => folder.clone(),
             None => unused_folder(preset)?,
         };
-        if folder.join(CONFIG).exists() {
-            bail!(
-                "out {} already holds a run: resume it by --resume {0}, or choose another \
-                 folder",
-                folder.display()
-            );
-        }
+        check_new(&folder, CONFIG)?;
         Ok(folder)
     }
 }
 
-/// Returns an error unless the model can be built with every recipe and split over the ranks. A
-/// recipe may name layers that the model does not have.
+/// Checks that the model of every recipe can be built and split over the ranks, before the first one
+/// is trained. A recipe may name layers that the model does not have.
 fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) -> Result<()> {
+    let check = match config.decorate {
+        Some(_) => EncoderModel::check,
+        None if config.tp > 1 => ParallelTransformer::check,
+        None => Transformer::check,
+    };
     for recipe in config.all_recipes() {
-        MemoryBudget::new(config, recipe).check(device)?;
-        let fits = match config.decorate {
-            Some(_) => fits::<EncoderModel>,
-            None if config.tp > 1 => fits::<ParallelTransformer>,
-            None => fits::<Transformer>,
-        };
-        fits(config, recipe, device, groups)?;
+        bytes::budget(config, recipe).check(device)?;
+        check(config, recipe, device, groups)?;
     }
     Ok(())
 }
 
-/// Returns an error unless the model `M` can be built and split.
-fn fits<M: LanguageModel>(
+/// Trains a model with each recipe, one after the other, until the session stops.
+fn train_all<M: LanguageModel>(
+    session: &Session<'_>,
     config: &RunConfig,
-    recipe: &RecipeName,
-    device: &Device,
-    groups: &ParallelGroups,
-) -> Result<()> {
-    M::part_of(M::build(config, recipe, device)?, config, groups).map(drop)
-}
-
-/// State shared by the runs of all recipes.
-struct Training<'a> {
-    config: &'a RunConfig,
-    corpus: &'a Corpus,
-    device: &'a Device,
-    folder: &'a Path,
-    stop_at: Option<u64>,
-    interrupt: &'a Arc<AtomicBool>,
-    ranks: &'a Ranks,
-    /// Process groups of the ranks, connected by their transport.
-    groups: &'a ParallelGroups,
-}
-
-impl Training<'_> {
-    /// Trains a model with each recipe, one after the other, until the last step or an interrupt.
-    fn all<M: LanguageModel>(&self) -> Result<Vec<Trained>> {
-        let mut results = Vec::new();
-        for recipe in self.config.all_recipes() {
-            let path = self.folder.join(recipe.name());
-            let mut run = Run::<M>::open_rank(
-                self.config,
-                recipe.clone(),
-                self.corpus,
-                self.device,
-                &path,
-                self.groups.clone(),
-            )?;
-            self.ranks.label("training");
-            let outcome = match self.ranks.is_first() {
-                true => {
-                    let mut progress = Progress::new(
-                        recipe.clone(),
-                        (run.step(), self.config.steps),
-                        self.interrupt.clone(),
-                        self.device,
-                        self.config.device.contains("cuda"),
-                    );
-                    let outcome = run.train(self.stop_at, &mut progress);
-                    progress.finish();
-                    outcome?
-                }
-                false => run.train(self.stop_at, &mut Quiet(self.interrupt.clone()))?,
-            };
-            if let Some(report) = run.model().report()? {
-                println!("{recipe}: GEMMs by backend\n{report}");
-            }
-            // With --stop-at, every recipe trains up to that step. Any rank may have been
-            // interrupted.
-            let is_early = self.stop_at.is_none_or(|stop| run.step() < stop);
-            if outcome == Outcome::Stopped && is_early {
-                self.interrupt.store(true, Ordering::Relaxed);
-                break;
-            }
-            results.push(Trained {
-                recipe: recipe.clone(),
-                rows: run.rows().to_vec(),
-                seconds: run.seconds(),
-                communication: run.communication(),
-                memory: run.memory(),
-            });
+    corpus: &Corpus,
+) -> Result<Vec<Trained>> {
+    let mut results = Vec::new();
+    for recipe in config.all_recipes() {
+        let task = ByteTask::<M>::new(config, recipe.clone(), corpus);
+        let mut trainer = session.start(task, &session.folder.join(recipe.name()))?;
+        let is_done = session.train(&mut trainer)?;
+        if let Some(report) = trainer.model().report()? {
+            println!("{recipe}: GEMMs by backend\n{report}");
         }
-        Ok(results)
+        if !is_done {
+            break;
+        }
+        results.push(Trained {
+            recipe: recipe.clone(),
+            rows: trainer.rows().to_vec(),
+            seconds: trainer.seconds(),
+            communication: trainer.communication(),
+            memory: trainer.memory(),
+            measured: session.measured(&trainer),
+        });
     }
+    Ok(results)
 }
 
 fn unused_folder(preset: Preset) -> Result<PathBuf> {
@@ -440,7 +357,7 @@ fn report(
     corpus: &Corpus,
     folder: &Path,
     results: &[Trained],
-    hardware: Option<String>,
+    device: &Device,
 ) -> Result<()> {
     let main = results.first().context("nothing was trained")?;
     // Gaps are relative to high precision if it was trained, else to the last recipe.
@@ -487,7 +404,7 @@ fn report(
         peak_tensor_bytes: main.memory.map(|memory| memory.tensors),
         pool_bytes: main.memory.map(|memory| memory.pools),
         device: config.device.clone(),
-        hardware,
+        hardware: hardware(device),
         train_bytes: corpus.fingerprint().train_bytes,
         valid_bytes: corpus.fingerprint().valid_bytes,
     };
@@ -515,25 +432,11 @@ fn report(
             println!("gap of {} to {baseline}: {gap:+.2} %", result.recipe);
         }
     }
-    if config.dp.is_some() {
-        for result in results {
-            println!("{}", communication(config, result));
-        }
-    }
-    for result in results {
-        if let Some(MemoryUsed { tensors, pools }) = result.memory {
-            let whose = match config.dp {
-                Some(_) => ", on the rank with most",
-                None => "",
-            };
-            println!(
-                "device memory: {} in tensors at the peak of a step, {} in pools at the end{whose} \
-                 ({})",
-                shown(tensors),
-                shown(pools),
-                result.recipe
-            );
-        }
+    for kind in [0, 1] {
+        let lines = results
+            .iter()
+            .filter_map(|result| result.measured[kind].as_ref());
+        lines.for_each(|line| println!("{line}"));
     }
     println!("wrote {0}/summary.json, {0}/loss.svg", folder.display());
     println!(
@@ -542,21 +445,4 @@ fn report(
         quoted(&folder.to_string_lossy())
     );
     Ok(())
-}
-
-/// Describes the measured communication of several ranks.
-fn communication(config: &RunConfig, result: &Trained) -> String {
-    let (measured, recipe) = (&result.communication, &result.recipe);
-    let steps = match (config.graph, measured.steps) {
-        (true, _) => "the last step before the graph".into(),
-        (false, 1) => "1 step".into(),
-        (false, steps) => format!("{steps} steps"),
-    };
-    match measured.percent() {
-        Some(percent) => format!(
-            "communication that compute did not hide: {percent:.1} % of the time of a step \
-             ({recipe}, measured in {steps})"
-        ),
-        None => format!("communication that compute did not hide: not measured ({recipe})"),
-    }
 }

@@ -8,11 +8,12 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde_json::{Map, Value};
 
-use crate::checkpoint::{CONFIG, Checkpoint, read_json};
+use crate::checkpoint::{CONFIG, read_json};
 use crate::data::END_OF_FILE;
 use crate::groups::ParallelGroups;
 use crate::model::LanguageModel;
 use crate::sampling::{Sampler, SamplingConfig};
+use crate::train::{ByteRun, Checkpoint};
 
 /// Returns true if `folder` belongs to a run of `nvfp4 train`, to one of its recipes or to a
 /// checkpoint; false for a model in Hugging Face format.
@@ -48,10 +49,11 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
         ..
     } = checkpoint;
     let device = device.clone().without_autodiff();
-    let model = M::build(&state.config, &state.recipe, &device)?;
+    let ByteRun { config, recipe, .. } = &state.run;
+    let model = M::build(config, recipe, &device)?;
     let model = model.try_load_record(ModuleRecord::from_bytes(parameters)?)?;
     state.nvfp4.apply(&model)?;
-    M::part_of(model, &state.config, &ParallelGroups::single())
+    M::part_of(model, config, &ParallelGroups::single())
 }
 
 /// Continues `prompt` by at most `most` bytes, chosen according to `sampling`. Passes each byte to

@@ -15,9 +15,10 @@ use serde::Serialize;
 use crate::config::{RecipeName, RunConfig};
 use crate::data::Batch;
 use crate::groups::ParallelGroups;
-use crate::memory::MemoryBudget;
+use crate::memory::bytes::budget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
+use crate::train::bytes::{loss, step_input};
 use crate::train::rank::{Rank, Watched};
 
 /// Number of steps and rounds to measure.
@@ -264,7 +265,7 @@ pub fn measure<M: LanguageModel, T>(
     config.check()?;
     config.check_graph()?;
     config.check_ranks(1)?;
-    let budget = MemoryBudget::new(config, recipe);
+    let budget = budget(config, recipe);
     budget.check(device)?;
     budget.guard(device, || {
         measure_steps::<M, T>(config, recipe, device, effort, lock)
@@ -292,7 +293,8 @@ fn measure_steps<M: LanguageModel, T>(
     let model = M::part_of(model, config, &ParallelGroups::single())?;
     let built = started.elapsed().as_secs_f64();
     let optimizer = Optimizer::new(config)?;
-    let mut rank = Rank::new(device.clone().autodiff(), model, optimizer);
+    let trained = device.clone().autodiff();
+    let mut rank = Rank::new(trained.clone(), model, optimizer);
     if config.graph {
         rank.begin_graph()?;
     }
@@ -307,7 +309,8 @@ fn measure_steps<M: LanguageModel, T>(
                 Observer::None => Watched::No,
                 Observer::Telemetry | Observer::Profiler => Watched::Yes,
             };
-            rank.step(batch, config.lr, watched)?;
+            let input = step_input(batch, &trained);
+            rank.step(input, config.lr, watched, loss)?;
             if let Some(telemetry) = telemetry {
                 sampled_operands = telemetry.finish().len();
             }
@@ -351,7 +354,7 @@ fn measure_steps<M: LanguageModel, T>(
     observed?;
     let kept = observe::kept(device, || {
         let batch = Batch::random(config.seed, number, config.batch, config.model.context);
-        let (inputs, targets) = batch.tensors(&device.clone().autodiff());
+        let (inputs, targets) = batch.tensors(&trained);
         rank.model().training_loss(inputs, targets)
     });
     let memory = memory.zip(kept);

@@ -50,6 +50,15 @@ impl EncoderModel {
         seed: u64,
         device: &Device,
     ) -> Result<Self> {
+        let model = Self::layout(config, dtype, device)?;
+        Ok(initialise(model, seed, config.layers, dtype))
+    }
+
+    /// Creates a model whose parameters have shapes, but no values until they are read.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new).
+    fn layout(config: &ModelConfig, dtype: FloatDType, device: &Device) -> Result<Self> {
         config.check()?;
         check_dtype(dtype, device)?;
         let ModelConfig {
@@ -67,7 +76,7 @@ impl EncoderModel {
              decorate",
             experts.unwrap_or_default()
         );
-        let model = Self {
+        Ok(Self {
             embedding: EmbeddingConfig::new(VOCABULARY, width).init(device),
             positions: EmbeddingConfig::new(context, width).init(device),
             encoder: TransformerEncoderConfig::new(width, hidden, heads, layers)
@@ -79,8 +88,17 @@ impl EncoderModel {
                 .with_bias(false)
                 .init(device),
             decoration: None,
-        };
-        Ok(initialise(model, seed, layers, dtype))
+        })
+    }
+
+    /// Decorates the model, if the run does that with `recipe`.
+    fn decorated(self, config: &RunConfig, recipe: &RecipeName) -> Result<Self> {
+        match config.decorate {
+            Some(decoration) if !recipe.is_high_precision() => {
+                decorate(self, config, recipe, decoration)
+            }
+            _ => Ok(self),
+        }
     }
 }
 
@@ -90,12 +108,18 @@ impl LanguageModel for EncoderModel {
     fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
         let dtype = config.activation_of(recipe).into();
         let model = Self::new(&config.model, dtype, config.seed, device)?;
-        match config.decorate {
-            Some(decoration) if !recipe.is_high_precision() => {
-                decorate(model, config, recipe, decoration)
-            }
-            _ => Ok(model),
-        }
+        model.decorated(config, recipe)
+    }
+
+    fn check(
+        config: &RunConfig,
+        recipe: &RecipeName,
+        device: &Device,
+        _groups: &ParallelGroups,
+    ) -> Result<()> {
+        let dtype = config.activation_of(recipe).into();
+        let model = Self::layout(&config.model, dtype, device)?;
+        model.decorated(config, recipe).map(drop)
     }
 
     fn part_of(whole: Self, _config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {

@@ -16,7 +16,7 @@ use crate::config::{ModelConfig, Preset, RecipeName, RunConfig};
 use crate::data::Corpus;
 use crate::model::Transformer;
 use crate::random::stream;
-use crate::train::Run;
+use crate::train::{ByteTask, Trainer};
 
 /// Number of seeds per recipe.
 const SEEDS: u64 = 3;
@@ -121,7 +121,8 @@ fn loss(corpus: &Corpus, recipe: &str, seed: u64, folder: &Path) -> f64 {
         ..RunConfig::preset(Preset::Tiny, "flex")
     };
     let device = Device::flex();
-    let mut run = Run::<Transformer>::open(&config, recipe, corpus, &device, folder).unwrap();
+    let task = ByteTask::<Transformer>::new(&config, recipe, corpus);
+    let mut run = Trainer::open(task, &device, folder).unwrap();
     run.train(None, &mut ()).unwrap();
     run.rows().last().and_then(|row| row.train_loss).unwrap()
 }

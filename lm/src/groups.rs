@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_nvfp4::nn::ExpertParallelMoe;
-use burn_nvfp4::parallel::{Overlap, ProcessGroup};
+use burn_nvfp4::parallel::{Overlap, ProcessGroup, ReduceDtype};
 use burn_nvfp4::state::set_rank;
 use nvfp4_parallel::{Axis, Layout};
 
@@ -34,6 +34,18 @@ impl ParallelGroups {
             expert: single.clone(),
             batch: single.clone(),
             data: single,
+        }
+    }
+
+    /// Creates the groups of ranks that share a batch and have the same model. They exchange
+    /// gradients in `dtype`.
+    pub fn data_parallel(world: &ProcessGroup, dtype: ReduceDtype) -> Self {
+        let world = world.clone().with_reduce_dtype(dtype);
+        Self {
+            batch: world.clone(),
+            data: world.clone(),
+            world,
+            ..Self::single()
         }
     }
 
@@ -147,8 +159,15 @@ impl ParallelGroups {
     /// Returns an error if tensors move through host memory.
     pub(crate) fn check_graph(&self) -> Result<()> {
         let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
-        let mut groups = groups.into_iter();
-        groups.try_for_each(|group| check_graph(group, self.world.size()))
+        let is_captured = |group: &&ProcessGroup| group.size() == 1 || group.is_connected();
+        let ranks = self.world.size();
+        ensure!(
+            groups.iter().all(is_captured),
+            "graph is true and the launch has {ranks} ranks whose tensors travel through the \
+             memory of the host, but only what NCCL moves is in a graph: leave out graph, or use \
+             NCCL"
+        );
+        Ok(())
     }
 
     /// Selects the random stream of this rank's share of the batch for the layers of `model`.
@@ -171,20 +190,6 @@ impl ParallelGroups {
         set_rank(&moe.down, self.data.rank())?;
         Ok(())
     }
-}
-
-/// Checks that the collectives of `group`, in a launch of `ranks` ranks, can be captured in a
-/// graph.
-///
-/// # Errors
-/// Returns an error if tensors move through host memory.
-pub(crate) fn check_graph(group: &ProcessGroup, ranks: usize) -> Result<()> {
-    ensure!(
-        group.size() == 1 || group.is_connected(),
-        "graph is true and the launch has {ranks} ranks whose tensors travel through the memory of \
-         the host, but only what NCCL moves is in a graph: leave out graph, or use NCCL"
-    );
-    Ok(())
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 //! - [`data`]: loads text files into a corpus, splits it, and draws batches that depend only on
 //!   seed and step.
 //! - [`optim`]: AdamW and Muon with global-norm clipping, and the learning-rate schedule.
-//! - [`train`]: one training run as a state machine: step, evaluate, save, resume.
+//! - [`train`]: the trainer of all commands: steps, evaluation, checkpoints, resuming.
 //! - [`ranks`]: agreement between the processes of a run.
 //! - [`groups`]: process groups, by kind of parallelism.
 //! - [`checkpoint`]: reads and writes checkpoints.

@@ -4,6 +4,7 @@
 //! that would read it are skipped, and the first value that is read back panics with the whole
 //! chain. [`MemoryBudget::guard`] converts this panic to [`OutOfMemory`].
 
+pub mod bytes;
 mod used;
 
 use std::any::Any;
@@ -13,8 +14,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use burn::tensor::Device;
-
-use crate::config::{ExpertDispatchName, RecipeName, RunConfig, VOCABULARY};
 
 pub use used::MemoryUsed;
 pub(crate) use used::peak_of;
@@ -36,66 +35,61 @@ pub struct MemoryNeed {
     pub activations: u64,
 }
 
-impl MemoryNeed {
-    /// Computes the memory that a step of the run `config` with `recipe` needs on the device of
-    /// each rank.
-    pub fn of(config: &RunConfig, recipe: &RecipeName) -> Self {
-        let model = &config.model;
-        let element = config.activation_of(recipe).bytes();
-        let is_encoder = config.decorate.is_some();
-        // Burn's layers have parameters in the type of the activations; ours are f32 master
-        // weights.
-        let parameter = if is_encoder { element } else { 4 };
-        let f32_copy = if parameter == 4 { 0 } else { 4 };
-        // With an all-gather, a rank may receive the tokens of all ranks that share its experts.
-        let shared = match config.expert_dispatch() {
-            ExpertDispatchName::AllGather => config.ep,
-            ExpertDispatchName::AllToAll => 1,
-        };
-        let experts = model.experts.map_or(1, |_| model.top_k * shared);
-        // Inputs of both norms; queries, keys and values; inputs of the feed-forward's activation.
-        let inner = match is_encoder {
-            true => model.hidden,
-            false => 2 * model.hidden * experts,
-        };
-        let kept = model.layers - config.recompute.min(model.layers);
-        let blocks = element * (5 * model.width * model.layers + inner * kept);
-        // One-hot bytes, as inputs and as targets, and their probabilities in f32.
-        let ends = VOCABULARY * (element + 4 + 4);
-        let tokens = config.batch / config.ranks_together() * model.context;
-        let parameters = config.parameters_of_rank() as u64;
-        let ranks = config.dp.unwrap_or(1) as u64;
-        let (of_ep, of_tp) = (config.ep as u64, config.tp as u64);
-        let experts = model.expert_parameters() as u64 / of_ep;
-        // Experts are sharded over the ranks that hold the same ones; all other parameters over all
-        // ranks of the batch.
-        let sharded = (parameters - experts) / ranks + experts / (ranks * of_tp / of_ep).max(1);
-        let [of_model, of_state] = [config.fsdp, config.fsdp || config.zero1]
-            .map(|is_sharded| if is_sharded { sharded } else { parameters });
-        Self {
-            weights: of_model * parameter as u64,
-            frozen: 0,
-            gradients: of_model * parameter as u64,
-            optimizer: of_state * (8 + f32_copy),
-            // The ranks of a tensor group split the heads, the hidden features, or the tokens.
-            activations: (tokens * (blocks + ends) / config.tp) as u64,
-        }
+/// Sizes of a training step, from which its memory on each rank follows.
+#[derive(Debug, Clone)]
+pub(crate) struct StepSizes {
+    /// Trained elements of which a rank has values and gradients.
+    pub trained: u64,
+    /// Trained elements of which a rank has the optimizer state.
+    pub optimized: u64,
+    /// Bytes per trained element.
+    pub parameter: u64,
+    /// Bytes of frozen weights.
+    pub frozen: u64,
+    /// Tokens of a forward pass on all ranks.
+    pub tokens: u64,
+    /// Number of ranks that share the activations of these tokens.
+    pub ranks: u64,
+    /// Bytes per activation.
+    pub activation: u64,
+    /// Activations per token that each layer saves: those that it must save, and those that it can
+    /// recompute.
+    pub layers: Vec<[usize; 2]>,
+    /// Number of layers that recompute.
+    pub recompute: usize,
+    /// Other bytes per token that a step saves.
+    pub others: u64,
+}
+
+impl StepSizes {
+    /// Returns true if a layer saves activations that it could recompute.
+    pub fn can_recompute(&self) -> bool {
+        self.recompute < self.layers.len()
     }
 
-    /// Returns the need of each of `ranks` ranks that share a batch; they also share the parameters
-    /// if `is_sharded`.
-    pub(crate) fn of_rank(self, ranks: usize, is_sharded: bool) -> Self {
-        let ranks = ranks as u64;
-        let shards = if is_sharded { ranks } else { 1 };
-        Self {
-            weights: self.weights / shards,
+    /// Returns the memory that a step needs on the device of each rank.
+    pub fn need(&self) -> MemoryNeed {
+        let layers = self.layers.iter().enumerate();
+        let saved = layers.map(
+            |(index, [always, recomputable])| match index < self.recompute {
+                true => *always as u64,
+                false => (always + recomputable) as u64,
+            },
+        );
+        let of_token = self.activation * saved.sum::<u64>() + self.others;
+        // AdamW has two moments, and an f32 copy of parameters of another type.
+        let f32_copy = if self.parameter == 4 { 0 } else { 4 };
+        MemoryNeed {
+            weights: self.trained * self.parameter,
             frozen: self.frozen,
-            gradients: self.gradients / shards,
-            optimizer: self.optimizer / shards,
-            activations: self.activations / ranks,
+            gradients: self.trained * self.parameter,
+            optimizer: self.optimized * (8 + f32_copy),
+            activations: self.tokens.saturating_mul(of_token) / self.ranks,
         }
     }
+}
 
+impl MemoryNeed {
     /// Returns the part that does not depend on the batch.
     fn fixed(&self) -> u64 {
         self.weights + self.frozen + self.gradients + self.optimizer
@@ -155,7 +149,7 @@ impl fmt::Display for OutOfMemory {
             batch,
             context,
             ranks,
-            command,
+            advice,
         } = &self.budget;
         write!(f, "out of device memory on {device}: ")?;
         match (self.is_forecast, self.asked) {
@@ -183,11 +177,11 @@ impl fmt::Display for OutOfMemory {
             f,
             "  activations      {:>10} or more, for {share} sequences of {context} {}{each}",
             shown(need.activations),
-            command.elements()
+            advice.elements
         )?;
         write!(f, "Use ")?;
         match self.budget.largest_batch(self.memory.capacity) {
-            Some(0) => write!(f, "{}", command.smaller_model())?,
+            Some(0) => write!(f, "{}", advice.smaller_model)?,
             // This does not claim that the batch fits.
             Some(most) if most < *batch => {
                 write!(f, "a smaller --batch (no more than {most} can fit)")?
@@ -195,40 +189,11 @@ impl fmt::Display for OutOfMemory {
             _ => write!(f, "a smaller --batch")?,
         }
         write!(f, ", a shorter --context")?;
-        match command {
-            Command::Train { can_recompute, .. } => {
-                if *can_recompute {
-                    write!(f, ", a larger --recompute")?;
-                }
-                if device.starts_with("cuda") {
-                    write!(f, ", or more GPUs (nvfp4 launch), which share each batch")?;
-                }
-            }
-            Command::Finetune {
-                has_adapters,
-                is_packed,
-                can_recompute,
-                ..
-            } => {
-                write!(f, ", a larger --accumulate in place of the batch")?;
-                if *can_recompute {
-                    write!(f, ", a larger --recompute")?;
-                }
-                if !has_adapters {
-                    write!(f, ", or adapters alone (--lora)")?;
-                } else if !is_packed {
-                    write!(
-                        f,
-                        ", or packed weights beside the adapters (--frozen w4a16)"
-                    )?;
-                }
-            }
+        for option in &advice.options {
+            write!(f, ", {option}")?;
         }
-        if let Command::Train { is_f32: true, .. } = command {
-            write!(f, "; --recipe bf16 halves the activations")?;
-        }
-        if let Command::Finetune { is_f32: true, .. } = command {
-            write!(f, "; --activation bf16 halves the activations")?;
+        if let Some(option) = advice.narrower {
+            write!(f, "; {option} halves the activations")?;
         }
         write!(f, ".")
     }
@@ -239,103 +204,37 @@ impl std::error::Error for OutOfMemory {}
 /// The memory that a run needs on the device of each rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryBudget {
-    device: String,
-    need: MemoryNeed,
-    batch: usize,
-    context: usize,
-    /// Number of ranks that share a batch.
-    ranks: usize,
-    command: Command,
-}
-
-/// The command of the run, and the options that could reduce its memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Command {
-    Train {
-        /// True if some blocks save the inputs of their activation and could recompute them.
-        can_recompute: bool,
-        is_f32: bool,
-    },
-    Finetune {
-        has_adapters: bool,
-        /// True if the frozen weights are packed.
-        is_packed: bool,
-        /// True if some layers save the inputs of their activation and could recompute them.
-        can_recompute: bool,
-        is_f32: bool,
-    },
-}
-
-impl Command {
-    /// Returns the elements of its sequences.
-    const fn elements(self) -> &'static str {
-        match self {
-            Self::Train { .. } => "bytes",
-            Self::Finetune { .. } => "tokens",
-        }
-    }
-
-    const fn smaller_model(self) -> &'static str {
-        match self {
-            Self::Train { .. } => "a smaller model (--preset, --width, --layers, --hidden)",
-            Self::Finetune { .. } => "a smaller model",
-        }
-    }
-}
-
-/// Memory that a run of `nvfp4 finetune` or `nvfp4 pretrain` holds on its device.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Finetuning<'a> {
-    pub device: &'a str,
+    /// Name of the device.
+    pub device: String,
+    /// Memory of a step.
     pub need: MemoryNeed,
-    /// Rows per forward pass.
+    /// Sequences per forward pass on all ranks.
     pub batch: usize,
+    /// Length of a sequence.
     pub context: usize,
-    /// Number of ranks that share the rows.
+    /// Number of ranks that share a batch.
     pub ranks: usize,
-    /// True if only adapters are trained.
-    pub has_adapters: bool,
-    /// True if the frozen weights are packed.
-    pub is_packed: bool,
-    /// True if some layers save the inputs of their activation and could recompute them.
-    pub can_recompute: bool,
-    /// True if activations are f32.
-    pub is_f32: bool,
+    /// Options that reduce the memory.
+    pub advice: Advice,
 }
+
+/// Options of a command that reduce the memory of a run, besides `--batch` and `--context`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Advice {
+    /// Elements of a sequence.
+    pub elements: &'static str,
+    /// Advice if no batch fits.
+    pub smaller_model: &'static str,
+    /// Other options.
+    pub options: Vec<&'static str>,
+    /// Option that makes `f32` activations `bf16`, if they are `f32`.
+    pub narrower: Option<&'static str>,
+}
+
+/// Option that recomputes activations.
+pub(crate) const RECOMPUTE: &str = "a larger --recompute";
 
 impl MemoryBudget {
-    /// Returns the budget of the run `config` with `recipe`.
-    pub fn new(config: &RunConfig, recipe: &RecipeName) -> Self {
-        Self {
-            device: config.device.clone(),
-            need: MemoryNeed::of(config, recipe),
-            batch: config.batch,
-            context: config.model.context,
-            ranks: config.ranks_together(),
-            command: Command::Train {
-                can_recompute: config.decorate.is_none() && config.recompute < config.model.layers,
-                is_f32: *recipe == RecipeName::f32(),
-            },
-        }
-    }
-
-    /// Returns the budget of a run that trains a model from a folder.
-    pub(crate) fn of_finetuning(run: Finetuning<'_>) -> Self {
-        Self {
-            device: run.device.to_owned(),
-            need: run.need,
-            batch: run.batch,
-            context: run.context,
-            ranks: run.ranks,
-            command: Command::Finetune {
-                has_adapters: run.has_adapters,
-                is_packed: run.is_packed,
-                can_recompute: run.can_recompute,
-                is_f32: run.is_f32,
-            },
-        }
-    }
-
     /// Returns the largest batch that fits into `capacity` together with the memory that does not
     /// depend on the batch. Larger batches certainly do not fit.
     fn largest_batch(&self, capacity: Option<u64>) -> Option<usize> {
@@ -502,64 +401,12 @@ mod cubecl {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Activation, Preset};
+    use crate::config::{Preset, RunConfig};
 
     fn budget(batch: usize, device: &str) -> MemoryBudget {
         let mut config = RunConfig::preset(Preset::Tiny, device);
         config.batch = batch;
-        MemoryBudget::new(&config, &config.recipe)
-    }
-
-    #[test]
-    fn the_need_is_counted() {
-        let mut config = RunConfig::preset(Preset::Tiny, "cuda:0");
-        let need = MemoryNeed::of(&config, &config.recipe);
-        let parameters = config.parameters() as u64;
-        assert_eq!(
-            (need.weights, need.optimizer),
-            (4 * parameters, 8 * parameters)
-        );
-        let block = 2 * (5 * 128 + 2 * 352);
-        assert_eq!(need.activations, 8 * 128 * (4 * block + 256 * 10));
-        // Recomputed inputs are not saved.
-        config.recompute = 3;
-        let fewer = MemoryNeed::of(&config, &config.recipe);
-        let saved = need.activations - fewer.activations;
-        assert_eq!(saved, 8 * 128 * 3 * 2 * 2 * 352);
-        config.recompute = 0;
-        // In f32 each activation is twice as large; with two GPUs each takes half of the batch.
-        config.activation = Activation::F32;
-        let wide = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(wide.activations, 8 * 128 * (4 * 2 * block + 256 * 12));
-        config.dp = Some(2);
-        let half = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(2 * half.activations, wide.activations);
-        // A tensor group splits all of it; experts are on some ranks of the batch.
-        (config.dp, config.tp) = (None, 2);
-        let half = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(2 * half.activations, wide.activations);
-        assert_eq!(half.weights, 4 * parameters / 2);
-        // Each expert is whole on one rank; the ranks have different tokens.
-        (config.tp, config.ep, config.model.experts) = (2, 2, Some(4));
-        let both = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(both.weights, 4 * config.parameters() as u64 / 2);
-        (config.tp, config.ep) = (1, 1);
-        let experts = config.model.expert_parameters() as u64;
-        let all = MemoryNeed::of(&config, &config.recipe);
-        config.ep = 2;
-        let own = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(all.weights - own.weights, 4 * experts / 2);
-        // Gate and up activations for the tokens of both ranks: an all-gather sends the tokens to
-        // both.
-        config.ep_dispatch = Some(ExpertDispatchName::AllToAll);
-        let sent = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(sent.activations, all.activations);
-        let gate_up = 8 * 128 * (4 * 2 * 2 * 352 * 2 * 2);
-        assert_eq!(own.activations - sent.activations, gate_up);
-        // When sharded, each of four ranks holds a quarter of both.
-        (config.dp, config.fsdp) = (Some(4), true);
-        let shard = MemoryNeed::of(&config, &config.recipe);
-        assert_eq!(4 * shard.weights, all.weights);
+        bytes::budget(&config, &config.recipe)
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::nn::Initializer;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::loss::{CrossEntropy, cross_entropy, linear_cross_entropy};
@@ -36,7 +37,7 @@ const HEAD_SCALE: f64 = 0.25;
 /// Weight of each block's router z-loss in the training loss.
 const Z_SHARE: f64 = 0.001;
 
-/// A model that predicts the next byte and is trained by [`Run`](crate::train::Run).
+/// A model that predicts the next byte and is trained by [`ByteTask`](crate::train::ByteTask).
 pub trait LanguageModel: Module + 'static {
     /// Model on a single rank; checkpoints hold its parameters.
     type Whole: Module;
@@ -47,6 +48,18 @@ pub trait LanguageModel: Module + 'static {
     /// # Errors
     /// Returns an error if the sizes are invalid, or if the device does not support the recipe.
     fn build(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self::Whole>;
+
+    /// Checks that the model can be built for `recipe` on `device` and split over the ranks of
+    /// `groups`, without building its weights. `config` has passed its checks.
+    ///
+    /// # Errors
+    /// Returns the errors of [`build`](Self::build) and [`part_of`](Self::part_of).
+    fn check(
+        config: &RunConfig,
+        recipe: &RecipeName,
+        device: &Device,
+        groups: &ParallelGroups,
+    ) -> Result<()>;
 
     /// Takes this rank's part of `whole`, which is the same on all ranks. Parameters keep their
     /// IDs.
@@ -230,6 +243,21 @@ impl Transformer {
         seed: u64,
         device: &Device,
     ) -> Result<Self> {
+        let model = Self::layout(config, activation, recipe, device)?;
+        Ok(initialise(model, seed, config.layers, FloatDType::F32))
+    }
+
+    /// Creates a model whose parameters have IDs and shapes, but no values yet: they take no memory
+    /// until they are read, as zeros.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new).
+    fn layout(
+        config: &ModelConfig,
+        activation: Activation,
+        recipe: &Nvfp4Recipe,
+        device: &Device,
+    ) -> Result<Self> {
         config.check()?;
         check_dtype(activation.into(), device)?;
         let ModelConfig {
@@ -244,21 +272,21 @@ impl Transformer {
         let block = Nvfp4TransformerBlockConfig::new(width, heads, hidden)
             .with_experts(experts)
             .with_top_k(top_k)
+            .with_initializer(Initializer::Zeros)
             .with_recipe(recipe.clone());
         let blocks = (0..layers)
             .map(|_| Ok(block.try_init(device)?))
             .collect::<Result<Vec<Nvfp4TransformerBlock>>>()?;
-        let zeros = |shape: [usize; 2]| Param::from_tensor(Tensor::<2>::zeros(shape, device));
         let model = Self {
-            embedding: zeros([VOCABULARY, width]),
+            embedding: Initializer::Zeros.init([VOCABULARY, width], device),
             blocks,
             norm: RmsNorm::new(width, device),
-            head: zeros([width, VOCABULARY]),
+            head: Initializer::Zeros.init([width, VOCABULARY], device),
             positions: RopeCacheConfig::new(context, width / heads).try_init(device)?,
             activation,
             balance_share: BALANCE_SHARE,
         };
-        let model = initialise(model, seed, layers, FloatDType::F32);
+        let model = model.map(&mut Initialise::default());
         assign_layer_ids(&model);
         recipe.apply(&model)?;
         Ok(model)
@@ -280,6 +308,15 @@ impl LanguageModel for Transformer {
             balance_share: config.balance_loss.unwrap_or(BALANCE_SHARE),
             ..model.with_recompute(config.recompute)
         })
+    }
+
+    fn check(
+        config: &RunConfig,
+        recipe: &RecipeName,
+        device: &Device,
+        _groups: &ParallelGroups,
+    ) -> Result<()> {
+        Self::layout_of(config, recipe, device).map(drop)
     }
 
     /// Keeps the experts of this rank.
@@ -333,6 +370,17 @@ impl LanguageModel for Transformer {
 }
 
 impl Transformer {
+    /// Creates the model of the run `config` for `recipe`, without [values](Self::layout).
+    fn layout_of(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
+        let activation = config.activation_of(recipe);
+        Self::layout(
+            &config.model,
+            activation,
+            &config.nvfp4_recipe(recipe)?,
+            device,
+        )
+    }
+
     /// Makes the first `blocks` blocks recompute the inputs of their activation in the backward;
     /// see [`Nvfp4SwiGlu::with_recompute`](burn_nvfp4::Nvfp4SwiGlu::with_recompute).
     ///
@@ -387,19 +435,28 @@ pub(crate) fn embed(tokens: Tensor<2, Int>, embedding: Tensor<2>, dtype: FloatDT
 /// Burn's initializers draw from the device's generator, and its IDs from a process-wide source, so
 /// a run would not be reproducible.
 pub(crate) fn initialise<M: Module>(model: M, seed: u64, layers: usize, dtype: FloatDType) -> M {
-    model.map(&mut Initialise {
+    let values = Some(Values {
         seed,
         layers,
         dtype,
-        path: Vec::new(),
-    })
+    });
+    let path = Vec::new();
+    model.map(&mut Initialise { path, values })
 }
 
+/// Mapper that gives parameters IDs derived from their paths, and values if there are any.
+#[derive(Default)]
 struct Initialise {
+    path: Vec<String>,
+    values: Option<Values>,
+}
+
+/// Initial values of parameters.
+#[derive(Clone, Copy)]
+struct Values {
     seed: u64,
     layers: usize,
     dtype: FloatDType,
-    path: Vec<String>,
 }
 
 impl Initialise {
@@ -424,16 +481,24 @@ impl ModuleMapper for Initialise {
         self.path.pop();
     }
 
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    fn map_float<const D: usize>(&mut self, mut param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let path = self.path.join(".");
+        param.id = ParamId::from(hash(path.as_bytes()));
+        let Some(Values {
+            seed,
+            layers,
+            dtype,
+        }) = self.values
+        else {
+            return param;
+        };
         let shape = param.lazy_shape();
         let count = shape.num_elements();
-        let id = hash(path.as_bytes());
         let values = match self.name(0) {
             "gain" | "gamma" => vec![1.0; count],
             "bias" | "beta" => vec![0.0; count],
             _ if self.is(&["embedding", "positions"]) => {
-                normal(self.seed, &path, count, EMBEDDING_DEVIATION)
+                normal(seed, &path, count, EMBEDDING_DEVIATION)
             }
             _ => {
                 // For all weights, including those of experts (`[experts, d_in, d_out]`), the
@@ -441,16 +506,16 @@ impl ModuleMapper for Initialise {
                 let mut deviation = (shape.dims::<D>()[D.saturating_sub(2)] as f64).powf(-0.5);
                 // Weights that write to the residual stream start smaller in deeper models.
                 if ["out", "down", "output", "linear_outer"].contains(&self.name(1)) {
-                    deviation *= (2.0 * self.layers as f64).powf(-0.5);
+                    deviation *= (2.0 * layers as f64).powf(-0.5);
                 }
                 if self.is(&["head"]) {
                     deviation *= HEAD_SCALE;
                 }
-                normal(self.seed, &path, count, deviation)
+                normal(seed, &path, count, deviation)
             }
         };
         let device = param.lazy_device();
-        let dtype = DType::from(self.dtype);
+        let dtype = DType::from(dtype);
         let data = TensorData::new(values, shape).convert_dtype(dtype);
         let tensor = Tensor::from_data(data, (&device, dtype));
         let tensor = if device.is_autodiff() {
@@ -458,7 +523,7 @@ impl ModuleMapper for Initialise {
         } else {
             tensor
         };
-        Param::initialized(ParamId::from(id), tensor)
+        Param::initialized(param.id, tensor)
     }
 }
 

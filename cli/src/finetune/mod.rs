@@ -1,7 +1,7 @@
 //! `nvfp4 finetune`.
 
 mod options;
-mod session;
+mod run;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,7 +13,7 @@ use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::Objective;
 
 pub(crate) use options::{Defaults, TrainingOptions};
-pub(crate) use session::{Session, Start};
+pub(crate) use run::{FinetuneRun, Start};
 
 use crate::ranks::Ranks;
 
@@ -93,7 +93,7 @@ impl Finetune {
                     && self.lora.is_none(),
                 "resume is given, but what to train is, too: the folder of the run says it"
             );
-            return Session::resume(folder, &self.options, "finetune", ranks)?.run(ranks);
+            return FinetuneRun::resume(folder, &self.options, "finetune", ranks)?.run(ranks);
         }
         let model = self.model.clone().context("model is not given")?;
         let objective = self.objective(&model)?;
@@ -119,7 +119,7 @@ impl Finetune {
                 Some(_) => LORA_DEFAULTS,
             },
         };
-        Session::begin(start, &self.options, "finetune", ranks)?.run(ranks)
+        FinetuneRun::begin(start, &self.options, "finetune", ranks)?.run(ranks)
     }
 
     fn objective(&self, model: &PathBuf) -> Result<Objective> {

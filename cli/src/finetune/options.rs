@@ -10,6 +10,7 @@ use nvfp4_lm::config::{Activation, GradReduce, Preset, RecipeName, RunConfig};
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
+use serde::{Deserialize, Serialize};
 
 use crate::device::DeviceName;
 use crate::options::recipes::named;
@@ -22,7 +23,8 @@ pub(crate) struct Defaults {
 }
 
 /// Type of the saved tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum SavedType {
     F32,
     Bf16,

@@ -26,10 +26,10 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Bytes;
 use burn_nvfp4::Nvfp4State;
 use burn_nvfp4::parallel::ProcessGroup;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{RecipeName, RunConfig};
-use crate::data::Fingerprint;
+use crate::config::RunConfig;
 use crate::random::hash;
 use crate::ranks::{agree, gathered_bytes, on_first};
 use parts::{Level, Partition, ranks_of};
@@ -37,7 +37,7 @@ use parts::{Level, Partition, ranks_of};
 pub(crate) mod parts;
 
 /// Version of the format; other versions are refused.
-pub(crate) const FORMAT: u32 = 1;
+const FORMAT: u32 = 1;
 const PREFIX: &str = "checkpoint-";
 const UNFINISHED: &str = ".unfinished";
 const MANIFEST: &str = "manifest.json";
@@ -51,15 +51,12 @@ pub const CONFIG: &str = "config.json";
 
 /// State that decides how a run continues, apart from the parameters and the optimizer state.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct State {
+pub struct State<R> {
     format: u32,
-    /// Configuration of the run.
-    pub config: RunConfig,
-    /// Recipe of the checkpoint; one of the run's.
-    pub recipe: RecipeName,
-    /// Fingerprint of the training text.
-    pub corpus: Fingerprint,
-    /// Number of finished steps, which is also the position in the data.
+    /// Configuration and data of the run.
+    #[serde(flatten)]
+    pub run: R,
+    /// Number of finished steps.
     pub step: u64,
     /// Losses of the steps since the last row of `metrics.csv`.
     pub losses: Vec<f32>,
@@ -67,21 +64,12 @@ pub struct State {
     pub nvfp4: Nvfp4State,
 }
 
-impl State {
-    /// Returns the state after `step` steps.
-    pub fn new(
-        config: RunConfig,
-        recipe: RecipeName,
-        corpus: Fingerprint,
-        step: u64,
-        losses: Vec<f32>,
-        nvfp4: Nvfp4State,
-    ) -> Self {
+impl<R> State<R> {
+    /// Returns the state of `run` after `step` steps.
+    pub fn new(run: R, step: u64, losses: Vec<f32>, nvfp4: Nvfp4State) -> Self {
         Self {
             format: FORMAT,
-            config,
-            recipe,
-            corpus,
+            run,
             step,
             losses,
             nvfp4,
@@ -96,25 +84,10 @@ pub struct Timing {
     pub seconds: f64,
 }
 
-/// State of a run that is checkpointed. It has a field `format`, of value `FORMAT`.
-pub trait RunState: Serialize + serde::de::DeserializeOwned {
-    /// Returns the number of finished steps.
-    fn step(&self) -> u64;
-}
-
-impl RunState for State {
-    fn step(&self) -> u64 {
-        self.step
-    }
-}
-
-/// A checkpoint of `nvfp4 train`.
-pub type Checkpoint = Saved<State>;
-
-/// Contents of a checkpoint of a run with state `S`.
-pub struct Saved<S> {
+/// Contents of a checkpoint of the run `R`.
+pub struct Saved<R> {
     /// See [`State`].
-    pub state: S,
+    pub state: State<R>,
     /// See [`Timing`].
     pub timing: Timing,
     /// Burnpack container of the parameters.
@@ -176,22 +149,13 @@ impl Layout {
     }
 }
 
-impl Checkpoint {
-    /// Returns a checkpoint of the same step that continues with another `config` and `recipe`.
-    pub fn fork(mut self, config: RunConfig, recipe: RecipeName) -> Self {
-        self.state.config = config;
-        self.state.recipe = recipe;
-        self
-    }
-}
-
-impl<S: RunState> Saved<S> {
+impl<R: Serialize + DeserializeOwned> Saved<R> {
     /// Writes the checkpoint into `folder`, then removes the older ones there. Returns its path.
     ///
     /// # Errors
     /// Returns an error if a file cannot be written; the older checkpoints then remain.
     pub fn save(&self, folder: &Path) -> Result<PathBuf> {
-        let unfinished = Unfinished::begin(folder, self.state.step())?;
+        let unfinished = Unfinished::begin(folder, self.state.step)?;
         let model = unfinished.write(MODEL, &self.model)?;
         let optimizer = unfinished.write(OPTIMIZER, &self.optimizer)?;
         let manifest = [(MODEL.into(), model), (OPTIMIZER.into(), optimizer)];
@@ -235,8 +199,8 @@ impl<S: RunState> Saved<S> {
             levels: partition.levels.clone(),
         };
         let begun = match world.rank() {
-            0 => Unfinished::begin(folder, self.state.step()),
-            _ => Ok(Unfinished::at(folder, self.state.step())),
+            0 => Unfinished::begin(folder, self.state.step),
+            _ => Ok(Unfinished::at(folder, self.state.step)),
         };
         let unfinished = agree(world, begun)?;
         let contents = [&self.model, &self.optimizer];
@@ -461,7 +425,7 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
 ///
 /// # Errors
 /// Returns an error that names the file if it cannot be read or parsed.
-pub fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
+pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_slice(&text).with_context(|| format!("{} is not valid", path.display()))
 }
@@ -536,7 +500,9 @@ fn list(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Preset;
+    use crate::config::{Preset, RecipeName};
+    use crate::data::Fingerprint;
+    use crate::train::{ByteRun, Checkpoint};
 
     fn checkpoint(step: u64) -> Checkpoint {
         let corpus = Fingerprint {
@@ -546,17 +512,14 @@ mod tests {
             valid_bytes: 4,
             checksum: "5".into(),
         };
-        let config = RunConfig::preset(Preset::Tiny, "flex");
+        let run = ByteRun {
+            config: RunConfig::preset(Preset::Tiny, "flex"),
+            recipe: RecipeName::nvfp4(),
+            corpus,
+        };
         let losses = vec![1.25, 0.1 + 0.2];
         Checkpoint {
-            state: State::new(
-                config,
-                RecipeName::nvfp4(),
-                corpus,
-                step,
-                losses,
-                Nvfp4State::default(),
-            ),
+            state: State::new(run, step, losses, Nvfp4State::default()),
             timing: Timing { seconds: 1.5 },
             model: Bytes::from_bytes_vec(vec![7; 1000]),
             optimizer: Bytes::from_bytes_vec(vec![8; 2000]),

@@ -19,4 +19,5 @@ pub use choices::{
 };
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};
-pub(crate) use schedule::{Schedule, check_counts};
+pub use schedule::Schedule;
+pub(crate) use schedule::check_counts;

@@ -210,21 +210,10 @@ impl RunConfig {
     pub fn check(&self) -> Result<()> {
         self.model.check()?;
         check_counts(&[
-            ("steps", self.steps),
-            ("eval-every", self.eval_every),
             ("eval-batches", self.eval_batches as u64),
-            ("log-every", self.log_every),
-            ("checkpoint-every", self.checkpoint_every),
             ("batch", self.batch as u64),
         ])?;
-        Schedule {
-            steps: self.steps,
-            warmup: self.warmup,
-            lr: self.lr,
-            grad_clip: self.grad_clip,
-            weight_decay: self.weight_decay,
-        }
-        .check()?;
+        self.schedule(&self.recipe).check()?;
         ensure!(
             self.recompute <= self.model.layers,
             "recompute is {}, but it must be at most the number of blocks ({})",
@@ -288,6 +277,23 @@ impl RunConfig {
             self.nvfp4_recipe(recipe)?;
         }
         Ok(())
+    }
+
+    /// Returns the schedule of a run with `recipe`.
+    pub(crate) fn schedule(&self, recipe: &RecipeName) -> Schedule {
+        Schedule {
+            steps: self.steps,
+            warmup: self.warmup,
+            lr: self.lr,
+            grad_clip: self.grad_clip,
+            weight_decay: self.weight_decay,
+            eval_every: self.eval_every,
+            log_every: self.log_every,
+            checkpoint_every: self.checkpoint_every,
+            telemetry_every: self.telemetry_every,
+            healing: self.healing_of(recipe),
+            graph: self.graph,
+        }
     }
 
     /// Refuses a switch that no recipe of the run uses, because it would have no effect.

@@ -107,23 +107,12 @@ impl FinetuneConfig {
     /// Returns an error that names the invalid value and the allowed ones.
     pub fn check(&self) -> Result<()> {
         check_counts(&[
-            ("steps", self.steps),
             ("batch", self.batch as u64),
             ("accumulate", self.accumulate as u64),
             ("context", self.context as u64),
-            ("eval-every", self.eval_every),
             ("eval-rows", self.eval_rows as u64),
-            ("log-every", self.log_every),
-            ("checkpoint-every", self.checkpoint_every),
         ])?;
-        Schedule {
-            steps: self.steps,
-            warmup: self.warmup,
-            lr: self.lr,
-            grad_clip: self.grad_clip,
-            weight_decay: self.weight_decay,
-        }
-        .check()?;
+        self.schedule().check()?;
         ensure!(
             self.valid_share > 0.0 && self.valid_share < 1.0,
             "valid-share is {}, but must be between 0 and 1",
@@ -164,6 +153,23 @@ impl FinetuneConfig {
             "data is empty, but a run needs tokens"
         );
         Ok(self.recipe.check()?)
+    }
+
+    /// Returns the schedule of the run.
+    pub(crate) fn schedule(&self) -> Schedule {
+        Schedule {
+            steps: self.steps,
+            warmup: self.warmup,
+            lr: self.lr,
+            grad_clip: self.grad_clip,
+            weight_decay: self.weight_decay,
+            eval_every: self.eval_every,
+            log_every: self.log_every,
+            checkpoint_every: self.checkpoint_every,
+            telemetry_every: 0,
+            healing: self.recipe.healing,
+            graph: self.graph,
+        }
     }
 
     /// Checks that `ranks` ranks, one process each, can split the rows of each forward pass.

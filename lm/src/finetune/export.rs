@@ -1,11 +1,11 @@
-//! Exports the trained model as a quantized folder.
+//! Writes the trained model: as a folder, as adapters, and quantized.
 
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use regex::Regex;
 
-use super::run::Finetune;
+use super::Finetune;
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::names::Site;
 use crate::decoder::projection::{Experts, Projection};
@@ -16,9 +16,43 @@ use crate::quantize::text::{CalibrationText, calibrate};
 use crate::quantize::{
     Calibration, Method, QuantizeOptions, Quantized, Smoothing, quantize_folder,
 };
-use crate::ranks::on_first_at_length;
+use crate::ranks::{on_first, on_first_at_length};
 
 impl Finetune<'_> {
+    /// Calls `write` with the whole model, without autodiff, on rank 0; other ranks return none.
+    /// All ranks call this function.
+    ///
+    /// # Errors
+    /// Returns the errors of `write`, on all ranks.
+    fn with_model<T>(&self, write: impl FnOnce(Decoder) -> Result<T>) -> Result<Option<T>> {
+        let model = self.gathered_model();
+        on_first(self.world(), || write(model))
+    }
+
+    /// Writes the model to the new folder `out`, with tensors of type `dtype` and adapters merged.
+    /// All ranks call this function.
+    ///
+    /// # Errors
+    /// Returns an error if the folder has files or a file cannot be written.
+    pub fn save_model(&self, out: &Path, dtype: Dtype) -> Result<()> {
+        let from = &self.task().config().model;
+        let save = |model: Decoder| model.save(out, dtype, Some(from));
+        self.with_model(save).map(drop)
+    }
+
+    /// Writes the adapters to the new folder `out`, in PEFT's format. All ranks call this function.
+    ///
+    /// # Errors
+    /// Returns an error if there are no adapters, the folder has files, or a file cannot be
+    /// written.
+    pub fn save_adapter(&self, out: &Path) -> Result<()> {
+        let config = self.task().config();
+        let lora = config.lora.as_ref();
+        let lora = lora.context("the run trains all parameters: there is no adapter")?;
+        let save = |model: Decoder| model.save_adapter(out, lora, &config.model);
+        self.with_model(save).map(drop)
+    }
+
     /// Writes the model, quantized to NVFP4 by rounding to nearest, to the new folder `out` in
     /// `dialect`. Layers that the recipe keeps in high precision are not quantized, nor are the
     /// unpacked layers of a packed model; tensors that are not quantized are `f32`. The global
@@ -39,7 +73,7 @@ impl Finetune<'_> {
         let masters = Path::new(&name);
         let saved = self.with_model(|model| {
             let made = self.quantization(&model, dialect, scheme)?;
-            model.save(masters, Dtype::F32, Some(&self.config().model))?;
+            model.save(masters, Dtype::F32, Some(&self.task().config().model))?;
             Ok(made)
         })?;
         // Runs on the CPU, which may take long.
@@ -47,7 +81,7 @@ impl Finetune<'_> {
             let (options, calibration) = saved.expect("rank 0 has saved it");
             quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {})
         });
-        if self.is_first() {
+        if self.world().rank() == 0 {
             std::fs::remove_dir_all(masters).with_context(|| masters.display().to_string())?;
         }
         done
@@ -64,7 +98,7 @@ impl Finetune<'_> {
             Scheme::W4a16 => Calibration::new(),
             Scheme::W4a4 => self.calibration(model)?,
         };
-        let is_packed = self.config().frozen != FrozenForm::High;
+        let is_packed = self.task().config().frozen != FrozenForm::High;
         let exclude = kept_modules(model, is_packed)
             .into_iter()
             .map(|name| Ok(Regex::new(&format!("^{}$", regex::escape(&name)))?));
@@ -81,8 +115,8 @@ impl Finetune<'_> {
     }
 
     fn calibration(&self, model: &Decoder) -> Result<Calibration> {
-        let config = self.config();
-        let tokens = self.valid_rows().inputs(config.eval_rows)?;
+        let config = self.task().config();
+        let tokens = self.task().data().valid.inputs(config.eval_rows)?;
         let text = CalibrationText {
             length: config.context,
             sequences: config.eval_rows,

@@ -7,7 +7,7 @@ use burn::tensor::{Device, FloatDType};
 use burn_nvfp4::Nvfp4Recipe;
 
 use super::data::TextReader;
-use super::tests::{config, data, files, finished, ids, valid_losses, values};
+use super::tests::{config, data, files, finished, ids, open, valid_losses, values};
 use super::*;
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::{Decoder, FrozenForm, LoraConfig};
@@ -40,7 +40,7 @@ fn adapters_learn_beside_frozen_weights() {
 
     // A resumed run gives the same result; a checkpoint has only the adapters.
     let parts = folder.join("parts");
-    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+    let mut part = open(&config, &data, &Device::flex(), &parts).unwrap();
     part.train(Some(5), &mut ()).unwrap();
     finished(&config, &data, &parts);
     let (left, right) = (files(&whole), files(&parts));
@@ -120,7 +120,7 @@ fn adapters_learn_beside_frozen_weights() {
             }),
             ..config.clone()
         };
-        let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("no")).err();
+        let error = open(&config, &data, &Device::flex(), &folder.join("no")).err();
         let error = format!("{:#}", error.unwrap());
         assert!(error.contains(name), "{error}");
     }
@@ -231,7 +231,7 @@ fn frozen_weights_are_quantized_at_load() {
     let run = finished(&config, &data, &whole);
     let losses = valid_losses(&run);
     assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
-    let mut part = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+    let mut part = open(&config, &data, &Device::flex(), &parts).unwrap();
     part.train(Some(5), &mut ()).unwrap();
     finished(&config, &data, &parts);
     for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
@@ -300,7 +300,7 @@ fn folders_of_quantized_activations_are_trained() {
     assert_ne!(losses[0], losses[1]);
     let config = beside(&model, &plain, &folder, FrozenForm::High);
     let data = data_beside(&config, &plain);
-    let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("high")).err();
+    let error = open(&config, &data, &Device::flex(), &folder.join("high")).err();
     let error = format!("{:#}", error.unwrap());
     assert!(error.contains("quantizes activations (w4a4)"), "{error}");
 }

@@ -7,7 +7,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::Device;
 use burn_nvfp4::Nvfp4Recipe;
 
-use super::tests::{config, data};
+use super::tests::{config, data, open};
 use super::*;
 use crate::decoder::lora::DEFAULT_TARGETS;
 use crate::decoder::{FrozenForm, LoraConfig};
@@ -42,7 +42,7 @@ fn is_brief() -> bool {
 fn trained(config: &FinetuneConfig, device: &Device, folder: &Scratch) -> (Vec<u64>, Vec<u8>) {
     let data = data(config);
     let out = folder.join(if config.graph { "graph" } else { "ordinary" });
-    let mut run = Finetune::open(config, &data, device, &out).unwrap();
+    let mut run = open(config, &data, device, &out).unwrap();
     assert_eq!(run.train(None, &mut ()).unwrap(), Outcome::Finished);
     let rows = run.rows().iter();
     let losses = rows.flat_map(|row| [row.train_loss, row.valid_loss]);

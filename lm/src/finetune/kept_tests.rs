@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::data::TextReader;
-use super::tests::{config, data};
+use super::tests::{config, data, open};
 use super::*;
 use crate::decoder::{FrozenForm, LoraConfig};
 use crate::hf::variant::Variant;
@@ -38,7 +38,7 @@ fn resumed(
     set(&mut config, &scratch);
     let data = data(&config);
     let out = scratch.join("run");
-    let open = || Finetune::open(&config, &data, &Device::flex(), &out);
+    let open = || open(&config, &data, &Device::flex(), &out);
     let mut run = open().unwrap();
     assert_eq!(run.train(Some(2), &mut ()).unwrap(), Outcome::Stopped);
     drop(run);
@@ -108,6 +108,6 @@ fn the_end_of_a_single_text_is_for_validation() {
     let all = found.train.tokens() + found.valid.tokens();
     assert_eq!(found.valid.tokens(), (all as f64 * 0.1).round() as usize);
     assert!(found.train.cut().longer == 1 && found.train.cut().parted == 0);
-    let mut run = Finetune::open(&config, &found, &Device::flex(), &scratch.join("run")).unwrap();
+    let mut run = open(&config, &found, &Device::flex(), &scratch.join("run")).unwrap();
     assert_eq!(run.train(None, &mut ()).unwrap(), Outcome::Finished);
 }

@@ -17,7 +17,7 @@ use crate::hf::{DecoderConfig, FeedForwardConfig};
 use crate::interchange::Checkpoint;
 use crate::interchange::checkpoint::is_quantized;
 use crate::interchange::names::{canonical, expert_projection, is_head, is_linear, is_router};
-use crate::memory::{Finetuning, MemoryBudget, MemoryNeed};
+use crate::memory::{Advice, MemoryBudget, RECOMPUTE, StepSizes};
 
 /// Returns the memory budget of the run `config` on each of `ranks` ranks, from the configurations
 /// of its model and its teacher.
@@ -31,17 +31,32 @@ pub fn budget(config: &FinetuneConfig, ranks: usize) -> Result<MemoryBudget> {
         Objective::CrossEntropy => None,
         Objective::Distillation { teacher, .. } => Some(SizedModel::read(teacher)?),
     };
-    Ok(MemoryBudget::of_finetuning(Finetuning {
-        device: &config.device,
-        need: need(config, &model, teacher.as_ref())?.of_rank(ranks, config.fsdp),
+    let sizes = sizes(config, &model, teacher.as_ref(), ranks)?;
+    let has_adapters = config.lora.is_some();
+    let options = [
+        Some("a larger --accumulate in place of the batch"),
+        (!has_adapters && sizes.can_recompute()).then_some(RECOMPUTE),
+        match (has_adapters, config.frozen) {
+            (false, _) => Some("or adapters alone (--lora)"),
+            (true, FrozenForm::High) => {
+                Some("or packed weights beside the adapters (--frozen w4a16)")
+            }
+            (true, FrozenForm::W4a16 | FrozenForm::W4a4) => None,
+        },
+    ];
+    Ok(MemoryBudget {
+        device: config.device.clone(),
+        need: sizes.need(),
         batch: config.batch,
-        ranks,
         context: config.context,
-        has_adapters: config.lora.is_some(),
-        is_packed: config.frozen != FrozenForm::High,
-        can_recompute: config.lora.is_none() && config.recompute < model.config.layers.len(),
-        is_f32: config.activation == Activation::F32,
-    }))
+        ranks,
+        advice: Advice {
+            elements: "tokens",
+            smaller_model: "a smaller model",
+            options: options.into_iter().flatten().collect(),
+            narrower: (config.activation == Activation::F32).then_some("--activation bf16"),
+        },
+    })
 }
 
 /// Properties of a model that determine its memory.
@@ -117,16 +132,17 @@ impl SizedModel {
     }
 }
 
-/// Returns a lower bound on the memory of a step of the run `config`. Excludes chunks of logits,
-/// and tensors that quantization saves in addition to the values.
+/// Returns the sizes of a step of the run `config` on `ranks` ranks. Excludes chunks of logits, and
+/// tensors that quantization saves in addition to the values.
 ///
 /// # Errors
 /// Returns an error if the adapters' targets are not a regular expression.
-pub fn need(
+fn sizes(
     config: &FinetuneConfig,
     model: &SizedModel,
     teacher: Option<&SizedModel>,
-) -> Result<MemoryNeed> {
+    ranks: usize,
+) -> Result<StepSizes> {
     let element = config.activation.bytes() as u64;
     let (trained, base) = match &config.lora {
         None => (parameters(&model.config), 0),
@@ -149,26 +165,27 @@ pub fn need(
     };
     let model = &model.config;
     // Inputs of both norms; queries, keys and values; inputs of the feed-forward's activation.
-    let of_layers = model.layers.iter().enumerate().map(|(index, layer)| {
+    let layers = model.layers.iter().map(|layer| {
         let heads = (model.heads + 2 * model.kv_heads) * model.head;
         let hidden = match layer.feed_forward {
             FeedForwardConfig::Dense { hidden } => hidden,
             FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
         };
-        let inner = match index < config.recompute {
-            true => 0,
-            false => 2 * hidden,
-        };
-        (2 * model.d_model + heads + inner) as u64
+        [2 * model.d_model + heads, 2 * hidden]
     });
-    let tokens = (config.batch as u64).saturating_mul(config.context as u64);
-    Ok(MemoryNeed {
-        // Trained parameters, their gradients and both AdamW moments are f32.
-        weights: 4 * trained,
+    let shards = if config.fsdp { ranks as u64 } else { 1 };
+    Ok(StepSizes {
+        trained: trained / shards,
+        optimized: trained / shards,
+        // Trained parameters are f32.
+        parameter: 4,
         frozen: base + of_teacher,
-        gradients: 4 * trained,
-        optimizer: 8 * trained,
-        activations: tokens.saturating_mul(element * of_layers.sum::<u64>()),
+        tokens: (config.batch as u64).saturating_mul(config.context as u64),
+        ranks: ranks as u64,
+        activation: element,
+        layers: layers.collect(),
+        recompute: config.recompute,
+        others: 0,
     })
 }
 
@@ -207,6 +224,7 @@ mod tests {
     use crate::decoder::feed_forward::FeedForward;
     use crate::decoder::lora::DEFAULT_TARGETS;
     use crate::decoder::projection::{Experts, Projection};
+    use crate::memory::MemoryNeed;
     use nvfp4_test_support::golden;
 
     fn config(model: &Path, batch: usize) -> FinetuneConfig {
@@ -242,6 +260,14 @@ mod tests {
         }
     }
 
+    fn need(
+        config: &FinetuneConfig,
+        model: &SizedModel,
+        teacher: Option<&SizedModel>,
+    ) -> MemoryNeed {
+        sizes(config, model, teacher, 1).unwrap().need()
+    }
+
     #[test]
     fn the_need_is_that_of_the_parameters() {
         let root = golden("");
@@ -252,12 +278,12 @@ mod tests {
             let decoder = Decoder::load(&folder, &device, dtype).unwrap();
             let count = decoder.num_params() as u64;
             let model = SizedModel::read(&folder).unwrap();
-            let full = need(&config, &model, None).unwrap();
+            let full = need(&config, &model, None);
             assert_eq!(full.weights, 4 * count, "{name}");
             assert_eq!((full.gradients, full.optimizer), (4 * count, 8 * count));
             assert_eq!(full.frozen, 0);
             config.batch = 6;
-            let wide = need(&config, &model, None).unwrap();
+            let wide = need(&config, &model, None);
             assert_eq!(wide.activations, 3 * full.activations);
             config.recompute = 1;
             let first = &model.config.layers[0].feed_forward;
@@ -265,7 +291,7 @@ mod tests {
                 FeedForwardConfig::Dense { hidden } => *hidden,
                 FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
             };
-            let less = need(&config, &model, None).unwrap();
+            let less = need(&config, &model, None);
             let tokens = 6 * 48;
             assert_eq!(
                 wide.activations - less.activations,
@@ -279,7 +305,7 @@ mod tests {
                 form: FrozenForm::High,
                 temperature: 1.0,
             };
-            let half = need(&config, &model, Some(&model)).unwrap();
+            let half = need(&config, &model, Some(&model));
             assert_eq!(
                 half.frozen,
                 2 * count,
@@ -295,7 +321,7 @@ mod tests {
             let adapted = adapted.into_lora(&lora, 1).unwrap();
             config.lora = Some(lora);
             config.objective = Objective::CrossEntropy;
-            let small = need(&config, &model, None).unwrap();
+            let small = need(&config, &model, None);
             let trained = adapted.num_params() as u64 - count;
             assert_eq!(
                 (small.weights, small.optimizer),
@@ -307,9 +333,9 @@ mod tests {
             // Packed; for f32, plus the largest weight dequantized.
             let mut packed = config.clone();
             packed.frozen = FrozenForm::W4a16;
-            let found = need(&packed, &model, None).unwrap();
+            let found = need(&packed, &model, None);
             packed.activation = Activation::F32;
-            let of_f32 = need(&packed, &model, None).unwrap();
+            let of_f32 = need(&packed, &model, None);
             let form = FrozenForm::W4a16;
             let decoder = Decoder::load_frozen(&folder, &device, dtype, form).unwrap();
             let (mut bytes, mut plain, mut largest) = (0, count, 0);

@@ -2,13 +2,12 @@
 //!
 //! - [`config`]: the configuration and its checks.
 //! - [`data`]: loads files of text or tokens as rows for training and validation.
-//! - [`run`]: one run as a state machine: step, evaluate, save, resume.
+//! - `task`: the [task](crate::train::Task) of a run: model, teacher, data and loss.
 //! - [`memory`]: estimates the device memory of a run before the model is loaded.
-//! - [`export`]: exports the trained model as a quantized folder.
+//! - [`export`]: writes the trained model: as a folder, as adapters, and quantized.
 //! - [`init`]: writes a model folder with random weights.
 //! - `loss`: loss of rows, and of the validation rows.
-//! - `ranks`: the processes of a run, each with a share of the rows.
-//! - `step`: inputs of a step, and steps as a CUDA graph.
+//! - `step`: inputs of a step on the device.
 //! - `parameters`: serializes the trained parameters of a model.
 
 pub mod config;
@@ -18,13 +17,15 @@ pub mod init;
 mod loss;
 pub mod memory;
 mod parameters;
-mod ranks;
-pub mod run;
 mod step;
+mod task;
 
 pub use config::{FinetuneConfig, Objective};
 pub use data::TrainingData;
-pub use run::Finetune;
+pub use task::{FinetuneRun, FinetuneTask};
+
+/// A run of the command: its model, its optimizer, and its progress.
+pub type Finetune<'a> = crate::train::Trainer<FinetuneTask<'a>>;
 
 #[cfg(all(test, feature = "flex"))]
 mod frozen_tests;

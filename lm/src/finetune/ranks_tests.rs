@@ -14,6 +14,7 @@ use super::*;
 use crate::checkpoint::{latest, resolve};
 use crate::config::GradReduce;
 use crate::decoder::{FrozenForm, LoraConfig};
+use crate::groups::ParallelGroups;
 use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
@@ -29,7 +30,9 @@ fn on_ranks<T: Send>(
     let worlds = ProcessGroup::loopback(ranks, Duration::from_secs(120));
     thread::scope(|scope| {
         let threads = worlds.into_iter().map(|world| {
-            let open = move || Finetune::open_rank(config, data, &Device::flex(), folder, world);
+            let groups = ParallelGroups::data_parallel(&world, config.grad_reduce.into());
+            let task = FinetuneTask::new(config, data);
+            let open = move || Finetune::open_rank(task, &Device::flex(), folder, groups);
             scope.spawn(move || body(&mut open().unwrap()))
         });
         let threads: Vec<_> = threads.collect();
@@ -85,7 +88,7 @@ fn lora() -> Option<LoraConfig> {
 
 /// Returns the tensors of the latest checkpoint: parameters and moments.
 fn tensors(folder: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
-    let saved = crate::checkpoint::Saved::<run::FinetuneState>::load(&resolve(folder).unwrap());
+    let saved = crate::checkpoint::Saved::<FinetuneRun>::load(&resolve(folder).unwrap());
     let saved = saved.unwrap();
     let read = |container: Bytes| {
         let tensors = Reader::from_bytes(container).unwrap().into_tensors();

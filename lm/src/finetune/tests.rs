@@ -1,6 +1,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use anyhow::Result;
 use burn::module::{Module, ParamGroup};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
@@ -77,12 +78,21 @@ pub(super) fn data(config: &FinetuneConfig) -> TrainingData {
     TrainingData::open(config, vocabulary).unwrap()
 }
 
+pub(super) fn open<'a>(
+    config: &'a FinetuneConfig,
+    data: &'a TrainingData,
+    device: &Device,
+    folder: &Path,
+) -> Result<Finetune<'a>> {
+    Finetune::open(FinetuneTask::new(config, data), device, folder)
+}
+
 pub(super) fn finished<'a>(
     config: &'a FinetuneConfig,
     data: &'a TrainingData,
     folder: &Path,
 ) -> Finetune<'a> {
-    let mut run = Finetune::open(config, data, &Device::flex(), folder).unwrap();
+    let mut run = open(config, data, &Device::flex(), folder).unwrap();
     assert_eq!(run.train(None, &mut ()).unwrap(), Outcome::Finished);
     run
 }
@@ -178,7 +188,7 @@ fn a_resumed_run_is_the_same() {
     let (whole, parts) = (folder.join("whole"), folder.join("parts"));
     finished(&config, &data, &whole);
     for stop in [2, 5] {
-        let mut run = Finetune::open(&config, &data, &Device::flex(), &parts).unwrap();
+        let mut run = open(&config, &data, &Device::flex(), &parts).unwrap();
         assert_eq!(run.train(Some(stop), &mut ()).unwrap(), Outcome::Stopped);
         assert_eq!(run.step(), stop);
     }
@@ -198,7 +208,7 @@ fn a_resumed_run_is_the_same() {
         lr: 1e-3,
         ..config.clone()
     };
-    let error = Finetune::open(&other, &data, &Device::flex(), &parts).err();
+    let error = open(&other, &data, &Device::flex(), &parts).err();
     let error = format!("{:#}", error.unwrap());
     assert!(error.contains("another configuration"), "{error}");
 }
@@ -413,7 +423,7 @@ fn recomputing_changes_no_bit() {
             ..config(&golden("llama3-tiny"), &folder, "bf16")
         };
         let data = data(&config);
-        let error = Finetune::open(&config, &data, &Device::flex(), &folder.join("run")).err();
+        let error = open(&config, &data, &Device::flex(), &folder.join("run")).err();
         let error = format!("{:#}", error.unwrap());
         assert!(error.contains(says), "{error}");
     }
@@ -464,7 +474,7 @@ fn packed_models_have_the_losses_of_validation() {
         let config = config(&model, &folder, recipe);
         let data = data(&config);
         let run = folder.join(format!("{name}-{recipe}"));
-        let run = Finetune::open(&config, &data, &Device::flex(), &run).unwrap();
+        let run = open(&config, &data, &Device::flex(), &run).unwrap();
         let model = run.model().valid();
         let mut packed = model.clone();
         for layer in &mut packed.layers {
@@ -546,7 +556,7 @@ fn what_does_not_fit_is_named() {
         context: 100_000,
         ..good.clone()
     };
-    let error = Finetune::open(&long, &data, &Device::flex(), &folder.join("run")).err();
+    let error = open(&long, &data, &Device::flex(), &folder.join("run")).err();
     assert!(error.unwrap().to_string().contains("context is 100000"));
     // Tokens of another tokenizer.
     let other = TextReader::read(&golden("qwen3-tiny"))

@@ -86,15 +86,27 @@ impl LanguageModel for ParallelTransformer {
         Transformer::build(config, recipe, device)
     }
 
+    /// Splits one block at a time, of zeros.
+    fn check(
+        config: &RunConfig,
+        recipe: &RecipeName,
+        device: &Device,
+        groups: &ParallelGroups,
+    ) -> Result<()> {
+        let (parallel, tokens) = split(config, groups);
+        let whole = Transformer::layout_of(config, recipe, device)?;
+        let mut blocks = whole.blocks.into_iter();
+        let checked = blocks.try_for_each(|block| {
+            TensorParallelBlock::from_block(block, &parallel)?.check_parts(tokens)
+        });
+        checked.with_context(|| format!("tp is {}", config.tp))
+    }
+
     fn part_of(whole: Transformer, config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {
         groups.number_draws(&whole)?;
-        let (tp, batch) = (groups.tensor().size(), groups.batch().size());
-        let context = || format!("tp is {tp}");
-        let parallel = TensorParallel::new(groups.tensor().clone())
-            .with_sequence_parallel(true)
-            .with_experts(groups.expert(), groups.batch());
+        let context = || format!("tp is {}", config.tp);
+        let (parallel, tokens) = split(config, groups);
         let mut part = Self::from_transformer(whole, &parallel).with_context(context)?;
-        let tokens = config.batch / batch * config.model.context / tp;
         let dispatch = config.expert_dispatch().into();
         for block in &mut part.blocks {
             block.check_parts(tokens).with_context(context)?;
@@ -149,4 +161,14 @@ impl LanguageModel for ParallelTransformer {
         let (x, routers) = self.features(tokens);
         (self.head.loss(x, flat(targets)), routers)
     }
+}
+
+/// Returns the tensor parallelism of the run `config` on the ranks of `groups`, and the tokens of a
+/// rank between matrices.
+fn split(config: &RunConfig, groups: &ParallelGroups) -> (TensorParallel, usize) {
+    let (tp, batch) = (groups.tensor().size(), groups.batch().size());
+    let parallel = TensorParallel::new(groups.tensor().clone())
+        .with_sequence_parallel(true)
+        .with_experts(groups.expert(), groups.batch());
+    (parallel, config.batch / batch * config.model.context / tp)
 }

@@ -4,20 +4,27 @@ mod grad_reduce;
 mod sharded;
 mod traffic;
 
+use std::fs;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use burn::tensor::Tolerance;
-use burn_nvfp4::parallel::ProcessGroup;
+use burn::module::Module;
+use burn::tensor::{Bytes, Device, Tolerance};
+use burn_nvfp4::parallel::{ExposedCommunication, ProcessGroup};
 use burn_pack::Reader;
 use nvfp4_parallel::loopback;
 use nvfp4_test_support::Scratch;
 
+use super::telemetry::TELEMETRY;
 use super::*;
-use crate::config::{Activation, ExpertDispatchName, GradReduce, Preset};
-use crate::data::Batch;
-use crate::model::{ParallelTransformer, Transformer};
+use crate::checkpoint;
+use crate::config::{
+    Activation, ExpertDispatchName, GradReduce, ModelConfig, Preset, RecipeName, RunConfig,
+};
+use crate::data::{Batch, Corpus};
+use crate::groups::ParallelGroups;
+use crate::model::{LanguageModel, ParallelTransformer, Transformer};
 
 /// Folder of one run.
 struct Folder(Scratch);
@@ -186,10 +193,11 @@ fn open<'a, M: LanguageModel>(
     corpus: &'a Corpus,
     folder: &Folder,
     world: &ProcessGroup,
-) -> Run<'a, M> {
+) -> Trainer<ByteTask<'a, M>> {
     let groups = ParallelGroups::new(world, config).unwrap();
     let recipe = config.recipe.clone();
-    Run::open_rank(config, recipe, corpus, &Device::flex(), &folder.0, groups).unwrap()
+    let task = ByteTask::new(config, recipe, corpus);
+    Trainer::open_rank(task, &Device::flex(), &folder.0, groups).unwrap()
 }
 
 /// A run with any model type.
@@ -201,7 +209,7 @@ trait OnRank {
     fn elements(&self) -> [usize; 2];
 }
 
-impl<M: LanguageModel> OnRank for Run<'_, M> {
+impl<M: LanguageModel> OnRank for Trainer<ByteTask<'_, M>> {
     fn train_to(&mut self, stop_at: Option<u64>) {
         self.train(stop_at, &mut ()).unwrap();
     }

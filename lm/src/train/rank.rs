@@ -7,27 +7,25 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
-use burn::module::ParamId;
-use burn::optim::GradientsParams;
+use burn::module::{Module, ParamId};
+use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Bytes, Device, Int, Tensor};
 use burn_nvfp4::nn::expert_parameters;
 use burn_nvfp4::parallel::{
     ExpertGroups, ProcessGroup, RankLoss, SMALLEST_ALONE, Shards, SplitParameters,
-    average_expert_gradients, average_replicated_in_backward, fully_shard_experts,
-    reduce_expert_gradients,
+    average_replicated_in_backward, fully_shard_experts, gather, reduce_expert_gradients,
 };
 
 use super::digest::check_equal;
+use super::task::{LossReduction, Settings, Sharding, StepInput};
 use crate::capture::{GraphSteps, copy_into};
 use crate::checkpoint::parts::{self, Level, Partition};
-use crate::config::RunConfig;
-use crate::data::Batch;
 use crate::groups::ParallelGroups;
-use crate::model::{LanguageModel, ModelPartition};
+use crate::model::ModelPartition;
 use crate::optim::Optimizer;
 
-/// A model that is trained on one device.
-pub(crate) struct Rank<M> {
+/// A model that is trained on one device, on batches of type `B`.
+pub(crate) struct Rank<M, B> {
     /// Device with autodiff.
     pub device: Device,
     pub optimizer: Optimizer,
@@ -40,7 +38,7 @@ pub(crate) struct Rank<M> {
     /// Split of the parameters over ranks, if they are split.
     partition: Option<Partition>,
     /// The steps as a graph, while a graph is used.
-    graph: Option<Graph>,
+    graph: Option<Graph<B>>,
 }
 
 /// Source of the gradient means over the ranks.
@@ -50,22 +48,8 @@ enum Averaging {
     None,
     /// The optimizer averages them (ZeRO-1).
     Optimizer(Replicas),
-    /// Ranks with identical parameters, except for experts.
-    Ranks(Replicas),
-    /// Ranks with shards of these parameters (FSDP).
-    Sharded(Replicas, BTreeSet<u64>),
-}
-
-impl Averaging {
-    /// Returns the ranks, if there are several.
-    fn replicas(&self) -> Option<&Replicas> {
-        match self {
-            Self::None => None,
-            Self::Optimizer(replicas) | Self::Ranks(replicas) | Self::Sharded(replicas, _) => {
-                Some(replicas)
-            }
-        }
-    }
+    /// Ranks with identical parameters, except for experts and shards of these parameters (FSDP).
+    Ranks(Replicas, BTreeSet<u64>),
 }
 
 /// Ranks with different shares of the batch and the same parameters.
@@ -75,15 +59,29 @@ struct Replicas {
     /// Expert parameters, shared only by the ranks of `data`.
     experts: Vec<ParamId>,
     data: ProcessGroup,
+    /// Loss that a rank differentiates.
+    loss: RankLoss,
+    /// Divisor of the loss of a batch that gives that loss, if it is another one.
+    divisor: Option<f64>,
 }
 
 impl Replicas {
-    /// Returns the replicas in `groups` of the parameters of `model`.
-    fn new<M: LanguageModel>(groups: &ParallelGroups, model: &M) -> Self {
+    /// Returns the replicas in `groups` of the parameters of `model`, whose loss is reduced by
+    /// `loss`. With experts on several ranks, a rank differentiates its share of the loss, so that
+    /// expert gradients need no division.
+    fn new<M: Module>(groups: &ParallelGroups, model: &M, loss: LossReduction) -> Self {
+        let experts = expert_parameters(model);
+        let (loss, divisor) = match loss {
+            LossReduction::Sum => (RankLoss::Share, None),
+            LossReduction::Mean if experts.is_empty() => (RankLoss::Mean, None),
+            LossReduction::Mean => (RankLoss::Share, Some(groups.batch().size() as f64)),
+        };
         Self {
             batch: groups.batch().clone(),
-            experts: expert_parameters(model),
+            experts,
             data: groups.data().clone(),
+            loss,
+            divisor,
         }
     }
 
@@ -92,16 +90,7 @@ impl Replicas {
             batch: &self.batch,
             experts: &self.experts,
             data: &self.data,
-            loss: self.loss(),
-        }
-    }
-
-    /// Returns the loss that a rank differentiates. With experts on several ranks it is the rank's
-    /// share of the loss, so that expert gradients need no division.
-    fn loss(&self) -> RankLoss {
-        match self.experts.is_empty() {
-            true => RankLoss::Mean,
-            false => RankLoss::Share,
+            loss: self.loss,
         }
     }
 
@@ -130,7 +119,7 @@ pub(crate) enum Watched {
     Yes,
 }
 
-impl<M: LanguageModel> Rank<M> {
+impl<M: Module, B: GraphInput> Rank<M, B> {
     pub fn new(device: Device, model: M, optimizer: Optimizer) -> Self {
         Self {
             device,
@@ -144,42 +133,44 @@ impl<M: LanguageModel> Rank<M> {
     }
 
     /// Joins `groups`, whose ranks have the same weights or shards of them, and keeps the parts of
-    /// model and optimizer that `config` assigns to this rank. `names` are the parameter names in
-    /// the single-rank model.
+    /// model and optimizer that `settings` assign to this rank. `splits` are the parameters that
+    /// are split already, and `names` the parameter names in the single-rank model.
     ///
     /// # Errors
     /// Returns an error if the optimizer state does not match.
     pub fn join(
         &mut self,
         groups: &ParallelGroups,
-        config: &RunConfig,
+        settings: &Settings,
+        splits: Vec<ModelPartition>,
         names: BTreeMap<u64, String>,
     ) -> Result<()> {
-        let splits = self.model().partitions(groups);
-        let replicas = Replicas::new(groups, self.model());
-        let is_sharded = (config.fsdp || config.zero1) && groups.batch().size() > 1;
-        if splits.is_empty() && !is_sharded {
-            self.average(replicas, config.decorate.is_some());
+        let replicas = Replicas::new(groups, self.model(), settings.loss);
+        let sharding = match groups.batch().size() {
+            1 => Sharding::None,
+            _ => settings.sharding,
+        };
+        if splits.is_empty() && sharding == Sharding::None {
+            self.average(replicas, settings.reduces_in_backward);
             return Ok(());
         }
         let state = self.optimizer.to_bytes()?;
-        let mut sharded = Vec::new();
-        if is_sharded && config.fsdp {
-            let model = self.model.take().expect(KEPT);
-            let model = fully_shard_experts(model, replicas.groups());
-            sharded = Shards::of_experts(&model, replicas.groups());
-            self.model = Some(model);
-        } else if is_sharded {
-            sharded = Shards::shardable_experts(self.model(), replicas.groups());
-        }
+        let sharded = match sharding {
+            Sharding::None => Vec::new(),
+            Sharding::Optimizer => Shards::shardable_experts(self.model(), replicas.groups()),
+            Sharding::Full => {
+                let model = self.model.take().expect(KEPT);
+                let model = fully_shard_experts(model, replicas.groups());
+                let sharded = Shards::of_experts(&model, replicas.groups());
+                self.model = Some(model);
+                sharded
+            }
+        };
+        let of_model = sharding == Sharding::Full;
+        let levels = sharded.iter();
+        let levels = levels.map(|shards| replicas.level(groups, shards, of_model));
         let partition = Partition {
-            levels: (splits.iter().map(split_level))
-                .chain(
-                    sharded
-                        .iter()
-                        .map(|shards| replicas.level(groups, shards, config.fsdp)),
-                )
-                .collect(),
+            levels: splits.iter().map(split_level).chain(levels).collect(),
             rank: groups.world().rank(),
             // Sharding alone does not change the names.
             names: match splits.is_empty() {
@@ -194,40 +185,36 @@ impl<M: LanguageModel> Rank<M> {
         let splits: Vec<_> = splits.collect();
         let state = parts::slice(state, &partition)?;
         self.partition = Some(partition);
-        let ids = sharded
-            .iter()
-            .flat_map(|shards| &shards.ids)
-            .copied()
-            .collect();
-        if is_sharded && config.zero1 {
+        if sharding == Sharding::Optimizer {
             self.optimizer = self.optimizer.sharded(replicas.groups(), splits)?;
             self.averaging = Averaging::Optimizer(replicas);
         } else {
+            let ids = sharded.iter().flat_map(|shards| &shards.ids).copied();
+            let ids: BTreeSet<u64> = ids.collect();
             self.optimizer = self.optimizer.fresh();
-            let sets = Shards::with_splits(sharded, &splits);
-            self.optimizer.set_shards(sets)?;
-            match is_sharded {
-                true => self.averaging = Averaging::Sharded(replicas, ids),
-                false => self.average(replicas, config.decorate.is_some()),
+            self.optimizer
+                .set_shards(Shards::with_splits(sharded, &splits))?;
+            match sharding {
+                Sharding::Full => self.averaging = Averaging::Ranks(replicas, ids),
+                _ => self.average(replicas, settings.reduces_in_backward),
             }
         }
         self.optimizer.load(state, &self.device)
     }
 
-    /// Enables averaging of gradients over the ranks with other shares of the batch. Decorated
-    /// layers find their weights by the parameters' tensors, which averaging in the backward would
-    /// replace. Their gradients are therefore averaged after the backward.
-    fn average(&mut self, replicas: Replicas, is_decorated: bool) {
+    /// Enables averaging of gradients over the ranks with other shares of the batch, which begins in
+    /// the backward if `in_backward`.
+    fn average(&mut self, replicas: Replicas, in_backward: bool) {
         if replicas.batch.size() == 1 {
             return;
         }
-        if !is_decorated {
+        if in_backward {
             let model = self.model.take().expect(KEPT);
             let groups = replicas.groups();
             let model = average_replicated_in_backward(model, groups, SMALLEST_ALONE);
             self.model = Some(model);
         }
-        self.averaging = Averaging::Ranks(replicas);
+        self.averaging = Averaging::Ranks(replicas, BTreeSet::new());
     }
 
     /// Returns the split of the parameters over ranks, if they are split.
@@ -240,20 +227,29 @@ impl<M: LanguageModel> Rank<M> {
         self.model.as_ref().expect(KEPT)
     }
 
+    /// Gathers the parameters that are sharded over ranks, and returns the model without autodiff.
+    /// All ranks call this function.
+    pub fn whole(&self) -> M {
+        match &self.averaging {
+            Averaging::Ranks(_, sharded) if !sharded.is_empty() => gather(self.model().valid()),
+            _ => self.model().valid(),
+        }
+    }
+
     /// From here on, launches each step as a graph of this model and optimizer, after three
-    /// ordinary steps.
+    /// ordinary steps. Does nothing if they are launched so already.
     ///
     /// # Errors
     /// Returns an error if the device does not support graphs, or already has one.
     pub fn begin_graph(&mut self) -> Result<()> {
-        let steps = GraphSteps::begin(self.model(), &self.device)?;
-        self.graph = Some(Graph::new(steps));
+        if self.graph.is_none() {
+            self.graph = Some(Graph {
+                steps: GraphSteps::begin(self.model(), &self.device)?,
+                input: None,
+                loss: None,
+            });
+        }
         Ok(())
-    }
-
-    /// Returns true if steps run as a graph.
-    pub fn has_graph(&self) -> bool {
-        self.graph.is_some()
     }
 
     /// Returns true if the next step is the last ordinary one before the capture.
@@ -266,25 +262,31 @@ impl<M: LanguageModel> Rank<M> {
         self.graph = None;
     }
 
-    /// Runs one step without synchronizing with the device. If the step is [watched](Watched), its
-    /// kernels are launched one by one even if a graph was captured.
+    /// Runs one step on `input` with the losses of its batches, without synchronizing with the
+    /// device. If the step is [watched](Watched), its kernels are launched one by one even if a
+    /// graph was captured.
     ///
     /// # Errors
-    /// With a graph, returns an error if the device cannot capture or replay the step, or if the
-    /// optimizer cannot run in a graph.
-    pub fn step(&mut self, batch: Batch, lr: f64, watched: Watched) -> Result<()> {
-        let (inputs, targets) = batch.tensors(&self.device);
+    /// Returns the errors of `loss`. With a graph, returns an error if the device cannot capture or
+    /// replay the step, or if the optimizer cannot run in a graph.
+    pub fn step(
+        &mut self,
+        input: StepInput<B>,
+        lr: f64,
+        watched: Watched,
+        loss: impl Loss<M, B>,
+    ) -> Result<()> {
         let loss = match self.graph.take() {
             None => {
-                let (loss, gradients) = self.gradients(inputs, targets);
+                let (loss, gradients) = self.gradients(&input, &loss)?;
                 let model = self.model.take().expect(KEPT);
                 self.model = Some(self.optimizer.step(lr, model, gradients));
                 loss
             }
             Some(mut graph) => {
-                graph.load(inputs, targets)?;
+                graph.load(input)?;
                 self.optimizer.begin_step(lr, &self.device)?;
-                let loss = self.graph_step(&mut graph, watched)?;
+                let loss = self.graph_step(&mut graph, watched, &loss)?;
                 self.graph = Some(graph);
                 loss
             }
@@ -293,28 +295,27 @@ impl<M: LanguageModel> Rank<M> {
         Ok(())
     }
 
-    /// Runs a step of `graph`, whose batch and learning rate are on the device, and returns its
+    /// Runs a step of `graph`, whose input and learning rate are on the device, and returns its
     /// loss.
-    fn graph_step(&mut self, graph: &mut Graph, watched: Watched) -> Result<Tensor<1>> {
-        let Graph { steps, batch, loss } = graph;
-        let (inputs, targets) = batch.as_ref().expect("`load` has put it there");
+    fn graph_step(
+        &mut self,
+        graph: &mut Graph<B>,
+        watched: Watched,
+        of_batch: &impl Loss<M, B>,
+    ) -> Result<Tensor<1>> {
+        let Graph { steps, input, loss } = graph;
+        let input = input.as_ref().expect("`load` has put it there");
         let mut made = None;
-        let step = || {
-            let (inputs, targets) = (inputs.clone(), targets.clone());
-            let (of_step, gradients) = self.gradients(inputs, targets);
-            made = Some(of_step);
-            let model = self.model.take().expect(KEPT);
-            self.model = Some(self.optimizer.step_begun(model, gradients));
-        };
+        let step = || made = Some(self.begun_step(input, of_batch));
         let of_step = match watched {
             Watched::Yes => {
                 steps.launch(step)?;
-                made
+                made.transpose()?
             }
             Watched::No => {
                 steps.step(step)?;
                 // A replay returns no new loss tensor: it overwrites the one from the capture.
-                *loss = made.or(loss.take());
+                *loss = made.transpose()?.or(loss.take());
                 loss.clone()
             }
         };
@@ -322,33 +323,65 @@ impl<M: LanguageModel> Rank<M> {
         Ok(of_step.expect("a step has been taken").mul_scalar(1.0))
     }
 
-    /// Returns the loss of a batch, without autodiff, and the gradients of all parameters, averaged
-    /// over the ranks.
+    /// Runs the step that the optimizer has begun, kernel by kernel.
+    fn begun_step(&mut self, input: &StepInput<B>, loss: &impl Loss<M, B>) -> Result<Tensor<1>> {
+        let (loss, gradients) = self.gradients(input, loss)?;
+        let model = self.model.take().expect(KEPT);
+        self.model = Some(self.optimizer.step_begun(model, gradients));
+        Ok(loss)
+    }
+
+    /// Returns this rank's loss of a step, without autodiff, and the gradients of all parameters,
+    /// averaged over the ranks.
     fn gradients(
         &self,
-        inputs: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
-    ) -> (Tensor<1>, GradientsParams) {
+        input: &StepInput<B>,
+        loss: &impl Loss<M, B>,
+    ) -> Result<(Tensor<1>, GradientsParams)> {
         let model = self.model();
-        let loss = model.training_loss(inputs, targets);
-        let kept = loss.clone().without_autodiff();
-        let loss = match self.averaging.replicas() {
-            Some(replicas) if replicas.loss() == RankLoss::Share => {
-                loss.div_scalar(replicas.batch.size() as f64)
+        let scale = input.scale();
+        let of_batch = |batch: &B| self.gradients_of(batch, scale.as_ref(), loss);
+        let (loss, mut gradients) = match &input.batches[..] {
+            [batch] => of_batch(batch)?,
+            batches => {
+                let mut accumulator = GradientsAccumulator::new();
+                let mut losses = Vec::new();
+                for batch in batches {
+                    let (loss, gradients) = of_batch(batch)?;
+                    accumulator.accumulate(model, gradients);
+                    losses.push(loss);
+                }
+                (Tensor::cat(losses, 0).sum(), accumulator.grads())
             }
-            _ => loss,
         };
-        let mut gradients = GradientsParams::from_grads(loss.backward(), model);
-        match &self.averaging {
-            Averaging::None | Averaging::Optimizer(_) => {}
-            Averaging::Ranks(replicas) => {
-                average_expert_gradients(model, &mut gradients, replicas.groups());
-            }
-            Averaging::Sharded(replicas, ids) => {
-                reduce_expert_gradients(model, &mut gradients, replicas.groups(), ids);
-            }
+        if let Averaging::Ranks(replicas, sharded) = &self.averaging {
+            reduce_expert_gradients(model, &mut gradients, replicas.groups(), sharded);
         }
-        (kept, gradients)
+        Ok((loss, gradients))
+    }
+
+    /// Returns the loss of a batch, without autodiff, and the gradients of all parameters on this
+    /// rank.
+    fn gradients_of(
+        &self,
+        batch: &B,
+        scale: Option<&Tensor<1>>,
+        loss: &impl Loss<M, B>,
+    ) -> Result<(Tensor<1>, GradientsParams)> {
+        let model = self.model();
+        let loss = loss(model, batch, scale)?;
+        let kept = loss.clone().without_autodiff();
+        let loss = match &self.averaging {
+            Averaging::Optimizer(replicas) | Averaging::Ranks(replicas, _) => {
+                match replicas.divisor {
+                    Some(divisor) => loss.div_scalar(divisor),
+                    None => loss,
+                }
+            }
+            Averaging::None => loss,
+        };
+        let gradients = GradientsParams::from_grads(loss.backward(), model);
+        Ok((kept, gradients))
     }
 
     /// Returns the losses of the steps since the last call; waits for the device.
@@ -366,14 +399,41 @@ impl<M: LanguageModel> Rank<M> {
     /// # Errors
     /// Returns an error that names step, rank and parameter.
     pub fn check_equal(&self, record: &Bytes, step: u64) -> Result<()> {
-        match &self.averaging {
-            Averaging::None | Averaging::Sharded(..) => Ok(()),
-            Averaging::Optimizer(replicas) | Averaging::Ranks(replicas) => {
-                let is_expert = |id| replicas.experts.contains(&ParamId::from(id));
-                check_equal(record, &replicas.batch, step, |id| !is_expert(id))?;
-                check_equal(record, &replicas.data, step, is_expert)
-            }
-        }
+        let none = BTreeSet::new();
+        let (replicas, sharded) = match &self.averaging {
+            Averaging::None => return Ok(()),
+            Averaging::Optimizer(replicas) => (replicas, &none),
+            Averaging::Ranks(replicas, sharded) => (replicas, sharded),
+        };
+        let is_expert = |id: u64| replicas.experts.contains(&ParamId::from(id));
+        let is_whole = |id: u64| !sharded.contains(&id);
+        check_equal(record, &replicas.batch, step, |id| {
+            is_whole(id) && !is_expert(id)
+        })?;
+        check_equal(record, &replicas.data, step, |id| {
+            is_whole(id) && is_expert(id)
+        })
+    }
+}
+
+/// Loss of a batch, given the model, the batch, and the [scale](StepInput::scale) of the step.
+pub(crate) trait Loss<M, B>: Fn(&M, &B, Option<&Tensor<1>>) -> Result<Tensor<1>> {}
+
+impl<M, B, F: Fn(&M, &B, Option<&Tensor<1>>) -> Result<Tensor<1>>> Loss<M, B> for F {}
+
+/// Tensors that the steps of a graph read.
+pub trait GraphInput: Sized {
+    /// Copies `from` into the memory of this input.
+    ///
+    /// # Errors
+    /// Returns an error if the device has no graphs, or the shapes differ.
+    fn filled(self, from: Self) -> Result<Self>;
+}
+
+/// Inputs and targets.
+impl GraphInput for (Tensor<2, Int>, Tensor<2, Int>) {
+    fn filled(self, from: Self) -> Result<Self> {
+        Ok((copy_into(self.0, from.0)?, copy_into(self.1, from.1)?))
     }
 }
 
@@ -390,28 +450,20 @@ fn split_level(split: &ModelPartition) -> Level {
 }
 
 /// The steps of a rank, as a CUDA graph.
-struct Graph {
+struct Graph<B> {
     steps: GraphSteps,
-    /// Input and target buffers that the graph reads.
-    batch: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
+    /// Input buffers that the graph reads.
+    input: Option<StepInput<B>>,
     /// Loss of the last step, in the buffer that the graph writes.
     loss: Option<Tensor<1>>,
 }
 
-impl Graph {
-    fn new(steps: GraphSteps) -> Self {
-        Self {
-            steps,
-            batch: None,
-            loss: None,
-        }
-    }
-
-    /// Copies a batch into the graph's input buffers.
-    fn load(&mut self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Result<()> {
-        self.batch = Some(match self.batch.take() {
-            None => (inputs, targets),
-            Some(before) => (copy_into(before.0, inputs)?, copy_into(before.1, targets)?),
+impl<B: GraphInput> Graph<B> {
+    /// Copies the input of the next step into the graph's buffers.
+    fn load(&mut self, input: StepInput<B>) -> Result<()> {
+        self.input = Some(match self.input.take() {
+            None => input,
+            Some(before) => before.filled(input)?,
         });
         Ok(())
     }
@@ -446,7 +498,9 @@ mod tests {
     #[test]
     fn steps_of_a_graph_are_ordinary_ones() {
         use crate::config::{Activation, Preset, RecipeName, RunConfig};
-        use crate::model::Transformer;
+        use crate::data::Batch;
+        use crate::model::{LanguageModel, Transformer};
+        use crate::train::bytes::{loss, step_input};
 
         let (device, name, steps) = match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cuda")]
@@ -474,9 +528,11 @@ mod tests {
         };
         let batch = |step| Batch::random(1, step, config.batch, config.model.context);
         let lr = |step| config.lr * (1.0 + step as f64);
+        let input = |step| step_input(batch(step), &device);
         let mut ordinary = rank();
         for step in 0..steps {
-            ordinary.step(batch(step), lr(step), Watched::No).unwrap();
+            let watched = Watched::No;
+            ordinary.step(input(step), lr(step), watched, loss).unwrap();
         }
         let mut captured = rank();
         captured.begin_graph().unwrap();
@@ -486,7 +542,7 @@ mod tests {
                 20 => Watched::Yes,
                 _ => Watched::No,
             };
-            captured.step(batch(step), lr(step), watched).unwrap();
+            captured.step(input(step), lr(step), watched, loss).unwrap();
         }
         let graph = captured.graph.as_ref().unwrap();
         assert_eq!(graph.steps.is_captured(), name != "cpu");

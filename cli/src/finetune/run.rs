@@ -2,27 +2,24 @@
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use nvfp4_lm::checkpoint::{read_json, write_json};
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::data::TextReader;
-use nvfp4_lm::finetune::{Finetune, FinetuneConfig, Objective, TrainingData};
-use nvfp4_lm::hf::Dtype;
+use nvfp4_lm::finetune::{Finetune, FinetuneConfig, FinetuneTask, Objective, TrainingData};
+use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
 use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
 use nvfp4_lm::tokens::Cut;
-use nvfp4_lm::train::Outcome;
 use serde::{Deserialize, Serialize};
 
-use super::options::{Defaults, TrainingOptions};
+use super::options::{Defaults, SavedType, TrainingOptions};
 use crate::device::DeviceName;
-use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
-use crate::ranks::{Quiet, Ranks, launch};
-use crate::shell::{program, quoted};
+use crate::ranks::Ranks;
+use crate::session::{Session, absolute, check_new, read_config};
 
 /// Subfolder of the trained model.
 const MODEL: &str = "model";
@@ -50,20 +47,11 @@ pub(crate) struct Start {
 /// Output written at the end of the run; the contents of `result.json`.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Written {
-    dtype: Saved,
+    dtype: SavedType,
     /// True if the model is written, and not only adapters.
     model: bool,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     export: Option<Export>,
-}
-
-/// Type of the saved tensors.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum Saved {
-    F32,
-    Bf16,
-    F16,
 }
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
@@ -96,7 +84,7 @@ mod by_name {
 }
 
 /// A run that is ready to start.
-pub(crate) struct Session {
+pub(crate) struct FinetuneRun {
     config: FinetuneConfig,
     written: Written,
     /// True if the folder does not yet hold the run's configuration.
@@ -108,7 +96,7 @@ pub(crate) struct Session {
     command: &'static str,
 }
 
-impl Session {
+impl FinetuneRun {
     /// Starts a new run and writes its tokens to its folder. All `ranks` call this function; rank 0
     /// writes.
     pub(crate) fn begin(
@@ -148,11 +136,7 @@ impl Session {
         ranks: usize,
     ) -> Result<(FinetuneConfig, Written, PathBuf)> {
         let folder = options.out.clone().context("out is not given")?;
-        ensure!(
-            !folder.join(CONFIG).exists(),
-            "out {} already holds a run: resume it by --resume {0}, or choose another folder",
-            folder.display()
-        );
+        check_new(&folder, CONFIG)?;
         let device = DeviceName::or_best(options.device)?;
         let activation = options.activation(device);
         let (recipe_name, recipe) = options.recipe(activation, device, start.frozen)?;
@@ -162,16 +146,15 @@ impl Session {
         // A default that fits the model's maximum context.
         let context = options.context.unwrap_or(CONTEXT.min(reader.longest()));
         let shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
-            let (shards, found) = reader.shards(paths, &folder.join(name))?;
+            let (mut shards, found) = reader.shards(paths, &folder.join(name))?;
             if found.documents > 0 {
                 eprintln!(
                     "{name}: {} documents, {} files left out because they are empty or not UTF-8",
                     found.documents, found.skipped
                 );
             }
-            // Absolute, so that the run can be resumed from another working directory.
-            let absolute = shards.iter().map(|path| Ok(std::path::absolute(path)?));
-            absolute.collect()
+            absolute(&mut shards)?;
+            Ok(shards)
         };
         let steps = options.steps;
         let config = FinetuneConfig {
@@ -208,11 +191,7 @@ impl Session {
         config.check_ranks(ranks)?;
         let scheme = options.export_scheme.or(options.qat);
         let written = Written {
-            dtype: match options.save_dtype.into() {
-                Dtype::F32 => Saved::F32,
-                Dtype::F16 => Saved::F16,
-                _ => Saved::Bf16,
-            },
+            dtype: options.save_dtype,
             model: config.lora.is_none() || start.merge,
             export: options.export.map(|dialect| Export {
                 dialect,
@@ -238,13 +217,7 @@ impl Session {
         command: &'static str,
         ranks: &Ranks,
     ) -> Result<Self> {
-        let path = folder.join(CONFIG);
-        ensure!(
-            path.exists(),
-            "resume {} is not the folder of a run: it has no {CONFIG}",
-            folder.display()
-        );
-        let mut config: FinetuneConfig = read_json(&path)?;
+        let (path, mut config): (_, FinetuneConfig) = read_config(folder, CONFIG)?;
         let device = match options.device {
             Some(device) => device,
             None => DeviceName::of_config(&path, &config.device)?,
@@ -266,59 +239,38 @@ impl Session {
 
     /// Trains, then writes the model.
     pub(crate) fn run(self, ranks: &Ranks) -> Result<ExitCode> {
-        let config = &self.config;
-        let group = ranks.group();
-        let device = agree(group, self.device.open())?;
-        let world = agree(group, ranks.connected_world(&device, &config.device))?;
-        ranks.label("reading the tokens");
-        let open = || {
+        let Self {
+            config,
+            folder,
+            stop_at,
+            ..
+        } = &self;
+        let groups = |world: &_| {
+            let dtype = config.grad_reduce.into();
+            Ok(ParallelGroups::data_parallel(world, dtype))
+        };
+        let session = Session::open(ranks, self.device, groups, self.command, folder, *stop_at)?;
+        let data = session.read("reading the tokens", || {
             let vocabulary = TextReader::read(&config.model)?.vocabulary();
             TrainingData::open(config, vocabulary)
-        };
-        let data = agree(group, open())?;
+        })?;
         if ranks.is_first() {
             self.describe_rows(&data);
-            self.describe(&data, group.size());
+            self.describe(&data, ranks.group().size());
         }
-        let interrupt = watch_interrupts()?;
-        ranks.label("loading the model");
-        let mut run = Finetune::open_rank(config, &data, &device, &self.folder, world)?;
+        let mut trainer = session.start(FinetuneTask::new(config, &data), folder)?;
         if self.is_new {
             // The run has begun; from here on it can be resumed.
-            on_first(group, || {
-                write_json(&self.folder.join(RESULT), &self.written)?;
-                write_json(&self.folder.join(CONFIG), config)
+            on_first(ranks.group(), || {
+                write_json(&folder.join(RESULT), &self.written)?;
+                write_json(&folder.join(CONFIG), config)
             })?;
         }
-        let outcome = match ranks.is_first() {
-            false => run.train(self.stop_at, &mut Quiet(interrupt.clone())),
-            true => {
-                let mut progress = Progress::new(
-                    config.recipe_name.clone(),
-                    (run.step(), config.steps),
-                    interrupt.clone(),
-                    &device,
-                    matches!(self.device, DeviceName::Cuda(_)),
-                );
-                let outcome = run.train(self.stop_at, &mut progress);
-                progress.finish();
-                outcome
-            }
-        };
-        if outcome? == Outcome::Stopped {
-            if ranks.is_first() {
-                println!(
-                    "stopped; to resume: {} {}{} --resume {}",
-                    program(),
-                    launch(group.size()),
-                    self.command,
-                    quoted(&self.folder.to_string_lossy())
-                );
-            }
-            let stopped = interrupt.load(Ordering::Relaxed);
-            return Ok(ExitCode::from(if stopped { INTERRUPTED } else { 0 }));
+        session.train(&mut trainer)?;
+        if trainer.step() < config.steps {
+            return Ok(session.stopped());
         }
-        self.report(&run, ranks)?;
+        self.report(&trainer, &session)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -420,8 +372,9 @@ impl Session {
         ))
     }
 
-    /// Writes the trained model and prints its perplexity.
-    fn report(&self, run: &Finetune<'_>, ranks: &Ranks) -> Result<()> {
+    /// Writes the trained model, and prints its perplexity and the measurements of the run.
+    fn report(&self, run: &Finetune<'_>, session: &Session<'_>) -> Result<()> {
+        let ranks = session.ranks;
         let say = |text: String| {
             if ranks.is_first() {
                 println!("{text}");
@@ -433,6 +386,7 @@ impl Session {
         let is_missing = [0, 1, 2].map(|at| !folders[at].exists());
         let perplexity = on_first(ranks.group(), || self.perplexity())?;
         say(perplexity.unwrap_or_default());
+        session.measured(run).into_iter().flatten().for_each(say);
         let [adapter, model, out] = folders;
         if self.config.lora.is_some() {
             if is_missing[0] {
@@ -441,12 +395,7 @@ impl Session {
             say(format!("adapter written to {}", adapter.display()));
         }
         if self.written.model && is_missing[1] {
-            let dtype = match self.written.dtype {
-                Saved::F32 => Dtype::F32,
-                Saved::Bf16 => Dtype::BF16,
-                Saved::F16 => Dtype::F16,
-            };
-            run.save_model(&model, dtype)?;
+            run.save_model(&model, self.written.dtype.into())?;
         }
         if self.written.model {
             say(format!("model written to {}", model.display()));

@@ -1,0 +1,327 @@
+//! The task of `nvfp4 finetune` and `nvfp4 pretrain`: decoders, trained on packed rows of tokens.
+
+use std::path::Path;
+
+use anyhow::{Result, ensure};
+use burn::tensor::{Bytes, Device, FloatDType, Tensor};
+use burn_nvfp4::loss::{CHUNK_BYTES, Head, KlDivergence, try_linear_kl_divergence};
+use burn_nvfp4::parallel::ProcessGroup;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::config::{FinetuneConfig, Objective};
+use super::data::TrainingData;
+use super::loss::{SUM, cross_entropy_of, flat, head};
+use super::memory::budget;
+use super::parameters;
+use super::step::{DeviceBatch, step_input};
+use crate::checkpoint::read_json;
+use crate::decoder::{Decoder, FrozenForm};
+use crate::groups::ParallelGroups;
+use crate::hf::config::CONFIG_FILE;
+use crate::hf::{DecoderConfig, TensorFolder};
+use crate::optim::Optimizer;
+use crate::random::hash;
+use crate::tokens::{Order, Position, RowBatch};
+use crate::train::{LossReduction, Settings, Sharding, StepInput, Task};
+
+/// Training of a decoder from a Hugging Face folder.
+pub struct FinetuneTask<'a> {
+    config: &'a FinetuneConfig,
+    data: &'a TrainingData,
+    order: Order,
+    /// Maximum number of documents in a row, its padding included, if steps run as a graph: their
+    /// tensors have the same shapes.
+    documents: Option<usize>,
+    /// Teacher, on the device without autodiff, once the model is built.
+    teacher: Option<Decoder>,
+    /// Hashes of the inputs that stay constant during the run, once the model is built.
+    frozen: Option<Frozen>,
+}
+
+/// Configuration and data of a run, as a checkpoint stores them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FinetuneRun {
+    config: FinetuneConfig,
+    /// Fingerprint of the tokens.
+    data: String,
+    /// Hashes of the inputs that stay constant during the run; absent in checkpoints of older
+    /// versions.
+    #[serde(default)]
+    frozen: Option<Frozen>,
+    /// Position of the next row.
+    position: Position,
+}
+
+/// Hashes of the run's inputs other than its trained parameters.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Frozen {
+    /// Architecture of the model.
+    architecture: String,
+    /// Tensors of the model, if they are frozen.
+    base: Option<String>,
+    /// Architecture and tensors of the teacher.
+    teacher: Option<[String; 2]>,
+}
+
+impl Frozen {
+    /// Hashes the inputs of the run `config`.
+    fn read(config: &FinetuneConfig) -> Result<Self> {
+        let architecture = |folder: &Path| -> Result<String> {
+            let config = DecoderConfig::read(folder)?;
+            let json: Value = read_json(&folder.join(CONFIG_FILE))?;
+            let text = format!("{config:?}{}", json["quantization_config"]);
+            Ok(format!("{:016x}", hash(text.as_bytes())))
+        };
+        let tensors = |folder: &Path| -> Result<String> {
+            Ok(format!("{:016x}", TensorFolder::open(folder)?.hash()))
+        };
+        Ok(Self {
+            architecture: architecture(&config.model)?,
+            base: (config.lora.as_ref())
+                .map(|_| tensors(&config.model))
+                .transpose()?,
+            teacher: match &config.objective {
+                Objective::CrossEntropy => None,
+                Objective::Distillation { teacher, .. } => {
+                    Some([architecture(teacher)?, tensors(teacher)?])
+                }
+            },
+        })
+    }
+
+    /// Returns an error unless the run can continue from `saved` with the current inputs.
+    fn check(&self, saved: &Self, config: &FinetuneConfig) -> Result<()> {
+        let model = config.model.display();
+        ensure!(
+            self.architecture == saved.architecture,
+            "config.json of {model} is not that of the checkpoint: it has changed since"
+        );
+        ensure!(
+            self.base == saved.base,
+            "the weights of {model} are not those of the checkpoint: they have changed since, and \
+             its adapters were trained beside others"
+        );
+        if let Objective::Distillation { teacher, .. } = &config.objective {
+            ensure!(
+                self.teacher == saved.teacher,
+                "the teacher {} is not that of the checkpoint: it has changed since",
+                teacher.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+impl<'a> FinetuneTask<'a> {
+    /// Creates the task of the run `config` on `data`.
+    pub fn new(config: &'a FinetuneConfig, data: &'a TrainingData) -> Self {
+        Self {
+            config,
+            data,
+            order: Order::new(config.seed, data.train.len()),
+            documents: (config.graph).then(|| data.train.most_documents() + 1),
+            teacher: None,
+            frozen: None,
+        }
+    }
+
+    /// Returns the configuration of the run.
+    pub fn config(&self) -> &'a FinetuneConfig {
+        self.config
+    }
+
+    /// Returns the rows of the run.
+    pub fn data(&self) -> &'a TrainingData {
+        self.data
+    }
+
+    /// Loads the teacher of `model` on the device `plain`, if there is one.
+    fn load_teacher(&self, model: &Decoder, plain: &Device) -> Result<Option<Decoder>> {
+        let Objective::Distillation { teacher, form, .. } = &self.config.objective else {
+            return Ok(None);
+        };
+        let loaded = Decoder::load_frozen(teacher, plain, self.config.activation.into(), *form)?;
+        let (found, own) = (loaded.config().vocab, model.config().vocab);
+        ensure!(
+            found == own,
+            "teacher {} has {found} tokens, but the model has {own}",
+            teacher.display()
+        );
+        Ok(Some(loaded))
+    }
+
+    /// Checks that `model` and the teacher compute the same for every step of a graph.
+    fn check_graph(&self, model: &Decoder) -> Result<()> {
+        let context = self.config.context;
+        for (name, model) in [("model", Some(model)), ("teacher", self.teacher.as_ref())] {
+            ensure!(
+                model.is_none_or(|model| model.has_fixed_positions(context)),
+                "graph is true, but the rotary positions of the {name} depend on the length of a \
+                 text up to context ({context}), and a graph has those of its capture"
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Task for FinetuneTask<'_> {
+    type Whole = Decoder;
+    type Model = Decoder;
+    type Batch = DeviceBatch;
+    type Run = FinetuneRun;
+
+    fn settings(&self, groups: &ParallelGroups) -> Result<Settings> {
+        let (config, ranks) = (self.config, groups.world().size());
+        config.check()?;
+        config.check_ranks(ranks)?;
+        Ok(Settings {
+            recipe: config.recipe_name.clone(),
+            schedule: config.schedule(),
+            tokens_per_step: (config.rows_per_step() * config.context) as u64,
+            optimizer: Optimizer::adamw(config.weight_decay, config.grad_clip)?,
+            sharding: match config.fsdp {
+                true => Sharding::Full,
+                false => Sharding::None,
+            },
+            // The loss of a step is the sum over its targets divided by their number on all ranks.
+            loss: LossReduction::Sum,
+            // Gradients accumulated over several forward passes are exchanged once, after the last.
+            reduces_in_backward: config.accumulate == 1,
+            budget: budget(config, ranks)?,
+        })
+    }
+
+    fn build(&mut self, device: &Device) -> Result<Decoder> {
+        let config = self.config;
+        let activation = config.activation.into();
+        let masters = match config.lora {
+            None => FloatDType::F32,
+            Some(_) => activation,
+        };
+        let model = Decoder::load_frozen(&config.model, device, masters, config.frozen)?;
+        model.config().check_length("context", config.context)?;
+        let model = match config.frozen {
+            FrozenForm::High => model.into_training(&config.recipe, activation)?,
+            FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,
+        };
+        let model = match &config.lora {
+            None => model,
+            Some(lora) => model.into_lora(lora, config.seed)?,
+        };
+        let model = model.with_recompute(config.recompute)?;
+        self.teacher = self.load_teacher(&model, &device.clone().without_autodiff())?;
+        self.frozen = Some(Frozen::read(config)?);
+        if config.graph {
+            self.check_graph(&model)?;
+        }
+        Ok(model)
+    }
+
+    fn part_of(&self, whole: Decoder, groups: &ParallelGroups) -> Result<Decoder> {
+        groups.number_draws(&whole)?;
+        Ok(whole)
+    }
+
+    fn record(&self, model: &Decoder) -> Result<Bytes> {
+        parameters::to_bytes(model)
+    }
+
+    fn load(&self, whole: Decoder, record: Bytes) -> Result<Decoder> {
+        parameters::load(whole, record)
+    }
+
+    fn run(&self) -> FinetuneRun {
+        FinetuneRun {
+            config: self.config.clone(),
+            data: self.data.fingerprint.clone(),
+            frozen: self.frozen.clone(),
+            position: self.order.position(),
+        }
+    }
+
+    fn resume(&mut self, run: FinetuneRun) -> Result<()> {
+        // A run may be resumed on another device, with other launch options, and on other ranks.
+        let config = FinetuneConfig {
+            device: self.config.device.clone(),
+            graph: self.config.graph,
+            ..run.config
+        };
+        ensure!(
+            config == *self.config,
+            "it belongs to a run with another configuration"
+        );
+        ensure!(
+            run.data == self.data.fingerprint,
+            "the tokens have changed since: they were {} and are {}",
+            run.data,
+            self.data.fingerprint
+        );
+        if let (Some(own), Some(saved)) = (&self.frozen, &run.frozen) {
+            own.check(saved, self.config)?;
+        }
+        self.order.seek(run.position);
+        Ok(())
+    }
+
+    fn batches(
+        &mut self,
+        _step: u64,
+        device: &Device,
+        groups: &ParallelGroups,
+    ) -> Result<StepInput<DeviceBatch>> {
+        let (config, group) = (self.config, groups.batch());
+        let rows_of_rank = config.batch / group.size();
+        let rows = self.order.take(config.rows_per_step());
+        // The shares of the first forward pass, one per rank, then those of the next one.
+        let parts = rows.chunks(rows_of_rank);
+        let parts: Vec<RowBatch> = parts
+            .map(|rows| self.data.train.batch(rows))
+            .collect::<Result<_>>()?;
+        let counted = parts.iter().map(RowBatch::counted).sum();
+        let own = parts.into_iter().skip(group.rank()).step_by(group.size());
+        let own: Vec<RowBatch> = own.collect();
+        let documents = self.documents.map(|of_row| rows_of_rank * of_row);
+        step_input(&own, counted, documents, device)
+    }
+
+    /// Returns this batch's contribution to the mean loss over all targets of a step: the sum over
+    /// its targets times `scale`. The distribution of targets over forward passes does not matter.
+    fn loss(
+        &self,
+        model: &Decoder,
+        batch: &DeviceBatch,
+        scale: Option<&Tensor<1>>,
+    ) -> Result<Tensor<1>> {
+        let scale = scale.expect("`batches` counts targets").clone();
+        let scale = Tensor::from_inner(scale);
+        let (inputs, targets) = (batch.inputs.clone(), batch.targets.clone());
+        let features = flat(model.features_packed(inputs, &batch.rows)?);
+        match (&self.config.objective, &self.teacher) {
+            (Objective::Distillation { temperature, .. }, Some(teacher)) => {
+                let student = Head {
+                    features,
+                    weight: model.head_weight(),
+                };
+                let teacher = head(teacher, batch)?;
+                let params = KlDivergence {
+                    temperature: *temperature as f32,
+                    ..KlDivergence::default()
+                };
+                let chunk = CHUNK_BYTES;
+                let loss =
+                    try_linear_kl_divergence(student, teacher, targets, scale, params, chunk)?;
+                Ok(loss)
+            }
+            _ => Ok(model.cross_entropy(features, targets, SUM)? * scale),
+        }
+    }
+
+    /// Returns the cross entropy, in nats per target that counts.
+    fn evaluate(&self, model: &Decoder, device: &Device, group: &ProcessGroup) -> Result<f64> {
+        let &FinetuneConfig {
+            batch, eval_rows, ..
+        } = self.config;
+        cross_entropy_of(model, &self.data.valid, [batch, eval_rows], device, group)
+    }
+}

@@ -1,0 +1,204 @@
+//! The task of `nvfp4 train`: a language model over bytes, trained on text files.
+
+use std::marker::PhantomData;
+
+use anyhow::{Result, ensure};
+use burn::module::Module;
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Int, Tensor};
+use burn_nvfp4::parallel::ProcessGroup;
+use serde::{Deserialize, Serialize};
+
+use super::task::{LossReduction, Settings, Sharding, StepInput, Task};
+use crate::checkpoint::Saved;
+use crate::config::{ModelConfig, RecipeName, RunConfig};
+use crate::data::{self, Corpus, Fingerprint};
+use crate::groups::ParallelGroups;
+use crate::memory::bytes::budget;
+use crate::model::{LanguageModel, ModelPartition};
+use crate::optim::Optimizer;
+use crate::ranks::in_turns;
+
+/// Training of the model `M` of a run with one of its recipes.
+pub struct ByteTask<'a, M> {
+    config: &'a RunConfig,
+    recipe: RecipeName,
+    corpus: &'a Corpus,
+    model: PhantomData<M>,
+}
+
+/// Configuration and data of a run, as a checkpoint stores them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ByteRun {
+    /// Configuration of the run.
+    pub config: RunConfig,
+    /// Recipe of the checkpoint; one of the run's.
+    pub recipe: RecipeName,
+    /// Fingerprint of the training text.
+    pub corpus: Fingerprint,
+}
+
+/// A checkpoint of `nvfp4 train`.
+pub type Checkpoint = Saved<ByteRun>;
+
+/// Inputs and targets of a forward pass, both `[batch, time]`.
+pub(crate) type Batch = (Tensor<2, Int>, Tensor<2, Int>);
+
+impl<'a, M> ByteTask<'a, M> {
+    /// Creates the task of the run `config` with `recipe` on `corpus`.
+    pub fn new(config: &'a RunConfig, recipe: RecipeName, corpus: &'a Corpus) -> Self {
+        Self {
+            config,
+            recipe,
+            corpus,
+            model: PhantomData,
+        }
+    }
+}
+
+/// Returns the input of a step with one forward pass, on `device`.
+pub(crate) fn step_input(batch: data::Batch, device: &Device) -> StepInput<Batch> {
+    StepInput {
+        batches: vec![batch.tensors(device)],
+        counted: None,
+    }
+}
+
+/// Returns the training objective of a batch.
+pub(crate) fn loss<M: LanguageModel>(
+    model: &M,
+    (inputs, targets): &Batch,
+    _scale: Option<&Tensor<1>>,
+) -> Result<Tensor<1>> {
+    Ok(model.training_loss(inputs.clone(), targets.clone()))
+}
+
+impl<M: LanguageModel> Task for ByteTask<'_, M> {
+    type Whole = M::Whole;
+    type Model = M;
+    type Batch = Batch;
+    type Run = ByteRun;
+
+    fn settings(&self, groups: &ParallelGroups) -> Result<Settings> {
+        self.config.check()?;
+        self.config.check_ranks(groups.world().size())?;
+        self.corpus.check(self.config.model.context)?;
+        let (config, recipe) = (self.config, &self.recipe);
+        Ok(Settings {
+            recipe: recipe.clone(),
+            schedule: config.schedule(recipe),
+            tokens_per_step: (config.batch * config.model.context) as u64,
+            optimizer: Optimizer::new(config)?,
+            sharding: match (config.fsdp, config.zero1) {
+                (true, _) => Sharding::Full,
+                (false, true) => Sharding::Optimizer,
+                (false, false) => Sharding::None,
+            },
+            loss: LossReduction::Mean,
+            // Decorated layers find their weights by the parameters' tensors, which averaging in the
+            // backward would replace.
+            reduces_in_backward: config.decorate.is_none(),
+            budget: budget(config, recipe),
+        })
+    }
+
+    fn build(&mut self, device: &Device) -> Result<M::Whole> {
+        M::build(self.config, &self.recipe, device)
+    }
+
+    fn part_of(&self, whole: M::Whole, groups: &ParallelGroups) -> Result<M> {
+        M::part_of(whole, self.config, groups)
+    }
+
+    fn partitions(&self, model: &M, groups: &ParallelGroups) -> Vec<ModelPartition> {
+        model.partitions(groups)
+    }
+
+    fn record(&self, model: &M) -> Result<Bytes> {
+        Ok(model.valid().into_record().into_bytes()?)
+    }
+
+    fn load(&self, whole: M::Whole, record: Bytes) -> Result<M::Whole> {
+        Ok(whole.try_load_record(ModuleRecord::from_bytes(record)?)?)
+    }
+
+    fn run(&self) -> ByteRun {
+        ByteRun {
+            config: self.config.clone(),
+            recipe: self.recipe.clone(),
+            corpus: self.corpus.fingerprint().clone(),
+        }
+    }
+
+    fn resume(&mut self, run: ByteRun) -> Result<()> {
+        let config = self.config;
+        // A run may be resumed on another device, with other launch options, and on other ranks.
+        let resumed = RunConfig {
+            device: config.device.clone(),
+            graph: config.graph,
+            dp: config.dp,
+            tp: config.tp,
+            ep: config.ep,
+            ep_dispatch: config.ep_dispatch,
+            fsdp: config.fsdp,
+            zero1: config.zero1,
+            ..run.config
+        };
+        ensure!(
+            resumed == *config && run.recipe == self.recipe,
+            "it belongs to a run with another configuration"
+        );
+        ensure!(
+            run.corpus == *self.corpus.fingerprint(),
+            "the text has changed since: it was {:?} and is {:?}",
+            run.corpus,
+            self.corpus.fingerprint()
+        );
+        Ok(())
+    }
+
+    fn batches(
+        &mut self,
+        step: u64,
+        device: &Device,
+        groups: &ParallelGroups,
+    ) -> Result<StepInput<Batch>> {
+        let RunConfig {
+            seed, batch, model, ..
+        } = self.config;
+        let batch = (self.corpus).train_batch(*seed, step, *batch, model.context);
+        let group = groups.batch();
+        let own = batch.split(group.size()).into_iter().nth(group.rank());
+        Ok(step_input(own.expect("a part for each rank"), device))
+    }
+
+    fn loss(&self, model: &M, batch: &Batch, scale: Option<&Tensor<1>>) -> Result<Tensor<1>> {
+        loss(model, batch, scale)
+    }
+
+    /// Returns the mean loss, in nats per byte.
+    fn evaluate(&self, model: &M, device: &Device, group: &ProcessGroup) -> Result<f64> {
+        let &RunConfig {
+            eval_batches,
+            batch,
+            model: ModelConfig { context, .. },
+            ..
+        } = self.config;
+        // The ranks take the batches round-robin. All ranks run the same number of forward passes,
+        // as sharded models require; surplus passes are not counted.
+        let (rank, size) = (group.rank(), group.size());
+        let losses = (0..eval_batches.div_ceil(size))
+            .map(|round| {
+                let index = (round * size + rank).min(eval_batches - 1);
+                let batch = (self.corpus).valid_batch(index, eval_batches, batch, context);
+                let (inputs, targets) = batch.tensors(device);
+                model.loss(inputs, targets)
+            })
+            .collect();
+        let losses = Tensor::cat(losses, 0).into_data();
+        let losses: Vec<f32> = losses.iter::<f32>().collect();
+        let losses = in_turns(group, &losses, eval_batches)?;
+        let sum: f64 = losses.into_iter().map(f64::from).sum();
+        Ok(sum / eval_batches as f64)
+    }
+}
