@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use burn::module::Module;
 use burn::tensor::{Bytes, Device, Tolerance};
 use burn_nvfp4::parallel::{ExposedCommunication, ProcessGroup};
 use burn_pack::Reader;

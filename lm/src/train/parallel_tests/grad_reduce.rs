@@ -72,14 +72,17 @@ fn checkpoints_have_the_type() {
     losses(&config, &corpus, &whole, 2);
     on_ranks(&config, &corpus, &stopped, 2, |run| run.train_to(Some(3)));
     let checkpoint = stopped.checkpoint();
-    assert_eq!(checkpoint.state.config.grad_reduce, GradReduce::Bf16);
+    assert_eq!(checkpoint.state.run.config.grad_reduce, GradReduce::Bf16);
     let other = RunConfig {
         grad_reduce: GradReduce::F32,
         ..config.clone()
     };
-    let recipe = &config.recipe;
-    assert!(check_resumed(&checkpoint.state, &config, recipe, &corpus).is_ok());
-    let refused = check_resumed(&checkpoint.state, &other, recipe, &corpus).unwrap_err();
+    let resume = |config: &RunConfig| {
+        let mut task = ByteTask::<Transformer>::new(config, config.recipe.clone(), &corpus);
+        task.resume(checkpoint.state.run.clone())
+    };
+    assert!(resume(&config).is_ok());
+    let refused = resume(&other).unwrap_err();
     assert!(
         refused.to_string().contains("another configuration"),
         "{refused}"
