@@ -8,8 +8,6 @@ use nvfp4_formats::{
 use nvfp4_formats::{Layout, reference::EDEN_GROUP};
 use serde::{Deserialize, Serialize};
 
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-
 /// Rounding of the elements of a quantized tensor, with the random bits of the draw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuantRounding {
