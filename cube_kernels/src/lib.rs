@@ -39,8 +39,8 @@ pub mod zeroed;
 
 pub use cubecl;
 pub(crate) use nvfp4_formats::{
-    Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, BlockShape,
-    CrossEntropy, ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout,
-    MX_BLOCK, Nvfp4Error, Nvfp4Params, Origin, PackedReads, QuantizedTensor, RandomStream,
-    Reduction, Rounding, ScaleLayout, Storage, Usage, describe, error, format, policy, reference,
+    Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, CrossEntropy,
+    ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout, MX_BLOCK,
+    Nvfp4Error, Origin, PackedReads, QuantizedTensor, RandomStream, Reduction, ScaleLayout,
+    Storage, Usage, describe, format, policy, reference,
 };
