@@ -3,6 +3,7 @@
 mod support;
 
 mod accuracy;
+mod attention;
 mod golden;
 mod oracle;
 mod stochastic;
