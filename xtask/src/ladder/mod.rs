@@ -7,7 +7,7 @@
 mod corpus;
 mod pack;
 mod plan;
-mod record;
+pub mod record;
 mod schedule;
 #[cfg(test)]
 mod tests;
@@ -24,7 +24,7 @@ use plan::{Plan, Run};
 use record::{Record, Status};
 
 /// Folder of the recorded runs, relative to the root.
-const FOLDER: &str = "results/ladder";
+pub const FOLDER: &str = "results/ladder";
 
 /// Bytes per unit of `--limit`.
 const MIB: u64 = 1 << 20;
@@ -142,7 +142,7 @@ fn status(plan: &Plan, records: &[Record]) -> Result<()> {
 
 /// Returns the increase of a run's loss over that of bf16 with the same shape, tokens and seed, in
 /// percent.
-fn gap(record: &Record, records: &[Record]) -> Option<f64> {
+pub fn gap(record: &Record, records: &[Record]) -> Option<f64> {
     let is_baseline = |other: &&Record| {
         other.recipe == "bf16"
             && other.shape == record.shape

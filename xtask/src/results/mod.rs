@@ -4,10 +4,12 @@
 //! values of such files in one table. A page marks the position of a table:
 //!
 //! ```text
-//! <!-- results: NAME -->       or       <!-- view: NAME -->
+//! <!-- results: NAME -->       or       <!-- view: NAME -->       or       <!-- ladder: SHAPE -->
 //! (the table)
 //! <!-- end -->
 //! ```
+//!
+//! The table of a shape has its recorded runs, `results/ladder/RUN.json`.
 //!
 //! Text outside of these markers is not changed. A commit that a file names must be in the history.
 //! A dagger marks values whose code changed after the measurement.
@@ -26,11 +28,14 @@ use anyhow::{Context, Result, bail, ensure};
 
 use self::file::{FOLDER, Results};
 use self::history::History;
+use self::table::Table;
 use self::view::{Files, View};
-use crate::{book, workspace};
+use crate::ladder::record::{self, Record};
+use crate::{book, ladder, workspace};
 
 const RESULTS: &str = "<!-- results: ";
 const VIEW: &str = "<!-- view: ";
+const LADDER: &str = "<!-- ladder: ";
 const END: &str = "<!-- end -->";
 
 /// Options of `cargo xtask results`.
@@ -47,7 +52,8 @@ pub fn run(args: &Args) -> Result<()> {
     let results = read(&root.join(FOLDER), Results::parse)?;
     let views = read(&root.join(FOLDER).join("views"), View::parse)?;
     let history = History::read(&root)?;
-    let unknown = check_commits(&results, history.as_ref())?;
+    let runs = record::read(&root.join(ladder::FOLDER))?;
+    let unknown = check_commits(&results, &runs, history.as_ref())?;
     if let Some(why) = &unknown {
         ensure!(args.check, "{why}; no table was written");
         println!("{why}; nothing is said about code that changed since");
@@ -55,7 +61,7 @@ pub fn run(args: &Args) -> Result<()> {
     let files = with_marks(results, &root, history.as_ref())?;
 
     let pages = pages(&root)?;
-    let tables = Tables::new(files, views, &pages)?;
+    let tables = Tables::new(files, views, runs, &pages)?;
     let mut stale_pages = Vec::new();
     for Page { path, text } in &pages {
         let fresh = tables.rewrite(path, text).with_context(|| path.clone())?;
@@ -108,6 +114,7 @@ fn read<T>(folder: &Path, parse: impl Fn(&str) -> Result<T>) -> Result<BTreeMap<
 /// Returns an error if a commit is not in a complete history.
 fn check_commits(
     files: &BTreeMap<String, Results>,
+    runs: &[Record],
     history: Option<&History>,
 ) -> Result<Option<String>> {
     let Some(history) = history else {
@@ -118,6 +125,14 @@ fn check_commits(
         let commits = results.commits().into_iter();
         let commits = commits.filter(|commit| !history.has(commit));
         absent.extend(commits.map(|commit| format!("{commit} ({FOLDER}/{name}.json)")));
+    }
+    for run in runs.iter().filter(|run| !history.has(&run.commit)) {
+        absent.push(format!(
+            "{} ({}/{}.json)",
+            run.commit,
+            ladder::FOLDER,
+            run.name
+        ));
     }
     match absent.is_empty() {
         true => Ok(None),
@@ -194,6 +209,8 @@ fn pages(root: &Path) -> Result<Vec<Page>> {
 struct Tables {
     files: Files,
     views: BTreeMap<String, View>,
+    /// Recorded runs of the ladder.
+    runs: Vec<Record>,
     /// Page of each results file.
     homes: BTreeMap<String, String>,
 }
@@ -204,15 +221,24 @@ impl Tables {
     /// # Errors
     ///
     /// Returns an error if a table has no position or several, or if a position has no table.
-    fn new(files: Files, views: BTreeMap<String, View>, pages: &[Page]) -> Result<Self> {
+    fn new(
+        files: Files,
+        views: BTreeMap<String, View>,
+        runs: Vec<Record>,
+        pages: &[Page],
+    ) -> Result<Self> {
         let mut homes = BTreeMap::new();
         let mut view_homes = BTreeMap::new();
+        let mut ladder_homes = BTreeMap::new();
         for Page { path, text } in pages {
             for line in text.lines() {
                 let (name, exists, homes) = if let Some(name) = marker(line, RESULTS) {
                     (name, files.contains_key(name), &mut homes)
                 } else if let Some(name) = marker(line, VIEW) {
                     (name, views.contains_key(name), &mut view_homes)
+                } else if let Some(shape) = marker(line, LADDER) {
+                    let exists = runs.iter().any(|run| run.shape == shape);
+                    (shape, exists, &mut ladder_homes)
                 } else {
                     continue;
                 };
@@ -229,9 +255,14 @@ impl Tables {
             let placed = view_homes.contains_key(name);
             ensure!(placed, "no page has `{VIEW}{name} -->` and `{END}`");
         }
+        for Record { shape, .. } in &runs {
+            let placed = ladder_homes.contains_key(shape);
+            ensure!(placed, "no page has `{LADDER}{shape} -->` and `{END}`");
+        }
         Ok(Self {
             files,
             views,
+            runs,
             homes,
         })
     }
@@ -251,6 +282,8 @@ impl Tables {
                 let link = |file: &str| format!("{}#{file}", relative(path, &self.homes[file]));
                 let table = self.views[name].render(&self.files, link);
                 table.with_context(|| format!("{FOLDER}/views/{name}.json"))?
+            } else if let Some(shape) = marker(line, LADDER) {
+                ladder_table(&self.runs, shape)
             } else {
                 ensure!(line != END, "`{END}` without a beginning");
                 continue;
@@ -269,6 +302,30 @@ impl Tables {
         let all = self.files.len();
         format!("{count} of {all} results files have figures of code that has changed since")
     }
+}
+
+/// Returns the table of the recorded runs of `shape`: loss, gap to bf16 with the same seed, speed.
+fn ladder_table(runs: &[Record], shape: &str) -> String {
+    let heads = ["run", "loss", "gap, %", "tokens/s", "GPU", "date", "commit"];
+    let mut table = Table::new(heads.map(str::to_owned).into());
+    for run in runs.iter().filter(|run| run.shape == shape) {
+        let loss = run.loss().map(|loss| format!("{loss:.4}"));
+        let gap = ladder::gap(run, runs).map(|gap| format!("{gap:+.2}"));
+        let speed = run
+            .tokens_per_s
+            .map(|speed| format!("{:.0} k", speed / 1e3));
+        let cells = [
+            format!("`{}`, seed {}", run.recipe, run.seed),
+            loss.unwrap_or_else(|| "diverged".into()),
+            gap.unwrap_or_default(),
+            speed.unwrap_or_default(),
+            run.gpu.clone().unwrap_or_default(),
+            run.date.clone(),
+            format!("`{}`", run.commit),
+        ];
+        table.push(cells.into(), false);
+    }
+    table.render().trim_end().to_owned() + "\n"
 }
 
 /// Returns the name in a line that begins a table.
@@ -304,7 +361,7 @@ mod tests {
             text: (*text).into(),
         };
         let pages: Vec<Page> = pages.iter().map(page).collect();
-        Ok((Tables::new(files, views, &pages)?, pages))
+        Ok((Tables::new(files, views, Vec::new(), &pages)?, pages))
     }
 
     #[test]
