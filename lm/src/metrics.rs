@@ -170,12 +170,6 @@ impl MetricsLog {
     }
 }
 
-/// Returns true if an action that occurs every `every` steps is due after step `step` of `steps`.
-/// The last step always counts.
-pub(crate) fn is_due(every: u64, step: u64, steps: u64) -> bool {
-    step.is_multiple_of(every) || step == steps
-}
-
 /// Measures the time spent on steps since the last row.
 pub(crate) struct Clock {
     running: Option<Instant>,

@@ -18,20 +18,6 @@ use burn_pack::{Reader, Writer};
 
 use crate::config::{OptimizerName, RunConfig};
 
-/// Final learning rate of the cosine, as a share of the peak.
-const FINAL_SHARE: f64 = 0.1;
-
-/// Returns the learning rate of step `step`, counted from 0, of `steps`: linear warm-up over
-/// `warmup` steps, then a cosine decay to a tenth.
-pub fn learning_rate(step: u64, steps: u64, warmup: u64, highest: f64) -> f64 {
-    if step < warmup {
-        return highest * (step + 1) as f64 / (warmup + 1) as f64;
-    }
-    let progress = (step - warmup) as f64 / (steps - warmup).max(1) as f64;
-    let cosine = 0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos());
-    highest * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
-}
-
 /// Suffix of the first moment in a file, after the parameter's ID.
 const FIRST: &str = "first";
 /// Suffix of the second moment.
@@ -325,17 +311,6 @@ mod tests {
     const BETA_1: f64 = 0.9;
     const BETA_2: f64 = 0.95;
     const EPSILON: f64 = 1e-8;
-
-    #[test]
-    fn the_learning_rate_rises_and_falls() {
-        let at = |step| learning_rate(step, 100, 10, 2.0);
-        assert!((at(0) - 2.0 / 11.0).abs() < 1e-12);
-        assert!((at(10) - 2.0).abs() < 1e-12);
-        assert!((1..=10).all(|step| at(step) > at(step - 1)));
-        assert!((11..100).all(|step| at(step) < at(step - 1)));
-        assert!(at(99) > 0.2 && at(99) < 0.21);
-        assert!((learning_rate(0, 1, 0, 2.0) - 2.0).abs() < 1e-12);
-    }
 
     /// Checks two steps against the formulas, one with a clipped gradient and one without.
     #[cfg(feature = "flex")]

@@ -13,7 +13,7 @@ use nvfp4_kernels::gemm::{
 };
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-use super::cube::tensors::float_kind;
+use super::dtype::float_kind;
 use super::spec::{OperandSpec, QuantParams};
 use super::tensors::RowGroups;
 

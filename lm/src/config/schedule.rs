@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use burn_nvfp4::recipe::Healing;
 
-use crate::metrics::is_due;
-use crate::optim::learning_rate;
+/// Final learning rate of the cosine, as a share of the peak.
+const FINAL_SHARE: f64 = 0.1;
 
 /// Steps, learning rate, regularization and intervals of a run with one recipe.
 #[derive(Debug, Clone, Copy)]
@@ -65,14 +65,21 @@ impl Schedule {
         Ok(())
     }
 
-    /// Returns the learning rate of step `step`, counted from 0.
+    /// Returns the learning rate of step `step`, counted from 0: linear warm-up, then a cosine decay
+    /// to a tenth.
     pub(crate) fn learning_rate(&self, step: u64) -> f64 {
-        learning_rate(step, self.steps, self.warmup, self.lr)
+        if step < self.warmup {
+            return self.lr * (step + 1) as f64 / (self.warmup + 1) as f64;
+        }
+        let progress = (step - self.warmup) as f64 / (self.steps - self.warmup).max(1) as f64;
+        let cosine = 0.5 * (1.0 + (std::f64::consts::PI * progress.min(1.0)).cos());
+        self.lr * (FINAL_SHARE + (1.0 - FINAL_SHARE) * cosine)
     }
 
-    /// Returns true if an action that occurs every `every` steps is due after step `step`.
+    /// Returns true if an action that occurs every `every` steps is due after step `step`. The last
+    /// step always counts.
     pub(crate) fn is_due(&self, every: u64, step: u64) -> bool {
-        is_due(every, step, self.steps)
+        step.is_multiple_of(every) || step == self.steps
     }
 
     /// Returns true if `metrics.csv` has a row for step `step`.
@@ -95,4 +102,37 @@ pub(crate) fn check_counts(counts: &[(&str, u64)]) -> Result<()> {
         ensure!(*value > 0, "{name} is 0, but it must be at least 1");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schedule(steps: u64, warmup: u64) -> Schedule {
+        Schedule {
+            steps,
+            warmup,
+            lr: 2.0,
+            grad_clip: 1.0,
+            weight_decay: 0.0,
+            eval_every: 1,
+            log_every: 1,
+            checkpoint_every: 1,
+            telemetry_every: 0,
+            healing: None,
+            graph: false,
+        }
+    }
+
+    #[test]
+    fn the_learning_rate_rises_and_falls() {
+        let schedule_of_100 = schedule(100, 10);
+        let at = |step| schedule_of_100.learning_rate(step);
+        assert!((at(0) - 2.0 / 11.0).abs() < 1e-12);
+        assert!((at(10) - 2.0).abs() < 1e-12);
+        assert!((1..=10).all(|step| at(step) > at(step - 1)));
+        assert!((11..100).all(|step| at(step) < at(step - 1)));
+        assert!(at(99) > 0.2 && at(99) < 0.21);
+        assert!((schedule(1, 0).learning_rate(0) - 2.0).abs() < 1e-12);
+    }
 }

@@ -19,6 +19,5 @@ pub mod telemetry;
 mod trainer;
 
 pub use bytes::{ByteRun, ByteTask, Checkpoint};
-pub use rank::GraphInput;
-pub use task::{LossReduction, Settings, Sharding, StepInput, Task};
+pub use task::{GraphInput, LossReduction, Settings, Sharding, StepInput, Task};
 pub use trainer::{MEASURED_EVERY, Observer, Outcome, Trainer};

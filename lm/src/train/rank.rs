@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Result;
 use burn::module::{Module, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::{Bytes, Device, Int, Tensor};
+use burn::tensor::{Bytes, Device, Tensor};
 use burn_nvfp4::nn::expert_parameters;
 use burn_nvfp4::parallel::{
     ExpertGroups, ProcessGroup, RankLoss, SMALLEST_ALONE, Shards, SplitParameters,
@@ -17,8 +17,8 @@ use burn_nvfp4::parallel::{
 };
 
 use super::digest::check_equal;
-use super::task::{LossReduction, Settings, Sharding, StepInput};
-use crate::capture::{GraphSteps, copy_into};
+use super::task::{GraphInput, LossReduction, Settings, Sharding, StepInput};
+use crate::capture::GraphSteps;
 use crate::checkpoint::parts::{self, Level, Partition};
 use crate::groups::ParallelGroups;
 use crate::model::ModelPartition;
@@ -420,22 +420,6 @@ impl<M: Module, B: GraphInput> Rank<M, B> {
 pub(crate) trait Loss<M, B>: Fn(&M, &B, Option<&Tensor<1>>) -> Result<Tensor<1>> {}
 
 impl<M, B, F: Fn(&M, &B, Option<&Tensor<1>>) -> Result<Tensor<1>>> Loss<M, B> for F {}
-
-/// Tensors that the steps of a graph read.
-pub trait GraphInput: Sized {
-    /// Copies `from` into the memory of this input.
-    ///
-    /// # Errors
-    /// Returns an error if the device has no graphs, or the shapes differ.
-    fn filled(self, from: Self) -> Result<Self>;
-}
-
-/// Inputs and targets.
-impl GraphInput for (Tensor<2, Int>, Tensor<2, Int>) {
-    fn filled(self, from: Self) -> Result<Self> {
-        Ok((copy_into(self.0, from.0)?, copy_into(self.1, from.1)?))
-    }
-}
 
 /// Returns the level at which `split` splits the parameters of the single-rank model. Adjacent
 /// ranks have different shards.

@@ -7,7 +7,6 @@ use burn_nvfp4::parallel::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::rank::GraphInput;
 use crate::capture::copy_into;
 use crate::config::{RecipeName, Schedule};
 use crate::groups::ParallelGroups;
@@ -106,6 +105,22 @@ pub trait Task {
     /// # Errors
     /// Returns an error if the data cannot be read, or if the group fails.
     fn evaluate(&self, model: &Self::Model, device: &Device, group: &ProcessGroup) -> Result<f64>;
+}
+
+/// Tensors that the steps of a graph read.
+pub trait GraphInput: Sized {
+    /// Copies `from` into the memory of this input.
+    ///
+    /// # Errors
+    /// Returns an error if the device has no graphs, or the shapes differ.
+    fn filled(self, from: Self) -> Result<Self>;
+}
+
+/// Inputs and targets.
+impl GraphInput for (Tensor<2, Int>, Tensor<2, Int>) {
+    fn filled(self, from: Self) -> Result<Self> {
+        Ok((copy_into(self.0, from.0)?, copy_into(self.1, from.1)?))
+    }
 }
 
 /// Settings of a [`Trainer`](super::Trainer).

@@ -8,6 +8,7 @@ use nvfp4_kernels::attention::{
 use nvfp4_kernels::quantize::AmaxRequest;
 use nvfp4_kernels::tensor::{FloatKind, Matrix};
 
+use super::super::dtype::float_kind;
 use super::{
     AttentionForward, AttentionInputs, AttentionOps, AttentionRope, AttentionSequences,
     AttentionSpec,
@@ -15,7 +16,7 @@ use super::{
 use crate::ops::{
     cube::{
         found_amax,
-        tensors::{float_kind, launched, new_tensor, owned},
+        tensors::{launched, new_tensor, owned},
     },
     float_dtype, trace_op,
 };

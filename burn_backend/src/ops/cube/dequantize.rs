@@ -7,9 +7,10 @@ use nvfp4_kernels::quantize;
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 
 use super::super::dequantize::{scaled, with_amax_per_row};
+use super::super::dtype::float_kind;
 use super::super::tensors::{QuantizedMatrix, RowGroups};
 use super::super::{trace_op, usage_name};
-use super::tensors::{device_groups, float_kind, launched, like_quantized, result, to_device};
+use super::tensors::{device_groups, launched, like_quantized, result, to_device};
 
 /// Implements [`nvfp4_dequantize`](super::super::Nvfp4KernelOps::nvfp4_dequantize).
 pub(super) fn dequantize(

@@ -12,11 +12,12 @@ use nvfp4_kernels::capabilities::GemmBackend;
 use nvfp4_kernels::gemm::{self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 
+use super::super::dtype::float_kind;
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
 use super::dequantize::{dequantize, dequantize_matrix};
 use super::tensors::{
-    Source, float_kind, launched, like, like_quantized, matrix, result, stored_shape, to_device,
+    Source, launched, like, like_quantized, matrix, result, stored_shape, to_device,
 };
 
 /// Computes a dense GEMM.

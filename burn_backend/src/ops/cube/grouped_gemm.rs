@@ -16,14 +16,13 @@ use nvfp4_kernels::gemm::{self, Gemm};
 use nvfp4_kernels::moe;
 use nvfp4_kernels::tensor::Matrix;
 
+use super::super::dtype::float_kind;
 use super::super::operands::stacked;
 use super::super::tensors::{Operand, OtherRows, RowGroups};
 use super::super::{float_dtype, trace_op};
 use super::dequantize::dequantize;
 use super::gemm::{DeviceOperand, bias_matrix, is_wide};
-use super::tensors::{
-    Source, float_kind, group_offsets, launched, like, new_tensor, result, stored_shape,
-};
+use super::tensors::{Source, group_offsets, launched, like, new_tensor, result, stored_shape};
 
 /// Computes the M-grouped GEMM.
 ///

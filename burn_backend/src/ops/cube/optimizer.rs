@@ -6,11 +6,12 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::graph;
 use nvfp4_kernels::optimizer::{self, AdamWSpec, AdamWUpdate, Gradient};
 
+use super::super::dtype::float_kind;
 use super::super::optimizer::{
     AdamWBatch, AdamWOptions, BATCH, GradientBatch, OptimizerOps, ParameterState,
 };
 use super::super::{MaybeTensor, float_dtype, trace_op};
-use super::tensors::{float_kind, is_own, launched, new_tensor, owned};
+use super::tensors::{is_own, launched, new_tensor, owned};
 
 /// Name of these operations in traces.
 const OP: &str = "optimizer";

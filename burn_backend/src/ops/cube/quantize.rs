@@ -12,6 +12,7 @@ use nvfp4_kernels::quantize::{
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups};
 
+use super::super::dtype::float_kind;
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
@@ -22,8 +23,8 @@ use super::super::tensors::{
 use super::super::trace_op;
 use super::found_amax;
 use super::tensors::{
-    Source, device_groups, earlier_groups, float_kind, launched, like_quantized, new_tensor,
-    result, to_burn, to_device,
+    Source, device_groups, earlier_groups, launched, like_quantized, new_tensor, result, to_burn,
+    to_device,
 };
 
 /// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).

@@ -1,7 +1,7 @@
 //! Conversions between Burn's tensors and the kernels' matrices and quantized tensors.
 
 use burn_core::backend::tensor::IntTensor;
-use burn_core::tensor::{DType, FloatDType, Shape};
+use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::{MemoryReport, MemoryScope, client::Client, server::Handle};
 use nvfp4_formats::{Layout, Nvfp4Error, Storage};
@@ -9,6 +9,7 @@ use nvfp4_kernels::graph::hold_for_branch;
 use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 
+use super::super::dtype::float_kind;
 use super::super::layout::{GroupCount, code_words};
 use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix, RowGroups};
 use super::super::{float_dtype, trace_op};
@@ -218,15 +219,6 @@ pub(in crate::ops) fn new_tensor(
         handle,
         dtype,
     )
-}
-
-pub(in crate::ops) fn float_kind(dtype: FloatDType) -> FloatKind {
-    match dtype {
-        FloatDType::F32 => FloatKind::F32,
-        FloatDType::F16 => FloatKind::F16,
-        FloatDType::BF16 => FloatKind::Bf16,
-        other => panic!("element type {other:?}: expected F32, BF16 or F16"),
-    }
 }
 
 /// Unwraps the result of a launch whose arguments were checked before it was queued. Only the

@@ -14,9 +14,8 @@ use nvfp4_kernels::capabilities::{Capabilities, GemmBackend};
 use nvfp4_kernels::tensor::Matrix;
 use nvfp4_kernels::{embedding, loss};
 
-use super::super::cube::tensors::{
-    Source, float_kind, launched, matrix, new_tensor, owned, result,
-};
+use super::super::cube::tensors::{Source, launched, matrix, new_tensor, owned, result};
+use super::super::dtype::float_kind;
 use super::super::{MaybeTensor, float_dtype, trace_op};
 use super::chunks;
 use super::{
