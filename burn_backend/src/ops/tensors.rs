@@ -123,7 +123,7 @@ pub struct QuantizeRequest<B: Backend> {
     pub amax: GivenAmax<B>,
     /// Tensors.
     pub usages: QuantUsages,
-    /// True for a row-wise tensor in both [storages](nvfp4_kernels::Storage), as
+    /// True for a row-wise tensor in both [storages](nvfp4_formats::Storage), as
     /// [`StoredForm::ROWS`] and as [`StoredForm::Bf16Unscaled`], with the same random bits, if any.
     /// For a GEMM that multiplies values while the tensor is kept for another use, GPUs write both
     /// from one read. The tensor must be NVFP4 in 1x16 blocks, without MS-EDEN.
@@ -319,7 +319,7 @@ pub enum QuantizedPair<B: Backend> {
         #[extension_type] QuantizedMatrix<B>,
         #[extension_type] QuantizedMatrix<B>,
     ),
-    /// Row-wise tensor in both [storages](nvfp4_kernels::Storage).
+    /// Row-wise tensor in both [storages](nvfp4_formats::Storage).
     BothStorages {
         /// Codes, with row-major block scales.
         #[extension_type]

@@ -94,7 +94,7 @@ pub(crate) trait GemmPlan: Any + fmt::Debug + fmt::Display + Send + Sync {
     fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error>;
 }
 
-/// A [kernel with its configuration](GemmPlan).
+/// A kernel with its configuration.
 ///
 /// Equal plans share one object, which lives as long as the process: there are at most as many as
 /// tiles times heights of bands.

@@ -4,12 +4,12 @@
 //!
 //! | folder | devices | has run on hardware |
 //! |---|---|---|
-//! | [`portable`] | any device; `cmma` needs matrix instructions | yes |
-//! | [`small_m`] | sm_80 and later, up to 16 rows | yes, on sm_90 |
-//! | [`sm90`] | Hopper | yes |
-//! | [`sm100`] | data-center Blackwell | **no** |
-//! | [`sm120`] | consumer Blackwell | **no** |
-//! | [`cublaslt`] | sm_100 and sm_103, by NVIDIA's library | bf16 and FP8 yes, FP4 **no** |
+//! | `portable` | any device; `cmma` needs matrix instructions | yes |
+//! | `small_m` | sm_80 and later, up to 16 rows | yes, on sm_90 |
+//! | `sm90` | Hopper | yes |
+//! | `sm100` | data-center Blackwell | **no** |
+//! | `sm120` | consumer Blackwell | **no** |
+//! | `cublaslt` | sm_100 and sm_103, by NVIDIA's library | bf16 and FP8 yes, FP4 **no** |
 
 // `#[cube]` generates public items that cannot carry documentation.
 pub mod cublaslt;
