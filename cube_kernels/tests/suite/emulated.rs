@@ -24,18 +24,18 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::{
     capabilities::Capabilities,
-    cube::codec::{Conversion, emulate_e2m1_instructions},
+    cube::codec::Conversion,
     tensor::{DeviceQuantized, Groups},
 };
 
 /// Returns the device under test, with emulated instructions if possible, in a separate process.
 fn emulated(test: &str) -> Option<Client> {
-    device::client_of_full_run(&format!("emulated::{test}"))?;
-    if ran_in_own_process("emulated", test, &[]) {
+    // Devices are asked once, for the first client: in the process of its own, which the variable
+    // is set in, that is an emulated one.
+    let client = device::client_of_full_run(&format!("emulated::{test}"))?;
+    if ran_in_own_process("emulated", test, &[("NVFP4_TEST_EMULATED", "1")]) {
         return None;
     }
-    emulate_e2m1_instructions();
-    let client = device::client(test)?;
     let Capabilities {
         conversion,
         compute_capability,

@@ -1031,7 +1031,10 @@ fn fp4_is_refused_visibly() {
     });
     let events = events.lock().unwrap().join("\n");
     println!("{events}");
-    assert!(events.contains("gemm without cuBLASLt"), "{events}");
+    assert!(
+        events.contains("gemm without FP4 or FP8 tensor cores"),
+        "{events}"
+    );
     assert!(events.contains("Cmma"), "{events}");
     let portable = GemmBackend::Cmma;
     let expected = multiply(
