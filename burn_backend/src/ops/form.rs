@@ -8,6 +8,7 @@ use nvfp4_formats::{
     reference::{padding::padded_bound, swizzle::TILE_INNER},
 };
 use nvfp4_formats::{Format, StoredForm};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 use nvfp4_kernels::gemm::{
     EpilogueKind, Factor, GroupedDim, OperandLayout, Problem, may_read_tiles, packed_reads,
 };
