@@ -12,14 +12,13 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import struct
 import subprocess
 import sys
 import time
 
 import regex
-import tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import extract
 
@@ -234,8 +233,6 @@ def balanced(documents, packages):
 
 def train_tokenizer(documents, folder):
     """Byte-level BPE, with the settings of `nvfp4 pretrain --train-tokenizer`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
     path = os.path.join(folder, "tokenizer.json")
     os.makedirs(folder, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -291,7 +288,7 @@ class Words(dict):
     """The tokens of each word, as bytes of 2-byte numbers: text repeats its words, and BPE of a word takes long."""
 
     def __init__(self, path):
-        self.tokenizer = tokenizers.Tokenizer.from_file(path)
+        self.tokenizer = Tokenizer.from_file(path)
 
     def __missing__(self, word):
         tokens = array.array("H", self.tokenizer.encode(word, add_special_tokens=False).ids).tobytes()

@@ -214,23 +214,20 @@ impl<'a> Quantize<'a> {
 
     /// Returns the kernels that the request launches on a device with these capabilities, in order.
     pub fn plan(&self, capabilities: &Capabilities) -> QuantizePlan {
-        let mut planner = Planner {
-            request: self,
-            capabilities,
-            only_amax: false,
-            missing: self.missing_amax(),
-            plan: QuantizePlan::default(),
-        };
-        planner.run();
-        planner.plan
+        self.planned(capabilities, false)
     }
 
     /// Returns the kernels that compute only the amax values; see [`Self::launch_amax`].
     pub fn plan_amax(&self, capabilities: &Capabilities) -> QuantizePlan {
+        self.planned(capabilities, true)
+    }
+
+    /// Returns the kernels of the request, without those that quantize if `only_amax`.
+    fn planned(&self, capabilities: &Capabilities, only_amax: bool) -> QuantizePlan {
         let mut planner = Planner {
             request: self,
             capabilities,
-            only_amax: true,
+            only_amax,
             missing: self.missing_amax(),
             plan: QuantizePlan::default(),
         };
@@ -334,12 +331,10 @@ impl Planner<'_> {
                 if needs_pass(row)
                     && (row.granularity == AmaxGranularity::PerTensor || self.only_amax) =>
             {
-                let values = AmaxRequest::along(Usage::Rowwise, row.granularity, None);
-                Some((values, Usages::Rowwise))
+                Some((row.amax_along(Usage::Rowwise), Usages::Rowwise))
             }
             (None, Some(col)) if needs_pass(col) => {
-                let values = AmaxRequest::along(Usage::Columnwise, col.granularity, col.hadamard);
-                Some((values, Usages::Columnwise))
+                Some((col.amax_along(Usage::Columnwise), Usages::Columnwise))
             }
             _ => None,
         };
@@ -387,8 +382,7 @@ impl Planner<'_> {
                 _ if target.is_2d() => Usage::Rowwise,
                 _ => usage,
             };
-            let values = AmaxRequest::along(along, target.granularity, target.hadamard);
-            self.amax(values, usage.into());
+            self.amax(target.amax_along(along), usage.into());
         }
         self.quantize(match target.is_2d() {
             true => QuantizeStep::Tiles(usage.into()),
@@ -417,14 +411,8 @@ impl Planner<'_> {
         }
         let missing = match self.missing {
             [true, true] => Some((amax_of_both(row, col), Usages::Both)),
-            [true, false] => {
-                let values = AmaxRequest::along(Usage::Rowwise, row.granularity, None);
-                Some((values, Usages::Rowwise))
-            }
-            [false, true] => {
-                let values = AmaxRequest::along(Usage::Columnwise, col.granularity, col.hadamard);
-                Some((values, Usages::Columnwise))
-            }
+            [true, false] => Some((row.amax_along(Usage::Rowwise), Usages::Rowwise)),
+            [false, true] => Some((col.amax_along(Usage::Columnwise), Usages::Columnwise)),
             [false, false] => None,
         };
         if let Some((values, of)) = missing {
@@ -525,13 +513,14 @@ impl<'a> Launch<'a> {
                 let transform = EdenTransform::of(self.request.target(usage));
                 let source = self.eden_source();
                 let found = ms_eden_amax(client, source, usage, &transform)?;
-                self.set_eden_amax([(usage, found)]);
+                self.set_eden_amax(usage, found);
             }
             QuantizeStep::MsEdenAmaxPair => {
                 let [row, col] = [Usage::Rowwise, Usage::Columnwise]
                     .map(|usage| EdenTransform::of(self.request.target(usage)));
                 let [row, col] = ms_eden_amax_pair(client, self.values.matrix(), [&row, &col])?;
-                self.set_eden_amax([(Usage::Rowwise, row), (Usage::Columnwise, col)]);
+                self.set_eden_amax(Usage::Rowwise, row);
+                self.set_eden_amax(Usage::Columnwise, col);
             }
             QuantizeStep::PerToken => {
                 let target = self.request.target(Usage::Rowwise);
@@ -613,12 +602,10 @@ impl<'a> Launch<'a> {
         }
     }
 
-    fn set_eden_amax<const N: usize>(&mut self, found: [(Usage, Handle); N]) {
-        for (usage, amax) in found {
-            let rows = Some(amax);
-            self.request
-                .set_amax(usage.into(), &Amaxes { rows, cols: None });
-        }
+    fn set_eden_amax(&mut self, usage: Usage, amax: Handle) {
+        let rows = Some(amax);
+        self.request
+            .set_amax(usage.into(), &Amaxes { rows, cols: None });
     }
 }
 

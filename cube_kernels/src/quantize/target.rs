@@ -2,9 +2,10 @@
 
 use cubecl::server::Handle;
 
+use super::amax::AmaxRequest;
 use crate::{
     BlockScaling, BlockShape, Format, Hadamard, Nvfp4Params, RandomStream, Rounding, ScaleLayout,
-    Storage, moe::EarlierGroups, policy::AmaxGranularity,
+    Storage, Usage, moe::EarlierGroups, policy::AmaxGranularity,
 };
 
 /// Rounding of a quantized tensor, with the random offset on the host or on the device.
@@ -190,6 +191,11 @@ impl TargetSpec {
     /// Returns true if the tensor has 16x16 tiles.
     pub(super) fn is_2d(&self) -> bool {
         self.block == BlockShape::Block2d
+    }
+
+    /// Returns the amax values of a tensor along `usage`.
+    pub(super) fn amax_along(&self, usage: Usage) -> AmaxRequest {
+        AmaxRequest::along(usage, self.granularity, self.hadamard)
     }
 
     /// Returns true if one amax of the untransformed matrix is sufficient.

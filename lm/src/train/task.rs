@@ -1,4 +1,4 @@
-//! What differs between runs: model, data, loss, and contents of checkpoints.
+//! Tasks of the trainer: model, data, loss, and contents of checkpoints, in which runs differ.
 
 use anyhow::Result;
 use burn::module::Module;

@@ -30,10 +30,7 @@ use super::tensors::{
 /// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(request: QuantizeRequest<CubeBackend>) -> QuantizedPair<CubeBackend> {
     let inputs = Inputs::new(request);
-    let mut request = inputs.request();
-    let plan = request.plan(Capabilities::of(&inputs.like.client));
-    inputs.take_amax(&mut request, &plan);
-    inputs.trace(&plan);
+    let request = inputs.request_by(Quantize::plan);
     let made = launched(request.launch(&inputs.like.client));
     let row = inputs.made(made.rowwise, Usage::Rowwise);
     let Some(unscaled) = made.unscaled else {
@@ -49,10 +46,7 @@ pub(super) fn quantize(request: QuantizeRequest<CubeBackend>) -> QuantizedPair<C
 /// Implements [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
 pub(super) fn amax(request: QuantizeRequest<CubeBackend>) -> ComputedAmax<CubeBackend> {
     let inputs = Inputs::new(request);
-    let mut request = inputs.request();
-    let plan = request.plan_amax(Capabilities::of(&inputs.like.client));
-    inputs.take_amax(&mut request, &plan);
-    inputs.trace(&plan);
+    let request = inputs.request_by(Quantize::plan_amax);
     let found = launched(request.launch_amax(&inputs.like.client));
     let amax = |amax: Option<Handle>, made: Option<(QuantParams, StoredForm)>, usage| {
         let (amax, (params, _)) = amax.zip(made)?;
@@ -132,7 +126,20 @@ impl Inputs {
         }
     }
 
-    /// Returns the request to the kernels.
+    /// Returns the request to the kernels, with the amax values that the kernel before it found, and
+    /// reports the steps that `plan` returns.
+    fn request_by<'a>(
+        &'a self,
+        plan: impl FnOnce(&Quantize<'a>, &Capabilities) -> QuantizePlan,
+    ) -> Quantize<'a> {
+        let mut request = self.request();
+        let plan = plan(&request, Capabilities::of(&self.like.client));
+        self.take_amax(&mut request, &plan);
+        self.trace(&plan);
+        request
+    }
+
+    /// Returns the request to the kernels, with known amax values.
     fn request(&self) -> Quantize<'_> {
         let QuantUsages {
             rowwise,

@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// The same holds for experts.
+    /// Version of this test for experts.
     #[test]
     fn experts_select_three_kernels() {
         let device = Device::cpu().autodiff();
