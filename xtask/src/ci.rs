@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::counts::is_counts_line;
 use crate::workspace::{self, FEATURES};
-use crate::{book, fuzz, imports, packages, results, setup, tools, unified};
+use crate::{book, fuzz, imports, packages, results, setup, tools};
 
 /// Total seconds for all fuzz targets.
 const FUZZ_SECONDS: u64 = 20;
@@ -57,7 +57,6 @@ pub fn run() -> Result<ExitCode> {
     });
     stage("tests", &mut || tests(&mut counts));
     stage("fuzz", &mut || fuzz::run(&fuzz::Args::all(FUZZ_SECONDS)));
-    stage("unified features", &mut unified::run);
     stage("speed of training", &mut training_speed);
     // The packages' own check compiles the default features.
     stage("clippy", &mut clippy);

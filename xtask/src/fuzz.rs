@@ -44,7 +44,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let mut command = workspace::cargo();
     command
-        .args(["test", "--package", "nvfp4-lm", "--lib"])
+        // All libraries, as `cargo xtask test` built them: one package alone has other features.
+        .args(["test", "--workspace", "--lib", "--quiet"])
         .args(["--features", FEATURES, "--", "--nocapture", "--exact"])
         .arg("fuzz::tests::parsers_survive_changed_seeds")
         .env("NVFP4_FUZZ_SECONDS", args.seconds.to_string())

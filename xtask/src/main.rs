@@ -8,7 +8,6 @@
 //! | `cargo xtask test --interop` | checks that other tools read the output of nvfp4 |
 //! | `cargo xtask sanitize` | runs the kernel tests under compute-sanitizer, on a GPU |
 //! | `cargo xtask fuzz` | runs the parsers on mutated seeds, for a number of seconds |
-//! | `cargo xtask unified` | checks that testing one package compiles no dependency again |
 //! | `cargo xtask package` | makes the packages for crates.io and checks them; publishes nothing |
 //! | `cargo xtask machine-code` | writes the lock files of the kernels' machine code |
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
@@ -39,7 +38,6 @@ mod skips;
 mod smollm2;
 mod test;
 mod tools;
-mod unified;
 mod workspace;
 
 use std::process::ExitCode;
@@ -68,8 +66,6 @@ enum Command {
     Sanitize(sanitize::Args),
     /// Call every parser with mutated seeds: the targets of the folder fuzz without libFuzzer
     Fuzz(fuzz::Args),
-    /// Check that `cargo test --package NAME` compiles nothing after `cargo xtask test`
-    Unified,
     /// Make the packages for crates.io and check them, without publishing
     Package,
     /// Compile the kernels whose source changed (no GPU needed), check their machine code, and
@@ -102,7 +98,6 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(&args),
         Command::Sanitize(args) => sanitize::run(&args),
         Command::Fuzz(args) => fuzz::run(&args).map(done),
-        Command::Unified => unified::run().map(done),
         Command::Package => packages::run().map(done),
         Command::MachineCode(args) => machine_code::run(&args),
         Command::Licenses => ci::licences().map(done),

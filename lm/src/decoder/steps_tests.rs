@@ -147,6 +147,7 @@ pub(super) fn same_on_flex_and_cpu(
     tokens: usize,
     model: impl Fn(&Device) -> Decoder,
 ) {
+    nvfp4_test_support::compile_without_optimizations();
     let texts = [Device::flex(), Device::cpu()].map(|device| {
         let generation = Generation::greedy(tokens);
         model(&device)

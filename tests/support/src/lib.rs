@@ -1,8 +1,13 @@
-//! Test support for all packages: golden checkpoints, and the reasons for which a test may skip
-//! itself. `cargo xtask test` reads the lines that this crate prints.
+//! Test support for all packages: golden checkpoints, the compiler of CubeCL's CPU runtime, and the
+//! reasons for which a test may skip itself. `cargo xtask test` reads the lines that this crate
+//! prints.
 
 mod golden;
+#[cfg(unix)]
+mod jit;
 mod skip;
 
 pub use golden::{Scratch, golden, golden_with_tokenizer};
+#[cfg(unix)]
+pub use jit::compile_without_optimizations;
 pub use skip::{Elsewhere, Skip, is_full, test_name};

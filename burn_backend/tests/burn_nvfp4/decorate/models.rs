@@ -22,7 +22,10 @@ pub fn device() -> Device {
         return Device::cuda(0);
     }
     #[cfg(feature = "cpu")]
-    return Device::cpu();
+    {
+        nvfp4_test_support::compile_without_optimizations();
+        return Device::cpu();
+    }
     #[allow(unreachable_code)]
     {
         panic!("NVFP4_TEST_DEVICE: not a device of this build");

@@ -39,7 +39,10 @@ pub fn device() -> Device {
         #[cfg(feature = "flex")]
         "flex" => Device::flex(),
         #[cfg(feature = "cpu")]
-        "cpu" => Device::cpu(),
+        "cpu" => {
+            nvfp4_test_support::compile_without_optimizations();
+            Device::cpu()
+        }
         #[cfg(feature = "cuda")]
         "cuda" => {
             let client = cubecl::Device::Cuda(Default::default()).client();

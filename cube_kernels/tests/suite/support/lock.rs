@@ -1,14 +1,16 @@
 //! Lock files of machine code. For each instance of the registry and each architecture they contain
 //! the hash of its CUDA source and the registers, stack bytes and instructions of its machine code.
 //!
-//! A run compiles only the instances whose source changed. `tests/machine_code/` has one file per
-//! target; `cargo xtask machine-code` writes them.
+//! A run compiles only the instances whose source changed. It generates the sources only if one of
+//! their [`inputs`] changed, otherwise a sample. `tests/machine_code/` has one file per target;
+//! `cargo xtask machine-code` writes them.
 
 use std::{
     collections::{BTreeMap, HashMap},
     fmt::{self, Write},
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 /// Environment variable that makes the source tests write the lock files.
@@ -17,6 +19,21 @@ const WRITE: &str = "NVFP4_LOCK";
 /// One of this many instances is compiled even if its source did not change, to detect a lock file
 /// of another compiler.
 pub const SAMPLE: u64 = 64;
+
+/// One of this many sources is generated even if no input changed, to detect an input that
+/// [`inputs`] does not know; a divisor of [`SAMPLE`].
+pub const GENERATED: u64 = 16;
+
+/// Files and folders that decide the sources and their checks, in the workspace.
+const INPUTS: [&str; 7] = [
+    "Cargo.lock",
+    "cube_kernels/Cargo.toml",
+    "cube_kernels/src",
+    "cube_kernels/tests/suite/gemm_source.rs",
+    "cube_kernels/tests/suite/registry_source.rs",
+    "cube_kernels/tests/suite/support",
+    "formats/src",
+];
 
 /// Resources of the machine code of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +72,8 @@ pub struct Locked {
 /// The lock file of one target.
 pub struct Lock {
     path: PathBuf,
+    /// [`inputs`] of the run that wrote it.
+    inputs: Option<u64>,
     /// Entries by the name of the instance.
     pub entries: BTreeMap<String, Locked>,
 }
@@ -65,18 +84,33 @@ impl Lock {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/machine_code");
         let path = folder.join(format!("{target}.tsv"));
         let text = fs::read_to_string(&path).unwrap_or_default();
+        let (_, inputs) = text
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .rsplit_once('\t')
+            .unzip();
         let entries = text.lines().skip(1).map(|line| {
             entry(line).unwrap_or_else(|| panic!("{}: not an entry: {line}", path.display()))
         });
         Self {
+            inputs: inputs.and_then(|inputs| u64::from_str_radix(inputs, 16).ok()),
             entries: entries.collect(),
             path,
         }
     }
 
+    /// True if no input changed since the file was written.
+    pub fn is_of_these_inputs(&self) -> bool {
+        self.inputs == Some(inputs())
+    }
+
     /// Writes the file.
     pub fn write(&self) {
-        let mut text = String::from("instance\tsource\tregisters\tstack\tinstructions\n");
+        let mut text = format!(
+            "instance\tsource\tregisters\tstack\tinstructions\t{:016x}\n",
+            inputs()
+        );
         for (name, Locked { hash, cost }) in &self.entries {
             let Cost {
                 registers,
@@ -114,11 +148,40 @@ fn entry(line: &str) -> Option<(String, Locked)> {
 
 /// Returns the FNV-1a hash of a normalized source.
 pub fn hash(source: &str) -> u64 {
-    normalized(source)
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-        })
+    fnv(FNV, normalized(source).as_bytes())
+}
+
+/// Returns the FNV-1a hash of the names and contents of all files in [`INPUTS`].
+pub fn inputs() -> u64 {
+    static HASH: LazyLock<u64> = LazyLock::new(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        INPUTS
+            .iter()
+            .fold(FNV, |hash, path| tree(hash, root, Path::new(path)))
+    });
+    *HASH
+}
+
+/// Continues `hash` over the file `path` in `root`, or over all files of a folder.
+fn tree(hash: u64, root: &Path, path: &Path) -> u64 {
+    let full = root.join(path);
+    if full.is_dir() {
+        let entries = fs::read_dir(&full).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        return (names.iter()).fold(hash, |hash, name| tree(hash, root, &path.join(name)));
+    }
+    let contents = fs::read(&full).unwrap_or_else(|error| panic!("{}: {error}", full.display()));
+    fnv(fnv(hash, path.to_str().unwrap().as_bytes()), &contents)
+}
+
+/// Hash of nothing.
+const FNV: u64 = 0xcbf2_9ce4_8422_2325;
+
+fn fnv(hash: u64, bytes: &[u8]) -> u64 {
+    bytes.iter().fold(hash, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 /// Returns `source` with its variables (`v1`, `info_v2`) numbered by first appearance, and without
@@ -205,4 +268,21 @@ fn instructions_without_padding() {
         /*0020*/                   NOP;
 ";
     assert_eq!(instructions(sass), 2);
+}
+
+#[test]
+fn inputs_are_names_and_contents() {
+    let root = nvfp4_test_support::Scratch::new("lock-inputs");
+    let of = |files: [(&str, &str); 2]| {
+        let _ = fs::remove_dir_all(root.join("src"));
+        fs::create_dir_all(root.join("src/deep")).unwrap();
+        for (name, text) in files {
+            fs::write(root.join(name), text).unwrap();
+        }
+        tree(FNV, &root, Path::new("src"))
+    };
+    let one = of([("src/a.rs", "a"), ("src/deep/b.rs", "b")]);
+    assert_eq!(one, of([("src/deep/b.rs", "b"), ("src/a.rs", "a")]));
+    assert_ne!(one, of([("src/a.rs", "a"), ("src/deep/b.rs", "c")]));
+    assert_ne!(one, of([("src/a.rs", "a"), ("src/deep/c.rs", "b")]));
 }
