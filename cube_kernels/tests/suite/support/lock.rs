@@ -16,13 +16,9 @@ use std::{
 /// Environment variable that makes the source tests write the lock files.
 const WRITE: &str = "NVFP4_LOCK";
 
-/// One of this many instances is compiled even if its source did not change, to detect a lock file
-/// of another compiler.
+/// One of this many instances is generated and compiled even if no input changed, to detect a lock
+/// file of another compiler, and an input that [`inputs`] does not know.
 pub const SAMPLE: u64 = 64;
-
-/// One of this many sources is generated even if no input changed, to detect an input that
-/// [`inputs`] does not know; a divisor of [`SAMPLE`].
-pub const GENERATED: u64 = 16;
 
 /// Files and folders that decide the sources and their checks, in the workspace.
 const INPUTS: [&str; 7] = [
