@@ -94,7 +94,10 @@ impl DeviceName {
                 #[cfg(feature = "cpu")]
                 return Ok(Device::cpu());
                 #[cfg(not(feature = "cpu"))]
-                bail!("device cpu was not compiled in: build with --features cpu")
+                bail!(
+                    "device cpu, CubeCL's CPU runtime, was not compiled in: device flex trains on \
+                     the CPU, and --features cpu compiles this one in"
+                )
             }
             Self::Cuda(index) => {
                 if !cfg!(feature = "cuda") {

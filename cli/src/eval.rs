@@ -128,15 +128,21 @@ pub(crate) fn perplexity(
 
 /// Formats `found` as one line.
 pub(crate) fn describe(found: &CrossEntropy, windows: Windows) -> String {
+    let (perplexity, error) = (found.perplexity(), found.perplexity_error());
+    let values = match found.error.is_finite() {
+        true => format!(
+            "perplexity {perplexity:.4} ± {error:.4}; {:.5} ± {:.5} nats a token",
+            found.mean, found.error
+        ),
+        // A single window.
+        false => format!(
+            "perplexity {perplexity:.4}; {:.5} nats a token (one window: no error is known)",
+            found.mean
+        ),
+    };
     format!(
-        "perplexity {:.4} ± {:.4}; {:.5} ± {:.5} nats a token, {} tokens in windows of {} by {}",
-        found.perplexity(),
-        found.perplexity_error(),
-        found.mean,
-        found.error,
-        found.tokens,
-        windows.length,
-        windows.stride
+        "{values}, {} tokens in windows of {} by {}",
+        found.tokens, windows.length, windows.stride
     )
 }
 

@@ -42,6 +42,7 @@ use clap::Parser;
 const LOG_FILTER: &str = "warn,cubecl_server::command=error,cubecl_runtime::logging=error";
 
 fn main() -> ExitCode {
+    end_with_the_pipe();
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(LOG_FILTER));
     let subscriber = tracing_subscriber::fmt()
@@ -57,5 +58,16 @@ fn main() -> ExitCode {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Ends the process if the reader of its output does, as in `nvfp4 inspect DIR | head`. Rust ignores
+/// the signal otherwise, and printing panics. Sockets are not affected: Rust writes to them without
+/// signals.
+fn end_with_the_pipe() {
+    #[cfg(unix)]
+    // SAFETY: no other thread runs yet, and no handler is replaced.
+    unsafe {
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
     }
 }

@@ -83,10 +83,10 @@ impl Progress {
         }
     }
 
-    /// Removes the bar.
+    /// Ends the bar, at the step that it shows.
     pub(crate) fn finish(self) {
         if let Some(bar) = self.bar {
-            bar.finish();
+            bar.abandon();
         }
     }
 

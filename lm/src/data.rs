@@ -1,8 +1,8 @@
 //! Loads text files into a corpus, splits it into training and validation data, and draws batches.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{fmt, fs};
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
@@ -50,6 +50,23 @@ pub struct Fingerprint {
     pub valid_bytes: usize,
     /// Checksum of all bytes.
     pub checksum: String,
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            train_files,
+            train_bytes,
+            valid_files,
+            valid_bytes,
+            checksum,
+        } = self;
+        write!(
+            f,
+            "{train_bytes} bytes in {train_files} files, {valid_bytes} in {valid_files} for \
+             validation (checksum {checksum})"
+        )
+    }
 }
 
 /// The text of a run.

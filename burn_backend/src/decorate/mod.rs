@@ -164,7 +164,7 @@ impl Decorator {
         let model = model.apply_reparameterization(marker);
         self.recipe.apply(&model)?;
         for mark in collect(&model) {
-            check_layer(&mark, &self.recipe)?;
+            check_layer(&mark)?;
         }
         Ok(model)
     }
@@ -283,7 +283,7 @@ pub fn undecorate<M: Module>(model: M) -> M {
 }
 
 /// Returns an error if the layer is not in high precision and its shape cannot be quantized.
-fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
+fn check_layer(mark: &Mark) -> Result<(), Nvfp4Error> {
     if mark.state.is_high_precision() {
         return Ok(());
     }
@@ -301,10 +301,7 @@ fn check_layer(mark: &Mark, recipe: &Nvfp4Recipe) -> Result<(), Nvfp4Error> {
             "layer `{}` with a weight of [{d_in}, {d_out}]",
             mark.layer.path
         ),
-        format!(
-            "multiples of {block}, or the layer in the recipe's high_precision, which is {:?}",
-            recipe.high_precision
-        ),
+        format!("multiples of {block}, or the layer in the recipe's high_precision"),
     ))
 }
 

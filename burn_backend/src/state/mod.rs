@@ -100,7 +100,7 @@ impl Nvfp4Recipe {
                 let paths: Vec<String> = layers.iter().map(|layer| layer.weight_path()).collect();
                 return Err(Nvfp4Error::value(
                     "high_precision",
-                    format!("{group:?}, which contains no NVFP4 layer of the model"),
+                    "a group that contains no NVFP4 layer of the model",
                     format!("a group with at least one of {}", paths.join(", ")),
                 ));
             }

@@ -9,8 +9,8 @@ use burn_nvfp4::recipe::Healing;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// Name of the recipe of the blocks' GEMMs, forward and backward: `nvfp4` (TransformerEngine's
-/// recipe, with the switches of the run), a preset of
+/// Name of the recipe of the blocks' GEMMs, forward and backward: `nvidia` or its alias `nvfp4`
+/// (TransformerEngine's recipe, with the switches of the run), another preset of
 /// [`Nvfp4Recipe::preset`](burn_nvfp4::Nvfp4Recipe::preset), `bf16`, `f32`, or a recipe that the
 /// run defines ([`RunConfig::recipes`](super::RunConfig::recipes)).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -36,6 +36,11 @@ impl RecipeName {
     /// Returns the name used by the command and the files.
     pub fn name(&self) -> &str {
         &self.0
+    }
+
+    /// Returns true for TransformerEngine's recipe, under either name.
+    pub fn is_nvidia(&self) -> bool {
+        ["nvidia", "nvfp4"].contains(&self.name())
     }
 
     /// Returns true if nothing is quantized, so that the recipe can serve as baseline.

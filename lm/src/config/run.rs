@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::module::ParamGroup;
+use burn::module::{ParamGroup, ParamGroupError};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::recipe::Healing;
 use clap::{ArgAction, Args};
@@ -174,14 +174,14 @@ pub struct RunConfig {
     #[arg(long, value_name = "TYPE", hide_possible_values = true)]
     #[serde(default)]
     pub grad_reduce: GradReduce,
-    /// Apply a random Hadamard transform to the operands of weight gradients, with recipe nvfp4
+    /// Apply a random Hadamard transform to the operands of weight gradients, with recipe nvidia
     /// [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub rht: bool,
-    /// Round gradients stochastically, with recipe nvfp4 [default: true]
+    /// Round gradients stochastically, with recipe nvidia [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub stochastic_rounding: bool,
-    /// Scale weights per 16x16 tile instead of per 1x16 block, with recipe nvfp4 [default: true]
+    /// Scale weights per 16x16 tile instead of per 1x16 block, with recipe nvidia [default: true]
     #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
     pub weight_2d: bool,
     /// Set the sign bits of the Hadamard transform, 16 bits [default: the recipe's]
@@ -296,11 +296,12 @@ impl RunConfig {
         }
     }
 
-    /// Refuses a switch that no recipe of the run uses, because it would have no effect.
+    /// Refuses a switch that a quantized recipe of the run does not have, because it would have no
+    /// effect there.
     fn check_switches(&self) -> Result<()> {
-        let has_them = |recipe: &RecipeName| {
-            recipe.is_high_precision()
-                || *recipe == RecipeName::nvfp4() && !self.recipes.contains_key(recipe.name())
+        let has_none = |recipe: &&RecipeName| {
+            let is_defined = self.recipes.contains_key(recipe.name());
+            !recipe.is_high_precision() && (is_defined || !recipe.is_nvidia())
         };
         let switches = [
             ("rht", self.rht),
@@ -308,12 +309,12 @@ impl RunConfig {
             ("weight-2d", self.weight_2d),
         ];
         for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
-            ensure!(
-                self.all_recipes().any(has_them),
-                "{name} is false, but it is a switch of recipe nvfp4 and recipe is {}: leave it \
-                 out, or say so in the file of a recipe",
-                self.recipe
-            );
+            if let Some(recipe) = self.all_recipes().find(has_none) {
+                bail!(
+                    "{name} is false, but only recipe nvidia (alias nvfp4) has this switch, and \
+                     {recipe} is trained too: leave the switch out, or write a recipe file"
+                );
+            }
         }
         Ok(())
     }
@@ -386,7 +387,7 @@ impl RunConfig {
         let found = match (recipe.name(), own) {
             (_, Some(own)) => own.clone(),
             ("f32", None) => Nvfp4Recipe::bf16(),
-            ("nvfp4", None) => Nvfp4Recipe::nvidia()
+            ("nvidia" | "nvfp4", None) => Nvfp4Recipe::nvidia()
                 .with_rht(self.rht)
                 .with_stochastic_rounding(self.stochastic_rounding)
                 .with_weight_2d(self.weight_2d),
@@ -406,8 +407,9 @@ impl RunConfig {
         } else {
             let patterns: Vec<&String> = self.high_precision.iter().collect();
             let group = ParamGroup::from_any_regexes(patterns).map_err(|error| {
+                let ParamGroupError::InvalidPatternError(error) = error;
                 anyhow::anyhow!(
-                    "high-precision is {:?}, but it must be regular expressions: {error:?}",
+                    "high-precision is {:?}, but it must be regular expressions: {error}",
                     self.high_precision
                 )
             })?;

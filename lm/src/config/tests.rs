@@ -57,7 +57,7 @@ fn experts_are_checked_and_counted() {
 fn errors_name_the_value() {
     let good = RunConfig::preset(Preset::Tiny, "flex");
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&str, Spoil); 17] = [
+    let cases: [(&str, Spoil); 18] = [
         ("width", |c| c.model.width = 100),
         ("hidden", |c| c.model.hidden = 0),
         ("heads", |c| c.model.heads = 3),
@@ -81,9 +81,13 @@ fn errors_name_the_value() {
         ("recipe", |c| c.recipe = "fp8".parse().unwrap()),
         ("compare", |c| c.recipe = RecipeName::f32()),
         ("rht", |c| {
-            c.recipe = "nvidia".parse().unwrap();
-            c.compare = Vec::new();
+            c.recipe = "quartet2".parse().unwrap();
+            c.compare = vec![RecipeName::f32()];
             c.rht = false;
+        }),
+        ("weight-2d", |c| {
+            c.compare = vec!["quartet2".parse().unwrap()];
+            c.weight_2d = false;
         }),
         ("recompute", |c| c.recompute = c.model.layers + 1),
         ("decorate", |c| c.decorate = Some(Decoration::Strict)),

@@ -72,6 +72,7 @@ impl TensorFolder {
     /// folder has other weight files that would be ignored: shards that no index names, or
     /// adapters.
     pub fn open(folder: &Path) -> Result<Self> {
+        check_folder(folder)?;
         let whole = folder.join(WHOLE_FILE);
         let index = folder.join(INDEX_FILE);
         let shards = || {
@@ -405,6 +406,27 @@ impl fmt::Debug for StoredTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{self}: {:?}{:?}", self.dtype, self.shape)
     }
+}
+
+/// Checks that a folder of a model exists.
+///
+/// # Errors
+/// Returns an error if it does not. A path such as `Qwen/Qwen3-0.6B` may be the name of a repository,
+/// so the error then names the command that downloads it.
+pub(crate) fn check_folder(folder: &Path) -> Result<()> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    let shown = folder.display();
+    let parts: Vec<_> = folder.components().collect();
+    if let [Component::Normal(_), Component::Normal(name)] = parts[..] {
+        bail!(
+            "there is no folder {shown}; a model of this name on Hugging Face is downloaded by \
+             `hf download {shown} --local-dir {}`",
+            name.display()
+        );
+    }
+    bail!("there is no folder {shown}")
 }
 
 fn open(path: &Path) -> Result<(MappedFile, BTreeMap<String, Entry>)> {

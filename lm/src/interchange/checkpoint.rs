@@ -19,6 +19,7 @@ use super::{Dialect, PackedWeight, PreQuantScale, QuantConfig, Scheme};
 use crate::checkpoint::read_json;
 use crate::decoder::names::differences;
 use crate::hf::config::CONFIG_FILE;
+use crate::hf::tensors::check_folder;
 use crate::hf::{DecoderConfig, Family, TensorFolder};
 
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
@@ -46,6 +47,7 @@ pub fn is_quantized(folder: &Path) -> Result<bool> {
 
 /// Reads config.json of `folder`, and the quantization described by it and hf_quant_config.json.
 fn read_configs(folder: &Path) -> Result<(Value, Option<QuantConfig>)> {
+    check_folder(folder)?;
     let json: Value = read_json(&folder.join(CONFIG_FILE))?;
     ensure!(
         json.is_object(),

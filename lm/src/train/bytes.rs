@@ -150,7 +150,8 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
         );
         ensure!(
             run.corpus == *self.corpus.fingerprint(),
-            "the text has changed since: it was {:?} and is {:?}",
+            "data has changed since the checkpoint: it was {}, and is {}; a run resumes with the \
+             same text alone",
             run.corpus,
             self.corpus.fingerprint()
         );

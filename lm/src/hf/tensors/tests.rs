@@ -23,6 +23,20 @@ fn open_error(folder: &Path) -> String {
 }
 
 #[test]
+fn a_folder_that_does_not_exist_may_be_a_repository() {
+    let error = open_error(Path::new("Qwen/Qwen3-0.6B"));
+    assert!(
+        error.starts_with("there is no folder Qwen/Qwen3-0.6B"),
+        "{error}"
+    );
+    assert!(
+        error.contains("hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        "{error}"
+    );
+    assert_eq!(open_error(Path::new("/none")), "there is no folder /none");
+}
+
+#[test]
 fn lying_headers_are_errors() {
     let entry = |dtype: &str, shape: &str, offsets: &str| {
         format!(r#"{{"w":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#)
