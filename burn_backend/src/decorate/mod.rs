@@ -54,7 +54,7 @@ pub use counters::GemmFormat;
 pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
 
 use crate::experts::check_experts;
-use crate::recipe::Nvfp4Recipe;
+use crate::recipe::{Nvfp4Recipe, patterns};
 use crate::state::LayerState;
 use call::{Group, Layer, Mode, lock};
 use check::check_device;
@@ -189,7 +189,10 @@ impl Decorator {
         {
             return Err(Nvfp4Error::value(
                 "include",
-                format!("{group:?}, which contains no parameter of rank 2 or 3 called `weight`"),
+                format!(
+                    "{}, which matches no parameter of rank 2 or 3 called `weight`",
+                    patterns(group)
+                ),
                 "a group with at least one that is not in a Linear, or in a head or router",
             ));
         }
@@ -198,7 +201,10 @@ impl Decorator {
         {
             return Err(Nvfp4Error::value(
                 "exclude",
-                format!("{group:?}, which contains no weight of a layer to decorate"),
+                format!(
+                    "{}, which matches no weight of a layer to decorate",
+                    patterns(group)
+                ),
                 "a group with at least one",
             ));
         }

@@ -285,3 +285,15 @@ impl Nvfp4Recipe {
         Hadamard::new(size, [signs, signs])
     }
 }
+
+/// Returns the patterns of `group`. Burn has no accessor for them, but its `Debug` form quotes them.
+pub(crate) fn patterns(group: &ParamGroup) -> String {
+    let text = format!("{group:?}");
+    let patterns: Vec<String> = (text.split('"').skip(1).step_by(2))
+        .map(|pattern| format!("`{pattern}`"))
+        .collect();
+    match patterns[..] {
+        [] => "a group of parameters".to_owned(),
+        _ => patterns.join(", "),
+    }
+}

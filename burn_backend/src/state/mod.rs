@@ -12,7 +12,7 @@ mod saved;
 use burn_core::module::Module;
 use nvfp4_formats::Nvfp4Error;
 
-use crate::recipe::{LayerMode, Nvfp4Recipe};
+use crate::recipe::{LayerMode, Nvfp4Recipe, patterns};
 use crate::rng::RANK_SHIFT;
 
 #[cfg(any(feature = "train", feature = "cpu", feature = "cuda"))]
@@ -100,7 +100,10 @@ impl Nvfp4Recipe {
                 let paths: Vec<String> = layers.iter().map(|layer| layer.weight_path()).collect();
                 return Err(Nvfp4Error::value(
                     "high_precision",
-                    "a group that contains no NVFP4 layer of the model",
+                    format!(
+                        "{}, which matches no NVFP4 layer of the model",
+                        patterns(group)
+                    ),
                     format!("a group with at least one of {}", paths.join(", ")),
                 ));
             }
