@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 
 use super::fields::Fields;
 use super::rope::Rope;
+use super::tensors::check_folder;
 use crate::checkpoint::read_json;
 
 /// Name of the file.
@@ -148,6 +149,7 @@ impl DecoderConfig {
     /// # Errors
     /// Returns an error if it is absent or [`from_json`](Self::from_json) refuses it.
     pub fn read(folder: &Path) -> Result<Self> {
+        check_folder(folder)?;
         let path = folder.join(CONFIG_FILE);
         Self::from_json(&read_json(&path)?).with_context(|| path.display().to_string())
     }
