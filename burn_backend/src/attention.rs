@@ -254,13 +254,7 @@ pub fn try_attention(
     let device = q.device();
     for (name, x) in [("k", &k), ("v", &v)] {
         validate::same_device(("q", &device), (name, &x.device()))?;
-        if x.dtype() != q.dtype() {
-            return Err(Nvfp4Error::DType {
-                argument: name,
-                found: format!("{:?}", x.dtype()),
-                expected: format!("{:?}, as `q`", q.dtype()),
-            });
-        }
+        validate::same_dtype(("q", q.dtype()), (name, x.dtype()))?;
     }
     let ([q_tokens, heads, head], [k_tokens, kv_heads, k_head]) = (q.dims(), k.dims());
     if k_head != head {

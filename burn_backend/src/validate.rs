@@ -75,6 +75,22 @@ pub(crate) fn same_device(
     }
 }
 
+/// Returns an error if the dtype of `second` is not that of `first`.
+pub(crate) fn same_dtype(
+    first: (&'static str, DType),
+    second: (&'static str, DType),
+) -> Result<(), Nvfp4Error> {
+    if first.1 == second.1 {
+        Ok(())
+    } else {
+        Err(Nvfp4Error::DType {
+            argument: second.0,
+            found: format!("{:?}", second.1),
+            expected: format!("{:?}, as `{}`", first.1, first.0),
+        })
+    }
+}
+
 /// Returns an error if `dtype` is not one of the three supported float dtypes.
 pub(crate) fn float(argument: &'static str, dtype: DType) -> Result<(), Nvfp4Error> {
     match dtype {

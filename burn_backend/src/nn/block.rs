@@ -10,7 +10,8 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{
     ExpertParallelMoe, MoeOutput, Neighbours, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe,
-    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
+    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RmsNormConfig,
+    RopeCache,
 };
 use crate::functions::or_panic;
 use crate::parallel::ProcessGroup;
@@ -53,8 +54,8 @@ impl Nvfp4TransformerBlockConfig {
     /// Creates a block on `device`.
     ///
     /// # Errors
-    /// Same as [`Nvfp4AttentionConfig::try_init`], [`Nvfp4SwiGluConfig::try_init`] and
-    /// [`Nvfp4MoeConfig::try_init`].
+    /// Same as [`Nvfp4AttentionConfig::try_init`], [`Nvfp4SwiGluConfig::try_init`],
+    /// [`Nvfp4MoeConfig::try_init`] and [`RmsNormConfig::try_init`].
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4TransformerBlock, Nvfp4Error> {
         let attention = Nvfp4AttentionConfig::new(self.d_model, self.heads)
             .with_kv_heads(self.kv_heads)
@@ -79,14 +80,11 @@ impl Nvfp4TransformerBlockConfig {
                 (None, Some(config.try_init(device)?))
             }
         };
-        let norm = || {
-            let config = RmsNormConfig::new(self.d_model).with_epsilon(self.epsilon);
-            config.init(device)
-        };
+        let norm = RmsNormConfig::new(self.d_model).with_epsilon(self.epsilon);
         Ok(Nvfp4TransformerBlock {
-            attention_norm: norm(),
+            attention_norm: norm.try_init(device)?,
             attention,
-            feed_forward_norm: norm(),
+            feed_forward_norm: norm.try_init(device)?,
             feed_forward,
             moe,
             expert_parallel: None,

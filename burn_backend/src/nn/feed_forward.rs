@@ -6,19 +6,20 @@ use burn_core::backend::Dispatch;
 use burn_core::config::Config;
 use burn_core::module::Module;
 use burn_core::tensor::{Device, Tensor};
-use burn_nn::activation::{Activation, SwiGlu as BurnSwiGlu};
+use burn_nn::activation::{Activation, ActivationConfig, SwiGlu as BurnSwiGlu};
 use burn_nn::transformer::PositionWiseFeedForward;
 use burn_nn::{Dropout, Initializer, Linear};
 use nvfp4_formats::Nvfp4Error;
 
 use super::parts::{LinearPart, PartIds, parts, side_by_side};
-use super::{Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, rows};
+use super::{Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, checked_dropout, rows};
 use crate::experts::ExpertOffsets;
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
 use crate::ops::{FeedForwardSpec, LinearParams, Nvfp4Ops, RowGroups};
 use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
+use crate::validate;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
 #[derive(Config, Debug)]
@@ -73,8 +74,8 @@ impl Nvfp4SwiGluConfig {
 /// SwiGLU feed-forward `(silu(x G) · (x U)) D`, with all three GEMMs in NVFP4.
 ///
 /// `G` and `U` are one weight: the input is quantized once, and both share one global scale. The
-/// three steps are one operation with the bits of the sequence [`Nvfp4Linear`], [`SwiGlu`],
-/// [`Nvfp4Linear`]. One pass computes the activation (or its gradient) and its amax values; the
+/// three steps are one operation with the bits of the sequence [`Nvfp4Linear`],
+/// [`SwiGluActivation`], [`Nvfp4Linear`]. One pass computes the activation (or its gradient) and its amax values; the
 /// next pass quantizes it.
 #[derive(Module, Debug)]
 pub struct Nvfp4SwiGlu {
@@ -260,12 +261,12 @@ pub(super) fn swiglu_between<const W: usize, const B: usize>(
 /// the two halves of the last axis, `[..., 2 * hidden]` to `[..., hidden]`, in one pass in the
 /// forward and one in the backward.
 ///
-/// The module of this name in `burn_nn` includes the gate and up projections; [`Nvfp4SwiGlu`]
-/// includes all three.
+/// [`SwiGlu`](super::SwiGlu) includes the gate and up projections; [`Nvfp4SwiGlu`] includes all
+/// three.
 #[derive(Module, Debug, Default)]
-pub struct SwiGlu {}
+pub struct SwiGluActivation {}
 
-impl SwiGlu {
+impl SwiGluActivation {
     /// Creates the module.
     pub fn new() -> Self {
         Self {}
@@ -281,12 +282,66 @@ impl SwiGlu {
 
     /// Panicking version of [`try_forward`](Self::try_forward).
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        or_panic("SwiGlu::forward", self.try_forward(x))
+        or_panic("SwiGluActivation::forward", self.try_forward(x))
+    }
+}
+
+/// Configuration of an [`Nvfp4FeedForward`]; the fields and defaults of
+/// `burn_nn::transformer::PositionWiseFeedForwardConfig`, and a recipe.
+#[derive(Config, Debug)]
+pub struct Nvfp4FeedForwardConfig {
+    /// Width of the input and the output, a positive multiple of 16.
+    pub d_model: usize,
+    /// Hidden width, a positive multiple of 16.
+    pub d_ff: usize,
+    /// Dropout probability of the hidden features, in `[0, 1)`.
+    #[config(default = 0.1)]
+    pub dropout: f64,
+    /// Parameter initializer, as in `burn_nn::LinearConfig`.
+    #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
+    pub initializer: Initializer,
+    /// Activation between the GEMMs.
+    #[config(default = "ActivationConfig::Gelu")]
+    pub activation: ActivationConfig,
+    /// Quantization recipe.
+    #[config(default = "Nvfp4Recipe::new()")]
+    pub recipe: Nvfp4Recipe,
+}
+
+impl Nvfp4FeedForwardConfig {
+    /// Creates a feed-forward on `device`.
+    ///
+    /// # Errors
+    /// Returns an error if a width is not a positive multiple of 16, `dropout` is outside `[0, 1)`,
+    /// or the device has no implementation.
+    pub fn try_init(&self, device: &Device) -> Result<Nvfp4FeedForward, Nvfp4Error> {
+        validate::blocks("d_model", "d_model", self.d_model)?;
+        validate::blocks("d_ff", "d_ff", self.d_ff)?;
+        let linear = |d_in, d_out| {
+            Nvfp4LinearConfig::new(d_in, d_out)
+                .with_initializer(self.initializer.clone())
+                .with_recipe(self.recipe.clone())
+                .try_init(device)
+        };
+        Ok(Nvfp4FeedForward {
+            linear_inner: linear(self.d_model, self.d_ff)?,
+            linear_outer: linear(self.d_ff, self.d_model)?,
+            dropout: checked_dropout(self.dropout)?,
+            activation: self.activation.init(device),
+        })
+    }
+
+    /// Panicking version of [`try_init`](Self::try_init).
+    pub fn init(&self, device: &Device) -> Nvfp4FeedForward {
+        or_panic("Nvfp4FeedForwardConfig::init", self.try_init(device))
     }
 }
 
 /// Position-wise feed-forward of `burn_nn` with its two GEMMs in NVFP4: same parameters, ids and
 /// record paths.
+///
+/// GELU, in both forms, is one pass in the forward and one in the backward. Parameters of an
+/// activation are not in records, as in `burn_nn`.
 #[derive(Module, Debug)]
 pub struct Nvfp4FeedForward {
     /// First layer, `[d_model, d_ff]`.
@@ -332,11 +387,7 @@ impl Nvfp4FeedForward {
     /// # Errors
     /// Same as [`Nvfp4Linear::try_forward`]; also if the shapes of the two layers do not match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        self.linear_inner.check(&x)?;
-        let [d_model, d_ff] = whole_dims(&self.linear_inner.weight);
-        let names = ["linear_outer.weight", "linear_outer.bias"];
-        let (device, shape) = (x.device(), [d_ff, d_model]);
-        self.linear_outer.check_part(names, &device, shape)?;
+        self.check(&x)?;
         let x = self.linear_inner.try_forward(x)?;
         let x = match &self.activation {
             Activation::Gelu(gelu) => match gelu.approximate {
@@ -346,6 +397,15 @@ impl Nvfp4FeedForward {
             activation => activation.forward(x),
         };
         self.linear_outer.try_forward(self.dropout.forward(x))
+    }
+
+    /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
+    pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        self.linear_inner.check(x)?;
+        let [d_model, d_ff] = whole_dims(&self.linear_inner.weight);
+        let names = ["linear_outer.weight", "linear_outer.bias"];
+        let (device, shape) = (x.device(), [d_ff, d_model]);
+        self.linear_outer.check_part(names, &device, shape)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).

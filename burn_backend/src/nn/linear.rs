@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::config::Config;
 use burn_core::module::{Content, DisplaySettings, Module, ModuleDisplay, Param};
 use burn_core::tensor::{Device, Tensor};
-use burn_nn::{Initializer, Linear, LinearConfig};
+use burn_nn::{Initializer, Linear, LinearConfig, LinearLayout};
 use nvfp4_formats::Nvfp4Error;
 
 use super::operand_weight::{OperandWeight, gathered_weight};
@@ -31,6 +31,9 @@ pub struct Nvfp4LinearConfig {
     /// Parameter initializer, as in `burn_nn::LinearConfig`.
     #[config(default = "Initializer::KaimingUniform{gain:1.0/3f64.sqrt(), fan_out_only:false}")]
     pub initializer: Initializer,
+    /// Layout of the weight in records, as in `burn_nn::LinearConfig`.
+    #[config(default = "LinearLayout::Row")]
+    pub layout: LinearLayout,
     /// Quantization recipe.
     #[config(default = "Nvfp4Recipe::new()")]
     pub recipe: Nvfp4Recipe,
@@ -52,7 +55,12 @@ impl Nvfp4LinearConfig {
         let linear = LinearConfig::new(self.d_input, self.d_output)
             .with_bias(self.bias)
             .with_initializer(self.initializer.clone())
+            .with_layout(self.layout)
             .init(device);
+        if let LinearLayout::Col = self.layout {
+            // Until its value exists, Burn reports the shape of the record, which is transposed.
+            linear.weight.val();
+        }
         Nvfp4Linear::new(linear, &self.recipe, self.layer)
     }
 
@@ -255,8 +263,18 @@ impl Nvfp4Linear {
             other.check_beside(first, index)?;
             other.check(&input)?;
         }
+        let widths = layers.iter().map(|layer| whole_dims(&layer.weight)[1]);
+        let widths = widths.collect();
+        let together = Self::forward_joined(layers, input)?;
+        Ok(together.split_with_sizes(widths, D - 1))
+    }
+
+    /// Applies layers that were checked to one input, like one layer with concatenated weights.
+    fn forward_joined<const D: usize>(
+        layers: &[&Self],
+        input: Tensor<D>,
+    ) -> Result<Tensor<D>, Nvfp4Error> {
         let weights = weights_of_each(layers);
-        let widths = weights.iter().map(|weight| weight.held.dims()[1]).collect();
         let parts: Vec<&Tensor<2>> = weights.iter().map(|weight| &weight.held).collect();
         let identity = identity_of(layers.iter().map(|layer| &layer.weight), &parts);
         let biases = layers
@@ -265,8 +283,7 @@ impl Nvfp4Linear {
         let biases: Option<Vec<_>> = biases.collect();
         let bias = biases.map(|biases| Tensor::cat(biases, 0));
         let weight = OperandWeight::side_by_side(weights);
-        let together = first.forward_with(weight, identity, bias, input)?;
-        Ok(together.split_with_sizes(widths, D - 1))
+        layers[0].forward_with(weight, identity, bias, input)
     }
 
     /// Panicking version of [`try_forward_together`](Self::try_forward_together).
@@ -275,6 +292,21 @@ impl Nvfp4Linear {
             "Nvfp4Linear::forward_together",
             Self::try_forward_together(layers, input),
         )
+    }
+
+    /// Applies several layers to one input, which was checked, and concatenates their outputs:
+    /// together, as [`try_forward_together`](Self::try_forward_together), if the layers allow it,
+    /// otherwise one after the other.
+    pub(super) fn try_forward_joined<const D: usize>(
+        layers: &[&Self],
+        input: Tensor<D>,
+    ) -> Result<Tensor<D>, Nvfp4Error> {
+        let mut others = layers[1..].iter().zip(1..);
+        if others.all(|(other, index)| other.check_beside(layers[0], index).is_ok()) {
+            return Self::forward_joined(layers, input);
+        }
+        let outputs = layers.iter().map(|layer| layer.try_forward(input.clone()));
+        Ok(Tensor::cat(outputs.collect::<Result<_, _>>()?, D - 1))
     }
 
     /// Returns an error if this layer, at `index`, cannot be computed together with `first`.

@@ -13,8 +13,36 @@
 //!
 //! [`Embedding`] and [`LmHead`] are the first and last layers of a language model, in high
 //! precision.
+//!
+//! # Replacing burn-nn
+//!
+//! The names of burn-nn are here too: replace `use burn::nn::` by `use nvfp4::nn::`. These modules
+//! are of this crate, with burn-nn's fields, configurations, defaults and records:
+//!
+//! - with GEMMs in NVFP4: [`Linear`], [`SwiGlu`], [`MultiHeadAttention`](attention), and the modules
+//!   of [`transformer`]. Their configurations also have a `recipe`,
+//!   [`Nvfp4Recipe::new`](crate::Nvfp4Recipe::new) by default, and feature sizes must be multiples of
+//!   16;
+//! - in high precision: [`LayerNorm`], [`RmsNorm`] and [`Embedding`].
+//!
+//! All other names are burn-nn's own modules, in high precision: losses, convolutions, recurrent
+//! layers, dropout, activations ([`activation`], with burn-nn's `SwiGlu`), positions and
+//! `CrossAttention`.
+//!
+//! ```
+//! # #[cfg(feature = "flex")] {
+//! use burn_core::tensor::{Device, Tensor};
+//! use burn_nvfp4::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
+//!
+//! let device = Device::flex();
+//! let encoder = TransformerEncoderConfig::new(32, 64, 2, 1).init(&device);
+//! let x = Tensor::<3>::ones([1, 6, 32], &device);
+//! let y = encoder.forward(TransformerEncoderInput::new(x).causal());
+//! assert_eq!(y.dims(), [1, 6, 32]);
+//! # }
+//! ```
 
-mod attention;
+pub mod attention;
 mod block;
 mod embedding;
 mod feed_forward;
@@ -23,23 +51,31 @@ mod grouped;
 mod head;
 mod linear;
 mod moe;
-mod norm;
+pub mod norm;
 mod operand_weight;
 mod packed;
 mod parts;
 mod routing;
+mod swiglu;
 pub mod tensor_parallel;
+pub mod transformer;
 
-pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
+// A name of this crate shadows the same name of burn-nn.
+pub use burn_nn::*;
+
+pub use attention::layer::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
 pub use embedding::{Embedding, EmbeddingConfig};
 pub use feed_forward::{
-    Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu, try_swiglu_of, try_swiglu_of_experts,
+    Nvfp4FeedForward, Nvfp4FeedForwardConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGluActivation,
+    try_swiglu_of, try_swiglu_of_experts,
 };
 pub use fp8::Fp8Linear;
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
-pub use linear::{Nvfp4Linear, Nvfp4LinearConfig};
+pub use linear::{
+    Nvfp4Linear, Nvfp4Linear as Linear, Nvfp4LinearConfig, Nvfp4LinearConfig as LinearConfig,
+};
 pub use moe::{
     ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters,
 };
@@ -49,8 +85,10 @@ pub use packed::{
     Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
 };
 pub use routing::Routing;
+pub use swiglu::{SwiGlu, SwiGluConfig};
 
 use burn_core::tensor::{DType, FloatDType, Tensor};
+use nvfp4_formats::Nvfp4Error;
 
 /// Casts `x` to `dtype`; no operation if it has that dtype.
 pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
@@ -68,4 +106,25 @@ fn rows<const D: usize>(x: Tensor<D>) -> (Tensor<2>, [usize; D]) {
     let dims = x.dims();
     let rows = dims[..D - 1].iter().product();
     (x.reshape([rows, dims[D - 1]]), dims)
+}
+
+/// Returns the size of each of `count` equal parts of `whole`, or an error that names `count`.
+fn equal_parts(
+    (name, whole): (&str, usize),
+    (argument, count): (&'static str, usize),
+) -> Result<usize, Nvfp4Error> {
+    if count == 0 || !whole.is_multiple_of(count) {
+        let expected = format!("a divisor of {name} ({whole})");
+        return Err(Nvfp4Error::value(argument, count.to_string(), expected));
+    }
+    Ok(whole / count)
+}
+
+/// Returns a dropout with the probability `dropout`, or an error if that is out of range.
+fn checked_dropout(dropout: f64) -> Result<Dropout, Nvfp4Error> {
+    if !(0.0..1.0).contains(&dropout) {
+        let expected = "at least 0 and less than 1";
+        return Err(Nvfp4Error::value("dropout", dropout.to_string(), expected));
+    }
+    Ok(DropoutConfig::new(dropout).init())
 }

@@ -1,4 +1,5 @@
-//! RMS and layer norms, each in one pass, and the residual stream that they add to.
+//! RMS and layer norms, each in one pass, and the residual stream that they add to. The other norms
+//! are burn-nn's own.
 
 use burn_core as burn;
 
@@ -9,6 +10,8 @@ use burn_nn::{
     LayerNorm as BurnLayerNorm, LayerNormConfig as BurnLayerNormConfig, RmsNorm as BurnRmsNorm,
 };
 use nvfp4_formats::Nvfp4Error;
+
+pub use burn_nn::norm::*;
 
 use super::Nvfp4Linear;
 use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
@@ -29,21 +32,26 @@ pub struct RmsNormConfig {
 impl RmsNormConfig {
     /// Creates a norm whose factors are 1.
     ///
-    /// # Panics
-    /// If `epsilon` is not positive.
-    pub fn init(&self, device: &Device) -> RmsNorm {
-        check_epsilon("RmsNormConfig::init", self.epsilon);
-        RmsNorm {
+    /// # Errors
+    /// Returns an error if `epsilon` is not positive.
+    pub fn try_init(&self, device: &Device) -> Result<RmsNorm, Nvfp4Error> {
+        check_epsilon("epsilon", self.epsilon)?;
+        Ok(RmsNorm {
             gamma: Initializer::Ones.init([self.d_model], device),
             epsilon: self.epsilon,
-        }
+        })
+    }
+
+    /// Panicking version of [`try_init`](Self::try_init).
+    pub fn init(&self, device: &Device) -> RmsNorm {
+        or_panic("RmsNormConfig::init", self.try_init(device))
     }
 }
 
-/// Panics if `epsilon`, an argument of `function`, is not positive.
-fn check_epsilon(function: &str, epsilon: f64) {
-    let found = || Nvfp4Error::value("epsilon", epsilon.to_string(), "a positive number");
-    or_panic(function, (epsilon > 0.0).ok_or_else(found));
+/// Returns an error if the ε `epsilon`, called `argument`, is not positive.
+pub(super) fn check_epsilon(argument: &'static str, epsilon: f64) -> Result<(), Nvfp4Error> {
+    let found = || Nvfp4Error::value(argument, epsilon.to_string(), "a positive number");
+    (epsilon > 0.0).ok_or_else(found)
 }
 
 /// RMSNorm: `x / sqrt(mean(x²) + ε) · γ` over the last axis. Replaces `burn_nn::RmsNorm`: same
@@ -206,16 +214,21 @@ pub struct LayerNormConfig {
 impl LayerNormConfig {
     /// Creates a norm with a γ of 1 and a β of 0.
     ///
-    /// # Panics
-    /// If `epsilon` is not positive.
-    pub fn init(&self, device: &Device) -> LayerNorm {
-        check_epsilon("LayerNormConfig::init", self.epsilon);
+    /// # Errors
+    /// Returns an error if `epsilon` is not positive.
+    pub fn try_init(&self, device: &Device) -> Result<LayerNorm, Nvfp4Error> {
+        check_epsilon("epsilon", self.epsilon)?;
         let beta = || Initializer::Zeros.init([self.d_model], device);
-        LayerNorm {
+        Ok(LayerNorm {
             gamma: Initializer::Ones.init([self.d_model], device),
             beta: self.bias.then(beta),
             epsilon: self.epsilon,
-        }
+        })
+    }
+
+    /// Panicking version of [`try_init`](Self::try_init).
+    pub fn init(&self, device: &Device) -> LayerNorm {
+        or_panic("LayerNormConfig::init", self.try_init(device))
     }
 }
 

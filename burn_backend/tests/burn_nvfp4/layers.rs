@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nn::LayerNormConfig;
 use burn_nvfp4::Nvfp4TransformerBlockConfig;
 use burn_nvfp4::functions::{self, Gelu};
-use burn_nvfp4::nn::{LayerNorm, ResidualStream, RmsNormConfig, RopeCacheConfig, SwiGlu};
+use burn_nvfp4::nn::{LayerNorm, ResidualStream, RmsNormConfig, RopeCacheConfig, SwiGluActivation};
 use nvfp4_formats::reference::{self, Norm};
 
 use crate::support::{Matrix, activation, device, gaussian, skip_where_small_only, values};
@@ -176,7 +176,7 @@ fn activations_are_their_formulas() {
         assert_same(
             "swiglu",
             &leaves,
-            |of| vec![SwiGlu::new().forward(of[0].clone())],
+            |of| vec![SwiGluActivation::new().forward(of[0].clone())],
             |of| {
                 let half = cols / 2;
                 let gate = silu(of[0].clone().narrow(1, 0, half));

@@ -6,8 +6,8 @@ use burn_core::module::Module;
 use burn_core::tensor::Tensor;
 use nvfp4_formats::Nvfp4Error;
 
-use super::super::attention::{FusedAttention, RopeCache};
-use super::super::{Nvfp4Attention, Nvfp4Linear};
+use super::super::attention::layer::FusedAttention;
+use super::super::{Nvfp4Attention, Nvfp4Linear, RopeCache};
 use super::{ColumnParallelLinear, RowParallelLinear, TensorParallel};
 use crate::attention::Sequences;
 use crate::functions::or_panic;

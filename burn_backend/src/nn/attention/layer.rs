@@ -4,19 +4,19 @@ use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use burn_core::tensor::activation::{quiet_softmax, softmax};
 use burn_core::tensor::{Bool, Device, FloatDType, Int, Tensor};
 use burn_nn::activation::Gelu;
 use burn_nn::attention::MultiHeadAttention;
 use burn_nn::{Dropout, DropoutConfig, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
-use super::parts::{PartIds, parts, side_by_side};
-use super::{Nvfp4Linear, Nvfp4LinearConfig, cast};
+use super::unfused::{UnfusedAttention, by_heads, to_rows};
 use crate::attention::{
     AttentionParams, MAX_HEAD, RotaryTables, Sequences, try_attention_qkv_with_amax,
 };
 use crate::functions::or_panic;
+use crate::nn::parts::{PartIds, parts, side_by_side};
+use crate::nn::{Nvfp4Linear, Nvfp4LinearConfig, cast, checked_dropout, equal_parts};
 use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
@@ -221,33 +221,15 @@ impl Nvfp4AttentionConfig {
 
 /// Checks the numbers of heads and returns the head size.
 fn check_heads(d_model: usize, heads: usize, kv_heads: usize) -> Result<usize, Nvfp4Error> {
-    if heads == 0 || !d_model.is_multiple_of(heads) {
-        return Err(Nvfp4Error::value(
-            "heads",
-            heads.to_string(),
-            format!("a divisor of d_model ({d_model})"),
-        ));
-    }
-    if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-        return Err(Nvfp4Error::value(
-            "kv_heads",
-            kv_heads.to_string(),
-            format!("a divisor of heads ({heads})"),
-        ));
-    }
-    Ok(d_model / heads)
+    let head = equal_parts(("d_model", d_model), ("heads", heads))?;
+    equal_parts(("heads", heads), ("kv_heads", kv_heads))?;
+    Ok(head)
 }
 
 /// Returns no module for a probability of zero, so that records have no entry for it.
 fn dropout(share: f64) -> Result<Option<Dropout>, Nvfp4Error> {
-    if !(0.0..1.0).contains(&share) {
-        return Err(Nvfp4Error::value(
-            "dropout",
-            share.to_string(),
-            "at least 0 and less than 1",
-        ));
-    }
-    Ok((share > 0.0).then(|| DropoutConfig::new(share).init()))
+    let dropout = checked_dropout(share)?;
+    Ok((share > 0.0).then_some(dropout))
 }
 
 /// Multi-head attention with projections in NVFP4.
@@ -286,7 +268,7 @@ pub struct Nvfp4Attention {
 
 /// Fused attention without its projections.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct FusedAttention {
+pub(in crate::nn) struct FusedAttention {
     pub heads: usize,
     pub kv_heads: usize,
     /// Head size.
@@ -451,7 +433,7 @@ impl Nvfp4Attention {
     ///
     /// # Errors
     /// Returns an error if the fused kernels do not support the configuration.
-    pub(super) fn into_fused(
+    pub(in crate::nn) fn into_fused(
         self,
     ) -> Result<(Nvfp4Linear, Nvfp4Linear, FusedAttention), Nvfp4Error> {
         let [d_model, _] = self.out.weight.lazy_shape().dims();
@@ -480,64 +462,34 @@ impl Nvfp4Attention {
         [batch, time]: [usize; 2],
     ) -> Tensor<2> {
         let (heads, kv_heads) = (self.heads, self.kv_heads);
-        let [rows, columns] = qkv.dims();
+        let [_, columns] = qkv.dims();
         let head = columns / (heads + 2 * kv_heads);
         let activation: FloatDType = qkv.dtype().into();
         let part = |first: usize, heads: usize| {
-            qkv.clone()
-                .narrow(1, first * head, heads * head)
-                .reshape([batch, time, heads, head])
-                .swap_dims(1, 2)
+            let part = qkv.clone().narrow(1, first * head, heads * head);
+            by_heads(part.reshape([batch, time, heads * head]), heads)
         };
         let (q, k, v) = (
             positions.rotate(part(0, heads)),
             positions.rotate(part(heads, kv_heads)),
             part(heads + kv_heads, kv_heads),
         );
-        // Scales q instead of the scores, because it is smaller.
-        let q = cast(q.mul_scalar(f64::from(self.params.scale)), activation);
         let (k, v) = (cast(k, activation), cast(v, activation));
-        let (k, v) = (self.for_queries(k), self.for_queries(v));
-        let mut scores = cast(q.matmul(k.swap_dims(2, 3)), FloatDType::F32);
-        if let Some(softcap) = self.params.softcap {
-            scores = scores.div_scalar(softcap).tanh().mul_scalar(softcap);
-        }
-        if positions.causal {
-            let hidden = self.hidden(time, &scores.device());
-            let hidden = hidden.reshape([1, 1, time, time]);
-            scores = scores.mask_fill(hidden.expand([batch, heads, time, time]), MASKED);
-        }
-        if let Some(padding) = padding {
-            let padding = padding.reshape([batch, 1, 1, time]);
-            scores = scores.mask_fill(padding.expand([batch, heads, time, time]), MASKED);
-        }
-        let weights = if self.params.quiet_softmax {
-            quiet_softmax(scores, 3)
-        } else {
-            softmax(scores, 3)
+        let unfused = UnfusedAttention {
+            params: AttentionParams {
+                causal: positions.causal,
+                ..self.params
+            },
+            masked: f64::from(MASKED),
+            padding,
+            mask: None,
         };
-        let weights = match &self.dropout {
-            Some(dropout) => dropout.forward(weights),
-            None => weights,
-        };
-        let mixed = cast(weights, activation).matmul(v);
-        mixed.swap_dims(1, 2).reshape([rows, heads * head])
-    }
-
-    /// Mask of the keys (columns) that a query (row) of a sequence must not see.
-    fn hidden(&self, time: usize, device: &Device) -> Tensor<2, Bool> {
-        let numbers = || Tensor::<1, Int>::arange(0..time as i64, device);
-        let query = numbers().reshape([time, 1]).expand([time, time]);
-        let key = numbers().reshape([1, time]).expand([time, time]);
-        let later = key.clone().greater(query.clone());
-        match self.params.window {
-            None => later,
-            Some(window) => later.bool_or((query - key).greater_equal_elem(window as i64)),
-        }
+        let operands = [q, self.for_queries(k), self.for_queries(v)];
+        to_rows(unfused.attend(operands, self.dropout.as_ref()).0)
     }
 
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept these arguments.
-    pub(super) fn check(
+    pub(in crate::nn) fn check(
         &self,
         x: &Tensor<3>,
         positions: &RopeCache,

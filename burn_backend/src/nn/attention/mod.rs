@@ -1,0 +1,48 @@
+//! Multi-head attention with burn-nn's interface, for models that use
+//! `burn::nn::attention::MultiHeadAttention`. [`Nvfp4Attention`](super::Nvfp4Attention) also has
+//! rotary positions, grouped queries and windows.
+//!
+//! ```
+//! # #[cfg(feature = "flex")] {
+//! use burn_core::tensor::{Device, Tensor};
+//! use burn_nvfp4::nn::attention::{MhaInput, MultiHeadAttentionConfig};
+//!
+//! let device = Device::flex();
+//! let attention = MultiHeadAttentionConfig::new(32, 2).init(&device);
+//! let x = Tensor::<3>::ones([1, 6, 32], &device);
+//! let output = attention.forward(MhaInput::self_attn(x).causal());
+//! assert_eq!(output.context.dims(), [1, 6, 32]);
+//! assert_eq!(output.weights().dims(), [1, 2, 6, 6]);
+//! # }
+//! ```
+//!
+//! # Flash attention
+//!
+//! The kernels of [`crate::attention`] compute scores, softmax and values, without a matrix of
+//! queries by keys. Burn's operations compute these cases, and materialize it:
+//!
+//! - a [`mask_pad`](MhaInput::mask_pad) or [`mask_attn`](MhaInput::mask_attn), even one that masks
+//!   nothing. Replace `mask_attn(generate_autoregressive_mask(..))` by
+//!   [`causal`](MhaInput::causal);
+//! - dropout in training. The default probability is 0.1, as in burn-nn: set
+//!   [`dropout`](MultiHeadAttentionConfig::dropout) to 0 to train with the kernels;
+//! - heads wider than [`MAX_HEAD`](crate::attention::MAX_HEAD).
+//!
+//! Each of these forwards emits a [`tracing`] event of level `DEBUG` with the reason.
+//!
+//! The other names of this module are burn-nn's own.
+
+mod cache;
+mod input;
+pub(super) mod layer;
+mod multi_head;
+mod unfused;
+
+// A name of this crate shadows the same name of burn-nn.
+pub use burn_nn::attention::*;
+
+pub use cache::MhaCache;
+pub(super) use cache::OutputCache;
+pub use input::MhaInput;
+pub(super) use input::{Masks, Names};
+pub use multi_head::{MhaOutput, MultiHeadAttention, MultiHeadAttentionConfig};
