@@ -14,7 +14,7 @@ use crate::support::{
     activation, burn_matmul_error, device, gaussian, skip_where_small_only, values,
 };
 
-fn tensor<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tensor<D> {
+pub fn tensor<const D: usize>(shape: [usize; D], seed: u64, device: &Device) -> Tensor<D> {
     let data = TensorData::new(gaussian(shape.iter().product(), seed), shape);
     Tensor::from_data(data, (device, DType::F32))
 }
@@ -24,7 +24,7 @@ fn offsets(numbers: &[u32], device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(data, (device, DType::U32))
 }
 
-fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
+pub fn assert_near(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let scale = expected.iter().fold(1e-6f32, |m, v| m.max(v.abs()));
     for (i, (f, e)) in found.iter().zip(expected).enumerate() {
@@ -282,7 +282,7 @@ fn the_module_takes_packed_sequences() {
     assert_near("packed", &found, &expected, 1e-5);
 }
 
-fn argument<T>(result: Result<T, Nvfp4Error>) -> &'static str {
+pub fn argument<T>(result: Result<T, Nvfp4Error>) -> &'static str {
     match result.err().unwrap() {
         Nvfp4Error::Shape { argument, .. }
         | Nvfp4Error::DType { argument, .. }

@@ -11,6 +11,7 @@ mod decorate;
 #[cfg(feature = "cpu")]
 mod decorate_limits;
 mod draws;
+mod drop_in;
 mod errors;
 mod feed_forward;
 mod fp8;

@@ -38,7 +38,7 @@ fn quantized(device: &Device) -> Quantized {
 }
 
 /// Converts through bytes, like a file.
-fn saved<M: Module>(model: M) -> ModuleRecord {
+pub fn saved<M: Module>(model: M) -> ModuleRecord {
     ModuleRecord::from_bytes(model.into_record().into_bytes().unwrap()).unwrap()
 }
 
@@ -76,7 +76,7 @@ fn checkpoints_move_both_ways_with_ids_and_bytes() {
 }
 
 /// Asserts that `ours` and `burns` have the same record, and that each loads that of the other.
-fn assert_same_record<A: Module, B: Module>(ours: A, burns: B) {
+pub fn assert_same_record<A: Module, B: Module>(ours: A, burns: B) {
     let bytes = |record: ModuleRecord| record.into_bytes().unwrap().to_vec();
     let ours_of_burns = ours.clone().load_record(saved(burns.clone()));
     let expected = bytes(burns.clone().into_record());
