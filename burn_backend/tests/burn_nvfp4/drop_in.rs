@@ -117,7 +117,7 @@ fn linears_and_gates_replace_burn_nns() {
         let distance = ours.forward(x.clone()) - expected.clone();
         let distance = distance.abs().max().into_scalar::<f32>();
         let largest = expected.abs().max().into_scalar::<f32>();
-        assert!(distance > 0.0 && distance < 0.3 * largest, "{distance}");
+        assert!(distance > 0.0 && distance < 0.6 * largest, "{distance}");
     }
 }
 
@@ -259,9 +259,17 @@ fn attention_caches_are_burn_nns() {
     let mut fresh = MhaCache::autoregressive();
     let refused = ours.try_forward_cache(longer, &mut fresh);
     assert_eq!(argument(refused), "key", "keys grow with queries");
-    let shorter = MhaInput::new(x.clone(), x.clone(), x);
-    let refused = ours.try_forward_cache(shorter, &mut cross_cache);
-    assert!(refused.is_err());
+    let mut cache = MhaCache::autoregressive_cross_attention();
+    let queries = first(&x, 2);
+    let short = MhaInput::new(queries, memory.clone(), memory);
+    ours.forward_cache(short, &mut cache);
+    let other = MhaInput::new(first(&x, 3), x.clone(), x);
+    let refused = ours.try_forward_cache(other, &mut cache);
+    assert_eq!(
+        argument(refused),
+        "key",
+        "other keys than those in the cache"
+    );
 }
 
 /// In training, the weights that drop some keys are those of the output; `valid` drops nothing.
@@ -361,7 +369,7 @@ fn encoders_replace_burn_nns() {
             burns.new_autoregressive_cache(),
         );
         for time in 1..=TIME {
-            let (x, pad) = (first(&x, time), first(&pad, time));
+            let (x, pad) = (first(&x, time), padding(time, &device));
             let found = TransformerEncoderInput::new(x.clone())
                 .mask_pad(pad.clone())
                 .mask_attn(triangle(time));
