@@ -7,7 +7,7 @@
 //! The crate is a facade:
 //!
 //! - at its root, everything of [`burn_nvfp4`]: [`Nvfp4Linear`], which replaces Burn's `Linear`,
-//!   and [`Nvfp4Recipe`], which configures the quantization;
+//!   [`nn`], which replaces `burn::nn`, and [`Nvfp4Recipe`], which configures the quantization;
 //! - [`formats`], the formats and the reference numerics on the host;
 //! - `kernels` (features `cpu` and `cuda`), the CubeCL kernels, for use without Burn.
 //!

@@ -3,7 +3,8 @@
 //! - [`recipe`] configures quantization: [`Nvfp4Recipe`], a Burn `Config`. It contains no tensors.
 //! - [`nn`] contains [`Nvfp4Linear`], which replaces `burn_nn::Linear` (same parameters, ids and
 //!   record layout), [`Nvfp4GroupedLinear`] for experts, and the modules built on them: attention,
-//!   feed-forwards, [`Nvfp4Moe`], a transformer block.
+//!   feed-forwards, [`Nvfp4Moe`], a transformer block. It has the names of `burn_nn`, to replace
+//!   its imports.
 //! - [`state`] contains the RNG state of a layer, and [`Nvfp4State`], which saves and restores it
 //!   with the model.
 //! - [`attention`](mod@attention) is attention on plain tensors, for models without NVFP4 too.
