@@ -18,7 +18,7 @@
 //!
 //! # Flash attention
 //!
-//! The kernels of [`crate::attention`] compute scores, softmax and values, without a matrix of
+//! The kernels of [`crate::attention`](mod@crate::attention) compute scores, softmax and values, without a matrix of
 //! queries by keys. Burn's operations compute these cases, and materialize it:
 //!
 //! - a [`mask_pad`](MhaInput::mask_pad) or [`mask_attn`](MhaInput::mask_attn), even one that masks
