@@ -10,7 +10,8 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{
     ExpertParallelMoe, MoeOutput, Neighbours, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe,
-    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
+    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RmsNormConfig,
+    RopeCache,
 };
 use crate::functions::or_panic;
 use crate::parallel::ProcessGroup;

@@ -3,10 +3,11 @@
 use burn_core as burn;
 
 use burn_core::config::Config;
-use burn_core::module::{Initializer, Module, Param};
+use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, Tensor};
 use burn_nn::{
-    LayerNorm as BurnLayerNorm, LayerNormConfig as BurnLayerNormConfig, RmsNorm as BurnRmsNorm,
+    Initializer, LayerNorm as BurnLayerNorm, LayerNormConfig as BurnLayerNormConfig,
+    RmsNorm as BurnRmsNorm,
 };
 use nvfp4_formats::Nvfp4Error;
 
@@ -42,8 +43,15 @@ impl RmsNormConfig {
 
 /// Panics if `epsilon`, an argument of `function`, is not positive.
 fn check_epsilon(function: &str, epsilon: f64) {
-    let found = || Nvfp4Error::value("epsilon", epsilon.to_string(), "a positive number");
-    or_panic(function, (epsilon > 0.0).ok_or_else(found));
+    let checked = match epsilon > 0.0 {
+        true => Ok(()),
+        false => Err(Nvfp4Error::value(
+            "epsilon",
+            epsilon.to_string(),
+            "a positive number",
+        )),
+    };
+    or_panic(function, checked);
 }
 
 /// RMSNorm: `x / sqrt(mean(x²) + ε) · γ` over the last axis. Replaces `burn_nn::RmsNorm`: same

@@ -121,9 +121,7 @@ fn norms_and_embeddings_replace_burn_nns() {
 #[test]
 #[should_panic(expected = "value of `epsilon`: found 0, expected a positive number")]
 fn an_epsilon_is_positive() {
-    nn::RmsNormConfig::new(32)
-        .with_epsilon(0.0)
-        .init(&device());
+    nn::RmsNormConfig::new(32).with_epsilon(0.0).init(&device());
 }
 
 #[test]
