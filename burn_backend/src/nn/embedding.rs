@@ -3,9 +3,9 @@
 use burn_core as burn;
 
 use burn_core::config::Config;
-use burn_core::module::{Initializer, Module, Param};
+use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, FloatDType, Int, Tensor};
-use burn_nn::Embedding as BurnEmbedding;
+use burn_nn::{Embedding as BurnEmbedding, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
 use crate::functions::or_panic;

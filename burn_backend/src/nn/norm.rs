@@ -4,10 +4,11 @@
 use burn_core as burn;
 
 use burn_core::config::Config;
-use burn_core::module::{Initializer, Module, Param};
+use burn_core::module::{Module, Param};
 use burn_core::tensor::{Device, Tensor};
 use burn_nn::{
-    LayerNorm as BurnLayerNorm, LayerNormConfig as BurnLayerNormConfig, RmsNorm as BurnRmsNorm,
+    Initializer, LayerNorm as BurnLayerNorm, LayerNormConfig as BurnLayerNormConfig,
+    RmsNorm as BurnRmsNorm,
 };
 use nvfp4_formats::Nvfp4Error;
 
@@ -50,8 +51,14 @@ impl RmsNormConfig {
 
 /// Returns an error if the ε `epsilon`, called `argument`, is not positive.
 pub(super) fn check_epsilon(argument: &'static str, epsilon: f64) -> Result<(), Nvfp4Error> {
-    let found = || Nvfp4Error::value(argument, epsilon.to_string(), "a positive number");
-    (epsilon > 0.0).ok_or_else(found)
+    match epsilon > 0.0 {
+        true => Ok(()),
+        false => Err(Nvfp4Error::value(
+            argument,
+            epsilon.to_string(),
+            "a positive number",
+        )),
+    }
 }
 
 /// RMSNorm: `x / sqrt(mean(x²) + ε) · γ` over the last axis. Replaces `burn_nn::RmsNorm`: same

@@ -3,7 +3,7 @@
 use burn_core as burn;
 
 use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_nvfp4::nn::{RmsNorm, RmsNormConfig};
 use burn_nvfp4::optim::{AdamW, AdamWConfig, ZeroAdamW};

@@ -277,7 +277,9 @@ fn inputs_are_names_and_contents() {
         for (name, text) in files {
             fs::write(root.join(name), text).unwrap();
         }
-        tree(FNV, &root, Path::new("src"))
+        let mut hash = FnvHasher::default();
+        tree(&mut hash, &root, Path::new("src"));
+        hash.finish()
     };
     let one = of([("src/a.rs", "a"), ("src/deep/b.rs", "b")]);
     assert_eq!(one, of([("src/deep/b.rs", "b"), ("src/a.rs", "a")]));

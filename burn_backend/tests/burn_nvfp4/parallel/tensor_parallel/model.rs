@@ -257,7 +257,7 @@ fn whole_block() {
                 (&layer.feed_forward_norm, &whole.feed_forward_norm),
             ] {
                 let found: Tensor<1> = found.norm.gamma.grad(&own_gradients).unwrap();
-                let expected: Tensor<1> = expected.gain.grad(&gradients).unwrap();
+                let expected: Tensor<1> = expected.gamma.grad(&gradients).unwrap();
                 match by_tokens {
                     true => assert!(distance(found, expected) < 2e-6, "gain, {what}"),
                     false => assert_eq!(bits(found), bits(expected), "gain, {what}"),
