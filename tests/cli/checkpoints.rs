@@ -63,7 +63,7 @@ fn inspect_lists_layers_exclusions_and_problems() {
     let out = absent("convert-broken");
     let out = out.to_str().unwrap();
     fails(
-        nvfp4("convert --to modelopt", &[broken, "--out", out]),
+        nvfp4("convert --dialect modelopt", &[broken, "--out", out]),
         &["lm_head", "no exclusion"],
     );
     fails(nvfp4("inspect", &["no-such-folder"]), &["no-such-folder"]);
@@ -75,7 +75,7 @@ fn convert_says_how_many_global_scales_moved() {
     let out = absent("convert");
     let out = out.to_str().unwrap();
     let convert = |to: &str, from: &str, out: &str| {
-        nvfp4(&format!("convert --to {to}"), &[from, "--out", out])
+        nvfp4(&format!("convert --dialect {to}"), &[from, "--out", out])
     };
     let text = succeeds(convert("compressed-tensors", &model, out));
     assert!(text.contains("14 quantized layers"), "{text}");

@@ -116,7 +116,7 @@ fn doctor_names_the_kernels_of_a_shape() {
 #[cfg(feature = "cpu")]
 #[test]
 fn the_oracle_reads_random_bits() {
-    let said = succeeds(nvfp4("oracle cvt-rs --device cpu --count 4096", &[]));
+    let said = succeeds(nvfp4("dev oracle cvt-rs --device cpu --count 4096", &[]));
     for part in [
         "in software",
         "      0 7 6 5 4 3 2 1 0",
@@ -127,7 +127,7 @@ fn the_oracle_reads_random_bits() {
         assert!(said.contains(part), "{part}: {said}");
     }
     fails(
-        nvfp4("oracle cvt-rs --device flex", &[]),
+        nvfp4("dev oracle cvt-rs --device flex", &[]),
         &["flex", "cuda:N"],
     );
 }
@@ -143,8 +143,8 @@ fn the_oracle_writes_a_report() {
     let folder = folder("oracle");
     let file = folder.join("report.json");
     let (path, source) = (file.to_str().unwrap(), folder.to_str().unwrap());
-    let arguments = ["--report", path, "--source", source];
-    let said = succeeds(nvfp4("oracle all --device cpu", &arguments));
+    let arguments = ["--out", path, "--source", source];
+    let said = succeeds(nvfp4("dev oracle all --device cpu", &arguments));
     assert!(said.contains("0 failed"), "{said}");
     let read = || -> Value { serde_json::from_slice(&fs::read(&file).unwrap()).unwrap() };
     let report = read();
@@ -175,13 +175,13 @@ fn the_oracle_writes_a_report() {
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(report["passed"], 11);
 
-    let only = ["--report", path, "--only", "scale-copy-dump"];
-    succeeds(nvfp4("oracle tcgen05 --device cpu", &only));
+    let only = ["--out", path, "--only", "scale-copy-dump"];
+    succeeds(nvfp4("dev oracle tcgen05 --device cpu", &only));
     assert_eq!(read()["checks"].as_array().unwrap().len(), 1);
     // A check that times out is a failure in the report.
     let hasty = [&only[..], &["--timeout", "0"]].concat();
     fails(
-        nvfp4("oracle tcgen05 --device cpu", &hasty),
+        nvfp4("dev oracle tcgen05 --device cpu", &hasty),
         &["1 checks failed"],
     );
     let check = &read()["checks"][0];
@@ -189,9 +189,9 @@ fn the_oracle_writes_a_report() {
         check["detail"].as_str().unwrap().contains("0 seconds"),
         "{check}"
     );
-    let unknown = ["--report", path, "--only", "luck"];
+    let unknown = ["--out", path, "--only", "luck"];
     fails(
-        nvfp4("oracle tcgen05 --device cpu", &unknown),
+        nvfp4("dev oracle tcgen05 --device cpu", &unknown),
         &["luck", "one-hot-mma"],
     );
 }
