@@ -76,6 +76,32 @@ fn doctor_names_the_kernels() {
     assert!(said.contains("M 64, N 128, K 256"), "{said}");
 }
 
+/// The JSON document has what the text has, and the reasons.
+#[test]
+fn doctor_prints_json() {
+    let said = succeeds(nvfp4("doctor --json", &["--shape", "64,128,256"]));
+    let report: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(report["backends"][0], "flex");
+    let devices = report["devices"].as_array().unwrap();
+    assert_eq!(devices[0]["device"], "flex");
+    let text = succeeds(nvfp4("doctor", &[]));
+    for device in devices {
+        let name = device["device"].as_str().unwrap();
+        assert!(text.contains(&format!("\n{name}\n")), "{name}: {text}");
+        assert_eq!(device["types"][0], "f32", "{name}");
+        let shape = &device["shape"];
+        assert_eq!((&shape["m"], &shape["k"]), (&64.into(), &256.into()));
+        let operations = device["operations"].as_array().unwrap();
+        for operation in operations {
+            let part = |key: &str| operation[key].as_str().unwrap();
+            assert!(!part("reason").is_empty(), "{operation}");
+            assert!(text.contains(part("kernel")), "{operation}: {text}");
+        }
+        assert!(operations.len() > 5, "{name}: {operations:?}");
+    }
+}
+
 /// Shows the kernels of a shape, dense and in groups; CubeCL's CPU runtime has one kernel for all
 /// operands.
 #[cfg(feature = "cpu")]
