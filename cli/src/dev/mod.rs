@@ -3,6 +3,7 @@
 mod cost;
 mod decode_cost;
 mod measure;
+mod name;
 mod oracle;
 mod soak;
 mod study;
@@ -13,9 +14,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 
 use crate::ranks;
-
-/// Name of the group on the command line.
-pub(crate) const NAME: &str = "dev";
+pub(crate) use name::NAME;
 
 #[derive(Args)]
 pub(crate) struct Dev {

@@ -16,7 +16,7 @@ use super::{
     report::{AboutDevice, Report, nvidia_smi},
     subprocess::{self, Ended},
 };
-use crate::dev::NAME;
+use crate::dev::name::NAME;
 use crate::device::DeviceName;
 
 impl CheckOptions {
