@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What PyTorch takes for prefill and decoding in bf16, on the same GPU as `nvfp4 decode-cost`.
+"""What PyTorch takes for prefill and decoding in bf16, on the same GPU as `nvfp4 dev decode-cost`.
 
 Usage: pytorch_decode.py [llama-3.2-1b] [llama-3.1-8b] [--prompt N] [--tokens N] [--decode-only]
                          [--json FILE]

@@ -6,14 +6,17 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use crate::{
-    convert, cost, decode_cost, doctor, eval, finetune, generate, import, inspect, kernels, launch,
-    oracle, pretrain, quantize, ranks, soak, study, tokenize, train,
+    convert, dev, doctor, eval, finetune, generate, import, inspect, kernels, launch, manual,
+    pretrain, quantize, terminal, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
 #[derive(Parser)]
 #[command(name = "nvfp4", version, propagate_version = true)]
 pub(crate) struct Command {
+    /// Print no notes and no progress bars; print results, warnings and errors
+    #[arg(short, long, global = true)]
+    quiet: bool,
     #[command(subcommand)]
     task: Task,
 }
@@ -31,24 +34,6 @@ enum Task {
     /// instead of --fsdp. On a cluster, start the ranks with torchrun (--no-python), Slurm, MPI or
     /// Kubernetes, and set MASTER_ADDR, MASTER_PORT and NVFP4_TOKEN.
     Launch(launch::LaunchRanks),
-    /// Launch many short multi-rank runs, kill ranks in some of them, and compare the results
-    ///
-    /// Example: `nvfp4 soak --gpus 2 --out soak -- train --preset 10m --fsdp`. Exit codes: 3 if a
-    /// launch hung, 4 if one failed, 5 if the bytes of a run differ from those of the first, 0
-    /// otherwise.
-    Soak(soak::Soak),
-    /// Train with several recipes and seeds and report the losses; resumes an unfinished study
-    Study(study::Study),
-    /// Benchmark a training step per recipe: throughput, memory and kernel times
-    ///
-    /// With --telemetry-every N, also measure steps that sample telemetry, and the mean overhead of
-    /// sampling one step in N.
-    Cost(Box<cost::CostOfSteps>),
-    /// Benchmark prefill and decoding with packed weights: time, kernels, share of the memory
-    /// bandwidth
-    DecodeCost(Box<decode_cost::CostOfDecoding>),
-    /// Compare undocumented device behaviour with the CPU oracle
-    Oracle(oracle::Oracle),
     /// Fine-tune a Hugging Face model, in NVFP4 or high precision
     ///
     /// Trains all parameters by default. With --qat, trains for serving in NVFP4; with --distill,
@@ -74,19 +59,22 @@ enum Task {
     Eval(eval::Eval),
     /// List devices, their element types, and the kernel selected for each operation
     Doctor(doctor::Doctor),
+    /// Print a script that completes the commands and options of nvfp4 in a shell
+    Completions(manual::Completions),
+    /// Write the man pages of nvfp4 and its commands
+    Man(manual::Man),
+    /// Benchmark, check devices and run studies: commands for developers of recipes and kernels
+    #[command(name = dev::NAME)]
+    Dev(dev::Dev),
 }
 
 impl Command {
     pub(crate) fn run(self) -> Result<ExitCode> {
+        terminal::set_quiet(self.quiet);
         kernels::keep();
         match self.task {
             Task::Train(train) => train.run(),
             Task::Launch(launch) => launch.run::<Self>(),
-            Task::Soak(soak) => ranks::refuse("soak").and_then(|()| soak.run()),
-            Task::Study(study) => ranks::refuse("study").and_then(|()| study.run()),
-            Task::Cost(cost) => ranks::refuse("cost").and_then(|()| cost.run()),
-            Task::DecodeCost(cost) => cost.run().map(|()| ExitCode::SUCCESS),
-            Task::Oracle(oracle) => oracle.run().map(|()| ExitCode::SUCCESS),
             Task::Finetune(finetune) => finetune.run(),
             Task::Pretrain(pretrain) => pretrain.run(),
             Task::Tokenize(tokenize) => tokenize.run().map(|()| ExitCode::SUCCESS),
@@ -97,6 +85,9 @@ impl Command {
             Task::Import(import) => import.run().map(|()| ExitCode::SUCCESS),
             Task::Eval(eval) => eval.run().map(|()| ExitCode::SUCCESS),
             Task::Doctor(doctor) => doctor.run().map(|()| ExitCode::SUCCESS),
+            Task::Completions(completions) => completions.run::<Self>().map(|()| ExitCode::SUCCESS),
+            Task::Man(man) => man.run::<Self>().map(|()| ExitCode::SUCCESS),
+            Task::Dev(dev) => dev.run(),
         }
     }
 }

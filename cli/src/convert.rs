@@ -7,27 +7,26 @@ use clap::Args;
 use nvfp4_lm::interchange::{Checkpoint, Dialect, convert};
 
 use crate::layers::LayerBar;
+use crate::options::shared::OutFolder;
 
 #[derive(Args)]
 pub(crate) struct Convert {
     /// Convert the quantized model in this folder
-    #[arg(value_name = "DIR")]
+    #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Write it in this dialect
+    /// Write the model in this dialect
     #[arg(long, value_name = "DIALECT")]
-    to: Dialect,
-    /// Write it to this folder, which must be empty or absent
-    #[arg(long, value_name = "DIR")]
-    out: PathBuf,
+    dialect: Dialect,
+    #[command(flatten)]
+    out: OutFolder,
 }
 
 impl Convert {
     pub(crate) fn run(self) -> Result<()> {
         let checkpoint = Checkpoint::open(&self.model)?;
         let mut bar = LayerBar::new("convert");
-        let done = convert(&checkpoint, self.to, &self.out, &mut |done, total| {
-            bar.show(done, total, "");
-        })?;
+        let show = &mut |done, total| bar.show(done, total, "");
+        let done = convert(&checkpoint, self.dialect, &self.out, show)?;
         bar.finish();
         println!(
             "{} quantized layers written to {}, their codes and block scales unchanged",
@@ -43,7 +42,7 @@ impl Convert {
                 "{moved} of {} global scales dequantize by a factor one unit in the last place \
                  away: {} cannot hold the old one, and greedy decoding may differ",
                 done.globals,
-                self.to.name()
+                self.dialect.name()
             ),
         }
         if done.renamed > 0 {

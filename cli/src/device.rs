@@ -7,9 +7,12 @@ use std::str::FromStr;
 use anyhow::{Result, anyhow, bail};
 use burn::tensor::{Device, FloatDType};
 use clap::ValueEnum;
+use clap::builder::PossibleValue;
+use serde::{Deserialize, Serialize};
 
 /// Name of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub(crate) enum DeviceName {
     /// Burn's pure-Rust CPU backend.
     Flex,
@@ -46,10 +49,33 @@ impl FromStr for DeviceName {
     }
 }
 
+impl From<DeviceName> for String {
+    fn from(name: DeviceName) -> Self {
+        name.to_string()
+    }
+}
+
+impl TryFrom<String> for DeviceName {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
 impl DeviceName {
-    /// Returns the requested device, or [`best`](Self::best) if there is none.
-    pub(crate) fn or_best(asked: Option<Self>) -> Result<Self> {
-        asked.map_or_else(Self::best, Ok)
+    /// Returns the values that `--help` lists.
+    pub(crate) fn values() -> Vec<PossibleValue> {
+        let flex = PossibleValue::new("flex").help("Burn's pure-Rust CPU backend");
+        [vec![flex], Self::values_with_kernels()].concat()
+    }
+
+    /// Returns the values of options that need a device with kernels.
+    pub(crate) fn values_with_kernels() -> Vec<PossibleValue> {
+        vec![
+            PossibleValue::new("cpu").help("CubeCL's CPU runtime, for checking kernels"),
+            PossibleValue::new("cuda:N").help("The NVIDIA GPU with index N"),
+        ]
     }
 
     /// Parses `device`, which the configuration at `path` names.

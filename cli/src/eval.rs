@@ -4,15 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::{CrossEntropy, Question, Windows, choose, cross_entropy};
 use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
-use nvfp4_lm::interchange::Scheme;
 
-use crate::device::{ComputeType, DeviceName};
 use crate::layers::LayerBar;
+use crate::options::shared::InferenceOptions;
 
 #[derive(Args)]
 pub(crate) struct Eval {
@@ -37,16 +35,8 @@ pub(crate) struct Eval {
     /// contains it [default: half a window]
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
-    /// Quantize weights and activations (w4a4) or weights only (w4a16) of a quantized model
-    /// [default: from the model's folder]
-    #[arg(long, value_name = "SCHEME")]
-    scheme: Option<Scheme>,
-    /// Compute in this type [default: bf16 on a GPU, else f32]
-    #[arg(long, value_name = "TYPE")]
-    dtype: Option<ComputeType>,
-    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<DeviceName>,
+    #[command(flatten)]
+    inference: InferenceOptions,
 }
 
 impl Eval {
@@ -59,10 +49,9 @@ impl Eval {
         let texts = read_texts(&self.data)?;
         let config = DecoderConfig::read(&self.model)?;
         let windows = windows("length", self.length, self.stride, &config)?;
-        let name = DeviceName::or_best(self.device)?;
-        let device: Device = name.open()?.without_autodiff();
-        let dtype = ComputeType::or_of(self.dtype, name);
-        let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
+        let InferenceOptions { scheme, compute } = self.inference;
+        let (_, device, dtype) = compute.open()?;
+        let model = Decoder::load_for_inference(&self.model, &device, dtype, scheme)?;
         let tokenizer = tokenizer(&self.model, &model)?;
         if !texts.is_empty() {
             let found = perplexity(&model, &tokenizer, &texts, windows)?;

@@ -8,11 +8,10 @@ use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::bytes::{generate, is_trained, load};
 use nvfp4_lm::checkpoint::resolve;
+use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::decoder::generate::{Generation, TextStream};
-use nvfp4_lm::decoder::{Decoder, HeadPrecision};
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
-use nvfp4_lm::interchange::Scheme;
 use nvfp4_lm::model::{LanguageModel, Transformer};
 use nvfp4_lm::sampling::SamplingConfig;
 use nvfp4_lm::text::{Characters, StopStrings};
@@ -20,8 +19,9 @@ use nvfp4_lm::tokens::ChatTemplate;
 use nvfp4_lm::tokens::chat::Message;
 use nvfp4_lm::train::Checkpoint;
 
-use crate::decode_cost::KvName;
-use crate::device::{ComputeType, DeviceName, install_decorator};
+use crate::device::install_decorator;
+use crate::options::shared::{DecodingOptions, InferenceOptions, KvName};
+use crate::terminal::note;
 
 /// Default limit on the number of generated tokens.
 const TOKENS: usize = 256;
@@ -67,51 +67,33 @@ pub(crate) struct Generate {
     /// Stop before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Seed the sampling
-    #[arg(long, default_value_t = 0)]
+    /// Seed the random numbers: sampling
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
-    /// Quantize weights and activations (w4a4) or weights only (w4a16) of a quantized model
-    /// [default: from the model's folder]
-    #[arg(long, value_name = "SCHEME")]
-    scheme: Option<Scheme>,
-    /// Store keys and values in this format [default: fp8 if the model's folder quantizes the
-    /// cache, else bf16]
-    #[arg(long, value_name = "TYPE")]
-    kv: Option<KvName>,
-    /// Compute the logits with the head in this precision; a lower one decodes faster and changes
-    /// the logits slightly [default: stored]
-    #[arg(long, value_name = "TYPE")]
-    head: Option<HeadPrecision>,
-    /// Launch the kernels of a step one by one on a GPU, instead of as a CUDA graph
-    #[arg(long)]
-    no_graph: bool,
-    /// Compute in this type [default: bf16 on a GPU, else f32]
-    #[arg(long, value_name = "TYPE")]
-    dtype: Option<ComputeType>,
-    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<DeviceName>,
+    #[command(flatten)]
+    decoding: DecodingOptions,
+    #[command(flatten)]
+    inference: InferenceOptions,
 }
 
 impl Generate {
     pub(crate) fn run(self) -> Result<()> {
-        let name = DeviceName::or_best(self.device)?;
         match is_trained(&self.model)? {
-            true => self.with_checkpoint(name),
-            false => self.with_decoder(name),
+            true => self.with_checkpoint(),
+            false => self.with_decoder(),
         }
     }
 
     /// Generates text with a byte language model.
-    fn with_checkpoint(self, name: DeviceName) -> Result<()> {
+    fn with_checkpoint(self) -> Result<()> {
         for (option, is_given) in [
-            ("scheme", self.scheme.is_some()),
-            ("kv", self.kv.is_some()),
-            ("head", self.head.is_some()),
-            ("no-graph", self.no_graph),
+            ("scheme", self.inference.scheme.is_some()),
+            ("kv", self.decoding.kv.is_some()),
+            ("head", self.decoding.head.is_some()),
+            ("no-graph", self.decoding.no_graph),
             ("chat", self.chat),
             ("no-special-tokens", self.no_special_tokens),
-            ("dtype", self.dtype.is_some()),
+            ("dtype", self.inference.compute.dtype.is_some()),
         ] {
             ensure!(
                 !is_given,
@@ -121,7 +103,7 @@ impl Generate {
             );
         }
         let path = resolve(&self.model)?;
-        let device = name.open()?;
+        let device = self.inference.compute.device.name()?.open()?;
         let checkpoint = Checkpoint::load(&path)?;
         let wrong = || format!("cannot use checkpoint {}", path.display());
         if checkpoint.state.run.config.decorate.is_some() {
@@ -160,11 +142,11 @@ impl Generate {
     }
 
     /// Generates text with a model in Hugging Face format.
-    fn with_decoder(self, name: DeviceName) -> Result<()> {
-        let dtype = ComputeType::or_of(self.dtype, name);
-        let device: Device = name.open()?.without_autodiff();
-        let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
-        let model = model.with_head(self.head.unwrap_or_default())?;
+    fn with_decoder(self) -> Result<()> {
+        let InferenceOptions { scheme, compute } = self.inference;
+        let (name, device, dtype) = compute.open()?;
+        let model = Decoder::load_for_inference(&self.model, &device, dtype, scheme)?;
+        let model = model.with_head(self.decoding.head.unwrap_or_default())?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
         let sampling = self.sampling(&SamplingConfig::of(&settings, self.seed));
@@ -174,8 +156,8 @@ impl Generate {
         let generation = Generation {
             sampling,
             eos: settings.eos,
-            graph: matches!(name, DeviceName::Cuda(_)) && !self.no_graph,
-            kv: self.kv.map(KvName::precision),
+            graph: self.decoding.graph(name),
+            kv: self.decoding.kv.map(KvName::precision),
             ..Generation::greedy(most)
         };
         let mut text = TextStream::new(&tokenizer, &self.stop)?;
@@ -195,7 +177,7 @@ impl Generate {
         out.flush()?;
         // The text was cut by the model's limit, not by an option.
         if self.tokens.is_none() && added[0].len() == most && most < TOKENS && !is_stopped {
-            eprintln!("ended after {most} tokens: the model or its folder allows no more");
+            note!("ended after {most} tokens: the model or its folder allows no more");
         }
         Ok(())
     }

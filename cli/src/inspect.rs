@@ -5,23 +5,26 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use clap::Args;
 use indicatif::HumanBytes;
-use nvfp4_lm::interchange::{Checkpoint, GlobalScale};
+use nvfp4_lm::interchange::{Checkpoint, GlobalScale, QuantConfig};
+use serde::Serialize;
+use serde_json::Value;
 
+use crate::options::shared::JsonOption;
 use crate::table::table;
 
 #[derive(Args)]
 pub(crate) struct Inspect {
     /// Inspect the model in this folder
-    #[arg(value_name = "DIR")]
+    #[arg(value_name = "MODEL")]
     model: PathBuf,
+    #[command(flatten)]
+    form: JsonOption,
 }
 
 impl Inspect {
     pub(crate) fn run(self) -> Result<()> {
         let checkpoint = Checkpoint::scan(&self.model)?;
-        for line in describe(&checkpoint) {
-            println!("{line}");
-        }
+        self.form.print(&Report::of(&checkpoint), Report::lines)?;
         let problems = checkpoint.problems().len();
         ensure!(
             problems == 0,
@@ -32,99 +35,213 @@ impl Inspect {
     }
 }
 
-/// Describes the contents of the folder, one line per item.
-fn describe(checkpoint: &Checkpoint) -> Vec<String> {
-    let mut lines = Vec::new();
-    match checkpoint.config() {
-        Some(config) => {
-            let cache = if config.kv_cache_fp8 {
-                "FP8"
-            } else {
-                "not quantized"
-            };
+/// Contents of a folder.
+#[derive(Serialize)]
+struct Report<'a> {
+    model_type: &'a Value,
+    /// True if the tensors were compared with config.json.
+    model_type_is_known: bool,
+    quantization: Option<Quantization<'a>>,
+    /// Quantized layers.
+    layers: Vec<Layer<'a>>,
+    /// Other tensors.
+    tensors: Vec<Plain<'a>>,
+    kv_scales: Vec<KvScales<'a>>,
+    unused: Vec<Remark<'a>>,
+    problems: Vec<Remark<'a>>,
+}
+
+/// Quantization according to the folder's configuration.
+#[derive(Serialize)]
+struct Quantization<'a> {
+    dialect: &'static str,
+    scheme: &'static str,
+    kv_cache_fp8: bool,
+    exclude: &'a [String],
+}
+
+#[derive(Serialize)]
+struct Layer<'a> {
+    module: &'a str,
+    shape: [usize; 2],
+    bytes: usize,
+    /// Amax of the weight by its global scale.
+    amax: f32,
+    /// Amax of the input by its global scale, if the input is quantized.
+    input_amax: Option<f32>,
+    /// True if the input is multiplied by a scale per feature.
+    pre_quant: bool,
+}
+
+#[derive(Serialize)]
+struct Plain<'a> {
+    name: &'a str,
+    dtype: String,
+    shape: &'a [usize],
+    bytes: usize,
+}
+
+/// FP8 scales of an attention module.
+#[derive(Serialize)]
+struct KvScales<'a> {
+    module: &'a str,
+    keys: Option<f32>,
+    values: Option<f32>,
+}
+
+/// Remark about a tensor or module.
+#[derive(Serialize)]
+struct Remark<'a> {
+    name: &'a str,
+    reason: &'a str,
+}
+
+impl<'a> Report<'a> {
+    fn of(checkpoint: &'a Checkpoint) -> Self {
+        let quantization = |config: &'a QuantConfig| Quantization {
+            dialect: config.dialect.name(),
+            scheme: config.scheme.name(),
+            kv_cache_fp8: config.kv_cache_fp8,
+            exclude: &config.exclude,
+        };
+        let layers = checkpoint.layers().iter().map(|(module, layer)| Layer {
+            module,
+            shape: [layer.n, layer.k],
+            bytes: layer.bytes,
+            amax: layer.global.amax(),
+            input_amax: layer.input_global.map(GlobalScale::amax),
+            pre_quant: layer.pre_quant,
+        });
+        let plain = checkpoint.plain();
+        let is_plain = |name: &str| {
+            plain
+                .binary_search_by(|found| found.as_str().cmp(name))
+                .is_ok()
+        };
+        let tensors = checkpoint.tensors().iter();
+        let tensors = tensors.filter(|tensor| is_plain(tensor.name));
+        let kv_scales = checkpoint.kv_scales().iter();
+        let unused = checkpoint.unused().iter();
+        let problems = checkpoint.problems().iter();
+        Self {
+            model_type: &checkpoint.json()["model_type"],
+            model_type_is_known: checkpoint.is_known(),
+            quantization: checkpoint.config().map(quantization),
+            layers: layers.collect(),
+            tensors: tensors
+                .map(|tensor| Plain {
+                    name: tensor.name,
+                    dtype: format!("{:?}", tensor.dtype).to_lowercase(),
+                    shape: tensor.shape,
+                    bytes: tensor.bytes.len(),
+                })
+                .collect(),
+            kv_scales: kv_scales
+                .map(|(module, &[keys, values])| KvScales {
+                    module,
+                    keys,
+                    values,
+                })
+                .collect(),
+            unused: unused
+                .map(|(name, reason)| Remark { name, reason })
+                .collect(),
+            problems: problems
+                .map(|problem| Remark {
+                    name: &problem.name,
+                    reason: &problem.what,
+                })
+                .collect(),
+        }
+    }
+
+    /// Describes the contents, one line per item.
+    fn lines(&self) -> Vec<String> {
+        let mut lines = vec![match &self.quantization {
+            Some(config) => {
+                let cache = match config.kv_cache_fp8 {
+                    true => "FP8",
+                    false => "not quantized",
+                };
+                format!("{}, {}, KV cache {cache}", config.dialect, config.scheme)
+            }
+            None => "not quantized".into(),
+        }];
+        lines.extend(self.table());
+        for KvScales {
+            module,
+            keys,
+            values,
+        } in &self.kv_scales
+        {
+            let scale =
+                |scale: &Option<f32>| scale.map_or("none".into(), |scale| format!("{scale:e}"));
+            let (keys, values) = (scale(keys), scale(values));
             lines.push(format!(
-                "{}, {}, KV cache {cache}",
-                config.dialect.name(),
-                config.scheme.name()
+                "{module}: FP8 scales of keys {keys}, of values {values}"
             ));
         }
-        None => lines.push("not quantized".into()),
-    }
-    let head = ["tensor", "scheme", "shape", "bytes", "global", "input"];
-    let mut rows = vec![head.map(String::from).to_vec()];
-    let mut quantized = 0;
-    let scale = |scale: Option<GlobalScale>| match scale {
-        Some(scale) => format!("{:e}", scale.value()),
-        None => "-".into(),
-    };
-    for (module, layer) in checkpoint.layers() {
-        quantized += layer.bytes;
-        rows.push(vec![
-            module.clone(),
-            "nvfp4".into(),
-            format!("{} x {}", layer.n, layer.k),
-            layer.bytes.to_string(),
-            scale(Some(layer.global)),
-            scale(layer.input_global),
-        ]);
-    }
-    let mut plain = 0;
-    for tensor in checkpoint.tensors().iter() {
-        let is_plain = checkpoint
-            .plain()
-            .binary_search_by(|name| name.as_str().cmp(tensor.name));
-        if is_plain.is_err() {
-            continue;
+        for Remark { name, reason } in &self.unused {
+            lines.push(format!("not used: {name}: {reason}"));
         }
-        plain += tensor.bytes.len();
-        let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
-        rows.push(vec![
-            tensor.name.to_owned(),
-            format!("{:?}", tensor.dtype).to_lowercase(),
-            shape.join(" x "),
-            tensor.bytes.len().to_string(),
-            "-".into(),
-            "-".into(),
-        ]);
-    }
-    lines.extend(table("lllrrr", &rows));
-    for (attention, [keys, values]) in checkpoint.kv_scales() {
-        let scale = |scale: &Option<f32>| scale.map_or("none".into(), |scale| format!("{scale:e}"));
-        let (keys, values) = (scale(keys), scale(values));
+        if !self.model_type_is_known {
+            lines.push(format!(
+                "model_type is {}, which is not known here: the tensors were not held against \
+                 config.json, and every matrix is taken for a linear layer",
+                self.model_type
+            ));
+        }
+        match self.layers.iter().filter(|layer| layer.pre_quant).count() {
+            0 => {}
+            count => lines.push(format!(
+                "{count} layers multiply their input by a scale for each feature (pre_quant_scale)"
+            )),
+        }
+        let quantized: usize = self.layers.iter().map(|layer| layer.bytes).sum();
+        let plain: usize = self.tensors.iter().map(|tensor| tensor.bytes).sum();
         lines.push(format!(
-            "{attention}: FP8 scales of keys {keys}, of values {values}"
+            "{} quantized layers of {}, {} other tensors of {}",
+            self.layers.len(),
+            HumanBytes(quantized as u64),
+            self.tensors.len(),
+            HumanBytes(plain as u64)
         ));
+        if let Some(config) = &self.quantization {
+            lines.push(format!("excluded: {}", config.exclude.join(", ")));
+        }
+        for Remark { name, reason } in &self.problems {
+            lines.push(format!("problem: {name}: {reason}"));
+        }
+        lines
     }
-    for (name, reason) in checkpoint.unused() {
-        lines.push(format!("not used: {name}: {reason}"));
+
+    /// Returns the table of layers and tensors.
+    fn table(&self) -> Vec<String> {
+        let head = ["tensor", "scheme", "shape", "bytes", "amax", "input amax"];
+        let mut rows = vec![head.map(String::from).to_vec()];
+        let amax = |amax: Option<f32>| amax.map_or("-".into(), |amax| format!("{amax:.4e}"));
+        rows.extend(self.layers.iter().map(|layer| {
+            let [n, k] = layer.shape;
+            vec![
+                layer.module.to_owned(),
+                "nvfp4".into(),
+                format!("{n} x {k}"),
+                layer.bytes.to_string(),
+                amax(Some(layer.amax)),
+                amax(layer.input_amax),
+            ]
+        }));
+        rows.extend(self.tensors.iter().map(|tensor| {
+            let shape: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
+            vec![
+                tensor.name.to_owned(),
+                tensor.dtype.clone(),
+                shape.join(" x "),
+                tensor.bytes.to_string(),
+                amax(None),
+                amax(None),
+            ]
+        }));
+        table("lllrrr", &rows)
     }
-    if !checkpoint.is_known() {
-        let kind = &checkpoint.json()["model_type"];
-        lines.push(format!(
-            "model_type is {kind}, which is not known here: the tensors were not held against \
-             config.json, and every matrix is taken for a linear layer"
-        ));
-    }
-    let scaled = checkpoint.layers().values().filter(|layer| layer.pre_quant);
-    match scaled.count() {
-        0 => {}
-        count => lines.push(format!(
-            "{count} layers multiply their input by a scale for each feature (pre_quant_scale)"
-        )),
-    }
-    let human = |bytes: usize| HumanBytes(bytes as u64);
-    lines.push(format!(
-        "{} quantized layers of {}, {} other tensors of {}",
-        checkpoint.layers().len(),
-        human(quantized),
-        checkpoint.plain().len(),
-        human(plain)
-    ));
-    if let Some(config) = checkpoint.config() {
-        lines.push(format!("excluded: {}", config.exclude.join(", ")));
-    }
-    for problem in checkpoint.problems() {
-        lines.push(format!("problem: {}: {}", problem.name, problem.what));
-    }
-    lines
 }

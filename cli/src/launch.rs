@@ -9,6 +9,7 @@ use clap::{Args, Parser};
 use nvfp4_parallel::launch::{Launch, Show};
 
 use crate::device::cuda_count;
+use crate::terminal::is_quiet;
 
 /// Time that the other ranks have to exit after one has failed.
 const GRACE: Duration = Duration::from_secs(12);
@@ -39,6 +40,13 @@ fn check<C: Parser>(command: &[OsString]) -> Result<()> {
     }
 }
 
+/// Returns the command line of each rank: `program` with the arguments `command`, which are quiet if
+/// the launcher is.
+fn of_rank(program: OsString, quiet: bool, command: Vec<OsString>) -> Vec<OsString> {
+    let quiet = quiet.then(|| OsString::from("--quiet"));
+    [program].into_iter().chain(quiet).chain(command).collect()
+}
+
 impl LaunchRanks {
     /// Launches the ranks. `C` is the parser of their command lines.
     pub(crate) fn run<C: Parser>(self) -> Result<ExitCode> {
@@ -55,10 +63,10 @@ impl LaunchRanks {
         };
         check::<C>(&self.command)?;
         let program = std::env::current_exe().context("the path of this program")?;
-        let command = [program.into_os_string()].into_iter().chain(self.command);
+        let command = of_rank(program.into(), is_quiet(), self.command);
         let ended = Launch {
             processes,
-            command: command.collect(),
+            command,
             show: match self.all_output {
                 true => Show::All,
                 false => Show::First,
@@ -76,6 +84,13 @@ impl LaunchRanks {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_of_a_quiet_launcher_are_quiet() {
+        let of_rank = |quiet| of_rank("nvfp4".into(), quiet, vec!["train".into()]);
+        assert_eq!(of_rank(true), ["nvfp4", "--quiet", "train"]);
+        assert_eq!(of_rank(false), ["nvfp4", "train"]);
+    }
 
     #[test]
     fn commands_that_ranks_would_refuse_start_none() {

@@ -1,8 +1,8 @@
 //! Progress bar for layer-by-layer work.
 
-use std::io::IsTerminal;
-
 use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::terminal::has_bars;
 
 /// Template of the bar.
 const TEMPLATE: &str = "{prefix} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ETA {eta}";
@@ -12,7 +12,7 @@ pub(crate) struct LayerBar(Option<ProgressBar>);
 
 impl LayerBar {
     pub(crate) fn new(task: &'static str) -> Self {
-        Self(std::io::stderr().is_terminal().then(|| {
+        Self(has_bars().then(|| {
             let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
             ProgressBar::new(0).with_style(style).with_prefix(task)
         }))

@@ -3,8 +3,7 @@
 
 mod command;
 mod convert;
-mod cost;
-mod decode_cost;
+mod dev;
 mod device;
 mod dispatch;
 mod doctor;
@@ -16,8 +15,8 @@ mod inspect;
 mod kernels;
 mod launch;
 mod layers;
+mod manual;
 mod options;
-mod oracle;
 mod plot;
 mod pretrain;
 mod progress;
@@ -25,11 +24,12 @@ mod quantize;
 mod ranks;
 mod session;
 mod shell;
-mod soak;
-mod study;
 mod table;
+mod terminal;
 mod tokenize;
 mod train;
+#[cfg(test)]
+mod vocabulary;
 mod wrap;
 
 use std::process::ExitCode;
@@ -48,6 +48,7 @@ fn main() -> ExitCode {
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(terminal::has_colors())
         .finish();
     // `init` would take the logger of the crate `log`, which `kernels` uses to count.
     tracing::subscriber::set_global_default(subscriber).expect("a process has one `main`");

@@ -1,6 +1,5 @@
 //! Progress of a run: a bar on a terminal, else one line per row of metrics.
 
-use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +13,7 @@ use nvfp4_lm::metrics::Row;
 use nvfp4_lm::train::Observer;
 
 use crate::kernels::Waiting;
+use crate::terminal::{has_bars, note};
 
 /// Exit code after an interrupt, as shells use it for SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
@@ -59,7 +59,7 @@ impl Progress {
         device: &Device,
         compiles: bool,
     ) -> Self {
-        let bar = std::io::stderr().is_terminal().then(|| {
+        let bar = has_bars().then(|| {
             let bar = bar(&recipe, steps, first, ProgressDrawTarget::stderr());
             bar.enable_steady_tick(std::time::Duration::from_millis(200));
             bar
@@ -104,11 +104,11 @@ impl Progress {
     }
 }
 
-/// Prints a line above `bar`, or to the terminal if there is no bar.
+/// Prints a line above `bar`, or as a note if there is no bar.
 fn show(bar: Option<&ProgressBar>, text: &str) {
     match bar {
         Some(bar) => bar.println(text),
-        None => eprintln!("{text}"),
+        None => note!("{text}"),
     }
 }
 
@@ -149,7 +149,7 @@ impl Observer for Progress {
         match &self.bar {
             Some(bar) => bar.set_message(figures(row, self.valid_loss)),
             // Print only values that this row has measured.
-            None => eprintln!(
+            None => note!(
                 "{:>6}  step {}/{}  {}  ETA {}",
                 self.recipe.name(),
                 row.step,

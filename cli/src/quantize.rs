@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::FloatDType;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use fnv::FnvHasher;
 use indicatif::HumanBytes;
 use nvfp4_lm::decoder::Decoder;
@@ -20,9 +20,10 @@ use nvfp4_lm::quantize::{
 };
 use regex::Regex;
 
-use crate::device::{ComputeType, DeviceName};
+use crate::device::ComputeType;
 use crate::eval::{describe, perplexity, read_texts, tokenizer, windows};
 use crate::layers::LayerBar;
+use crate::options::shared::{DeviceOption, KvName, OutFolder};
 use crate::table::table;
 
 /// Default number of tokens per calibration sequence, unless the model's maximum context is
@@ -36,10 +37,9 @@ pub(crate) struct Quantize {
     /// Quantize the model in this folder: config.json and safetensors files
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Write it to this folder, which must be empty or absent
-    #[arg(long, value_name = "DIR")]
-    out: PathBuf,
-    /// Write it in this dialect
+    #[command(flatten)]
+    out: OutFolder,
+    /// Write the model in this dialect
     #[arg(long, value_name = "DIALECT", default_value = "compressed-tensors")]
     dialect: Dialect,
     /// Quantize weights only, or weights and activations
@@ -71,12 +71,12 @@ pub(crate) struct Quantize {
     /// Use this input scale for every quantized layer, instead of calibrating one per layer
     #[arg(long, value_name = "FACTOR")]
     input_scale: Option<f32>,
-    /// Write scales for a KV cache in this format
+    /// Store keys and values in this format
     ///
-    /// FP8 scales are amax / 448 per layer; keys are measured after the rotary embedding. Requires
-    /// --calibration.
-    #[arg(long, value_name = "FORMAT", default_value = "none")]
-    kv: KvFormat,
+    /// For fp8, the folder contains the scales of the cache: amax / 448 per layer; keys are measured
+    /// after the rotary embedding. Requires --calibration.
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    kv: KvName,
     /// Calibrate on the text of this file, with an f32 forward pass
     ///
     /// Provides the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
@@ -103,18 +103,8 @@ pub(crate) struct Quantize {
     /// Advance the window by this many tokens [default: half a window]
     #[arg(long, value_name = "N")]
     eval_stride: Option<usize>,
-    /// Calibrate and evaluate on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<DeviceName>,
-}
-
-/// Storage format of cached keys and values.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum KvFormat {
-    /// The type of the activations
-    None,
-    /// FP8 (E4M3), with one scale for the keys and one for the values per layer
-    Fp8,
+    #[command(flatten)]
+    device: DeviceOption,
 }
 
 impl Quantize {
@@ -234,7 +224,7 @@ impl Quantize {
 
     /// Records the inputs of the model's linear layers during a forward pass over `tokens`.
     fn calibrate(&self, tokens: &[u32], length: usize) -> Result<Calibration> {
-        let device = DeviceName::or_best(self.device)?.open()?.without_autodiff();
+        let device = self.device.name()?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
         let options = CalibrationText {
             length,
@@ -259,7 +249,7 @@ impl Quantize {
         if texts.is_empty() {
             return Ok(None);
         }
-        let name = DeviceName::or_best(self.device)?;
+        let name = self.device.name()?;
         let device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(None, name);
         let model = Decoder::load_for_inference(folder, &device, dtype, None)?;
@@ -287,7 +277,7 @@ impl Quantize {
             method: self.method,
             exclude: self.exclude.iter().map(regex).collect::<Result<_>>()?,
             input_scale: scale,
-            kv_cache_fp8: self.kv == KvFormat::Fp8,
+            kv_cache_fp8: self.kv == KvName::Fp8,
             smooth: self.smooth,
         })
     }

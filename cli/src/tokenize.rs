@@ -13,11 +13,11 @@ pub(crate) struct Tokenize {
     /// Use the tokenizer of the model in this folder
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Read these files and folders; each line of a .jsonl file and every other text file is one
+    /// Read these files and folders: each line of a .jsonl file and every other text file is one
     /// document
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     data: Vec<PathBuf>,
-    /// Write the tokens to this new .tokens file
+    /// Write the output to this file; it must be new and end in .tokens
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 }

@@ -26,13 +26,14 @@ use crate::plot;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
 use crate::shell::{program, quoted};
+use crate::terminal::note;
 
 /// Parent folder for runs without `--out`.
 const DEFAULT_OUT: &str = "nvfp4-out";
 
 #[derive(Args)]
 pub(crate) struct Train {
-    /// Write the results to this new folder [default: nvfp4-out/PRESET-N]
+    /// Write the output to this folder; it must hold no run [default: nvfp4-out/PRESET-N]
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
     /// Resume the run in this folder
@@ -177,7 +178,7 @@ impl Train {
     fn prepare(&self, config: &mut RunConfig, session: &Session<'_>) -> Result<Corpus> {
         let is_first = session.ranks.is_first();
         if is_first {
-            eprintln!("reading text ...");
+            note!("reading text ...");
         }
         let corpus = Corpus::load(&config.data, config.data_bytes)?;
         corpus.check(config.model.context)?;
@@ -312,14 +313,14 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         0 => String::new(),
         count => format!(", {count} files left out that are empty or not UTF-8 text"),
     };
-    eprintln!(
+    note!(
         "data    {source}: {:.1} MB in {} files to train, {:.1} MB in {} to validate{skipped}",
         text.train_bytes as f64 / 1e6,
         text.train_files,
         text.valid_bytes as f64 / 1e6,
         text.valid_files
     );
-    eprintln!(
+    note!(
         "model   {}: {:.2} M parameters, {} blocks of width {}{}, context {}",
         config.preset,
         config.parameters() as f64 / 1e6,
@@ -338,7 +339,7 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         true => String::new(),
         false => format!(", then {} to compare", others.join(", ")),
     };
-    eprintln!(
+    note!(
         "run     {}{baseline}: {} steps of {} bytes on {}, into {}",
         config.recipe,
         config.steps,
@@ -347,7 +348,7 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         folder.display()
     );
     if config.device.contains("cuda") {
-        eprintln!("kernels {}", kernels::place());
+        note!("kernels {}", kernels::place());
     }
 }
 

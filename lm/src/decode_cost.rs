@@ -136,9 +136,9 @@ pub fn measure(
         head,
     } = effort;
     for (name, value) in [
-        ("prompt", prompt),
+        ("prompt-length", prompt),
         ("batch", batch),
-        ("tokens", tokens),
+        ("round-tokens", tokens),
         ("rounds", rounds),
     ] {
         ensure!(value > 0, "{name} is 0, but must be at least 1");

@@ -63,10 +63,45 @@ fn inspect_lists_layers_exclusions_and_problems() {
     let out = absent("convert-broken");
     let out = out.to_str().unwrap();
     fails(
-        nvfp4("convert --to modelopt", &[broken, "--out", out]),
+        nvfp4("convert --dialect modelopt", &[broken, "--out", out]),
         &["lm_head", "no exclusion"],
     );
     fails(nvfp4("inspect", &["no-such-folder"]), &["no-such-folder"]);
+}
+
+/// The amax of each layer is the same in both dialects, whose global scales are reciprocal.
+#[test]
+fn inspect_prints_json_with_one_amax() {
+    let model = golden("llama3-tiny-modelopt-nvfp4");
+    let out = absent("inspect-json");
+    let out = out.to_str().unwrap();
+    succeeds(nvfp4(
+        "convert --dialect compressed-tensors",
+        &[&model, "--out", out],
+    ));
+    let [before, after] = [model.as_str(), out].map(|folder| -> serde_json::Value {
+        let said = succeeds(nvfp4("inspect --json", &[folder]));
+        serde_json::from_str(&said).unwrap()
+    });
+    assert_eq!(before["quantization"]["dialect"], "modelopt");
+    assert_eq!(after["quantization"]["dialect"], "compressed-tensors");
+    assert_eq!(before["problems"], serde_json::json!([]));
+    let layers = |report: &serde_json::Value| report["layers"].as_array().unwrap().clone();
+    let (before, after) = (layers(&before), layers(&after));
+    assert_eq!((before.len(), after.len()), (14, 14));
+    for (before, after) in before.iter().zip(&after) {
+        assert_eq!(before["module"], after["module"]);
+        assert_eq!(before["shape"], after["shape"]);
+        for key in ["amax", "input_amax"] {
+            let [before, after] = [before, after].map(|layer| layer[key].as_f64().unwrap());
+            assert!(before > 0.0 && (after / before - 1.0).abs() < 1e-6, "{key}");
+            // Neither the stored scale, amax / 2688, nor its reciprocal.
+            assert!((0.1..100.0).contains(&before), "{key}: {before}");
+        }
+    }
+    let text = succeeds(nvfp4("inspect", &[&model]));
+    let head = text.lines().find(|line| line.starts_with("tensor "));
+    assert!(head.unwrap().ends_with("amax  input amax"), "{text}");
 }
 
 #[test]
@@ -75,7 +110,7 @@ fn convert_says_how_many_global_scales_moved() {
     let out = absent("convert");
     let out = out.to_str().unwrap();
     let convert = |to: &str, from: &str, out: &str| {
-        nvfp4(&format!("convert --to {to}"), &[from, "--out", out])
+        nvfp4(&format!("convert --dialect {to}"), &[from, "--out", out])
     };
     let text = succeeds(convert("compressed-tensors", &model, out));
     assert!(text.contains("14 quantized layers"), "{text}");

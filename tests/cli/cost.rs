@@ -10,10 +10,10 @@ use crate::support::*;
 fn the_cost_of_every_recipe_is_measured() {
     let path = folder("cost").with_extension("json");
     let file = path.to_str().unwrap();
-    let run = format!("cost {SMALL} --rounds 2 --round-steps 1 --warm 1");
+    let run = format!("dev cost {SMALL} --rounds 2 --round-steps 1 --warm 1");
     for (more, first) in [("", "burn"), ("--model moe --experts 4", "f32")] {
         let more: Vec<&str> = more.split_whitespace().collect();
-        let said = succeeds(nvfp4(&run, &[&more[..], &["--json", file]].concat()));
+        let said = succeeds(nvfp4(&run, &[&more[..], &["--out", file]].concat()));
         let figures = json(&path);
         let results = figures["results"].as_array().unwrap();
         let names: Vec<&str> = results
@@ -40,7 +40,7 @@ fn the_cost_of_every_recipe_is_measured() {
         ("--recipes f32 --lock no/such", ["lock", "no/such"]),
     ] {
         let more: Vec<&str> = more.split_whitespace().collect();
-        fails(nvfp4(&format!("cost {SMALL}"), &more), &names);
+        fails(nvfp4(&format!("dev cost {SMALL}"), &more), &names);
     }
 }
 
@@ -49,8 +49,8 @@ fn the_cost_of_every_recipe_is_measured() {
 #[test]
 fn the_cost_of_telemetry_is_measured() {
     let path = folder("cost-of-telemetry").with_extension("json");
-    let run = "--rounds 2 --round-steps 1 --warm 1 --recipes f32,nvidia --telemetry-every 5 --json";
-    let run = format!("cost {SMALL} {run}");
+    let run = "--rounds 2 --round-steps 1 --warm 1 --recipes f32,nvidia --telemetry-every 5 --out";
+    let run = format!("dev cost {SMALL} {run}");
     let said = succeeds(nvfp4(&run, &[path.to_str().unwrap()]));
     let header = said.lines().next().unwrap();
     for column in ["sampled ms", "1 in 5"] {
@@ -75,7 +75,7 @@ fn the_cost_of_telemetry_is_measured() {
         assert_eq!(operands, if name == "f32" { 0 } else { 5 * 8 }, "{name}");
     }
     let said = succeeds(nvfp4(
-        &format!("cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32"),
+        &format!("dev cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32"),
         &[],
     ));
     assert!(!said.contains("sampled"), "{said}");
@@ -88,7 +88,7 @@ fn measurements_take_turns() {
     let lock = std::fs::File::create(&path).unwrap();
     lock.lock().unwrap();
     let waiting = std::thread::spawn(move || {
-        let run = format!("cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32");
+        let run = format!("dev cost {SMALL} --rounds 1 --round-steps 1 --warm 1 --recipes f32");
         succeeds(nvfp4(&run, &["--lock", path.to_str().unwrap()]))
     });
     std::thread::sleep(std::time::Duration::from_secs(3));
@@ -102,14 +102,14 @@ fn measurements_take_turns() {
 fn the_cost_of_decoding_is_measured_with_each_head() {
     let path = folder("decode-cost").with_extension("json");
     let file = path.to_str().unwrap();
-    let run = "decode-cost tiny --device flex --prompt 8 --tokens 2 --rounds 1";
+    let run = "dev decode-cost tiny --device flex --prompt-length 8 --round-tokens 2 --rounds 1";
     let layers = 2 * (128 * 64 + 64 * 64 + 256 * 64 + 64 * 128) * 9 / 16 + 2 * 4 * 4;
     for (head, bytes) in [
         ("stored", 0),
         ("fp8", 288 * 64 + 288 * 4),
         ("nvfp4", 288 * 64 * 9 / 16 + 4),
     ] {
-        let said = succeeds(nvfp4(run, &["--head", head, "--json", file]));
+        let said = succeeds(nvfp4(run, &["--head", head, "--out", file]));
         assert!(said.contains("tiny") && said.contains("a step"), "{said}");
         let figures = json(&path);
         let result = &figures["results"][0];

@@ -76,6 +76,32 @@ fn doctor_names_the_kernels() {
     assert!(said.contains("M 64, N 128, K 256"), "{said}");
 }
 
+/// The JSON document has what the text has, and the reasons.
+#[test]
+fn doctor_prints_json() {
+    let said = succeeds(nvfp4("doctor --json", &["--shape", "64,128,256"]));
+    let report: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(report["backends"][0], "flex");
+    let devices = report["devices"].as_array().unwrap();
+    assert_eq!(devices[0]["device"], "flex");
+    let text = succeeds(nvfp4("doctor", &[]));
+    for device in devices {
+        let name = device["device"].as_str().unwrap();
+        assert!(text.contains(&format!("\n{name}\n")), "{name}: {text}");
+        assert_eq!(device["types"][0], "f32", "{name}");
+        let shape = &device["shape"];
+        assert_eq!((&shape["m"], &shape["k"]), (&64.into(), &256.into()));
+        let operations = device["operations"].as_array().unwrap();
+        for operation in operations {
+            let part = |key: &str| operation[key].as_str().unwrap();
+            assert!(!part("reason").is_empty(), "{operation}");
+            assert!(text.contains(part("kernel")), "{operation}: {text}");
+        }
+        assert!(operations.len() > 5, "{name}: {operations:?}");
+    }
+}
+
 /// Shows the kernels of a shape, dense and in groups; CubeCL's CPU runtime has one kernel for all
 /// operands.
 #[cfg(feature = "cpu")]
@@ -116,7 +142,7 @@ fn doctor_names_the_kernels_of_a_shape() {
 #[cfg(feature = "cpu")]
 #[test]
 fn the_oracle_reads_random_bits() {
-    let said = succeeds(nvfp4("oracle cvt-rs --device cpu --count 4096", &[]));
+    let said = succeeds(nvfp4("dev oracle cvt-rs --device cpu --count 4096", &[]));
     for part in [
         "in software",
         "      0 7 6 5 4 3 2 1 0",
@@ -127,7 +153,7 @@ fn the_oracle_reads_random_bits() {
         assert!(said.contains(part), "{part}: {said}");
     }
     fails(
-        nvfp4("oracle cvt-rs --device flex", &[]),
+        nvfp4("dev oracle cvt-rs --device flex", &[]),
         &["flex", "cuda:N"],
     );
 }
@@ -143,8 +169,8 @@ fn the_oracle_writes_a_report() {
     let folder = folder("oracle");
     let file = folder.join("report.json");
     let (path, source) = (file.to_str().unwrap(), folder.to_str().unwrap());
-    let arguments = ["--report", path, "--source", source];
-    let said = succeeds(nvfp4("oracle all --device cpu", &arguments));
+    let arguments = ["--out", path, "--source", source];
+    let said = succeeds(nvfp4("dev oracle all --device cpu", &arguments));
     assert!(said.contains("0 failed"), "{said}");
     let read = || -> Value { serde_json::from_slice(&fs::read(&file).unwrap()).unwrap() };
     let report = read();
@@ -175,13 +201,13 @@ fn the_oracle_writes_a_report() {
     assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!(report["passed"], 11);
 
-    let only = ["--report", path, "--only", "scale-copy-dump"];
-    succeeds(nvfp4("oracle tcgen05 --device cpu", &only));
+    let only = ["--out", path, "--only", "scale-copy-dump"];
+    succeeds(nvfp4("dev oracle tcgen05 --device cpu", &only));
     assert_eq!(read()["checks"].as_array().unwrap().len(), 1);
     // A check that times out is a failure in the report.
     let hasty = [&only[..], &["--timeout", "0"]].concat();
     fails(
-        nvfp4("oracle tcgen05 --device cpu", &hasty),
+        nvfp4("dev oracle tcgen05 --device cpu", &hasty),
         &["1 checks failed"],
     );
     let check = &read()["checks"][0];
@@ -189,9 +215,9 @@ fn the_oracle_writes_a_report() {
         check["detail"].as_str().unwrap().contains("0 seconds"),
         "{check}"
     );
-    let unknown = ["--report", path, "--only", "luck"];
+    let unknown = ["--out", path, "--only", "luck"];
     fails(
-        nvfp4("oracle tcgen05 --device cpu", &unknown),
+        nvfp4("dev oracle tcgen05 --device cpu", &unknown),
         &["luck", "one-hot-mma"],
     );
 }

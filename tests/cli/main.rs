@@ -6,6 +6,7 @@
 #![cfg(feature = "flex")]
 
 mod checkpoints;
+mod command;
 mod cost;
 #[cfg(feature = "cpu")]
 mod decorate;

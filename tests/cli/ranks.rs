@@ -246,7 +246,7 @@ fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
 fn a_soak_kills_ranks_of_runs_which_resume() {
     let out = folder("ranks-soak").join("new");
     let soak = |more: &str, command: &str| {
-        let options = format!("soak --steps 30 --seed 1 --limit 120 {more} --out");
+        let options = format!("dev soak --steps 30 --seed 1 --limit 120 {more} --out");
         let command = format!("-- {command} {SMALL} --warmup 2");
         let mut rest = vec![out.to_str().unwrap()];
         rest.extend(command.split_whitespace());
@@ -302,8 +302,8 @@ fn what_ranks_cannot_do_is_said() {
     refused(2, "--tp 2", &["tp is 2", "hidden is 48", "multiple of 32"]);
     refused(2, "--ep 2", &["ep is 2", "no experts"]);
     fails(
-        nvfp4("launch --gpus 2 -- study --out nowhere study.json", &[]),
-        &["study", "one process"],
+        nvfp4("launch --gpus 2 -- dev study --out nowhere study.json", &[]),
+        &["nvfp4 dev study", "one process"],
     );
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     command.args(format!("launch --gpus 2 -- train {SMALL} {RUN} {RECIPE}").split_whitespace());

@@ -27,7 +27,7 @@ fn a_study_is_resumed_and_reports() {
     let (whole, parts) = (folder.join("whole"), folder.join("parts"));
     let study = |out: &Path, more: &[&str]| {
         let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
-        succeeds(nvfp4("study", &[&arguments, more].concat()))
+        succeeds(nvfp4("dev study", &[&arguments, more].concat()))
     };
     let said = study(&whole, &[]);
     assert!(
@@ -62,7 +62,7 @@ fn a_study_is_resumed_and_reports() {
     assert_ne!(plain[2][3], healed[2][3]);
     let error = fails(
         nvfp4(
-            "study",
+            "dev study",
             &[plan.to_str().unwrap(), "--out", "x", "--part", "3/2"],
         ),
         &["3/2"],
@@ -89,7 +89,7 @@ fn a_study_decorates() {
     // Resuming a decorated run is tested in `decorate`; here each process would recompile its
     // kernels.
     let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
-    let said = succeeds(nvfp4("study", &arguments));
+    let said = succeeds(nvfp4("dev study", &arguments));
     for part in [
         "nvidia-seed0: GEMMs by backend",
         "encoder.layers.0.mha.query",
@@ -135,7 +135,7 @@ fn a_study_refuses_what_cannot_be() {
         let written = serde_json::json!({"options": options, "runs": [{"recipe": "nvidia"}]});
         fs::write(&plan, written.to_string()).unwrap();
         let arguments = [plan.to_str().unwrap(), "--out", out.to_str().unwrap()];
-        fails(nvfp4("study", &[&arguments, more].concat()), names);
+        fails(nvfp4("dev study", &[&arguments, more].concat()), names);
         let trained = out.join("nvidia-seed0");
         assert!(!trained.exists(), "{names:?}");
     }

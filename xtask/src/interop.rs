@@ -213,7 +213,7 @@ impl Stage {
             if let Some(other) = export.other {
                 let name = format!("{}-to-{other}", export.name);
                 let paths = [("--out", self.made(model, &name)), ("", out)];
-                self.nvfp4(&["convert", "--to", other], &paths)?;
+                self.nvfp4(&["convert", "--dialect", other], &paths)?;
             }
         }
         Ok(())
@@ -224,7 +224,7 @@ impl Stage {
         let from = self.made(model, "awq-by-modelopt");
         let out = self.made(model, "awq-by-modelopt-to-modelopt");
         self.nvfp4(
-            &["convert", "--to", "modelopt"],
+            &["convert", "--dialect", "modelopt"],
             &[("--out", out), ("", from)],
         )
     }

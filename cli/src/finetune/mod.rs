@@ -45,7 +45,7 @@ pub(crate) struct Finetune {
     /// high]
     #[arg(long, value_name = "FORM")]
     teacher_form: Option<FrozenForm>,
-    /// Divide the logits of both models by this temperature [default: 1]
+    /// Divide the logits by this temperature: those of both models [default: 1]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
     /// Freeze the model and train LoRA adapters of this rank on its projections

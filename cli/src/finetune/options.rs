@@ -4,41 +4,22 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::config::{Activation, GradReduce, Preset, RecipeName, RunConfig};
 use nvfp4_lm::decoder::FrozenForm;
-use nvfp4_lm::hf::Dtype;
 use nvfp4_lm::interchange::{Dialect, Scheme};
-use serde::{Deserialize, Serialize};
 
 use crate::device::DeviceName;
-use crate::options::recipes::named;
+use crate::options::listed::listed;
+use crate::options::recipes::{self, named};
+use crate::options::shared::{DeviceOption, SaveOption};
 
 /// Default values of a command.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Defaults {
     pub(crate) lr: f64,
     pub(crate) weight_decay: f64,
-}
-
-/// Type of the saved tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum SavedType {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl From<SavedType> for Dtype {
-    fn from(saved: SavedType) -> Self {
-        match saved {
-            SavedType::F32 => Self::F32,
-            SavedType::Bf16 => Self::BF16,
-            SavedType::F16 => Self::F16,
-        }
-    }
 }
 
 /// Options that the run's folder records, and that a resumed run therefore must not set.
@@ -75,7 +56,7 @@ const SETTINGS: [&str; 28] = [
 
 #[derive(Args)]
 pub(crate) struct TrainingOptions {
-    /// Train on these files and folders: tokens (.tokens), JSON lines (.jsonl) and plain text
+    /// Read these files and folders: tokens (.tokens), JSON lines (.jsonl) and plain text
     ///
     /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} (only the completion
     /// counts in the loss), or {"messages": [{"role": ROLE, "content": TEXT}, ..]} (only the
@@ -89,7 +70,7 @@ pub(crate) struct TrainingOptions {
     /// Hold out this share of the documents for evaluation
     #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
     pub(crate) valid_share: f64,
-    /// Write the run and the trained model to this new folder
+    /// Write the output to this folder: the run and the trained model. It must hold no run
     #[arg(long, value_name = "DIR", required_unless_present = "resume")]
     pub(crate) out: Option<PathBuf>,
     /// Resume the run in this folder
@@ -98,40 +79,44 @@ pub(crate) struct TrainingOptions {
     /// Stop after this step, with a checkpoint to resume [default: the last step]
     #[arg(long, value_name = "STEP")]
     pub(crate) stop_at: Option<u64>,
-    /// Train the layers' projections with this recipe: nvfp4, a preset, bf16, f32, or a JSON file
-    /// [default: nvfp4; bf16 with packed frozen weights]
-    #[arg(long, value_name = "NAME", conflicts_with = "qat")]
+    /// Train with this recipe [default: nvfp4; bf16 with packed frozen weights]
+    #[arg(
+        long,
+        value_name = "RECIPE",
+        value_parser = listed::<String>(recipes::values),
+        conflicts_with = "qat"
+    )]
     pub(crate) recipe: Option<String>,
     /// Train for serving in NVFP4: the forward pass quantizes weights (w4a16) or weights and
     /// activations (w4a4), rounded to nearest; the backward pass is in high precision
     #[arg(long, value_name = "SCHEME")]
     pub(crate) qat: Option<Scheme>,
-    /// Keep projections whose path matches this regular expression in high precision, for example
-    /// 'layers\.0\.'; may be given several times [default: the recipe's]
+    /// Keep projections whose path matches this regular expression in high precision; may be given
+    /// several times, for example 'layers\.0\.' [default: the recipe's]
     #[arg(long, value_name = "REGEX")]
     pub(crate) high_precision: Vec<String>,
     /// Train for this many optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 1000)]
+    #[arg(long, value_name = "STEPS", default_value_t = 1000)]
     pub(crate) steps: u64,
-    /// Use a global batch of this many rows, divided evenly over the ranks
+    /// Use a batch of this many sequences; the ranks divide it evenly
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub(crate) batch: usize,
     /// Accumulate the gradients of this many batches per step
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) accumulate: usize,
-    /// Pack documents into rows of this many tokens; longer documents are cut [default: 1024, or
-    /// the model's maximum context]
+    /// Use sequences of this length: tokens of a row into which documents are packed; longer
+    /// documents are cut [default: 1024, or the model's maximum context]
     #[arg(long, value_name = "N")]
     pub(crate) context: Option<usize>,
     /// Set the peak learning rate [default: 1e-5; 2e-4 with --lora; 3e-4 for pretrain]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, value_name = "RATE", allow_negative_numbers = true)]
     pub(crate) lr: Option<f64>,
     /// Warm up the learning rate over this many steps; it then decays to a tenth along a cosine
     /// [default: a tenth of the steps, at most 100]
     #[arg(long, value_name = "STEPS")]
     pub(crate) warmup: Option<u64>,
     /// Set the decoupled weight decay of the matrices [default: 0; 0.1 for pretrain]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, value_name = "DECAY", allow_negative_numbers = true)]
     pub(crate) weight_decay: Option<f64>,
     /// Clip gradients to this global norm
     #[arg(
@@ -141,8 +126,8 @@ pub(crate) struct TrainingOptions {
         allow_negative_numbers = true
     )]
     pub(crate) grad_clip: f64,
-    /// Seed the row order and stochastic rounding
-    #[arg(long, default_value_t = 0)]
+    /// Seed the random numbers: row order and stochastic rounding
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Evaluate every N steps
     #[arg(long, value_name = "STEPS", default_value_t = 100)]
@@ -166,22 +151,16 @@ pub(crate) struct TrainingOptions {
     /// Capture the step as a CUDA graph after three steps: no launch overhead, identical bits
     #[arg(long)]
     pub(crate) graph: bool,
-    /// Shard parameters, gradients and optimizer state over the ranks instead of replicating them
-    /// (FSDP)
+    /// Shard parameters, gradients and optimizer state over the data-parallel ranks instead of
+    /// replicating them (FSDP)
     #[arg(long)]
     pub(crate) fsdp: bool,
-    /// Exchange gradients between ranks in this type, f32 or bf16; bf16 halves the traffic and
-    /// rounds each gradient once before the exchange
-    #[arg(
-        long,
-        value_name = "TYPE",
-        default_value = "f32",
-        hide_possible_values = true
-    )]
+    /// Exchange gradients between ranks in this type; bf16 halves the traffic and rounds each
+    /// gradient once before the exchange
+    #[arg(long, value_name = "TYPE", default_value = "f32")]
     pub(crate) grad_reduce: GradReduce,
-    /// Save the model's tensors in this type
-    #[arg(long, value_name = "TYPE", default_value = "bf16")]
-    pub(crate) save_dtype: SavedType,
+    #[command(flatten)]
+    pub(crate) saved: SaveOption,
     /// Also write the model quantized to NVFP4, in this dialect
     #[arg(long, value_name = "DIALECT")]
     pub(crate) export: Option<Dialect>,
@@ -189,9 +168,8 @@ pub(crate) struct TrainingOptions {
     /// else w4a16]
     #[arg(long, value_name = "SCHEME", requires = "export")]
     pub(crate) export_scheme: Option<Scheme>,
-    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
-    #[arg(long, value_name = "DEVICE")]
-    pub(crate) device: Option<DeviceName>,
+    #[command(flatten)]
+    pub(crate) device: DeviceOption,
 }
 
 impl TrainingOptions {

@@ -16,10 +16,12 @@ use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
 use nvfp4_lm::tokens::Cut;
 use serde::{Deserialize, Serialize};
 
-use super::options::{Defaults, SavedType, TrainingOptions};
+use super::options::{Defaults, TrainingOptions};
 use crate::device::DeviceName;
+use crate::options::shared::SavedType;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
+use crate::terminal::note;
 
 /// Subfolder of the trained model.
 const MODEL: &str = "model";
@@ -137,7 +139,7 @@ impl FinetuneRun {
     ) -> Result<(FinetuneConfig, Written, PathBuf)> {
         let folder = options.out.clone().context("out is not given")?;
         check_new(&folder, CONFIG)?;
-        let device = DeviceName::or_best(options.device)?;
+        let device = options.device.name()?;
         let activation = options.activation(device);
         let (recipe_name, recipe) = options.recipe(activation, device, start.frozen)?;
         std::fs::create_dir_all(&folder)
@@ -148,9 +150,10 @@ impl FinetuneRun {
         let shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
             let (mut shards, found) = reader.shards(paths, &folder.join(name))?;
             if found.documents > 0 {
-                eprintln!(
+                note!(
                     "{name}: {} documents, {} files left out because they are empty or not UTF-8",
-                    found.documents, found.skipped
+                    found.documents,
+                    found.skipped
                 );
             }
             absolute(&mut shards)?;
@@ -191,7 +194,7 @@ impl FinetuneRun {
         config.check_ranks(ranks)?;
         let scheme = options.export_scheme.or(options.qat);
         let written = Written {
-            dtype: options.save_dtype,
+            dtype: options.saved.save_dtype,
             model: config.lora.is_none() || start.merge,
             export: options.export.map(|dialect| Export {
                 dialect,
@@ -218,7 +221,7 @@ impl FinetuneRun {
         ranks: &Ranks,
     ) -> Result<Self> {
         let (path, mut config): (_, FinetuneConfig) = read_config(folder, CONFIG)?;
-        let device = match options.device {
+        let device = match options.device.device {
             Some(device) => device,
             None => DeviceName::of_config(&path, &config.device)?,
         };
@@ -277,7 +280,7 @@ impl FinetuneRun {
     /// Prints which documents were cut or left out by packing them into rows.
     fn describe_rows(&self, data: &TrainingData) {
         if data.is_one {
-            eprintln!(
+            note!(
                 "one document: its last {} of {} tokens are for validation (--valid-share)",
                 data.valid.tokens(),
                 data.train.tokens() + data.valid.tokens() + 1
@@ -314,7 +317,7 @@ impl FinetuneRun {
                 ));
             }
             if !said.is_empty() {
-                eprintln!(
+                note!(
                     "{part}: {}; {targets} tokens that count are left",
                     said.join("; ")
                 );
@@ -334,7 +337,7 @@ impl FinetuneRun {
                 1e2 * rows.tokens() as f64 / places as f64
             )
         });
-        eprintln!(
+        note!(
             "recipe {}{}, {} activations, device {}{}; training {train}, validation {valid}{}; {}",
             config.recipe_name,
             match config.frozen {

@@ -3,8 +3,10 @@
 //! A layer is a set of keys and values. Every key is a field of [`RunConfig`] or [`Request`]. These
 //! structs also define the flags, so no list of keys is repeated here.
 
+pub(crate) mod listed;
 pub(crate) mod recipes;
 mod request;
+pub(crate) mod shared;
 #[cfg(all(test, feature = "flex"))]
 mod tests;
 
@@ -147,10 +149,9 @@ impl Options {
             "--resume continues the run as it was configured: leave out all options but --device, \
              --tp, --ep, --ep-dispatch and --stop-at"
         );
-        let device = device.as_ref().and_then(Value::as_str);
         let ranks = |given: Option<Value>| given.map(serde_json::from_value).transpose();
         Ok(Resumed {
-            device: device.map(parse_device).transpose()?,
+            device: device.map(serde_json::from_value).transpose()?,
             tp: ranks(tp)?,
             ep: ranks(ep)?,
             ep_dispatch: ep_dispatch.map(serde_json::from_value).transpose()?,
@@ -159,13 +160,13 @@ impl Options {
 
     /// Returns these options with `recipe` as the only recipe, with `seed`, and with `device` if
     /// given.
-    pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<&str>) -> Self {
+    pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<DeviceName>) -> Self {
         self.0.remove("healing");
         self.0.insert("recipe".into(), recipe.into());
         self.0.insert("seed".into(), seed.into());
         self.0.insert("compare".into(), false.into());
         if let Some(device) = device {
-            self.0.insert("device".into(), device.into());
+            self.0.insert("device".into(), device.to_string().into());
         }
         self
     }
@@ -208,10 +209,7 @@ impl Options {
         let is_given = ["warmup", "seed", "experts"].map(|key| self.has(key));
         let [warmup_is_given, seed_is_given, experts_are_given] = is_given;
         let (request, values) = self.split()?;
-        let device = match &request.device {
-            Some(name) => parse_device(name)?,
-            None => DeviceName::best()?,
-        };
+        let device = request.device.name()?;
         let preset = request.preset.unwrap_or_default();
         let base = RunConfig::preset(preset, &device.to_string());
         let mut config = overlay(&base, &values)?;
@@ -258,9 +256,4 @@ impl Options {
         config.check()?;
         Ok((config, device))
     }
-}
-
-fn parse_device(name: &str) -> Result<DeviceName> {
-    name.parse()
-        .map_err(|error| anyhow::anyhow!("device is {name:?}, but {error}"))
 }

@@ -4,8 +4,22 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use clap::builder::PossibleValue;
 use nvfp4::Nvfp4Recipe;
 use nvfp4_lm::config::RecipeName;
+
+/// Names of recipes that are no presets: the alias of `nvidia`, and high precision in f32.
+const OTHERS: [&str; 2] = ["nvfp4", "f32"];
+
+/// Stands for the file of a recipe in the values that `--help` lists.
+pub(crate) const FILE: &str = "FILE.json";
+
+/// Returns the values that `--help` lists.
+pub(crate) fn values() -> Vec<PossibleValue> {
+    let names = OTHERS.into_iter().chain(Nvfp4Recipe::preset_names());
+    let file = PossibleValue::new(FILE).help("The recipe in this file");
+    names.map(PossibleValue::new).chain([file]).collect()
+}
 
 /// Returns the recipe called `name`; if it names a file, reads the file into `recipes`.
 pub(crate) fn named(
@@ -26,7 +40,7 @@ pub(crate) fn named(
         .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"))?;
     ensure!(
         Nvfp4Recipe::preset_names()
-            .chain(["nvfp4", "f32"])
+            .chain(OTHERS)
             .all(|preset| preset != stem),
         "{option} is {name}, but {stem} is the name of a preset: rename the file"
     );

@@ -2,10 +2,15 @@
 
 use std::str::FromStr;
 
+use clap::builder::PossibleValue;
 use clap::{ArgAction, Args, ValueEnum};
 use nvfp4_lm::config::{Decoration, ModelKind, Preset};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+
+use super::listed::listed;
+use super::recipes;
+use super::shared::DeviceOption;
 
 /// Named choices of a run, before they are looked up.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
@@ -13,16 +18,17 @@ use serde_json::Value;
 #[serde(default)]
 pub(super) struct Request {
     /// Start from the values of this preset [default: tiny]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "PRESET")]
     pub(super) preset: Option<Preset>,
-    /// Train with this recipe: nvfp4, bf16, f32, a recipe preset, or a JSON file [default: nvfp4]
-    #[arg(long, value_name = "NAME|FILE")]
+    /// Train with this recipe [default: nvfp4]
+    #[arg(long, value_name = "RECIPE", value_parser = listed::<String>(recipes::values))]
     pub(super) recipe: Option<String>,
     /// Also train with these recipes on the same batches and report the loss gaps; without a value,
     /// compare with high precision [default: high precision for tiny, else none]
     #[arg(
         long,
-        value_name = "A,B,..",
+        value_name = "RECIPE,..",
+        value_parser = listed::<Compare>(recipes::values),
         num_args = 0..=1,
         default_missing_value = "",
         overrides_with = "no_compare"
@@ -32,14 +38,19 @@ pub(super) struct Request {
     #[arg(long, action = ArgAction::SetTrue, overrides_with = "compare")]
     #[serde(skip)]
     pub(super) no_compare: bool,
-    /// Train a model of Burn's own layers through the decorator, on device cpu or cuda:N. A GEMM
-    /// that does not run in NVFP4 is an error (strict) or counted (lenient) [default: false; strict
-    /// without a value]
-    #[arg(long, value_name = "HOW|BOOL", num_args = 0..=1, default_missing_value = "true")]
+    /// Train a model of Burn's own layers through the decorator, on device cpu or cuda:N [default:
+    /// false; strict without a value]
+    #[arg(
+        long,
+        value_name = "HOW|BOOL",
+        value_parser = listed::<Decorate>(Decorate::values),
+        num_args = 0..=1,
+        default_missing_value = "true"
+    )]
     pub(super) decorate: Option<Decorate>,
-    /// Train on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
-    #[arg(long, value_name = "DEVICE")]
-    pub(super) device: Option<String>,
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub(super) device: DeviceOption,
     /// Train a dense model or a mixture-of-experts model [default: dense]
     #[arg(long, value_name = "KIND")]
     pub(super) model: Option<ModelKind>,
@@ -71,6 +82,18 @@ impl FromStr for Compare {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize)]
 #[serde(try_from = "Value", into = "Value")]
 pub(super) struct Decorate(pub(super) Option<Decoration>);
+
+impl Decorate {
+    /// Returns the values that `--help` lists.
+    fn values() -> Vec<PossibleValue> {
+        vec![
+            PossibleValue::new("strict").help("A GEMM that does not run in NVFP4 is an error"),
+            PossibleValue::new("lenient").help("Such GEMMs are counted"),
+            PossibleValue::new("true").help("As strict"),
+            PossibleValue::new("false").help("Train the model of this project"),
+        ]
+    }
+}
 
 impl FromStr for Decorate {
     type Err = String;

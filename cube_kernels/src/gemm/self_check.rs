@@ -130,7 +130,7 @@ impl Verdicts {
             tracing::warn!(
                 %checked,
                 "the tcgen05 kernel: {error}; GEMMs for which it would be the default \
-                 take another one; `nvfp4 oracle tcgen05` writes a report"
+                 take another one; `nvfp4 dev oracle tcgen05` writes a report"
             );
         }
         found.insert(checked, verdict.clone());

@@ -13,26 +13,26 @@ pub const VOCABULARY: usize = 256;
 #[group(skip)]
 pub struct ModelConfig {
     /// Set the width of the residual stream, a multiple of 16 [default: the preset's]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     pub width: usize,
     /// Set the number of blocks [default: the preset's]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     pub layers: usize,
     /// Set the number of attention heads; the head dimension must be even [default: the preset's]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     pub heads: usize,
     /// Set the hidden width of each feed-forward, a multiple of 16 [default: the preset's]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     pub hidden: usize,
-    /// Set the sequence length in bytes [default: the preset's]
-    #[arg(long)]
+    /// Use sequences of this length: bytes [default: the preset's]
+    #[arg(long, value_name = "N")]
     pub context: usize,
     /// Set the number of experts in each block [default: 8 with --model moe]
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     #[serde(default)]
     pub experts: Option<usize>,
     /// Route each byte to this many experts [default: 2]
-    #[arg(long)]
+    #[arg(long, value_name = "K")]
     #[serde(default = "top_2")]
     pub top_k: usize,
 }

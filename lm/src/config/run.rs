@@ -62,13 +62,13 @@ pub struct RunConfig {
     pub device: String,
     /// Stop quantizing after this share of the steps; with `:forward`, only in the forward pass
     /// [default: the value in the recipe's file]
-    #[arg(long, value_name = "SHARE[:forward]")]
+    #[arg(long, value_name = "SHARE")]
     #[serde(default)]
     pub healing: Option<HealingOption>,
-    /// Compute activations in this type [default: bf16 on GPUs, else f32]
-    #[arg(long, value_name = "TYPE", hide_possible_values = true)]
+    /// Compute activations in this type [default: bf16 on a GPU, else f32]
+    #[arg(long, value_name = "TYPE")]
     pub activation: Activation,
-    /// Read text from these files and folders [default: the Rust sources in cargo's registry]
+    /// Read these files and folders: text [default: the Rust sources in cargo's registry]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data: Vec<PathBuf>,
     /// Stop reading text after the file that reaches this size in bytes, but read at least two
@@ -85,33 +85,33 @@ pub struct RunConfig {
     #[serde(default)]
     pub balance_loss: Option<f64>,
     /// Train for this many optimizer steps [default: the preset's]
-    #[arg(long)]
+    #[arg(long, value_name = "STEPS")]
     pub steps: u64,
-    /// Train on a global batch of this many sequences [default: the preset's]
-    #[arg(long)]
+    /// Use a batch of this many sequences; the ranks divide it evenly [default: the preset's]
+    #[arg(long, value_name = "N")]
     pub batch: usize,
     /// Update the parameters with this optimizer [default: adamw]
-    #[arg(long, value_name = "NAME", hide_possible_values = true)]
+    #[arg(long, value_name = "OPTIMIZER")]
     #[serde(default)]
     pub optimizer: OptimizerName,
     /// Set the peak learning rate [default: the preset's]
-    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
+    #[arg(long, value_name = "RATE", allow_negative_numbers = true, value_parser = finite)]
     pub lr: f64,
     /// Warm up the learning rate over this many steps; it then decays to a tenth along a cosine
     /// [default: the preset's, at most a tenth of the steps]
     #[arg(long, value_name = "STEPS")]
     pub warmup: u64,
     /// Set the decoupled weight decay of the matrices [default: 0.1]
-    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
+    #[arg(long, value_name = "DECAY", allow_negative_numbers = true, value_parser = finite)]
     pub weight_decay: f64,
-    /// Clip the gradients to this global norm [default: 1]
+    /// Clip gradients to this global norm [default: 1]
     #[arg(long, value_name = "NORM", allow_negative_numbers = true, value_parser = finite)]
     pub grad_clip: f64,
-    /// Seed the weights, the batches and stochastic rounding [default: the value in the recipe's
-    /// file, else 0]
-    #[arg(long)]
+    /// Seed the random numbers: weights, batches and stochastic rounding [default: the value in the
+    /// recipe's file, else 0]
+    #[arg(long, value_name = "SEED")]
     pub seed: u64,
-    /// Evaluate on the validation text every N steps [default: the preset's]
+    /// Evaluate every N steps [default: the preset's]
     #[arg(long, value_name = "STEPS")]
     pub eval_every: u64,
     /// Evaluate on this many batches [default: the preset's]
@@ -128,9 +128,9 @@ pub struct RunConfig {
     #[arg(long, value_name = "STEPS")]
     #[serde(default)]
     pub telemetry_every: u64,
-    /// Recompute the activation inputs of the feed-forward in the backward pass of this many blocks
+    /// Recompute the activation inputs of the feed-forward in the backward pass of this many layers
     /// instead of saving them: less memory, more time, identical bits [default: 0]
-    #[arg(long, value_name = "BLOCKS")]
+    #[arg(long, value_name = "LAYERS")]
     #[serde(default)]
     pub recompute: usize,
     /// Capture the step as a CUDA graph after three steps: no launch overhead on the host,
@@ -168,28 +168,27 @@ pub struct RunConfig {
     #[arg(long, conflicts_with = "fsdp")]
     #[serde(default)]
     pub zero1: bool,
-    /// Exchange gradients between ranks in this type, f32 or bf16; bf16 halves the traffic and
-    /// rounds each gradient once before the exchange; sums, clipping and the optimizer use f32
-    /// [default: f32]
-    #[arg(long, value_name = "TYPE", hide_possible_values = true)]
+    /// Exchange gradients between ranks in this type; bf16 halves the traffic and rounds each
+    /// gradient once before the exchange; sums, clipping and the optimizer use f32 [default: f32]
+    #[arg(long, value_name = "TYPE")]
     #[serde(default)]
     pub grad_reduce: GradReduce,
     /// Apply a random Hadamard transform to the operands of weight gradients, with recipe nvidia
     /// [default: true]
-    #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
+    #[arg(long, value_name = "BOOL", action = ArgAction::Set)]
     pub rht: bool,
     /// Round gradients stochastically, with recipe nvidia [default: true]
-    #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
+    #[arg(long, value_name = "BOOL", action = ArgAction::Set)]
     pub stochastic_rounding: bool,
     /// Scale weights per 16x16 tile instead of per 1x16 block, with recipe nvidia [default: true]
-    #[arg(long, value_name = "BOOL", action = ArgAction::Set, hide_possible_values = true)]
+    #[arg(long, value_name = "BOOL", action = ArgAction::Set)]
     pub weight_2d: bool,
     /// Set the sign bits of the Hadamard transform, 16 bits [default: the recipe's]
     #[arg(long, value_name = "BITS")]
     #[serde(default)]
     pub rht_signs: Option<u16>,
-    /// Keep projections whose path matches this regular expression in high precision, for example
-    /// 'blocks\.0\.'; may be given several times [default: the recipe's]
+    /// Keep projections whose path matches this regular expression in high precision; may be given
+    /// several times, for example 'blocks\.0\.' [default: the recipe's]
     #[arg(long, value_name = "REGEX")]
     pub high_precision: Vec<String>,
 }

@@ -57,6 +57,17 @@ impl GlobalScale {
         }
     }
 
+    /// Returns the amax of the tensor, the same for all conventions: 2688 times the dequantization
+    /// factor, up to its rounding. This is the magnitude of the largest code with the largest block
+    /// scale. A scale with headroom (four over six) is that of a larger amax.
+    pub fn amax(self) -> f32 {
+        match self {
+            Self::Amax(amax) => amax,
+            Self::Multiply(factor) => factor * RANGE,
+            Self::Divide(divisor) => RANGE / divisor,
+        }
+    }
+
     /// Checks that the scalar and its dequantization factor are positive and finite.
     ///
     /// # Errors
@@ -361,6 +372,20 @@ mod tests {
     fn weight(scales: Vec<u8>, global: GlobalScale) -> Result<PackedWeight> {
         let codes = (0..16u8).flat_map(|i| [i, i.wrapping_mul(29)]).collect();
         PackedWeight::new([2, 32], codes, scales, global, None)
+    }
+
+    #[test]
+    fn the_amax_has_one_convention() {
+        for amax in [0.75f32, 3.0, 448.5] {
+            for scale in [
+                GlobalScale::Amax(amax),
+                GlobalScale::multiply(amax / RANGE),
+                GlobalScale::divide(RANGE / amax),
+            ] {
+                let ulps = scale.amax().to_bits().abs_diff(amax.to_bits());
+                assert!(ulps <= 1, "{scale:?}: {}", scale.amax());
+            }
+        }
     }
 
     #[test]

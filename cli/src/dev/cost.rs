@@ -1,48 +1,47 @@
-//! `nvfp4 cost`.
+//! `nvfp4 dev cost`.
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
+use clap::builder::PossibleValue;
 use nvfp4::Nvfp4Recipe;
-use nvfp4_lm::checkpoint::write_json;
 use nvfp4_lm::config::{RecipeName, RunConfig};
 use nvfp4_lm::cost::{Cost, DeviceLock, Effort, KernelClass, measure, release};
 use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::model::Transformer;
 use serde::Serialize;
 
+use super::measure::MeasureOptions;
 use crate::device::{hardware, install_decorator};
-use crate::options::Options;
+use crate::options::listed::listed;
+use crate::options::{Options, recipes};
+use crate::terminal::note;
 
 /// Name for the high-precision model built from Burn's own layers.
 const BURN: &str = "burn";
 
 #[derive(Args)]
 pub(crate) struct CostOfSteps {
-    /// Measure these recipes; `burn` is the high-precision model of Burn's own layers [default:
-    /// burn, the baseline, and every preset that quantizes]
-    #[arg(long, value_name = "A,B,..", value_delimiter = ',')]
+    /// Measure these recipes [default: burn, the baseline, and every preset that quantizes]
+    #[arg(
+        long,
+        value_name = "RECIPE,..",
+        value_delimiter = ',',
+        value_parser = listed::<String>(values)
+    )]
     recipes: Vec<String>,
-    /// Measure this many rounds of steps and report the median
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
     /// Take this many steps in a round
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, value_name = "STEPS", default_value_t = 10)]
     round_steps: usize,
     /// Take this many steps before the first round
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, value_name = "STEPS", default_value_t = 5)]
     warm: usize,
-    /// Print this many of the costliest kernels of each recipe
-    #[arg(long, value_name = "COUNT", default_value_t = 0)]
-    kernels: usize,
-    /// Write all measurements to this JSON file [default: none]
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    measure: MeasureOptions,
     /// Lock this file: commands that share it warm up together and measure one at a time [default:
     /// none]
     #[arg(long, value_name = "FILE")]
@@ -51,7 +50,7 @@ pub(crate) struct CostOfSteps {
     options: Options,
 }
 
-/// Contents of the file given by `--json`.
+/// Contents of the file given by `--out`.
 #[derive(Serialize)]
 struct Figures {
     config: RunConfig,
@@ -78,7 +77,7 @@ impl Figure {
 }
 
 impl CostOfSteps {
-    pub(crate) fn run(self) -> Result<ExitCode> {
+    pub(crate) fn run(self) -> Result<()> {
         ensure!(
             self.options.recipe_is_unset(),
             "recipe and compare are of `nvfp4 train`: name what to measure with --recipes"
@@ -90,7 +89,7 @@ impl CostOfSteps {
         let device = name.open()?;
         let recipes = self.chosen(&config);
         let hardware = hardware(&device);
-        eprintln!(
+        note!(
             "{} blocks of width {}, {} bytes a step, on {}{}",
             config.model.layers,
             config.model.width,
@@ -102,7 +101,7 @@ impl CostOfSteps {
         );
         let effort = Effort {
             warm: self.warm,
-            rounds: self.rounds,
+            rounds: self.measure.rounds,
             steps: self.round_steps,
         };
         let mut results = Vec::new();
@@ -111,7 +110,7 @@ impl CostOfSteps {
         for recipe in recipes {
             let figure = figure(&config, recipe, &device, effort, |how| self.lock(how))?;
             let Cost { built, warmed, .. } = figure.cost;
-            eprintln!(
+            note!(
                 "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile \
                  kernels",
                 figure.recipe
@@ -121,7 +120,7 @@ impl CostOfSteps {
             release(&device);
         }
         for figure in &results {
-            for kernel in figure.cost.kernels.iter().take(self.kernels) {
+            for kernel in figure.cost.kernels.iter().take(self.measure.kernels) {
                 println!(
                     "{:<32} {:>9.3} ms {:>5} x {:<14} {}",
                     figure.recipe,
@@ -132,15 +131,11 @@ impl CostOfSteps {
                 );
             }
         }
-        if let Some(path) = &self.json {
-            let figures = Figures {
-                config,
-                hardware,
-                results,
-            };
-            write_json(path, &figures)?;
-        }
-        Ok(ExitCode::SUCCESS)
+        self.measure.write(&Figures {
+            config,
+            hardware,
+            results,
+        })
     }
 
     /// Locks the file given by `--lock`; waits for commands that hold a conflicting lock.
@@ -175,6 +170,14 @@ impl CostOfSteps {
         names.extend(presets.map(String::from));
         names
     }
+}
+
+/// Returns the values of `--recipes` that `--help` lists.
+fn values() -> Vec<PossibleValue> {
+    let names = recipes::values().into_iter();
+    let names = names.filter(|value| value.get_name() != recipes::FILE);
+    let burn = PossibleValue::new(BURN).help("The high-precision model of Burn's own layers");
+    std::iter::once(burn).chain(names).collect()
 }
 
 /// Measures one recipe; `lock` takes the device lock.

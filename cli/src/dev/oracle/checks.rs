@@ -1,4 +1,4 @@
-//! The checks of `nvfp4 oracle tcgen05`, each in a separate process.
+//! The checks of `nvfp4 dev oracle tcgen05`, each in a separate process.
 
 use std::{env, process::Command, time::Duration};
 
@@ -16,13 +16,14 @@ use super::{
     report::{AboutDevice, Report, nvidia_smi},
     subprocess::{self, Ended},
 };
+use crate::dev::name::NAME;
 use crate::device::DeviceName;
 
 impl CheckOptions {
     /// Runs the checks, each in a separate process.
     pub(super) fn run(&self) -> Result<Report> {
         let chosen = self.chosen()?;
-        let device = TestedDevice::open(self.device.as_deref())?;
+        let device = TestedDevice::open(self.device.device)?;
         let capabilities = Capabilities::of(&device.client);
         let about = AboutDevice {
             device: device.name.to_string(),
@@ -36,12 +37,12 @@ impl CheckOptions {
         };
         println!("device {}: {}", about.device, about.hardware);
         let name = about.device.clone();
-        let mut report = Report::new(&self.report, about)?;
+        let mut report = Report::new(&self.out, about)?;
         let program = env::current_exe().context("the path of this program")?;
         let limit = Duration::from_secs(self.timeout);
         for check in chosen {
             let mut command = Command::new(&program);
-            command.args(["oracle", "check", check.name(), "--device", &name]);
+            command.args([NAME, "oracle", "check", check.name(), "--device", &name]);
             let ended = subprocess::run(&mut command, limit)?;
             report.add(check.name(), outcome_of(&ended, limit), ended.took)?;
         }
@@ -102,11 +103,11 @@ impl OneCheck {
     pub(super) fn run(self) -> Result<()> {
         let check =
             Check::of(&self.name).ok_or_else(|| anyhow!("no check is called {}", self.name))?;
-        let device = TestedDevice::open(self.device.as_deref())?;
+        let device = TestedDevice::open(self.device.device)?;
         if check != Check::CvtRs {
             match_random_bits(&device.client).context(
                 "no order of random bits explains the device's stochastic rounding, so that it \
-                 cannot be compared with the oracle: see `nvfp4 oracle cvt-rs`",
+                 cannot be compared with the oracle: see `nvfp4 dev oracle cvt-rs`",
             )?;
         }
         let outcome = check.run(&device.client);

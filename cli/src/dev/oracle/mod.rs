@@ -1,4 +1,4 @@
-//! `nvfp4 oracle`: compares device behaviour with the reference.
+//! `nvfp4 dev oracle`: compares device behaviour with the reference.
 
 mod arguments;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

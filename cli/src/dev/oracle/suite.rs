@@ -1,4 +1,4 @@
-//! `nvfp4 oracle all`: the checks of `tcgen05`, then the test suite and the benchmarks of the
+//! `nvfp4 dev oracle all`: the checks of `tcgen05`, then the test suite and the benchmarks of the
 //! sources.
 
 use std::{path::Path, process::Command, time::Duration};

@@ -1,6 +1,6 @@
 //! The device under test.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::backend::DispatchDevice;
 use nvfp4::kernels::cubecl::client::Client;
 
@@ -18,11 +18,9 @@ pub(super) struct TestedDevice {
 
 impl TestedDevice {
     /// Opens the device of this name, else the first GPU, else the CPU.
-    pub fn open(asked: Option<&str>) -> Result<Self> {
-        let name: DeviceName = match asked {
-            Some(name) => name
-                .parse()
-                .map_err(|error| anyhow!("device is {name:?}, but {error}"))?,
+    pub fn open(asked: Option<DeviceName>) -> Result<Self> {
+        let name = match asked {
+            Some(name) => name,
             None if cuda_count() > 0 => DeviceName::Cuda(0),
             None => DeviceName::Cpu,
         };

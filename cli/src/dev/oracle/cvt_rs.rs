@@ -1,27 +1,25 @@
-//! `nvfp4 oracle cvt-rs`: finds the order of the random bits in a stochastic-rounding conversion.
+//! `nvfp4 dev oracle cvt-rs`: finds the order of the random bits in a stochastic-rounding conversion.
 
 use anyhow::Result;
 use clap::Args;
 
+use super::arguments::TestedDeviceOption;
+
 #[derive(Args)]
+// A build without kernels reads only the device.
+#[cfg_attr(not(any(feature = "cpu", feature = "cuda")), allow(dead_code))]
 pub(super) struct CvtRs {
-    /// Test this device: cpu or cuda:N [default: cuda:0 if there is one, else cpu]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<String>,
+    #[command(flatten)]
+    device: TestedDeviceOption,
     /// Compare this many random inputs
-    #[arg(long, default_value_t = 1 << 20)]
+    #[arg(long, value_name = "N", default_value_t = 1 << 20)]
     count: usize,
 }
 
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 impl CvtRs {
     pub(super) fn run(self) -> Result<()> {
-        let Self { device, count } = self;
-        anyhow::bail!(
-            "device is {}, and count {count}, but this build has no CubeCL runtime: build with \
-             --features cuda (or cpu)",
-            device.as_deref().unwrap_or("not given")
-        )
+        self.device.refuse()
     }
 }
 
@@ -36,7 +34,7 @@ impl CvtRs {
 
         let TestedDevice {
             client, hardware, ..
-        } = TestedDevice::open(self.device.as_deref())?;
+        } = TestedDevice::open(self.device.device)?;
         let instruction = quantize::has_stochastic_instruction(&client);
         println!("device  {hardware}");
         println!(

@@ -1,4 +1,4 @@
-//! `nvfp4 soak`: launches many multi-rank runs, kills ranks in some of them, and compares the
+//! `nvfp4 dev soak`: launches many multi-rank runs, kills ranks in some of them, and compares the
 //! results.
 
 mod process;
@@ -38,7 +38,7 @@ const NO_COMPARE: &str = "--no-compare";
 
 #[derive(Args)]
 pub(crate) struct Soak {
-    /// Start this many ranks in each launch, each with one GPU
+    /// Start this many ranks, each with one GPU
     #[arg(
         long,
         visible_alias = "ranks",
@@ -52,17 +52,17 @@ pub(crate) struct Soak {
     /// Kill a rank in this many further runs, at a step drawn from --seed, and resume them
     #[arg(long, value_name = "N", default_value_t = 20)]
     kills: usize,
-    /// Train each run for this many steps
+    /// Train for this many optimizer steps: those of each run
     #[arg(long, value_name = "STEPS", default_value_t = 50)]
     steps: u64,
     /// Count a launch that takes longer than this many seconds as hung
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     limit: u64,
-    /// Seed the choice of ranks and times of the kills
+    /// Seed the random numbers: ranks and times of the kills
     #[arg(long, value_name = "SEED", default_value_t = 0)]
     seed: u64,
-    /// Write runs, logs and soak.json to this new folder; folders of runs that match the first are
-    /// removed
+    /// Write the output to this folder: runs, logs and soak.json. It must hold no soak; folders of
+    /// runs that match the first are removed
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// `train` and its options, after `--`

@@ -1,17 +1,16 @@
-//! `nvfp4 decode-cost`.
-
-use std::path::PathBuf;
+//! `nvfp4 dev decode-cost`.
 
 use anyhow::Result;
-use burn::tensor::Device;
 use clap::{Args, ValueEnum};
-use nvfp4_lm::checkpoint::write_json;
 use nvfp4_lm::decode_cost::{DecodeCost, Effort, Shape, measure};
-use nvfp4_lm::decoder::{HeadPrecision, KvPrecision};
+use nvfp4_lm::decoder::KvPrecision;
 use serde::Serialize;
 
-use crate::device::{ComputeType, DeviceName, hardware};
+use super::measure::MeasureOptions;
+use crate::device::hardware;
 use crate::kernels;
+use crate::options::shared::{ComputeOptions, DecodingOptions, KvName};
+use crate::terminal::note;
 
 /// Named shape.
 #[derive(Clone, Copy, ValueEnum)]
@@ -36,24 +35,6 @@ impl ShapeName {
     }
 }
 
-/// Named storage format of keys and values.
-#[derive(Clone, Copy, ValueEnum)]
-pub(crate) enum KvName {
-    /// The type of the activations
-    Bf16,
-    /// E4M3, with the scale factors of the model's folder, or 1
-    Fp8,
-}
-
-impl KvName {
-    pub(crate) fn precision(self) -> KvPrecision {
-        match self {
-            Self::Bf16 => KvPrecision::Activations,
-            Self::Fp8 => KvPrecision::Fp8,
-        }
-    }
-}
-
 #[derive(Args)]
 pub(crate) struct CostOfDecoding {
     /// Measure models of these shapes, with random weights
@@ -65,40 +46,22 @@ pub(crate) struct CostOfDecoding {
     shapes: Vec<ShapeName>,
     /// Prefill a prompt of this many tokens
     #[arg(long, value_name = "N", default_value_t = 2048)]
-    prompt: usize,
-    /// Decode this many sequences at a time
+    prompt_length: usize,
+    /// Use a batch of this many sequences; all are decoded at a time
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
     /// Decode this many tokens in a round
     #[arg(long, value_name = "N", default_value_t = 128)]
-    tokens: usize,
-    /// Measure this many rounds and report the median
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
-    /// Store keys and values in this format
-    #[arg(long, value_name = "TYPE", default_value = "bf16")]
-    kv: KvName,
-    /// Store the output head in this precision
-    #[arg(long, value_name = "TYPE", default_value = "stored")]
-    head: HeadPrecision,
-    /// Launch the kernels of a step one by one instead of as a CUDA graph
-    #[arg(long)]
-    no_graph: bool,
-    /// Print this many of the costliest kernels of a step
-    #[arg(long, value_name = "COUNT", default_value_t = 0)]
-    kernels: usize,
-    /// Write all measurements to this JSON file [default: none]
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
-    /// Compute in this type [default: bf16 on a GPU, else f32]
-    #[arg(long, value_name = "TYPE")]
-    dtype: Option<ComputeType>,
-    /// Run on this device: flex, cpu or cuda:N [default: cuda:0 if there is one, else flex]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<DeviceName>,
+    round_tokens: usize,
+    #[command(flatten)]
+    decoding: DecodingOptions,
+    #[command(flatten)]
+    measure: MeasureOptions,
+    #[command(flatten)]
+    compute: ComputeOptions,
 }
 
-/// Contents of the file given by `--json`.
+/// Contents of the file given by `--out`.
 #[derive(Serialize)]
 struct Figures {
     hardware: Option<String>,
@@ -107,31 +70,30 @@ struct Figures {
 
 impl CostOfDecoding {
     pub(crate) fn run(self) -> Result<()> {
-        let name = DeviceName::or_best(self.device)?;
-        let dtype = ComputeType::or_of(self.dtype, name);
-        let device: Device = name.open()?.without_autodiff();
+        let (name, device, dtype) = self.compute.open()?;
+        let decoding = self.decoding;
         let effort = Effort {
-            prompt: self.prompt,
+            prompt: self.prompt_length,
             batch: self.batch,
-            tokens: self.tokens,
-            rounds: self.rounds,
-            graph: matches!(name, DeviceName::Cuda(_)) && !self.no_graph,
-            kv: self.kv.precision(),
-            head: self.head,
+            tokens: self.round_tokens,
+            rounds: self.measure.rounds,
+            graph: decoding.graph(name),
+            // Random weights are in no folder whose cache is quantized.
+            kv: decoding
+                .kv
+                .map_or(KvPrecision::Activations, KvName::precision),
+            head: decoding.head.unwrap_or_default(),
         };
         let mut results = Vec::new();
         for shape in &self.shapes {
             let cost = measure(shape.shape(), &device, dtype, effort)?;
-            print(&cost, self.kernels);
+            print(&cost, self.measure.kernels);
             results.push(cost);
             nvfp4_lm::cost::release(&device);
         }
-        eprintln!("compiled {} kernels", kernels::compiled());
-        if let Some(path) = &self.json {
-            let hardware = hardware(&device);
-            write_json(path, &Figures { hardware, results })?;
-        }
-        Ok(())
+        note!("compiled {} kernels", kernels::compiled());
+        let hardware = hardware(&device);
+        self.measure.write(&Figures { hardware, results })
     }
 }
 

@@ -66,7 +66,7 @@ impl Report {
     /// Returns an error if the file cannot be written.
     pub fn new(file: &Path, about: AboutDevice) -> Result<Self> {
         let report = Self {
-            program: "nvfp4 oracle",
+            program: "nvfp4 dev oracle",
             version: env!("CARGO_PKG_VERSION"),
             date: date(SystemTime::now()),
             about,

@@ -1,4 +1,4 @@
-//! `nvfp4 study`: trains the same model with several recipes and seeds, and reports the losses.
+//! `nvfp4 dev study`: trains the same model with several recipes and seeds, and reports the losses.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -24,20 +24,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::device::{DeviceName, install_decorator};
 use crate::options::Options;
+use crate::options::listed::listed;
 use crate::plot;
+use crate::terminal::note;
 use crate::train::{gap, median_speed};
 
 #[derive(Args)]
 pub(crate) struct Study {
     /// Read the study from this JSON file: `options` as in a --config file of `train`, and `runs`,
     /// each with a `recipe`, `seeds` and `healing`
+    #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Write the results to this folder; resumes an unfinished study
+    /// Write the output to this folder; an unfinished study in it is resumed
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Train on this device: flex, cpu or cuda:N [default: the file's `device`]
-    #[arg(long, value_name = "DEVICE")]
-    device: Option<String>,
+    /// Run on this device [default: the file's `device`]
+    #[arg(long, value_name = "DEVICE", value_parser = listed::<DeviceName>(DeviceName::values))]
+    device: Option<DeviceName>,
     /// Train part I of N of the runs, so that several processes can share a study
     #[arg(long, value_name = "I/N", default_value = "1/1")]
     part: Part,
@@ -189,9 +192,11 @@ impl Observer for Watch<'_> {
     fn row(&mut self, row: &Row) {
         if let Some(loss) = row.valid_loss {
             let speed = row.tokens_per_s.unwrap_or_default();
-            eprintln!(
+            note!(
                 "{} step {}/{}: validation loss {loss:.4}, {speed:.0} tokens/s",
-                self.name, row.step, self.steps
+                self.name,
+                row.step,
+                self.steps
             );
         }
     }
@@ -263,7 +268,7 @@ impl Study {
                     train(planned, None)?;
                 }
                 if is_over() {
-                    eprintln!("stopped; the same command resumes");
+                    note!("stopped; the same command resumes");
                     return Ok(ExitCode::SUCCESS);
                 }
             }
@@ -290,9 +295,7 @@ impl Study {
         } in runs
         {
             for &seed in &seeds {
-                let options = options
-                    .clone()
-                    .for_run(&recipe, seed, self.device.as_deref());
+                let options = options.clone().for_run(&recipe, seed, self.device);
                 let (config, name) = options.resolve().with_context(context)?;
                 ensure!(
                     healing.is_empty() || config.healing_of(&config.recipe).is_none(),

@@ -1,0 +1,66 @@
+//! `nvfp4 dev`: commands for developers of recipes and kernels.
+
+mod cost;
+mod decode_cost;
+mod measure;
+mod name;
+mod oracle;
+mod soak;
+mod study;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+
+use crate::ranks;
+pub(crate) use name::NAME;
+
+#[derive(Args)]
+pub(crate) struct Dev {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Benchmark a training step per recipe: throughput, memory and kernel times
+    ///
+    /// With --telemetry-every N, also measure steps that sample telemetry, and the mean overhead of
+    /// sampling one step in N.
+    Cost(Box<cost::CostOfSteps>),
+    /// Benchmark prefill and decoding with packed weights: time, kernels, share of the memory
+    /// bandwidth
+    DecodeCost(Box<decode_cost::CostOfDecoding>),
+    /// Compare undocumented device behaviour with the CPU oracle
+    Oracle(oracle::Oracle),
+    /// Launch many short multi-rank runs, kill ranks in some of them, and compare the results
+    ///
+    /// Example: `nvfp4 dev soak --gpus 2 --out soak -- train --preset 10m --fsdp`. Exit codes: 3 if
+    /// a launch hung, 4 if one failed, 5 if the bytes of a run differ from those of the first, 0
+    /// otherwise.
+    Soak(soak::Soak),
+    /// Train with several recipes and seeds and report the losses; resumes an unfinished study
+    Study(study::Study),
+}
+
+impl Dev {
+    pub(crate) fn run(self) -> Result<ExitCode> {
+        let done = |()| ExitCode::SUCCESS;
+        match self.task {
+            Task::Cost(cost) => alone("cost", || cost.run().map(done)),
+            Task::DecodeCost(cost) => alone("decode-cost", || cost.run().map(done)),
+            Task::Oracle(oracle) => alone("oracle", || oracle.run().map(done)),
+            Task::Soak(soak) => alone("soak", || soak.run()),
+            Task::Study(study) => alone("study", || study.run()),
+        }
+    }
+}
+
+/// Runs the command `name` of the group, which runs in one process.
+///
+/// # Errors
+/// Returns an error if a launcher has started several processes, or the error of `run`.
+fn alone(name: &str, run: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
+    ranks::refuse(&format!("{NAME} {name}")).and_then(|()| run())
+}
