@@ -11,6 +11,7 @@ use nvfp4_lm::eval::{CrossEntropy, Question, Windows, choose, cross_entropy};
 use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
 
+use crate::adapter;
 use crate::device::{ComputeType, DeviceName};
 use crate::layers::LayerBar;
 
@@ -21,6 +22,9 @@ pub(crate) struct Eval {
     /// NVFP4 weights stay packed; GEMMs read the codes.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
+    /// Apply the LoRA adapters in this folder, in PEFT's format
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Report the perplexity of these text files, each evaluated separately
     #[arg(long, value_name = "FILE", num_args = 1..)]
     data: Vec<PathBuf>,
@@ -63,6 +67,7 @@ impl Eval {
         let device: Device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(self.dtype, name);
         let model = Decoder::load_for_inference(&self.model, &device, dtype, self.scheme)?;
+        let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
         let tokenizer = tokenizer(&self.model, &model)?;
         if !texts.is_empty() {
             let found = perplexity(&model, &tokenizer, &texts, windows)?;

@@ -289,13 +289,10 @@ pub fn chat_template(data: &[u8]) {
 }
 
 fn conversation() -> [Message; 2] {
-    [("user", "a"), ("assistant", "b")].map(|(role, content)| Message {
-        role: role.into(),
-        content: content.into(),
-    })
+    [("user", "a"), ("assistant", "b")].map(|(role, content)| Message::new(role, content))
 }
 
-/// Lines of finetuning data: texts, completions and conversations in JSON.
+/// Lines of finetuning data: texts, completions, conversations and instructions in JSON.
 pub fn lines(data: &[u8]) {
     let folder = folder("lines");
     let path = folder.join("tokenizer.json");
