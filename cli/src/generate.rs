@@ -368,7 +368,7 @@ impl TextWriter<'_> {
             })?;
         let is_stopped = stream.is_stopped();
         let piece = stream.finish()?;
-        writeln!(out, "{piece}")?;
+        writeln!(out, "{}{piece}", begin.unwrap_or_default())?;
         out.flush()?;
         Ok(Written {
             text: text + &piece,
