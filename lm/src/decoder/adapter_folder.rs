@@ -156,7 +156,7 @@ impl AdapterFolder {
     /// # Errors
     /// Returns an error if there is none, if a tensor is not one of an adapter, or if a target has
     /// no adapter.
-    pub(super) fn modules(&self) -> Result<BTreeMap<&str, StoredAdapter<'_>>> {
+    pub(crate) fn modules(&self) -> Result<BTreeMap<&str, StoredAdapter<'_>>> {
         let mut modules = BTreeMap::<&str, StoredAdapter<'_>>::new();
         let mut unknown = Vec::new();
         for tensor in self.tensors.iter() {
@@ -197,7 +197,7 @@ impl AdapterFolder {
 }
 
 /// The tensors of one adapter.
-pub(super) struct StoredAdapter<'a> {
+pub(crate) struct StoredAdapter<'a> {
     module: &'a str,
     rank: usize,
     /// A (`[rank, d_in]`) and B (`[outputs, rank]`).

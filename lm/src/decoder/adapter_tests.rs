@@ -98,6 +98,7 @@ fn adapters_are_applied_beside_weights() {
         assert!(largest_difference(&found, &without) > 1e-2, "{name}");
         let out = folder.join(format!("{name}-merged"));
         model.save(&out, Dtype::F32, Some(&source)).unwrap();
+        assert!(!out.join("recipe.yaml").exists(), "it is not quantized");
         let merged = Decoder::load(&out, &device, dtype).unwrap();
         let difference = largest_difference(&found, &logits(&merged));
         assert!(difference < 1e-3, "{name}: {difference}");
