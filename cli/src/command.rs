@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     convert, dev, doctor, eval, finetune, generate, import, inspect, kernels, launch, manual,
-    pretrain, quantize, terminal, tokenize, train,
+    merge, pretrain, quantize, terminal, tokenize, train,
 };
 
 /// NVFP4 training for Burn models.
@@ -39,6 +39,11 @@ enum Task {
     /// Trains all parameters by default. With --qat, trains for serving in NVFP4; with --distill,
     /// stays close to the original model.
     Finetune(Box<finetune::Finetune>),
+    /// Merge LoRA adapters into their model
+    ///
+    /// Writes the model in high precision, or with --export quantized to NVFP4. Works without a
+    /// device, and holds the whole model in memory, in f32 where it is not packed.
+    Merge(merge::Merge),
     /// Pre-train a decoder from random weights
     Pretrain(Box<pretrain::Pretrain>),
     /// Tokenize texts into a file that `finetune` and `pretrain` read
@@ -76,6 +81,7 @@ impl Command {
             Task::Train(train) => train.run(),
             Task::Launch(launch) => launch.run::<Self>(),
             Task::Finetune(finetune) => finetune.run(),
+            Task::Merge(merge) => merge.run().map(|()| ExitCode::SUCCESS),
             Task::Pretrain(pretrain) => pretrain.run(),
             Task::Tokenize(tokenize) => tokenize.run().map(|()| ExitCode::SUCCESS),
             Task::Quantize(quantize) => quantize.run().map(|()| ExitCode::SUCCESS),

@@ -9,6 +9,7 @@ use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::{CrossEntropy, Question, Windows, choose, cross_entropy};
 use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 
+use crate::adapter;
 use crate::layers::LayerBar;
 use crate::options::shared::InferenceOptions;
 
@@ -19,6 +20,9 @@ pub(crate) struct Eval {
     /// NVFP4 weights stay packed; GEMMs read the codes.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
+    /// Apply the LoRA adapters in this folder, in PEFT's format
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Report the perplexity of these text files, each evaluated separately
     #[arg(long, value_name = "FILE", num_args = 1..)]
     data: Vec<PathBuf>,
@@ -52,6 +56,7 @@ impl Eval {
         let InferenceOptions { scheme, compute } = self.inference;
         let (_, device, dtype) = compute.open()?;
         let model = Decoder::load_for_inference(&self.model, &device, dtype, scheme)?;
+        let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
         let tokenizer = tokenizer(&self.model, &model)?;
         if !texts.is_empty() {
             let found = perplexity(&model, &tokenizer, &texts, windows)?;

@@ -1,9 +1,9 @@
 //! `nvfp4 generate`.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::bytes::{generate, is_trained, load};
@@ -19,6 +19,8 @@ use nvfp4_lm::tokens::ChatTemplate;
 use nvfp4_lm::tokens::chat::Message;
 use nvfp4_lm::train::Checkpoint;
 
+use crate::adapter;
+use crate::chat::converse;
 use crate::device::install_decorator;
 use crate::options::shared::{DecodingOptions, InferenceOptions, KvName};
 use crate::terminal::note;
@@ -34,12 +36,23 @@ pub(crate) struct Generate {
     /// The tokens of a model trained by `train` are bytes.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
+    /// Apply the LoRA adapters in this folder, in PEFT's format
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
     /// Continue this text
-    #[arg(long, value_name = "TEXT")]
-    prompt: String,
-    /// Treat the prompt as a user message, in the chat template of the model's folder
+    #[arg(long, value_name = "TEXT", required_unless_present = "chat")]
+    prompt: Option<String>,
+    /// Treat the prompt as a user message, in the chat template of the model's folder; without
+    /// --prompt, hold a conversation
+    ///
+    /// A conversation reads one message per line from the standard input until its end or a line
+    /// `/exit`; a line `/reset` drops the messages so far. If the conversation exceeds the model's
+    /// maximum context, the command ends with an error.
     #[arg(long, conflicts_with = "no_special_tokens")]
     chat: bool,
+    /// Begin the chat with this system message
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
     /// Do not add special tokens to the prompt
     ///
     /// By default, a prompt begins with one start-of-text token if the tokenizer has one.
@@ -87,6 +100,7 @@ impl Generate {
     /// Generates text with a byte language model.
     fn with_checkpoint(self) -> Result<()> {
         for (option, is_given) in [
+            ("adapter", self.adapter.is_some()),
             ("scheme", self.inference.scheme.is_some()),
             ("kv", self.decoding.kv.is_some()),
             ("head", self.decoding.head.is_some()),
@@ -117,6 +131,7 @@ impl Generate {
     }
 
     fn print_bytes(self, model: &impl LanguageModel, device: &Device) -> Result<()> {
+        let prompt = self.prompt.as_deref().context("prompt is not given")?;
         let sampling = self.sampling(&SamplingConfig {
             seed: self.seed,
             ..SamplingConfig::default()
@@ -124,9 +139,9 @@ impl Generate {
         let (mut characters, mut stops) = (Characters::default(), StopStrings::new(&self.stop)?);
         let mut out = std::io::stdout().lock();
         // Print the prompt with the first byte: by then everything has been checked.
-        let mut begin = Some(&self.prompt);
+        let mut begin = Some(prompt);
         let chosen = (self.tokens.unwrap_or(TOKENS), &sampling);
-        generate(model, device, self.prompt.as_bytes(), chosen, |byte| {
+        generate(model, device, prompt.as_bytes(), chosen, |byte| {
             if let Some(prompt) = begin.take() {
                 write!(out, "{prompt}")?;
             }
@@ -143,65 +158,131 @@ impl Generate {
 
     /// Generates text with a model in Hugging Face format.
     fn with_decoder(self) -> Result<()> {
+        let template = self.chat.then(|| self.template()).transpose()?;
         let InferenceOptions { scheme, compute } = self.inference;
         let (name, device, dtype) = compute.open()?;
         let model = Decoder::load_for_inference(&self.model, &device, dtype, scheme)?;
+        let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
         let model = model.with_head(self.decoding.head.unwrap_or_default())?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
         let sampling = self.sampling(&SamplingConfig::of(&settings, self.seed));
         settings.check_supported(sampling.temperature != 0.0)?;
-        let prompt = self.prompt_tokens(&tokenizer)?;
-        let most = self.most(&settings, prompt.len(), model.config())?;
         let generation = Generation {
             sampling,
-            eos: settings.eos,
+            eos: settings.eos.clone(),
             graph: self.decoding.graph(name),
             kv: self.decoding.kv.map(KvName::precision),
-            ..Generation::greedy(most)
+            ..Generation::greedy(0)
         };
-        let mut text = TextStream::new(&tokenizer, &self.stop)?;
+        let mut writer = TextWriter {
+            model: &model,
+            tokenizer: &tokenizer,
+            stops: &self.stop,
+            generation,
+        };
         let mut out = std::io::stdout().lock();
-        // Print the prompt with the first token: by then everything has been checked.
-        let mut begin = Some(&self.prompt);
-        let added = model.generate(&[prompt], &generation, |_, token| {
-            if let Some(prompt) = begin.take() {
-                write!(out, "{prompt}")?;
+        match (self.prompt.as_deref(), template) {
+            (Some(prompt), template) => {
+                let tokens = self.prompt_tokens(prompt, template.as_ref(), &tokenizer)?;
+                let most = self.most(&settings, tokens.len(), model.config())?;
+                writer.generation.most = most;
+                let written = writer.write(tokens, prompt, &mut out)?;
+                // The text was cut by the model's limit, not by an option.
+                if self.tokens.is_none() && written.is_cut && most < TOKENS {
+                    note!("ended after {most} tokens: the model or its folder allows no more");
+                }
+                Ok(())
             }
-            write!(out, "{}", text.push(token)?)?;
-            out.flush()?;
-            Ok(!text.is_stopped())
-        })?;
-        let is_stopped = text.is_stopped();
-        writeln!(out, "{}", text.finish()?)?;
-        out.flush()?;
-        // The text was cut by the model's limit, not by an option.
-        if self.tokens.is_none() && added[0].len() == most && most < TOKENS && !is_stopped {
-            note!("ended after {most} tokens: the model or its folder allows no more");
+            (None, Some(template)) => self.converse(&template, &settings, &mut writer, &mut out),
+            (None, None) => bail!("prompt is not given"),
         }
-        Ok(())
     }
 
-    /// Returns the tokens of the prompt.
-    fn prompt_tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        if self.no_special_tokens {
-            return tokenizer.encode(&self.prompt, false);
-        }
-        if !self.chat {
-            return tokenizer.encode_text(&self.prompt);
-        }
-        let template = ChatTemplate::read(&self.model)?.with_context(|| {
+    /// Holds a conversation on standard input and output. Every answer is computed from all
+    /// messages.
+    fn converse<W: Write>(
+        &self,
+        template: &ChatTemplate,
+        settings: &GenerationConfig,
+        writer: &mut TextWriter<'_>,
+        out: &mut W,
+    ) -> Result<()> {
+        let longest = settings.max_length.unwrap_or(usize::MAX);
+        let longest = longest.min(writer.model.config().longest());
+        let asked = self.tokens.or(settings.max_new_tokens).unwrap_or(TOKENS);
+        let input = std::io::stdin();
+        let has_mark = input.is_terminal();
+        converse(
+            input.lock(),
+            out,
+            self.system(),
+            has_mark,
+            |messages, out| {
+                let tokens = writer
+                    .tokenizer
+                    .encode(&template.render(messages, true)?, false)?;
+                let length = tokens.len();
+                ensure!(
+                    length < longest,
+                    "the conversation has {length} tokens, but the model or its folder allows \
+                 {longest}, with the answer: begin a new one (/reset drops the messages so far)"
+                );
+                let most = asked.min(longest - length);
+                writer.generation.most = most;
+                let written = writer.write(tokens, "", out)?;
+                ensure!(
+                    !written.is_cut || most < longest - length,
+                    "the answer is cut: the conversation has {longest} tokens, and the model or its \
+                 folder allows no more; begin a new one (/reset drops the messages so far)"
+                );
+                if written.is_cut {
+                    note!("the answer is cut after {most} tokens (--tokens)");
+                }
+                // The next answer draws other random numbers.
+                let seed = &mut writer.generation.sampling.seed;
+                *seed = seed.wrapping_add(1);
+                Ok(written.text)
+            },
+        )
+    }
+
+    /// Returns the system message, if there is one.
+    fn system(&self) -> Option<Message> {
+        let text = self.system.as_deref();
+        text.map(|text| Message::new("system", text))
+    }
+
+    /// Returns the chat template of the model's folder.
+    fn template(&self) -> Result<ChatTemplate> {
+        ChatTemplate::read(&self.model)?.with_context(|| {
             format!(
                 "chat is given, but {} has no chat template",
                 self.model.display()
             )
-        })?;
-        let message = Message {
-            role: "user".into(),
-            content: self.prompt.clone(),
-        };
-        // The template writes special tokens itself.
-        tokenizer.encode(&template.render(&[message], true)?, false)
+        })
+    }
+
+    /// Returns the tokens of `prompt`, in `template` if there is one.
+    fn prompt_tokens(
+        &self,
+        prompt: &str,
+        template: Option<&ChatTemplate>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Vec<u32>> {
+        match template {
+            _ if self.no_special_tokens => tokenizer.encode(prompt, false),
+            None => tokenizer.encode_text(prompt),
+            Some(template) => {
+                let messages = self
+                    .system()
+                    .into_iter()
+                    .chain([Message::new("user", prompt)]);
+                let messages: Vec<Message> = messages.collect();
+                // The template writes special tokens itself.
+                tokenizer.encode(&template.render(&messages, true)?, false)
+            }
+        }
     }
 
     /// Returns the maximum number of tokens to add to a prompt of `prompt` tokens.
@@ -232,5 +313,48 @@ impl Generate {
         config.top_p = self.top_p.unwrap_or(config.top_p);
         config.repetition_penalty = self.repetition_penalty.unwrap_or(config.repetition_penalty);
         config
+    }
+}
+
+/// Generates texts with a decoder and writes them as they come.
+struct TextWriter<'a> {
+    model: &'a Decoder,
+    tokenizer: &'a Tokenizer,
+    /// Texts before which a text ends.
+    stops: &'a [String],
+    generation: Generation,
+}
+
+/// A text that was written.
+struct Written {
+    text: String,
+    /// True if the text ended because it has the maximum number of tokens.
+    is_cut: bool,
+}
+
+impl TextWriter<'_> {
+    /// Writes the continuation of `prompt` to `out`, after `begin`, and ends the line.
+    fn write(&self, prompt: Vec<u32>, begin: &str, out: &mut impl Write) -> Result<Written> {
+        let mut stream = TextStream::new(self.tokenizer, self.stops)?;
+        let mut text = String::new();
+        // Written with the first token: by then everything has been checked.
+        let mut begin = Some(begin);
+        let added = self
+            .model
+            .generate(&[prompt], &self.generation, |_, token| {
+                let piece = stream.push(token)?;
+                write!(out, "{}{piece}", begin.take().unwrap_or_default())?;
+                out.flush()?;
+                text += &piece;
+                Ok(!stream.is_stopped())
+            })?;
+        let is_stopped = stream.is_stopped();
+        let piece = stream.finish()?;
+        writeln!(out, "{}{piece}", begin.unwrap_or_default())?;
+        out.flush()?;
+        Ok(Written {
+            text: text + &piece,
+            is_cut: added[0].len() == self.generation.most && !is_stopped,
+        })
     }
 }

@@ -1,6 +1,8 @@
 //! The command `nvfp4`: trains language models in NVFP4, generates text, and reports on the
 //! machine.
 
+mod adapter;
+mod chat;
 mod command;
 mod convert;
 mod dev;
@@ -16,6 +18,7 @@ mod kernels;
 mod launch;
 mod layers;
 mod manual;
+mod merge;
 mod options;
 mod plot;
 mod pretrain;

@@ -27,14 +27,14 @@ const LISTED: [&str; 16] = [
 ];
 
 /// Value names of options that take numbers, texts and paths.
-const FREE: [&str; 30] = [
-    "A", "BATCHES", "BITS", "BYTES", "COMMAND", "DECAY", "DIR", "FACTOR", "FILE", "I", "K",
-    "LAYERS", "M", "MODEL", "N", "NORM", "P", "PATH", "R", "RANK", "RANKS", "RATE", "REGEX",
+const FREE: [&str; 31] = [
+    "A", "ADAPTER", "BATCHES", "BITS", "BYTES", "COMMAND", "DECAY", "DIR", "FACTOR", "FILE", "I",
+    "K", "LAYERS", "M", "MODEL", "N", "NORM", "P", "PATH", "R", "RANK", "RANKS", "RATE", "REGEX",
     "SECONDS", "SEED", "SHARE", "STEP", "STEPS", "T", "TEXT",
 ];
 
 /// Options with a second meaning: name, its phrase, and the reason.
-const EXCEPTIONS: [(&str, &str, &str); 5] = [
+const EXCEPTIONS: [(&str, &str, &str); 6] = [
     (
         "out",
         "Write the output to this file",
@@ -49,6 +49,11 @@ const EXCEPTIONS: [(&str, &str, &str); 5] = [
         "resume",
         "Resume an interrupted run into the same folder",
         "--out of `quantize` names the folder",
+    ),
+    (
+        "export",
+        "Write the model quantized to NVFP4, in this dialect, instead of in high precision",
+        "`merge` writes one folder",
     ),
     (
         "config",

@@ -218,17 +218,86 @@ fn adapters_are_trained_and_merged() {
     );
     assert!(out.join("adapter/adapter_model.safetensors").exists());
     assert!(!out.join("model").exists());
+    let adapter = out.join("adapter");
+    let adapter = adapter.to_str().unwrap();
+    for hint in [
+        format!("generate {quantized} --adapter {adapter} --prompt"),
+        format!("merge {quantized} {adapter} --out"),
+    ] {
+        assert!(said.contains(&hint), "{hint}: {said}");
+    }
 
     let merged = folder("finetune-lora-merged");
     let more = format!("{more} --merge");
     let run = arguments(&data, &merged, &more);
-    succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
-    let model = merged.join("model");
-    let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
-    succeeds(nvfp4(
-        "generate",
-        &[&[model.to_str().unwrap()], &generated[..]].concat(),
-    ));
+    let said = succeeds(nvfp4("finetune", &[&[quantized], &run[..]].concat()));
+    let trained = merged.join("model");
+    let hint = format!("generate {} --prompt", trained.display());
+    assert!(said.contains(&hint), "{said}");
+
+    // Adapters are applied beside the packed weights, and merged later to the same bytes.
+    let generate = |model: &str, more: &[&str]| {
+        let few = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+        nvfp4("generate", &[&[model], more, &few[..]].concat())
+    };
+    let text = succeeds(generate(quantized, &["--adapter", adapter]));
+    assert!(text.starts_with("the quick"), "{text}");
+    succeeds(generate(trained.to_str().unwrap(), &[]));
+    let text = out.join("text.txt");
+    fs::write(&text, "the quick brown fox jumps over the lazy dog").unwrap();
+    let eval = |more: &[&str]| {
+        let on = ["--device", "flex", "--data", text.to_str().unwrap()];
+        succeeds(nvfp4("eval", &[&[quantized], more, &on[..]].concat()))
+    };
+    assert_ne!(eval(&[]), eval(&["--adapter", adapter]));
+    let [own, later, packed] = ["adapter", "later", "packed"].map(|name| merged.join(name));
+    let merge = |more: &[&str], into: &Path| {
+        let paths = [
+            quantized,
+            own.to_str().unwrap(),
+            "--out",
+            into.to_str().unwrap(),
+        ];
+        nvfp4("merge", &[&paths[..], more].concat())
+    };
+    let said = succeeds(merge(&[], &later));
+    assert!(said.contains("merged model written"), "{said}");
+    let [left, right] =
+        [&trained, &later].map(|model| fs::read(model.join("model.safetensors")).unwrap());
+    assert!(left == right, "the models differ");
+    fails(merge(&[], &later), &["later", "empty folder"]);
+    let said = succeeds(merge(&["--export", "modelopt"], &packed));
+    assert!(said.contains("modelopt w4a16 written"), "{said}");
+    succeeds(nvfp4("inspect", &[packed.to_str().unwrap()]));
+    assert!(!merged.join("packed.f32").exists());
+    // The golden folder is not the one that the adapters name.
+    let noted = generate(&model, &["--adapter", adapter]);
+    let note = String::from_utf8_lossy(&noted.stderr).into_owned();
+    assert!(note.contains("trained beside"), "{note}");
+    succeeds(noted);
+    fails(
+        generate(&golden("qwen3-tiny"), &["--adapter", adapter]),
+        &["self_attn", "of the model needs"],
+    );
+
+    // Beside a folder in high precision the weights stay so, unless a recipe is asked for.
+    let plain = folder("finetune-lora-plain");
+    let run = arguments(&data, &plain, "--lora 4 --stop-at 1");
+    succeeds(nvfp4("finetune", &[&[&*model], &run[..]].concat()));
+    let config = json(&plain.join("finetune.json"));
+    assert_eq!(
+        (&config["frozen"], &config["recipe_name"]),
+        (&"high".into(), &"bf16".into())
+    );
+    let run = arguments(
+        &data,
+        &plain.join("other"),
+        "--lora 4 --high-precision layers",
+    );
+    fails(
+        nvfp4("finetune", &[&[&*model], &run[..]].concat()),
+        &["high-precision is given", "recipe bf16"],
+    );
 
     // A recipe requires high-precision weights.
     let other = folder("finetune-lora-high").join("out");

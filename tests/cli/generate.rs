@@ -1,4 +1,6 @@
-//! Tests of text generation from checkpoints of `nvfp4 train`.
+//! Tests of text generation: from checkpoints of `nvfp4 train`, and of conversations.
+
+use std::fs;
 
 use crate::support::*;
 
@@ -48,6 +50,7 @@ fn checkpoints_continue_the_prompt() {
         (["--kv", "fp8"], "kv is given"),
         (["--head", "fp8"], "head is given"),
         (["--dtype", "f32"], "dtype is given"),
+        (["--adapter", "x"], "adapter is given"),
     ] {
         fails(run(&more), &[name, "a model of `train`"]);
     }
@@ -58,6 +61,49 @@ fn checkpoints_continue_the_prompt() {
         nvfp4("generate", &empty),
         &["no checkpoint", "no-checkpoint"],
     );
+}
+
+/// Lines of the standard input are a conversation, whose messages are kept until it is reset.
+#[test]
+fn conversations_keep_their_messages() {
+    let without = golden("llama3-tiny");
+    let model = folder("chat");
+    for entry in fs::read_dir(&without).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\
+                    {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}";
+    fs::write(model.join("chat_template.jinja"), template).unwrap();
+    let model = model.to_str().unwrap();
+    let chat = |input: &str, more: &[&str]| {
+        let arguments = "generate --chat --device flex --tokens 4";
+        nvfp4_reads(input, arguments, &[&[model], more].concat())
+    };
+    let answer = succeeds(chat("hi\n", &[]));
+    let said = succeeds(chat("hi\n/reset\n\nhi\n/exit\nhi\n", &[]));
+    assert_eq!(said, format!("{answer}{answer}"));
+    // The answer is that to a prompt, which is printed with it.
+    let prompted = succeeds(chat("", &["--prompt", "hi"]));
+    assert_eq!(prompted, format!("hi{answer}"));
+    assert_eq!(succeeds(chat("", &[])), "");
+    // The model has 256 positions, one for almost every byte.
+    let long = format!("{}\n", "once upon a midnight dreary, ".repeat(4));
+    fails(
+        chat(&long.repeat(6), &[]),
+        &["the conversation has", "256", "/reset"],
+    );
+
+    for (more, names) in [
+        (
+            &["--prompt", "hi", "--system", "a"][..],
+            ["--chat", "required"],
+        ),
+        (&[], ["--prompt", "required"]),
+        (&["--chat"], ["no chat template", "llama3-tiny"]),
+    ] {
+        fails(nvfp4("generate", &[&[&*without], more].concat()), &names);
+    }
 }
 
 /// Generates the text of seed 1, up to `stop`.

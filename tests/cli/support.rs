@@ -1,8 +1,9 @@
 //! Runs the command, and reads its output.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 
 use serde_json::Value;
@@ -42,12 +43,29 @@ pub(crate) fn write_text(path: &Path, files: usize) {
 }
 
 pub(crate) fn nvfp4(arguments: &str, more: &[&str]) -> Output {
+    command(arguments, more).output().unwrap()
+}
+
+/// Runs the command with `input` as its standard input.
+pub(crate) fn nvfp4_reads(input: &str, arguments: &str, more: &[&str]) -> Output {
+    let mut command = command(arguments, more);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    // A command that ends early does not read all of it.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    child.wait_with_output().unwrap()
+}
+
+fn command(arguments: &str, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     command
         .args(arguments.split_whitespace())
         .args(more)
         .env("RUST_LOG", "warn");
-    command.output().unwrap()
+    command
 }
 
 pub(crate) fn succeeds(output: Output) -> String {

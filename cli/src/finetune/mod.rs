@@ -12,7 +12,7 @@ use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::Objective;
 
-pub(crate) use options::{Defaults, TrainingOptions};
+pub(crate) use options::{Defaults, SavedType, TrainingOptions};
 pub(crate) use run::{FinetuneRun, Start};
 
 use crate::ranks::Ranks;
@@ -54,7 +54,9 @@ pub(crate) struct Finetune {
     /// Keep the frozen weights in this form [default: w4a16 if MODEL is quantized, else high]
     ///
     /// The weights of a quantized folder are kept as they are, or dequantized. For any other
-    /// folder, the projections and experts are quantized at load time by rounding to nearest.
+    /// folder, w4a16 and w4a4 quantize the projections and experts at load time by rounding to
+    /// nearest. Weights in the form high have the type of the activations; --recipe or --qat
+    /// quantizes them in each step.
     #[arg(long, value_name = "FORM", requires = "lora")]
     frozen: Option<FrozenForm>,
     /// Scale the adapters' output by this value (LoRA alpha) divided by the rank [default: twice

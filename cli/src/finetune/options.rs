@@ -59,8 +59,11 @@ pub(crate) struct TrainingOptions {
     /// Read these files and folders: tokens (.tokens), JSON lines (.jsonl) and plain text
     ///
     /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} (only the completion
-    /// counts in the loss), or {"messages": [{"role": ROLE, "content": TEXT}, ..]} (only the
-    /// assistant's text counts; uses the chat template of the tokenizer's folder).
+    /// counts in the loss), {"messages": [{"role": ROLE, "content": TEXT}, ..]} or ShareGPT's
+    /// {"conversations": [{"from": ROLE, "value": TEXT}, ..]} (only the assistant's text counts; uses
+    /// the chat template of the tokenizer's folder), or Alpaca's {"instruction": TEXT, "input": TEXT,
+    /// "output": TEXT} (only the output counts; uses the chat template, or Alpaca's prompt if there
+    /// is none).
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "resume")]
     pub(crate) data: Vec<PathBuf>,
     /// Evaluate on these files and folders [default: a share of the documents of --data, or the end
@@ -79,7 +82,7 @@ pub(crate) struct TrainingOptions {
     /// Stop after this step, with a checkpoint to resume [default: the last step]
     #[arg(long, value_name = "STEP")]
     pub(crate) stop_at: Option<u64>,
-    /// Train with this recipe [default: nvfp4; bf16 with packed frozen weights]
+    /// Train with this recipe [default: nvfp4; bf16 with --lora]
     #[arg(
         long,
         value_name = "RECIPE",
@@ -173,27 +176,25 @@ pub(crate) struct TrainingOptions {
 }
 
 impl TrainingOptions {
-    /// Returns the recipe and its name, given the form of the frozen weights.
+    /// Returns the recipe and its name. With adapters, the form of the frozen weights is `frozen`;
+    /// frozen weights in high precision are quantized in each step only if that is asked for.
     pub(super) fn recipe(
         &self,
         activation: Activation,
         device: DeviceName,
-        frozen: FrozenForm,
+        frozen: Option<FrozenForm>,
     ) -> Result<(RecipeName, Nvfp4Recipe)> {
-        if frozen != FrozenForm::High {
-            self.refuse_recipes(frozen)?;
+        if let Some(packed) = frozen.filter(|form| *form != FrozenForm::High) {
+            self.refuse_recipes(packed)?;
         }
         let mut recipes = BTreeMap::new();
-        let name = match (self.qat, frozen) {
-            (None, frozen) => {
-                let default = match frozen {
-                    FrozenForm::High => "nvfp4",
-                    FrozenForm::W4a16 | FrozenForm::W4a4 => "bf16",
-                };
+        let name = match self.qat {
+            None => {
+                let default = if frozen.is_some() { "bf16" } else { "nvfp4" };
                 let name = self.recipe.as_deref().unwrap_or(default);
                 named(name, "recipe", &mut recipes)?
             }
-            (Some(scheme), _) => {
+            Some(scheme) => {
                 let name = format!("qat_{}", scheme.name());
                 recipes.insert(name.clone(), scheme.recipe());
                 named(&name, "qat", &mut recipes)?

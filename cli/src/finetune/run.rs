@@ -21,6 +21,7 @@ use crate::device::DeviceName;
 use crate::options::shared::SavedType;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
+use crate::shell::{program, quoted};
 use crate::terminal::note;
 
 /// Subfolder of the trained model.
@@ -141,7 +142,8 @@ impl FinetuneRun {
         check_new(&folder, CONFIG)?;
         let device = options.device.name()?;
         let activation = options.activation(device);
-        let (recipe_name, recipe) = options.recipe(activation, device, start.frozen)?;
+        let frozen = start.lora.as_ref().map(|_| start.frozen);
+        let (recipe_name, recipe) = options.recipe(activation, device, frozen)?;
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
         let reader = TextReader::read(&start.model)?;
@@ -410,6 +412,28 @@ impl FinetuneRun {
             let (dialect, scheme) = (dialect.name(), scheme.name());
             say(format!("{dialect} {scheme} written to {}", out.display()));
         }
+        self.next_commands(&model, &adapter)
+            .into_iter()
+            .for_each(say);
         Ok(())
+    }
+
+    /// Returns the commands that use what was written: the model in the folder `model`, or the
+    /// adapters in the folder `adapter`.
+    fn next_commands(&self, model: &Path, adapter: &Path) -> Vec<String> {
+        let base = self.config.model.as_path();
+        let [model, adapter, base] = [model, adapter, base].map(|it| quoted(&it.to_string_lossy()));
+        let nvfp4 = program();
+        if self.written.model {
+            return vec![format!(
+                "generate text with: {nvfp4} generate {model} --prompt TEXT"
+            )];
+        }
+        vec![
+            format!(
+                "generate text with: {nvfp4} generate {base} --adapter {adapter} --prompt TEXT"
+            ),
+            format!("merge the adapter with: {nvfp4} merge {base} {adapter} --out {model}"),
+        ]
     }
 }

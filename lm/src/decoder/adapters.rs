@@ -1,4 +1,5 @@
-//! LoRA adapters of a decoder: insertion, initialization, and export as a folder that PEFT loads.
+//! LoRA adapters of a decoder: insertion, initialization, application of a folder in PEFT's format,
+//! and export as such a folder.
 
 use std::fs;
 use std::path::Path;
@@ -9,19 +10,16 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use regex::Regex;
 use serde_json::json;
 
+use super::adapter_folder::{AdapterFolder, PARTS, TENSORS, tensor_name};
 use super::feed_forward::FeedForward;
 use super::lora::{Adapter, FrozenBase, LoraConfig, LoraProjection};
 use super::names::{self, Part};
 use super::projection::Projection;
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::write_json;
+use crate::hf::tensors::{ADAPTER_FILE, list};
 use crate::hf::{Dtype, FeedForwardConfig, NewFolder, TensorWriter, WHOLE_FILE};
 use crate::random::normal;
-
-/// File with the adapter's tensors.
-const TENSORS: &str = "adapter_model.safetensors";
-/// File with the adapter's configuration.
-const CONFIG: &str = "adapter_config.json";
 
 impl Decoder {
     /// Freezes the parameters and adds adapters, whose initial values depend only on `seed` and
@@ -45,20 +43,11 @@ impl Decoder {
                 if adapters.is_empty() {
                     continue;
                 }
-                let base = match projection.clone() {
-                    Projection::Nvfp4(linear) => FrozenBase::Nvfp4(linear),
-                    Projection::Packed(linear) => FrozenBase::Packed(linear),
-                    Projection::Scaled(linear) => FrozenBase::Scaled(linear),
-                    Projection::Dense(_) | Projection::Lora(_) => {
-                        bail!("adapters are beside projections that were made for training")
-                    }
-                };
-                let scale = config.scale();
-                *projection = Projection::Lora(LoraProjection {
-                    base,
-                    adapters,
-                    scale,
-                });
+                ensure!(
+                    !matches!(projection, Projection::Dense(_)),
+                    "adapters are beside projections that were made for training"
+                );
+                *projection = beside(projection.clone(), adapters, config.scale())?;
             }
         }
         ensure!(
@@ -68,6 +57,57 @@ impl Decoder {
             names::layer(0)
         );
         Ok(model.with_ids_of_paths())
+    }
+
+    /// Applies the adapters of `folder`, in the type of the activations, beside the weights of the
+    /// model, which may be packed. The model is for inference, or for merging by
+    /// [`save`](Self::save).
+    ///
+    /// # Errors
+    /// Returns an error that names the module or the tensor if an adapter is for a module that is
+    /// no projection of attention or of a dense feed-forward, if it has another shape than the
+    /// module or another rank than the configuration of the folder, or if it is incomplete.
+    pub fn with_adapter(self, folder: &AdapterFolder) -> Result<Self> {
+        let (own, device, dtype) = (self.config.clone(), self.device(), self.dtype);
+        let context = || format!("adapter {}", folder.path().display());
+        let mut left = folder.modules().with_context(context)?;
+        let mut model = self;
+        for (index, layer) in model.layers.iter_mut().enumerate() {
+            for (projection, parts) in projections(layer, &own, index) {
+                let [d_in, _] = projection.shape();
+                let (mut adapters, mut first) = (Vec::new(), 0);
+                for Part { name, outputs } in parts {
+                    if let Some(found) = left.remove(&*name) {
+                        let [a, b] = found.values([d_in, outputs]).with_context(context)?;
+                        let param = |values: Vec<f32>, shape: [usize; 2]| {
+                            let data = TensorData::new(values, shape).convert_dtype(dtype.into());
+                            let options = (&device, DType::from(dtype));
+                            Param::from_tensor(Tensor::from_data(data, options))
+                        };
+                        adapters.push(Adapter {
+                            a: param(a, [d_in, folder.rank()]),
+                            b: param(b, [folder.rank(), outputs]),
+                            name,
+                            first,
+                        });
+                    }
+                    first += outputs;
+                }
+                if !adapters.is_empty() {
+                    *projection = beside(projection.clone(), adapters, folder.scale())
+                        .with_context(context)?;
+                }
+            }
+        }
+        let left: Vec<String> = left.keys().map(|module| format!("`{module}`")).collect();
+        ensure!(
+            left.is_empty(),
+            "{} does not fit the model, which has no projection {}; adapters are applied to those \
+             of attention and of dense feed-forwards",
+            context(),
+            list(&left)
+        );
+        Ok(model)
     }
 
     /// Refuses targets among experts: their fused weight cannot have adapters.
@@ -130,11 +170,11 @@ impl Decoder {
             "inference_mode": true,
             "target_modules": names,
         });
-        write_json(&new.path().join(CONFIG), &json)?;
+        write_json(&new.path().join(ADAPTER_FILE), &json)?;
         let mut writer = TensorWriter::create(new.path(), u64::MAX)?;
         for adapter in adapters {
-            for (part, weight) in [("lora_A", &adapter.a), ("lora_B", &adapter.b)] {
-                let name = format!("base_model.model.{}.{part}.weight", adapter.name);
+            for (part, weight) in PARTS.into_iter().zip([&adapter.a, &adapter.b]) {
+                let name = tensor_name(&adapter.name, part);
                 let weight = weight.val().transpose();
                 let shape = weight.dims();
                 let data = weight.into_data().convert_dtype(DType::F32);
@@ -147,6 +187,22 @@ impl Decoder {
             .with_context(|| written.display().to_string())?;
         new.finish()
     }
+}
+
+/// Puts `adapters` beside `projection`.
+fn beside(projection: Projection, adapters: Vec<Adapter>, scale: f64) -> Result<Projection> {
+    let base = match projection {
+        Projection::Dense(linear) => FrozenBase::Dense(linear),
+        Projection::Nvfp4(linear) => FrozenBase::Nvfp4(linear),
+        Projection::Packed(linear) => FrozenBase::Packed(linear),
+        Projection::Scaled(linear) => FrozenBase::Scaled(linear),
+        Projection::Lora(_) => bail!("the model has adapters already"),
+    };
+    Ok(Projection::Lora(LoraProjection {
+        base,
+        adapters,
+        scale,
+    }))
 }
 
 /// Returns the projections of layer `index`, each with the modules that it fuses.

@@ -6,11 +6,13 @@
 
 use anyhow::{Context, Result, ensure};
 use burn::module::{Module, Param};
+use burn::nn::Linear;
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::nn::{Nvfp4Linear, Nvfp4PackedLinear};
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
+use super::dense;
 use super::scaled::ScaledPackedLinear;
 use super::values::{matrix_of, scaled_matrix_of};
 use crate::model::cast;
@@ -51,7 +53,7 @@ impl LoraConfig {
     }
 }
 
-/// A frozen projection with adapters.
+/// A projection with adapters: frozen in training, or of inference.
 #[derive(Module, Debug)]
 pub struct LoraProjection {
     /// Frozen layer.
@@ -66,6 +68,8 @@ pub struct LoraProjection {
 #[derive(Module, Debug)]
 #[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum FrozenBase {
+    /// Inference in high precision.
+    Dense(Linear),
     /// High precision; its recipe decides whether it is quantized on use.
     Nvfp4(Nvfp4Linear),
     /// Stored in NVFP4.
@@ -77,6 +81,7 @@ pub enum FrozenBase {
 impl FrozenBase {
     fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
         match self {
+            Self::Dense(linear) => dense::forward(linear, x),
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
             Self::Scaled(linear) => linear.forward(x),
@@ -86,6 +91,7 @@ impl FrozenBase {
     /// Returns the shape, `[d_in, d_out]`.
     pub(super) fn shape(&self) -> [usize; 2] {
         match self {
+            Self::Dense(linear) => linear.weight.lazy_shape().dims(),
             Self::Nvfp4(linear) => linear.weight.lazy_shape().dims(),
             Self::Packed(linear) | Self::Scaled(ScaledPackedLinear { linear, .. }) => {
                 let [d_out, d_in] = linear.weight.shape();
@@ -96,12 +102,13 @@ impl FrozenBase {
 
     /// Returns true if the weight is stored in NVFP4.
     pub fn is_packed(&self) -> bool {
-        !matches!(self, Self::Nvfp4(_))
+        matches!(self, Self::Packed(_) | Self::Scaled(_))
     }
 
     /// Returns the dequantized weight, `[d_in, d_out]`, f32, and the bias.
     fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
+            Self::Dense(linear) => (cast(linear.weight.val(), FloatDType::F32), &linear.bias),
             Self::Nvfp4(linear) => (cast(linear.weight.val(), FloatDType::F32), &linear.bias),
             Self::Packed(linear) => (matrix_of(&linear.weight), &linear.bias),
             Self::Scaled(scaled) => (scaled_matrix_of(scaled), &scaled.linear.bias),
@@ -113,9 +120,9 @@ impl FrozenBase {
 /// Adapter of one module.
 #[derive(Module, Debug)]
 pub struct Adapter {
-    /// Matrix `A`, `[d_in, rank]`, f32.
+    /// Matrix `A`, `[d_in, rank]`; f32 in training.
     pub a: Param<Tensor<2>>,
-    /// Matrix `B`, `[rank, outputs]`, f32.
+    /// Matrix `B`, `[rank, outputs]`; f32 in training.
     pub b: Param<Tensor<2>>,
     /// Name of the module.
     #[module(skip)]
@@ -144,7 +151,8 @@ impl LoraProjection {
     pub(super) fn merged(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = self.base.dense();
         let product = |adapter: &Adapter| {
-            let product = adapter.a.val().matmul(adapter.b.val());
+            let [a, b] = [&adapter.a, &adapter.b].map(|part| cast(part.val(), FloatDType::F32));
+            let product = a.matmul(b);
             product.mul_scalar(self.scale)
         };
         (weight.clone() + self.spread(product, &weight), bias)

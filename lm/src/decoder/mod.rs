@@ -3,7 +3,8 @@
 //! - [`Decoder`]: the model, with and without a cache.
 //! - [`load`] and [`save`]: load a folder and save one, tensor by tensor; [`names`] maps tensors to
 //!   parameters.
-//! - [`lora`]: low-rank adapters for frozen projections; [`Decoder::into_lora`] adds them.
+//! - [`lora`]: low-rank adapters beside projections. [`Decoder::into_lora`] adds them for training;
+//!   [`Decoder::with_adapter`] applies those of an [`AdapterFolder`] to a loaded model.
 //! - [`FrozenForm`]: form of frozen weights, in high precision or packed.
 //! - [`projection`]: linear layers, with a weight in one of several forms.
 //! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
@@ -14,10 +15,12 @@
 //! Queries, keys and values are fused to one weight, and so are gate and up. The fused parts share
 //! one global scale when they are quantized, as every engine that serves NVFP4 requires.
 
+mod adapter_folder;
 mod adapters;
 pub mod attention;
 pub mod cache;
 mod call;
+mod dense;
 pub mod feed_forward;
 mod frozen;
 pub mod generate;
@@ -37,6 +40,7 @@ pub mod steps;
 mod training;
 mod values;
 
+pub use adapter_folder::AdapterFolder;
 pub use cache::{KvCache, KvPrecision};
 pub use frozen::FrozenForm;
 pub use generate::Generation;
@@ -344,6 +348,8 @@ impl Decoder {
     }
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod adapter_tests;
 #[cfg(all(test, feature = "flex"))]
 mod head_tests;
 #[cfg(all(test, feature = "flex"))]

@@ -6,18 +6,17 @@
 use anyhow::{Result, bail};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
-use burn::tensor::{FloatDType, Tensor};
-use burn_nvfp4::functions::{LinearSpec, try_linear};
+use burn::tensor::Tensor;
 use burn_nvfp4::nn::{
     NormLinear, Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
     RmsNorm,
 };
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
+use super::dense;
 use super::lora::LoraProjection;
 use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
 use super::values::{matrix_of, scaled_matrix_of, scaled_stack_of, stack_of};
-use crate::model::cast;
 
 /// A linear layer, `y = x W + b`.
 #[derive(Module, Debug)]
@@ -42,7 +41,7 @@ impl Projection {
     /// Returns an error if a shape, type or device does not match.
     pub fn forward(&self, x: Tensor<2>) -> Result<Tensor<2>> {
         match self {
-            Self::Dense(linear) => dense(linear, x),
+            Self::Dense(linear) => dense::forward(linear, x),
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
             Self::Scaled(linear) => linear.forward(x),
@@ -138,23 +137,6 @@ impl Projection {
 pub(super) fn rows(x: Tensor<3>) -> Tensor<2> {
     let [batch, time, width] = x.dims();
     x.reshape([batch * time, width])
-}
-
-/// Applies a high-precision layer: bf16 uses the kernels of the training step, other types Burn's
-/// matmul.
-fn dense(linear: &Linear, x: Tensor<2>) -> Result<Tensor<2>> {
-    let dtype: FloatDType = x.dtype().into();
-    let weight = cast(linear.weight.val(), dtype);
-    let bias = linear.bias.as_ref().map(|bias| cast(bias.val(), dtype));
-    let [d_in, d_out] = weight.dims();
-    if dtype == FloatDType::BF16 && [d_in, d_out].iter().all(|it| it.is_multiple_of(16)) {
-        return Ok(try_linear(x, weight, bias, LinearSpec::high_precision())?);
-    }
-    let y = x.matmul(weight);
-    Ok(match bias {
-        Some(bias) => y + bias.unsqueeze(),
-        None => y,
-    })
 }
 
 /// A linear layer for each expert, applied to tokens that are sorted by expert.

@@ -1,5 +1,6 @@
 //! Saves a decoder to a folder that transformers loads.
 
+use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
@@ -13,26 +14,14 @@ use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::{read_json, write_json};
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::{Dtype, NewFolder, TensorWriter, copy_file};
-
-/// Files of a model folder, other than tensors and configuration, that are copied unchanged.
-const COPIED: &[&str] = &[
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-];
+use crate::hf::{Dtype, NewFolder, TensorWriter};
+use crate::interchange::convert::{QUANTIZATION_RECORDS, copy_companions};
 
 impl Decoder {
     /// Writes the model atomically to `folder`, which must be absent or empty, with tensors of type
-    /// `dtype`. The model folder `source` provides the tokenizer's files, the generation
-    /// configuration, and the fields of `config.json` that do not affect the arithmetic.
+    /// `dtype`. The model folder `source` provides the files other than tensors (tokenizer, chat
+    /// template, generation configuration, licence), except those that describe a quantization, and
+    /// the fields of `config.json` that do not affect the arithmetic.
     ///
     /// # Errors
     /// Returns an error if `folder` has files, `dtype` is not `F32`, `BF16` or `F16`, a file of
@@ -40,14 +29,14 @@ impl Decoder {
     pub fn save(&self, folder: &Path, dtype: Dtype, source: Option<&Path>) -> Result<()> {
         let new = NewFolder::create(folder)?;
         self.write_config(new.path(), dtype, source)?;
-        for file in COPIED {
-            let Some(from) = source
-                .map(|source| source.join(file))
-                .filter(|f| f.exists())
-            else {
-                continue;
-            };
-            copy_file(&from, &new.path().join(file))?;
+        if let Some(source) = source {
+            copy_companions(source, new.path())?;
+            for file in QUANTIZATION_RECORDS {
+                let copied = new.path().join(file);
+                if copied.exists() {
+                    fs::remove_file(copied)?;
+                }
+            }
         }
         let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
         self.write_tensors(&mut writer, dtype)?;

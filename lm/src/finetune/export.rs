@@ -1,6 +1,7 @@
-//! Writes the trained model: as a folder, as adapters, and quantized.
+//! Writes a trained or merged model: as a folder, as adapters, and quantized.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use regex::Regex;
@@ -67,24 +68,17 @@ impl Finetune<'_> {
         dialect: Dialect,
         scheme: Scheme,
     ) -> Result<Option<Quantized>> {
-        // Rounds the master weights, not a bf16 copy of them.
-        let mut name = out.as_os_str().to_owned();
-        name.push(".f32");
-        let masters = Path::new(&name);
+        let from = &self.task().config().model;
         let saved = self.with_model(|model| {
             let made = self.quantization(&model, dialect, scheme)?;
-            model.save(masters, Dtype::F32, Some(&self.task().config().model))?;
+            save_masters(&model, from, out)?;
             Ok(made)
         })?;
         // Runs on the CPU, which may take long.
-        let done = on_first_at_length(self.world(), || {
+        on_first_at_length(self.world(), || {
             let (options, calibration) = saved.expect("rank 0 has saved it");
-            quantize_folder(masters, out, &options, &calibration, &mut |_, _, _| {})
-        });
-        if self.world().rank() == 0 {
-            std::fs::remove_dir_all(masters).with_context(|| masters.display().to_string())?;
-        }
-        done
+            quantize_masters(out, &options, &calibration, &mut |_, _, _| {})
+        })
     }
 
     /// Returns the quantization options for `model`.
@@ -99,19 +93,8 @@ impl Finetune<'_> {
             Scheme::W4a4 => self.calibration(model)?,
         };
         let is_packed = self.task().config().frozen != FrozenForm::High;
-        let exclude = kept_modules(model, is_packed)
-            .into_iter()
-            .map(|name| Ok(Regex::new(&format!("^{}$", regex::escape(&name)))?));
-        let options = QuantizeOptions {
-            dialect,
-            scheme,
-            method: Method::Rtn,
-            exclude: exclude.collect::<Result<_>>()?,
-            input_scale: None,
-            kv_cache_fp8: false,
-            smooth: Smoothing::None,
-        };
-        Ok((options, calibration))
+        let kept = kept_modules(model, is_packed);
+        Ok((rounding(dialect, scheme, kept)?, calibration))
     }
 
     fn calibration(&self, model: &Decoder) -> Result<Calibration> {
@@ -124,6 +107,72 @@ impl Finetune<'_> {
         };
         calibrate(model, &tokens, text, &mut |_, _| {})
     }
+}
+
+/// Writes `model`, whose adapters are merged, to the new folder `out`: its weights quantized to
+/// NVFP4 (W4A16) by rounding to nearest, in `dialect`. The model was loaded in `f32` from the folder
+/// `from` in the form [`FrozenForm::of`] it; the unpacked layers of a packed model stay unpacked.
+/// `progress` receives the number of layers done, the total, and the current layer.
+///
+/// # Errors
+/// Returns an error if the folder has files or a file cannot be written.
+pub fn export_merged(
+    model: Decoder,
+    from: &Path,
+    out: &Path,
+    dialect: Dialect,
+    progress: &mut dyn FnMut(usize, usize, &str),
+) -> Result<Quantized> {
+    let kept = match FrozenForm::of(from)? {
+        FrozenForm::High => vec![],
+        FrozenForm::W4a16 | FrozenForm::W4a4 => kept_modules(&model, true),
+    };
+    let options = rounding(dialect, Scheme::W4a16, kept)?;
+    save_masters(&model, from, out)?;
+    drop(model);
+    quantize_masters(out, &options, &Calibration::new(), progress)
+}
+
+/// Returns the path of the `f32` weights from which `out` is quantized. These are rounded, not a
+/// bf16 copy of them.
+fn masters(out: &Path) -> PathBuf {
+    let mut name = out.as_os_str().to_owned();
+    name.push(".f32");
+    name.into()
+}
+
+/// Saves the weights for [`quantize_masters`].
+fn save_masters(model: &Decoder, from: &Path, out: &Path) -> Result<()> {
+    model.save(&masters(out), Dtype::F32, Some(from))
+}
+
+/// Quantizes the weights from [`save_masters`], and removes them.
+fn quantize_masters(
+    out: &Path,
+    options: &QuantizeOptions,
+    calibration: &Calibration,
+    progress: &mut dyn FnMut(usize, usize, &str),
+) -> Result<Quantized> {
+    let masters = masters(out);
+    let done = quantize_folder(&masters, out, options, calibration, progress);
+    fs::remove_dir_all(&masters).with_context(|| masters.display().to_string())?;
+    done
+}
+
+/// Returns the options of rounding to nearest, without the modules `kept`.
+fn rounding(dialect: Dialect, scheme: Scheme, kept: Vec<String>) -> Result<QuantizeOptions> {
+    let exclude = kept
+        .into_iter()
+        .map(|name| Ok(Regex::new(&format!("^{}$", regex::escape(&name)))?));
+    Ok(QuantizeOptions {
+        dialect,
+        scheme,
+        method: Method::Rtn,
+        exclude: exclude.collect::<Result<_>>()?,
+        input_scale: None,
+        kv_cache_fp8: false,
+        smooth: Smoothing::None,
+    })
 }
 
 /// Returns the names of the linear layers that compute in high precision, one per fused group; in a

@@ -10,7 +10,7 @@ use super::data::TextReader;
 use super::tests::{config, data, files, finished, ids, open, valid_losses, values};
 use super::*;
 use crate::decoder::feed_forward::FeedForward;
-use crate::decoder::{Decoder, FrozenForm, LoraConfig};
+use crate::decoder::{AdapterFolder, Decoder, FrozenForm, LoraConfig};
 use crate::hf::{Dtype, TensorFolder};
 use crate::interchange::{Dialect, Scheme};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
@@ -61,10 +61,13 @@ fn adapters_learn_beside_frozen_weights() {
     run.save_adapter(&adapter).unwrap();
     let tokens = ids(&[5, 3, 8, 13, 21]);
     let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
-    let saved = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
-    let found = values(saved.forward(tokens).unwrap());
-    for (found, expected) in found.iter().zip(&expected) {
-        assert!((found - expected).abs() < 1e-4, "{found}, not {expected}");
+    let load = |folder: &Path| Decoder::load(folder, &Device::flex(), FloatDType::F32).unwrap();
+    let read = AdapterFolder::read(&adapter).unwrap();
+    for saved in [load(&merged), load(&model).with_adapter(&read).unwrap()] {
+        let found = values(saved.forward(tokens.clone()).unwrap());
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found - expected).abs() < 1e-4, "{found}, not {expected}");
+        }
     }
     let json: serde_json::Value =
         crate::checkpoint::read_json(&adapter.join("adapter_config.json")).unwrap();

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use crate::decoder::AdapterFolder;
 use crate::eval::Question;
 use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer, gguf};
 use crate::interchange::{Checkpoint, QuantConfig};
@@ -27,6 +28,10 @@ pub struct Target {
 
 /// All parsers.
 pub const TARGETS: &[Target] = &[
+    Target {
+        name: "adapter_config",
+        run: adapter_config,
+    },
     Target {
         name: "chat_template",
         run: chat_template,
@@ -111,6 +116,29 @@ fn folder(name: &str) -> PathBuf {
 
 fn write(path: &Path, data: &[u8]) {
     fs::write(path, data).expect("the folder for temporary files can be written");
+}
+
+/// `adapter_config.json` of LoRA adapters, beside the tensors of one of rank 1.
+pub fn adapter_config(data: &[u8]) {
+    let folder = folder("adapter_config");
+    let tensors = folder.join("adapter_model.safetensors");
+    if !tensors.exists() {
+        let entry = |part: &str, begin: usize| {
+            format!(
+                "\"base_model.model.a.{part}.weight\":{{\"dtype\":\"F32\",\"shape\":[1,1],\
+                 \"data_offsets\":[{begin},{}]}}",
+                begin + 4
+            )
+        };
+        let header = format!("{{{},{}}}", entry("lora_A", 0), entry("lora_B", 4));
+        let length = (header.len() as u64).to_le_bytes();
+        write(&tensors, &[&length, header.as_bytes(), &[0; 8]].concat());
+    }
+    write(&folder.join("adapter_config.json"), data);
+    if let Ok(adapter) = AdapterFolder::read(&folder) {
+        assert!(adapter.rank() > 0);
+        let _ = adapter.modules();
+    }
 }
 
 /// A safetensors file.
@@ -289,13 +317,10 @@ pub fn chat_template(data: &[u8]) {
 }
 
 fn conversation() -> [Message; 2] {
-    [("user", "a"), ("assistant", "b")].map(|(role, content)| Message {
-        role: role.into(),
-        content: content.into(),
-    })
+    [("user", "a"), ("assistant", "b")].map(|(role, content)| Message::new(role, content))
 }
 
-/// Lines of finetuning data: texts, completions and conversations in JSON.
+/// Lines of finetuning data: texts, completions, conversations and instructions in JSON.
 pub fn lines(data: &[u8]) {
     let folder = folder("lines");
     let path = folder.join("tokenizer.json");

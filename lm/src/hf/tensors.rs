@@ -51,7 +51,7 @@ pub struct StoredTensor<'a> {
 }
 
 /// File that PEFT writes. transformers adds the adapters that it describes to a model on loading.
-const ADAPTER_FILE: &str = "adapter_config.json";
+pub(crate) const ADAPTER_FILE: &str = "adapter_config.json";
 
 /// Contents of `model.safetensors.index.json`.
 #[derive(Deserialize)]

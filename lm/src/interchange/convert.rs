@@ -15,6 +15,12 @@ use crate::checkpoint::write_json;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{INDEX_FILE, TensorWriter, copy_file};
 
+/// File in which `nvfp4 quantize` records how a folder was quantized. No reader of checkpoints uses
+/// it.
+pub const PROVENANCE: &str = "nvfp4_quantize.json";
+/// Files that only describe how a folder was quantized; that of llm-compressor first.
+pub const QUANTIZATION_RECORDS: [&str; 2] = ["recipe.yaml", PROVENANCE];
+
 /// Summary of a conversion.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Conversion {

@@ -24,13 +24,10 @@ use crate::decoder::load::check_tensors;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::{DecoderConfig, StoredTensor, TensorFolder, TensorWriter};
 use crate::interchange::checkpoint::HF_QUANT_CONFIG;
-use crate::interchange::convert::{copy_companions, exclusions, write_configs};
+use crate::interchange::convert::{PROVENANCE, copy_companions, exclusions, write_configs};
 use crate::interchange::exclude::LINEAR;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
 use crate::random::hash;
-
-/// File that records how a folder was quantized. No reader of checkpoints uses it.
-pub const PROVENANCE: &str = "nvfp4_quantize.json";
 
 /// Options of quantization.
 #[derive(Debug, Clone)]

@@ -3,11 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
-use serde::Deserialize;
-use serde_json::{Map, Value};
+use anyhow::{Context, Result, ensure};
 
 use super::chat::{ChatTemplate, Message};
+use super::line::Line;
 use super::shard::{Document, ShardWriter};
 use crate::data::files;
 use crate::hf::Tokenizer;
@@ -29,13 +28,6 @@ pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     chat: Option<ChatTemplate>,
     eos: Option<u32>,
-}
-
-/// A prompt and its completion.
-#[derive(Deserialize)]
-struct Completion {
-    prompt: String,
-    completion: String,
 }
 
 impl<'a> Encoder<'a> {
@@ -114,42 +106,20 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// Encodes a line of JSON: `{"text"}`, `{"prompt", "completion"}` or
-    /// `{"messages": [{"role", "content"}]}`. Other fields are ignored, except `tools`, which
-    /// templates would render.
+    /// Encodes a [`Line`] of JSON. Only the answer to an instruction counts in the loss; its prompt
+    /// is the chat template's, or that of Alpaca if there is no template.
     ///
     /// # Errors
-    /// Returns an error if it has none of these forms.
+    /// Returns an error if it has none of the forms, and the errors of the other functions.
     pub fn line(&self, line: &str) -> Result<Document> {
-        let fields: Map<String, Value> =
-            serde_json::from_str(line).context("the line is no JSON object")?;
-        ensure!(
-            fields.get("tools").is_none_or(Value::is_null),
-            "`tools` are given, but conversations with tools are not supported"
-        );
-        let forms = ["text", "prompt", "messages"];
-        let found: Vec<&str> = forms
-            .into_iter()
-            .filter(|form| fields.contains_key(*form))
-            .collect();
-        match found[..] {
-            ["text"] => {
-                let text = fields["text"].as_str().context("`text` is no text")?;
-                self.text(text)
-            }
-            ["prompt"] => {
-                let Completion { prompt, completion } = serde_json::from_value(fields.into())?;
-                self.completion(&prompt, &completion)
-            }
-            ["messages"] => {
-                let messages: Vec<Message> = serde_json::from_value(fields["messages"].clone())
-                    .context("`messages` are no list of {\"role\", \"content\"}")?;
-                self.conversation(&messages)
-            }
-            _ => bail!(
-                "the line has {found:?}, but must have one of `text`, `prompt` (with `completion`) \
-                 and `messages`"
-            ),
+        match Line::parse(line)? {
+            Line::Text(text) => self.text(&text),
+            Line::Completion { prompt, completion } => self.completion(&prompt, &completion),
+            Line::Messages(messages) => self.conversation(&messages),
+            Line::Instruction(row) => match self.chat {
+                Some(_) => self.conversation(&row.messages()),
+                None => self.completion(&row.prompt(), &row.output),
+            },
         }
     }
 
@@ -236,20 +206,11 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
 
 /// Returns the texts of a line of JSON.
 fn line_texts(line: &str) -> Result<Vec<String>> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Line {
-        Text { text: String },
-        Completion(Completion),
-        Messages { messages: Vec<Message> },
-    }
-    let line = serde_json::from_str(line).context(
-        "the line has none of `text`, `prompt` with `completion`, and `messages`, as texts",
-    )?;
-    Ok(match line {
-        Line::Text { text } => vec![text],
-        Line::Completion(Completion { prompt, completion }) => vec![prompt + &completion],
-        Line::Messages { messages } => messages.into_iter().map(|it| it.content).collect(),
+    Ok(match Line::parse(line)? {
+        Line::Text(text) => vec![text],
+        Line::Completion { prompt, completion } => vec![prompt + &completion],
+        Line::Messages(messages) => messages.into_iter().map(|it| it.content).collect(),
+        Line::Instruction(row) => vec![row.prompt() + &row.output],
     })
 }
 
@@ -289,28 +250,33 @@ mod tests {
 
         let line = r#"{"messages": [{"role": "user", "content": "Hello"},
             {"role": "assistant", "content": "Goodbye."}, {"role": "user", "content": "No"}]}"#;
-        let document = encoder.line(line).unwrap();
-        assert_eq!(counted(&document), "Goodbye.<|im_end|>\n");
+        let of_messages = encoder.line(line).unwrap();
+        assert_eq!(counted(&of_messages), "Goodbye.<|im_end|>\n");
 
         let document = encoder.line(r#"{"text": "one two"}"#).unwrap();
         assert_eq!(
             (document.tokens.last(), &document.mask),
             (Some(&285), &None)
         );
-        for (line, name) in [
-            ("[]", "no JSON object"),
-            (r#"{"words": "a"}"#, "`text`"),
-            (r#"{"text": "a", "prompt": "b"}"#, "prompt"),
-            (r#"{"text": 5}"#, "`text`"),
-            (r#"{"prompt": "a"}"#, "completion"),
-            (r#"{"prompt": "a", "completion": ""}"#, "completion"),
-            (r#"{"messages": [{"role": "user"}]}"#, "messages"),
-            (r#"{"messages": [], "tools": [1]}"#, "tools"),
-        ] {
-            let error = format!("{:#}", encoder.line(line).unwrap_err());
-            assert!(error.contains(name), "{line}: {error}");
-        }
-        let without = Encoder::new(&tokenizer, None, None);
+
+        // ShareGPT's conversations, and Alpaca's instructions with a template and without one.
+        let line = r#"{"conversations": [{"from": "human", "value": "Hello"},
+            {"from": "gpt", "value": "Goodbye."}, {"from": "human", "value": "No"}]}"#;
+        assert_eq!(encoder.line(line).unwrap(), of_messages);
+        let line = r#"{"instruction": "Add.", "input": "1 2", "output": "It is 3"}"#;
+        let document = encoder.line(line).unwrap();
+        assert_eq!(counted(&document), "It is 3<|im_end|>\n");
+        let text = tokenizer.decode(&document.tokens, true).unwrap();
+        assert!(text.contains("user\nAdd.\n\n1 2<|im_end|>"), "{text}");
+        let without = Encoder::new(&tokenizer, None, Some(285));
+        let document = without.line(line).unwrap();
+        assert_eq!(counted(&document), format!("It is 3{eos}"));
+        let text = tokenizer.decode(&document.tokens, true).unwrap();
+        let end = format!("### Input:\n1 2\n\n### Response:It is 3{eos}");
+        assert!(
+            text.starts_with("Below is an instruction") && text.ends_with(&end),
+            "{text}"
+        );
         let error = without.line(r#"{"messages": []}"#).unwrap_err();
         assert!(error.to_string().contains("chat template"), "{error}");
     }

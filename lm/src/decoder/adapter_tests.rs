@@ -1,0 +1,224 @@
+//! Tests of adapters from folders in PEFT's format.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
+use serde_json::{Value, json};
+
+use super::*;
+use crate::checkpoint::write_json;
+use crate::hf::{Dtype, TensorWriter, WHOLE_FILE};
+use crate::random::normal;
+use nvfp4_test_support::{Scratch, golden};
+
+/// Contents of a folder of adapters.
+#[derive(Clone)]
+struct Made {
+    json: Value,
+    /// Shape by name.
+    tensors: BTreeMap<String, Vec<usize>>,
+}
+
+/// Returns adapters of rank 4 for two fused modules and one that is not, of `llama3-tiny`.
+fn adapters() -> Made {
+    let modules = [
+        ("model.layers.0.self_attn.q_proj", 96, 96),
+        ("model.layers.1.self_attn.v_proj", 96, 32),
+        ("model.layers.1.mlp.down_proj", 160, 96),
+    ];
+    let mut tensors = BTreeMap::new();
+    for (module, d_in, outputs) in modules {
+        let name = |part: &str| format!("base_model.model.{module}.{part}.weight");
+        tensors.insert(name("lora_A"), vec![4, d_in]);
+        tensors.insert(name("lora_B"), vec![outputs, 4]);
+    }
+    // As PEFT writes it, with the fields of all its methods.
+    let json = json!({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "some/model",
+        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "lora_dropout": 0.05, "bias": "none", "fan_in_fan_out": false, "use_dora": false,
+        "use_rslora": false, "init_lora_weights": true, "rank_pattern": {}, "alpha_pattern": {},
+        "modules_to_save": null, "megatron_core": "megatron.core", "loftq_config": {},
+        "inference_mode": true, "lora_bias": false, "qalora_group_size": 16, "peft_version": "0.19",
+    });
+    Made { json, tensors }
+}
+
+impl Made {
+    /// Writes the folder, with values that depend on the names.
+    fn write(&self, folder: &Path) {
+        write_json(&folder.join("adapter_config.json"), &self.json).unwrap();
+        let mut writer = TensorWriter::create(folder, u64::MAX).unwrap();
+        for (name, shape) in &self.tensors {
+            let values = normal(7, name, shape.iter().product(), 0.1);
+            let bytes: Vec<u8> = values
+                .iter()
+                .flat_map(|value| value.to_le_bytes())
+                .collect();
+            writer.add(name, Dtype::F32, shape, &bytes).unwrap();
+        }
+        writer.finish().unwrap();
+        let tensors = folder.join("adapter_model.safetensors");
+        fs::rename(folder.join(WHOLE_FILE), tensors).unwrap();
+    }
+}
+
+fn logits(model: &Decoder) -> Vec<f32> {
+    let tokens = TensorData::new(vec![5, 3, 8, 13, 21], [1, 5]);
+    let tokens = Tensor::<2, Int>::from_data(tokens, &Device::flex());
+    let logits = model.forward(tokens).unwrap().into_data();
+    logits.try_to_vec().unwrap()
+}
+
+fn largest_difference(left: &[f32], right: &[f32]) -> f32 {
+    let pairs = left.iter().zip(right);
+    pairs.fold(0.0, |most, (left, right)| most.max((left - right).abs()))
+}
+
+/// A model with adapters computes the same as the merged one, from weights in high precision and
+/// from packed ones, and generates text.
+#[test]
+fn adapters_are_applied_beside_weights() {
+    let folder = Scratch::new("adapter");
+    adapters().write(&folder);
+    let adapter = AdapterFolder::read(&folder).unwrap();
+    assert_eq!((adapter.rank(), adapter.base()), (4, Some("some/model")));
+    for name in ["llama3-tiny", "llama3-tiny-ct-nvfp4a16"] {
+        let source = golden(name);
+        let (device, dtype) = (Device::flex(), FloatDType::F32);
+        let base = Decoder::load_for_inference(&source, &device, dtype, None).unwrap();
+        let is_packed = base.layers[0].attention.qkv.is_packed();
+        assert_eq!(is_packed, name != "llama3-tiny");
+        let without = logits(&base);
+        let model = base.with_adapter(&adapter).unwrap();
+        assert_eq!(model.layers[0].attention.qkv.is_packed(), is_packed);
+        let found = logits(&model);
+        assert!(largest_difference(&found, &without) > 1e-2, "{name}");
+        let out = folder.join(format!("{name}-merged"));
+        model.save(&out, Dtype::F32, Some(&source)).unwrap();
+        assert!(!out.join("recipe.yaml").exists(), "it is not quantized");
+        let merged = Decoder::load(&out, &device, dtype).unwrap();
+        let difference = largest_difference(&found, &logits(&merged));
+        assert!(difference < 1e-3, "{name}: {difference}");
+        let generation = Generation::greedy(3);
+        let texts = model.generate(&[vec![5, 3, 8]], &generation, |_, _| Ok(true));
+        assert_eq!(texts.unwrap()[0].len(), 3);
+        let error = model.with_adapter(&adapter).unwrap_err();
+        assert!(format!("{error:#}").contains("adapters already"), "{error}");
+    }
+}
+
+/// `use_rslora` divides by the square root of the rank: 6 / sqrt(4) is 12 / 4.
+#[test]
+fn rank_stabilized_adapters_have_their_scale() {
+    let folder = Scratch::new("adapter-scale");
+    let [left, right] = [(true, 6), (false, 12)].map(|(is_stabilized, alpha)| {
+        let mut made = adapters();
+        made.json["use_rslora"] = is_stabilized.into();
+        made.json["lora_alpha"] = alpha.into();
+        let own = folder.join(alpha.to_string());
+        fs::create_dir_all(&own).unwrap();
+        made.write(&own);
+        let model = Decoder::load(&golden("llama3-tiny"), &Device::flex(), FloatDType::F32);
+        let adapter = AdapterFolder::read(&own).unwrap();
+        logits(&model.unwrap().with_adapter(&adapter).unwrap())
+    });
+    assert_eq!(left, right);
+}
+
+#[test]
+fn adapters_that_do_not_fit_are_named() {
+    const Q: &str = "base_model.model.model.layers.0.self_attn.q_proj";
+    type Change = fn(&mut Made);
+    let cases: [(Change, &[&str]); 12] = [
+        (
+            |made| {
+                let shape = made.tensors.remove(&format!("{Q}.lora_A.weight")).unwrap();
+                made.tensors.insert(
+                    "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight".into(),
+                    shape,
+                );
+            },
+            &["lora_A.weight` is missing", "layers.0.self_attn.q_proj"],
+        ),
+        (
+            |made| {
+                for part in ["lora_A", "lora_B"] {
+                    let name = "base_model.model.model.layers.9.mlp.up_proj";
+                    let name = format!("{name}.{part}.weight");
+                    made.tensors.insert(name, vec![4, 4]);
+                }
+            },
+            &["does not fit the model", "`model.layers.9.mlp.up_proj`"],
+        ),
+        (
+            |made| made.json["r"] = 8.into(),
+            &["q_proj.lora_A.weight` is [4, 96], of rank 4", "`r`", "is 8"],
+        ),
+        (
+            |made| {
+                made.tensors
+                    .insert(format!("{Q}.lora_B.weight"), vec![64, 4]);
+            },
+            &["q_proj.lora_B.weight` is [64, 4]", "needs [96, 4]"],
+        ),
+        (
+            |made| {
+                made.tensors.insert(format!("{Q}.lora_A.weight"), vec![384]);
+            },
+            &["q_proj.lora_A.weight` is [384], no matrix"],
+        ),
+        (
+            |made| {
+                let name = format!("{Q}.lora_magnitude_vector.weight");
+                made.tensors.insert(name, vec![96]);
+            },
+            &["of no LoRA adapter", "lora_magnitude_vector"],
+        ),
+        (
+            |made| made.json["target_modules"] = json!(["q_proj", "o_proj"]),
+            &["`target_modules`", "`o_proj`"],
+        ),
+        (
+            |made| made.json["peft_type"] = "IA3".into(),
+            &["`peft_type` is \"IA3\"", "LORA"],
+        ),
+        (
+            |made| made.json["use_dora"] = true.into(),
+            &["adapter_config.json", "`use_dora` is true"],
+        ),
+        (
+            |made| made.json["bias"] = "all".into(),
+            &["`bias` is \"all\""],
+        ),
+        (
+            |made| made.json["init_lora_weights"] = "pissa".into(),
+            &["`init_lora_weights` is \"pissa\""],
+        ),
+        (
+            |made| made.json["lora_alpha"] = Value::Null,
+            &["`lora_alpha` must be a number"],
+        ),
+    ];
+    for (number, (change, says)) in cases.into_iter().enumerate() {
+        let folder = Scratch::new(&format!("adapter-refused-{number}"));
+        let mut made = adapters();
+        change(&mut made);
+        made.write(&folder);
+        let model = Decoder::load(&golden("llama3-tiny"), &Device::flex(), FloatDType::F32);
+        let adapted =
+            AdapterFolder::read(&folder).and_then(|adapter| model.unwrap().with_adapter(&adapter));
+        let error = format!("{:#}", adapted.map(drop).unwrap_err());
+        for part in says {
+            assert!(error.contains(part), "does not say {part:?}: {error}");
+        }
+    }
+    let empty = Scratch::new("adapter-empty");
+    let error = AdapterFolder::read(&empty).map(drop).unwrap_err();
+    assert!(
+        error.to_string().contains("has no adapter_config.json"),
+        "{error}"
+    );
+}
