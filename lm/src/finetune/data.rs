@@ -8,14 +8,16 @@ use anyhow::{Result, ensure};
 use super::config::FinetuneConfig;
 use crate::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use crate::random::hash_all;
-use crate::tokens::encode::is_shard;
+use crate::tokens::encode::{is_json_lines, is_shard};
 use crate::tokens::rows::{places, split};
-use crate::tokens::{ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Vocabulary};
+use crate::tokens::{
+    ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Texts, Vocabulary, whole,
+};
 
 /// Tokenizer of a model folder, with the settings needed to read texts.
 pub struct TextReader {
+    folder: PathBuf,
     tokenizer: Tokenizer,
-    chat: Option<ChatTemplate>,
     eos: Option<u32>,
     vocabulary: Vocabulary,
     longest: usize,
@@ -35,12 +37,17 @@ impl TextReader {
             tokenizer: tokenizer.hash(),
         };
         Ok(Self {
+            folder: folder.to_owned(),
             tokenizer,
-            chat: ChatTemplate::read(folder)?,
             eos: settings.eos.first().copied(),
             vocabulary,
             longest: config.longest(),
         })
+    }
+
+    /// Returns the tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
     }
 
     /// Returns the vocabulary that shards of these tokens record.
@@ -59,7 +66,7 @@ impl TextReader {
     /// Returns an error if a path cannot be read, a line is not a document, or there is no
     /// document.
     pub fn write_shard(&self, paths: &[PathBuf], out: &Path) -> Result<Encoded> {
-        let chat = self.chat.clone();
+        let chat = ChatTemplate::read(&self.folder)?;
         let encoder = Encoder::new(&self.tokenizer, chat, self.eos);
         let mut writer = ShardWriter::new(self.vocabulary)?;
         let found = encoder.encode_files(paths, &mut writer)?;
@@ -70,6 +77,30 @@ impl TextReader {
         );
         writer.finish(out)?;
         Ok(found)
+    }
+
+    /// Tokenizes the texts of `paths`, files and folders of the option `option`, for calibration and
+    /// evaluation: each line of a `.jsonl` file and every other file is one document, without an
+    /// end-of-text token. In a folder, files that end in .txt, .md and .jsonl are read, also in its
+    /// subfolders.
+    ///
+    /// # Errors
+    /// Returns an error that names the file if it cannot be read, is not UTF-8 text, or has no
+    /// token of its own, or if one of its lines is not a document.
+    pub fn texts(&self, option: &str, paths: &[PathBuf]) -> Result<Texts> {
+        let (files, other_files) = whole::list(option, paths)?;
+        // Plain text needs no template, so a template that cannot be read does not matter.
+        let chat = match files.iter().any(|path| is_json_lines(path)) {
+            true => ChatTemplate::read(&self.folder)?,
+            false => None,
+        };
+        let encoder = Encoder::new(&self.tokenizer, chat, None);
+        let files = files.into_iter();
+        let files = files.map(|path| whole::read(option, path, &encoder, &self.tokenizer));
+        Ok(Texts {
+            files: files.collect::<Result<_>>()?,
+            other_files,
+        })
     }
 
     /// Returns the shards among `paths`, and a new one at `out` with all other files, if any.

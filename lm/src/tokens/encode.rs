@@ -13,7 +13,7 @@ use crate::data::files;
 use crate::hf::Tokenizer;
 
 /// Extension of JSON-lines files.
-const JSON_LINES: &str = "jsonl";
+pub(crate) const JSON_LINES: &str = "jsonl";
 
 /// Result of encoding files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -99,11 +99,7 @@ impl<'a> Encoder<'a> {
     /// Returns an error if there is no template, the template refuses the messages, none is from
     /// the assistant, or the tokenizer cannot represent them.
     pub fn conversation(&self, messages: &[Message]) -> Result<Document> {
-        let chat = self.chat.as_ref().context(
-            "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
-             chat_template in tokenizer_config.json",
-        )?;
-        let found = chat.conversation(messages)?;
+        let found = self.chat()?.conversation(messages)?;
         // The template has already written the special tokens.
         let (tokens, bytes) = self.tokenizer.encode_with_bytes(&found.text)?;
         let counts = |begin: usize| found.answers.iter().any(|answer| answer.contains(&begin));
@@ -114,6 +110,13 @@ impl<'a> Encoder<'a> {
         })
     }
 
+    fn chat(&self) -> Result<&ChatTemplate> {
+        self.chat.as_ref().context(
+            "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
+             chat_template in tokenizer_config.json",
+        )
+    }
+
     /// Encodes a line of JSON: `{"text"}`, `{"prompt", "completion"}` or
     /// `{"messages": [{"role", "content"}]}`. Other fields are ignored, except `tools`, which
     /// templates would render.
@@ -121,35 +124,33 @@ impl<'a> Encoder<'a> {
     /// # Errors
     /// Returns an error if it has none of these forms.
     pub fn line(&self, line: &str) -> Result<Document> {
-        let fields: Map<String, Value> =
-            serde_json::from_str(line).context("the line is no JSON object")?;
-        ensure!(
-            fields.get("tools").is_none_or(Value::is_null),
-            "`tools` are given, but conversations with tools are not supported"
-        );
-        let forms = ["text", "prompt", "messages"];
-        let found: Vec<&str> = forms
-            .into_iter()
-            .filter(|form| fields.contains_key(*form))
-            .collect();
-        match found[..] {
-            ["text"] => {
-                let text = fields["text"].as_str().context("`text` is no text")?;
-                self.text(text)
-            }
-            ["prompt"] => {
-                let Completion { prompt, completion } = serde_json::from_value(fields.into())?;
+        match Row::parse(line)? {
+            Row::Text(text) => self.text(&text),
+            Row::Completion(Completion { prompt, completion }) => {
                 self.completion(&prompt, &completion)
             }
-            ["messages"] => {
-                let messages: Vec<Message> = serde_json::from_value(fields["messages"].clone())
-                    .context("`messages` are no list of {\"role\", \"content\"}")?;
-                self.conversation(&messages)
+            Row::Messages(messages) => self.conversation(&messages),
+        }
+    }
+
+    /// Encodes a line of JSON in one of the forms of [`line`](Self::line) as a text without a loss
+    /// mask: a prompt with its completion, or a conversation as the chat template renders it. Adds
+    /// no end-of-text token.
+    ///
+    /// # Errors
+    /// Returns an error if it has none of these forms, there is no template, the template refuses
+    /// the messages, or the tokenizer cannot represent the text.
+    pub fn whole_line(&self, line: &str) -> Result<Vec<u32>> {
+        match Row::parse(line)? {
+            Row::Text(text) => self.tokenizer.encode_text(&text),
+            Row::Completion(Completion { prompt, completion }) => {
+                self.tokenizer.encode_text(&(prompt + &completion))
             }
-            _ => bail!(
-                "the line has {found:?}, but must have one of `text`, `prompt` (with `completion`) \
-                 and `messages`"
-            ),
+            // The template writes special tokens itself.
+            Row::Messages(messages) => {
+                let text = self.chat()?.render(&messages, false)?;
+                self.tokenizer.encode(&text, false)
+            }
         }
     }
 
@@ -165,7 +166,7 @@ impl<'a> Encoder<'a> {
         for path in files(paths)? {
             let context = || format!("data {}", path.display());
             let bytes = fs::read(&path).with_context(context)?;
-            if path.extension().is_some_and(|end| end == JSON_LINES) {
+            if is_json_lines(&path) {
                 let text = String::from_utf8(bytes).with_context(context)?;
                 found.documents += self.encode_lines(&text, writer).with_context(context)?;
                 continue;
@@ -215,7 +216,7 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
             path.display()
         );
         let bytes = fs::read(&path).with_context(context)?;
-        if path.extension().is_none_or(|end| end != JSON_LINES) {
+        if !is_json_lines(&path) {
             found.extend(
                 String::from_utf8(bytes)
                     .ok()
@@ -226,31 +227,64 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
         let text = String::from_utf8(bytes).with_context(context)?;
         for (line, number) in text.lines().zip(1..) {
             if !line.trim().is_empty() {
-                let line = line_texts(line).with_context(|| format!("line {number}"));
-                found.extend(line.with_context(context)?);
+                let row = Row::parse(line).with_context(|| format!("line {number}"));
+                found.extend(row.with_context(context)?.into_texts());
             }
         }
     }
     Ok(found)
 }
 
-/// Returns the texts of a line of JSON.
-fn line_texts(line: &str) -> Result<Vec<String>> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Line {
-        Text { text: String },
-        Completion(Completion),
-        Messages { messages: Vec<Message> },
+/// A line of JSON.
+enum Row {
+    Text(String),
+    Completion(Completion),
+    Messages(Vec<Message>),
+}
+
+impl Row {
+    fn parse(line: &str) -> Result<Self> {
+        let fields: Map<String, Value> =
+            serde_json::from_str(line).context("the line is no JSON object")?;
+        ensure!(
+            fields.get("tools").is_none_or(Value::is_null),
+            "`tools` are given, but conversations with tools are not supported"
+        );
+        let forms = ["text", "prompt", "messages"];
+        let found: Vec<&str> = forms
+            .into_iter()
+            .filter(|form| fields.contains_key(*form))
+            .collect();
+        Ok(match found[..] {
+            ["text"] => {
+                let text = fields["text"].as_str().context("`text` is no text")?;
+                Self::Text(text.to_owned())
+            }
+            ["prompt"] => Self::Completion(serde_json::from_value(fields.into())?),
+            ["messages"] => Self::Messages(
+                serde_json::from_value(fields["messages"].clone())
+                    .context("`messages` are no list of {\"role\", \"content\"}")?,
+            ),
+            _ => bail!(
+                "the line has {found:?}, but must have one of `text`, `prompt` (with `completion`) \
+                 and `messages`"
+            ),
+        })
     }
-    let line = serde_json::from_str(line).context(
-        "the line has none of `text`, `prompt` with `completion`, and `messages`, as texts",
-    )?;
-    Ok(match line {
-        Line::Text { text } => vec![text],
-        Line::Completion(Completion { prompt, completion }) => vec![prompt + &completion],
-        Line::Messages { messages } => messages.into_iter().map(|it| it.content).collect(),
-    })
+
+    /// Returns the texts of the row, without a template.
+    fn into_texts(self) -> Vec<String> {
+        match self {
+            Self::Text(text) => vec![text],
+            Self::Completion(Completion { prompt, completion }) => vec![prompt + &completion],
+            Self::Messages(messages) => messages.into_iter().map(|it| it.content).collect(),
+        }
+    }
+}
+
+/// Returns true if `path` is, by its name, a file of JSON lines.
+pub(crate) fn is_json_lines(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == JSON_LINES)
 }
 
 /// Returns true if `path` is, by its name, a shard of tokens.
