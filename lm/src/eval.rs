@@ -241,7 +241,8 @@ fn over_windows<T>(
     for (index, text) in texts.iter().enumerate() {
         for (begin, end, first) in windows.over(text.len()) {
             let found = window(index, &text[begin..end], first - begin);
-            results.push(found.with_context(|| format!("tokens {first} to {end} of text {index}"))?);
+            results
+                .push(found.with_context(|| format!("tokens {first} to {end} of text {index}"))?);
             counted += end - first;
             progress(counted, total);
         }
@@ -408,5 +409,7 @@ fn score(
     Ok((sum, whole.len()))
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod compare_tests;
 #[cfg(test)]
 mod tests;

@@ -192,3 +192,82 @@ fn shard(path: &Path, expected: Vocabulary) -> Result<Arc<Shard>> {
     );
     Ok(Arc::new(shard))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::tokens::TextFile;
+    use crate::tokens::chat::tests::CHATML;
+    use nvfp4_test_support::{Scratch, golden_with_tokenizer};
+
+    #[test]
+    fn texts_of_files_and_folders_are_read_whole() {
+        let model = golden_with_tokenizer("qwen3-tiny");
+        fs::write(model.join("chat_template.jinja"), CHATML).unwrap();
+        let reader = TextReader::read(&model).unwrap();
+        let folder = Scratch::new("texts");
+        let write = |name: &str, text: &str| {
+            let path = folder.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, text).unwrap();
+            path
+        };
+        let first = write("b.txt", "The quick brown fox");
+        write("a.md", "jumps over the lazy dog");
+        write("other.rs", "fn main() {}");
+        write(".hidden.txt", "not read");
+        let lines = [
+            r#"{"text": "one two three"}"#,
+            "",
+            r#"{"prompt": "The quick", "completion": " brown fox"}"#,
+            r#"{"text": ""}"#,
+            r#"{"messages": [{"role": "user", "content": "Hello"}]}"#,
+        ];
+        let jsonl = write("sub/c.jsonl", &lines.join("\n"));
+        let texts = reader
+            .texts("data", &[first.clone(), folder.to_path_buf()])
+            .unwrap();
+        let paths: Vec<&Path> = texts.files.iter().map(|file| &*file.path).collect();
+        assert_eq!(paths, [&*first, &*folder.join("a.md"), &*jsonl]);
+        let text = |text: &str| reader.tokenizer().encode_text(text).unwrap();
+        assert_eq!(texts.files[0].documents, [text("The quick brown fox")]);
+        let [one, two, three] = &texts.files[2].documents[..] else {
+            panic!("{:?}", texts.files[2]);
+        };
+        assert_eq!(one, &text("one two three"));
+        // Without an end-of-text token, unlike a training document.
+        assert_eq!(two, &text("The quick brown fox"));
+        let conversation = reader.tokenizer().decode(three, true).unwrap();
+        assert!(
+            conversation.contains("user\nHello<|im_end|>"),
+            "{conversation}"
+        );
+        assert_eq!((texts.files[2].short, texts.other_files), (1, 1));
+        let left_out = texts.left_out().unwrap();
+        assert!(left_out.starts_with("1 documents") && left_out.contains("; 1 files"));
+        let counts = texts.files.iter().map(TextFile::tokens);
+        assert_eq!(texts.tokens(), counts.sum::<usize>());
+
+        let refused = |path: PathBuf, says: &str| {
+            let error = format!("{:#}", reader.texts("data", &[path]).unwrap_err());
+            assert!(error.starts_with("data ") && error.contains(says), "{error}");
+        };
+        refused(folder.join("absent"), "does not exist");
+        write("none/other.rs", "fn main() {}");
+        refused(folder.join("none"), "has no text");
+        refused(write("empty.txt", ""), "no token of its own");
+        refused(write("a.tokens", "x"), "is of tokens");
+        refused(write("bad.jsonl", "{\"text\": \"one\"}\n[]"), "line 2");
+        let binary = folder.join("binary.txt");
+        fs::write(&binary, [0xff, 0xfe]).unwrap();
+        refused(binary, "not UTF-8");
+
+        // Plain text needs no template.
+        fs::write(model.join("chat_template.jinja"), "{% if %}").unwrap();
+        let reader = TextReader::read(&model).unwrap();
+        assert_eq!(reader.texts("data", &[first]).unwrap().files.len(), 1);
+        assert!(reader.texts("data", &[jsonl]).is_err());
+    }
+}

@@ -76,7 +76,10 @@ impl Finetune<'_> {
         let masters = Path::new(&name);
         let saved = self.with_model(|model| {
             // An interrupted export may have left both.
-            let unfinished = [(masters, masters.exists()), (out, out.join(JOURNAL).exists())];
+            let unfinished = [
+                (masters, masters.exists()),
+                (out, out.join(JOURNAL).exists()),
+            ];
             for (folder, _) in unfinished.into_iter().filter(|(_, is_left)| *is_left) {
                 fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
             }

@@ -44,9 +44,7 @@ pub fn saved_loss(
             // Adapters are found by their gradients.
             let device = device.clone().autodiff();
             let base = Decoder::load_for_inference(folder, &device, activation, None)?;
-            let model = base
-                .into_frozen(activation)?
-                .into_lora(lora, config.seed)?;
+            let model = base.into_frozen(activation)?.into_lora(lora, config.seed)?;
             parameters::load(model, adapters)?.valid()
         }
     };

@@ -39,6 +39,16 @@ pub struct Message {
     pub content: String,
 }
 
+impl Message {
+    /// Creates a message.
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self {
+            role: role.into(),
+            content: content.into(),
+        }
+    }
+}
+
 /// A rendered conversation, with the byte ranges of the assistant's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conversation {
@@ -308,13 +318,6 @@ pub(crate) mod tests {
 {{ '<|im_start|>assistant\\n' -}}
 {% endif %}";
 
-    fn message(role: &str, content: &str) -> Message {
-        Message {
-            role: role.into(),
-            content: content.into(),
-        }
-    }
-
     fn template(source: &str) -> ChatTemplate {
         ChatTemplate::new(source.into(), "<s>".into(), "</s>".into()).unwrap()
     }
@@ -322,11 +325,11 @@ pub(crate) mod tests {
     #[test]
     fn answers_are_what_the_assistant_says() {
         let messages = [
-            message("system", "Be brief."),
-            message("user", " One? "),
-            message("assistant", "1"),
-            message("user", "Two?"),
-            message("assistant", "2"),
+            Message::new("system", "Be brief."),
+            Message::new("user", " One? "),
+            Message::new("assistant", "1"),
+            Message::new("user", "Two?"),
+            Message::new("assistant", "2"),
         ];
         let found = template(CHATML).conversation(&messages).unwrap();
         let expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n\
@@ -346,10 +349,10 @@ pub(crate) mod tests {
     #[test]
     fn generation_tags_say_what_counts() {
         let messages = [
-            message("user", "One?"),
-            message("assistant", " 1 "),
-            message("user", "Two?"),
-            message("assistant", "2"),
+            Message::new("user", "One?"),
+            Message::new("assistant", " 1 "),
+            Message::new("user", "Two?"),
+            Message::new("assistant", "2"),
         ];
         let source = |begin: &str, end: &str| {
             format!(
@@ -382,14 +385,14 @@ pub(crate) mod tests {
         let rendered = template(&source("{% generation %}", "{% endgeneration %}"));
         let text = rendered.render(&messages, true).unwrap();
         assert!(text.ends_with("[A]\n") && !text.contains(BEGIN), "{text}");
-        let error = rendered.render(&[message("user", "\u{FDD1}")], false);
+        let error = rendered.render(&[Message::new("user", "\u{FDD1}")], false);
         assert!(error.unwrap_err().to_string().contains("U+FDD1"));
     }
 
     /// Functions and variables that transformers provides to every template.
     #[test]
     fn templates_have_what_transformers_gives_them() {
-        let user = [message("user", "a")];
+        let user = [Message::new("user", "a")];
         let source = "{% if tools is not none or documents is not none %}tools{% endif %}{{ \
                       strftime_now('%Y') | length }}";
         assert_eq!(template(source).render(&user, false).unwrap(), "4");
@@ -407,7 +410,7 @@ pub(crate) mod tests {
 
     #[test]
     fn what_cannot_be_rendered_is_an_error() {
-        let user = [message("user", "a")];
+        let user = [Message::new("user", "a")];
         let error = template(CHATML).conversation(&user).unwrap_err();
         assert!(error.to_string().contains("`assistant`"), "{error}");
         let refuses = template("{{ raise_exception('no ' + bos_token) }}");
@@ -416,7 +419,7 @@ pub(crate) mod tests {
         // A template that states the number of messages at the beginning.
         let counts =
             template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}");
-        let both = [message("user", "a"), message("assistant", "b")];
+        let both = [Message::new("user", "a"), Message::new("assistant", "b")];
         let error = counts.conversation(&both).unwrap_err();
         assert!(error.to_string().contains("message 1"), "{error}");
         let error = ChatTemplate::new("{% if %}".into(), String::new(), String::new());

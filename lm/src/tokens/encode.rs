@@ -3,11 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
-use serde::Deserialize;
-use serde_json::{Map, Value};
+use anyhow::{Context, Result, ensure};
 
 use super::chat::{ChatTemplate, Message};
+use super::line::Line;
 use super::shard::{Document, ShardWriter};
 use crate::data::files;
 use crate::hf::Tokenizer;
@@ -29,13 +28,6 @@ pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     chat: Option<ChatTemplate>,
     eos: Option<u32>,
-}
-
-/// A prompt and its completion.
-#[derive(Deserialize)]
-struct Completion {
-    prompt: String,
-    completion: String,
 }
 
 impl<'a> Encoder<'a> {
@@ -110,48 +102,53 @@ impl<'a> Encoder<'a> {
         })
     }
 
+    /// Encodes a [`Line`] of JSON. Only the answer to an instruction counts in the loss; its prompt
+    /// is the chat template's, or that of Alpaca if there is no template.
+    ///
+    /// # Errors
+    /// Returns an error if it has none of the forms, and the errors of the other functions.
+    pub fn line(&self, line: &str) -> Result<Document> {
+        match Line::parse(line)? {
+            Line::Text(text) => self.text(&text),
+            Line::Completion { prompt, completion } => self.completion(&prompt, &completion),
+            Line::Messages(messages) => self.conversation(&messages),
+            Line::Instruction(row) => match self.chat {
+                Some(_) => self.conversation(&row.messages()),
+                None => self.completion(&row.prompt(), &row.output),
+            },
+        }
+    }
+
+    /// Encodes a [`Line`] of JSON as a text in which all tokens count: a prompt with its completion,
+    /// or a conversation as the chat template renders it. Adds no end-of-text token.
+    ///
+    /// # Errors
+    /// Returns an error if it has none of the forms, a conversation has no template, the template
+    /// refuses the messages, or the tokenizer cannot represent the text.
+    pub fn whole_line(&self, line: &str) -> Result<Vec<u32>> {
+        // The template writes special tokens itself.
+        let rendered = |messages: &[Message]| {
+            let text = self.chat()?.render(messages, false)?;
+            self.tokenizer.encode(&text, false)
+        };
+        match Line::parse(line)? {
+            Line::Text(text) => self.tokenizer.encode_text(&text),
+            Line::Completion { prompt, completion } => {
+                self.tokenizer.encode_text(&(prompt + &completion))
+            }
+            Line::Messages(messages) => rendered(&messages),
+            Line::Instruction(row) => match self.chat {
+                Some(_) => rendered(&row.messages()),
+                None => self.tokenizer.encode_text(&(row.prompt() + &row.output)),
+            },
+        }
+    }
+
     fn chat(&self) -> Result<&ChatTemplate> {
         self.chat.as_ref().context(
             "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
              chat_template in tokenizer_config.json",
         )
-    }
-
-    /// Encodes a line of JSON: `{"text"}`, `{"prompt", "completion"}` or
-    /// `{"messages": [{"role", "content"}]}`. Other fields are ignored, except `tools`, which
-    /// templates would render.
-    ///
-    /// # Errors
-    /// Returns an error if it has none of these forms.
-    pub fn line(&self, line: &str) -> Result<Document> {
-        match Row::parse(line)? {
-            Row::Text(text) => self.text(&text),
-            Row::Completion(Completion { prompt, completion }) => {
-                self.completion(&prompt, &completion)
-            }
-            Row::Messages(messages) => self.conversation(&messages),
-        }
-    }
-
-    /// Encodes a line of JSON in one of the forms of [`line`](Self::line) as a text without a loss
-    /// mask: a prompt with its completion, or a conversation as the chat template renders it. Adds
-    /// no end-of-text token.
-    ///
-    /// # Errors
-    /// Returns an error if it has none of these forms, there is no template, the template refuses
-    /// the messages, or the tokenizer cannot represent the text.
-    pub fn whole_line(&self, line: &str) -> Result<Vec<u32>> {
-        match Row::parse(line)? {
-            Row::Text(text) => self.tokenizer.encode_text(&text),
-            Row::Completion(Completion { prompt, completion }) => {
-                self.tokenizer.encode_text(&(prompt + &completion))
-            }
-            // The template writes special tokens itself.
-            Row::Messages(messages) => {
-                let text = self.chat()?.render(&messages, false)?;
-                self.tokenizer.encode(&text, false)
-            }
-        }
     }
 
     /// Adds the documents of `paths`, files and folders, to `writer`. Each line of a `.jsonl` file
@@ -227,59 +224,22 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
         let text = String::from_utf8(bytes).with_context(context)?;
         for (line, number) in text.lines().zip(1..) {
             if !line.trim().is_empty() {
-                let row = Row::parse(line).with_context(|| format!("line {number}"));
-                found.extend(row.with_context(context)?.into_texts());
+                let line = line_texts(line).with_context(|| format!("line {number}"));
+                found.extend(line.with_context(context)?);
             }
         }
     }
     Ok(found)
 }
 
-/// A line of JSON.
-enum Row {
-    Text(String),
-    Completion(Completion),
-    Messages(Vec<Message>),
-}
-
-impl Row {
-    fn parse(line: &str) -> Result<Self> {
-        let fields: Map<String, Value> =
-            serde_json::from_str(line).context("the line is no JSON object")?;
-        ensure!(
-            fields.get("tools").is_none_or(Value::is_null),
-            "`tools` are given, but conversations with tools are not supported"
-        );
-        let forms = ["text", "prompt", "messages"];
-        let found: Vec<&str> = forms
-            .into_iter()
-            .filter(|form| fields.contains_key(*form))
-            .collect();
-        Ok(match found[..] {
-            ["text"] => {
-                let text = fields["text"].as_str().context("`text` is no text")?;
-                Self::Text(text.to_owned())
-            }
-            ["prompt"] => Self::Completion(serde_json::from_value(fields.into())?),
-            ["messages"] => Self::Messages(
-                serde_json::from_value(fields["messages"].clone())
-                    .context("`messages` are no list of {\"role\", \"content\"}")?,
-            ),
-            _ => bail!(
-                "the line has {found:?}, but must have one of `text`, `prompt` (with `completion`) \
-                 and `messages`"
-            ),
-        })
-    }
-
-    /// Returns the texts of the row, without a template.
-    fn into_texts(self) -> Vec<String> {
-        match self {
-            Self::Text(text) => vec![text],
-            Self::Completion(Completion { prompt, completion }) => vec![prompt + &completion],
-            Self::Messages(messages) => messages.into_iter().map(|it| it.content).collect(),
-        }
-    }
+/// Returns the texts of a line of JSON.
+fn line_texts(line: &str) -> Result<Vec<String>> {
+    Ok(match Line::parse(line)? {
+        Line::Text(text) => vec![text],
+        Line::Completion { prompt, completion } => vec![prompt + &completion],
+        Line::Messages(messages) => messages.into_iter().map(|it| it.content).collect(),
+        Line::Instruction(row) => vec![row.prompt() + &row.output],
+    })
 }
 
 /// Returns true if `path` is, by its name, a file of JSON lines.
@@ -323,28 +283,33 @@ mod tests {
 
         let line = r#"{"messages": [{"role": "user", "content": "Hello"},
             {"role": "assistant", "content": "Goodbye."}, {"role": "user", "content": "No"}]}"#;
-        let document = encoder.line(line).unwrap();
-        assert_eq!(counted(&document), "Goodbye.<|im_end|>\n");
+        let of_messages = encoder.line(line).unwrap();
+        assert_eq!(counted(&of_messages), "Goodbye.<|im_end|>\n");
 
         let document = encoder.line(r#"{"text": "one two"}"#).unwrap();
         assert_eq!(
             (document.tokens.last(), &document.mask),
             (Some(&285), &None)
         );
-        for (line, name) in [
-            ("[]", "no JSON object"),
-            (r#"{"words": "a"}"#, "`text`"),
-            (r#"{"text": "a", "prompt": "b"}"#, "prompt"),
-            (r#"{"text": 5}"#, "`text`"),
-            (r#"{"prompt": "a"}"#, "completion"),
-            (r#"{"prompt": "a", "completion": ""}"#, "completion"),
-            (r#"{"messages": [{"role": "user"}]}"#, "messages"),
-            (r#"{"messages": [], "tools": [1]}"#, "tools"),
-        ] {
-            let error = format!("{:#}", encoder.line(line).unwrap_err());
-            assert!(error.contains(name), "{line}: {error}");
-        }
-        let without = Encoder::new(&tokenizer, None, None);
+
+        // ShareGPT's conversations, and Alpaca's instructions with a template and without one.
+        let line = r#"{"conversations": [{"from": "human", "value": "Hello"},
+            {"from": "gpt", "value": "Goodbye."}, {"from": "human", "value": "No"}]}"#;
+        assert_eq!(encoder.line(line).unwrap(), of_messages);
+        let line = r#"{"instruction": "Add.", "input": "1 2", "output": "It is 3"}"#;
+        let document = encoder.line(line).unwrap();
+        assert_eq!(counted(&document), "It is 3<|im_end|>\n");
+        let text = tokenizer.decode(&document.tokens, true).unwrap();
+        assert!(text.contains("user\nAdd.\n\n1 2<|im_end|>"), "{text}");
+        let without = Encoder::new(&tokenizer, None, Some(285));
+        let document = without.line(line).unwrap();
+        assert_eq!(counted(&document), format!("It is 3{eos}"));
+        let text = tokenizer.decode(&document.tokens, true).unwrap();
+        let end = format!("### Input:\n1 2\n\n### Response:It is 3{eos}");
+        assert!(
+            text.starts_with("Below is an instruction") && text.ends_with(&end),
+            "{text}"
+        );
         let error = without.line(r#"{"messages": []}"#).unwrap_err();
         assert!(error.to_string().contains("chat template"), "{error}");
     }

@@ -1,0 +1,351 @@
+//! Lines of JSON in training data: the forms of a document.
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Map, Value};
+
+use super::chat::Message;
+
+/// Keys that select the form of a line.
+const FORMS: [&str; 5] = ["text", "prompt", "messages", "conversations", "instruction"];
+
+/// A document of a line of JSON.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Line {
+    /// `{"text"}`.
+    Text(String),
+    /// `{"prompt", "completion"}`.
+    Completion {
+        /// Text before the completion.
+        prompt: String,
+        /// Text that counts in the loss.
+        completion: String,
+    },
+    /// `{"messages": [{"role", "content"}]}`, or ShareGPT's `{"conversations": [{"from", "value"}]}`.
+    Messages(Vec<Message>),
+    /// Alpaca's `{"instruction", "input", "output"}`.
+    Instruction(Instruction),
+}
+
+/// An instruction and its answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Instruction {
+    /// Task.
+    pub instruction: String,
+    /// Context of the task; may be empty.
+    pub input: String,
+    /// Answer, which counts in the loss.
+    pub output: String,
+}
+
+impl Instruction {
+    /// Returns the prompt in the published format of Alpaca, whose answer follows immediately.
+    pub fn prompt(&self) -> String {
+        let Self {
+            instruction, input, ..
+        } = self;
+        match input.is_empty() {
+            true => format!(
+                "Below is an instruction that describes a task. Write a response that \
+                 appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### \
+                 Response:"
+            ),
+            false => format!(
+                "Below is an instruction that describes a task, paired with an input that provides \
+                 further context. Write a response that appropriately completes the \
+                 request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### \
+                 Response:"
+            ),
+        }
+    }
+
+    /// Returns the conversation for a chat template: instruction and input, separated by an empty
+    /// line, and the answer.
+    pub fn messages(&self) -> [Message; 2] {
+        let user = match self.input.is_empty() {
+            true => self.instruction.clone(),
+            false => format!("{}\n\n{}", self.instruction, self.input),
+        };
+        [
+            Message::new("user", user),
+            Message::new("assistant", &*self.output),
+        ]
+    }
+}
+
+impl Line {
+    /// Parses a line. Keys that belong to no form are ignored, except those that would change the
+    /// document: `tools`, which templates would render, and `system` and `history` of an
+    /// instruction.
+    ///
+    /// # Errors
+    /// Returns an error that names the key if the line has none of the forms.
+    pub fn parse(line: &str) -> Result<Self> {
+        let fields: Map<String, Value> =
+            serde_json::from_str(line).context("the line is no JSON object")?;
+        ensure!(
+            fields.get("tools").is_none_or(Value::is_null),
+            "`tools` are given, but conversations with tools are not supported"
+        );
+        let found: Vec<&str> = FORMS
+            .into_iter()
+            .filter(|form| fields.contains_key(*form))
+            .collect();
+        match found[..] {
+            ["text"] => Ok(Self::Text(text(&fields, "text")?)),
+            ["prompt"] => Ok(Self::Completion {
+                prompt: text(&fields, "prompt")?,
+                completion: answer(&fields, "completion")?,
+            }),
+            ["messages"] => messages(&fields, "messages", ["role", "content"]).map(Self::Messages),
+            ["conversations"] => share_gpt(&fields).map(Self::Messages),
+            // The published file of Alpaca has prompt and answer as `text`, too.
+            ["instruction"] | ["text", "instruction"] => {
+                instruction(&fields).map(Self::Instruction)
+            }
+            _ => bail!(
+                "the line has {found:?}, but must have one of `text`, `prompt` (with \
+                 `completion`), `messages`, `conversations` and `instruction` (with `output`)"
+            ),
+        }
+    }
+}
+
+fn instruction(fields: &Map<String, Value>) -> Result<Instruction> {
+    for key in ["system", "history"] {
+        let value = fields.get(key).unwrap_or(&Value::Null);
+        ensure!(
+            value.is_null() || *value == "" || *value == Value::Array(vec![]),
+            "`{key}` is given, but not supported with `instruction`: give the conversation as \
+             `messages`"
+        );
+    }
+    let has_input = fields.get("input").is_some_and(|input| !input.is_null());
+    Ok(Instruction {
+        instruction: text(fields, "instruction")?,
+        input: match has_input {
+            true => text(fields, "input")?,
+            false => String::new(),
+        },
+        output: answer(fields, "output")?,
+    })
+}
+
+/// Reads a conversation of ShareGPT.
+fn share_gpt(fields: &Map<String, Value>) -> Result<Vec<Message>> {
+    let key = "conversations";
+    let mut messages = messages(fields, key, ["from", "value"])?;
+    for (index, message) in messages.iter_mut().enumerate() {
+        message.role = match &*message.role {
+            "human" => "user",
+            "gpt" => "assistant",
+            "system" => "system",
+            other => {
+                bail!("`{key}[{index}]`: `from` is {other:?}, but must be human, gpt or system")
+            }
+        }
+        .into();
+    }
+    Ok(messages)
+}
+
+/// Reads the list `key` of messages, objects with the keys `names` of role and content.
+fn messages(fields: &Map<String, Value>, key: &str, names: [&str; 2]) -> Result<Vec<Message>> {
+    let Value::Array(items) = &fields[key] else {
+        bail!("`{key}` is {}, but must be a list", kind(&fields[key]));
+    };
+    let message = |item: &Value| {
+        let Value::Object(fields) = item else {
+            bail!("it is {}, but must be an object", kind(item));
+        };
+        let [role, content] = names;
+        if let Some(other) = fields.keys().find(|name| !names.contains(&&***name)) {
+            bail!("it has `{other}`, but must have only `{role}` and `{content}`");
+        }
+        Ok(Message {
+            role: text(fields, role)?,
+            content: text(fields, content)?,
+        })
+    };
+    let items = items.iter().enumerate();
+    items
+        .map(|(index, item)| message(item).with_context(|| format!("`{key}[{index}]`")))
+        .collect()
+}
+
+/// Reads the text `key`.
+fn text(fields: &Map<String, Value>, key: &str) -> Result<String> {
+    match fields.get(key) {
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(other) => bail!("`{key}` is {}, but must be a text", kind(other)),
+        None => bail!("`{key}` is missing"),
+    }
+}
+
+/// Reads the text `key`, which counts in the loss.
+fn answer(fields: &Map<String, Value>, key: &str) -> Result<String> {
+    let text = text(fields, key)?;
+    ensure!(
+        !text.is_empty(),
+        "`{key}` is empty, but it is what counts in the loss"
+    );
+    Ok(text)
+}
+
+/// Returns the kind of a value.
+const fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_have_five_forms() {
+        let talk = || {
+            vec![
+                Message::new("system", "Be brief."),
+                Message::new("user", "One?"),
+                Message::new("assistant", "1"),
+            ]
+        };
+        let instruction = |input: &str| {
+            Line::Instruction(Instruction {
+                instruction: "Add.".into(),
+                input: input.into(),
+                output: "3".into(),
+            })
+        };
+        for (line, expected) in [
+            (r#"{"text": "a", "id": 1}"#, Line::Text("a".into())),
+            (
+                r#"{"prompt": "a", "completion": "b"}"#,
+                Line::Completion {
+                    prompt: "a".into(),
+                    completion: "b".into(),
+                },
+            ),
+            (
+                r#"{"messages": [{"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "One?"}, {"content": "1", "role": "assistant"}]}"#,
+                Line::Messages(talk()),
+            ),
+            (
+                r#"{"id": "x", "conversations": [{"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "One?"}, {"from": "gpt", "value": "1"}]}"#,
+                Line::Messages(talk()),
+            ),
+            (
+                r#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "all"}"#,
+                instruction("1 2"),
+            ),
+            (
+                r#"{"instruction": "Add.", "input": null, "output": "3", "history": []}"#,
+                instruction(""),
+            ),
+            (r#"{"instruction": "Add.", "output": "3"}"#, instruction("")),
+        ] {
+            assert_eq!(Line::parse(line).unwrap(), expected, "{line}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_line_is_said_by_its_key() {
+        for (line, says) in [
+            ("[]", "no JSON object"),
+            (r#"{"words": "a"}"#, "`text`"),
+            (r#"{"text": "a", "prompt": "b"}"#, "prompt"),
+            (r#"{"text": 5}"#, "`text` is a number"),
+            (r#"{"prompt": "a"}"#, "`completion` is missing"),
+            (
+                r#"{"prompt": ["a"], "completion": "b"}"#,
+                "`prompt` is a list",
+            ),
+            (
+                r#"{"prompt": "a", "completion": ""}"#,
+                "`completion` is empty",
+            ),
+            (r#"{"messages": "a"}"#, "`messages` is a text"),
+            (r#"{"messages": ["a"]}"#, "`messages[0]`: it is a text"),
+            (
+                r#"{"messages": [{"role": "user"}]}"#,
+                "`messages[0]`: `content` is missing",
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": "a", "weight": 0}]}"#,
+                "`messages[0]`: it has `weight`",
+            ),
+            (r#"{"messages": [], "tools": [1]}"#, "tools"),
+            (
+                r#"{"conversations": [{"from": "human", "value": "a"}, {"from": "bot", "value": "b"}]}"#,
+                "`conversations[1]`: `from` is \"bot\"",
+            ),
+            (
+                r#"{"conversations": [{"from": "human", "value": null}]}"#,
+                "`conversations[0]`: `value` is null",
+            ),
+            (
+                r#"{"conversations": [{"role": "user", "content": "a"}]}"#,
+                "`conversations[0]`: it has",
+            ),
+            (r#"{"instruction": "a"}"#, "`output` is missing"),
+            (r#"{"instruction": "a", "output": ""}"#, "`output` is empty"),
+            (
+                r#"{"instruction": "a", "input": 5, "output": "b"}"#,
+                "`input` is a number",
+            ),
+            (
+                r#"{"instruction": "a", "output": "b", "history": [["c", "d"]]}"#,
+                "`history` is given",
+            ),
+            (
+                r#"{"instruction": "a", "output": "b", "system": "c"}"#,
+                "`system` is given",
+            ),
+            (
+                r#"{"instruction": "a", "output": "b", "messages": []}"#,
+                "[\"messages\", \"instruction\"]",
+            ),
+        ] {
+            let error = format!("{:#}", Line::parse(line).unwrap_err());
+            assert!(error.contains(says), "{line}: {error}");
+        }
+    }
+
+    /// The formats of Stanford's `train.py`.
+    #[test]
+    fn instructions_have_the_prompt_of_alpaca() {
+        let mut row = Instruction {
+            instruction: "Add the numbers.".into(),
+            input: "1 2".into(),
+            output: "3".into(),
+        };
+        assert_eq!(
+            row.prompt(),
+            "Below is an instruction that describes a task, paired with an input that provides \
+             further context. Write a response that appropriately completes the request.\n\n### \
+             Instruction:\nAdd the numbers.\n\n### Input:\n1 2\n\n### Response:"
+        );
+        assert_eq!(row.messages()[0].content, "Add the numbers.\n\n1 2");
+        row.input.clear();
+        assert_eq!(
+            row.prompt(),
+            "Below is an instruction that describes a task. Write a response that appropriately \
+             completes the request.\n\n### Instruction:\nAdd the numbers.\n\n### Response:"
+        );
+        assert_eq!(
+            row.messages(),
+            [
+                Message::new("user", "Add the numbers."),
+                Message::new("assistant", "3")
+            ]
+        );
+    }
+}
