@@ -14,6 +14,7 @@ mod generate;
 mod input;
 mod losses;
 mod machine;
+mod quantize;
 mod ranks;
 mod resume;
 mod study;

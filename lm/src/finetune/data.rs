@@ -252,7 +252,10 @@ mod tests {
 
         let refused = |path: PathBuf, says: &str| {
             let error = format!("{:#}", reader.texts("data", &[path]).unwrap_err());
-            assert!(error.starts_with("data ") && error.contains(says), "{error}");
+            assert!(
+                error.starts_with("data ") && error.contains(says),
+                "{error}"
+            );
         };
         refused(folder.join("absent"), "does not exist");
         write("none/other.rs", "fn main() {}");
