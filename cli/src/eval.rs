@@ -1,12 +1,12 @@
 //! `nvfp4 eval`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::eval::{Answers, ComparedWindow, Comparison, Estimate, Question, choose, compare};
+use nvfp4_lm::eval::{Answers, ComparedWindow, Comparison, Question, choose, compare};
 use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::hf::{DecoderConfig, Tokenizer};
 use nvfp4_lm::interchange::Scheme;
@@ -14,7 +14,9 @@ use serde::Serialize;
 
 use crate::device::{ComputeType, DeviceName};
 use crate::layers::LayerBar;
-use crate::perplexity::{Error, Perplexity, TextsPerplexity, documents, perplexity, windows};
+use crate::perplexity::{
+    Difference, Error, Perplexity, TextsPerplexity, documents, perplexity, windows,
+};
 use crate::report::print;
 
 #[derive(Args)]
@@ -94,7 +96,8 @@ impl Eval {
         let name = DeviceName::or_best(self.device)?;
         let device: Device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(self.dtype, name);
-        let load = |folder, scheme| Decoder::load_for_inference(folder, &device, dtype, scheme);
+        let load =
+            |folder: &Path, scheme| Decoder::load_for_inference(folder, &device, dtype, scheme);
         let model = load(&self.model, self.scheme)?;
         let mut found = Evaluation {
             model: self.model.clone(),
@@ -147,13 +150,6 @@ struct Baseline {
     windows: usize,
 }
 
-/// An estimate in nats per token.
-#[derive(Serialize)]
-pub(crate) struct Difference {
-    nats_per_token: f64,
-    error: Error,
-}
-
 /// Shares of right answers, from 0 to 1.
 #[derive(Serialize)]
 struct Choices {
@@ -165,27 +161,6 @@ struct Choices {
     /// Number of questions beyond the model's maximum context.
     beyond_context: usize,
     context: usize,
-}
-
-impl From<Estimate> for Difference {
-    fn from(found: Estimate) -> Self {
-        Self {
-            nats_per_token: found.mean,
-            error: found.error.into(),
-        }
-    }
-}
-
-impl Difference {
-    /// Formats the estimate; with `sign`, also the plus.
-    pub(crate) fn text(&self, sign: bool) -> String {
-        let mean = self.nats_per_token;
-        let mean = match sign {
-            true => format!("{mean:+.5}"),
-            false => format!("{mean:.5}"),
-        };
-        format!("{mean}{} nats a token", self.error.text(5))
-    }
 }
 
 impl Baseline {

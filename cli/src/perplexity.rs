@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::eval::{CrossEntropy, WindowLoss, Windows, window_losses};
+use nvfp4_lm::eval::{CrossEntropy, Estimate, WindowLoss, Windows, window_losses};
 use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::tokens::Texts;
 use serde::Serialize;
@@ -93,6 +93,34 @@ impl Perplexity {
                 Error(Some(_)) => "",
             }
         )
+    }
+}
+
+/// An estimate in nats per token.
+#[derive(Serialize)]
+pub(crate) struct Difference {
+    nats_per_token: f64,
+    error: Error,
+}
+
+impl From<Estimate> for Difference {
+    fn from(found: Estimate) -> Self {
+        Self {
+            nats_per_token: found.mean,
+            error: found.error.into(),
+        }
+    }
+}
+
+impl Difference {
+    /// Formats the estimate; with `sign`, also the plus.
+    pub(crate) fn text(&self, sign: bool) -> String {
+        let mean = self.nats_per_token;
+        let mean = match sign {
+            true => format!("{mean:+.5}"),
+            false => format!("{mean:.5}"),
+        };
+        format!("{mean}{} nats a token", self.error.text(5))
     }
 }
 

@@ -8,8 +8,7 @@ use nvfp4_lm::quantize::Quantized;
 use nvfp4_lm::tokens::Texts;
 use serde::Serialize;
 
-use crate::eval::Difference;
-use crate::perplexity::TextsPerplexity;
+use crate::perplexity::{Difference, TextsPerplexity};
 use crate::table::table;
 
 /// Result of the command.
