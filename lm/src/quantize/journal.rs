@@ -134,13 +134,13 @@ impl Journal {
     /// other inputs.
     pub fn resume(out: &Path, made_from: &MadeFrom) -> Result<Self> {
         let journal = Self::in_folder(out);
-        if journal.partial().exists() || is_empty(out) {
-            return Self::start(out, made_from);
-        }
         let path = journal.folder.join(MADE_FROM);
         if !path.exists() && journal.folder.exists() {
-            // Killed by the end of `finish`.
+            // Killed at the end of `finish`.
             fs::remove_dir_all(&journal.folder).with_context(|| path.display().to_string())?;
+        }
+        if journal.partial().exists() || is_empty(out) {
+            return Self::start(out, made_from);
         }
         ensure!(
             path.exists(),

@@ -38,7 +38,9 @@ fn copy(from: &Path, to: &Path) {
         let target = to.join(entry.file_name());
         match entry.path().is_dir() {
             true => copy(&entry.path(), &target),
-            false => drop(fs::copy(entry.path(), target).unwrap()),
+            false => {
+                fs::copy(entry.path(), target).unwrap();
+            }
         }
     }
 }
