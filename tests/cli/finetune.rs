@@ -192,7 +192,8 @@ fn models_are_trained_for_serving() {
             .lines()
             .find(|line| line.starts_with(begin) && line.ends_with(end));
         let line = line.unwrap_or_else(|| panic!("no {begin:?} .. {end:?}: {said}"));
-        line.split("before, ").nth(1).unwrap()[..6].to_owned()
+        let figure = line.split("before, ").nth(1).unwrap().split(' ').next();
+        figure.unwrap().to_owned()
     };
     let [high, quantized] =
         ["(model)", "(nvfp4)"].map(|name| after("validation perplexity ", name));
