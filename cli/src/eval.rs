@@ -1,17 +1,21 @@
 //! `nvfp4 eval`.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::eval::{CrossEntropy, Question, Windows, choose, cross_entropy};
-use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
+use nvfp4_lm::eval::{Answers, ComparedWindow, Comparison, Question, choose, compare};
+use nvfp4_lm::finetune::data::TextReader;
+use nvfp4_lm::hf::{DecoderConfig, Tokenizer};
+use serde::Serialize;
 
 use crate::adapter;
 use crate::layers::LayerBar;
-use crate::options::shared::InferenceOptions;
+use crate::options::shared::{InferenceOptions, JsonOption};
+use crate::perplexity::{
+    Difference, Error, Perplexity, TextsPerplexity, documents, perplexity, windows,
+};
 
 #[derive(Args)]
 pub(crate) struct Eval {
@@ -23,9 +27,22 @@ pub(crate) struct Eval {
     /// Apply the LoRA adapters in this folder, in PEFT's format
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Report the perplexity of these text files, each evaluated separately
-    #[arg(long, value_name = "FILE", num_args = 1..)]
+    /// Report the perplexity of the texts in these files and folders
+    ///
+    /// Each line of a .jsonl file and every other file is a separate text. A line is {"text":
+    /// TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE, "content":
+    /// TEXT}, ..]}, which the model's chat template renders. All tokens count, also those of
+    /// prompts. In a folder, files that end in .txt, .md and .jsonl are read.
+    #[arg(long, value_name = "PATH", num_args = 1..)]
     data: Vec<PathBuf>,
+    /// Compare with the model in this folder, which must have the same tokenizer, on the texts of
+    /// --data
+    ///
+    /// Reports the perplexity of both models, the difference of their losses with its paired
+    /// standard error, and the KL divergence of MODEL from the baseline. Holds both models in
+    /// memory. --scheme applies to MODEL only, and only MODEL answers --choices.
+    #[arg(long, value_name = "DIR", requires = "data")]
+    baseline: Option<PathBuf>,
     /// Report the accuracy on the questions in this file
     ///
     /// Each line is JSON: {"context": TEXT, "choices": [TEXT, ..], "answer": NUMBER FROM 0}. White
@@ -41,6 +58,8 @@ pub(crate) struct Eval {
     stride: Option<usize>,
     #[command(flatten)]
     inference: InferenceOptions,
+    #[command(flatten)]
+    json: JsonOption,
 }
 
 impl Eval {
@@ -50,115 +69,172 @@ impl Eval {
             "data and choices are not given, but one of them says what to evaluate"
         );
         let questions = self.choices.as_deref().map(Question::read).transpose()?;
-        let texts = read_texts(&self.data)?;
         let config = DecoderConfig::read(&self.model)?;
         let windows = windows("length", self.length, self.stride, &config)?;
+        let reader = TextReader::read(&self.model)?;
+        let texts = match self.data.is_empty() {
+            true => None,
+            false => Some(reader.texts("data", &self.data)?),
+        };
+        if let Some(folder) = &self.baseline {
+            ensure!(
+                TextReader::read(folder)?.vocabulary() == reader.vocabulary(),
+                "baseline {} has another tokenizer than {}: losses per token can only be compared \
+                 for the same tokens",
+                folder.display(),
+                self.model.display()
+            );
+        }
         let InferenceOptions { scheme, compute } = self.inference;
         let (_, device, dtype) = compute.open()?;
-        let model = Decoder::load_for_inference(&self.model, &device, dtype, scheme)?;
+        let load =
+            |folder: &Path, scheme| Decoder::load_for_inference(folder, &device, dtype, scheme);
+        let model = load(&self.model, scheme)?;
         let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
-        let tokenizer = tokenizer(&self.model, &model)?;
-        if !texts.is_empty() {
-            let found = perplexity(&model, &tokenizer, &texts, windows)?;
-            println!("{}", describe(&found, windows));
+        let mut found = Evaluation {
+            model: self.model.clone(),
+            perplexity: None,
+            baseline: None,
+            choices: None,
+        };
+        match (&texts, &self.baseline) {
+            (None, _) => {}
+            (Some(texts), None) => {
+                found.perplexity = Some(perplexity(&model, texts, windows)?);
+            }
+            (Some(texts), Some(folder)) => {
+                let baseline = load(folder, None)?;
+                let mut bar = LayerBar::new("perplexity");
+                let show = &mut |done, total| bar.show(done, total, "tokens");
+                let compared = compare(&model, &baseline, &documents(texts), windows, show)?;
+                bar.finish();
+                let losses = compared.iter().map(ComparedWindow::model).collect();
+                found.perplexity = Some(TextsPerplexity::new(texts, windows, losses));
+                found.baseline = Some(Baseline::new(folder.clone(), &compared));
+            }
         }
         if let Some(questions) = questions {
-            answers(&model, &tokenizer, &questions)?;
+            found.choices = Some(answers(&model, reader.tokenizer(), &questions)?);
         }
-        Ok(())
+        self.json.print(&found, Evaluation::lines)
     }
 }
 
-/// Reads the contents of `files`.
-pub(crate) fn read_texts(files: &[PathBuf]) -> Result<Vec<String>> {
-    let texts = files
-        .iter()
-        .map(|file| fs::read_to_string(file).with_context(|| file.display().to_string()));
-    texts.collect()
+/// Result of the command.
+#[derive(Serialize)]
+struct Evaluation {
+    model: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    perplexity: Option<TextsPerplexity>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    baseline: Option<Baseline>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    choices: Option<Choices>,
 }
 
-/// Loads the tokenizer in `folder`, the folder of `model`.
-pub(crate) fn tokenizer(folder: &Path, model: &Decoder) -> Result<Tokenizer> {
-    let settings = GenerationConfig::read(folder, model.config())?;
-    Tokenizer::read(folder, model.config().vocab, &settings.eos)
+/// Comparison with the baseline.
+#[derive(Serialize)]
+struct Baseline {
+    model: PathBuf,
+    perplexity: Perplexity,
+    difference: Difference,
+    kl_divergence: Difference,
+    windows: usize,
 }
 
-/// Default number of tokens per window, unless the model's maximum context is shorter.
-const WINDOW: usize = 2048;
-
-/// Returns the evaluation windows of a model: the length that the option `name` gives, and `stride`
-/// or half the length.
-pub(crate) fn windows(
-    name: &str,
-    length: Option<usize>,
-    stride: Option<usize>,
-    config: &DecoderConfig,
-) -> Result<Windows> {
-    config.check_length(name, length.unwrap_or(0))?;
-    let length = length.unwrap_or(WINDOW.min(config.longest()));
-    let windows = Windows {
-        length,
-        stride: stride.unwrap_or(length.div_ceil(2)),
-    };
-    windows.check()?;
-    Ok(windows)
+/// Shares of right answers, from 0 to 1.
+#[derive(Serialize)]
+struct Choices {
+    questions: usize,
+    share: f64,
+    share_error: Error,
+    share_by_byte: f64,
+    share_by_byte_error: Error,
+    /// Number of questions beyond the model's maximum context.
+    beyond_context: usize,
+    context: usize,
 }
 
-/// Computes the cross entropy of `texts` and shows a progress bar.
-pub(crate) fn perplexity(
-    model: &Decoder,
-    tokenizer: &Tokenizer,
-    texts: &[String],
-    windows: Windows,
-) -> Result<CrossEntropy> {
-    let tokens = texts.iter().map(|text| tokenizer.encode_text(text));
-    let tokens: Vec<Vec<u32>> = tokens.collect::<Result<_>>()?;
-    let mut bar = LayerBar::new("perplexity");
-    let show = &mut |done, total| bar.show(done, total, "tokens");
-    let found = cross_entropy(model, &tokens, windows, show)?;
-    bar.finish();
-    Ok(found)
+impl Baseline {
+    fn new(model: PathBuf, compared: &[ComparedWindow]) -> Self {
+        let Comparison {
+            baseline,
+            difference,
+            divergence,
+            ..
+        } = Comparison::over(compared);
+        Self {
+            model,
+            perplexity: baseline.into(),
+            difference: difference.into(),
+            kl_divergence: divergence.into(),
+            windows: compared.len(),
+        }
+    }
 }
 
-/// Formats `found` as one line.
-pub(crate) fn describe(found: &CrossEntropy, windows: Windows) -> String {
-    let (perplexity, error) = (found.perplexity(), found.perplexity_error());
-    let values = match found.error.is_finite() {
-        true => format!(
-            "perplexity {perplexity:.4} ± {error:.4}; {:.5} ± {:.5} nats a token",
-            found.mean, found.error
-        ),
-        // A single window.
-        false => format!(
-            "perplexity {perplexity:.4}; {:.5} nats a token (one window: no error is known)",
-            found.mean
-        ),
-    };
-    format!(
-        "{values}, {} tokens in windows of {} by {}",
-        found.tokens, windows.length, windows.stride
-    )
+impl Evaluation {
+    fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        if let Some(found) = &self.perplexity {
+            lines.extend(found.lines());
+        }
+        if let Some(found) = &self.baseline {
+            let Baseline {
+                model,
+                perplexity,
+                difference,
+                kl_divergence,
+                windows,
+            } = found;
+            lines.push(format!(
+                "baseline {}: {}",
+                model.display(),
+                perplexity.text()
+            ));
+            lines.push(format!(
+                "difference {}, over {windows} window(s) that both models read; KL divergence {}",
+                difference.text(true),
+                kl_divergence.text(false)
+            ));
+        }
+        if let Some(found) = &self.choices {
+            let percent = |share: f64, error: &Error| {
+                format!("{:.2}{} %", 1e2 * share, error.times(1e2).text(2))
+            };
+            lines.push(format!(
+                "right answers {}, by mean of bytes {}; {} questions",
+                percent(found.share, &found.share_error),
+                percent(found.share_by_byte, &found.share_by_byte_error),
+                found.questions
+            ));
+            if found.beyond_context > 0 {
+                lines.push(format!(
+                    "{} questions are longer than the {} positions that the model is meant for",
+                    found.beyond_context, found.context
+                ));
+            }
+        }
+        lines
+    }
 }
 
-fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<()> {
+fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<Choices> {
     let mut bar = LayerBar::new("choices");
     let show = &mut |done, total| bar.show(done, total, "questions");
-    let found = choose(model, tokenizer, questions, show)?;
+    let Answers {
+        plain,
+        normalized,
+        beyond,
+    } = choose(model, tokenizer, questions, show)?;
     bar.finish();
-    println!(
-        "right answers {:.2} ± {:.2} %, by mean of bytes {:.2} ± {:.2} %; {} questions",
-        1e2 * found.plain.share,
-        1e2 * found.plain.error,
-        1e2 * found.normalized.share,
-        1e2 * found.normalized.error,
-        questions.len()
-    );
-    if found.beyond > 0 {
-        println!(
-            "{} questions are longer than the {} positions that the model is meant for",
-            found.beyond,
-            model.config().max_positions
-        );
-    }
-    Ok(())
+    Ok(Choices {
+        questions: questions.len(),
+        share: plain.share,
+        share_error: plain.error.into(),
+        share_by_byte: normalized.share,
+        share_by_byte_error: normalized.error.into(),
+        beyond_context: beyond,
+        context: model.config().max_positions,
+    })
 }

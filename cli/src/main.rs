@@ -20,6 +20,7 @@ mod layers;
 mod manual;
 mod merge;
 mod options;
+mod perplexity;
 mod plot;
 mod pretrain;
 mod progress;

@@ -1,6 +1,8 @@
 //! `nvfp4 quantize`.
 
-use std::fs;
+mod interrupt;
+mod result;
+
 use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
@@ -8,29 +10,29 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::FloatDType;
 use clap::Args;
 use fnv::FnvHasher;
-use indicatif::HumanBytes;
 use nvfp4_lm::decoder::Decoder;
-use nvfp4_lm::eval::{CrossEntropy, Windows};
-use nvfp4_lm::hf::{DecoderConfig, GenerationConfig, Tokenizer};
+use nvfp4_lm::eval::Windows;
+use nvfp4_lm::finetune::data::TextReader;
+use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::quantize::journal::MadeFrom;
-use nvfp4_lm::quantize::text::{CalibrationText, calibrate};
-use nvfp4_lm::quantize::{
-    Calibration, Method, Quantization, QuantizeOptions, Quantized, Smoothing,
-};
+use nvfp4_lm::quantize::text::{CalibrationText, calibrate, sample};
+use nvfp4_lm::quantize::{Calibration, Method, Quantization, QuantizeOptions, Smoothing};
+use nvfp4_lm::tokens::Texts;
 use regex::Regex;
 
 use crate::device::ComputeType;
-use crate::eval::{describe, perplexity, read_texts, tokenizer, windows};
 use crate::layers::LayerBar;
-use crate::options::shared::{DeviceOption, KvName, OutFolder};
-use crate::table::table;
+use crate::options::shared::{DeviceOption, JsonOption, KvName, OutFolder};
+use crate::perplexity::{TextsPerplexity, perplexity, windows};
+use interrupt::Interrupt;
+use result::{CalibrationData, Evaluation, QuantizeResult};
 
 /// Default number of tokens per calibration sequence, unless the model's maximum context is
 /// shorter.
 const CALIBRATION_LENGTH: usize = 512;
-/// Number of calibration tokens below which the report warns.
-const FEW_TOKENS: u64 = 512;
+/// Number of calibration tokens below which the command warns.
+const FEW_TOKENS: usize = 65_536;
 
 #[derive(Args)]
 pub(crate) struct Quantize {
@@ -77,24 +79,28 @@ pub(crate) struct Quantize {
     /// after the rotary embedding. Requires --calibration.
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     kv: KvName,
-    /// Calibrate on the text of this file, with an f32 forward pass
+    /// Calibrate on the texts in these files and folders, with an f32 forward pass
     ///
     /// Provides the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
     /// activation scales (`w4a4`) and cache scales (`--kv fp8`). Holds the whole model in memory.
-    #[arg(long, value_name = "FILE")]
-    calibration: Option<PathBuf>,
-    /// Cut the calibration text into sequences of this many tokens [default: 512, or the model's
+    /// Each line of a .jsonl file and every other file is a text. A line is {"text": TEXT},
+    /// {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE, "content": TEXT}, ..]},
+    /// which the model's chat template renders. In a folder, files that end in .txt, .md and .jsonl
+    /// are read. Give at least 65,536 tokens of text like the model's inputs.
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    calibration: Vec<PathBuf>,
+    /// Cut the calibration texts into sequences of this many tokens [default: 512, or the model's
     /// maximum context]
     #[arg(long, value_name = "N")]
     calibration_length: Option<usize>,
-    /// Use at most this many sequences
+    /// Use at most this many sequences, taken in turn from the files
     #[arg(long, value_name = "N", default_value_t = 128)]
     calibration_sequences: usize,
-    /// Report the perplexity of these text files before and after quantization, each evaluated
-    /// separately
+    /// Report the perplexity of the texts in these files and folders before and after quantization
     ///
-    /// Holds the whole model in memory, as `nvfp4 eval` does: NVFP4 weights stay packed.
-    #[arg(long, value_name = "FILE", num_args = 1..)]
+    /// Reads them like --calibration. Holds the whole model in memory, as `nvfp4 eval` does: NVFP4
+    /// weights stay packed.
+    #[arg(long, value_name = "PATH", num_args = 1..)]
     eval: Vec<PathBuf>,
     /// Evaluate the texts of --eval in windows of this many tokens [default: 2048, or the model's
     /// maximum context]
@@ -105,6 +111,8 @@ pub(crate) struct Quantize {
     eval_stride: Option<usize>,
     #[command(flatten)]
     device: DeviceOption,
+    #[command(flatten)]
+    json: JsonOption,
 }
 
 impl Quantize {
@@ -112,99 +120,84 @@ impl Quantize {
         let options = self.options()?;
         let config = DecoderConfig::read(&self.model)?;
         let windows = windows("eval-length", self.eval_length, self.eval_stride, &config)?;
-        config.check_length("calibration-length", self.calibration_length.unwrap_or(0))?;
-        let length = self.calibration_length;
-        let length = length.unwrap_or(CALIBRATION_LENGTH.min(config.longest()));
-        let texts = read_texts(&self.eval)?;
-        let text = match &self.calibration {
-            Some(file) => {
-                Some(fs::read_to_string(file).with_context(|| file.display().to_string())?)
-            }
-            None => None,
+        let read = self.calibration_text(&config)?;
+        let reader = match self.calibration.is_empty() && self.eval.is_empty() {
+            // Quantization alone needs no tokenizer.
+            true => None,
+            false => Some(TextReader::read(&self.model)?),
         };
-        let tokens = text
-            .as_deref()
-            .map(|text| self.tokens(text, &config))
-            .transpose()?;
-        let reads = self.calibrates_on(text.as_deref(), length);
+        let texts = |option: &str, paths: &[PathBuf]| match (&reader, paths) {
+            (None, _) | (_, []) => Ok(None),
+            (Some(reader), paths) => reader.texts(option, paths).map(Some),
+        };
+        let eval = texts("eval", &self.eval)?;
+        let calibration_texts = texts("calibration", &self.calibration)?;
+        let tokens = calibration_texts.as_ref().map(|texts| {
+            let files = texts.files.iter().map(|file| file.documents.concat());
+            sample(&files.collect::<Vec<_>>(), read)
+        });
+        let mut warnings = Vec::new();
+        warnings.extend(tokens.as_ref().and_then(|it| few_tokens(it.len(), read)));
+        warnings
+            .iter()
+            .for_each(|line| eprintln!("warning: {line}"));
+        let reads = calibrates_on(tokens.as_deref(), read);
         let run = match self.resume {
             true => Quantization::resume(&self.model, &self.out, &options, reads)?,
             false => Quantization::start(&self.model, &self.out, &options, reads)?,
         };
-        let before = self.perplexity(&self.model, &texts, windows)?;
+        let interrupt = Interrupt::watch(&self.out)?;
+        let before = self.perplexity(&self.model, eval.as_ref(), windows)?;
         let calibration = match &tokens {
-            Some(tokens) => self.calibration(&run, tokens, length)?,
+            Some(tokens) => self.calibration(&run, tokens, read)?,
             None => Calibration::new(),
         };
         let mut bar = LayerBar::new("quantize");
         let show = &mut |done: usize, total: usize, layer: &str| bar.show(done, total, layer);
-        let done = run.finish(&calibration, show)?;
+        let quantized = run.finish(&calibration, show)?;
         bar.finish();
-        for line in report(&done) {
-            println!("{line}");
-        }
-        if let Some(before) = before
-            && let Some(after) = self.perplexity(&self.out, &texts, windows)?
-        {
-            println!("before: {}", describe(&before, windows));
-            println!("after:  {}", describe(&after, windows));
-        }
-        if let (Some(tokens), Some(read)) = (&tokens, done.calibration_tokens) {
-            println!(
-                "calibrated on {read} of {} tokens, in sequences of {length}{}",
-                tokens.len(),
-                match read < FEW_TOKENS {
-                    true =>
-                        format!("; fewer than {FEW_TOKENS} say little about the inputs of layers"),
-                    false => String::new(),
-                }
+        interrupt.finished();
+        let after = self.perplexity(&self.out, eval.as_ref(), windows)?;
+        if matches!(self.method, Method::Search | Method::FourOverSix) && calibration.is_empty() {
+            warnings.push(
+                "no calibration: errors of all input features count the same, E[x²] = 1".into(),
             );
         }
-        if matches!(self.method, Method::Search | Method::FourOverSix) && calibration.is_empty() {
-            println!("no calibration: errors of all input features count the same, E[x²] = 1");
-        }
-        println!(
-            "{} {} by {}{} written to {}",
-            self.dialect.name(),
-            self.scheme.name(),
-            self.method.name(),
-            if self.smooth == Smoothing::None {
-                ""
-            } else {
-                ", smoothed,"
-            },
-            self.out.display()
-        );
-        Ok(())
-    }
-
-    /// Returns the inputs that calibration depends on, by option name.
-    fn calibrates_on(&self, text: Option<&str>, length: usize) -> MadeFrom {
-        let Some(text) = text else {
-            return MadeFrom::new();
+        let calibration = calibration_texts.as_ref().zip(quantized.calibration_tokens);
+        let result = QuantizeResult {
+            model: &self.model,
+            out: &self.out,
+            dialect: self.dialect.name(),
+            scheme: self.scheme.name(),
+            method: self.method.name(),
+            smooth: self.smooth.name(),
+            calibration: calibration
+                .map(|(texts, used)| CalibrationData::new(texts, used, read.length)),
+            evaluation: before
+                .zip(after)
+                .map(|(before, after)| Evaluation::new(before, after)),
+            quantized: &quantized,
+            warnings,
         };
-        let mut hasher = FnvHasher::default();
-        hasher.write(text.as_bytes());
-        let reads = [
-            ("calibration", format!("{:016x}", hasher.finish()).into()),
-            ("calibration-length", length.into()),
-            ("calibration-sequences", self.calibration_sequences.into()),
-        ];
-        reads.map(|(name, value)| (name.to_owned(), value)).into()
+        self.json.print(&result, QuantizeResult::lines)
     }
 
-    /// Tokenizes the calibration text. Fails if it has only special tokens.
-    fn tokens(&self, text: &str, config: &DecoderConfig) -> Result<Vec<u32>> {
-        let settings = GenerationConfig::read(&self.model, config)?;
-        let tokenizer = Tokenizer::read(&self.model, config.vocab, &settings.eos)?;
-        let file = self.calibration.as_deref().unwrap_or(&self.model).display();
-        ensure!(
-            !tokenizer
-                .decode(&tokenizer.encode(text, false)?, false)?
-                .is_empty(),
-            "calibration {file} has no token of its own, but the inputs of layers are those of a text"
-        );
-        tokenizer.encode_text(text)
+    /// Returns the amount of text that calibration reads.
+    fn calibration_text(&self, config: &DecoderConfig) -> Result<CalibrationText> {
+        config.check_length("calibration-length", self.calibration_length.unwrap_or(0))?;
+        let length = self.calibration_length;
+        let length = length.unwrap_or(CALIBRATION_LENGTH.min(config.longest()));
+        for (name, value) in [
+            ("calibration-length", length),
+            ("calibration-sequences", self.calibration_sequences),
+        ] {
+            ensure!(value > 0, "{name} is 0, but it must be at least 1");
+        }
+        Ok(CalibrationText {
+            length,
+            sequences: self.calibration_sequences,
+            products: self.method == Method::Gptq,
+        })
     }
 
     /// Returns the calibration of a resumed run, or calibrates the model on `tokens`.
@@ -212,49 +205,43 @@ impl Quantize {
         &self,
         run: &Quantization,
         tokens: &[u32],
-        length: usize,
+        read: CalibrationText,
     ) -> Result<Calibration> {
         if let Some(found) = run.calibration()? {
             return Ok(found);
         }
-        let found = self.calibrate(tokens, length)?;
+        let found = self.calibrate(tokens, read)?;
         run.keep_calibration(&found)?;
         Ok(found)
     }
 
     /// Records the inputs of the model's linear layers during a forward pass over `tokens`.
-    fn calibrate(&self, tokens: &[u32], length: usize) -> Result<Calibration> {
+    fn calibrate(&self, tokens: &[u32], read: CalibrationText) -> Result<Calibration> {
         let device = self.device.name()?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
-        let options = CalibrationText {
-            length,
-            sequences: self.calibration_sequences,
-            products: self.method == Method::Gptq,
-        };
         let mut bar = LayerBar::new("calibrate");
-        let found = calibrate(&model, tokens, options, &mut |done, total| {
+        let found = calibrate(&model, tokens, read, &mut |done, total| {
             bar.show(done, total, "");
         })?;
         bar.finish();
         Ok(found)
     }
 
-    /// Returns the cross entropy of `texts` under the model in `folder`, if there are any texts.
+    /// Returns the perplexity of `texts` under the model in `folder`, if there are any texts.
     fn perplexity(
         &self,
         folder: &Path,
-        texts: &[String],
+        texts: Option<&Texts>,
         windows: Windows,
-    ) -> Result<Option<CrossEntropy>> {
-        if texts.is_empty() {
+    ) -> Result<Option<TextsPerplexity>> {
+        let Some(texts) = texts else {
             return Ok(None);
-        }
+        };
         let name = self.device.name()?;
         let device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(None, name);
         let model = Decoder::load_for_inference(folder, &device, dtype, None)?;
-        let tokenizer = tokenizer(folder, &model)?;
-        perplexity(&model, &tokenizer, texts, windows).map(Some)
+        perplexity(&model, texts, windows).map(Some)
     }
 
     fn options(&self) -> Result<QuantizeOptions> {
@@ -283,55 +270,39 @@ impl Quantize {
     }
 }
 
-/// Lists the quantized and the skipped modules.
-fn report(done: &Quantized) -> Vec<String> {
-    let head = ["layer", "shape", "before", "after", "SQNR dB", "by E[x²]"];
-    let mut rows = vec![head.map(String::from).to_vec()];
-    let human = |bytes: usize| HumanBytes(bytes as u64).to_string();
-    let (mut before, mut after) = (0, 0);
-    for layer in &done.layers {
-        before += layer.bytes_before;
-        after += layer.bytes;
-        rows.push(vec![
-            layer.module.clone(),
-            format!("{} x {}", layer.shape[0], layer.shape[1]),
-            human(layer.bytes_before),
-            human(layer.bytes),
-            format!("{:.2}", layer.sqnr),
-            layer
-                .weighted_sqnr
-                .map_or("-".into(), |sqnr| format!("{sqnr:.2}")),
-        ]);
-    }
-    let mut left = 0;
-    for (module, kept, bytes) in &done.kept {
-        left += bytes;
-        let (bytes, reason) = (human(*bytes), kept.reason().to_owned());
-        rows.push(vec![
-            module.clone(),
-            reason,
-            bytes.clone(),
-            bytes,
-            "-".into(),
-            "-".into(),
-        ]);
-    }
-    let mut lines = table("llrrrr", &rows);
-    lines.push(format!(
-        "{} layers quantized, {} to {}; {} layers left, {}; other tensors {}",
-        done.layers.len(),
-        human(before),
-        human(after),
-        done.kept.len(),
-        human(left),
-        human(done.other_bytes)
-    ));
-    if !done.unseen.is_empty() {
-        lines.push(format!(
-            "no token of the calibration reached {}: {}",
-            done.unseen.len(),
-            done.unseen.join(", ")
-        ));
-    }
-    lines
+/// Returns the inputs that calibration depends on, by option name.
+fn calibrates_on(tokens: Option<&[u32]>, read: CalibrationText) -> MadeFrom {
+    let Some(tokens) = tokens else {
+        return MadeFrom::new();
+    };
+    let mut hasher = FnvHasher::default();
+    tokens
+        .iter()
+        .for_each(|token| hasher.write(&token.to_le_bytes()));
+    let reads = [
+        ("calibration", format!("{:016x}", hasher.finish()).into()),
+        ("calibration-length", read.length.into()),
+        ("calibration-sequences", read.sequences.into()),
+    ];
+    reads.map(|(name, value)| (name.to_owned(), value)).into()
+}
+
+/// Returns a warning if calibration on `tokens` tokens says little about the inputs of layers.
+fn few_tokens(tokens: usize, read: CalibrationText) -> Option<String> {
+    let CalibrationText {
+        length, sequences, ..
+    } = read;
+    let advice = match tokens == length * sequences {
+        true => format!(
+            "--calibration-sequences {} for sequences of {length} tokens",
+            FEW_TOKENS.div_ceil(length)
+        ),
+        false => "more text with --calibration, which takes several files and folders".into(),
+    };
+    (tokens < FEW_TOKENS).then(|| {
+        format!(
+            "calibration reads {tokens} tokens; scales and statistics of fewer than 65,536 are \
+             unreliable: give {advice}"
+        )
+    })
 }

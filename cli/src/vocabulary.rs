@@ -42,8 +42,8 @@ const EXCEPTIONS: [(&str, &str, &str); 6] = [
     ),
     (
         "data",
-        "Report the perplexity of these text files, each evaluated separately",
-        "a folder would be one text",
+        "Report the perplexity of the texts in these files and folders",
+        "`eval` reads texts to evaluate",
     ),
     (
         "resume",

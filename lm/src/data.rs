@@ -1,5 +1,6 @@
 //! Loads text files into a corpus, splits it into training and validation data, and draws batches.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::{fmt, fs};
@@ -320,6 +321,41 @@ impl Batch {
 pub(crate) fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let found = given_files(paths)?.into_iter();
     Ok(found.map(|file| file.path).collect())
+}
+
+/// Lists the files of `paths`, which are those of `option`: a file as it is given, and the files in
+/// a folder that `wanted` accepts, sorted by path. Also returns the number of other files in the
+/// folders.
+///
+/// # Errors
+/// Returns an error if a path does not exist or cannot be read, or if a folder has no such file.
+pub(crate) fn wanted_files(
+    option: &str,
+    paths: &[PathBuf],
+    wanted: impl Fn(&Path) -> bool,
+) -> Result<(Vec<PathBuf>, usize)> {
+    let mut walk = Walk::default();
+    let others = Cell::new(0);
+    for path in paths {
+        let name = path.display();
+        ensure!(path.exists(), "{option} {name} does not exist");
+        if !path.is_dir() {
+            walk.file(path.clone(), String::new())?;
+            continue;
+        }
+        let found = Cell::new(0);
+        walk.folder(path, "", &|path| {
+            let count = if wanted(path) { &found } else { &others };
+            count.set(count.get() + 1);
+            wanted(path)
+        })?;
+        ensure!(
+            found.get() > 0,
+            "{option} {name} has no text: a folder has files that end in .txt, .md or .jsonl"
+        );
+    }
+    let files = walk.files.into_iter().map(|file| file.path).collect();
+    Ok((files, others.get()))
 }
 
 /// Lists the files of `paths` ordered by the hash of their keys, so that a limit takes a sample.

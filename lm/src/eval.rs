@@ -1,6 +1,9 @@
 //! Evaluates a model: perplexity of texts, and accuracy on multiple-choice questions.
 //!
 //! Both use [`log_probabilities`], the log-probability of each token given the tokens before it.
+//! [`compare`](mod@compare) evaluates two models on the same windows.
+
+pub mod compare;
 
 use std::fs;
 use std::path::Path;
@@ -12,6 +15,8 @@ use serde::Deserialize;
 use crate::decoder::Decoder;
 use crate::hf::Tokenizer;
 use crate::sampling::first_best;
+
+pub use compare::{ComparedWindow, Comparison, Estimate, compare};
 
 /// Number of tokens whose logits are in memory at a time.
 const CHUNK: usize = 256;
@@ -27,23 +32,38 @@ pub fn log_probabilities(model: &Decoder, tokens: &[u32]) -> Result<Vec<f32>> {
         "tokens are {}, but must be at least two: the first has nothing before it",
         tokens.len()
     );
-    let device = model.device();
-    let ids = |tokens: &[u32]| -> Vec<i32> { tokens.iter().map(|&id| id as i32).collect() };
-    let count = tokens.len() - 1;
-    let inputs = TensorData::new(ids(&tokens[..count]), [1, count]);
-    let features = model.features(Tensor::<2, Int>::from_data(inputs, &device))?;
-    let width = features.dims()[2];
-    let features: Tensor<2> = features.reshape([count, width]);
+    let features = features(model, tokens)?;
+    let [count, _] = features.dims();
     let mut found = Vec::with_capacity(count);
     for begin in (0..count).step_by(CHUNK) {
         let rows = CHUNK.min(count - begin);
         let logits = model.logits(features.clone().narrow(0, begin, rows));
-        let targets = TensorData::new(ids(&tokens[begin + 1..][..rows]), [rows, 1]);
-        let targets = Tensor::<2, Int>::from_data(targets, &device);
+        let targets = targets(model, &tokens[begin + 1..][..rows]);
         let own = log_softmax(logits, 1).gather(1, targets).into_data();
         found.extend(own.iter::<f32>());
     }
     Ok(found)
+}
+
+/// Returns the features, `[tokens - 1, width]`, of all tokens except the last, each given the
+/// tokens before it.
+fn features(model: &Decoder, tokens: &[u32]) -> Result<Tensor<2>> {
+    let count = tokens.len() - 1;
+    let inputs = TensorData::new(ids(&tokens[..count]), [1, count]);
+    let inputs = Tensor::<2, Int>::from_data(inputs, &model.device());
+    let features = model.features(inputs)?;
+    let width = features.dims()[2];
+    Ok(features.reshape([count, width]))
+}
+
+/// Returns the indices, `[tokens, 1]`, of `tokens` on the device of `model`.
+fn targets(model: &Decoder, tokens: &[u32]) -> Tensor<2, Int> {
+    let data = TensorData::new(ids(tokens), [tokens.len(), 1]);
+    Tensor::from_data(data, &model.device())
+}
+
+fn ids(tokens: &[u32]) -> Vec<i32> {
+    tokens.iter().map(|&id| id as i32).collect()
 }
 
 /// Overlapping windows over a text that is longer than the model's context.
@@ -103,6 +123,12 @@ pub struct CrossEntropy {
 }
 
 impl CrossEntropy {
+    /// Computes the cross entropy of `windows`, one or more.
+    pub fn over(windows: &[WindowLoss]) -> Self {
+        let windows: Vec<(usize, f64)> = windows.iter().map(|it| (it.tokens, it.nats)).collect();
+        Self::of(&windows)
+    }
+
     /// Computes the cross entropy from the token count and the nats of each window.
     fn of(windows: &[(usize, f64)]) -> Self {
         let tokens: usize = windows.iter().map(|window| window.0).sum();
@@ -134,24 +160,71 @@ impl CrossEntropy {
     }
 }
 
-/// Computes the cross entropy of `texts`, each read separately. The first token of a text does not
-/// count. `progress` receives the number of tokens counted so far and the total.
+/// Loss of the tokens that a window counts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct WindowLoss {
+    /// Index of the text.
+    pub text: usize,
+    /// Number of counted tokens.
+    pub tokens: usize,
+    /// Sum of their losses, in nats.
+    pub nats: f64,
+}
+
+/// Computes the loss of each window over `texts`, each read separately. The first token of a text
+/// does not count. `progress` receives the number of tokens counted so far and the total.
 ///
 /// # Errors
 /// Returns an error if the windows are invalid or longer than the model's maximum context, if a
 /// text has fewer than two tokens, or if the model fails or its result is not a number.
+pub fn window_losses(
+    model: &Decoder,
+    texts: &[Vec<u32>],
+    windows: Windows,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<WindowLoss>> {
+    over_windows(&[model], texts, windows, progress, |text, tokens, first| {
+        let found = log_probabilities(model, tokens)?;
+        let own = &found[first - 1..];
+        Ok(WindowLoss {
+            text,
+            tokens: own.len(),
+            nats: nats(own)?,
+        })
+    })
+}
+
+/// Computes the [`CrossEntropy`] of `texts` from [`window_losses`].
+///
+/// # Errors
+/// Returns the errors of [`window_losses`].
 pub fn cross_entropy(
     model: &Decoder,
     texts: &[Vec<u32>],
     windows: Windows,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<CrossEntropy> {
+    let losses = window_losses(model, texts, windows, progress)?;
+    Ok(CrossEntropy::over(&losses))
+}
+
+/// Calls `window` for each window over `texts`, with the index of the text, the tokens of the
+/// window, and the first of them that counts.
+fn over_windows<T>(
+    models: &[&Decoder],
+    texts: &[Vec<u32>],
+    windows: Windows,
+    progress: &mut dyn FnMut(usize, usize),
+    mut window: impl FnMut(usize, &[u32], usize) -> Result<T>,
+) -> Result<Vec<T>> {
     windows.check()?;
     let longest = texts.iter().map(Vec::len).max().unwrap_or(0);
     let length = windows.length.min(longest);
-    model
-        .config()
-        .check_length("the length of a window", length)?;
+    for model in models {
+        model
+            .config()
+            .check_length("the length of a window", length)?;
+    }
     ensure!(
         !texts.is_empty(),
         "texts are none, but must be at least one"
@@ -163,24 +236,28 @@ pub fn cross_entropy(
         );
     }
     let total = texts.iter().map(|text| text.len() - 1).sum();
-    let mut sums = Vec::new();
+    let mut results = Vec::new();
     let mut counted = 0;
     for (index, text) in texts.iter().enumerate() {
         for (begin, end, first) in windows.over(text.len()) {
-            let found = log_probabilities(model, &text[begin..end])?;
-            let own = &found[first - begin - 1..];
-            let nats: f64 = own.iter().map(|nats| -f64::from(*nats)).sum();
-            ensure!(
-                nats.is_finite(),
-                "the loss of tokens {first} to {end} of text {index} is {nats}: the model does not \
-                 compute in this type"
-            );
-            sums.push((own.len(), nats));
-            counted += own.len();
+            let found = window(index, &text[begin..end], first - begin);
+            results
+                .push(found.with_context(|| format!("tokens {first} to {end} of text {index}"))?);
+            counted += end - first;
             progress(counted, total);
         }
     }
-    Ok(CrossEntropy::of(&sums))
+    Ok(results)
+}
+
+/// Returns the sum of the losses of tokens with these log-probabilities, in nats.
+fn nats(log_probabilities: &[f32]) -> Result<f64> {
+    let nats: f64 = log_probabilities.iter().map(|it| -f64::from(*it)).sum();
+    ensure!(
+        nats.is_finite(),
+        "the loss is {nats}: the model does not compute in this type"
+    );
+    Ok(nats)
 }
 
 /// Multiple-choice question with one right answer; one line of a file.
@@ -332,5 +409,7 @@ fn score(
     Ok((sum, whole.len()))
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod compare_tests;
 #[cfg(test)]
 mod tests;

@@ -256,18 +256,14 @@ fn quantize_calibrates_on_a_text() {
     let other = other.to_str().unwrap();
     fails(
         quantize("--calibration-sequences 0", other),
-        &["0 sequences of 32 tokens"],
+        &["calibration-sequences is 0"],
     );
-    // The inputs of the failed run are recorded: a difference is refused by name.
+    assert!(!Path::new(other).exists());
+    fails(quantize("--resume", other), &["nothing to resume"]);
     fails(
-        quantize("--calibration-sequences 0", other),
-        &["must be empty", "--resume"],
+        quantize("--resume", out),
+        &["nothing to resume", "is finished"],
     );
-    fails(
-        quantize("--resume", other),
-        &["calibration-sequences was 0, but now it is 128"],
-    );
-    fails(quantize("--resume", out), &["nothing to resume"]);
     fails(
         quantize("--eval x --eval-stride 2048", other),
         &["stride is 2048"],

@@ -186,6 +186,19 @@ fn models_are_trained_for_serving() {
         &[&[&*model], &arguments(&data, &out, more)[..]].concat(),
     ));
     assert!(said.contains("compressed-tensors w4a4 written"), "{said}");
+    // The saved models compute without the recipe of the training.
+    let after = |begin: &str, end: &str| {
+        let line = said
+            .lines()
+            .find(|line| line.starts_with(begin) && line.ends_with(end));
+        let line = line.unwrap_or_else(|| panic!("no {begin:?} .. {end:?}: {said}"));
+        let figure = line.split("before, ").nth(1).unwrap().split(' ').next();
+        figure.unwrap().to_owned()
+    };
+    let [high, quantized] =
+        ["(model)", "(nvfp4)"].map(|name| after("validation perplexity ", name));
+    let trained = after("in training, with recipe qat_w4a4: ", " nats a token");
+    assert!(high != quantized && high != trained, "{said}");
     let quantized = out.join("nvfp4");
     let inspected = succeeds(nvfp4("inspect", &[quantized.to_str().unwrap()]));
     assert!(inspected.contains("w4a4"), "{inspected}");
@@ -211,6 +224,8 @@ fn adapters_are_trained_and_merged() {
     assert_eq!(json(&out.join("finetune.json"))["frozen"], "w4a16");
     let [before, after] = perplexities(&said);
     assert!(after < before, "{said}");
+    let of_adapter = format!(" nats a token (adapter on {quantized})");
+    assert!(said.contains(&of_adapter), "no {of_adapter:?}: {said}");
     let adapter = json(&out.join("adapter/adapter_config.json"));
     assert_eq!(
         (&adapter["r"], &adapter["lora_alpha"]),

@@ -15,6 +15,7 @@ mod generate;
 mod input;
 mod losses;
 mod machine;
+mod quantize;
 mod ranks;
 mod resume;
 mod study;

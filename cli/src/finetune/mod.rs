@@ -12,7 +12,7 @@ use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::Objective;
 
-pub(crate) use options::{Defaults, SavedType, TrainingOptions};
+pub(crate) use options::{Defaults, TrainingOptions};
 pub(crate) use run::{FinetuneRun, Start};
 
 use crate::ranks::Ranks;

@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
+use burn::tensor::{Bytes, Device};
 use nvfp4_lm::checkpoint::{read_json, write_json};
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::data::TextReader;
+use nvfp4_lm::finetune::saved::saved_loss;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, FinetuneTask, Objective, TrainingData};
 use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
+use nvfp4_lm::quantize::journal::JOURNAL;
 use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
 use nvfp4_lm::tokens::Cut;
 use serde::{Deserialize, Serialize};
@@ -275,7 +278,7 @@ impl FinetuneRun {
         if trainer.step() < config.steps {
             return Ok(session.stopped());
         }
-        self.report(&trainer, &session)?;
+        self.report(trainer, &session, &data)?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -363,22 +366,54 @@ impl FinetuneRun {
         );
     }
 
-    /// Returns the perplexity of the trained model as text.
-    fn perplexity(&self) -> Result<String> {
+    /// Returns the validation perplexities of the original and of the saved models as text, and those
+    /// of the training.
+    fn perplexities(
+        &self,
+        data: &TrainingData,
+        adapters: Option<Bytes>,
+        device: &Device,
+    ) -> Result<Vec<String>> {
+        let config = &self.config;
+        let loss = |folder: &Path, adapters| saved_loss(config, data, folder, adapters, device);
+        let line = |what: &str, before: f64, after: f64| {
+            format!(
+                "{what} {:.4} before, {:.4} after; {before:.5} and {after:.5} nats a token",
+                before.exp(),
+                after.exp()
+            )
+        };
+        let before = loss(&config.model, None)?;
+        let mut lines = Vec::new();
+        let mut add = |name: &str, after: f64| {
+            let line = line("validation perplexity", before, after);
+            lines.push(format!("{line} ({name})"));
+        };
+        if let Some(adapters) = adapters {
+            let name = format!("{ADAPTER} on {}", config.model.display());
+            add(&name, loss(&config.model, Some(adapters))?);
+        }
+        for (name, is_written) in [
+            (MODEL, self.written.model),
+            (QUANTIZED, self.written.export.is_some()),
+        ] {
+            if is_written {
+                add(name, loss(&self.folder.join(name), None)?);
+            }
+        }
         // Use the digits in the file: a resumed run knows only those about its beginning.
         let rows = read_metrics(&self.folder.join(METRICS))?;
         let mut losses = rows.iter().filter_map(|row| row.valid_loss);
         let before = losses.next().context("the run has no validation loss")?;
         let after = losses.next_back().unwrap_or(before);
-        Ok(format!(
-            "validation perplexity {:.4} before, {:.4} after; {before:.5} and {after:.5} nats a token",
-            before.exp(),
-            after.exp()
-        ))
+        let recipe = format!("in training, with recipe {}:", config.recipe_name);
+        lines.push(line(&recipe, before, after));
+        Ok(lines)
     }
 
-    /// Writes the trained model, and prints its perplexity and the measurements of the run.
-    fn report(&self, run: &Finetune<'_>, session: &Session<'_>) -> Result<()> {
+    /// Writes the trained model, and prints the measurements of the run and the perplexities of
+    /// what it wrote.
+    fn report(&self, run: Finetune<'_>, session: &Session<'_>, data: &TrainingData) -> Result<()> {
         let ranks = session.ranks;
         let say = |text: String| {
             if ranks.is_first() {
@@ -388,12 +423,13 @@ impl FinetuneRun {
         let folders = [ADAPTER, MODEL, QUANTIZED].map(|name| self.folder.join(name));
         // A run resumed after its end has written these folders already. All ranks check before one
         // writes.
-        let is_missing = [0, 1, 2].map(|at| !folders[at].exists());
-        let perplexity = on_first(ranks.group(), || self.perplexity())?;
-        say(perplexity.unwrap_or_default());
-        session.measured(run).into_iter().flatten().for_each(say);
+        let mut is_missing = [0, 1, 2].map(|at| !folders[at].exists());
+        is_missing[2] |= folders[2].join(JOURNAL).exists();
+        agree(ranks.group(), Ok(()))?;
+        session.measured(&run).into_iter().flatten().for_each(say);
         let [adapter, model, out] = folders;
-        if self.config.lora.is_some() {
+        let is_lora = self.config.lora.is_some();
+        if is_lora {
             if is_missing[0] {
                 run.save_adapter(&adapter)?;
             }
@@ -415,6 +451,15 @@ impl FinetuneRun {
         self.next_commands(&model, &adapter)
             .into_iter()
             .for_each(say);
+        let adapters = is_lora.then(|| run.adapters()).transpose()?;
+        // Makes room on the device for the saved models.
+        drop(run);
+        ranks.label("evaluating what was written");
+        let lines = on_first_at_length(ranks.group(), || {
+            let lines = self.perplexities(data, adapters, &session.device);
+            lines.context("everything is written, but its perplexity could not be computed")
+        })?;
+        lines.into_iter().flatten().for_each(say);
         Ok(())
     }
 

@@ -8,14 +8,16 @@ use anyhow::{Result, ensure};
 use super::config::FinetuneConfig;
 use crate::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use crate::random::hash_all;
-use crate::tokens::encode::is_shard;
+use crate::tokens::encode::{is_json_lines, is_shard};
 use crate::tokens::rows::{places, split};
-use crate::tokens::{ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Vocabulary};
+use crate::tokens::{
+    ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Texts, Vocabulary, whole,
+};
 
 /// Tokenizer of a model folder, with the settings needed to read texts.
 pub struct TextReader {
+    folder: PathBuf,
     tokenizer: Tokenizer,
-    chat: Option<ChatTemplate>,
     eos: Option<u32>,
     vocabulary: Vocabulary,
     longest: usize,
@@ -35,12 +37,17 @@ impl TextReader {
             tokenizer: tokenizer.hash(),
         };
         Ok(Self {
+            folder: folder.to_owned(),
             tokenizer,
-            chat: ChatTemplate::read(folder)?,
             eos: settings.eos.first().copied(),
             vocabulary,
             longest: config.longest(),
         })
+    }
+
+    /// Returns the tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
     }
 
     /// Returns the vocabulary that shards of these tokens record.
@@ -59,7 +66,7 @@ impl TextReader {
     /// Returns an error if a path cannot be read, a line is not a document, or there is no
     /// document.
     pub fn write_shard(&self, paths: &[PathBuf], out: &Path) -> Result<Encoded> {
-        let chat = self.chat.clone();
+        let chat = ChatTemplate::read(&self.folder)?;
         let encoder = Encoder::new(&self.tokenizer, chat, self.eos);
         let mut writer = ShardWriter::new(self.vocabulary)?;
         let found = encoder.encode_files(paths, &mut writer)?;
@@ -70,6 +77,30 @@ impl TextReader {
         );
         writer.finish(out)?;
         Ok(found)
+    }
+
+    /// Tokenizes the texts of `paths`, files and folders of the option `option`, for calibration and
+    /// evaluation: each line of a `.jsonl` file and every other file is one document, without an
+    /// end-of-text token. In a folder, files that end in .txt, .md and .jsonl are read, also in its
+    /// subfolders.
+    ///
+    /// # Errors
+    /// Returns an error that names the file if it cannot be read, is not UTF-8 text, or has no
+    /// token of its own, or if one of its lines is not a document.
+    pub fn texts(&self, option: &str, paths: &[PathBuf]) -> Result<Texts> {
+        let (files, other_files) = whole::list(option, paths)?;
+        // Plain text needs no template, so a template that cannot be read does not matter.
+        let chat = match files.iter().any(|path| is_json_lines(path)) {
+            true => ChatTemplate::read(&self.folder)?,
+            false => None,
+        };
+        let encoder = Encoder::new(&self.tokenizer, chat, None);
+        let files = files.into_iter();
+        let files = files.map(|path| whole::read(option, path, &encoder, &self.tokenizer));
+        Ok(Texts {
+            files: files.collect::<Result<_>>()?,
+            other_files,
+        })
     }
 
     /// Returns the shards among `paths`, and a new one at `out` with all other files, if any.
@@ -160,4 +191,86 @@ fn shard(path: &Path, expected: Vocabulary) -> Result<Arc<Shard>> {
         expected.tokenizer
     );
     Ok(Arc::new(shard))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::tokens::TextFile;
+    use crate::tokens::chat::tests::CHATML;
+    use nvfp4_test_support::{Scratch, golden_with_tokenizer};
+
+    #[test]
+    fn texts_of_files_and_folders_are_read_whole() {
+        let model = golden_with_tokenizer("qwen3-tiny");
+        fs::write(model.join("chat_template.jinja"), CHATML).unwrap();
+        let reader = TextReader::read(&model).unwrap();
+        let folder = Scratch::new("texts");
+        let write = |name: &str, text: &str| {
+            let path = folder.join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, text).unwrap();
+            path
+        };
+        let first = write("b.txt", "The quick brown fox");
+        write("a.md", "jumps over the lazy dog");
+        write("other.rs", "fn main() {}");
+        write(".hidden.txt", "not read");
+        let lines = [
+            r#"{"text": "one two three"}"#,
+            "",
+            r#"{"prompt": "The quick", "completion": " brown fox"}"#,
+            r#"{"text": ""}"#,
+            r#"{"messages": [{"role": "user", "content": "Hello"}]}"#,
+        ];
+        let jsonl = write("sub/c.jsonl", &lines.join("\n"));
+        let texts = reader
+            .texts("data", &[first.clone(), folder.to_path_buf()])
+            .unwrap();
+        let paths: Vec<&Path> = texts.files.iter().map(|file| &*file.path).collect();
+        assert_eq!(paths, [&*first, &*folder.join("a.md"), &*jsonl]);
+        let text = |text: &str| reader.tokenizer().encode_text(text).unwrap();
+        assert_eq!(texts.files[0].documents, [text("The quick brown fox")]);
+        let [one, two, three] = &texts.files[2].documents[..] else {
+            panic!("{:?}", texts.files[2]);
+        };
+        assert_eq!(one, &text("one two three"));
+        // Without an end-of-text token, unlike a training document.
+        assert_eq!(two, &text("The quick brown fox"));
+        let conversation = reader.tokenizer().decode(three, true).unwrap();
+        assert!(
+            conversation.contains("user\nHello<|im_end|>"),
+            "{conversation}"
+        );
+        assert_eq!((texts.files[2].short, texts.other_files), (1, 1));
+        let left_out = texts.left_out().unwrap();
+        assert!(left_out.starts_with("1 documents") && left_out.contains("; 1 files"));
+        let counts = texts.files.iter().map(TextFile::tokens);
+        assert_eq!(texts.tokens(), counts.sum::<usize>());
+
+        let refused = |path: PathBuf, says: &str| {
+            let error = format!("{:#}", reader.texts("data", &[path]).unwrap_err());
+            assert!(
+                error.starts_with("data ") && error.contains(says),
+                "{error}"
+            );
+        };
+        refused(folder.join("absent"), "does not exist");
+        write("none/other.rs", "fn main() {}");
+        refused(folder.join("none"), "has no text");
+        refused(write("empty.txt", ""), "no token of its own");
+        refused(write("a.tokens", "x"), "is of tokens");
+        refused(write("bad.jsonl", "{\"text\": \"one\"}\n[]"), "line 2");
+        let binary = folder.join("binary.txt");
+        fs::write(&binary, [0xff, 0xfe]).unwrap();
+        refused(binary, "not UTF-8");
+
+        // Plain text needs no template.
+        fs::write(model.join("chat_template.jinja"), "{% if %}").unwrap();
+        let reader = TextReader::read(&model).unwrap();
+        assert_eq!(reader.texts("data", &[first]).unwrap().files.len(), 1);
+        assert!(reader.texts("data", &[jsonl]).is_err());
+    }
 }

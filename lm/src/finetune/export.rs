@@ -13,6 +13,7 @@ use crate::decoder::projection::{Experts, Projection};
 use crate::decoder::{Decoder, DecoderLayer, FrozenForm};
 use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
+use crate::quantize::journal::JOURNAL;
 use crate::quantize::text::{CalibrationText, calibrate};
 use crate::quantize::{
     Calibration, Method, QuantizeOptions, Quantized, Smoothing, quantize_folder,
@@ -58,7 +59,8 @@ impl Finetune<'_> {
     /// `dialect`. Layers that the recipe keeps in high precision are not quantized, nor are the
     /// unpacked layers of a packed model; tensors that are not quantized are `f32`. The global
     /// scales of activations, which [`Scheme::W4a4`] needs, are calibrated on the rows of an
-    /// evaluation. All ranks call this function; rank 0 returns a summary of the output.
+    /// evaluation. Replaces the folder of an interrupted export. All ranks call this function; rank
+    /// 0 returns a summary of the output.
     ///
     /// # Errors
     /// Returns an error if the folder has files or a file cannot be written.
@@ -70,6 +72,15 @@ impl Finetune<'_> {
     ) -> Result<Option<Quantized>> {
         let from = &self.task().config().model;
         let saved = self.with_model(|model| {
+            // An interrupted export may have left both.
+            let masters = masters(out);
+            let unfinished = [
+                (&*masters, masters.exists()),
+                (out, out.join(JOURNAL).exists()),
+            ];
+            for (folder, _) in unfinished.into_iter().filter(|(_, is_left)| *is_left) {
+                fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
+            }
             let made = self.quantization(&model, dialect, scheme)?;
             save_masters(&model, from, out)?;
             Ok(made)

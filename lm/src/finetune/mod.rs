@@ -5,6 +5,7 @@
 //! - `task`: the [task](crate::train::Task) of a run: model, teacher, data and loss.
 //! - [`memory`]: estimates the device memory of a run before the model is loaded.
 //! - [`export`]: writes the trained model: as a folder, as adapters, and quantized.
+//! - [`saved`]: evaluates models in the form in which they were saved.
 //! - [`init`]: writes a model folder with random weights.
 //! - `loss`: loss of rows, and of the validation rows.
 //! - `step`: inputs of a step on the device.
@@ -17,6 +18,7 @@ pub mod init;
 mod loss;
 pub mod memory;
 mod parameters;
+pub mod saved;
 mod step;
 mod task;
 
@@ -35,5 +37,7 @@ mod graph_tests;
 mod kept_tests;
 #[cfg(all(test, feature = "flex"))]
 mod ranks_tests;
+#[cfg(all(test, feature = "flex"))]
+mod saved_tests;
 #[cfg(all(test, feature = "flex"))]
 mod tests;

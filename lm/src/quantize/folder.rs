@@ -8,13 +8,14 @@ use nvfp4_formats::format::e4m3;
 use rayon::prelude::*;
 use regex::Regex;
 use safetensors::Dtype;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
 use super::inputs::Inputs;
 use super::journal::{Journal, MadeFrom};
 use super::plan::{Plan, layer_of};
-use super::report::{LayerReport, PartReport, Quantized};
+use super::report::{KeptLayer, LayerReport, PartReport, Quantized};
 use super::rules::{Rule, block_amax};
 use super::smooth::{Smoother, Smoothing};
 use super::stats::Calibration;
@@ -265,6 +266,7 @@ impl Quantization {
                     shape,
                     bytes_before: tensor.bytes.len(),
                     bytes: weight.bytes(),
+                    amax: block_amax(values),
                     sqnr: sqnr(values, &quantized),
                     weighted_sqnr: read
                         .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
@@ -286,7 +288,11 @@ impl Quantization {
             }
             let module = name.strip_suffix(".weight").unwrap_or(name);
             match self.plan.kept.get(module) {
-                Some(&kept) => done.kept.push((module.into(), kept, tensor.bytes.len())),
+                Some(&reason) => done.kept.push(KeptLayer {
+                    module: module.into(),
+                    reason,
+                    bytes: tensor.bytes.len(),
+                }),
                 None => done.other_bytes += tensor.bytes.len(),
             }
         }
@@ -308,7 +314,7 @@ impl Quantization {
         let mut json = self.json.clone();
         json.insert("quantization_config".into(), config.inline());
         copy_companions(&self.model, out)?;
-        write_provenance(out, options, calibration)?;
+        write_provenance(out, options, &done)?;
         write_configs(out, &json, &config)?;
         // Apply the rules of the readers: anything that they would reject is an error here.
         Checkpoint::open(out).context("the folder that was written is not valid")?;
@@ -431,27 +437,38 @@ fn write_kv_scales(
     Ok(())
 }
 
-fn write_provenance(
-    out: &Path,
-    options: &QuantizeOptions,
-    calibration: &Calibration,
-) -> Result<()> {
-    let exclude: Vec<&str> = options.exclude.iter().map(Regex::as_str).collect();
-    let json = json!({
-        "producer": {"name": "nvfp4", "version": env!("CARGO_PKG_VERSION")},
-        "dialect": options.dialect.name(),
-        "scheme": options.scheme.name(),
-        "method": options.method.name(),
-        "block_scales": match options.method.choice() {
+/// Contents of [`PROVENANCE`].
+#[derive(Serialize)]
+struct Provenance<'a> {
+    producer: Value,
+    dialect: &'static str,
+    scheme: &'static str,
+    method: &'static str,
+    block_scales: &'static str,
+    smooth: &'static str,
+    exclude: Vec<&'a str>,
+    input_scale: Option<f32>,
+    kv_cache: Option<&'static str>,
+    #[serde(flatten)]
+    done: &'a Quantized,
+}
+
+fn write_provenance(out: &Path, options: &QuantizeOptions, done: &Quantized) -> Result<()> {
+    let provenance = Provenance {
+        producer: json!({"name": "nvfp4", "version": env!("CARGO_PKG_VERSION")}),
+        dialect: options.dialect.name(),
+        scheme: options.scheme.name(),
+        method: options.method.name(),
+        block_scales: match options.method.choice() {
             ScaleChoice::Max => "max",
             ScaleChoice::FourOverSix => "4over6",
             ScaleChoice::Search => "search",
         },
-        "smooth": options.smooth.name(),
-        "exclude": exclude,
-        "input_scale": options.input_scale,
-        "kv_cache": options.kv_cache_fp8.then_some("fp8"),
-        "calibration_tokens": calibration.tokens(),
-    });
-    write_json(&out.join(PROVENANCE), &json)
+        smooth: options.smooth.name(),
+        exclude: options.exclude.iter().map(Regex::as_str).collect(),
+        input_scale: options.input_scale,
+        kv_cache: options.kv_cache_fp8.then_some("fp8"),
+        done,
+    };
+    write_json(&out.join(PROVENANCE), &provenance)
 }

@@ -7,8 +7,10 @@
 //! - `calibration`: the statistics, bit for bit, once they are complete;
 //! - `part-N`: the tensors of decoder layer N of the plan, and their rows of the report.
 //!
-//! Each entry is renamed to its name when it is complete. All model files are assembled from the
-//! parts, whether made in one run or several, so the bytes are the same.
+//! The journal and each of its entries are renamed to their names when they are complete, and
+//! removed in the reverse order, so that a run can be resumed after any system call at which it was
+//! killed. All model files are assembled from the parts, whether made in one run or several, so the
+//! bytes are the same.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,6 +25,7 @@ use serde_json::Value;
 use super::report::{LayerReport, PartReport};
 use super::stats::{Calibration, InputStats};
 use crate::checkpoint::{read_json, write_json};
+use crate::hf::config::CONFIG_FILE;
 use crate::hf::{INDEX_FILE, TensorFolder, TensorWriter};
 use crate::interchange::convert::create_empty;
 
@@ -58,6 +61,7 @@ struct StoredLayer {
     shape: [usize; 2],
     bytes_before: usize,
     bytes: usize,
+    amax: u32,
     sqnr: u64,
     weighted_sqnr: Option<u64>,
 }
@@ -69,6 +73,7 @@ impl From<LayerReport> for StoredLayer {
             shape: layer.shape,
             bytes_before: layer.bytes_before,
             bytes: layer.bytes,
+            amax: layer.amax.to_bits(),
             sqnr: layer.sqnr.to_bits(),
             weighted_sqnr: layer.weighted_sqnr.map(f64::to_bits),
         }
@@ -82,6 +87,7 @@ impl From<StoredLayer> for LayerReport {
             shape: layer.shape,
             bytes_before: layer.bytes_before,
             bytes: layer.bytes,
+            amax: f32::from_bits(layer.amax),
             sqnr: f64::from_bits(layer.sqnr),
             weighted_sqnr: layer.weighted_sqnr.map(f64::from_bits),
         }
@@ -96,34 +102,54 @@ struct StoredInputs {
 }
 
 impl Journal {
-    /// Starts the journal of a new run into the folder `out`, which must be empty or absent.
+    /// Starts the journal of a new run into the folder `out`, which must be absent, empty, or hold
+    /// an interrupted run that has no complete entry.
     pub fn start(out: &Path, made_from: &MadeFrom) -> Result<Self> {
-        let folder = out.join(JOURNAL);
+        let journal = Self::in_folder(out);
         ensure!(
-            !folder.exists(),
-            "{} must be empty, but it holds a quantization that is not finished: --resume goes on \
-             with it",
+            journal.entries()?.is_empty(),
+            "{} must be empty, but it holds a quantization that is not finished: --resume continues \
+             it, and removing the folder starts anew",
             out.display()
         );
+        for folder in [&journal.folder, &journal.partial()] {
+            if folder.exists() {
+                fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
+            }
+        }
         create_empty(out)?;
-        fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
-        write_json(&folder.join(MADE_FROM), made_from)?;
-        let out = out.to_owned();
-        Ok(Self { out, folder })
+        let partial = journal.partial();
+        fs::create_dir(&partial).with_context(|| partial.display().to_string())?;
+        write_json(&partial.join(MADE_FROM), made_from)?;
+        fs::rename(&partial, &journal.folder)
+            .with_context(|| journal.folder.display().to_string())?;
+        Ok(journal)
     }
 
-    /// Opens the journal of an unfinished run into `out`.
+    /// Opens the journal of an unfinished run into `out`. Starts it if the run was interrupted
+    /// before it had a complete entry.
     ///
     /// # Errors
     /// Returns an error if there is none. Returns an error that names the difference if the run has
     /// other inputs.
     pub fn resume(out: &Path, made_from: &MadeFrom) -> Result<Self> {
-        let folder = out.join(JOURNAL);
-        let path = folder.join(MADE_FROM);
+        let journal = Self::in_folder(out);
+        let path = journal.folder.join(MADE_FROM);
+        if !path.exists() && journal.folder.exists() {
+            // Killed at the end of `finish`.
+            fs::remove_dir_all(&journal.folder).with_context(|| path.display().to_string())?;
+        }
+        if journal.partial().exists() || is_empty(out) {
+            return Self::start(out, made_from);
+        }
         ensure!(
             path.exists(),
-            "there is nothing to resume in {}: it holds no quantization that is not finished",
-            out.display()
+            "there is nothing to resume in {}: {}",
+            out.display(),
+            match out.join(CONFIG_FILE).exists() {
+                true => "the quantization is finished",
+                false => "it holds no quantization that is not finished",
+            }
         );
         let found: MadeFrom = read_json(&path)?;
         let names = found.keys().chain(made_from.keys());
@@ -135,34 +161,42 @@ impl Journal {
                 out.display()
             );
         }
-        let journal = Self {
-            out: out.to_owned(),
-            folder,
-        };
         journal.remove_incomplete()?;
         Ok(journal)
+    }
+
+    fn in_folder(out: &Path) -> Self {
+        Self {
+            out: out.to_owned(),
+            folder: out.join(JOURNAL),
+        }
+    }
+
+    /// Returns the path of the journal before it is complete.
+    fn partial(&self) -> PathBuf {
+        self.out.join(format!("{JOURNAL}{PARTIAL}"))
+    }
+
+    /// Returns the complete entries.
+    fn entries(&self) -> Result<Vec<PathBuf>> {
+        if !self.folder.exists() {
+            return Ok(Vec::new());
+        }
+        let entries = named_entries(&self.folder)?.into_iter();
+        let complete = entries.filter(|(path, name)| path.is_dir() && !name.ends_with(PARTIAL));
+        Ok(complete.map(|(path, _)| path).collect())
     }
 
     /// Removes what an interrupted run left: partial entries of the journal, and all model files of
     /// the output folder.
     fn remove_incomplete(&self) -> Result<()> {
-        let entries = |folder: &Path| -> Result<Vec<(PathBuf, String)>> {
-            let name = || folder.display().to_string();
-            let entries = fs::read_dir(folder).with_context(name)?;
-            let paths: Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
-            let named = |path: PathBuf| {
-                let name = path.file_name()?.to_str()?.to_owned();
-                Some((path, name))
-            };
-            Ok(paths?.into_iter().filter_map(named).collect())
-        };
-        for (path, name) in entries(&self.folder)? {
+        for (path, name) in named_entries(&self.folder)? {
             if name.ends_with(PARTIAL) && path.is_dir() {
                 fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
             }
         }
         // The model's files are written last, so those of an unfinished run are incomplete.
-        for (path, name) in entries(&self.out)? {
+        for (path, name) in named_entries(&self.out)? {
             let is_model = name.starts_with("model") && name.ends_with(".safetensors");
             let is_partial = name.starts_with(".model-") && name.ends_with(".partial");
             if is_model || is_partial || name == INDEX_FILE {
@@ -283,10 +317,36 @@ impl Journal {
         fs::rename(&partial, &folder).with_context(|| folder.display().to_string())
     }
 
-    /// Removes the journal after the run is finished.
+    /// Removes the journal after the run is finished. A run that is killed in between can still be
+    /// resumed: `made_from.json` goes last, and no entry is complete while its files are removed.
     pub fn finish(self) -> Result<()> {
-        fs::remove_dir_all(&self.folder).with_context(|| self.folder.display().to_string())
+        for entry in self.entries()? {
+            let mut partial = entry.clone().into_os_string();
+            partial.push(PARTIAL);
+            fs::rename(&entry, &partial).with_context(|| entry.display().to_string())?;
+            fs::remove_dir_all(&partial).with_context(|| entry.display().to_string())?;
+        }
+        fs::remove_file(self.folder.join(MADE_FROM))
+            .and_then(|()| fs::remove_dir_all(&self.folder))
+            .with_context(|| self.folder.display().to_string())
     }
+}
+
+/// Returns the entries of `folder` with their names.
+fn named_entries(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
+    let name = || folder.display().to_string();
+    let entries = fs::read_dir(folder).with_context(name)?;
+    let paths: Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
+    let named = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        Some((path, name))
+    };
+    Ok(paths?.into_iter().filter_map(named).collect())
+}
+
+/// Returns true if `folder` is an empty folder.
+fn is_empty(folder: &Path) -> bool {
+    fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_none())
 }
 
 fn bytes_of<T: Copy, const N: usize>(values: &[T], to_bytes: fn(T) -> [u8; N]) -> Vec<u8> {

@@ -33,7 +33,7 @@ use block::{BlockQuantizer, ScaleChoice};
 use rules::{Rule, check_matrix};
 
 pub use folder::{Quantization, QuantizeOptions, quantize_folder};
-pub use report::{LayerReport, Quantized};
+pub use report::{KeptLayer, LayerReport, Quantized};
 pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
 
@@ -163,6 +163,8 @@ pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
     }
 }
 
+#[cfg(all(test, feature = "flex"))]
+mod kill_tests;
 #[cfg(all(test, feature = "flex"))]
 mod refuse_tests;
 #[cfg(all(test, feature = "flex"))]

@@ -1,9 +1,11 @@
 //! Reports the quantized and the skipped layers.
 
+use serde::{Serialize, Serializer};
+
 use super::plan::Kept;
 
 /// A quantized linear layer.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerReport {
     /// Name of the module.
     pub module: String,
@@ -13,21 +15,42 @@ pub struct LayerReport {
     pub bytes_before: usize,
     /// Bytes of codes, block scales and global scales.
     pub bytes: usize,
-    /// Signal-to-quantization-noise ratio of the weight, in dB.
+    /// Amax of the original weight.
+    pub amax: f32,
+    /// Signal-to-quantization-noise ratio of the weight, in dB; infinite without noise, which JSON
+    /// writes as `null`.
+    #[serde(rename = "sqnr_db")]
     pub sqnr: f64,
     /// Signal-to-quantization-noise ratio in dB with squared values and errors weighted by `E[x²]`
     /// of the input feature, which approximates that of the layer's output. `None` if the input is
     /// unknown.
+    #[serde(rename = "weighted_sqnr_db", skip_serializing_if = "Option::is_none")]
     pub weighted_sqnr: Option<f64>,
 }
 
+/// A linear layer that was not quantized.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct KeptLayer {
+    /// Name of the module.
+    pub module: String,
+    /// Reason.
+    #[serde(serialize_with = "reason")]
+    pub reason: Kept,
+    /// Bytes of its weight.
+    pub bytes: usize,
+}
+
+fn reason<S: Serializer>(kept: &Kept, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(kept.reason())
+}
+
 /// Result of a quantization.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Quantized {
     /// Quantized layers.
     pub layers: Vec<LayerReport>,
-    /// Linear layers that were not quantized: name, reason, and bytes.
-    pub kept: Vec<(String, Kept, usize)>,
+    /// Linear layers that were not quantized.
+    pub kept: Vec<KeptLayer>,
     /// Bytes of the tensors outside of linear layers.
     pub other_bytes: usize,
     /// Modules that no calibration token reached: they use the statistics of the group's other

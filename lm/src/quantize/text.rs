@@ -24,6 +24,34 @@ pub struct CalibrationText {
     pub products: bool,
 }
 
+/// Selects the calibration tokens of `files`, each the tokens of one file. The tokens of all files
+/// are concatenated and cut into sequences. Up to [`CalibrationText::sequences`] of them are taken:
+/// the first that begins in each file, then the second of each, and so on. Returns them in the order
+/// of the files; all tokens if they do not fill a sequence.
+pub fn sample(files: &[Vec<u32>], options: CalibrationText) -> Vec<u32> {
+    let all = files.concat();
+    let length = options.length;
+    if length == 0 || all.len() <= length {
+        return all;
+    }
+    let mut chosen = Vec::new();
+    let (mut file, mut end, mut rank) = (0, 0, 0);
+    for begin in (0..=all.len() - length).step_by(length) {
+        while begin >= end {
+            end += files[file].len();
+            (file, rank) = (file + 1, 0);
+        }
+        chosen.push((rank, begin));
+        rank += 1;
+    }
+    // Sorting is stable: sequences of one rank keep the order of the files.
+    chosen.sort_by_key(|(rank, _)| *rank);
+    chosen.truncate(options.sequences);
+    chosen.sort_by_key(|(_, begin)| *begin);
+    let tokens = chosen.iter().map(|(_, begin)| &all[*begin..begin + length]);
+    tokens.collect::<Vec<_>>().concat()
+}
+
 /// Collects the input statistics of the linear layers of `model`, in high precision, over `tokens`.
 /// `progress` receives the number of sequences done and the total.
 ///
@@ -255,6 +283,31 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn sequences_are_taken_in_turn_from_the_files() {
+        let files: [Vec<u32>; 3] = [0..10, 100..103, 200..213].map(Iterator::collect);
+        let sampled = |length, sequences| {
+            let options = CalibrationText {
+                length,
+                sequences,
+                products: false,
+            };
+            sample(&files, options)
+        };
+        // Sequences begin at 0, 4, 8 in the first file, and at 12, 16, 20 of all tokens in the
+        // second and the third.
+        assert_eq!(sampled(4, 1), [0, 1, 2, 3]);
+        let second = [102, 200, 201, 202];
+        assert_eq!(sampled(4, 2), [vec![0, 1, 2, 3], second.to_vec()].concat());
+        let third = [203, 204, 205, 206];
+        let in_turn = [&[0, 1, 2, 3][..], &second, &third].concat();
+        assert_eq!(sampled(4, 3), in_turn);
+        // The incomplete last sequence is skipped.
+        assert_eq!(sampled(4, 99), files.concat()[..24]);
+        assert_eq!(sampled(30, 99), files.concat());
+        assert!(sampled(4, 0).is_empty());
     }
 
     #[test]

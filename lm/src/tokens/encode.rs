@@ -12,7 +12,7 @@ use crate::data::files;
 use crate::hf::Tokenizer;
 
 /// Extension of JSON-lines files.
-const JSON_LINES: &str = "jsonl";
+pub(crate) const JSON_LINES: &str = "jsonl";
 
 /// Result of encoding files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -91,11 +91,7 @@ impl<'a> Encoder<'a> {
     /// Returns an error if there is no template, the template refuses the messages, none is from
     /// the assistant, or the tokenizer cannot represent them.
     pub fn conversation(&self, messages: &[Message]) -> Result<Document> {
-        let chat = self.chat.as_ref().context(
-            "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
-             chat_template in tokenizer_config.json",
-        )?;
-        let found = chat.conversation(messages)?;
+        let found = self.chat()?.conversation(messages)?;
         // The template has already written the special tokens.
         let (tokens, bytes) = self.tokenizer.encode_with_bytes(&found.text)?;
         let counts = |begin: usize| found.answers.iter().any(|answer| answer.contains(&begin));
@@ -123,6 +119,38 @@ impl<'a> Encoder<'a> {
         }
     }
 
+    /// Encodes a [`Line`] of JSON as a text in which all tokens count: a prompt with its completion,
+    /// or a conversation as the chat template renders it. Adds no end-of-text token.
+    ///
+    /// # Errors
+    /// Returns an error if it has none of the forms, a conversation has no template, the template
+    /// refuses the messages, or the tokenizer cannot represent the text.
+    pub fn whole_line(&self, line: &str) -> Result<Vec<u32>> {
+        // The template writes special tokens itself.
+        let rendered = |messages: &[Message]| {
+            let text = self.chat()?.render(messages, false)?;
+            self.tokenizer.encode(&text, false)
+        };
+        match Line::parse(line)? {
+            Line::Text(text) => self.tokenizer.encode_text(&text),
+            Line::Completion { prompt, completion } => {
+                self.tokenizer.encode_text(&(prompt + &completion))
+            }
+            Line::Messages(messages) => rendered(&messages),
+            Line::Instruction(row) => match self.chat {
+                Some(_) => rendered(&row.messages()),
+                None => self.tokenizer.encode_text(&(row.prompt() + &row.output)),
+            },
+        }
+    }
+
+    fn chat(&self) -> Result<&ChatTemplate> {
+        self.chat.as_ref().context(
+            "the tokenizer has no chat template, which conversations need: chat_template.jinja, or \
+             chat_template in tokenizer_config.json",
+        )
+    }
+
     /// Adds the documents of `paths`, files and folders, to `writer`. Each line of a `.jsonl` file
     /// and every other text file is one document. Empty lines are skipped; files that are empty or
     /// not UTF-8 text are skipped and counted.
@@ -135,7 +163,7 @@ impl<'a> Encoder<'a> {
         for path in files(paths)? {
             let context = || format!("data {}", path.display());
             let bytes = fs::read(&path).with_context(context)?;
-            if path.extension().is_some_and(|end| end == JSON_LINES) {
+            if is_json_lines(&path) {
                 let text = String::from_utf8(bytes).with_context(context)?;
                 found.documents += self.encode_lines(&text, writer).with_context(context)?;
                 continue;
@@ -185,7 +213,7 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
             path.display()
         );
         let bytes = fs::read(&path).with_context(context)?;
-        if path.extension().is_none_or(|end| end != JSON_LINES) {
+        if !is_json_lines(&path) {
             found.extend(
                 String::from_utf8(bytes)
                     .ok()
@@ -212,6 +240,11 @@ fn line_texts(line: &str) -> Result<Vec<String>> {
         Line::Messages(messages) => messages.into_iter().map(|it| it.content).collect(),
         Line::Instruction(row) => vec![row.prompt() + &row.output],
     })
+}
+
+/// Returns true if `path` is, by its name, a file of JSON lines.
+pub(crate) fn is_json_lines(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == JSON_LINES)
 }
 
 /// Returns true if `path` is, by its name, a shard of tokens.

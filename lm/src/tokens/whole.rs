@@ -1,0 +1,133 @@
+//! Reads texts whole, for calibration and evaluation: every token counts.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+
+use super::encode::{Encoder, JSON_LINES, is_json_lines, is_shard};
+use crate::data::wanted_files;
+use crate::hf::Tokenizer;
+
+/// Extensions of the files that are read in a folder.
+const EXTENSIONS: [&str; 3] = ["txt", "md", JSON_LINES];
+/// Fewest tokens of a document: the first has nothing before it.
+const FEWEST: usize = 2;
+
+/// The texts of an option.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Texts {
+    /// Files in the order of the option; those of a folder are sorted by path.
+    pub files: Vec<TextFile>,
+    /// Number of files in folders that are not read, because they do not end in .txt, .md or
+    /// .jsonl.
+    pub other_files: usize,
+}
+
+/// The documents of a file: each line of JSON lines, or the text of any other file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextFile {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Tokens of each document.
+    pub documents: Vec<Vec<u32>>,
+    /// Number of documents left out because they have fewer than two tokens.
+    pub short: usize,
+}
+
+impl Texts {
+    /// Returns the number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.files.iter().map(TextFile::tokens).sum()
+    }
+
+    /// Describes files and documents that are not read, if any.
+    pub fn left_out(&self) -> Option<String> {
+        let short: usize = self.files.iter().map(|file| file.short).sum();
+        let parts = [
+            (
+                short,
+                "documents are left out because they have fewer than two tokens",
+            ),
+            (
+                self.other_files,
+                "files in folders are left out because they do not end in .txt, .md or .jsonl",
+            ),
+        ];
+        let parts = parts.into_iter().filter(|(count, _)| *count > 0);
+        let parts: Vec<String> = parts
+            .map(|(count, what)| format!("{count} {what}"))
+            .collect();
+        (!parts.is_empty()).then(|| parts.join("; "))
+    }
+}
+
+impl TextFile {
+    /// Returns the number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.documents.iter().map(Vec::len).sum()
+    }
+}
+
+/// Lists the files of `paths`, which are those of `option`; also returns the number of files in
+/// folders that are not read.
+pub(crate) fn list(option: &str, paths: &[PathBuf]) -> Result<(Vec<PathBuf>, usize)> {
+    wanted_files(option, paths, |path| {
+        let end = path.extension();
+        end.is_some_and(|end| EXTENSIONS.iter().any(|extension| end == *extension))
+    })
+}
+
+/// Reads the documents of `path`, a file of `option`.
+///
+/// # Errors
+/// Returns an error if the file cannot be read, is not UTF-8 text, or has no token besides special
+/// ones, or if a line of JSON is not a document; the error gives the line number.
+pub(crate) fn read(
+    option: &str,
+    path: PathBuf,
+    encoder: &Encoder<'_>,
+    tokenizer: &Tokenizer,
+) -> Result<TextFile> {
+    let name = || format!("{option} {}", path.display());
+    ensure!(
+        !is_shard(&path),
+        "{} is of tokens, but must be text: .txt, .md, .jsonl",
+        name()
+    );
+    let bytes = fs::read(&path).with_context(name)?;
+    let text = String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text", name()))?;
+    let all = match is_json_lines(&path) {
+        false => vec![tokenizer.encode_text(&text).with_context(name)?],
+        true => {
+            let lines = text.lines().zip(1..);
+            let lines = lines.filter(|(line, _)| !line.trim().is_empty());
+            let encoded = lines.map(|(line, number)| {
+                let tokens = encoder.whole_line(line);
+                tokens.with_context(|| format!("line {number}"))
+            });
+            encoded.collect::<Result<_>>().with_context(name)?
+        }
+    };
+    let count = all.len();
+    let documents: Vec<Vec<u32>> = (all.into_iter())
+        .filter(|tokens| tokens.len() >= FEWEST)
+        .collect();
+    let mut has_text = false;
+    for tokens in &documents {
+        if !tokenizer.decode(tokens, false)?.is_empty() {
+            has_text = true;
+            break;
+        }
+    }
+    ensure!(
+        has_text,
+        "{} has no token of its own, or only one: give a file with text",
+        name()
+    );
+    Ok(TextFile {
+        short: count - documents.len(),
+        documents,
+        path,
+    })
+}
