@@ -208,6 +208,9 @@ fn the_text_of_a_resumed_run_must_be_the_same() {
     fs::write(data.join("file-3.txt"), "other words").unwrap();
     fails(
         nvfp4("train", &["--resume", out_name]),
-        &["the text has changed"],
+        &[
+            "data has changed since the checkpoint",
+            "resumes only with the same text",
+        ],
     );
 }
