@@ -214,13 +214,13 @@ fn the_default_text_is_the_crates_of_the_build() {
     };
     let empty = folder("cargo-home");
     let missing = ["ahash-", " more", "cargo fetch --locked", "--data PATH"];
-    fails(train(Some(&empty)), &missing);
+    fails(train(Some(empty.as_path())), &missing);
     // A folder that cargo has not unpacked to the end is missing.
-    let error = fails(train(Some(&empty)), &[]);
+    let error = fails(train(Some(empty.as_path())), &[]);
     let start = error.find("ahash-").unwrap();
     let name = error[start..].split(',').next().unwrap();
     fs::create_dir_all(empty.join("registry/src/index").join(name)).unwrap();
-    fails(train(Some(&empty)), &[name]);
+    fails(train(Some(empty.as_path())), &[name]);
 
     succeeds(train(None));
     let state = json(&checkpoint(&Path::new(out).join("nvfp4")).join("state.json"));
