@@ -202,7 +202,7 @@ fn load(model: Model, optimizer: &mut AdamW, folder: &Path) -> Result<Model, Box
     let progress = Progress::load(folder.join("progress.json"))?;
     let model = model.try_load_file(folder.join("model.bpk"))?;
     progress.layers.apply(&model)?;
-    let values = |file| -> Result<_, Box<dyn Error>> {
+    let values = |file: &str| -> Result<_, Box<dyn Error>> {
         let mut values = Values::default();
         let moments = model.clone().try_load_file(folder.join(file))?;
         moments.visit(&mut values);

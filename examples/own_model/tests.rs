@@ -5,7 +5,8 @@ fn a_resumed_run_has_the_losses_of_an_uninterrupted_one() {
     let folder = env::temp_dir().join(format!("nvfp4-own-model-{}", std::process::id()));
     let _ = fs::remove_dir_all(&folder);
     let text = include_bytes!("main.rs");
-    let train = |name, steps| train(&Device::flex(), text, steps, &folder.join(name)).unwrap();
+    let train =
+        |name: &str, steps| train(&Device::flex(), text, steps, &folder.join(name)).unwrap();
     let whole = train("whole", 3);
     assert_eq!(whole.len(), 3);
     // A model that predicts all bytes alike has a loss of ln 256 = 5.55.
@@ -28,7 +29,7 @@ fn a_resumed_run_has_the_losses_of_an_uninterrupted_one() {
             bytes.collect::<Vec<_>>()
         };
         // Ids of parameters differ from run to run, and with them the order.
-        let [whole, resumed] = [&whole, &resumed].map(|folder| values(folder));
+        let [whole, resumed] = [&whole, &resumed].map(|folder| values(folder.as_path()));
         let found = |value| resumed.contains(value);
         assert!(
             whole.len() == resumed.len() && whole.iter().all(found),

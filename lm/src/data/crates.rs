@@ -36,7 +36,7 @@ pub(super) fn files() -> Result<Vec<Found>> {
     let home = home.with_context(|| {
         format!(
             "the default text is in cargo's folder, but neither CARGO_HOME nor a home folder \
-                 is set: {advice}"
+             is set: {advice}"
         )
     })?;
     let sources = home.join("registry").join("src");
