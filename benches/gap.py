@@ -200,13 +200,13 @@ class Model(torch.nn.Module):
             def linear(x, name):
                 return Linear.apply(x, p[f"blocks.{i}.{name}.weight"], self.rotation)
 
-            y = linear(norm(x, p[f"blocks.{i}.attention_norm.gain"]), "attention.qkv")
+            y = linear(norm(x, p[f"blocks.{i}.attention_norm.gamma"]), "attention.qkv")
             q, k, v = heads_of(y, self.cos, self.sin, self.heads)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
             x = x + linear(y.transpose(1, 2).reshape(x.shape), "attention.out")
-            y = linear(norm(x, p[f"blocks.{i}.feed_forward_norm.gain"]), "feed_forward.gate_up")
+            y = linear(norm(x, p[f"blocks.{i}.feed_forward_norm.gamma"]), "feed_forward.gate_up")
             x = x + linear(swiglu(y), "feed_forward.down")
-        logits = norm(x, p["norm.gain"]) @ p["head"].bfloat16()
+        logits = norm(x, p["norm.gamma"]) @ p["head"].bfloat16()
         return cross_entropy(logits, targets.reshape(-1))
 
 

@@ -2,6 +2,29 @@
 //!
 //! The offsets of each expert's tokens stay in device memory; no shape depends on them. An expert
 //! may have any number of tokens, from none to all.
+//!
+//! # Groups
+//!
+//! The linear layers of a mixture of experts run all experts in one launch. Tokens are sorted by
+//! expert, `[tokens, d_in]`. Offsets (`u32[experts + 1]`, ascending from 0, at most `tokens`) mark
+//! the first token of each expert. They stay on the device: shapes depend only on the numbers of
+//! tokens and experts.
+//!
+//! A grouped layer computes the same as the plain layer for each expert's tokens and weight:
+//!
+//! - In NVFP4, also with MS-EDEN, each group is quantized as a separate matrix. It has a separate
+//!   amax, before and after the transform, or one per stored row. Its blocks along the tokens begin
+//!   at its first token; the last block, or transform, is padded with zeros. The same applies to
+//!   each expert's weight (docs/src/numerics.md, sections 4 and 9).
+//! - The MX formats have no amax beyond their blocks of 32, which begin at the first token of each
+//!   group.
+//! - High-precision operands, original or dequantized, are multiplied without conversion.
+//!
+//! The experts share the random streams of the layer. Block numbers, and those of MS-EDEN's groups
+//! of 128, continue from group to group, so that no two experts draw the same bits: they begin at
+//! `first_row · blocks` in a row-wise tensor, and at
+//! `columns · (blocks of the earlier groups along the tokens)` in a column-wise one. With experts
+//! on several ranks, they continue after those of earlier ranks.
 
 use std::ops::Range;
 
@@ -116,7 +139,8 @@ pub(crate) fn check_experts(argument: &'static str, experts: usize) -> Result<()
 
 /// Grouped linear layer: `y[i] = Q(x[i]) Q(weight[e]) + bias[e]` for each token `i` of expert `e`,
 /// differentiable by `x`, `weight` and `bias`. `spec` gives the operands of the forward and
-/// backward; see [`ops`](crate::ops) for the quantization of groups.
+/// backward; see the [module](self) for the quantization of
+/// groups.
 ///
 /// `x` is `[tokens, d_in]`, sorted by expert according to `experts`; `weight` is
 /// `[experts, d_in, d_out]`; `bias` is `[experts, d_out]`; each `f32`, `bf16` or `f16`. The output

@@ -9,9 +9,8 @@ use burn_core::tensor::{DType, FloatDType, Int, Tensor};
 use nvfp4_formats::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Usage};
 
 use crate::ops::{
-    GemmGroups, LinearContext, LinearSpec, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand,
-    QuantParams, QuantUsages, QuantizeRequest, QuantizedData, QuantizedMatrix, RowGroups,
-    StoredForm,
+    GemmGroups, LinearContext, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand, QuantUsages,
+    QuantizeRequest, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
 };
 use crate::validate;
 
@@ -20,6 +19,9 @@ pub use crate::layers::{
     try_rms_norm, try_swiglu,
 };
 pub use crate::ops::layers::Gelu;
+pub use crate::ops::{
+    BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding,
+};
 
 /// Matrix in NVFP4: 4-bit codes, one scale per block of 16, and the amax values.
 ///

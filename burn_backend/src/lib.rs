@@ -13,8 +13,9 @@
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
 //! - `checkpoint` (feature `train`) adds that state to the checkpoints of burn-train.
 //! - [`parallel`] trains on several ranks: data parallelism, FSDP and differentiable collectives.
-//! - [`ops`] is the extension trait, implemented by the Flex backend (pure Rust, with the
-//!   arithmetic of the oracle), the Cube backend (CubeCL kernels), `Fusion` and `Autodiff`.
+//!
+//! All of it runs on the Flex backend (pure Rust, with the arithmetic of the oracle) and on the Cube
+//! backend (CubeCL kernels).
 //!
 //! ```
 //! # use burn_core as burn;
@@ -75,6 +76,7 @@ pub mod functions;
 pub mod graph;
 pub mod loss;
 pub mod nn;
+#[doc(hidden)]
 pub mod ops;
 pub mod optim;
 pub mod parallel;
@@ -96,8 +98,6 @@ pub use nn::{
     Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Moe, Nvfp4MoeConfig,
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
-pub use nvfp4_formats::{
-    BlockPosition, Gap, Gaps, Hadamard, Nvfp4Error, RandomStream, Rounding, Usage,
-};
+pub use nvfp4_formats::{Hadamard, Nvfp4Error, RandomStream, Rounding, Usage};
 pub use recipe::{LayerMode, Nvfp4Recipe};
 pub use state::{Nvfp4State, RngState, set_mode};

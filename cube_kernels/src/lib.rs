@@ -44,3 +44,9 @@ pub(crate) use nvfp4_formats::{
     MX_BLOCK, Nvfp4Error, Nvfp4Params, Origin, QuantizedTensor, RandomStream, Reduction, Rounding,
     ScaleLayout, Storage, StoredForm, Usage, describe, format, policy, reference,
 };
+
+/// Returns the client of CubeCL's CPU runtime, for unit tests.
+#[cfg(all(test, feature = "cpu"))]
+fn cpu_client() -> cubecl::client::Client {
+    nvfp4_test_support::cpu_runtime(|| cubecl::Device::Cpu(Default::default()).client())
+}

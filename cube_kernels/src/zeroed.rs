@@ -285,7 +285,7 @@ mod tests {
     /// is served too.
     #[test]
     fn counters_are_those_of_a_stream() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let words = |count: usize| {
             let memory = counters(&client, count);
             client.read_one(memory).expect("they are in memory")
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn chunks_of_a_step_grow() {
         const WORDS: usize = 16384;
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let chunk = || {
             let steps = steps();
             let step = steps.iter().find(|step| step.is_of(&client)).unwrap();

@@ -14,7 +14,8 @@ use burn::nn::Initializer;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use nvfp4::graph::{GraphSteps, copy_into};
-use nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm, RopeCache, RopeCacheConfig};
+use nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm, RmsNormConfig};
+use nvfp4::nn::{RopeCache, RopeCacheConfig};
 use nvfp4::optim::{AdamW, AdamWConfig, ParameterMoments};
 use nvfp4::state::assign_layer_ids;
 use nvfp4::{Nvfp4Error, Nvfp4Recipe, Nvfp4State};
@@ -50,7 +51,7 @@ impl Model {
         let model = Self {
             embedding: Embedding::new(normal.init([256, width], device)),
             blocks: blocks.collect::<Result<_, _>>()?,
-            norm: RmsNorm::new(width, device),
+            norm: RmsNormConfig::new(width).try_init(device)?,
             head: LmHead::new(normal.init([width, 256], device)),
             positions: RopeCacheConfig::new(CONTEXT, width / heads).try_init(device)?,
             activation,
@@ -62,14 +63,20 @@ impl Model {
         Ok(model)
     }
 
-    fn loss(&self, inputs: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let mut stream = ResidualStream::from(self.embedding.forward(inputs, self.activation));
+    fn loss(
+        &self,
+        inputs: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, Nvfp4Error> {
+        let x = self.embedding.try_forward_as(inputs, self.activation);
+        let mut stream = ResidualStream::from(x?);
         for block in &self.blocks {
-            stream = block.forward_stream(stream, &self.positions).output;
+            let block = block.try_forward_stream(stream, &self.positions, None)?;
+            stream = block.output;
         }
         let (_, x) = self.norm.forward_stream(stream);
         let [rows, time] = targets.dims();
-        self.head.loss(x, targets.reshape([rows * time]))
+        self.head.try_loss(x, targets.reshape([rows * time]))
     }
 }
 
@@ -100,7 +107,7 @@ impl Run {
     fn step(&mut self) -> Result<(), Nvfp4Error> {
         let [inputs, targets] = self.batch.clone().expect("`load` sets it");
         let model = self.model.take().expect("a step puts it back");
-        let loss = model.loss(inputs, targets);
+        let loss = model.loss(inputs, targets)?;
         self.loss = Some(loss.clone().without_autodiff());
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
         self.model = Some(self.optimizer.try_step_begun(model, gradients)?);

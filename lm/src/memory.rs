@@ -526,7 +526,7 @@ mod tests {
     #[test]
     fn an_allocation_that_does_not_fit_is_the_error() {
         const TERABYTE: usize = 1 << 40;
-        let device = Device::cpu();
+        let device = nvfp4_test_support::cpu_runtime(Device::cpu);
         let client = client(&device).unwrap();
         let error = budget(8, "cpu").guard(&device, || {
             let read = client.read_one(client.empty(TERABYTE));

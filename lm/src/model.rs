@@ -19,7 +19,7 @@ use burn_nvfp4::loss::{CrossEntropy, cross_entropy, linear_cross_entropy};
 use burn_nvfp4::nn::tensor_parallel::ShardedParameter;
 use burn_nvfp4::nn::{
     BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
-    RopeCache, RopeCacheConfig, expert_parameters,
+    RmsNormConfig, RopeCache, RopeCacheConfig, expert_parameters,
 };
 use burn_nvfp4::parallel::Shards;
 use burn_nvfp4::state::assign_layer_ids;
@@ -280,7 +280,9 @@ impl Transformer {
         let model = Self {
             embedding: Initializer::Zeros.init([VOCABULARY, width], device),
             blocks,
-            norm: RmsNorm::new(width, device),
+            norm: RmsNormConfig::new(width)
+                .with_epsilon(block.epsilon)
+                .init(device),
             head: Initializer::Zeros.init([width, VOCABULARY], device),
             positions: RopeCacheConfig::new(context, width / heads).try_init(device)?,
             activation,
@@ -495,7 +497,7 @@ impl ModuleMapper for Initialise {
         let shape = param.lazy_shape();
         let count = shape.num_elements();
         let values = match self.name(0) {
-            "gain" | "gamma" => vec![1.0; count],
+            "gamma" => vec![1.0; count],
             "bias" | "beta" => vec![0.0; count],
             _ if self.is(&["embedding", "positions"]) => {
                 normal(seed, &path, count, EMBEDDING_DEVIATION)
@@ -630,16 +632,16 @@ mod tests {
         model(RecipeName::f32(), &Device::flex()).visit(&mut paths);
         let block = |index: usize| {
             [
-                "attention_norm.gain",
+                "attention_norm.gamma",
                 "attention.qkv.weight",
                 "attention.out.weight",
-                "feed_forward_norm.gain",
+                "feed_forward_norm.gamma",
                 "feed_forward.gate_up.weight",
                 "feed_forward.down.weight",
             ]
             .map(|name| format!("blocks.{index}.{name}"))
         };
-        let others = ["embedding", "norm.gain", "head"].map(String::from);
+        let others = ["embedding", "norm.gamma", "head"].map(String::from);
         let expected = [&others[..1], &block(0), &block(1), &others[1..]].concat();
         assert_eq!(paths.1, expected);
     }

@@ -308,7 +308,9 @@ fn eval_reads_texts_and_questions() {
     let perplexity = |model: &str, more: &[&str]| -> f64 {
         let text = succeeds(eval(model, &[&["--data", text], more].concat()));
         let figure = text.strip_prefix("perplexity ");
-        let figure = figure.and_then(|text| text.split(' ').next()).expect(&text);
+        let figure = figure
+            .and_then(|text| text.split([' ', ';']).next())
+            .expect(&text);
         figure.parse().unwrap()
     };
     let windows = ["--length", "16", "--stride", "8"];

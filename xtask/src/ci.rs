@@ -196,16 +196,7 @@ fn training_speed() -> Result<()> {
     if out.exists() {
         fs::remove_dir_all(&out)?;
     }
-    // Built like the tests: `cargo run` has no `--workspace`, and a single package would have other
-    // features.
-    cargo(&[
-        "build",
-        "--workspace",
-        "--bin",
-        "nvfp4",
-        "--features",
-        FEATURES,
-    ])?;
+    // The tests of the command have built it; a build of its own would have other features.
     let mut command = Command::new(workspace::target_folder()?.join("debug/nvfp4"));
     command
         .args(["train", "--device", "flex", "--preset", "tiny"])

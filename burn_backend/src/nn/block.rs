@@ -10,7 +10,8 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{
     ExpertParallelMoe, MoeOutput, Neighbours, Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Moe,
-    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RopeCache,
+    Nvfp4MoeConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, ResidualStream, RmsNorm, RmsNormConfig,
+    RopeCache,
 };
 use crate::functions::or_panic;
 use crate::parallel::ProcessGroup;
@@ -34,6 +35,9 @@ pub struct Nvfp4TransformerBlockConfig {
     pub top_k: usize,
     /// Hidden width of the shared expert; see [`Nvfp4MoeConfig`].
     pub shared_hidden: Option<usize>,
+    /// ε of the two norms, added to the mean square; positive.
+    #[config(default = 1e-6)]
+    pub epsilon: f64,
     /// True if the backward recomputes gate and up instead of keeping them; see
     /// [`Nvfp4SwiGlu::with_recompute`].
     #[config(default = false)]
@@ -76,10 +80,14 @@ impl Nvfp4TransformerBlockConfig {
                 (None, Some(config.try_init(device)?))
             }
         };
+        let norm = || {
+            let config = RmsNormConfig::new(self.d_model).with_epsilon(self.epsilon);
+            config.init(device)
+        };
         Ok(Nvfp4TransformerBlock {
-            attention_norm: RmsNorm::new(self.d_model, device),
+            attention_norm: norm(),
             attention,
-            feed_forward_norm: RmsNorm::new(self.d_model, device),
+            feed_forward_norm: norm(),
             feed_forward,
             moe,
             expert_parallel: None,
@@ -267,8 +275,8 @@ impl Nvfp4TransformerBlock {
         }
         let (device, [_, _, width]) = (x.device(), x.dims());
         let (first, second) = (&self.attention_norm, &self.feed_forward_norm);
-        first.check_part("attention_norm.gain", &device, width)?;
-        second.check_part("feed_forward_norm.gain", &device, width)
+        first.check_part("attention_norm.gamma", &device, width)?;
+        second.check_part("feed_forward_norm.gamma", &device, width)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward), without padding.

@@ -32,7 +32,7 @@ pub mod tensor_parallel;
 
 pub use attention::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, RopeCacheConfig};
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
-pub use embedding::Embedding;
+pub use embedding::{Embedding, EmbeddingConfig};
 pub use feed_forward::{
     Nvfp4FeedForward, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGlu, try_swiglu_of, try_swiglu_of_experts,
 };
@@ -44,7 +44,7 @@ pub use moe::{
     ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters,
 };
 pub(crate) use norm::Neighbours;
-pub use norm::{LayerNorm, ResidualStream, RmsNorm};
+pub use norm::{LayerNorm, LayerNormConfig, ResidualStream, RmsNorm, RmsNormConfig};
 pub use packed::{
     Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
 };

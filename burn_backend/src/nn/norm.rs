@@ -2,46 +2,76 @@
 
 use burn_core as burn;
 
+use burn_core::config::Config;
 use burn_core::module::{Module, Param};
-use burn_core::tensor::{Device, FloatDType, Tensor};
-use burn_nn::{LayerNorm as BurnLayerNorm, LayerNormConfig, RmsNorm as BurnRmsNorm};
+use burn_core::tensor::{Device, Tensor};
+use burn_nn::{
+    Initializer, LayerNorm as BurnLayerNorm, LayerNormConfig as BurnLayerNormConfig,
+    RmsNorm as BurnRmsNorm,
+};
 use nvfp4_formats::Nvfp4Error;
 
-use super::{Nvfp4Linear, cast};
+use super::Nvfp4Linear;
 use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
 use crate::layers::{NormAmax, try_add_rms_norm_with_amax, try_norm_of_stream};
 use crate::parallel::whole_dims;
 use crate::validate;
 
-/// RMSNorm: `x / sqrt(mean(x²) + ε) · gain` over the last axis, computed in `f32` for all input and
-/// output dtypes.
+/// Configuration of [`RmsNorm`]; same fields and defaults as `burn_nn::RmsNormConfig`.
+#[derive(Config, Debug)]
+pub struct RmsNormConfig {
+    /// Number of features.
+    pub d_model: usize,
+    /// ε, added to the mean square; positive.
+    #[config(default = 1e-5)]
+    pub epsilon: f64,
+}
+
+impl RmsNormConfig {
+    /// Creates a norm whose factors are 1.
+    ///
+    /// # Panics
+    /// If `epsilon` is not positive.
+    pub fn init(&self, device: &Device) -> RmsNorm {
+        check_epsilon("RmsNormConfig::init", self.epsilon);
+        RmsNorm {
+            gamma: Initializer::Ones.init([self.d_model], device),
+            epsilon: self.epsilon,
+        }
+    }
+}
+
+/// Panics if `epsilon`, an argument of `function`, is not positive.
+fn check_epsilon(function: &str, epsilon: f64) {
+    let checked = match epsilon > 0.0 {
+        true => Ok(()),
+        false => Err(Nvfp4Error::value(
+            "epsilon",
+            epsilon.to_string(),
+            "a positive number",
+        )),
+    };
+    or_panic(function, checked);
+}
+
+/// RMSNorm: `x / sqrt(mean(x²) + ε) · γ` over the last axis. Replaces `burn_nn::RmsNorm`: same
+/// fields, ids and record.
 ///
-/// Differs from `burn_nn::RmsNorm` in precision (that one divides and multiplies in the dtype of
-/// its input) and in the name of its parameter.
+/// Computes in `f32` for all input dtypes; Burn's divides and multiplies in the dtype of its input.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
-    /// Gain, one factor per feature, `[width]`.
-    pub gain: Param<Tensor<1>>,
+    /// γ, one factor per feature, `[d_model]`.
+    pub gamma: Param<Tensor<1>>,
+    /// ε, added to the mean square.
     #[module(skip)]
-    epsilon: f64,
+    pub epsilon: f64,
 }
 
 impl RmsNorm {
-    /// Default ε, added to the mean square.
-    pub const EPSILON: f64 = 1e-6;
-
-    /// Creates a norm of `width` features with gains of 1 and an ε of [`EPSILON`](Self::EPSILON).
-    pub fn new(width: usize, device: &Device) -> Self {
-        Self {
-            gain: Param::from_tensor(Tensor::ones([width], device)),
-            epsilon: Self::EPSILON,
-        }
-    }
-
     /// Takes over the parameter of `norm`, with its id, and its ε.
     pub fn from_rms_norm(norm: BurnRmsNorm) -> Self {
         Self {
-            gain: norm.gamma,
+            gamma: norm.gamma,
             epsilon: norm.epsilon,
         }
     }
@@ -49,54 +79,36 @@ impl RmsNorm {
     /// Returns the parameter as a `burn_nn::RmsNorm`, with its id.
     pub fn into_rms_norm(self) -> BurnRmsNorm {
         BurnRmsNorm {
-            gamma: self.gain,
+            gamma: self.gamma,
             epsilon: self.epsilon,
         }
     }
 
-    /// ε, added to the mean square.
-    pub(super) fn epsilon(&self) -> f64 {
-        self.epsilon
-    }
-
     /// Returns an error if the norm does not accept rows of `width` on `device`. `name` is the name
-    /// of its gain in the enclosing module.
+    /// of its γ in the enclosing module.
     pub(super) fn check_part(
         &self,
         name: &'static str,
         device: &Device,
         width: usize,
     ) -> Result<(), Nvfp4Error> {
-        validate::parameter(device, name, &self.gain)?;
-        validate::shape(name, whole_dims(&self.gain), [width], || {
+        validate::parameter(device, name, &self.gamma)?;
+        validate::shape(name, whole_dims(&self.gamma), [width], || {
             "the last axis of `x`".into()
         })
     }
 
-    /// Normalizes `x`, `[..., width]`, in one pass. The result has the same shape and dtype
-    /// `dtype`.
+    /// Normalizes `x`, `[..., d_model]`, in one pass. The result has the shape and dtype of `x`.
     ///
-    /// # Panics
-    /// If the device has no implementation, the dtype of `x` is not supported, or its last axis
-    /// differs from that of the gain.
-    pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
-        self.forward_with(self.gain.val(), x, dtype)
+    /// # Errors
+    /// Same as [`try_rms_norm`].
+    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        try_rms_norm(x, self.gamma.val(), self.epsilon)
     }
 
-    /// Version of [`forward`](Self::forward) with another gain.
-    pub(super) fn forward_with<const D: usize>(
-        &self,
-        gain: Tensor<1>,
-        x: Tensor<D>,
-        dtype: FloatDType,
-    ) -> Tensor<D> {
-        // A narrower input would cut off digits that a wider output has.
-        let x = match dtype {
-            FloatDType::F32 => cast(x, dtype),
-            _ => x,
-        };
-        let normed = try_rms_norm(x, gain, self.epsilon);
-        cast(or_panic("RmsNorm::forward", normed), dtype)
+    /// Panicking version of [`try_forward`](Self::try_forward).
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        or_panic("RmsNorm::forward", self.try_forward(x))
     }
 
     /// Adds the [pending term](ResidualStream) to the residual stream in the pass that normalizes
@@ -104,7 +116,7 @@ impl RmsNorm {
     ///
     /// # Errors
     /// Returns an error if the device has no implementation, a dtype is not supported, the last
-    /// axis differs from that of the gain, or the terms of the stream differ in shape, dtype or
+    /// axis differs from that of γ, or the terms of the stream differ in shape, dtype or
     /// device.
     pub fn try_forward_stream(
         &self,
@@ -120,28 +132,28 @@ impl RmsNorm {
         neighbours: Neighbours<'_>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        self.try_forward_stream_with(self.gain.val(), neighbours, stream)
+        self.try_forward_stream_with(self.gamma.val(), neighbours, stream)
     }
 
-    /// Version of [`try_forward_stream_for`](Self::try_forward_stream_for) with another gain.
+    /// Version of [`try_forward_stream_for`](Self::try_forward_stream_for) with another γ.
     pub(super) fn try_forward_stream_with(
         &self,
-        gain: Tensor<1>,
+        gamma: Tensor<1>,
         Neighbours { before, next }: Neighbours<'_>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         let ResidualStream { sum, pending } = stream;
         let is_tracked = sum.is_tracked()
             || pending.as_ref().is_some_and(|pending| pending.is_tracked())
-            || gain.is_tracked();
+            || gamma.is_tracked();
         let before = before.filter(|_| is_tracked && pending.is_some());
         let amax = NormAmax {
             output: next.and_then(|next| next.next_spec().input_amax(is_tracked)),
             grad: before.and_then(|before| before.next_spec().gradient_amax()),
         };
         match pending {
-            None => try_norm_of_stream(sum, gain, self.epsilon, amax),
-            Some(pending) => try_add_rms_norm_with_amax(pending, sum, gain, self.epsilon, amax),
+            None => try_norm_of_stream(sum, gamma, self.epsilon, amax),
+            Some(pending) => try_add_rms_norm_with_amax(pending, sum, gamma, self.epsilon, amax),
         }
     }
 
@@ -186,6 +198,35 @@ impl ResidualStream {
     }
 }
 
+/// Configuration of [`LayerNorm`]; same fields and defaults as `burn_nn::LayerNormConfig`.
+#[derive(Config, Debug)]
+pub struct LayerNormConfig {
+    /// Number of features.
+    pub d_model: usize,
+    /// ε, added to the variance; positive.
+    #[config(default = 1e-5)]
+    pub epsilon: f64,
+    /// True if the norm has a β.
+    #[config(default = true)]
+    pub bias: bool,
+}
+
+impl LayerNormConfig {
+    /// Creates a norm with a γ of 1 and a β of 0.
+    ///
+    /// # Panics
+    /// If `epsilon` is not positive.
+    pub fn init(&self, device: &Device) -> LayerNorm {
+        check_epsilon("LayerNormConfig::init", self.epsilon);
+        let beta = || Initializer::Zeros.init([self.d_model], device);
+        LayerNorm {
+            gamma: Initializer::Ones.init([self.d_model], device),
+            beta: self.bias.then(beta),
+            epsilon: self.epsilon,
+        }
+    }
+}
+
 /// Layer normalization with one pass in the forward and one in the backward. Replaces
 /// `burn_nn::LayerNorm`: same parameters, ids and record paths.
 ///
@@ -215,7 +256,7 @@ impl LayerNorm {
     /// Returns the parameters as a `burn_nn::LayerNorm`, with their ids.
     pub fn into_layer_norm(self) -> BurnLayerNorm {
         let [width] = self.gamma.lazy_shape().dims();
-        let config = LayerNormConfig::new(width)
+        let config = BurnLayerNormConfig::new(width)
             .with_epsilon(self.epsilon)
             .with_bias(false);
         let mut norm = config.init(&self.gamma.lazy_device());

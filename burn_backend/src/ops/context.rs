@@ -268,10 +268,11 @@ pub(crate) mod tests {
     pub(crate) fn device() -> (Device, DType, bool) {
         match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cpu")]
-            Ok("cpu") => {
-                nvfp4_test_support::compile_without_optimizations();
-                (Device::cpu(), DType::F32, false)
-            }
+            Ok("cpu") => (
+                nvfp4_test_support::cpu_runtime(Device::cpu),
+                DType::F32,
+                false,
+            ),
             #[cfg(feature = "cuda")]
             Ok("cuda") => (Device::cuda(0), DType::BF16, true),
             #[cfg(feature = "flex")]

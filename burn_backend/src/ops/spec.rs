@@ -455,7 +455,8 @@ impl LinearSpec {
 
     /// Advances the block numbers for experts with weights `[d_in, d_out]` that come after others
     /// in the tensors of all experts, so that they draw the bits of their position there. `earlier`
-    /// are the token counts of the other experts. See [`ops`](crate::ops) for the block numbering.
+    /// are the token counts of the other experts. See [`experts`](crate::experts) for the block
+    /// numbering.
     pub(crate) fn behind_experts(mut self, earlier: &[usize], [d_in, d_out]: [usize; 2]) -> Self {
         let rows = earlier.iter().sum::<usize>();
         let along_tokens = |unit| earlier.iter().map(|&len| blocks(len, unit)).sum::<usize>();

@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn a_layer_warns_once_that_burn_averages_its_gradient() {
-        let device = Device::cpu().autodiff();
+        let device = nvfp4_test_support::cpu_runtime(Device::cpu).autodiff();
         let plain = Nvfp4LinearConfig::new(16, 16).init(&device);
         let marked = plain.clone().map(&mut Mark);
         let x = Tensor::<2>::zeros([16, 16], &device);

@@ -214,7 +214,7 @@ fn feed_forwards_are_burn_nns() {
     let norm = RmsNormConfig::new(32).init(&device);
     let (id, expected) = (norm.gamma.id, values(norm.forward(x.clone())));
     let ours = RmsNorm::from_rms_norm(norm);
-    let found = ours.forward(x, burn_core::tensor::FloatDType::F32);
+    let found = ours.forward(x);
     assert_close("norm", &values(found), &expected);
     assert_eq!(ours.into_rms_norm().gamma.id, id);
 }

@@ -17,7 +17,7 @@ fn a_used_up_exploration_limit_is_noticed() {
     // SAFETY: the only test of this process, before any thread of Burn exists.
     unsafe { std::env::set_var("BURN_FUSION_MAX_EXPLORATIONS", "2") };
     decorate::install().unwrap();
-    let device = Device::cpu().autodiff();
+    let device = nvfp4_test_support::cpu_runtime(Device::cpu).autodiff();
     let layer = || -> Linear { LinearConfig::new(16, 16).init(&device) };
     let strict = decorate(layer(), &Nvfp4Recipe::new()).unwrap();
     let lenient = Decorator::new(&Nvfp4Recipe::new())

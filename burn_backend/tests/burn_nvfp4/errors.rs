@@ -226,9 +226,9 @@ mod on_different_devices {
         let mut block = Nvfp4TransformerBlockConfig::new(32, 2, 48).init(&device());
         let result = block.try_forward(elsewhere([1, 4, 32]), &other, None);
         assert_error!(result, Device, "qkv.weight", "Flex", "the device of `x`");
-        block.feed_forward_norm.gain = param([32]);
+        block.feed_forward_norm.gamma = param([32]);
         let result = block.try_forward(x(), &positions, None);
-        let name = "feed_forward_norm.gain";
+        let name = "feed_forward_norm.gamma";
         match result {
             Err(Nvfp4Error::Device { argument, .. }) => assert_eq!(argument, name),
             other => panic!("{other:?}"),

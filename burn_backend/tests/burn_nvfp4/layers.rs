@@ -7,7 +7,7 @@ use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nn::LayerNormConfig;
 use burn_nvfp4::Nvfp4TransformerBlockConfig;
 use burn_nvfp4::functions::{self, Gelu};
-use burn_nvfp4::nn::{LayerNorm, ResidualStream, RmsNorm, RopeCacheConfig, SwiGlu};
+use burn_nvfp4::nn::{LayerNorm, ResidualStream, RmsNormConfig, RopeCacheConfig, SwiGlu};
 use nvfp4_formats::reference::{self, Norm};
 
 use crate::support::{Matrix, activation, device, gaussian, skip_where_small_only, values};
@@ -248,7 +248,7 @@ fn additions_may_be_left_to_the_next_block() {
     let device = device();
     let config = Nvfp4TransformerBlockConfig::new(32, 2, 48);
     let blocks = [config.init(&device), config.init(&device)];
-    let norm = RmsNorm::new(32, &device);
+    let norm = RmsNormConfig::new(32).init(&device);
     let positions = RopeCacheConfig::new(6, 16).init(&device);
     let x = tensor([2, 6, 32], 1, &device).cast(activation());
     let added = blocks
@@ -263,8 +263,7 @@ fn additions_may_be_left_to_the_next_block() {
     let (sum, normed) = norm.forward_stream(left);
     let values = |x: Tensor<3>| values(x.cast(FloatDType::F32));
     assert_eq!(values(sum), values(added.clone()));
-    let dtype: FloatDType = added.dtype().into();
-    assert_eq!(values(normed), values(norm.forward(added, dtype)));
+    assert_eq!(values(normed), values(norm.forward(added)));
 }
 
 #[test]

@@ -298,7 +298,7 @@ fn tied_weights_have_one_gradient() {
             true => ends.weight.clone(),
             false => param(),
         };
-        let x = ends.forward(ints(&ids, &device).reshape([2, 3]), FloatDType::F32);
+        let x = ends.forward(ints(&ids, &device).reshape([2, 3]));
         let (x, params) = (x.reshape([6, d]), CrossEntropy::default());
         let loss = linear_cross_entropy(x, head.val().transpose(), targets.clone(), params);
         let grads = loss.backward();
@@ -325,7 +325,7 @@ fn modules_keep_the_parameters_of_burns() {
     let (id, values) = (embedding.weight.id, floats(embedding.weight.val()));
     let ours = Embedding::from_embedding(embedding);
     assert_eq!(ours.num_params(), 7 * 16);
-    let rows = ours.forward(ints(&[6, 0], &device).reshape([1, 2]), FloatDType::F32);
+    let rows = ours.forward(ints(&[6, 0], &device).reshape([1, 2]));
     assert_eq!(rows.dims(), [1, 2, 16]);
     assert_eq!(floats(rows)[..16], values[6 * 16..]);
     assert_eq!(ours.into_embedding().weight.id, id);

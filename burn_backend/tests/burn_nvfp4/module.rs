@@ -5,9 +5,9 @@ use burn_core as burn;
 
 use burn_core::module::{Module, Param};
 use burn_core::store::ModuleRecord;
-use burn_core::tensor::{DType, Device, Tensor};
+use burn_core::tensor::{DType, Device, Int, Tensor};
 use burn_nn::{Linear, LinearConfig};
-use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
+use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, nn};
 
 use crate::support::{Matrix, device, flex_only, skip_where_small_only, small_only, values};
 
@@ -73,6 +73,55 @@ fn checkpoints_move_both_ways_with_ids_and_bytes() {
         loaded.into_record().into_bytes().unwrap().to_vec(),
         bytes(source)
     );
+}
+
+/// Asserts that `ours` and `burns` have the same record, and that each loads that of the other.
+fn assert_same_record<A: Module, B: Module>(ours: A, burns: B) {
+    let bytes = |record: ModuleRecord| record.into_bytes().unwrap().to_vec();
+    let ours_of_burns = ours.clone().load_record(saved(burns.clone()));
+    let expected = bytes(burns.clone().into_record());
+    assert_eq!(bytes(ours_of_burns.into_record()), expected);
+    let burns_of_ours = burns.load_record(saved(ours.clone()));
+    let expected = bytes(ours.into_record());
+    assert_eq!(bytes(burns_of_ours.into_record()), expected);
+}
+
+/// Norms and embeddings: the same configuration, record and values as burn-nn's modules.
+#[test]
+fn norms_and_embeddings_replace_burn_nns() {
+    flex_only!();
+    let device = device();
+    let x = Matrix::gaussian(6, 32, DType::F32, 3).tensor(&device);
+    let close = |found: Tensor<2>, expected: Tensor<2>| {
+        let distance = (found - expected).abs().max().into_scalar::<f32>();
+        assert!(distance < 2e-6, "{distance}");
+    };
+
+    let ours = nn::RmsNormConfig::new(32).init(&device);
+    let burns = burn_nn::RmsNormConfig::new(32).init(&device);
+    assert_eq!(ours.epsilon, burns.epsilon);
+    close(ours.forward(x.clone()), burns.forward(x.clone()));
+    assert_same_record(ours, burns);
+    for bias in [true, false] {
+        let ours = nn::LayerNormConfig::new(32).with_bias(bias).init(&device);
+        let config = burn_nn::LayerNormConfig::new(32).with_bias(bias);
+        let burns = config.init(&device);
+        close(ours.forward(x.clone()), burns.forward(x.clone()));
+        assert_same_record(ours, burns);
+    }
+    let burns = burn_nn::EmbeddingConfig::new(7, 32).init(&device);
+    let ours = nn::EmbeddingConfig::new(7, 32).init(&device);
+    let ours = ours.load_record(saved(burns.clone()));
+    let ids = Tensor::<2, Int>::from_data([[6, 0, 3]], &device);
+    let [found, expected] = [ours.forward(ids.clone()), burns.forward(ids)];
+    assert_eq!(values(found), values(expected));
+    assert_same_record(ours, burns);
+}
+
+#[test]
+#[should_panic(expected = "value of `epsilon`: found 0, expected a positive number")]
+fn an_epsilon_is_positive() {
+    nn::RmsNormConfig::new(32).with_epsilon(0.0).init(&device());
 }
 
 #[test]

@@ -5,7 +5,7 @@ use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nvfp4::functions::try_swiglu;
 use burn_nvfp4::nn::{
-    Activations, NormLinear, Nvfp4PackedLinear, Nvfp4Weight, ResidualStream, RmsNorm,
+    Activations, NormLinear, Nvfp4PackedLinear, Nvfp4Weight, ResidualStream, RmsNorm, RmsNormConfig,
 };
 use burn_nvfp4::{Nvfp4Error, Rounding, Usage};
 use nvfp4_formats::{Amax, Nvfp4Params, reference};
@@ -29,9 +29,9 @@ fn weight(n: usize, device: &Device) -> Nvfp4Weight {
 
 fn norm(device: &Device) -> RmsNorm {
     let gain = gaussian(K, 32);
-    let mut norm = RmsNorm::new(K, device);
+    let mut norm = RmsNormConfig::new(K).init(device);
     let gain = Tensor::from_data(TensorData::new(gain, [K]), device);
-    norm.gain = Param::from_tensor(gain);
+    norm.gamma = Param::from_tensor(gain);
     norm
 }
 
@@ -158,7 +158,7 @@ fn gradients_are_those_of_its_parts() {
         let all = [
             values(x.grad(&grads).unwrap()),
             values(pending.grad(&grads).unwrap()),
-            values(norm.gain.grad(&grads).unwrap()),
+            values(norm.gamma.grad(&grads).unwrap()),
         ];
         assert!(all.iter().all(|grad| grad.iter().any(|x| *x != 0.0)));
         all

@@ -203,7 +203,7 @@ mod tests {
     /// Codes and scales of each group start at a multiple of 64, padded with zeros.
     #[test]
     fn groups_are_moved() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         // Stored columns after the last group belong to no group.
         for (sizes, rows, behind) in [
             (vec![16, 0, 80, 64, 48], 3, 32),
@@ -258,7 +258,7 @@ mod tests {
     /// Operands whose block scales are in tiles cannot have groups along K.
     #[test]
     fn tiles_of_scales_are_refused() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let memory = upload(&client, &[0; 1024]);
         let layout = Layout {
             scale_layout: ScaleLayout::Swizzled128x4,

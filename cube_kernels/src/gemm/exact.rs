@@ -329,7 +329,7 @@ mod tests {
     /// The first difference is reported by row and column; the sign of zero is ignored.
     #[test]
     fn differences_are_named() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let case = ExactGemm::dense(&client, Format::Nvfp4, (3, 8, 32), false).unwrap();
         let mut found = case.expected.clone();
         assert_eq!(case.compare_values(&found), Ok(()));
@@ -350,7 +350,7 @@ mod tests {
     /// Sums are exact in any order: they are multiples of 1/16 below 2^20.
     #[test]
     fn sums_are_exact() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         for format in [Format::Nvfp4, Format::Mxfp8] {
             let case = ExactGemm::dense(&client, format, (5, 16, 2048), false).unwrap();
             assert!(case.expected.iter().any(|value| *value != 0.0));

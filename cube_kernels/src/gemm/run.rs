@@ -253,7 +253,7 @@ mod tests {
     /// chooses again.
     #[test]
     fn planned_gemms_choose_no_kernel() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         // A shape that no other test has.
         let (m, n, k) = (23, 29, 31);
         let matrix = |rows, cols, dtype: FloatKind| {

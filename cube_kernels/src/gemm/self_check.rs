@@ -148,7 +148,7 @@ mod tests {
     /// Each form of the kernel has a separate check.
     #[test]
     fn forms_are_checked_by_themselves() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let tiles = BlockScaled::ALL
             .map(|format| Sm100Form::ALL.map(|form| Sm100Tile::instruction(format, form)));
         let mut names: Vec<String> = tiles
@@ -199,7 +199,7 @@ mod tests {
     /// A kernel that writes wrong results, or fails, does not pass.
     #[test]
     fn wrong_results_do_not_pass() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let tile = Sm100Tile::instruction(BlockScaled::Mxfp8, Sm100Form::OneCta);
         let zeros = |case: &ExactGemm| {
             let len = case.a.outer() * case.b.outer();

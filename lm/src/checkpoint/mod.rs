@@ -30,6 +30,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
+use crate::hf::tensors::check_folder;
 use crate::random::hash;
 use crate::ranks::{agree, gathered_bytes, on_first};
 use parts::{Level, Partition, ranks_of};
@@ -393,11 +394,7 @@ pub fn latest(folder: &Path) -> Result<Option<PathBuf>> {
 /// # Errors
 /// Returns an error if there is none.
 pub fn resolve(path: &Path) -> Result<PathBuf> {
-    ensure!(
-        path.is_dir(),
-        "checkpoint {} is not a folder",
-        path.display()
-    );
+    check_folder(path)?;
     if path.join(MANIFEST).exists() {
         return Ok(path.into());
     }

@@ -3,7 +3,7 @@
 
 use anyhow::Result;
 use burn::module::Module;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 use burn_nvfp4::attention::{AttentionParams, Sequences, try_attention, try_attention_qkv};
 use burn_nvfp4::decode::NewTokens;
 use burn_nvfp4::nn::{ResidualStream, RmsNorm};
@@ -124,14 +124,13 @@ impl Attention {
 
     /// Returns queries and keys after the norm, and values, `[tokens, heads, head]` each.
     fn normed(&self, qkv: Tensor<2>) -> [Tensor<3>; 3] {
-        let dtype: FloatDType = qkv.dtype().into();
         let [tokens, _] = qkv.dims();
         let part = |first: usize, heads: usize| {
             let columns = qkv.clone().narrow(1, first * self.head, heads * self.head);
             columns.reshape([tokens, heads, self.head])
         };
         let normed = |x: Tensor<3>, norm: &Option<RmsNorm>| match norm {
-            Some(norm) => norm.forward(x, dtype),
+            Some(norm) => norm.forward(x),
             None => x,
         };
         let (heads, kv_heads) = (self.heads, self.kv_heads);

@@ -9,10 +9,10 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::module::Param;
-use burn::nn::{Initializer, Linear, RmsNormConfig};
+use burn::nn::{Initializer, Linear};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
-use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm};
+use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm, RmsNormConfig};
 use nvfp4_formats::BLOCK;
 
 use super::attention::Attention;
@@ -436,7 +436,7 @@ impl Loader<'_> {
             .with_epsilon(self.config.epsilon)
             .init(self.device);
         norm.gamma = param(gain);
-        Ok(RmsNorm::from_rms_norm(norm))
+        Ok(norm)
     }
 
     /// Loads matrices `[d_out, d_in]` of equal width, concatenated along `d_out`.

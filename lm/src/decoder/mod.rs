@@ -335,7 +335,7 @@ impl Decoder {
     }
 
     fn run(&self, tokens: Tensor<2, Int>, mut call: Call<'_>) -> Result<Tensor<3>> {
-        let x = self.embedding.try_forward(tokens, self.dtype)?;
+        let x = self.embedding.try_forward_as(tokens, self.dtype)?;
         let mut stream = ResidualStream::from(x);
         for (index, layer) in self.layers.iter().enumerate() {
             stream = layer.forward(stream, index, &mut call)?;

@@ -186,7 +186,8 @@ fn kernels_compute_packed_models() {
     let reference = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
     let tokens = ids(reference.get("input_ids").unwrap());
     for scheme in [Scheme::W4a16, Scheme::W4a4] {
-        let model = load(&folder, Some(scheme), &Device::cpu());
+        let device = nvfp4_test_support::cpu_runtime(Device::cpu);
+        let model = load(&folder, Some(scheme), &device);
         let expected = format!("logits_{}_f32", scheme.name());
         let expected = reference.get(&expected).unwrap().to_f32().unwrap();
         let error = distance(&model, &tokens, &expected);

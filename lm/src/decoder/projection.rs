@@ -7,12 +7,11 @@ use anyhow::{Result, bail};
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::{FloatDType, Tensor};
-use burn_nvfp4::functions::try_linear;
+use burn_nvfp4::functions::{LinearSpec, try_linear};
 use burn_nvfp4::nn::{
     NormLinear, Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
     RmsNorm,
 };
-use burn_nvfp4::ops::LinearSpec;
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
 use super::lora::LoraProjection;

@@ -2,9 +2,10 @@
 
 use anyhow::{Result, ensure};
 use burn::module::Param;
-use burn::nn::RmsNormConfig;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
-use burn_nvfp4::nn::{Activations, Embedding, LmHead, Nvfp4PackedLinear, Nvfp4Weight, RmsNorm};
+use burn_nvfp4::nn::{
+    Activations, Embedding, LmHead, Nvfp4PackedLinear, Nvfp4Weight, RmsNorm, RmsNormConfig,
+};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::Rng;
 
@@ -82,7 +83,7 @@ impl Decoder {
                 (0, weight.shape().num_elements() * weight.dtype().size())
             }
         };
-        let norm = |norm: &RmsNorm| norm.gain.val().shape().num_elements() * 4;
+        let norm = |norm: &RmsNorm| norm.gamma.val().shape().num_elements() * 4;
         let mut packed = 0;
         let mut others = norm(&self.norm);
         for layer in &self.layers {
@@ -124,7 +125,7 @@ impl Random<'_> {
 
     fn norm(&self) -> RmsNorm {
         let norm = RmsNormConfig::new(self.config.d_model).with_epsilon(self.config.epsilon);
-        RmsNorm::from_rms_norm(norm.init(self.device))
+        norm.init(self.device)
     }
 
     fn layer(&mut self, layer: &LayerConfig) -> Result<DecoderLayer> {

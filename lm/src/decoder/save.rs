@@ -84,7 +84,7 @@ impl Decoder {
         for (index, layer) in self.layers.iter().enumerate() {
             self.write_layer(&mut writer, index, layer)?;
         }
-        writer.add(NORM, self.norm.gain.val())?;
+        writer.add(NORM, self.norm.gamma.val())?;
         match &self.head {
             Some(head) => writer.add(HEAD, head.weight.val().transpose()),
             None => Ok(()),
@@ -98,7 +98,7 @@ impl Decoder {
             ("post_attention_layernorm", &layer.feed_forward_norm),
         ];
         for (name, norm) in norms {
-            writer.add(&format!("{path}{name}.weight"), norm.gain.val())?;
+            writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
         }
         self.write_attention(writer, index, &layer.attention)?;
         let family = self.config.family;
@@ -125,7 +125,7 @@ impl Decoder {
         let path = format!("{}self_attn.", names::layer(index));
         for (name, norm) in [("q_norm", &layer.q_norm), ("k_norm", &layer.k_norm)] {
             if let Some(norm) = norm {
-                writer.add(&format!("{path}{name}.weight"), norm.gain.val())?;
+                writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
             }
         }
         Ok(())

@@ -147,8 +147,8 @@ pub(super) fn same_on_flex_and_cpu(
     tokens: usize,
     model: impl Fn(&Device) -> Decoder,
 ) {
-    nvfp4_test_support::compile_without_optimizations();
-    let texts = [Device::flex(), Device::cpu()].map(|device| {
+    let cpu = nvfp4_test_support::cpu_runtime(Device::cpu);
+    let texts = [Device::flex(), cpu].map(|device| {
         let generation = Generation::greedy(tokens);
         model(&device)
             .generate(prompts, &generation, |_, _| Ok(true))

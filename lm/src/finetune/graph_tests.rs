@@ -22,7 +22,7 @@ fn device() -> Option<(Device, bool, u64)> {
         #[cfg(feature = "cuda")]
         Ok("cuda") => Some((Device::cuda(0), true, 24)),
         #[cfg(feature = "cpu")]
-        _ => Some((Device::cpu(), false, 1)),
+        _ => Some((nvfp4_test_support::cpu_runtime(Device::cpu), false, 1)),
         #[cfg(not(feature = "cpu"))]
         _ => {
             let test = nvfp4_test_support::test_name();

@@ -242,10 +242,7 @@ fn static_scales_of_activations_are_those_of_scaled_inputs() {
     #[allow(unused_mut, reason = "without the CPU runtime")]
     let mut devices = vec![Device::flex()];
     #[cfg(feature = "cpu")]
-    {
-        nvfp4_test_support::compile_without_optimizations();
-        devices.push(Device::cpu());
-    }
+    devices.push(nvfp4_test_support::cpu_runtime(Device::cpu));
     for device in devices {
         for scheme in [Scheme::W4a16, Scheme::W4a4] {
             let found = logits(&made, Some(scheme), &device);

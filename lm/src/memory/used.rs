@@ -118,7 +118,7 @@ mod tests {
         use burn::tensor::Tensor;
 
         const ELEMENTS: usize = 16 << 20;
-        let device = Device::cpu();
+        let device = nvfp4_test_support::cpu_runtime(Device::cpu);
         let work = |elements| {
             let (sum, peak) = peak_of(&device, || {
                 let made = Tensor::<1>::ones([elements], &device);

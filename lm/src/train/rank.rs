@@ -490,10 +490,7 @@ mod tests {
             #[cfg(feature = "cuda")]
             Ok("cuda") => (Device::cuda(0), "cuda:0", 200),
             #[cfg(feature = "cpu")]
-            _ => {
-                nvfp4_test_support::compile_without_optimizations();
-                (Device::cpu(), "cpu", 2)
-            }
+            _ => (nvfp4_test_support::cpu_runtime(Device::cpu), "cpu", 2),
             #[cfg(not(feature = "cpu"))]
             _ => {
                 let test = "train::rank::tests::steps_of_a_graph_are_ordinary_ones";

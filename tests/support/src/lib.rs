@@ -3,11 +3,9 @@
 //! prints.
 
 mod golden;
-#[cfg(unix)]
 mod jit;
 mod skip;
 
 pub use golden::{Scratch, golden, golden_with_tokenizer};
-#[cfg(unix)]
-pub use jit::compile_without_optimizations;
+pub use jit::cpu_runtime;
 pub use skip::{Elsewhere, Skip, is_full, test_name};

@@ -48,7 +48,7 @@ impl NormLinear<'_> {
             .into_iter()
             .flatten()
             .any(|tensor| tensor.is_tracked());
-        let gain = norm.gain.val();
+        let gain = norm.gamma.val();
         let quantizes = linear.activations() != Activations::HighPrecision;
         if quantizes || is_tracked || gain.is_tracked() {
             let (sum, x) = norm.try_forward_stream(stream)?;
@@ -61,7 +61,7 @@ impl NormLinear<'_> {
             Some(pending) => (pending, Some(sum)),
             None => (sum, None),
         };
-        check_rms_norm(&x, residual.as_ref(), &gain, norm.epsilon())?;
+        check_rms_norm(&x, residual.as_ref(), &gain, norm.epsilon)?;
         linear.check_x(&x)?;
         let [d_out, _] = linear.weight.shape();
         if swiglu && !d_out.is_multiple_of(2) {
@@ -82,7 +82,7 @@ impl NormLinear<'_> {
             linear.weight.quantized(),
             into_bias(linear.bias.as_ref().map(|bias| bias.val())),
             NormLinearSpec {
-                epsilon: norm.epsilon() as f32,
+                epsilon: norm.epsilon as f32,
                 swiglu,
             },
         );

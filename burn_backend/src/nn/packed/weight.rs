@@ -217,10 +217,7 @@ mod tests {
     fn device() -> Device {
         match std::env::var("NVFP4_TEST_DEVICE").as_deref() {
             #[cfg(feature = "cpu")]
-            Ok("cpu") => {
-                nvfp4_test_support::compile_without_optimizations();
-                Device::cpu()
-            }
+            Ok("cpu") => nvfp4_test_support::cpu_runtime(Device::cpu),
             #[cfg(feature = "cuda")]
             Ok("cuda") => Device::cuda(0),
             #[cfg(feature = "flex")]

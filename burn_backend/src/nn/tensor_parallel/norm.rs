@@ -3,16 +3,16 @@
 use burn_core as burn;
 
 use burn_core::module::Module;
-use burn_core::tensor::{FloatDType, Tensor};
+use burn_core::tensor::Tensor;
 
 use nvfp4_formats::Nvfp4Error;
 
 use super::super::{Neighbours, ResidualStream, RmsNorm};
 use super::TensorParallel;
-use crate::functions::or_panic;
+use crate::functions::{or_panic, try_rms_norm};
 use crate::parallel::functions;
 
-/// [`RmsNorm`] between sharded layers: each rank normalizes its tokens. The gain is replicated; its
+/// [`RmsNorm`] between sharded layers: each rank normalizes its tokens. γ is replicated; its
 /// gradient is summed over the ranks.
 ///
 /// Without sequence parallelism all ranks compute the same, without communication.
@@ -33,12 +33,13 @@ impl SequenceParallelRmsNorm {
         }
     }
 
-    /// Normalizes `x`, `[..., width]`, the rank's tokens, to the same shape in dtype `dtype`.
+    /// Normalizes `x`, `[..., width]`, the rank's tokens, to the same shape and dtype.
     ///
     /// # Panics
     /// Same as [`RmsNorm::forward`].
-    pub fn forward<const D: usize>(&self, x: Tensor<D>, dtype: FloatDType) -> Tensor<D> {
-        self.norm.forward_with(self.gain(), x, dtype)
+    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        let normed = try_rms_norm(x, self.gamma(), self.norm.epsilon);
+        or_panic("SequenceParallelRmsNorm::forward", normed)
     }
 
     /// Adds the pending term to the residual stream of the rank's tokens in the pass that
@@ -52,7 +53,7 @@ impl SequenceParallelRmsNorm {
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         let neighbours = Neighbours::default();
         self.norm
-            .try_forward_stream_with(self.gain(), neighbours, stream)
+            .try_forward_stream_with(self.gamma(), neighbours, stream)
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
@@ -63,12 +64,12 @@ impl SequenceParallelRmsNorm {
         )
     }
 
-    /// Returns the gain, whose gradient is that of all ranks' tokens.
-    fn gain(&self) -> Tensor<1> {
-        let gain = self.norm.gain.val();
+    /// Returns γ, whose gradient is that of all ranks' tokens.
+    fn gamma(&self) -> Tensor<1> {
+        let gamma = self.norm.gamma.val();
         match self.parallel.sequence_parallel {
-            true => functions::copy_parameter(gain, &self.parallel.group),
-            false => gain,
+            true => functions::copy_parameter(gamma, &self.parallel.group),
+            false => gamma,
         }
     }
 }

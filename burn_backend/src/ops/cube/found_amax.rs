@@ -97,7 +97,7 @@ mod tests {
     use super::super::super::context::tests::device;
     use super::*;
     use crate::attention::{AttentionParams, Sequences, try_attention_qkv_with_amax};
-    use crate::nn::{Neighbours, ResidualStream, RmsNorm};
+    use crate::nn::{Neighbours, ResidualStream, RmsNorm, RmsNormConfig};
     use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
     /// Rows and columns of the matrices whose values were taken.
@@ -167,9 +167,9 @@ mod tests {
             ("per_token", 144, false),
         ];
         for (recipe, width, takes) in recipes {
-            let mut norm = RmsNorm::new(width, &device);
+            let mut norm = RmsNormConfig::new(width).init(&device);
             let gain = Tensor::random([width], Distribution::Normal(1.0, 0.2), &device);
-            norm.gain = Param::from_tensor(gain);
+            norm.gamma = Param::from_tensor(gain);
             let random = || {
                 let values = Tensor::<3>::random([2, 35, width], Distribution::Default, &device);
                 values.cast(dtype).detach()
@@ -219,7 +219,7 @@ mod tests {
         let device = device.autodiff();
         let test_device = std::env::var("NVFP4_TEST_DEVICE");
         // The outputs of `layer` have 64 columns.
-        let norm = RmsNorm::new(64, &device);
+        let norm = RmsNormConfig::new(64).init(&device);
         for (recipe, tokens, takes) in [
             ("nvidia", 48, true),
             ("nvidia_headroom", 4224, true),

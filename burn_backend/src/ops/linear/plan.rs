@@ -140,8 +140,7 @@ mod tests {
     /// Later steps select none.
     #[test]
     fn a_layer_selects_three_kernels() {
-        nvfp4_test_support::compile_without_optimizations();
-        let device = Device::cpu().autodiff();
+        let device = nvfp4_test_support::cpu_runtime(Device::cpu).autodiff();
         for (number, preset) in PRESETS.into_iter().enumerate() {
             for has_bias in [false, true] {
                 let shape = sizes(number, has_bias.into());
@@ -167,8 +166,7 @@ mod tests {
     /// Version of this test for experts.
     #[test]
     fn experts_select_three_kernels() {
-        nvfp4_test_support::compile_without_optimizations();
-        let device = Device::cpu().autodiff();
+        let device = nvfp4_test_support::cpu_runtime(Device::cpu).autodiff();
         let counts = [0, 5, 66, 0, 37];
         for (number, preset) in PRESETS.into_iter().enumerate() {
             let [_, d_in, d_out] = sizes(number, 4);

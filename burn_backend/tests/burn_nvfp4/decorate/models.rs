@@ -22,10 +22,7 @@ pub fn device() -> Device {
         return Device::cuda(0);
     }
     #[cfg(feature = "cpu")]
-    {
-        nvfp4_test_support::compile_without_optimizations();
-        return Device::cpu();
-    }
+    return nvfp4_test_support::cpu_runtime(Device::cpu);
     #[allow(unreachable_code)]
     {
         panic!("NVFP4_TEST_DEVICE: not a device of this build");

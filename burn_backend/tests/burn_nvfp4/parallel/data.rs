@@ -3,9 +3,9 @@
 use burn_core as burn;
 
 use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_core::tensor::{DType, Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
-use burn_nvfp4::nn::RmsNorm;
+use burn_nvfp4::nn::{RmsNorm, RmsNormConfig};
 use burn_nvfp4::optim::{AdamW, AdamWConfig, ZeroAdamW};
 use burn_nvfp4::parallel::{
     ProcessGroup, Shards, average_gradients, average_in_backward, broadcast, fully_shard, gather,
@@ -60,7 +60,7 @@ fn model(recipe: &str, device: &Device) -> Model {
     let moe = Nvfp4MoeConfig::new(WIDTH, 32, 4).with_recipe(recipe.clone());
     let linear = Nvfp4LinearConfig::new(WIDTH, 48).with_recipe(recipe.clone());
     let model = Model {
-        norm: RmsNorm::new(WIDTH, device),
+        norm: RmsNormConfig::new(WIDTH).init(device),
         feed_forward: feed_forward.init(device),
         moe: moe.init(device),
         linear: linear.init(device),
@@ -74,7 +74,7 @@ fn model(recipe: &str, device: &Device) -> Model {
 
 impl Model {
     fn loss(&self, x: Tensor<2>) -> Tensor<1> {
-        let x = self.norm.forward(x, FloatDType::F32);
+        let x = self.norm.forward(x);
         let x = x.clone() + self.feed_forward.forward(x);
         let moe = self.moe.forward(x.clone());
         let y = self.out.forward(self.linear.forward(x + moe.output));

@@ -7,8 +7,8 @@ use burn_core as burn;
 use burn_core::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn_core::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
-use burn_nvfp4::nn::RmsNorm;
 use burn_nvfp4::nn::tensor_parallel::{SequenceParallelRmsNorm, TensorParallel};
+use burn_nvfp4::nn::{RmsNorm, RmsNormConfig};
 use burn_nvfp4::optim::{AdamWConfig, ZeroAdamW};
 use burn_nvfp4::parallel::{
     ExpertGroups, ProcessGroup, RankLoss, ReduceDtype, Shards, average_expert_gradients,
@@ -41,7 +41,7 @@ fn model(recipe: &str, device: &Device) -> Model {
     let recipe = Nvfp4Recipe::preset(recipe).unwrap().with_seed(3);
     let linear = Nvfp4LinearConfig::new(WIDTH, 48).with_recipe(recipe);
     let model = Model {
-        norm: RmsNorm::new(WIDTH, device),
+        norm: RmsNormConfig::new(WIDTH).init(device),
         linear: linear.init(device),
         out: LinearConfig::new(48, 3).init(device),
     };
@@ -66,7 +66,7 @@ fn backward(model: &Model, rank: usize, dtype: FloatDType) -> GradientsParams {
     set_rank(model, rank).unwrap();
     let device = device().autodiff();
     let x = Matrix::gaussian(TOKENS, WIDTH, DType::F32, 70 + rank as u64).tensor(&device);
-    let y = model.norm.forward(x, dtype);
+    let y = model.norm.forward(x).cast(dtype);
     let y = model.linear.forward(y).cast(FloatDType::F32);
     let y = model.out.forward(y);
     GradientsParams::from_grads(y.powi_scalar(2).mean().backward(), model)
@@ -296,12 +296,12 @@ fn gradients_of_gains_between_split_layers_are_rounded_so() {
     for size in SIZES {
         let run = |group: ProcessGroup, rank: usize| {
             let device = device().autodiff();
-            let norm = RmsNorm::new(WIDTH, &device);
+            let norm = RmsNormConfig::new(WIDTH).init(&device);
             let parallel = TensorParallel::new(group).with_sequence_parallel(true);
             let norm = SequenceParallelRmsNorm::new(norm, &parallel);
             let x = Matrix::gaussian(TOKENS, WIDTH, DType::F32, 30 + rank as u64);
             let dy = Matrix::gaussian(TOKENS, WIDTH, DType::F32, 60 + rank as u64);
-            let y = norm.forward(x.tensor(&device), FloatDType::F32);
+            let y = norm.forward(x.tensor(&device));
             let loss = (y * dy.tensor(&device)).sum();
             let gradients = GradientsParams::from_grads(loss.backward(), &norm);
             bits(&norm, &gradients).remove(0)

@@ -39,10 +39,7 @@ pub fn device() -> Device {
         #[cfg(feature = "flex")]
         "flex" => Device::flex(),
         #[cfg(feature = "cpu")]
-        "cpu" => {
-            nvfp4_test_support::compile_without_optimizations();
-            Device::cpu()
-        }
+        "cpu" => nvfp4_test_support::cpu_runtime(Device::cpu),
         #[cfg(feature = "cuda")]
         "cuda" => {
             let client = cubecl::Device::Cuda(Default::default()).client();

@@ -135,7 +135,7 @@ mod tests {
 
     /// Returns the table of one side, with one entry per tile.
     fn found(offsets: [&[u32]; 2], tokens: [usize; 2], side: Side) -> (Vec<[u32; 6]>, usize) {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         let [q, k] = tokens.map(|tokens| Heads::empty(&client, [tokens, 1, 2], FloatKind::Bf16));
         let [q_offsets, k_offsets] =
             offsets.map(|offsets| upload(&client, bytemuck::cast_slice(offsets)));

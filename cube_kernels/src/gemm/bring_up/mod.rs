@@ -441,7 +441,7 @@ mod tests {
     #[cfg(feature = "cpu")]
     #[test]
     fn checks_run_on_any_device() {
-        let client = cubecl::Device::Cpu(Default::default()).client();
+        let client = crate::cpu_client();
         for check in Check::ALL {
             let outcome = check.run(&client);
             let is_left_out = matches!(outcome.verdict, Verdict::LeftOut(_));

@@ -382,14 +382,10 @@ const _: () = assert!(TMEM_WORDS == TMEM_COLUMNS * TMEM_LANES);
 mod tests {
     use super::*;
 
-    fn client() -> Client {
-        cubecl::Device::Cpu(Default::default()).client()
-    }
-
     /// Images and expected values agree with the software model.
     #[test]
     fn the_model_passes() {
-        let client = client();
+        let client = crate::cpu_client();
         assert_eq!(scale_copy(&client, Executor::Model), Ok(()));
         for format in BlockScaled::ALL {
             let found = one_hot_mma(&client, format, Executor::Model);

@@ -11,7 +11,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 #[cfg(feature = "cpu")]
-use nvfp4_test_support::compile_without_optimizations;
+use nvfp4_test_support::cpu_runtime;
 use nvfp4_test_support::{Skip, is_full};
 
 /// Returns the device in `NVFP4_TEST_DEVICE` (`cpu`, the default, or `cuda`), or `None`, with a
@@ -28,10 +28,7 @@ pub fn client(test: &str) -> Option<Client> {
         #[cfg(feature = "cuda")]
         Ok("cuda") => cubecl::Device::Cuda(Default::default()).client(),
         #[cfg(feature = "cpu")]
-        Ok("cpu") | Err(_) => {
-            compile_without_optimizations();
-            cubecl::Device::Cpu(Default::default()).client()
-        }
+        Ok("cpu") | Err(_) => cpu_runtime(|| cubecl::Device::Cpu(Default::default()).client()),
         #[cfg(not(feature = "cpu"))]
         Err(_) => {
             Skip::NoGpu.print(test, "NVFP4_TEST_DEVICE names none");

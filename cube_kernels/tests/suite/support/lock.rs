@@ -9,9 +9,12 @@ use std::{
     collections::{BTreeMap, HashMap},
     fmt::{self, Write},
     fs,
+    hash::Hasher,
     path::{Path, PathBuf},
     sync::LazyLock,
 };
+
+use fnv::FnvHasher;
 
 /// Environment variable that makes the source tests write the lock files.
 const WRITE: &str = "NVFP4_LOCK";
@@ -144,40 +147,39 @@ fn entry(line: &str) -> Option<(String, Locked)> {
 
 /// Returns the FNV-1a hash of a normalized source.
 pub fn hash(source: &str) -> u64 {
-    fnv(FNV, normalized(source).as_bytes())
+    let mut hash = FnvHasher::default();
+    hash.write(normalized(source).as_bytes());
+    hash.finish()
 }
 
 /// Returns the FNV-1a hash of the names and contents of all files in [`INPUTS`].
 pub fn inputs() -> u64 {
     static HASH: LazyLock<u64> = LazyLock::new(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        INPUTS
-            .iter()
-            .fold(FNV, |hash, path| tree(hash, root, Path::new(path)))
+        let mut hash = FnvHasher::default();
+        for path in INPUTS {
+            tree(&mut hash, root, Path::new(path));
+        }
+        hash.finish()
     });
     *HASH
 }
 
 /// Continues `hash` over the file `path` in `root`, or over all files of a folder.
-fn tree(hash: u64, root: &Path, path: &Path) -> u64 {
+fn tree(hash: &mut FnvHasher, root: &Path, path: &Path) {
     let full = root.join(path);
     if full.is_dir() {
         let entries = fs::read_dir(&full).unwrap();
         let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
         names.sort();
-        return (names.iter()).fold(hash, |hash, name| tree(hash, root, &path.join(name)));
+        for name in names {
+            tree(hash, root, &path.join(name));
+        }
+        return;
     }
     let contents = fs::read(&full).unwrap_or_else(|error| panic!("{}: {error}", full.display()));
-    fnv(fnv(hash, path.to_str().unwrap().as_bytes()), &contents)
-}
-
-/// Hash of nothing.
-const FNV: u64 = 0xcbf2_9ce4_8422_2325;
-
-fn fnv(hash: u64, bytes: &[u8]) -> u64 {
-    bytes.iter().fold(hash, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-    })
+    hash.write(path.to_str().unwrap().as_bytes());
+    hash.write(&contents);
 }
 
 /// Returns `source` with its variables (`v1`, `info_v2`) numbered by first appearance, and without
@@ -275,7 +277,9 @@ fn inputs_are_names_and_contents() {
         for (name, text) in files {
             fs::write(root.join(name), text).unwrap();
         }
-        tree(FNV, &root, Path::new("src"))
+        let mut hash = FnvHasher::default();
+        tree(&mut hash, &root, Path::new("src"));
+        hash.finish()
     };
     let one = of([("src/a.rs", "a"), ("src/deep/b.rs", "b")]);
     assert_eq!(one, of([("src/deep/b.rs", "b"), ("src/a.rs", "a")]));

@@ -7,8 +7,8 @@ use burn_nvfp4::nn::tensor_parallel::{
     TensorParallelSwiGlu, VocabParallelEmbedding, VocabParallelHead,
 };
 use burn_nvfp4::nn::{
-    Embedding, LmHead, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RmsNorm,
-    RopeCacheConfig,
+    Embedding, LmHead, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream,
+    RmsNormConfig, RopeCacheConfig,
 };
 use burn_nvfp4::optim::AdamWConfig;
 use burn_nvfp4::state::RngState;
@@ -256,8 +256,8 @@ fn whole_block() {
                 (&layer.attention_norm, &whole.attention_norm),
                 (&layer.feed_forward_norm, &whole.feed_forward_norm),
             ] {
-                let found: Tensor<1> = found.norm.gain.grad(&own_gradients).unwrap();
-                let expected: Tensor<1> = expected.gain.grad(&gradients).unwrap();
+                let found: Tensor<1> = found.norm.gamma.grad(&own_gradients).unwrap();
+                let expected: Tensor<1> = expected.gamma.grad(&gradients).unwrap();
                 match by_tokens {
                     true => assert!(distance(found, expected) < 2e-6, "gain, {what}"),
                     false => assert_eq!(bits(found), bits(expected), "gain, {what}"),
@@ -302,9 +302,7 @@ fn embedding() {
             let dy = matrix(rows.len(), width, DType::F32, 9);
             let whole = table();
             let ids_2d = ids(&rows).reshape([1, rows.len()]);
-            let y = whole
-                .forward(ids_2d, FloatDType::F32)
-                .reshape([rows.len(), width]);
+            let y = whole.forward(ids_2d).reshape([rows.len(), width]);
             let gradients = (y.clone() * dy.clone()).sum().backward();
             let layer = VocabParallelEmbedding::from_embedding(table(), &parallel).unwrap();
             let own_y = layer.forward(ids(&rows), FloatDType::F32);
@@ -403,18 +401,18 @@ fn norm() {
     for &(size, by_tokens) in runs() {
         on_ranks(size, |group| {
             let parallel = parallel(group, by_tokens);
-            let norm = || RmsNorm::new(width, &device().autodiff());
+            let norm = || RmsNormConfig::new(width).init(&device().autodiff());
             let x = matrix(rows, width, DType::F32, 14);
             let dy = matrix(rows, width, DType::F32, 15);
             let whole = norm();
-            let y = whole.forward(x.clone(), FloatDType::F32);
+            let y = whole.forward(x.clone());
             let gradients = (y.clone() * dy.clone()).sum().backward();
             let layer = SequenceParallelRmsNorm::new(norm(), &parallel);
-            let own_y = layer.forward(tokens(x, &parallel), FloatDType::F32);
+            let own_y = layer.forward(tokens(x, &parallel));
             let own_gradients = (own_y.clone() * tokens(dy, &parallel)).sum().backward();
             assert_eq!(bits(own_y), bits(tokens(y, &parallel)));
-            let found: Tensor<1> = layer.norm.gain.grad(&own_gradients).unwrap();
-            let expected = whole.gain.grad(&gradients).unwrap();
+            let found: Tensor<1> = layer.norm.gamma.grad(&own_gradients).unwrap();
+            let expected = whole.gamma.grad(&gradients).unwrap();
             assert!(distance(found, expected) < 2e-6);
         });
     }
