@@ -25,8 +25,8 @@ pub(crate) struct Command {
 enum Task {
     /// Train a language model in NVFP4 and compare it with high precision or other recipes
     ///
-    /// Without options it trains a small model on the Rust sources in cargo's registry, which takes
-    /// minutes on two CPU cores.
+    /// Without options it trains a small model on the Rust sources of crates that cargo has
+    /// downloaded for this command, which takes minutes on two CPU cores.
     Train(Box<train::Train>),
     /// Start `train`, `finetune` or `pretrain` on several ranks, one process per GPU
     ///

@@ -306,7 +306,7 @@ fn unused_folder(preset: Preset) -> Result<PathBuf> {
 fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
     let text = corpus.fingerprint();
     let source = match config.data.is_empty() {
-        true => "Rust sources of cargo's registry",
+        true => "Rust sources of crates",
         false => "text",
     };
     let skipped = match corpus.skipped() {

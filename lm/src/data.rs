@@ -1,18 +1,21 @@
 //! Loads text files into a corpus, splits it into training and validation data, and draws batches.
 
-use std::cell::Cell;
-use std::collections::{BTreeMap, HashSet};
-use std::path::{Path, PathBuf};
+mod crates;
+mod walk;
+
+use std::path::PathBuf;
 use std::{fmt, fs};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::RngExt;
 use serde::{Deserialize, Serialize};
-use walkdir::{DirEntry, WalkDir};
 
 use crate::config::VOCABULARY;
 use crate::random::{hash, hash_all, stream};
+
+pub(crate) use walk::wanted_files;
+use walk::{Found, given_files};
 
 /// Byte after each file. It does not occur in text, so a model can learn where a file ends.
 pub const END_OF_FILE: u8 = 0;
@@ -20,22 +23,10 @@ pub const END_OF_FILE: u8 = 0;
 const VALIDATION_SHARE: u64 = 10;
 /// Minimum number of files: the split into training and validation is by file.
 const FEWEST_FILES: usize = 2;
-/// Limit on the size of Rust sources in the registry; larger files are generated tables and
-/// bindings.
-const REGISTRY_FILE_LIMIT: u64 = 256 << 10;
 
-/// A text file that was found.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Found {
-    /// Path relative to the given folder, with `/` as separator. The split depends on it.
-    key: String,
-    path: PathBuf,
-}
-
-impl Found {
-    fn in_validation(&self) -> bool {
-        hash(self.key.as_bytes()).is_multiple_of(VALIDATION_SHARE)
-    }
+/// Returns true if the file of this key belongs to the validation text.
+fn in_validation(key: &str) -> bool {
+    hash(key.as_bytes()).is_multiple_of(VALIDATION_SHARE)
 }
 
 /// Fingerprint of a corpus, which detects files that changed since a checkpoint.
@@ -80,9 +71,12 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Reads the files and folders `paths`, or the Rust sources of cargo's registry if `paths` is
-    /// empty, until `limit` bytes are read (0 for no limit). Files are read whole, so the last one
-    /// may exceed the limit, and at least two files are read regardless of the limit.
+    /// Reads the files and folders `paths`, or the default text if `paths` is empty, until `limit`
+    /// bytes are read (0 for no limit). Files are read whole, so the last one may exceed the limit,
+    /// and at least two files are read regardless of the limit.
+    ///
+    /// The default text is the Rust sources of 148 crates that a build of the command downloads, in
+    /// the versions of this project's `Cargo.lock`: 31 MB, the same bytes on every machine.
     ///
     /// Folders are walked in name order; entries that start with a dot are skipped, and a file or
     /// folder reached twice through links is read once. Empty files and files that are not UTF-8
@@ -92,11 +86,11 @@ impl Corpus {
     /// there.
     ///
     /// # Errors
-    /// Returns an error if a path does not exist or cannot be read, or if there are fewer than two
-    /// text files.
+    /// Returns an error if a path does not exist or cannot be read, if a crate of the default text is
+    /// missing, or if there are fewer than two text files.
     pub fn load(paths: &[PathBuf], limit: u64) -> Result<Self> {
         let files = if paths.is_empty() {
-            registry_files()?
+            crates::files()?
         } else {
             given_files(paths)?
         };
@@ -120,7 +114,7 @@ impl Corpus {
         }
         Self::from_files(kept, skipped).with_context(|| {
             if paths.is_empty() {
-                "the Rust sources of cargo's registry".into()
+                "the default text".into()
             } else {
                 let names: Vec<String> = paths
                     .iter()
@@ -139,7 +133,10 @@ impl Corpus {
             files.len()
         );
         files.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let mut valid: Vec<bool> = files.iter().map(|(file, _)| file.in_validation()).collect();
+        let mut valid: Vec<bool> = files
+            .iter()
+            .map(|(file, _)| in_validation(&file.key))
+            .collect();
         let count = valid.iter().filter(|valid| **valid).count();
         if count == 0 || count == files.len() {
             let by_hash = |i: &usize| hash(files[*i].0.key.as_bytes());
@@ -321,171 +318,6 @@ impl Batch {
 pub(crate) fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let found = given_files(paths)?.into_iter();
     Ok(found.map(|file| file.path).collect())
-}
-
-/// Lists the files of `paths`, which are those of `option`: a file as it is given, and the files in
-/// a folder that `wanted` accepts, sorted by path. Also returns the number of other files in the
-/// folders.
-///
-/// # Errors
-/// Returns an error if a path does not exist or cannot be read, or if a folder has no such file.
-pub(crate) fn wanted_files(
-    option: &str,
-    paths: &[PathBuf],
-    wanted: impl Fn(&Path) -> bool,
-) -> Result<(Vec<PathBuf>, usize)> {
-    let mut walk = Walk::default();
-    let others = Cell::new(0);
-    for path in paths {
-        let name = path.display();
-        ensure!(path.exists(), "{option} {name} does not exist");
-        if !path.is_dir() {
-            walk.file(path.clone(), String::new())?;
-            continue;
-        }
-        let found = Cell::new(0);
-        walk.folder(path, "", &|path| {
-            let count = if wanted(path) { &found } else { &others };
-            count.set(count.get() + 1);
-            wanted(path)
-        })?;
-        ensure!(
-            found.get() > 0,
-            "{option} {name} has no text: a folder has files that end in .txt, .md or .jsonl"
-        );
-    }
-    let files = walk.files.into_iter().map(|file| file.path).collect();
-    Ok((files, others.get()))
-}
-
-/// Lists the files of `paths` ordered by the hash of their keys, so that a limit takes a sample.
-fn given_files(paths: &[PathBuf]) -> Result<Vec<Found>> {
-    let mut walk = Walk::default();
-    for path in paths {
-        ensure!(path.exists(), "data {} does not exist", path.display());
-        if path.is_dir() {
-            walk.folder(path, "", &|_| true)?;
-        } else {
-            let name = path.file_name().unwrap_or(path.as_os_str());
-            walk.file(path.clone(), name.to_string_lossy().into_owned())?;
-        }
-    }
-    let mut files = walk.files;
-    files.sort_by_cached_key(|file| (hash(file.key.as_bytes()), file.clone()));
-    Ok(files)
-}
-
-/// Lists the Rust sources downloaded by cargo, ordered so that a limit takes a few files of every
-/// crate instead of all files of a few crates.
-fn registry_files() -> Result<Vec<Found>> {
-    let home = std::env::var_os("CARGO_HOME")
-        .map(PathBuf::from)
-        .or_else(|| std::env::home_dir().map(|home| home.join(".cargo")));
-    let advice = "give files or folders of text with --data PATH, or run `cargo fetch` in a Rust \
-                  project, which fills it";
-    let Some(home) = home else {
-        bail!(
-            "cannot find cargo's folder, as neither CARGO_HOME nor a home folder is set: {advice}"
-        );
-    };
-    let sources = home.join("registry").join("src");
-    // The folder has one subfolder per registry, which has one per crate. A crate found in several
-    // registries is read once.
-    let mut crates = BTreeMap::new();
-    for registry in folders(&sources) {
-        for folder in folders(&registry) {
-            let name = folder
-                .file_name()
-                .map(|name| name.to_string_lossy().into_owned());
-            crates.entry(name.unwrap_or_default()).or_insert(folder);
-        }
-    }
-    let mut ranked = Vec::new();
-    for (name, folder) in crates {
-        let mut walk = Walk::default();
-        walk.folder(&folder, &name, &|path| {
-            path.extension().is_some_and(|extension| extension == "rs")
-                && fs::metadata(path).is_ok_and(|file| file.len() <= REGISTRY_FILE_LIMIT)
-        })?;
-        walk.files
-            .sort_by_cached_key(|file| hash(file.key.as_bytes()));
-        ranked.extend(walk.files.into_iter().enumerate());
-    }
-    ensure!(
-        !ranked.is_empty(),
-        "there are no Rust sources in {}: {advice}",
-        sources.display()
-    );
-    ranked.sort_by_cached_key(|(rank, file)| (*rank, hash(file.key.as_bytes()), file.clone()));
-    Ok(ranked.into_iter().map(|(_, file)| file).collect())
-}
-
-/// Returns the subfolders of `path` in name order; none if it does not exist.
-fn folders(path: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = fs::read_dir(path) else {
-        return Vec::new();
-    };
-    let mut folders: Vec<PathBuf> = entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.is_dir())
-        .collect();
-    folders.sort();
-    folders
-}
-
-#[derive(Default)]
-struct Walk {
-    files: Vec<Found>,
-    /// Canonical paths of the files, because links can lead to a file twice.
-    seen: HashSet<PathBuf>,
-}
-
-impl Walk {
-    /// Adds the `wanted` files in `root`, depth first, in name order. Skips names that start with a
-    /// dot, and links that are circular or broken.
-    fn folder(&mut self, root: &Path, key: &str, wanted: &dyn Fn(&Path) -> bool) -> Result<()> {
-        let is_hidden =
-            |entry: &DirEntry| entry.depth() > 0 && entry.file_name().as_encoded_bytes()[0] == b'.';
-        let walk = WalkDir::new(root).follow_links(true).sort_by_file_name();
-        for entry in walk.into_iter().filter_entry(|entry| !is_hidden(entry)) {
-            let entry = match entry {
-                Ok(entry) => entry,
-                Err(error) if leads_nowhere(&error) => continue,
-                Err(error) => {
-                    let path = error.path().unwrap_or(root).display().to_string();
-                    return Err(error).with_context(|| format!("cannot read {path}"));
-                }
-            };
-            if entry.file_type().is_file() && wanted(entry.path()) {
-                let below = entry.path().strip_prefix(root)?;
-                let parts = below.iter().map(|part| part.to_string_lossy());
-                let parts: Vec<_> = (!key.is_empty())
-                    .then(|| key.into())
-                    .into_iter()
-                    .chain(parts)
-                    .collect();
-                self.file(entry.path().into(), parts.join("/"))?;
-            }
-        }
-        Ok(())
-    }
-
-    fn file(&mut self, path: PathBuf, key: String) -> Result<()> {
-        let real = path
-            .canonicalize()
-            .with_context(|| format!("cannot read {}", path.display()))?;
-        if self.seen.insert(real) {
-            self.files.push(Found { key, path });
-        }
-        Ok(())
-    }
-}
-
-/// Returns true if a link is circular or broken.
-fn leads_nowhere(error: &walkdir::Error) -> bool {
-    let kind = error.io_error().map(std::io::Error::kind);
-    error.loop_ancestor().is_some() || kind == Some(std::io::ErrorKind::NotFound)
 }
 
 #[cfg(test)]

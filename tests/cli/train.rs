@@ -198,34 +198,32 @@ fn recipes_are_compared_on_the_same_batches() {
     );
 }
 
+/// The text is the same on every machine that has built the command: `data::crates` of `nvfp4-lm`
+/// tests its bytes.
 #[test]
-fn the_default_text_is_cargos_registry() {
-    let home = folder("cargo-home");
-    let out = folder("cargo-out");
-    let train = |home: &Path| {
+fn the_default_text_is_the_crates_of_the_build() {
+    let out = folder("default-text");
+    let out = out.to_str().unwrap();
+    let options = "--steps 1 --no-compare --data-bytes 100000";
+    let train = |home: Option<&Path>| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
-        command.args("train".split_whitespace().chain(SMALL.split_whitespace()));
-        command.args([
-            "--steps",
-            "1",
-            "--no-compare",
-            "--out",
-            out.to_str().unwrap(),
-        ]);
-        command.env("CARGO_HOME", home).output().unwrap()
+        command.args(format!("train {SMALL} {options}").split_whitespace());
+        command.args(["--out", out]);
+        command.envs(home.map(|home| ("CARGO_HOME", home)));
+        command.output().unwrap()
     };
-    fails(train(&home), &["no Rust sources", "--data", "cargo fetch"]);
-    for name in ["one-1.0.0", "two-2.0.0"] {
-        let sources = home.join("registry/src/index-0123").join(name).join("src");
-        fs::create_dir_all(&sources).unwrap();
-        for file in 0..10 {
-            let text = format!("//! {name}\npub fn function_{file}() -> usize {{ {file} }}\n");
-            fs::write(sources.join(format!("f{file}.rs")), text).unwrap();
-        }
-        fs::write(sources.join("notes.md"), "not Rust").unwrap();
-    }
-    succeeds(train(&home));
-    let state = json(&checkpoint(&out.join("nvfp4")).join("state.json"));
-    let files = |part: &str| state["corpus"][part].as_u64().unwrap();
-    assert_eq!(files("train_files") + files("valid_files"), 20);
+    let empty = folder("cargo-home");
+    let missing = ["ahash-", " more", "cargo fetch --locked", "--data PATH"];
+    fails(train(Some(empty.as_path())), &missing);
+    // A folder that cargo has not unpacked to the end is missing.
+    let error = fails(train(Some(empty.as_path())), &[]);
+    let start = error.find("ahash-").unwrap();
+    let name = error[start..].split(',').next().unwrap();
+    fs::create_dir_all(empty.join("registry/src/index").join(name)).unwrap();
+    fails(train(Some(empty.as_path())), &[name]);
+
+    succeeds(train(None));
+    let state = json(&checkpoint(&Path::new(out).join("nvfp4")).join("state.json"));
+    let bytes = |part: &str| state["corpus"][part].as_u64().unwrap();
+    assert!((100_000..500_000).contains(&(bytes("train_bytes") + bytes("valid_bytes"))));
 }

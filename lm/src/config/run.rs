@@ -68,7 +68,7 @@ pub struct RunConfig {
     /// Compute activations in this type [default: bf16 on a GPU, else f32]
     #[arg(long, value_name = "TYPE")]
     pub activation: Activation,
-    /// Read these files and folders: text [default: the Rust sources in cargo's registry]
+    /// Read these files and folders: text [default: Rust sources of crates, 31 MB]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data: Vec<PathBuf>,
     /// Stop reading text after the file that reaches this size in bytes, but read at least two

@@ -148,10 +148,14 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
             resumed == *config && run.recipe == self.recipe,
             "it belongs to a run with another configuration"
         );
+        let origin = match config.data.is_empty() {
+            true => ", which for the default text is that of the build that began the run",
+            false => "",
+        };
         ensure!(
             run.corpus == *self.corpus.fingerprint(),
-            "data has changed since the checkpoint: it was {}, and is {}; a run resumes with the \
-             same text alone",
+            "data has changed since the checkpoint: it was {}, and is {}; a run resumes only with \
+             the same text{origin}",
             run.corpus,
             self.corpus.fingerprint()
         );

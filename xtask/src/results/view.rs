@@ -107,9 +107,11 @@ impl View {
         let heads = self.columns.iter().map(|column| column.name.clone());
         let mut table = Table::new([self.row.clone()].into_iter().chain(heads).collect());
         let mut sources: Vec<(String, Vec<String>)> = Vec::new();
+        let mut rows = Vec::new();
         for row in &self.rows {
             let mut cells = vec![row.name.clone()];
-            let mut changed = false;
+            // None for a row without figures.
+            let mut changed = None;
             for (at, column) in self.columns.iter().enumerate() {
                 let own = match &row.cells {
                     None => Some(Reference::default()),
@@ -122,7 +124,7 @@ impl View {
                 let reference = own.or(&row.of).or(&column.of);
                 let cell = cell(&reference, column, files)
                     .with_context(|| format!("row {}, column {}", row.name, column.name))?;
-                changed |= cell.stale;
+                changed = Some(changed.unwrap_or(false) || cell.stale);
                 cells.push(cell.text);
                 let at = match sources.iter().position(|(file, _)| file == cell.file) {
                     Some(at) => at,
@@ -135,7 +137,11 @@ impl View {
                     sources[at].1.push(cell.origin);
                 }
             }
-            table.push(cells, changed);
+            rows.push((cells, changed));
+        }
+        let all = rows.iter().all(|(_, changed)| changed.unwrap_or(true));
+        for (cells, changed) in rows {
+            table.push(cells, changed.unwrap_or(all));
         }
         let mut out = table.render();
         for note in &self.notes {
@@ -234,6 +240,19 @@ mod tests {
             text.contains("[`steps`](page#steps) (H100, 2026-11-28,"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn rows_without_figures_have_no_mark() {
+        let small = r#""of": {"file": "steps", "row": "nvidia", "at": "768"}"#;
+        let view = VIEW.replace(small, r#""cells": [null, null]"#);
+        let text = View::parse(&view).unwrap();
+        let text = text.render(&files(), str::to_owned).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        // All figures are stale.
+        assert_eq!(lines[0], "| step † | time | memory |");
+        assert_eq!(lines[2], "| small | | |");
+        assert_eq!(lines[3], "| prefill | | |");
     }
 
     #[test]
