@@ -524,8 +524,8 @@ fn exports_keep_what_training_keeps() {
     let excluded: Vec<&str> = done
         .kept
         .iter()
-        .filter(|(_, why, _)| *why == Kept::Excluded)
-        .map(|(name, ..)| name.as_str())
+        .filter(|layer| layer.reason == Kept::Excluded)
+        .map(|layer| layer.module.as_str())
         .collect();
     let modules = ["k_proj", "o_proj", "q_proj", "v_proj"];
     let expected = modules.map(|name| format!("model.layers.0.self_attn.{name}"));

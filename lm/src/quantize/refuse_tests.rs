@@ -133,7 +133,7 @@ fn an_excluded_expert_takes_those_of_its_layer_along() {
         let kept = done
             .kept
             .iter()
-            .filter(|(_, kept, _)| *kept == Kept::Excluded);
+            .filter(|layer| layer.reason == Kept::Excluded);
         assert_eq!(kept.count(), 12, "{name}");
         let checkpoint = Checkpoint::open(&scratch).unwrap();
         let layers = checkpoint.layers().keys();
@@ -226,8 +226,8 @@ fn odd_widths_are_left_and_read() {
     let (model, out) = (scratch.join("model"), scratch.join("out"));
     variant.write(&model);
     let done = quantize(&model, &out, &options(&[])).unwrap();
-    let kept = done.kept.iter().filter(|(_, kept, _)| *kept == Kept::Width);
-    let kept: Vec<&str> = kept.map(|(module, ..)| &**module).collect();
+    let kept = done.kept.iter().filter(|layer| layer.reason == Kept::Width);
+    let kept: Vec<&str> = kept.map(|layer| &*layer.module).collect();
     assert!(kept.contains(&"model.layers.0.mlp.down_proj"), "{kept:?}");
     reads(&out);
 }
