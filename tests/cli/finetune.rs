@@ -304,11 +304,8 @@ fn adapters_are_trained_and_merged() {
         (&config["frozen"], &config["recipe_name"]),
         (&"high".into(), &"bf16".into())
     );
-    let run = arguments(
-        &data,
-        &plain.join("other"),
-        "--lora 4 --high-precision layers",
-    );
+    let other = plain.join("other");
+    let run = arguments(&data, &other, "--lora 4 --high-precision layers");
     fails(
         nvfp4("finetune", &[&[&*model], &run[..]].concat()),
         &["high-precision is given", "recipe bf16"],
