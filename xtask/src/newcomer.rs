@@ -81,8 +81,9 @@ pub struct Args {
 /// Returns an error if a mark is wrong, a command fails, or a page shows output that its command
 /// does not print.
 pub fn run(args: &Args) -> Result<()> {
+    // The build of the tests, which has the command: a build of its own would have other features.
     let mut cargo = workspace::cargo();
-    cargo.args(["build", "--workspace", "--bin", "nvfp4"]);
+    cargo.args(["test", "--no-run", "--workspace"]);
     workspace::spawn(cargo.args(["--features", FEATURES]))?;
     let programs = workspace::target_folder()?.join("debug");
     let folder = env::temp_dir().join(format!("nvfp4-newcomer-{}", process::id()));
