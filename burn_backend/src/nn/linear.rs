@@ -57,10 +57,6 @@ impl Nvfp4LinearConfig {
             .with_initializer(self.initializer.clone())
             .with_layout(self.layout)
             .init(device);
-        if let LinearLayout::Col = self.layout {
-            // Until its value exists, Burn reports the shape of the record, which is transposed.
-            linear.weight.val();
-        }
         Nvfp4Linear::new(linear, &self.recipe, self.layer)
     }
 

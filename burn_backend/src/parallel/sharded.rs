@@ -70,9 +70,10 @@ pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     param.reparameterization::<Sharded>().is_some()
 }
 
-/// Returns the unsharded shape of a parameter, without reading its value.
+/// Returns the unsharded shape of a parameter, which gets its initial value if it has none yet.
 pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {
-    let mut dims = param.lazy_shape().dims::<D>();
+    // `lazy_shape` would be that of the record, which is transposed for weights in columns.
+    let mut dims = param.dims();
     if let Some(sharded) = param.reparameterization::<Sharded>() {
         dims[0] *= sharded.group.size();
     }

@@ -55,6 +55,11 @@ fn same<B: Module, O: Module>(burns: B, ours: O) -> (B, O) {
     (burns, ours)
 }
 
+/// Returns the record of a module as a file.
+fn bytes(module: impl Module) -> Vec<u8> {
+    module.into_record().into_bytes().unwrap().to_vec()
+}
+
 fn near<const D: usize>(what: &str, found: Tensor<D>, expected: Tensor<D>) {
     assert_eq!(found.dims(), expected.dims(), "{what}");
     let tolerance = 10.0 * burn_matmul_error(1e-5);
@@ -99,7 +104,12 @@ fn linears_and_gates_replace_burn_nns() {
         let ours: Linear = ours.init(&device);
         let (burns, ours) = same(burns.init(&device), ours);
         near("linear", ours.forward(x.clone()), burns.forward(x.clone()));
-        assert_same_record(ours, burns);
+        // Burn 0.22 loads a weight in columns only into a layer that has no value yet, as in `same`.
+        let loads_again = matches!(layout, LinearLayout::Row);
+        match loads_again {
+            true => assert_same_record(ours, burns),
+            false => assert_eq!(bytes(ours), bytes(burns)),
+        }
 
         let burns = burn_nn::SwiGluConfig::new(WIDTH, HIDDEN)
             .with_layout(layout)
@@ -111,7 +121,10 @@ fn linears_and_gates_replace_burn_nns() {
         let (burns, ours) = same(burns.init(&device), ours);
         let expected = burns.forward(x.clone());
         near("swiglu", ours.forward(x.clone()), expected.clone());
-        assert_same_record(ours.clone(), burns);
+        match loads_again {
+            true => assert_same_record(ours.clone(), burns),
+            false => assert_eq!(bytes(ours.clone()), bytes(burns)),
+        }
         // Layers in different modes are computed one after the other.
         set_mode(&ours.linear_outer, LayerMode::Recipe);
         let distance = ours.forward(x.clone()) - expected.clone();
