@@ -12,7 +12,8 @@
 //! - the random bits: [`GraphSteps`] keeps the offset of all streams in device memory and advances
 //!   it at the end of each step; the MS-EDEN kernels draw the signs of their transform from it.
 //!
-//! Replayed steps have the bits of ordinary steps.
+//! Replayed steps have the bits of ordinary steps. The exception is `Dropout` of burn-nn, whose seeds
+//! are arguments from the host: each replay drops the same elements. Set its probability to 0.
 //!
 //! `nvfp4 train --graph` uses these steps. Tests compare replayed steps with ordinary ones on GPUs,
 //! and launched steps on CubeCL's CPU runtime, which has no graphs.

@@ -71,14 +71,14 @@ fn check_epsilon(epsilon: f64) -> Result<(), Nvfp4Error> {
 pub(crate) fn check_rms_norm<const D: usize>(
     x: &Tensor<D>,
     residual: Option<&Tensor<D>>,
-    gain: &Tensor<1>,
+    gamma: &Tensor<1>,
     epsilon: f64,
 ) -> Result<(), Nvfp4Error> {
     check_input("x", x)?;
     if let Some(residual) = residual {
         check_residual(residual, x)?;
     }
-    check_factors("gain", gain, x)?;
+    check_factors("gamma", gamma, x)?;
     check_epsilon(epsilon)
 }
 
@@ -97,7 +97,7 @@ fn norm_unchecked<const D: usize>(
     amax: NormAmax,
     x: Tensor<D>,
     residual: Option<Tensor<D>>,
-    gain: Tensor<1>,
+    gamma: Tensor<1>,
     bias: Option<Tensor<1>>,
 ) -> (Tensor<D>, Tensor<D>) {
     let dims = x.dims();
@@ -117,7 +117,7 @@ fn norm_unchecked<const D: usize>(
         residual
             .map(|residual| matrix(residual).into_dispatch())
             .into(),
-        f32(gain).into_dispatch(),
+        f32(gamma).into_dispatch(),
         into_bias(bias.map(f32)),
         spec,
     );
@@ -125,27 +125,27 @@ fn norm_unchecked<const D: usize>(
     (sum.reshape(dims), normed.reshape(dims))
 }
 
-/// RMSNorm: `x / sqrt(mean(x²) + epsilon) · gain` over the last axis of `x` (`[..., width]`), with
-/// `gain` `[width]`. The result has the shape and dtype of `x`.
+/// RMSNorm: `x / sqrt(mean(x²) + epsilon) · gamma` over the last axis of `x` (`[..., width]`), with
+/// `gamma` `[width]`. The result has the shape and dtype of `x`.
 ///
 /// The backward keeps `x` and one number per row.
 ///
 /// # Errors
 /// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
-/// the last axis is empty or differs from that of `gain`, or `epsilon` is negative.
+/// the last axis is empty or differs from that of `gamma`, or `epsilon` is negative.
 pub fn try_rms_norm<const D: usize>(
     x: Tensor<D>,
-    gain: Tensor<1>,
+    gamma: Tensor<1>,
     epsilon: f64,
 ) -> Result<Tensor<D>, Nvfp4Error> {
-    check_rms_norm(&x, None, &gain, epsilon)?;
+    check_rms_norm(&x, None, &gamma, epsilon)?;
     let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, None).1)
+    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gamma, None).1)
 }
 
 /// Panicking version of [`try_rms_norm`].
-pub fn rms_norm<const D: usize>(x: Tensor<D>, gain: Tensor<1>, epsilon: f64) -> Tensor<D> {
-    or_panic("rms_norm", try_rms_norm(x, gain, epsilon))
+pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) -> Tensor<D> {
+    or_panic("rms_norm", try_rms_norm(x, gamma, epsilon))
 }
 
 /// Computes `x + residual`, rounded to their dtype, and the [`rms_norm`] of that, in one pass. Both
@@ -159,10 +159,10 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, gain: Tensor<1>, epsilon: f64) -> 
 pub fn try_add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
-    gain: Tensor<1>,
+    gamma: Tensor<1>,
     epsilon: f64,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    try_add_rms_norm_with_amax(x, residual, gain, epsilon, NormAmax::default())
+    try_add_rms_norm_with_amax(x, residual, gamma, epsilon, NormAmax::default())
 }
 
 /// Version of [`try_add_rms_norm`] that also computes the amax values that the adjacent layers
@@ -173,23 +173,26 @@ pub fn try_add_rms_norm<const D: usize>(
 pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
-    gain: Tensor<1>,
+    gamma: Tensor<1>,
     epsilon: f64,
     amax: NormAmax,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    check_rms_norm(&x, Some(&residual), &gain, epsilon)?;
+    check_rms_norm(&x, Some(&residual), &gamma, epsilon)?;
     let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, amax, x, Some(residual), gain, None))
+    Ok(norm_unchecked(norm, amax, x, Some(residual), gamma, None))
 }
 
 /// Panicking version of [`try_add_rms_norm`].
 pub fn add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
-    gain: Tensor<1>,
+    gamma: Tensor<1>,
     epsilon: f64,
 ) -> (Tensor<D>, Tensor<D>) {
-    or_panic("add_rms_norm", try_add_rms_norm(x, residual, gain, epsilon))
+    or_panic(
+        "add_rms_norm",
+        try_add_rms_norm(x, residual, gamma, epsilon),
+    )
 }
 
 /// Returns `x` and its [`rms_norm`]. The backward adds their gradients in its pass. Also computes
@@ -199,46 +202,46 @@ pub fn add_rms_norm<const D: usize>(
 /// Same as [`try_rms_norm`].
 pub(crate) fn try_norm_of_stream<const D: usize>(
     x: Tensor<D>,
-    gain: Tensor<1>,
+    gamma: Tensor<1>,
     epsilon: f64,
     amax: NormAmax,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    check_rms_norm(&x, None, &gain, epsilon)?;
+    check_rms_norm(&x, None, &gamma, epsilon)?;
     let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, amax, x, None, gain, None))
+    Ok(norm_unchecked(norm, amax, x, None, gamma, None))
 }
 
-/// LayerNorm: `(x - mean(x)) / sqrt(variance(x) + epsilon) · gain + bias` over the last axis of `x`
-/// (`[..., width]`), with `gain` and `bias` `[width]`. The result has the shape and dtype of `x`.
+/// LayerNorm: `(x - mean(x)) / sqrt(variance(x) + epsilon) · gamma + beta` over the last axis of `x`
+/// (`[..., width]`), with `gamma` and `beta` `[width]`. The result has the shape and dtype of `x`.
 ///
 /// The backward keeps `x` and two numbers per row.
 ///
 /// # Errors
-/// Same as [`try_rms_norm`]; also if `bias` does not match.
+/// Same as [`try_rms_norm`]; also if `beta` does not match.
 pub fn try_layer_norm<const D: usize>(
     x: Tensor<D>,
-    gain: Tensor<1>,
-    bias: Option<Tensor<1>>,
+    gamma: Tensor<1>,
+    beta: Option<Tensor<1>>,
     epsilon: f64,
 ) -> Result<Tensor<D>, Nvfp4Error> {
     check_input("x", &x)?;
-    check_factors("gain", &gain, &x)?;
-    if let Some(bias) = &bias {
-        check_factors("bias", bias, &x)?;
+    check_factors("gamma", &gamma, &x)?;
+    if let Some(beta) = &beta {
+        check_factors("beta", beta, &x)?;
     }
     check_epsilon(epsilon)?;
     let norm = (Norm::Layer, epsilon);
-    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gain, bias).1)
+    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gamma, beta).1)
 }
 
 /// Panicking version of [`try_layer_norm`].
 pub fn layer_norm<const D: usize>(
     x: Tensor<D>,
-    gain: Tensor<1>,
-    bias: Option<Tensor<1>>,
+    gamma: Tensor<1>,
+    beta: Option<Tensor<1>>,
     epsilon: f64,
 ) -> Tensor<D> {
-    or_panic("layer_norm", try_layer_norm(x, gain, bias, epsilon))
+    or_panic("layer_norm", try_layer_norm(x, gamma, beta, epsilon))
 }
 
 /// Applies an activation along the last axis, after the checks.

@@ -27,11 +27,17 @@ pub(crate) fn applied(model: Decoder, base: &Path, adapter: Option<&Path>) -> Re
 /// Returns an error if the folder cannot be read.
 pub(crate) fn read(folder: &Path, base: &Path) -> Result<AdapterFolder> {
     let adapter = AdapterFolder::read(folder)?;
-    if let Some(own) = adapter.base()
-        && fs::canonicalize(own).ok() != fs::canonicalize(base).ok()
-    {
-        let (folder, base) = (folder.display(), base.display());
-        note!("note: adapter {folder} was trained beside {own}, not {base}");
+    if let Some(own) = adapter.base() {
+        let names = [Path::new(own), base].map(|it| it.file_name().map(ToOwned::to_owned));
+        let is_same = match fs::canonicalize(own) {
+            Ok(own) => Some(own) == fs::canonicalize(base).ok(),
+            // The name of a repository: its folder is usually called like its end.
+            Err(_) => names[0] == names[1],
+        };
+        if !is_same {
+            let (folder, base) = (folder.display(), base.display());
+            note!("note: adapter {folder} was trained beside {own}, not {base}");
+        }
     }
     Ok(adapter)
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::{Answers, ComparedWindow, Comparison, Question, choose, compare};
@@ -84,6 +84,10 @@ impl Eval {
                 folder.display(),
                 self.model.display()
             );
+            let of_baseline = DecoderConfig::read(folder)?;
+            of_baseline
+                .check_length("the length of a window", windows.length)
+                .with_context(|| format!("baseline {}: give --length", folder.display()))?;
         }
         let InferenceOptions { scheme, compute } = self.inference;
         let (_, device, dtype) = compute.open()?;

@@ -226,7 +226,7 @@ impl Generate {
                 ensure!(
                     length < longest,
                     "the conversation has {length} tokens, but the model or its folder allows \
-                 {longest}, with the answer: begin a new one (/reset drops the messages so far)"
+                 {longest}, with the answer: begin a new one"
                 );
                 let most = asked.min(longest - length);
                 writer.generation.most = most;
@@ -234,7 +234,7 @@ impl Generate {
                 ensure!(
                     !written.is_cut || most < longest - length,
                     "the answer is cut: the conversation has {longest} tokens, and the model or its \
-                 folder allows no more; begin a new one (/reset drops the messages so far)"
+                 folder allows no more; begin a new one"
                 );
                 if written.is_cut {
                     note!("the answer is cut after {most} tokens (--tokens)");

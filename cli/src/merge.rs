@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn::tensor::FloatDType;
 use clap::Args;
 use nvfp4_lm::decoder::{Decoder, FrozenForm};
-use nvfp4_lm::finetune::export::export_merged;
+use nvfp4_lm::finetune::export::{export_merged, remove_unfinished};
 use nvfp4_lm::hf::NewFolder;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 
@@ -37,6 +37,9 @@ pub(crate) struct Merge {
 
 impl Merge {
     pub(crate) fn run(self) -> Result<()> {
+        if self.export.is_some() {
+            remove_unfinished(&self.out)?;
+        }
         // Fails before the model is loaded if the folder has files; nothing is kept.
         drop(NewFolder::create(&self.out)?);
         let adapter = adapter::read(&self.adapter, &self.model)?;

@@ -137,10 +137,15 @@ impl Quantize {
             sample(&files.collect::<Vec<_>>(), read)
         });
         let mut warnings = Vec::new();
-        warnings.extend(tokens.as_ref().and_then(|it| few_tokens(it.len(), read)));
-        warnings
-            .iter()
-            .for_each(|line| eprintln!("warning: {line}"));
+        let mut warn = |text: String| {
+            eprintln!("warning: {text}");
+            warnings.push(text);
+        };
+        let few = tokens.as_ref().and_then(|it| few_tokens(it.len(), read));
+        few.into_iter().for_each(&mut warn);
+        if tokens.is_none() && matches!(self.method, Method::Search | Method::FourOverSix) {
+            warn("no calibration: errors of all input features count the same, E[x²] = 1".into());
+        }
         let reads = calibrates_on(tokens.as_deref(), read);
         let run = match self.resume {
             true => Quantization::resume(&self.model, &self.out, &options, reads)?,
@@ -158,11 +163,6 @@ impl Quantize {
         bar.finish();
         interrupt.finished();
         let after = self.perplexity(&self.out, eval.as_ref(), windows)?;
-        if matches!(self.method, Method::Search | Method::FourOverSix) && calibration.is_empty() {
-            warnings.push(
-                "no calibration: errors of all input features count the same, E[x²] = 1".into(),
-            );
-        }
         let calibration = calibration_texts.as_ref().zip(quantized.calibration_tokens);
         let result = QuantizeResult {
             model: &self.model,

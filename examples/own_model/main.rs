@@ -51,7 +51,9 @@ impl Model {
         let model = Self {
             embedding: Embedding::new(normal.init([256, width], device)),
             blocks: blocks.collect::<Result<_, _>>()?,
-            norm: RmsNormConfig::new(width).try_init(device)?,
+            norm: RmsNormConfig::new(width)
+                .with_epsilon(1e-6)
+                .try_init(device)?,
             head: LmHead::new(normal.init([width, 256], device)),
             positions: RopeCacheConfig::new(CONTEXT, width / heads).try_init(device)?,
             activation,
@@ -190,18 +192,27 @@ struct Progress {
 }
 
 fn save(model: &Model, optimizer: &AdamW, folder: &Path) -> Result<(), Box<dyn Error>> {
-    fs::create_dir_all(folder)?;
-    model.clone().save_file(folder.join("model.bpk"))?;
+    // A folder is complete or absent: a run that is killed here resumes from the one before.
+    let new = folder.with_extension("new");
+    if new.exists() {
+        fs::remove_dir_all(&new)?;
+    }
+    fs::create_dir_all(&new)?;
+    model.clone().save_file(new.join("model.bpk"))?;
     for (file, is_second) in [("first.bpk", false), ("second.bpk", true)] {
         let mut moments = Moments {
             optimizer,
             is_second,
         };
         let moments = model.clone().map(&mut moments);
-        moments.save_file(folder.join(file))?;
+        moments.save_file(new.join(file))?;
     }
     let progress = Progress::new(optimizer.time(), Nvfp4State::collect(model));
-    progress.save(folder.join("progress.json"))?;
+    progress.save(new.join("progress.json"))?;
+    if folder.exists() {
+        fs::remove_dir_all(folder)?;
+    }
+    fs::rename(new, folder)?;
     Ok(())
 }
 

@@ -91,7 +91,7 @@ fn conversations_keep_their_messages() {
     let long = format!("{}\n", "once upon a midnight dreary, ".repeat(4));
     fails(
         chat(&long.repeat(6), &[]),
-        &["the conversation has", "256", "/reset"],
+        &["the conversation has", "256", "begin a new one"],
     );
 
     for (more, names) in [

@@ -221,12 +221,13 @@ fn ctrl_c_leaves_a_quantization_that_resumes() {
         succeeds(nvfp4("", &[&arguments, more].concat()));
     };
     run(&whole, &[]);
+    let mut interrupted = 0;
     for stage in ["", "calibration", "part-00000"] {
         let out = absent(&format!("quantize-interrupted-{stage}"));
         let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
             .args(arguments(&out))
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let reached = out.join(".nvfp4_quantize").join(stage);
@@ -238,14 +239,22 @@ fn ctrl_c_leaves_a_quantization_that_resumes() {
             .stderr(Stdio::null())
             .status();
         kill.unwrap();
-        let status = child.wait().unwrap();
+        let output = child.wait_with_output().unwrap();
+        let status = output.status;
         if !status.success() {
+            interrupted += 1;
             // Before the command watches for the signal, it has no code.
             assert!(status.code().is_none_or(|code| code == 130), "{status}");
+            if status.code().is_some() {
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                assert!(said.contains("stopped; to resume: "), "{said}");
+                assert!(said.trim_end().ends_with("--resume"), "{said}");
+            }
             if out.join(".nvfp4_quantize").exists() {
                 run(&out, &["--resume"]);
             }
         }
         assert!(files(&out) == files(&whole), "{stage:?}: other bytes");
     }
+    assert!(interrupted > 0, "no run was interrupted");
 }

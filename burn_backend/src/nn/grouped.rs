@@ -131,10 +131,10 @@ impl Nvfp4GroupedLinear {
     /// have a bias, or a dimension is not a positive multiple of 16.
     pub fn from_linears(linears: Vec<Linear>, recipe: &Nvfp4Recipe) -> Result<Self, Nvfp4Error> {
         check_experts("linears", linears.len())?;
-        let shape = linears[0].weight.lazy_shape().dims::<2>();
+        let shape = linears[0].weight.dims();
         let biased = linears[0].bias.is_some();
         for (index, linear) in linears.iter().enumerate() {
-            let found = linear.weight.lazy_shape().dims::<2>();
+            let found = linear.weight.dims();
             if found != shape || linear.bias.is_some() != biased {
                 return Err(Nvfp4Error::shape(
                     "linears",

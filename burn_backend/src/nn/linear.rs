@@ -298,7 +298,10 @@ impl Nvfp4Linear {
         input: Tensor<D>,
     ) -> Result<Tensor<D>, Nvfp4Error> {
         let mut others = layers[1..].iter().zip(1..);
-        if others.all(|(other, index)| other.check_beside(layers[0], index).is_ok()) {
+        // In high precision nothing is quantized once for all, and the concatenation only costs.
+        if !layers[0].state.is_high_precision()
+            && others.all(|(other, index)| other.check_beside(layers[0], index).is_ok())
+        {
             return Self::forward_joined(layers, input);
         }
         let outputs = layers.iter().map(|layer| layer.try_forward(input.clone()));

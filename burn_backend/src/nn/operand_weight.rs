@@ -24,7 +24,7 @@ pub(super) fn gathered_weight<const D: usize>(
     // Not with a telemetry probe: it compares operands with the values that they are made from.
     let sharded = param.reparameterization::<Sharded>();
     let sharded = sharded.filter(|_| state.probe().is_none())?;
-    let part = WeightPart::of(&param.lazy_shape().dims::<D>());
+    let part = WeightPart::of(&param.dims());
     sharded.operands(is_alone, part, &state.next_spec(recipe))
 }
 

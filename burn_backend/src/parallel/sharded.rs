@@ -144,7 +144,7 @@ impl Reparameterizer for Shard<'_> {
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Sharded>) {
         let group = self.groups.of(param.id).clone();
-        if !is_shardable(&param.lazy_shape().dims::<D>(), &group) {
+        if !is_shardable(&param.dims(), &group) {
             return (param, None);
         }
         let id = param.id.val();
@@ -219,7 +219,7 @@ struct FindShardable<'a> {
 
 impl ModuleVisitor for FindShardable<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if is_shardable(&param.lazy_shape().dims::<D>(), self.groups.of(param.id)) {
+        if is_shardable(&param.dims(), self.groups.of(param.id)) {
             self.ids.insert(param.id.val());
         }
     }

@@ -31,7 +31,7 @@ pub enum LayerPolicy {
     },
     /// High-precision layers of Nemotron 3: the last 15 % of the blocks, and in every block the
     /// attention projections (layers called `qkv`, `query`, `key`, `value`, or in a module called
-    /// `attention`, `mha` or `self_attn`). Nemotron 3 also has Mamba output projections in MXFP8,
+    /// `attention`, `mha`, `self_attn` or `cross_attn`). Nemotron 3 also has Mamba output projections in MXFP8,
     /// which have no counterpart here.
     Nemotron3,
 }
@@ -108,7 +108,7 @@ fn is_attention(path: &str) -> bool {
     ["qkv", "query", "key", "value"].contains(&name)
         || parts
             .iter()
-            .any(|part| ["attention", "mha", "self_attn"].contains(part))
+            .any(|part| ["attention", "mha", "self_attn", "cross_attn"].contains(part))
 }
 
 #[cfg(test)]

@@ -277,7 +277,7 @@ fn bad_arguments_are_named() {
         assert!(error.contains(argument), "{error}");
     };
     let (norm, add) = (functions::try_rms_norm, functions::try_add_rms_norm);
-    named("`gain`", norm(x.clone(), short.clone(), EPSILON).err());
+    named("`gamma`", norm(x.clone(), short.clone(), EPSILON).err());
     named("`epsilon`", norm(x.clone(), gain.clone(), f64::NAN).err());
     let other = tensor([3, 16], 1, &device);
     named(
@@ -291,7 +291,7 @@ fn bad_arguments_are_named() {
     );
     let bias = Some(short);
     named(
-        "`bias`",
+        "`beta`",
         functions::try_layer_norm(x.clone(), gain, bias, EPSILON).err(),
     );
     let odd = tensor([2, 3], 1, &device);

@@ -203,7 +203,7 @@ fn bad_arguments_are_named() {
                 ..good()
             }),
         ),
-        ("gain", fused.try_forward(narrow.into())),
+        ("gamma", fused.try_forward(narrow.into())),
         (
             "linear",
             NormLinear {

@@ -114,7 +114,6 @@ impl QuantizeResult<'_> {
         let mut lines = layers(self.quantized);
         lines.extend(self.evaluation.iter().flat_map(Evaluation::lines));
         lines.extend(self.calibration.iter().flat_map(CalibrationData::lines));
-        lines.extend(self.warnings.iter().cloned());
         lines.push(format!(
             "{} {} by {}{} written to {}",
             self.dialect,

@@ -72,15 +72,7 @@ impl Finetune<'_> {
     ) -> Result<Option<Quantized>> {
         let from = &self.task().config().model;
         let saved = self.with_model(|model| {
-            // An interrupted export may have left both.
-            let masters = masters(out);
-            let unfinished = [
-                (&*masters, masters.exists()),
-                (out, out.join(JOURNAL).exists()),
-            ];
-            for (folder, _) in unfinished.into_iter().filter(|(_, is_left)| *is_left) {
-                fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
-            }
+            remove_unfinished(out)?;
             let made = self.quantization(&model, dialect, scheme)?;
             save_masters(&model, from, out)?;
             Ok(made)
@@ -147,9 +139,25 @@ pub fn export_merged(
 /// Returns the path of the `f32` weights from which `out` is quantized. These are rounded, not a
 /// bf16 copy of them.
 fn masters(out: &Path) -> PathBuf {
-    let mut name = out.as_os_str().to_owned();
+    let mut name = out.file_name().unwrap_or_default().to_owned();
     name.push(".f32");
-    name.into()
+    out.with_file_name(name)
+}
+
+/// Removes what an interrupted export to `out` left.
+///
+/// # Errors
+/// Returns an error if a folder cannot be removed.
+pub fn remove_unfinished(out: &Path) -> Result<()> {
+    let masters = masters(out);
+    let unfinished = [
+        (&*masters, masters.exists()),
+        (out, out.join(JOURNAL).exists()),
+    ];
+    for (folder, _) in unfinished.into_iter().filter(|(_, is_left)| *is_left) {
+        fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
+    Ok(())
 }
 
 /// Saves the weights for [`quantize_masters`].

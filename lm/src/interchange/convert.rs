@@ -165,6 +165,20 @@ pub fn write_configs(out: &Path, json: &impl Serialize, config: &QuantConfig) ->
     write_json(&out.join(CONFIG_FILE), json)
 }
 
+/// Endings of files with tensors, or with their names: of the old weights.
+const TENSORS: [&str; 10] = [
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".index.json",
+];
+
 /// Copies the files of `from` that are neither tensors nor rewritten: tokenizer, chat template,
 /// generation_config.json, licence.
 ///
@@ -176,9 +190,7 @@ pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
             continue;
         };
-        let is_tensors = [".safetensors", ".bin", ".pt", ".pth", ".gguf"]
-            .iter()
-            .any(|extension| name.ends_with(extension));
+        let is_tensors = TENSORS.iter().any(|ending| name.ends_with(ending));
         let is_ours = [CONFIG_FILE, HF_QUANT_CONFIG, INDEX_FILE].contains(&name);
         if path.is_file() && !is_tensors && !is_ours && !name.starts_with('.') {
             copy_file(&path, &out.join(name))?;

@@ -361,7 +361,7 @@ impl QuantizeOptions {
                 "input-scale",
                 json!(self.input_scale.map(|scale| scale.to_string())),
             ),
-            ("kv", json!(if self.kv_cache_fp8 { "fp8" } else { "none" })),
+            ("kv", json!(if self.kv_cache_fp8 { "fp8" } else { "bf16" })),
             ("smooth", json!(self.smooth.name())),
         ];
         options.map(|(name, value)| (name.to_owned(), value)).into()

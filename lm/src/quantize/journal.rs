@@ -13,7 +13,7 @@
 //! bytes are the same.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -45,6 +45,8 @@ pub type MadeFrom = BTreeMap<String, Value>;
 pub(crate) struct Journal {
     out: PathBuf,
     folder: PathBuf,
+    /// The locked file of the inputs, once the journal exists.
+    lock: Option<File>,
 }
 
 /// Report in the form of the file.
@@ -105,7 +107,10 @@ impl Journal {
     /// Starts the journal of a new run into the folder `out`, which must be absent, empty, or hold
     /// an interrupted run that has no complete entry.
     pub fn start(out: &Path, made_from: &MadeFrom) -> Result<Self> {
-        let journal = Self::in_folder(out);
+        let mut journal = Self::in_folder(out);
+        if journal.folder.join(MADE_FROM).exists() {
+            journal.lock(&journal.folder.clone())?;
+        }
         ensure!(
             journal.entries()?.is_empty(),
             "{} must be empty, but it holds a quantization that is not finished: --resume continues \
@@ -121,6 +126,7 @@ impl Journal {
         let partial = journal.partial();
         fs::create_dir(&partial).with_context(|| partial.display().to_string())?;
         write_json(&partial.join(MADE_FROM), made_from)?;
+        journal.lock(&partial)?;
         fs::rename(&partial, &journal.folder)
             .with_context(|| journal.folder.display().to_string())?;
         Ok(journal)
@@ -133,7 +139,7 @@ impl Journal {
     /// Returns an error if there is none. Returns an error that names the difference if the run has
     /// other inputs.
     pub fn resume(out: &Path, made_from: &MadeFrom) -> Result<Self> {
-        let journal = Self::in_folder(out);
+        let mut journal = Self::in_folder(out);
         let path = journal.folder.join(MADE_FROM);
         if !path.exists() && journal.folder.exists() {
             // Killed at the end of `finish`.
@@ -151,6 +157,7 @@ impl Journal {
                 false => "it holds no quantization that is not finished",
             }
         );
+        journal.lock(&journal.folder.clone())?;
         let found: MadeFrom = read_json(&path)?;
         let names = found.keys().chain(made_from.keys());
         for name in names {
@@ -169,7 +176,26 @@ impl Journal {
         Self {
             out: out.to_owned(),
             folder: out.join(JOURNAL),
+            lock: None,
         }
+    }
+
+    /// Locks the journal in `folder` until this value is dropped. File systems without locks have
+    /// none.
+    ///
+    /// # Errors
+    /// Returns an error if another process has the lock.
+    fn lock(&mut self, folder: &Path) -> Result<()> {
+        let path = folder.join(MADE_FROM);
+        let file = File::open(&path).with_context(|| path.display().to_string())?;
+        if let Err(TryLockError::WouldBlock) = file.try_lock() {
+            bail!(
+                "another process quantizes to {}: wait for it or give another --out",
+                self.out.display()
+            );
+        }
+        self.lock = Some(file);
+        Ok(())
     }
 
     /// Returns the path of the journal before it is complete.

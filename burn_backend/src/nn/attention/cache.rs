@@ -16,7 +16,22 @@ impl OutputCache {
         let Some(cached) = &self.0 else {
             return Ok(0);
         };
-        let ([batch, past, _], [found_batch, time, _]) = (cached.dims(), x.dims());
+        let ([batch, past, width], [found_batch, time, found_width]) = (cached.dims(), x.dims());
+        if found_width != width || cached.dtype() != x.dtype() || cached.device() != x.device() {
+            return Err(Nvfp4Error::value(
+                "cache",
+                format!(
+                    "outputs of {width}, {:?} on {:?}",
+                    cached.dtype(),
+                    cached.device()
+                ),
+                format!(
+                    "{found_width}, {:?} on {:?}, as `{name}`",
+                    x.dtype(),
+                    x.device()
+                ),
+            ));
+        }
         if found_batch != batch || time <= past {
             return Err(Nvfp4Error::shape(
                 name,

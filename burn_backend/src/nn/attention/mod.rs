@@ -18,8 +18,8 @@
 //!
 //! # Flash attention
 //!
-//! The kernels of [`crate::attention`](mod@crate::attention) compute scores, softmax and values, without a matrix of
-//! queries by keys. Burn's operations compute these cases, and materialize it:
+//! The kernels of [`crate::attention`](mod@crate::attention) compute scores, softmax and values,
+//! without a matrix of queries by keys. Burn's operations compute these cases, and materialize it:
 //!
 //! - a [`mask_pad`](MhaInput::mask_pad) or [`mask_attn`](MhaInput::mask_attn), even one that masks
 //!   nothing. Replace `mask_attn(generate_autoregressive_mask(..))` by
@@ -29,6 +29,12 @@
 //! - heads wider than [`MAX_HEAD`](crate::attention::MAX_HEAD).
 //!
 //! Each of these forwards emits a [`tracing`] event of level `DEBUG` with the reason.
+//!
+//! Activations in `f32`, and heads that are not a multiple of 16, use the kernels without tensor
+//! cores: cast the input to bf16 on a GPU.
+//!
+//! Self-attention concatenates its three weights in each forward, to quantize its input once.
+//! [`Nvfp4Attention`](super::Nvfp4Attention) stores them together.
 //!
 //! The other names of this module are burn-nn's own.
 

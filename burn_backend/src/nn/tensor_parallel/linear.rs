@@ -70,7 +70,7 @@ impl ColumnParallelLinear {
     /// # Errors
     /// Returns an error if the output features per rank are not a multiple of 16.
     pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
-        let d_output = linear.weight.lazy_shape().dims::<2>()[1];
+        let d_output = linear.weight.dims()[1];
         Self::from_segments(linear, &[d_output], parallel)
     }
 
@@ -170,7 +170,7 @@ impl RowParallelLinear {
     /// # Errors
     /// Returns an error if the input features per rank are not a multiple of 16.
     pub fn from_linear(linear: Nvfp4Linear, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
-        let d_input = linear.weight.lazy_shape().dims::<2>()[0];
+        let d_input = linear.weight.dims()[0];
         let (linear, shard) = Shard::of(linear, ShardedDim::Input, &[d_input], parallel)?;
         Ok(Self {
             linear,
@@ -282,7 +282,7 @@ impl Shard {
         parallel: &TensorParallel,
     ) -> Result<(Nvfp4Linear, Self), Nvfp4Error> {
         let group = &parallel.group;
-        let shape: [usize; 2] = linear.weight.lazy_shape().dims();
+        let shape: [usize; 2] = linear.weight.dims();
         let (axis, name) = match dim {
             ShardedDim::Input => (0, "d_input"),
             ShardedDim::Output => (1, "d_output"),
