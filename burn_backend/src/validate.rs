@@ -211,14 +211,18 @@ pub(crate) fn held<const D: usize>(
     same_device(("x", device), (name, &weight.held().device()))
 }
 
-/// Returns an error if a parameter is not on the device of `x`, and will not be. Does not read the
-/// value of a lazy parameter, because that would create it.
+/// Returns an error if a parameter is not on the device of `x`, and will not be. Creates the value
+/// of a lazy parameter only on that device.
 pub(crate) fn parameter<const D: usize>(
     device: &Device,
     name: &'static str,
     parameter: &Param<Tensor<D>>,
 ) -> Result<(), Nvfp4Error> {
-    same_device(("x", device), (name, &parameter.lazy_device()))
+    same_device(("x", device), (name, &parameter.lazy_device()))?;
+    // Without a value, Burn reports the shape of the record, which is transposed for weights in
+    // columns.
+    let _ = parameter.dims();
+    Ok(())
 }
 
 /// Returns an error if a shape is not the expected one; `why` describes that.

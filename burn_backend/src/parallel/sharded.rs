@@ -70,10 +70,9 @@ pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     param.reparameterization::<Sharded>().is_some()
 }
 
-/// Returns the unsharded shape of a parameter, which gets its initial value if it has none yet.
+/// Returns the unsharded shape of a parameter, without reading its value.
 pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {
-    // `lazy_shape` would be that of the record, which is transposed for weights in columns.
-    let mut dims = param.dims();
+    let mut dims = param.lazy_shape().dims::<D>();
     if let Some(sharded) = param.reparameterization::<Sharded>() {
         dims[0] *= sharded.group.size();
     }

@@ -66,6 +66,11 @@ fn a_run_that_is_killed_at_any_stage_resumes_to_the_same_bytes() {
         killed.push(folder);
     };
     let run = Quantization::start(&model, &whole, &options(), reads()).unwrap();
+    // A second run would mix its parts with those of this one.
+    for other in [Quantization::start, Quantization::resume] {
+        let error = other(&model, &whole, &options(), reads()).err().unwrap();
+        assert!(error.to_string().contains("another process quantizes"));
+    }
     kill("calibrating");
     run.keep_calibration(&calibration).unwrap();
     kill("calibrated");
