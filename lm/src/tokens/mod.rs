@@ -2,7 +2,7 @@
 //!
 //! - [`shard`]: memory-mapped file with the tokens of documents and an optional loss mask.
 //! - [`encode`]: converts text files, JSON lines and conversations to documents; [`chat`] renders
-//!   chat templates; [`line`] parses lines of JSON.
+//!   chat templates; [`line`](mod@line) parses lines of JSON.
 //! - [`whole`]: reads texts whole, for calibration and evaluation.
 //! - [`bpe`]: trains a tokenizer.
 //! - [`rows`]: packs documents into rows of fixed length, and batches rows.
