@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures PyTorch on the same work and GPU: training steps, attention, layers.
 
-Usage: pytorch_step.py [steps] [attention] [layers] [moe] [--json FILE]
+Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [--json FILE]
 
 The baseline is the fastest that a user would pick: `torch.compile`, the fastest spelling of the heads
 and backend of SDPA for each shape, fused AdamW, bf16 autocast over f32 master weights, gradients
@@ -291,13 +291,46 @@ def moe(tokens=16384, width=2048, hidden=1408, experts=16, top_k=2):
         yield {"layer": name, "forward_ms": forward, "both_ms": best(both, 20)}
 
 
+def encoder(sizes=((768, 12, 12, 16, 1024), (4096, 1, 32, 16, 512))):
+    """A step of `torch.nn.TransformerEncoder`: forward with a causal mask, backward, AdamW."""
+    for width, blocks, heads, batch, time_ in sizes:
+        row = {"encoder": f"{width} x {blocks}"}
+        for mode in ("default", "max-autotune-no-cudagraphs", "reduce-overhead"):
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            model = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False).cuda()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            x = torch.randn(batch, time_, width, device="cuda", dtype=torch.bfloat16)
+            mask = nn.Transformer.generate_square_subsequent_mask(time_, device="cuda")
+            compiled = torch.compile(model, mode=mode)
+
+            def run():
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = compiled(x, mask=mask, is_causal=True).float().square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+            for _ in range(5):
+                run()
+            row[f"{mode}_ms"] = best(run, 10)
+            row[f"{mode}_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        yield row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="*", default=["steps", "attention", "layers"])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    kinds = {"steps": lambda: steps(arguments.models), "attention": attention, "layers": layers, "moe": moe}
+    kinds = {"steps": lambda: steps(arguments.models), "attention": attention, "layers": layers, "moe": moe, "encoder": encoder}
     unknown = [what for what in arguments.what if what not in kinds]
     if unknown:
         parser.error(f"{unknown}: expected any of {list(kinds)}")

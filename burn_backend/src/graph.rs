@@ -15,7 +15,7 @@
 //! Replayed steps have the bits of ordinary steps. The exception is `Dropout` of burn-nn, whose seeds
 //! are arguments from the host: each replay drops the same elements. Set its probability to 0.
 //!
-//! `nvfp4 train --graph` uses these steps. Tests compare replayed steps with ordinary ones on GPUs,
+//! `nvfp4 train` uses these steps on a GPU. Tests compare replayed steps with ordinary ones on GPUs,
 //! and launched steps on CubeCL's CPU runtime, which has no graphs.
 //!
 //! Without [`GraphSteps`], `burn::tensor::capture` around layers with stochastic rounding would

@@ -100,6 +100,9 @@ impl<'a> Session<'a> {
         let outcome = match self.ranks.is_first() {
             true => {
                 let settings = trainer.settings();
+                if let Some(reason) = settings.uncaptured.filter(|reason| reason.is_notable()) {
+                    println!("steps are not captured as a CUDA graph: {reason}");
+                }
                 let mut progress = Progress::new(
                     settings.recipe.clone(),
                     (trainer.step(), settings.schedule.steps),
@@ -128,7 +131,7 @@ impl<'a> Session<'a> {
         let settings = trainer.settings();
         let (recipe, ranks) = (&settings.recipe, self.ranks.group().size());
         let communication = trainer.communication();
-        let steps = match (settings.schedule.graph, communication.steps) {
+        let steps = match (settings.uncaptured.is_none(), communication.steps) {
             (true, _) => "the last step before the graph".into(),
             (false, 1) => "1 step".into(),
             (false, steps) => format!("{steps} steps"),

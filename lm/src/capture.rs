@@ -18,7 +18,7 @@ mod absent {
 
     impl GraphSteps {
         pub(crate) fn begin<M>(_: &M, device: &Device) -> Result<Self> {
-            bail!("graph is true, but {device:?} has no graphs: build with --features cuda")
+            bail!("{device:?} has no graphs: build with --features cuda")
         }
 
         pub(crate) unsafe fn overlap_kernels(&mut self) {

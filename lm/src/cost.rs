@@ -263,7 +263,6 @@ pub fn measure<M: LanguageModel, T>(
         ensure!(value > 0, "{name} is 0, but it must be at least 1");
     }
     config.check()?;
-    config.check_graph()?;
     config.check_ranks(1)?;
     let budget = budget(config, recipe);
     budget.check(device)?;
@@ -295,7 +294,7 @@ fn measure_steps<M: LanguageModel, T>(
     let optimizer = Optimizer::new(config)?;
     let trained = device.clone().autodiff();
     let mut rank = Rank::new(trained.clone(), model, optimizer);
-    if config.graph {
+    if config.uncaptured().is_none() {
         rank.begin_graph()?;
     }
     let (mut number, mut sampled_operands) = (0, 0);

@@ -8,7 +8,7 @@ use burn_nvfp4::parallel::{Overlap, ProcessGroup, ReduceDtype};
 use burn_nvfp4::state::set_rank;
 use nvfp4_parallel::{Axis, Layout};
 
-use crate::config::RunConfig;
+use crate::config::{RunConfig, Uncaptured};
 
 /// Process groups of this rank.
 ///
@@ -153,21 +153,11 @@ impl ParallelGroups {
         groups.iter().any(|group| group.is_connected())
     }
 
-    /// Checks that the collectives of this run can be captured in a graph.
-    ///
-    /// # Errors
-    /// Returns an error if tensors move through host memory.
-    pub(crate) fn check_graph(&self) -> Result<()> {
+    /// Returns why the collectives of this run are not captured in a graph, if they are not.
+    pub(crate) fn uncaptured(&self) -> Option<Uncaptured> {
         let groups = [&self.tensor, &self.expert, &self.batch, &self.data];
         let is_captured = |group: &&ProcessGroup| group.size() == 1 || group.is_connected();
-        let ranks = self.world.size();
-        ensure!(
-            groups.iter().all(is_captured),
-            "graph is true and the launch has {ranks} ranks whose tensors travel through the \
-             memory of the host, but only what NCCL moves is in a graph: leave out graph, or use \
-             NCCL"
-        );
-        Ok(())
+        (!groups.iter().all(is_captured)).then_some(Uncaptured::HostCollectives)
     }
 
     /// Selects the random stream of this rank's share of the batch for the layers of `model`.

@@ -104,7 +104,6 @@ fn a_model_is_finetuned_and_resumed() {
         ("--temperature 2", ["temperature", "--distill"]),
         ("--valid-share 1.5", ["valid-share is 1.5", "0 and 1"]),
         ("--context 9999", ["context is 9999", "positions"]),
-        ("--graph", ["graph is true", "only GPUs"]),
         ("--recompute 9", ["recompute is 9", "layers"]),
     ] {
         let run = arguments(&data, &other, more);

@@ -175,7 +175,6 @@ class Runner:
         return [
             "pretrain", "--config", config, "--tokenizer", tokenizer, "--recipe", recipe, "--out", folder, "--device", device,
             "--data", *map(self.data, run["data"]), "--valid", self.data(run["valid"]), *run["options"],
-            *(["--graph"] if device.startswith("cuda") else []),
         ]
 
     def step(self, folder):

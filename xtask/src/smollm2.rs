@@ -223,9 +223,6 @@ impl Work {
             }
         };
         command.args(["--device", &self.device]);
-        if self.device.starts_with("cuda") {
-            command.arg("--graph");
-        }
         workspace::spawn(&mut command)?;
         Ok(exported)
     }

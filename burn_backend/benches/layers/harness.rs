@@ -66,14 +66,12 @@ impl Bench {
         self.device_name == "cuda"
     }
 
-    /// Returns true if the device is a CubeCL device, which decoration requires.
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    /// Returns true if the device is a CubeCL device, which decoration and graphs require.
     pub fn is_cube(&self) -> bool {
         self.device_name != "flex"
     }
 
     /// Returns true if the filter selects only settings that begin with `setting`.
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
     pub fn asks_for(&self, setting: &str) -> bool {
         self.filter
             .as_ref()

@@ -3,8 +3,9 @@
 //! the host clock around steps between two synchronizations.
 //!
 //! `cargo bench -p burn-nvfp4 --features cuda --bench layers`. A filter after `--` is a part of
-//! `setting/name`, such as `-- linear` or `-- nvidia`. Decorated layers are measured only with a
-//! filter that begins with `four layers`, and then alone. `NVFP4_BENCH_DEVICE` is `cuda` (the
+//! `setting/name`, such as `-- linear` or `-- nvidia`. Encoders are measured only with a filter that
+//! begins with `encoder`. Decorated layers and encoders are measured only with a filter that begins
+//! with `four layers` or `decorated encoder`, and then alone. `NVFP4_BENCH_DEVICE` is `cuda` (the
 //! default if it is built), `cpu` or `flex`; the last two run at tiny sizes as a smoke test. With
 //! `NVFP4_BENCH_ONCE` set, every step runs once and nothing is timed: for a profiler, or
 //! `BURN_FUSION_LOG`.
@@ -15,6 +16,7 @@
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod decorated;
+mod encoder;
 mod harness;
 mod linear;
 mod moe;
@@ -33,6 +35,11 @@ fn measure(bench: &mut Bench) {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     if bench.asks_for(decorated::SETTING) {
         return decorated::layers(bench);
+    } else if bench.asks_for(encoder::DECORATED) {
+        return encoder::decorated(bench);
+    }
+    if bench.asks_for(encoder::SETTING) {
+        return encoder::steps(bench);
     }
     linear::layers(bench);
     moe::mixture(bench);

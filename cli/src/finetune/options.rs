@@ -46,7 +46,7 @@ const SETTINGS: [&str; 28] = [
     "checkpoint_every",
     "activation",
     "recompute",
-    "graph",
+    "no_graph",
     "fsdp",
     "grad_reduce",
     "save_dtype",
@@ -151,9 +151,9 @@ pub(crate) struct TrainingOptions {
     /// instead of saving them: less memory, more time, identical bits
     #[arg(long, value_name = "LAYERS", default_value_t = 0)]
     pub(crate) recompute: usize,
-    /// Capture the step as a CUDA graph after three steps: no launch overhead, identical bits
+    /// Launch the kernels of a step one by one on a GPU, instead of as a CUDA graph
     #[arg(long)]
-    pub(crate) graph: bool,
+    pub(crate) no_graph: bool,
     /// Shard parameters, gradients and optimizer state over the data-parallel ranks instead of
     /// replicating them (FSDP)
     #[arg(long)]

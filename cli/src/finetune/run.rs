@@ -190,7 +190,7 @@ impl FinetuneRun {
             log_every: options.log_every,
             checkpoint_every: options.checkpoint_every,
             recompute: options.recompute,
-            graph: options.graph,
+            no_graph: options.no_graph,
             fsdp: options.fsdp,
             grad_reduce: options.grad_reduce,
             device: device.to_string(),
@@ -232,8 +232,6 @@ impl FinetuneRun {
         };
         let device = ranks.device(device);
         config.device = device.to_string();
-        // The option changes the speed of a step, not its result.
-        config.graph &= matches!(device, DeviceName::Cuda(_));
         Ok(Self {
             config,
             written: read_json(&folder.join(RESULT))?,

@@ -12,6 +12,7 @@ mod run;
 mod schedule;
 #[cfg(test)]
 mod tests;
+mod uncaptured;
 
 pub use choices::{
     Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, ModelKind,
@@ -21,3 +22,4 @@ pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};
 pub use schedule::Schedule;
 pub(crate) use schedule::check_counts;
+pub use uncaptured::Uncaptured;

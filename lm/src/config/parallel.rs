@@ -20,12 +20,12 @@ impl RunConfig {
     }
 
     /// Returns the exchange of tokens with the ranks of their experts: the run's choice if given.
-    /// Otherwise an all-gather if the run uses a graph, or if the all-gather sends no more than an
+    /// Otherwise an all-gather if steps run as a CUDA graph, or if the all-gather sends no more than an
     /// all-to-all, which sends each token to at most as many ranks as it has experts; else an
     /// all-to-all.
     pub fn expert_dispatch(&self) -> ExpertDispatchName {
         let sends_no_more = self.ep <= self.model.top_k;
-        let default = match self.graph || sends_no_more {
+        let default = match self.uncaptured().is_none() || sends_no_more {
             true => ExpertDispatchName::AllGather,
             false => ExpertDispatchName::AllToAll,
         };
@@ -120,12 +120,6 @@ impl RunConfig {
             "ep is {ep} and experts is {experts}, but each rank has as many experts: experts must \
              be a multiple of {ep}"
         );
-        ensure!(
-            !(self.graph && self.expert_dispatch() == ExpertDispatchName::AllToAll),
-            "ep is {ep}, ep-dispatch is all-to-all and graph is true, but the host counts the \
-             tokens of each expert in each step, which a graph cannot have: leave out graph, or \
-             give --ep-dispatch all-gather"
-        );
         Ok(())
     }
 
@@ -151,11 +145,6 @@ impl RunConfig {
             self.decorate.is_none(),
             "{flag} is true and decorate is given, but decorated layers hold their weights \
              themselves: leave out one of them"
-        );
-        ensure!(
-            !(self.zero1 && self.graph),
-            "zero1 and graph are true, but ZeRO-1 gathers the weights into new memory in each step: \
-             leave out one of them, or use fsdp"
         );
         Ok(())
     }

@@ -57,7 +57,7 @@ impl RunConfig {
             checkpoint_every: 100,
             telemetry_every: 0,
             recompute: 0,
-            graph: false,
+            no_graph: false,
             dp: None,
             tp: 1,
             ep: 1,

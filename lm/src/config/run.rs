@@ -16,6 +16,7 @@ use super::choices::{
 };
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
+use super::uncaptured::Uncaptured;
 
 /// Default weight of a block's load-balancing loss in the training loss.
 pub const BALANCE_SHARE: f64 = 0.01;
@@ -133,11 +134,10 @@ pub struct RunConfig {
     #[arg(long, value_name = "LAYERS")]
     #[serde(default)]
     pub recompute: usize,
-    /// Capture the step as a CUDA graph after three steps: no launch overhead on the host,
-    /// identical bits; requires --optimizer adamw and one GPU per rank
+    /// Launch the kernels of a step one by one on a GPU, instead of as a CUDA graph
     #[arg(long)]
     #[serde(default)]
-    pub graph: bool,
+    pub no_graph: bool,
     /// Expect this many data-parallel ranks, which split each batch evenly [default: the ranks of
     /// the launch, divided by --tp]
     #[arg(long, value_name = "RANKS")]
@@ -155,7 +155,7 @@ pub struct RunConfig {
     #[serde(default = "one")]
     pub ep: usize,
     /// Choose the exchange of tokens with the ranks of their experts, with --ep [default:
-    /// all-gather with --graph, or if --ep is at most --top-k; else all-to-all]
+    /// all-gather if steps run as a CUDA graph, or if --ep is at most --top-k; else all-to-all]
     #[arg(long, value_name = "HOW")]
     #[serde(default)]
     pub ep_dispatch: Option<ExpertDispatchName>,
@@ -251,7 +251,6 @@ impl RunConfig {
         }
         self.check_parallel()?;
         self.check_switches()?;
-        self.check_graph()?;
         let all: Vec<&RecipeName> = self.all_recipes().collect();
         for (index, recipe) in all.iter().enumerate() {
             ensure!(
@@ -291,7 +290,6 @@ impl RunConfig {
             checkpoint_every: self.checkpoint_every,
             telemetry_every: self.telemetry_every,
             healing: self.healing_of(recipe),
-            graph: self.graph,
         }
     }
 
@@ -318,31 +316,27 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Checks that device, optimizer and model can take steps as a CUDA graph.
-    ///
-    /// # Errors
-    /// Returns an error if `graph` is true and one of them cannot.
-    pub(crate) fn check_graph(&self) -> Result<()> {
-        if !self.graph {
-            return Ok(());
-        }
-        ensure!(
-            self.device.starts_with("cuda:"),
-            "graph is true and device is {}, but only GPUs (cuda:N) have graphs",
-            self.device
-        );
-        ensure!(
-            self.optimizer == OptimizerName::AdamW,
-            "graph is true and optimizer is {:?}, but it must be adamw: the learning rate of the \
-             others is an argument of their kernels",
-            self.optimizer
-        );
-        ensure!(
-            self.decorate.is_none(),
-            "graph is true and decorate is given, but steps of decorated models are not captured: \
-             leave out one of them"
-        );
-        Ok(())
+    /// Returns why the kernels of a step are launched one by one; `None` if steps run as a CUDA
+    /// graph.
+    pub fn uncaptured(&self) -> Option<Uncaptured> {
+        let is_gpu = self.device.starts_with("cuda:");
+        let all_to_all = Some(ExpertDispatchName::AllToAll);
+        let reasons = [
+            (!is_gpu, Uncaptured::NoGpu),
+            (self.no_graph, Uncaptured::NoGraph),
+            (
+                self.optimizer != OptimizerName::AdamW,
+                Uncaptured::Optimizer(self.optimizer),
+            ),
+            (self.decorate.is_some(), Uncaptured::Decorate),
+            (self.zero1, Uncaptured::Zero1),
+            (
+                self.ep > 1 && self.ep_dispatch == all_to_all,
+                Uncaptured::AllToAll,
+            ),
+        ];
+        let mut reasons = reasons.into_iter();
+        reasons.find_map(|(holds, reason)| holds.then_some(reason))
     }
 
     /// Returns the recipes that the run trains with, in order.

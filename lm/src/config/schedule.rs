@@ -29,8 +29,6 @@ pub struct Schedule {
     pub telemetry_every: u64,
     /// Point at which the run stops quantizing, if it does.
     pub healing: Option<Healing>,
-    /// True to run the steps as a CUDA graph.
-    pub graph: bool,
 }
 
 impl Schedule {
@@ -120,7 +118,6 @@ mod tests {
             checkpoint_every: 1,
             telemetry_every: 0,
             healing: None,
-            graph: false,
         }
     }
 

@@ -106,30 +106,50 @@ fn errors_name_the_value() {
     }
 }
 
-/// A captured step is refused where it would repeat or miss something.
+/// Steps run as a CUDA graph on a GPU, except where a graph would repeat or miss something.
 #[test]
-fn graphs_are_refused_where_they_cannot_be() {
-    let graph = |device: &str, change: &dyn Fn(&mut RunConfig)| {
+fn steps_are_captured_where_they_can_be() {
+    use ExpertDispatchName::{AllGather, AllToAll};
+    let uncaptured = |device: &str, change: &dyn Fn(&mut RunConfig)| {
         let mut config = RunConfig::preset(Preset::Tiny, device);
-        config.graph = true;
         change(&mut config);
-        config.check().map_err(|error| error.to_string())
+        config.check().unwrap();
+        config.uncaptured()
     };
-    graph("cuda:0", &|_| ()).unwrap();
+    assert_eq!(uncaptured("cuda:0", &|_| ()), None);
     let quartet2 = |config: &mut RunConfig| config.recipe = "quartet2".parse().unwrap();
-    graph("cuda:0", &quartet2).unwrap();
+    assert_eq!(uncaptured("cuda:1", &quartet2), None);
+    let dispatch = |config: &mut RunConfig, how| {
+        (config.ep, config.model.experts, config.ep_dispatch) = (2, Some(4), how);
+    };
+    for how in [None, Some(AllGather)] {
+        assert_eq!(uncaptured("cuda:0", &|config| dispatch(config, how)), None);
+    }
     type Change = dyn Fn(&mut RunConfig);
-    let cases: [(&str, &Change, &str); 2] = [
-        ("flex", &|_: &mut RunConfig| (), "device is flex"),
+    let cases: [(&str, &Change, Uncaptured); 6] = [
+        ("flex", &|_| (), Uncaptured::NoGpu),
+        ("cuda:0", &|c| c.no_graph = true, Uncaptured::NoGraph),
         (
             "cuda:0",
-            &|config| config.optimizer = OptimizerName::Muon,
-            "adamw",
+            &|c| c.optimizer = OptimizerName::Muon,
+            Uncaptured::Optimizer(OptimizerName::Muon),
+        ),
+        (
+            "cuda:0",
+            &|c| c.decorate = Some(Decoration::Strict),
+            Uncaptured::Decorate,
+        ),
+        ("cuda:0", &|c| c.zero1 = true, Uncaptured::Zero1),
+        (
+            "cuda:0",
+            &|c| dispatch(c, Some(AllToAll)),
+            Uncaptured::AllToAll,
         ),
     ];
     for (device, change, expected) in cases {
-        let error = graph(device, change).unwrap_err();
-        assert!(error.contains(expected), "{error}");
+        assert_eq!(uncaptured(device, change), Some(expected));
+        let by_choice = matches!(expected, Uncaptured::NoGpu | Uncaptured::NoGraph);
+        assert_eq!(expected.is_notable(), !by_choice, "{expected}");
     }
 }
 
@@ -137,7 +157,7 @@ fn graphs_are_refused_where_they_cannot_be() {
 #[test]
 fn what_ranks_cannot_split_is_said() {
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&[&str], Spoil); 14] = [
+    let cases: [(&[&str], Spoil); 13] = [
         (&["tp is 0"], |c| c.tp = 0),
         (&["ep is 0"], |c| c.ep = 0),
         (&["tp is 2", "Muon"], |c| c.optimizer = OptimizerName::Muon),
@@ -163,11 +183,6 @@ fn what_ranks_cannot_split_is_said() {
         (&["ep is 2", "no experts", "moe"], |c| (c.tp, c.ep) = (1, 2)),
         (&["ep is 2", "experts is 3"], |c| {
             (c.tp, c.ep, c.model.experts) = (1, 2, Some(3));
-        }),
-        (&["ep is 2", "all-to-all", "graph", "all-gather"], |c| {
-            (c.tp, c.ep, c.model.experts) = (1, 2, Some(4));
-            (c.graph, c.device) = (true, "cuda:0".into());
-            c.ep_dispatch = Some(ExpertDispatchName::AllToAll);
         }),
         (&["fsdp and zero1 are true"], |c| {
             (c.fsdp, c.zero1) = (true, true);
@@ -197,7 +212,7 @@ fn tokens_travel_as_the_layout_says() {
         (4, false, AllToAll),
         (4, true, AllGather),
     ] {
-        (config.ep, config.graph) = (ep, graph);
+        (config.ep, config.no_graph) = (ep, !graph);
         config.check().unwrap();
         assert_eq!(config.expert_dispatch(), expected, "ep {ep}, graph {graph}");
         config.ep_dispatch = Some(AllGather);
@@ -205,7 +220,7 @@ fn tokens_travel_as_the_layout_says() {
         config.check().unwrap();
         config.ep_dispatch = Some(AllToAll);
         assert_eq!(config.expert_dispatch(), AllToAll);
-        assert_eq!(config.check().is_err(), graph);
+        config.check().unwrap();
         config.ep_dispatch = None;
     }
 }

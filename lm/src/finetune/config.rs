@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn_nvfp4::Nvfp4Recipe;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Activation, GradReduce, RecipeName, Schedule, check_counts};
+use crate::config::{Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts};
 use crate::decoder::{FrozenForm, LoraConfig};
 
 /// Configuration file in the folder of a run.
@@ -85,10 +85,9 @@ pub struct FinetuneConfig {
     /// instead of saving them; identical bits.
     #[serde(default)]
     pub recompute: usize,
-    /// True to run the steps as a CUDA graph, captured after three steps: no launch overhead,
-    /// identical bits.
+    /// True to launch the kernels of a step one by one on a GPU, instead of as a CUDA graph.
     #[serde(default)]
-    pub graph: bool,
+    pub no_graph: bool,
     /// True to shard parameters, gradients and optimizer state over the ranks (FSDP) instead of
     /// replicating them.
     #[serde(default)]
@@ -139,11 +138,6 @@ impl FinetuneConfig {
             );
         }
         ensure!(
-            !self.graph || self.device.starts_with("cuda:"),
-            "graph is true and device is {}, but only GPUs (cuda:N) have graphs",
-            self.device
-        );
-        ensure!(
             !self.fsdp || self.lora.is_none(),
             "fsdp is true and lora is given, but the weights beside adapters are not sharded: leave \
              out fsdp, each rank then has the frozen weights"
@@ -168,7 +162,16 @@ impl FinetuneConfig {
             checkpoint_every: self.checkpoint_every,
             telemetry_every: 0,
             healing: self.recipe.healing,
-            graph: self.graph,
+        }
+    }
+
+    /// Returns why the kernels of a step are launched one by one; `None` if steps run as a CUDA
+    /// graph.
+    pub(crate) fn uncaptured(&self) -> Option<Uncaptured> {
+        match (self.device.starts_with("cuda:"), self.no_graph) {
+            (false, _) => Some(Uncaptured::NoGpu),
+            (true, true) => Some(Uncaptured::NoGraph),
+            (true, false) => None,
         }
     }
 

@@ -253,7 +253,7 @@ mod tests {
             log_every: 2,
             checkpoint_every: 3,
             recompute: 0,
-            graph: false,
+            no_graph: false,
             fsdp: false,
             grad_reduce: GradReduce::F32,
             device: "cpu".into(),

@@ -16,6 +16,7 @@ use super::memory::budget;
 use super::parameters;
 use super::step::{DeviceBatch, step_input};
 use crate::checkpoint::read_json;
+use crate::config::Uncaptured;
 use crate::decoder::{Decoder, FrozenForm};
 use crate::groups::ParallelGroups;
 use crate::hf::config::CONFIG_FILE;
@@ -120,7 +121,7 @@ impl<'a> FinetuneTask<'a> {
             config,
             data,
             order: Order::new(config.seed, data.train.len()),
-            documents: (config.graph).then(|| data.train.most_documents() + 1),
+            documents: (config.uncaptured().is_none()).then(|| data.train.most_documents() + 1),
             teacher: None,
             frozen: None,
         }
@@ -150,19 +151,6 @@ impl<'a> FinetuneTask<'a> {
         );
         Ok(Some(loaded))
     }
-
-    /// Checks that `model` and the teacher compute the same for every step of a graph.
-    fn check_graph(&self, model: &Decoder) -> Result<()> {
-        let context = self.config.context;
-        for (name, model) in [("model", Some(model)), ("teacher", self.teacher.as_ref())] {
-            ensure!(
-                model.is_none_or(|model| model.has_fixed_positions(context)),
-                "graph is true, but the rotary positions of the {name} depend on the length of a \
-                 text up to context ({context}), and a graph has those of its capture"
-            );
-        }
-        Ok(())
-    }
 }
 
 impl Task for FinetuneTask<'_> {
@@ -189,7 +177,14 @@ impl Task for FinetuneTask<'_> {
             // Gradients accumulated over several forward passes are exchanged once, after the last.
             reduces_in_backward: config.accumulate == 1,
             budget: budget(config, ranks)?,
+            uncaptured: config.uncaptured(),
         })
+    }
+
+    fn uncaptured(&self, model: &Decoder) -> Option<Uncaptured> {
+        let mut models = [Some(model), self.teacher.as_ref()].into_iter().flatten();
+        let is_fixed = models.all(|model| model.has_fixed_positions(self.config.context));
+        (!is_fixed).then_some(Uncaptured::Positions)
     }
 
     fn build(&mut self, device: &Device) -> Result<Decoder> {
@@ -212,9 +207,6 @@ impl Task for FinetuneTask<'_> {
         let model = model.with_recompute(config.recompute)?;
         self.teacher = self.load_teacher(&model, &device.clone().without_autodiff())?;
         self.frozen = Some(Frozen::read(config)?);
-        if config.graph {
-            self.check_graph(&model)?;
-        }
         Ok(model)
     }
 
@@ -244,7 +236,7 @@ impl Task for FinetuneTask<'_> {
         // A run may be resumed on another device, with other launch options, and on other ranks.
         let config = FinetuneConfig {
             device: self.config.device.clone(),
-            graph: self.config.graph,
+            no_graph: self.config.no_graph,
             ..run.config
         };
         ensure!(

@@ -66,7 +66,7 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         log_every: 2,
         checkpoint_every: 3,
         recompute: 0,
-        graph: false,
+        no_graph: false,
         fsdp: false,
         grad_reduce: GradReduce::F32,
         device: "flex".into(),
@@ -550,7 +550,6 @@ fn what_does_not_fit_is_named() {
     check(&|config| config.warmup = 8, "warmup is 8");
     check(&|config| config.lr = f64::NAN, "lr is NaN");
     check(&|config| config.data.clear(), "data");
-    check(&|config| config.graph = true, "device is flex");
     let data = data(&good);
     let long = FinetuneConfig {
         context: 100_000,

@@ -99,6 +99,7 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
             // backward would replace.
             reduces_in_backward: config.decorate.is_none(),
             budget: budget(config, recipe),
+            uncaptured: config.uncaptured(),
         })
     }
 
@@ -135,7 +136,7 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
         // A run may be resumed on another device, with other launch options, and on other ranks.
         let resumed = RunConfig {
             device: config.device.clone(),
-            graph: config.graph,
+            no_graph: config.no_graph,
             dp: config.dp,
             tp: config.tp,
             ep: config.ep,

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::capture::copy_into;
-use crate::config::{RecipeName, Schedule};
+use crate::config::{RecipeName, Schedule, Uncaptured};
 use crate::groups::ParallelGroups;
 use crate::memory::MemoryBudget;
 use crate::model::ModelPartition;
@@ -40,6 +40,13 @@ pub trait Task {
     /// Returns an error if the model does not fit the configuration or the device, or if a file
     /// cannot be read.
     fn build(&mut self, device: &Device) -> Result<Self::Whole>;
+
+    /// Returns why steps of `model` are not captured as a CUDA graph, besides the reason in the
+    /// [settings](Settings::uncaptured).
+    fn uncaptured(&self, model: &Self::Whole) -> Option<Uncaptured> {
+        let _ = model;
+        None
+    }
 
     /// Takes this rank's part of `whole`, which is the same on all ranks. Parameters keep their
     /// IDs.
@@ -141,6 +148,8 @@ pub struct Settings {
     pub reduces_in_backward: bool,
     /// Memory of a step.
     pub budget: MemoryBudget,
+    /// Reason for launching the kernels of a step one by one; `None` if steps run as a CUDA graph.
+    pub uncaptured: Option<Uncaptured>,
 }
 
 /// State that is sharded over ranks instead of replicated.

@@ -103,8 +103,7 @@ impl<T: Task> Trainer<T> {
     ///
     /// # Errors
     /// Returns the errors of [`open`](Self::open). Also returns an error if the configuration does
-    /// not fit the number of ranks, if a graph is used with host collectives, or if another rank
-    /// fails.
+    /// not fit the number of ranks, or if another rank fails.
     pub fn open_rank(
         task: T,
         device: &Device,
@@ -136,10 +135,8 @@ impl<T: Task> Trainer<T> {
         folder: &Path,
         groups: ParallelGroups,
     ) -> Result<(Self, BTreeMap<u64, String>)> {
-        let settings = task.settings(&groups)?;
-        if settings.schedule.graph {
-            groups.check_graph()?;
-        }
+        let mut settings = task.settings(&groups)?;
+        settings.uncaptured = settings.uncaptured.or(groups.uncaptured());
         let budget = settings.budget.clone();
         budget.check(device)?;
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -151,7 +148,7 @@ impl<T: Task> Trainer<T> {
 
     fn load_unguarded(
         mut task: T,
-        settings: Settings,
+        mut settings: Settings,
         device: &Device,
         folder: &Path,
         groups: ParallelGroups,
@@ -160,6 +157,7 @@ impl<T: Task> Trainer<T> {
         let telemetry = (rank == 0).then(|| TelemetryLog::new(folder));
         let mut metrics = MetricsLog::of_rank(rank, folder);
         let mut whole = task.build(device)?;
+        settings.uncaptured = settings.uncaptured.or(task.uncaptured(&whole));
         let mut optimizer = settings.optimizer.clone();
         let (mut step, mut losses, mut earlier, mut saved) = (0, Vec::new(), 0.0, None);
         if let Some(path) = checkpoint::latest(folder)? {
@@ -315,7 +313,7 @@ impl<T: Task> Trainer<T> {
                     self.rank.end_graph();
                 }
             }
-            if schedule.graph {
+            if self.settings.uncaptured.is_none() {
                 self.rank.begin_graph()?;
             }
             if schedule.is_sampled(self.step) {
@@ -378,7 +376,7 @@ impl<T: Task> Trainer<T> {
         if self.groups.world().size() == 1 {
             return false;
         }
-        match self.settings.schedule.graph {
+        match self.settings.uncaptured.is_none() {
             true => self.rank.is_before_capture(),
             false => self.meter.is_free() || self.step % MEASURED_EVERY == MEASURED_FIRST,
         }

@@ -1,0 +1,182 @@
+//! Training steps of a transformer encoder: with the modules of burn-nn, with the modules of the same
+//! names in `nvfp4::nn`, and with burn-nn's after `decorate`. A step is forward with a causal mask,
+//! backward, and AdamW. `benches/pytorch_step.py encoder` measures the same step of
+//! `torch.nn.TransformerEncoder`.
+
+use burn_core::module::{Module, ModuleMapper, Param};
+use burn_core::tensor::{DType, FloatDType, Tensor};
+use burn_nn::attention::generate_autoregressive_mask;
+use burn_nn::transformer as burns;
+use burn_nvfp4::graph::GraphSteps;
+use burn_nvfp4::nn::transformer as ours;
+use burn_nvfp4::optim::{AdamW, AdamWConfig};
+use burn_nvfp4::{Nvfp4Recipe, state::assign_layer_ids};
+use burn_optim::GradientsParams;
+
+use crate::harness::Bench;
+
+/// Prefix of the names of its settings.
+pub const SETTING: &str = "encoder";
+
+/// Prefix of the settings with `decorate`, which run in a separate process: it replaces the fusion
+/// of all layers.
+pub const DECORATED: &str = "decorated encoder";
+
+/// Sizes of an encoder and its input.
+#[derive(Clone, Copy)]
+struct Size {
+    width: usize,
+    layers: usize,
+    heads: usize,
+    hidden: usize,
+    batch: usize,
+    time: usize,
+}
+
+/// An encoder of either kind.
+trait Encoder: Module {
+    /// Returns the features of `x`, with a causal mask.
+    fn features(&self, x: Tensor<3>) -> Tensor<3>;
+}
+
+impl Encoder for burns::TransformerEncoder {
+    fn features(&self, x: Tensor<3>) -> Tensor<3> {
+        let [batch, time, _] = x.dims();
+        let mask = generate_autoregressive_mask(batch, time, &x.device().without_autodiff());
+        self.forward(burns::TransformerEncoderInput::new(x).mask_attn(mask))
+    }
+}
+
+impl Encoder for ours::TransformerEncoder {
+    fn features(&self, x: Tensor<3>) -> Tensor<3> {
+        self.forward(ours::TransformerEncoderInput::new(x).causal())
+    }
+}
+
+/// Times steps of burn-nn's encoder and of this crate's in several recipes.
+pub fn steps(bench: &mut Bench) {
+    for (name, size) in sizes(bench) {
+        let setting = format!("{SETTING} {name}");
+        let model = burn_nn_encoder(bench, size);
+        time(bench, &setting, "burn-nn, bf16", size, model, false);
+        for preset in ["bf16", "nvidia", "quartet2"] {
+            for is_graph in [false, true] {
+                let graph = if is_graph { ", graph" } else { "" };
+                let name = format!("nvfp4::nn, {preset}{graph}");
+                let model = ours::TransformerEncoderConfig::new(
+                    size.width,
+                    size.hidden,
+                    size.heads,
+                    size.layers,
+                )
+                .with_dropout(0.0)
+                .with_norm_first(true)
+                .with_recipe(Nvfp4Recipe::preset(preset).expect("a preset"))
+                .init(&bench.device);
+                assign_layer_ids(&model);
+                time(bench, &setting, &name, size, model, is_graph);
+            }
+        }
+    }
+}
+
+/// Times steps of burn-nn's encoder before and after `decorate`, on a device with its fusion.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub fn decorated(bench: &mut Bench) {
+    if !bench.is_cube() {
+        println!("decorated: left out, models are decorated on CubeCL's devices");
+        return;
+    }
+    burn_nvfp4::decorate::install().expect("no tensor was made before");
+    for (name, size) in sizes(bench) {
+        let setting = format!("{DECORATED} {name}");
+        let model = burn_nn_encoder(bench, size);
+        time(bench, &setting, "undecorated, bf16", size, model, false);
+        let recipe = Nvfp4Recipe::preset("nvidia").expect("a preset");
+        let model = burn_nvfp4::decorate(burn_nn_encoder(bench, size), &recipe);
+        let model = model.expect("an encoder has linear layers");
+        assign_layer_ids(&model);
+        time(bench, &setting, "decorated, nvidia", size, model, false);
+    }
+}
+
+fn sizes(bench: &Bench) -> Vec<(String, Size)> {
+    let sizes = bench.size(
+        vec![(768, 12, 12, 16, 1024), (4096, 1, 32, 16, 512)],
+        vec![(32, 1, 2, 2, 16)],
+    );
+    let size = |(width, layers, heads, batch, time)| {
+        let size = Size {
+            width,
+            layers,
+            heads,
+            hidden: 4 * width,
+            batch,
+            time,
+        };
+        (format!("{width} x {layers}"), size)
+    };
+    sizes.into_iter().map(size).collect()
+}
+
+/// Returns burn-nn's encoder with parameters of the activations' dtype, which its layers require.
+fn burn_nn_encoder(bench: &Bench, size: Size) -> burns::TransformerEncoder {
+    burns::TransformerEncoderConfig::new(size.width, size.hidden, size.heads, size.layers)
+        .with_dropout(0.0)
+        .with_norm_first(true)
+        .init(&bench.device)
+        .map(&mut Cast(bench.activation()))
+}
+
+struct Cast(DType);
+
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        parameter.map(|tensor| {
+            tensor
+                .detach()
+                .cast(FloatDType::from(self.0))
+                .require_grad()
+        })
+    }
+}
+
+/// Times steps of `model` as `name` in `setting`.
+fn time<E: Encoder>(
+    bench: &mut Bench,
+    setting: &str,
+    name: &str,
+    size: Size,
+    model: E,
+    is_graph: bool,
+) {
+    if is_graph && !bench.is_cube() {
+        return;
+    }
+    let device = bench.device.clone();
+    let x = bench.constant([size.batch, size.time, size.width], bench.activation());
+    let mut graph = is_graph.then(|| GraphSteps::begin(&model, &device).expect("a free device"));
+    let mut optimizer = AdamWConfig::default().try_init().expect("valid defaults");
+    let mut model = Some(model);
+    bench.time(setting, name, || {
+        optimizer.begin_step(1e-4, &device).expect("a device");
+        let mut step = || {
+            let before = model.take().expect("each step puts it back");
+            model = Some(train_step(before, &mut optimizer, x.clone()));
+        };
+        match &mut graph {
+            Some(graph) => drop(graph.step(step).expect("a step that can be captured")),
+            None => step(),
+        }
+    });
+}
+
+fn train_step<E: Encoder>(model: E, optimizer: &mut AdamW, x: Tensor<3>) -> E {
+    let features = model.features(x).cast(FloatDType::F32);
+    // Rows first: Burn sums all elements in one cube.
+    let loss = features.square().sum_dim(2).sum();
+    let gradients = GradientsParams::from_grads(loss.backward(), &model);
+    optimizer
+        .try_step_begun(model, gradients)
+        .expect("gradients of the model")
+}
