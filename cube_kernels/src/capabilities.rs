@@ -12,10 +12,8 @@ use cubecl::{
     },
 };
 
-use crate::{
-    cube::codec::Conversion,
-    environment::{Environment, GemmChoice},
-};
+pub use crate::cube::codec::Conversion;
+use crate::environment::{Environment, GemmChoice};
 
 /// Properties of a device that decide which code path an operation takes.
 #[derive(Debug, Clone, PartialEq, Eq)]

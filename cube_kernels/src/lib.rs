@@ -10,16 +10,15 @@ mod environment;
 
 pub mod activation;
 pub mod attention;
+pub mod bring_up;
 pub mod capabilities;
-pub mod cube;
+pub(crate) mod cube;
 pub mod embedding;
 #[cfg(feature = "cuda")]
 pub mod foreign;
 pub mod fp8;
 pub mod gemm;
 pub mod graph;
-// `#[cube]` generates public items that cannot carry documentation.
-#[allow(missing_docs)]
 pub mod greedy;
 #[cfg(feature = "cuda")]
 pub mod kernel_cache;
@@ -29,8 +28,10 @@ pub(crate) mod memory;
 pub mod moe;
 pub mod norm;
 pub mod optimizer;
+#[cfg(feature = "proof")]
+pub mod proof;
 pub mod quantize;
-#[doc(hidden)]
+#[cfg(feature = "proof")]
 pub mod registry;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 pub(crate) mod sort;

@@ -3,7 +3,7 @@
 
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_formats::BLOCK;
-use nvfp4_kernels::quantize;
+use nvfp4_kernels::quantize::proof as quantize;
 
 use crate::{
     harness::Section,

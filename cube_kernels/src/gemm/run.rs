@@ -10,14 +10,13 @@ use super::{
     dispatch::Choice,
     epilogue::{EpilogueArgs, OutputAmax},
     exact::ExactGemm,
-    kernels::sm100::Tcgen05,
+    kernels::sm100::{Tcgen05, tile::Sm100Tile},
     materialize::materialize,
     output::Output,
     plan::{Launch, Plan},
     problem::{Device, GemmShape, Problem, sms},
     scheduler::{GroupArgs, GroupedDim},
     self_check, slow_path,
-    tiles::Sm100Tile,
 };
 use crate::{
     Nvfp4Error, StoredForm,

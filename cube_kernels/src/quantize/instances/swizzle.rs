@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::kernels::{
+    super::proof::{
         BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
         unswizzle_block_groups_kernel, unswizzle_kernel,
     },
