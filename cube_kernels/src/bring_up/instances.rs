@@ -1,8 +1,6 @@
 //! Instances of the kernel that rounds by given random bits, for the registry. Those of the probes
 //! are with the `tcgen05` kernel.
 
-use cubecl::prelude::*;
-
 use super::random_bits::random_bits_kernel;
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 

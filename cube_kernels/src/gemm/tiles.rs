@@ -75,23 +75,6 @@ pub struct W4a16Tile {
 }
 
 impl W4a16Tile {
-    /// All tiles with compiled kernels. With 112 rows, 768 x 2304 has 126 tiles, one wave of an
-    /// H100 with 132 SMs; with 128 rows it has 108.
-    pub const ALL: [Self; 7] = {
-        const fn tile(rows_a: usize, ways: usize) -> W4a16Tile {
-            W4a16Tile { rows_a, ways }
-        }
-        [
-            tile(256, 1),
-            tile(192, 1),
-            tile(128, 1),
-            tile(112, 1),
-            tile(128, 2),
-            tile(64, 2),
-            tile(32, 4),
-        ]
-    };
-
     /// Returns the number of consumer warpgroups.
     pub const fn consumers(self) -> usize {
         if self.ways == 1 { 2 } else { self.ways }
@@ -161,9 +144,6 @@ pub enum W4a16MnTile {
 }
 
 impl W4a16MnTile {
-    /// All heights.
-    pub const ALL: [Self; 2] = [Self::M128, Self::M64];
-
     /// Returns the rows of `a` per tile.
     pub const fn rows_a(self) -> usize {
         match self {

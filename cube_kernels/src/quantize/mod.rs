@@ -2,7 +2,7 @@
 //!
 //! A [`Quantize`] request is complete when it is built: [`Quantize::check`] validates it,
 //! [`Quantize::plan`] chooses the kernels and [`Quantize::launch`] queues them, in this order.
-//! `ComputeAmax` is the request for amax values alone. Launches allocate their output, queue the
+//! [`ComputeAmax`] is the request for amax values alone. Launches allocate their output, queue the
 //! kernels and return without waiting; nothing is read back. All kernels use 64-bit indices if a
 //! tensor requires them, and support any number of units per cube.
 //!
@@ -66,7 +66,7 @@ mod tile_memory;
 mod tiles;
 
 pub use amax::{AmaxRequest, Amaxes};
-pub(crate) use compute_amax::ComputeAmax;
+pub use compute_amax::{ComputeAmax, ComputedAmax};
 pub use dequantize::dequantize;
 pub use describe::describe;
 pub use mx::mx_dequantize;

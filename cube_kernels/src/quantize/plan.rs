@@ -273,6 +273,7 @@ pub struct PackedOut {
 
 /// Output of a quantized tensor. The variant agrees with the comptime plan.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum QuantOut {
     /// The tensor is not made.
     Absent,

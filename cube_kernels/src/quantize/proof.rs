@@ -7,7 +7,6 @@ pub use super::{
         kernel::{AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
         strips::{amax_lines_kernel, amax_strips_kernel},
     },
-    compute_amax::{ComputeAmax, ComputedAmax},
     dequantize::{
         ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,
         dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,
@@ -39,17 +38,15 @@ pub use super::{
     },
     rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
     swizzle::{
-        BlockStartsLaunch, ScaleShapeLaunch, swizzle, swizzle_batch, swizzle_block_groups,
-        swizzle_block_groups_kernel, swizzle_kernel, swizzle_row_groups, unswizzle,
-        unswizzle_batch, unswizzle_block_groups, unswizzle_block_groups_kernel, unswizzle_kernel,
-        unswizzle_row_groups,
+        ScaleShapeLaunch, swizzle, swizzle_batch, swizzle_kernel, swizzle_row_groups, unswizzle,
+        unswizzle_batch, unswizzle_kernel, unswizzle_row_groups,
     },
     tile::{Grouping, ShapeLaunch, map_tiles_kernel},
     tile_memory::{TileGridLaunch, TilePlan},
     tiles::quantize_tiles_kernel,
 };
 
-use super::Quantize;
+use super::{ComputeAmax, Quantize};
 
 impl Quantize<'_> {
     /// Requests columnwise tensors of groups one after another, for comparisons with tensors of

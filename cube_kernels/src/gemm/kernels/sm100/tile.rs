@@ -64,23 +64,6 @@ pub enum Fault {
     HalfOfScales,
 }
 
-impl Fault {
-    /// Faults that apply to every form.
-    pub const INJECTED: [Self; 9] = [
-        Self::NoFullWait,
-        Self::NoAccumulatorWait,
-        Self::EarlyStageReuse,
-        Self::WrongSwizzle,
-        Self::WrongScaleColumn,
-        Self::SharedScaleColumns,
-        Self::WrongInstructionDescriptor,
-        Self::WrongStride,
-        Self::WrongScaleId,
-    ];
-    /// Faults that only apply to [`Sm100Form::TwoCta`].
-    pub const OF_PAIRS: [Self; 3] = [Self::NoPeerWait, Self::WrongHalf, Self::HalfOfScales];
-}
-
 /// Mapping of a tile of the `tcgen05` kernel to instructions and CTAs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Sm100Form {
