@@ -12,6 +12,7 @@ use nvfp4_formats::{
     reference::{self, EdenParams},
 };
 use nvfp4_kernels::{
+    bring_up,
     capabilities::Capabilities,
     proof::codec::Conversion,
     tensor::{DeviceQuantized, FloatKind},

@@ -10,11 +10,10 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     proof::codec::Conversion,
     quantize::{
-        AmaxRequest, DeviceRounding, Quantize,
+        AmaxRequest, ComputeAmax, DeviceRounding, Quantize,
         QuantizeStep::{self, *},
         Source, TargetSpec,
         Usages::{Both, Columnwise, Rowwise},
-        proof::ComputeAmax,
     },
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
