@@ -155,7 +155,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
 /// The first choice that needs the self-check of a kernel runs it, and waits for the device.
 ///
 /// # Errors
-/// See [`plan`](dispatch::plan).
+/// Returns an error if the requested backend does not support the problem.
 pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Error> {
     if let Some(known) = choices::known(client, problem) {
         return Ok(known);

@@ -16,7 +16,7 @@
 //! | `tile` | tile shapes; executor of the instructions, with the faults that tests inject |
 //! | `stage`, `operands` | state of a CTA; layout of a stage |
 //! | `output` | epilogue |
-//! | `commands`, `engine` | interface to the tensor core; its software model, for tests |
+//! | `commands`, `engine` | interface to the tensor core; its software model, for tests and `nvfp4 dev oracle` on other devices |
 //! | `probe` | single instructions, for bring-up |
 //!
 //! # Design
