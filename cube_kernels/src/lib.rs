@@ -2,7 +2,8 @@
 //!
 //! [`nvfp4_formats`] defines the formats, the choices of rounding and scaling, and the reference
 //! numerics on the host; every kernel is compared with it byte for byte. Features `cpu` and `cuda`
-//! add the runtimes.
+//! add the runtimes. The feature `proof` is for the tests and benchmarks of this crate: it adds
+//! instances of all kernels for source tests, and names of private kernels.
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 

@@ -3,7 +3,8 @@
 //!
 //! Each module with kernels has a function `instances(&DummyDevice) -> Vec<Instance>`, which uses
 //! the macro `instance!`; [`instances`] lists the modules. A test compares the kernels found here
-//! with all kernels that the crate defines.
+//! with all kernels that the crate defines. Only the feature `proof` compiles all of this, and no
+//! module of a kernel imports it (`cargo xtask imports`).
 
 pub(crate) mod instance;
 
