@@ -40,9 +40,10 @@ use nvfp4_kernels::{
     cubecl,
     gemm::{
         self, Elements, Gemm, Operand, Plan, Scale, Target,
-        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
-        kernels::{
-            DequantThenBf16, DequantThenStreamK, Sm90Tile, W4a16, W4a16Tile, decode, transposed,
+        proof::{
+            DequantThenBf16, DequantThenStreamK, Sm90Tile, W4a16, W4a16Tile,
+            cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand},
+            decode, transposed,
         },
     },
     moe::GroupOffsets,

@@ -12,10 +12,8 @@ use cubecl::{
     },
 };
 
-use crate::{
-    cube::codec::Conversion,
-    environment::{Environment, GemmChoice},
-};
+pub use crate::cube::codec::Conversion;
+use crate::environment::{Environment, GemmChoice};
 
 /// Properties of a device that decide which code path an operation takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,10 +36,9 @@ pub enum GemmBackend {
     /// Compute capability 9.0: `wgmma` on operands dequantized to bf16. At small M, a kernel that
     /// dequantizes the packed weight in registers.
     Sm90Wgmma,
-    /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt
-    /// ([`gemm::cublaslt`](crate::gemm::cublaslt)). Grouped, per-row and MXFP8 GEMMs run on the
-    /// kernel of [`Sm100Tcgen05`](Self::Sm100Tcgen05) if its self-check passes. Never run on
-    /// hardware.
+    /// Compute capability 10.0 and 10.3: FP4 tensor cores through cuBLASLt. Grouped, per-row and
+    /// MXFP8 GEMMs run on the kernel of [`Sm100Tcgen05`](Self::Sm100Tcgen05) if its self-check
+    /// passes. Never run on hardware.
     CublasLt,
     /// Compute capability 10.0 and 10.3, if the environment variable `NVFP4_GEMM=tcgen05` or a
     /// request asks for it: FP4 and FP8 tensor cores through a kernel of this crate. Requests that

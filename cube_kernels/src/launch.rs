@@ -16,16 +16,8 @@ use crate::{
 /// Units per cube on a GPU.
 const UNITS: usize = 256;
 
-/// Set by [`set_units`]; 0 means that the device decides.
-static ASKED_UNITS: AtomicUsize = AtomicUsize::new(0);
-
-/// Sets the number of units per cube for the kernels of [`quantize`](crate::quantize); 0 restores
-/// the device's default. On a GPU it must be a multiple of 32, at most 256. For tests that run in
-/// their own process: no result depends on it.
-#[doc(hidden)]
-pub fn set_units(units: usize) {
-    ASKED_UNITS.store(units, Ordering::Relaxed);
-}
+/// Units per cube that a test asked for; 0 means that the device decides.
+pub(crate) static ASKED_UNITS: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns the units per cube: one on the CPU, where barriers between more units than cores are
 /// thousands of times slower.

@@ -2,7 +2,8 @@
 //!
 //! [`nvfp4_formats`] defines the formats, the choices of rounding and scaling, and the reference
 //! numerics on the host; every kernel is compared with it byte for byte. Features `cpu` and `cuda`
-//! add the runtimes.
+//! add the runtimes. The feature `proof` is for the tests and benchmarks of this crate: it adds
+//! instances of all kernels for source tests, and names of private kernels.
 //!
 //! Data flows one way: matrix → `amax` → `quantize_*` → packed operand → `gemm` → matrix.
 
@@ -10,16 +11,15 @@ mod environment;
 
 pub mod activation;
 pub mod attention;
+pub mod bring_up;
 pub mod capabilities;
-pub mod cube;
+pub(crate) mod cube;
 pub mod embedding;
 #[cfg(feature = "cuda")]
 pub mod foreign;
 pub mod fp8;
 pub mod gemm;
 pub mod graph;
-// `#[cube]` generates public items that cannot carry documentation.
-#[allow(missing_docs)]
 pub mod greedy;
 #[cfg(feature = "cuda")]
 pub mod kernel_cache;
@@ -29,8 +29,10 @@ pub(crate) mod memory;
 pub mod moe;
 pub mod norm;
 pub mod optimizer;
+#[cfg(feature = "proof")]
+pub mod proof;
 pub mod quantize;
-#[doc(hidden)]
+#[cfg(feature = "proof")]
 pub mod registry;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 pub(crate) mod sort;

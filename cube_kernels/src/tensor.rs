@@ -34,7 +34,7 @@ impl FloatKind {
     }
 
     /// Returns the type that kernels load and store. A bf16 is loaded as 16 bits and converted by
-    /// integer arithmetic ([`cube::codec`](crate::cube::codec)): CubeCL's CPU runtime has no
+    /// integer arithmetic: CubeCL's CPU runtime has no
     /// conversion to bf16, and this keeps the bits of NaN identical everywhere.
     pub const fn storage_type(self) -> ElemType {
         match self {

@@ -29,7 +29,7 @@ mod kernel {
     }
 }
 
-pub use kernel::zero_kernel;
+pub(crate) use kernel::zero_kernel;
 
 /// Size in bytes of the first chunk cleared in a step. Each further chunk of the step is twice as
 /// large, up to [`LARGEST_CHUNK`]: a step that requests much has few launches, and one that

@@ -49,7 +49,7 @@ pub fn run() -> Result<ExitCode> {
     };
 
     stage("format", &mut || cargo(&["fmt", "--all", "--check"]));
-    stage("circles of imports", &mut imports::run);
+    stage("imports", &mut imports::run);
     stage("set-up", &mut || setup::run(&setup::Args::default()));
     // A separate stage, so that the time of the next one is that of the tests.
     stage("test build", &mut || {
@@ -174,6 +174,14 @@ fn clippy() -> Result<()> {
     let mut command = workspace::cargo();
     command.args(["clippy", "--workspace", "--all-targets"]);
     command.args(["--features", FEATURES, "--", "-D", "warnings"]);
+    workspace::spawn(&mut command)?;
+    // As users build them: without the feature `proof`, which the tests enable.
+    let mut command = workspace::cargo();
+    command.args(["clippy", "--features", FEATURES]);
+    for member in workspace::members()?.iter().filter(|it| it.published) {
+        command.args(["--package", &member.name]);
+    }
+    command.args(["--", "-D", "warnings"]);
     workspace::spawn(&mut command)
 }
 

@@ -1,4 +1,5 @@
-//! Detects import cycles between the files of a crate, which are forbidden.
+//! Detects forbidden imports between the files of a crate: cycles, and imports of a file that only
+//! the feature `proof` compiles by one that ships.
 //!
 //! A file imports another if it names an item defined there, in a `use` or in a path, through any
 //! re-exports. A re-export (`pub use`) is not an import, and neither is `mod`. Method calls and
@@ -17,28 +18,29 @@ use crate::workspace;
 
 /// Checks all crates of the workspace.
 pub fn run() -> Result<()> {
-    let mut circles = 0;
+    let mut problems = 0;
     for member in workspace::members()? {
         for root in ["src/lib.rs", "src/main.rs"] {
             let root = member.folder.join(root);
             if root.exists() {
-                let found = circles_of(&root)?;
-                circles += found.len();
-                found.iter().for_each(|circle| println!("{circle}"));
+                let found = problems_of(&root)?;
+                problems += found.len();
+                found.iter().for_each(|problem| println!("{problem}"));
             }
         }
     }
     ensure!(
-        circles == 0,
-        "{circles} circles of imports between files: move what two files share to a third"
+        problems == 0,
+        "{problems} forbidden imports between files: move what two files of a circle share to a \
+         third, and what a shipped file needs out of the modules of the feature `proof`"
     );
-    println!("no circles of imports between files");
+    println!("no circles of imports between files, and none of what only `proof` compiles");
     Ok(())
 }
 
 /// Returns the cycles of a crate, each with its files and the items that they import from each
-/// other.
-fn circles_of(root: &Path) -> Result<Vec<String>> {
+/// other, and the imports of shipped files from files of the feature `proof`.
+fn problems_of(root: &Path) -> Result<Vec<String>> {
     let source = root.parent().context("a file is in a folder")?;
     let mut tree = Tree::default();
     tree.read(root, source, Vec::new())?;
@@ -52,7 +54,17 @@ fn circles_of(root: &Path) -> Result<Vec<String>> {
         let path = &tree.files[file];
         path.strip_prefix(&root).unwrap_or(path).display()
     };
-    let mut all = Vec::new();
+    let mut all: Vec<String> = (imports.iter())
+        .filter(|((from, to), _)| tree.proof.contains(to) && !tree.proof.contains(from))
+        .map(|((from, to), names)| {
+            let names: Vec<&str> = names.iter().map(|name| &**name).collect();
+            let (from, to) = (name(*from), name(*to));
+            format!(
+                "only the feature `proof` compiles {to}, and {from} imports {}",
+                names.join(", ")
+            )
+        })
+        .collect();
     for circle in connected(&graph, tree.files.len()) {
         let mut text = format!("a circle of {} files:", circle.len());
         for ((from, to), names) in &imports {
@@ -117,16 +129,23 @@ struct Module {
 #[derive(Default)]
 struct Tree {
     files: Vec<PathBuf>,
+    /// Files that only the feature `proof` compiles.
+    proof: BTreeSet<usize>,
     modules: BTreeMap<Vec<String>, Module>,
 }
 
 /// Returns true for code compiled only for tests.
 fn is_test(attributes: &[Attribute]) -> bool {
+    has_condition(attributes, "test")
+}
+
+/// Returns true if a `cfg` of the attributes contains the word `condition`.
+fn has_condition(attributes: &[Attribute], condition: &str) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("cfg")
             && matches!(&attribute.meta, syn::Meta::List(list)
                 if list.tokens.to_string().split(|c: char| !c.is_alphanumeric())
-                    .any(|word| word == "test"))
+                    .any(|word| word == condition))
     })
 }
 
@@ -181,11 +200,16 @@ impl Tree {
             return self.fill(file, items, &folder, path);
         }
         let (alone, inside) = (folder.with_extension("rs"), folder.join("mod.rs"));
+        let first = self.files.len();
         match (alone.exists(), inside.exists()) {
-            (true, _) => self.read(&alone, &folder, path),
-            (false, true) => self.read(&inside, &folder, path),
+            (true, _) => self.read(&alone, &folder, path)?,
+            (false, true) => self.read(&inside, &folder, path)?,
             _ => bail!("no file of module {name}: {}", alone.display()),
         }
+        if has_condition(&child.attrs, "proof") {
+            self.proof.extend(first..self.files.len());
+        }
+        Ok(())
     }
 
     /// Returns the names that each file imports from each other file.
@@ -373,8 +397,8 @@ impl<'a> Visit<'a> for Module {
 mod tests {
     use super::*;
 
-    /// Returns the cycles of a crate with these files.
-    fn circles(name: &str, files: &[(&str, &str)]) -> Vec<String> {
+    /// Returns the problems of a crate with these files.
+    fn problems(name: &str, files: &[(&str, &str)]) -> Vec<String> {
         let folder = workspace::target_folder()
             .unwrap()
             .join("imports")
@@ -385,12 +409,12 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         }
-        circles_of(&folder.join("lib.rs")).unwrap()
+        problems_of(&folder.join("lib.rs")).unwrap()
     }
 
     #[test]
     fn a_circle_is_found_behind_re_exports() {
-        let found = circles(
+        let found = problems(
             "circle",
             &[
                 ("lib.rs", "mod a;\nmod b;\npub use b::inner::Thing;"),
@@ -418,7 +442,7 @@ mod tests {
 
     #[test]
     fn parents_tests_and_re_exports_are_no_circle() {
-        let found = circles(
+        let found = problems(
             "none",
             &[
                 (
@@ -436,5 +460,33 @@ mod tests {
             ],
         );
         assert_eq!(found, Vec::<String>::new());
+    }
+
+    #[test]
+    fn shipped_files_import_nothing_of_proof() {
+        let instances = "use crate::registry::Instance;\nuse super::kernel;\n\
+                         pub fn all() -> Instance { kernel(); Instance }";
+        let files = |kernel| {
+            [
+                (
+                    "lib.rs",
+                    "mod a;\n#[cfg(feature = \"proof\")]\npub mod registry;",
+                ),
+                ("a.rs", kernel),
+                ("a/instances.rs", instances),
+                ("registry.rs", "mod inner;\npub use inner::Instance;"),
+                ("registry/inner.rs", "pub struct Instance;"),
+            ]
+        };
+        let gate = "#[cfg(feature = \"proof\")]\nmod instances;\npub fn kernel() {}";
+        assert_eq!(problems("shipped", &files(gate)), Vec::<String>::new());
+        let wrong = format!("use crate::registry::Instance;\n{gate}");
+        let found = problems("unshipped", &files(&wrong));
+        assert_eq!(found.len(), 1, "{found:?}");
+        let names = ["registry/inner.rs", "a.rs imports Instance"];
+        assert!(
+            names.iter().all(|name| found[0].contains(name)),
+            "{found:?}"
+        );
     }
 }

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use nvfp4_kernels::{
     gemm::{
         Gemm, Operand, Plan,
-        kernels::{W4a16MnMajor, W4a16MnTile, decode},
+        proof::{W4a16MnMajor, W4a16MnTile, decode},
     },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},

@@ -6,7 +6,7 @@ use nvfp4_formats::{
     Usage,
 };
 use nvfp4_kernels::{
-    gemm::kernels::decode,
+    gemm::proof::decode,
     tensor::{FloatKind, Groups},
     zeroed,
 };

@@ -3,7 +3,7 @@
 
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_formats::BLOCK;
-use nvfp4_kernels::quantize;
+use nvfp4_kernels::quantize::proof as quantize;
 
 use crate::{
     harness::Section,
@@ -30,7 +30,7 @@ pub fn batch(section: &mut Section<'_>, count: usize, (rows, cols): (usize, usiz
     );
 }
 
-/// Times `tokens` tokens of `cols` values in `count` groups, in both orientations.
+/// Times `tokens` tokens of `cols` values in `count` groups.
 pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count: usize) {
     let groups = &equal_groups(&section.client(), tokens, count);
     let blocks = cols / BLOCK;
@@ -44,20 +44,6 @@ pub fn grouped(section: &mut Section<'_>, (tokens, cols): (usize, usize), count:
         },
         |client, tiles| {
             quantize::unswizzle_row_groups(client, tiles, tokens, blocks, groups).unwrap()
-        },
-    );
-    both(
-        section,
-        &format!(", {count} groups of blocks"),
-        // Each group may end with a partial block.
-        cols * (tokens / BLOCK + count),
-        |client, scales| {
-            let swizzled =
-                quantize::swizzle_block_groups(client, scales, cols, tokens, BLOCK, groups);
-            swizzled.unwrap().0
-        },
-        |client, tiles| {
-            quantize::unswizzle_block_groups(client, tiles, cols, tokens, BLOCK, groups).unwrap()
         },
     );
 }

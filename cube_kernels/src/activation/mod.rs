@@ -5,6 +5,7 @@
 //! every device: those of [`reference::activation`](crate::reference::activation). If rows are
 //! whole vectors, SwiGLU is the fused prologue of the quantization kernels with a dense output.
 
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel;

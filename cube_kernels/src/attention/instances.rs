@@ -3,12 +3,14 @@
 use cubecl::prelude::*;
 
 use super::{
-    kernels::{
-        DeltaPlan, DeltaShapeLaunch, DeltaViewLaunch, HeadsViewLaunch, OperandsLaunch,
-        ProblemLaunch, RopePlan, RopeShapeLaunch, RotationsLaunch, ScalarPlan, delta_kernel,
-        rope_kernel, scalar_dkdv_kernel, scalar_dq_kernel, scalar_forward_kernel,
+    delta::{DeltaPlan, DeltaShapeLaunch, DeltaViewLaunch, delta_kernel},
+    rope::{RopePlan, RopeShapeLaunch, RotationsLaunch, rope_kernel},
+    scalar::{
+        UNITS,
+        backward::{OperandsLaunch, scalar_dkdv_kernel, scalar_dq_kernel},
+        forward::scalar_forward_kernel,
+        problem::{HeadsViewLaunch, ProblemLaunch, ScalarPlan},
     },
-    scalar::UNITS,
 };
 use crate::{
     reference::attention::{lanes, padded},

@@ -16,18 +16,21 @@
 pub mod decode;
 #[allow(missing_docs)]
 mod delta;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 // `#[cube]` generates public items that cannot carry documentation.
 pub(crate) mod family;
 #[allow(missing_docs)]
-pub mod mma;
+mod mma;
+#[cfg(feature = "proof")]
+pub mod proof;
 mod request;
 #[allow(missing_docs)]
 mod rope;
 #[allow(missing_docs)]
 mod scalar;
 #[allow(missing_docs)]
-pub mod sm90;
+mod sm90;
 
 use cubecl::client::Client;
 
@@ -40,23 +43,12 @@ use crate::{
     tensor::{Groups, Matrix},
 };
 
-pub use family::AttentionKernel;
+use family::AttentionKernel;
 pub use request::{
-    Attention, AttentionGradients, AttentionOutput, Heads, MAX_HEAD, Rope, Sequences,
-    TokenSequences,
+    Attention, AttentionGradients, AttentionOutput, Heads, Rope, Sequences, TokenSequences,
 };
-pub(crate) use request::{Backward, MAX_TOKENS, is_vectorized};
+pub(crate) use request::{Backward, MAX_HEAD, MAX_TOKENS, is_vectorized};
 pub use rope::{Rotation, rope};
-
-/// Kernels, for tests that compile them without launching.
-#[doc(hidden)]
-pub mod kernels {
-    pub use super::{
-        delta::{DeltaPlan, DeltaShapeLaunch, DeltaViewLaunch, delta_kernel},
-        rope::{RopePlan, RopeShapeLaunch, RotationsLaunch, rope_kernel},
-        scalar::kernels::*,
-    };
-}
 
 /// Computes attention.
 ///
@@ -73,9 +65,9 @@ pub fn forward(client: &Client, attention: &Attention) -> Result<AttentionOutput
 }
 
 /// Computes [`forward`], and the amax values in `request` of the output as a matrix,
-/// `[tokens, heads * head]`, with the results of a separate [pass](crate::quantize::ComputeAmax).
+/// `[tokens, heads * head]`, with the results of a separate pass.
 ///
-/// [`AttentionKernel::Sm90`] computes amax values of the whole matrix while it writes the output,
+/// The kernel for Hopper computes amax values of the whole matrix while it writes the output,
 /// if the transform mixes 16 tokens and sequence lengths are multiples of 16. In all other cases a
 /// separate pass computes them; this includes column amax values with [`Sequences::Offsets`], whose
 /// lengths the host does not know.
@@ -113,12 +105,12 @@ pub fn forward_with_amaxes(
     Ok((output, found))
 }
 
-/// Computes [`forward`] into existing memory.
+/// Computes [`forward`] into existing memory, which tests fill with NaN.
 ///
 /// # Errors
 /// Returns an error if [`Attention::check`] fails, or the memory does not match
 /// [`AttentionOutput::empty`].
-pub fn forward_into(
+fn forward_into(
     client: &Client,
     attention: &Attention,
     output: &AttentionOutput,
@@ -189,7 +181,7 @@ pub fn backward(
 
 /// Returns the first [`AttentionKernel`] that supports `attention`. The environment variable
 /// `NVFP4_ATTENTION` (`sm90`, `mma`, `scalar`) excludes the kernels before the one that it names.
-pub fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
+fn kernel(client: &Client, attention: &Attention) -> AttentionKernel {
     let first = Environment::get().attention;
     if first == AttentionKernel::Sm90 && sm90::supports(client, attention).is_ok() {
         return AttentionKernel::Sm90;

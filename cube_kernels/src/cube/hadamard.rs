@@ -6,9 +6,7 @@ use super::{
     codec::{Conversion, round_to_bf16},
     ptx,
 };
-#[cfg(doc)]
-use crate::Hadamard;
-use crate::HadamardSize;
+use crate::{Hadamard, HadamardSize};
 
 /// Signs of a transform, 32 elements per word: bit `i % 32` of word `i / 32` negates element `i`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -46,6 +44,16 @@ impl Signs {
         let word = select(lane < 4usize, low, high);
         word >> ((u32::cast_from(lane) & 1u32) * 16u32)
     }
+}
+
+/// Returns the argument of a kernel for these words.
+pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {
+    SignsLaunch::new(words[0], words[1], words[2], words[3])
+}
+
+/// Returns the signs of an optional transform.
+pub(crate) fn signs_of(hadamard: Option<Hadamard>) -> SignsLaunch {
+    signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()))
 }
 
 /// Finalizer of SplitMix64, as in [`Hadamard::seeded_with_size`].

@@ -2,14 +2,14 @@
 
 use cubecl::prelude::*;
 
-use super::kernels::{
-    LookUpLaunch, LookUpPlan, PlacePlan, SortPlan, SortedTokensLaunch, TokensLaunch,
-    count_digits_kernel, embedding_kernel, join_runs_kernel, place_kernel, scan_kernel,
+use super::kernel::{
+    LookUpLaunch, LookUpPlan, SortedTokensLaunch, embedding_kernel, join_runs_kernel,
     sum_runs_kernel,
 };
 use crate::{
     cube::row_blocks::RowPlan,
     registry::instance::{DummyDevice, Expected, Instance, instance},
+    sort::{PlacePlan, SortPlan, TokensLaunch, count_digits_kernel, place_kernel, scan_kernel},
     tensor::FloatKind,
 };
 

@@ -4,6 +4,7 @@
 //!
 //! For the gradient, the tokens are sorted by id on the device. Nothing waits for the device.
 
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel;
@@ -27,18 +28,6 @@ use kernel::{
     LookUpLaunch, LookUpPlan, SortedTokensLaunch, embedding_kernel, join_runs_kernel,
     sum_runs_kernel,
 };
-
-/// Kernels, for tests that compile them without launching.
-#[doc(hidden)]
-pub mod kernels {
-    pub use super::kernel::{
-        LookUpLaunch, LookUpPlan, SortedTokensLaunch, embedding_kernel, join_runs_kernel,
-        sum_runs_kernel,
-    };
-    pub use crate::sort::{
-        PlacePlan, SortPlan, TokensLaunch, count_digits_kernel, place_kernel, scan_kernel,
-    };
-}
 
 /// Returns row `ids[i]` (`u32`) of a table for each of `tokens` tokens `i`, rounded to `dtype`:
 /// `[tokens, cols]`. `table` (`[rows, cols]`) is the shard `part` of the table: ids of rows outside

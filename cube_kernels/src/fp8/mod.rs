@@ -6,6 +6,7 @@
 //! is bound by that: it is meant for decoding. In all other cases a portable kernel computes one
 //! output element per unit.
 
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod linear;

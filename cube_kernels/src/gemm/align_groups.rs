@@ -11,7 +11,6 @@ use crate::{
     launch::{buffer, grid},
     memory::{address_type, allocate},
     moe::{GroupOffsets, groups::find_group},
-    registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::DeviceQuantized,
 };
 
@@ -164,29 +163,6 @@ pub fn align_groups_kernel(
         scales[line * 4usize + row % 128usize / 32usize] = word;
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
-}
-
-/// Kernel instances for the registry.
-pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let b = || device.buffer(1 << 10);
-    [AddressType::U32, AddressType::U64]
-        .map(|address| {
-            instance!(
-                device,
-                align_groups_kernel,
-                format!("{address:?}"),
-                Expected::NONE,
-                address,
-                SparseGroupsLaunch::new(b(), b(), b(), 16),
-                b(),
-                b(),
-                b(),
-                128,
-                4,
-                3,
-            )
-        })
-        .into()
 }
 
 #[cfg(all(test, feature = "cpu"))]

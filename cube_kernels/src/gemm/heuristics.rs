@@ -5,7 +5,7 @@ use super::{
     problem::{GemmShape, Problem},
     scheduler::GroupedDim,
     stream_k::{StreamK, stages_of, tiles_of},
-    tiles::{SM100_TILE_M, SM100_TILE_N, Sm90Tile, W4A16_MN_TILE_N, W4a16MnTile, W4a16Tile},
+    tiles::{Sm90Tile, W4A16_MN_TILE_N, W4a16MnTile, W4a16Tile},
 };
 
 /// Microseconds that a CTA takes per tile with K = 8192, for the kernel that reads bf16.
@@ -180,22 +180,6 @@ pub(crate) fn sm90_w4a16_mn_major(sms: usize, problem: &Problem) -> (W4a16MnTile
     });
     let (tile, band, _) = cheapest(estimates);
     (tile, band)
-}
-
-/// Returns true if two CTAs should share the tiles of the `tcgen05` kernel, for a dense GEMM or one
-/// with groups along M. This is a model; no such GPU was available.
-///
-/// In a wave each SM multiplies at most 128 x 256 and applies the epilogue to them, either as a
-/// whole tile or as half of one of 256 x 256. Each CTA of a pair loads half as much of `b`, 38,912
-/// bytes per stage instead of 55,296, so a wave of pairs takes no longer. CTAs share tiles if that
-/// takes no more waves and the odd CTA has rows: only an odd number of tiles along M leaves CTAs of
-/// pairs idle. Groups are assumed to have the average number of rows.
-pub(crate) fn sm100_two_ctas(sms: usize, problem: &Problem) -> bool {
-    let GemmShape { m, n, .. } = problem.shape;
-    let rows = m.div_ceil(problem.groups);
-    let tiles = |tile_m| problem.groups * rows.div_ceil(tile_m) * n.div_ceil(SM100_TILE_N);
-    let of_pairs = waves(tiles(2 * SM100_TILE_M), (sms / 2).max(1));
-    rows > SM100_TILE_M && of_pairs <= waves(tiles(SM100_TILE_M), sms)
 }
 
 /// Returns the first of the lowest estimates.

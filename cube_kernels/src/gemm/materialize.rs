@@ -263,14 +263,9 @@ pub fn dequantize_unscaled_kernel(
 }
 
 /// Returns a bf16 copy of `packed`, `outer` rows of `blocks * 16` elements, without the factor of
-/// its amax. The copy lives until the last kernel that reads it has run.
-pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
-    decode_from(client, packed, &packed.scales, None)
-}
-
-/// [`decode`] with row-wise block scales from `scales`. If there are groups along the rows, stops
-/// at the end of the last one.
-fn decode_from(
+/// its amax, with row-wise block scales from `scales`. If there are groups along the rows, stops at
+/// the end of the last one. The copy lives until the last kernel that reads it has run.
+pub(super) fn decode_from(
     client: &Client,
     packed: &DeviceQuantized,
     scales: &Handle,

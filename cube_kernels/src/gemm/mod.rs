@@ -14,8 +14,8 @@
 //! - `kernels`: the kernels, in a folder per architecture. `dispatch` asks them in order.
 //! - `run`: a request from its validation to the launch.
 //! - `fused`: linear layers for small M with a fused RMSNorm prologue and SwiGLU epilogue.
-//! - [`cublaslt`]: NVIDIA's library, for FP4 tensor cores.
-//! - `exact`: small GEMMs with exact sums, by which `self_check` and [`bring_up`] check the
+//! - `cublaslt`: NVIDIA's library, for FP4 tensor cores.
+//! - `exact`: small GEMMs with exact sums, by which `self_check` and [`bring_up`](crate::bring_up) check the
 //!   `tcgen05` kernel on hardware.
 
 use std::borrow::Cow;
@@ -27,47 +27,44 @@ use cubecl::{client::Client, server::Handle};
 pub(crate) mod align_groups;
 #[allow(missing_docs)]
 pub(crate) mod arguments;
-pub mod bring_up;
 mod choices;
 mod dispatch;
 #[allow(missing_docs)]
 mod epilogue;
-mod exact;
+pub(crate) mod exact;
 mod fused;
 mod heuristics;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
-#[doc(hidden)]
-pub mod kernels;
+pub(crate) mod kernels;
 #[allow(missing_docs)]
 mod materialize;
 mod operand;
 mod output;
 mod plan;
 mod problem;
+#[cfg(feature = "proof")]
+pub mod proof;
 mod run;
 #[allow(missing_docs)]
 mod scheduler;
 mod self_check;
 mod slow_path;
-pub(crate) mod specialization;
 mod stream_k;
 mod tiles;
 
 #[doc(hidden)]
 pub use choices::selections;
-pub use dispatch::{Choice, backend_of, describe, describe_typical, plan};
+pub use dispatch::{Choice, describe, describe_typical};
 pub use epilogue::{EpilogueKind, Factor, OutputAmax};
 pub use fused::{FusedLinear, FusedLinearOutput, FusedNorm, fused_linear};
-#[doc(inline)]
-pub use kernels::cublaslt;
+pub(crate) use kernels::cublaslt;
 pub use operand::{Elements, Operand, OperandLayout, Scale};
 pub use output::Target;
 pub use plan::Plan;
-pub use problem::{Device, GemmShape, Problem, Refusal};
+pub use problem::{GemmShape, Problem, Refusal};
 pub use run::{choose, gemm, may_read_tiles, packed_reads};
 pub use scheduler::GroupedDim;
-#[doc(hidden)]
-pub use specialization::GemmInstance;
 
 use crate::{
     BLOCK, Nvfp4Error,
@@ -177,7 +174,7 @@ pub struct GemmOutput {
     /// Output.
     pub matrix: Matrix,
     /// Requested amax values in device memory: one `f32`, or one per group. They equal the
-    /// [amax](crate::quantize::ComputeAmax) of the output, so that quantizing it needs no separate
+    /// amax of the output, so that quantizing it needs no separate
     /// pass. NaN and infinity propagate; a group without elements yields zero.
     pub amax: Option<Handle>,
 }
@@ -200,7 +197,7 @@ impl<'a> Gemm<'a> {
     }
 
     /// Returns a request for a GEMM with exact sums into a new `f32` matrix.
-    fn of_exact(case: &'a ExactGemm) -> Self {
+    pub(crate) fn of_exact(case: &'a ExactGemm) -> Self {
         let grouped = match &case.groups {
             None => Grouped::None,
             Some((GroupedDim::K, offsets)) => Grouped::K(offsets),

@@ -7,9 +7,9 @@ use cubecl::client::Client;
 use super::{
     cublaslt::CublasLtProblem,
     epilogue::{EpilogueKind, Factor},
+    kernels::sm100::tile::Sm100Tile,
     operand::OperandLayout,
     scheduler::GroupedDim,
-    tiles::Sm100Tile,
 };
 use crate::{
     Nvfp4Error,

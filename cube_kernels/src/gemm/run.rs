@@ -10,14 +10,13 @@ use super::{
     dispatch::Choice,
     epilogue::{EpilogueArgs, OutputAmax},
     exact::ExactGemm,
-    kernels::sm100::Tcgen05,
+    kernels::sm100::{Tcgen05, tile::Sm100Tile},
     materialize::materialize,
     output::Output,
     plan::{Launch, Plan},
     problem::{Device, GemmShape, Problem, sms},
     scheduler::{GroupArgs, GroupedDim},
     self_check, slow_path,
-    tiles::Sm100Tile,
 };
 use crate::{
     Nvfp4Error, StoredForm,
@@ -156,7 +155,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
 /// The first choice that needs the self-check of a kernel runs it, and waits for the device.
 ///
 /// # Errors
-/// See [`plan`](dispatch::plan).
+/// Returns an error if the requested backend does not support the problem.
 pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Error> {
     if let Some(known) = choices::known(client, problem) {
         return Ok(known);

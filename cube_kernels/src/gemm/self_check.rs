@@ -10,7 +10,7 @@ use cubecl::{client::Client, dry_run::launch_mode};
 
 use super::{
     exact::ExactGemm,
-    tiles::{Sm100Form, Sm100Tile},
+    kernels::sm100::tile::{Sm100Form, Sm100Tile},
 };
 use crate::{
     Nvfp4Error,

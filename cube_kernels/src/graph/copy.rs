@@ -3,7 +3,6 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::{buffer, grid};
-use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Copies `words` words of 4 bytes from `from` to `out`, after the kernels queued before.
@@ -44,18 +43,4 @@ pub fn copy_words_kernel(from: &[u32], out: &mut [u32], words: u32) {
         out[word as usize] = from[word as usize];
         word += (CUBE_COUNT * CUBE_DIM as usize) as u32;
     }
-}
-
-/// Instances for the registry of kernels.
-pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let (from, out) = (device.buffer(64), device.buffer(64));
-    vec![instance!(
-        device,
-        copy_words_kernel,
-        "",
-        Expected::NONE,
-        from,
-        out,
-        64
-    )]
 }

@@ -7,6 +7,8 @@
 mod branch;
 mod copy;
 mod held;
+#[cfg(feature = "proof")]
+pub(crate) mod instances;
 #[cfg(feature = "cuda")]
 mod overlap;
 mod words;
@@ -14,16 +16,8 @@ mod words;
 pub use branch::Branch;
 pub use copy::copy_words;
 pub use held::hold_for_branch;
+#[cfg(all(feature = "cuda", feature = "proof"))]
+pub use overlap::WAITING;
 #[cfg(feature = "cuda")]
-pub use overlap::{WAITING, overlap_kernels};
+pub use overlap::overlap_kernels;
 pub use words::set_words;
-
-use crate::registry::instance::{DummyDevice, Instance};
-
-/// Instances for the registry of kernels.
-pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let all = [copy::instances, words::instances];
-    all.into_iter()
-        .flat_map(|instances| instances(device))
-        .collect()
-}

@@ -3,7 +3,6 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::buffer;
-use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Writes `words` to the first four words of `out`, after the kernels queued before. The buffer
@@ -37,20 +36,4 @@ pub fn set_words_kernel(out: &mut [u32], w0: u32, w1: u32, w2: u32, w3: u32) {
     out[1] = w1;
     out[2] = w2;
     out[3] = w3;
-}
-
-/// Instances for the registry of kernels.
-pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let out = device.buffer(4);
-    vec![instance!(
-        device,
-        set_words_kernel,
-        "",
-        Expected::NONE,
-        out,
-        1,
-        2,
-        3,
-        4
-    )]
 }

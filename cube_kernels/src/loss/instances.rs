@@ -2,10 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::kernels::{
-    CrossEntropyArgsLaunch, CrossEntropyPlan, KlDivergenceArgsLaunch, KlDivergencePlan,
-    cross_entropy_kernel, kl_divergence_kernel, scale_kernel, sum_losses_kernel,
-    target_scale_kernel,
+use super::{
+    kernel::{
+        CrossEntropyArgsLaunch, CrossEntropyPlan, cross_entropy_kernel, scale_kernel,
+        sum_losses_kernel, target_scale_kernel,
+    },
+    kl_kernel::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel},
 };
 use crate::{
     embedding::instances::row_plans,

@@ -4,7 +4,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     LinearLoss, LinearLossRequest, RowLaunch, chunk_rows, has_rows,
-    kernels::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel},
+    kl_kernel::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel},
     linear::{Head, HeadGradients, rows_of, words_from},
     row_plan, sum_losses,
 };

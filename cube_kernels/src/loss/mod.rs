@@ -5,6 +5,7 @@
 //! targets, [`cross_entropy_rows`] of each chunk of logits, [`sum_losses`] of all rows. Nothing
 //! waits for the device.
 
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
 mod kernel;
@@ -32,16 +33,6 @@ use kernel::{
     CrossEntropyArgsLaunch, CrossEntropyPlan, GROUP, cross_entropy_kernel, scale_kernel,
     sum_losses_kernel, target_scale_kernel,
 };
-
-/// Kernels, for tests that compile them without launching.
-#[doc(hidden)]
-pub mod kernels {
-    pub use super::kernel::{
-        CrossEntropyArgsLaunch, CrossEntropyPlan, cross_entropy_kernel, scale_kernel,
-        sum_losses_kernel, target_scale_kernel,
-    };
-    pub use super::kl_kernel::{KlDivergenceArgsLaunch, KlDivergencePlan, kl_divergence_kernel};
-}
 
 /// Bytes of a row that stay in shared memory between the two passes if three cubes of 512 units
 /// share an SM.

@@ -2,13 +2,20 @@
 
 use cubecl::prelude::*;
 
-use super::kernels::{
-    ChoiceWindowLaunch, GroupRowsLaunch, MovePlan, RoutedArgsLaunch, RouterArgsLaunch,
-    RouterOutLaunch, RouterPlan, RouterSumsLaunch, SortedKeysLaunch, UnpermuteBackwardPlan,
-    UnpermutePlan, WeightedRowsLaunch, broadcast_group_values_kernel, choice_places_kernel,
-    moe_permute_kernel, moe_unpermute_backward_kernel, moe_unpermute_kernel, move_groups_kernel,
-    rescale_kernel, route_backward_kernel, route_kernel, route_sums_kernel, segment_sum_kernel,
-    window_places_kernel, zero_padding_rows_kernel,
+use super::{
+    groups::{GroupRowsLaunch, rescale_kernel},
+    padding::{MovePlan, move_groups_kernel},
+    permute::{
+        UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch, moe_permute_kernel,
+        moe_unpermute_backward_kernel, moe_unpermute_kernel,
+    },
+    router::kernel::{
+        RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan, RouterSumsLaunch,
+        SortedKeysLaunch, choice_places_kernel, route_backward_kernel, route_kernel,
+        route_sums_kernel,
+    },
+    segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
+    window::{ChoiceWindowLaunch, window_places_kernel},
 };
 use crate::{
     registry::instance::{DummyDevice, Expected, Instance, instance},

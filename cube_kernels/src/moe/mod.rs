@@ -8,6 +8,7 @@
 mod earlier;
 #[allow(missing_docs)]
 pub(crate) mod groups;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 #[allow(missing_docs)]
 mod padding;
@@ -30,23 +31,3 @@ pub use router::{
 };
 pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
 pub use window::{DeviceChoiceWindow, sort_window};
-
-/// Kernels, for tests that compile them without launching.
-#[doc(hidden)]
-pub mod kernels {
-    pub use super::{
-        groups::{GroupRowsLaunch, rescale_kernel},
-        padding::{MovePlan, move_groups_kernel},
-        permute::{
-            UnpermuteBackwardPlan, UnpermutePlan, WeightedRowsLaunch, moe_permute_kernel,
-            moe_unpermute_backward_kernel, moe_unpermute_kernel,
-        },
-        router::kernel::{
-            RoutedArgsLaunch, RouterArgsLaunch, RouterOutLaunch, RouterPlan, RouterSumsLaunch,
-            SortedKeysLaunch, choice_places_kernel, route_backward_kernel, route_kernel,
-            route_sums_kernel,
-        },
-        segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
-        window::{ChoiceWindowLaunch, window_places_kernel},
-    };
-}

@@ -10,6 +10,7 @@
 mod backward;
 #[allow(missing_docs)]
 pub(crate) mod forward;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 mod launch;
 pub(crate) mod plan;

@@ -8,6 +8,7 @@
 //! NaN whose gradients are infinite, and the others take a step with zero gradients.
 
 mod adamw;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 mod norm;
 

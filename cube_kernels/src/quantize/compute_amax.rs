@@ -32,8 +32,7 @@ pub struct ComputeAmax<'a> {
     pub values: AmaxRequest,
     /// True to compute one amax of a whole matrix by the kernels of the other amax values, in
     /// tests and measurements.
-    #[doc(hidden)]
-    pub by_lines: bool,
+    pub(super) by_lines: bool,
 }
 
 /// Result of [`ComputeAmax`].
@@ -65,15 +64,6 @@ impl<'a> ComputeAmax<'a> {
     /// Sets the groups of rows.
     pub fn groups(self, groups: &'a Groups) -> Self {
         Self { groups, ..self }
-    }
-
-    /// Selects the kernels of the other amax values for one amax of a whole matrix.
-    #[doc(hidden)]
-    pub fn by_lines(self) -> Self {
-        Self {
-            by_lines: true,
-            ..self
-        }
     }
 
     /// Checks the source and its groups.

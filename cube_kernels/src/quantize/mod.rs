@@ -27,6 +27,7 @@ mod compute_amax;
 #[allow(missing_docs)]
 mod dequantize;
 mod describe;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 #[allow(missing_docs)]
 mod ms_eden;
@@ -44,8 +45,8 @@ mod per_token;
 pub(crate) mod plan;
 #[allow(missing_docs)]
 pub(crate) mod prologue;
-#[allow(missing_docs)]
-mod random_bits;
+#[cfg(feature = "proof")]
+pub mod proof;
 mod request;
 #[allow(missing_docs)]
 mod rowwise;
@@ -70,57 +71,11 @@ pub use dequantize::dequantize;
 pub use describe::describe;
 pub use mx::mx_dequantize;
 pub use offset::advance_offset;
-pub use random_bits::{answer_random_bits, has_stochastic_instruction, match_random_bits};
 pub use request::{Quantize, Quantized, QuantizedAmax};
 pub use scale_order::{scales_in_rows, scales_in_tiles};
 pub use source::Source;
 pub use step::{QuantizePlan, QuantizeStep, Usages};
-pub use swizzle::{
-    swizzle, swizzle_batch, swizzle_block_groups, swizzle_row_groups, unswizzle, unswizzle_batch,
-    unswizzle_block_groups, unswizzle_row_groups,
+pub(crate) use swizzle::{
+    swizzle, swizzle_batch, swizzle_row_groups, unswizzle, unswizzle_batch, unswizzle_row_groups,
 };
 pub use target::{DeviceRounding, EdenRandom, RedrawnSigns, TargetSpec};
-
-/// The kernels, for tests that compile them without launching.
-#[doc(hidden)]
-pub mod kernels {
-    pub use super::{
-        amax::{
-            AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, amax_kernel, amax_lines_kernel,
-            amax_strips_kernel, amax_tiles_kernel,
-        },
-        dequantize::{
-            ColumnsPlan, PackedSectorsLaunch, PackedWordsLaunch, WordsPlan,
-            dequantize_col_pairs_kernel, dequantize_cols_kernel, dequantize_rows_kernel,
-        },
-        ms_eden::{
-            EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
-            EdenScalesArgs, EdenScreenLaunch, EdenSearchLaunch, EdenSignsLaunch, EdenStoredArgs,
-            EdenTilesLaunch, EdenValuesArgs, ScreenOutLaunch, ScreenPlan, ms_eden_amax_kernel,
-            ms_eden_amax_pair_kernel, ms_eden_kernel, ms_eden_screen_kernel,
-        },
-        mx::{
-            MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, mx_dequantize_col_kernel,
-            mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
-            mx_requantize_across_kernel, mx_requantize_along_kernel,
-        },
-        offset::advance_offset_kernel,
-        packed_source::{PackedRowsLaunch, SourcePlan},
-        per_token::{PerTokenPlan, TokenRowsLaunch, quantize_per_token_kernel},
-        plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
-        prologue::{
-            GateInputsLaunch, LaunchedVariant, Prologue, PrologueInputsArgs, PrologueOutArgs,
-            ProloguePlan, prologue_kernel, run_prologue,
-        },
-        random_bits::random_bits_kernel,
-        rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
-        swizzle::{
-            BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
-            unswizzle_block_groups_kernel, unswizzle_kernel,
-        },
-        tile::{Grouping, ShapeLaunch, map_tiles_kernel},
-        tile_memory::{TileGridLaunch, TilePlan},
-        tiles::quantize_tiles_kernel,
-    };
-    pub use crate::launch::set_units;
-}

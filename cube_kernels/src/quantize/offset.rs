@@ -3,7 +3,6 @@
 use cubecl::{prelude::*, server::Handle};
 
 use crate::launch::buffer;
-use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 use crate::{Nvfp4Error, memory::check_memory};
 
 /// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at
@@ -36,17 +35,4 @@ pub fn advance_offset_kernel(offset: &mut [u32], step: u32) {
     let carry = u32::cast_from(low < step);
     offset[0] = low;
     offset[1] += carry;
-}
-
-/// Kernel instances for the registry.
-pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let offset = device.buffer(2);
-    vec![instance!(
-        device,
-        advance_offset_kernel,
-        "",
-        Expected::NONE,
-        offset,
-        1
-    )]
 }

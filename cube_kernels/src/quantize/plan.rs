@@ -9,7 +9,7 @@ use crate::{
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
         codec::Conversion,
-        hadamard::{Signs, SignsLaunch},
+        hadamard::{Signs, signs_launch},
         philox::{Numbering, Position, Random, RandomLaunch},
         unscaled::{store_unscaled_block, unscaled_word},
     },
@@ -273,6 +273,7 @@ pub struct PackedOut {
 
 /// Output of a quantized tensor. The variant agrees with the comptime plan.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum QuantOut {
     /// The tensor is not made.
     Absent,
@@ -342,13 +343,4 @@ pub struct QuantTarget {
     pub draw: Draw,
     /// Output buffers.
     pub out: QuantOut,
-}
-
-pub(crate) fn signs_launch(words: [u32; 4]) -> SignsLaunch {
-    SignsLaunch::new(words[0], words[1], words[2], words[3])
-}
-
-/// Returns the signs of an optional transform.
-pub(crate) fn signs_of(hadamard: Option<Hadamard>) -> SignsLaunch {
-    signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()))
 }

@@ -58,8 +58,8 @@ pub struct Quantize<'a> {
     /// that multiplies values while the packed tensor is kept for another use.
     pub unscaled: bool,
     /// True to store the columnwise tensors of [`Groups::Offsets`] one after another instead of
-    /// concatenated along the columns, for NVFP4 in 1x16 blocks.
-    pub stacked: bool,
+    /// concatenated along the columns, for NVFP4 in 1x16 blocks. Only tests do.
+    pub(super) stacked: bool,
 }
 
 /// Quantized tensors of a source.
@@ -127,16 +127,9 @@ impl<'a> Quantize<'a> {
         }
     }
 
-    /// Requests the rowwise tensor in both storages.
-    pub fn with_unscaled(self) -> Self {
-        let unscaled = true;
+    /// Sets whether the rowwise tensor is written in both storages.
+    pub fn unscaled(self, unscaled: bool) -> Self {
         Self { unscaled, ..self }
-    }
-
-    /// Requests columnwise tensors of groups one after another.
-    pub fn stacked(self) -> Self {
-        let stacked = true;
-        Self { stacked, ..self }
     }
 
     /// Returns the tensors with their usages.

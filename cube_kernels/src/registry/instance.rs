@@ -11,7 +11,7 @@ use cubecl::{
     server::Handle,
 };
 
-use crate::{cube::codec::Conversion, gemm::specialization::GemmInstance};
+use crate::{cube::codec::Conversion, gemm::instances::specialization::GemmInstance};
 
 /// A device for specializing kernels without launching them.
 pub struct DummyDevice {

@@ -5,8 +5,8 @@
 use std::{env, fs, path::Path};
 
 use nvfp4_kernels::{
-    cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
-    gemm::kernels::{GroupedDim, Sm100Form, Sm100Plan, Sm100Tile},
+    gemm::proof::{GroupedDim, Sm100Form, Sm100Plan, Sm100Tile},
+    proof::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
 };
 
 /// Asserts that the PTX of CUTLASS's kernel with the tiles of `plan` contains what ours does.

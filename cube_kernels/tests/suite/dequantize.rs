@@ -12,8 +12,9 @@ use nvfp4_formats::{
     reference::{self, EdenParams},
 };
 use nvfp4_kernels::{
+    bring_up,
     capabilities::Capabilities,
-    cube::codec::Conversion,
+    proof::codec::Conversion,
     tensor::{DeviceQuantized, FloatKind},
 };
 
@@ -109,7 +110,7 @@ fn operands_are_requantized_by_what_scales_them() {
 #[test]
 fn random_bits_are_read_off_the_device() {
     let client = client!("random_bits_are_read_off_the_device");
-    let ask = |questions: &[reference::Question]| quantize::answer_random_bits(&client, questions);
+    let ask = |questions: &[reference::Question]| bring_up::answer_random_bits(&client, questions);
     let bits = reference::read_random_bits(ask).unwrap();
     let software = reference::RandomBits::software();
     let reversed = reference::RandomBits {
@@ -125,7 +126,7 @@ fn random_bits_are_read_off_the_device() {
     let found = reference::compare_random_bits(&bits, 1 << 14, ask).unwrap();
     assert_eq!(found.different, 0, "{found:?}");
     assert!(
-        quantize::answer_random_bits(&client, &[])
+        bring_up::answer_random_bits(&client, &[])
             .unwrap()
             .is_empty()
     );

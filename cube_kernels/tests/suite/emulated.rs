@@ -24,7 +24,7 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::{
     capabilities::Capabilities,
-    cube::codec::Conversion,
+    proof::codec::Conversion,
     tensor::{DeviceQuantized, Groups},
 };
 

@@ -19,7 +19,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
-        kernels::{DequantThenBf16, Sm90Tile, SmallM, W4a16, W4a16Tile},
+        proof::{DequantThenBf16, Sm90Tile, SmallM, W4a16, W4a16Tile},
     },
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
@@ -431,7 +431,7 @@ fn columns_equal_rows_for(client: &Client, shapes: &[(usize, usize, usize)]) {
             let capabilities = Capabilities::of(client);
             let backend_of = |layout| {
                 let problem = Problem::new([layout; 2], (m, n, k));
-                gemm::backend_of(capabilities, &problem)
+                gemm::proof::backend_of(capabilities, &problem)
             };
             let reads_rows = !hopper || backend_of(OperandLayout::KMajor) == path;
             if !reads_rows && backend_of(OperandLayout::MnMajor) != path {
@@ -1100,11 +1100,11 @@ fn paths_of_shapes() {
     };
     let of_rows = |capabilities: &Capabilities, n, k| {
         let problem = Problem::new([OperandLayout::KMajor; 2], (8, n, k));
-        gemm::backend_of(capabilities, &problem)
+        gemm::proof::backend_of(capabilities, &problem)
     };
     let of_columns = |capabilities: &Capabilities, m, n, k| {
         let problem = Problem::new([OperandLayout::MnMajor; 2], (m, n, k));
-        gemm::backend_of(capabilities, &problem)
+        gemm::proof::backend_of(capabilities, &problem)
     };
     for (n, k, path) in [
         (8, 16, GemmBackend::Sm90Wgmma),

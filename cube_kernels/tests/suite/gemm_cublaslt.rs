@@ -16,10 +16,13 @@ use nvfp4_formats::{Layout, Nvfp4Error, ScaleLayout, format::e4m3, reference};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
-        self, Choice, Device, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
+        self, Choice, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
-        cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
-        kernels::{CublasLtPlan, SmallM, add_rows_kernel, factors_kernel},
+        proof::{
+            CublasLtPlan, Device, SmallM, add_rows_kernel,
+            cublaslt::{self, CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem},
+            factors_kernel,
+        },
     },
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
@@ -437,7 +440,7 @@ fn chosen(
         1 => problem,
         groups => problem.grouped(GroupedDim::M, groups),
     };
-    gemm::plan(&device, &problem).unwrap()
+    gemm::proof::plan(&device, &problem).unwrap()
 }
 
 /// Returns the operand with its block scales in 128x4 tiles.
@@ -479,7 +482,7 @@ fn factors_and_bias() {
     let memory = |x: &[f32]| client.create_from_slice(bytemuck::cast_slice(x));
     let (a_amax, b_amax, bias_memory) = (memory(&[a]), memory(&[b]), memory(&bias));
     let factors = client.empty(8);
-    use gemm::kernels::Factor;
+    use gemm::proof::Factor;
     for (kinds, expected) in [
         ((Factor::Tensor, Factor::Tensor), reference::alpha(a, b)),
         ((Factor::One, Factor::Tensor), b / 2688.0),

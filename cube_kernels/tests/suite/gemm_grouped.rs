@@ -15,7 +15,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale,
         Target,
-        kernels::{DequantThenBf16, Sm90Tile, W4a16, W4a16Tile},
+        proof::{DequantThenBf16, Sm90Tile, W4a16, W4a16Tile},
     },
     moe::GroupOffsets,
     tensor::{FloatKind, Matrix},

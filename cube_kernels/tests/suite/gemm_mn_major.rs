@@ -21,7 +21,7 @@ use nvfp4_kernels::{
     gemm::{
         self, Elements, Gemm, GemmShape, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale,
-        kernels::{DequantThenBf16, Sm90Tile, W4a16MnMajor, W4a16MnTile},
+        proof::{DequantThenBf16, Sm90Tile, W4a16MnMajor, W4a16MnTile},
     },
     moe::GroupOffsets,
     tensor::{DeviceQuantized, FloatKind, Matrix},
@@ -474,7 +474,7 @@ fn paths_of_shapes() {
             0 => problem,
             _ => problem.grouped(GroupedDim::M, groups),
         };
-        gemm::backend_of(&capabilities, &problem)
+        gemm::proof::backend_of(&capabilities, &problem)
     };
     use GemmBackend::{Cmma, CublasLt, Scalar, Sm90Wgmma, Sm100Tcgen05, Sm120BlockScaled};
     for groups in [0, 8] {

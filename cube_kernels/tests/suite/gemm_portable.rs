@@ -16,12 +16,12 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
-    cube::ptx::BlockScaled,
     gemm::{
         self, Elements, Gemm, Operand, OperandLayout, OutputAmax, Plan, Problem, Scale, Target,
-        kernels::{BlockScaledMma, Multiply, Sm120Tile, SmallM},
+        proof::{BlockScaledMma, Multiply, Sm120Tile, SmallM},
     },
     moe::GroupOffsets,
+    proof::ptx::BlockScaled,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 use proptest::prelude::*;

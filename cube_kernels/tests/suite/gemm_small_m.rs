@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_kernels::{
     capabilities::GemmBackend,
-    gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target, kernels::SmallM},
+    gemm::{Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target, proof::SmallM},
     tensor::{FloatKind, Matrix},
 };
 

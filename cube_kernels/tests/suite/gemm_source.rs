@@ -5,14 +5,11 @@
 use crate::support::sources::{count, spills};
 use cubecl::prelude::AddressType;
 use nvfp4_kernels::{
-    cube::ptx::{BlockScaled, Major},
-    gemm::{
-        GemmInstance,
-        kernels::{
-            CmmaPlan, CmmaTile, EpilogueKind, Multiply, Sm90Plan, Sm90Tile, Sm100Form, Sm100Plan,
-            Sm120Plan, SmallMShape, StreamKPlan, TensorCore, sm100_units,
-        },
+    gemm::proof::{
+        CmmaPlan, CmmaTile, EpilogueKind, GemmInstance, Multiply, Sm90Plan, Sm90Tile, Sm100Form,
+        Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan, TensorCore, sm100_units,
     },
+    proof::ptx::{BlockScaled, Major},
 };
 
 /// SASS of `mma.sync.m16n8k64` with E2M1 operands and E4M3 scales for 16 elements.

@@ -11,7 +11,7 @@ use nvfp4_kernels::{
     capabilities::GemmBackend,
     gemm::{
         Elements, Gemm, Operand, Plan, Scale, Target,
-        kernels::{DequantThenBf16, DequantThenStreamK, Sm90Tile},
+        proof::{DequantThenBf16, DequantThenStreamK, Sm90Tile},
     },
     tensor::{FloatKind, Matrix},
 };

@@ -20,13 +20,13 @@ use cubecl::prelude::*;
 use nvfp4_formats::Nvfp4Error;
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
-    cube::{codec::Conversion, ptx::BlockScaled},
     gemm::{
-        self, Device, Elements, Factor, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
+        self, Elements, Factor, Gemm, GroupedDim, Operand, OperandLayout, OutputAmax, Plan,
         Problem, Scale, Target,
-        kernels::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
+        proof::{Device, Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
     },
     moe::GroupOffsets,
+    proof::{codec::Conversion, ptx::BlockScaled},
     tensor::{FloatKind, Matrix},
 };
 
@@ -414,7 +414,7 @@ fn the_self_check_decides() {
             cublaslt: &|_| Ok(()),
             tcgen05: &tcgen05,
         };
-        gemm::plan(&device, &problem).unwrap()
+        gemm::proof::plan(&device, &problem).unwrap()
     };
     let dense = Problem::new([OperandLayout::Packed; 2], (4096, 4096, 4096));
     let mut per_token = dense;

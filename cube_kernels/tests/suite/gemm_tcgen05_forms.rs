@@ -18,12 +18,12 @@ use cubecl::prelude::*;
 use nvfp4_formats::{Format, Layout, ScaleLayout, Usage, format::swizzle::swizzle};
 use nvfp4_kernels::{
     capabilities::GemmBackend,
-    cube::ptx::BlockScaled,
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
-        kernels::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
+        proof::{Fault, Sm100Form, Sm100Tile, Tcgen05, TensorCore},
     },
     moe::GroupOffsets,
+    proof::ptx::BlockScaled,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 

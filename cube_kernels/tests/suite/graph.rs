@@ -19,8 +19,10 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Elements, Gemm, Operand, OutputAmax, Plan, Scale, Target,
-        cublaslt::{self, CublasLtFormat, CublasLtProblem},
-        kernels::{DequantThenBf16, Sm90Tile, W4a16, W4a16Tile},
+        proof::{
+            DequantThenBf16, Sm90Tile, W4a16, W4a16Tile,
+            cublaslt::{self, CublasLtFormat, CublasLtProblem},
+        },
     },
     graph,
     moe::GroupOffsets,

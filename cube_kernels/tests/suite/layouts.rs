@@ -137,55 +137,6 @@ fn swizzle_groups_of_rows() {
     }
 }
 
-#[test]
-fn swizzle_groups_of_blocks() {
-    let client = client!("swizzle_groups_of_blocks");
-    for (outer, tokens, elements) in [
-        (128, 256, 16),
-        (256, 512, 16),
-        (131, 300, 16),
-        (64, 1000, 32),
-        (1, 64, 16),
-        (300, 77, 1),
-        (32, 0, 16),
-        (0, 64, 16),
-    ] {
-        for offsets in splits(tokens as u32) {
-            let what = format!("{outer} x {tokens} / {elements} in {offsets:?}");
-            let blocks = swizzle::block_group_blocks(tokens, offsets.len() - 1, elements);
-            let bytes = scales(outer * blocks, 9);
-            let handle = upload_bytes(&client, &bytes);
-            let groups = groups(&client, &offsets);
-            let (expected, starts) =
-                swizzle::swizzle_block_groups(&bytes, outer, tokens, elements, &offsets);
-            dirty_pool(&client, expected.len());
-            let (found, tiles) =
-                quantize::swizzle_block_groups(&client, &handle, outer, tokens, elements, &groups)
-                    .unwrap();
-            assert_bytes(
-                &read_bytes(&client, &found, expected.len()),
-                &expected,
-                &what,
-            );
-            assert_eq!(
-                read_u32(&client, &tiles.offsets, starts.len()),
-                starts,
-                "{what}"
-            );
-            let back =
-                quantize::unswizzle_block_groups(&client, &found, outer, tokens, elements, &groups)
-                    .unwrap();
-            let expected =
-                swizzle::unswizzle_block_groups(&expected, outer, tokens, elements, &offsets);
-            assert_bytes(
-                &read_bytes(&client, &back, expected.len()),
-                &expected,
-                &what,
-            );
-        }
-    }
-}
-
 /// Checks the sum of each group, in the order specified by [`moe::segment_sum`], and zeros after
 /// the last group.
 fn check_group_rows<T: DeviceElement>(client: &Client) {
@@ -545,13 +496,6 @@ fn wrong_offsets_stay_inside_the_buffers() {
         read_matrix::<f32>(&client, &sums);
         moe::zero_padding_rows(&client, &x, &groups).unwrap();
         read_matrix::<bf16>(&client, &x);
-        let room = swizzle::block_group_blocks(rows, groups.count, 16);
-        let bytes = upload_bytes(&client, &scales(32 * room, 2));
-        let (swizzled, _) =
-            quantize::swizzle_block_groups(&client, &bytes, 32, rows, 16, &groups).unwrap();
-        let back =
-            quantize::unswizzle_block_groups(&client, &swizzled, 32, rows, 16, &groups).unwrap();
-        read_bytes(&client, &back, 32 * room);
         // No kernel wrote to its inputs; the zeroed rows are the only change to a matrix.
         assert!(
             read_bytes(&client, &handle, rows * blocks) == scales(rows * blocks, 1),
@@ -587,9 +531,6 @@ fn errors_name_the_argument() {
     assert!(error.contains("alignment"), "{error}");
     let error = name(moe::unpad_groups(&client, &x, 4, &groups, 16).unwrap_err());
     assert!(error.contains("padded") && error.contains("16"), "{error}");
-    let error =
-        name(quantize::swizzle_block_groups(&client, &small, 8, 8, 0, &groups).unwrap_err());
-    assert!(error.contains("elements"), "{error}");
     let odd = Matrix::empty(&client, 4, 7, FloatKind::Bf16);
     let error = name(moe::moe_unpermute(&client, &odd, &small, None, (1, 1)).unwrap_err());
     assert!(error.contains("`x`") && error.contains("even"), "{error}");

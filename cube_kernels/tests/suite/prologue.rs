@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use nvfp4_formats::{AmaxGranularity, Hadamard, HadamardSize, reference};
 use nvfp4_kernels::{
     capabilities::Capabilities,
-    cube::{
+    proof::{
         codec::Conversion,
         exact::{fma, rcp_of_ordinary, reciprocal_of_1_to_2, sqrt},
     },

@@ -11,7 +11,7 @@ use crate::support::policies::{
 };
 use crate::support::quantize::{
     self, AmaxRequest, TargetSpec,
-    kernels::{
+    proof::{
         DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch, RowGroupsLaunch,
         RowPlan,
     },
@@ -23,13 +23,13 @@ use nvfp4_formats::{
     reference::{self, padding, swizzle},
 };
 use nvfp4_kernels::{
-    cube::{
+    moe::GroupOffsets,
+    proof::{
         block::BlockPlan,
         codec::Conversion,
         hadamard::SignsLaunch,
         philox::{Numbering, PositionLaunch, RandomLaunch},
     },
-    moe::GroupOffsets,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
@@ -526,7 +526,7 @@ fn launch_geometry_does_not_matter() {
         let blocks = found.code_blocks();
         // SAFETY: the buffers hold what the counts say.
         unsafe {
-            quantize::kernels::quantize_row_kernel::launch_unchecked(
+            quantize::proof::quantize_row_kernel::launch_unchecked(
                 &client,
                 CubeCount::Static(cubes, 1, 1),
                 CubeDim::new_1d(units),

@@ -8,7 +8,7 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
-    cube::codec::Conversion,
+    proof::codec::Conversion,
     quantize::{
         AmaxRequest, ComputeAmax, DeviceRounding, Quantize,
         QuantizeStep::{self, *},
@@ -136,7 +136,7 @@ fn matrices() {
         &[AmaxOfMatrix(ONE, Both), Blocks(Both)],
     );
     assert_steps(
-        &request().rowwise(nearest()).with_unscaled(),
+        &request().rowwise(nearest()).unscaled(true),
         &[AmaxOfMatrix(ONE, Rowwise), RowsInBothStorages],
     );
 }
@@ -170,7 +170,7 @@ fn per_token() {
         assert_steps(&request, &[Amax(rows, Rowwise), Rows]);
     }
     assert_steps(
-        &Quantize::new(x).rowwise(token()).with_unscaled(),
+        &Quantize::new(x).rowwise(token()).unscaled(true),
         &[Amax(rows, Rowwise), RowsInBothStorages],
     );
     let plan = Quantize::new(x).rowwise(token()).plan_amax(&hopper());
@@ -309,7 +309,7 @@ fn activations() {
             &[ActivationWithAmax(pair(PER_TENSOR), Both), Blocks(Both)],
         );
         assert_steps(
-            &request().rowwise(nearest()).with_unscaled(),
+            &request().rowwise(nearest()).unscaled(true),
             &[ActivationWithAmax(ONE, Rowwise), RowsInBothStorages],
         );
         // The pass that quantizes a row computes its amax.
@@ -401,12 +401,9 @@ fn refused_requests() {
         &request().rowwise(tiles.storage(Storage::Bf16Unscaled)),
         "storage",
     );
-    assert_refused(
-        &request().rowwise(values.clone()).with_unscaled(),
-        "storage",
-    );
-    assert_refused(&request().columnwise(nearest()).with_unscaled(), "unscaled");
-    assert_refused(&request().rowwise(eden()).with_unscaled(), "unscaled");
+    assert_refused(&request().rowwise(values.clone()).unscaled(true), "storage");
+    assert_refused(&request().columnwise(nearest()).unscaled(true), "unscaled");
+    assert_refused(&request().rowwise(eden()).unscaled(true), "unscaled");
     let groups = &Groups::Batch(2);
     assert_refused(&request().groups(groups).rowwise(values), "groups");
     let mx = TargetSpec::from(Format::Mxfp8).storage(Storage::Bf16Unscaled);

@@ -24,12 +24,9 @@ use crate::support::{
 use cubecl::{hash::StableHash, prelude::KernelId};
 use cubecl_server::runtime::Runtime;
 use nvfp4_kernels::{
-    cube::{codec::Conversion, ptx::BlockScaled},
-    gemm::{
-        GemmInstance,
-        kernels::{Fault, GroupedDim, Multiply, Sm100Form, Sm100Plan, TensorCore},
-    },
+    gemm::proof::{Fault, GemmInstance, GroupedDim, Multiply, Sm100Form, Sm100Plan, TensorCore},
     graph::WAITING,
+    proof::{codec::Conversion, ptx::BlockScaled},
     registry::{self, DummyDevice, Expected, Instance},
 };
 use nvfp4_test_support::{Skip, is_full};

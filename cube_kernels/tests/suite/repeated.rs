@@ -241,7 +241,7 @@ fn layouts() {
         unreachable!()
     };
     let groups = GroupOffsets::new(offsets, count).unwrap();
-    let (tokens, outer) = (ROWS, 24);
+    let tokens = ROWS;
     let blocks = COLS / 16;
     let bytes: Vec<u8> = (0..8192u32).map(|i| (i * 37 + i / 256) as u8).collect();
     let scales = upload_bytes(&client, &bytes);
@@ -255,28 +255,16 @@ fn layouts() {
             .unwrap()
             .0
     };
-    let of_blocks = || {
-        quantize::swizzle_block_groups(&client, &scales, outer, tokens, 16, &groups)
-            .unwrap()
-            .0
-    };
     let padded = || moe::pad_groups(&client, &x, &groups, 32).unwrap().0;
     repeat(&client, "swizzle", || all(plain()));
     repeat(&client, "swizzle of groups of rows", || all(rows()));
-    repeat(&client, "swizzle of groups of blocks", || all(of_blocks()));
     repeat(&client, "padding", || of_matrix(padded()));
-    let (plain, rows, of_blocks, padded) = (plain(), rows(), of_blocks(), padded());
+    let (plain, rows, padded) = (plain(), rows(), padded());
     repeat(&client, "unswizzle", || {
         all(quantize::unswizzle_batch(&client, &plain, 2, ROWS / 2, blocks).unwrap())
     });
     repeat(&client, "unswizzle of groups of rows", || {
         all(quantize::unswizzle_row_groups(&client, &rows, tokens, blocks, &groups).unwrap())
-    });
-    repeat(&client, "unswizzle of groups of blocks", || {
-        all(
-            quantize::unswizzle_block_groups(&client, &of_blocks, outer, tokens, 16, &groups)
-                .unwrap(),
-        )
     });
     repeat(&client, "unpadding", || {
         of_matrix(moe::unpad_groups(&client, &padded, ROWS, &groups, 32).unwrap())

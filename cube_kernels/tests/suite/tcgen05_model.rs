@@ -12,11 +12,11 @@ use crate::support::{
 use cubecl::prelude::*;
 use nvfp4_formats::{format::swizzle::swizzle, reference};
 use nvfp4_kernels::{
-    cube::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
-    gemm::kernels::sm100::engine::{
+    gemm::proof::sm100::engine::{
         BAD_BOUNDS, BAD_INSTRUCTION, BAD_SHARED, BAD_TMEM, Command, Memory, Peer, TMEM_WORDS,
         VIOLATIONS, execute_copy, execute_mma,
     },
+    proof::ptx::{BlockScaled, SharedLayout, instruction_descriptor, with_scale_ids},
 };
 
 const NVFP4: BlockScaled = BlockScaled::Nvfp4;

@@ -11,8 +11,7 @@ use crate::tcgen05_model::{BASE, expected, ordered_sums, sums};
 use cubecl::prelude::*;
 use nvfp4_formats::format::swizzle::swizzle;
 use nvfp4_kernels::{
-    cube::ptx::{BlockScaled, instruction_descriptor},
-    gemm::kernels::{
+    gemm::proof::{
         Fault, GroupedDim, Sm100Form, Sm100Plan, TensorCore,
         sm100::engine::{
             BAD_INSTRUCTION, BAD_SHARED, Command, Memory, Peer, TMEM_WORDS, VIOLATIONS,
@@ -20,6 +19,7 @@ use nvfp4_kernels::{
         },
         sm100::operands,
     },
+    proof::ptx::{BlockScaled, instruction_descriptor},
 };
 
 const NVFP4: BlockScaled = BlockScaled::Nvfp4;

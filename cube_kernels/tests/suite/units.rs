@@ -6,7 +6,7 @@ use crate::support::{
     process::ran_in_own_process,
     samples::{CHECKS, Sample},
 };
-use nvfp4_kernels::quantize::kernels::set_units;
+use nvfp4_kernels::proof::set_units;
 
 #[test]
 fn units_of_a_cube_do_not_matter() {

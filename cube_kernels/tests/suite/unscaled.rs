@@ -18,7 +18,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
         Gemm, Plan, Target,
-        kernels::{DequantThenBf16, Sm90Tile, decode},
+        proof::{DequantThenBf16, Sm90Tile, decode},
     },
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };

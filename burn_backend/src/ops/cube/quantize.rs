@@ -146,14 +146,11 @@ impl Inputs {
             columnwise,
         } = self.usages;
         let [row_amax, col_amax] = self.amax.clone();
-        Quantize {
-            source: source_of(&self.values),
-            groups: &self.groups,
-            rowwise: rowwise.map(|made| self.target(made, row_amax)),
-            columnwise: columnwise.map(|made| self.target(made, col_amax)),
-            unscaled: self.unscaled,
-            stacked: false,
-        }
+        Quantize::new(source_of(&self.values))
+            .groups(&self.groups)
+            .rowwise(rowwise.map(|made| self.target(made, row_amax)))
+            .columnwise(columnwise.map(|made| self.target(made, col_amax)))
+            .unscaled(self.unscaled)
     }
 
     /// Converts the parameters of a tensor to those of the kernels.

@@ -17,7 +17,7 @@ use nvfp4_formats::{
     Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
 };
 #[cfg(feature = "cuda")]
-use nvfp4_kernels::quantize::match_random_bits;
+use nvfp4_kernels::bring_up::match_random_bits;
 
 fn device_name() -> String {
     std::env::var("NVFP4_TEST_DEVICE").unwrap_or_else(|_| "flex".into())

@@ -42,7 +42,7 @@ pub(super) struct TestedDeviceOption {
 /// Returns the names of the checks.
 fn checks() -> Vec<PossibleValue> {
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    let names = nvfp4::kernels::gemm::bring_up::Check::ALL.map(|check| check.name());
+    let names = nvfp4::kernels::bring_up::Check::ALL.map(|check| check.name());
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
     let names: [&str; 0] = [];
     names.into_iter().map(PossibleValue::new).collect()

@@ -4,9 +4,8 @@ use std::{env, process::Command, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use nvfp4::kernels::{
+    bring_up::{Check, Outcome, match_random_bits},
     capabilities::Capabilities,
-    gemm::bring_up::{Check, Outcome},
-    quantize::match_random_bits,
 };
 use serde_json::Value;
 

@@ -28,14 +28,14 @@ impl CvtRs {
     pub(super) fn run(self) -> Result<()> {
         use anyhow::{Context, ensure};
         use nvfp4::formats::reference;
-        use nvfp4::kernels::quantize;
+        use nvfp4::kernels::bring_up;
 
         use super::device::TestedDevice;
 
         let TestedDevice {
             client, hardware, ..
         } = TestedDevice::open(self.device.device)?;
-        let instruction = quantize::has_stochastic_instruction(&client);
+        let instruction = bring_up::has_stochastic_instruction(&client);
         println!("device  {hardware}");
         println!(
             "rounds  {}",
@@ -46,7 +46,7 @@ impl CvtRs {
             }
         );
         let ask =
-            |questions: &[reference::Question]| quantize::answer_random_bits(&client, questions);
+            |questions: &[reference::Question]| bring_up::answer_random_bits(&client, questions);
         let bits = reference::read_random_bits(ask)
             .context("the bits of the device are in no order of eight for each element")?;
         println!("element random bits, the most significant first");

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::plan::{CacheKind, DecodePlan};
 use crate::{
-    attention::scalar::{kernels::HeadsView, math::product},
+    attention::scalar::{math::product, problem::HeadsView},
     cube::{
         codec::{decode_e4m3_element, encode_e4m3_element, load, store},
         exact::fma,

@@ -7,14 +7,15 @@ use cubecl::{
 
 use super::{
     CacheKind, ROWS_OF_TEAM, UNITS,
-    kernels::{
-        CacheShapeLaunch, DecodeOutputLaunch, DecodePlan, MmaOutputLaunch, NewTokensLaunch,
-        append_kernel, decode_mma_kernel, decode_run_kernel,
-    },
-    plan::WARPS,
+    append::{CacheShapeLaunch, NewTokensLaunch, append_kernel},
+    kernel::decode_run_kernel,
+    merge::DecodeOutputLaunch,
+    mma::decode_mma_kernel,
+    mma_merge::MmaOutputLaunch,
+    plan::{DecodePlan, WARPS},
 };
 use crate::{
-    attention::kernels::HeadsViewLaunch,
+    attention::scalar::problem::HeadsViewLaunch,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };

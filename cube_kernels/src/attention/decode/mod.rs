@@ -8,9 +8,13 @@
 //! [`forward`](super::forward).
 //!
 //! Results are bit-identical to [`reference::attention`](crate::reference::attention) on every
-//! device, except with matrix instructions: see [`uses_mma`].
+//! device, except with matrix instructions: those of CUDA GPUs, if queries and the cache have the
+//! same 16-bit type, the head size is a multiple of 16 up to 128, the scale is positive, and a tile
+//! fits in a cube's shared memory. Results are then within rounding of the reference, and a sequence
+//! has the same bits in any batch.
 
 mod append;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 mod kernel;
 mod merge;
@@ -40,16 +44,6 @@ use crate::{
 };
 
 pub use plan::CacheKind;
-
-/// Kernels, for the registry and tests.
-pub mod kernels {
-    pub use super::append::{CacheShapeLaunch, NewTokensLaunch, append_kernel};
-    pub use super::kernel::decode_run_kernel;
-    pub use super::merge::DecodeOutputLaunch;
-    pub use super::mma::decode_mma_kernel;
-    pub use super::mma_merge::MmaOutputLaunch;
-    pub use super::plan::DecodePlan;
-}
 
 /// Units per team on a GPU.
 const UNITS: usize = 128;
@@ -347,7 +341,7 @@ impl Output<'_> {
     }
 }
 
-fn plan(
+pub(super) fn plan(
     client: &Client,
     new: &NewTokens<'_>,
     cache: &KvCache,
@@ -395,20 +389,6 @@ fn plan(
         true => plan.staged_in(shared),
         false => plan,
     }
-}
-
-/// True if [`decode`] uses matrix instructions: on CUDA GPUs, if queries and the cache have the
-/// same 16-bit type, the head size is a multiple of 16 up to 128, the scale is positive, and a tile
-/// fits in a cube's shared memory. Results are then within rounding of
-/// [`reference::attention`](crate::reference::attention), and a sequence has the same bits in any
-/// batch. Otherwise results are bit-identical to the reference.
-pub fn uses_mma(
-    client: &Client,
-    new: &NewTokens<'_>,
-    cache: &KvCache,
-    params: &AttentionParams,
-) -> bool {
-    plan(client, new, cache, Some(params)).mma
 }
 
 fn tokens<F: Numeric>(new: &NewTokens<'_>, cache: &KvCache) -> NewTokensLaunch<F> {

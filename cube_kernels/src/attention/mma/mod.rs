@@ -13,6 +13,7 @@ pub mod dkdv;
 pub mod dq;
 pub mod forward;
 pub mod gradient;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 pub mod multiply;
 pub mod problem;

@@ -5,10 +5,10 @@
 //! at most 32 elements per lane; blocks of rows of the other side pass through shared memory as
 //! `f32`. On the CPU runtime one unit has all lanes of a row, and a cube has one row.
 
-mod backward;
-mod forward;
+pub(super) mod backward;
+pub(super) mod forward;
 pub(super) mod math;
-mod problem;
+pub(super) mod problem;
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -24,15 +24,6 @@ use crate::{
     memory::address_type,
     reference::attention::{lanes, padded},
 };
-
-/// Kernels, for the registry.
-pub mod kernels {
-    pub use super::{
-        backward::{OperandsLaunch, scalar_dkdv_kernel, scalar_dq_kernel},
-        forward::scalar_forward_kernel,
-        problem::{HeadsView, HeadsViewLaunch, ProblemLaunch, ScalarPlan},
-    };
-}
 
 /// Largest number of units per cube: more would have too few registers each.
 pub(super) const UNITS: usize = 128;

@@ -10,6 +10,7 @@ pub mod backward_problem;
 mod barriers;
 pub mod forward;
 mod gradients;
+#[cfg(feature = "proof")]
 pub(crate) mod instances;
 pub mod table;
 pub mod tiles;

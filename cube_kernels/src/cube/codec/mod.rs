@@ -41,22 +41,12 @@ pub enum Conversion {
     /// [`Hardware`](Self::Hardware) with each of its two E2M1 instructions replaced by the
     /// operations of its software form on the same operands. It takes the bits of a random word in
     /// reversed order, as an instruction may take them in another order than the software form. It
-    /// runs the code around the instructions on any CUDA device of sm_89 and later, for tests; see
-    /// [`emulate_e2m1_instructions`].
+    /// runs the code around the instructions on any CUDA device of sm_89 and later, for tests.
     Emulated,
 }
 
-/// Set by [`emulate_e2m1_instructions`].
-static EMULATE: AtomicBool = AtomicBool::new(false);
-
-/// Switches kernels to [`Conversion::Emulated`] on all devices that have E4M3 conversions, with or
-/// without E2M1 instructions. Other devices are unaffected: there [`Conversion::Software`] runs the
-/// same operations. For tests in a separate process, called before anything else uses CubeCL:
-/// devices are asked once.
-#[doc(hidden)]
-pub fn emulate_e2m1_instructions() {
-    EMULATE.store(true, Ordering::Relaxed);
-}
+/// True if a test asked for [`Conversion::Emulated`].
+pub(crate) static EMULATE: AtomicBool = AtomicBool::new(false);
 
 impl Conversion {
     /// Returns true if the kernel is CUDA C++, which may contain PTX for sm_80.

@@ -37,7 +37,7 @@ pub fn cvt_rn_e2m1x8(v: &Array<f32>, #[comptime] first: usize) -> u32 {
 /// nibble down. Each element gets eight of the 32 random bits, but which ones is not documented for
 /// e2m1x4, so the result has the distribution of the software form but not its bits. Tests read the
 /// order off the device, and the oracle then takes the bits in it
-/// ([`match_random_bits`](crate::quantize::match_random_bits)). Compiled and inspected in SASS;
+/// ([`match_random_bits`](crate::bring_up::match_random_bits)). Compiled and inspected in SASS;
 /// never run on hardware by this project.
 #[cube]
 pub fn cvt_rs_e2m1x8(v: &Array<f32>, #[comptime] first: usize, low: u32, high: u32) -> u32 {

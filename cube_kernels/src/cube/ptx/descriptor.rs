@@ -10,10 +10,6 @@ use crate::format::block::Format;
 pub enum SharedSwizzle {
     /// No swizzle.
     None,
-    /// Within 32 bytes.
-    B32,
-    /// Within 64 bytes.
-    B64,
     /// Within 128 bytes: chunk `p` of row `r` is at `p ^ (r % 8)`, by absolute addresses.
     B128,
 }
@@ -24,8 +20,6 @@ impl SharedSwizzle {
         match self {
             Self::None => 0,
             Self::B128 => 2,
-            Self::B64 => 4,
-            Self::B32 => 6,
         }
     }
 }
@@ -77,14 +71,9 @@ impl SharedLayout {
             | (1 << 46)
             | (self.swizzle.bits() << 61)
     }
-
-    /// Returns the descriptor of an operand at `address`, a multiple of 16 in the shared window.
-    pub const fn at(self, address: u32) -> u64 {
-        self.bits() | ((address & 0x3_ffff) >> 4) as u64
-    }
 }
 
-/// [`SharedLayout::at`] in a kernel.
+/// Returns the descriptor of an operand at `address`, a multiple of 16 in the shared window.
 #[cube]
 pub fn tcgen05_descriptor(address: u32, #[comptime] layout: SharedLayout) -> u64 {
     u64::cast_from((address & 0x3_ffffu32) >> 4u32) | comptime!(layout.bits()).runtime()
@@ -102,15 +91,6 @@ pub enum BlockScaled {
 impl BlockScaled {
     /// All kinds.
     pub const ALL: [Self; 2] = [Self::Nvfp4, Self::Mxfp8];
-
-    /// Returns the kind of a format, if there is one.
-    pub const fn of(format: Format) -> Option<Self> {
-        match format {
-            Format::Nvfp4 => Some(Self::Nvfp4),
-            Format::Mxfp8 => Some(Self::Mxfp8),
-            Format::Mxfp4 => None,
-        }
-    }
 
     /// Returns the format of the operands.
     pub const fn format(self) -> Format {
@@ -262,10 +242,6 @@ mod tests {
         let columns = |kind: BlockScaled| (kind.tile_k(), kind.step_k(), kind.atom_k());
         assert_eq!(columns(BlockScaled::Nvfp4), (256, 64, 64));
         assert_eq!(columns(BlockScaled::Mxfp8), (128, 32, 128));
-        for kind in BlockScaled::ALL {
-            assert_eq!(BlockScaled::of(kind.format()), Some(kind));
-        }
-        assert_eq!(BlockScaled::of(Format::Mxfp4), None);
     }
 
     /// Constants of NVIDIA's kernel for codes with the 128-byte swizzle and for scales: identical
@@ -297,8 +273,7 @@ mod tests {
     #[test]
     fn swizzles_have_their_own_bits() {
         use SharedSwizzle::*;
-        let bits = [None, B128, B64, B32].map(SharedSwizzle::bits);
-        assert_eq!(bits, [0, 2, 4, 6]);
+        assert_eq!([None, B128].map(SharedSwizzle::bits), [0, 2]);
     }
 
     #[test]

@@ -199,22 +199,6 @@ pub(crate) fn with_plan(
     })
 }
 
-/// Returns the backend for `problem` on a device with these capabilities, assuming that cuBLASLt
-/// supports everything that it is meant for.
-pub fn backend_of(capabilities: &Capabilities, problem: &Problem) -> GemmBackend {
-    let device = Device {
-        capabilities,
-        // No backend depends on it.
-        sms: 1,
-        cublaslt: &|_| Ok(()),
-        tcgen05: &|_| Ok(()),
-    };
-    match plan(&device, problem) {
-        Ok(choice) => choice.backend,
-        Err(_) => GemmBackend::Scalar,
-    }
-}
-
 /// Returns the kernels for GEMMs of a shape, grouped if `groups` is above one, as rows of `nvfp4
 /// doctor`.
 pub fn describe(client: &Client, shape: impl Into<GemmShape>, groups: usize) -> Vec<CodePath> {

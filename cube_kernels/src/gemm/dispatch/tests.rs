@@ -6,11 +6,11 @@ use super::{
         cublaslt::{CublasLtFormat, CublasLtProblem},
         epilogue::Factor,
         heuristics::BAND,
-        kernels::{
-            BlockScaledMma, CublasLtPlan, DequantThenBf16, DequantThenStreamK, Tcgen05, W4a16,
-            W4a16MnMajor,
+        proof::{
+            BlockScaledMma, CublasLtPlan, DequantThenBf16, DequantThenStreamK, Multiply, Sm100Form,
+            Sm100Tile, Sm120Tile, Tcgen05, W4a16, W4a16MnMajor,
         },
-        tiles::{Multiply, Sm90Tile, Sm100Form, Sm100Tile, Sm120Tile, W4a16MnTile, W4a16Tile},
+        tiles::{Sm90Tile, W4a16MnTile, W4a16Tile},
     },
     *,
 };

@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use crate::{
     gemm::{
         epilogue::OutputAmax,
-        kernels::{EpilogueKind, EpilogueLaunch, Factor, GroupedProblemLaunch, ProblemShapeLaunch},
+        proof::{EpilogueKind, EpilogueLaunch, Factor, GroupedProblemLaunch, ProblemShapeLaunch},
     },
     registry::instance::{DummyDevice, Expected},
     tensor::FloatKind,

@@ -3,15 +3,17 @@
 use cubecl::prelude::*;
 use half::bf16;
 
+mod align_groups;
 mod inputs;
 mod sm100;
+pub(crate) mod specialization;
 
 use inputs::{ALL, ALL_GROUPS, BLOCKS, COLS, NO_SPILLS, PLAIN, ROWS, epilogue, map, problem};
 
-use super::kernels::small_m::loads_a_late;
-use super::kernels::{
-    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GroupedDim,
-    MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
+use super::kernels::small_m::launch::loads_a_late;
+use super::proof::{
+    ArrangeSizeLaunch, CMMA_UNITS, CmmaPlan, CmmaTile, EpilogueKind, Factor, GemmInstance,
+    GroupedDim, MixedMatrixLaunch, Multiply, PackedMatrixLaunch, PartialTilesLaunch, Pieces,
     ProblemShapeLaunch, SM90_UNITS, ScalarPlan, Schedule, ScheduledProblemLaunch, Sm90Plan,
     Sm90Tile, Sm120Plan, Sm120Tile, SmallMLeft, SmallMNorm, SmallMShape, StreamKPlan,
     StreamKProblemLaunch, W4a16MnMajorPlan, W4a16MnTile, W4a16Plan, W4a16Tile, add_rows_kernel,
@@ -22,10 +24,7 @@ use super::kernels::{
 };
 use crate::{
     cube::ptx::{BlockScaled, Major},
-    gemm::{
-        specialization::GemmInstance,
-        tiles::{SM90_BOX, SM90_TILE_M},
-    },
+    gemm::tiles::{SM90_BOX, SM90_TILE_M},
     norm::{forward::NormInputsLaunch, instances::prologue_plan},
     registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
@@ -36,6 +35,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let b = |len| device.buffer(len);
     let factor = Factor::Tensor;
     let mut all = Vec::new();
+    all.extend(align_groups::instances(device));
     all.extend(around(device));
     all.extend(sm90_bf16(device));
     all.extend(sm90_stream_k(device));

@@ -5,14 +5,11 @@ use cubecl::prelude::*;
 use super::inputs::{ALL, ALL_GROUPS, BLOCKS, NO_SPILLS, PLAIN, epilogue, map, problem};
 use crate::{
     cube::ptx::BlockScaled,
-    gemm::{
-        kernels::{
-            EpilogueKind, Factor, Fault, GroupedDim, ScaleMapsLaunch, Sm100Form, Sm100Plan,
-            SoftwareTensorCoreLaunch, SwizzledScalesLaunch, TensorCore,
-            sm100::probe::{PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel},
-            sm100_block_scaled_kernel, sm100_units,
-        },
-        specialization::GemmInstance,
+    gemm::proof::{
+        EpilogueKind, Factor, Fault, GemmInstance, GroupedDim, ScaleMapsLaunch, Sm100Form,
+        Sm100Plan, SoftwareTensorCoreLaunch, SwizzledScalesLaunch, TensorCore,
+        sm100::probe::{PROBE_UNITS, step_kernel, step_model_kernel, tmem_round_trip_kernel},
+        sm100_block_scaled_kernel, sm100_units,
     },
     registry::instance::{Architectures, DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,

@@ -4,7 +4,6 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::{
     super::{
-        plan::signs_of,
         prologue::{Input, Prologue, PrologueOutArgs, run_prologue},
         tile::{self, Grouping, ShapeLaunch},
     },
@@ -15,7 +14,7 @@ use super::{
 use crate::{
     Hadamard, Nvfp4Error, Usage,
     capabilities::{conversion_of, is_cpu},
-    cube::hadamard::SignsLaunch,
+    cube::hadamard::{SignsLaunch, signs_of},
     launch::{
         Words, buffer, computed_tile_cubes, grid, resident_grid, resident_units, tile_cubes,
         tile_runs, units,

@@ -3,7 +3,7 @@
 use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
-    super::kernels::{
+    super::proof::{
         AmaxOutLaunch, AmaxPlan, AmaxTilesLaunch, Grouping, PrologueOutArgs, ShapeLaunch,
         amax_kernel, amax_lines_kernel, amax_strips_kernel, amax_tiles_kernel,
     },

@@ -1,7 +1,7 @@
 //! Instances of the dequantization kernels.
 
 use super::{
-    super::kernels::{
+    super::proof::{
         ColumnsPlan, Grouping, PackedRowsLaunch, PackedSectorsLaunch, PackedWordsLaunch,
         ShapeLaunch, SourcePlan, WordsPlan, dequantize_col_pairs_kernel, dequantize_cols_kernel,
         dequantize_rows_kernel,

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use crate::{
-    quantize::kernels::{
+    quantize::proof::{
         GateInputsLaunch, Grouping, LaunchedVariant, PackedRowsLaunch, PrologueInputsArgs,
         ShapeLaunch, SourcePlan,
     },

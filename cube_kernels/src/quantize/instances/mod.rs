@@ -9,7 +9,8 @@ mod prologue;
 mod quantize;
 mod swizzle;
 
-use crate::registry::instance::{DummyDevice, Instance};
+use super::offset::advance_offset_kernel;
+use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 
 /// Returns all instances that `device` uses.
 pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
@@ -22,9 +23,16 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         quantize::instances,
         swizzle::instances,
     ];
-    let instances = families.iter().flat_map(|instances| instances(device));
-    let alone = [super::offset::instances, super::random_bits::instances];
-    instances
-        .chain(alone.iter().flat_map(|instances| instances(device)))
-        .collect()
+    let mut all: Vec<Instance> = (families.iter())
+        .flat_map(|instances| instances(device))
+        .collect();
+    all.push(instance!(
+        device,
+        advance_offset_kernel,
+        "",
+        Expected::NONE,
+        device.buffer(2),
+        1
+    ));
+    all
 }

@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::kernels::{
+    super::proof::{
         EdenDrawLaunch, EdenInputsLaunch, EdenOutLaunch, EdenPackedLaunch, EdenPolicy,
         EdenScalesArgs, EdenScreenLaunch, EdenSearchLaunch, EdenSignsLaunch, EdenStoredArgs,
         EdenTilesLaunch, EdenValuesArgs, Grouping, ScreenOutLaunch, ScreenPlan, SourcePlan,

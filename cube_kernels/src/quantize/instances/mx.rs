@@ -1,7 +1,7 @@
 //! Instances of the MXFP8 kernels.
 
 use super::{
-    super::kernels::{
+    super::proof::{
         MxPlan, MxRowPlan, MxRowsLaunch, MxTilesLaunch, PackedRowsLaunch, mx_dequantize_col_kernel,
         mx_dequantize_row_kernel, mx_quantize_col_kernel, mx_quantize_row_kernel,
         mx_requantize_across_kernel, mx_requantize_along_kernel,
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     format::block::ElementFormat,
-    quantize::kernels::{Grouping, SourcePlan},
+    quantize::proof::{Grouping, SourcePlan},
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 

@@ -1,7 +1,7 @@
 //! Instances of the kernels that compute a matrix without quantizing it.
 
 use super::{
-    super::kernels::{ProloguePlan, prologue_kernel},
+    super::proof::{ProloguePlan, prologue_kernel},
     inputs::{COLS, ELEMENTS, ROWS, prologue_inputs},
 };
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};

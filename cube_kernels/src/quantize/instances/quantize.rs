@@ -3,7 +3,7 @@
 use cubecl::ir::{ElemType, UIntKind};
 
 use super::{
-    super::kernels::{
+    super::proof::{
         DrawLaunch, Grouping, PackedOutLaunch, PerTokenPlan, QuantOutArgs, QuantPlan,
         QuantTargetLaunch, RowGroupsLaunch, RowPlan, ShapeLaunch, TileGridLaunch, TilePlan,
         TokenRowsLaunch, map_tiles_kernel, quantize_per_token_kernel, quantize_row_kernel,

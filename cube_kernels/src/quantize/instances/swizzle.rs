@@ -3,14 +3,11 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::kernels::{
-        BlockStartsLaunch, ScaleShapeLaunch, swizzle_block_groups_kernel, swizzle_kernel,
-        unswizzle_block_groups_kernel, unswizzle_kernel,
-    },
+    super::proof::{ScaleShapeLaunch, swizzle_kernel, unswizzle_kernel},
     inputs::{BLOCKS, COLS, ROWS},
 };
 use crate::{
-    moe::kernels::GroupRowsLaunch,
+    moe::groups::GroupRowsLaunch,
     registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
@@ -56,33 +53,6 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 ));
             }
         }
-        all.push(instance!(
-            device,
-            swizzle_block_groups_kernel,
-            &tag,
-            Expected::NONE,
-            address,
-            b(BLOCKS),
-            b(BLOCKS),
-            BlockStartsLaunch::new(b(9), b(9), 8),
-            b(BLOCKS),
-            ROWS,
-            COLS,
-            BLOCKS,
-        ));
-        all.push(instance!(
-            device,
-            unswizzle_block_groups_kernel,
-            &tag,
-            Expected::NONE,
-            address,
-            b(BLOCKS),
-            BlockStartsLaunch::new(b(9), b(9), 8),
-            b(BLOCKS),
-            ROWS,
-            2,
-            BLOCKS,
-        ));
     }
     all
 }

@@ -19,6 +19,7 @@ use crate::{
 /// A source in memory: the elements of a matrix, or the codes and scales of an NVFP4 tensor, for
 /// which `F` and `N` are unused.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum EdenStored<F: Numeric, N: Size> {
     /// A matrix.
     Matrix(Box<[Vector<F, N>]>),
@@ -58,6 +59,7 @@ impl EdenInputs {
 
 /// Scale bytes in units of a rotation group: eight.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum EdenScales {
     /// Contiguous: one item per rotation group.
     Compact(Box<[Vector<u32, Const<2>>]>),
@@ -67,6 +69,7 @@ pub enum EdenScales {
 
 /// Elements of the result.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum EdenValues {
     /// Codes and scale bytes.
     Packed(EdenPacked),

@@ -7,25 +7,20 @@
 //! along and across its rows, a third kernel runs first and rules out nearly all tiles; a fourth
 //! computes both amax values in the remaining ones.
 
-mod arguments;
+pub(super) mod arguments;
 mod cube_tile;
-mod kernel;
+pub(super) mod kernel;
 mod launch;
 mod packed;
 mod plane_exchange;
 mod plane_result;
 mod plane_tile;
-mod position;
+pub(super) mod position;
 mod result;
-mod screen;
-mod search;
+pub(super) mod screen;
+pub(super) mod search;
 mod transform;
 
-pub use arguments::*;
-pub use kernel::*;
 pub use launch::*;
-pub use position::*;
 pub(super) use screen::can_screen;
-pub use screen::{EdenScreenLaunch, ScreenOutLaunch, ScreenPlan, ms_eden_screen_kernel};
-pub use search::{EdenSearchLaunch, ms_eden_amax_pair_kernel};
 pub use transform::*;

@@ -3,14 +3,12 @@
 use cubecl::server::Handle;
 
 use super::{
-    super::{
-        plan::signs_launch,
-        target::{DeviceRounding, RedrawnSigns, TargetSpec},
-    },
+    super::target::{DeviceRounding, RedrawnSigns, TargetSpec},
     arguments::EdenSignsLaunch,
 };
 use crate::{
-    Hadamard, Nvfp4Error, launch::buffer, memory::check_memory, reference::check_eden_hadamard,
+    Hadamard, Nvfp4Error, cube::hadamard::signs_launch, launch::buffer, memory::check_memory,
+    reference::check_eden_hadamard,
 };
 
 /// Transform of MS-EDEN, over 128 elements.

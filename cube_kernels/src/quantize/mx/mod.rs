@@ -4,16 +4,13 @@
 //! The results match [`reference::mx_quantize`](crate::reference::mx_quantize) (numerics chapter,
 //! section 10) byte for byte.
 
-mod columns;
+pub(super) mod columns;
 mod dequantize;
-mod plan;
+pub(super) mod plan;
 mod quantize;
 mod requantize;
-mod rows;
+pub(super) mod rows;
 
-pub use columns::*;
 pub use dequantize::*;
-pub use plan::*;
 pub use quantize::*;
 pub use requantize::*;
-pub use rows::*;

@@ -33,6 +33,7 @@ pub enum LaunchedVariant {
 
 /// Prologue and its inputs besides `x`.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum PrologueInputs {
     /// `x` unchanged.
     Plain,
@@ -55,6 +56,7 @@ pub struct GateInputs {
     pub up_start: usize,
     /// [`LaunchedVariant::SwiGlu`] or [`LaunchedVariant::SwiGluBackward`].
     #[cube(comptime)]
+    #[allow(dead_code, reason = "read when the kernel is expanded")]
     pub variant: LaunchedVariant,
 }
 
@@ -268,6 +270,7 @@ pub(super) fn gradients(
 
 /// Output of the prologue's result.
 #[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "its launch arguments make it")]
 pub enum PrologueOut {
     /// Not written.
     None,

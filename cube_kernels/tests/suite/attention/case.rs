@@ -13,7 +13,8 @@ use nvfp4_formats::{
     },
 };
 use nvfp4_kernels::attention::{
-    self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Sequences, mma,
+    self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Sequences,
+    proof::mma_supports,
 };
 
 /// Types of operands.
@@ -319,7 +320,7 @@ pub fn run<T: Operand>(
         out: full(q.shape()),
         lse: nan_memory(client, q.heads * q.tokens * 4),
     };
-    attention::forward_into(client, &attention, &output).unwrap();
+    attention::proof::forward_into(client, &attention, &output).unwrap();
     let [dq, dk, dv] = match case.fused {
         true => {
             let fused = Fused::of(case);
@@ -474,7 +475,7 @@ pub fn check<T: Operand>(client: &Client, case: &Case) -> Found<T> {
     let data = Data::<T>::new(case);
     let found = run(client, case, &data, None);
     let attention = upload(client, case, &data).attention;
-    if mma::supports(client, &attention).is_err() {
+    if mma_supports(client, &attention).is_err() {
         found.assert_equal(&oracle(case, &data, None), &what);
     }
     assert_within(&found, &exact(case, &data), &what);
@@ -486,7 +487,7 @@ pub fn check_turned<T: Operand>(client: &Client, case: &Case, tables: &Tables) {
     let what = format!("{case:?} {:?}, {} positions", T::KIND, tables.positions);
     let data = Data::<T>::new(case);
     let found = run(client, case, &data, Some(tables));
-    if mma::supports(client, &upload(client, case, &data).attention).is_err() {
+    if mma_supports(client, &upload(client, case, &data).attention).is_err() {
         found.assert_equal(&oracle(case, &data, Some(tables)), &what);
     }
     let mut expected = exact(case, &data);

@@ -21,6 +21,7 @@ use nvfp4_formats::{
 use nvfp4_kernels::attention::{
     Heads,
     decode::{self, CacheKind, KvCache, NewTokens},
+    proof::uses_mma,
 };
 
 /// A cache and the decoding steps on it.
@@ -168,7 +169,7 @@ fn check<T: Operand>(client: &Client, case: &Case) {
         } else {
             decode::decode(client, &new, &cache, &case.params).unwrap()
         };
-        let by_mma = decode::uses_mma(client, &new, &cache, &case.params);
+        let by_mma = uses_mma(client, &new, &cache, &case.params);
         decoded.assert(&read(&out.handle, queries.len()), by_mma, &what);
         for (i, handle) in [&cache.k, &cache.v].into_iter().enumerate() {
             let found = read_bytes(client, handle, bytes);

@@ -12,7 +12,8 @@ use nvfp4_formats::{
 };
 use nvfp4_kernels::attention::{
     Heads,
-    decode::{CacheKind, KvCache, NewTokens, decode, uses_mma},
+    decode::{CacheKind, KvCache, NewTokens, decode},
+    proof::uses_mma,
 };
 
 const HEADS: usize = 4;

@@ -5,9 +5,9 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::QuantizedTensor;
 use nvfp4_kernels::{
+    bring_up::match_random_bits,
     capabilities::Capabilities,
-    cube::codec::emulate_e2m1_instructions,
-    quantize::{kernels::set_units, match_random_bits},
+    proof::{emulate_e2m1_instructions, set_units},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 #[cfg(feature = "cpu")]

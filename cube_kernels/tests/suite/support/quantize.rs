@@ -10,10 +10,7 @@ use nvfp4_kernels::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-pub use nvfp4_kernels::quantize::{
-    kernels::{Prologue, run_prologue},
-    *,
-};
+pub use nvfp4_kernels::quantize::{proof::*, *};
 
 type Made = Result<DeviceQuantized, Nvfp4Error>;
 type MadeBoth = Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error>;
@@ -104,7 +101,7 @@ pub fn quantize_operands(
 
 /// Quantizes the rowwise tensor in both storages: packed, in bf16.
 pub fn quantize_in_both_storages(client: &Client, x: &Matrix, target: &TargetSpec) -> MadeBoth {
-    let request = Quantize::new(x).rowwise(target.clone()).with_unscaled();
+    let request = Quantize::new(x).rowwise(target.clone()).unscaled(true);
     let made = request.launch(client)?;
     let [packed, unscaled] = [made.rowwise, made.unscaled].map(|one| one.expect("requested"));
     Ok((packed, unscaled))

@@ -10,7 +10,7 @@
 //! `kernel` offers the library to dispatch, which asks it on compute capability 10.0 and 10.3, with
 //! small kernels around it; `library` and `queue` call it.
 //!
-//! See [`quantize::swizzle`](crate::quantize::swizzle()) for 128x4 tiles.
+//! See [`swizzle`](crate::quantize::swizzle()) for 128x4 tiles.
 //!
 //! | [`CublasLtFormat`] | elements | scales | elements per 16 bytes of a row |
 //! |---|---|---|---|
@@ -60,7 +60,7 @@ use cubecl::client::Client;
 use crate::Nvfp4Error;
 
 #[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
-mod kernel;
+pub(in crate::gemm) mod kernel;
 #[cfg(feature = "cuda")]
 mod library;
 mod problem;
@@ -68,8 +68,6 @@ mod problem;
 mod queue;
 
 pub(crate) use kernel::CublasLt;
-#[doc(hidden)]
-pub use kernel::{CublasLtPlan, add_rows_kernel, factors_kernel};
 pub use problem::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem, WORKSPACE};
 
 /// Checks that the library supports `problem` on the device of `client`. The library is asked once

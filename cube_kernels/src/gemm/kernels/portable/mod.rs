@@ -4,8 +4,8 @@
 //! - `cmma`: tiles dequantized in shared memory, for GPUs with 16x16x16 matrix instructions.
 //! - `scalar`: one unit per output element, bit-identical to the reference.
 
-mod cmma;
-mod scalar;
+pub(in crate::gemm) mod cmma;
+pub(in crate::gemm) mod scalar;
 
-pub use cmma::{Cmma, CmmaPlan, UNITS as CMMA_UNITS, cmma_kernel};
-pub use scalar::{Scalar, ScalarPlan, scalar_grouped_kernel, scalar_kernel};
+pub use cmma::Cmma;
+pub use scalar::Scalar;

@@ -10,6 +10,7 @@ use cubecl::prelude::*;
 use super::{
     engine::{BAD_TMEM, COMMIT, COPY, Command, MMA, Memory, STOP, execute_copy, execute_mma},
     operands::Sm100Plan,
+    tile::TensorCore,
 };
 use crate::{
     cube::ptx::{
@@ -18,7 +19,7 @@ use crate::{
         named_barrier_sync, nanosleep, st_shared, st_shared_v2, tcgen05_commit,
         tcgen05_commit_multicast, tcgen05_cp_32x128b_warpx4, tcgen05_ld_32x32b_x16, tcgen05_mma,
     },
-    gemm::{arguments::thread_in_cta, tiles::TensorCore},
+    gemm::arguments::thread_in_cta,
 };
 
 /// Commands in the ring.

@@ -17,6 +17,7 @@ use super::{
     output::{OutputTile, write_tile, write_transposed},
     roles::{issue_tiles, load_tiles},
     stage::{CtaState, GroupExtent, SwizzledScales, arrive_at_issuer, wait},
+    tile::{Fault, Sm100Form, Sm100Tile, TensorCore},
 };
 use crate::{
     cube::ptx::{
@@ -29,7 +30,6 @@ use crate::{
         arguments::GroupedProblem,
         epilogue::Epilogue,
         scheduler::{GroupedDim, place},
-        tiles::{Fault, Sm100Form, Sm100Tile, TensorCore},
     },
 };
 

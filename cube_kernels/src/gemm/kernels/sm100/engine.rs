@@ -72,6 +72,7 @@ pub enum Peer {
     /// No odd CTA.
     None,
     /// In the same slice, after that of the even CTA.
+    #[allow(dead_code, reason = "only tests of the model have this layout")]
     Adjacent,
     /// In its SM, at the same addresses.
     Cluster,

@@ -10,6 +10,7 @@ use super::{
     engine::{TMEM_WORDS, VIOLATIONS},
     operands::{ATOM, Sm100Plan},
     stage::{ScaleMapsLaunch, SwizzledScalesLaunch},
+    tile::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, SM100_TILE_N, Sm100Form, Sm100Tile, TensorCore},
 };
 use crate::{
     Nvfp4Error, StoredForm,
@@ -19,13 +20,11 @@ use crate::{
     gemm::{
         arguments::{GroupedProblemLaunch, ProblemShapeLaunch},
         epilogue::Factor,
-        heuristics::sm100_two_ctas,
         materialize::{Materialized, Reads},
         operand::OperandLayout,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::GroupedDim,
-        tiles::{Fault, SM100_SWAP_AB_N, SM100_TILE_M, Sm100Form, Sm100Tile, TensorCore},
     },
     memory::{address_type, allocate, download},
     zeroed::zeros,
@@ -162,7 +161,7 @@ fn takes(tile: Sm100Tile, launch: &Launch) -> bool {
 }
 
 /// Returns the tile of a problem: swapped operands for up to 64 rows of `a`, on average over the
-/// groups along M; two CTAs if the [model](sm100_two_ctas) recommends them. Not measured, because
+/// groups along M; two CTAs if the [model](is_of_two_ctas) recommends them. Not measured, because
 /// no such GPU was available.
 fn tile_of(device: &Device, problem: &Problem) -> Sm100Tile {
     let format = problem.block_scaled().unwrap_or(BlockScaled::Nvfp4);
@@ -170,9 +169,25 @@ fn tile_of(device: &Device, problem: &Problem) -> Sm100Tile {
     match problem.grouped {
         GroupedDim::K => of(Sm100Form::OneCta),
         _ if problem.shape.m <= SM100_SWAP_AB_N * problem.groups => of(Sm100Form::SwapAb),
-        _ if sm100_two_ctas(device.sms, problem) => of(Sm100Form::TwoCta),
+        _ if is_of_two_ctas(device.sms, problem) => of(Sm100Form::TwoCta),
         _ => of(Sm100Form::OneCta),
     }
+}
+
+/// Returns true if two CTAs should share the tiles of the `tcgen05` kernel, for a dense GEMM or one
+/// with groups along M. This is a model; no such GPU was available.
+///
+/// In a wave each SM multiplies at most 128 x 256 and applies the epilogue to them, either as a
+/// whole tile or as half of one of 256 x 256. Each CTA of a pair loads half as much of `b`, 38,912
+/// bytes per stage instead of 55,296, so a wave of pairs takes no longer. CTAs share tiles if that
+/// takes no more waves and the odd CTA has rows: only an odd number of tiles along M leaves CTAs of
+/// pairs idle. Groups are assumed to have the average number of rows.
+fn is_of_two_ctas(sms: usize, problem: &Problem) -> bool {
+    let GemmShape { m, n, .. } = problem.shape;
+    let rows = m.div_ceil(problem.groups);
+    let tiles = |tile_m| problem.groups * rows.div_ceil(tile_m) * n.div_ceil(SM100_TILE_N);
+    let waves_of_pairs = tiles(2 * SM100_TILE_M).div_ceil((sms / 2).max(1));
+    rows > SM100_TILE_M && waves_of_pairs <= tiles(SM100_TILE_M).div_ceil(sms)
 }
 
 /// Returns the tile of a problem whose self-check passes, if one is required. If the check of

@@ -3,9 +3,9 @@
 //! 16 elements) or MXFP8 (`kind::mxf8f6f4`, a UE8M0 scale per 32).
 //!
 //! **It has never run on hardware**, because no such GPU was available. Its machine code was
-//! inspected. With [`TensorCore::Software`](super::TensorCore::Software) all of its forms run on
+//! inspected. With [`TensorCore::Software`](tile::TensorCore::Software) all of its forms run on
 //! Hopper, bit-identical to the scalar kernel. Dispatch asks it first on these GPUs; a self-check
-//! on the device decides if it may be a default, and [`bring_up`](crate::gemm::bring_up) reports on
+//! on the device decides if it may be a default, and [`bring_up`](crate::bring_up) reports on
 //! it.
 //!
 //! | file | content |
@@ -13,9 +13,10 @@
 //! | `launch` | choice, tensor maps and launch |
 //! | `cta` | the kernel: shared memory, barriers, tensor memory, epilogue warps |
 //! | `roles` | the threads that load stages and issue instructions |
+//! | `tile` | tile shapes; executor of the instructions, with the faults that tests inject |
 //! | `stage`, `operands` | state of a CTA; layout of a stage |
 //! | `output` | epilogue |
-//! | `commands`, `engine` | interface to the tensor core; its software model, for tests |
+//! | `commands`, `engine` | interface to the tensor core; its software model, for tests and `nvfp4 dev oracle` on other devices |
 //! | `probe` | single instructions, for bring-up |
 //!
 //! # Design
@@ -26,7 +27,7 @@
 //! 256 columns of NVFP4 or 128 of MXFP8, with their scales in 128x4 tiles of 512 bytes.
 //!
 //! For large M two CTAs of a cluster share a tile of 256 x 256
-//! ([`Sm100Form::TwoCta`](super::Sm100Form::TwoCta)). One thread of the even CTA issues the
+//! ([`Sm100Form::TwoCta`]). One thread of the even CTA issues the
 //! instructions, which read the shared memory and write the tensor memory of both. Each CTA loads
 //! 128 rows of `a` and 128 of `b`, 38,912 bytes per stage with the scales instead of 55,296, and
 //! applies the epilogue to its 128 rows of the output.
@@ -67,10 +68,8 @@ mod output;
 pub mod probe;
 mod roles;
 pub(crate) mod stage;
+pub(crate) mod tile;
 
-pub use commands::{SoftwareTensorCore, SoftwareTensorCoreLaunch};
-pub use cta::{sm100_block_scaled_kernel, units as sm100_units};
 pub(crate) use launch::Sm100BlockScaled;
 pub use launch::Tcgen05;
-pub use operands::Sm100Plan;
-pub use stage::{ScaleMaps, ScaleMapsLaunch, SwizzledScalesLaunch};
+pub use tile::{Sm100Form, Sm100Tile};

@@ -14,17 +14,15 @@
 
 use cubecl::prelude::*;
 
+use super::tile::{
+    Fault, SM100_SWAP_AB_N, SM100_TILE_M, SM100_TILE_N, Sm100Form, Sm100Tile, TensorCore,
+};
 use crate::{
     cube::ptx::{
         BlockScaled, MmaOperands, SharedLayout, instruction_descriptor, tcgen05_descriptor,
         tcgen05_instruction_descriptor, with_scale_ids,
     },
-    gemm::{
-        scheduler::GroupedDim,
-        tiles::{
-            Fault, SM100_SWAP_AB_N, SM100_TILE_M, SM100_TILE_N, Sm100Form, Sm100Tile, TensorCore,
-        },
-    },
+    gemm::scheduler::GroupedDim,
 };
 
 /// Bytes of codes per row of a stage: the span of the swizzle.

@@ -9,12 +9,10 @@ use cubecl::prelude::*;
 use super::{
     commands::{SoftwareTensorCore, load_accumulators},
     engine::Memory,
+    tile::{SM100_SWAP_AB_N, SM100_TILE_N, TensorCore},
 };
 use crate::{
-    gemm::{
-        epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
-        tiles::{SM100_SWAP_AB_N, SM100_TILE_N, TensorCore},
-    },
+    gemm::epilogue::{Addends, Epilogue, apply, pack_pair, rounded_magnitude},
     tensor::FloatKind,
 };
 

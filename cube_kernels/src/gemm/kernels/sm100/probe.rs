@@ -16,16 +16,14 @@ use cubecl::prelude::{barrier::Barrier, *};
 use super::{
     engine::{COPY, Command, MMA, Memory, Peer, execute_copy, execute_mma},
     operands::ATOM,
+    tile::{SM100_TILE_M, SM100_TILE_N},
 };
-use crate::{
-    cube::ptx::{
-        BlockScaled, MmaOperands, SharedLayout, TMEM_COLUMNS, TMEM_LANES, cvta_to_shared,
-        elect_sync, instruction_descriptor, ld_shared, mbarrier_wait_parity, tcgen05_alloc,
-        tcgen05_commit, tcgen05_cp_32x128b_warpx4, tcgen05_dealloc, tcgen05_descriptor,
-        tcgen05_fence_after_thread_sync, tcgen05_fence_before_thread_sync, tcgen05_ld_32x32b_x16,
-        tcgen05_mma, tcgen05_relinquish_alloc_permit, tcgen05_st_32x32b_x1,
-    },
-    gemm::tiles::{SM100_TILE_M, SM100_TILE_N},
+use crate::cube::ptx::{
+    BlockScaled, MmaOperands, SharedLayout, TMEM_COLUMNS, TMEM_LANES, cvta_to_shared, elect_sync,
+    instruction_descriptor, ld_shared, mbarrier_wait_parity, tcgen05_alloc, tcgen05_commit,
+    tcgen05_cp_32x128b_warpx4, tcgen05_dealloc, tcgen05_descriptor,
+    tcgen05_fence_after_thread_sync, tcgen05_fence_before_thread_sync, tcgen05_ld_32x32b_x16,
+    tcgen05_mma, tcgen05_relinquish_alloc_permit, tcgen05_st_32x32b_x1,
 };
 
 /// Bytes of codes per row of an image.

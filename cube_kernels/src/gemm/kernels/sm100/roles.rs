@@ -10,6 +10,7 @@ use super::{
         scales_of_part, steps_of,
     },
     stage::{CtaState, GroupExtent, SwizzledScales, wait},
+    tile::{Fault, TensorCore},
 };
 use crate::{
     cube::ptx::{
@@ -20,7 +21,6 @@ use crate::{
     gemm::{
         arguments::GroupedProblem,
         scheduler::{GroupedDim, place},
-        tiles::{Fault, TensorCore},
     },
 };
 

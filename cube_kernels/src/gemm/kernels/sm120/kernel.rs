@@ -22,6 +22,7 @@ use super::stage::{
 };
 use cubecl::{cmma, e2m1x2, e4m3, prelude::*, server::Handle};
 
+use super::tile::{Multiply, SM120_TILE_N, Sm120Tile};
 use crate::{
     Nvfp4Error,
     capabilities::GemmBackend,
@@ -43,7 +44,6 @@ use crate::{
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::{GroupedDim, place},
-        tiles::{Multiply, SM120_TILE_N, Sm120Tile},
     },
     memory::address_type,
     moe::groups::extent,

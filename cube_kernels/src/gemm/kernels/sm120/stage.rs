@@ -3,12 +3,10 @@
 
 use cubecl::prelude::*;
 
+use super::tile::{SM120_TILE_N, Sm120Tile};
 use crate::{
     cube::ptx::{BlockScaled, cp_async_zfill, cvta_to_global, st_shared, st_shared_v2},
-    gemm::{
-        arguments::PackedMatrix,
-        tiles::{SM120_TILE_N, Sm120Tile},
-    },
+    gemm::arguments::PackedMatrix,
 };
 
 /// Bytes of codes per row of a stage, two instructions: 128 columns of NVFP4, 64 of MXFP8.

@@ -11,12 +11,3 @@ pub(crate) mod bf16;
 pub(crate) mod stream_k;
 pub(crate) mod w4a16;
 pub(crate) mod w4a16_mn_major;
-
-pub use bf16::{DequantThenBf16, Sm90Plan, UNITS as SM90_UNITS, sm90_bf16_kernel};
-pub use stream_k::{
-    DequantThenStreamK, PartialTilesLaunch, StreamKPlan, StreamKProblemLaunch, sm90_stream_k_kernel,
-};
-pub use w4a16::{
-    ArrangeSizeLaunch, ScheduledProblemLaunch, W4a16, W4a16Plan, arrange_kernel, sm90_w4a16_kernel,
-};
-pub use w4a16_mn_major::{W4a16MnMajor, W4a16MnMajorPlan, sm90_w4a16_mn_major_kernel};

@@ -7,13 +7,11 @@
 //! - `shape`: specializations.
 //! - `mainloop`, `output`: the work of a warp; the epilogue.
 
-mod kernel;
-mod launch;
+pub(in crate::gemm) mod kernel;
+pub(in crate::gemm) mod launch;
 mod mainloop;
 mod output;
-mod shape;
+pub(in crate::gemm) mod shape;
 
-pub use kernel::{small_m_kernel, small_m_norm_kernel};
 pub use launch::SmallM;
-pub(crate) use launch::{Left, NormLeft, SmallMLaunch, loads_a_late, queue, refuses_norm};
-pub use shape::{SmallMLeft, SmallMNorm, SmallMShape};
+pub(crate) use launch::{Left, NormLeft, SmallMLaunch, queue, refuses_norm};

@@ -4,12 +4,10 @@
 //! - `arrange`: a pass before it, which rearranges `a`.
 //! - `output`: its epilogue.
 
-mod arrange;
-mod kernel;
+pub(in crate::gemm) mod arrange;
+pub(in crate::gemm) mod kernel;
 mod output;
 
-pub use arrange::{ArrangeSizeLaunch, arrange_kernel};
 pub(crate) use kernel::Sm90W4a16;
 pub(super) use kernel::width_of;
-pub use kernel::{ScheduledProblemLaunch, W4a16, W4a16Plan, sm90_w4a16_kernel};
 pub(super) use output::TilePlace;

@@ -5,11 +5,9 @@
 //! - `tiles`: tile positions, and their distribution to cubes.
 //! - `output`: its epilogue.
 
-mod kernel;
+pub(in crate::gemm) mod kernel;
 mod output;
 mod stage;
-mod tiles;
+pub(in crate::gemm) mod tiles;
 
 pub(crate) use kernel::Sm90W4a16MnMajor;
-pub use kernel::{W4a16MnMajor, sm90_w4a16_mn_major_kernel};
-pub use tiles::W4a16MnMajorPlan;

@@ -6,15 +6,13 @@ use cubecl::{prelude::*, server::Handle};
 use crate::{
     cube::ptx::{BlockScaled, TMEM_COLUMNS, TMEM_LANES},
     format::{e2m1, e4m3, swizzle::swizzle, ue8m0},
-    gemm::{
-        kernels::{
-            sm100::engine::{TMEM_WORDS, VIOLATIONS},
-            sm100::probe::{
-                B_CODES_AT, IMAGE, POISON, PROBE_UNITS, ROW, SCALE_COLUMN, SCALES_AT, step_kernel,
-                step_model_kernel, tmem_round_trip_kernel,
-            },
+    gemm::kernels::{
+        sm100::engine::{TMEM_WORDS, VIOLATIONS},
+        sm100::probe::{
+            B_CODES_AT, IMAGE, POISON, PROBE_UNITS, ROW, SCALE_COLUMN, SCALES_AT, step_kernel,
+            step_model_kernel, tmem_round_trip_kernel,
         },
-        tiles::{SM100_TILE_M, SM100_TILE_N},
+        sm100::tile::{SM100_TILE_M, SM100_TILE_N},
     },
     memory::{allocate, download, upload},
     reference::philox::philox4x32,

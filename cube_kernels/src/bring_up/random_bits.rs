@@ -13,7 +13,6 @@ use crate::{
     },
     memory::{allocate, download},
     reference::{Question, read_random_bits, round_in_order},
-    registry::instance::{DummyDevice, Expected, Instance, instance},
 };
 
 /// Returns true if the device has an instruction for stochastic rounding to E2M1.
@@ -112,27 +111,4 @@ pub fn random_bits_kernel(
         }
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
-}
-
-/// Kernel instances for the registry.
-pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
-    let expected = match device.has_stochastic() {
-        true => Expected {
-            e2m1_rn: Some(false),
-            e2m1_rs: Some(true),
-            ..Expected::default()
-        },
-        false => Expected::default(),
-    };
-    vec![instance!(
-        device,
-        random_bits_kernel,
-        "",
-        expected,
-        device.buffer(256),
-        device.buffer(64),
-        device.buffer(64),
-        64,
-        device.conversion,
-    )]
 }

@@ -4,7 +4,7 @@ use cubecl::prelude::AddressType;
 
 use crate::cube::ptx::BlockScaled;
 
-use super::kernels::{
+use crate::gemm::proof::{
     CmmaPlan, EpilogueKind, ScalarPlan, Sm90Plan, Sm100Plan, Sm120Plan, SmallMShape, StreamKPlan,
     W4a16MnMajorPlan, W4a16Plan,
 };

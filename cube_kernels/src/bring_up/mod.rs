@@ -1,26 +1,32 @@
-//! Hardware bring-up checks of the `tcgen05` kernel, from single instructions to whole GEMMs: the
-//! first check that fails is closest to the cause.
+//! Checks of hardware that the kernels have not run on, for `nvfp4 dev oracle`: from single
+//! instructions to whole GEMMs of the `tcgen05` kernel, so that the first check that fails is
+//! closest to the cause, and the order of random bits in `cvt.rs`.
 //!
-//! On other devices, checks use the [software model](super::kernels) or the device's own kernels.
+//! On other devices, checks use the software model of the instructions or the device's own kernels.
 //! Checks without either are left out.
 
+#[cfg(feature = "proof")]
+pub(crate) mod instances;
 mod probes;
+#[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
+mod random_bits;
+
+pub use random_bits::{answer_random_bits, has_stochastic_instruction, match_random_bits};
 
 use cubecl::client::Client;
 use serde::{Deserialize, Serialize};
 
-use super::{
-    Gemm,
-    exact::{ExactGemm, inexact},
-    gemm,
-    kernels::{Plan, Sm100Form, Sm100Tile, Tcgen05},
-};
 use crate::{
     Format, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
     cube::ptx::BlockScaled,
+    gemm::{
+        Gemm, Plan,
+        exact::{ExactGemm, inexact},
+        gemm,
+        kernels::sm100::{Sm100Form, Sm100Tile, Tcgen05},
+    },
     memory::download,
-    quantize,
     reference::{RandomBits, compare_random_bits, read_random_bits},
     tensor::{FloatKind, Matrix},
 };
@@ -391,7 +397,7 @@ fn compare_with_cublaslt(client: &Client, notes: &mut Vec<String>) -> Result<(),
 /// Reports the order of random bits, and checks the device's results against the oracle in that
 /// order.
 fn cvt_rs(client: &Client) -> Outcome {
-    let on = match quantize::has_stochastic_instruction(client) {
+    let on = match has_stochastic_instruction(client) {
         true => "cvt.rs.satfinite.e2m1x4.f32",
         false => "the software form",
     };
@@ -402,8 +408,7 @@ fn cvt_rs(client: &Client) -> Outcome {
 
 fn answer_cvt_rs(client: &Client, notes: &mut Vec<String>) -> Result<(), String> {
     let said = |error: Nvfp4Error| error.to_string();
-    let ask =
-        |questions: &[crate::reference::Question]| quantize::answer_random_bits(client, questions);
+    let ask = |questions: &[crate::reference::Question]| answer_random_bits(client, questions);
     let bits = read_random_bits(ask).map_err(said)?;
     for (element, positions) in bits.positions.iter().enumerate() {
         notes.push(format!(
