@@ -80,10 +80,10 @@ impl LayerNormLinearConfig {
 /// use burn_core::tensor::{Device, Tensor};
 /// use burn_nvfp4::nn::{LayerNormLinearConfig, NormKind};
 ///
-/// let layer = LayerNormLinearConfig::new(32, 96)
-///     .with_normalization(NormKind::RmsNorm)
-///     .init(&Device::flex());
-/// let (y, normed) = layer.forward_with_layernorm_output(Tensor::<3>::ones([1, 6, 32], &Device::flex()));
+/// let device = Device::flex();
+/// let config = LayerNormLinearConfig::new(32, 96).with_normalization(NormKind::RmsNorm);
+/// let layer = config.init(&device);
+/// let (y, normed) = layer.forward_with_layernorm_output(Tensor::<3>::ones([1, 6, 32], &device));
 /// assert_eq!((y.dims(), normed.dims()), ([1, 6, 96], [1, 6, 32]));
 /// # }
 /// ```
