@@ -67,19 +67,47 @@ fn check_epsilon(epsilon: f64) -> Result<(), Nvfp4Error> {
     }
 }
 
-/// Returns an error if RMSNorm does not accept `x`, with or without a residual.
-pub(crate) fn check_rms_norm<const D: usize>(
-    x: &Tensor<D>,
-    residual: Option<&Tensor<D>>,
-    gamma: &Tensor<1>,
-    epsilon: f64,
-) -> Result<(), Nvfp4Error> {
-    check_input("x", x)?;
-    if let Some(residual) = residual {
-        check_residual(residual, x)?;
+/// Kind and parameters of a norm.
+#[derive(Clone, Debug)]
+pub(crate) struct NormParameters {
+    pub norm: Norm,
+    pub gamma: Tensor<1>,
+    /// None for RMSNorm.
+    pub beta: Option<Tensor<1>>,
+    pub epsilon: f64,
+}
+
+impl NormParameters {
+    pub fn rms(gamma: Tensor<1>, epsilon: f64) -> Self {
+        Self {
+            norm: Norm::Rms,
+            gamma,
+            beta: None,
+            epsilon,
+        }
     }
-    check_factors("gamma", gamma, x)?;
-    check_epsilon(epsilon)
+
+    /// Returns true if autodiff tracks a parameter.
+    pub fn is_tracked(&self) -> bool {
+        self.gamma.is_tracked() || self.beta.as_ref().is_some_and(Tensor::is_tracked)
+    }
+
+    /// Returns an error if the norm does not accept `x`, with or without a residual.
+    pub fn check<const D: usize>(
+        &self,
+        x: &Tensor<D>,
+        residual: Option<&Tensor<D>>,
+    ) -> Result<(), Nvfp4Error> {
+        check_input("x", x)?;
+        if let Some(residual) = residual {
+            check_residual(residual, x)?;
+        }
+        check_factors("gamma", &self.gamma, x)?;
+        if let Some(beta) = &self.beta {
+            check_factors("beta", beta, x)?;
+        }
+        check_epsilon(self.epsilon)
+    }
 }
 
 /// Amax values that the layers before and after a norm need.
@@ -91,23 +119,26 @@ pub(crate) struct NormAmax {
     pub grad: Option<OutputAmax>,
 }
 
-/// Computes `x + residual` and its norm, or `x` and its norm, after the checks.
-fn norm_unchecked<const D: usize>(
-    (norm, epsilon): (Norm, f64),
-    amax: NormAmax,
+/// Returns `x + residual` and its norm, or `x` and its norm. The backward adds their gradients in
+/// its pass. Also computes the amax values that the adjacent layers need.
+///
+/// # Errors
+/// Same as [`NormParameters::check`].
+pub(crate) fn try_norm<const D: usize>(
     x: Tensor<D>,
     residual: Option<Tensor<D>>,
-    gamma: Tensor<1>,
-    bias: Option<Tensor<1>>,
-) -> (Tensor<D>, Tensor<D>) {
+    parameters: NormParameters,
+    amax: NormAmax,
+) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
+    parameters.check(&x, residual.as_ref())?;
     let dims = x.dims();
     let matrix = |x: Tensor<D>| -> Tensor<2> {
         let cols = dims[D - 1];
         x.reshape([dims[..D - 1].iter().product(), cols])
     };
     let spec = NormSpec {
-        norm,
-        epsilon: epsilon as f32,
+        norm: parameters.norm,
+        epsilon: parameters.epsilon as f32,
         amax: amax.output,
         grad_amax: amax.grad,
     };
@@ -117,12 +148,12 @@ fn norm_unchecked<const D: usize>(
         residual
             .map(|residual| matrix(residual).into_dispatch())
             .into(),
-        f32(gamma).into_dispatch(),
-        into_bias(bias.map(f32)),
+        f32(parameters.gamma).into_dispatch(),
+        into_bias(parameters.beta.map(f32)),
         spec,
     );
     let [sum, normed] = [made.sum, made.normed].map(Tensor::<2>::from_dispatch);
-    (sum.reshape(dims), normed.reshape(dims))
+    Ok((sum.reshape(dims), normed.reshape(dims)))
 }
 
 /// RMSNorm: `x / sqrt(mean(x²) + epsilon) · gamma` over the last axis of `x` (`[..., width]`), with
@@ -138,9 +169,8 @@ pub fn try_rms_norm<const D: usize>(
     gamma: Tensor<1>,
     epsilon: f64,
 ) -> Result<Tensor<D>, Nvfp4Error> {
-    check_rms_norm(&x, None, &gamma, epsilon)?;
-    let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gamma, None).1)
+    let parameters = NormParameters::rms(gamma, epsilon);
+    Ok(try_norm(x, None, parameters, NormAmax::default())?.1)
 }
 
 /// Panicking version of [`try_rms_norm`].
@@ -162,24 +192,8 @@ pub fn try_add_rms_norm<const D: usize>(
     gamma: Tensor<1>,
     epsilon: f64,
 ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    try_add_rms_norm_with_amax(x, residual, gamma, epsilon, NormAmax::default())
-}
-
-/// Version of [`try_add_rms_norm`] that also computes the amax values that the adjacent layers
-/// need.
-///
-/// # Errors
-/// Same as [`try_add_rms_norm`].
-pub(crate) fn try_add_rms_norm_with_amax<const D: usize>(
-    x: Tensor<D>,
-    residual: Tensor<D>,
-    gamma: Tensor<1>,
-    epsilon: f64,
-    amax: NormAmax,
-) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    check_rms_norm(&x, Some(&residual), &gamma, epsilon)?;
-    let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, amax, x, Some(residual), gamma, None))
+    let parameters = NormParameters::rms(gamma, epsilon);
+    try_norm(x, Some(residual), parameters, NormAmax::default())
 }
 
 /// Panicking version of [`try_add_rms_norm`].
@@ -195,22 +209,6 @@ pub fn add_rms_norm<const D: usize>(
     )
 }
 
-/// Returns `x` and its [`rms_norm`]. The backward adds their gradients in its pass. Also computes
-/// the amax values that the adjacent layers need.
-///
-/// # Errors
-/// Same as [`try_rms_norm`].
-pub(crate) fn try_norm_of_stream<const D: usize>(
-    x: Tensor<D>,
-    gamma: Tensor<1>,
-    epsilon: f64,
-    amax: NormAmax,
-) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
-    check_rms_norm(&x, None, &gamma, epsilon)?;
-    let norm = (Norm::Rms, epsilon);
-    Ok(norm_unchecked(norm, amax, x, None, gamma, None))
-}
-
 /// LayerNorm: `(x - mean(x)) / sqrt(variance(x) + epsilon) · gamma + beta` over the last axis of `x`
 /// (`[..., width]`), with `gamma` and `beta` `[width]`. The result has the shape and dtype of `x`.
 ///
@@ -224,14 +222,13 @@ pub fn try_layer_norm<const D: usize>(
     beta: Option<Tensor<1>>,
     epsilon: f64,
 ) -> Result<Tensor<D>, Nvfp4Error> {
-    check_input("x", &x)?;
-    check_factors("gamma", &gamma, &x)?;
-    if let Some(beta) = &beta {
-        check_factors("beta", beta, &x)?;
-    }
-    check_epsilon(epsilon)?;
-    let norm = (Norm::Layer, epsilon);
-    Ok(norm_unchecked(norm, NormAmax::default(), x, None, gamma, beta).1)
+    let parameters = NormParameters {
+        norm: Norm::Layer,
+        gamma,
+        beta,
+        epsilon,
+    };
+    Ok(try_norm(x, None, parameters, NormAmax::default())?.1)
 }
 
 /// Panicking version of [`try_layer_norm`].

@@ -210,10 +210,15 @@ impl Nvfp4TransformerBlock {
             sum,
             pending: Some(self.attention.try_forward(normed, positions, padding)?),
         };
-        // No next layer is given for experts: their tokens are sorted before they are quantized.
+        // Experts quantize sorted copies of their tokens; a shared expert quantizes the norm itself.
+        let shared = match (&self.moe, &self.expert_parallel) {
+            (Some(moe), _) => moe.shared.as_ref(),
+            (None, moe) => moe.as_ref().and_then(|moe| moe.shared.as_ref()),
+        };
+        let dense = self.feed_forward.as_ref().or(shared);
         let beside_feed_forward = Neighbours {
             before: Some(&self.attention.out),
-            next: self.feed_forward.as_ref().map(|dense| &dense.gate_up),
+            next: dense.map(|dense| &dense.gate_up),
         };
         let norm = &self.feed_forward_norm;
         let (sum, normed) = norm.try_forward_stream_for(beside_feed_forward, stream)?;

@@ -1,18 +1,24 @@
 //! Feed-forward layers.
 
+use std::str::FromStr;
+
 use burn_core as burn;
 
 use burn_core::backend::Dispatch;
 use burn_core::config::Config;
 use burn_core::module::Module;
+use burn_core::tensor::activation::relu;
 use burn_core::tensor::{Device, Tensor};
 use burn_nn::activation::{Activation, ActivationConfig, SwiGlu as BurnSwiGlu};
 use burn_nn::transformer::PositionWiseFeedForward;
 use burn_nn::{Dropout, Initializer, Linear};
 use nvfp4_formats::Nvfp4Error;
+use serde::{Deserialize, Serialize};
 
 use super::parts::{LinearPart, PartIds, parts, side_by_side};
-use super::{Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, checked_dropout, rows};
+use super::{
+    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, checked_dropout, equal_parts, rows,
+};
 use crate::experts::ExpertOffsets;
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
@@ -120,7 +126,8 @@ impl Nvfp4SwiGlu {
 
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
-        check_swiglu(&self.gate_up, &self.down, x)
+        let down = (["down.weight", "down.bias"], &self.down);
+        check_pair(&self.gate_up, down, MlpActivation::SwiGlu, x)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
@@ -186,75 +193,196 @@ pub fn try_swiglu_of(
     x: Tensor<2>,
     recompute: bool,
 ) -> Result<Tensor<2>, Nvfp4Error> {
-    check_swiglu(gate_up, down, &x)?;
-    let input = gate_up.part(x.is_tracked())?;
-    let output = down.part(input.tracks(&x))?;
-    Ok(swiglu_between(
-        x,
-        input,
-        output,
-        RowGroups::Whole,
-        recompute,
-    ))
+    let (swiglu, names) = (MlpActivation::SwiGlu, ["down.weight", "down.bias"]);
+    check_pair(gate_up, (names, down), swiglu, &x)?;
+    feed_forward_of((gate_up, down), (swiglu, recompute), x)
 }
 
-/// Grouped version of [`try_swiglu_of`], for tokens sorted by expert.
+/// Applies the feed-forwards of experts, with `activation` between the layers `input` and `output`,
+/// to tokens sorted by expert. The output features of `input` are those of
+/// [`LayerNormMlp::linear_inner`](super::LayerNormMlp::linear_inner), for each expert. With
+/// `recompute` the backward recomputes the input of the activation, as in [`try_swiglu_of`].
 ///
 /// # Errors
-/// Same as [`Nvfp4GroupedLinear::try_forward`]; also if the shapes of the two layers do not match.
-pub fn try_swiglu_of_experts(
-    gate_up: &Nvfp4GroupedLinear,
-    down: &Nvfp4GroupedLinear,
+/// Same as [`Nvfp4GroupedLinear::try_forward`]; also if the shapes of the two layers do not match,
+/// or the activation does not support `recompute`.
+pub fn try_feed_forward_of_experts(
+    (input, output): (&Nvfp4GroupedLinear, &Nvfp4GroupedLinear),
+    activation: MlpActivation,
     x: Tensor<2>,
     experts: &ExpertOffsets,
     recompute: bool,
 ) -> Result<Tensor<2>, Nvfp4Error> {
-    gate_up.check(&x, experts)?;
-    let [count, d_model, both] = whole_dims(&gate_up.weight);
-    let (names, shape) = (["down.weight", "down.bias"], [count, both / 2, d_model]);
-    down.check_part(names, &x.device(), shape)?;
-    let input = gate_up.part(x.is_tracked())?;
-    let output = down.part(input.tracks(&x))?;
+    activation.check_recompute(recompute)?;
+    input.check(&x, experts)?;
+    let [count, d_model, d_inner] = whole_dims(&input.weight);
+    let shape = [count, d_inner / activation.inputs(), d_model];
+    output.check_part(["output.weight", "output.bias"], &x.device(), shape)?;
+    let input = input.part(x.is_tracked())?;
+    let output = output.part(input.tracks(&x))?;
     let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
-    Ok(swiglu_between(x, input, output, groups, recompute))
+    feed_forward_between(x, (input, output), groups, (activation, recompute))
 }
 
-/// Returns an error if the layers do not match each other or the input `x`.
-fn check_swiglu<const D: usize>(
-    gate_up: &Nvfp4Linear,
-    down: &Nvfp4Linear,
+/// Returns an error if the layers, with `activation` between them, do not match each other or the
+/// input `x`. The second layer comes with the names of its parameters.
+pub(super) fn check_pair<const D: usize>(
+    input: &Nvfp4Linear,
+    (names, output): ([&'static str; 2], &Nvfp4Linear),
+    activation: MlpActivation,
     x: &Tensor<D>,
 ) -> Result<(), Nvfp4Error> {
-    gate_up.check(x)?;
-    let [d_model, both] = whole_dims(&gate_up.weight);
-    let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
-    down.check_part(names, &x.device(), shape)
+    input.check(x)?;
+    let [d_model, d_inner] = whole_dims(&input.weight);
+    let shape = [d_inner / activation.inputs(), d_model];
+    output.check_part(names, &x.device(), shape)
 }
 
-/// Computes SwiGLU between two layers whose arguments are checked.
-pub(super) fn swiglu_between<const W: usize, const B: usize>(
+/// Computes a feed-forward of two layers after [`check_pair`]. `recompute` was checked.
+pub(super) fn feed_forward_of(
+    (input, output): (&Nvfp4Linear, &Nvfp4Linear),
+    settings: (MlpActivation, bool),
     x: Tensor<2>,
-    input: LinearPart<W, B>,
-    output: LinearPart<W, B>,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    let input = input.part(x.is_tracked())?;
+    let output = output.part(input.tracks(&x))?;
+    feed_forward_between(x, (input, output), RowGroups::Whole, settings)
+}
+
+/// Computes two layers whose arguments are checked, with the activation between them. The flag is
+/// true if the backward recomputes the input of the activation.
+pub(super) fn feed_forward_between<const W: usize, const B: usize>(
+    x: Tensor<2>,
+    (input, output): (LinearPart<W, B>, LinearPart<W, B>),
     groups: RowGroups<Dispatch>,
-    recompute: bool,
-) -> Tensor<2> {
+    (activation, recompute): (MlpActivation, bool),
+) -> Result<Tensor<2>, Nvfp4Error> {
+    let Some(fused) = activation.fused() else {
+        let hidden = activation.try_apply(input.run(x, groups.clone()))?;
+        return Ok(output.run(hidden, groups));
+    };
     let params = |weight: Tensor<W>, bias| LinearParams {
         weight: weight.into_dispatch(),
         bias: into_bias(bias),
     };
-    Tensor::from_dispatch(Dispatch::nvfp4_feed_forward(
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_feed_forward(
         x.into_dispatch(),
         params(input.weight, input.bias),
         params(output.weight, output.bias),
         groups,
         FeedForwardSpec {
-            activation: GateActivation::SwiGlu,
+            activation: fused,
             input: input.spec,
             output: output.spec,
             recompute,
         },
-    ))
+    )))
+}
+
+/// Activation between the two layers of a feed-forward, named as in TransformerEngine. The first
+/// layer of a gated one has twice the hidden features: those of the gate, then those of the factor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MlpActivation {
+    /// GELU by its `tanh` approximation, as TransformerEngine's `gelu`.
+    #[default]
+    Gelu,
+    /// GELU by the normal distribution function, which TransformerEngine does not have.
+    #[serde(rename = "gelu_exact")]
+    GeluExact,
+    /// `gelu(gate) · factor`, with the `tanh` approximation.
+    GeGlu,
+    /// `silu(gate) · factor`.
+    SwiGlu,
+    /// `relu(gate) · factor`.
+    ReGlu,
+    /// `max(x, 0)`.
+    Relu,
+    /// Squared ReLU: `max(x, 0)²`.
+    SRelu,
+}
+
+impl MlpActivation {
+    /// Names of the activations, which records of configurations also use.
+    pub const NAMES: [(&'static str, Self); 7] = [
+        ("gelu", Self::Gelu),
+        ("gelu_exact", Self::GeluExact),
+        ("geglu", Self::GeGlu),
+        ("swiglu", Self::SwiGlu),
+        ("reglu", Self::ReGlu),
+        ("relu", Self::Relu),
+        ("srelu", Self::SRelu),
+    ];
+
+    /// Returns the number of output features of the first layer per hidden feature: 2 if gated.
+    pub const fn inputs(self) -> usize {
+        match self {
+            Self::GeGlu | Self::SwiGlu | Self::ReGlu => 2,
+            Self::Gelu | Self::GeluExact | Self::Relu | Self::SRelu => 1,
+        }
+    }
+
+    /// Applies the activation to the last axis of `x`: `[..., inputs * hidden]` to
+    /// `[..., hidden]`, in the dtype of `x`. GELU and SwiGLU are one pass each, the others are
+    /// Burn's operations.
+    ///
+    /// # Errors
+    /// Returns an error if the device has no implementation, the dtype is not supported, or the
+    /// last axis is empty, or odd for a gated activation.
+    pub fn try_apply<const D: usize>(self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
+        let gated = |activation: fn(Tensor<D>) -> Result<Tensor<D>, Nvfp4Error>| {
+            let width = equal_parts(("the last axis of `x`", x.dims()[D - 1]), ("inputs", 2))?;
+            let part = |first| x.clone().narrow(D - 1, first, width);
+            Ok(activation(part(0))? * part(width))
+        };
+        match self {
+            Self::Gelu => try_gelu(x, Gelu::Tanh),
+            Self::GeluExact => try_gelu(x, Gelu::Erf),
+            Self::SwiGlu => try_swiglu(x),
+            Self::GeGlu => gated(|gate| try_gelu(gate, Gelu::Tanh)),
+            Self::ReGlu => gated(|gate| Ok(relu(gate))),
+            Self::Relu => Ok(relu(x)),
+            Self::SRelu => {
+                let x = relu(x);
+                Ok(x.clone() * x)
+            }
+        }
+    }
+
+    /// Returns the activation of the operation that fuses it with the quantization of its output,
+    /// if it has it.
+    fn fused(self) -> Option<GateActivation> {
+        match self {
+            Self::Gelu => Some(GateActivation::Gelu(Gelu::Tanh)),
+            Self::GeluExact => Some(GateActivation::Gelu(Gelu::Erf)),
+            Self::SwiGlu => Some(GateActivation::SwiGlu),
+            Self::GeGlu | Self::ReGlu | Self::Relu | Self::SRelu => None,
+        }
+    }
+
+    /// Returns an error if the backward should recompute the input of an activation that is not
+    /// fused.
+    pub(super) fn check_recompute(self, recompute: bool) -> Result<(), Nvfp4Error> {
+        if recompute && self.fused().is_none() {
+            let found = format!("true with {self:?}");
+            let expected = "false, or Gelu, GeluExact or SwiGlu as the activation";
+            return Err(Nvfp4Error::value("recompute", found, expected));
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for MlpActivation {
+    type Err = Nvfp4Error;
+
+    fn from_str(name: &str) -> Result<Self, Nvfp4Error> {
+        let mut all = Self::NAMES.iter();
+        let found = all.find(|(known, _)| *known == name);
+        found.map(|(_, activation)| *activation).ok_or_else(|| {
+            let names = Self::NAMES.map(|(name, _)| name).join(", ");
+            Nvfp4Error::value("activation", name, format!("one of {names}"))
+        })
+    }
 }
 
 /// SwiGLU activation between two linear layers, a module without parameters: `silu(gate) · up` of
@@ -401,11 +529,9 @@ impl Nvfp4FeedForward {
 
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
-        self.linear_inner.check(x)?;
-        let [d_model, d_ff] = whole_dims(&self.linear_inner.weight);
         let names = ["linear_outer.weight", "linear_outer.bias"];
-        let (device, shape) = (x.device(), [d_ff, d_model]);
-        self.linear_outer.check_part(names, &device, shape)
+        let outer = (names, &self.linear_outer);
+        check_pair(&self.linear_inner, outer, MlpActivation::Gelu, x)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).

@@ -12,7 +12,8 @@
 //! [`tensor_parallel`] has layers whose weights are sharded over ranks.
 //!
 //! [`Embedding`] and [`LmHead`] are the first and last layers of a language model, in high
-//! precision.
+//! precision. [`LayerNormLinear`] and [`LayerNormMlp`] are TransformerEngine's modules: a norm and
+//! the GEMMs after it.
 //!
 //! # Replacing burn-nn
 //!
@@ -49,6 +50,9 @@ mod feed_forward;
 mod fp8;
 mod grouped;
 mod head;
+mod input_norm;
+mod layer_norm_linear;
+mod layer_norm_mlp;
 mod linear;
 mod moe;
 pub mod norm;
@@ -67,12 +71,15 @@ pub use attention::layer::{Nvfp4Attention, Nvfp4AttentionConfig, RopeCache, Rope
 pub use block::{BlockOutput, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig};
 pub use embedding::{Embedding, EmbeddingConfig};
 pub use feed_forward::{
-    Nvfp4FeedForward, Nvfp4FeedForwardConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, SwiGluActivation,
-    try_swiglu_of, try_swiglu_of_experts,
+    MlpActivation, Nvfp4FeedForward, Nvfp4FeedForwardConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig,
+    SwiGluActivation, try_feed_forward_of_experts, try_swiglu_of,
 };
 pub use fp8::Fp8Linear;
 pub use grouped::{Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig};
 pub use head::LmHead;
+pub use input_norm::{InputNorm, NormKind};
+pub use layer_norm_linear::{LayerNormLinear, LayerNormLinearConfig};
+pub use layer_norm_mlp::{LayerNormMlp, LayerNormMlpConfig};
 pub use linear::{
     Nvfp4Linear, Nvfp4Linear as Linear, Nvfp4LinearConfig, Nvfp4LinearConfig as LinearConfig,
 };

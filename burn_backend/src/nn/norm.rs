@@ -15,8 +15,9 @@ use nvfp4_formats::Nvfp4Error;
 pub use burn_nn::norm::*;
 
 use super::Nvfp4Linear;
-use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
-use crate::layers::{NormAmax, try_add_rms_norm_with_amax, try_norm_of_stream};
+use crate::functions::{or_panic, try_rms_norm};
+use crate::layers::{NormAmax, NormParameters, try_norm};
+use crate::ops::layers::Norm;
 use crate::parallel::whole_dims;
 use crate::validate;
 
@@ -99,10 +100,7 @@ impl RmsNorm {
         device: &Device,
         width: usize,
     ) -> Result<(), Nvfp4Error> {
-        validate::parameter(device, name, &self.gamma)?;
-        validate::shape(name, whole_dims(&self.gamma), [width], || {
-            "the last axis of `x`".into()
-        })
+        check_factors(name, &self.gamma, device, width)
     }
 
     /// Normalizes `x`, `[..., d_model]`, in one pass. The result has the shape and dtype of `x`.
@@ -146,22 +144,17 @@ impl RmsNorm {
     pub(super) fn try_forward_stream_with(
         &self,
         gamma: Tensor<1>,
-        Neighbours { before, next }: Neighbours<'_>,
+        neighbours: Neighbours<'_>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         let ResidualStream { sum, pending } = stream;
-        let is_tracked = sum.is_tracked()
-            || pending.as_ref().is_some_and(|pending| pending.is_tracked())
-            || gamma.is_tracked();
-        let before = before.filter(|_| is_tracked && pending.is_some());
-        let amax = NormAmax {
-            output: next.and_then(|next| next.next_spec().input_amax(is_tracked)),
-            grad: before.and_then(|before| before.next_spec().gradient_amax()),
+        let parameters = NormParameters::rms(gamma, self.epsilon);
+        let (x, residual) = match pending {
+            None => (sum, None),
+            Some(pending) => (pending, Some(sum)),
         };
-        match pending {
-            None => try_norm_of_stream(sum, gamma, self.epsilon, amax),
-            Some(pending) => try_add_rms_norm_with_amax(pending, sum, gamma, self.epsilon, amax),
-        }
+        let amax = neighbours.amax(&x, residual.as_ref(), &parameters);
+        try_norm(x, residual, parameters, amax)
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
@@ -177,6 +170,49 @@ pub(crate) struct Neighbours<'a> {
     pub before: Option<&'a Nvfp4Linear>,
     /// Layer after the norm.
     pub next: Option<&'a Nvfp4Linear>,
+}
+
+impl Neighbours<'_> {
+    /// Returns the amax values that the layers need of the norm of `x`, or of `x + residual`.
+    fn amax<const D: usize>(
+        self,
+        x: &Tensor<D>,
+        residual: Option<&Tensor<D>>,
+        parameters: &NormParameters,
+    ) -> NormAmax {
+        let is_tracked = x.is_tracked()
+            || residual.is_some_and(|residual| residual.is_tracked())
+            || parameters.is_tracked();
+        let before = (self.before).filter(|_| is_tracked && residual.is_some());
+        NormAmax {
+            output: (self.next).and_then(|next| next.next_spec().input_amax(is_tracked)),
+            grad: before.and_then(|before| before.next_spec().gradient_amax()),
+        }
+    }
+}
+
+/// Normalizes `x` for the layer `next`: computes the amax values with which it quantizes its input
+/// in the pass that writes the norm.
+pub(super) fn try_norm_for<const D: usize>(
+    next: Option<&Nvfp4Linear>,
+    x: Tensor<D>,
+    parameters: NormParameters,
+) -> Result<Tensor<D>, Nvfp4Error> {
+    let neighbours = Neighbours { before: None, next };
+    let amax = neighbours.amax(&x, None, &parameters);
+    Ok(try_norm(x, None, parameters, amax)?.1)
+}
+
+/// Returns an error if a γ or β, called `name`, does not fit rows of `width` on `device`.
+pub(super) fn check_factors(
+    name: &'static str,
+    factors: &Param<Tensor<1>>,
+    device: &Device,
+    width: usize,
+) -> Result<(), Nvfp4Error> {
+    validate::parameter(device, name, factors)?;
+    let why = || "the last axis of `x`".into();
+    validate::shape(name, whole_dims(factors), [width], why)
 }
 
 /// Residual stream of a transformer and the pending output of the last layer. The next norm adds
@@ -251,7 +287,7 @@ pub struct LayerNorm {
     /// β, added to each feature, `[width]`.
     pub beta: Option<Param<Tensor<1>>>,
     #[module(skip)]
-    epsilon: f64,
+    pub(super) epsilon: f64,
 }
 
 impl LayerNorm {
@@ -277,13 +313,41 @@ impl LayerNorm {
         norm
     }
 
+    /// Returns an error if the norm does not accept rows of `width` on `device`. `names` are those
+    /// of γ and β in the enclosing module.
+    pub(super) fn check_part(
+        &self,
+        names: [&'static str; 2],
+        device: &Device,
+        width: usize,
+    ) -> Result<(), Nvfp4Error> {
+        check_factors(names[0], &self.gamma, device, width)?;
+        let mut beta = self.beta.iter();
+        beta.try_for_each(|beta| check_factors(names[1], beta, device, width))
+    }
+
     /// Normalizes `x`, `[..., width]`, to the same shape and dtype.
     ///
     /// # Errors
-    /// Same as [`try_layer_norm`].
+    /// Same as [`try_layer_norm`](crate::functions::try_layer_norm).
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        let beta = self.beta.as_ref().map(|beta| beta.val());
-        try_layer_norm(x, self.gamma.val(), beta, self.epsilon)
+        self.try_forward_for(None, x)
+    }
+
+    /// Version of [`try_forward`](Self::try_forward) before the layer `next`, which quantizes the
+    /// output: computes the amax values in the same pass.
+    pub(crate) fn try_forward_for<const D: usize>(
+        &self,
+        next: Option<&Nvfp4Linear>,
+        x: Tensor<D>,
+    ) -> Result<Tensor<D>, Nvfp4Error> {
+        let parameters = NormParameters {
+            norm: Norm::Layer,
+            gamma: self.gamma.val(),
+            beta: self.beta.as_ref().map(|beta| beta.val()),
+            epsilon: self.epsilon,
+        };
+        try_norm_for(next, x, parameters)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).

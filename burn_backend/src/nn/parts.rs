@@ -1,10 +1,12 @@
 //! Concatenation of layers into one, and the inverse, which restores their ids.
 
+use burn_core::backend::Dispatch;
 use burn_core::module::{Param, ParamId};
 use burn_core::tensor::Tensor;
 use burn_nn::Linear;
 
-use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
+use crate::functions::into_bias;
+use crate::ops::{LinearContext, LinearSpec, Nvfp4Ops, RowGroups, WeightIdentity};
 use crate::parallel::is_sharded;
 
 /// Parameter ids of a layer that was concatenated into another.
@@ -37,6 +39,19 @@ impl<const W: usize, const B: usize> LinearPart<W, B> {
     pub fn tracks(&self, x: &Tensor<2>) -> bool {
         let bias = self.bias.as_ref().is_some_and(Tensor::is_tracked);
         x.is_tracked() || self.weight.is_tracked() || bias
+    }
+
+    /// Runs the layer on the rows `x`. If tokens are sharded, the number of output rows differs.
+    pub fn run(self, x: Tensor<2>, groups: RowGroups<Dispatch>) -> Tensor<2> {
+        let (spec, context) = self.spec;
+        Tensor::from_dispatch(Dispatch::nvfp4_linear(
+            x.into_dispatch(),
+            self.weight.into_dispatch(),
+            into_bias(self.bias),
+            groups,
+            spec,
+            context,
+        ))
     }
 }
 

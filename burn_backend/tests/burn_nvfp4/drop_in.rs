@@ -609,6 +609,11 @@ fn bad_inputs_are_named() {
     let (_, encoder) = encoders(false, &device);
     let bad = TransformerEncoderInput::new(x.clone()).mask_attn(mask.clone());
     assert_eq!(argument(encoder.try_forward(bad)), "mask_attn");
+    let short = || Param::from_tensor(Tensor::<1>::ones([16], &device));
+    let mut bad = encoder.clone();
+    bad.layers[0].norm_2.gamma = short();
+    let bad = bad.try_forward(TransformerEncoderInput::new(x.clone()));
+    assert_eq!(argument(bad), "norm_2.gamma");
     let mut cache = TransformerEncoderConfig::new(WIDTH, HIDDEN, HEADS, 1)
         .init(&device)
         .new_autoregressive_cache();
@@ -626,6 +631,9 @@ fn bad_inputs_are_named() {
         "memory"
     );
     assert_eq!(refused(whole().target_mask_attn(mask)), "target_mask_attn");
+    let mut bad = decoder.clone();
+    bad.layers[0].norm_3.beta = Some(short());
+    assert_eq!(argument(bad.try_forward(whole())), "norm_3.beta");
     let bad = whole().memory_mask_pad(padding(TIME, &device));
     assert_eq!(refused(bad), "memory_mask_pad");
     let mut cache = decoder.new_autoregressive_cache();

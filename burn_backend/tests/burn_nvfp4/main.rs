@@ -20,6 +20,7 @@ mod fusion;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod graph;
 mod grouped;
+mod layer_norm;
 mod layers;
 mod linear;
 mod loss;

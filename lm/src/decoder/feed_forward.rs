@@ -5,7 +5,9 @@ use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::experts::{MoeRoute, Router, try_moe_route};
 use burn_nvfp4::functions::try_swiglu;
-use burn_nvfp4::nn::{ResidualStream, RmsNorm, Routing, try_swiglu_of, try_swiglu_of_experts};
+use burn_nvfp4::nn::{
+    MlpActivation, ResidualStream, RmsNorm, Routing, try_feed_forward_of_experts, try_swiglu_of,
+};
 
 use super::call::Call;
 use super::names::Site;
@@ -152,7 +154,8 @@ impl Moe {
             (self.recompute, &self.gate_up, &self.down)
             && call.observer.is_none()
         {
-            let results = try_swiglu_of_experts(gate_up, down, x, experts, true)?;
+            let (layers, swiglu) = ((gate_up, down), MlpActivation::SwiGlu);
+            let results = try_feed_forward_of_experts(layers, swiglu, x, experts, true)?;
             return Ok(routing.combine(results, weights));
         }
         call.show(index, Site::GateUp, &x, Some(experts))?;

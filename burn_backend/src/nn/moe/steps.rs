@@ -5,8 +5,8 @@ use burn_core::tensor::{FloatDType, Tensor};
 use burn_nn::Linear;
 use nvfp4_formats::Nvfp4Error;
 
-use super::super::feed_forward::swiglu_between;
-use super::super::{Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
+use super::super::feed_forward::feed_forward_between;
+use super::super::{MlpActivation, Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
 use crate::experts::{ChoiceWindow, ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
 use crate::ops::{LinearSpec, RowGroups};
 use crate::parallel::{ProcessGroup, functions, whole_dims};
@@ -143,8 +143,8 @@ impl MoeParts<'_> {
             let [_, d_in, d_out] = part.weight.dims();
             part.spec.0 = behind(part.spec.0, [d_in, d_out]);
         }
-        let recompute = self.settings.recompute;
-        Ok(swiglu_between(sorted, input, output, groups, recompute))
+        let settings = (MlpActivation::SwiGlu, self.settings.recompute);
+        feed_forward_between(sorted, (input, output), groups, settings)
     }
 
     /// Applies the shared expert, if any.

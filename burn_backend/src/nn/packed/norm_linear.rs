@@ -6,7 +6,7 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{Activations, Nvfp4PackedLinear};
 use crate::functions::{into_bias, try_swiglu};
-use crate::layers::check_rms_norm;
+use crate::layers::NormParameters;
 use crate::nn::{ResidualStream, RmsNorm, cast, rows};
 use crate::ops::norm_linear::{NormLinearOps, NormLinearSpec};
 
@@ -61,7 +61,7 @@ impl NormLinear<'_> {
             Some(pending) => (pending, Some(sum)),
             None => (sum, None),
         };
-        check_rms_norm(&x, residual.as_ref(), &gain, norm.epsilon)?;
+        NormParameters::rms(gain.clone(), norm.epsilon).check(&x, residual.as_ref())?;
         linear.check_x(&x)?;
         let [d_out, _] = linear.weight.shape();
         if swiglu && !d_out.is_multiple_of(2) {

@@ -5,7 +5,9 @@ use burn_core as burn;
 use burn_core::module::{Module, ParamId};
 use nvfp4_formats::Nvfp4Error;
 
-use super::super::{BlockOutput, Nvfp4TransformerBlock, ResidualStream, RopeCache, rows};
+use super::super::{
+    BlockOutput, Neighbours, Nvfp4TransformerBlock, ResidualStream, RopeCache, rows,
+};
 use super::{
     SequenceParallelRmsNorm, ShardedParameter, TensorParallel, TensorParallelAttention,
     TensorParallelMoe, TensorParallelSwiGlu,
@@ -99,14 +101,27 @@ impl TensorParallelBlock {
         batch: usize,
         positions: &RopeCache,
     ) -> Result<BlockOutput<ResidualStream>, Nvfp4Error> {
-        let (sum, normed) = self.attention_norm.try_forward_stream(stream)?;
+        let dense = self.feed_forward.as_ref();
+        // As in `Nvfp4TransformerBlock::try_forward_stream`.
+        let beside_attention = Neighbours {
+            before: dense.map(|dense| &dense.down.linear),
+            next: Some(&self.attention.qkv.linear),
+        };
+        let norm = &self.attention_norm;
+        let (sum, normed) = norm.try_forward_stream_for(beside_attention, stream)?;
         let (normed, dims) = rows(normed);
         let mixed = self.attention.try_forward(normed, batch, positions)?;
         let stream = ResidualStream {
             sum,
             pending: Some(mixed.reshape(dims)),
         };
-        let (sum, normed) = self.feed_forward_norm.try_forward_stream(stream)?;
+        let shared = self.moe.as_ref().and_then(|moe| moe.shared.as_ref());
+        let beside_feed_forward = Neighbours {
+            before: Some(&self.attention.out.linear),
+            next: dense.or(shared).map(|dense| &dense.gate_up.linear),
+        };
+        let norm = &self.feed_forward_norm;
+        let (sum, normed) = norm.try_forward_stream_for(beside_feed_forward, stream)?;
         let (mixed, losses) = match (&self.feed_forward, &self.moe) {
             (Some(dense), None) => (dense.try_forward(rows(normed).0)?, None),
             (None, Some(moe)) => {

@@ -6,8 +6,8 @@ use burn_core::module::{Module, ParamId};
 use burn_core::tensor::Tensor;
 use nvfp4_formats::Nvfp4Error;
 
-use super::super::feed_forward::swiglu_between;
-use super::super::{Nvfp4SwiGlu, rows};
+use super::super::feed_forward::feed_forward_between;
+use super::super::{MlpActivation, Nvfp4SwiGlu, rows};
 use super::{ColumnParallelLinear, RowParallelLinear, ShardedParameter, TensorParallel};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
@@ -80,16 +80,10 @@ impl TensorParallelSwiGlu {
     /// Same as [`ColumnParallelLinear::try_forward`]; also if the shapes of the two layers do not
     /// match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        self.gate_up.check(&x)?;
-        let [d_model, both] = whole_dims(&self.gate_up.linear.weight);
-        let (names, shape) = (["down.weight", "down.bias"], [both / 2, d_model]);
-        self.down.linear.check_part(names, &x.device(), shape)?;
-        self.down
-            .check_tokens::<D>(x.dims()[..D - 1].iter().product())?;
+        let (pair, swiglu) = ((&self.gate_up, &self.down), MlpActivation::SwiGlu);
+        check_pair(pair, ["down.weight", "down.bias"], swiglu, &x)?;
         let (x, dims) = rows(x);
-        let input = self.gate_up.part(x.is_tracked())?;
-        let output = self.down.part(input.tracks(&x))?;
-        let y = swiglu_between(x, input, output, RowGroups::Whole, self.recompute);
+        let y = feed_forward_of(pair, (swiglu, self.recompute), x)?;
         Ok(y.reshape(dims))
     }
 
@@ -97,4 +91,31 @@ impl TensorParallelSwiGlu {
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("TensorParallelSwiGlu::forward", self.try_forward(x))
     }
+}
+
+/// Returns an error if a rank's layers, with `activation` between them, do not match each other or
+/// the input `x`. `names` are those of the second layer's parameters.
+pub(super) fn check_pair<const D: usize>(
+    (input, output): (&ColumnParallelLinear, &RowParallelLinear),
+    names: [&'static str; 2],
+    activation: MlpActivation,
+    x: &Tensor<D>,
+) -> Result<(), Nvfp4Error> {
+    input.check(x)?;
+    let [d_model, d_inner] = whole_dims(&input.linear.weight);
+    let shape = [d_inner / activation.inputs(), d_model];
+    output.linear.check_part(names, &x.device(), shape)?;
+    output.check_tokens::<D>(x.dims()[..D - 1].iter().product())
+}
+
+/// Computes a rank's feed-forward after [`check_pair`]. The flag is true if the backward recomputes
+/// the input of the activation.
+pub(super) fn feed_forward_of(
+    (input, output): (&ColumnParallelLinear, &RowParallelLinear),
+    settings: (MlpActivation, bool),
+    x: Tensor<2>,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    let input = input.part(x.is_tracked())?;
+    let output = output.part(input.tracks(&x))?;
+    feed_forward_between(x, (input, output), RowGroups::Whole, settings)
 }

@@ -9,7 +9,8 @@ use nvfp4_formats::Nvfp4Error;
 use super::super::parts::LinearPart;
 use super::super::{Nvfp4Linear, rows};
 use super::{ShardedParameter, TensorParallel, replaced};
-use crate::functions::{linear_of_rows, or_panic};
+use crate::functions::or_panic;
+use crate::ops::RowGroups;
 use crate::ops::sharding::{LinearSharding, ShardedDim};
 use crate::parallel::{ProcessGroup, functions, whole_dims};
 
@@ -441,7 +442,7 @@ impl Shard {
 
     /// Runs the layer after its checks.
     fn forward(&self, linear: &Nvfp4Linear, x: Tensor<2>) -> Result<Tensor<2>, Nvfp4Error> {
-        let LinearPart { weight, bias, spec } = self.part(linear, x.is_tracked())?;
-        Ok(linear_of_rows(x, weight, bias, spec.0, spec.1))
+        let part = self.part(linear, x.is_tracked())?;
+        Ok(part.run(x, RowGroups::Whole))
     }
 }

@@ -9,6 +9,8 @@
 //! has one of each, or a [`TensorParallelMoe`] as its feed-forward, which has whole experts on each
 //! rank. [`VocabParallelEmbedding`] and [`VocabParallelHead`] are the first and last layers of a
 //! language model; [`SequenceParallelRmsNorm`] is the norm between layers.
+//! [`TensorParallelLayerNormLinear`] and [`TensorParallelLayerNormMlp`] have the norm before their
+//! layers.
 //!
 //! Every rank must build its layers from its own identical copy of the unsharded layers
 //! ([`Nvfp4Linear`] and others): clones of a module of another rank would share its state and its
@@ -30,6 +32,7 @@ mod block;
 mod embedding;
 mod feed_forward;
 mod head;
+mod layer_norm;
 mod linear;
 mod moe;
 mod norm;
@@ -38,13 +41,14 @@ use burn_core::module::Param;
 use burn_core::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::parallel::{ProcessGroup, whole_dims};
+use crate::parallel::{ProcessGroup, functions, whole_dims};
 
 pub use attention::TensorParallelAttention;
 pub use block::TensorParallelBlock;
 pub use embedding::VocabParallelEmbedding;
 pub use feed_forward::TensorParallelSwiGlu;
 pub use head::VocabParallelHead;
+pub use layer_norm::{TensorParallelLayerNormLinear, TensorParallelLayerNormMlp};
 pub use linear::{ColumnParallelLinear, RowParallelLinear};
 pub use moe::TensorParallelMoe;
 pub use norm::SequenceParallelRmsNorm;
@@ -127,6 +131,15 @@ impl TensorParallel {
     /// Returns true if activations outside of the sharded layers are sharded by tokens.
     pub fn is_sequence_parallel(&self) -> bool {
         self.sequence_parallel
+    }
+
+    /// Returns the value of a parameter that all ranks have, and use on their tokens. Its gradient
+    /// is that of all ranks' tokens.
+    fn replicated(&self, value: Tensor<1>) -> Tensor<1> {
+        match self.sequence_parallel {
+            true => functions::copy_parameter(value, &self.group),
+            false => value,
+        }
     }
 }
 

@@ -10,7 +10,6 @@ use nvfp4_formats::Nvfp4Error;
 use super::super::{Neighbours, ResidualStream, RmsNorm};
 use super::TensorParallel;
 use crate::functions::{or_panic, try_rms_norm};
-use crate::parallel::functions;
 
 /// [`RmsNorm`] between sharded layers: each rank normalizes its tokens. γ is replicated; its
 /// gradient is summed over the ranks.
@@ -51,7 +50,17 @@ impl SequenceParallelRmsNorm {
         &self,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        let neighbours = Neighbours::default();
+        self.try_forward_stream_for(Neighbours::default(), stream)
+    }
+
+    /// Version of [`try_forward_stream`](Self::try_forward_stream) between layers that quantize the
+    /// norm and the gradient of the pending term: computes their amax values, of the rank's tokens,
+    /// in the same passes.
+    pub(super) fn try_forward_stream_for(
+        &self,
+        neighbours: Neighbours<'_>,
+        stream: ResidualStream,
+    ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
         self.norm
             .try_forward_stream_with(self.gamma(), neighbours, stream)
     }
@@ -66,10 +75,6 @@ impl SequenceParallelRmsNorm {
 
     /// Returns γ, whose gradient is that of all ranks' tokens.
     fn gamma(&self) -> Tensor<1> {
-        let gamma = self.norm.gamma.val();
-        match self.parallel.sequence_parallel {
-            true => functions::copy_parameter(gamma, &self.parallel.group),
-            false => gamma,
-        }
+        self.parallel.replicated(self.norm.gamma.val())
     }
 }

@@ -9,15 +9,10 @@ use burn_nn::activation::ActivationConfig;
 use burn_nn::{Dropout, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
-use super::Residual;
+use super::{add_sublayer, check_cache, sublayers};
 use crate::functions::or_panic;
-use crate::nn::attention::{
-    Masks, MhaCache, MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, Names, OutputCache,
-};
-use crate::nn::norm::check_epsilon;
-use crate::nn::{
-    LayerNorm, LayerNormConfig, Nvfp4FeedForward, Nvfp4FeedForwardConfig, checked_dropout,
-};
+use crate::nn::attention::{Masks, MhaCache, MhaInput, MultiHeadAttention, Names, OutputCache};
+use crate::nn::{LayerNorm, Nvfp4FeedForward, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of a [`TransformerDecoder`]; the fields and defaults of
@@ -219,11 +214,7 @@ impl TransformerDecoder {
         input: TransformerDecoderInput,
         cache: &mut TransformerDecoderAutoregressiveCache,
     ) -> Result<Tensor<3>, Nvfp4Error> {
-        let (found, expected) = (cache.layers.len(), self.layers.len());
-        if found != expected {
-            let (found, expected) = (found.to_string(), expected.to_string());
-            return Err(Nvfp4Error::value("cache", found + " layers", expected));
-        }
+        check_cache(cache.layers.len(), self.layers.len())?;
         let mut layers = self.layers.iter().zip(&mut cache.layers);
         let output = layers.try_fold(input, |input, (layer, cache)| {
             layer.try_forward_autoregressive_inference(input, cache)
@@ -281,22 +272,11 @@ impl TransformerDecoderLayer {
     /// # Errors
     /// Same as [`TransformerDecoderConfig::try_init`].
     pub fn try_new(config: &TransformerDecoderConfig, device: &Device) -> Result<Self, Nvfp4Error> {
-        check_epsilon("layer_norm_eps", config.layer_norm_eps)?;
-        let norm = LayerNormConfig::new(config.d_model).with_epsilon(config.layer_norm_eps);
-        let attention = MultiHeadAttentionConfig::new(config.d_model, config.n_heads)
-            .with_initializer(config.initializer.clone())
-            .with_dropout(config.dropout)
-            .with_quiet_softmax(config.quiet_softmax)
-            .with_recipe(config.recipe.clone());
-        let pwff = Nvfp4FeedForwardConfig::new(config.d_model, config.d_ff)
-            .with_initializer(config.initializer.clone())
-            .with_dropout(config.dropout)
-            .with_activation(config.activation.clone())
-            .with_recipe(config.recipe.clone());
+        let (norm, attention, feed_forward) = sublayers!(config);
         Ok(Self {
             cross_attn: attention.try_init(device)?,
             self_attn: attention.try_init(device)?,
-            pwff: pwff.try_init(device)?,
+            pwff: feed_forward.try_init(device)?,
             norm_1: norm.try_init(device)?,
             norm_2: norm.try_init(device)?,
             norm_3: norm.try_init(device)?,
@@ -367,6 +347,10 @@ impl TransformerDecoderLayer {
         self.self_attn.check(&of_target)?;
         self.cross_attn.check(&of_memory)?;
         self.pwff.check(&input.target)?;
+        let (device, [_, _, width]) = (input.target.device(), input.target.dims());
+        (self.norm_1).check_part(["norm_1.gamma", "norm_1.beta"], &device, width)?;
+        (self.norm_2).check_part(["norm_2.gamma", "norm_2.beta"], &device, width)?;
+        (self.norm_3).check_part(["norm_3.gamma", "norm_3.beta"], &device, width)?;
         Ok([of_target, of_memory])
     }
 
@@ -377,21 +361,22 @@ impl TransformerDecoderLayer {
         [of_target, of_memory]: [MhaInput; 2],
         caches: Option<[&mut MhaCache; 2]>,
     ) -> Result<Tensor<3>, Nvfp4Error> {
-        let residual = Residual {
-            dropout: &self.dropout,
-            norm_first: self.norm_first,
-        };
+        let residual = (&self.dropout, self.norm_first);
         let (own, cross) = caches.map(|[own, cross]| (own, cross)).unzip();
         let x = of_target.query.clone();
-        let x = residual.add(x, [&self.norm_3, &self.norm_1], |query| {
+        let self_attention = (&self.norm_3, &self.self_attn.query);
+        let cross_attention = (&self.norm_1, &self.cross_attn.query);
+        let feed_forward = (&self.norm_2, &self.pwff.linear_inner);
+        let x = add_sublayer(residual, x, [self_attention, cross_attention], |query| {
             let output = self.self_attn.run(of_target.with_query(query), own)?;
             Ok(output.context)
         })?;
-        let x = residual.add(x, [&self.norm_1, &self.norm_2], |query| {
+        let x = add_sublayer(residual, x, [cross_attention, feed_forward], |query| {
             let output = self.cross_attn.run(of_memory.with_query(query), cross)?;
             Ok(output.context)
         })?;
-        residual.add(x, [&self.norm_2, &self.norm_3], |x| {
+        // After the last sublayer comes the attention of the next layer, which is like this one.
+        add_sublayer(residual, x, [feed_forward, self_attention], |x| {
             self.pwff.try_forward(x)
         })
     }

@@ -9,15 +9,10 @@ use burn_nn::activation::ActivationConfig;
 use burn_nn::{Dropout, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
-use super::Residual;
+use super::{add_sublayer, check_cache, sublayers};
 use crate::functions::or_panic;
-use crate::nn::attention::{
-    Masks, MhaCache, MhaInput, MultiHeadAttention, MultiHeadAttentionConfig, OutputCache,
-};
-use crate::nn::norm::check_epsilon;
-use crate::nn::{
-    LayerNorm, LayerNormConfig, Nvfp4FeedForward, Nvfp4FeedForwardConfig, checked_dropout,
-};
+use crate::nn::attention::{Masks, MhaCache, MhaInput, MultiHeadAttention, OutputCache};
+use crate::nn::{LayerNorm, Nvfp4FeedForward, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of a [`TransformerEncoder`]; the fields and defaults of
@@ -175,11 +170,7 @@ impl TransformerEncoder {
         cache: &mut TransformerEncoderAutoregressiveCache,
     ) -> Result<Tensor<3>, Nvfp4Error> {
         let TransformerEncoderInput { tensor, masks } = input;
-        let (found, expected) = (cache.layers.len(), self.layers.len());
-        if found != expected {
-            let (found, expected) = (found.to_string(), expected.to_string());
-            return Err(Nvfp4Error::value("cache", found + " layers", expected));
-        }
+        check_cache(cache.layers.len(), self.layers.len())?;
         let mut layers = self.layers.iter().zip(&mut cache.layers);
         layers.try_fold(tensor, |x, (layer, cache)| {
             layer.forward_cached(x, masks.clone(), cache)
@@ -232,21 +223,10 @@ impl TransformerEncoderLayer {
     /// # Errors
     /// Same as [`TransformerEncoderConfig::try_init`].
     pub fn try_new(config: &TransformerEncoderConfig, device: &Device) -> Result<Self, Nvfp4Error> {
-        check_epsilon("layer_norm_eps", config.layer_norm_eps)?;
-        let norm = LayerNormConfig::new(config.d_model).with_epsilon(config.layer_norm_eps);
-        let mha = MultiHeadAttentionConfig::new(config.d_model, config.n_heads)
-            .with_initializer(config.initializer.clone())
-            .with_dropout(config.dropout)
-            .with_quiet_softmax(config.quiet_softmax)
-            .with_recipe(config.recipe.clone());
-        let pwff = Nvfp4FeedForwardConfig::new(config.d_model, config.d_ff)
-            .with_initializer(config.initializer.clone())
-            .with_dropout(config.dropout)
-            .with_activation(config.activation.clone())
-            .with_recipe(config.recipe.clone());
+        let (norm, attention, feed_forward) = sublayers!(config);
         Ok(Self {
-            mha: mha.try_init(device)?,
-            pwff: pwff.try_init(device)?,
+            mha: attention.try_init(device)?,
+            pwff: feed_forward.try_init(device)?,
             norm_1: norm.try_init(device)?,
             norm_2: norm.try_init(device)?,
             dropout: checked_dropout(config.dropout)?,
@@ -337,20 +317,24 @@ impl TransformerEncoderLayer {
         let input = MhaInput::self_attn(x).with_masks(masks);
         self.mha.check(&input)?;
         self.pwff.check(&input.query)?;
+        let (device, [_, _, width]) = (input.query.device(), input.query.dims());
+        (self.norm_1).check_part(["norm_1.gamma", "norm_1.beta"], &device, width)?;
+        (self.norm_2).check_part(["norm_2.gamma", "norm_2.beta"], &device, width)?;
         Ok(input)
     }
 
     /// Computes the layer, for the positions of `input`. `cache` is that of the attention.
     fn run(&self, input: MhaInput, cache: Option<&mut MhaCache>) -> Result<Tensor<3>, Nvfp4Error> {
-        let residual = Residual {
-            dropout: &self.dropout,
-            norm_first: self.norm_first,
-        };
-        let x = residual.add(input.query.clone(), [&self.norm_2, &self.norm_1], |query| {
+        let residual = (&self.dropout, self.norm_first);
+        let attention = (&self.norm_2, &self.mha.query);
+        let feed_forward = (&self.norm_1, &self.pwff.linear_inner);
+        let x = input.query.clone();
+        let x = add_sublayer(residual, x, [attention, feed_forward], |query| {
             let output = self.mha.run(input.with_query(query), cache)?;
             Ok(output.context)
         })?;
-        residual.add(x, [&self.norm_1, &self.norm_2], |x| {
+        // After the last sublayer comes the attention of the next layer, which is like this one.
+        add_sublayer(residual, x, [feed_forward, attention], |x| {
             self.pwff.try_forward(x)
         })
     }

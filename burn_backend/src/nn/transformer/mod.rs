@@ -32,32 +32,65 @@ use burn_core::tensor::Tensor;
 use burn_nn::Dropout;
 use nvfp4_formats::Nvfp4Error;
 
-use super::LayerNorm;
+use super::{LayerNorm, Nvfp4Linear};
 
-/// Residual connection around the sublayers of a transformer layer.
-struct Residual<'a> {
-    dropout: &'a Dropout,
-    /// True to normalize the input of a sublayer, false to normalize the sum.
-    norm_first: bool,
+/// Returns the configurations of norms, attentions and feed-forward of a layer of `$config`, an
+/// encoder's or a decoder's, which have the same fields. Returns an error from the calling function
+/// if `layer_norm_eps` is not positive.
+macro_rules! sublayers {
+    ($config:expr) => {{
+        let config = $config;
+        $crate::nn::norm::check_epsilon("layer_norm_eps", config.layer_norm_eps)?;
+        let norm = $crate::nn::LayerNormConfig::new(config.d_model);
+        let attention =
+            $crate::nn::attention::MultiHeadAttentionConfig::new(config.d_model, config.n_heads)
+                .with_initializer(config.initializer.clone())
+                .with_dropout(config.dropout)
+                .with_quiet_softmax(config.quiet_softmax)
+                .with_recipe(config.recipe.clone());
+        let feed_forward = $crate::nn::Nvfp4FeedForwardConfig::new(config.d_model, config.d_ff)
+            .with_initializer(config.initializer.clone())
+            .with_dropout(config.dropout)
+            .with_activation(config.activation.clone())
+            .with_recipe(config.recipe.clone());
+        (
+            norm.with_epsilon(config.layer_norm_eps),
+            attention,
+            feed_forward,
+        )
+    }};
+}
+use sublayers;
+
+/// Returns an error if a cache of `found` layers is not that of a model of `expected` layers.
+fn check_cache(found: usize, expected: usize) -> Result<(), Nvfp4Error> {
+    if found != expected {
+        let (found, expected) = (format!("{found} layers"), expected.to_string());
+        return Err(Nvfp4Error::value("cache", found, expected));
+    }
+    Ok(())
 }
 
-impl Residual<'_> {
-    /// Adds `sublayer` of `x` to `x`, with the norm `before` the sublayer or the norm `after` the
-    /// addition.
-    fn add(
-        &self,
-        x: Tensor<3>,
-        [before, after]: [&LayerNorm; 2],
-        sublayer: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, Nvfp4Error>,
-    ) -> Result<Tensor<3>, Nvfp4Error> {
-        let input = match self.norm_first {
-            true => before.try_forward(x.clone())?,
-            false => x.clone(),
-        };
-        let sum = x + self.dropout.forward(sublayer(input)?);
-        match self.norm_first {
-            true => Ok(sum),
-            false => after.try_forward(sum),
-        }
+/// Norm of a transformer layer, and the linear layer that quantizes its output: the first one of
+/// the sublayer that follows the norm, wherever the norm is.
+type NormOf<'a> = (&'a LayerNorm, &'a Nvfp4Linear);
+
+/// Adds `sublayer` of `x` to `x`, with the norm `before` the sublayer if `norm_first`, otherwise
+/// with the norm `after` the addition.
+fn add_sublayer(
+    (dropout, norm_first): (&Dropout, bool),
+    x: Tensor<3>,
+    [before, after]: [NormOf<'_>; 2],
+    sublayer: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, Nvfp4Error>,
+) -> Result<Tensor<3>, Nvfp4Error> {
+    let normed = |(norm, next): NormOf<'_>, x| norm.try_forward_for(Some(next), x);
+    let input = match norm_first {
+        true => normed(before, x.clone())?,
+        false => x.clone(),
+    };
+    let sum = x + dropout.forward(sublayer(input)?);
+    match norm_first {
+        true => Ok(sum),
+        false => normed(after, sum),
     }
 }

@@ -97,7 +97,9 @@ mod tests {
     use super::super::super::context::tests::device;
     use super::*;
     use crate::attention::{AttentionParams, Sequences, try_attention_qkv_with_amax};
-    use crate::nn::{Neighbours, ResidualStream, RmsNorm, RmsNormConfig};
+    use crate::nn::tensor_parallel::{ColumnParallelLinear, TensorParallel};
+    use crate::nn::{LayerNormConfig, Neighbours, ResidualStream, RmsNorm, RmsNormConfig};
+    use crate::parallel::ProcessGroup;
     use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
 
     /// Rows and columns of the matrices whose values were taken.
@@ -187,6 +189,47 @@ mod tests {
             let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
             assert_eq!(was_taken((70, width)), takes && is_cube, "{recipe}");
         }
+    }
+
+    /// The next layer may be behind a layer norm, and be a rank's shard with a rank's tokens.
+    #[test]
+    fn a_shard_takes_what_the_layer_norm_before_it_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+        let (width, tokens) = (176, 48);
+        let random = Tensor::<2>::random([tokens, width], Distribution::Default, &device);
+        let x = random.into_data();
+        let weight = layer("nvidia", width, &device).weight.val().into_data();
+        // Ranks share no tensors.
+        let run = |finds: bool, parallel: &TensorParallel| {
+            let norm = LayerNormConfig::new(width).init(&device);
+            let x = Tensor::<2>::from_data(x.clone(), &device).cast(dtype);
+            let x = x.detach().require_grad();
+            let mut layer = layer("nvidia", width, &device);
+            layer.weight = Param::from_data(weight.clone(), &device);
+            let layer = ColumnParallelLinear::from_linear(layer, parallel).expect("it fits");
+            let next = finds.then_some(&layer.linear);
+            let normed = norm.try_forward_for(next, x.clone()).expect("it fits");
+            let y = layer.forward(normed);
+            let grads = y.clone().powi_scalar(2).sum().backward();
+            let of_weight = layer.linear.weight.val().grad(&grads).expect("a gradient");
+            let of_x = x.grad(&grads).expect("a gradient");
+            [bits(y.inner()), bits(of_weight), bits(of_x)]
+        };
+        std::thread::scope(|scope| {
+            let groups = ProcessGroup::loopback(2, std::time::Duration::from_secs(120));
+            for group in groups {
+                let run = &run;
+                scope.spawn(move || {
+                    let parallel = TensorParallel::new(group).with_sequence_parallel(true);
+                    let [with, without] = [true, false].map(|finds| run(finds, &parallel));
+                    assert!(with == without);
+                });
+            }
+        });
+        assert_eq!(was_taken((tokens, width)), is_cube);
     }
 
     /// Returns the gradients of the input and the weight of a layer followed by a norm. If `finds`,

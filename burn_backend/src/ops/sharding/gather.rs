@@ -2,14 +2,17 @@
 
 use burn_core::backend::{TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::Shape;
-use nvfp4_formats::{AmaxGranularity, Usage};
+use nvfp4_formats::{AmaxGranularity, StoredForm, Usage};
 
-use super::super::Nvfp4KernelOps;
 use super::super::collective::Step;
+use super::super::operands::QuantSource;
 use super::super::segments::{offsets, slices};
+use super::super::spec::{OperandSpec, QuantParams};
 use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
-use super::LinearSharding;
+use super::super::{Nvfp4KernelOps, float_dtype};
 use super::places::Axis;
+use super::{LinearSharding, Role};
+use crate::parallel::ProcessGroup;
 
 impl LinearSharding {
     /// Gathers the whole operand from the shards of all ranks along `axis`, whose segments on each
@@ -141,5 +144,28 @@ impl LinearSharding {
             B::int_reshape(part, Shape::new([outer, size * len]))
         });
         B::int_cat(parts.collect(), 1)
+    }
+}
+
+/// Returns the quantized tensor of the tokens of all ranks along `usage` by `params`, which must
+/// have a global scale. `x` are this rank's tokens.
+pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
+    x: FloatTensor<B>,
+    usage: Usage,
+    params: QuantParams,
+    group: &ProcessGroup,
+) -> QuantizedMatrix<B> {
+    let sharding = LinearSharding::of_rows(group);
+    let spec = OperandSpec::Quantized(params);
+    let asked = Some((&spec, StoredForm::ROWS));
+    let (row, col) = match usage {
+        Usage::Rowwise => (asked, None),
+        Usage::Columnwise => (None, asked),
+    };
+    let (dtype, x) = (float_dtype(x.dtype()), QuantSource::Matrix(x));
+    let (row, col) = sharding.quantize::<B>(x, Role::Input, row, col, dtype);
+    match row.or(col) {
+        Some(Operand::Quantized(made)) => made,
+        _ => unreachable!("a quantized operand was asked for"),
     }
 }

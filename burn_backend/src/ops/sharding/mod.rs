@@ -32,6 +32,7 @@ use super::tensors::{
     QuantizeSource, QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
+pub(crate) use gather::gathered_tokens;
 pub(crate) use gathered_weight::{GatheredWeight, WeightPart};
 use places::{Axis, GapsBetween, Segment, concatenated, positioned};
 
@@ -676,28 +677,5 @@ impl LinearSharding {
 
     fn constant(&self, forward: Step) -> Exchange {
         Exchange::constant(self.group.link(), forward)
-    }
-}
-
-/// Returns the quantized tensor of the tokens of all ranks along `usage` by `params`, which must
-/// have a global scale. `x` are this rank's tokens.
-pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
-    x: FloatTensor<B>,
-    usage: Usage,
-    params: QuantParams,
-    group: &ProcessGroup,
-) -> QuantizedMatrix<B> {
-    let sharding = LinearSharding::of_rows(group);
-    let spec = OperandSpec::Quantized(params);
-    let asked = Some((&spec, StoredForm::ROWS));
-    let (row, col) = match usage {
-        Usage::Rowwise => (asked, None),
-        Usage::Columnwise => (None, asked),
-    };
-    let (dtype, x) = (super::float_dtype(x.dtype()), QuantSource::Matrix(x));
-    let (row, col) = sharding.quantize::<B>(x, Role::Input, row, col, dtype);
-    match row.or(col) {
-        Some(Operand::Quantized(made)) => made,
-        _ => unreachable!("a quantized operand was asked for"),
     }
 }

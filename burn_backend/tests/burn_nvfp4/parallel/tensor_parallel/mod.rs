@@ -1,6 +1,7 @@
 //! Layers that are sharded over ranks, compared with those of one device.
 
 mod gather;
+mod layer_norm;
 mod linear;
 mod model;
 mod moe;
