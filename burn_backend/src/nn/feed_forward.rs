@@ -17,9 +17,9 @@ use crate::experts::ExpertOffsets;
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
 use crate::ops::{FeedForwardSpec, LinearParams, Nvfp4Ops, RowGroups};
-use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
 #[derive(Config, Debug)]
@@ -187,6 +187,9 @@ pub fn try_swiglu_of(
     recompute: bool,
 ) -> Result<Tensor<2>, Nvfp4Error> {
     check_swiglu(gate_up, down, &x)?;
+    if gate_up.packed().or(down.packed()).is_some() {
+        return down.try_forward(try_swiglu(gate_up.try_forward(x)?)?);
+    }
     let input = gate_up.part(x.is_tracked())?;
     let output = down.part(input.tracks(&x))?;
     Ok(swiglu_between(
@@ -213,6 +216,10 @@ pub fn try_swiglu_of_experts(
     let [count, d_model, both] = whole_dims(&gate_up.weight);
     let (names, shape) = (["down.weight", "down.bias"], [count, both / 2, d_model]);
     down.check_part(names, &x.device(), shape)?;
+    if gate_up.packed().or(down.packed()).is_some() {
+        let hidden = try_swiglu(gate_up.try_forward(x, experts)?)?;
+        return down.try_forward(hidden, experts);
+    }
     let input = gate_up.part(x.is_tracked())?;
     let output = down.part(input.tracks(&x))?;
     let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());

@@ -83,6 +83,7 @@ pub(crate) use norm::Neighbours;
 pub use norm::{LayerNorm, LayerNormConfig, ResidualStream, RmsNorm, RmsNormConfig};
 pub use packed::{
     Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
+    PackedParameter,
 };
 pub use routing::Routing;
 pub use swiglu::{SwiGlu, SwiGluConfig};

@@ -17,8 +17,8 @@ pub use burn_nn::norm::*;
 use super::Nvfp4Linear;
 use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
 use crate::layers::{NormAmax, try_add_rms_norm_with_amax, try_norm_of_stream};
-use crate::parallel::whole_dims;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Configuration of [`RmsNorm`]; same fields and defaults as `burn_nn::RmsNormConfig`.
 #[derive(Config, Debug)]

@@ -11,7 +11,8 @@ use super::super::{Nvfp4Linear, rows};
 use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::{linear_of_rows, or_panic};
 use crate::ops::sharding::{LinearSharding, ShardedDim};
-use crate::parallel::{ProcessGroup, functions, whole_dims};
+use crate::parallel::{ProcessGroup, functions};
+use crate::whole::whole_dims;
 
 /// Linear layer with its output features sharded over ranks: a weight `[d_input, d_output / ranks]`
 /// per rank.
