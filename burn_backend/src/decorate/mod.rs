@@ -36,6 +36,7 @@ mod fill;
 mod fuser;
 mod mark;
 mod ops;
+pub(crate) mod packed;
 mod report;
 mod tracker;
 mod wgrad;

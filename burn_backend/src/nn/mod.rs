@@ -81,6 +81,8 @@ pub use moe::{
 };
 pub(crate) use norm::Neighbours;
 pub use norm::{LayerNorm, LayerNormConfig, ResidualStream, RmsNorm, RmsNormConfig};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use packed::Observer;
 pub use packed::{
     Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
     PackedParameter,

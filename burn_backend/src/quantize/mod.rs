@@ -32,11 +32,13 @@ mod report;
 use std::collections::HashMap;
 
 use burn_core::module::{Module, ModuleMapper, Param, ParamGroup, ParamId, Reparameterizer};
-use burn_core::tensor::{DType, FloatDType, Tensor};
+use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use nvfp4_formats::{BLOCK, Nvfp4Error};
 
 pub use report::{Kept, KeptParameter, PackedLayer, QuantizeReport};
 
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use crate::decorate::{self, packed::Route};
 use crate::nn::{Activations, PackedParameter};
 use crate::survey::{Found, LeftAlone, Selection, Surveyed};
 use crate::validate;
@@ -75,8 +77,8 @@ impl QuantizeConfig {
     /// [`Activations::DYNAMIC`] (W4A4), or [`Activations::Static`] (W4A4 with scales from a
     /// calibration, [`quantize_calibrated`], or from a record).
     ///
-    /// Only layers of this crate quantize their inputs: a `burn_nn::Linear` multiplies by the
-    /// dequantized weight itself.
+    /// Layers of this crate quantize their inputs on all devices. A `burn_nn::Linear` does on a
+    /// CubeCL device, in the kernels of [the decorator](quantize#burns-own-layers).
     pub fn with_activations(mut self, activations: Activations) -> Self {
         self.activations = activations;
         self
@@ -105,13 +107,21 @@ impl QuantizeConfig {
 ///
 /// A weight is quantized in 1x16 blocks along `d_in`, rounded to nearest, with one global scale,
 /// and its high-precision values are freed. Layers of this crate multiply by the codes; their
-/// recipe has no effect any more. A `burn_nn::Linear` dequantizes its weight in each forward, and
-/// frees it afterwards. Biases and all other parameters stay as they are; weights whose `d_in` is
-/// not a multiple of 16 do too, and are in the report.
+/// recipe has no effect any more. Biases and all other parameters stay as they are; weights whose
+/// `d_in` is not a multiple of 16 do too, and are in the report.
 ///
 /// The record of the packed model holds the codes and scales. To load it, call `quantize` with the
-/// same configuration on a new model, then `load_record`. `Module::materialize` turns the packed
-/// weights into high-precision weights with the quantized values.
+/// same configuration on a new model, then `load_record`. [`dequantize`] restores high-precision
+/// weights, with the quantized values.
+///
+/// # Burn's own layers
+///
+/// On a CubeCL device with Burn's fusion, the kernels of this project run the GEMMs of
+/// `burn_nn::Linear`, as in a decorated model (`decorate` lists the conditions): call
+/// `decorate::install` before the first tensor. A missed GEMM is NaN, and the next forward panics
+/// with the name of the layer. On Flex, or if `install` came too late, such a layer dequantizes its
+/// weight in each forward, multiplies in the dtype of its input, and frees the values; its inputs
+/// cannot be quantized there.
 ///
 /// Clones of `model` keep their weights: `quantize(model.valid(), &config)` evaluates a model
 /// between two training steps.
@@ -123,7 +133,7 @@ impl QuantizeConfig {
 /// Returns an error if the model has no linear layer that can be packed, a parameter has a
 /// reparameterization already (decorated, quantized, sharded, LoRA), `include` or `exclude` matches
 /// nothing, the device has no implementation, a weight is not `f32`, `bf16` or `f16`, or inputs of a
-/// layer that is not of this crate are to be quantized.
+/// layer that is not of this crate are to be quantized where they cannot be.
 pub fn quantize<M: Module>(
     model: M,
     config: &QuantizeConfig,
@@ -157,6 +167,11 @@ pub fn quantize_calibrated<M: Module>(
         parameter.observer().start();
     }
     run(&model);
+    for device in model.devices() {
+        device
+            .sync()
+            .map_err(|error| Nvfp4Error::value("run", error.to_string(), "no failure"))?;
+    }
     let mut scales = Scales::default();
     let (mut unseen, mut not_finite) = (Vec::new(), Vec::new());
     for (path, parameter) in &packed {
@@ -185,6 +200,16 @@ pub fn quantize_calibrated<M: Module>(
     Ok((model.map(&mut scales), report))
 }
 
+/// Replaces packed weights by high-precision weights with the quantized values, in their former
+/// dtype. Also removes other reparameterizations, as `Module::materialize` does; use it instead of
+/// that, which sees only the marks of Burn's own layers on a CubeCL device.
+pub fn dequantize<M: Module>(model: M) -> M {
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    return decorate::undecorate(model);
+    #[cfg(not(any(feature = "cpu", feature = "cuda")))]
+    model.materialize()
+}
+
 /// Packs the weights of `model`. Also returns the packed weights, by the path of their layer.
 #[allow(clippy::type_complexity, reason = "three results of one pass")]
 fn pack<M: Module>(
@@ -201,34 +226,22 @@ fn pack<M: Module>(
         exclude: config.exclude.as_ref(),
     };
     let Surveyed { layers, left_alone } = selection.of(&model)?;
-    let burns = layers.iter().find(|layer| !layer.is_own);
-    if let (Some(layer), true) = (burns, config.activations != Activations::HighPrecision) {
-        return Err(Nvfp4Error::value(
-            "config",
-            format!(
-                "activations {:?} for `{}`, which is not a layer of this crate",
-                config.activations, layer.path
-            ),
-            "Activations::HighPrecision, nvfp4::nn::Linear instead of burn's, or the layer in \
-             `exclude`",
-        ));
-    }
     let left_alone = left_alone.into_iter().map(|(layer, why)| {
         let why = match why {
             LeftAlone::HeadOrRouter => Kept::HeadOrRouter,
             LeftAlone::Excluded => Kept::Excluded,
             LeftAlone::Sharded => Kept::Sharded,
         };
-        (layer.weight, (layer.path, Err(why)))
+        (layer, Some(why))
     });
     let layers = layers.into_iter().map(|layer| {
-        let Found { path, dims, .. } = layer;
-        let fits = dims[0] > 0 && dims[0].is_multiple_of(BLOCK);
-        (layer.weight, (path, fits.then_some(()).ok_or(Kept::Width)))
+        let fits = layer.dims[0] > 0 && layer.dims[0].is_multiple_of(BLOCK);
+        (layer, (!fits).then_some(Kept::Width))
     });
+    let weights = left_alone.chain(layers);
     let mut made = Made::default();
     let model = model.apply_reparameterization(Packer {
-        weights: left_alone.chain(layers).collect(),
+        weights: weights.map(|weight| (weight.0.weight, weight)).collect(),
         activations: config.activations,
         made: &mut made,
     });
@@ -256,36 +269,49 @@ struct Made {
 
 /// Replaces the weights of linear layers.
 struct Packer<'a> {
-    /// Path of the layer of each linear weight, and why it is kept, if it is.
-    weights: HashMap<ParamId, (String, Result<(), Kept>)>,
+    /// Layer of each linear weight, and why the weight is kept, if it is.
+    weights: HashMap<ParamId, (Found, Option<Kept>)>,
     activations: Activations,
     made: &'a mut Made,
 }
 
 impl Packer<'_> {
-    /// Packs the weight of the layer at `path`.
+    /// Packs the weight of `layer`.
     fn pack<const D: usize>(
-        &mut self,
-        path: &str,
+        &self,
+        layer: &Found,
         weight: Tensor<D>,
-    ) -> Result<PackedParameter, Nvfp4Error> {
+    ) -> Result<(PackedParameter, PackedLayer), Nvfp4Error> {
         validate::operand("model", &weight)?;
-        let dtype = weight.dtype();
-        let weight = weight.detach();
-        let packed = PackedParameter::try_new(weight.clone(), self.activations)?;
-        let made = &mut self.made;
-        made.report.layers.push(PackedLayer {
-            path: path.to_owned(),
+        let (device, activations) = (weight.device(), self.activations);
+        let mut packed = PackedParameter::try_new(weight.clone(), activations)?;
+        let mut dequantizes = false;
+        if !layer.is_own {
+            match routed(&mut packed, layer, &device) {
+                Ok(()) => {}
+                Err(_) if activations == Activations::HighPrecision => dequantizes = true,
+                Err(error) => {
+                    return Err(Nvfp4Error::value(
+                        "config",
+                        format!("activations {activations:?} for `{}`: {error}", layer.path),
+                        "Activations::HighPrecision, nvfp4::nn::Linear instead of burn's, or the \
+                         layer in `exclude`",
+                    ));
+                }
+            }
+        }
+        let scales = packed.input.as_ref().map_or(0, |_| packed.packed.stack());
+        let row = PackedLayer {
+            path: layer.path.clone(),
             shape: weight.dims().to_vec(),
-            activations: self.activations,
-            bytes_before: weight.shape().num_elements() * dtype.size(),
-            bytes: packed.packed.bytes()
-                + 4 * packed.input.as_ref().map_or(0, |_| packed.packed.stack()),
+            activations,
+            dequantizes,
+            bytes_before: weight.shape().num_elements() * weight.dtype().size(),
+            bytes: packed.packed.bytes() + 4 * scales,
             amax: weight.clone().abs().max().into_scalar::<f32>(),
             sqnr_db: sqnr_db(weight, &packed)?,
-        });
-        made.packed.push((path.to_owned(), packed.clone()));
-        Ok(packed)
+        };
+        Ok((packed, row))
     }
 }
 
@@ -297,34 +323,51 @@ impl Reparameterizer for Packer<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<PackedParameter>) {
-        let (path, kept) = match self.weights.get(&param.id) {
-            Some((path, Ok(()))) => (path.clone(), None),
-            Some((path, Err(kept))) => (path.clone(), Some(*kept)),
+        let (path, reason) = match self.weights.get(&param.id) {
+            Some((layer, None)) => match self.pack(layer, param.val().detach()) {
+                Ok((packed, row)) => {
+                    self.made.packed.push((row.path.clone(), packed.clone()));
+                    self.made.report.layers.push(row);
+                    // One element of the same dtype and device.
+                    let base = Tensor::zeros([1; D], (&param.device(), param.dtype()));
+                    return (Param::initialized(param.id, base), Some(packed));
+                }
+                Err(error) => {
+                    self.made.error.get_or_insert(error);
+                    return (param, None);
+                }
+            },
+            Some((layer, Some(reason))) => (&*layer.path, *reason),
             None if D < 2 => return (param, None),
-            None => (path.to_owned(), Some(Kept::NotLinear)),
+            None => (path, Kept::NotLinear),
         };
-        if let Some(reason) = kept {
-            self.made.report.kept.push(KeptParameter {
-                path,
-                shape: param.dims().to_vec(),
-                bytes: param.shape().num_elements() * param.dtype().size(),
-                reason,
-            });
-            return (param, None);
-        }
-        match self.pack(&path, param.val()) {
-            Ok(packed) => {
-                // One element of the same dtype and device.
-                let place = (&param.device(), param.dtype());
-                let base = Tensor::zeros([1; D], place);
-                (Param::initialized(param.id, base), Some(packed))
-            }
-            Err(error) => {
-                self.made.error.get_or_insert(error);
-                (param, None)
-            }
-        }
+        self.made.report.kept.push(KeptParameter {
+            path: path.to_owned(),
+            shape: param.dims().to_vec(),
+            bytes: param.shape().num_elements() * param.dtype().size(),
+            reason,
+        });
+        (param, None)
     }
+}
+
+/// Routes the GEMMs of `layer`, which is not of this crate, to the kernels that read `packed`.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn routed(packed: &mut PackedParameter, layer: &Found, device: &Device) -> Result<(), Nvfp4Error> {
+    let route = Route::new(device, &layer.path, layer.dims, layer.experts)?;
+    decorate::install()?;
+    packed.set_route(route);
+    Ok(())
+}
+
+/// Returns an error: without CubeCL no kernel runs the GEMMs of `layer`.
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn routed(_: &mut PackedParameter, _layer: &Found, device: &Device) -> Result<(), Nvfp4Error> {
+    Err(Nvfp4Error::Device {
+        argument: "model",
+        found: format!("{:?}", device.as_dispatch()),
+        expected: "a CubeCL CPU or CUDA device (features `cpu` and `cuda`)".into(),
+    })
 }
 
 /// Returns the ratio of the squares of `weight` and of its quantization error, in dB.

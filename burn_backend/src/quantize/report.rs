@@ -13,6 +13,8 @@ pub struct PackedLayer {
     pub shape: Vec<usize>,
     /// Quantization of the input.
     pub activations: Activations,
+    /// True if each forward dequantizes the weight; false if the GEMM reads the codes.
+    pub dequantizes: bool,
     /// Bytes of the high-precision weight.
     pub bytes_before: usize,
     /// Bytes of codes, block scales and global scales.
@@ -114,9 +116,14 @@ impl fmt::Display for QuantizeReport {
             "layer", "shape", "format", "before", "bytes", "amax", "SQNR dB"
         )?;
         for layer in &self.layers {
+            let note = if layer.dequantizes {
+                "  dequantizes"
+            } else {
+                ""
+            };
             writeln!(
                 f,
-                "{:width$}  {:>16}  {:>11}  {:>11}  {:>11}  {:>9.3e}  {:>7.1}",
+                "{:width$}  {:>16}  {:>11}  {:>11}  {:>11}  {:>9.3e}  {:>7.1}{note}",
                 layer.path,
                 format!("{:?}", layer.shape),
                 layer.format(),

@@ -10,7 +10,7 @@ use burn_nn::conv::{Conv2d, Conv2dConfig};
 use burn_nn::{Linear, LinearConfig, transformer as burn_transformer};
 use burn_nvfp4::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 use burn_nvfp4::nn::{self, Activations, RopeCacheConfig};
-use burn_nvfp4::quantize::Kept;
+use burn_nvfp4::quantize::{Kept, KeptParameter, dequantize};
 use burn_nvfp4::{
     Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4TransformerBlockConfig,
     QuantizeConfig, QuantizeReport, Rounding, Usage, quantize, quantize_calibrated,
@@ -23,7 +23,7 @@ use crate::support::{Matrix, burn_matmul_error, device, skip_where_small_only, s
 const D: usize = 32;
 const HIDDEN: usize = 48;
 
-/// The project's own name for burn's layer or its replacement.
+/// Two layers, of burn-nn or of this crate.
 #[derive(Module, Debug)]
 struct Mlp<L: Module> {
     up: L,
@@ -138,7 +138,7 @@ fn burns_layers_multiply_by_the_packed_values() {
         assert_eq!(row.bytes, k * n / 2 + k * n / 16 + 4);
         let exact = values(high.weight.val().transpose());
         assert_eq!(row.amax, reference::amax(&exact));
-        assert!((row.sqnr_db - 10.0 * sqnr(&exact, &w).log10()).abs() < 1e-3);
+        assert!((row.sqnr_db - sqnr(&exact, &w)).abs() < 1e-3);
     }
     assert_eq!(report.layers[1].path, "down");
     let text = report.to_string();
@@ -211,25 +211,16 @@ fn modules_of_this_crate_multiply_by_the_packed_values() {
         let (packed, report) = quantize(block, &QuantizeConfig::new()).unwrap();
         assert_eq!(report.layers.len(), layers, "{report}");
         let found = packed.forward(x.clone(), &positions).output;
-        let expected = packed.clone().materialize();
+        let expected = dequantize(packed.clone());
         let expected = expected.forward(x.clone(), &positions).output;
         near(&values(found), &values(expected), burn_matmul_error(1e-5));
-        for (name, activations) in [("dynamic", Activations::DYNAMIC)] {
-            let (packed, _) = quantize(
-                config.init(&device),
-                &QuantizeConfig::new().with_activations(activations),
-            )
-            .unwrap();
-            let y = values(packed.forward(x.clone(), &positions).output);
-            assert!(y.iter().all(|y| y.is_finite()), "{name}");
-        }
     }
     let swiglu = nn::SwiGluConfig::new(64, 32)
         .with_recipe(recipe.clone())
         .init(&device);
     recipe.apply(&swiglu).unwrap();
     let (packed, _) = quantize(swiglu, &QuantizeConfig::new()).unwrap();
-    let expected = packed.clone().materialize().forward(x.clone());
+    let expected = dequantize(packed.clone()).forward(x.clone());
     near(&values(packed.forward(x)), &values(expected), 1e-5);
 }
 
@@ -294,9 +285,7 @@ fn what_is_kept_has_a_reason() {
         .exclude(ParamGroup::from_path("body.weight"));
     let (_, report) = quantize(model, &all).unwrap();
     assert_eq!(report.layers[0].path, "head");
-    let excluded = |kept: &burn_nvfp4::quantize::KeptParameter| {
-        kept.path == "body" && kept.reason == Kept::Excluded
-    };
+    let excluded = |kept: &KeptParameter| kept.path == "body" && kept.reason == Kept::Excluded;
     assert!(report.kept.iter().any(excluded), "{report}");
 }
 

@@ -10,6 +10,7 @@
 mod grouped;
 mod linear;
 mod norm_linear;
+mod observer;
 mod parameter;
 mod scales;
 mod weight;
@@ -18,6 +19,8 @@ pub use crate::ops::packed::Activations;
 pub use grouped::Nvfp4PackedGroupedLinear;
 pub use linear::Nvfp4PackedLinear;
 pub use norm_linear::NormLinear;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use observer::Observer;
 pub use parameter::PackedParameter;
 pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;

@@ -2,14 +2,15 @@
 
 use burn_core as burn;
 
-use std::sync::{Arc, Mutex, MutexGuard};
-
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param, ParamId, Reparameterization};
 use burn_core::tensor::{DType, Tensor};
-use nvfp4_formats::{BlockScaling, Nvfp4Error, Rounding, Usage};
+use nvfp4_formats::{Nvfp4Error, Rounding, Usage};
 
-use super::Nvfp4Weight;
+use super::observer::Observer;
+use super::weight::Nvfp4Weight;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use crate::decorate::packed::Route;
 use crate::functions::or_panic;
 use crate::ops::packed::Activations;
 use crate::ops::{
@@ -20,8 +21,9 @@ use crate::ops::{
 /// [`quantize`](crate::quantize()).
 ///
 /// The parameter holds one element in place of the high-precision weight. Its value
-/// (`Param::val`) is the dequantized weight, `[d_in, d_out]` or a stack: `burn_nn::Linear`
-/// multiplies by that. The layers of this crate multiply by the codes.
+/// (`Param::val`) is the dequantized weight, `[d_in, d_out]` or a stack. The layers of this crate
+/// multiply by the codes. `burn_nn::Linear` multiplies by the dequantized weight, except on a CubeCL
+/// device: there the value is a mark, as in a decorated model, and the GEMM reads the codes.
 #[derive(Module, Debug)]
 pub struct PackedParameter {
     /// Weight, `[d_out, d_in]`, or a stack of these.
@@ -32,6 +34,10 @@ pub struct PackedParameter {
     activations: Activations,
     #[module(skip)]
     observer: Observer,
+    /// Route of the GEMMs of a layer that is not of this crate.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    #[module(skip)]
+    route: Option<Route>,
 }
 
 impl PackedParameter {
@@ -68,7 +74,15 @@ impl PackedParameter {
             input,
             activations,
             observer: Observer::default(),
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            route: None,
         })
+    }
+
+    /// Routes the GEMMs of a layer that is not of this crate.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub(crate) fn set_route(&mut self, route: Route) {
+        self.route = Some(route);
     }
 
     /// Returns the quantization of the input.
@@ -100,10 +114,14 @@ impl PackedParameter {
         groups: RowGroups<Dispatch>,
     ) -> Tensor<2> {
         // While the input is observed, it is not quantized: its scale is not known.
-        let input = match self.observer.observe(&x) {
+        let input = match self.observer.is_active() {
             true => (Activations::HighPrecision, None),
             false => (self.activations, self.input.as_ref()),
         };
+        if self.observer.is_active() && x.shape().num_elements() > 0 {
+            let amax = x.clone().detach().abs().max();
+            self.observer.add(amax.into_scalar::<f32>());
+        }
         self.packed.multiply(x, input, bias, groups)
     }
 }
@@ -112,6 +130,14 @@ impl Reparameterization for PackedParameter {
     const NAME: &'static str = "nvfp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        #[cfg(any(feature = "cpu", feature = "cuda"))]
+        if let Some(route) = &self.route
+            && route.is_open(&base.device(), self.activations)
+        {
+            let input = self.input.as_ref().map(|input| input.val());
+            let input = (self.activations, input, &self.observer);
+            return route.mark(base, self.packed.quantized(), input);
+        }
         let dtype = base.dtype().into();
         let values = or_panic("a packed weight", self.packed.try_dequantize(dtype));
         let [d_in, d_out] = [self.dims::<2>()[0], self.dims::<2>()[1]];
@@ -123,64 +149,5 @@ impl Reparameterization for PackedParameter {
             }
         };
         Tensor::from_dispatch(values)
-    }
-}
-
-/// Largest magnitude of the inputs of a layer during a calibration. Shared by clones of the layer.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Observer(Arc<Mutex<Option<Observed>>>);
-
-/// Inputs seen since the calibration began.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Observed {
-    /// Number of inputs with at least one element.
-    pub inputs: u64,
-    /// Largest magnitude; NaN or infinite if an input was.
-    pub amax: f32,
-}
-
-impl Observer {
-    fn lock(&self) -> MutexGuard<'_, Option<Observed>> {
-        self.0
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// Begins to observe.
-    pub fn start(&self) {
-        *self.lock() = Some(Observed::default());
-    }
-
-    /// Ends to observe, and returns the inputs seen.
-    pub fn finish(&self) -> Observed {
-        self.lock().take().unwrap_or_default()
-    }
-
-    /// Returns false if nothing is observed, otherwise adds `x`. Waits for the device.
-    fn observe(&self, x: &Tensor<2>) -> bool {
-        let mut state = self.lock();
-        let Some(observed) = state.as_mut() else {
-            return false;
-        };
-        if x.shape().num_elements() > 0 {
-            let amax = x.clone().detach().abs().max().into_scalar::<f32>();
-            observed.inputs += 1;
-            // `f32::max` drops a NaN.
-            if !observed.amax.is_nan() && (amax.is_nan() || amax > observed.amax) {
-                observed.amax = amax;
-            }
-        }
-        true
-    }
-}
-
-impl Observed {
-    /// Returns the global scale that dequantizes inputs of this amax.
-    pub fn scale(&self) -> f32 {
-        match self.amax {
-            // Any scale quantizes zeros to zeros, except 0.
-            0.0 => 1.0,
-            amax => amax / BlockScaling::Standard.range(),
-        }
     }
 }
