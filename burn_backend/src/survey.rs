@@ -26,12 +26,15 @@ const SHARDED: [&str; 3] = [
 ];
 
 /// Linear layer.
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda")),
+    allow(dead_code, reason = "Flex has no decorator")
+)]
 pub(crate) struct Found {
     pub path: String,
     /// True if the layer is one of this crate, which multiplies by the weight itself.
     pub is_own: bool,
     pub weight: ParamId,
-    #[cfg_attr(not(any(feature = "cpu", feature = "cuda")), allow(dead_code))]
     pub bias: Option<ParamId>,
     /// Shape of the weight, or of each matrix in a stack.
     pub dims: [usize; 2],
