@@ -85,8 +85,8 @@ impl QuantizeConfig {
     }
 
     /// Also packs the weights in `group`: those of heads and routers, and parameters of rank 2 or 3
-    /// called `weight` of other modules, `[d_in, d_out]` or a stack. Such a module reads the
-    /// dequantized weight.
+    /// called `weight` of other modules, which use them as `x.matmul(weight)` with `[d_in, d_out]`,
+    /// or with a stack of these and an `x` of `[experts, tokens, d_in]`.
     pub fn include(mut self, group: ParamGroup) -> Self {
         self.include = Some(group);
         self
@@ -114,6 +114,12 @@ impl QuantizeConfig {
 /// same configuration on a new model, then `load_record`. [`dequantize`] restores high-precision
 /// weights, with the quantized values.
 ///
+/// Clones of `model` keep their weights: `quantize(model.valid(), &config)` evaluates a model
+/// between two training steps.
+///
+/// With [`Activations::Static`] outputs are NaN until a record is loaded: use
+/// [`quantize_calibrated`] to measure the scales.
+///
 /// # Burn's own layers
 ///
 /// On a CubeCL device with Burn's fusion, the kernels of this project run the GEMMs of
@@ -122,12 +128,6 @@ impl QuantizeConfig {
 /// with the name of the layer. On Flex, or if `install` came too late, such a layer dequantizes its
 /// weight in each forward, multiplies in the dtype of its input, and frees the values; its inputs
 /// cannot be quantized there.
-///
-/// Clones of `model` keep their weights: `quantize(model.valid(), &config)` evaluates a model
-/// between two training steps.
-///
-/// With [`Activations::Static`] outputs are NaN until a record is loaded: use
-/// [`quantize_calibrated`] to measure the scales.
 ///
 /// # Errors
 /// Returns an error if the model has no linear layer that can be packed, a parameter has a
