@@ -6,7 +6,7 @@
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, Backend,
+    Autodiff, AutodiffBackend,
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
@@ -21,7 +21,7 @@ use super::call::{BiasState, CallRef};
 use super::counters::count;
 use super::fill::filled_like;
 use super::wgrad::weight_grad;
-use crate::ops::{LinearSpec, MaybeTensor, QuantizedMatrix, inner};
+use crate::ops::{LinearSpec, MaybeTensor, Nvfp4KernelOps, QuantizedMatrix, inner};
 
 /// Marks of the parameters of decorated layers, and replacement of their gradients.
 ///
@@ -31,7 +31,7 @@ use crate::ops::{LinearSpec, MaybeTensor, QuantizedMatrix, inner};
     Fusion: cfg(feature = "cubecl-backend"),
     Autodiff
 )]
-pub trait MarkOps: Backend {
+pub trait MarkOps: Nvfp4KernelOps {
     /// Returns the weight as the rest of the graph sees it. In strict mode it is all NaN, so that
     /// only a routed GEMM gives a number.
     #[fusion(dtype = weight, shape = weight)]
