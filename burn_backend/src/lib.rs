@@ -12,6 +12,7 @@
 //!   expert.
 //! - [`loss`] contains the cross entropy, with or without the output head, and embeddings.
 //! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
+//! - [`quantize`](mod@quantize) packs the linear weights of a model for inference.
 //! - `checkpoint` (feature `train`) adds that state to the checkpoints of burn-train.
 //! - [`parallel`] trains on several ranks: data parallelism, FSDP and differentiable collectives.
 //!
@@ -81,6 +82,7 @@ pub mod nn;
 pub mod ops;
 pub mod optim;
 pub mod parallel;
+pub mod quantize;
 pub mod recipe;
 pub mod state;
 pub mod telemetry;
@@ -88,7 +90,9 @@ pub mod telemetry;
 mod layers;
 mod parameterless;
 mod rng;
+mod survey;
 mod validate;
+mod whole;
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub use decorate::{Decorator, Nvfp4Report, decorate};
@@ -100,5 +104,6 @@ pub use nn::{
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
 pub use nvfp4_formats::{Hadamard, Nvfp4Error, RandomStream, Rounding, Usage};
+pub use quantize::{QuantizeConfig, QuantizeReport, quantize, quantize_calibrated};
 pub use recipe::{LayerMode, Nvfp4Recipe};
 pub use state::{Nvfp4State, RngState, set_mode};

@@ -5,8 +5,6 @@ use burn_core::module::Param;
 use burn_core::tensor::{DType, Device, Shape, Tensor, kind::Basic};
 use nvfp4_formats::{BLOCK, Nvfp4Error};
 
-use crate::parallel::whole_dims;
-
 /// Devices that the crate was built for, for messages.
 const DEVICES: &str = if cfg!(feature = "flex") {
     if cfg!(feature = "cuda") {
@@ -129,12 +127,13 @@ pub(crate) fn operand<const D: usize>(
     float(argument, tensor.dtype())
 }
 
-/// Weight or bias: a tensor, or a parameter, which may be sharded.
+/// Weight or bias: a tensor, or a parameter, which may be sharded or packed.
 pub(crate) trait Weight<const D: usize> {
-    /// Returns the tensor, or this rank's shard of it.
+    /// Returns the tensor, this rank's shard of it, or the placeholder of a packed one, which has its
+    /// dtype and device.
     fn held(&self) -> &Tensor<D>;
 
-    /// Returns the unsharded shape.
+    /// Returns the shape of the whole value.
     fn whole_dims(&self) -> [usize; D];
 }
 
@@ -145,16 +144,6 @@ impl<const D: usize> Weight<D> for Tensor<D> {
 
     fn whole_dims(&self) -> [usize; D] {
         self.dims()
-    }
-}
-
-impl<const D: usize> Weight<D> for Param<Tensor<D>> {
-    fn held(&self) -> &Tensor<D> {
-        self
-    }
-
-    fn whole_dims(&self) -> [usize; D] {
-        whole_dims(self)
     }
 }
 

@@ -8,8 +8,11 @@ use burn_core::tensor::Shape;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
 use super::counters::Counters;
+use crate::nn::Observer;
+use crate::ops::inference::STATIC;
 use crate::ops::linear::SavedForBackward;
-use crate::ops::{LinearContext, LinearSpec};
+use crate::ops::packed::Activations;
+use crate::ops::{LinearContext, LinearSpec, MaybeTensor, OperandSpec, QuantizedMatrix};
 
 /// Handling of a GEMM that [`Decorator`](super::Decorator) could not route.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,7 +99,17 @@ pub(super) struct Call {
     /// True if the weight needs a gradient.
     pub weight_tracked: bool,
     pub context: LinearContext,
+    /// Input of the GEMM, if the weight is packed.
+    pub packed: Option<PackedCall>,
     state: Mutex<CallState>,
+}
+
+/// Input of the GEMM of a call with a packed weight.
+#[derive(Debug)]
+pub(super) struct PackedCall {
+    pub activations: Activations,
+    /// Observer of the input, during a calibration.
+    pub observer: Option<Observer>,
 }
 
 /// State of a call while its operations are registered and run.
@@ -104,6 +117,8 @@ pub(super) struct Call {
 pub(super) struct CallState {
     /// Weight, from its mark until its GEMM.
     pub weight: Option<CubeTensor>,
+    /// Packed weight, and the static global scale of the input, if any.
+    pub packed: Option<(QuantizedMatrix<CubeBackend>, MaybeTensor<CubeBackend>)>,
     pub bias: BiasState,
     /// True if the bias needs a gradient.
     pub bias_tracked: bool,
@@ -163,7 +178,22 @@ impl Call {
             training,
             weight_tracked,
             context,
+            packed: None,
             state: Mutex::default(),
+        }
+    }
+
+    /// Creates a call of a layer with a packed weight.
+    pub fn of_packed(layer: Arc<Layer>, packed: PackedCall) -> Self {
+        let spec = LinearSpec {
+            fprop_x: packed.activations.spec(),
+            fprop_w: OperandSpec::Quantized(STATIC),
+            ..LinearSpec::high_precision()
+        };
+        let (dims, context) = (layer.dims, LinearContext::default());
+        Self {
+            packed: Some(packed),
+            ..Self::new(layer, dims, (spec, context), false, false)
         }
     }
 

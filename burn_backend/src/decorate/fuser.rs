@@ -31,6 +31,7 @@ use burn_ir::{FloatOperationIr, MatmulOpIr, TensorStatus};
 use super::call::{BiasState, Call, lock};
 use super::counters::count;
 use super::fill::{equal_offsets, placeholder};
+use super::packed;
 use super::tracker::{Role, tracker};
 use super::wgrad::compute_weight_grad;
 use crate::ops::linear::{LinearRequest, RequiresGrad};
@@ -310,6 +311,22 @@ fn run_gemm(
                 }
             }
         }
+        Role::Dgrad(call) if call.packed.is_some() => {
+            let dy = operands.left();
+            match packed::input_grad(&call, dy) {
+                Some(dx) => {
+                    let LinearSpec {
+                        dgrad_dy, fprop_w, ..
+                    } = call.spec;
+                    call.layer.counters.dgrad.routed([dgrad_dy, fprop_w]);
+                    operands.finish(dx);
+                }
+                None => {
+                    call.layer.counters.dgrad.missed();
+                    plain(context);
+                }
+            }
+        }
         Role::Dgrad(call) => {
             let Some(saved) = call.state().saved.take() else {
                 // The forward was missed and counted.
@@ -366,6 +383,9 @@ fn run_gemm(
 /// Runs the forward GEMM and saves the operands for its backward. Returns `None` if the weight is
 /// missing.
 fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Option<CubeTensor> {
+    if let Some(input) = &call.packed {
+        return packed::forward(call, input, x);
+    }
     let mut state = call.state();
     let weight = state.weight.take()?;
     let bias = match std::mem::take(&mut state.bias) {

@@ -58,6 +58,11 @@ pub(super) fn bypassed<T>(body: impl FnOnce() -> T) -> T {
     body()
 }
 
+/// Returns true while marks have no effect on this thread.
+pub(super) fn is_bypassed() -> bool {
+    BYPASSED.get()
+}
+
 /// Returns the marks on the weights of `model`, in the order of its fields.
 pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
     struct Nothing;
@@ -118,7 +123,7 @@ impl Reparameterization for Mark {
     const NAME: &'static str = "nvfp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        if BYPASSED.get() || self.state.is_high_precision() {
+        if is_bypassed() || self.state.is_high_precision() {
             return base;
         }
         let device = base.device();

@@ -36,8 +36,8 @@ mod fill;
 mod fuser;
 mod mark;
 mod ops;
+pub(crate) mod packed;
 mod report;
-mod survey;
 mod tracker;
 mod wgrad;
 
@@ -54,13 +54,13 @@ pub use counters::GemmFormat;
 pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
 
 use crate::experts::check_experts;
-use crate::recipe::{Nvfp4Recipe, patterns};
+use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
+use crate::survey::{Selection, Surveyed};
 use call::{Group, Layer, Mode, lock};
 use check::check_device;
 use counters::Counters;
 use mark::{Kind, Mark, collect};
-use survey::{Survey, Surveyed};
 
 /// Burn's own fusion of a matmul with the operations after it. Its score is always below that of
 /// `BlockFuser`.
@@ -158,9 +158,13 @@ impl Decorator {
         }
         install()?;
         self.recipe.check()?;
-        let mut survey = Survey::new(self.include.as_ref(), self.exclude.as_ref());
-        model.visit(&mut survey);
-        let marker = self.marker(survey.finish())?;
+        let selection = Selection {
+            verb: "decorate",
+            own: false,
+            include: self.include.as_ref(),
+            exclude: self.exclude.as_ref(),
+        };
+        let marker = self.marker(selection.of(&model)?)?;
         let model = model.apply_reparameterization(marker);
         self.recipe.apply(&model)?;
         for mark in collect(&model) {
@@ -170,55 +174,11 @@ impl Decorator {
     }
 
     fn marker(&self, survey: Surveyed) -> Result<Marker, Nvfp4Error> {
-        let Surveyed {
-            layers,
-            left_alone,
-            included,
-            excluded,
-            reparameterized,
-        } = survey;
-        if let Some(path) = reparameterized {
-            return Err(Nvfp4Error::value(
-                "model",
-                format!("a reparameterization at `{path}`"),
-                "a model without any: neither decorated nor with LoRA adapters",
-            ));
-        }
-        if let Some(group) = &self.include
-            && !included
-        {
-            return Err(Nvfp4Error::value(
-                "include",
-                format!(
-                    "{}, which matches no parameter of rank 2 or 3 called `weight`",
-                    patterns(group)
-                ),
-                "a group with at least one that is not in a Linear, or in a head or router",
-            ));
-        }
-        if let Some(group) = &self.exclude
-            && !excluded
-        {
-            return Err(Nvfp4Error::value(
-                "exclude",
-                format!(
-                    "{}, which matches no weight of a layer to decorate",
-                    patterns(group)
-                ),
-                "a group with at least one",
-            ));
-        }
-        if layers.is_empty() {
-            let found = match &left_alone[..] {
-                [] => "no linear layer".into(),
-                paths => format!("no linear layer to decorate besides {}", paths.join(", ")),
-            };
-            return Err(Nvfp4Error::value(
-                "model",
-                found,
-                "a model with at least one, or a head or router in `include`",
-            ));
-        }
+        let Surveyed { layers, left_alone } = survey;
+        let left_alone = left_alone
+            .into_iter()
+            .map(|(layer, _)| layer.path)
+            .collect();
         let group = Arc::new(Group::new(self.mode, left_alone));
         let recipe = Arc::new(self.recipe.clone());
         let mut marks = HashMap::new();

@@ -6,7 +6,7 @@
 use burn_core as burn;
 
 use burn_core::backend::{
-    Autodiff, Backend,
+    Autodiff, AutodiffBackend,
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
@@ -21,7 +21,7 @@ use super::call::{BiasState, CallRef};
 use super::counters::count;
 use super::fill::filled_like;
 use super::wgrad::weight_grad;
-use crate::ops::LinearSpec;
+use crate::ops::{LinearSpec, MaybeTensor, Nvfp4KernelOps, QuantizedMatrix, inner};
 
 /// Marks of the parameters of decorated layers, and replacement of their gradients.
 ///
@@ -31,11 +31,22 @@ use crate::ops::LinearSpec;
     Fusion: cfg(feature = "cubecl-backend"),
     Autodiff
 )]
-pub trait MarkOps: Backend {
+pub trait MarkOps: Nvfp4KernelOps {
     /// Returns the weight as the rest of the graph sees it. In strict mode it is all NaN, so that
     /// only a routed GEMM gives a number.
     #[fusion(dtype = weight, shape = weight)]
     fn nvfp4_mark_weight(weight: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self>;
+
+    /// Returns a packed weight `w` as the rest of the graph sees it: all NaN, in the shape and dtype
+    /// of `place`. `input` is the static global scale of the input, if any.
+    #[fusion(dtype = place, shape = place)]
+    fn nvfp4_mark_packed(
+        place: FloatTensor<Self>,
+        call: CallRef,
+        id: u64,
+        #[extension_type] w: QuantizedMatrix<Self>,
+        #[extension_type] input: MaybeTensor<Self>,
+    ) -> FloatTensor<Self>;
 
     /// Returns the bias as the rest of the graph sees it: -0.0, which adds nothing to any number,
     /// if the GEMM adds the bias itself before rounding.
@@ -65,6 +76,17 @@ impl MarkOps for CubeBackend {
         };
         call.state().weight = Some(weight);
         seen
+    }
+
+    fn nvfp4_mark_packed(
+        place: FloatTensor<Self>,
+        CallRef(call): CallRef,
+        _id: u64,
+        w: QuantizedMatrix<Self>,
+        input: MaybeTensor<Self>,
+    ) -> FloatTensor<Self> {
+        call.state().packed = Some((w, input));
+        filled_like(&place, f32::NAN)
     }
 
     fn nvfp4_mark_bias(
@@ -163,6 +185,18 @@ impl<B: MarkOps, C: CheckpointStrategy> MarkOps for Autodiff<B, C> {
             }
             OpsKind::UnTracked(prep) => prep.finish(B::nvfp4_mark_weight(weight, call, id)),
         }
+    }
+
+    fn nvfp4_mark_packed(
+        place: FloatTensor<Self>,
+        call: CallRef,
+        id: u64,
+        w: QuantizedMatrix<Self>,
+        input: MaybeTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let input = input.map(|input| input.into_primitive());
+        let place = place.into_primitive();
+        Self::from_inner(B::nvfp4_mark_packed(place, call, id, inner(w), input))
     }
 
     fn nvfp4_mark_bias(bias: FloatTensor<Self>, call: CallRef, id: u64) -> FloatTensor<Self> {

@@ -525,6 +525,7 @@ impl Edge {
         // Burn prefixes the method name with crate and trait.
         [
             ("nvfp4_mark_weight", Self::Weight),
+            ("nvfp4_mark_packed", Self::Weight),
             ("nvfp4_mark_bias", Self::Bias),
             ("nvfp4_take_weight_grad", Self::WeightGrad),
             ("nvfp4_take_bias_grad", Self::BiasGrad),

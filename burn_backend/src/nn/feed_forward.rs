@@ -23,9 +23,9 @@ use crate::experts::ExpertOffsets;
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
 use crate::ops::layers::Activation as GateActivation;
 use crate::ops::{FeedForwardSpec, LinearParams, Nvfp4Ops, RowGroups};
-use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Configuration of an [`Nvfp4SwiGlu`].
 #[derive(Config, Debug)]
@@ -218,6 +218,10 @@ pub fn try_feed_forward_of_experts(
     let [count, d_model, d_inner] = whole_dims(&input.weight);
     let shape = [count, d_inner / activation.inputs(), d_model];
     output.check_part(["output.weight", "output.bias"], &x.device(), shape)?;
+    if input.packed().or(output.packed()).is_some() {
+        let hidden = activation.try_apply(input.try_forward(x, experts)?)?;
+        return output.try_forward(hidden, experts);
+    }
     let input = input.part(x.is_tracked())?;
     let output = output.part(input.tracks(&x))?;
     let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
@@ -244,6 +248,10 @@ pub(super) fn feed_forward_of(
     settings: (MlpActivation, bool),
     x: Tensor<2>,
 ) -> Result<Tensor<2>, Nvfp4Error> {
+    if input.packed().or(output.packed()).is_some() {
+        let hidden = settings.0.try_apply(input.try_forward(x)?)?;
+        return output.try_forward(hidden);
+    }
     let input = input.part(x.is_tracked())?;
     let output = output.part(input.tracks(&x))?;
     feed_forward_between(x, (input, output), RowGroups::Whole, settings)

@@ -9,16 +9,19 @@ use burn_nn::{Initializer, Linear};
 use nvfp4_formats::Nvfp4Error;
 
 use super::operand_weight::{OperandWeight, gathered_weight};
+use super::packed::PackedParameter;
 use super::parts::{LinearPart, PartIds, apart, constant};
 use crate::experts::{
     ExpertOffsets, check_experts, check_grouped_linear, check_grouped_parameters,
     grouped_linear_unchecked,
 };
 use crate::functions::or_panic;
-use crate::parallel::{ProcessGroup, whole_dims};
+use crate::ops::RowGroups;
+use crate::parallel::ProcessGroup;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Configuration of an [`Nvfp4GroupedLinear`].
 #[derive(Config, Debug)]
@@ -232,11 +235,20 @@ impl Nvfp4GroupedLinear {
         experts: &ExpertOffsets,
     ) -> Result<Tensor<2>, Nvfp4Error> {
         self.check(&input, experts)?;
+        if let Some(packed) = self.packed() {
+            let groups = RowGroups::Offsets(experts.offsets().clone().into_dispatch());
+            return Ok(packed.multiply(input, self.bias.as_ref(), groups));
+        }
         let LinearPart { weight, bias, spec } = self.part(input.is_tracked())?;
         let (spec, context) = spec;
         Ok(grouped_linear_unchecked(
             input, weight, bias, experts, spec, context,
         ))
+    }
+
+    /// Returns the packed weights, if [`quantize`](crate::quantize()) has packed them.
+    pub(super) fn packed(&self) -> Option<&PackedParameter> {
+        self.weight.reparameterization()
     }
 
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept these arguments.

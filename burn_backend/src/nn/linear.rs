@@ -9,14 +9,16 @@ use burn_nn::{Initializer, Linear, LinearConfig, LinearLayout};
 use nvfp4_formats::Nvfp4Error;
 
 use super::operand_weight::{OperandWeight, gathered_weight};
+use super::packed::PackedParameter;
 use super::parts::{LinearPart, identity_of};
+use super::rows;
 use crate::functions::{linear_unchecked, or_panic};
 use crate::ops::sharding::GatheredWeight;
-use crate::ops::{LinearSpec, WeightIdentity};
-use crate::parallel::whole_dims;
+use crate::ops::{LinearSpec, RowGroups, WeightIdentity};
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Configuration of an [`Nvfp4Linear`].
 #[derive(Config, Debug)]
@@ -140,10 +142,21 @@ impl Nvfp4Linear {
     /// the weight, its dtype is not supported, or its last axis is not `d_input`.
     pub fn try_forward<const D: usize>(&self, input: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&input)?;
+        if let Some(packed) = self.packed() {
+            let (x, mut dims) = rows(input);
+            [_, dims[D - 1]] = packed.dims();
+            let y = packed.multiply(x, self.bias.as_ref(), RowGroups::Whole);
+            return Ok(y.reshape(dims));
+        }
         let weight = OperandWeight::new(&self.weight, self.gathered_weight(true));
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let identity = identity_of([&self.weight], &[&weight.held]);
         self.forward_with(weight, identity, bias, input)
+    }
+
+    /// Returns the packed weight, if [`quantize`](crate::quantize()) has packed it.
+    pub(super) fn packed(&self) -> Option<&PackedParameter> {
+        self.weight.reparameterization()
     }
 
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept `input`.
@@ -242,7 +255,7 @@ impl Nvfp4Linear {
     /// quantized once. Random bits are those of the first layer, whose offset advances; the offsets
     /// of the others do not. The first layer caches the quantized weights until one of them
     /// changes, or until it runs alone or with other layers. In high precision the weights are
-    /// concatenated in each forward.
+    /// concatenated in each forward. Layers with packed weights run one after the other.
     ///
     /// # Errors
     /// Same as [`try_forward`](Self::try_forward); also if `layers` is empty, or if layers differ
@@ -258,6 +271,11 @@ impl Nvfp4Linear {
         for (index, other) in (1..).zip(others) {
             other.check_beside(first, index)?;
             other.check(&input)?;
+        }
+        if layers.iter().any(|layer| layer.packed().is_some()) {
+            return (layers.iter())
+                .map(|layer| layer.try_forward(input.clone()))
+                .collect();
         }
         let widths = layers.iter().map(|layer| whole_dims(&layer.weight)[1]);
         let widths = widths.collect();
@@ -300,6 +318,7 @@ impl Nvfp4Linear {
         let mut others = layers[1..].iter().zip(1..);
         // In high precision nothing is quantized once for all, and the concatenation only costs.
         if !layers[0].state.is_high_precision()
+            && layers.iter().all(|layer| layer.packed().is_none())
             && others.all(|(other, index)| other.check_beside(layers[0], index).is_ok())
         {
             return Self::forward_joined(layers, input);

@@ -88,8 +88,11 @@ pub use moe::{
 };
 pub(crate) use norm::Neighbours;
 pub use norm::{LayerNorm, LayerNormConfig, ResidualStream, RmsNorm, RmsNormConfig};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use packed::Observer;
 pub use packed::{
     Activations, BlockScales, NormLinear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, Nvfp4Weight,
+    PackedParameter,
 };
 pub use routing::Routing;
 pub use swiglu::{SwiGlu, SwiGluConfig};

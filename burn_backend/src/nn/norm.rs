@@ -18,8 +18,8 @@ use super::Nvfp4Linear;
 use crate::functions::{or_panic, try_rms_norm};
 use crate::layers::{NormAmax, NormParameters, try_norm};
 use crate::ops::layers::Norm;
-use crate::parallel::whole_dims;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Configuration of [`RmsNorm`]; same fields and defaults as `burn_nn::RmsNormConfig`.
 #[derive(Config, Debug)]

@@ -4,6 +4,7 @@ use burn_core::module::Param;
 use burn_core::tensor::Tensor;
 use nvfp4_formats::Nvfp4Error;
 
+use super::packed::PackedParameter;
 use super::parts::{LinearPart, identity_of};
 use crate::ops::sharding::{GatheredWeight, WeightPart};
 use crate::ops::{LinearContext, LinearSpec, WeightIdentity};
@@ -36,6 +37,7 @@ pub(super) struct OperandWeight<const D: usize> {
     pub gathered: Option<GatheredWeight>,
     /// Dtype of the gradient exchange, if the weight is one parameter.
     reduce_dtype: ReduceDtype,
+    is_packed: bool,
 }
 
 impl<const D: usize> OperandWeight<D> {
@@ -48,17 +50,28 @@ impl<const D: usize> OperandWeight<D> {
             },
             gathered,
             reduce_dtype: reduce_dtype_of(param),
+            is_packed: param.reparameterization::<PackedParameter>().is_some(),
         }
     }
 
     /// Begins the next forward of a layer with this weight, identified by `identity`. Returns its
     /// operand specification and context. `is_tracked` is true if autodiff tracks the input.
+    ///
+    /// # Errors
+    /// Returns an error if the weight is packed: it would be quantized twice.
     pub fn begin(
         &self,
         (state, recipe): OfLayer<'_>,
         identity: Option<WeightIdentity>,
         is_tracked: bool,
     ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
+        if self.is_packed {
+            return Err(Nvfp4Error::value(
+                "weight",
+                "a packed weight",
+                "a weight in high precision: only layers of one rank multiply by packed weights",
+            ));
+        }
         let draws = is_tracked || self.held.is_tracked();
         if draws {
             warn_of_distributed_weight(&self.held);
@@ -102,6 +115,7 @@ impl OperandWeight<2> {
             held: Tensor::cat(held, 1),
             gathered,
             reduce_dtype: ReduceDtype::default(),
+            is_packed: false,
         }
     }
 }

@@ -10,8 +10,8 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{Nvfp4Linear, Nvfp4LinearConfig};
 use crate::functions::{or_panic, try_swiglu};
-use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
+use crate::whole::whole_dims;
 
 /// Configuration of a [`SwiGlu`]; the fields and defaults of `burn_nn::SwiGluConfig`, and a recipe.
 #[derive(Config, Debug)]

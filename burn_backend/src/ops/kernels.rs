@@ -314,7 +314,7 @@ pub(super) fn constant<B: Backend, C: CheckpointStrategy>(
 }
 
 /// Converts a quantized matrix to the inner backend.
-pub(super) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
+pub(crate) fn inner<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     quantized: QuantizedMatrix<Autodiff<B, C>>,
 ) -> QuantizedMatrix<B> {
     QuantizedMatrix {

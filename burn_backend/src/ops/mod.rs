@@ -62,6 +62,8 @@ pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
 pub(crate) use dtype::float_dtype;
 pub use feed_forward::FeedForwardSpec;
 pub use kernels::Nvfp4KernelOps;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use kernels::inner;
 pub(crate) use probe::{Probe, SampledOperand};
 
 pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout, StoredForm};

@@ -46,7 +46,7 @@ impl<B: Backend> MaybeTensor<B> {
     }
 
     /// Replaces the tensor.
-    pub(super) fn map<C: Backend>(
+    pub(crate) fn map<C: Backend>(
         self,
         f: impl FnOnce(FloatTensor<B>) -> FloatTensor<C>,
     ) -> MaybeTensor<C> {

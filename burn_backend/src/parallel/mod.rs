@@ -43,5 +43,5 @@ pub use overlapped::{
 pub(crate) use pending::Pending;
 pub use quantized::try_quantize_all_gather;
 pub use sharded::{Sharded, fully_shard, fully_shard_experts, gather};
-pub(crate) use sharded::{is_shardable, is_sharded, part, whole_dims};
+pub(crate) use sharded::{is_shardable, is_sharded, part};
 pub use shards::{ExpertGroups, RankLoss, Shards, SplitParameters};

@@ -47,7 +47,7 @@ impl Reparameterization for Sharded {
 
 impl Sharded {
     /// Returns the ranks.
-    pub(super) fn group(&self) -> &ProcessGroup {
+    pub(crate) fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
@@ -68,15 +68,6 @@ impl Sharded {
 /// Returns true if the parameter is sharded and gathered at each use.
 pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
     param.reparameterization::<Sharded>().is_some()
-}
-
-/// Returns the unsharded shape of a parameter, without reading its value.
-pub(crate) fn whole_dims<const D: usize>(param: &Param<Tensor<D>>) -> [usize; D] {
-    let mut dims = param.lazy_shape().dims::<D>();
-    if let Some(sharded) = param.reparameterization::<Sharded>() {
-        dims[0] *= sharded.group.size();
-    }
-    dims
 }
 
 /// Shards the parameters of `module` over `group` (FSDP, ZeRO-3): each rank keeps shard `rank` of

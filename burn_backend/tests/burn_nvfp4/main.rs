@@ -34,6 +34,7 @@ mod operations;
 mod optim;
 mod packed;
 mod parallel;
+mod quantize;
 mod recipe;
 mod state;
 mod support;

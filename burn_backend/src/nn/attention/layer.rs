@@ -17,9 +17,9 @@ use crate::attention::{
 use crate::functions::or_panic;
 use crate::nn::parts::{PartIds, parts, side_by_side};
 use crate::nn::{Nvfp4Linear, Nvfp4LinearConfig, cast, checked_dropout, equal_parts};
-use crate::parallel::whole_dims;
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Score of a masked key: `exp` of it is zero next to any real score.
 const MASKED: f32 = -1e30;

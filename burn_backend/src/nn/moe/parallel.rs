@@ -16,7 +16,8 @@ use super::steps::{MoeParts, MoeSettings};
 use super::{MoeOutput, Nvfp4Moe, Nvfp4MoeConfig};
 use crate::experts::{MoeRoute, check_experts};
 use crate::functions::or_panic;
-use crate::parallel::{Overlap, ProcessGroup, broadcast, whole_dims};
+use crate::parallel::{Overlap, ProcessGroup, broadcast};
+use crate::whole::whole_dims;
 
 /// Dispatch mode of the tokens to the ranks of their experts and of the results back. Which
 /// exchanges can overlap with kernels [depends on it](ExpertParallelMoe#overlap-with-kernels).

@@ -9,8 +9,9 @@ use super::super::feed_forward::feed_forward_between;
 use super::super::{MlpActivation, Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
 use crate::experts::{ChoiceWindow, ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
 use crate::ops::{LinearSpec, RowGroups};
-use crate::parallel::{ProcessGroup, functions, whole_dims};
+use crate::parallel::{ProcessGroup, functions};
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// Settings of a mixture.
 #[derive(Clone, Copy, Debug)]
@@ -137,6 +138,9 @@ impl MoeParts<'_> {
         behind: impl Fn(LinearSpec, [usize; 2]) -> LinearSpec,
     ) -> Result<Tensor<2>, Nvfp4Error> {
         self.gate_up.check(&sorted, experts)?;
+        if self.gate_up.packed().or(self.down.packed()).is_some() {
+            return try_swiglu_of_experts(self.gate_up, self.down, sorted, experts, false);
+        }
         let mut input = self.gate_up.part(sorted.is_tracked())?;
         let mut output = self.down.part(input.tracks(&sorted))?;
         for part in [&mut input, &mut output] {

@@ -9,9 +9,8 @@ use nvfp4_formats::{Nvfp4Error, Usage};
 
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::experts::ExpertOffsets;
-use crate::functions::{into_bias, or_panic};
+use crate::functions::or_panic;
 use crate::nn::Nvfp4GroupedLinear;
-use crate::ops::packed::{PackedInput, PackedOps};
 use crate::ops::{Nvfp4KernelOps, QuantUsages, QuantizeRequest, RowGroups, StoredForm};
 use crate::validate;
 
@@ -94,22 +93,10 @@ impl Nvfp4PackedGroupedLinear {
         }
         let why = || "the tokens of `experts`, the d_in of the weights".into();
         validate::shape("x", input.dims(), [experts.tokens(), d_in], why)?;
-        let global = self.input.as_ref().map(|global| global.val());
-        let spec = self.activations.spec();
-        let shape = self.weight.packed_shape(true);
-        let form = shape.form(&input.device(), &spec, input.dims()[0]);
-        let y = Dispatch::nvfp4_packed_linear(
-            input.into_dispatch(),
-            PackedInput {
-                activations: self.activations,
-                form,
-            },
-            self.weight.quantized(),
-            into_bias(self.bias.as_ref().map(|bias| bias.val())),
-            RowGroups::Offsets(offsets.clone().into_dispatch()),
-            global.map(Tensor::into_dispatch).into(),
-        );
-        Ok(Tensor::from_dispatch(y))
+        let static_input = (self.activations, self.input.as_ref());
+        let groups = RowGroups::Offsets(offsets.clone().into_dispatch());
+        let bias = self.bias.as_ref();
+        Ok(self.weight.multiply(input, static_input, bias, groups))
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).

@@ -8,9 +8,8 @@ use burn_core::tensor::Tensor;
 use nvfp4_formats::{Nvfp4Error, Usage};
 
 use super::{Activations, Nvfp4Weight, check_input};
-use crate::functions::{into_bias, or_panic};
+use crate::functions::or_panic;
 use crate::nn::{Nvfp4Linear, rows};
-use crate::ops::packed::{PackedInput, PackedOps};
 use crate::ops::{Nvfp4KernelOps, QuantUsages, QuantizeRequest, RowGroups, StoredForm};
 use crate::validate;
 
@@ -106,23 +105,11 @@ impl Nvfp4PackedLinear {
         self.check_x(&input)?;
         let [d_out, _] = self.weight.shape();
         let (x, mut dims) = rows(input);
-        let global = self.input.as_ref().map(|global| global.val());
-        let spec = self.activations.spec();
-        let shape = self.weight.packed_shape(false);
-        let form = shape.form(&x.device(), &spec, x.dims()[0]);
-        let y = Dispatch::nvfp4_packed_linear(
-            x.into_dispatch(),
-            PackedInput {
-                activations: self.activations,
-                form,
-            },
-            self.weight.quantized(),
-            into_bias(self.bias.as_ref().map(|bias| bias.val())),
-            RowGroups::Whole,
-            global.map(Tensor::into_dispatch).into(),
-        );
+        let input = (self.activations, self.input.as_ref());
+        let bias = self.bias.as_ref();
+        let y = self.weight.multiply(x, input, bias, RowGroups::Whole);
         dims[D - 1] = d_out;
-        Ok(Tensor::<2>::from_dispatch(y).reshape(dims))
+        Ok(y.reshape(dims))
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).

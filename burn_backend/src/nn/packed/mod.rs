@@ -5,11 +5,13 @@
 //! such weight, and [`Nvfp4PackedGroupedLinear`] has one per expert. [`Activations`] sets whether
 //! the input is quantized too. Both can be created from the bytes of a checkpoint, or from trained
 //! layers, with the same results. [`NormLinear`] fuses a norm with the linear layer that follows
-//! it.
+//! it. [`PackedParameter`] packs the weight of a high-precision layer in its place.
 
 mod grouped;
 mod linear;
 mod norm_linear;
+mod observer;
+mod parameter;
 mod scales;
 mod weight;
 
@@ -17,6 +19,9 @@ pub use crate::ops::packed::Activations;
 pub use grouped::Nvfp4PackedGroupedLinear;
 pub use linear::Nvfp4PackedLinear;
 pub use norm_linear::NormLinear;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) use observer::Observer;
+pub use parameter::PackedParameter;
 pub use scales::BlockScales;
 pub use weight::Nvfp4Weight;
 

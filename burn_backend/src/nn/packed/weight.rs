@@ -8,7 +8,9 @@ use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use nvfp4_formats::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
 
 use super::scales::{BlockScales, Matrices};
+use crate::functions::into_bias;
 use crate::ops::inference::PackedShape;
+use crate::ops::packed::{Activations, PackedInput, PackedOps};
 use crate::ops::{
     MaybeTensor, Nvfp4KernelOps, OperandSpec, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
 };
@@ -183,6 +185,29 @@ impl Nvfp4Weight {
         }
     }
 
+    /// Computes `y = x wᵀ + bias` for rows `x` (`[rows, k]`) that the layer has checked: with the
+    /// matrix of its group for each row. `input` are the static global scales of static
+    /// `activations`.
+    pub(super) fn multiply<const B: usize>(
+        &self,
+        x: Tensor<2>,
+        (activations, input): (Activations, Option<&Param<Tensor<1>>>),
+        bias: Option<&Param<Tensor<B>>>,
+        groups: RowGroups<Dispatch>,
+    ) -> Tensor<2> {
+        let shape = self.packed_shape(!matches!(groups, RowGroups::Whole));
+        let form = shape.form(&x.device(), &activations.spec(), x.dims()[0]);
+        let y = Dispatch::nvfp4_packed_linear(
+            x.into_dispatch(),
+            PackedInput { activations, form },
+            self.quantized(),
+            into_bias(bias.map(|bias| bias.val())),
+            groups,
+            input.map(|input| input.val().into_dispatch()).into(),
+        );
+        Tensor::from_dispatch(y)
+    }
+
     /// Returns the row-wise tensor that a GEMM reads.
     pub(super) fn quantized(&self) -> QuantizedMatrix<Dispatch> {
         let [n, k] = self.shape();
@@ -208,7 +233,7 @@ mod tests {
     use nvfp4_formats::reference::swizzle;
 
     use super::*;
-    use crate::nn::{Activations, Nvfp4PackedLinear};
+    use crate::nn::Nvfp4PackedLinear;
 
     const ROWS: usize = 130;
     const K: usize = 80;

@@ -11,7 +11,7 @@ use super::super::{MlpActivation, Nvfp4SwiGlu, rows};
 use super::{ColumnParallelLinear, RowParallelLinear, ShardedParameter, TensorParallel};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
-use crate::parallel::whole_dims;
+use crate::whole::whole_dims;
 
 /// [`Nvfp4SwiGlu`] with its hidden features sharded over ranks: each rank has the same features of
 /// gate and up, concatenated.

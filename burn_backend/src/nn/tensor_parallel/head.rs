@@ -13,8 +13,9 @@ use crate::functions::{linear_of_rows, or_panic};
 use crate::loss::CHUNK_BYTES;
 use crate::ops::loss::{VocabLoss, VocabTargets, vocab_parallel_cross_entropy};
 use crate::ops::{LinearContext, LinearSpec};
-use crate::parallel::{functions, whole_dims};
+use crate::parallel::functions;
 use crate::validate;
+use crate::whole::whole_dims;
 
 /// [`LmHead`] with the vocabulary sharded over ranks: a weight `[d_model, vocab / ranks]` per rank.
 ///

@@ -12,7 +12,8 @@ use super::{ShardedParameter, TensorParallel, replaced};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
 use crate::ops::sharding::{LinearSharding, ShardedDim};
-use crate::parallel::{ProcessGroup, functions, whole_dims};
+use crate::parallel::{ProcessGroup, functions};
+use crate::whole::whole_dims;
 
 /// Linear layer with its output features sharded over ranks: a weight `[d_input, d_output / ranks]`
 /// per rank.

@@ -41,7 +41,8 @@ use burn_core::module::Param;
 use burn_core::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::parallel::{ProcessGroup, functions, whole_dims};
+use crate::parallel::{ProcessGroup, functions};
+use crate::whole::whole_dims;
 
 pub use attention::TensorParallelAttention;
 pub use block::TensorParallelBlock;

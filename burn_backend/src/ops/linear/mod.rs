@@ -444,7 +444,7 @@ impl<B: Backend> RowGroups<B> {
     }
 
     /// Returns the groups of a GEMM of tokens with weights.
-    pub(super) fn of_rows(&self) -> GemmGroups<B> {
+    pub(crate) fn of_rows(&self) -> GemmGroups<B> {
         match self.offsets() {
             Some(offsets) => GemmGroups::M {
                 offsets: offsets.clone(),

@@ -7,6 +7,7 @@ mod equal;
 mod formats;
 mod misuse;
 mod models;
+mod quantize;
 mod refuse;
 mod stacked;
 mod transformer;
