@@ -17,9 +17,10 @@ use nvfp4_lm::train::{Observer, Outcome, Task, Trainer};
 use serde::de::DeserializeOwned;
 
 use crate::device::DeviceName;
-use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
+use crate::progress::{INTERRUPTED, Progress, phases, watch_interrupts};
 use crate::ranks::{Ranks, launch};
 use crate::shell::{program, quoted};
+use crate::terminal::note;
 
 /// A run of a command on these ranks.
 pub(crate) struct Session<'a> {
@@ -100,9 +101,13 @@ impl<'a> Session<'a> {
         let outcome = match self.ranks.is_first() {
             true => {
                 let settings = trainer.settings();
+                let steps = (trainer.step(), settings.schedule.steps);
+                for line in phases(&settings.recipes, steps) {
+                    note!("{line}");
+                }
                 let mut progress = Progress::new(
                     settings.recipe.clone(),
-                    (trainer.step(), settings.schedule.steps),
+                    steps,
                     interrupt,
                     &self.device,
                     matches!(self.name, DeviceName::Cuda(_)),

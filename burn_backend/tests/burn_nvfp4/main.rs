@@ -34,6 +34,7 @@ mod optim;
 mod packed;
 mod parallel;
 mod recipe;
+mod schedule;
 mod state;
 mod support;
 mod telemetry;

@@ -235,6 +235,7 @@ mod tests {
             valid_share: 0.2,
             recipe_name: RecipeName::nvfp4(),
             recipe: Nvfp4Recipe::default(),
+            schedule: None,
             lora: None,
             frozen: FrozenForm::High,
             objective: Objective::CrossEntropy,

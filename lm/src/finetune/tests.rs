@@ -48,6 +48,7 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         valid_share: 0.2,
         recipe_name: recipe.parse::<RecipeName>().unwrap(),
         recipe: Nvfp4Recipe::preset(recipe).unwrap().with_seed(7),
+        schedule: None,
         lora: None,
         frozen: FrozenForm::High,
         objective: Objective::CrossEntropy,
