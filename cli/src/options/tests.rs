@@ -363,7 +363,7 @@ fn a_schedule_contradicts_recipe_and_healing() {
     for (text, parts) in [
         ("nvidia,0.5=fp8", ["phase 2 (`0.5=fp8`)", "quartet2"]),
         ("nvidia,0.5=no.json", ["schedule no.json", "no recipe"]),
-        ("nvidia,0.5=bf16", ["phase 0.5=bf16", "write f32"]),
+        ("nvidia,0.5=bf16", ["phase 0.5=bf16", "--activation is f32"]),
     ] {
         let error = refused(&["--schedule", text]);
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");

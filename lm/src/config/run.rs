@@ -304,9 +304,10 @@ impl RunConfig {
         for (phase, recipe) in schedule.phases().iter().zip(&recipes) {
             ensure!(
                 self.activation_of(recipe) == of_run,
-                "schedule has the phase {phase}, but activations keep the type of phase 1: to \
-                 quantize nothing, write {}",
-                Self::baseline_of(of_run)
+                "schedule has the phase {phase}, whose activations have another type than those \
+                 of phase 1, but activations keep their type: the recipe without quantization in \
+                 the type of --activation is {}",
+                self.baseline()
             );
         }
         Ok(())
@@ -430,12 +431,7 @@ impl RunConfig {
 
     /// Returns the high-precision recipe that serves as baseline of a quantized one.
     pub fn baseline(&self) -> RecipeName {
-        Self::baseline_of(self.activation)
-    }
-
-    /// Returns the high-precision recipe with these activations.
-    fn baseline_of(activation: Activation) -> RecipeName {
-        match activation {
+        match self.activation {
             Activation::F32 => RecipeName::f32(),
             Activation::Bf16 => RecipeName::bf16(),
         }
