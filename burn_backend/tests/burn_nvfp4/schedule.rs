@@ -2,11 +2,11 @@
 
 use burn_core as burn;
 
-use burn_core::module::{Module, ParamGroup};
+use burn_core::module::{Module, Param, ParamGroup};
 use burn_core::tensor::{DType, Device};
 use burn_nvfp4::recipe::{LayerPolicy, NamedSchedule, RecipePhase, RecipeSchedule};
 use burn_nvfp4::state::assign_layer_ids;
-use burn_nvfp4::{LayerMode, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
+use burn_nvfp4::{LayerMode, Nvfp4Linear, Nvfp4Recipe, Nvfp4State};
 
 use crate::support::{Matrix, device, flex_only, values};
 
@@ -18,11 +18,9 @@ struct Net {
 /// Returns two equal layers in blocks.
 fn net(recipe: &Nvfp4Recipe, device: &Device) -> Net {
     let layer = || {
-        let config = Nvfp4LinearConfig::new(64, 64).with_recipe(recipe.clone());
         let weight = Matrix::gaussian(64, 64, DType::F32, 3).tensor(device);
-        let layer = config.init(device).into_linear();
         let layer = burn_nn::Linear {
-            weight: layer.weight.map(|_| weight.clone()),
+            weight: Param::from_tensor(weight),
             bias: None,
         };
         Nvfp4Linear::from_linear(layer, recipe).unwrap()

@@ -12,7 +12,7 @@ use super::*;
 use crate::checkpoint;
 use crate::config::{Activation, HealingOption, ModelConfig, Preset, RunConfig};
 use crate::data::Corpus;
-use crate::model::Transformer;
+use crate::model::{LanguageModel, Transformer};
 
 const SCHEDULE: &str = "nvfp4,0.5=fwd_nvfp4_bwd_mxfp8,0.75=quartet2:fwd_bf16";
 
@@ -109,10 +109,10 @@ fn a_run_resumes_in_its_phase() {
     let begun = train(&config, &corpus, &whole, None);
     assert_eq!(begun, [second.clone(), third.clone()]);
     // Stops where phase 2 begins, within it, and within phase 3.
-    assert_eq!(train(&config, &corpus, &parts, Some(4)), []);
+    assert!(train(&config, &corpus, &parts, Some(4)).is_empty());
     assert_eq!(train(&config, &corpus, &parts, Some(5)), [second]);
     assert_eq!(train(&config, &corpus, &parts, Some(7)), [third]);
-    assert_eq!(train(&config, &corpus, &parts, None), []);
+    assert!(train(&config, &corpus, &parts, None).is_empty());
     for name in ["model.bpk", "optimizer.bpk", "state.json"] {
         assert!(file(&whole, name) == file(&parts, name), "{name} differs");
     }
