@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use burn::tensor::Device;
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use nvfp4_lm::config::RecipeName;
 use nvfp4_lm::metrics::Row;
 use nvfp4_lm::train::Observer;
@@ -123,6 +124,31 @@ fn bar(recipe: &RecipeName, steps: u64, first: u64, target: ProgressDrawTarget) 
     bar
 }
 
+/// Describes the begin of phase `index` (from 0) at step `step` (from 0).
+pub(crate) fn phase_begins(step: u64, index: usize, phase: &RecipePhase) -> String {
+    let (number, label) = (index + 1, phase.label());
+    format!("phase {number} begins with step {}: {label}", step + 1)
+}
+
+/// Describes the phases of a run of `steps` steps, of which `done` are done; nothing if it has one.
+pub(crate) fn phases(recipes: &RecipeSchedule, (done, steps): (u64, u64)) -> Vec<String> {
+    let all = recipes.phases();
+    let lines = all.iter().enumerate().map(|(index, phase)| {
+        let of_phase = recipes.steps_of(index, steps);
+        let steps = match of_phase.is_empty() {
+            true => "no step".into(),
+            false => format!("steps {} to {}", of_phase.start + 1, of_phase.end),
+        };
+        let resumes = match done > 0 && of_phase.contains(&done) {
+            true => "; the run resumes here",
+            false => "",
+        };
+        let (number, count, label) = (index + 1, all.len(), phase.label());
+        format!("phase {number} of {count}: {label}, {steps}{resumes}")
+    });
+    lines.filter(|_| all.len() > 1).collect()
+}
+
 /// Formats the losses and the speed of `row`; `valid_loss` is the loss on the validation text.
 fn figures(row: &Row, valid_loss: Option<f64>) -> String {
     let parts = [
@@ -142,6 +168,10 @@ impl Observer for Progress {
         if let Some(bar) = &self.bar {
             bar.set_position(step);
         }
+    }
+
+    fn phase(&mut self, step: u64, index: usize, phase: &RecipePhase) {
+        show(self.bar.as_ref(), &phase_begins(step, index, phase));
     }
 
     fn row(&mut self, row: &Row) {

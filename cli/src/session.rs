@@ -17,9 +17,10 @@ use nvfp4_lm::train::{Observer, Outcome, Task, Trainer};
 use serde::de::DeserializeOwned;
 
 use crate::device::DeviceName;
-use crate::progress::{INTERRUPTED, Progress, watch_interrupts};
+use crate::progress::{INTERRUPTED, Progress, phases, watch_interrupts};
 use crate::ranks::{Ranks, launch};
 use crate::shell::{program, quoted};
+use crate::terminal::note;
 
 /// A run of a command on these ranks.
 pub(crate) struct Session<'a> {
@@ -101,11 +102,15 @@ impl<'a> Session<'a> {
             true => {
                 let settings = trainer.settings();
                 if let Some(reason) = settings.uncaptured.filter(|reason| reason.is_notable()) {
-                    println!("steps are not captured as a CUDA graph: {reason}");
+                    note!("steps are not captured as a CUDA graph: {reason}");
+                }
+                let steps = (trainer.step(), settings.schedule.steps);
+                for line in phases(&settings.recipes, steps) {
+                    note!("{line}");
                 }
                 let mut progress = Progress::new(
                     settings.recipe.clone(),
-                    (trainer.step(), settings.schedule.steps),
+                    steps,
                     interrupt,
                     &self.device,
                     matches!(self.name, DeviceName::Cuda(_)),

@@ -252,7 +252,7 @@ impl Train {
     }
 }
 
-/// Checks that the model of every recipe can be built and split over the ranks, before the first one
+/// Checks that the model of every recipe, of all phases, can be built and split over the ranks, before the first one
 /// is trained. A recipe may name layers that the model does not have.
 fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) -> Result<()> {
     let check = match config.decorate {
@@ -261,8 +261,10 @@ fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) ->
         None => Transformer::check,
     };
     for recipe in config.all_recipes() {
-        bytes::budget(config, recipe).check(device)?;
-        check(config, recipe, device, groups)?;
+        for of_phase in config.phase_recipes(recipe)? {
+            bytes::budget(config, &of_phase).check(device)?;
+            check(config, &of_phase, device, groups)?;
+        }
     }
     Ok(())
 }

@@ -27,10 +27,10 @@ const LISTED: [&str; 16] = [
 ];
 
 /// Value names of options that take numbers, texts and paths.
-const FREE: [&str; 31] = [
+const FREE: [&str; 32] = [
     "A", "ADAPTER", "BATCHES", "BITS", "BYTES", "COMMAND", "DECAY", "DIR", "FACTOR", "FILE", "I",
-    "K", "LAYERS", "M", "MODEL", "N", "NORM", "P", "PATH", "R", "RANK", "RANKS", "RATE", "REGEX",
-    "SECONDS", "SEED", "SHARE", "STEP", "STEPS", "T", "TEXT",
+    "K", "LAYERS", "M", "MODEL", "N", "NORM", "P", "PATH", "PHASES", "R", "RANK", "RANKS", "RATE",
+    "REGEX", "SECONDS", "SEED", "SHARE", "STEP", "STEPS", "T", "TEXT",
 ];
 
 /// Options with a second meaning: name, its phrase, and the reason.

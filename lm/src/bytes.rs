@@ -53,6 +53,11 @@ pub fn load<M: LanguageModel>(checkpoint: Checkpoint, device: &Device) -> Result
     let model = M::build(config, recipe, &device)?;
     let model = model.try_load_record(ModuleRecord::from_bytes(parameters)?)?;
     state.nvfp4.apply(&model)?;
+    let schedule = config.recipe_schedule(recipe)?;
+    if !schedule.is_constant() {
+        // The phase of the last step.
+        schedule.apply(&model, state.step.saturating_sub(1), config.steps)?;
+    }
     M::part_of(model, config, &ParallelGroups::single())
 }
 

@@ -94,7 +94,7 @@ impl EncoderModel {
     /// Decorates the model, if the run does that with `recipe`.
     fn decorated(self, config: &RunConfig, recipe: &RecipeName) -> Result<Self> {
         match config.decorate {
-            Some(decoration) if !recipe.is_high_precision() => {
+            Some(decoration) if config.is_quantized(recipe)? => {
                 decorate(self, config, recipe, decoration)
             }
             _ => Ok(self),
@@ -119,7 +119,8 @@ impl LanguageModel for EncoderModel {
     ) -> Result<()> {
         let dtype = config.activation_of(recipe).into();
         let model = Self::layout(&config.model, dtype, device)?;
-        model.decorated(config, recipe).map(drop)
+        let model = model.decorated(config, recipe)?;
+        Ok(config.recipe_schedule(recipe)?.check_model(&model)?)
     }
 
     fn part_of(whole: Self, _config: &RunConfig, groups: &ParallelGroups) -> Result<Self> {

@@ -6,11 +6,14 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
+use burn_nvfp4::recipe::RecipeSchedule;
 
 use crate::checkpoint::replace;
 
 /// Header of `metrics.csv`.
 pub const METRICS_HEADER: &str = "step,tokens,train_loss,valid_loss,lr,tokens_per_s";
+/// Last column of `metrics.csv` in runs with several phases: the number of the step's phase, from 1.
+const PHASE: &str = ",phase";
 /// Name of the file with one [`Row`] per line.
 pub const METRICS: &str = "metrics.csv";
 
@@ -32,7 +35,7 @@ pub struct Row {
 }
 
 impl Row {
-    pub(crate) fn to_line(self) -> String {
+    pub(crate) fn to_line(self, phase: Option<usize>) -> String {
         let Self {
             step,
             tokens,
@@ -48,14 +51,19 @@ impl Row {
         };
         let [train, valid] = [train_loss, valid_loss].map(|loss| field(loss, 6));
         let speed = field(tokens_per_s, 1);
-        format!("{step},{tokens},{train},{valid},{lr:e},{speed}\n")
+        let phase = phase.map(|phase| format!(",{phase}")).unwrap_or_default();
+        format!("{step},{tokens},{train},{valid},{lr:e},{speed}{phase}\n")
     }
 
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.split(',').collect();
-        let [step, tokens, train, valid, lr, speed] = fields[..] else {
+        let [step, tokens, train, valid, lr, speed, ref phase @ ..] = fields[..] else {
             return None;
         };
+        // The schedule of the run has the phases, too.
+        if !matches!(phase, [] | [_]) {
+            return None;
+        }
         let optional = |text: &str| match text {
             "" => Some(None),
             text => text.parse().ok().map(Some),
@@ -79,8 +87,9 @@ impl Row {
 pub fn read_metrics(path: &Path) -> Result<Vec<Row>> {
     let text = read_lossy(path)?;
     let mut lines = whole_lines(&text);
+    let header = lines.next();
     ensure!(
-        lines.next() == Some(METRICS_HEADER),
+        header.is_some_and(|line| line.strip_suffix(PHASE).unwrap_or(line) == METRICS_HEADER),
         "{} does not start with the line {METRICS_HEADER}",
         path.display()
     );
@@ -93,6 +102,8 @@ pub(crate) struct MetricsLog {
     rows: Vec<Row>,
     /// True on the rank that writes the file (rank 0).
     writes: bool,
+    /// Recipes over the steps, and their number, if there are several phases.
+    phases: Option<(RecipeSchedule, u64)>,
 }
 
 impl MetricsLog {
@@ -102,7 +113,25 @@ impl MetricsLog {
             path: folder.join(METRICS),
             rows: Vec::new(),
             writes: true,
+            phases: None,
         }
+    }
+
+    /// Adds the column of the phase, if `recipes` has several in a run of `steps` steps.
+    pub fn with_phases(self, recipes: &RecipeSchedule, steps: u64) -> Self {
+        let has_phases = recipes.phases().len() > 1;
+        Self {
+            phases: has_phases.then(|| (recipes.clone(), steps)),
+            ..self
+        }
+    }
+
+    /// Returns the line of `row` in the file.
+    fn line(&self, row: Row) -> String {
+        let phases = self.phases.as_ref();
+        // A row follows its step.
+        let last = row.step.saturating_sub(1);
+        row.to_line(phases.map(|(recipes, steps)| recipes.index_at(last, *steps) + 1))
     }
 
     /// Creates an empty log for `rank` of a run; only rank 0 writes.
@@ -146,9 +175,10 @@ impl MetricsLog {
         if !self.writes {
             return Ok(());
         }
-        let mut text = format!("{METRICS_HEADER}\n");
+        let phase = self.phases.as_ref().map_or("", |_| PHASE);
+        let mut text = format!("{METRICS_HEADER}{phase}\n");
         for row in &self.rows {
-            let _ = write!(text, "{}", row.to_line());
+            let _ = write!(text, "{}", self.line(*row));
         }
         replace(&self.path, text.as_bytes())
     }
@@ -165,7 +195,7 @@ impl MetricsLog {
         }
         let append = || fs::OpenOptions::new().append(true).open(&self.path);
         append()
-            .and_then(|mut file| file.write_all(row.to_line().as_bytes()))
+            .and_then(|mut file| file.write_all(self.line(row).as_bytes()))
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
@@ -237,9 +267,10 @@ mod tests {
             lr: 0.0029,
             tokens_per_s: Some(1234.5),
         };
-        assert_eq!(first.to_line(), "0,0,,5.500000,1e-4,\n");
-        for row in [first, second] {
-            assert_eq!(Row::parse(row.to_line().trim_end()), Some(row));
+        assert_eq!(first.to_line(None), "0,0,,5.500000,1e-4,\n");
+        assert_eq!(first.to_line(Some(1)), "0,0,,5.500000,1e-4,,1\n");
+        for (row, phase) in [(first, None), (second, None), (second, Some(2))] {
+            assert_eq!(Row::parse(row.to_line(phase).trim_end()), Some(row));
         }
         assert_eq!(Row::parse("1,2,3"), None);
         assert_eq!(Row::parse("1,2,x,,0.1,"), None);

@@ -375,12 +375,14 @@ impl Transformer {
     /// Creates the model of the run `config` for `recipe`, without [values](Self::layout).
     fn layout_of(config: &RunConfig, recipe: &RecipeName, device: &Device) -> Result<Self> {
         let activation = config.activation_of(recipe);
-        Self::layout(
+        let model = Self::layout(
             &config.model,
             activation,
             &config.nvfp4_recipe(recipe)?,
             device,
-        )
+        )?;
+        config.recipe_schedule(recipe)?.check_model(&model)?;
+        Ok(model)
     }
 
     /// Makes the first `blocks` blocks recompute the inputs of their activation in the backward;

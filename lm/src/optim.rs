@@ -56,7 +56,7 @@ impl Optimizer {
             OptimizerName::AdamW => {
                 let adamw = AdamWConfig {
                     // Quantization of the weights needs the amax.
-                    amax: !config.recipe.is_high_precision(),
+                    amax: config.is_quantized(&config.recipe)?,
                     ..adamw_config(decay, clip)
                 };
                 Ok(Self::AdamW(Box::new(adamw.try_init()?)))

@@ -324,6 +324,10 @@ fn adapters_are_trained_and_merged() {
             ["recipe is nvidia", "--frozen high"],
         ),
         ("--lora 4 --qat w4a4", ["qat is w4a4", "--frozen high"]),
+        (
+            "--lora 4 --schedule bf16,0.5=mxfp8",
+            ["schedule is bf16,0.5=mxfp8", "--frozen high"],
+        ),
         ("--frozen w4a16", ["--frozen", "--lora"]),
         ("--teacher-form high", ["teacher-form", "--distill"]),
     ] {

@@ -142,16 +142,18 @@ pub(crate) fn json(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// Returns the lines of a `metrics.csv` as fields, without the header, which is checked.
+/// Returns the lines of a `metrics.csv` as fields, without the header, which is checked, and without
+/// the column of the phase, which runs with several have.
 pub(crate) fn metrics(path: &Path) -> Vec<Vec<String>> {
     let text = fs::read_to_string(path).unwrap();
     let mut lines = text.lines();
+    let header = lines.next().unwrap();
     assert_eq!(
-        lines.next(),
-        Some("step,tokens,train_loss,valid_loss,lr,tokens_per_s")
+        header.strip_suffix(",phase").unwrap_or(header),
+        "step,tokens,train_loss,valid_loss,lr,tokens_per_s"
     );
     lines
-        .map(|line| line.split(',').map(String::from).collect())
+        .map(|line| line.split(',').take(6).map(String::from).collect())
         .collect()
 }
 

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 use crate::support::*;
 
@@ -148,6 +148,38 @@ fn tiny_learns_more_than_the_frequencies_of_bytes() {
         loss < unigram - 0.1,
         "{loss}, and without context {unigram}"
     );
+}
+
+/// Prints the phases, their changes, and the phase in which a run resumes.
+#[test]
+fn a_schedule_is_printed() {
+    let out = folder("schedule");
+    let run = "--steps 4 --warmup 1 --no-compare --eval-every 4 --log-every 1 --stop-at 3 \
+               --schedule nvidia,0.5=mxfp8:fwd_bf16";
+    let said = |output: Output| {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        succeeds(output);
+        said
+    };
+    let begun = said(train(&out, run));
+    let resumed = said(nvfp4("train", &["--resume", out.to_str().unwrap()]));
+    for (said, line) in [
+        (&begun, "phase 1 of 2: nvidia, steps 1 to 2"),
+        (&begun, "phase 2 of 2: mxfp8:fwd_bf16, steps 3 to 4"),
+        (&begun, "phase 2 begins with step 3: mxfp8:fwd_bf16"),
+        (
+            &resumed,
+            "mxfp8:fwd_bf16, steps 3 to 4; the run resumes here",
+        ),
+    ] {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+    let csv = fs::read_to_string(out.join("nvidia/metrics.csv")).unwrap();
+    let phases: Vec<&str> = csv
+        .lines()
+        .filter_map(|line| line.rsplit(',').next())
+        .collect();
+    assert_eq!(phases, ["phase", "1", "1", "1", "2", "2"]);
 }
 
 /// Compares several recipes, one of them healed, with a mixture of experts and telemetry.

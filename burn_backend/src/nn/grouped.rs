@@ -212,7 +212,7 @@ impl Nvfp4GroupedLinear {
         }
     }
 
-    /// Returns the recipe of the layer.
+    /// Returns the recipe that the layer was built with.
     pub fn recipe(&self) -> &Nvfp4Recipe {
         &self.recipe
     }

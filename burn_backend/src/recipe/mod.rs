@@ -1,5 +1,6 @@
 //! Quantization recipes: which operands are quantized, and by which rules.
 
+mod phases;
 mod policy;
 mod presets;
 mod quant;
@@ -21,6 +22,7 @@ use quant::{Draw, GemmOperands};
 
 pub use crate::ops::{AmaxGranularity, BackwardSource, BlockShape};
 pub use nvfp4_formats::{BlockScaling, ErrorNorm};
+pub use phases::{NamedPhase, NamedSchedule, RecipePhase, RecipeSchedule};
 pub use policy::LayerPolicy;
 pub use quant::{OperandFormat, QuantSpec, RoundingMode};
 pub use schedule::{Healing, LayerMode};
@@ -111,8 +113,8 @@ pub struct Nvfp4Recipe {
     /// `high_precision`.
     #[config(default = "LayerPolicy::None")]
     pub layers: LayerPolicy,
-    /// Schedule for the end of quantization. The training loop calls [`Healing::mode`] and
-    /// [`set_mode`](crate::set_mode).
+    /// High precision for the end of the run: short for a [`schedule`](Self::schedule), which the
+    /// training loop [applies](RecipeSchedule::apply).
     pub healing: Option<Healing>,
     /// True to quantize a weight once for all forwards between two changes of it, such as the
     /// micro-batches of gradient accumulation or the batches of a validation. Costs the memory of

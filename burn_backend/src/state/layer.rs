@@ -16,8 +16,8 @@ use crate::parameterless::{Parameterless, parameterless_module};
 use crate::recipe::{LayerMode, Nvfp4Recipe};
 use crate::rng::{RANK_SHIFT, RngState};
 
-/// State of one layer: its [`RngState`], its high-precision flag, its [`LayerMode`], and the cache
-/// of its quantized weight.
+/// State of one layer: its [`RngState`], its high-precision flag, its [`LayerMode`], the recipe of a
+/// [`RecipeSchedule`](crate::recipe::RecipeSchedule), and the cache of its quantized weight.
 ///
 /// Clones share the state. A clone of a module is the same logical layer: a fork for another
 /// device, the module that an optimizer step returns, or `valid()`. No offset is drawn twice and
@@ -45,6 +45,8 @@ struct Shared {
     rht_signs: AtomicU16,
     high_precision: AtomicBool,
     mode: Mutex<LayerMode>,
+    /// Recipe that replaces the layer's own, if one was set.
+    recipe: Mutex<Option<Arc<Nvfp4Recipe>>>,
     /// Rank of this process, or [`NO_RANK`].
     process: AtomicU64,
     weights: WeightCache,
@@ -113,6 +115,7 @@ impl LayerState {
                 rht_signs: rht_signs.into(),
                 high_precision: false.into(),
                 mode: Mutex::default(),
+                recipe: Mutex::default(),
                 process: NO_RANK.into(),
                 weights: WeightCache::default(),
                 probe: Mutex::default(),
@@ -234,10 +237,14 @@ impl LayerState {
     }
 
     pub(crate) fn set_high_precision(&self, high_precision: bool) {
-        self.shared
+        let shared = &self.shared;
+        if shared
             .high_precision
-            .store(high_precision, Ordering::Relaxed);
-        self.shared.weights.clear();
+            .swap(high_precision, Ordering::Relaxed)
+            != high_precision
+        {
+            shared.weights.clear();
+        }
     }
 
     /// Returns the mode in effect.
@@ -261,6 +268,20 @@ impl LayerState {
         }
     }
 
+    /// Returns the recipe that replaces the layer's own, if one was set.
+    pub(crate) fn recipe(&self) -> Option<Arc<Nvfp4Recipe>> {
+        let recipe = self.shared.recipe.lock();
+        recipe.expect("no panic while it is held").clone()
+    }
+
+    /// Makes the layer follow `recipe` instead of its own. Seed and offset of the layer stay.
+    pub(super) fn set_recipe(&self, recipe: Arc<Nvfp4Recipe>) {
+        let shared = &self.shared;
+        shared.rht_signs.store(recipe.rht_signs, Ordering::Relaxed);
+        *shared.recipe.lock().expect("no panic while it is held") = Some(recipe);
+        shared.weights.clear();
+    }
+
     /// Resolves the operands of the layer's next forward with the weight `weight` by `recipe`, and
     /// its context. If it `draws` (a training forward), it takes the current offset.
     ///
@@ -272,6 +293,8 @@ impl LayerState {
         weight: Option<WeightIdentity>,
         draws: bool,
     ) -> Result<(LinearSpec, LinearContext), Nvfp4Error> {
+        let replaced = self.recipe();
+        let recipe = replaced.as_deref().unwrap_or(recipe);
         let mode = self.mode();
         let probe = self.probe();
         // A step that telemetry samples is never captured; the code that examines its operands
@@ -310,6 +333,8 @@ impl LayerState {
 
     /// Resolves the operands of the next forward by `recipe`, without taking an offset.
     pub(crate) fn next_spec(&self, recipe: &Nvfp4Recipe) -> LinearSpec {
+        let replaced = self.recipe();
+        let recipe = replaced.as_deref().unwrap_or(recipe);
         self.mode().of(recipe.spec(&self.rng_state()))
     }
 
@@ -358,12 +383,13 @@ impl LayerState {
     }
 
     /// Registers a replay that drew `forwards` times and changed the weight without the cache's
-    /// knowledge.
+    /// knowledge. A layer in high precision draws nothing.
     pub(crate) fn replayed(&self, forwards: u64) {
-        let mut offsets = self.offsets();
-        let count = offsets.of(self.rank());
-        offsets.next.insert(self.rank(), count + forwards);
-        drop(offsets);
+        if self.mode() != LayerMode::HighPrecision {
+            let mut offsets = self.offsets();
+            let count = offsets.of(self.rank());
+            offsets.next.insert(self.rank(), count + forwards);
+        }
         self.shared.weights.clear();
     }
 

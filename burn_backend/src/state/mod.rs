@@ -9,15 +9,15 @@
 mod layer;
 mod saved;
 
+use std::sync::Arc;
+
 use burn_core::module::Module;
 use nvfp4_formats::Nvfp4Error;
 
-use crate::recipe::{LayerMode, Nvfp4Recipe, patterns};
+use crate::recipe::{LayerMode, Nvfp4Recipe, RecipeSchedule, patterns};
 use crate::rng::RANK_SHIFT;
 
-#[cfg(any(feature = "train", feature = "cpu", feature = "cuda"))]
-pub(crate) use layer::FoundLayer;
-pub(crate) use layer::layers;
+pub(crate) use layer::{FoundLayer, layers};
 
 pub use crate::rng::RngState;
 pub use layer::LayerState;
@@ -89,6 +89,15 @@ impl Nvfp4Recipe {
                 "a model with at least one",
             ));
         }
+        let kept = self.kept(&layers)?;
+        for (layer, &kept) in layers.iter().zip(&kept) {
+            layer.state.set_high_precision(kept);
+        }
+        Ok(kept.into_iter().filter(|kept| *kept).count())
+    }
+
+    /// Returns true for each layer in `layers`, those of a model, that stays in high precision.
+    fn kept(&self, layers: &[FoundLayer]) -> Result<Vec<bool>, Nvfp4Error> {
         let paths: Vec<&str> = layers.iter().map(|layer| layer.path.as_str()).collect();
         let mut kept = self.layers.matches(&paths)?;
         if let Some(group) = &self.high_precision {
@@ -111,9 +120,58 @@ impl Nvfp4Recipe {
                 *kept |= matched;
             }
         }
-        for (layer, &kept) in layers.iter().zip(&kept) {
-            layer.state.set_high_precision(kept);
+        Ok(kept)
+    }
+}
+
+impl RecipeSchedule {
+    /// Makes every NVFP4 layer of `model` follow the phase of step `step` (from 0) of `steps`, for
+    /// the next and all later forwards; returns the index of the phase. Call it before each step,
+    /// also in a resumed run. It replaces the recipes that the layers were built with; their seeds
+    /// and offsets stay. End a [graph](crate::graph) when the index changes, and capture the step
+    /// again.
+    ///
+    /// If the phases keep different layers in high precision, each phase that quantizes selects its
+    /// own, as [`Nvfp4Recipe::apply`] does.
+    ///
+    /// # Errors
+    /// Returns the errors of [`check_model`](Self::check_model).
+    pub fn apply<M: Module>(&self, model: &M, step: u64, steps: u64) -> Result<usize, Nvfp4Error> {
+        let index = self.index_at(step, steps);
+        let phase = &self.phases()[index];
+        if self.selects_layers() && phase.is_quantized() {
+            phase.recipe.apply(model)?;
         }
-        Ok(kept.into_iter().filter(|kept| *kept).count())
+        let mut shared = None;
+        for layer in layers(model) {
+            if layer.state.recipe().as_deref() != Some(&phase.recipe) {
+                let recipe = shared.get_or_insert_with(|| Arc::new(phase.recipe.clone()));
+                layer.state.set_recipe(recipe.clone());
+            }
+            layer.state.set_mode(phase.mode);
+        }
+        Ok(index)
+    }
+
+    /// Checks before the first step that every phase can be [applied](Self::apply) to `model`.
+    ///
+    /// # Errors
+    /// Returns an error that names the phase if its recipe keeps layers in high precision that the
+    /// model lacks.
+    pub fn check_model<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
+        if !self.selects_layers() {
+            return Ok(());
+        }
+        let layers = layers(model);
+        for (index, phase) in self.phases().iter().enumerate() {
+            if phase.is_quantized() {
+                phase.recipe.kept(&layers).map_err(|error| {
+                    let found = format!("phase {} (`{}`)", index + 1, phase.label());
+                    let expected = format!("a recipe that fits the model: {error}");
+                    Nvfp4Error::value("schedule", found, expected)
+                })?;
+            }
+        }
+        Ok(())
     }
 }

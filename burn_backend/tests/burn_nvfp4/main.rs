@@ -36,6 +36,7 @@ mod packed;
 mod parallel;
 mod quantize;
 mod recipe;
+mod schedule;
 mod state;
 mod support;
 mod telemetry;

@@ -293,10 +293,20 @@ fn healing_changes_the_forward_the_backward_or_both() {
         at_fraction: 0.75,
         forward_only,
     };
-    let modes: Vec<LayerMode> = (0..4).map(|step| healing(false).mode(step, 4)).collect();
+    let healed = |forward_only| {
+        let recipe = Nvfp4Recipe::new().with_healing(Some(healing(forward_only)));
+        recipe.schedule("nvidia").unwrap()
+    };
+    let schedule = healed(false);
+    let modes: Vec<LayerMode> = (0..4)
+        .map(|step| schedule.recipe_at(step, 4).mode)
+        .collect();
     let (recipe, high) = (LayerMode::Recipe, LayerMode::HighPrecision);
     assert_eq!(modes, [recipe, recipe, recipe, high]);
-    assert_eq!(healing(true).mode(3, 4), LayerMode::HighPrecisionForward);
+    assert_eq!(
+        healed(true).recipe_at(3, 4).mode,
+        LayerMode::HighPrecisionForward
+    );
 
     let model = net(&device);
     let layer = &model.up;

@@ -80,7 +80,7 @@ impl CostOfSteps {
     pub(crate) fn run(self) -> Result<()> {
         ensure!(
             self.options.recipe_is_unset(),
-            "recipe and compare are of `nvfp4 train`: name what to measure with --recipes"
+            "recipe, compare and schedule are of `nvfp4 train`: name what to measure with --recipes"
         );
         let (config, name) = self.options.clone().resolve()?;
         if config.decorate.is_some() {

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::Args;
+use nvfp4::recipe::RecipePhase;
 use nvfp4_lm::checkpoint::{self, CONFIG, write_json};
 use nvfp4_lm::config::{HealingOption, RunConfig};
 use nvfp4_lm::data::Corpus;
@@ -26,6 +27,7 @@ use crate::device::{DeviceName, install_decorator};
 use crate::options::Options;
 use crate::options::listed::listed;
 use crate::plot;
+use crate::progress::phase_begins;
 use crate::terminal::note;
 use crate::train::{gap, median_speed};
 
@@ -189,6 +191,10 @@ struct Watch<'a> {
 }
 
 impl Observer for Watch<'_> {
+    fn phase(&mut self, step: u64, index: usize, phase: &RecipePhase) {
+        note!("{}: {}", self.name, phase_begins(step, index, phase));
+    }
+
     fn row(&mut self, row: &Row) {
         if let Some(loss) = row.valid_loss {
             let speed = row.tokens_per_s.unwrap_or_default();

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 use clap::Args;
 use nvfp4::Nvfp4Recipe;
+use nvfp4::recipe::{NamedSchedule, RecipeSchedule};
 use nvfp4_lm::config::{Activation, GradReduce, Preset, RecipeName, RunConfig};
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::interchange::{Dialect, Scheme};
@@ -23,12 +24,13 @@ pub(crate) struct Defaults {
 }
 
 /// Options that the run's folder records, and that a resumed run therefore must not set.
-const SETTINGS: [&str; 28] = [
+const SETTINGS: [&str; 29] = [
     "out",
     "data",
     "valid",
     "valid_share",
     "recipe",
+    "schedule",
     "qat",
     "high_precision",
     "steps",
@@ -90,6 +92,11 @@ pub(crate) struct TrainingOptions {
         conflicts_with = "qat"
     )]
     pub(crate) recipe: Option<String>,
+    /// Change the recipe at shares of the steps: `nvidia,0.85=mxfp8` begins with nvidia and ends
+    /// with mxfp8; the modes :fwd_bf16, :bwd_bf16 and :bf16 after a recipe compute the forward, the
+    /// backward or both in high precision [default: one recipe]
+    #[arg(long, value_name = "PHASES", conflicts_with_all = ["recipe", "qat"])]
+    pub(crate) schedule: Option<NamedSchedule>,
     /// Train for serving in NVFP4: the forward pass quantizes weights (w4a16) or weights and
     /// activations (w4a4), rounded to nearest; the backward pass is in high precision
     #[arg(long, value_name = "SCHEME")]
@@ -176,25 +183,33 @@ pub(crate) struct TrainingOptions {
 }
 
 impl TrainingOptions {
-    /// Returns the recipe and its name. With adapters, the form of the frozen weights is `frozen`;
+    /// Returns the recipe, its name, and the schedule if one is given. With adapters, the form of the frozen weights is `frozen`;
     /// frozen weights in high precision are quantized in each step only if that is asked for.
     pub(super) fn recipe(
         &self,
         activation: Activation,
         device: DeviceName,
         frozen: Option<FrozenForm>,
-    ) -> Result<(RecipeName, Nvfp4Recipe)> {
+    ) -> Result<(RecipeName, Nvfp4Recipe, Option<RecipeSchedule>)> {
         if let Some(packed) = frozen.filter(|form| *form != FrozenForm::High) {
             self.refuse_recipes(packed)?;
         }
         let mut recipes = BTreeMap::new();
-        let name = match self.qat {
-            None => {
+        let schedule = self.schedule.clone().map(|schedule| {
+            schedule.renamed(|name| {
+                let found = named(name, "schedule", &mut recipes)?;
+                anyhow::Ok(found.name().to_owned())
+            })
+        });
+        let schedule = schedule.transpose()?;
+        let name = match (&schedule, self.qat) {
+            (Some(schedule), _) => named(&schedule.phases()[0].recipe, "schedule", &mut recipes)?,
+            (None, None) => {
                 let default = if frozen.is_some() { "bf16" } else { "nvfp4" };
                 let name = self.recipe.as_deref().unwrap_or(default);
                 named(name, "recipe", &mut recipes)?
             }
-            Some(scheme) => {
+            (None, Some(scheme)) => {
                 let name = format!("qat_{}", scheme.name());
                 recipes.insert(name.clone(), scheme.recipe());
                 named(&name, "qat", &mut recipes)?
@@ -203,27 +218,31 @@ impl TrainingOptions {
         let mut config = RunConfig::preset(Preset::default(), &device.to_string());
         config.recipe = name.clone();
         config.recipes = recipes;
+        config.schedule = schedule;
         config.activation = activation;
         config.seed = self.seed;
         config.high_precision.clone_from(&self.high_precision);
         ensure!(
-            self.high_precision.is_empty() || !name.is_high_precision(),
+            self.high_precision.is_empty() || config.is_quantized(&name)?,
             "high-precision is given, but recipe {name} quantizes nothing"
         );
-        Ok((name.clone(), config.nvfp4_recipe(&name)?))
+        let phases = config.recipe_schedule(&name)?;
+        let schedule = self.schedule.is_some().then_some(phases);
+        Ok((name.clone(), config.nvfp4_recipe(&name)?, schedule))
     }
 
     /// Refuses recipes with packed weights: these are quantized already, and a recipe would be
     /// ignored silently.
     fn refuse_recipes(&self, frozen: FrozenForm) -> Result<()> {
         let recipe = self.recipe.as_deref();
-        let given = match (recipe, self.qat) {
-            (None | Some("bf16" | "f32"), None) => match self.high_precision.is_empty() {
+        let given = match (recipe, self.qat, &self.schedule) {
+            (_, _, Some(schedule)) => format!("schedule is {schedule}"),
+            (None | Some("bf16" | "f32"), None, _) => match self.high_precision.is_empty() {
                 true => return Ok(()),
                 false => "high-precision is given".to_owned(),
             },
-            (Some(recipe), _) => format!("recipe is {recipe}"),
-            (None, Some(qat)) => format!("qat is {}", qat.name()),
+            (Some(recipe), _, _) => format!("recipe is {recipe}"),
+            (None, Some(qat), _) => format!("qat is {}", qat.name()),
         };
         bail!(
             "{given}, but frozen is {0}: the weights beside the adapters are packed already. Leave \
@@ -234,7 +253,8 @@ impl TrainingOptions {
 
     /// Returns the type of activations under the recipe.
     pub(super) fn activation(&self, device: DeviceName) -> Activation {
-        match (self.activation, self.recipe.as_deref(), device) {
+        let first = (self.schedule.as_ref()).map(|schedule| &*schedule.phases()[0].recipe);
+        match (self.activation, self.recipe.as_deref().or(first), device) {
             (Some(activation), _, _) => activation,
             (None, Some("f32"), _) => Activation::F32,
             (None, _, DeviceName::Cuda(_)) => Activation::Bf16,

@@ -146,7 +146,7 @@ impl FinetuneRun {
         let device = options.device.name()?;
         let activation = options.activation(device);
         let frozen = start.lora.as_ref().map(|_| start.frozen);
-        let (recipe_name, recipe) = options.recipe(activation, device, frozen)?;
+        let (recipe_name, recipe, schedule) = options.recipe(activation, device, frozen)?;
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
         let reader = TextReader::read(&start.model)?;
@@ -172,6 +172,7 @@ impl FinetuneRun {
             model: start.model,
             recipe_name,
             recipe,
+            schedule,
             objective: start.objective,
             lora: start.lora,
             frozen: start.frozen,

@@ -136,7 +136,9 @@ impl Options {
 
     /// Returns true if no recipe is named.
     pub(crate) fn recipe_is_unset(&self) -> bool {
-        !self.has("recipe") && !self.has("compare")
+        !["recipe", "compare", "schedule"]
+            .iter()
+            .any(|key| self.has(key))
     }
 
     /// Returns the options that a resumed run may change. Fails if any other is set.
@@ -172,13 +174,19 @@ impl Options {
     }
 
     /// Puts these options over those of `below`. An option removes options that contradict it: a
-    /// dense `model` removes the experts, and experts remove a dense `model`.
+    /// dense `model` removes the experts, and experts remove a dense `model`; a schedule removes a
+    /// recipe and healing, and these remove a schedule.
     pub(crate) fn over(self, below: Self) -> Self {
         let Self(mut all) = below;
         let dense = |fields: &Fields| fields.get("model").is_some_and(|kind| kind == "dense");
         let mut remove = |keys: &[&str]| all.retain(|key, _| !keys.contains(&key.as_str()));
         if dense(&self.0) {
             remove(&["experts", "top_k", "balance_loss"]);
+        }
+        if self.has("schedule") {
+            remove(&["recipe", "healing"]);
+        } else if self.has("recipe") || self.has("healing") {
+            remove(&["schedule"]);
         }
         if self.has("experts") && dense(&all) {
             all.remove("model");
@@ -232,6 +240,14 @@ impl Options {
         let mut named = |name: &str, option| recipes::named(name, option, &mut config.recipes);
         if let Some(name) = &request.recipe {
             config.recipe = named(name, "recipe")?;
+        }
+        if let Some(schedule) = request.schedule {
+            let schedule = schedule
+                .renamed(|name| named(name, "schedule").map(|found| found.name().to_owned()))?;
+            if request.recipe.is_none() {
+                config.recipe = named(&schedule.phases()[0].recipe, "schedule")?;
+            }
+            config.schedule = Some(schedule);
         }
         let compared: Option<Vec<RecipeName>> = match request.compare {
             Some(Compare::With(names)) => {

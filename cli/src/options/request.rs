@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use clap::builder::PossibleValue;
 use clap::{ArgAction, Args, ValueEnum};
+use nvfp4::recipe::NamedSchedule;
 use nvfp4_lm::config::{Decoration, ModelKind, Preset};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -23,6 +24,11 @@ pub(super) struct Request {
     /// Train with this recipe [default: nvfp4]
     #[arg(long, value_name = "RECIPE", value_parser = listed::<String>(recipes::values))]
     pub(super) recipe: Option<String>,
+    /// Change the recipe at shares of the steps: `nvidia,0.85=mxfp8` begins with nvidia and ends
+    /// with mxfp8; the modes :fwd_bf16, :bwd_bf16 and :bf16 after a recipe compute the forward, the
+    /// backward or both in high precision [default: one recipe]
+    #[arg(long, value_name = "PHASES")]
+    pub(super) schedule: Option<NamedSchedule>,
     /// Also train with these recipes on the same batches and report the loss gaps; without a value,
     /// compare with high precision [default: high precision for tiny, else none]
     #[arg(

@@ -303,6 +303,73 @@ fn high_precision_alone_is_not_compared() {
     );
 }
 
+/// Returns the error of these flags.
+fn refused(arguments: &[&str]) -> String {
+    let flags = flags(&[&["--device", "flex"], arguments].concat());
+    format!("{:#}", flags.resolve().unwrap_err())
+}
+
+#[test]
+fn a_schedule_has_recipes_by_name_or_file() {
+    let folder = std::env::temp_dir().join(format!("nvfp4-schedule-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("mine.json");
+    let mine = Nvfp4Recipe::quartet2().with_seed(9);
+    mine.save(&path).unwrap();
+    let text = format!("nvidia,0.5={}:bwd_bf16,0.75=f32", path.display());
+    let flags = flags(&["--device", "flex", "--seed", "3", "--schedule", &text]);
+    let (config, _) = flags.resolve().unwrap();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let schedule = config.schedule.as_ref().unwrap();
+    assert_eq!(schedule.to_string(), "nvidia,0.5=mine:bwd_bf16,0.75=f32");
+    assert_eq!(config.recipe.name(), "nvidia");
+    assert_eq!(config.compare, [RecipeName::f32()], "of the preset");
+    let recipes = config.recipe_schedule(&config.recipe).unwrap();
+    // A run has one seed.
+    assert_eq!(recipes.phases()[1].recipe, mine.with_seed(3));
+    assert!(recipes.phases()[0].recipe.is_quantized() && !recipes.phases()[2].is_quantized());
+    // Compared recipes have one phase.
+    assert!(
+        config
+            .recipe_schedule(&RecipeName::f32())
+            .unwrap()
+            .is_constant()
+    );
+    let written = serde_json::to_string(&config).unwrap();
+    assert_eq!(parse(&written).resolve().unwrap().0, config);
+}
+
+#[test]
+fn a_schedule_contradicts_recipe_and_healing() {
+    let file = r#"{"device": "flex", "recipe": "quartet2", "healing": "0.5"}"#;
+    let config = over(r#"{"schedule": "per_token,0.5=mxfp8"}"#, file);
+    assert_eq!((config.recipe.name(), config.healing), ("per_token", None));
+    let file = r#"{"device": "flex", "schedule": "per_token,0.5=mxfp8"}"#;
+    assert_eq!(over(r#"{"healing": "0.5"}"#, file).schedule, None);
+    assert_eq!(over(r#"{"recipe": "mxfp8"}"#, file).schedule, None);
+
+    let schedule = ["--schedule", "nvidia,0.5=mxfp8"];
+    for (more, parts) in [
+        (
+            ["--recipe", "mxfp8"],
+            ["recipe is mxfp8", "nvidia,0.5=mxfp8"],
+        ),
+        (["--healing", "0.9"], ["healing is 0.9", "nvidia,0.5=mxfp8"]),
+        (["--rht", "false"], ["rht is false", "mxfp8"]),
+    ] {
+        let error = refused(&[schedule, more].concat());
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
+    for (text, parts) in [
+        ("nvidia,0.5=fp8", ["phase 2 (`0.5=fp8`)", "quartet2"]),
+        ("nvidia,0.5=no.json", ["schedule no.json", "no recipe"]),
+        ("nvidia,0.5=bf16", ["phase 0.5=bf16", "--activation is f32"]),
+    ] {
+        let error = refused(&["--schedule", text]);
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    }
+}
+
 /// The plan of `cargo xtask ladder` names presets, and recipes by their files.
 #[test]
 fn recipes_of_the_ladder_train() {

@@ -418,6 +418,30 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
     )
 }
 
+/// Returns the settings in which the configurations `saved` and `own` differ, as the rest of an error
+/// message.
+///
+/// # Errors
+/// Returns an error if a configuration cannot be serialized.
+pub(crate) fn differences<C: Serialize>(saved: &C, own: &C) -> Result<String> {
+    /// Longest value in a message.
+    const LONGEST: usize = 100;
+    let [saved, own] = [serde_json::to_value(saved)?, serde_json::to_value(own)?];
+    let mut texts = Vec::new();
+    for (key, own) in own.as_object().into_iter().flatten() {
+        let saved = &saved[key];
+        if saved != own {
+            let name = key.replace('_', "-");
+            let values = format!("{name} was {saved}, and is {own}");
+            texts.push(match values.len() {
+                ..=LONGEST => values,
+                _ => format!("{name} differs"),
+            });
+        }
+    }
+    Ok(format!(": {}", texts.join("; ")))
+}
+
 /// Parses the JSON file at `path`.
 ///
 /// # Errors

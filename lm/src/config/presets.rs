@@ -33,6 +33,7 @@ impl RunConfig {
             },
             recipes: BTreeMap::new(),
             healing: None,
+            schedule: None,
             decorate: None,
             device: device.into(),
             activation: match gpu {

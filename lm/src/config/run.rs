@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use burn::module::{ParamGroup, ParamGroupError};
 use burn_nvfp4::Nvfp4Recipe;
-use burn_nvfp4::recipe::Healing;
+use burn_nvfp4::recipe::{Healing, NamedSchedule, RecipeSchedule};
 use clap::{ArgAction, Args};
 use serde::{Deserialize, Serialize};
 
@@ -43,9 +43,13 @@ pub struct RunConfig {
     /// Preset that provided the other values.
     #[arg(skip)]
     pub preset: Preset,
-    /// Recipe of the run.
+    /// Recipe of the run; with a schedule, that of the first phase.
     #[arg(skip)]
     pub recipe: RecipeName,
+    /// Phases of the run with `recipe`, by the names of their recipes.
+    #[arg(skip)]
+    #[serde(default)]
+    pub schedule: Option<NamedSchedule>,
     /// Recipes that the same model is also trained with, on the same batches, for comparison.
     #[arg(skip)]
     pub compare: Vec<RecipeName>,
@@ -61,8 +65,8 @@ pub struct RunConfig {
     /// Device: `flex`, `cpu`, or `cuda:N`.
     #[arg(skip)]
     pub device: String,
-    /// Stop quantizing after this share of the steps; with `:forward`, only in the forward pass
-    /// [default: the value in the recipe's file]
+    /// Stop quantizing after this share of the steps; with `:forward`, only in the forward pass;
+    /// --schedule can also change the recipe [default: the value in the recipe's file]
     #[arg(long, value_name = "SHARE")]
     #[serde(default)]
     pub healing: Option<HealingOption>,
@@ -212,7 +216,8 @@ impl RunConfig {
             ("eval-batches", self.eval_batches as u64),
             ("batch", self.batch as u64),
         ])?;
-        self.schedule(&self.recipe).check()?;
+        self.step_schedule().check()?;
+        self.check_schedule()?;
         ensure!(
             self.recompute <= self.model.layers,
             "recompute is {}, but it must be at most the number of blocks ({})",
@@ -272,13 +277,43 @@ impl RunConfig {
                     }
                 );
             }
-            self.nvfp4_recipe(recipe)?;
+            self.recipe_schedule(recipe)?;
         }
         Ok(())
     }
 
-    /// Returns the schedule of a run with `recipe`.
-    pub(crate) fn schedule(&self, recipe: &RecipeName) -> Schedule {
+    /// Checks the options and the activations of a schedule of recipes.
+    fn check_schedule(&self) -> Result<()> {
+        let Some(schedule) = &self.schedule else {
+            return Ok(());
+        };
+        if let Some(healing) = self.healing {
+            bail!(
+                "healing is {healing} and schedule is {schedule}, but a schedule has all phases: \
+                 leave out one of them"
+            );
+        }
+        let recipes = self.phase_recipes(&self.recipe)?;
+        ensure!(
+            recipes[0] == self.recipe,
+            "schedule is {schedule}, but recipe is {}: leave out recipe, the schedule names it",
+            self.recipe
+        );
+        let of_run = self.activation_of(&self.recipe);
+        for (phase, recipe) in schedule.phases().iter().zip(&recipes) {
+            ensure!(
+                self.activation_of(recipe) == of_run,
+                "schedule has the phase {phase}, whose activations have another type than those \
+                 of phase 1, but activations keep their type: the recipe without quantization in \
+                 the type of --activation is {}",
+                self.baseline()
+            );
+        }
+        Ok(())
+    }
+
+    /// Returns steps, learning rate and intervals.
+    pub(crate) fn step_schedule(&self) -> Schedule {
         Schedule {
             steps: self.steps,
             warmup: self.warmup,
@@ -289,7 +324,6 @@ impl RunConfig {
             log_every: self.log_every,
             checkpoint_every: self.checkpoint_every,
             telemetry_every: self.telemetry_every,
-            healing: self.healing_of(recipe),
         }
     }
 
@@ -306,7 +340,11 @@ impl RunConfig {
             ("weight-2d", self.weight_2d),
         ];
         for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
-            if let Some(recipe) = self.all_recipes().find(has_none) {
+            let mut phases = Vec::new();
+            for recipe in self.all_recipes() {
+                phases.extend(self.phase_recipes(recipe)?);
+            }
+            if let Some(recipe) = phases.iter().find(has_none) {
                 bail!(
                     "{name} is false, but only recipe nvidia (alias nvfp4) has this switch, and \
                      {recipe} is trained too: leave the switch out, or write a recipe file"
@@ -342,6 +380,47 @@ impl RunConfig {
     /// Returns the recipes that the run trains with, in order.
     pub fn all_recipes(&self) -> impl Iterator<Item = &RecipeName> {
         std::iter::once(&self.recipe).chain(&self.compare)
+    }
+
+    /// Returns the recipes of the phases of a run with `recipe`, in order.
+    ///
+    /// # Errors
+    /// Returns an error if the schedule has an invalid name.
+    pub fn phase_recipes(&self, recipe: &RecipeName) -> Result<Vec<RecipeName>> {
+        match &self.schedule {
+            Some(schedule) if *recipe == self.recipe => {
+                let names = schedule.phases().iter().map(|phase| {
+                    let name = phase.recipe.parse();
+                    name.map_err(|error| anyhow::anyhow!("schedule is {schedule}, but {error}"))
+                });
+                names.collect()
+            }
+            _ => Ok(vec![recipe.clone()]),
+        }
+    }
+
+    /// Returns true if a phase of a run with `recipe` is quantized.
+    ///
+    /// # Errors
+    /// Returns an error if the schedule has an invalid name.
+    pub fn is_quantized(&self, recipe: &RecipeName) -> Result<bool> {
+        let recipes = self.phase_recipes(recipe)?;
+        Ok(!recipes.iter().all(RecipeName::is_high_precision))
+    }
+
+    /// Returns the recipes of a run with `recipe` over its steps: the phases of the run's schedule,
+    /// else those of the recipe and its [healing](Self::healing_of).
+    ///
+    /// # Errors
+    /// Returns the errors of [`nvfp4_recipe`](Self::nvfp4_recipe), with the phase.
+    pub fn recipe_schedule(&self, recipe: &RecipeName) -> Result<RecipeSchedule> {
+        match &self.schedule {
+            Some(schedule) if *recipe == self.recipe => Ok(schedule.resolve(|name| {
+                let name = name.parse().map_err(anyhow::Error::msg)?;
+                self.nvfp4_recipe(&name)
+            })?),
+            _ => Ok(self.nvfp4_recipe(recipe)?.schedule(recipe.name())?),
+        }
     }
 
     /// Returns the high-precision recipe that serves as baseline of a quantized one.

@@ -1,12 +1,11 @@
 //! Steps, learning rate and intervals of a run.
 
 use anyhow::{Result, ensure};
-use burn_nvfp4::recipe::Healing;
 
 /// Final learning rate of the cosine, as a share of the peak.
 const FINAL_SHARE: f64 = 0.1;
 
-/// Steps, learning rate, regularization and intervals of a run with one recipe.
+/// Steps, learning rate, regularization and intervals of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Schedule {
     /// Number of optimizer steps.
@@ -27,8 +26,6 @@ pub struct Schedule {
     pub checkpoint_every: u64,
     /// Steps between samples of telemetry; 0 for never.
     pub telemetry_every: u64,
-    /// Point at which the run stops quantizing, if it does.
-    pub healing: Option<Healing>,
 }
 
 impl Schedule {
@@ -117,7 +114,6 @@ mod tests {
             log_every: 1,
             checkpoint_every: 1,
             telemetry_every: 0,
-            healing: None,
         }
     }
 

@@ -7,6 +7,7 @@ use burn::tensor::{FloatDType, Int, Tensor};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::loss::{CHUNK_BYTES, CrossEntropy, try_linear_cross_entropy};
 use burn_nvfp4::nn::Nvfp4GroupedLinearConfig;
+use burn_nvfp4::recipe::RecipeSchedule;
 use burn_nvfp4::state::assign_layer_ids;
 
 use super::Decoder;
@@ -27,6 +28,21 @@ impl Decoder {
     /// keep in high precision, the device does not support the type, or the recipe does not pass
     /// its checks or keeps layers that the model lacks.
     pub fn into_training(self, recipe: &Nvfp4Recipe, activation: FloatDType) -> Result<Self> {
+        self.into_scheduled_training(&recipe.schedule("recipe")?, activation)
+    }
+
+    /// Prepares the model for training with the recipes of `schedule`, like
+    /// [`into_training`](Self::into_training); it follows the first phase until the schedule is
+    /// applied.
+    ///
+    /// # Errors
+    /// Returns the errors of [`into_training`](Self::into_training), for the recipe of any phase.
+    pub fn into_scheduled_training(
+        self,
+        schedule: &RecipeSchedule,
+        activation: FloatDType,
+    ) -> Result<Self> {
+        let recipe = &schedule.phases()[0].recipe;
         let mut kept = 0;
         let model = self.with_projections(
             activation,
@@ -34,14 +50,17 @@ impl Decoder {
                 let Some(Odd { what, path }) = odd else {
                     return it.into_nvfp4(recipe);
                 };
-                let group = recipe.high_precision.as_ref();
-                let is_kept = group.is_some_and(|group| group.matches(&ParamId::new(), Some(&path)));
+                let keeps = |recipe: &Nvfp4Recipe| {
+                    let group = recipe.high_precision.as_ref();
+                    group.is_some_and(|group| group.matches(&ParamId::new(), Some(&path)))
+                };
+                let mut phases = schedule.phases().iter();
                 ensure!(
-                    is_kept || !recipe.is_quantized(),
+                    phases.all(|phase| keeps(&phase.recipe) || !phase.is_quantized()),
                     "{what}: keep them in high precision (--high-precision {}), or change the width",
                     if path.contains(FEED_FORWARD) { FEED_FORWARD } else { "attention" }
                 );
-                kept += usize::from(is_kept);
+                kept += usize::from(keeps(recipe));
                 Ok(it)
             },
             |it| grouped(it, recipe),

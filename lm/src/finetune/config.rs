@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts};
@@ -43,8 +44,11 @@ pub struct FinetuneConfig {
     pub valid_share: f64,
     /// Name of the recipe.
     pub recipe_name: RecipeName,
-    /// Recipe of the layers' projections.
+    /// Recipe of the layers' projections; with a schedule, that of the first phase.
     pub recipe: Nvfp4Recipe,
+    /// Recipes over the steps of the run; if none, those of `recipe` and its healing.
+    #[serde(default)]
+    pub schedule: Option<RecipeSchedule>,
     /// Adapters; if none, all parameters are trained.
     pub lora: Option<LoraConfig>,
     /// Form of the frozen weights under adapters.
@@ -111,7 +115,17 @@ impl FinetuneConfig {
             ("context", self.context as u64),
             ("eval-rows", self.eval_rows as u64),
         ])?;
-        self.schedule().check()?;
+        self.step_schedule().check()?;
+        let recipes = self.recipes()?;
+        if let Some(schedule) = &self.schedule {
+            let first = &schedule.phases()[0];
+            ensure!(
+                (&first.recipe, &*first.name) == (&self.recipe, self.recipe_name.name()),
+                "schedule begins with recipe {}, but recipe is {}, and both must be the same",
+                first.name,
+                self.recipe_name
+            );
+        }
         ensure!(
             self.valid_share > 0.0 && self.valid_share < 1.0,
             "valid-share is {}, but must be between 0 and 1",
@@ -131,10 +145,9 @@ impl FinetuneConfig {
                  are frozen"
             );
             ensure!(
-                !self.recipe.is_quantized(),
-                "frozen is {form}, but recipe {} quantizes weights in high precision: there are \
-                 none beside packed ones",
-                self.recipe_name
+                !recipes.phases().iter().any(RecipePhase::is_quantized),
+                "frozen is {form}, but recipe {recipes} quantizes weights in high precision: there \
+                 are none beside packed ones"
             );
         }
         ensure!(
@@ -146,11 +159,22 @@ impl FinetuneConfig {
             !self.data.is_empty(),
             "data is empty, but a run needs tokens"
         );
-        Ok(self.recipe.check()?)
+        Ok(())
     }
 
-    /// Returns the schedule of the run.
-    pub(crate) fn schedule(&self) -> Schedule {
+    /// Returns the recipes over the steps of the run.
+    ///
+    /// # Errors
+    /// Returns an error if the recipe does not pass its checks.
+    pub fn recipes(&self) -> Result<RecipeSchedule> {
+        match &self.schedule {
+            Some(schedule) => Ok(schedule.clone()),
+            None => Ok(self.recipe.schedule(self.recipe_name.name())?),
+        }
+    }
+
+    /// Returns steps, learning rate and intervals.
+    pub(crate) fn step_schedule(&self) -> Schedule {
         Schedule {
             steps: self.steps,
             warmup: self.warmup,
@@ -161,7 +185,6 @@ impl FinetuneConfig {
             log_every: self.log_every,
             checkpoint_every: self.checkpoint_every,
             telemetry_every: 0,
-            healing: self.recipe.healing,
         }
     }
 

@@ -20,7 +20,8 @@ use crate::interchange::names::{canonical, expert_projection, is_head, is_linear
 use crate::memory::{Advice, MemoryBudget, RECOMPUTE, StepSizes};
 
 /// Returns the memory budget of the run `config` on each of `ranks` ranks, from the configurations
-/// of its model and its teacher.
+/// of its model and its teacher. It does not depend on the formats of the operands: it holds for
+/// every phase of a schedule.
 ///
 /// # Errors
 /// Returns an error if a configuration cannot be read, or the adapters' targets are not a regular
@@ -235,6 +236,7 @@ mod tests {
             valid_share: 0.2,
             recipe_name: RecipeName::nvfp4(),
             recipe: Nvfp4Recipe::default(),
+            schedule: None,
             lora: None,
             frozen: FrozenForm::High,
             objective: Objective::CrossEntropy,

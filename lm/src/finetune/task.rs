@@ -15,7 +15,7 @@ use super::loss::{SUM, cross_entropy_of, flat, head};
 use super::memory::budget;
 use super::parameters;
 use super::step::{DeviceBatch, step_input};
-use crate::checkpoint::read_json;
+use crate::checkpoint::{differences, read_json};
 use crate::config::Uncaptured;
 use crate::decoder::{Decoder, FrozenForm};
 use crate::groups::ParallelGroups;
@@ -165,7 +165,8 @@ impl Task for FinetuneTask<'_> {
         config.check_ranks(ranks)?;
         Ok(Settings {
             recipe: config.recipe_name.clone(),
-            schedule: config.schedule(),
+            recipes: config.recipes()?,
+            schedule: config.step_schedule(),
             tokens_per_step: (config.rows_per_step() * config.context) as u64,
             optimizer: Optimizer::adamw(config.weight_decay, config.grad_clip)?,
             sharding: match config.fsdp {
@@ -197,7 +198,12 @@ impl Task for FinetuneTask<'_> {
         let model = Decoder::load_frozen(&config.model, device, masters, config.frozen)?;
         model.config().check_length("context", config.context)?;
         let model = match config.frozen {
-            FrozenForm::High => model.into_training(&config.recipe, activation)?,
+            FrozenForm::High => {
+                let recipes = config.recipes()?;
+                let model = model.into_scheduled_training(&recipes, activation)?;
+                recipes.check_model(&model)?;
+                model
+            }
             FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,
         };
         let model = match &config.lora {
@@ -239,9 +245,16 @@ impl Task for FinetuneTask<'_> {
             no_graph: self.config.no_graph,
             ..run.config
         };
+        let [saved, own] = [&config, self.config].map(FinetuneConfig::recipes);
+        let [saved, own] = [saved?.to_string(), own?.to_string()];
+        ensure!(
+            saved == own,
+            "its schedule of recipes is {saved}, but that of this run is {own}"
+        );
         ensure!(
             config == *self.config,
-            "it belongs to a run with another configuration"
+            "it belongs to a run with another configuration{}",
+            differences(&config, self.config)?
         );
         ensure!(
             run.data == self.data.fingerprint,

@@ -6,6 +6,7 @@ use burn::module::{Module, ParamGroup};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::parallel::ProcessGroup;
+use burn_nvfp4::recipe::NamedSchedule;
 
 use super::data::TextReader;
 use super::frozen_tests::some_adapters;
@@ -13,6 +14,7 @@ use super::loss::cross_entropy_of;
 use super::*;
 use crate::config::{Activation, GradReduce, RecipeName};
 use crate::decoder::feed_forward::FeedForward;
+use crate::decoder::lora::DEFAULT_TARGETS;
 use crate::decoder::{Decoder, FrozenForm, LoraConfig, PackedRows};
 use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
@@ -48,6 +50,7 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         valid_share: 0.2,
         recipe_name: recipe.parse::<RecipeName>().unwrap(),
         recipe: Nvfp4Recipe::preset(recipe).unwrap().with_seed(7),
+        schedule: None,
         lora: None,
         frozen: FrozenForm::High,
         objective: Objective::CrossEntropy,
@@ -211,6 +214,59 @@ fn a_resumed_run_is_the_same() {
     let error = open(&other, &data, &Device::flex(), &parts).err();
     let error = format!("{:#}", error.unwrap());
     assert!(error.contains("another configuration"), "{error}");
+}
+
+/// A run whose recipe changes resumes in its phase; another schedule is refused.
+#[test]
+fn a_schedule_resumes_in_its_phase() {
+    let folder = Scratch::new("finetune-schedule");
+    let scheduled = |text: &str| {
+        let named: NamedSchedule = text.parse().unwrap();
+        let seeded = |name: &str| Nvfp4Recipe::preset(name).map(|recipe| recipe.with_seed(7));
+        FinetuneConfig {
+            steps: 4,
+            schedule: Some(named.resolve(seeded).unwrap()),
+            ..config(&golden("llama3-tiny"), &folder, "bf16")
+        }
+    };
+    let config = scheduled("bf16,0.5=nvidia");
+    config.check().unwrap();
+    let data = data(&config);
+    let (whole, parts) = (folder.join("whole"), folder.join("parts"));
+    finished(&config, &data, &whole);
+    let mut run = open(&config, &data, &Device::flex(), &parts).unwrap();
+    run.train(Some(3), &mut ()).unwrap();
+    finished(&config, &data, &parts);
+    for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
+        assert!(whole == parts, "{name} differs");
+    }
+    let other = scheduled("bf16,0.75=nvidia");
+    let error = open(&other, &data, &Device::flex(), &parts).err();
+    let error = format!("{:#}", error.unwrap());
+    for part in ["is bf16,0.5=nvidia", "is bf16,0.75=nvidia"] {
+        assert!(error.contains(part), "{error}");
+    }
+    // What holds for a recipe holds for each phase.
+    let mixed = FinetuneConfig {
+        recipe_name: RecipeName::nvfp4(),
+        ..config.clone()
+    };
+    let error = mixed.check().unwrap_err().to_string();
+    assert!(error.contains("begins with recipe bf16"), "{error}");
+    let packed = FinetuneConfig {
+        lora: Some(LoraConfig {
+            rank: 4,
+            alpha: 8.0,
+            targets: DEFAULT_TARGETS.into(),
+        }),
+        frozen: FrozenForm::W4a16,
+        ..config
+    };
+    let error = packed.check().unwrap_err().to_string();
+    assert!(
+        error.contains("recipe bf16,0.5=nvidia quantizes"),
+        "{error}"
+    );
 }
 
 /// Accumulated gradients of several forward passes equal those of one forward pass with all rows.

@@ -3,7 +3,9 @@
 use super::{Advice, MemoryBudget, RECOMPUTE, StepSizes};
 use crate::config::{ExpertDispatchName, RecipeName, RunConfig, VOCABULARY};
 
-/// Returns the memory budget of the run `config` with `recipe`.
+/// Returns the memory budget of the run `config` with `recipe`. It depends on the type of the
+/// activations, which all phases of a schedule share, and not on the formats of the operands: it
+/// holds for every phase.
 pub fn budget(config: &RunConfig, recipe: &RecipeName) -> MemoryBudget {
     let sizes = sizes(config, recipe);
     let is_gpu = config.device.starts_with("cuda");

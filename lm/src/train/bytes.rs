@@ -10,7 +10,7 @@ use burn_nvfp4::parallel::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use super::task::{LossReduction, Settings, Sharding, StepInput, Task};
-use crate::checkpoint::Saved;
+use crate::checkpoint::{Saved, differences};
 use crate::config::{ModelConfig, RecipeName, RunConfig};
 use crate::data::{self, Corpus, Fingerprint};
 use crate::groups::ParallelGroups;
@@ -86,7 +86,8 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
         let (config, recipe) = (self.config, &self.recipe);
         Ok(Settings {
             recipe: recipe.clone(),
-            schedule: config.schedule(recipe),
+            schedule: config.step_schedule(),
+            recipes: config.recipe_schedule(recipe)?,
             tokens_per_step: (config.batch * config.model.context) as u64,
             optimizer: Optimizer::new(config)?,
             sharding: match (config.fsdp, config.zero1) {
@@ -147,7 +148,8 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
         };
         ensure!(
             resumed == *config && run.recipe == self.recipe,
-            "it belongs to a run with another configuration"
+            "it belongs to a run with another configuration{}",
+            differences(&resumed, config)?
         );
         let origin = match config.data.is_empty() {
             true => ", which for the default text is that of the build that began the run",

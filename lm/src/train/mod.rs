@@ -14,6 +14,8 @@ pub(crate) mod digest;
 #[cfg(all(test, feature = "flex"))]
 mod parallel_tests;
 pub(crate) mod rank;
+#[cfg(all(test, feature = "flex"))]
+mod schedule_tests;
 mod task;
 pub mod telemetry;
 mod trainer;

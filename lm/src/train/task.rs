@@ -4,6 +4,7 @@ use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
 use burn_nvfp4::parallel::ProcessGroup;
+use burn_nvfp4::recipe::RecipeSchedule;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -132,8 +133,10 @@ impl GraphInput for (Tensor<2, Int>, Tensor<2, Int>) {
 
 /// Settings of a [`Trainer`](super::Trainer).
 pub struct Settings {
-    /// Name of the recipe.
+    /// Name of the recipe; with several phases, that of the first one.
     pub recipe: RecipeName,
+    /// Recipes over the steps.
+    pub recipes: RecipeSchedule,
     /// Steps, learning rate and intervals.
     pub schedule: Schedule,
     /// Tokens per step on all ranks, including padding.

@@ -8,9 +8,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::tensor::Device;
+use burn_nvfp4::Nvfp4State;
 use burn_nvfp4::parallel::{CommunicationMeter, ExposedCommunication, ProcessGroup};
+use burn_nvfp4::recipe::RecipePhase;
 use burn_nvfp4::telemetry::Telemetry;
-use burn_nvfp4::{Nvfp4State, set_mode};
 
 use super::rank::{Rank, Watched};
 use super::task::{Settings, Task};
@@ -35,6 +36,9 @@ const MEMORY_MEASURED: u64 = 2;
 pub trait Observer {
     /// Called after a step.
     fn step(&mut self, _step: u64) {}
+    /// Called before step `step` (from 0), the first of phase `index` (from 0) that this process
+    /// takes, if an earlier step was in another phase.
+    fn phase(&mut self, _step: u64, _index: usize, _phase: &RecipePhase) {}
     /// Called after a row was recorded.
     fn row(&mut self, _row: &Row) {}
     /// Called after a checkpoint was written.
@@ -66,6 +70,8 @@ pub struct Trainer<T: Task> {
     /// Process groups of the run.
     groups: ParallelGroups,
     step: u64,
+    /// Index of the phase that the layers follow, once it was applied.
+    phase: Option<usize>,
     /// Losses since the last row.
     losses: Vec<f32>,
     metrics: MetricsLog,
@@ -120,6 +126,7 @@ impl<T: Task> Trainer<T> {
             (trainer.rank).join(&trainer.groups, &trainer.settings, splits, names)
         });
         agree(&world, joined)?;
+        trainer.enter_phase(trainer.step.saturating_sub(1))?;
         // No rank writes before all ranks have read.
         if trainer.saved.is_none() {
             trainer.metrics.write()?;
@@ -155,7 +162,8 @@ impl<T: Task> Trainer<T> {
     ) -> Result<(Self, BTreeMap<u64, String>)> {
         let rank = groups.world().rank();
         let telemetry = (rank == 0).then(|| TelemetryLog::new(folder));
-        let mut metrics = MetricsLog::of_rank(rank, folder);
+        let (recipes, steps) = (&settings.recipes, settings.schedule.steps);
+        let mut metrics = MetricsLog::of_rank(rank, folder).with_phases(recipes, steps);
         let mut whole = task.build(device)?;
         settings.uncaptured = settings.uncaptured.or(task.uncaptured(&whole));
         let mut optimizer = settings.optimizer.clone();
@@ -192,6 +200,7 @@ impl<T: Task> Trainer<T> {
             folder: folder.into(),
             groups,
             step,
+            phase: None,
             losses,
             metrics,
             telemetry,
@@ -224,6 +233,21 @@ impl<T: Task> Trainer<T> {
     /// Returns the number of finished steps.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Makes the layers follow the phase of step `step`; returns its index if they followed another
+    /// one before. A captured graph keeps its phase, so it ends.
+    fn enter_phase(&mut self, step: u64) -> Result<Option<usize>> {
+        let Settings {
+            recipes, schedule, ..
+        } = &self.settings;
+        let index = recipes.index_at(step, schedule.steps);
+        if recipes.is_constant() || self.phase == Some(index) {
+            return Ok(None);
+        }
+        self.rank.end_graph();
+        recipes.apply(self.rank.model(), step, schedule.steps)?;
+        Ok(self.phase.replace(index).map(|_| index))
     }
 
     /// Returns the recorded rows.
@@ -300,18 +324,13 @@ impl<T: Task> Trainer<T> {
             };
             self.record(row, observer)?;
         }
-        let mut mode = None;
         let mut clock = Clock::start();
         let mut interrupted = false;
         while self.step < end && !interrupted {
             let lr = schedule.learning_rate(self.step);
-            if let Some(healing) = schedule.healing {
-                let next = healing.mode(self.step, steps);
-                set_mode(self.rank.model(), next);
-                // A captured graph keeps its mode.
-                if mode.replace(next) != Some(next) {
-                    self.rank.end_graph();
-                }
+            if let Some(index) = self.enter_phase(self.step)? {
+                let phase = &self.settings.recipes.phases()[index];
+                observer.phase(self.step, index, phase);
             }
             if self.settings.uncaptured.is_none() {
                 self.rank.begin_graph()?;

@@ -4,6 +4,7 @@
 use burn_core::module::Module;
 use burn_core::tensor::DType;
 use burn_nvfp4::decorate::{GemmFormat, LayerReport};
+use burn_nvfp4::recipe::RecipeSchedule;
 use burn_nvfp4::{LayerMode, Nvfp4Recipe, decorate, set_mode};
 
 use crate::support::own_process::own_process;
@@ -132,7 +133,8 @@ fn a_high_precision_backward_is_that_of_the_preset() {
     decorate::report(&switched).unwrap().check().unwrap();
 }
 
-/// A run that heals from its middle on, with the mode requested step by step as in a training loop.
+/// A run that heals from its middle on, with the schedule applied step by step as in a training
+/// loop.
 #[test]
 fn healing() {
     own_process!("decorate");
@@ -144,8 +146,9 @@ fn healing() {
         };
         let recipe = Nvfp4Recipe::new().with_healing(Some(healing));
         let model = decorate(Plain::new(true, &device), &recipe).unwrap();
+        let schedule = recipe.schedule("nvidia").unwrap();
         for step in 0..4 {
-            set_mode(&model, healing.mode(step, 4));
+            schedule.apply(&model, step, 4).unwrap();
             let x = tensor([32, 32], step, DType::F32, &device).require_grad();
             drop(model.forward(x).sum().backward());
         }
@@ -157,5 +160,35 @@ fn healing() {
             assert_eq!(ran, [[2, 2], backward, backward], "{forward_only}");
         }
         assert_eq!(model.num_params(), Plain::new(true, &device).num_params());
+    }
+}
+
+/// A run whose last half has an MXFP8 backward: each step has the bits of a model decorated with the
+/// recipe of its phase, and the report counts the formats.
+#[test]
+fn a_schedule_changes_the_recipe() {
+    own_process!("decorate");
+    let device = device().autodiff();
+    let schedule: RecipeSchedule = "nvidia,0.5=fwd_nvfp4_bwd_mxfp8".parse().unwrap();
+    let plain = Plain::new(false, &device);
+    let model = decorate(plain.clone(), &Nvfp4Recipe::nvidia()).unwrap();
+    let x = tensor([32, 32], 1, DType::F32, &device);
+    let run = |model: &Plain| {
+        let x = x.clone().require_grad();
+        let grads = model.forward(x.clone()).square().sum().backward();
+        let weight = model.second.weight.base().grad(&grads).unwrap();
+        (bits(x.grad(&grads).unwrap()), bits(weight))
+    };
+    schedule.apply(&model, 0, 2).unwrap();
+    run(&model);
+    schedule.apply(&model, 1, 2).unwrap();
+    let preset = decorate(plain, &Nvfp4Recipe::fwd_nvfp4_bwd_mxfp8()).unwrap();
+    assert!(run(&model) == run(&preset));
+    let report = decorate::report(&model).unwrap();
+    report.check().unwrap();
+    for layer in report.layers.values() {
+        let [forward, dgrad, wgrad] = layer.roles();
+        assert_eq!(forward.nvfp4, 2);
+        assert_eq!([dgrad.nvfp4, dgrad.mxfp8, wgrad.mxfp8], [1; 3]);
     }
 }
