@@ -21,6 +21,7 @@ use crate::groups::ParallelGroups;
 use crate::memory::{DeviceMemory, MemoryUsed, peak_of};
 use crate::metrics::{Clock, MetricsLog, Row};
 use crate::ranks::{agree, any, gathered_bytes, means};
+use crate::tensorboard::EventLog;
 
 /// Interval in steps between measurements of communication, where measuring has a cost.
 pub const MEASURED_EVERY: u64 = 50;
@@ -69,6 +70,8 @@ pub struct Trainer<T: Task> {
     /// Losses since the last row.
     losses: Vec<f32>,
     metrics: MetricsLog,
+    /// The rows for TensorBoard, if they are written.
+    events: Option<EventLog>,
     /// Samples of telemetry, on the rank that writes them (rank 0).
     telemetry: Option<TelemetryLog>,
     /// Seconds spent by earlier processes of the run.
@@ -196,6 +199,7 @@ impl<T: Task> Trainer<T> {
             step,
             losses,
             metrics,
+            events: None,
             telemetry,
             earlier,
             started: Instant::now(),
@@ -226,6 +230,21 @@ impl<T: Task> Trainer<T> {
     /// Returns the number of finished steps.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Returns the folder of the run.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Also writes the rows to the folder `events`, in the format of TensorBoard: those so far, and
+    /// those of later steps. Rank 0 calls this function.
+    ///
+    /// # Errors
+    /// Returns an error if the folder has the events of another run, or cannot be written.
+    pub fn log_events(&mut self, events: &Path) -> Result<()> {
+        self.events = Some(EventLog::open(events, self.metrics.rows())?);
+        Ok(())
     }
 
     /// Returns the recorded rows.
@@ -507,6 +526,9 @@ impl<T: Task> Trainer<T> {
 
     fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
         self.metrics.record(row)?;
+        if let Some(events) = &self.events {
+            events.record(&row)?;
+        }
         observer.row(&row);
         Ok(())
     }
