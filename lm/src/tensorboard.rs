@@ -125,7 +125,7 @@ fn of_row(row: &Row, time: f64) -> Vec<u8> {
 
 /// Returns the key of a field: its number, and the wire type of its value.
 const fn key(number: u8, wire: u8) -> u8 {
-    number << 3 | wire
+    (number << 3) | wire
 }
 
 /// Returns the field `wall_time`.

@@ -424,7 +424,8 @@ fn shortened(command: &str) -> Result<String> {
     for option in shorter.into_iter().flat_map(|(_, options)| *options) {
         let flag = option.split(' ').next().unwrap_or_default();
         let has = |flag| command.split_whitespace().any(|word| word == flag);
-        if !has(flag) && !(flag == "--steps" && has("--epochs")) {
+        let is_given = has(flag) || (flag == "--steps" && has("--epochs"));
+        if !is_given {
             command = format!("{command} {option}");
         }
     }

@@ -1,5 +1,6 @@
 //! Reads texts whole, for calibration and evaluation: every token counts.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -77,7 +78,7 @@ impl TextFile {
 pub(crate) fn list(option: &str, paths: &[PathBuf]) -> Result<(Vec<PathBuf>, usize)> {
     wanted_files(option, paths, |path| {
         let end = path.extension();
-        let is_listed = |end| EXTENSIONS.iter().any(|extension| end == *extension);
+        let is_listed = |end: &OsStr| EXTENSIONS.iter().any(|extension| end == *extension);
         end.is_some_and(|end| is_listed(end) || (end == JSON && begins_a_list(path)))
     })
 }
