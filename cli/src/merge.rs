@@ -37,8 +37,8 @@ pub(crate) struct Merge {
 }
 
 impl Merge {
-    /// Refuses to write the model of W4A4 layers without the quantization of their activations: their
-    /// static scales are those of the model without the adapters.
+    /// Refuses to write the model of W4A4 layers without the quantization of their activations:
+    /// their static scales are those of the model without the adapters.
     fn check_export(&self, dialect: Dialect) -> Result<()> {
         let checkpoint = Checkpoint::scan(&self.model)?;
         let scheme = checkpoint.config().map(|config| config.scheme);

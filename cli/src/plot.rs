@@ -29,8 +29,8 @@ const COLORS: [RGBColor; 16] = [
 const GRAY: RGBColor = RGBColor(110, 110, 110);
 
 /// Draws the losses of each recipe over the steps to `path`: a thin line for training, a thick one
-/// with dots for validation, and a level line for the unigram entropy, if any. The losses are in nats
-/// per `element`.
+/// with dots for validation, and a level line for the unigram entropy, if any. The losses are in
+/// nats per `element`.
 pub(crate) fn loss(
     path: &Path,
     curves: &[(&str, &[Row])],

@@ -270,8 +270,8 @@ impl Train {
     }
 }
 
-/// Checks that the model of every recipe can be built and split over the ranks, before the first one
-/// is trained. A recipe may name layers that the model does not have.
+/// Checks that the model of every recipe can be built and split over the ranks, before the first
+/// one is trained. A recipe may name layers that the model does not have.
 fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) -> Result<()> {
     let check = match config.decorate {
         Some(_) => EncoderModel::check,

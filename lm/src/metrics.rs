@@ -124,7 +124,8 @@ impl MetricsLog {
     }
 
     /// Loads the rows of the file up to step `step`; rows after it belong to steps lost in a crash.
-    /// `has_row` tells which steps must have a row. An extended run also has that of its former end.
+    /// `has_row` tells which steps must have a row. An extended run also has that of its former
+    /// end.
     ///
     /// # Errors
     /// Returns an error if such a row is missing, or if the file cannot be read or written.

@@ -61,15 +61,15 @@ const SETTINGS: [&str; 27] = [
 
 #[derive(Args)]
 pub(crate) struct TrainingOptions {
-    /// Read these files and folders: tokens (.tokens), JSON lines (.jsonl), lists of JSON rows (.json)
-    /// and plain text
+    /// Read these files and folders: tokens (.tokens), JSON lines (.jsonl), lists of JSON rows
+    /// (.json) and plain text
     ///
     /// A row of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} (only the completion
     /// counts in the loss), {"messages": [{"role": ROLE, "content": TEXT}, ..]} or ShareGPT's
-    /// {"conversations": [{"from": ROLE, "value": TEXT}, ..]} (only the assistant's text counts; uses
-    /// the chat template of the tokenizer's folder), or Alpaca's {"instruction": TEXT, "input": TEXT,
-    /// "output": TEXT} (only the output counts; uses the chat template, or Alpaca's prompt if there
-    /// is none).
+    /// {"conversations": [{"from": ROLE, "value": TEXT}, ..]} (only the assistant's text counts;
+    /// uses the chat template of the tokenizer's folder), or Alpaca's {"instruction": TEXT,
+    /// "input": TEXT, "output": TEXT} (only the output counts; uses the chat template, or Alpaca's
+    /// prompt if there is none).
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present_any = NOT_NEW)]
     pub(crate) data: Vec<PathBuf>,
     /// Evaluate on these files and folders [default: a share of the documents of --data, or the end

@@ -436,8 +436,8 @@ impl FinetuneRun {
         Ok(())
     }
 
-    /// Returns the validation perplexities of the original and of the saved models as text, and those
-    /// of the training.
+    /// Returns the validation perplexities of the original and of the saved models as text, and
+    /// those of the training.
     fn perplexities(
         &self,
         data: &TrainingData,

@@ -31,8 +31,8 @@ use request::{Compare, Request};
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
 
-/// Options that a resumed run may change: its device, its ranks and its steps. `None` keeps the value
-/// of the run.
+/// Options that a resumed run may change: its device, its ranks and its steps. `None` keeps the
+/// value of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Resumed {
     pub(crate) device: Option<DeviceName>,

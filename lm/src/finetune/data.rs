@@ -80,10 +80,10 @@ impl TextReader {
         Ok(found)
     }
 
-    /// Tokenizes the texts of `paths`, files and folders of the option `option`, for calibration and
-    /// evaluation: each row of a `.jsonl` file or of a list in a `.json` file and every other file
-    /// is one document, without an end-of-text token. In a folder, files that end in .txt, .md and
-    /// .jsonl and lists in `.json` files are read, also in its subfolders.
+    /// Tokenizes the texts of `paths`, files and folders of the option `option`, for calibration
+    /// and evaluation: each row of a `.jsonl` file or of a list in a `.json` file and every other
+    /// file is one document, without an end-of-text token. In a folder, files that end in .txt, .md
+    /// and .jsonl and lists in `.json` files are read, also in its subfolders.
     ///
     /// # Errors
     /// Returns an error that names the file if it cannot be read, is not UTF-8 text, or has no

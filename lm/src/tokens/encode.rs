@@ -148,9 +148,9 @@ impl<'a> Encoder<'a> {
         )
     }
 
-    /// Adds the documents of `paths`, files and folders, to `writer`. Each row of a `.jsonl` file or
-    /// of a list in a `.json` file is one document, and so is every other text file. Files that are
-    /// empty or not UTF-8 text are skipped and counted.
+    /// Adds the documents of `paths`, files and folders, to `writer`. Each row of a `.jsonl` file
+    /// or of a list in a `.json` file is one document, and so is every other text file. Files that
+    /// are empty or not UTF-8 text are skipped and counted.
     ///
     /// # Errors
     /// Returns an error if a path cannot be read, or a row is not a document; the error gives the

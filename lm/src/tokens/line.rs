@@ -126,8 +126,8 @@ impl Line {
     }
 }
 
-/// Returns true if the file `path`, which contains `text`, holds rows: JSON lines, or a `.json` file
-/// with a list. Any other `.json` file is a text.
+/// Returns true if the file `path`, which contains `text`, holds rows: JSON lines, or a `.json`
+/// file with a list. Any other `.json` file is a text.
 pub(crate) fn has_rows(path: &Path, text: &str) -> bool {
     let ends = |extension: &str| path.extension().is_some_and(|end| end == extension);
     ends(JSON_LINES) || (ends(JSON) && text.trim_start().starts_with('['))
