@@ -29,10 +29,11 @@ pub(crate) struct Eval {
     adapter: Option<PathBuf>,
     /// Report the perplexity of the texts in these files and folders
     ///
-    /// Each line of a .jsonl file and every other file is a separate text. A line is {"text":
-    /// TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE, "content":
-    /// TEXT}, ..]}, which the model's chat template renders. All tokens count, also those of
-    /// prompts. In a folder, files that end in .txt, .md and .jsonl are read.
+    /// Each row of a .jsonl file or of a list in a .json file and every other file is a separate
+    /// text. A row is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages":
+    /// [{"role": ROLE, "content": TEXT}, ..]}, which the model's chat template renders. All tokens
+    /// count, also those of prompts. In a folder, files that end in .txt, .md and .jsonl and such
+    /// .json files are read.
     #[arg(long, value_name = "PATH", num_args = 1..)]
     data: Vec<PathBuf>,
     /// Compare with the model in this folder, which must have the same tokenizer, on the texts of

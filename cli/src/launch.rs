@@ -9,6 +9,7 @@ use clap::{Args, Parser};
 use nvfp4_parallel::launch::{Launch, Show};
 
 use crate::device::cuda_count;
+use crate::options::file::parsed;
 use crate::terminal::is_quiet;
 
 /// Time that the other ranks have to exit after one has failed.
@@ -32,11 +33,14 @@ pub(crate) struct LaunchRanks {
 /// the parser of command lines.
 fn check<C: Parser>(command: &[OsString]) -> Result<()> {
     let name = OsString::from("nvfp4");
-    match C::try_parse_from([&name].into_iter().chain(command)) {
+    match parsed::<C>([name].into_iter().chain(command.iter().cloned()).collect()) {
         Ok(_) => Ok(()),
-        // A request for help needs one process only.
-        Err(error) if !error.use_stderr() => error.exit(),
-        Err(error) => bail!("the command of the ranks is refused: {}", error.render()),
+        Err(error) => match error.downcast::<clap::Error>() {
+            // A request for help needs one process only.
+            Ok(error) if !error.use_stderr() => error.exit(),
+            Ok(error) => bail!("the command of the ranks is refused: {}", error.render()),
+            Err(error) => Err(error),
+        },
     }
 }
 

@@ -38,8 +38,6 @@ mod wrap;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 /// Log filter used if `RUST_LOG` is not set. CubeCL warns about each allocation that it retries and
 /// about each kernel that a failed allocation takes down; one error reports all of it
 /// (`nvfp4_lm::memory`).
@@ -57,12 +55,16 @@ fn main() -> ExitCode {
     // `init` would take the logger of the crate `log`, which `kernels` uses to count.
     tracing::subscriber::set_global_default(subscriber).expect("a process has one `main`");
     nvfp4_lm::memory::mute_memory_panics();
-    match command::Command::parse().run() {
+    let parsed = options::file::parsed::<command::Command>(std::env::args_os().collect());
+    match parsed.and_then(command::Command::run) {
         Ok(code) => code,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
+        Err(error) => match error.downcast::<clap::Error>() {
+            Ok(refused) => refused.exit(),
+            Err(error) => {
+                eprintln!("error: {error:#}");
+                ExitCode::FAILURE
+            }
+        },
     }
 }
 

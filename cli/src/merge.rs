@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::tensor::FloatDType;
 use clap::Args;
 use nvfp4_lm::decoder::{Decoder, FrozenForm};
 use nvfp4_lm::finetune::export::{export_merged, remove_unfinished};
 use nvfp4_lm::hf::NewFolder;
-use nvfp4_lm::interchange::{Dialect, Scheme};
+use nvfp4_lm::interchange::{Checkpoint, Dialect, Scheme};
 
 use crate::adapter;
 use crate::device::DeviceName;
@@ -29,15 +29,33 @@ pub(crate) struct Merge {
     saved: SaveOption,
     /// Write the model quantized to NVFP4, in this dialect, instead of in high precision
     ///
-    /// Quantizes weights only (w4a16), rounded to nearest, as `finetune --export` does. For w4a4
-    /// and other methods, merge without --export and run `nvfp4 quantize`.
+    /// Quantizes weights only (w4a16), rounded to nearest, as `finetune --export` does. For w4a4,
+    /// also of a MODEL that is w4a4, and for other methods, merge without --export and run `nvfp4
+    /// quantize`.
     #[arg(long, value_name = "DIALECT", conflicts_with = "save_dtype")]
     export: Option<Dialect>,
 }
 
 impl Merge {
+    /// Refuses to write the model of W4A4 layers without the quantization of their activations:
+    /// their static scales are those of the model without the adapters.
+    fn check_export(&self, dialect: Dialect) -> Result<()> {
+        let checkpoint = Checkpoint::scan(&self.model)?;
+        let scheme = checkpoint.config().map(|config| config.scheme);
+        ensure!(
+            scheme != Some(Scheme::W4a4),
+            "export is {}, but {} is w4a4 and merge writes w4a16: merge without --export, then run \
+             `nvfp4 quantize` with --scheme w4a4 and --calibration on the merged model (or with \
+             --scheme w4a16)",
+            dialect.name(),
+            self.model.display()
+        );
+        Ok(())
+    }
+
     pub(crate) fn run(self) -> Result<()> {
-        if self.export.is_some() {
+        if let Some(dialect) = self.export {
+            self.check_export(dialect)?;
             remove_unfinished(&self.out)?;
         }
         // Fails before the model is loaded if the folder has files; nothing is kept.

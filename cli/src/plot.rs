@@ -29,9 +29,19 @@ const COLORS: [RGBColor; 16] = [
 const GRAY: RGBColor = RGBColor(110, 110, 110);
 
 /// Draws the losses of each recipe over the steps to `path`: a thin line for training, a thick one
-/// with dots for validation, and a level line for the unigram entropy.
-pub(crate) fn loss(path: &Path, curves: &[(&str, &[Row])], unigram: f64) -> Result<()> {
-    write(path, curves, Some(unigram))
+/// with dots for validation, and a level line for the unigram entropy, if any. The losses are in
+/// nats per `element`.
+pub(crate) fn loss(
+    path: &Path,
+    curves: &[(&str, &[Row])],
+    element: &str,
+    unigram: Option<f64>,
+) -> Result<()> {
+    let mut svg = String::new();
+    draw(&mut svg, curves, element, unigram)
+        .map_err(|error| anyhow::anyhow!("{error}"))
+        .and_then(|()| std::fs::write(path, &svg).map_err(Into::into))
+        .with_context(|| format!("cannot draw {}", path.display()))
 }
 
 /// Draws only the validation losses, without the first tenth of the steps, so that the curves can
@@ -50,7 +60,7 @@ pub(crate) fn validation(path: &Path, curves: &[(&str, &[Row])]) -> Result<()> {
         })
         .collect();
     let curves: Vec<(&str, &[Row])> = late.iter().map(|(name, rows)| (*name, &rows[..])).collect();
-    write(path, &curves, None)
+    loss(path, &curves, "byte", None)
 }
 
 /// Returns the color and the dot style of curve number `index`; the first 32 are distinct.
@@ -63,17 +73,10 @@ fn style(index: usize) -> (RGBColor, ShapeStyle) {
     (color, dot)
 }
 
-fn write(path: &Path, curves: &[(&str, &[Row])], unigram: Option<f64>) -> Result<()> {
-    let mut svg = String::new();
-    draw(&mut svg, curves, unigram)
-        .map_err(|error| anyhow::anyhow!("{error}"))
-        .and_then(|()| std::fs::write(path, &svg).map_err(Into::into))
-        .with_context(|| format!("cannot draw {}", path.display()))
-}
-
 fn draw(
     svg: &mut String,
     curves: &[(&str, &[Row])],
+    element: &str,
     unigram: Option<f64>,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let rows = || curves.iter().flat_map(|(_, rows)| rows.iter());
@@ -98,7 +101,7 @@ fn draw(
     chart
         .configure_mesh()
         .x_desc("step")
-        .y_desc("nats per byte")
+        .y_desc(format!("nats per {element}"))
         .label_style(("sans-serif", 14))
         .light_line_style(WHITE)
         .bold_line_style(BLACK.mix(0.12))
@@ -168,7 +171,8 @@ mod tests {
             .map(|name| (name.as_str(), &rows[..]))
             .collect();
         let mut svg = String::new();
-        draw(&mut svg, &curves, None).unwrap();
+        draw(&mut svg, &curves, "token", None).unwrap();
+        assert!(svg.contains("nats per token"));
         // Style of a curve: the line, and the dots after it.
         let lines: Vec<&str> = svg.lines().collect();
         let mut looks: Vec<(String, bool)> = lines

@@ -12,7 +12,7 @@ use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::ranks::on_first_at_length;
 use nvfp4_lm::tokens::bpe;
 
-use crate::finetune::{Defaults, FinetuneRun, Start, TrainingOptions};
+use crate::finetune::{Defaults, FinetuneRun, NOT_NEW, Start, TrainingOptions};
 use crate::ranks::Ranks;
 
 /// Defaults of `pretrain` that differ from those of `finetune`.
@@ -30,10 +30,10 @@ const INIT: &str = "init";
 pub(crate) struct Pretrain {
     /// Build the decoder described by this config.json; its family must be one that `generate`
     /// supports
-    #[arg(long, value_name = "FILE", required_unless_present = "resume")]
-    config: Option<PathBuf>,
+    #[arg(long, value_name = "FILE", required_unless_present_any = NOT_NEW)]
+    model_config: Option<PathBuf>,
     /// Use the tokenizer in this folder
-    #[arg(long, value_name = "DIR", required_unless_present_any = ["resume", "train_tokenizer"])]
+    #[arg(long, value_name = "DIR", required_unless_present_any = ["resume", "print_config", "train_tokenizer"])]
     tokenizer: Option<PathBuf>,
     /// Train a byte-level BPE tokenizer on the texts of --data, with at most the vocabulary size of
     /// config.json
@@ -52,7 +52,7 @@ impl Pretrain {
         let options = &self.options;
         if let Some(folder) = &options.resume {
             ensure!(
-                self.config.is_none() && self.tokenizer.is_none() && !self.train_tokenizer,
+                self.model_config.is_none() && self.tokenizer.is_none() && !self.train_tokenizer,
                 "resume is given, but what to train is, too: the folder of the run says it"
             );
             return FinetuneRun::resume(folder, options, "pretrain", ranks)?.run(ranks);
@@ -73,7 +73,10 @@ impl Pretrain {
     /// Creates the model with random weights and returns its folder.
     fn model(&self) -> Result<PathBuf> {
         let options = &self.options;
-        let config = self.config.as_deref().context("config is not given")?;
+        let config = self
+            .model_config
+            .as_deref()
+            .context("model-config is not given")?;
         let out = options.out.as_deref().context("out is not given")?;
         let model = std::path::absolute(out.join(INIT))?;
         std::fs::create_dir_all(out)

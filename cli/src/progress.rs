@@ -11,7 +11,7 @@ use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use nvfp4_lm::config::RecipeName;
 use nvfp4_lm::metrics::Row;
-use nvfp4_lm::train::Observer;
+use nvfp4_lm::train::{Observer, Settings};
 
 use crate::kernels::Waiting;
 use crate::terminal::{has_bars, note};
@@ -40,6 +40,7 @@ const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ET
 pub(crate) struct Progress {
     recipe: RecipeName,
     steps: u64,
+    steps_per_epoch: Option<f64>,
     /// Steps already done when the bar was made.
     first: u64,
     /// Progress bar, on a terminal only.
@@ -52,14 +53,16 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Starts at step `first` of `steps`. `compiles` is true if `device` compiles kernels.
+    /// Starts at step `first` of a run with `settings`. `compiles` is true if `device` compiles
+    /// kernels.
     pub(crate) fn new(
-        recipe: RecipeName,
-        (first, steps): (u64, u64),
+        settings: &Settings,
+        first: u64,
         interrupt: Arc<AtomicBool>,
         device: &Device,
         compiles: bool,
     ) -> Self {
+        let (recipe, steps) = (settings.recipe.clone(), settings.schedule.steps);
         let bar = has_bars().then(|| {
             let bar = bar(&recipe, steps, first, ProgressDrawTarget::stderr());
             bar.enable_steady_tick(std::time::Duration::from_millis(200));
@@ -75,6 +78,7 @@ impl Progress {
         Self {
             recipe,
             steps,
+            steps_per_epoch: settings.steps_per_epoch,
             first,
             bar,
             started: Instant::now(),
@@ -149,9 +153,12 @@ pub(crate) fn phases(recipes: &RecipeSchedule, (done, steps): (u64, u64)) -> Vec
     lines.filter(|_| all.len() > 1).collect()
 }
 
-/// Formats the losses and the speed of `row`; `valid_loss` is the loss on the validation text.
-fn figures(row: &Row, valid_loss: Option<f64>) -> String {
+/// Formats the epoch, the losses and the speed of `row`; `valid_loss` is the loss on the validation
+/// text.
+fn figures(row: &Row, valid_loss: Option<f64>, steps_per_epoch: Option<f64>) -> String {
+    let epoch = steps_per_epoch.map(|steps| row.step as f64 / steps);
     let parts = [
+        epoch.map(|epoch| format!("epoch {epoch:.2}")),
         row.train_loss.map(|loss| format!("loss {loss:.4}")),
         valid_loss.map(|loss| format!("valid {loss:.4}")),
         row.tokens_per_s.map(|speed| format!("{speed:.0} tokens/s")),
@@ -177,14 +184,14 @@ impl Observer for Progress {
     fn row(&mut self, row: &Row) {
         self.valid_loss = row.valid_loss.or(self.valid_loss);
         match &self.bar {
-            Some(bar) => bar.set_message(figures(row, self.valid_loss)),
+            Some(bar) => bar.set_message(figures(row, self.valid_loss, self.steps_per_epoch)),
             // Print only values that this row has measured.
             None => note!(
                 "{:>6}  step {}/{}  {}  ETA {}",
                 self.recipe.name(),
                 row.step,
                 self.steps,
-                figures(row, row.valid_loss),
+                figures(row, row.valid_loss, self.steps_per_epoch),
                 self.remaining(row.step)
             ),
         }
@@ -259,6 +266,7 @@ mod tests {
             bar: Some(bar(&recipe, 20, 4, target)),
             recipe,
             steps: 20,
+            steps_per_epoch: Some(16.0),
             first: 4,
             started: Instant::now(),
             valid_loss: Some(2.5),
@@ -279,7 +287,7 @@ mod tests {
         let last = shown.lines().last().unwrap_or_default();
         for part in [
             " nvfp4 ",
-            "/20  loss 1.2500  valid 2.5000  512 tokens/s  ETA ",
+            "/20  epoch 0.50  loss 1.2500  valid 2.5000  512 tokens/s  ETA ",
         ] {
             assert!(last.contains(part), "{part}: {shown:?}");
         }

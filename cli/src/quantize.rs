@@ -75,18 +75,19 @@ pub(crate) struct Quantize {
     input_scale: Option<f32>,
     /// Store keys and values in this format
     ///
-    /// For fp8, the folder contains the scales of the cache: amax / 448 per layer; keys are measured
-    /// after the rotary embedding. Requires --calibration.
+    /// For fp8, the folder contains the scales of the cache: amax / 448 per layer; keys are
+    /// measured after the rotary embedding. Requires --calibration.
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     kv: KvName,
     /// Calibrate on the texts in these files and folders, with an f32 forward pass
     ///
     /// Provides the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
     /// activation scales (`w4a4`) and cache scales (`--kv fp8`). Holds the whole model in memory.
-    /// Each line of a .jsonl file and every other file is a text. A line is {"text": TEXT},
-    /// {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE, "content": TEXT}, ..]},
-    /// which the model's chat template renders. In a folder, files that end in .txt, .md and .jsonl
-    /// are read. Give at least 65,536 tokens of text like the model's inputs.
+    /// Each row of a .jsonl file or of a list in a .json file and every other file is a text. A row
+    /// is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE,
+    /// "content": TEXT}, ..]}, which the model's chat template renders. In a folder, files that end
+    /// in .txt, .md and .jsonl and such .json files are read. Give at least 65,536 tokens of text
+    /// like the model's inputs.
     #[arg(long, value_name = "PATH", num_args = 1..)]
     calibration: Vec<PathBuf>,
     /// Cut the calibration texts into sequences of this many tokens [default: 512, or the model's

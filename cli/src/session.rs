@@ -17,6 +17,7 @@ use nvfp4_lm::train::{Observer, Outcome, Task, Trainer};
 use serde::de::DeserializeOwned;
 
 use crate::device::DeviceName;
+use crate::options::shared::SessionOptions;
 use crate::progress::{INTERRUPTED, Progress, phases, watch_interrupts};
 use crate::ranks::{Ranks, launch};
 use crate::shell::{program, quoted};
@@ -33,14 +34,13 @@ pub(crate) struct Session<'a> {
     command: &'static str,
     /// Folder of the run.
     pub(crate) folder: PathBuf,
-    stop_at: Option<u64>,
+    options: SessionOptions,
     interrupt: Arc<AtomicBool>,
 }
 
 impl<'a> Session<'a> {
-    /// Opens the device `name` for the run of `command` in `folder`, which stops after step
-    /// `stop_at`, and connects the groups that `groups` makes of the group of all ranks. All ranks
-    /// call this function.
+    /// Opens the device `name` for the run of `command` in `folder`, and connects the groups that
+    /// `groups` makes of the group of all ranks. All ranks call this function.
     ///
     /// # Errors
     /// Returns an error if the device does not exist, if the configuration does not fit the number
@@ -51,7 +51,7 @@ impl<'a> Session<'a> {
         groups: impl FnOnce(&ProcessGroup) -> Result<ParallelGroups>,
         command: &'static str,
         folder: &Path,
-        stop_at: Option<u64>,
+        options: &SessionOptions,
     ) -> Result<Self> {
         let group = ranks.group();
         let device = agree(group, name.open())?;
@@ -63,7 +63,7 @@ impl<'a> Session<'a> {
             name,
             command,
             folder: folder.into(),
-            stop_at,
+            options: options.clone(),
             interrupt: Arc::default(),
         })
     }
@@ -100,6 +100,11 @@ impl<'a> Session<'a> {
         let interrupt = self.interrupt.clone();
         let outcome = match self.ranks.is_first() {
             true => {
+                if let Some(events) = &self.options.tensorboard {
+                    let own = trainer.folder().strip_prefix(&self.folder);
+                    let events = events.join(own.unwrap_or(Path::new("")));
+                    trainer.log_events(&events)?;
+                }
                 let settings = trainer.settings();
                 if let Some(reason) = settings.uncaptured.filter(|reason| reason.is_notable()) {
                     note!("steps are not captured as a CUDA graph: {reason}");
@@ -109,20 +114,23 @@ impl<'a> Session<'a> {
                     note!("{line}");
                 }
                 let mut progress = Progress::new(
-                    settings.recipe.clone(),
-                    steps,
+                    settings,
+                    trainer.step(),
                     interrupt,
                     &self.device,
                     matches!(self.name, DeviceName::Cuda(_)),
                 );
-                let outcome = trainer.train(self.stop_at, &mut progress);
+                let outcome = trainer.train(self.options.stop_at, &mut progress);
                 progress.finish();
                 outcome?
             }
-            false => trainer.train(self.stop_at, &mut Quiet(interrupt))?,
+            false => trainer.train(self.options.stop_at, &mut Quiet(interrupt))?,
         };
         // Any rank may have been interrupted.
-        let is_early = self.stop_at.is_none_or(|stop| trainer.step() < stop);
+        let is_early = self
+            .options
+            .stop_at
+            .is_none_or(|stop| trainer.step() < stop);
         let is_stopped = outcome == Outcome::Stopped && is_early;
         if is_stopped {
             self.interrupt.store(true, Ordering::Relaxed);
@@ -168,11 +176,15 @@ impl<'a> Session<'a> {
     pub(crate) fn stopped(&self) -> ExitCode {
         if self.ranks.is_first() {
             println!(
-                "stopped; to resume: {} {}{} --resume {}",
+                "stopped; to resume: {} {}{} --resume {}{}",
                 program(),
                 launch(self.ranks.group().size()),
                 self.command,
-                quoted(&self.folder.to_string_lossy())
+                quoted(&self.folder.to_string_lossy()),
+                match &self.options.tensorboard {
+                    Some(events) => format!(" --tensorboard {}", quoted(&events.to_string_lossy())),
+                    None => String::new(),
+                }
             );
         }
         let interrupted = self.interrupt.load(Ordering::Relaxed);

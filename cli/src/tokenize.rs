@@ -13,8 +13,8 @@ pub(crate) struct Tokenize {
     /// Use the tokenizer of the model in this folder
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Read these files and folders: each line of a .jsonl file and every other text file is one
-    /// document
+    /// Read these files and folders: each row of a .jsonl file or of a list in a .json file and
+    /// every other text file is one document
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     data: Vec<PathBuf>,
     /// Write the output to this file; it must be new and end in .tokens

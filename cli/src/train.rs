@@ -22,6 +22,7 @@ use serde::Serialize;
 use crate::device::{DeviceName, hardware, install_decorator};
 use crate::kernels;
 use crate::options::Options;
+use crate::options::shared::{ConfigOption, SessionOptions};
 use crate::plot;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
@@ -37,14 +38,12 @@ pub(crate) struct Train {
     #[arg(long, value_name = "DIR", conflicts_with = "resume")]
     out: Option<PathBuf>,
     /// Resume the run in this folder
-    #[arg(long, value_name = "DIR", conflicts_with = "config")]
+    #[arg(long, value_name = "DIR")]
     resume: Option<PathBuf>,
-    /// Read options from this JSON file; flags override it
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Stop after this step, with a checkpoint to resume [default: the last step]
-    #[arg(long, value_name = "STEP")]
-    stop_at: Option<u64>,
+    #[command(flatten)]
+    file: ConfigOption,
+    #[command(flatten)]
+    session: SessionOptions,
     #[command(flatten)]
     options: Options,
 }
@@ -140,6 +139,11 @@ impl Trained {
 
 impl Train {
     pub(crate) fn run(self) -> Result<ExitCode> {
+        if self.file.print_config {
+            let (config, ..) = self.configuration()?;
+            println!("{}", serde_json::to_string_pretty(&config)?);
+            return Ok(ExitCode::SUCCESS);
+        }
         Ranks::run(|ranks| self.run_rank(ranks))
     }
 
@@ -151,7 +155,7 @@ impl Train {
             install_decorator()?;
         }
         let groups = |world: &_| ParallelGroups::new(world, &config);
-        let session = Session::open(ranks, name, groups, "train", &folder, self.stop_at)?;
+        let session = Session::open(ranks, name, groups, "train", &folder, &self.session)?;
         let corpus = session.read("reading the text", || self.prepare(&mut config, &session))?;
         if ranks.is_first() {
             describe(&config, &corpus, &folder);
@@ -174,7 +178,8 @@ impl Train {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Reads the text. A new run also checks the models, and writes its configuration.
+    /// Reads the text. A new run also checks the models, and writes its configuration. An extended
+    /// run writes its steps.
     fn prepare(&self, config: &mut RunConfig, session: &Session<'_>) -> Result<Corpus> {
         let is_first = session.ranks.is_first();
         if is_first {
@@ -191,6 +196,10 @@ impl Train {
                     .with_context(|| format!("out {} cannot be made", folder.display()))?;
                 write_json(&folder.join(CONFIG), config)?;
             }
+        } else if is_first && self.options.has("steps") {
+            let (path, mut written): (_, RunConfig) = read_config(&session.folder, CONFIG)?;
+            written.steps = config.steps;
+            write_json(&path, &written)?;
         }
         Ok(corpus)
     }
@@ -199,7 +208,10 @@ impl Train {
     /// chooses the folder; it is empty on other ranks.
     fn place(&self, ranks: &Ranks) -> Result<(RunConfig, DeviceName, PathBuf)> {
         let size = ranks.group().size();
-        let (mut config, device) = self.configuration()?;
+        let (mut config, device, extended) = self.configuration()?;
+        if let (Some(extended), true) = (extended, ranks.is_first()) {
+            note!("{extended}");
+        }
         if self.resume.is_some() {
             // A run may be resumed on a different number of ranks.
             config.dp = None;
@@ -215,9 +227,11 @@ impl Train {
         Ok((config, device, folder))
     }
 
-    /// Returns the configuration of the resumed run or of a new one, and its device.
-    fn configuration(&self) -> Result<(RunConfig, DeviceName)> {
+    /// Returns the configuration of the resumed run or of a new one, its device, and a description
+    /// of the extension, if the run gets more steps.
+    fn configuration(&self) -> Result<(RunConfig, DeviceName, Option<String>)> {
         if let Some(folder) = &self.resume {
+            let mut extended = None;
             let (path, mut config): (_, RunConfig) = read_config(folder, CONFIG)?;
             let given = self.options.clone().of_resumed()?;
             if let Some(device) = given.device {
@@ -226,15 +240,19 @@ impl Train {
             config.tp = given.tp.unwrap_or(config.tp);
             config.ep = given.ep.unwrap_or(config.ep);
             config.ep_dispatch = given.ep_dispatch.or(config.ep_dispatch);
+            if let Some(steps) = given.steps {
+                extended = config.extend(steps)?;
+            }
             config.check().with_context(|| path.display().to_string())?;
             let device = DeviceName::of_config(&path, &config.device)?;
-            return Ok((config, device));
+            return Ok((config, device, extended));
         }
-        let file = match &self.config {
+        let file = match &self.file.config {
             Some(path) => Options::read(path)?,
             None => Options::default(),
         };
-        self.options.clone().over(file).resolve()
+        let (config, device) = self.options.clone().over(file).resolve()?;
+        Ok((config, device, None))
     }
 
     /// Returns the folder of the run. The folder of a new run must not hold a run, and need not
@@ -252,8 +270,8 @@ impl Train {
     }
 }
 
-/// Checks that the model of every recipe, of all phases, can be built and split over the ranks, before the first one
-/// is trained. A recipe may name layers that the model does not have.
+/// Checks that the model of every recipe, of all phases, can be built and split over the ranks,
+/// before the first one is trained. A recipe may name layers that the model does not have.
 fn check_models(config: &RunConfig, device: &Device, groups: &ParallelGroups) -> Result<()> {
     let check = match config.decorate {
         Some(_) => EncoderModel::check,
@@ -416,7 +434,12 @@ fn report(
         .iter()
         .map(|result| (result.recipe.name(), &result.rows[..]))
         .collect();
-    plot::loss(&folder.join("loss.svg"), &curves, unigram_entropy)?;
+    plot::loss(
+        &folder.join("loss.svg"),
+        &curves,
+        "byte",
+        Some(unigram_entropy),
+    )?;
 
     println!("validation loss   tokens/s   seconds  recipe");
     for result in results {

@@ -34,7 +34,7 @@ const FREE: [&str; 32] = [
 ];
 
 /// Options with a second meaning: name, its phrase, and the reason.
-const EXCEPTIONS: [(&str, &str, &str); 6] = [
+const EXCEPTIONS: [(&str, &str, &str); 5] = [
     (
         "out",
         "Write the output to this file",
@@ -54,11 +54,6 @@ const EXCEPTIONS: [(&str, &str, &str); 6] = [
         "export",
         "Write the model quantized to NVFP4, in this dialect, instead of in high precision",
         "`merge` writes one folder",
-    ),
-    (
-        "config",
-        "Build the decoder described by this config.json",
-        "`pretrain` reads the file of a model, not options",
     ),
     (
         "top-k",

@@ -28,7 +28,7 @@
 //!
 //! On one device and with one number of threads, a run is a function of its configuration and its
 //! data: it uses no clock, address or global counter. A resumed run therefore produces the same
-//! bytes as an uninterrupted one.
+//! bytes as an uninterrupted one. Only the event files of TensorBoard contain the time.
 
 pub mod bytes;
 mod capture;
@@ -53,6 +53,7 @@ pub mod optim;
 pub mod quantize;
 pub mod ranks;
 pub mod sampling;
+mod tensorboard;
 pub mod text;
 pub mod tokens;
 pub mod train;

@@ -55,6 +55,11 @@ impl Row {
         format!("{step},{tokens},{train},{valid},{lr:e},{speed}{phase}\n")
     }
 
+    /// Returns the row as a `metrics.csv` holds it.
+    pub(crate) fn rounded(self) -> Self {
+        Self::parse(self.to_line().trim_end()).unwrap_or(self)
+    }
+
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.split(',').collect();
         let [step, tokens, train, valid, lr, speed, ref phase @ ..] = fields[..] else {
@@ -148,7 +153,8 @@ impl MetricsLog {
     }
 
     /// Loads the rows of the file up to step `step`; rows after it belong to steps lost in a crash.
-    /// `has_row` tells which steps must have a row.
+    /// `has_row` tells which steps must have a row. An extended run also has that of its former
+    /// end.
     ///
     /// # Errors
     /// Returns an error if such a row is missing, or if the file cannot be read or written.
@@ -158,7 +164,7 @@ impl MetricsLog {
         let mut found = rows.iter().map(|row| row.step);
         for expected in (0..=step).filter(|step| has_row(*step)) {
             ensure!(
-                found.next() == Some(expected),
+                found.any(|step| step == expected),
                 "{} is damaged: the row of step {expected} is not where it should be",
                 self.path.display()
             );

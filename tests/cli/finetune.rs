@@ -89,8 +89,8 @@ fn a_model_is_finetuned_and_resumed() {
 
     // A resumed run keeps its settings.
     fails(
-        finetune(&["--resume", parts.to_str().unwrap(), "--steps", "9"]),
-        &["--resume", "--steps"],
+        finetune(&["--resume", parts.to_str().unwrap(), "--lr", "9"]),
+        &["--resume", "--lr"],
     );
     // A folder holds one run, and a run that cannot start does not claim it.
     fails(
@@ -118,6 +118,153 @@ fn a_model_is_finetuned_and_resumed() {
         fails(finetune(&[&[&*model], &run[..]].concat()), &names);
         assert!(!other.join("finetune.json").exists(), "{more}");
     }
+}
+
+/// A run of epochs writes its curves, and is extended after its end.
+#[test]
+fn a_run_of_epochs_is_extended() {
+    let model = golden("llama3-tiny");
+    let own = folder("finetune-epochs");
+    let (data, out, events) = (lines(&own), own.join("out"), own.join("events"));
+    let words = [
+        "--context",
+        "16",
+        "--batch",
+        "2",
+        "--lr",
+        "3e-3",
+        "--log-every",
+        "1000",
+        "--device",
+        "flex",
+        "--recipe",
+        "f32",
+        "--lora",
+        "2",
+        "--eval-rows",
+        "2",
+        "--eval-every",
+        "1000",
+    ];
+    let path = |path: &Path| path.to_str().unwrap().to_owned();
+    let begin = |out: &Path, more: &[&str]| {
+        let paths = [&*model, "--data", &data, "--out", &path(out)];
+        nvfp4("finetune", &[&paths[..], &words, more].concat())
+    };
+    let said = begin(&out, &["--epochs", "0.5", "--tensorboard", &path(&events)]);
+    let notes = String::from_utf8_lossy(&said.stderr).into_owned();
+    succeeds(said);
+    let steps = json(&out.join("finetune.json"))["steps"].as_u64().unwrap();
+    let line = notes
+        .lines()
+        .find(|line| line.starts_with("steps: "))
+        .expect(&notes);
+    let rows: f64 = line
+        .split_whitespace()
+        .nth_back(1)
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert_eq!(steps, (0.5 * rows / 2.0).ceil() as u64, "{line}");
+    let epoch = format!(
+        "step {steps}/{steps}  epoch {:.2}  loss ",
+        steps as f64 * 2.0 / rows
+    );
+    assert!(notes.contains(&epoch), "no {epoch:?}: {notes}");
+    // Rank 2 on q and v, k and o, gate, up and down of both layers.
+    let trained = notes
+        .lines()
+        .find(|line| line.starts_with("parameters: "))
+        .expect(&notes);
+    assert!(
+        trained.ends_with(" %)") && trained.contains(" trained of "),
+        "{trained}"
+    );
+    let svg = fs::read_to_string(out.join("loss.svg")).unwrap();
+    for part in ["f32, training", "f32, validation", "nats per token"] {
+        assert!(svg.contains(part), "loss.svg lacks {part}");
+    }
+    let log = events.join("events.out.tfevents.0.nvfp4");
+    let logged = fs::metadata(&log).unwrap().len();
+
+    let resume = |more: &[&str]| {
+        let all = [&["--resume", out.to_str().unwrap()], more].concat();
+        nvfp4("finetune", &all)
+    };
+    let fewer = (steps - 1).to_string();
+    let has = format!("the run has {steps}");
+    fails(
+        resume(&["--steps", &fewer]),
+        &["steps is", &has, "--stop-at"],
+    );
+    let more = (steps + 2).to_string();
+    let said = resume(&["--steps", &more, "--tensorboard", &path(&events)]);
+    let notes = String::from_utf8_lossy(&said.stderr).into_owned();
+    succeeds(said);
+    let extended = format!("extended from {steps} to {more} steps: the learning rate continues");
+    assert!(notes.contains(&extended), "no {extended:?}: {notes}");
+    assert_eq!(json(&out.join("finetune.json"))["steps"].to_string(), more);
+    assert!(saved(&out).ends_with(format!("checkpoint-{:08}", steps + 2)));
+    // The output of the first end is kept beside the new one.
+    let weights =
+        |name: String| fs::read(out.join(name).join("adapter_model.safetensors")).unwrap();
+    assert!(weights("adapter".into()) != weights(format!("adapter-{steps}")));
+    let rows = metrics(&out.join("metrics.csv"));
+    let last: Vec<&str> = rows.iter().rev().take(2).map(|row| &*row[0]).collect();
+    assert_eq!(last, [more.clone(), steps.to_string()]);
+    assert!(fs::metadata(&log).unwrap().len() > logged);
+    // Another run does not write into the same log.
+    let other = begin(&own.join("other"), &["--tensorboard", &path(&events)]);
+    fails(other, &["tensorboard", "another run"]);
+    fails(
+        begin(&own.join("none"), &["--epochs", "-1"]),
+        &["epochs is -1", "positive"],
+    );
+}
+
+/// A file of options stands for flags, and flags override it.
+#[test]
+fn options_are_read_from_a_file() {
+    let model = golden("llama3-tiny");
+    let own = folder("finetune-config");
+    let (data, out) = (lines(&own), own.join("out"));
+    let file = own.join("options.json");
+    let file_name = file.to_str().unwrap();
+    let options = serde_json::json!({
+        "model": model, "data": [data], "out": out, "steps": 2, "batch": 2, "context": 16,
+        "device": "flex", "recipe": "f32", "lora": 2, "eval_rows": 2, "checkpoint_every": 1,
+    });
+    fs::write(&file, options.to_string()).unwrap();
+    let printed = succeeds(nvfp4(
+        "finetune --print-config --lora 4 --config",
+        &[file_name],
+    ));
+    let printed: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    for (key, value) in options.as_object().unwrap() {
+        let expected = if key == "lora" { &4.into() } else { value };
+        assert_eq!(&printed[key], expected, "{key}");
+    }
+    assert_eq!(printed["valid_share"], 0.05);
+    assert!(!out.exists());
+    // What is printed is a file of options.
+    fs::write(&file, printed.to_string()).unwrap();
+    let flags = "launch --gpus 1 -- finetune --steps 1 --config";
+    succeeds(nvfp4(flags, &[file_name]));
+    let config = json(&out.join("finetune.json"));
+    let found = ["steps", "batch", "context"].map(|key| config[key].as_u64().unwrap());
+    assert_eq!((found, &config["lora"]["rank"]), ([1, 2, 16], &4.into()));
+
+    fs::write(&file, "{\n \"stepz\": 2}").unwrap();
+    for command in ["finetune --config", "launch --gpus 1 -- pretrain --config"] {
+        let names = ["options.json", "line 2", "stepz", "eval_every"];
+        fails(nvfp4(command, &[file_name]), &names);
+    }
+    let printed = succeeds(nvfp4("train --print-config --device flex --steps 7", &[]));
+    let printed: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    assert_eq!(
+        (&printed["steps"], &printed["preset"]),
+        (&7.into(), &"tiny".into())
+    );
 }
 
 /// Two processes split the rows of each forward pass, with replicated or sharded parameters, and a
@@ -165,7 +312,12 @@ fn ranks_finetune_together() {
     assert!(!refused.join("finetune.json").exists());
     let pretrained = folder("pretrain-ranks");
     let config = Path::new(&*model).join("config.json");
-    let of = ["--config", config.to_str().unwrap(), "--tokenizer", &*model];
+    let of = [
+        "--model-config",
+        config.to_str().unwrap(),
+        "--tokenizer",
+        &*model,
+    ];
     let run = [&of[..], &arguments(&data, &pretrained, "--fsdp")].concat();
     let said = succeeds(nvfp4("launch --gpus 2 -- pretrain", &run));
     let [before, after] = perplexities(&said);
@@ -285,6 +437,41 @@ fn adapters_are_trained_and_merged() {
     assert!(said.contains("modelopt w4a16 written"), "{said}");
     succeeds(nvfp4("inspect", &[packed.to_str().unwrap()]));
     assert!(!merged.join("packed.f32").exists());
+    // W4A4 has static scales of activations, which merging would lose.
+    let w4a4 = merged.join("w4a4");
+    let calibrated = ["--scheme", "w4a4", "--calibration", text.to_str().unwrap()];
+    let quick = [
+        "--calibration-length",
+        "8",
+        "--method",
+        "rtn",
+        "--device",
+        "flex",
+    ];
+    let paths = [&*model, "--out", w4a4.to_str().unwrap()];
+    succeeds(nvfp4(
+        "quantize",
+        &[&paths[..], &calibrated, &quick].concat(),
+    ));
+    let merge_w4a4 = |more: &[&str]| {
+        let into = merged.join("of-w4a4");
+        let paths = [
+            paths[2],
+            own.to_str().unwrap(),
+            "--out",
+            into.to_str().unwrap(),
+        ];
+        nvfp4("merge", &[&paths[..], more].concat())
+    };
+    fails(
+        merge_w4a4(&["--export", "modelopt"]),
+        &[
+            "export is modelopt",
+            "w4a4 and merge writes w4a16",
+            "--calibration",
+        ],
+    );
+    succeeds(merge_w4a4(&[]));
     // The golden folder is not the one that the adapters name.
     let noted = generate(&model, &["--adapter", adapter]);
     let note = String::from_utf8_lossy(&noted.stderr).into_owned();
@@ -356,7 +543,7 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
         &["all.tokens", "new file"],
     );
     let (out, config) = (own.join("out"), format!("{model}/config.json"));
-    let start = ["--config", &config, "--tokenizer", &model];
+    let start = ["--model-config", &config, "--tokenizer", &model];
     let run = arguments(tokens, &out, "--recipe bf16 --activation f32");
     let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
     let [before, after] = perplexities(&said);
@@ -365,7 +552,7 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
 
     // With a tokenizer trained for the run.
     let own_tokens = own.join("own-tokens");
-    let start = ["--config", &config, "--train-tokenizer"];
+    let start = ["--model-config", &config, "--train-tokenizer"];
     let run = arguments(&data, &own_tokens, "--recipe bf16 --activation f32");
     let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
     let [before, after] = perplexities(&said);

@@ -69,8 +69,8 @@ fn folders_and_files_are_checked() {
     );
     let resume = ["--resume", taken];
     fails(
-        nvfp4("train --steps 20", &resume),
-        &["--resume", "as it was configured"],
+        nvfp4("train --lr 20", &resume),
+        &["--resume", "as it was configured", "--steps"],
     );
     let empty = folder("not-a-run");
     fails(

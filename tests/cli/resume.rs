@@ -176,6 +176,51 @@ fn ctrl_c_leaves_a_checkpoint() {
     assert_eq!(metrics(&csv).last().unwrap()[0], stop);
 }
 
+/// A finished run goes on to more steps, on the cosine of its new length.
+#[test]
+fn a_finished_run_is_extended() {
+    let out = folder("extended");
+    let options = "--no-compare --warmup 0 --log-every 2 --eval-every 2";
+    succeeds(train(&out, &format!("{options} --steps 3")));
+    let resume = |steps| {
+        nvfp4(
+            "train",
+            &["--resume", out.to_str().unwrap(), "--steps", steps],
+        )
+    };
+    fails(resume("2"), &["steps is 2, but the run has 3", "--stop-at"]);
+    let said = resume("5");
+    let notes = String::from_utf8_lossy(&said.stderr).into_owned();
+    succeeds(said);
+    assert!(
+        notes.contains("extended from 3 to 5 steps: the learning rate"),
+        "{notes}"
+    );
+    let rows = metrics(&out.join("nvfp4/metrics.csv"));
+    let steps: Vec<&str> = rows.iter().map(|row| &*row[0]).collect();
+    assert_eq!(steps, ["0", "2", "3", "4", "5"]);
+    let lr: Vec<f64> = rows.iter().map(|row| row[4].parse().unwrap()).collect();
+    // Step N has the rate after N - 1 steps, here of three and then of five.
+    let cosine = |done: f64| 0.1 + 0.45 * (1.0 + (std::f64::consts::PI * done).cos());
+    assert!((lr[2] / 1e-2 - cosine(2.0 / 3.0)).abs() < 1e-6, "{lr:?}");
+    assert!((lr[3] / 1e-2 - cosine(3.0 / 5.0)).abs() < 1e-6, "{lr:?}");
+    assert_eq!(json(&out.join("summary.json"))["steps"], 5);
+    // Without --steps, the extended run is finished.
+    succeeds(nvfp4("train", &["--resume", out.to_str().unwrap()]));
+    let healed = folder("extended-healed");
+    succeeds(train(
+        &healed,
+        &format!("{options} --steps 2 --healing 0.5"),
+    ));
+    fails(
+        nvfp4(
+            "train",
+            &["--resume", healed.to_str().unwrap(), "--steps", "4"],
+        ),
+        &["steps is 4", "heals"],
+    );
+}
+
 #[test]
 fn a_damaged_checkpoint_is_an_error() {
     let out = folder("damaged");

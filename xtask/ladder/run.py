@@ -173,7 +173,7 @@ class Runner:
             recipe = os.path.join(inputs, run["recipe"] + ".json")
             write_json(recipe, run["fields"])
         return [
-            "pretrain", "--config", config, "--tokenizer", tokenizer, "--recipe", recipe, "--out", folder, "--device", device,
+            "pretrain", "--model-config", config, "--tokenizer", tokenizer, "--recipe", recipe, "--out", folder, "--device", device,
             "--data", *map(self.data, run["data"]), "--valid", self.data(run["valid"]), *run["options"],
         ]
 

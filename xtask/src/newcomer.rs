@@ -423,7 +423,9 @@ fn shortened(command: &str) -> Result<String> {
     let shorter = SHORTER.iter().find(|(name, _)| *name == task);
     for option in shorter.into_iter().flat_map(|(_, options)| *options) {
         let flag = option.split(' ').next().unwrap_or_default();
-        if !command.split_whitespace().any(|word| word == flag) {
+        let has = |flag| command.split_whitespace().any(|word| word == flag);
+        let is_given = has(flag) || (flag == "--steps" && has("--epochs"));
+        if !is_given {
             command = format!("{command} {option}");
         }
     }
@@ -485,8 +487,12 @@ mod tests {
         let command = "cargo run --release -- generate A --prompt 'a b'";
         let expected = "nvfp4 generate A --prompt 'a b' --tokens 8";
         assert_eq!(shortened(command).unwrap(), expected);
-        let own = "nvfp4 generate A --tokens 3";
-        assert_eq!(shortened(own).unwrap(), own);
+        for own in [
+            "nvfp4 generate A --tokens 3",
+            "nvfp4 finetune --epochs 1 --batch 2 --context 8 --eval-rows 2",
+        ] {
+            assert_eq!(shortened(own).unwrap(), own);
+        }
         assert!(shortened("cargo run --release --features cuda -- doctor").is_err());
     }
 

@@ -12,7 +12,7 @@ use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::Objective;
 
-pub(crate) use options::{Defaults, TrainingOptions};
+pub(crate) use options::{Defaults, NOT_NEW, TrainingOptions};
 pub(crate) use run::{FinetuneRun, Start};
 
 use crate::ranks::Ranks;
@@ -32,7 +32,7 @@ const LORA_DEFAULTS: Defaults = Defaults {
 #[derive(Args)]
 pub(crate) struct Finetune {
     /// Start from the model in this folder: config.json, safetensors files and tokenizer.json
-    #[arg(value_name = "MODEL", required_unless_present = "resume")]
+    #[arg(value_name = "MODEL", required_unless_present_any = NOT_NEW)]
     model: Option<PathBuf>,
     /// Minimise the KL divergence to a frozen teacher instead of the cross entropy: MODEL itself,
     /// or --teacher

@@ -14,7 +14,7 @@ use nvfp4_lm::interchange::{Dialect, Scheme};
 use crate::device::DeviceName;
 use crate::options::listed::listed;
 use crate::options::recipes::{self, named};
-use crate::options::shared::{DeviceOption, SaveOption};
+use crate::options::shared::{ConfigOption, DeviceOption, SaveOption, SessionOptions};
 
 /// Default values of a command.
 #[derive(Debug, Clone, Copy)]
@@ -23,8 +23,14 @@ pub(crate) struct Defaults {
     pub(crate) weight_decay: f64,
 }
 
+/// Steps of a run without `--steps` and `--epochs`.
+pub(super) const STEPS: u64 = 1000;
+
+/// Arguments with which a command starts no new run, so that it needs none of the settings.
+pub(crate) const NOT_NEW: [&str; 2] = ["resume", "print_config"];
+
 /// Options that the run's folder records, and that a resumed run therefore must not set.
-const SETTINGS: [&str; 29] = [
+const SETTINGS: [&str; 28] = [
     "out",
     "data",
     "valid",
@@ -33,7 +39,6 @@ const SETTINGS: [&str; 29] = [
     "schedule",
     "qat",
     "high_precision",
-    "steps",
     "batch",
     "accumulate",
     "context",
@@ -58,15 +63,16 @@ const SETTINGS: [&str; 29] = [
 
 #[derive(Args)]
 pub(crate) struct TrainingOptions {
-    /// Read these files and folders: tokens (.tokens), JSON lines (.jsonl) and plain text
+    /// Read these files and folders: tokens (.tokens), JSON lines (.jsonl), lists of JSON rows
+    /// (.json) and plain text
     ///
-    /// A line of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} (only the completion
+    /// A row of JSON is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} (only the completion
     /// counts in the loss), {"messages": [{"role": ROLE, "content": TEXT}, ..]} or ShareGPT's
-    /// {"conversations": [{"from": ROLE, "value": TEXT}, ..]} (only the assistant's text counts; uses
-    /// the chat template of the tokenizer's folder), or Alpaca's {"instruction": TEXT, "input": TEXT,
-    /// "output": TEXT} (only the output counts; uses the chat template, or Alpaca's prompt if there
-    /// is none).
-    #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present = "resume")]
+    /// {"conversations": [{"from": ROLE, "value": TEXT}, ..]} (only the assistant's text counts;
+    /// uses the chat template of the tokenizer's folder), or Alpaca's {"instruction": TEXT,
+    /// "input": TEXT, "output": TEXT} (only the output counts; uses the chat template, or Alpaca's
+    /// prompt if there is none).
+    #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present_any = NOT_NEW)]
     pub(crate) data: Vec<PathBuf>,
     /// Evaluate on these files and folders [default: a share of the documents of --data, or the end
     /// of the only document]
@@ -76,14 +82,15 @@ pub(crate) struct TrainingOptions {
     #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
     pub(crate) valid_share: f64,
     /// Write the output to this folder: the run and the trained model. It must hold no run
-    #[arg(long, value_name = "DIR", required_unless_present = "resume")]
+    #[arg(long, value_name = "DIR", required_unless_present_any = NOT_NEW)]
     pub(crate) out: Option<PathBuf>,
     /// Resume the run in this folder
     #[arg(long, value_name = "DIR", conflicts_with_all = SETTINGS)]
     pub(crate) resume: Option<PathBuf>,
-    /// Stop after this step, with a checkpoint to resume [default: the last step]
-    #[arg(long, value_name = "STEP")]
-    pub(crate) stop_at: Option<u64>,
+    #[command(flatten)]
+    pub(crate) file: ConfigOption,
+    #[command(flatten)]
+    pub(crate) session: SessionOptions,
     /// Train with this recipe [default: nvfp4; bf16 with --lora]
     #[arg(
         long,
@@ -105,9 +112,13 @@ pub(crate) struct TrainingOptions {
     /// several times, for example 'layers\.0\.' [default: the recipe's]
     #[arg(long, value_name = "REGEX")]
     pub(crate) high_precision: Vec<String>,
-    /// Train for this many optimizer steps
-    #[arg(long, value_name = "STEPS", default_value_t = 1000)]
-    pub(crate) steps: u64,
+    /// Train for this many optimizer steps; with --resume, extend the run to them [default: 1000]
+    #[arg(long, value_name = "STEPS", conflicts_with = "epochs")]
+    pub(crate) steps: Option<u64>,
+    /// Train for this many passes over the training rows, instead of --steps; parts of a pass are
+    /// allowed, and the steps are rounded up
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) epochs: Option<f64>,
     /// Use a batch of this many sequences; the ranks divide it evenly
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub(crate) batch: usize,

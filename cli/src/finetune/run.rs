@@ -9,6 +9,7 @@ use nvfp4_lm::checkpoint::{read_json, write_json};
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::data::TextReader;
+use nvfp4_lm::finetune::memory::trained;
 use nvfp4_lm::finetune::saved::saved_loss;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, FinetuneTask, Objective, TrainingData};
 use nvfp4_lm::groups::ParallelGroups;
@@ -19,9 +20,10 @@ use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
 use nvfp4_lm::tokens::Cut;
 use serde::{Deserialize, Serialize};
 
-use super::options::{Defaults, TrainingOptions};
+use super::options::{Defaults, STEPS, TrainingOptions};
 use crate::device::DeviceName;
-use crate::options::shared::SavedType;
+use crate::options::shared::{SavedType, SessionOptions};
+use crate::plot;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
 use crate::shell::{program, quoted};
@@ -95,11 +97,24 @@ pub(crate) struct FinetuneRun {
     written: Written,
     /// True if the folder does not yet hold the run's configuration.
     is_new: bool,
+    /// Former number of steps of an extended run, and a description of the extension.
+    extended: Option<(u64, String)>,
     folder: PathBuf,
-    stop_at: Option<u64>,
+    session: SessionOptions,
     device: DeviceName,
     /// The command that resumes this run.
     command: &'static str,
+}
+
+/// Opens the tokens of the run `config` as rows.
+fn rows_of(config: &FinetuneConfig) -> Result<TrainingData> {
+    let vocabulary = TextReader::read(&config.model)?.vocabulary();
+    TrainingData::open(config, vocabulary)
+}
+
+/// Returns the number of steps of the run `config` in `epochs` passes over its rows.
+fn steps_of(config: &FinetuneConfig, epochs: f64) -> Result<u64> {
+    config.steps_of(epochs, rows_of(config)?.train.len())
 }
 
 impl FinetuneRun {
@@ -127,8 +142,9 @@ impl FinetuneRun {
             config,
             written,
             is_new: true,
+            extended: None,
             folder,
-            stop_at: options.stop_at,
+            session: options.session.clone(),
             device,
             command,
         })
@@ -164,8 +180,8 @@ impl FinetuneRun {
             absolute(&mut shards)?;
             Ok(shards)
         };
-        let steps = options.steps;
-        let config = FinetuneConfig {
+        // A run of epochs gets its steps when its rows are known.
+        let mut config = FinetuneConfig {
             data: shards(&options.data, "train.tokens")?,
             valid: shards(&options.valid, "valid.tokens")?,
             valid_share: options.valid_share,
@@ -177,12 +193,12 @@ impl FinetuneRun {
             lora: start.lora,
             frozen: start.frozen,
             activation,
-            steps,
+            steps: options.steps.unwrap_or(STEPS),
             batch: options.batch,
             accumulate: options.accumulate,
             context,
             lr: options.lr.unwrap_or(start.defaults.lr),
-            warmup: options.warmup.unwrap_or((steps / 10).min(100)),
+            warmup: 0,
             weight_decay: options.weight_decay.unwrap_or(start.defaults.weight_decay),
             grad_clip: options.grad_clip,
             seed: options.seed,
@@ -196,6 +212,12 @@ impl FinetuneRun {
             grad_reduce: options.grad_reduce,
             device: device.to_string(),
         };
+        if let Some(epochs) = options.epochs {
+            config.check()?;
+            config.steps = steps_of(&config, epochs)?;
+        }
+        let default = (config.steps / 10).min(100);
+        config.warmup = options.warmup.unwrap_or(default);
         config.check()?;
         config.check_ranks(ranks)?;
         let scheme = options.export_scheme.or(options.qat);
@@ -233,12 +255,22 @@ impl FinetuneRun {
         };
         let device = ranks.device(device);
         config.device = device.to_string();
+        let old = config.steps;
+        let steps = match (options.steps, options.epochs) {
+            (None, Some(epochs)) => Some(steps_of(&config, epochs)?),
+            (steps, _) => steps,
+        };
+        let extended = match steps {
+            Some(steps) => config.extend(steps)?,
+            None => None,
+        };
         Ok(Self {
             config,
             written: read_json(&folder.join(RESULT))?,
             is_new: false,
+            extended: extended.map(|said| (old, said)),
             folder: folder.into(),
-            stop_at: options.stop_at,
+            session: options.session.clone(),
             device,
             command,
         })
@@ -246,39 +278,61 @@ impl FinetuneRun {
 
     /// Trains, then writes the model.
     pub(crate) fn run(self, ranks: &Ranks) -> Result<ExitCode> {
-        let Self {
-            config,
-            folder,
-            stop_at,
-            ..
-        } = &self;
+        let Self { config, folder, .. } = &self;
         let groups = |world: &_| {
             let dtype = config.grad_reduce.into();
             Ok(ParallelGroups::data_parallel(world, dtype))
         };
-        let session = Session::open(ranks, self.device, groups, self.command, folder, *stop_at)?;
-        let data = session.read("reading the tokens", || {
-            let vocabulary = TextReader::read(&config.model)?.vocabulary();
-            TrainingData::open(config, vocabulary)
-        })?;
+        let session = Session::open(
+            ranks,
+            self.device,
+            groups,
+            self.command,
+            folder,
+            &self.session,
+        )?;
+        let data = session.read("reading the tokens", || rows_of(config))?;
         if ranks.is_first() {
             self.describe_rows(&data);
-            self.describe(&data, ranks.group().size());
+            self.describe(&data, ranks.group().size())?;
         }
         let mut trainer = session.start(FinetuneTask::new(config, &data), folder)?;
-        if self.is_new {
-            // The run has begun; from here on it can be resumed.
-            on_first(ranks.group(), || {
-                write_json(&folder.join(RESULT), &self.written)?;
-                write_json(&folder.join(CONFIG), config)
-            })?;
-        }
+        on_first(ranks.group(), || self.begun())?;
         session.train(&mut trainer)?;
+        on_first(ranks.group(), || {
+            let curves = [(config.recipe_name.name(), trainer.rows())];
+            plot::loss(&folder.join("loss.svg"), &curves, "token", None)
+        })?;
         if trainer.step() < config.steps {
             return Ok(session.stopped());
         }
         self.report(trainer, &session, &data)?;
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Writes the configuration of a new or extended run, which has begun: from here on it can be
+    /// resumed. What the run wrote at its former end gets the number of its steps as a suffix.
+    fn begun(&self) -> Result<()> {
+        let path = self.folder.join(CONFIG);
+        if self.is_new {
+            write_json(&self.folder.join(RESULT), &self.written)?;
+            return write_json(&path, &self.config);
+        }
+        let Some((old, _)) = &self.extended else {
+            return Ok(());
+        };
+        for name in [MODEL, ADAPTER, QUANTIZED] {
+            let former = self.folder.join(name);
+            if former.exists() {
+                let kept = self.folder.join(format!("{name}-{old}"));
+                std::fs::rename(&former, &kept)
+                    .with_context(|| format!("{} cannot be renamed", former.display()))?;
+                note!("{name}/ of {old} steps is now {}", kept.display());
+            }
+        }
+        let mut written: FinetuneConfig = read_json(&path)?;
+        written.steps = self.config.steps;
+        write_json(&path, &written)
     }
 
     /// Prints which documents were cut or left out by packing them into rows.
@@ -330,8 +384,23 @@ impl FinetuneRun {
     }
 
     /// Prints the model and the data that it is trained on.
-    fn describe(&self, data: &TrainingData, ranks: usize) {
+    fn describe(&self, data: &TrainingData, ranks: usize) -> Result<()> {
         let config = &self.config;
+        let [trained, all] = trained(config)?;
+        note!(
+            "parameters: {trained} trained of {all} ({:.2} %)",
+            1e2 * trained as f64 / all as f64
+        );
+        note!(
+            "steps: {} of {} rows, which are {:.2} epochs of {} rows",
+            config.steps,
+            config.rows_per_step(),
+            config.steps as f64 / config.steps_per_epoch(data.train.len()),
+            data.train.len()
+        );
+        if let Some((_, extended)) = &self.extended {
+            note!("{extended}");
+        }
         let rows = [&data.train, &data.valid];
         let [train, valid] = rows.map(|rows| {
             let places = rows.len() * config.context;
@@ -363,10 +432,11 @@ impl FinetuneRun {
             },
             self.folder.display()
         );
+        Ok(())
     }
 
-    /// Returns the validation perplexities of the original and of the saved models as text, and those
-    /// of the training.
+    /// Returns the validation perplexities of the original and of the saved models as text, and
+    /// those of the training.
     fn perplexities(
         &self,
         data: &TrainingData,

@@ -3,6 +3,7 @@
 //! A layer is a set of keys and values. Every key is a field of [`RunConfig`] or [`Request`]. These
 //! structs also define the flags, so no list of keys is repeated here.
 
+pub(crate) mod file;
 pub(crate) mod listed;
 pub(crate) mod recipes;
 mod request;
@@ -12,18 +13,17 @@ mod tests;
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
 use nvfp4_lm::config::{ExpertDispatchName, ModelKind, Preset, RecipeName, RunConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::device::DeviceName;
+use file::{Fields, OptionsFile, unknown_option};
 use request::{Compare, Request};
-
-type Fields = Map<String, Value>;
 
 /// One layer: the flags of a command line, or the keys of a file. Keys are the flag names with `_`
 /// instead of `-`.
@@ -31,14 +31,15 @@ type Fields = Map<String, Value>;
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
 
-/// Options that a resumed run may change: its device and its ranks. `None` keeps the value of the
-/// run.
+/// Options that a resumed run may change: its device, its ranks and its steps. `None` keeps the
+/// value of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Resumed {
     pub(crate) device: Option<DeviceName>,
     pub(crate) tp: Option<usize>,
     pub(crate) ep: Option<usize>,
     pub(crate) ep_dispatch: Option<ExpertDispatchName>,
+    pub(crate) steps: Option<u64>,
 }
 
 impl From<Fields> for Options {
@@ -108,21 +109,15 @@ fn overlay<T: Serialize + DeserializeOwned>(base: &T, layer: &Fields) -> Result<
 impl Options {
     /// Reads a `--config` file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("config {} cannot be read", path.display()))?;
-        let context = || format!("config {} is not valid", path.display());
-        let options: Self = serde_json::from_str(&text).with_context(context)?;
-        for (key, value) in &options.0 {
-            let one = Fields::from_iter([(key.clone(), value.clone())]);
-            let before = text.split(&format!("{key:?}")).next().unwrap_or_default();
-            let line = before.matches('\n').count() + 1;
-            Self(one)
-                .split()
-                .and_then(|(_, values)| overlay(&RunConfig::preset(Preset::default(), ""), &values))
-                .with_context(|| format!("line {line}"))
-                .with_context(context)?;
+        let file = OptionsFile::read(path)?;
+        for (key, value) in &file.fields {
+            let one = Self(Fields::from_iter([(key.clone(), value.clone())]));
+            let checked = one.split().and_then(|(_, values)| {
+                overlay(&RunConfig::preset(Preset::default(), ""), &values)
+            });
+            file.at(key, checked)?;
         }
-        Ok(options)
+        Ok(file.fields.into())
     }
 
     /// Returns true if no option is set.
@@ -130,7 +125,8 @@ impl Options {
         self.0.is_empty()
     }
 
-    fn has(&self, key: &str) -> bool {
+    /// Returns true if `key` is set.
+    pub(crate) fn has(&self, key: &str) -> bool {
         self.0.contains_key(key)
     }
 
@@ -145,11 +141,11 @@ impl Options {
     pub(crate) fn of_resumed(mut self) -> Result<Resumed> {
         let mut take = |key: &str| self.0.remove(key);
         let [device, tp, ep] = [take("device"), take("tp"), take("ep")];
-        let ep_dispatch = take("ep_dispatch");
+        let [ep_dispatch, steps] = [take("ep_dispatch"), take("steps")];
         ensure!(
             self.is_empty(),
             "--resume continues the run as it was configured: leave out all options but --device, \
-             --tp, --ep, --ep-dispatch and --stop-at"
+             --tp, --ep, --ep-dispatch, --steps, --stop-at and --tensorboard"
         );
         let ranks = |given: Option<Value>| given.map(serde_json::from_value).transpose();
         Ok(Resumed {
@@ -157,6 +153,7 @@ impl Options {
             tp: ranks(tp)?,
             ep: ranks(ep)?,
             ep_dispatch: ep_dispatch.map(serde_json::from_value).transpose()?,
+            steps: steps.map(serde_json::from_value).transpose()?,
         })
     }
 
@@ -204,10 +201,8 @@ impl Options {
             .partition(|(key, _)| requests.contains_key(key));
         let known = fields(&RunConfig::preset(Preset::default(), ""));
         if let Some(unknown) = values.keys().find(|key| !known.contains_key(*key)) {
-            let mut names: Vec<&String> = known.keys().chain(requests.keys()).collect();
-            names.sort();
-            names.dedup();
-            bail!("{unknown} is not an option; the options are {names:?}");
+            let names = known.keys().chain(requests.keys());
+            return Err(unknown_option(unknown, names.map(String::as_str)));
         }
         Ok((overlay(&Request::default(), &requested)?, values))
     }

@@ -33,6 +33,30 @@ impl DeviceOption {
     }
 }
 
+/// File of options.
+#[derive(Debug, Clone, Args)]
+#[group(skip)]
+pub(crate) struct ConfigOption {
+    /// Read options from this JSON file; flags override it
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    pub(crate) config: Option<PathBuf>,
+    /// Print the options in the form of a --config file, and do nothing else
+    #[arg(long, conflicts_with = "resume")]
+    pub(crate) print_config: bool,
+}
+
+/// End and records of a training run.
+#[derive(Debug, Clone, Args)]
+#[group(skip)]
+pub(crate) struct SessionOptions {
+    /// Stop after this step, with a checkpoint to resume [default: the last step]
+    #[arg(long, value_name = "STEP")]
+    pub(crate) stop_at: Option<u64>,
+    /// Also write the losses, the learning rate and the speed to this folder, for TensorBoard
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tensorboard: Option<PathBuf>,
+}
+
 /// Device and type of a command that does not train.
 #[derive(Debug, Clone, Copy, Args)]
 #[group(skip)]

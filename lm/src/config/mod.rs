@@ -5,6 +5,7 @@
 //! the files; its documentation is the text of `--help`.
 
 mod choices;
+mod extend;
 mod model;
 mod parallel;
 mod presets;
@@ -18,6 +19,7 @@ pub use choices::{
     Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, ModelKind,
     OptimizerName, Preset, RecipeName,
 };
+pub(crate) use extend::extension;
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};
 pub use schedule::Schedule;

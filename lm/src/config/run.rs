@@ -14,6 +14,7 @@ use super::choices::{
     Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, OptimizerName, Preset,
     RecipeName,
 };
+use super::extend::extension;
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
 use super::uncaptured::Uncaptured;
@@ -89,7 +90,8 @@ pub struct RunConfig {
     #[arg(long, value_name = "SHARE", value_parser = finite)]
     #[serde(default)]
     pub balance_loss: Option<f64>,
-    /// Train for this many optimizer steps [default: the preset's]
+    /// Train for this many optimizer steps; with --resume, extend the run to them [default: the
+    /// preset's]
     #[arg(long, value_name = "STEPS")]
     pub steps: u64,
     /// Use a batch of this many sequences; the ranks divide it evenly [default: the preset's]
@@ -310,6 +312,20 @@ impl RunConfig {
             );
         }
         Ok(())
+    }
+
+    /// Extends the run to `steps` steps. Describes its learning rate; none if it has these steps
+    /// already.
+    ///
+    /// # Errors
+    /// Returns an error if the run has more steps, or if one of its recipes has several phases.
+    pub fn extend(&mut self, steps: u64) -> Result<Option<String>> {
+        let mut said = None;
+        for recipe in self.all_recipes() {
+            said = extension(&self.step_schedule(), &self.recipe_schedule(recipe)?, steps)?;
+        }
+        self.steps = steps;
+        Ok(said)
     }
 
     /// Returns steps, learning rate and intervals.

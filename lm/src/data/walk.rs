@@ -60,7 +60,8 @@ pub(crate) fn wanted_files(
         })?;
         ensure!(
             found.get() > 0,
-            "{option} {name} has no text: a folder has files that end in .txt, .md or .jsonl"
+            "{option} {name} has no text: a folder has files that end in .txt, .md or .jsonl, or .json \
+             files with a list of rows"
         );
     }
     let files = walk.files.into_iter().map(|file| file.path).collect();

@@ -1,6 +1,5 @@
 //! Saves a decoder to a folder that transformers loads.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
@@ -30,13 +29,7 @@ impl Decoder {
         let new = NewFolder::create(folder)?;
         self.write_config(new.path(), dtype, source)?;
         if let Some(source) = source {
-            copy_companions(source, new.path())?;
-            for file in QUANTIZATION_RECORDS {
-                let copied = new.path().join(file);
-                if copied.exists() {
-                    fs::remove_file(copied)?;
-                }
-            }
+            copy_companions(source, new.path(), &QUANTIZATION_RECORDS)?;
         }
         let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
         self.write_tensors(&mut writer, dtype)?;

@@ -7,7 +7,9 @@ use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts};
+use crate::config::{
+    Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension,
+};
 use crate::decoder::{FrozenForm, LoraConfig};
 
 /// Configuration file in the folder of a run.
@@ -215,5 +217,35 @@ impl FinetuneConfig {
     /// Returns the number of rows per step.
     pub fn rows_per_step(&self) -> usize {
         self.batch * self.accumulate
+    }
+
+    /// Returns the number of steps per pass over `rows` rows.
+    pub fn steps_per_epoch(&self, rows: usize) -> f64 {
+        rows as f64 / self.rows_per_step() as f64
+    }
+
+    /// Returns the number of steps in `epochs` passes over `rows` rows, rounded up.
+    ///
+    /// # Errors
+    /// Returns an error if `epochs` is not a positive number.
+    pub fn steps_of(&self, epochs: f64, rows: usize) -> Result<u64> {
+        ensure!(
+            epochs.is_finite() && epochs > 0.0,
+            "epochs is {epochs}, but it must be a positive number"
+        );
+        // Without the error of the product, as in 0.1 * 30.
+        let steps = epochs * self.steps_per_epoch(rows) - 1e-9;
+        Ok(steps.ceil().max(1.0) as u64)
+    }
+
+    /// Extends the run to `steps` steps. Describes its learning rate; none if it has these steps
+    /// already.
+    ///
+    /// # Errors
+    /// Returns an error if the run has more steps, or several phases.
+    pub fn extend(&mut self, steps: u64) -> Result<Option<String>> {
+        let said = extension(&self.step_schedule(), &self.recipes()?, steps)?;
+        self.steps = steps;
+        Ok(said)
     }
 }

@@ -8,8 +8,9 @@ use anyhow::{Result, ensure};
 use super::config::FinetuneConfig;
 use crate::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use crate::random::hash_all;
-use crate::tokens::encode::{is_json_lines, is_shard};
+use crate::tokens::encode::is_shard;
 use crate::tokens::rows::{places, split};
+use crate::tokens::whole::may_have_rows;
 use crate::tokens::{
     ChatTemplate, Encoded, Encoder, Rows, Shard, ShardWriter, Texts, Vocabulary, whole,
 };
@@ -79,18 +80,18 @@ impl TextReader {
         Ok(found)
     }
 
-    /// Tokenizes the texts of `paths`, files and folders of the option `option`, for calibration and
-    /// evaluation: each line of a `.jsonl` file and every other file is one document, without an
-    /// end-of-text token. In a folder, files that end in .txt, .md and .jsonl are read, also in its
-    /// subfolders.
+    /// Tokenizes the texts of `paths`, files and folders of the option `option`, for calibration
+    /// and evaluation: each row of a `.jsonl` file or of a list in a `.json` file and every other
+    /// file is one document, without an end-of-text token. In a folder, files that end in .txt, .md
+    /// and .jsonl and lists in `.json` files are read, also in its subfolders.
     ///
     /// # Errors
     /// Returns an error that names the file if it cannot be read, is not UTF-8 text, or has no
-    /// token of its own, or if one of its lines is not a document.
+    /// token of its own, or if one of its rows is not a document.
     pub fn texts(&self, option: &str, paths: &[PathBuf]) -> Result<Texts> {
         let (files, other_files) = whole::list(option, paths)?;
         // Plain text needs no template, so a template that cannot be read does not matter.
-        let chat = match files.iter().any(|path| is_json_lines(path)) {
+        let chat = match files.iter().any(|path| may_have_rows(path)) {
             true => ChatTemplate::read(&self.folder)?,
             false => None,
         };
@@ -245,6 +246,14 @@ mod tests {
             "{conversation}"
         );
         assert_eq!((texts.files[2].short, texts.other_files), (1, 1));
+        // A list is read like JSON lines, a JSON object in a folder is not.
+        let list = lines.iter().filter(|line| !line.is_empty()).copied();
+        let list = format!("[{}]", list.collect::<Vec<_>>().join(","));
+        let list = write("lists/c.json", &list);
+        write("lists/info.json", "{}");
+        let of_list = reader.texts("data", &[folder.join("lists")]).unwrap();
+        assert_eq!(of_list.files[0].documents, texts.files[2].documents);
+        assert_eq!((&of_list.files[0].path, of_list.other_files), (&list, 1));
         let left_out = texts.left_out().unwrap();
         assert!(left_out.starts_with("1 documents") && left_out.contains("; 1 files"));
         let counts = texts.files.iter().map(TextFile::tokens);
@@ -263,6 +272,10 @@ mod tests {
         refused(write("empty.txt", ""), "no token of its own");
         refused(write("a.tokens", "x"), "is of tokens");
         refused(write("bad.jsonl", "{\"text\": \"one\"}\n[]"), "line 2");
+        refused(
+            write("bad.json", r#"[{"text": "one"}, {"text": 1}]"#),
+            "row 1 of the list: `text` is",
+        );
         let binary = folder.join("binary.txt");
         fs::write(&binary, [0xff, 0xfe]).unwrap();
         refused(binary, "not UTF-8");

@@ -190,6 +190,24 @@ fn sizes(
     })
 }
 
+/// Returns the number of trained parameters of the run `config`, and the number of all parameters,
+/// including adapters.
+///
+/// # Errors
+/// Returns an error if the configuration of the model cannot be read, or the adapters' targets are
+/// not a regular expression.
+pub fn trained(config: &FinetuneConfig) -> Result<[u64; 2]> {
+    let model = SizedModel::read(&config.model)?.config;
+    let own = parameters(&model);
+    Ok(match &config.lora {
+        None => [own, own],
+        Some(lora) => {
+            let adapters = adapters(&model, lora)?;
+            [adapters, own + adapters]
+        }
+    })
+}
+
 /// Returns the number of elements in all tensors of a model.
 fn parameters(model: &DecoderConfig) -> u64 {
     let tensors = expected(model);
@@ -321,10 +339,13 @@ mod tests {
             };
             let adapted = decoder.into_training(&Nvfp4Recipe::bf16(), dtype).unwrap();
             let adapted = adapted.into_lora(&lora, 1).unwrap();
+            assert_eq!(super::trained(&config).unwrap(), [count, count]);
             config.lora = Some(lora);
             config.objective = Objective::CrossEntropy;
             let small = need(&config, &model, None);
             let trained = adapted.num_params() as u64 - count;
+            let all = adapted.num_params() as u64;
+            assert_eq!(super::trained(&config).unwrap(), [trained, all]);
             assert_eq!(
                 (small.weights, small.optimizer),
                 (4 * trained, 8 * trained),

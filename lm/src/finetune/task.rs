@@ -168,6 +168,7 @@ impl Task for FinetuneTask<'_> {
             recipes: config.recipes()?,
             schedule: config.step_schedule(),
             tokens_per_step: (config.rows_per_step() * config.context) as u64,
+            steps_per_epoch: Some(config.steps_per_epoch(self.data.train.len())),
             optimizer: Optimizer::adamw(config.weight_decay, config.grad_clip)?,
             sharding: match config.fsdp {
                 true => Sharding::Full,
@@ -239,8 +240,10 @@ impl Task for FinetuneTask<'_> {
     }
 
     fn resume(&mut self, run: FinetuneRun) -> Result<()> {
-        // A run may be resumed on another device, with other launch options, and on other ranks.
+        // A run may be resumed on another device, with other launch options, on other ranks, and
+        // with more steps.
         let config = FinetuneConfig {
+            steps: self.config.steps.max(run.config.steps),
             device: self.config.device.clone(),
             no_graph: self.config.no_graph,
             ..run.config

@@ -16,6 +16,7 @@ use crate::interchange::{Checkpoint, QuantConfig};
 use crate::quantize::journal::{JOURNAL, Journal, MadeFrom};
 use crate::tokens::chat::{ChatTemplate, Message};
 use crate::tokens::encode::Encoder;
+use crate::tokens::line::Line;
 use crate::tokens::shard::Shard;
 
 /// A parser with its fuzz target.
@@ -337,7 +338,7 @@ pub fn lines(data: &[u8]) {
     let template = ChatTemplate::new(template.into(), String::new(), String::new());
     let encoder = Encoder::new(&tokenizer, template.ok(), Some(1));
     for line in String::from_utf8_lossy(data).lines() {
-        let _ = encoder.line(line);
+        let _ = Line::parse(line).and_then(|row| encoder.line(row));
     }
 }
 

@@ -118,7 +118,7 @@ pub fn convert(
         json["quantization_config"] = written.inline();
     }
     write_configs(out, &json, &written)?;
-    copy_companions(from.folder(), out)?;
+    copy_companions(from.folder(), out, &[])?;
     Ok(done)
 }
 
@@ -180,11 +180,11 @@ const TENSORS: [&str; 10] = [
 ];
 
 /// Copies the files of `from` that are neither tensors nor rewritten: tokenizer, chat template,
-/// generation_config.json, licence.
+/// generation_config.json, licence. Leaves out the files `without`.
 ///
 /// # Errors
 /// Returns an error if a file cannot be copied.
-pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
+pub fn copy_companions(from: &Path, out: &Path, without: &[&str]) -> Result<()> {
     for entry in fs::read_dir(from).with_context(|| from.display().to_string())? {
         let path = entry?.path();
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
@@ -192,7 +192,8 @@ pub fn copy_companions(from: &Path, out: &Path) -> Result<()> {
         };
         let is_tensors = TENSORS.iter().any(|ending| name.ends_with(ending));
         let is_ours = [CONFIG_FILE, HF_QUANT_CONFIG, INDEX_FILE].contains(&name);
-        if path.is_file() && !is_tensors && !is_ours && !name.starts_with('.') {
+        let is_copied = !is_tensors && !is_ours && !without.contains(&name);
+        if path.is_file() && is_copied && !name.starts_with('.') {
             copy_file(&path, &out.join(name))?;
         }
     }

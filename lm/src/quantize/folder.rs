@@ -313,7 +313,7 @@ impl Quantization {
         let config = quant_config(options, &self.plan);
         let mut json = self.json.clone();
         json.insert("quantization_config".into(), config.inline());
-        copy_companions(&self.model, out)?;
+        copy_companions(&self.model, out, &[])?;
         write_provenance(out, options, &done)?;
         write_configs(out, &json, &config)?;
         // Apply the rules of the readers: anything that they would reject is an error here.

@@ -201,7 +201,10 @@ impl ChatTemplate {
 
 /// Formats the time `seconds` after the beginning of 1970 in UTC. Supports the `strftime` codes
 /// that dates in templates use.
-fn strftime(format: &str, seconds: u64) -> Result<String, String> {
+///
+/// # Errors
+/// Returns an error if the format has an unknown code.
+pub fn strftime(format: &str, seconds: u64) -> Result<String, String> {
     const MONTHS: [&str; 12] = [
         "January",
         "February",

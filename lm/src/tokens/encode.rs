@@ -1,4 +1,4 @@
-//! Converts text files and JSON lines to tokenized documents.
+//! Converts text files and rows of JSON to tokenized documents.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,13 +6,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use super::chat::{ChatTemplate, Message};
-use super::line::Line;
+use super::line::{Line, each_row, has_rows};
 use super::shard::{Document, ShardWriter};
 use crate::data::files;
 use crate::hf::Tokenizer;
-
-/// Extension of JSON-lines files.
-pub(crate) const JSON_LINES: &str = "jsonl";
 
 /// Result of encoding files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -102,13 +99,13 @@ impl<'a> Encoder<'a> {
         })
     }
 
-    /// Encodes a [`Line`] of JSON. Only the answer to an instruction counts in the loss; its prompt
-    /// is the chat template's, or that of Alpaca if there is no template.
+    /// Encodes a row. Only the answer to an instruction counts in the loss; its prompt is the chat
+    /// template's, or that of Alpaca if there is no template.
     ///
     /// # Errors
-    /// Returns an error if it has none of the forms, and the errors of the other functions.
-    pub fn line(&self, line: &str) -> Result<Document> {
-        match Line::parse(line)? {
+    /// Returns the errors of the other functions.
+    pub fn line(&self, line: Line) -> Result<Document> {
+        match line {
             Line::Text(text) => self.text(&text),
             Line::Completion { prompt, completion } => self.completion(&prompt, &completion),
             Line::Messages(messages) => self.conversation(&messages),
@@ -119,19 +116,19 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// Encodes a [`Line`] of JSON as a text in which all tokens count: a prompt with its completion,
-    /// or a conversation as the chat template renders it. Adds no end-of-text token.
+    /// Encodes a row as a text in which all tokens count: a prompt with its completion, or a
+    /// conversation as the chat template renders it. Adds no end-of-text token.
     ///
     /// # Errors
-    /// Returns an error if it has none of the forms, a conversation has no template, the template
-    /// refuses the messages, or the tokenizer cannot represent the text.
-    pub fn whole_line(&self, line: &str) -> Result<Vec<u32>> {
+    /// Returns an error if a conversation has no template, the template refuses the messages, or the
+    /// tokenizer cannot represent the text.
+    pub fn whole_line(&self, line: Line) -> Result<Vec<u32>> {
         // The template writes special tokens itself.
         let rendered = |messages: &[Message]| {
             let text = self.chat()?.render(messages, false)?;
             self.tokenizer.encode(&text, false)
         };
-        match Line::parse(line)? {
+        match line {
             Line::Text(text) => self.tokenizer.encode_text(&text),
             Line::Completion { prompt, completion } => {
                 self.tokenizer.encode_text(&(prompt + &completion))
@@ -151,58 +148,56 @@ impl<'a> Encoder<'a> {
         )
     }
 
-    /// Adds the documents of `paths`, files and folders, to `writer`. Each line of a `.jsonl` file
-    /// and every other text file is one document. Empty lines are skipped; files that are empty or
-    /// not UTF-8 text are skipped and counted.
+    /// Adds the documents of `paths`, files and folders, to `writer`. Each row of a `.jsonl` file
+    /// or of a list in a `.json` file is one document, and so is every other text file. Files that
+    /// are empty or not UTF-8 text are skipped and counted.
     ///
     /// # Errors
-    /// Returns an error if a path cannot be read, or a line is not a document; the error gives the
-    /// line number.
+    /// Returns an error if a path cannot be read, or a row is not a document; the error gives the
+    /// line number or the index of the row.
     pub fn encode_files(&self, paths: &[PathBuf], writer: &mut ShardWriter) -> Result<Encoded> {
         let mut found = Encoded::default();
         for path in files(paths)? {
             let context = || format!("data {}", path.display());
-            let bytes = fs::read(&path).with_context(context)?;
-            if is_json_lines(&path) {
-                let text = String::from_utf8(bytes).with_context(context)?;
-                found.documents += self.encode_lines(&text, writer).with_context(context)?;
-                continue;
-            }
-            match String::from_utf8(bytes) {
-                Ok(text) if !text.is_empty() => {
+            match text_of(&path)? {
+                None => found.skipped += 1,
+                Some(text) if has_rows(&path, &text) => {
+                    let rows = each_row(&path, &text, |row| {
+                        found.documents += 1;
+                        writer.add(&self.line(row)?)
+                    });
+                    rows.with_context(context)?;
+                }
+                Some(text) => {
                     let document = self.text(&text).with_context(context)?;
                     writer.add(&document).with_context(context)?;
                     found.documents += 1;
                 }
-                _ => found.skipped += 1,
             }
         }
         Ok(found)
     }
+}
 
-    fn encode_lines(&self, text: &str, writer: &mut ShardWriter) -> Result<usize> {
-        let mut count = 0;
-        for (line, number) in text.lines().zip(1..) {
-            if line.trim().is_empty() {
-                continue;
-            }
-            let document = self.line(line);
-            document
-                .and_then(|document| writer.add(&document))
-                .with_context(|| format!("line {number}"))?;
-            count += 1;
-        }
-        Ok(count)
+/// Reads the file `path` of an option `data`; none if it is empty or not UTF-8 text.
+///
+/// # Errors
+/// Returns an error if the file cannot be read, or if a file of JSON lines is not UTF-8 text.
+fn text_of(path: &Path) -> Result<Option<String>> {
+    let context = || format!("data {}", path.display());
+    let text = String::from_utf8(fs::read(path).with_context(context)?);
+    match has_rows(path, "") {
+        true => Ok(Some(text.with_context(context)?)),
+        false => Ok(text.ok().filter(|text| !text.is_empty())),
     }
 }
 
-/// Reads the texts of `paths`, files and folders, for training a tokenizer. JSON lines have the
-/// forms that [`Encoder::line`] accepts, and no template is applied. Skips files that are empty or
-/// not UTF-8 text.
+/// Reads the texts of `paths`, files and folders, for training a tokenizer. No template is
+/// applied to rows. Skips files that are empty or not UTF-8 text.
 ///
 /// # Errors
-/// Returns an error if a path cannot be read or is a shard of tokens, or if a line is not a
-/// document; the error gives the line number.
+/// Returns an error if a path cannot be read or is a shard of tokens, or if a row is not a document;
+/// the error gives the line number or the index of the row.
 pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for path in files(paths)? {
@@ -212,39 +207,29 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
             "data {} is of tokens, but a tokenizer is trained on text",
             path.display()
         );
-        let bytes = fs::read(&path).with_context(context)?;
-        if !is_json_lines(&path) {
-            found.extend(
-                String::from_utf8(bytes)
-                    .ok()
-                    .filter(|text| !text.is_empty()),
-            );
-            continue;
-        }
-        let text = String::from_utf8(bytes).with_context(context)?;
-        for (line, number) in text.lines().zip(1..) {
-            if !line.trim().is_empty() {
-                let line = line_texts(line).with_context(|| format!("line {number}"));
-                found.extend(line.with_context(context)?);
+        match text_of(&path)? {
+            None => {}
+            Some(text) if has_rows(&path, &text) => {
+                let rows = each_row(&path, &text, |row| {
+                    found.extend(row_texts(row));
+                    Ok(())
+                });
+                rows.with_context(context)?;
             }
+            Some(text) => found.push(text),
         }
     }
     Ok(found)
 }
 
-/// Returns the texts of a line of JSON.
-fn line_texts(line: &str) -> Result<Vec<String>> {
-    Ok(match Line::parse(line)? {
+/// Returns the texts of a row.
+fn row_texts(row: Line) -> Vec<String> {
+    match row {
         Line::Text(text) => vec![text],
         Line::Completion { prompt, completion } => vec![prompt + &completion],
         Line::Messages(messages) => messages.into_iter().map(|it| it.content).collect(),
         Line::Instruction(row) => vec![row.prompt() + &row.output],
-    })
-}
-
-/// Returns true if `path` is, by its name, a file of JSON lines.
-pub(crate) fn is_json_lines(path: &Path) -> bool {
-    path.extension().is_some_and(|end| end == JSON_LINES)
+    }
 }
 
 /// Returns true if `path` is, by its name, a shard of tokens.
@@ -276,17 +261,17 @@ mod tests {
         };
         let eos = tokenizer.decode(&[285], true).unwrap();
         let line = r#"{"prompt": "The quick", "completion": " brown fox", "id": 3}"#;
-        let document = encoder.line(line).unwrap();
+        let document = encoder.line(Line::parse(line).unwrap()).unwrap();
         assert_eq!(counted(&document), format!(" brown fox{eos}"));
         let text = tokenizer.decode(&document.tokens, true).unwrap();
         assert_eq!(text, format!("The quick brown fox{eos}"));
 
         let line = r#"{"messages": [{"role": "user", "content": "Hello"},
             {"role": "assistant", "content": "Goodbye."}, {"role": "user", "content": "No"}]}"#;
-        let of_messages = encoder.line(line).unwrap();
+        let of_messages = encoder.line(Line::parse(line).unwrap()).unwrap();
         assert_eq!(counted(&of_messages), "Goodbye.<|im_end|>\n");
 
-        let document = encoder.line(r#"{"text": "one two"}"#).unwrap();
+        let document = encoder.line(Line::Text("one two".into())).unwrap();
         assert_eq!(
             (document.tokens.last(), &document.mask),
             (Some(&285), &None)
@@ -295,14 +280,17 @@ mod tests {
         // ShareGPT's conversations, and Alpaca's instructions with a template and without one.
         let line = r#"{"conversations": [{"from": "human", "value": "Hello"},
             {"from": "gpt", "value": "Goodbye."}, {"from": "human", "value": "No"}]}"#;
-        assert_eq!(encoder.line(line).unwrap(), of_messages);
+        assert_eq!(
+            encoder.line(Line::parse(line).unwrap()).unwrap(),
+            of_messages
+        );
         let line = r#"{"instruction": "Add.", "input": "1 2", "output": "It is 3"}"#;
-        let document = encoder.line(line).unwrap();
+        let document = encoder.line(Line::parse(line).unwrap()).unwrap();
         assert_eq!(counted(&document), "It is 3<|im_end|>\n");
         let text = tokenizer.decode(&document.tokens, true).unwrap();
         assert!(text.contains("user\nAdd.\n\n1 2<|im_end|>"), "{text}");
         let without = Encoder::new(&tokenizer, None, Some(285));
-        let document = without.line(line).unwrap();
+        let document = without.line(Line::parse(line).unwrap()).unwrap();
         assert_eq!(counted(&document), format!("It is 3{eos}"));
         let text = tokenizer.decode(&document.tokens, true).unwrap();
         let end = format!("### Input:\n1 2\n\n### Response:It is 3{eos}");
@@ -310,7 +298,7 @@ mod tests {
             text.starts_with("Below is an instruction") && text.ends_with(&end),
             "{text}"
         );
-        let error = without.line(r#"{"messages": []}"#).unwrap_err();
+        let error = without.line(Line::Messages(vec![])).unwrap_err();
         assert!(error.to_string().contains("chat template"), "{error}");
     }
 
@@ -352,5 +340,62 @@ mod tests {
             error.contains("c.jsonl") && error.contains("line 2"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_list_is_read_like_json_lines() {
+        let tokenizer = Tokenizer::read(&golden("llama3-tiny"), 288, &[]).unwrap();
+        let folder = Scratch::new("encode-list");
+        let encoder = Encoder::new(&tokenizer, None, None);
+        let vocabulary = Vocabulary {
+            size: 288,
+            tokenizer: tokenizer.hash(),
+        };
+        // Returns the shard of one file.
+        let encoded = |name: &str, text: &str| -> Result<Shard> {
+            let path = folder.join(name);
+            fs::write(&path, text).unwrap();
+            let mut writer = ShardWriter::new(vocabulary)?;
+            encoder.encode_files(&[path], &mut writer)?;
+            let out = folder.join("all.tokens");
+            writer.finish(&out)?;
+            Shard::open(&out)
+        };
+        let rows = [
+            r#"{"instruction": "Add.", "input": "1 2", "output": "3"}"#,
+            r#"{"text": "one"}"#,
+        ];
+        let tokens = |shard: &Shard| -> Vec<Vec<u32>> {
+            let all = (0..shard.documents()).map(|index| shard.document(index));
+            all.map(|document| shard.read(document).unwrap()).collect()
+        };
+        let list = format!("\n [{}]", rows.join(",\n"));
+        let lines = encoded("rows.jsonl", &rows.join("\n")).unwrap();
+        assert_eq!(
+            tokens(&encoded("rows.json", &list).unwrap()),
+            tokens(&lines)
+        );
+        assert_eq!(texts(&[folder.join("rows.json")]).unwrap().len(), 2);
+        // An object is a text, as any other file.
+        let object = encoded("object.json", rows[1]).unwrap();
+        assert_eq!(object.documents(), 1);
+        for (list, says) in [
+            (
+                r#"[{"text": "a"}, {"text": 5}]"#,
+                "row 1 of the list: `text` is a number",
+            ),
+            (
+                r#"[{"text": "a"}, {"output": "b"}]"#,
+                "row 1 of the list: it has []",
+            ),
+            (r#"["a"]"#, "row 0 of the list: it is a text"),
+            (r#"[{"text": "a"},]"#, "no list of rows"),
+        ] {
+            let error = format!("{:#}", encoded("rows.json", list).unwrap_err());
+            assert!(
+                error.contains("rows.json") && error.contains(says),
+                "{error}"
+            );
+        }
     }
 }

@@ -1,14 +1,21 @@
-//! Lines of JSON in training data: the forms of a document.
+//! Rows of JSON in training data, one per line or in one list: the forms of a document.
+
+use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::chat::Message;
 
-/// Keys that select the form of a line.
+/// Extension of files with one row per line.
+pub(crate) const JSON_LINES: &str = "jsonl";
+/// Extension of files that may hold a list of rows.
+pub(crate) const JSON: &str = "json";
+
+/// Keys that select the form of a row.
 const FORMS: [&str; 5] = ["text", "prompt", "messages", "conversations", "instruction"];
 
-/// A document of a line of JSON.
+/// A document of a row of JSON.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Line {
     /// `{"text"}`.
@@ -73,15 +80,24 @@ impl Instruction {
 }
 
 impl Line {
-    /// Parses a line. Keys that belong to no form are ignored, except those that would change the
-    /// document: `tools`, which templates would render, and `system` and `history` of an
-    /// instruction.
+    /// Parses a line of JSON lines.
     ///
     /// # Errors
     /// Returns an error that names the key if the line has none of the forms.
     pub fn parse(line: &str) -> Result<Self> {
-        let fields: Map<String, Value> =
-            serde_json::from_str(line).context("the line is no JSON object")?;
+        Self::from_json(serde_json::from_str(line).context("it is no JSON object")?)
+    }
+
+    /// Reads a row. Keys that belong to no form are ignored, except those that would change the
+    /// document: `tools`, which templates would render, and `system` and `history` of an
+    /// instruction.
+    ///
+    /// # Errors
+    /// Returns an error that names the key if the row has none of the forms.
+    fn from_json(row: Value) -> Result<Self> {
+        let Value::Object(fields) = row else {
+            bail!("it is {}, but must be a JSON object", kind(&row));
+        };
         ensure!(
             fields.get("tools").is_none_or(Value::is_null),
             "`tools` are given, but conversations with tools are not supported"
@@ -103,11 +119,46 @@ impl Line {
                 instruction(&fields).map(Self::Instruction)
             }
             _ => bail!(
-                "the line has {found:?}, but must have one of `text`, `prompt` (with \
+                "it has {found:?}, but must have one of `text`, `prompt` (with \
                  `completion`), `messages`, `conversations` and `instruction` (with `output`)"
             ),
         }
     }
+}
+
+/// Returns true if the file `path`, which contains `text`, holds rows: JSON lines, or a `.json`
+/// file with a list. Any other `.json` file is a text.
+pub(crate) fn has_rows(path: &Path, text: &str) -> bool {
+    let ends = |extension: &str| path.extension().is_some_and(|end| end == extension);
+    ends(JSON_LINES) || (ends(JSON) && text.trim_start().starts_with('['))
+}
+
+/// Calls `each` with the rows of the file `path`, which [holds rows](has_rows) and contains `text`.
+/// Empty lines are skipped.
+///
+/// # Errors
+/// Returns an error if a row is not a document, and the errors of `each`. The error gives the line
+/// number, or the index of a row in its list.
+pub(crate) fn each_row(
+    path: &Path,
+    text: &str,
+    mut each: impl FnMut(Line) -> Result<()>,
+) -> Result<()> {
+    if path.extension().is_some_and(|end| end == JSON) {
+        let rows: Vec<Value> =
+            serde_json::from_str(text).context("it begins with `[`, but is no list of rows")?;
+        for (index, row) in rows.into_iter().enumerate() {
+            let row = Line::from_json(row).and_then(&mut each);
+            row.with_context(|| format!("row {index} of the list"))?;
+        }
+        return Ok(());
+    }
+    let lines = text.lines().zip(1..);
+    for (line, number) in lines.filter(|(line, _)| !line.trim().is_empty()) {
+        let row = Line::parse(line).and_then(&mut each);
+        row.with_context(|| format!("line {number}"))?;
+    }
+    Ok(())
 }
 
 fn instruction(fields: &Map<String, Value>) -> Result<Instruction> {
@@ -259,7 +310,8 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_line_is_said_by_its_key() {
         for (line, says) in [
-            ("[]", "no JSON object"),
+            ("[", "no JSON object"),
+            ("[]", "it is a list, but must be a JSON object"),
             (r#"{"words": "a"}"#, "`text`"),
             (r#"{"text": "a", "prompt": "b"}"#, "prompt"),
             (r#"{"text": 5}"#, "`text` is a number"),

@@ -1,15 +1,18 @@
 //! Reads texts whole, for calibration and evaluation: every token counts.
 
-use std::fs;
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use super::encode::{Encoder, JSON_LINES, is_json_lines, is_shard};
+use super::encode::{Encoder, is_shard};
+use super::line::{JSON, JSON_LINES, each_row, has_rows};
 use crate::data::wanted_files;
 use crate::hf::Tokenizer;
 
-/// Extensions of the files that are read in a folder.
+/// Extensions of the files that are read in a folder, besides `.json` files with a list of rows.
 const EXTENSIONS: [&str; 3] = ["txt", "md", JSON_LINES];
 /// Fewest tokens of a document: the first has nothing before it.
 const FEWEST: usize = 2;
@@ -19,12 +22,12 @@ const FEWEST: usize = 2;
 pub struct Texts {
     /// Files in the order of the option; those of a folder are sorted by path.
     pub files: Vec<TextFile>,
-    /// Number of files in folders that are not read, because they do not end in .txt, .md or
-    /// .jsonl.
+    /// Number of files in folders that are not read, because they do not end in .txt, .md or .jsonl
+    /// and are no lists of rows.
     pub other_files: usize,
 }
 
-/// The documents of a file: each line of JSON lines, or the text of any other file.
+/// The documents of a file: its rows, or the text of a file without rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextFile {
     /// Path of the file.
@@ -51,7 +54,8 @@ impl Texts {
             ),
             (
                 self.other_files,
-                "files in folders are left out because they do not end in .txt, .md or .jsonl",
+                "files in folders are left out because they do not end in .txt, .md or .jsonl, and \
+                 are no .json files with a list of rows",
             ),
         ];
         let parts = parts.into_iter().filter(|(count, _)| *count > 0);
@@ -74,15 +78,28 @@ impl TextFile {
 pub(crate) fn list(option: &str, paths: &[PathBuf]) -> Result<(Vec<PathBuf>, usize)> {
     wanted_files(option, paths, |path| {
         let end = path.extension();
-        end.is_some_and(|end| EXTENSIONS.iter().any(|extension| end == *extension))
+        let is_listed = |end: &OsStr| EXTENSIONS.iter().any(|extension| end == *extension);
+        end.is_some_and(|end| is_listed(end) || (end == JSON && begins_a_list(path)))
     })
+}
+
+/// Returns true if the file `path` begins with `[`, after at most 63 bytes of white space.
+fn begins_a_list(path: &Path) -> bool {
+    let mut begin = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
+    read.is_ok() && has_rows(path, &String::from_utf8_lossy(&begin))
+}
+
+/// Returns true if `path` may hold rows, for which the chat template is needed.
+pub(crate) fn may_have_rows(path: &Path) -> bool {
+    has_rows(path, "[")
 }
 
 /// Reads the documents of `path`, a file of `option`.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read, is not UTF-8 text, or has no token besides special
-/// ones, or if a line of JSON is not a document; the error gives the line number.
+/// ones, or if a row is not a document; the error gives the line number or the index of the row.
 pub(crate) fn read(
     option: &str,
     path: PathBuf,
@@ -92,21 +109,21 @@ pub(crate) fn read(
     let name = || format!("{option} {}", path.display());
     ensure!(
         !is_shard(&path),
-        "{} is of tokens, but must be text: .txt, .md, .jsonl",
+        "{} is of tokens, but must be text: .txt, .md, .jsonl, .json",
         name()
     );
     let bytes = fs::read(&path).with_context(name)?;
     let text = String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text", name()))?;
-    let all = match is_json_lines(&path) {
+    let all = match has_rows(&path, &text) {
         false => vec![tokenizer.encode_text(&text).with_context(name)?],
         true => {
-            let lines = text.lines().zip(1..);
-            let lines = lines.filter(|(line, _)| !line.trim().is_empty());
-            let encoded = lines.map(|(line, number)| {
-                let tokens = encoder.whole_line(line);
-                tokens.with_context(|| format!("line {number}"))
+            let mut all = Vec::new();
+            let rows = each_row(&path, &text, |row| {
+                all.push(encoder.whole_line(row)?);
+                Ok(())
             });
-            encoded.collect::<Result<_>>().with_context(name)?
+            rows.with_context(name)?;
+            all
         }
     };
     let count = all.len();

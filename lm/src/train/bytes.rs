@@ -89,6 +89,7 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
             schedule: config.step_schedule(),
             recipes: config.recipe_schedule(recipe)?,
             tokens_per_step: (config.batch * config.model.context) as u64,
+            steps_per_epoch: None,
             optimizer: Optimizer::new(config)?,
             sharding: match (config.fsdp, config.zero1) {
                 (true, _) => Sharding::Full,
@@ -134,8 +135,10 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
 
     fn resume(&mut self, run: ByteRun) -> Result<()> {
         let config = self.config;
-        // A run may be resumed on another device, with other launch options, and on other ranks.
+        // A run may be resumed on another device, with other launch options, on other ranks, and
+        // with more steps.
         let resumed = RunConfig {
+            steps: config.steps.max(run.config.steps),
             device: config.device.clone(),
             no_graph: config.no_graph,
             dp: config.dp,

@@ -22,6 +22,7 @@ use crate::groups::ParallelGroups;
 use crate::memory::{DeviceMemory, MemoryUsed, peak_of};
 use crate::metrics::{Clock, MetricsLog, Row};
 use crate::ranks::{agree, any, gathered_bytes, means};
+use crate::tensorboard::EventLog;
 
 /// Interval in steps between measurements of communication, where measuring has a cost.
 pub const MEASURED_EVERY: u64 = 50;
@@ -75,6 +76,8 @@ pub struct Trainer<T: Task> {
     /// Losses since the last row.
     losses: Vec<f32>,
     metrics: MetricsLog,
+    /// The rows for TensorBoard, if they are written.
+    events: Option<EventLog>,
     /// Samples of telemetry, on the rank that writes them (rank 0).
     telemetry: Option<TelemetryLog>,
     /// Seconds spent by earlier processes of the run.
@@ -203,6 +206,7 @@ impl<T: Task> Trainer<T> {
             phase: None,
             losses,
             metrics,
+            events: None,
             telemetry,
             earlier,
             started: Instant::now(),
@@ -248,6 +252,21 @@ impl<T: Task> Trainer<T> {
         self.rank.end_graph();
         recipes.apply(self.rank.model(), step, schedule.steps)?;
         Ok(self.phase.replace(index).map(|_| index))
+    }
+
+    /// Returns the folder of the run.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Also writes the rows to the folder `events`, in the format of TensorBoard: those so far, and
+    /// those of later steps. Rank 0 calls this function.
+    ///
+    /// # Errors
+    /// Returns an error if the folder has the events of another run, or cannot be written.
+    pub fn log_events(&mut self, events: &Path) -> Result<()> {
+        self.events = Some(EventLog::open(events, self.metrics.rows())?);
+        Ok(())
     }
 
     /// Returns the recorded rows.
@@ -524,6 +543,9 @@ impl<T: Task> Trainer<T> {
 
     fn record(&mut self, row: Row, observer: &mut impl Observer) -> Result<()> {
         self.metrics.record(row)?;
+        if let Some(events) = &self.events {
+            events.record(&row)?;
+        }
         observer.row(&row);
         Ok(())
     }

@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use nvfp4_lm::tokens::chat::strftime;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -68,7 +69,7 @@ impl Report {
         let report = Self {
             program: "nvfp4 dev oracle",
             version: env!("CARGO_PKG_VERSION"),
-            date: date(SystemTime::now()),
+            date: date()?,
             about,
             passed: 0,
             failed: 0,
@@ -147,33 +148,9 @@ pub(super) fn nvidia_smi(index: usize) -> Option<String> {
     (output.status.success() && !text.is_empty()).then(|| text.to_owned())
 }
 
-/// Formats `time` in UTC, as YYYY-MM-DD HH:MM.
-fn date(time: SystemTime) -> String {
-    let now = time.duration_since(SystemTime::UNIX_EPOCH);
+/// Returns the time in UTC, as YYYY-MM-DD HH:MM.
+fn date() -> Result<String> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let seconds = now.map_or(0, |now| now.as_secs());
-    // Days since 0000-03-01, so that a leap day is the last of its year.
-    let days = seconds / 86_400 + 719_468;
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    let year = era * 400 + year + u64::from(month <= 2);
-    let (hour, minute) = (seconds / 3600 % 24, seconds / 60 % 60);
-    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn dates() {
-        let at = |seconds| date(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
-        assert_eq!(at(0), "1970-01-01 00:00");
-        // Expected values from `date --utc --date=@N`.
-        assert_eq!(at(1_709_208_000), "2024-02-29 12:00");
-        assert_eq!(at(1_767_225_599), "2025-12-31 23:59");
-    }
+    strftime("%F %H:%M", seconds).map_err(anyhow::Error::msg)
 }
