@@ -1,4 +1,5 @@
-//! Search for the linear layers of a model, and for the heads and routers among them.
+//! Search for the linear layers of a model, for the heads and routers among them, and for
+//! convolutions.
 
 use std::collections::HashSet;
 
@@ -37,7 +38,7 @@ pub(super) struct Survey<'a> {
     modules: HashSet<String>,
 }
 
-/// Weight that may belong to a layer to decorate.
+/// Weight of a linear layer, a stack or a convolution.
 struct Candidate {
     layer: Found,
     is_linear: bool,
@@ -48,7 +49,7 @@ struct Candidate {
 /// Result of a survey.
 pub(super) struct Surveyed {
     pub layers: Vec<Found>,
-    /// Paths of the linear layers that are not to be decorated.
+    /// Paths of the layers that are not to be decorated.
     pub left_alone: Vec<String>,
     /// `included`: true if `include` adds a layer. `excluded`: true if `exclude` removes one.
     pub included: bool,
@@ -95,7 +96,7 @@ impl<'a> Survey<'a> {
             found.excluded |= (is_linear || included) && in_exclude;
             if (by_default || included) && !in_exclude {
                 found.layers.push(layer);
-            } else if is_linear {
+            } else {
                 found.left_alone.push(layer.path);
             }
         }
@@ -148,13 +149,15 @@ impl ModuleVisitor for Survey<'_> {
             .is_some_and(|container| container == "Struct:Linear");
         let owner = owner.join(".");
         match (name.as_str(), D) {
-            ("weight", 2 | 3) => {
+            // The weight of a convolution over one axis has rank 3, as that of a stack.
+            ("weight", 2..) => {
                 let path = self.path.join(".");
                 let is_in = |group: Option<&ParamGroup>| {
                     group.is_some_and(|group| group.matches(&param.id, Some(&path)))
                 };
-                let (in_include, in_exclude) = (is_in(self.include), is_in(self.exclude));
-                if (is_linear || in_include) && self.seen.insert(param.id) {
+                let in_include = D <= 3 && is_in(self.include);
+                let in_exclude = is_in(self.exclude);
+                if (is_linear || D > 2 || in_include) && self.seen.insert(param.id) {
                     let shape = param.lazy_shape();
                     self.candidates.push(Candidate {
                         layer: Found {
