@@ -1,8 +1,7 @@
 //! A diffusion transformer like FLUX: two words (a colour and a shape) become an image.
 //!
-//! Words and patches of the image are two streams with weights of their own and joint attention; the
-//! last blocks have one stream of both. The time modulates the norms of every block. Training is
-//! rectified flow: the model predicts the velocity from an image to noise.
+//! Words and patches are two streams with joint attention, and one stream in the last blocks. The time
+//! modulates every block. The model predicts the velocity from an image to noise (rectified flow).
 
 use std::array;
 use std::error::Error;
@@ -38,13 +37,12 @@ struct Stream {
     feed_forward: PositionWiseFeedForward,
 }
 
-/// Layer that computes `parts` modulations from the condition, all 0 at the start of training.
+/// Returns a layer of `parts` modulations, `[batch, 1, width]`, all 0 at the start of training.
 fn modulation(width: usize, parts: usize, device: &Device) -> Linear {
     let zeros = LinearConfig::new(width, parts * width).with_initializer(Initializer::Zeros);
     zeros.init(device)
 }
 
-/// Returns the modulations, `[batch, 1, width]`.
 fn modulations(layer: &Linear, condition: &Tensor<2>, parts: usize) -> Vec<Tensor<3>> {
     let modulations = layer.forward(condition.clone());
     modulations.unsqueeze_dim::<3>(1).chunk(parts, 2)
@@ -57,21 +55,21 @@ fn modulate(x: Tensor<3>, shift: &Tensor<3>, scale: &Tensor<3>) -> Tensor<3> {
 impl Stream {
     fn new(width: usize, device: &Device) -> Self {
         let linear = |d_input, d_output| LinearConfig::new(d_input, d_output).init(device);
+        let feed_forward = PositionWiseFeedForwardConfig::new(width, 4 * width).with_dropout(0.0);
         Self {
             modulation: modulation(width, 6, device),
             norms: [0, 1].map(|_| LayerNormConfig::new(width).init(device)),
             qkv: linear(width, 3 * width),
             qk_norms: [0, 1].map(|_| RmsNormConfig::new(width / HEADS).init(device)),
             output: linear(width, width),
-            feed_forward: PositionWiseFeedForwardConfig::new(width, 4 * width)
-                .with_dropout(0.0)
-                .init(device),
+            feed_forward: feed_forward.init(device),
         }
     }
 
     /// Returns queries, keys and values, `[batch, heads, tokens, width / heads]`.
-    fn qkv(&self, x: Tensor<3>) -> [Tensor<4>; 3] {
+    fn qkv(&self, x: Tensor<3>, parts: &[Tensor<3>]) -> [Tensor<4>; 3] {
         let [batch, tokens, width] = x.dims();
+        let x = modulate(self.norms[0].forward(x), &parts[0], &parts[1]);
         let qkv = self.qkv.forward(x);
         let qkv = qkv.reshape([batch, tokens, 3 * HEADS, width / HEADS]);
         let qkv = qkv.swap_dims(1, 2);
@@ -83,18 +81,18 @@ impl Stream {
 
 /// Applies a block: its streams have joint attention.
 fn block(block: &[Stream], tokens: Vec<Tensor<3>>, condition: &Tensor<2>) -> Vec<Tensor<3>> {
-    let streams = block.iter().zip(tokens);
-    let streams: Vec<_> = streams
-        .map(|(stream, x)| (stream, x, modulations(&stream.modulation, condition, 6)))
-        .collect();
-    let mut qkv = [const { Vec::new() }; 3];
-    for (stream, x, parts) in &streams {
-        let x = modulate(stream.norms[0].forward(x.clone()), &parts[0], &parts[1]);
-        for (all, part) in qkv.iter_mut().zip(stream.qkv(x)) {
-            all.push(part);
-        }
-    }
-    let [q, k, v] = qkv.map(|parts| Tensor::cat(parts, 2));
+    let parts = |stream: &Stream| modulations(&stream.modulation, condition, 6);
+    let streams = block
+        .iter()
+        .zip(tokens)
+        .map(|(stream, x)| (stream, x, parts(stream)));
+    let streams: Vec<_> = streams.collect();
+    let qkv = streams
+        .iter()
+        .map(|(stream, x, parts)| stream.qkv(x.clone(), parts));
+    let qkv: Vec<_> = qkv.collect();
+    let joint = |part: usize| Tensor::cat(qkv.iter().map(|qkv| qkv[part].clone()).collect(), 2);
+    let (q, k, v) = (joint(0), joint(1), joint(2));
     let [batch, _, all, head] = q.dims();
     let scores = q.matmul(k.swap_dims(2, 3)) / (head as f32).sqrt();
     let attended = softmax(scores, 3).matmul(v);
@@ -128,14 +126,12 @@ impl Flux {
     /// Returns the velocity of `patches` at `times`, `[batch, 1]` from 0 (image) to 1 (noise).
     fn velocity(&self, patches: Tensor<3>, times: Tensor<2>, words: Tensor<2, Int>) -> Tensor<3> {
         let frequencies: [f32; FREQUENCIES] = array::from_fn(|i| PI * (i + 1) as f32);
-        let frequencies = Tensor::from_floats([frequencies], &times.device());
-        let angles = times * frequencies;
+        let angles = times.clone() * Tensor::from_floats([frequencies], &times.device());
         let time = Tensor::cat(vec![angles.clone().sin(), angles.cos()], 1);
         let time = self.time[1].forward(silu(self.time[0].forward(time)));
         let words = self.words.forward(words);
         let condition = silu(time + words.clone().mean_dim(1).squeeze_dim(1));
-        let patches = self.patches.forward(patches) + self.positions.val();
-        let mut tokens = vec![words, patches];
+        let mut tokens = vec![words, self.patches.forward(patches) + self.positions.val()];
         for streams in &self.blocks {
             if streams.len() < tokens.len() {
                 tokens = vec![Tensor::cat(tokens, 1)];
@@ -144,35 +140,22 @@ impl Flux {
         }
         let patches = tokens.remove(0).narrow(1, WORDS, PATCHES);
         let parts = modulations(&self.modulation, &condition, 2);
-        let x = modulate(self.norm.forward(patches), &parts[0], &parts[1]);
-        self.head.forward(x)
-    }
-
-    /// Returns an image for each prompt.
-    fn sample(&self, words: Tensor<2, Int>) -> Tensor<4> {
-        let ([count, _], device) = (words.dims(), words.device());
-        let mut x = Tensor::random([count, PATCHES, PATCH_VALUES], NORMAL, &device);
-        for step in (1..=SAMPLING_STEPS).rev() {
-            let times = Tensor::full([count, 1], step as f32 / SAMPLING_STEPS as f32, &device);
-            let velocity = self.velocity(x.clone(), times, words.clone());
-            x = x - velocity / SAMPLING_STEPS as f32;
-        }
-        from_patches(x)
+        self.head
+            .forward(modulate(self.norm.forward(patches), &parts[0], &parts[1]))
     }
 }
 
 impl Example for Flux {
     const SETTINGS: Settings = Settings {
         width: 64,
-        layers: 4,
+        layers: 3,
         batch: 32,
-        steps: 600,
-        learning_rate: 2e-3,
+        steps: 400,
+        learning_rate: 3e-3,
     };
 
     fn new(settings: &Settings, device: &Device) -> Self {
         let width = settings.width;
-        // As in FLUX, blocks of two streams come first.
         let block = |layer| {
             let streams = if layer < settings.layers / 2 { 2 } else { 1 };
             (0..streams).map(|_| Stream::new(width, device)).collect()
@@ -191,22 +174,27 @@ impl Example for Flux {
     }
 
     fn loss(&self, batch: usize, seed: u64) -> Tensor<1> {
-        let device = self.device();
-        let data = Images::new(batch, seed, &device);
+        let data = Images::new(batch, seed, &self.device());
         let image = to_patches(data.images);
         let noise = image.random_like(NORMAL);
-        let times = sigmoid(Tensor::<2>::random([batch, 1], NORMAL, &device));
-        let mix = times.clone().unsqueeze_dim(2);
-        let x = image.clone() + (noise.clone() - image.clone()) * mix;
+        let times = sigmoid(Tensor::<2>::random([batch, 1], NORMAL, &image.device()));
+        let x = image.clone() + (noise.clone() - image.clone()) * times.clone().unsqueeze_dim(2);
         let velocity = self.velocity(x, times, data.prompts);
         (velocity - (noise - image)).square().mean()
     }
 
     /// Writes one image with a row for each colour and a column for each shape.
     fn show(&self, name: &Path) -> Result<String, Box<dyn Error>> {
-        let images = self.sample(every_prompt(&self.device()));
+        let device = self.device();
+        let words = every_prompt(&device);
+        let [count, _] = words.dims();
+        let mut x = Tensor::random([count, PATCHES, PATCH_VALUES], NORMAL, &device);
+        for step in (1..=SAMPLING_STEPS).rev() {
+            let times = Tensor::full([count, 1], step as f32 / SAMPLING_STEPS as f32, &device);
+            x = x.clone() - self.velocity(x, times, words.clone()) / SAMPLING_STEPS as f32;
+        }
         let path = name.with_extension("ppm");
-        write(images, SHAPES.len(), &path)?;
+        write(from_patches(x), SHAPES.len(), &path)?;
         Ok(format!("samples in {}", path.display()))
     }
 }

@@ -82,7 +82,7 @@ impl Example for Seq {
         width: 64,
         layers: 2,
         batch: 64,
-        steps: 500,
+        steps: 250,
         learning_rate: 2e-3,
     };
 
