@@ -42,7 +42,7 @@ mod nvfp4_layers {
 }
 
 #[derive(Default)]
-pub struct Options {
+struct Options {
     model: String,
     decorate: bool,
     steps: Option<u64>,
@@ -75,11 +75,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     if options.decorate {
         nvfp4::decorate::install()?; // before the first tensor
     }
-    match options.model.as_str() {
-        "diffusion" => compare::<burns::diffusion::Flux, ours::diffusion::Flux>(&options),
-        "vision" => compare::<burns::vision::Vit, ours::vision::Vit>(&options),
-        "convolution" => compare::<burns::convolution::Cnn, ours::convolution::Cnn>(&options),
-        "translation" => compare::<burns::translation::Seq, ours::translation::Seq>(&options),
+    let Options {
+        model,
+        decorate,
+        steps,
+    } = options;
+    match model.as_str() {
+        "diffusion" => compare::<burns::diffusion::Flux, ours::diffusion::Flux>(decorate, steps),
+        "vision" => compare::<burns::vision::Vit, ours::vision::Vit>(decorate, steps),
+        "convolution" => {
+            compare::<burns::convolution::Cnn, ours::convolution::Cnn>(decorate, steps)
+        }
+        "translation" => {
+            compare::<burns::translation::Seq, ours::translation::Seq>(decorate, steps)
+        }
         model => {
             let models = "diffusion, vision, convolution or translation";
             Err(format!("MODEL is `{model}`, but must be {models}").into())

@@ -13,8 +13,6 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use nvfp4::optim::AdamWConfig;
 use nvfp4::state::assign_layer_ids;
 
-use crate::Options;
-
 /// Size of a model and of its training.
 #[derive(Clone, Copy)]
 pub struct Settings {
@@ -109,18 +107,21 @@ fn run<E: Example>(model: E, name: &str, settings: &Settings) -> Result<E, Box<d
 }
 
 /// Trains `B`, which has the layers of burn-nn, in f32, and `N` or a decorated `B` in NVFP4.
-pub fn compare<B: Example, N: Example>(options: &Options) -> Result<(), Box<dyn Error>> {
+pub fn compare<B: Example, N: Example>(
+    decorate: bool,
+    steps: Option<u64>,
+) -> Result<(), Box<dyn Error>> {
     let device = Device::default().autodiff();
     device.seed(0);
     let mut settings = B::SETTINGS;
-    settings.steps = options.steps.unwrap_or(settings.steps);
+    settings.steps = steps.unwrap_or(settings.steps);
     println!("{} steps on {device:?}", settings.steps);
     // All start with the same parameters: a record of Burn's layers is one of ours.
     let start = B::new(&settings, &device).into_record().into_bytes()?;
     let start = || ModuleRecord::from_bytes(start.clone());
     let model = B::new(&settings, &device).load_record(start()?);
     run(model, "f32", &settings)?;
-    if options.decorate {
+    if decorate {
         return run_decorated(B::new(&settings, &device).load_record(start()?), &settings);
     }
     let model = N::new(&settings, &device).load_record(start()?);

@@ -185,9 +185,41 @@ impl ModuleVisitor for Survey<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests {
+    use burn_core as burn;
+
+    use burn_core::module::Module;
+    use burn_core::tensor::Device;
+    use burn_nn::conv::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig};
+    use burn_nn::{Linear, LinearConfig};
+
     use super::*;
+
+    #[derive(Module, Debug)]
+    struct Network {
+        first: Conv2d,
+        second: Conv1d,
+        hidden: Linear,
+        head: Linear,
+    }
+
+    #[test]
+    fn convolutions_are_left_alone_and_listed() {
+        let device = Device::flex();
+        let network = Network {
+            first: Conv2dConfig::new([3, 16], [3, 3]).init(&device),
+            second: Conv1dConfig::new(16, 16, 3).init(&device),
+            hidden: LinearConfig::new(16, 16).init(&device),
+            head: LinearConfig::new(16, 4).init(&device),
+        };
+        let mut survey = Survey::new(None, None);
+        network.visit(&mut survey);
+        let found = survey.finish();
+        let layers: Vec<_> = found.layers.iter().map(|layer| &layer.path).collect();
+        assert_eq!(layers, ["hidden"]);
+        assert_eq!(found.left_alone, ["first", "second", "head"]);
+    }
 
     #[test]
     fn heads_and_routers_are_known_by_their_names() {
