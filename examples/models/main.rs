@@ -14,7 +14,7 @@
 use std::env;
 use std::error::Error;
 
-use training::compare;
+use training::{compare, install};
 
 mod shapes;
 #[cfg(test)]
@@ -71,9 +71,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     use {burn_layers as burns, nvfp4_layers as ours};
 
     let options = Options::parse(env::args().skip(1))?;
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
     if options.decorate {
-        nvfp4::decorate::install()?; // before the first tensor
+        install()?;
     }
     let Options {
         model,

@@ -111,11 +111,12 @@ pub fn compare<B: Example, N: Example>(
     decorate: bool,
     steps: Option<u64>,
 ) -> Result<(), Box<dyn Error>> {
-    let device = Device::default().autodiff();
+    let device = Device::default();
     device.seed(0);
     let mut settings = B::SETTINGS;
     settings.steps = steps.unwrap_or(settings.steps);
     println!("{} steps on {device:?}", settings.steps);
+    let device = device.autodiff();
     // All start with the same parameters: a record of Burn's layers is one of ours.
     let start = B::new(&settings, &device).into_record().into_bytes()?;
     let start = || ModuleRecord::from_bytes(start.clone());
@@ -143,5 +144,13 @@ fn run_decorated<E: Example>(model: E, settings: &Settings) -> Result<(), Box<dy
 
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 fn run_decorated<E: Example>(_: E, _: &Settings) -> Result<(), Box<dyn Error>> {
+    unreachable!("`install` returned an error")
+}
+
+/// Prepares the process for [`run_decorated`]; call it before the first tensor.
+pub fn install() -> Result<(), Box<dyn Error>> {
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    return Ok(nvfp4::decorate::install()?);
+    #[cfg(not(any(feature = "cpu", feature = "cuda")))]
     Err("--decorate needs a build with --features cuda".into())
 }
