@@ -148,9 +148,12 @@ fn run_decorated<E: Example>(_: E, _: &Settings) -> Result<(), Box<dyn Error>> {
 }
 
 /// Prepares the process for [`run_decorated`]; call it before the first tensor.
+#[cfg(any(feature = "cpu", feature = "cuda"))]
 pub fn install() -> Result<(), Box<dyn Error>> {
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
-    return Ok(nvfp4::decorate::install()?);
-    #[cfg(not(any(feature = "cpu", feature = "cuda")))]
+    Ok(nvfp4::decorate::install()?)
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+pub fn install() -> Result<(), Box<dyn Error>> {
     Err("--decorate needs a build with --features cuda".into())
 }
