@@ -1,4 +1,5 @@
-//! Search for the linear layers of a model, and for the heads and routers among them.
+//! Search for the linear layers of a model, for the heads and routers among them, and for
+//! convolutions.
 
 use std::collections::HashSet;
 
@@ -70,6 +71,7 @@ struct Survey<'a> {
     path: Vec<String>,
     containers: Vec<String>,
     candidates: Vec<Candidate>,
+    convolutions: Vec<String>,
     reparameterized: Option<String>,
     seen: HashSet<ParamId>,
     /// Paths of all modules.
@@ -91,6 +93,12 @@ pub(crate) struct Surveyed {
     pub layers: Vec<Found>,
     /// Other linear layers.
     pub left_alone: Vec<(Found, LeftAlone)>,
+    /// Paths of convolutions, and of stacks of weights that are not included.
+    #[cfg_attr(
+        not(any(feature = "cpu", feature = "cuda")),
+        allow(dead_code, reason = "Flex has no decorator")
+    )]
+    pub convolutions: Vec<String>,
 }
 
 impl<'a> Selection<'a> {
@@ -105,6 +113,7 @@ impl<'a> Selection<'a> {
             path: Vec::new(),
             containers: Vec::new(),
             candidates: Vec::new(),
+            convolutions: Vec::new(),
             reparameterized: None,
             seen: HashSet::new(),
             modules: HashSet::new(),
@@ -120,6 +129,7 @@ impl Survey<'_> {
         let Self {
             selection,
             candidates,
+            convolutions,
             reparameterized,
             modules,
             ..
@@ -134,6 +144,7 @@ impl Survey<'_> {
         let mut found = Surveyed {
             layers: Vec::new(),
             left_alone: Vec::new(),
+            convolutions,
         };
         let (mut any_included, mut any_excluded) = (false, false);
         for candidate in candidates {
@@ -285,8 +296,11 @@ impl ModuleVisitor for Survey<'_> {
                         in_include,
                         in_exclude,
                     });
+                } else if D == 3 && !is_own {
+                    self.convolutions.push(owner);
                 }
             }
+            ("weight", 4..) => self.convolutions.push(owner),
             ("bias", 1) if is_linear => {
                 if let Some(Candidate { layer, .. }) = self.candidates.last_mut()
                     && layer.path == owner
@@ -299,9 +313,46 @@ impl ModuleVisitor for Survey<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "flex"))]
 mod tests {
+    use burn_core as burn;
+
+    use burn_core::tensor::Device;
+    use burn_nn::conv::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig};
+    use burn_nn::{Linear, LinearConfig};
+
     use super::*;
+
+    #[derive(Module, Debug)]
+    struct Network {
+        first: Conv2d,
+        second: Conv1d,
+        hidden: Linear,
+        head: Linear,
+    }
+
+    #[test]
+    fn convolutions_are_listed() {
+        let device = Device::flex();
+        let network = Network {
+            first: Conv2dConfig::new([3, 16], [3, 3]).init(&device),
+            second: Conv1dConfig::new(16, 16, 3).init(&device),
+            hidden: LinearConfig::new(16, 16).init(&device),
+            head: LinearConfig::new(16, 4).init(&device),
+        };
+        let selection = Selection {
+            verb: "decorate",
+            own: false,
+            include: None,
+            exclude: None,
+        };
+        let found = selection.of(&network).unwrap();
+        let layers: Vec<_> = found.layers.iter().map(|layer| &*layer.path).collect();
+        assert_eq!(layers, ["hidden"]);
+        let left_alone = found.left_alone.iter().map(|(layer, _)| &*layer.path);
+        assert_eq!(left_alone.collect::<Vec<_>>(), ["head"]);
+        assert_eq!(found.convolutions, ["first", "second"]);
+    }
 
     #[test]
     fn heads_and_routers_are_known_by_their_names() {

@@ -174,11 +174,13 @@ impl Decorator {
     }
 
     fn marker(&self, survey: Surveyed) -> Result<Marker, Nvfp4Error> {
-        let Surveyed { layers, left_alone } = survey;
-        let left_alone = left_alone
-            .into_iter()
-            .map(|(layer, _)| layer.path)
-            .collect();
+        let Surveyed {
+            layers,
+            left_alone,
+            convolutions,
+        } = survey;
+        let linear = left_alone.into_iter().map(|(layer, _)| layer.path);
+        let left_alone = convolutions.into_iter().chain(linear).collect();
         let group = Arc::new(Group::new(self.mode, left_alone));
         let recipe = Arc::new(self.recipe.clone());
         let mut marks = HashMap::new();

@@ -159,8 +159,9 @@ pub fn report<M: Module>(model: &M) -> Result<Nvfp4Report, Nvfp4Error> {
 pub struct Nvfp4Report {
     /// Decorated layers, by path.
     pub layers: BTreeMap<String, LayerReport>,
-    /// Paths of the linear layers that are not decorated: heads, routers, and excluded layers. Burn
-    /// runs them, and nothing is counted.
+    /// Paths of the layers that are not decorated: heads, routers, excluded linear layers,
+    /// convolutions, and stacks of weights that are not included. Burn runs them in high precision,
+    /// and nothing is counted.
     pub left_alone: Vec<String>,
     /// Broken guarantees, each with the name of its layer.
     pub failures: Vec<String>,

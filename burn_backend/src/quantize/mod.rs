@@ -225,7 +225,9 @@ fn pack<M: Module>(
         include: config.include.as_ref(),
         exclude: config.exclude.as_ref(),
     };
-    let Surveyed { layers, left_alone } = selection.of(&model)?;
+    let Surveyed {
+        layers, left_alone, ..
+    } = selection.of(&model)?;
     let left_alone = left_alone.into_iter().map(|(layer, why)| {
         let why = match why {
             LeftAlone::HeadOrRouter => Kept::HeadOrRouter,

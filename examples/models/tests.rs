@@ -1,0 +1,87 @@
+//! Tiny models, on the CPU.
+
+use std::path::Path;
+
+use burn::module::Module;
+use burn::tensor::Device;
+use nvfp4::state::assign_layer_ids;
+
+use super::*;
+use training::{Example, Settings, train};
+
+/// Trains a tiny model in NVFP4 for a few steps. Its loss on a fixed batch must fall below `factor`
+/// times what it was.
+#[track_caller]
+fn trained<E: Example>(factor: f32) -> E {
+    let device = Device::flex().autodiff();
+    device.seed(0);
+    let settings = Settings {
+        width: 32,
+        layers: 2,
+        batch: 16,
+        steps: 40,
+        learning_rate: 1e-2,
+    };
+    let loss = |model: &E| model.loss(64, u64::MAX).into_scalar::<f32>();
+    let model = E::new(&settings, &device);
+    assign_layer_ids(&model);
+    let before = loss(&model);
+    let (model, _) = train(model, &settings).unwrap();
+    let after = loss(&model);
+    assert!(after < factor * before, "{before} -> {after}");
+    model
+}
+
+#[test]
+fn diffusion() {
+    let model = trained::<nvfp4_layers::diffusion::Flux>(0.7);
+    let folder = env::temp_dir().join(format!("nvfp4-models-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    model.valid().show(&folder.join("samples")).unwrap();
+    let image = std::fs::read(folder.join("samples.ppm")).unwrap();
+    assert_eq!(image.len(), "P6 256 256 255\n".len() + 256 * 256 * 3);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn vision() {
+    let model = trained::<nvfp4_layers::vision::Vit>(0.9);
+    model.valid().show(Path::new("")).unwrap();
+}
+
+#[test]
+fn convolution() {
+    let model = trained::<nvfp4_layers::convolution::Cnn>(0.9);
+    model.valid().show(Path::new("")).unwrap();
+}
+
+#[test]
+fn translation() {
+    let model = trained::<nvfp4_layers::translation::Seq>(0.9);
+    model.valid().show(Path::new("")).unwrap();
+}
+
+/// The report names every layer that is not in NVFP4.
+#[cfg(feature = "cpu")]
+#[test]
+fn the_report_names_convolutions() {
+    use burn_layers::convolution::Cnn;
+
+    nvfp4::decorate::install().unwrap();
+    let model = Cnn::new(&Cnn::SETTINGS, &Device::cpu());
+    let model = nvfp4::decorate(model, &nvfp4::Nvfp4Recipe::new()).unwrap();
+    let report = nvfp4::decorate::report(&model).unwrap();
+    let layers: Vec<_> = report.layers.keys().collect();
+    assert_eq!(layers, ["hidden"]);
+    let expected = ["convolutions.0", "convolutions.1", "head"];
+    assert_eq!(report.left_alone, expected);
+}
+
+#[test]
+fn bad_arguments_are_refused() {
+    let parse = |arguments: &[&str]| Options::parse(arguments.iter().map(|text| text.to_string()));
+    let options = parse(&["vision", "--steps", "3", "--decorate"]).unwrap();
+    assert_eq!((options.steps, options.decorate), (Some(3), true));
+    let error = parse(&["vision", "--steps", "0"]).err().unwrap();
+    assert!(error.to_string().contains("--steps is 0"), "{error}");
+}
