@@ -899,8 +899,8 @@ fn ms_eden_is_the_oracles() {
     }
 }
 
-/// Presets with all kinds of quantizers. CubeCL's CPU runtime compiles the kernels of these; the loop
-/// over experts has every preset there, too.
+/// Presets with all kinds of quantizers. CubeCL's CPU runtime runs these; the loop over experts runs
+/// every preset there that has kernels of this project.
 const OF_EVERY_KIND: [&str; 4] = ["nvidia", "quartet2", "per_token", "mxfp8"];
 
 /// A single expert with all tokens equals the plain layer, random bits included.
