@@ -65,6 +65,7 @@ fn command(arguments: &str, more: &[&str]) -> Command {
         .args(arguments.split_whitespace())
         .args(more)
         .env("RUST_LOG", "warn");
+    nvfp4_test_support::preload(&mut command);
     command
 }
 

@@ -185,15 +185,12 @@ fn clippy() -> Result<()> {
     workspace::spawn(&mut command)
 }
 
-/// Builds the documentation of the published packages.
+/// Builds the documentation of the libraries. The examples add the features of development
+/// dependencies, with which clippy has checked all dependencies.
 fn documentation() -> Result<()> {
     let mut command = workspace::cargo();
-    command.args(["doc", "--no-deps", "--features", FEATURES]);
-    for member in workspace::members()? {
-        if member.published {
-            command.args(["--package", &member.name]);
-        }
-    }
+    command.args(["doc", "--no-deps", "--workspace", "--lib", "--examples"]);
+    command.args(["--features", FEATURES]);
     workspace::spawn(command.env("RUSTDOCFLAGS", "-D warnings"))
 }
 

@@ -3,9 +3,11 @@
 //! prints.
 
 mod golden;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod interposed;
 mod jit;
 mod skip;
 
 pub use golden::{Scratch, golden, golden_with_tokenizer};
-pub use jit::cpu_runtime;
+pub use jit::{cpu_runtime, preload};
 pub use skip::{Elsewhere, Skip, is_full, test_name};
