@@ -291,15 +291,15 @@ impl Loader<'_> {
     fn attention(&self, path: &str, layer: &LayerConfig) -> Result<Attention> {
         let config = self.config;
         let part = |name: &str| format!("{path}self_attn.{name}");
-        let bias = config.attention_bias;
+        let biases = config.biases;
         let qkv = ["q_proj", "k_proj", "v_proj"].map(part);
         let norm = |name: &str| match config.family.has_qk_norm() {
             true => self.norm(&part(name)).map(Some),
             false => Ok(None),
         };
         Ok(Attention {
-            qkv: self.projection(&qkv, bias)?,
-            out: self.projection(&[part("o_proj")], bias)?,
+            qkv: self.projection(&qkv, biases.qkv)?,
+            out: self.projection(&[part("o_proj")], biases.out)?,
             q_norm: norm("q_norm.weight")?,
             k_norm: norm("k_norm.weight")?,
             heads: config.heads,
@@ -313,7 +313,7 @@ impl Loader<'_> {
         match layer.feed_forward {
             FeedForwardConfig::Dense { .. } => {
                 let part = |name: &str| format!("{path}mlp.{name}");
-                let bias = self.config.mlp_bias;
+                let bias = self.config.biases.feed_forward;
                 Ok(FeedForward::Dense(SwiGlu {
                     gate_up: self.projection(&["gate_proj", "up_proj"].map(part), bias)?,
                     down: self.projection(&[part("down_proj")], bias)?,

@@ -313,17 +313,17 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
             }
         };
         let (wide, narrow) = (config.heads * head, config.kv_heads * head);
-        let bias = config.attention_bias;
-        linear("self_attn.q_proj", wide, d_model, bias);
-        linear("self_attn.k_proj", narrow, d_model, bias);
-        linear("self_attn.v_proj", narrow, d_model, bias);
-        linear("self_attn.o_proj", d_model, wide, bias);
+        let biases = config.biases;
+        linear("self_attn.q_proj", wide, d_model, biases.qkv);
+        linear("self_attn.k_proj", narrow, d_model, biases.qkv);
+        linear("self_attn.v_proj", narrow, d_model, biases.qkv);
+        linear("self_attn.o_proj", d_model, wide, biases.out);
         let [gate, up, down] = gate_up_down(config.family);
         match layer_config.feed_forward {
             FeedForwardConfig::Dense { hidden } => {
-                linear("mlp.gate_proj", hidden, d_model, config.mlp_bias);
-                linear("mlp.up_proj", hidden, d_model, config.mlp_bias);
-                linear("mlp.down_proj", d_model, hidden, config.mlp_bias);
+                linear("mlp.gate_proj", hidden, d_model, biases.feed_forward);
+                linear("mlp.up_proj", hidden, d_model, biases.feed_forward);
+                linear("mlp.down_proj", d_model, hidden, biases.feed_forward);
             }
             FeedForwardConfig::Moe {
                 experts, hidden, ..

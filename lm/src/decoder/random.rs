@@ -14,7 +14,7 @@ use super::feed_forward::{FeedForward, SwiGlu};
 use super::positions::Positions;
 use super::projection::Projection;
 use super::{Decoder, DecoderLayer};
-use crate::hf::{DecoderConfig, FeedForwardConfig, LayerConfig};
+use crate::hf::{Biases, DecoderConfig, FeedForwardConfig, LayerConfig};
 use crate::model::check_dtype;
 use crate::random::stream;
 
@@ -38,7 +38,7 @@ impl Decoder {
     ) -> Result<Self> {
         check_dtype(dtype, device)?;
         ensure!(
-            !config.family.has_qk_norm() && !config.attention_bias && !config.mlp_bias,
+            !config.family.has_qk_norm() && config.biases == Biases::default(),
             "random packed weights are for models without biases and norms of queries and keys"
         );
         let mut random = Random {

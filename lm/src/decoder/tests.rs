@@ -158,6 +158,11 @@ fn llama3_matches_transformers() {
 }
 
 #[test]
+fn qwen2_matches_transformers() {
+    matches_transformers(&golden("qwen2-tiny"));
+}
+
+#[test]
 fn qwen3_matches_transformers() {
     matches_transformers(&golden("qwen3-tiny"));
 }
@@ -218,7 +223,13 @@ fn saves_the_same_bytes(source: &Path, dtype: FloatDType) {
 
 #[test]
 fn saved_models_have_the_bytes_that_were_loaded() {
-    for name in ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"] {
+    for name in [
+        "llama3-tiny",
+        "qwen2-tiny",
+        "qwen3-tiny",
+        "qwen3moe-tiny",
+        "mixtral-tiny",
+    ] {
         saves_the_same_bytes(&golden_with_tokenizer(name), FloatDType::F32);
     }
     saves_the_same_bytes(&golden("llama3-tiny"), FloatDType::BF16);

@@ -271,7 +271,13 @@ mod tests {
     #[test]
     fn the_need_is_that_of_the_parameters() {
         let root = golden("");
-        for name in ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"] {
+        for name in [
+            "llama3-tiny",
+            "qwen2-tiny",
+            "qwen3-tiny",
+            "qwen3moe-tiny",
+            "mixtral-tiny",
+        ] {
             let folder = root.join(name);
             let mut config = config(&folder, 2);
             let (device, dtype) = (Device::flex().autodiff(), FloatDType::F32);

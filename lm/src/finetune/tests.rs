@@ -146,9 +146,12 @@ fn llama_learns() {
     learns("llama3-tiny", &golden("llama3-tiny"), "nvidia");
 }
 
-/// Tied embeddings, with query and key norms.
+/// Tied embeddings, with biases, or with query and key norms.
 #[test]
 fn qwen_learns() {
+    let qwen2 = golden_with_tokenizer("qwen2-tiny");
+    learns("qwen2-tiny", &qwen2, "bf16");
+    learns("qwen2-tiny", &qwen2, "nvidia");
     learns("qwen3-tiny", &golden("qwen3-tiny"), "bf16");
     learns("qwen3-tiny", &golden("qwen3-tiny"), "fwd_nvfp4_bwd_bf16");
 }
@@ -238,7 +241,13 @@ fn accumulation_is_a_larger_batch() {
 /// Two documents packed into a row have the same features as separately, in every architecture.
 #[test]
 fn documents_of_a_row_do_not_see_each_other() {
-    let names = ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"];
+    let names = [
+        "llama3-tiny",
+        "qwen2-tiny",
+        "qwen3-tiny",
+        "qwen3moe-tiny",
+        "mixtral-tiny",
+    ];
     for name in names {
         let model = Decoder::load(&golden(name), &Device::flex(), FloatDType::F32).unwrap();
         let device = Device::flex();
@@ -435,6 +444,7 @@ fn recomputing_changes_no_bit() {
 fn exports_compute_as_in_training() {
     for (name, recipe) in [
         ("llama3-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("qwen2-tiny", Nvfp4Recipe::weight_only_qat()),
         ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
     ] {
         let model = golden_with_tokenizer(name);

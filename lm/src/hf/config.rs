@@ -25,6 +25,8 @@ pub enum Family {
     Llama,
     /// Llama with a sliding window.
     Mistral,
+    /// Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
+    Qwen2,
     /// RMSNorm on each head of queries and keys, before the rotary embedding.
     Qwen3,
     /// Qwen3 with experts.
@@ -34,9 +36,10 @@ pub enum Family {
 }
 
 impl Family {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Llama,
         Self::Mistral,
+        Self::Qwen2,
         Self::Qwen3,
         Self::Qwen3Moe,
         Self::Mixtral,
@@ -53,6 +56,7 @@ impl Family {
         match self {
             Self::Llama => "llama",
             Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::Qwen3Moe => "qwen3_moe",
             Self::Mixtral => "mixtral",
@@ -64,6 +68,7 @@ impl Family {
         match self {
             Self::Llama => "LlamaForCausalLM",
             Self::Mistral => "MistralForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
             Self::Qwen3Moe => "Qwen3MoeForCausalLM",
             Self::Mixtral => "MixtralForCausalLM",
@@ -74,6 +79,17 @@ impl Family {
     pub fn has_qk_norm(self) -> bool {
         matches!(self, Self::Qwen3 | Self::Qwen3Moe)
     }
+}
+
+/// Projections that have a bias. Experts and routers have none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Biases {
+    /// True for queries, keys and values.
+    pub qkv: bool,
+    /// True for the output projection of attention.
+    pub out: bool,
+    /// True for gate, up and down of dense feed-forwards.
+    pub feed_forward: bool,
 }
 
 /// Feed-forward of a layer.
@@ -131,10 +147,8 @@ pub struct DecoderConfig {
     pub max_positions: usize,
     /// True if the head is tied to the embedding.
     pub tied: bool,
-    /// True if the projections of attention have a bias.
-    pub attention_bias: bool,
-    /// True if the projections of dense feed-forwards have a bias.
-    pub mlp_bias: bool,
+    /// Projections that have a bias.
+    pub biases: Biases,
     /// Start-of-text token.
     pub bos: Option<u32>,
     /// End-of-text tokens.
@@ -190,8 +204,7 @@ impl DecoderConfig {
             rope: Rope::from_fields(fields, default_theta(family), max_positions)?,
             max_positions,
             tied: fields.bool_or("tie_word_embeddings", false)?,
-            attention_bias: fields.bool_or("attention_bias", false)?,
-            mlp_bias: fields.bool_or("mlp_bias", false)?,
+            biases: biases(fields, family)?,
             bos: fields.token("bos_token_id")?,
             eos: fields.tokens("eos_token_id")?,
             pad: fields.token("pad_token_id")?,
@@ -313,23 +326,46 @@ fn refuse_other_arithmetic(fields: &Fields, family: Family) -> Result<()> {
             "`hidden_act` is `{act}`, but must be `silu`"
         );
     }
-    let has_attention_bias = matches!(family, Family::Llama | Family::Qwen3 | Family::Qwen3Moe);
-    for (field, is_possible) in [
-        ("attention_bias", has_attention_bias),
-        ("mlp_bias", family == Family::Llama),
-    ] {
-        ensure!(
-            is_possible || !fields.bool_or(field, false)?,
-            "`{field}` is true, but a model of type `{}` has no such bias",
-            family.model_type()
-        );
-    }
     let partial = fields.number_or("partial_rotary_factor", 1.0)?;
     ensure!(
         partial == 1.0,
         "`partial_rotary_factor` is {partial}, but must be 1: whole heads are rotated"
     );
     Ok(())
+}
+
+fn biases(fields: &Fields, family: Family) -> Result<Biases> {
+    let attention = fields.optional_bool("attention_bias")?;
+    let feed_forward = fields.bool_or("mlp_bias", false)?;
+    let model_type = family.model_type();
+    ensure!(
+        family == Family::Llama || !feed_forward,
+        "`mlp_bias` is true, but a model of type `{model_type}` has no such bias"
+    );
+    let [qkv, out] = match family {
+        Family::Llama | Family::Qwen3 | Family::Qwen3Moe => [attention == Some(true); 2],
+        Family::Qwen2 => {
+            // transformers does not read the field.
+            ensure!(
+                attention != Some(false),
+                "`attention_bias` is false, but a model of type `qwen2` always has biases of \
+                 queries, keys and values"
+            );
+            [true, false]
+        }
+        Family::Mistral | Family::Mixtral => {
+            ensure!(
+                attention != Some(true),
+                "`attention_bias` is true, but a model of type `{model_type}` has no such bias"
+            );
+            [false; 2]
+        }
+    };
+    Ok(Biases {
+        qkv,
+        out,
+        feed_forward,
+    })
 }
 
 fn layers(fields: &Fields, family: Family) -> Result<Vec<LayerConfig>> {
@@ -367,11 +403,13 @@ fn windows(fields: &Fields, family: Family, count: usize) -> Result<Vec<Option<u
             None
         }
         Family::Mistral | Family::Mixtral => window,
-        Family::Qwen3 | Family::Qwen3Moe => window.filter(|_| is_used == Some(true)),
+        Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => {
+            window.filter(|_| is_used == Some(true))
+        }
     };
-    // Only Qwen3's dense class has layers without a window before layers with one.
+    // Only Qwen's dense classes have layers without a window before layers with one.
     let first = match family {
-        Family::Qwen3 => full_layers.unwrap_or(28),
+        Family::Qwen2 | Family::Qwen3 => full_layers.unwrap_or(28),
         _ => 0,
     };
     let mut windows: Vec<Option<usize>> =

@@ -36,19 +36,19 @@ impl DecoderConfig {
         set("eos_token_id", tokens(&self.eos));
         set("pad_token_id", json!(self.pad));
         set("use_cache", json!(true));
-        if !matches!(family, Family::Mistral | Family::Mixtral) {
-            set("attention_bias", json!(self.attention_bias));
+        if matches!(family, Family::Llama | Family::Qwen3 | Family::Qwen3Moe) {
+            set("attention_bias", json!(self.biases.qkv));
         }
         if family == Family::Llama {
-            set("mlp_bias", json!(self.mlp_bias));
+            set("mlp_bias", json!(self.biases.feed_forward));
         } else {
             let window = self.layers.iter().find_map(|layer| layer.window);
             set("sliding_window", json!(window));
-            if family.has_qk_norm() {
+            if !matches!(family, Family::Mistral | Family::Mixtral) {
                 set("use_sliding_window", json!(window.is_some()));
             }
         }
-        if family == Family::Qwen3 {
+        if matches!(family, Family::Qwen2 | Family::Qwen3) {
             let full = self.layers.iter().take_while(|l| l.window.is_none());
             set("max_window_layers", json!(full.count()));
             let kinds = self.layers.iter().map(|layer| match layer.window {

@@ -17,7 +17,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 
-use super::config::CONFIG_FILE;
+use super::config::{Biases, CONFIG_FILE};
 use super::generation::check_token;
 use super::tokenizer::{TOKENIZER_FILE, Tokenizer};
 use super::tokenizer_config::TOKENIZER_CONFIG;
@@ -273,8 +273,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         rope: rope(file, head)?,
         max_positions: count("llama.context_length")?,
         tied: !file.names().any(|name| name == "output.weight"),
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
         bos,
         eos: eos.into_iter().collect(),
         pad,

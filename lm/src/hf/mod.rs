@@ -20,7 +20,7 @@ pub mod tokenizer;
 mod tokenizer_config;
 pub mod writer;
 
-pub use config::{DecoderConfig, Family, FeedForwardConfig, LayerConfig};
+pub use config::{Biases, DecoderConfig, Family, FeedForwardConfig, LayerConfig};
 pub(crate) use fields::is_neutral;
 pub use generation::GenerationConfig;
 pub use new_folder::NewFolder;

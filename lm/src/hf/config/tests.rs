@@ -40,7 +40,7 @@ fn golden_configs() {
         (500_000.0, &scaling)
     );
     assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
-    assert!(!config.tied && !config.attention_bias && !config.mlp_bias);
+    assert!(!config.tied && config.biases == Biases::default());
     let four = read_json(&folder.join("config.transformers4.json")).unwrap();
     assert_eq!(DecoderConfig::from_json(&four).unwrap(), config);
 
@@ -76,6 +76,10 @@ fn written_configs_come_back() {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
         ),
         llama(json!({"model_type": "mistral", "architectures": null, "sliding_window": 8})),
+        llama(
+            json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1}),
+        ),
         llama(
             json!({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
             "head_dim": 32, "sliding_window": 8, "use_sliding_window": true,
