@@ -172,6 +172,18 @@ fn qwen3_moe_matches_transformers() {
     matches_transformers(&golden("qwen3moe-tiny"));
 }
 
+/// Layers with and without a window, with different rotary embeddings, and norms of outputs.
+#[test]
+fn gemma3_matches_transformers() {
+    matches_transformers(&golden("gemma3-tiny"));
+}
+
+/// Soft caps of scores and logits.
+#[test]
+fn gemma2_matches_transformers() {
+    matches_transformers(&golden("gemma2-tiny"));
+}
+
 #[test]
 fn mixtral_matches_transformers() {
     matches_transformers(&golden("mixtral-tiny"));
@@ -229,6 +241,8 @@ fn saved_models_have_the_bytes_that_were_loaded() {
         "qwen3-tiny",
         "qwen3moe-tiny",
         "mixtral-tiny",
+        "gemma2-tiny",
+        "gemma3-tiny",
     ] {
         saves_the_same_bytes(&golden_with_tokenizer(name), FloatDType::F32);
     }
