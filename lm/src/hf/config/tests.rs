@@ -95,7 +95,7 @@ fn golden_configs() {
     assert_eq!((qwen2.block.biases, qwen2.head), (biases, 16));
     let gemma2 = DecoderConfig::read(&golden("gemma2-tiny")).unwrap();
     let caps = (gemma2.block.score_cap, gemma2.logit_cap);
-    assert_eq!(caps, (Some(0.5), Some(2.0)));
+    assert_eq!(caps, (Some(0.5), Some(10.0)));
     assert_eq!((gemma2.ropes.len(), gemma2.layers[1].rope), (1, 0));
     // In the fields of both versions.
     let gemma3 = DecoderConfig::read(&golden("gemma3-tiny")).unwrap();
