@@ -7,7 +7,9 @@ use serde_json::Value;
 
 use super::super::fields::Fields;
 use super::super::rope::Rope;
-use super::{BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig};
+use super::types::{
+    BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig,
+};
 
 /// Values of absent fields, as in the class of transformers, and the arithmetic that no field
 /// states.

@@ -7,7 +7,7 @@ use super::super::fields::Fields;
 use super::super::rope::{Rope, RopeScaling};
 use super::blocks::{self, Defaults, Sliding};
 use super::json::layer_types;
-use super::{Biases, BlockConfig, DecoderConfig, Family, GateActivation, Spec};
+use super::types::{Biases, BlockConfig, DecoderConfig, Family, GateActivation, Spec};
 
 pub(super) const GEMMA2: Spec = Spec {
     model_type: "gemma2",

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::super::rope::RopeScaling;
-use super::{DecoderConfig, FeedForwardConfig, GateActivation};
+use super::types::{DecoderConfig, FeedForwardConfig, GateActivation};
 
 impl DecoderConfig {
     /// Returns the fields of `config.json` in the form of transformers 4, which transformers 5

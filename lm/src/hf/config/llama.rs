@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::fields::Fields;
 use super::blocks::{self, Defaults, Sliding};
-use super::{Biases, DecoderConfig, Family, Spec};
+use super::types::{Biases, DecoderConfig, Family, Spec};
 
 pub(super) const LLAMA: Spec = Spec {
     model_type: "llama",

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::super::fields::Fields;
 use super::blocks::{self, Defaults, Sliding};
 use super::llama::write_window;
-use super::{DecoderConfig, Family, FeedForwardConfig, Spec};
+use super::types::{DecoderConfig, Family, FeedForwardConfig, Spec};
 
 pub(super) const MIXTRAL: Spec = Spec {
     model_type: "mixtral",

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::super::fields::Fields;
 use super::blocks::{self, Defaults, Sliding};
 use super::json::layer_types;
-use super::{Biases, DecoderConfig, Family, FeedForwardConfig, Spec};
+use super::types::{Biases, DecoderConfig, Family, FeedForwardConfig, Spec};
 
 pub(super) const QWEN2: Spec = Spec {
     model_type: "qwen2",
