@@ -17,7 +17,7 @@
 //! - [`text`]: incremental text output.
 //! - [`bytes`]: text generation with a trained byte model.
 //! - [`hf`]: folders of Hugging Face models.
-//! - [`decoder`]: Llama, Mistral, Qwen3 and Mixtral models loaded from such folders.
+//! - [`decoder`]: Llama, Mistral, Qwen, Mixtral and Gemma models loaded from such folders.
 //! - [`interchange`]: reads, checks, converts and writes NVFP4 checkpoints of other tools.
 //! - [`quantize`]: post-training quantization of a model folder.
 //! - [`tokens`]: tokenized data: shards on disk, packed rows, and their order.

@@ -64,7 +64,8 @@ pub(crate) struct StepSizes {
 impl StepSizes {
     /// Returns true if a layer saves activations that it could recompute.
     pub fn can_recompute(&self) -> bool {
-        self.recompute < self.layers.len()
+        let left = self.layers.iter().skip(self.recompute);
+        left.into_iter().any(|[_, recomputable]| *recomputable > 0)
     }
 
     /// Returns the memory that a step needs on the device of each rank.

@@ -10,8 +10,10 @@ use burn_nvfp4::nn::{ResidualStream, RmsNorm};
 
 use super::call::Call;
 use super::names::Site;
+use super::norm::effective;
 use super::positions::{Places, Tables, rotate};
 use super::projection::{Projection, rows};
+use crate::hf::{DecoderConfig, LayerConfig};
 
 /// Attention of one layer.
 #[derive(Module, Debug)]
@@ -25,13 +27,42 @@ pub struct Attention {
     /// Per-head norm of keys, before the rotary embedding.
     pub k_norm: Option<RmsNorm>,
     #[module(skip)]
-    pub(super) heads: usize,
-    #[module(skip)]
-    pub(super) kv_heads: usize,
-    #[module(skip)]
-    pub(super) head: usize,
-    #[module(skip)]
-    pub(super) window: Option<usize>,
+    pub(super) heads: Heads,
+}
+
+/// Heads of an attention, and its arithmetic.
+#[derive(Clone, Debug)]
+pub(super) struct Heads {
+    count: usize,
+    kv_count: usize,
+    size: usize,
+    params: AttentionParams,
+    /// Index of the rotary embedding.
+    rope: usize,
+    /// True if norms multiply by 1 + weight.
+    norm_plus_one: bool,
+}
+
+impl Heads {
+    /// Returns the heads of a layer.
+    pub fn new(config: &DecoderConfig, layer: &LayerConfig) -> Self {
+        let block = &config.block;
+        let plain = AttentionParams::causal(config.head);
+        let scale = block.query_scalar.map(|scalar| scalar.sqrt().recip());
+        Self {
+            count: config.heads,
+            kv_count: config.kv_heads,
+            size: config.head,
+            params: AttentionParams {
+                scale: scale.map_or(plain.scale, |scale| scale as f32),
+                window: layer.window,
+                softcap: block.score_cap,
+                ..plain
+            },
+            rope: layer.rope,
+            norm_plus_one: block.norm_plus_one,
+        }
+    }
 }
 
 impl Attention {
@@ -57,40 +88,38 @@ impl Attention {
             }
         };
         let qkv = rows(qkv);
-        let params = AttentionParams {
-            window: self.window,
-            ..AttentionParams::causal(self.head)
-        };
+        let (heads, params) = (&self.heads, self.heads.params);
+        let tables = call.tables[heads.rope].clone();
         // Used without a cache.
         let (sequences, places) = match call.rows {
             Some(rows) => (rows.sequences.clone(), rows.places.clone()),
             None => (Sequences::Equal(batch), Places::FromZero { time }),
         };
         if call.observer.is_some() {
-            let [_, k, v] = self.rotated(qkv.clone(), &call.tables, &places, [batch, time]);
+            let [_, k, v] = self.rotated(qkv.clone(), &tables, &places, [batch, time]);
             call.show_cache(layer, &k, &v)?;
         }
         let mixed = match &mut call.cache {
             None if self.q_norm.is_none() && self.k_norm.is_none() => {
-                let heads = [self.heads, self.kv_heads];
-                let rotary = call.tables.rotary()?;
-                try_attention_qkv(qkv, heads, &sequences, Some(&rotary), params)?
+                let counts = [heads.count, heads.kv_count];
+                let rotary = tables.rotary()?;
+                try_attention_qkv(qkv, counts, &sequences, Some(&rotary), params)?
             }
             None => {
-                let [q, k, v] = self.rotated(qkv, &call.tables, &places, [batch, time]);
+                let [q, k, v] = self.rotated(qkv, &tables, &places, [batch, time]);
                 let [q, k, v] = [q, k, v].map(tokens);
                 flat(try_attention(q, k, v, &sequences, params)?)
             }
             Some((cache, chunk)) => {
-                let rotary = call.tables.rotary()?;
+                let rotary = tables.rotary()?;
                 let (new, layer) = (self.new_tokens(qkv), &mut cache.layers[layer]);
                 match &chunk.sequences {
                     None => {
-                        let of = (self.heads, params);
+                        let of = (heads.count, params);
                         layer.attend(new, &chunk.places, Some(&rotary), of)?
                     }
                     Some(sequences) => {
-                        let q = layer.append(new, &chunk.places, Some(&rotary), self.heads)?;
+                        let q = layer.append(new, &chunk.places, Some(&rotary), heads.count)?;
                         let [k, v] = layer.keys_and_values(q.dtype().into());
                         flat(try_attention(q, k, v, sequences, params)?)
                     }
@@ -125,15 +154,21 @@ impl Attention {
     /// Returns queries and keys after the norm, and values, `[tokens, heads, head]` each.
     fn normed(&self, qkv: Tensor<2>) -> [Tensor<3>; 3] {
         let [tokens, _] = qkv.dims();
+        let &Heads {
+            count: heads,
+            kv_count: kv_heads,
+            size,
+            norm_plus_one: plus_one,
+            ..
+        } = &self.heads;
         let part = |first: usize, heads: usize| {
-            let columns = qkv.clone().narrow(1, first * self.head, heads * self.head);
-            columns.reshape([tokens, heads, self.head])
+            let columns = qkv.clone().narrow(1, first * size, heads * size);
+            columns.reshape([tokens, heads, size])
         };
         let normed = |x: Tensor<3>, norm: &Option<RmsNorm>| match norm {
-            Some(norm) => norm.forward(x),
+            Some(norm) => effective(norm, plus_one).forward(x),
             None => x,
         };
-        let (heads, kv_heads) = (self.heads, self.kv_heads);
         let q = normed(part(0, heads), &self.q_norm);
         let k = normed(part(heads, kv_heads), &self.k_norm);
         [q, k, part(heads + kv_heads, kv_heads)]

@@ -12,7 +12,8 @@ use super::positions::Tables;
 
 /// State shared by all layers of a call.
 pub(super) struct Call<'a> {
-    pub tables: Tables,
+    /// Tables of each rotary embedding of the model.
+    pub tables: Vec<Tables>,
     /// Documents packed into rows; if none, each row is one document.
     pub rows: Option<&'a PackedRows>,
     /// Key-value cache; if none, sequences start at position 0.

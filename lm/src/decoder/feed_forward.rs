@@ -1,10 +1,10 @@
-//! Feed-forward of a layer: SwiGLU, or a mixture of SwiGLU experts.
+//! Feed-forward of a layer: a gated feed-forward, or a mixture of SwiGLU experts.
 
 use anyhow::Result;
 use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::experts::{MoeRoute, Router, try_moe_route};
-use burn_nvfp4::functions::try_swiglu;
+use burn_nvfp4::functions::{Gelu, try_gelu, try_swiglu};
 use burn_nvfp4::nn::{
     MlpActivation, ResidualStream, RmsNorm, Routing, try_feed_forward_of_experts, try_swiglu_of,
 };
@@ -12,6 +12,7 @@ use burn_nvfp4::nn::{
 use super::call::Call;
 use super::names::Site;
 use super::projection::{Experts, Projection, rows};
+use crate::hf::GateActivation;
 use crate::model::cast;
 
 /// Feed-forward of a layer.
@@ -19,18 +20,20 @@ use crate::model::cast;
 #[allow(clippy::large_enum_variant, reason = "a model has few of them")]
 pub enum FeedForward {
     /// One feed-forward for all tokens.
-    Dense(SwiGlu),
+    Dense(Gated),
     /// A mixture of experts, a few per token.
     Moe(Moe),
 }
 
-/// `down(silu(gate(x)) * up(x))`.
+/// `down(activation(gate(x)) * up(x))`.
 #[derive(Module, Debug)]
-pub struct SwiGlu {
+pub struct Gated {
     /// Fused gate and up projection.
     pub gate_up: Projection,
     /// Down projection.
     pub down: Projection,
+    #[module(skip)]
+    pub(super) activation: GateActivation,
     /// True if the backward recomputes the input of the activation.
     #[module(skip)]
     pub(super) recompute: bool,
@@ -57,14 +60,31 @@ pub struct Moe {
     pub(super) recompute: bool,
 }
 
+impl Gated {
+    /// Returns the input of the down projection, given the output of gate and up. SwiGLU is one
+    /// kernel; the other activations take one for the activation and one for the product.
+    fn activate<const D: usize>(&self, gate_up: Tensor<D>) -> Result<Tensor<D>> {
+        match self.activation {
+            GateActivation::Silu => Ok(try_swiglu(gate_up)?),
+            GateActivation::GeluTanh => {
+                let hidden = gate_up.dims()[D - 1] / 2;
+                let gate = gate_up.clone().narrow(D - 1, 0, hidden);
+                let up = gate_up.narrow(D - 1, hidden, hidden);
+                Ok(try_gelu(gate, Gelu::Tanh)? * up)
+            }
+        }
+    }
+}
+
 impl FeedForward {
-    /// Returns true if the backward can recompute the input of the activation: the projections must
-    /// be those of training, without adapters.
+    /// Returns true if the backward can recompute the input of the activation: the activation must
+    /// be SiLU, and the projections those of training, without adapters.
     pub(super) fn can_recompute(&self) -> bool {
         match self {
             Self::Dense(layer) => {
                 let is_trained = |it: &Projection| matches!(it, Projection::Nvfp4(_));
-                is_trained(&layer.gate_up) && is_trained(&layer.down)
+                let is_silu = layer.activation == GateActivation::Silu;
+                is_silu && is_trained(&layer.gate_up) && is_trained(&layer.down)
             }
             Self::Moe(layer) => !layer.gate_up.is_packed() && !layer.down.is_packed(),
         }
@@ -90,15 +110,19 @@ impl FeedForward {
         let dims = stream.sum.dims();
         let fused = match self {
             Self::Dense(layer) if call.observer.is_none() => {
-                let gate_up = layer.gate_up.behind(norm, true);
-                gate_up.map(|gate_up| (gate_up, &layer.down))
+                let is_silu = layer.activation == GateActivation::Silu;
+                let gate_up = layer.gate_up.behind(norm, is_silu);
+                gate_up.map(|gate_up| (gate_up, layer))
             }
             Self::Dense(_) | Self::Moe(_) => None,
         };
         let (sum, y) = match fused {
-            Some((gate_up, down)) => {
-                let (sum, hidden) = gate_up.try_forward(stream)?;
-                (sum, down.forward(rows(hidden))?)
+            Some((gate_up, layer)) => {
+                let (sum, mut hidden) = gate_up.try_forward(stream)?;
+                if !gate_up.swiglu {
+                    hidden = layer.activate(hidden)?;
+                }
+                (sum, layer.down.forward(rows(hidden))?)
             }
             None => {
                 let (sum, x) = norm.try_forward_stream(stream)?;
@@ -120,7 +144,7 @@ impl FeedForward {
                     return Ok(try_swiglu_of(gate_up, down, x, true)?);
                 }
                 call.show(index, Site::GateUp, &x, None)?;
-                let hidden = try_swiglu(layer.gate_up.forward(x)?)?;
+                let hidden = layer.activate(layer.gate_up.forward(x)?)?;
                 call.show(index, Site::Down, &hidden, None)?;
                 layer.down.forward(hidden)
             }

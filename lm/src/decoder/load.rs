@@ -15,8 +15,8 @@ use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm, RmsNormConfig};
 use nvfp4_formats::BLOCK;
 
-use super::attention::Attention;
-use super::feed_forward::{FeedForward, Moe, SwiGlu};
+use super::attention::{Attention, Heads};
+use super::feed_forward::{FeedForward, Gated, Moe};
 use super::names::{self, EMBEDDING, HEAD, NORM};
 use super::packed::PackedFolder;
 use super::positions::Positions;
@@ -228,7 +228,7 @@ impl Loader<'_> {
             quantized_head: None,
             config: config.clone(),
             dtype: self.dtype,
-            positions: Positions::new(config.rope.clone(), config.head),
+            positions: Positions::new(config),
             kv_scales: None,
         })
     }
@@ -280,32 +280,38 @@ struct Loader<'a> {
 impl Loader<'_> {
     fn layer(&self, index: usize, layer: &LayerConfig) -> Result<DecoderLayer> {
         let path = names::layer(index);
+        let norm = |name: &str| self.norm(&format!("{path}{name}.weight"));
+        let norms = names::norms(self.config);
+        let [attention_post, feed_forward_post] = match norms.post {
+            None => [None, None],
+            Some(post) => post.map(Some),
+        };
         Ok(DecoderLayer {
-            attention_norm: self.norm(&format!("{path}input_layernorm.weight"))?,
+            attention_norm: norm(norms.attention)?,
             attention: self.attention(&path, layer)?,
-            feed_forward_norm: self.norm(&format!("{path}post_attention_layernorm.weight"))?,
+            attention_post_norm: attention_post.map(norm).transpose()?,
+            feed_forward_norm: norm(norms.feed_forward)?,
             feed_forward: self.feed_forward(&path, layer)?,
+            feed_forward_post_norm: feed_forward_post.map(norm).transpose()?,
+            norm_plus_one: self.config.block.norm_plus_one,
         })
     }
 
     fn attention(&self, path: &str, layer: &LayerConfig) -> Result<Attention> {
         let config = self.config;
         let part = |name: &str| format!("{path}self_attn.{name}");
-        let bias = config.attention_bias;
+        let biases = config.block.biases;
         let qkv = ["q_proj", "k_proj", "v_proj"].map(part);
-        let norm = |name: &str| match config.family.has_qk_norm() {
+        let norm = |name: &str| match config.block.qk_norm {
             true => self.norm(&part(name)).map(Some),
             false => Ok(None),
         };
         Ok(Attention {
-            qkv: self.projection(&qkv, bias)?,
-            out: self.projection(&[part("o_proj")], bias)?,
+            qkv: self.projection(&qkv, biases.qkv)?,
+            out: self.projection(&[part("o_proj")], biases.out)?,
             q_norm: norm("q_norm.weight")?,
             k_norm: norm("k_norm.weight")?,
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head: config.head,
-            window: layer.window,
+            heads: Heads::new(config, layer),
         })
     }
 
@@ -313,10 +319,11 @@ impl Loader<'_> {
         match layer.feed_forward {
             FeedForwardConfig::Dense { .. } => {
                 let part = |name: &str| format!("{path}mlp.{name}");
-                let bias = self.config.mlp_bias;
-                Ok(FeedForward::Dense(SwiGlu {
+                let bias = self.config.block.biases.feed_forward;
+                Ok(FeedForward::Dense(Gated {
                     gate_up: self.projection(&["gate_proj", "up_proj"].map(part), bias)?,
                     down: self.projection(&[part("down_proj")], bias)?,
+                    activation: self.config.block.activation,
                     recompute: false,
                 }))
             }

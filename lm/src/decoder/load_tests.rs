@@ -111,6 +111,41 @@ fn tensors_of_another_model_are_refused() {
     refused(&variant, &["6 tensors are not", "[160, 96], not [176, 96]"]);
 }
 
+/// Biases that are missing or of another rank, norms of another family, another number of heads.
+#[test]
+fn tensors_of_another_family_are_refused() {
+    let (bias, post) = (
+        "model.layers.0.self_attn.k_proj.bias",
+        "model.layers.1.post_feedforward_layernorm.weight",
+    );
+    let mut qwen = Variant::of(&golden("qwen2-tiny"));
+    qwen.fill(bias, &[1, 32], 1.0);
+    refused(&qwen, &[bias, "[1, 32], not [32]"]);
+    qwen.tensors.remove(bias);
+    refused(&qwen, &["1 tensor is missing", bias]);
+    let mut qwen = Variant::of(&golden("qwen2-tiny"));
+    qwen.fill("model.layers.0.self_attn.o_proj.bias", &[64], 1.0);
+    refused(&qwen, &["unknown", "o_proj.bias"]);
+    let mut qwen = Variant::of(&golden("qwen2-tiny"));
+    qwen.json["head_dim"] = json!(32);
+    refused(&qwen, &["[64, 64], not [128, 64]"]);
+    qwen.json["head_dim"] = json!(null);
+    qwen.json["tie_word_embeddings"] = json!(false);
+    refused(&qwen, &["missing", "`lm_head.weight`"]);
+    for name in ["gemma2-tiny", "gemma3-tiny"] {
+        let mut gemma = Variant::of(&golden(name));
+        gemma.tensors.remove(post);
+        refused(&gemma, &["1 tensor is missing", post]);
+        gemma.fill(post, &[1, 64], 1.0);
+        refused(&gemma, &[post, "[1, 64], not [64]"]);
+    }
+    let mut gemma = Variant::of(&golden("gemma3-tiny"));
+    gemma.json["model_type"] = json!("gemma2");
+    gemma.json["architectures"] = json!(["Gemma2ForCausalLM"]);
+    gemma.json["rope_parameters"] = json!({"rope_theta": 1e4});
+    refused(&gemma, &["4 tensors are unknown", "self_attn.k_norm"]);
+}
+
 #[test]
 fn values_that_are_not_finite_are_refused_by_their_place() {
     let root = golden("");

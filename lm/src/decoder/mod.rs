@@ -1,4 +1,4 @@
-//! Decoders of Hugging Face's Llama, Mistral, Qwen3, Qwen3-MoE and Mixtral, as Burn modules.
+//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral and Gemma, as Burn modules.
 //!
 //! - [`Decoder`]: the model, with and without a cache.
 //! - [`load`] and [`save`]: load a folder and save one, tensor by tensor; [`names`] maps tensors to
@@ -28,6 +28,7 @@ mod head_precision;
 pub mod load;
 pub mod lora;
 pub mod names;
+mod norm;
 pub mod observe;
 mod packed;
 mod packed_rows;
@@ -54,6 +55,7 @@ use burn::module::Module;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_nvfp4::decode::KvFormat;
 use burn_nvfp4::nn::{Embedding, LmHead, ResidualStream, RmsNorm};
+use half::{bf16, f16};
 
 use crate::hf::DecoderConfig;
 use crate::model::cast;
@@ -61,6 +63,7 @@ use attention::Attention;
 use call::Call;
 use feed_forward::FeedForward;
 use head_precision::QuantizedHead;
+use norm::effective;
 use observe::Observer;
 use positions::Positions;
 
@@ -89,17 +92,25 @@ pub struct Decoder {
     kv_scales: Option<Vec<[f32; 2]>>,
 }
 
-/// One layer: attention and feed-forward, each after a norm, and each added to the residual stream.
+/// One layer: attention and feed-forward, each after a norm, and each added to the residual stream;
+/// in some architectures after a second norm.
 #[derive(Module, Debug)]
 pub struct DecoderLayer {
     /// `input_layernorm`.
     pub attention_norm: RmsNorm,
     /// `self_attn`.
     pub attention: Attention,
-    /// `post_attention_layernorm`.
+    /// Norm of the attention's output: `post_attention_layernorm` if present.
+    pub attention_post_norm: Option<RmsNorm>,
+    /// `pre_feedforward_layernorm` if there are norms of outputs, else `post_attention_layernorm`.
     pub feed_forward_norm: RmsNorm,
     /// `mlp` or `block_sparse_moe`.
     pub feed_forward: FeedForward,
+    /// Norm of the feed-forward's output: `post_feedforward_layernorm` if present.
+    pub feed_forward_post_norm: Option<RmsNorm>,
+    /// True if norms multiply by 1 + weight.
+    #[module(skip)]
+    norm_plus_one: bool,
 }
 
 impl DecoderLayer {
@@ -109,11 +120,24 @@ impl DecoderLayer {
         index: usize,
         call: &mut Call<'_>,
     ) -> Result<ResidualStream> {
-        let stream = self
-            .attention
-            .forward(&self.attention_norm, stream, index, call)?;
-        self.feed_forward
-            .forward(&self.feed_forward_norm, stream, index, call)
+        let norm = effective(&self.attention_norm, self.norm_plus_one);
+        let stream = self.attention.forward(&norm, stream, index, call)?;
+        let stream = self.after(self.attention_post_norm.as_ref(), stream)?;
+        let norm = effective(&self.feed_forward_norm, self.norm_plus_one);
+        let stream = self.feed_forward.forward(&norm, stream, index, call)?;
+        self.after(self.feed_forward_post_norm.as_ref(), stream)
+    }
+
+    /// Applies `norm`, if any, to the pending term of the stream.
+    fn after(&self, norm: Option<&RmsNorm>, stream: ResidualStream) -> Result<ResidualStream> {
+        let Some(norm) = norm.map(|norm| effective(norm, self.norm_plus_one)) else {
+            return Ok(stream);
+        };
+        let ResidualStream { sum, pending } = stream;
+        let pending = pending
+            .map(|pending| norm.try_forward(pending))
+            .transpose()?;
+        Ok(ResidualStream { sum, pending })
     }
 }
 
@@ -321,7 +345,7 @@ impl Decoder {
         cast(self.rounded_logits(features), FloatDType::F32)
     }
 
-    /// Returns the logits in the output type of the head.
+    /// Returns the logits in the output type of the head, or in f32 if they have a soft cap.
     fn rounded_logits<const D: usize>(&self, features: Tensor<D>) -> Tensor<D> {
         let mut dims = features.dims();
         let rows = dims[..D - 1].iter().product();
@@ -335,16 +359,40 @@ impl Decoder {
             }
         };
         dims[D - 1] = logits.dims()[1];
-        logits.reshape(dims)
+        self.capped(logits).reshape(dims)
+    }
+
+    /// Applies the soft cap, if any, in f32.
+    fn capped(&self, logits: Tensor<2>) -> Tensor<2> {
+        let Some(cap) = self.config.logit_cap else {
+            return logits;
+        };
+        let logits = cast(logits, FloatDType::F32).div_scalar(cap);
+        logits.tanh().mul_scalar(cap)
     }
 
     fn run(&self, tokens: Tensor<2, Int>, mut call: Call<'_>) -> Result<Tensor<3>> {
-        let x = self.embedding.try_forward_as(tokens, self.dtype)?;
+        let mut x = self.embedding.try_forward_as(tokens, self.dtype)?;
+        if self.config.scaled_embedding {
+            x = x.mul_scalar(embedding_scale(self.config.d_model, self.dtype));
+        }
         let mut stream = ResidualStream::from(x);
         for (index, layer) in self.layers.iter().enumerate() {
             stream = layer.forward(stream, index, &mut call)?;
         }
-        Ok(self.norm.try_forward_stream(stream)?.1)
+        let norm = effective(&self.norm, self.config.block.norm_plus_one);
+        Ok(norm.try_forward_stream(stream)?.1)
+    }
+}
+
+/// Returns the factor of scaled embeddings, rounded to the type of the activations as by
+/// transformers, where it is that of the embedding.
+fn embedding_scale(d_model: usize, dtype: FloatDType) -> f32 {
+    let scale = (d_model as f64).sqrt() as f32;
+    match dtype {
+        FloatDType::BF16 => bf16::from_f32(scale).to_f32(),
+        FloatDType::F16 => f16::from_f32(scale).to_f32(),
+        _ => scale,
     }
 }
 

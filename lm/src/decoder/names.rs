@@ -34,6 +34,33 @@ pub fn attention(index: usize) -> String {
     format!("{}self_attn", layer(index))
 }
 
+/// Names of the norms of a layer.
+pub struct NormNames {
+    /// Norm before the attention.
+    pub attention: &'static str,
+    /// Norm before the feed-forward.
+    pub feed_forward: &'static str,
+    /// Norms after the attention and after the feed-forward, if present.
+    pub post: Option<[&'static str; 2]>,
+}
+
+/// Returns the names of the norms of every layer.
+pub fn norms(config: &DecoderConfig) -> NormNames {
+    let (attention, second) = ("input_layernorm", "post_attention_layernorm");
+    match config.block.post_norms {
+        false => NormNames {
+            attention,
+            feed_forward: second,
+            post: None,
+        },
+        true => NormNames {
+            attention,
+            feed_forward: "pre_feedforward_layernorm",
+            post: Some([second, "post_feedforward_layernorm"]),
+        },
+    }
+}
+
 /// A module that is fused with others into one projection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
@@ -313,17 +340,17 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
             }
         };
         let (wide, narrow) = (config.heads * head, config.kv_heads * head);
-        let bias = config.attention_bias;
-        linear("self_attn.q_proj", wide, d_model, bias);
-        linear("self_attn.k_proj", narrow, d_model, bias);
-        linear("self_attn.v_proj", narrow, d_model, bias);
-        linear("self_attn.o_proj", d_model, wide, bias);
+        let biases = config.block.biases;
+        linear("self_attn.q_proj", wide, d_model, biases.qkv);
+        linear("self_attn.k_proj", narrow, d_model, biases.qkv);
+        linear("self_attn.v_proj", narrow, d_model, biases.qkv);
+        linear("self_attn.o_proj", d_model, wide, biases.out);
         let [gate, up, down] = gate_up_down(config.family);
         match layer_config.feed_forward {
             FeedForwardConfig::Dense { hidden } => {
-                linear("mlp.gate_proj", hidden, d_model, config.mlp_bias);
-                linear("mlp.up_proj", hidden, d_model, config.mlp_bias);
-                linear("mlp.down_proj", d_model, hidden, config.mlp_bias);
+                linear("mlp.gate_proj", hidden, d_model, biases.feed_forward);
+                linear("mlp.up_proj", hidden, d_model, biases.feed_forward);
+                linear("mlp.down_proj", d_model, hidden, biases.feed_forward);
             }
             FeedForwardConfig::Moe {
                 experts, hidden, ..
@@ -338,10 +365,12 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
                 }
             }
         }
-        for norm in ["input_layernorm", "post_attention_layernorm"] {
+        let norms = norms(config);
+        let all = [norms.attention, norms.feed_forward].into_iter();
+        for norm in all.chain(norms.post.into_iter().flatten()) {
             add(format!("{path}{norm}.weight"), &[d_model]);
         }
-        if config.family.has_qk_norm() {
+        if config.block.qk_norm {
             for norm in ["q_norm", "k_norm"] {
                 add(format!("{path}self_attn.{norm}.weight"), &[head]);
             }

@@ -6,16 +6,46 @@ use anyhow::Result;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::attention::RotaryTables;
 
-use crate::hf::Rope;
+use crate::hf::{DecoderConfig, Rope};
 use crate::model::cast;
 
 /// Minimum number of positions of a table.
 const LEAST: usize = 256;
 
-/// Rotary embedding of a model. Tables are made on first use, for at least the positions needed,
-/// and kept for all layers and calls.
+/// Rotary embeddings of a model.
 #[derive(Clone, Debug)]
-pub struct Positions {
+pub struct Positions(Vec<Rotary>);
+
+impl Positions {
+    pub(super) fn new(config: &DecoderConfig) -> Self {
+        let rotary = |rope: &Rope| Rotary {
+            rope: rope.clone(),
+            head: config.head,
+            made: Arc::default(),
+        };
+        Self(config.ropes.iter().map(rotary).collect())
+    }
+
+    /// Returns true if the angles of texts of up to `length` tokens do not depend on their length.
+    pub fn is_fixed(&self, length: usize) -> bool {
+        self.0.iter().all(|rotary| rotary.is_fixed(length))
+    }
+
+    /// Returns the tables of each rotary embedding, with at least `length` positions, for texts of
+    /// `length`, on `device`.
+    ///
+    /// # Errors
+    /// Returns an error if there are no frequencies for heads of this size.
+    pub fn tables(&self, length: usize, device: &Device) -> Result<Vec<Tables>> {
+        let all = self.0.iter();
+        all.map(|rotary| rotary.tables(length, device)).collect()
+    }
+}
+
+/// One rotary embedding. Tables are made on first use, for at least the positions needed, and kept
+/// for all layers and calls.
+#[derive(Clone, Debug)]
+struct Rotary {
     rope: Rope,
     head: usize,
     made: Arc<Mutex<Option<Tables>>>,
@@ -33,22 +63,12 @@ pub struct Tables {
     length: usize,
 }
 
-impl Positions {
-    pub(super) fn new(rope: Rope, head: usize) -> Self {
-        let made = Arc::default();
-        Self { rope, head, made }
-    }
-
-    /// Returns true if the angles of texts of up to `length` tokens do not depend on their length.
-    pub fn is_fixed(&self, length: usize) -> bool {
+impl Rotary {
+    fn is_fixed(&self, length: usize) -> bool {
         self.rope.dynamic_beyond().is_none_or(|most| length <= most)
     }
 
-    /// Returns tables of at least `length` positions, for texts of `length`, on `device`.
-    ///
-    /// # Errors
-    /// Returns an error if there are no frequencies for heads of this size.
-    pub fn tables(&self, length: usize, device: &Device) -> Result<Tables> {
+    fn tables(&self, length: usize, device: &Device) -> Result<Tables> {
         // Frequencies that depend on the length are computed for exactly that length.
         let exact = self.rope.dynamic_beyond().is_some_and(|most| length > most);
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);

@@ -9,12 +9,12 @@ use burn_nvfp4::nn::{
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::Rng;
 
-use super::attention::Attention;
-use super::feed_forward::{FeedForward, SwiGlu};
+use super::attention::{Attention, Heads};
+use super::feed_forward::{FeedForward, Gated};
 use super::positions::Positions;
 use super::projection::Projection;
 use super::{Decoder, DecoderLayer};
-use crate::hf::{DecoderConfig, FeedForwardConfig, LayerConfig};
+use crate::hf::{BlockConfig, DecoderConfig, FeedForwardConfig, LayerConfig};
 use crate::model::check_dtype;
 use crate::random::stream;
 
@@ -28,8 +28,8 @@ impl Decoder {
     /// Embedding, head and norms are in high precision.
     ///
     /// # Errors
-    /// Returns an error if the model has experts, query and key norms, or biases, or if the device
-    /// lacks the type or the memory.
+    /// Returns an error if a layer differs from Llama's or has experts, or if the device lacks the
+    /// type or the memory.
     pub fn random_packed(
         config: &DecoderConfig,
         device: &Device,
@@ -38,8 +38,8 @@ impl Decoder {
     ) -> Result<Self> {
         check_dtype(dtype, device)?;
         ensure!(
-            !config.family.has_qk_norm() && !config.attention_bias && !config.mlp_bias,
-            "random packed weights are for models without biases and norms of queries and keys"
+            config.block == BlockConfig::default(),
+            "random packed weights are for models whose layers are those of Llama"
         );
         let mut random = Random {
             config,
@@ -63,7 +63,7 @@ impl Decoder {
             quantized_head: None,
             config: config.clone(),
             dtype,
-            positions: Positions::new(config.rope.clone(), config.head),
+            positions: Positions::new(config),
             kv_scales: None,
         })
     }
@@ -96,6 +96,8 @@ impl Decoder {
                 others += other;
             }
             others += norm(&layer.attention_norm) + norm(&layer.feed_forward_norm);
+            let post = [&layer.attention_post_norm, &layer.feed_forward_post_norm];
+            others += post.into_iter().flatten().map(norm).sum::<usize>();
         }
         if let Some(head) = &self.quantized_head {
             packed += head.bytes();
@@ -141,17 +143,18 @@ impl Random<'_> {
                 out: self.projection([width, config.heads * config.head])?,
                 q_norm: None,
                 k_norm: None,
-                heads: config.heads,
-                kv_heads: config.kv_heads,
-                head: config.head,
-                window: layer.window,
+                heads: Heads::new(config, layer),
             },
+            attention_post_norm: None,
             feed_forward_norm: self.norm(),
-            feed_forward: FeedForward::Dense(SwiGlu {
+            feed_forward: FeedForward::Dense(Gated {
                 gate_up: self.projection([2 * hidden, width])?,
                 down: self.projection([width, hidden])?,
+                activation: config.block.activation,
                 recompute: false,
             }),
+            feed_forward_post_norm: None,
+            norm_plus_one: false,
         })
     }
 

@@ -75,11 +75,15 @@ impl Decoder {
 
     fn write_layer(&self, writer: &mut Writer, index: usize, layer: &DecoderLayer) -> Result<()> {
         let path = names::layer(index);
+        let names = names::norms(&self.config);
+        let post = names.post.into_iter().flatten();
+        let post = post.zip([&layer.attention_post_norm, &layer.feed_forward_post_norm]);
+        let post = post.filter_map(|(name, norm)| Some((name, norm.as_ref()?)));
         let norms = [
-            ("input_layernorm", &layer.attention_norm),
-            ("post_attention_layernorm", &layer.feed_forward_norm),
+            (names.attention, &layer.attention_norm),
+            (names.feed_forward, &layer.feed_forward_norm),
         ];
-        for (name, norm) in norms {
+        for (name, norm) in norms.into_iter().chain(post) {
             writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
         }
         self.write_attention(writer, index, &layer.attention)?;

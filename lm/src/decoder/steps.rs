@@ -257,7 +257,8 @@ impl Decoder {
         let weight = self.head_weight();
         let both = [features.dtype(), weight.dtype()].map(FloatDType::from);
         if both == [FloatDType::BF16; 2] {
-            return Ok(burn_nvfp4::functions::try_logits(features, weight)?);
+            let logits = burn_nvfp4::functions::try_logits(features, weight)?;
+            return Ok(self.capped(logits));
         }
         Ok(self.logits(features))
     }

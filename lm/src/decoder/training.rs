@@ -5,7 +5,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::Initializer;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_nvfp4::Nvfp4Recipe;
-use burn_nvfp4::loss::{CHUNK_BYTES, CrossEntropy, try_linear_cross_entropy};
+use burn_nvfp4::loss::{CHUNK_BYTES, CrossEntropy, try_cross_entropy, try_linear_cross_entropy};
 use burn_nvfp4::nn::Nvfp4GroupedLinearConfig;
 use burn_nvfp4::recipe::RecipeSchedule;
 use burn_nvfp4::state::assign_layer_ids;
@@ -163,9 +163,9 @@ impl Decoder {
         for (index, layer) in self.layers.iter_mut().take(layers).enumerate() {
             ensure!(
                 layer.feed_forward.can_recompute(),
-                "recompute is {layers}, but the feed-forward of layer {index} is packed or has \
-                 adapters: only projections that are trained, or frozen in high precision, are \
-                 computed again"
+                "recompute is {layers}, but the feed-forward of layer {index} is packed, has \
+                 adapters or another activation than SiLU: only projections with SiLU that are \
+                 trained, or frozen in high precision, are computed again"
             );
             layer.feed_forward.recompute();
         }
@@ -187,8 +187,8 @@ impl Decoder {
     }
 
     /// Computes the cross entropy, `f32[1]`, of `targets` (`[rows]`) after `features`
-    /// (`[rows, d_model]`), according to `params`; differentiable. Never holds the logits of all
-    /// rows in memory.
+    /// (`[rows, d_model]`), according to `params`; differentiable. Unless logits have a soft cap,
+    /// never holds those of all rows in memory.
     ///
     /// # Errors
     /// Returns an error if a type or shape does not match.
@@ -198,6 +198,9 @@ impl Decoder {
         targets: Tensor<1, Int>,
         params: CrossEntropy,
     ) -> Result<Tensor<1>> {
+        if self.config.logit_cap.is_some() {
+            return Ok(try_cross_entropy(self.logits(features), targets, params)?);
+        }
         let weight = self.head_weight();
         let loss = try_linear_cross_entropy(features, weight, targets, params, CHUNK_BYTES)?;
         Ok(loss)

@@ -195,22 +195,64 @@ fn adapters_learn_beside_packed_weights() {
     }
 }
 
+/// Adapters on weights that are quantized at load time learn in every family, and the merged model
+/// computes the same.
+#[test]
+fn adapters_learn_in_every_family() {
+    for name in ["qwen2-tiny", "gemma2-tiny", "gemma3-tiny"] {
+        let model = golden_with_tokenizer(name);
+        let folder = Scratch::new(&format!("finetune-adapters-{name}"));
+        let config = FinetuneConfig {
+            lora: Some(some_adapters()),
+            frozen: FrozenForm::W4a16,
+            lr: 2e-2,
+            ..config(&model, &folder, "bf16")
+        };
+        let data = data(&config);
+        let run = finished(&config, &data, &folder.join("run"));
+        let losses = valid_losses(&run);
+        assert!(
+            losses[losses.len() - 1] < losses[0] - 0.1,
+            "{name}: {losses:?}"
+        );
+        let merged = folder.join("merged");
+        run.save_model(&merged, Dtype::F32).unwrap();
+        let merged = Decoder::load(&merged, &Device::flex(), FloatDType::F32).unwrap();
+        let tokens = ids(&[5, 3, 8, 13, 21]);
+        let expected = values(run.model().valid().forward(tokens.clone()).unwrap());
+        let found = values(merged.forward(tokens).unwrap());
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() < 1e-3,
+                "{name}: {found}, not {expected}"
+            );
+        }
+    }
+}
+
 /// Weights of a high-precision folder are quantized at load time, as in training for serving; the
 /// run can be stopped, merged and exported.
 #[test]
 fn frozen_weights_are_quantized_at_load() {
     let model = golden_with_tokenizer("qwen3moe-tiny");
     let folder = Scratch::new("finetune-quantized-at-load");
-    let loaded = |form| Decoder::load_frozen(&model, &Device::flex(), FloatDType::F32, form);
+    let loaded = |name: &str, form| {
+        Decoder::load_frozen(&golden(name), &Device::flex(), FloatDType::F32, form)
+    };
     let tokens = || ids(&[5, 3, 8, 13, 21]);
-    for form in [FrozenForm::W4a16, FrozenForm::W4a4] {
+    let names = ["qwen3moe-tiny", "qwen2-tiny", "gemma2-tiny", "gemma3-tiny"];
+    let forms = [FrozenForm::W4a16, FrozenForm::W4a4];
+    for (name, form) in names
+        .into_iter()
+        .flat_map(|name| forms.map(|form| (name, form)))
+    {
         let scheme = form.scheme().unwrap();
-        let high = loaded(FrozenForm::High).unwrap();
+        let high = loaded(name, FrozenForm::High).unwrap();
         let rounding = high
             .into_training(&scheme.recipe(), FloatDType::F32)
             .unwrap();
         let expected = values(rounding.forward(tokens()).unwrap());
-        let packed = loaded(form).unwrap();
+        let packed = loaded(name, form).unwrap();
         assert!(
             packed
                 .layers
@@ -219,7 +261,7 @@ fn frozen_weights_are_quantized_at_load() {
         );
         assert!(
             values(packed.forward(tokens()).unwrap()) == expected,
-            "{form:?}"
+            "{name}, {form:?}"
         );
     }
 
@@ -260,7 +302,7 @@ fn frozen_weights_are_quantized_at_load() {
     let weight = |model: &Decoder| values(model.layers[1].attention.out.dense().0);
     let (found, expected) = (weight(&saved), weight(&run.model().valid()));
     assert!(found == expected);
-    let base = loaded(FrozenForm::W4a4).unwrap();
+    let base = loaded("qwen3moe-tiny", FrozenForm::W4a4).unwrap();
     assert!(weight(&base) != expected, "the adapters are merged");
 
     // Options that a form excludes are refused, not ignored.

@@ -25,8 +25,8 @@ const TOKENIZER: &[&str] = &[
     "generation_config.json",
 ];
 
-/// Writes the model of the configuration file `config` to the new folder `out`, in `f32`. Norms are
-/// 1, biases 0, and matrices normal with standard deviation `initializer_range` of the
+/// Writes the model of the configuration file `config` to the new folder `out`, in `f32`. Norms
+/// multiply by 1, biases are 0, and matrices are normal with standard deviation `initializer_range` of the
 /// configuration. The weights depend only on `seed` and their names. The tokenizer is copied from
 /// the folder `tokenizer`; `eos`, if given, is the only special token of the model, and ends texts.
 ///
@@ -79,6 +79,7 @@ pub fn write_random(
         let count = tensor.shape.iter().product();
         let values = match tensor.shape.len() {
             1 if tensor.name.ends_with(".bias") => vec![0.0; count],
+            1 if parsed.block.norm_plus_one => vec![0.0; count],
             1 => vec![1.0; count],
             _ => normal(seed, &tensor.name, count, deviation),
         };

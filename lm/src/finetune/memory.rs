@@ -13,7 +13,7 @@ use crate::config::Activation;
 use crate::decoder::names::{Expected, expected};
 use crate::decoder::{FrozenForm, LoraConfig};
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::{DecoderConfig, FeedForwardConfig};
+use crate::hf::{DecoderConfig, FeedForwardConfig, GateActivation};
 use crate::interchange::Checkpoint;
 use crate::interchange::checkpoint::is_quantized;
 use crate::interchange::names::{canonical, expert_projection, is_head, is_linear, is_router};
@@ -165,14 +165,20 @@ fn sizes(
         _ => 0,
     };
     let model = &model.config;
-    // Inputs of both norms; queries, keys and values; inputs of the feed-forward's activation.
+    // Inputs of the norms; queries, keys and values; inputs of the feed-forward's activation, and
+    // its output if another kernel multiplies it by up.
+    let norms = if model.block.post_norms { 4 } else { 2 };
     let layers = model.layers.iter().map(|layer| {
         let heads = (model.heads + 2 * model.kv_heads) * model.head;
         let hidden = match layer.feed_forward {
             FeedForwardConfig::Dense { hidden } => hidden,
             FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
         };
-        [2 * model.d_model + heads, 2 * hidden]
+        let always = norms * model.d_model + heads;
+        match model.block.activation {
+            GateActivation::Silu => [always, 2 * hidden],
+            GateActivation::GeluTanh => [always + 3 * hidden, 0],
+        }
     });
     let shards = if config.fsdp { ranks as u64 } else { 1 };
     Ok(StepSizes {
@@ -291,7 +297,15 @@ mod tests {
     #[test]
     fn the_need_is_that_of_the_parameters() {
         let root = golden("");
-        for name in ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"] {
+        for name in [
+            "llama3-tiny",
+            "qwen2-tiny",
+            "qwen3-tiny",
+            "qwen3moe-tiny",
+            "mixtral-tiny",
+            "gemma2-tiny",
+            "gemma3-tiny",
+        ] {
             let folder = root.join(name);
             let mut config = config(&folder, 2);
             let (device, dtype) = (Device::flex().autodiff(), FloatDType::F32);
@@ -310,6 +324,10 @@ mod tests {
             let inner = match first {
                 FeedForwardConfig::Dense { hidden } => *hidden,
                 FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
+            };
+            let inner = match model.config.block.activation {
+                GateActivation::Silu => inner,
+                GateActivation::GeluTanh => 0,
             };
             let less = need(&config, &model, None);
             let tokens = 6 * 48;

@@ -149,6 +149,16 @@ impl<'a> FinetuneTask<'a> {
             "teacher {} has {found} tokens, but the model has {own}",
             teacher.display()
         );
+        for (name, cap) in [
+            ("teacher", loaded.config().logit_cap),
+            ("model", model.config().logit_cap),
+        ] {
+            ensure!(
+                cap.is_none(),
+                "the {name} has a soft cap of its logits (`final_logit_softcapping`), with which \
+                 distillation is not supported"
+            );
+        }
         Ok(Some(loaded))
     }
 }

@@ -149,11 +149,22 @@ fn llama_learns() {
     learns("llama3-tiny", &golden("llama3-tiny"), "nvidia");
 }
 
-/// Tied embeddings, with query and key norms.
+/// Tied embeddings, with biases, or with query and key norms.
 #[test]
 fn qwen_learns() {
+    let qwen2 = golden_with_tokenizer("qwen2-tiny");
+    learns("qwen2-tiny", &qwen2, "bf16");
+    learns("qwen2-tiny", &qwen2, "nvidia");
     learns("qwen3-tiny", &golden("qwen3-tiny"), "bf16");
     learns("qwen3-tiny", &golden("qwen3-tiny"), "fwd_nvfp4_bwd_bf16");
+}
+
+/// Norms of outputs, GELU, windows, and soft caps of scores and logits.
+#[test]
+fn gemma_learns() {
+    for (name, recipe) in [("gemma3-tiny", "bf16"), ("gemma2-tiny", "nvidia")] {
+        learns(name, &golden_with_tokenizer(name), recipe);
+    }
 }
 
 #[test]
@@ -294,7 +305,15 @@ fn accumulation_is_a_larger_batch() {
 /// Two documents packed into a row have the same features as separately, in every architecture.
 #[test]
 fn documents_of_a_row_do_not_see_each_other() {
-    let names = ["llama3-tiny", "qwen3-tiny", "qwen3moe-tiny", "mixtral-tiny"];
+    let names = [
+        "llama3-tiny",
+        "qwen2-tiny",
+        "qwen3-tiny",
+        "qwen3moe-tiny",
+        "mixtral-tiny",
+        "gemma2-tiny",
+        "gemma3-tiny",
+    ];
     for name in names {
         let model = Decoder::load(&golden(name), &Device::flex(), FloatDType::F32).unwrap();
         let device = Device::flex();
@@ -462,6 +481,15 @@ fn recomputing_changes_no_bit() {
         }
     }
     let folder = Scratch::new("finetune-recompute-errors");
+    let gemma = golden_with_tokenizer("gemma3-tiny");
+    let config = |source: &Path| FinetuneConfig {
+        recompute: 1,
+        ..config(source, &folder, "bf16")
+    };
+    let gelu = config(&gemma);
+    let error = open(&gelu, &data(&gelu), &Device::flex(), &folder.join("gelu")).err();
+    let error = format!("{:#}", error.unwrap());
+    assert!(error.contains("another activation than SiLU"), "{error}");
     for (lora, recompute, says) in [
         (None, 99, "recompute is 99, but the model has"),
         (
@@ -476,7 +504,7 @@ fn recomputing_changes_no_bit() {
         let config = FinetuneConfig {
             lora,
             recompute,
-            ..config(&golden("llama3-tiny"), &folder, "bf16")
+            ..config(&golden("llama3-tiny"))
         };
         let data = data(&config);
         let error = open(&config, &data, &Device::flex(), &folder.join("run")).err();
@@ -491,6 +519,9 @@ fn recomputing_changes_no_bit() {
 fn exports_compute_as_in_training() {
     for (name, recipe) in [
         ("llama3-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("qwen2-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("gemma2-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("gemma3-tiny", Nvfp4Recipe::weight_only_qat()),
         ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
     ] {
         let model = golden_with_tokenizer(name);
@@ -524,6 +555,7 @@ fn packed_models_have_the_losses_of_validation() {
         ("llama3-tiny", "nvidia"),
         ("mixtral-tiny", "nvidia"),
         ("qwen3-tiny", "weight_only_qat"),
+        ("gemma3-tiny", "nvidia"),
         ("llama3-tiny", "fwd_nvfp4_bwd_bf16"),
     ] {
         let model = golden_with_tokenizer(name);
@@ -613,6 +645,18 @@ fn what_does_not_fit_is_named() {
     };
     let error = open(&long, &data, &Device::flex(), &folder.join("run")).err();
     assert!(error.unwrap().to_string().contains("context is 100000"));
+    // Distillation of logits with a soft cap.
+    let capped = FinetuneConfig {
+        objective: Objective::Distillation {
+            teacher: golden("gemma2-tiny"),
+            form: FrozenForm::High,
+            temperature: 1.0,
+        },
+        ..good.clone()
+    };
+    let error = open(&capped, &data, &Device::flex(), &folder.join("run")).err();
+    let error = format!("{:#}", error.unwrap());
+    assert!(error.contains("the teacher has a soft cap"), "{error}");
     // Tokens of another tokenizer.
     let other = TextReader::read(&golden("qwen3-tiny"))
         .unwrap()

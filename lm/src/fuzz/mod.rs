@@ -179,7 +179,9 @@ pub fn config(data: &[u8]) {
     };
     if let Ok(config) = DecoderConfig::from_json(&json) {
         let _ = config.to_json("bfloat16");
-        let _ = config.rope.frequencies(config.head.min(1 << 10), 64);
+        for rope in &config.ropes {
+            let _ = rope.frequencies(config.head.min(1 << 10), 64);
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 
-use super::config::CONFIG_FILE;
+use super::config::{BlockConfig, CONFIG_FILE};
 use super::generation::check_token;
 use super::tokenizer::{TOKENIZER_FILE, Tokenizer};
 use super::tokenizer_config::TOKENIZER_CONFIG;
@@ -245,6 +245,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
     let hidden = count("llama.feed_forward_length")?;
     let layer = LayerConfig {
         window: None,
+        rope: 0,
         feed_forward: FeedForwardConfig::Dense { hidden },
     };
     let embedding = file.tensor("token_embd.weight")?;
@@ -270,11 +271,12 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         head,
         layers: vec![layer; layers],
         epsilon: epsilon.context("`llama.attention.layer_norm_rms_epsilon` is absent")?,
-        rope: rope(file, head)?,
+        ropes: vec![rope(file, head)?],
         max_positions: count("llama.context_length")?,
         tied: !file.names().any(|name| name == "output.weight"),
-        attention_bias: false,
-        mlp_bias: false,
+        block: BlockConfig::default(),
+        scaled_embedding: false,
+        logit_cap: None,
         bos,
         eos: eos.into_iter().collect(),
         pad,

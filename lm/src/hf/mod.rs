@@ -8,7 +8,6 @@
 //! - [`gguf`]: converts a GGUF file to such a folder.
 
 pub mod config;
-mod config_json;
 mod fields;
 pub mod generation;
 pub mod gguf;
@@ -20,7 +19,9 @@ pub mod tokenizer;
 mod tokenizer_config;
 pub mod writer;
 
-pub use config::{DecoderConfig, Family, FeedForwardConfig, LayerConfig};
+pub use config::{
+    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig,
+};
 pub(crate) use fields::is_neutral;
 pub use generation::GenerationConfig;
 pub use new_folder::NewFolder;

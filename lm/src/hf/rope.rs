@@ -71,41 +71,66 @@ impl Rope {
     /// Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
     /// transformers 4. Files for both versions have all of them, which must agree.
     pub(crate) fn from_fields(fields: &Fields, theta: f64, max_positions: usize) -> Result<Self> {
-        let written = fields.optional_number("rope_theta")?;
-        let max = max_positions as f64;
-        let read = |name: &'static str| -> Result<Option<Self>> {
-            let value = match fields.take(name) {
-                None | Some(Value::Null) => return Ok(None),
-                Some(value) => value,
-            };
-            let Value::Object(object) = value else {
-                bail!("`{name}` is {value}, but must be an object");
-            };
-            let inner = Fields::new(object);
-            let own = inner.optional_number("rope_theta")?;
-            if let (Some(written), Some(own)) = (written, own) {
-                ensure!(
-                    written == own,
-                    "`rope_theta` is {written}, but `{name}.rope_theta` is {own}: delete the one \
-                     that is wrong"
-                );
-            }
-            let found = Self::from_object(name, &inner, written.unwrap_or(theta), max)?;
-            inner.refuse_all_unknown(name)?;
-            found.checked().map(Some)
+        let name = "rope_parameters";
+        Self::from_versions(fields, theta, max_positions, (name, fields.take(name)))
+    }
+
+    /// Version of [`from_fields`](Self::from_fields) with the name and value of the object of
+    /// transformers 5.
+    pub(crate) fn from_versions(
+        fields: &Fields,
+        theta: f64,
+        max_positions: usize,
+        new: (&str, Option<&Value>),
+    ) -> Result<Self> {
+        let field = "rope_theta";
+        let written = fields.optional_number(field)?.map(|theta| (field, theta));
+        let read = |(name, value): (&str, Option<&Value>)| match value {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => Self::from_value(name, value, (written, theta), max_positions).map(Some),
         };
-        match (read("rope_scaling")?, read("rope_parameters")?) {
-            (None, None) => Self {
-                theta: written.unwrap_or(theta),
-                scaling: RopeScaling::Default,
-            }
-            .checked(),
-            (Some(old), Some(new)) if old != new => bail!(
-                "`rope_scaling` says {old:?}, but `rope_parameters` says {new:?}: transformers 4 \
-                 reads the first and transformers 5 the second; delete the one that is wrong"
+        let old = "rope_scaling";
+        match (read((old, fields.take(old)))?, read(new)?) {
+            (None, None) => Self::unscaled(written.map_or(theta, |(_, theta)| theta)),
+            (Some(old), Some(found)) if old != found => bail!(
+                "`rope_scaling` says {old:?}, but `{}` says {found:?}: transformers 4 reads the \
+                 first and transformers 5 the second; delete the one that is wrong",
+                new.0
             ),
             (Some(found), _) | (None, Some(found)) => Ok(found),
         }
+    }
+
+    /// Returns the rotary embedding of base `theta` without scaling.
+    pub(crate) fn unscaled(theta: f64) -> Result<Self> {
+        let scaling = RopeScaling::Default;
+        Self { theta, scaling }.checked()
+    }
+
+    /// Reads the object `value`, called `name`. Its theta may also be `written` in another field,
+    /// with which it must agree, or be absent, and is then `default`.
+    pub(crate) fn from_value(
+        name: &str,
+        value: &Value,
+        (written, default): (Option<(&str, f64)>, f64),
+        max_positions: usize,
+    ) -> Result<Self> {
+        let Value::Object(object) = value else {
+            bail!("`{name}` is {value}, but must be an object");
+        };
+        let inner = Fields::new(object);
+        let own = inner.optional_number("rope_theta")?;
+        if let (Some((field, written)), Some(own)) = (written, own) {
+            ensure!(
+                written == own,
+                "`{field}` is {written}, but `{name}.rope_theta` is {own}: delete the one that is \
+                 wrong"
+            );
+        }
+        let theta = written.map_or(default, |(_, theta)| theta);
+        let found = Self::from_object(name, &inner, theta, max_positions as f64)?;
+        inner.refuse_all_unknown(name)?;
+        found.checked()
     }
 
     fn from_object(name: &str, fields: &Fields, theta: f64, max: f64) -> Result<Self> {

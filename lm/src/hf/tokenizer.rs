@@ -21,6 +21,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     around: Around,
     hash: u64,
+    /// Vocabulary size of the model.
+    vocab: usize,
 }
 
 /// Special tokens around a text.
@@ -86,7 +88,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// Returns an error if the file is absent or malformed, assigns one ID to two tokens, has a
-    /// token whose ID is `vocab` or more, or lacks one of `needed`. Returns an error that names the
+    /// token whose ID is `vocab` or more and which is not special, or lacks one of `needed`. Returns an error that names the
     /// field if a field that affects tokens is unknown, or contradicts `tokenizer_config.json`.
     pub fn read(folder: &Path, vocab: usize, needed: &[u32]) -> Result<Self> {
         let path = folder.join(TOKENIZER_FILE);
@@ -113,13 +115,12 @@ impl Tokenizer {
             inner,
             around: Around::Library,
             hash: hash(&text),
+            vocab,
         };
         let found = TokenizerConfig::read(folder)
             .and_then(|config| found.obeying(&json, &config))
             .map_err(|e| error(format!("{e:#}")))?;
-        found
-            .check(vocab, needed)
-            .map_err(|e| error(e.to_string()))?;
+        found.check(needed).map_err(|e| error(e.to_string()))?;
         Ok(found)
     }
 
@@ -265,11 +266,15 @@ impl Tokenizer {
         })
     }
 
-    fn check(&self, vocab: usize, needed: &[u32]) -> Result<()> {
+    fn check(&self, needed: &[u32]) -> Result<()> {
         let mut seen = BTreeSet::new();
+        let (vocab, added) = (self.vocab, self.inner.get_added_tokens_decoder());
         for (token, id) in self.inner.get_vocab(true) {
+            // The text models of Gemma 3 have the tokenizer of those with images, whose token of
+            // images they lack.
+            let is_special = || added.get(&id).is_some_and(|token| token.special);
             ensure!(
-                (id as usize) < vocab,
+                (id as usize) < vocab || is_special(),
                 "token `{token}` has id {id}, but the model's vocabulary has {vocab} ids"
             );
             ensure!(
@@ -296,6 +301,7 @@ impl Tokenizer {
         let encoding = guarded(|| self.inner.encode_fast(text, by_library));
         let encoding = encoding.map_err(|e| anyhow!("the text cannot be tokenized: {e}"))?;
         let bare = encoding.get_ids();
+        self.check_ids(bare)?;
         Ok(match &self.around {
             Around::Tokens { before, after } if special => [&before[..], bare, &after[..]].concat(),
             _ => bare.to_vec(),
@@ -347,7 +353,18 @@ impl Tokenizer {
             .get_offsets()
             .iter()
             .map(|&(begin, end)| begin..end);
+        self.check_ids(encoding.get_ids())?;
         Ok((encoding.get_ids().to_vec(), bytes.collect()))
+    }
+
+    /// Returns an error if the model lacks one of `tokens`.
+    fn check_ids(&self, tokens: &[u32]) -> Result<()> {
+        let vocab = self.vocab;
+        if let Some(&id) = tokens.iter().find(|id| **id as usize >= vocab) {
+            let token = self.inner.id_to_token(id).unwrap_or_default();
+            bail!("the text has the token `{token}` of id {id}, but the model has {vocab} ids");
+        }
+        Ok(())
     }
 
     /// Returns the FNV-1a hash of the file and of the settings taken from `tokenizer_config.json`.
@@ -448,251 +465,4 @@ fn check_text_rules(json: &Map<String, Value>, config: &TokenizerConfig) -> Resu
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use serde_json::{Value, json};
-
-    use super::*;
-    use nvfp4_test_support::{Scratch, golden};
-
-    #[test]
-    fn a_panic_of_the_library_is_an_error() {
-        let folder = Scratch::new("tokenizer-panic");
-        let json = json!({
-            "version": "1.0", "added_tokens": [],
-            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
-        });
-        for decoder in [json!({"type": "None"}), json!(1)] {
-            let mut json = json.clone();
-            json["decoder"] = decoder;
-            fs::write(folder.join(TOKENIZER_FILE), json.to_string()).unwrap();
-            let error = Tokenizer::read(&folder, 1, &[]).err().unwrap().to_string();
-            assert!(error.contains(TOKENIZER_FILE), "{error}");
-        }
-        assert!(
-            guarded::<()>(|| panic!("why"))
-                .unwrap_err()
-                .contains("panics: why")
-        );
-    }
-
-    fn matches_golden(folder: &Path) {
-        let tokenizer = Tokenizer::read(folder, 288, &[285, 287]).unwrap();
-        let cases = fs::read(folder.join("tokenizer_golden.json")).unwrap();
-        let cases: Vec<Value> = serde_json::from_slice(&cases).unwrap();
-        assert_eq!(cases.len(), 10);
-        for case in cases {
-            let text = case["text"].as_str().unwrap();
-            for (field, special) in [("ids", true), ("ids_no_special", false)] {
-                let ids = tokenizer.encode(text, special).unwrap();
-                assert_eq!(json!(ids), case[field], "{field} of {text:?}");
-            }
-            let ids = tokenizer.encode(text, false).unwrap();
-            assert_eq!(tokenizer.decode(&ids, true).unwrap(), case["decoded"]);
-        }
-    }
-
-    #[test]
-    fn llama_tokens_are_those_of_the_python_library() {
-        matches_golden(&golden("llama3-tiny"));
-    }
-
-    #[test]
-    fn qwen_tokens_are_those_of_the_python_library() {
-        matches_golden(&golden("qwen3-tiny"));
-    }
-
-    /// Returns a tokenizer with the words `a` to `d` and the special tokens `<s>` and `</s>`; the
-    /// first begins a text.
-    fn small() -> Value {
-        json!({
-            "version": "1.0",
-            "added_tokens": [{"id": 4, "content": "<s>", "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true}],
-            "pre_tokenizer": {"type": "WhitespaceSplit"},
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
-                    {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}},
-                    {"Sequence": {"id": "B", "type_id": 0}}],
-                "special_tokens": {"<s>": {"id": "<s>", "ids": [4], "tokens": ["<s>"]}},
-            },
-            "model": {"type": "WordLevel", "unk_token": "a",
-                "vocab": {"a": 0, "b": 1, "c": 2, "d": 3, "<s>": 4, "</s>": 5}},
-        })
-    }
-
-    fn read_with(json: &Value, config: &Value) -> Result<Tokenizer> {
-        let folder = Scratch::new(&format!(
-            "tokenizer-obeys-{:?}",
-            std::thread::current().id()
-        ));
-        fs::write(folder.join(TOKENIZER_FILE), json.to_string()).unwrap();
-        let config_file = folder.join("tokenizer_config.json");
-        fs::write(config_file, config.to_string()).unwrap();
-        Tokenizer::read(&folder, 6, &[])
-    }
-
-    /// Settings that a training script left in the file for its batches.
-    #[test]
-    fn truncation_and_padding_are_off() {
-        let mut json = small();
-        json["truncation"] = json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
-            "stride": 0});
-        json["padding"] = json!({"strategy": {"Fixed": 8}, "direction": "Left",
-            "pad_to_multiple_of": 8, "pad_id": 3, "pad_type_id": 0, "pad_token": "d"});
-        let tokenizer = read_with(&json, &json!({"model_max_length": 2})).unwrap();
-        let expected = [4, 0, 1, 2, 3];
-        assert_eq!(tokenizer.encode("a b c d", true).unwrap(), expected);
-        assert_eq!(tokenizer.encode_text("a b c d").unwrap(), expected);
-        let (tokens, bytes) = tokenizer.encode_text_with_bytes("a b c d").unwrap();
-        assert_eq!((tokens.len(), bytes.len()), (5, 5));
-        assert_eq!(bytes[..3], [0..0, 0..1, 2..3]);
-    }
-
-    /// Chat templates write the start-of-text token themselves.
-    #[test]
-    fn texts_have_one_beginning_and_one_end() {
-        let config = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"},
-            "add_eos_token": true});
-        let tokenizer = read_with(&small(), &config).unwrap();
-        for (text, expected) in [
-            ("a b", &[4, 0, 1, 5][..]),
-            ("<s>a b", &[4, 0, 1, 5]),
-            ("<s> a b </s>", &[4, 0, 1, 5]),
-            ("", &[4, 5]),
-            ("<s>", &[4, 5]),
-        ] {
-            assert_eq!(tokenizer.encode_text(text).unwrap(), expected, "{text}");
-        }
-        assert_eq!(tokenizer.encode("<s>a", true).unwrap(), [4, 4, 0, 5]);
-        assert_eq!(tokenizer.encode("<s>a", false).unwrap(), [4, 0]);
-    }
-
-    #[test]
-    fn tokenizer_config_is_obeyed() {
-        let plain = read_with(&small(), &json!({})).unwrap();
-        let with = |config: Value| read_with(&small(), &config).unwrap();
-        // Neutral values, and settings for batches.
-        for config in [
-            json!({"add_bos_token": null, "bos_token": null, "added_tokens_decoder": {},
-                "extra_special_tokens": {}, "split_special_tokens": false}),
-            json!({"bos_token": "<s>", "add_bos_token": true, "add_eos_token": false,
-                "padding_side": "left", "truncation_side": "left", "pad_token": "[PAD]"}),
-        ] {
-            let same = with(config);
-            assert_eq!(same.hash(), plain.hash());
-            assert_eq!(same.encode_text("a").unwrap(), [4, 0]);
-        }
-        for (config, text, expected) in [
-            (
-                json!({"bos_token": "<s>", "add_bos_token": false}),
-                "a",
-                &[0][..],
-            ),
-            // As special tokens, words are matched anywhere.
-            (
-                json!({"additional_special_tokens": ["b"]}),
-                "abc",
-                &[4, 0, 1, 2],
-            ),
-            (json!({"split_special_tokens": true}), "<s>a", &[4, 0]),
-            (
-                json!({"added_tokens_decoder": {"1": {"content": "b", "special": false}}}),
-                "cbd",
-                &[4, 2, 1, 3],
-            ),
-        ] {
-            let tokenizer = with(config.clone());
-            assert_eq!(tokenizer.encode(text, true).unwrap(), expected, "{config}");
-            assert_ne!(tokenizer.hash(), plain.hash(), "{config}");
-        }
-    }
-
-    #[test]
-    fn what_changes_tokens_and_is_not_obeyed_is_refused_by_name() {
-        let refused = |json: &Value, config: Value, says: &str| {
-            let error = read_with(json, &config).err();
-            let error = error.unwrap_or_else(|| panic!("{config} was accepted: {says}"));
-            assert!(error.to_string().contains(says), "{error}");
-        };
-        let mut json = small();
-        json["added_tokens"][0]["id"] = json!(5);
-        refused(&json, json!({}), "`added_tokens` says");
-        let mut json = small();
-        json["sampling"] = json!(null);
-        read_with(&json, &json!({})).unwrap();
-        json["sampling"] = json!(0.1);
-        refused(&json, json!({}), "`sampling`");
-        let bpe = |dropout: Value| {
-            json!({"model": {"type": "BPE", "dropout": dropout, "vocab": {"a": 0, "b": 1},
-                "merges": []}})
-        };
-        read_with(&bpe(json!(null)), &json!({})).unwrap();
-        refused(&bpe(json!(0.1)), json!({}), "`model.dropout` is 0.1");
-        let mut json = small();
-        json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel",
-            "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]});
-        read_with(&json, &json!({"add_prefix_space": false})).unwrap();
-        refused(
-            &json,
-            json!({"add_prefix_space": true}),
-            "`add_prefix_space`",
-        );
-        let plain = small();
-        for (config, says) in [
-            (json!({"do_lower_case": true}), "`do_lower_case`"),
-            (json!({"add_eos_token": true}), "`add_eos_token`"),
-            (json!({"add_bos_token": 1}), "`add_bos_token` is 1"),
-            (json!({"additional_special_tokens": ["<new>"]}), "`<new>`"),
-            (
-                json!({"added_tokens_decoder": {"9": {"content": "b"}}}),
-                "`added_tokens_decoder`",
-            ),
-            (
-                json!({"added_tokens_decoder": {"6": {"content": "<more>"}}}),
-                "token `<more>` has id 6",
-            ),
-        ] {
-            refused(&plain, config, says);
-        }
-    }
-
-    #[test]
-    fn tokenizers_that_do_not_fit_are_errors() {
-        let folder = Scratch::new("tokenizer");
-        let error = |text: &str, needed: &[u32]| {
-            fs::write(folder.join(TOKENIZER_FILE), text).unwrap();
-            let Err(error) = Tokenizer::read(&folder, 3, needed) else {
-                panic!("{text} was accepted");
-            };
-            let error = format!("{error:#}");
-            assert!(error.contains(TOKENIZER_FILE), "{error}");
-            error
-        };
-        let words = |vocab: &str| {
-            format!(r#"{{"model":{{"type":"WordLevel","vocab":{vocab},"unk_token":"a"}}}}"#)
-        };
-        assert!(error("{", &[]).contains("tokenizer.json"));
-        let found = error(&words(r#"{"a":0,"b":3}"#), &[]);
-        assert!(
-            found.contains("token `b` has id 3") && found.contains("3 ids"),
-            "{found}"
-        );
-        let found = error(&words(r#"{"a":0,"b":0}"#), &[]);
-        assert!(
-            found.contains("has id 0, which another token has"),
-            "{found}"
-        );
-        let found = error(&words(r#"{"a":0,"b":2}"#), &[0, 1]);
-        assert!(found.contains("no token of id 1"), "{found}");
-        assert!(error(&words("{}"), &[]).contains("no tokens"));
-        fs::remove_file(folder.join(TOKENIZER_FILE)).unwrap();
-        let Err(found) = Tokenizer::read(&folder, 3, &[]) else {
-            panic!("there is no file");
-        };
-        assert!(found.to_string().contains(TOKENIZER_FILE), "{found}");
-    }
-}
+mod tests;

@@ -8,15 +8,15 @@
 //! | reader | producer of its input | divided tensor |
 //! |---|---|---|
 //! | q/k/v | `input_layernorm` | the gain |
-//! | gate/up, router | `post_attention_layernorm` | the gain |
-//! | down | up, whose output is multiplied by silu(gate) | its rows and bias |
+//! | gate/up, router | the norm before the feed-forward | the gain |
+//! | down | up, whose output is multiplied by that of the activation | its rows and bias |
 //! | o | v; attention outputs weighted means of it | its rows and bias |
 //!
 //! All query heads that read one value head share its s.
 //!
 //! Before quantization, the smoothed model computes the same up to `f32` rounding. A gain g is
 //! stored as g' = g / s, rounded to its type, and the columns are multiplied by g / g' instead of
-//! s. A matrix that stays in high precision (router, excluded layer, bias) is multiplied only by
+//! s. If norms multiply by 1 + weight, the gain is this sum. A matrix that stays in high precision (router, excluded layer, bias) is multiplied only by
 //! powers of two, which do not round its elements.
 
 use std::borrow::Cow;
@@ -94,6 +94,8 @@ pub(super) struct Smoother {
     folds: BTreeMap<String, Vec<Fold>>,
     /// High-precision tensors that are rewritten.
     rewritten: BTreeSet<String>,
+    /// Number that norms add to their weight.
+    gain_offset: f32,
 }
 
 impl Smoother {
@@ -105,7 +107,10 @@ impl Smoother {
         plan: &Plan,
         keeps_values: bool,
     ) -> Self {
-        let mut smoother = Self::default();
+        let mut smoother = Self {
+            gain_offset: f32::from(u8::from(config.block.norm_plus_one)),
+            ..Self::default()
+        };
         for index in 0..config.layers.len() {
             let folds = Folds {
                 config,
@@ -153,7 +158,11 @@ impl Smoother {
             let plain = fold.plain_readers.iter().chain(&fold.plain_rows);
             for name in plain.chain(gain) {
                 if !scales.plain.contains_key(name) {
-                    let tensor = Plain::read(tensors, name)?;
+                    let offset = match gain == Some(name) {
+                        true => self.gain_offset,
+                        false => 0.0,
+                    };
+                    let tensor = Plain::read(tensors, name, offset)?;
                     scales.plain.insert(name.clone(), tensor);
                 }
             }
@@ -176,6 +185,7 @@ impl Folds<'_> {
     fn of_layer(&self, index: usize, keeps_values: bool) -> Vec<Fold> {
         let config = self.config;
         let path = names::layer(index);
+        let norms = names::norms(config);
         let norm = |name: &str| Maker::Norm(format!("{path}{name}.weight"));
         let same = |width: usize| (0..width).collect::<Vec<_>>();
         let module = |site: Site, expert| site.module(config.family, index, expert);
@@ -192,7 +202,7 @@ impl Folds<'_> {
             let out = vec![module(Site::Out, None)];
             folds.push(self.fold(Maker::Linear(qkv[2].clone()), out, output_of));
         }
-        folds.push(self.fold(norm("input_layernorm"), qkv, same(config.d_model)));
+        folds.push(self.fold(norm(norms.attention), qkv, same(config.d_model)));
         let [_, up_leaf, _] = names::gate_up_down(config.family);
         let up_of = |gate: &str, leaf: &str| match gate.rsplit_once('.') {
             Some((parent, _)) => format!("{parent}.{leaf}"),
@@ -215,7 +225,7 @@ impl Folds<'_> {
             folds.push(self.fold(Maker::Linear(up.clone()), down, same(hidden)));
             gate_up.extend([gate, up]);
         }
-        let maker = norm("post_attention_layernorm");
+        let maker = norm(norms.feed_forward);
         folds.push(self.fold(maker, gate_up, same(config.d_model)));
         folds.retain(|fold| !fold.readers.is_empty());
         folds
@@ -388,8 +398,8 @@ impl Fold {
         if self.plain_readers.is_empty() && self.plain_rows.is_empty() {
             let Some(gain) = gain else { return Ok(s) };
             let effective = s.iter().zip(&gain.values).map(|(s, gain_before)| {
-                let s = gain_before / round(gain_before / s, gain.dtype);
-                match s.is_normal() {
+                let s = gain_before / gain.rounded(gain_before / s);
+                match s.is_normal() && s > 0.0 {
                     true => s,
                     false => 1.0,
                 }
@@ -494,39 +504,52 @@ fn error_of(group: &[Sample], columns: &[f32], (rule, choice): (Rule, ScaleChoic
 struct Plain {
     dtype: Dtype,
     shape: Vec<usize>,
+    /// Values that the model computes with: the stored ones plus `offset`.
     values: Vec<f32>,
+    offset: f32,
 }
 
 impl Plain {
-    fn read(tensors: &TensorFolder, name: &str) -> Result<Self> {
+    fn read(tensors: &TensorFolder, name: &str, offset: f32) -> Result<Self> {
         let tensor = tensors.get(name)?;
         ensure!(
             matches!(tensor.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16),
             "{tensor} is {:?}, but smoothing scales tensors of F32, BF16 or F16",
             tensor.dtype
         );
+        let mut values = tensor.to_f32()?;
+        // Without an offset, negative zeros stay.
+        if offset != 0.0 {
+            values.iter_mut().for_each(|value| *value += offset);
+        }
         Ok(Self {
             dtype: tensor.dtype,
             shape: tensor.shape.to_vec(),
-            values: tensor.to_f32()?,
+            values,
+            offset,
         })
     }
 
     /// Returns true if the tensor's type represents `value` without rounding. A result that is
     /// subnormal in `f32` may already have been rounded.
     fn holds(&self, value: f32) -> bool {
-        (value == 0.0 || value.is_normal()) && round(value, self.dtype) == value
+        (value == 0.0 || value.is_normal()) && self.rounded(value) == value
+    }
+
+    /// Returns the value that the model computes with if `value` is stored.
+    fn rounded(&self, value: f32) -> f32 {
+        round(value - self.offset, self.dtype) + self.offset
     }
 
     fn bytes(&self) -> Result<Vec<u8>> {
-        let values = self.values.iter();
+        let values = self.values.iter().map(|value| value - self.offset);
         Ok(match self.dtype {
             Dtype::F32 => values.flat_map(|value| value.to_le_bytes()).collect(),
             Dtype::BF16 => values
-                .flat_map(|value| bf16::from_f32(*value).to_le_bytes())
+                .flat_map(|value| bf16::from_f32(value).to_le_bytes())
                 .collect(),
             Dtype::F16 => values
-                .flat_map(|value| f16::from_f32(*value).to_le_bytes())
+                .flat_map(|value| f16::from_f32(value).to_le_bytes())
                 .collect(),
             other => bail!("{other:?} is no type of smoothed tensors"),
         })

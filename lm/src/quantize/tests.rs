@@ -331,6 +331,9 @@ fn golden_models_are_quantized_to_valid_folders() {
     let root = golden("");
     for (name, layers, kept) in [
         ("llama3-tiny", 14, 1),
+        ("qwen2-tiny", 14, 0),
+        ("gemma2-tiny", 14, 0),
+        ("gemma3-tiny", 14, 0),
         ("qwen3-tiny", 14, 0),
         ("qwen3moe-tiny", 32, 3),
         ("mixtral-tiny", 32, 3),

@@ -10,16 +10,44 @@ fn read(json: Value) -> Result<DecoderConfig> {
 
 /// Returns a small Llama with `changes` (null removes a field).
 fn llama(changes: Value) -> Value {
-    let mut json = json!({
+    let json = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 288,
         "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
     });
+    changed(json, changes)
+}
+
+/// Returns a small model of `model_type` with `changes` (null removes a field).
+fn of_type(model_type: &str, changes: Value) -> Value {
+    let family = Family::of(model_type).unwrap();
+    let own = json!({
+        "model_type": model_type, "architectures": [family.architecture()], "head_dim": 16,
+    });
+    changed(llama(own), changes)
+}
+
+fn changed(mut json: Value, changes: Value) -> Value {
     for (field, value) in changes.as_object().unwrap() {
         json[field] = value.clone();
     }
     json
+}
+
+/// Returns a small Gemma 3 in the fields of transformers 4, with `changes`.
+fn gemma3(changes: Value) -> Value {
+    let own = json!({"rope_local_base_freq": 10000.0, "rope_theta": 1e6, "sliding_window": 8,
+        "sliding_window_pattern": 2, "query_pre_attn_scalar": 24});
+    changed(of_type("gemma3_text", own), changes)
+}
+
+/// Checks that each of the configurations is refused with the text beside it.
+fn refused(cases: &[(Value, &str)]) {
+    for (json, expected) in cases {
+        let error = format!("{:#}", read(json.clone()).unwrap_err());
+        assert!(error.contains(expected), "{json}: {error}");
+    }
 }
 
 #[test]
@@ -36,11 +64,11 @@ fn golden_configs() {
     assert_eq!((config.heads, config.kv_heads, config.head), (6, 2, 16));
     assert_eq!((config.d_model, config.vocab), (96, 288));
     assert_eq!(
-        (config.rope.theta, &config.rope.scaling),
+        (config.ropes[0].theta, &config.ropes[0].scaling),
         (500_000.0, &scaling)
     );
     assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
-    assert!(!config.tied && !config.attention_bias && !config.mlp_bias);
+    assert!(!config.tied && config.block == BlockConfig::default());
     let four = read_json(&folder.join("config.transformers4.json")).unwrap();
     assert_eq!(DecoderConfig::from_json(&four).unwrap(), config);
 
@@ -58,6 +86,36 @@ fn golden_configs() {
         let config = DecoderConfig::read(&golden(name)).unwrap();
         assert!(config.layers.iter().all(|layer| layer.feed_forward == moe));
     }
+
+    let qwen2 = DecoderConfig::read(&golden("qwen2-tiny")).unwrap();
+    let biases = Biases {
+        qkv: true,
+        ..Biases::default()
+    };
+    assert_eq!((qwen2.block.biases, qwen2.head), (biases, 16));
+    let gemma2 = DecoderConfig::read(&golden("gemma2-tiny")).unwrap();
+    let caps = (gemma2.block.score_cap, gemma2.logit_cap);
+    assert_eq!(caps, (Some(0.5), Some(10.0)));
+    assert_eq!((gemma2.ropes.len(), gemma2.layers[1].rope), (1, 0));
+    // In the fields of both versions.
+    let gemma3 = DecoderConfig::read(&golden("gemma3-tiny")).unwrap();
+    let layers: Vec<_> = gemma3.layers.iter().map(|l| (l.window, l.rope)).collect();
+    assert_eq!(layers, [(Some(8), 1), (None, 0)]);
+    let mut four: Map<String, Value> = read_json(&golden("gemma3-tiny/config.json")).unwrap();
+    four.remove("rope_parameters");
+    four.remove("layer_types");
+    for (field, value) in [
+        ("rope_theta", json!(1e6)),
+        (
+            "rope_scaling",
+            json!({"rope_type": "linear", "factor": 8.0}),
+        ),
+        ("rope_local_base_freq", json!(1e4)),
+        ("sliding_window_pattern", json!(2)),
+    ] {
+        four.insert(field.into(), value);
+    }
+    assert_eq!(DecoderConfig::from_json(&four).unwrap(), gemma3);
 }
 
 /// A written configuration can be read back unchanged.
@@ -77,6 +135,10 @@ fn written_configs_come_back() {
         ),
         llama(json!({"model_type": "mistral", "architectures": null, "sliding_window": 8})),
         llama(
+            json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 8, "use_sliding_window": true, "max_window_layers": 1}),
+        ),
+        llama(
             json!({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
             "head_dim": 32, "sliding_window": 8, "use_sliding_window": true,
             "max_window_layers": 1}),
@@ -90,6 +152,17 @@ fn written_configs_come_back() {
             json!({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"],
             "num_local_experts": 4, "num_experts_per_tok": 2}),
         ),
+        gemma3(json!({})),
+        gemma3(
+            json!({"rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": false, "attention_bias": true}),
+        ),
+        gemma3(
+            json!({"query_pre_attn_scalar": 22.5, "final_logit_softcapping": 30.0,
+            "layer_types": ["full_attention", "full_attention"], "sliding_window": null}),
+        ),
+        of_type("gemma2", json!({"attn_logit_softcapping": 4.5})),
+        of_type("gemma2", json!({"attn_logit_softcapping": null})),
     ] {
         let mut json = json;
         if json["architectures"].is_null() {
@@ -267,7 +340,7 @@ fn rope_in_the_fields_of_two_versions() {
     let scaling = json!({"rope_type": "linear", "factor": 2.0});
     let parameters = json!({"rope_type": "linear", "factor": 2, "rope_theta": 500000.0,
         "mrope_section": null});
-    let both = |changes: Value| read(llama(changes)).map(|config| config.rope);
+    let both = |changes: Value| read(llama(changes)).map(|config| config.ropes);
     let one = both(json!({"rope_scaling": scaling})).unwrap();
     let same = both(json!({"rope_scaling": scaling, "rope_parameters": parameters})).unwrap();
     assert_eq!(one, same);
@@ -322,7 +395,7 @@ fn frequencies_of_each_kind() {
         let config = read(llama(json!({
             "rope_theta": 10000.0, "head_dim": 16, "rope_scaling": scaling,
         })));
-        let rope = config.unwrap().rope;
+        let rope = config.unwrap().ropes.remove(0);
         (
             rope.frequencies(16, positions).unwrap(),
             rope.attention_factor(),
@@ -375,4 +448,146 @@ fn frequencies_of_each_kind() {
         }
     });
     close(&frequencies(llama3, 256).0, expected);
+}
+
+#[test]
+fn qwen2() {
+    let qwen2 = |changes| of_type("qwen2", changes);
+    let biases = |json: Value| read(json).unwrap().block.biases;
+    let expected = Biases {
+        qkv: true,
+        ..Biases::default()
+    };
+    // Neutral fields, and another size of heads.
+    assert_eq!(biases(qwen2(json!({}))), expected);
+    let neutral = json!({"use_mrope": false, "attention_bias": true, "mlp_bias": false,
+        "head_dim": 32, "max_window_layers": 1, "use_sliding_window": false, "sliding_window": 8});
+    assert_eq!(biases(qwen2(neutral.clone())), expected);
+    let config = read(qwen2(neutral)).unwrap();
+    assert_eq!((config.head, config.tied), (32, false));
+    assert!(config.layers.iter().all(|layer| layer.window.is_none()));
+    let tied = json!({"tie_word_embeddings": true, "num_key_value_heads": null, "head_dim": null});
+    let config = read(qwen2(tied)).unwrap();
+    assert_eq!((config.head, config.kv_heads, config.tied), (16, 6, true));
+    refused(&[
+        (
+            qwen2(json!({"attention_bias": false})),
+            "`attention_bias` is false, but a model of type `qwen2` always has biases",
+        ),
+        (qwen2(json!({"mlp_bias": true})), "`mlp_bias` is true"),
+        (qwen2(json!({"qkv_bias": true})), "`qkv_bias` (true)"),
+        (
+            qwen2(json!({"dual_chunk_attention_config": {"chunk_size": 8}})),
+            "`dual_chunk_attention_config`",
+        ),
+        (qwen2(json!({"use_mrope": true})), "`use_mrope` (true)"),
+        (qwen2(json!({"hidden_act": "gelu"})), "must be `silu`"),
+        (
+            qwen2(json!({"architectures": ["Qwen2MoeForCausalLM"]})),
+            "must be Qwen2ForCausalLM",
+        ),
+        (qwen2(json!({"num_experts": 4})), "`num_experts` (4)"),
+    ]);
+}
+
+#[test]
+fn gemma() {
+    let gemma2 = |changes| of_type("gemma2", changes);
+    // Values of the classes where a field is absent.
+    let config = read(gemma2(json!({"head_dim": null}))).unwrap();
+    assert_eq!((config.head, config.tied), (256, true));
+    assert_eq!(config.block.query_scalar, Some(256.0));
+    let caps = (config.block.score_cap, config.logit_cap);
+    assert_eq!(caps, (Some(50.0), Some(30.0)));
+    let windows = |json: Value| -> Vec<Option<usize>> {
+        let layers = read(json).unwrap().layers;
+        layers.into_iter().map(|layer| layer.window).collect()
+    };
+    assert_eq!(windows(gemma2(json!({}))), [Some(4096), None]);
+    assert_eq!(windows(gemma3(json!({}))), [Some(8), None]);
+    let six = json!({"sliding_window_pattern": null});
+    assert_eq!(windows(gemma3(six)), [Some(8), Some(8)]);
+    // Neutral fields.
+    let neutral = json!({"use_bidirectional_attention": false, "attn_logit_softcapping": null,
+        "cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "mlp_bias": false,
+        "_sliding_window_pattern": 6, "hidden_activation": "gelu_pytorch_tanh"});
+    let config = read(gemma3(neutral)).unwrap();
+    assert!(config.block.score_cap.is_none() && config.logit_cap.is_none());
+    assert_eq!([0, 1].map(|i| config.ropes[i].theta), [1e6, 1e4]);
+    read(gemma2(
+        json!({"sliding_window": 8, "sliding_window_size": 8}),
+    ))
+    .unwrap();
+
+    let parameters = |sliding: Value| {
+        gemma3(json!({"rope_parameters": {
+            "full_attention": {"rope_type": "default"}, "sliding_attention": sliding}}))
+    };
+    read(parameters(
+        json!({"rope_type": "default", "rope_theta": 1e4}),
+    ))
+    .unwrap();
+    refused(&[
+        (
+            json!({"model_type": "gemma3", "text_config": {}}),
+            "`model_type` is `gemma3`, a model of texts and images",
+        ),
+        (
+            gemma3(json!({"hidden_activation": "silu"})),
+            "`hidden_activation` is `silu`, but must be `gelu_pytorch_tanh`",
+        ),
+        (
+            gemma3(json!({"attn_logit_softcapping": 50.0})),
+            "`attn_logit_softcapping` is 50",
+        ),
+        (
+            gemma3(json!({"final_logit_softcapping": 0.0})),
+            "`final_logit_softcapping` is 0",
+        ),
+        (
+            gemma3(json!({"use_bidirectional_attention": true})),
+            "`use_bidirectional_attention` (true)",
+        ),
+        (
+            gemma3(json!({"query_pre_attn_scalar": 0})),
+            "`query_pre_attn_scalar` is 0",
+        ),
+        (
+            gemma3(json!({"sliding_window": null})),
+            "`sliding_window` is null",
+        ),
+        (
+            gemma3(json!({"layer_types": ["full_attention"]})),
+            "`layer_types` has 1 entries",
+        ),
+        (gemma3(json!({"mlp_bias": true})), "`mlp_bias` is true"),
+        (
+            gemma3(json!({"vision_config": {"depth": 2}})),
+            "`vision_config`",
+        ),
+        (
+            parameters(json!({"rope_type": "linear", "factor": 2.0})),
+            "`rope_parameters.sliding_attention` has a scaling",
+        ),
+        (
+            parameters(json!({"rope_theta": 5e4})),
+            "`rope_local_base_freq` is 10000, but",
+        ),
+        (
+            gemma3(json!({"rope_parameters": {"rope_theta": 1e6}})),
+            "`rope_parameters` has a field `rope_theta`",
+        ),
+        (
+            gemma2(json!({"sliding_window_pattern": 3})),
+            "`sliding_window_pattern` (3)",
+        ),
+        (
+            gemma2(json!({"sliding_window": 8, "sliding_window_size": 4})),
+            "`sliding_window_size` is 4, but",
+        ),
+        (
+            gemma2(json!({"rope_local_base_freq": 1e4})),
+            "`rope_local_base_freq` (10000.0)",
+        ),
+    ]);
 }

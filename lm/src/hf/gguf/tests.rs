@@ -225,7 +225,7 @@ fn a_llama_becomes_a_folder() {
     );
     assert_eq!((config.bos, &config.eos[..]), (Some(1), &[2][..]));
     assert_eq!(
-        (config.rope.theta, config.epsilon),
+        (config.ropes[0].theta, config.epsilon),
         (1e5, f64::from(1e-5f32))
     );
     let tensors = TensorFolder::open(&target).unwrap();

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::config::{DecoderConfig, Family, FeedForwardConfig};
-use super::rope::RopeScaling;
+use super::super::rope::RopeScaling;
+use super::types::{DecoderConfig, FeedForwardConfig, GateActivation};
 
 impl DecoderConfig {
     /// Returns the fields of `config.json` in the form of transformers 4, which transformers 5
@@ -26,81 +26,39 @@ impl DecoderConfig {
         set("num_attention_heads", json!(self.heads));
         set("num_key_value_heads", json!(self.kv_heads));
         set("head_dim", json!(self.head));
-        set("hidden_act", json!("silu"));
+        match self.block.activation {
+            GateActivation::Silu => set("hidden_act", json!("silu")),
+            GateActivation::GeluTanh => set("hidden_activation", json!("gelu_pytorch_tanh")),
+        }
         set("rms_norm_eps", json!(self.epsilon));
         set("max_position_embeddings", json!(self.max_positions));
-        set("rope_theta", json!(self.rope.theta));
-        set("rope_scaling", rope_scaling(&self.rope.scaling));
+        set("rope_theta", json!(self.ropes[0].theta));
+        set("rope_scaling", rope_scaling(&self.ropes[0].scaling));
         set("tie_word_embeddings", json!(self.tied));
         set("bos_token_id", json!(self.bos));
         set("eos_token_id", tokens(&self.eos));
         set("pad_token_id", json!(self.pad));
         set("use_cache", json!(true));
-        if !matches!(family, Family::Mistral | Family::Mixtral) {
-            set("attention_bias", json!(self.attention_bias));
-        }
-        if family == Family::Llama {
-            set("mlp_bias", json!(self.mlp_bias));
-        } else {
-            let window = self.layers.iter().find_map(|layer| layer.window);
-            set("sliding_window", json!(window));
-            if family.has_qk_norm() {
-                set("use_sliding_window", json!(window.is_some()));
-            }
-        }
-        if family == Family::Qwen3 {
-            let full = self.layers.iter().take_while(|l| l.window.is_none());
-            set("max_window_layers", json!(full.count()));
-            let kinds = self.layers.iter().map(|layer| match layer.window {
-                None => "full_attention",
-                Some(_) => "sliding_attention",
+        let dense = self
+            .layers
+            .iter()
+            .find_map(|layer| match layer.feed_forward {
+                FeedForwardConfig::Dense { hidden } => Some(hidden),
+                FeedForwardConfig::Moe { .. } => None,
             });
-            set("layer_types", kinds.collect());
-        }
-        for (field, value) in feed_forward(self) {
-            json.insert(field.to_owned(), value);
-        }
+        set("intermediate_size", json!(dense));
+        (family.spec().write)(self, &mut json);
         json
     }
 }
 
-/// Returns the fields of the feed-forwards.
-fn feed_forward(config: &DecoderConfig) -> Vec<(&'static str, Value)> {
-    let mut dense_layers = Vec::new();
-    let (mut dense, mut moe) = (None, None);
-    for (index, layer) in config.layers.iter().enumerate() {
-        match layer.feed_forward {
-            FeedForwardConfig::Dense { hidden } => {
-                dense_layers.push(index);
-                dense = Some(hidden);
-            }
-            FeedForwardConfig::Moe {
-                experts,
-                top_k,
-                hidden,
-                normalize,
-            } => moe = Some((experts, top_k, hidden, normalize)),
-        }
-    }
-    let Some((experts, top_k, hidden, normalize)) = moe else {
-        return vec![("intermediate_size", json!(dense))];
-    };
-    if config.family == Family::Mixtral {
-        return vec![
-            ("intermediate_size", json!(hidden)),
-            ("num_local_experts", json!(experts)),
-            ("num_experts_per_tok", json!(top_k)),
-        ];
-    }
-    vec![
-        ("intermediate_size", json!(dense.unwrap_or(hidden * top_k))),
-        ("moe_intermediate_size", json!(hidden)),
-        ("num_experts", json!(experts)),
-        ("num_experts_per_tok", json!(top_k)),
-        ("norm_topk_prob", json!(normalize)),
-        ("decoder_sparse_step", json!(1)),
-        ("mlp_only_layers", json!(dense_layers)),
-    ]
+/// Returns `layer_types`.
+pub(super) fn layer_types(config: &DecoderConfig) -> Value {
+    let kinds = config.layers.iter().map(|layer| match layer.window {
+        None => "full_attention",
+        Some(_) => "sliding_attention",
+    });
+    kinds.collect()
 }
 
 fn rope_scaling(scaling: &RopeScaling) -> Value {

@@ -1,0 +1,181 @@
+//! Configuration of a decoder, independent of the files that state it.
+
+use anyhow::{Result, ensure};
+use serde_json::{Map, Value};
+
+use super::super::fields::Fields;
+use super::super::rope::Rope;
+
+/// Model architecture, by its `model_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 2 and 3, and models with the same structure, such as SmolLM.
+    Llama,
+    /// Llama with a sliding window.
+    Mistral,
+    /// Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
+    Qwen2,
+    /// RMSNorm on each head of queries and keys, before the rotary embedding.
+    Qwen3,
+    /// Qwen3 with experts.
+    Qwen3Moe,
+    /// Mistral with experts.
+    Mixtral,
+    /// Gemma 2: norms before and after each block, soft caps of scores and logits.
+    Gemma2,
+    /// Text models of Gemma 3: Gemma 2 with norms of queries and keys instead of soft caps.
+    Gemma3,
+}
+
+/// Facts of a family.
+pub(super) struct Spec {
+    /// `model_type` in `config.json`.
+    pub model_type: &'static str,
+    /// Class in `architectures`.
+    pub architecture: &'static str,
+    /// Reads the configuration.
+    pub read: fn(&Fields, Family) -> Result<DecoderConfig>,
+    /// Adds the fields that not all families have.
+    pub write: fn(&DecoderConfig, &mut Map<String, Value>),
+}
+
+/// Activation of the gate in a feed-forward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GateActivation {
+    /// SiLU.
+    #[default]
+    Silu,
+    /// GELU in its `tanh` approximation.
+    GeluTanh,
+}
+
+/// Projections that have a bias. Experts and routers have none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Biases {
+    /// True for queries, keys and values.
+    pub qkv: bool,
+    /// True for the output projection of attention.
+    pub out: bool,
+    /// True for gate, up and down of dense feed-forwards.
+    pub feed_forward: bool,
+}
+
+/// Arithmetic of every layer. The default is that of Llama.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BlockConfig {
+    /// Projections that have a bias.
+    pub biases: Biases,
+    /// True if each head of queries and keys has a norm before the rotary embedding.
+    pub qk_norm: bool,
+    /// True if attention and feed-forward also have a norm after them, before the residual
+    /// addition.
+    pub post_norms: bool,
+    /// True if norms multiply by 1 + weight instead of the weight; also for the final norm.
+    pub norm_plus_one: bool,
+    /// Activation of the gate in dense feed-forwards.
+    pub activation: GateActivation,
+    /// Attention scores are divided by the square root of this number; by default, the head
+    /// dimension.
+    pub query_scalar: Option<f64>,
+    /// Soft cap of attention scores: `cap · tanh(score / cap)`.
+    pub score_cap: Option<f32>,
+}
+
+/// Feed-forward of a layer.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FeedForwardConfig {
+    /// A gated feed-forward.
+    Dense {
+        /// Hidden width.
+        hidden: usize,
+    },
+    /// A mixture of SwiGLU experts.
+    Moe {
+        /// Number of experts.
+        experts: usize,
+        /// Number of experts per token.
+        top_k: usize,
+        /// Hidden width of an expert.
+        hidden: usize,
+        /// True if the weights of a token's experts are divided by their sum.
+        normalize: bool,
+    },
+}
+
+/// One layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerConfig {
+    /// Maximum number of keys per query, including its own position; `None` for all.
+    pub window: Option<usize>,
+    /// Index of its rotary embedding in [`DecoderConfig::ropes`].
+    pub rope: usize,
+    /// Feed-forward after the attention.
+    pub feed_forward: FeedForwardConfig,
+}
+
+/// Configuration of a decoder, in one form for all versions and architectures of `config.json`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DecoderConfig {
+    /// Architecture.
+    pub family: Family,
+    /// Vocabulary size: rows of the embedding.
+    pub vocab: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Number of query heads.
+    pub heads: usize,
+    /// Number of key and value heads; a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Head dimension; even. `heads * head` may differ from `d_model`.
+    pub head: usize,
+    /// Layers, in order.
+    pub layers: Vec<LayerConfig>,
+    /// Epsilon of every RMSNorm.
+    pub epsilon: f64,
+    /// Rotary embeddings; each layer uses one of them.
+    pub ropes: Vec<Rope>,
+    /// Arithmetic of every layer.
+    pub block: BlockConfig,
+    /// True if embeddings are multiplied by the square root of `d_model`.
+    pub scaled_embedding: bool,
+    /// Soft cap of the logits: `cap · tanh(logit / cap)`.
+    pub logit_cap: Option<f32>,
+    /// Maximum context of the model, in tokens.
+    pub max_positions: usize,
+    /// True if the head is tied to the embedding.
+    pub tied: bool,
+    /// Start-of-text token.
+    pub bos: Option<u32>,
+    /// End-of-text tokens.
+    pub eos: Vec<u32>,
+    /// Padding token.
+    pub pad: Option<u32>,
+}
+
+impl DecoderConfig {
+    /// Returns the maximum number of tokens of a text: the model's maximum context, or unlimited if
+    /// the rotary embedding adapts to the length of the text.
+    pub fn longest(&self) -> usize {
+        match self
+            .ropes
+            .iter()
+            .any(|rope| rope.dynamic_beyond().is_some())
+        {
+            true => usize::MAX,
+            false => self.max_positions,
+        }
+    }
+
+    /// Checks that texts of `length` tokens, described by `what`, fit into the maximum context.
+    ///
+    /// # Errors
+    /// Returns an error that names `what`, the length and the maximum.
+    pub fn check_length(&self, what: &str, length: usize) -> Result<()> {
+        ensure!(
+            length <= self.longest(),
+            "{what} is {length}, but the model is meant for {} positions at most",
+            self.max_positions
+        );
+        Ok(())
+    }
+}
