@@ -5,7 +5,7 @@ use burn_core::tensor::{FloatDType, Tensor};
 use burn_nn::Linear;
 use nvfp4_formats::Nvfp4Error;
 
-use super::super::feed_forward::feed_forward_between;
+use super::super::feed_forward::{feed_forward_between, try_feed_forward_of_experts};
 use super::super::{MlpActivation, Nvfp4GroupedLinear, Nvfp4SwiGlu, cast};
 use crate::experts::{ChoiceWindow, ExpertOffsets, MoeRoute, Router, check_experts, try_moe_route};
 use crate::ops::{LinearSpec, RowGroups};
@@ -139,7 +139,14 @@ impl MoeParts<'_> {
     ) -> Result<Tensor<2>, Nvfp4Error> {
         self.gate_up.check(&sorted, experts)?;
         if self.gate_up.packed().or(self.down.packed()).is_some() {
-            return try_swiglu_of_experts(self.gate_up, self.down, sorted, experts, false);
+            let layers = (self.gate_up, self.down);
+            return try_feed_forward_of_experts(
+                layers,
+                MlpActivation::SwiGlu,
+                sorted,
+                experts,
+                false,
+            );
         }
         let mut input = self.gate_up.part(sorted.is_tracked())?;
         let mut output = self.down.part(input.tracks(&sorted))?;
