@@ -8,6 +8,8 @@
 mod support;
 
 mod attention;
+#[cfg(all(feature = "cpu", target_os = "linux", target_arch = "x86_64"))]
+mod barrier;
 mod cutlass;
 mod dequantize;
 mod embedding;

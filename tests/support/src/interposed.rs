@@ -6,7 +6,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use crate::jit;
+use crate::options::omit_optimizations;
 
 unsafe extern "C" {
     fn dlsym(handle: *mut c_void, symbol: *const c_char) -> *mut c_void;
@@ -106,7 +106,7 @@ unsafe extern "C" fn LLVMParseIRInContext2(
 ) -> c_int {
     type Function =
         unsafe extern "C" fn(*mut c_void, *mut c_void, *mut *mut c_void, *mut *mut c_char) -> c_int;
-    jit::omit_optimizations();
+    omit_optimizations();
     // SAFETY: LLVM-C/IRReader.h declares the function so.
     unsafe {
         let original: Function = llvm(c"LLVMParseIRInContext2");

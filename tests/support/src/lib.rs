@@ -6,6 +6,7 @@ mod golden;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod interposed;
 mod jit;
+mod options;
 mod skip;
 
 pub use golden::{Scratch, golden, golden_with_tokenizer};
