@@ -425,7 +425,7 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
 /// Returns an error if a configuration cannot be serialized.
 pub(crate) fn differences<C: Serialize>(saved: &C, own: &C) -> Result<String> {
     /// Longest value in a message.
-    const LONGEST: usize = 100;
+    const LONGEST: usize = 300;
     let [saved, own] = [serde_json::to_value(saved)?, serde_json::to_value(own)?];
     let mut texts = Vec::new();
     for (key, own) in own.as_object().into_iter().flatten() {
