@@ -91,11 +91,8 @@ impl Route {
         tracker().announce(&call);
         let [d_in, d_out] = layer.dims;
         let place = match layer.experts {
-            None => base.reshape([1, 1]).expand([d_in, d_out]).into_dispatch(),
-            Some(experts) => {
-                let base: Tensor<3> = base.reshape([1, 1, 1]);
-                base.expand([experts, d_in, d_out]).into_dispatch()
-            }
+            None => base.expand([d_in, d_out]).into_dispatch(),
+            Some(experts) => base.expand([experts, d_in, d_out]).into_dispatch(),
         };
         let scale = scale.map(Tensor::into_dispatch).into();
         Tensor::from_dispatch(Dispatch::nvfp4_mark_packed(place, call, id, w, scale))

@@ -330,8 +330,10 @@ impl Reparameterizer for Packer<'_> {
                 Ok((packed, row)) => {
                     self.made.packed.push((row.path.clone(), packed.clone()));
                     self.made.report.layers.push(row);
-                    // One element of the same dtype and device.
-                    let base = Tensor::zeros([1; D], (&param.device(), param.dtype()));
+                    // One column of the same dtype and device: Burn's modules read `d_in` there.
+                    let mut dims = param.dims();
+                    dims[D - 1] = 1;
+                    let base = Tensor::zeros(dims, (&param.device(), param.dtype()));
                     return (Param::initialized(param.id, base), Some(packed));
                 }
                 Err(error) => {

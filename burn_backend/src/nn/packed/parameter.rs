@@ -20,7 +20,7 @@ use crate::ops::{
 /// Packed weight of a linear layer, attached to the layer's parameter by
 /// [`quantize`](crate::quantize()).
 ///
-/// The parameter holds one element in place of the high-precision weight. Its value
+/// The parameter holds one column of zeros in place of the high-precision weight. Its value
 /// (`Param::val`) is the dequantized weight, `[d_in, d_out]` or a stack. The layers of this crate
 /// multiply by the codes. `burn_nn::Linear` multiplies by the dequantized weight, except on a CubeCL
 /// device: there the value is a mark, as in a decorated model, and the GEMM reads the codes.
