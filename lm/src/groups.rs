@@ -1,6 +1,6 @@
 //! Process groups of a run, by kind of parallelism.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::Device;
 use burn_nvfp4::nn::ExpertParallelMoe;

@@ -57,7 +57,7 @@ impl Row {
 
     /// Returns the row as a `metrics.csv` holds it.
     pub(crate) fn rounded(self) -> Self {
-        Self::parse(self.to_line().trim_end()).unwrap_or(self)
+        Self::parse(self.to_line(None).trim_end()).unwrap_or(self)
     }
 
     fn parse(line: &str) -> Option<Self> {
