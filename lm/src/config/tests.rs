@@ -119,9 +119,9 @@ fn steps_are_captured_where_they_can_be() {
     assert_eq!(uncaptured("cuda:0", &|_| ()), None);
     let quartet2 = |config: &mut RunConfig| config.recipe = "quartet2".parse().unwrap();
     assert_eq!(uncaptured("cuda:1", &quartet2), None);
-    let dispatch = |config: &mut RunConfig, how| {
+    fn dispatch(config: &mut RunConfig, how: Option<ExpertDispatchName>) {
         (config.ep, config.model.experts, config.ep_dispatch) = (2, Some(4), how);
-    };
+    }
     for how in [None, Some(AllGather)] {
         assert_eq!(uncaptured("cuda:0", &|config| dispatch(config, how)), None);
     }
