@@ -217,7 +217,7 @@ fn a_finished_run_is_extended() {
             "train",
             &["--resume", healed.to_str().unwrap(), "--steps", "4"],
         ),
-        &["steps is 4", "heals"],
+        &["steps is 4", "phases nvfp4,0.5=nvfp4:bf16"],
     );
 }
 

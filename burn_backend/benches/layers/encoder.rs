@@ -134,8 +134,8 @@ impl ModuleMapper for Cast {
     fn map_float<const D: usize>(&mut self, parameter: Param<Tensor<D>>) -> Param<Tensor<D>> {
         parameter.map(|tensor| {
             tensor
-                .detach()
                 .cast(FloatDType::from(self.0))
+                .detach()
                 .require_grad()
         })
     }

@@ -251,7 +251,7 @@ mod tests {
 
     #[test]
     fn values_become_arguments() {
-        let text = r#"{"model": "M", "data": ["a", "b"], "lr": 2e-5, "graph": true, "fsdp": false,
+        let text = r#"{"model": "M", "data": ["a", "b"], "lr": 2e-5, "no_graph": true, "fsdp": false,
             "seed": null, "recipe": "nvidia", "export": "modelopt"}"#;
         let expected = [
             "nvfp4",
@@ -261,8 +261,8 @@ mod tests {
             "--data=a",
             "--data=b",
             "--export=modelopt",
-            "--graph",
             "--lr=0.00002",
+            "--no-graph",
             "--recipe=nvidia",
             "--out",
             "out",
@@ -275,7 +275,7 @@ mod tests {
             "nvfp4",
             "finetune",
             "--export=modelopt",
-            "--graph",
+            "--no-graph",
             "N",
             "--data",
             "c",
@@ -308,7 +308,7 @@ mod tests {
                 ["line 1: steps is \"many\"", "--steps"],
             ),
             ("{\"qat\": \"w8a8\"}", ["qat is \"w8a8\"", "w4a16, w4a4"]),
-            ("{\"graph\": 1}", ["graph is 1", "true or false"]),
+            ("{\"no_graph\": 1}", ["no_graph is 1", "true or false"]),
             ("{\"lr\": {}}", ["lr is {}", "a text or a number"]),
             ("{\"lr\": [1, 2]}", ["lr is [1,2]", "multiple times"]),
             ("[1]", ["own.json is not valid", "map"]),
