@@ -295,7 +295,7 @@ def encoder(sizes=((768, 12, 12, 16, 1024), (4096, 1, 32, 16, 512))):
     """A step of `torch.nn.TransformerEncoder`: forward with a causal mask, backward, AdamW."""
     for width, blocks, heads, batch, time_ in sizes:
         row = {"encoder": f"{width} x {blocks}"}
-        for mode in ("default", "max-autotune-no-cudagraphs", "reduce-overhead"):
+        for mode in ("default", "reduce-overhead"):
             torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()

@@ -35,9 +35,9 @@ pub struct ArrangeSize {
 
 /// Writes `a` in the form that the kernel reads
 /// ([`sm90_mainloop_w4a16`](crate::cube::ptx::sm90_mainloop_w4a16)): rows of whole `SPAN`s in the
-/// order of [`w4a16_order`](crate::cube::w4a16_order), with zeros after `words` words of eight
-/// columns, and packed elements times 2^-8. The first cube also writes the schedule of a grouped
-/// GEMM (`scheduler::schedule_groups`).
+/// order of `cube::w4a16_order`, with zeros after `words` words of eight columns, and packed elements
+/// times 2^-8. The first cube also writes the schedule of a grouped GEMM
+/// (`scheduler::schedule_groups`).
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn arrange_kernel(
     a: MixedMatrix<u32, u16>,

@@ -5,7 +5,7 @@
 //! of two consumer warpgroups decodes 64 rows of `b` (or two or four share 64 rows and alternate
 //! along K) and multiplies them with the rows of `a`, which are in shared memory as bf16. The
 //! columns of `a` are in the order in which lanes hold the codes of `b`
-//! ([`w4a16_order`](crate::cube::w4a16_order)). A separate pass rearranges them
+//! (`cube::w4a16_order`). A separate pass rearranges them
 //! (`arrange::arrange`).
 //!
 //! The first warp issues the TMA copies of codes and `a`; the next three warps copy block scales,
@@ -140,8 +140,8 @@ pub struct ScheduledProblem {
 
 /// `out[m, n] = α_a · α_b · Σ a[m, k] · b[n, k] (+ bias[n]) (+ out[m, n])`, for each group of rows.
 ///
-/// `a` is in the order of [`w4a16_order`](crate::cube::w4a16_order), `b` is a map of words of eight
-/// codes, and `b_scales` holds its scales in pairs. A cube takes every `CUBE_COUNT`th tile.
+/// `a` is in the order of `cube::w4a16_order`, `b` is a map of words of eight codes, and `b_scales`
+/// holds its scales in pairs. A cube takes every `CUBE_COUNT`th tile.
 /// Dequantized elements, of `b` alone or of both operands, are 2^-8 times their value; the
 /// epilogue's `sum_scale` compensates. `out` is in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
