@@ -373,15 +373,9 @@ impl RunConfig {
     /// Returns why the kernels of a step are launched one by one; `None` if steps run as a CUDA
     /// graph.
     pub fn uncaptured(&self) -> Option<Uncaptured> {
-        let is_gpu = self.device.starts_with("cuda:");
         let all_to_all = Some(ExpertDispatchName::AllToAll);
         let reasons = [
-            (!is_gpu, Uncaptured::NoGpu),
-            (self.no_graph, Uncaptured::NoGraph),
-            (
-                self.optimizer != OptimizerName::AdamW,
-                Uncaptured::Optimizer(self.optimizer),
-            ),
+            (self.optimizer == OptimizerName::Muon, Uncaptured::Muon),
             (self.decorate.is_some(), Uncaptured::Decorate),
             (self.zero1, Uncaptured::Zero1),
             (
@@ -389,8 +383,9 @@ impl RunConfig {
                 Uncaptured::AllToAll,
             ),
         ];
-        let mut reasons = reasons.into_iter();
-        reasons.find_map(|(holds, reason)| holds.then_some(reason))
+        let mut of_run = reasons.into_iter();
+        Uncaptured::of_device(&self.device, self.no_graph)
+            .or_else(|| of_run.find_map(|(holds, reason)| holds.then_some(reason)))
     }
 
     /// Returns the recipes that the run trains with, in order.

@@ -132,7 +132,7 @@ fn steps_are_captured_where_they_can_be() {
         (
             "cuda:0",
             &|c| c.optimizer = OptimizerName::Muon,
-            Uncaptured::Optimizer(OptimizerName::Muon),
+            Uncaptured::Muon,
         ),
         (
             "cuda:0",

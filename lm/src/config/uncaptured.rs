@@ -2,8 +2,6 @@
 
 use std::fmt::{self, Display, Formatter};
 
-use super::choices::OptimizerName;
-
 /// Reason for launching the kernels of a training step one by one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Uncaptured {
@@ -11,8 +9,8 @@ pub enum Uncaptured {
     NoGpu,
     /// `no_graph` is true.
     NoGraph,
-    /// The optimizer takes its learning rate as an argument of its kernels.
-    Optimizer(OptimizerName),
+    /// Muon takes its learning rate as an argument of its kernels.
+    Muon,
     /// The model is decorated.
     Decorate,
     /// ZeRO-1 gathers the weights into new memory in each step.
@@ -26,6 +24,15 @@ pub enum Uncaptured {
 }
 
 impl Uncaptured {
+    /// Returns the reason that the device `device` or the option `no_graph` is, if there is one.
+    pub(crate) fn of_device(device: &str, no_graph: bool) -> Option<Self> {
+        match (device.starts_with("cuda:"), no_graph) {
+            (false, _) => Some(Self::NoGpu),
+            (true, true) => Some(Self::NoGraph),
+            (true, false) => None,
+        }
+    }
+
     /// Returns true if the run could be faster: it is on a GPU, and the user did not choose this.
     pub fn is_notable(self) -> bool {
         !matches!(self, Self::NoGpu | Self::NoGraph)
@@ -37,8 +44,7 @@ impl Display for Uncaptured {
         f.write_str(match self {
             Self::NoGpu => "only GPUs (cuda:N) have graphs",
             Self::NoGraph => "--no-graph is given",
-            Self::Optimizer(OptimizerName::AdamW) => "the optimizer is adamw",
-            Self::Optimizer(OptimizerName::Muon) => {
+            Self::Muon => {
                 "the learning rate of the optimizer muon is an argument of its kernels; adamw can be \
                  captured"
             }

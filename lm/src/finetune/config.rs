@@ -193,11 +193,7 @@ impl FinetuneConfig {
     /// Returns why the kernels of a step are launched one by one; `None` if steps run as a CUDA
     /// graph.
     pub(crate) fn uncaptured(&self) -> Option<Uncaptured> {
-        match (self.device.starts_with("cuda:"), self.no_graph) {
-            (false, _) => Some(Uncaptured::NoGpu),
-            (true, true) => Some(Uncaptured::NoGraph),
-            (true, false) => None,
-        }
+        Uncaptured::of_device(&self.device, self.no_graph)
     }
 
     /// Checks that `ranks` ranks, one process each, can split the rows of each forward pass.
