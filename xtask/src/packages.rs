@@ -7,6 +7,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -146,11 +147,31 @@ fn unpack(member: &Member, target: &Path, folder: &Path) -> Result<PathBuf> {
         .arg(folder);
     workspace::output(&mut command)?;
     let unpacked = folder.join(&name);
+    changed_now(&unpacked)?;
     for wanted in ["Cargo.toml", "LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
         ensure!(unpacked.join(wanted).exists(), "{name} lacks {wanted}");
     }
     println!("{name}: {} KB", fs::metadata(&file)?.len() / 1024);
     Ok(unpacked)
+}
+
+/// Sets the time of every file's last change to now.
+///
+/// All files of a package have the same old date, so with a target folder that was kept, Cargo
+/// would take what it compiled from an earlier package for up to date.
+fn changed_now(package: &Path) -> Result<()> {
+    let now = SystemTime::now();
+    for entry in ignore::WalkBuilder::new(package)
+        .standard_filters(false)
+        .build()
+    {
+        let entry = entry?;
+        if entry.file_type().is_some_and(|kind| kind.is_file()) {
+            let file = fs::File::options().write(true).open(entry.path())?;
+            file.set_modified(now)?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns an error if a source file includes a file that the package does not contain.
