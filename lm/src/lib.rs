@@ -17,6 +17,7 @@
 //! - [`text`]: incremental text output.
 //! - [`bytes`]: text generation with a trained byte model.
 //! - [`hf`]: folders of Hugging Face models.
+//! - [`gguf`]: converts a GGUF file to such a folder.
 //! - [`decoder`]: Llama, Mistral, Qwen, Mixtral and Gemma models loaded from such folders.
 //! - [`interchange`]: reads, checks, converts and writes NVFP4 checkpoints of other tools.
 //! - [`quantize`]: post-training quantization of a model folder.
@@ -43,6 +44,7 @@ pub mod eval;
 pub mod finetune;
 #[doc(hidden)]
 pub mod fuzz;
+pub mod gguf;
 pub mod groups;
 pub mod hf;
 pub mod interchange;

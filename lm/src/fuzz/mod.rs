@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 
 use crate::decoder::AdapterFolder;
 use crate::eval::Question;
-use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer, gguf};
+use crate::gguf;
+use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer};
 use crate::interchange::{Checkpoint, QuantConfig};
 use crate::quantize::journal::{JOURNAL, Journal, MadeFrom};
 use crate::tokens::chat::{ChatTemplate, Message};

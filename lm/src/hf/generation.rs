@@ -185,7 +185,7 @@ impl GenerationConfig {
 }
 
 /// Returns an error if the token `name` has an ID outside a vocabulary of `vocab` tokens.
-pub(super) fn check_token(name: &str, id: Option<u32>, vocab: usize) -> Result<()> {
+pub(crate) fn check_token(name: &str, id: Option<u32>, vocab: usize) -> Result<()> {
     ensure!(
         id.is_none_or(|id| (id as usize) < vocab),
         "`{name}_token_id` is {}, but the model has {vocab} tokens",

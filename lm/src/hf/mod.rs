@@ -5,12 +5,10 @@
 //! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary embedding.
 //! - [`generation`]: sampling parameters, from `generation_config.json`.
 //! - [`tokenizer`]: encodes and decodes text, by `tokenizer.json` and `tokenizer_config.json`.
-//! - [`gguf`]: converts a GGUF file to such a folder.
 
 pub mod config;
 mod fields;
 pub mod generation;
-pub mod gguf;
 mod header;
 mod new_folder;
 pub mod rope;
@@ -30,7 +28,7 @@ pub use rope::{Rope, RopeScaling};
 pub use safetensors::Dtype;
 pub use tensors::{StoredTensor, TensorFolder};
 pub use tokenizer::Tokenizer;
-pub(crate) use tokenizer_config::TokenizerConfig;
+pub(crate) use tokenizer_config::{TOKENIZER_CONFIG, TokenizerConfig};
 pub use writer::TensorWriter;
 
 /// File of a model that is not sharded.

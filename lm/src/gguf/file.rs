@@ -1,8 +1,8 @@
-//! Parses GGUF files.
+//! Parses GGUF files, whole or split.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use memmap2::Mmap;
@@ -14,11 +14,14 @@ const MAX_AXES: u32 = 4;
 /// Maximum nesting depth of arrays.
 const MAX_DEPTH: usize = 4;
 
-/// A memory-mapped GGUF file. The file must not change while this exists.
+/// A memory-mapped GGUF file, or all parts of a split one. The files must not change while this
+/// exists.
 pub struct GgufFile {
-    bytes: Mmap,
+    parts: Vec<Mmap>,
+    /// Metadata of the first part, which has the description of the model.
     metadata: BTreeMap<String, Value>,
-    tensors: BTreeMap<String, Place>,
+    /// Index of its part, and location in it, of each tensor.
+    tensors: BTreeMap<String, (usize, Place)>,
 }
 
 /// A value of the metadata.
@@ -61,6 +64,16 @@ impl GgufTensor<'_> {
         &self.place.axes
     }
 
+    /// Returns the type.
+    pub fn kind(&self) -> GgufType {
+        self.place.dtype
+    }
+
+    /// Returns the bytes: whole blocks of [`kind`](Self::kind).
+    pub fn bytes(&self) -> &[u8] {
+        self.bytes
+    }
+
     /// Dequantizes the values: `scale * code` or `scale * code + minimum` in `f32`.
     ///
     /// # Errors
@@ -76,22 +89,71 @@ impl GgufTensor<'_> {
 }
 
 impl GgufFile {
-    /// Opens a file.
+    /// Opens a file, and with any part of a split file all its parts, which are in one folder and
+    /// named like `model-00001-of-00003.gguf`.
     ///
     /// # Errors
-    /// Returns an error if the file is absent, truncated or malformed, or has tensors of
-    /// unsupported types.
+    /// Returns an error if a file is absent, truncated or malformed, has tensors of unsupported
+    /// types, or if the parts do not belong together.
     pub fn open(path: &Path) -> Result<Self> {
-        let context = || path.display().to_string();
-        let file = File::open(path).with_context(context)?;
-        // SAFETY: the map is read only, and callers keep the file as it is, as the type demands.
-        let bytes = unsafe { Mmap::map(&file) }.with_context(context)?;
-        let (metadata, tensors) = parse(&bytes).with_context(context)?;
-        Ok(Self {
-            bytes,
-            metadata,
-            tensors,
-        })
+        let (bytes, metadata, tensors) = open_part(path)?;
+        let count = count_of(&metadata, SPLIT_COUNT)?.unwrap_or(0);
+        if count <= 1 {
+            return Ok(Self {
+                parts: vec![bytes],
+                metadata,
+                tensors: tensors
+                    .into_iter()
+                    .map(|(name, place)| (name, (0, place)))
+                    .collect(),
+            });
+        }
+        let mut whole = Self {
+            parts: Vec::new(),
+            metadata: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+        };
+        for (index, path) in part_paths(path, count)?.enumerate() {
+            let part = open_part(&path)?;
+            whole
+                .add_part(index, count, part)
+                .with_context(|| path.display().to_string())?;
+        }
+        let expected = whole.optional_count(SPLIT_TENSORS)?;
+        let found = whole.tensors.len();
+        ensure!(
+            expected.is_none_or(|expected| expected == found),
+            "the {count} parts have {found} tensors, but `{SPLIT_TENSORS}` is {expected:?}"
+        );
+        Ok(whole)
+    }
+
+    /// Adds part `index` of `count`.
+    fn add_part(
+        &mut self,
+        index: usize,
+        count: usize,
+        (bytes, metadata, tensors): (Mmap, Metadata, Places),
+    ) -> Result<()> {
+        for (key, expected) in [(SPLIT_NUMBER, index), (SPLIT_COUNT, count)] {
+            let found = count_of(&metadata, key)?;
+            ensure!(
+                found == Some(expected),
+                "`{key}` is {found:?}, but must be {expected} in this part"
+            );
+        }
+        for (name, place) in tensors {
+            ensure!(
+                !self.tensors.contains_key(&name),
+                "tensor `{name}` is in an earlier part as well"
+            );
+            self.tensors.insert(name, (index, place));
+        }
+        if index == 0 {
+            self.metadata = metadata;
+        }
+        self.parts.push(bytes);
+        Ok(())
     }
 
     /// Returns the number `key` of the metadata, if present.
@@ -99,13 +161,7 @@ impl GgufFile {
     /// # Errors
     /// Returns an error if it is not a number, or exceeds 31 bits.
     pub(super) fn optional_count(&self, key: &str) -> Result<Option<usize>> {
-        match self.value(key) {
-            None => Ok(None),
-            Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => {
-                Ok(Some(*n as usize))
-            }
-            Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
-        }
+        count_of(&self.metadata, key)
     }
 
     /// Returns the names of all tensors, sorted.
@@ -118,11 +174,11 @@ impl GgufFile {
     /// # Errors
     /// Returns an error if it does not exist.
     pub fn tensor(&self, name: &str) -> Result<GgufTensor<'_>> {
-        let place = self
+        let (part, place) = self
             .tensors
             .get(name)
             .with_context(|| format!("no tensor `{name}`"))?;
-        let bytes = &self.bytes[place.start..place.end];
+        let bytes = &self.parts[*part][place.start..place.end];
         Ok(GgufTensor { place, bytes })
     }
 
@@ -150,7 +206,55 @@ impl GgufFile {
     }
 }
 
-type Parsed = (BTreeMap<String, Value>, BTreeMap<String, Place>);
+type Metadata = BTreeMap<String, Value>;
+type Places = BTreeMap<String, Place>;
+
+/// Key of the index of a part.
+const SPLIT_NUMBER: &str = "split.no";
+/// Key of the number of parts.
+const SPLIT_COUNT: &str = "split.count";
+/// Key of the number of tensors of all parts.
+const SPLIT_TENSORS: &str = "split.tensors.count";
+
+/// Opens one file.
+fn open_part(path: &Path) -> Result<(Mmap, Metadata, Places)> {
+    let context = || path.display().to_string();
+    let file = File::open(path).with_context(context)?;
+    // SAFETY: the map is read only, and callers keep the file as it is, as the type demands.
+    let bytes = unsafe { Mmap::map(&file) }.with_context(context)?;
+    let (metadata, tensors) = parse(&bytes).with_context(context)?;
+    Ok((bytes, metadata, tensors))
+}
+
+/// Returns the paths of the `count` parts of which `path` is one.
+fn part_paths(path: &Path, count: usize) -> Result<impl Iterator<Item = PathBuf>> {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let ending = format!("-of-{count:05}.gguf");
+    let stem = name.and_then(|name| name.strip_suffix(&ending));
+    let stem = stem.and_then(|stem| stem.rsplit_once('-'));
+    let Some((model, _)) = stem else {
+        bail!(
+            "{}: this is a part of a file that was split in {count} (`{SPLIT_COUNT}`): its name \
+             must end with -00001-of-{count:05}.gguf, and the other parts must be beside it",
+            path.display()
+        );
+    };
+    let model = model.to_owned();
+    let name = move |part: usize| path.with_file_name(format!("{model}-{part:05}{ending}"));
+    Ok((1..=count).map(name))
+}
+
+/// Returns a number of the metadata.
+///
+/// # Errors
+/// Returns an error if it is not a number, or exceeds 31 bits.
+fn count_of(metadata: &Metadata, key: &str) -> Result<Option<usize>> {
+    match metadata.get(key) {
+        None => Ok(None),
+        Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => Ok(Some(*n as usize)),
+        Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
+    }
+}
 
 /// Returns the names of the tensors in a whole file.
 #[cfg(test)]
@@ -159,7 +263,7 @@ pub(super) fn parse_names(file: &[u8]) -> Result<Vec<String>> {
 }
 
 /// Parses the metadata and the tensors of a whole file.
-fn parse(file: &[u8]) -> Result<Parsed> {
+fn parse(file: &[u8]) -> Result<(Metadata, Places)> {
     let mut cursor = Cursor { file, at: 0 };
     ensure!(
         cursor.take(4)? == b"GGUF",
@@ -362,7 +466,10 @@ impl<'a> Cursor<'a> {
         let axes = (0..count).map(|_| self.u64()).collect::<Result<_>>()?;
         let number = self.u32()?;
         let dtype = GgufType::from_number(number).with_context(|| {
-            format!("its type has number {number}, but only F32, F16, BF16, Q8_0 and Q4_1 are read")
+            let names = GgufType::ALL
+                .map(|(_, kind)| format!("{kind:?}"))
+                .join(", ");
+            format!("its type has number {number}, but only these are read: {names}")
         })?;
         Ok((axes, dtype, self.u64()?))
     }

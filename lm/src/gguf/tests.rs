@@ -1,13 +1,16 @@
 use std::fs;
 use std::path::PathBuf;
 
-use super::read::parse_names;
+use serde_json::Value as Json;
+
+use super::file::parse_names;
 use super::*;
 use crate::hf::TensorFolder;
-use nvfp4_test_support::Scratch;
+use crate::interchange::{Arithmetic, Checkpoint};
+use nvfp4_test_support::{Scratch, golden};
 
 /// A GGUF file under construction.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Made {
     keys: Vec<Vec<u8>>,
     infos: Vec<Vec<u8>>,
@@ -44,6 +47,13 @@ impl Made {
         self.data.extend(bytes);
     }
 
+    /// Replaces the tensor `name`, or adds it.
+    fn replace(&mut self, name: &str, shape: &[usize], kind: u32, bytes: &[u8]) {
+        let start = string(name);
+        self.infos.retain(|info| !info.starts_with(&start));
+        self.tensor(name, shape, kind, bytes);
+    }
+
     fn bytes(&self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());
@@ -59,7 +69,7 @@ impl Made {
     }
 }
 
-const D_MODEL: usize = 32;
+const D_MODEL: usize = 64;
 const VOCAB: usize = 32;
 const HIDDEN: usize = 64;
 
@@ -286,7 +296,11 @@ const TYPES: [i32; 10] = [1, 3, 3, 1, 1, 1, 1, 1, 1, 1];
 
 #[test]
 fn the_tokenizer_of_a_file_becomes_one() {
-    for (cut, digits) in [("smollm", vec![7, 8]), ("gpt-2", vec![9])] {
+    for (cut, digits) in [
+        ("smollm", vec![7, 8]),
+        ("gpt-2", vec![9]),
+        ("llama-bpe", vec![9]),
+    ] {
         let folder = Scratch::new("gguf-tokenizer");
         let path = write(&folder, &with_tokenizer(cut, &MERGES, &TYPES));
         let target = folder.join("out");
@@ -306,6 +320,21 @@ fn the_tokenizer_of_a_file_becomes_one() {
     }
 }
 
+/// Llama 3 begins a text with its first token unless the file says otherwise, and takes words that
+/// are tokens without looking at merges.
+#[test]
+fn the_tokenizer_of_llama_3_has_its_defaults() {
+    let mut made = with_tokenizer("llama-bpe", &["a b"], &TYPES);
+    let flag = string("tokenizer.ggml.add_bos_token");
+    made.keys.retain(|key| !key.starts_with(&flag));
+    let folder = Scratch::new("gguf-llama-3");
+    let path = write(&folder, &made);
+    let target = folder.join("out");
+    import(&path, &target, Dtype::F32).unwrap();
+    let tokenizer = Tokenizer::read(&target, VOCAB, &[1, 2]).unwrap();
+    assert_eq!(tokenizer.encode("ab ab12", true).unwrap(), [1, 5, 6, 9]);
+}
+
 #[test]
 fn a_tokenizer_that_contradicts_itself_is_an_error() {
     let error = error_of(&with_tokenizer("smollm", &["a c"], &TYPES));
@@ -323,19 +352,238 @@ fn a_tokenizer_that_contradicts_itself_is_an_error() {
 
 #[test]
 fn blocks_are_dequantized_as_ggml_does() {
-    let mut q4 = [f16_bytes(0.5), f16_bytes(-1.0)].concat();
-    q4.extend((0..16u8).map(|i| i | (15 - i) << 4));
-    let found = blocks::GgufType::Q4_1.to_f32(&q4);
-    let expected = (0..32).map(|i| match i {
-        0..16 => i as f32 * 0.5 - 1.0,
-        _ => (31 - i) as f32 * 0.5 - 1.0,
-    });
-    assert_eq!(found, expected.collect::<Vec<f32>>());
-    let mut q8 = f16_bytes(0.25).to_vec();
-    q8.extend((0..32u8).map(|i| i.wrapping_sub(16)));
-    let found = blocks::GgufType::Q8_0.to_f32(&q8);
-    let expected = (0..32).map(|i| (i as f32 - 16.0) * 0.25);
-    assert_eq!(found, expected.collect::<Vec<f32>>());
+    let text = fs::read(golden("gguf-blocks.json")).unwrap();
+    let types: Json = serde_json::from_slice(&text).unwrap();
+    let types = types.as_object().unwrap();
+    let hex = |text: &Json| -> Vec<u8> {
+        let digits = text.as_str().unwrap().as_bytes().chunks(2);
+        let byte = |pair: &[u8]| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap();
+        digits.map(byte).collect()
+    };
+    for (_, kind) in GgufType::ALL {
+        if [GgufType::F32, GgufType::F16, GgufType::BF16].contains(&kind) {
+            continue;
+        }
+        let expected = &types[&format!("{kind:?}")];
+        let found = kind.to_f32(&hex(&expected["bytes"]));
+        let found: Vec<u8> = found.iter().flat_map(|value| value.to_le_bytes()).collect();
+        // Zeros of either sign are one value: ggml multiplies by integers, which have one zero.
+        let zeros = |mut bytes: Vec<u8>| {
+            for value in bytes.chunks_mut(4) {
+                if value == [0, 0, 0, 0x80] {
+                    value[3] = 0;
+                }
+            }
+            bytes
+        };
+        assert!(zeros(found) == zeros(hex(&expected["f32"])), "{kind:?}");
+    }
+    assert_eq!(types.len(), GgufType::ALL.len() - 3);
+}
+
+/// Encodes rows of 64 in NVFP4 with a scale of 0.25 for each block, so that multiples of 1/8 up to
+/// 1.5 with codes of E2M1 are exact.
+fn nvfp4(values: &[f32]) -> Vec<u8> {
+    let code = |value: f32| {
+        let codes = 0..8u8;
+        let mut found =
+            codes.filter(|code| nvfp4_formats::format::e2m1::decode(*code) * 0.25 == value);
+        found.next().unwrap_or_else(|| panic!("{value} is no code"))
+    };
+    let block = |block: &[f32]| {
+        let mut bytes = vec![nvfp4_formats::format::e4m3::encode(0.25); 4];
+        for values in block.chunks(16) {
+            bytes.extend((0..8).map(|i| code(values[i]) | code(values[i + 8]) << 4));
+        }
+        bytes
+    };
+    values.chunks(64).flat_map(block).collect()
+}
+
+/// Returns matrix number `seed` of values that are multiples of 0.25 with an E2M1 code.
+fn e2m1_values(seed: usize, count: usize) -> Vec<f32> {
+    const CODES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let at = |i: usize| CODES[(i * 5 + i / 64 + seed) % 8] * 0.25;
+    (0..count).map(at).collect()
+}
+
+fn f32_bytes(value: f32) -> [u8; 4] {
+    value.to_le_bytes()
+}
+
+/// Returns [`model`] with queries and `down` in NVFP4, with global scales.
+fn with_nvfp4() -> Made {
+    let mut made = model();
+    let q = permute(&e2m1_values(1, 32 * D_MODEL), 2);
+    made.replace("blk.0.attn_q.weight", &[32, D_MODEL], 40, &nvfp4(&q));
+    made.tensor("blk.0.attn_q.scale", &[1], 0, &f32_bytes(0.5));
+    let down = e2m1_values(2, D_MODEL * HIDDEN);
+    made.replace(
+        "blk.0.ffn_down.weight",
+        &[D_MODEL, HIDDEN],
+        40,
+        &nvfp4(&down),
+    );
+    made
+}
+
+#[test]
+fn layers_in_nvfp4_keep_their_codes() {
+    for with_inputs in [false, true] {
+        let mut made = with_nvfp4();
+        if with_inputs {
+            made.tensor("blk.0.attn_q.input_scale", &[1], 0, &f32_bytes(0.01));
+            made.tensor("blk.0.ffn_down.input_scale", &[1], 0, &f32_bytes(0.02));
+        }
+        let folder = Scratch::new("gguf-nvfp4");
+        let path = write(&folder, &made);
+        let target = folder.join("out");
+        let imported = import(&path, &target, Dtype::BF16).unwrap();
+        assert_eq!(imported.nvfp4_layers, 2);
+        assert_eq!(imported.unused_scales, Vec::<String>::new());
+        let checkpoint = Checkpoint::open(&target).unwrap();
+        let scheme = checkpoint.config().unwrap().scheme;
+        assert_eq!(scheme == Scheme::W4a4, with_inputs);
+        for (module, seed, scale, input) in [
+            ("model.layers.0.self_attn.q_proj", 1, 0.5, 0.01),
+            ("model.layers.0.mlp.down_proj", 2, 1.0, 0.02),
+        ] {
+            let weight = checkpoint.weight(module).unwrap();
+            let found = weight.dequantize(Arithmetic::CodeTimesScale);
+            let expected = e2m1_values(seed, found.len());
+            let expected: Vec<f32> = expected.iter().map(|value| value * scale).collect();
+            assert_eq!(found, expected, "{module}");
+            let input = with_inputs.then_some(GlobalScale::Multiply(input));
+            assert_eq!(weight.input_global(), input, "{module}");
+        }
+        let others = checkpoint.tensors();
+        let k = others
+            .get("model.layers.0.self_attn.k_proj.weight")
+            .unwrap();
+        assert_eq!(k.to_f32().unwrap(), values(5, 16 * D_MODEL));
+    }
+}
+
+#[test]
+fn scales_of_nvfp4_layers_are_complete_and_positive() {
+    let mut made = with_nvfp4();
+    made.tensor("blk.0.attn_q.input_scale", &[1], 0, &f32_bytes(0.01));
+    let error = error_of(&made);
+    let modules = error.contains("q_proj") && error.contains("down_proj");
+    assert!(modules && error.contains("all layers in NVFP4"), "{error}");
+    for (bytes, shape) in [
+        (f32_bytes(-1.0).to_vec(), 1),
+        (vec![0; 4], 1),
+        (vec![1; 8], 2),
+    ] {
+        let mut made = with_nvfp4();
+        made.replace("blk.0.attn_q.scale", &[shape], 0, &bytes);
+        let error = error_of(&made);
+        assert!(error.contains("one positive number"), "{error}");
+        assert!(error.contains("`blk.0.attn_q.scale`"), "{error}");
+    }
+    // A block scale with a sign, and one that is NaN.
+    for (byte, expected) in [(0xa8, "negative"), (0x7f, "NaN")] {
+        let mut made = with_nvfp4();
+        let mut down = nvfp4(&e2m1_values(2, D_MODEL * HIDDEN));
+        down[36 + 1] = byte;
+        made.replace("blk.0.ffn_down.weight", &[D_MODEL, HIDDEN], 40, &down);
+        let error = error_of(&made);
+        let named = error.contains("`blk.0.ffn_down.weight`") && error.contains("row 1, block 1");
+        assert!(named && error.contains(expected), "{error}");
+    }
+}
+
+/// The embedding is a table, which no format of ours has in NVFP4.
+#[test]
+fn other_nvfp4_tensors_are_dequantized() {
+    let mut made = model();
+    let table = e2m1_values(3, VOCAB * D_MODEL);
+    made.replace("token_embd.weight", &[VOCAB, D_MODEL], 40, &nvfp4(&table));
+    made.tensor("token_embd.scale", &[1], 0, &f32_bytes(2.0));
+    made.tensor("token_embd.input_scale", &[1], 0, &f32_bytes(0.5));
+    let folder = Scratch::new("gguf-nvfp4-table");
+    let path = write(&folder, &made);
+    let target = folder.join("out");
+    let imported = import(&path, &target, Dtype::F32).unwrap();
+    assert_eq!(imported.nvfp4_layers, 0);
+    assert_eq!(imported.unused_scales, ["token_embd.input_scale"]);
+    let tensors = TensorFolder::open(&target).unwrap();
+    let found = tensors.get("model.embed_tokens.weight").unwrap();
+    let expected: Vec<f32> = table.iter().map(|value| value * 2.0).collect();
+    assert_eq!(found.to_f32().unwrap(), expected);
+}
+
+/// Returns the files of [`model`] split in two, as `llama-gguf-split` writes them: all metadata of
+/// the model in the first one.
+fn split(numbers: [u32; 2], counts: [u32; 2], tensors: u32) -> [Made; 2] {
+    let whole = model();
+    let mut parts = [whole.clone(), whole];
+    parts[0].infos.truncate(4);
+    parts[1].infos.drain(..4);
+    parts[1].keys.clear();
+    for (part, (number, count)) in parts.iter_mut().zip(numbers.into_iter().zip(counts)) {
+        part.key("split.no", 2, &(number as u16).to_le_bytes());
+        part.key("split.count", 2, &(count as u16).to_le_bytes());
+        part.key("split.tensors.count", 5, &tensors.to_le_bytes());
+    }
+    parts
+}
+
+#[test]
+fn a_split_file_is_read_by_any_part() {
+    let folder = Scratch::new("gguf-split");
+    let names = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"];
+    let write = |parts: &[Made; 2]| {
+        for (name, part) in names.iter().zip(parts) {
+            fs::write(folder.join(name), part.bytes()).unwrap();
+        }
+    };
+    let error = |name: &str| {
+        let error = import(&folder.join(name), &folder.join("out"), Dtype::F32).unwrap_err();
+        format!("{error:#}")
+    };
+    write(&split([0, 1], [2, 2], 11));
+    for (index, name) in names.iter().enumerate() {
+        let target = folder.join(format!("out-{index}"));
+        import(&folder.join(name), &target, Dtype::F32).unwrap();
+        let tensors = TensorFolder::open(&target).unwrap();
+        assert_eq!(tensors.len(), 11);
+        let down = tensors.get("model.layers.0.mlp.down_proj.weight").unwrap();
+        assert_eq!(down.to_f32().unwrap(), values(10, HIDDEN * D_MODEL));
+    }
+    fs::rename(folder.join(names[1]), folder.join("b.gguf")).unwrap();
+    let missing = error(names[0]);
+    assert!(missing.contains(names[1]), "{missing}");
+    let renamed = error("b.gguf");
+    assert!(
+        renamed.contains("must end with -00001-of-00002.gguf"),
+        "{renamed}"
+    );
+    for (parts, expected) in [
+        (
+            split([0, 0], [2, 2], 11),
+            "`split.no` is Some(0), but must be 1",
+        ),
+        (
+            split([0, 1], [2, 3], 11),
+            "`split.count` is Some(3), but must be 2",
+        ),
+        (
+            split([0, 1], [2, 2], 12),
+            "`split.tensors.count` is Some(12)",
+        ),
+    ] {
+        write(&parts);
+        let error = error(names[0]);
+        assert!(error.contains(expected), "{error}");
+    }
+    let mut parts = split([0, 1], [2, 2], 12);
+    let twice = parts[0].infos[0].clone();
+    parts[1].infos.push(twice);
+    write(&parts);
+    let error = error(names[0]);
+    assert!(error.contains("in an earlier part as well"), "{error}");
 }
 
 #[test]
@@ -355,10 +603,10 @@ fn what_is_not_a_llama_of_known_types_is_an_error() {
     made.tensor("rope_freqs.weight", &[8], 0, &[0; 32]);
     assert!(error_of(&made).contains("`rope_freqs.weight`"));
     let mut made = model();
-    made.tensor("blk.0.extra", &[32], 12, &[0; 144]);
+    made.tensor("blk.0.extra", &[256], 16, &[0; 66]);
     let error = error_of(&made);
     assert!(
-        error.contains("tensor `blk.0.extra`") && error.contains("number 12"),
+        error.contains("tensor `blk.0.extra`") && error.contains("number 16"),
         "{error}"
     );
     let mut made = model();
@@ -409,12 +657,10 @@ fn values_that_the_type_cannot_hold_are_refused_by_name() {
         ),
     ] {
         let mut made = model();
-        let name = string("output_norm.weight");
-        made.infos.retain(|info| !info.starts_with(&name));
         let mut norm = values(1, D_MODEL);
         norm[3] = value;
         let norm: Vec<u8> = norm.iter().flat_map(|v| v.to_le_bytes()).collect();
-        made.tensor("output_norm.weight", &[D_MODEL], 0, &norm);
+        made.replace("output_norm.weight", &[D_MODEL], 0, &norm);
         let folder = Scratch::new("gguf-range");
         let path = write(&folder, &made);
         let found = import(&path, &folder.join("out"), dtype.unwrap_or(Dtype::F16));

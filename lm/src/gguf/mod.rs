@@ -3,9 +3,12 @@
 //! A file has metadata (typed values by key), a list of tensors (name, axes with the contiguous one
 //! first, type, offset), and their data. No allocation depends on a number in the file: strings and
 //! arrays are bounded by the available bytes. See `docs/gguf.md` of ggml-org/ggml.
+//!
+//! Linear layers in NVFP4 keep their codes and block scales: the folder is then one of ModelOpt's.
+//! llama.cpp's converter writes their global scales as tensors `NAME.scale` and `NAME.input_scale`.
 
 mod blocks;
-mod read;
+mod file;
 mod rope;
 #[cfg(test)]
 mod tests;
@@ -17,28 +20,35 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 
-use super::config::{BlockConfig, CONFIG_FILE};
-use super::generation::check_token;
-use super::tokenizer::{TOKENIZER_FILE, Tokenizer};
-use super::tokenizer_config::TOKENIZER_CONFIG;
-use super::{
-    DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
-    TensorWriter,
-};
 use crate::checkpoint::write_json;
-use read::Value;
-pub use read::{GgufFile, GgufTensor};
+use crate::decoder::names;
+use crate::hf::config::{BlockConfig, CONFIG_FILE};
+use crate::hf::generation::check_token;
+use crate::hf::tokenizer::{TOKENIZER_FILE, Tokenizer};
+use crate::hf::{
+    DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
+    TOKENIZER_CONFIG, TensorWriter, tensors,
+};
+use crate::interchange::convert::{exclusions, write_configs};
+use crate::interchange::names::is_linear;
+use crate::interchange::{Dialect, GlobalScale, PackedWeight, QuantConfig, Scheme};
+use blocks::GgufType;
+use file::Value;
+pub use file::{GgufFile, GgufTensor};
 
-/// Converts the GGUF file `path` to the model folder `target`, with tensors of type `dtype` (`F32`,
-/// `BF16` or `F16`) under their transformers names, and a `config.json`. Restores the row order of
-/// queries and keys, which llama.cpp's converter permutes. Writes `tokenizer.json` for a byte-level
-/// BPE tokenizer that splits words like GPT-2 or SmolLM.
+/// Converts the GGUF file `path` to the model folder `target` under transformers names, with a
+/// `config.json`. Of a split file, `path` is any part; the others are beside it.
+///
+/// Linear layers in NVFP4 keep their codes and scales, in ModelOpt's dialect: W4A16, or W4A4 if the
+/// file has scales of their inputs. All other tensors get the type `dtype` (`F32`, `BF16` or
+/// `F16`). Restores the row order of queries and keys, which llama.cpp's converter permutes. Writes
+/// `tokenizer.json` for a byte-level BPE tokenizer that splits words like GPT-2, SmolLM or Llama 3.
 ///
 /// # Errors
-/// Returns an error if the file is malformed or part of a split file, is not of the Llama
-/// architecture, has tensors of types other than F32, F16, BF16, Q8_0 and Q4_1, has missing or
-/// unknown tensors, has unknown keys that may affect the computation, or has a tokenizer that
-/// contradicts itself or the model, or if the folder cannot be written.
+/// Returns an error if the file is malformed, a part is missing, it is not of the Llama
+/// architecture, has tensors of types that are not read, has missing or unknown tensors, has
+/// unknown keys that may affect the computation, or has a tokenizer that contradicts itself or the
+/// model, or if the folder cannot be written.
 pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<Imported> {
     let file = GgufFile::open(path)?;
     import_file(&file, target, dtype).with_context(|| path.display().to_string())
@@ -49,6 +59,10 @@ pub fn import(path: &Path, target: &Path, dtype: Dtype) -> Result<Imported> {
 pub struct Imported {
     /// Configuration of the model.
     pub config: DecoderConfig,
+    /// Number of linear layers that stayed in NVFP4.
+    pub nvfp4_layers: usize,
+    /// Scales of inputs that have no use, because the layer is not in NVFP4 in the folder.
+    pub unused_scales: Vec<String>,
     /// Reason why no `tokenizer.json` was written, if so.
     pub no_tokenizer: Option<String>,
 }
@@ -60,35 +74,47 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
         Dtype::F16 => "float16",
         other => bail!("`dtype` is {other:?}, but must be F32, BF16 or F16"),
     };
-    refuse_part(file)?;
     let config = config(file)?;
     refuse_unknown(file)?;
-    let expected = crate::decoder::names::expected(&config);
     // This tensor is known: `config` derived the rope scaling from it.
     let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
-    write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
     let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
-    for tensor in &expected {
+    let mut layers = Layers::default();
+    for tensor in &names::expected(&config) {
         let name = gguf_name(&tensor.name);
-        let stored = file.tensor(&name)?;
-        let shape: Vec<usize> = stored.axes().iter().rev().copied().collect();
+        let context = || format!("tensor `{name}`");
+        let stored = Stored::read(file, &name).with_context(context)?;
         ensure!(
-            shape == tensor.shape,
-            "tensor `{name}` is {shape:?}, but must be {:?}",
+            stored.shape == tensor.shape,
+            "tensor `{name}` is {:?}, but must be {:?}",
+            stored.shape,
             tensor.shape
         );
-        let mut values = stored
-            .to_f32()
-            .with_context(|| format!("tensor `{name}`"))?;
-        check_range(&values, dtype).with_context(|| format!("tensor `{name}`"))?;
-        if tensor.name.ends_with("q_proj.weight") {
-            values = unpermute(&values, config.heads, config.head);
-        } else if tensor.name.ends_with("k_proj.weight") {
-            values = unpermute(&values, config.kv_heads, config.head);
+        known.extend([scale_name(&name, "scale"), scale_name(&name, "input_scale")]);
+        known.insert(name.clone());
+        let heads = match &tensor.name {
+            name if name.ends_with("q_proj.weight") => Some(config.heads),
+            name if name.ends_with("k_proj.weight") => Some(config.kv_heads),
+            _ => None,
+        };
+        let order = heads.map(|heads| (heads, config.head));
+        match layer_of(&tensor.name) {
+            Some(module) if stored.tensor.kind() == GgufType::NVFP4 => {
+                let weight = stored.packed(order).with_context(context)?;
+                Dialect::ModelOpt.write(&mut writer, module, &weight)?;
+                layers.add_packed(module, &weight);
+            }
+            module => {
+                let values = stored.values(order).with_context(context)?;
+                check_range(&values, dtype).with_context(context)?;
+                writer.add(&tensor.name, dtype, &tensor.shape, &bytes(&values, dtype))?;
+                layers.unquantized.extend(module.map(str::to_owned));
+                if stored.input_scale.is_some() {
+                    layers.unused_scales.push(scale_name(&name, "input_scale"));
+                }
+            }
         }
-        writer.add(&tensor.name, dtype, &shape, &bytes(&values, dtype))?;
-        known.insert(name);
     }
     let unknown: Vec<String> = file
         .names()
@@ -98,9 +124,17 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     ensure!(
         unknown.is_empty(),
         "tensors that a Llama without them would not compute like: {}",
-        super::tensors::list(&unknown)
+        tensors::list(&unknown)
     );
     writer.finish()?;
+    let mut json = config.to_json(type_name);
+    match layers.quantization()? {
+        None => write_json(&new.path().join(CONFIG_FILE), &json)?,
+        Some(quantization) => {
+            json["quantization_config"] = quantization.inline();
+            write_configs(new.path(), &json, &quantization)?;
+        }
+    }
     let no_tokenizer = match tokenizer::tokenizer_json(file)? {
         Err(reason) => Some(reason),
         Ok(json) => {
@@ -114,8 +148,129 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     new.finish()?;
     Ok(Imported {
         config,
+        nvfp4_layers: layers.packed.len(),
+        unused_scales: layers.unused_scales,
         no_tokenizer,
     })
+}
+
+/// Returns the module of a linear layer's weight, but not the head, which engines do not read in
+/// NVFP4.
+fn layer_of(tensor: &str) -> Option<&str> {
+    let module = tensor.strip_suffix(".weight")?;
+    (is_linear(module) && module.contains(".layers.")).then_some(module)
+}
+
+/// Linear layers as they are written.
+#[derive(Default)]
+struct Layers {
+    /// Layers in NVFP4, and whether the file has a scale of their inputs.
+    packed: Vec<(String, bool)>,
+    /// Layers in high precision.
+    unquantized: Vec<String>,
+    /// Scales of inputs of other tensors than those in NVFP4.
+    unused_scales: Vec<String>,
+}
+
+impl Layers {
+    fn add_packed(&mut self, module: &str, weight: &PackedWeight) {
+        let has_input = weight.input_global().is_some();
+        self.packed.push((module.to_owned(), has_input));
+    }
+
+    /// Returns the quantization of the folder, if a layer is in NVFP4.
+    ///
+    /// # Errors
+    /// Returns an error if some inputs have a scale and others have none.
+    fn quantization(&self) -> Result<Option<QuantConfig>> {
+        let find = |wanted: bool| self.packed.iter().find(|(_, found)| *found == wanted);
+        let scheme = match (find(true), find(false)) {
+            (None, None) => return Ok(None),
+            (Some(_), None) => Scheme::W4a4,
+            (None, Some(_)) => Scheme::W4a16,
+            (Some((with, _)), Some((without, _))) => bail!(
+                "there is a scale of the input of {with}, but none of the input of {without}: all \
+                 layers in NVFP4 must have one, or none of them"
+            ),
+        };
+        let unquantized = self.unquantized.iter().map(String::as_str);
+        Ok(Some(QuantConfig {
+            dialect: Dialect::ModelOpt,
+            scheme,
+            kv_cache_fp8: false,
+            pre_quant: false,
+            targets: vec![LINEAR.into()],
+            exclude: exclusions(unquantized, Dialect::ModelOpt),
+        }))
+    }
+}
+
+/// A tensor with its scales.
+struct Stored<'a> {
+    tensor: GgufTensor<'a>,
+    /// Axes, contiguous one last.
+    shape: Vec<usize>,
+    /// Factor of all values, from `NAME.scale`.
+    scale: Option<f32>,
+    /// Factor of the layer's quantized input, from `NAME.input_scale`.
+    input_scale: Option<f32>,
+}
+
+impl<'a> Stored<'a> {
+    /// Reads the tensor `name`.
+    ///
+    /// # Errors
+    /// Returns an error if there is none, or if its scales are no single positive numbers.
+    fn read(file: &'a GgufFile, name: &str) -> Result<Self> {
+        let tensor = file.tensor(name)?;
+        let scale = |which: &str| -> Result<Option<f32>> {
+            let name = scale_name(name, which);
+            if !file.names().any(|other| other == name) {
+                return Ok(None);
+            }
+            let values = file.tensor(&name)?.to_f32()?;
+            match values[..] {
+                [value] if value > 0.0 => Ok(Some(value)),
+                _ => bail!("`{name}` is {values:?}, but must be one positive number"),
+            }
+        };
+        Ok(Self {
+            shape: tensor.axes().iter().rev().copied().collect(),
+            scale: scale("scale")?,
+            input_scale: scale("input_scale")?,
+            tensor,
+        })
+    }
+
+    /// Returns the values. `order` has the number and the size of the heads whose rows the
+    /// converter has permuted.
+    fn values(&self, order: Option<(usize, usize)>) -> Result<Vec<f32>> {
+        let mut values = self.tensor.to_f32()?;
+        if let Some(scale) = self.scale {
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
+        Ok(unpermute(values, order))
+    }
+
+    /// Returns codes and scales of an NVFP4 tensor; see [`values`](Self::values).
+    fn packed(&self, order: Option<(usize, usize)>) -> Result<PackedWeight> {
+        let &[n, k] = &self.shape[..] else {
+            bail!("it is {:?}, but must be a matrix", self.shape);
+        };
+        let (codes, scales) = blocks::nvfp4_codes_and_scales(self.tensor.bytes());
+        PackedWeight::new(
+            [n, k],
+            unpermute(codes, order),
+            unpermute(scales, order),
+            GlobalScale::Multiply(self.scale.unwrap_or(1.0)),
+            self.input_scale.map(GlobalScale::Multiply),
+        )
+    }
+}
+
+/// Returns the name of a scale of the tensor `name`.
+fn scale_name(name: &str, which: &str) -> String {
+    format!("{}.{which}", name.strip_suffix(".weight").unwrap_or(name))
 }
 
 /// Returns an error if a value rounds to infinity in `dtype`.
@@ -156,18 +311,6 @@ const KEYS: &[&str] = &[
     "rope.scaling.type",
     "vocab_size",
 ];
-
-/// Returns an error for a part of a split file.
-fn refuse_part(file: &GgufFile) -> Result<()> {
-    let parts = file.optional_count("split.count")?.unwrap_or(0);
-    let part = file.optional_count("split.no")?.unwrap_or(0) + 1;
-    ensure!(
-        parts <= 1,
-        "this is part {part} of {parts} (split.no, split.count): join the parts first, with \
-         `llama-gguf-split --merge`"
-    );
-    Ok(())
-}
 
 /// Returns an error for unknown keys of the architecture that may affect the computation.
 fn refuse_unknown(file: &GgufFile) -> Result<()> {
@@ -341,10 +484,13 @@ fn gguf_name(name: &str) -> String {
     format!("blk.{index}.{part}.weight")
 }
 
-/// Restores the row order of transformers. llama.cpp rotates elements `2 i` and `2 i + 1` of a
-/// head, and transformers `i` and `i + head / 2`: the converter moved row `(h, p, i)` to
-/// `(h, i, p)`.
-fn unpermute(values: &[f32], heads: usize, head: usize) -> Vec<f32> {
+/// Restores the row order of transformers in a matrix with `order`: heads, and rows per head.
+/// llama.cpp rotates elements `2 i` and `2 i + 1` of a head, and transformers `i` and
+/// `i + head / 2`: the converter moved row `(h, p, i)` to `(h, i, p)`.
+fn unpermute<T: Copy>(values: Vec<T>, order: Option<(usize, usize)>) -> Vec<T> {
+    let Some((heads, head)) = order else {
+        return values;
+    };
     let width = values.len() / (heads * head);
     let half = head / 2;
     let mut rows = Vec::with_capacity(values.len());

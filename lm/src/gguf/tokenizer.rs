@@ -8,12 +8,19 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value as Json, json};
 
-use super::read::{GgufFile, Value};
+use super::file::{GgufFile, Value};
 
 /// `tokenizer.ggml.token_type` of tokens that text cannot produce.
 const CONTROL: i128 = 3;
 /// `tokenizer.ggml.token_type` of tokens that are matched whole in a text.
 const USER_DEFINED: i128 = 4;
+
+/// Words of Llama 3: contractions, letters with one other character before them, up to three
+/// digits, other characters with the line breaks after them, line breaks, spaces.
+const LLAMA_3_WORDS: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
 /// Returns the contents of `tokenizer.json`, or the reason why it cannot be made.
 ///
@@ -32,22 +39,39 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
         )));
     }
     let cut = text("tokenizer.ggml.pre")?;
-    let spaced = flag(file, "tokenizer.ggml.add_space_prefix")?;
-    let byte_level = json!({
-        "type": "ByteLevel",
-        "add_prefix_space": spaced,
-        "trim_offsets": true,
-        "use_regex": true,
-    });
+    let spaced = flag(file, "tokenizer.ggml.add_space_prefix")?.unwrap_or(false);
+    let byte_level = |use_regex: bool| {
+        json!({
+            "type": "ByteLevel",
+            "add_prefix_space": spaced,
+            "trim_offsets": true,
+            "use_regex": use_regex,
+        })
+    };
+    let is_llama_3 = cut == Some("llama-bpe");
     let pre_tokenizer = match cut {
-        Some("gpt-2") => byte_level.clone(),
+        Some("gpt-2") => byte_level(true),
+        // The same words, but every digit is one.
         Some("smollm") => json!({
             "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": true}, byte_level],
+            "pretokenizers": [{"type": "Digits", "individual_digits": true}, byte_level(true)],
+        }),
+        Some("llama-bpe") => json!({
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": LLAMA_3_WORDS},
+                    "behavior": "Isolated",
+                    "invert": false,
+                },
+                byte_level(false),
+            ],
         }),
         other => {
             return Ok(Err(format!(
-                "`tokenizer.ggml.pre` is {other:?}, and only `gpt-2` and `smollm` are read"
+                "`tokenizer.ggml.pre` is {other:?}, and only `gpt-2`, `smollm` and `llama-bpe` are \
+                 read"
             )));
         }
     };
@@ -75,8 +99,8 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
         "added_tokens": added(file, tokens)?,
         "normalizer": null,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": around(file, tokens)?,
-        "decoder": byte_level,
+        "post_processor": around(file, tokens, is_llama_3)?,
+        "decoder": byte_level(true),
         "model": {
             "type": "BPE",
             "dropout": null,
@@ -85,6 +109,8 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
             "end_of_word_suffix": null,
             "fuse_unk": false,
             "byte_fallback": false,
+            // A word of Llama 3 that is a token is not split by merges.
+            "ignore_merges": is_llama_3,
             "vocab": vocab,
             "merges": merges,
         },
@@ -122,11 +148,12 @@ fn added(file: &GgufFile, tokens: &[String]) -> Result<Vec<Json>> {
 }
 
 /// Returns a post-processor that adds the start-of-text and end-of-text tokens, if the file
-/// requests them.
-fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
+/// requests them. `bos_by_default` applies to a file that says nothing about the first one:
+/// llama.cpp adds it for Llama 3.
+fn around(file: &GgufFile, tokens: &[String], bos_by_default: bool) -> Result<Json> {
     let mut special = serde_json::Map::new();
-    let mut asked = |flag_name: &str, key: &str| -> Result<Option<Json>> {
-        if !flag(file, &format!("tokenizer.ggml.{flag_name}"))? {
+    let mut asked = |flag_name: &str, key: &str, default: bool| -> Result<Option<Json>> {
+        if !flag(file, &format!("tokenizer.ggml.{flag_name}"))?.unwrap_or(default) {
             return Ok(None);
         }
         let (id, token) = named(file, tokens, key)?;
@@ -140,8 +167,8 @@ fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
         special.insert(token.to_owned(), entry);
         Ok(Some(json!({"SpecialToken": {"id": token, "type_id": 0}})))
     };
-    let begin = asked("add_bos_token", "bos_token_id")?;
-    let end = asked("add_eos_token", "eos_token_id")?;
+    let begin = asked("add_bos_token", "bos_token_id", bos_by_default)?;
+    let end = asked("add_eos_token", "eos_token_id", false)?;
     if begin.is_none() && end.is_none() {
         return Ok(Json::Null);
     }
@@ -195,10 +222,10 @@ pub(super) fn tokenizer_config(file: &GgufFile) -> Result<Json> {
     Ok(json)
 }
 
-fn flag(file: &GgufFile, key: &str) -> Result<bool> {
+fn flag(file: &GgufFile, key: &str) -> Result<Option<bool>> {
     match file.value(key) {
-        None => Ok(false),
-        Some(Value::Bool(flag)) => Ok(*flag),
+        None => Ok(None),
+        Some(Value::Bool(flag)) => Ok(Some(*flag)),
         Some(other) => bail!("`{key}` is {other:?}, but must be true or false"),
     }
 }
