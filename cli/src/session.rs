@@ -12,7 +12,7 @@ use nvfp4::parallel::ProcessGroup;
 use nvfp4_lm::checkpoint::read_json;
 use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::memory::{MemoryUsed, shown};
-use nvfp4_lm::ranks::agree;
+use nvfp4_lm::ranks::{agree, on_first};
 use nvfp4_lm::train::{Observer, Outcome, Task, Trainer};
 use serde::de::DeserializeOwned;
 
@@ -92,19 +92,24 @@ impl<'a> Session<'a> {
     }
 
     /// Trains to the last step, to the step at which the session stops, or until Ctrl-C. Rank 0
-    /// shows the progress. Returns true if all steps of this session are done.
+    /// shows the progress. Returns true if all steps of this session are done. All ranks call this
+    /// function.
     ///
     /// # Errors
-    /// Returns the errors of [`Trainer::train`].
+    /// Returns an error on all ranks if the folder of `--tensorboard` cannot be written. Also returns
+    /// the errors of [`Trainer::train`].
     pub(crate) fn train<T: Task>(&self, trainer: &mut Trainer<T>) -> Result<bool> {
+        on_first(self.ranks.group(), || {
+            let Some(events) = &self.options.tensorboard else {
+                return Ok(());
+            };
+            let own = trainer.folder().strip_prefix(&self.folder);
+            let events = events.join(own.unwrap_or(Path::new("")));
+            trainer.log_events(&events)
+        })?;
         let interrupt = self.interrupt.clone();
         let outcome = match self.ranks.is_first() {
             true => {
-                if let Some(events) = &self.options.tensorboard {
-                    let own = trainer.folder().strip_prefix(&self.folder);
-                    let events = events.join(own.unwrap_or(Path::new("")));
-                    trainer.log_events(&events)?;
-                }
                 let settings = trainer.settings();
                 if let Some(reason) = settings.uncaptured.filter(|reason| reason.is_notable()) {
                     note!("steps are not captured as a CUDA graph: {reason}");

@@ -121,9 +121,14 @@ pub fn compare<B: Example, N: Example>(
     let start = B::new(&settings, &device).into_record().into_bytes()?;
     let start = || ModuleRecord::from_bytes(start.clone());
     let model = B::new(&settings, &device).load_record(start()?);
+    // Before the first run, because some devices cannot run decorated models.
+    let decorated = match decorate {
+        true => Some(decorated(B::new(&settings, &device).load_record(start()?))?),
+        false => None,
+    };
     run(model, "f32", &settings)?;
-    if decorate {
-        return run_decorated(B::new(&settings, &device).load_record(start()?), &settings);
+    if let Some(model) = decorated {
+        return run_decorated(model, &settings);
     }
     let model = N::new(&settings, &device).load_record(start()?);
     // The random bits of a layer then depend only on its place in the model.
@@ -133,9 +138,19 @@ pub fn compare<B: Example, N: Example>(
 }
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-fn run_decorated<E: Example>(model: E, settings: &Settings) -> Result<(), Box<dyn Error>> {
+fn decorated<E: Example>(model: E) -> Result<E, Box<dyn Error>> {
     let model = nvfp4::decorate(model, &nvfp4::Nvfp4Recipe::new())?;
     assign_layer_ids(&model);
+    Ok(model)
+}
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+fn decorated<E: Example>(_: E) -> Result<E, Box<dyn Error>> {
+    unreachable!("`install` returned an error")
+}
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn run_decorated<E: Example>(model: E, settings: &Settings) -> Result<(), Box<dyn Error>> {
     let model = run(model, "NVFP4", settings)?;
     let report = nvfp4::decorate::report(&model)?;
     print!("{report}");

@@ -222,7 +222,7 @@ fn ctrl_c_leaves_a_quantization_that_resumes() {
     };
     run(&whole, &[]);
     let mut interrupted = 0;
-    for stage in ["", "calibration", "part-00000"] {
+    for stage in ["", "calibration", "part-00000.json"] {
         let out = absent(&format!("quantize-interrupted-{stage}"));
         let mut child = Command::new(env!("CARGO_BIN_EXE_nvfp4"))
             .args(arguments(&out))

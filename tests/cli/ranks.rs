@@ -1,8 +1,9 @@
 //! Tests of several processes that train together, over TCP on this machine.
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use crate::support::*;
 
@@ -10,7 +11,7 @@ use crate::support::*;
 const RECIPE: &str = "--recipe f32 --no-compare";
 
 /// Returns the command for `ranks` ranks, or for one process.
-fn command(ranks: usize) -> String {
+fn train_command(ranks: usize) -> String {
     match ranks {
         1 => "train".into(),
         _ => format!("launch --gpus {ranks} -- train"),
@@ -25,7 +26,7 @@ fn launch_sized(ranks: usize, sizes: &str, out: &Path, more: &str) -> Output {
     let out = out.to_str().unwrap();
     let more: Vec<&str> = more.split_whitespace().collect();
     nvfp4(
-        &format!("{} {sizes} {RUN}", command(ranks)),
+        &format!("{} {sizes} {RUN}", train_command(ranks)),
         &[&["--data", text(), "--out", out], &more[..]].concat(),
     )
 }
@@ -38,7 +39,7 @@ fn resume(ranks: usize, out: &Path) -> Output {
 fn resume_on(ranks: usize, out: &Path, layout: &str) -> Output {
     let layout: Vec<&str> = layout.split_whitespace().collect();
     let resumed = ["--resume", out.to_str().unwrap()];
-    nvfp4(&command(ranks), &[&resumed, &layout[..]].concat())
+    nvfp4(&train_command(ranks), &[&resumed, &layout[..]].concat())
 }
 
 /// Returns the validation losses of a run with one recipe.
@@ -286,6 +287,43 @@ fn a_soak_kills_ranks_of_runs_which_resume() {
     let left: Vec<_> = left.filter(|name| name != "run-0.log").collect();
     assert_eq!(left, ["soak.json"]);
     fails(soak(few, "train --fsdp"), &["already holds a soak"]);
+}
+
+/// Without the launcher, which ends the other ranks itself.
+#[test]
+fn other_ranks_end_when_the_first_cannot_write_events() {
+    let folder = folder("ranks-events");
+    let (out, events) = (folder.join("run"), folder.join("events"));
+    fs::write(&events, "a file").unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = port.local_addr().unwrap().port().to_string();
+    let start = |rank: &str| {
+        let mut command = command(
+            &format!("train {SMALL} {RUN} {RECIPE}"),
+            &[
+                "--data",
+                text(),
+                "--out",
+                out.to_str().unwrap(),
+                "--tensorboard",
+                events.to_str().unwrap(),
+            ],
+        );
+        command.envs([
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", &port),
+            ("NVFP4_TOKEN", "0123456789abcdef"),
+        ]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let ranks = ["0", "1"].map(start);
+    let [first, other] = ranks.map(|rank| rank.wait_with_output().unwrap());
+    fails(first, &["tensorboard", "events"]);
+    fails(other, &["rank 0 failed; its message says why"]);
 }
 
 #[test]

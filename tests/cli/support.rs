@@ -59,7 +59,7 @@ pub(crate) fn nvfp4_reads(input: &str, arguments: &str, more: &[&str]) -> Output
     child.wait_with_output().unwrap()
 }
 
-fn command(arguments: &str, more: &[&str]) -> Command {
+pub(crate) fn command(arguments: &str, more: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_nvfp4"));
     command
         .args(arguments.split_whitespace())

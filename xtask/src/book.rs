@@ -1,6 +1,9 @@
 //! `cargo xtask book`: builds the book, checks the links of all documents, and checks the file
 //! paths named in README and book.
 //!
+//! lychee is not used, because it does not check file paths in code, nor is mdbook-linkcheck, which
+//! does not work with mdBook 0.5.
+//!
 //! The examples are compiled elsewhere: `src/lib.rs` includes the chapters with examples as
 //! documentation, so that `cargo test` compiles and runs them.
 

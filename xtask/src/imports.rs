@@ -4,6 +4,9 @@
 //! A file imports another if it names an item defined there, in a `use` or in a path, through any
 //! re-exports. A re-export (`pub use`) is not an import, and neither is `mod`. Method calls and
 //! code compiled only for tests are ignored.
+//!
+//! cargo-modules (0.27, `dependencies --acyclic`) is not used: it ignores the bodies of functions,
+//! counts re-exports as imports and recursive types of one file as cycles, and ignores features.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -83,9 +83,11 @@ impl LayerNormLinearConfig {
 /// let device = Device::flex();
 /// let config = LayerNormLinearConfig::new(32, 96).with_normalization(NormKind::RmsNorm);
 /// let layer = config.init(&device);
-/// let (y, normed) = layer.forward_with_layernorm_output(Tensor::<3>::ones([1, 6, 32], &device));
+/// let x = Tensor::<3>::ones([1, 6, 32], &device);
+/// let (y, normed) = layer.try_forward_with_layernorm_output(x)?;
 /// assert_eq!((y.dims(), normed.dims()), ([1, 6, 96], [1, 6, 32]));
 /// # }
+/// # Ok::<(), burn_nvfp4::Nvfp4Error>(())
 /// ```
 #[derive(Module, Debug)]
 pub struct LayerNormLinear {
@@ -123,17 +125,5 @@ impl LayerNormLinear {
         let next = Some(&self.linear);
         let normed = self.norm.try_forward_for(next, |value| value, x)?;
         Ok((self.linear.try_forward(normed.clone())?, normed))
-    }
-
-    /// Panicking version of
-    /// [`try_forward_with_layernorm_output`](Self::try_forward_with_layernorm_output).
-    pub fn forward_with_layernorm_output<const D: usize>(
-        &self,
-        x: Tensor<D>,
-    ) -> (Tensor<D>, Tensor<D>) {
-        or_panic(
-            "LayerNormLinear::forward_with_layernorm_output",
-            self.try_forward_with_layernorm_output(x),
-        )
     }
 }

@@ -163,16 +163,4 @@ impl LayerNormMlp {
         let y = feed_forward_of((inner, outer), settings, x)?;
         Ok((y.reshape(dims), normed))
     }
-
-    /// Panicking version of
-    /// [`try_forward_with_layernorm_output`](Self::try_forward_with_layernorm_output).
-    pub fn forward_with_layernorm_output<const D: usize>(
-        &self,
-        x: Tensor<D>,
-    ) -> (Tensor<D>, Tensor<D>) {
-        or_panic(
-            "LayerNormMlp::forward_with_layernorm_output",
-            self.try_forward_with_layernorm_output(x),
-        )
-    }
 }

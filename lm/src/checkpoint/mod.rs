@@ -484,7 +484,7 @@ fn write_durably(path: &Path, content: &[u8]) -> std::io::Result<()> {
 }
 
 /// Flushes the names in a folder to disk, on systems with a call for that.
-fn sync_folder(path: &Path) -> std::io::Result<()> {
+pub(crate) fn sync_folder(path: &Path) -> std::io::Result<()> {
     if cfg!(unix) {
         File::open(path)?.sync_all()
     } else {

@@ -1,6 +1,6 @@
 //! More steps for a run.
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use burn_nvfp4::recipe::RecipeSchedule;
 
 use super::schedule::Schedule;
@@ -10,10 +10,10 @@ use super::schedule::Schedule;
 ///
 /// # Errors
 /// Returns an error that names the number if the run has more steps, or that names the phases of
-/// `recipes` if it has several: they begin after shares of the steps.
+/// one of `recipes` if it has several: they begin after shares of the steps.
 pub(crate) fn extension(
     schedule: &Schedule,
-    recipes: &RecipeSchedule,
+    recipes: &[RecipeSchedule],
     steps: u64,
 ) -> Result<Option<String>> {
     let old = schedule.steps;
@@ -25,11 +25,13 @@ pub(crate) fn extension(
     if steps == old {
         return Ok(None);
     }
-    ensure!(
-        recipes.phases().len() == 1,
-        "steps is {steps}, but the run has {old} and the phases {recipes}, which begin after shares \
-         of them: more steps would move their beginnings, so that the run cannot be extended"
-    );
+    if let Some(phases) = recipes.iter().find(|recipe| recipe.phases().len() > 1) {
+        bail!(
+            "steps is {steps}, but the run has {old} and the phases {phases}, which begin after \
+             shares of them: more steps would move their beginnings, so that the run cannot be \
+             extended"
+        );
+    }
     let longer = Schedule { steps, ..*schedule };
     Ok(Some(format!(
         "extended from {old} to {steps} steps: the learning rate continues on the cosine of {steps} \

@@ -320,10 +320,11 @@ impl RunConfig {
     /// # Errors
     /// Returns an error if the run has more steps, or if one of its recipes has several phases.
     pub fn extend(&mut self, steps: u64) -> Result<Option<String>> {
-        let mut said = None;
-        for recipe in self.all_recipes() {
-            said = extension(&self.step_schedule(), &self.recipe_schedule(recipe)?, steps)?;
-        }
+        let recipes = self
+            .all_recipes()
+            .map(|recipe| self.recipe_schedule(recipe));
+        let recipes: Vec<_> = recipes.collect::<Result<_>>()?;
+        let said = extension(&self.step_schedule(), &recipes, steps)?;
         self.steps = steps;
         Ok(said)
     }

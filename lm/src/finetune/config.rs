@@ -240,7 +240,7 @@ impl FinetuneConfig {
     /// # Errors
     /// Returns an error if the run has more steps, or several phases.
     pub fn extend(&mut self, steps: u64) -> Result<Option<String>> {
-        let said = extension(&self.step_schedule(), &self.recipes()?, steps)?;
+        let said = extension(&self.step_schedule(), &[self.recipes()?], steps)?;
         self.steps = steps;
         Ok(said)
     }

@@ -262,21 +262,20 @@ pub fn checkpoint(data: &[u8]) {
 }
 
 /// Files of an interrupted quantization: a JSON line with the reports of the calibration and of the
-/// first layer, followed by the safetensors file of both.
+/// first layer, followed by the safetensors file of the calibration.
 pub fn journal(data: &[u8]) {
     let out = folder("journal");
     let own = out.join(JOURNAL);
     let end = data.iter().position(|byte| *byte == b'\n');
     let (report, tensors) = data.split_at(end.unwrap_or(data.len()));
-    for entry in ["calibration", "part-00000"] {
-        let entry = own.join(entry);
-        fs::create_dir_all(&entry).expect("the folder for temporary files can be written");
-        write(&entry.join("report.json"), report);
-        write(
-            &entry.join("model.safetensors"),
-            tensors.get(1..).unwrap_or_default(),
-        );
-    }
+    let calibration = own.join("calibration");
+    fs::create_dir_all(&calibration).expect("the folder for temporary files can be written");
+    write(&calibration.join("report.json"), report);
+    write(
+        &calibration.join("model.safetensors"),
+        tensors.get(1..).unwrap_or_default(),
+    );
+    write(&own.join("part-00000.json"), report);
     let made_from = MadeFrom::new();
     write(&own.join("made_from.json"), b"{}");
     let journal = Journal::resume(&out, &made_from).expect("it is made from the same");

@@ -15,9 +15,9 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
 /// Size of the length field before the header.
-const LENGTH_BYTES: usize = 8;
+pub(super) const LENGTH_BYTES: usize = 8;
 /// Maximum header length, as in the `safetensors` library.
-const MAX_HEADER: u64 = 100_000_000;
+pub(super) const MAX_HEADER: u64 = 100_000_000;
 /// Maximum number of axes of a tensor.
 const MAX_AXES: usize = 16;
 

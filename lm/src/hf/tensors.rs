@@ -15,7 +15,7 @@ use safetensors::Dtype;
 use serde::Deserialize;
 
 use super::header::{Entry, Header};
-use super::{INDEX_FILE, WHOLE_FILE};
+use super::{INDEX_FILE, TensorSpec, WHOLE_FILE};
 use crate::random::{hash, hash_all};
 
 /// Tensors of a model, by name.
@@ -305,6 +305,11 @@ impl fmt::Debug for TensorFolder {
 }
 
 impl StoredTensor<'_> {
+    /// Returns the description of the tensor.
+    pub fn spec(&self) -> TensorSpec {
+        TensorSpec::new(self.name, self.dtype, self.shape)
+    }
+
     /// Converts the elements to `f32`; exact except for `F64`, which is rounded.
     ///
     /// # Errors

@@ -1,27 +1,34 @@
 //! Writes the safetensors files of a model atomically.
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use memmap2::Mmap;
-use safetensors::{Dtype, View};
-use serde_json::json;
+use safetensors::Dtype;
 
-use super::header::bytes_of;
+use super::plan::{FilePlan, TensorSpec, check_name, file_name, write_index};
 use super::{INDEX_FILE, WHOLE_FILE};
+
+/// Receives the tensors of a model.
+pub trait TensorSink {
+    /// Adds a tensor with the elements `bytes`, little endian, last axis contiguous.
+    ///
+    /// # Errors
+    /// Returns an error if the tensor is not accepted or writing fails.
+    fn add(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> Result<()>;
+}
 
 /// Writes the tensors of a model to `model.safetensors`, or to shards with an index if they exceed
 /// the limit of one file.
 ///
 /// Tensors arrive one by one and are written to disk at once, so that memory holds one of them at a
-/// time. [`finish`](Self::finish) renames the files when all of them are on disk. Before that, and
-/// if writing fails, the folder has no model. In a file, tensors have the order of the
-/// `safetensors` library (wider types first, then by name), and the metadata is `format: pt`, which
-/// transformers 4 requires.
+/// time. Their places in a file are known only when all of it have arrived, so every tensor is
+/// written twice; [`PlannedWriter`](super::PlannedWriter) writes it once.
+/// [`finish`](Self::finish) renames the files when all of them are on disk. Before that, and if
+/// writing fails, the folder has no model.
 pub struct TensorWriter {
     folder: PathBuf,
     shard_bytes: u64,
@@ -34,12 +41,12 @@ pub struct TensorWriter {
     spool: Option<Spool>,
 }
 
-/// Tensors of the current shard, in arrival order. Their final order and the header are known only
-/// when the shard is full.
+/// Tensors of the current shard, in arrival order.
 struct Spool {
     path: PathBuf,
     file: BufWriter<File>,
-    tensors: Vec<(String, Dtype, Vec<usize>, usize)>,
+    /// Tensors, with the first byte of each in the spool.
+    tensors: Vec<(TensorSpec, usize)>,
     bytes: u64,
 }
 
@@ -82,16 +89,13 @@ impl TensorWriter {
     /// Returns an error if the name exists, the number of bytes does not match type and shape, or
     /// writing fails.
     pub fn add(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> Result<()> {
-        let axes: Vec<u64> = shape.iter().map(|axis| *axis as u64).collect();
+        let spec = TensorSpec::new(name, dtype, shape);
         ensure!(
-            bytes_of(dtype, &axes) == Some(bytes.len() as u64),
+            spec.bytes().ok() == Some(bytes.len() as u64),
             "tensor `{name}`: {} bytes are no {dtype:?}{shape:?}",
             bytes.len()
         );
-        ensure!(
-            name != "__metadata__" && !self.shard_of.contains_key(name),
-            "tensor `{name}`: there is one of this name already"
-        );
+        check_name(name, self.shard_of.contains_key(name))?;
         let length = bytes.len() as u64;
         let is_full = |spool: &Spool| spool.bytes + length > self.shard_bytes;
         if self.spool.as_ref().is_some_and(is_full) {
@@ -111,10 +115,8 @@ impl TensorWriter {
         };
         let write = spool.file.write_all(bytes);
         write.with_context(|| spool.path.display().to_string())?;
-        let start = spool.bytes as usize;
+        spool.tensors.push((spec, spool.bytes as usize));
         spool.bytes += length;
-        let tensor = (name.to_owned(), dtype, shape.to_vec(), start);
-        spool.tensors.push(tensor);
         self.total += length;
         self.shard_of.insert(name.to_owned(), self.shards.len());
         Ok(())
@@ -132,24 +134,12 @@ impl TensorWriter {
         );
         self.end_shard()?;
         let count = self.shards.len();
-        let name = |shard: usize| match count {
-            1 => WHOLE_FILE.to_owned(),
-            _ => format!("model-{:05}-of-{count:05}.safetensors", shard + 1),
-        };
         // The index comes last: shards without an index are not a model.
         for (shard, partial) in self.shards.iter().enumerate() {
-            let path = self.folder.join(name(shard));
+            let path = self.folder.join(file_name(shard, count));
             fs::rename(partial, &path).with_context(|| path.display().to_string())?;
         }
-        if count > 1 {
-            let map: BTreeMap<&String, String> =
-                self.shard_of.iter().map(|(k, v)| (k, name(*v))).collect();
-            let index = json!({"metadata": {"total_size": self.total}, "weight_map": map});
-            let mut text = serde_json::to_vec_pretty(&index)?;
-            text.push(b'\n');
-            crate::checkpoint::replace(&self.folder.join(INDEX_FILE), &text)?;
-        }
-        Ok(())
+        write_index(&self.folder, &self.shard_of, count, self.total)
     }
 
     /// Converts the spooled tensors to a safetensors file under a temporary name.
@@ -180,32 +170,31 @@ impl Drop for TensorWriter {
     }
 }
 
+impl TensorSink for TensorWriter {
+    fn add(&mut self, name: &str, dtype: Dtype, shape: &[usize], bytes: &[u8]) -> Result<()> {
+        Self::add(self, name, dtype, shape, bytes)
+    }
+}
+
 impl Spool {
     /// Writes the safetensors file `path`, and syncs it to disk.
     fn write(mut self, path: &Path) -> Result<()> {
         self.file.flush()?;
-        let file = File::open(&self.path)?;
+        let tensors = std::mem::take(&mut self.tensors);
+        let names = tensors
+            .iter()
+            .map(|(spec, start)| (spec.name.clone(), *start));
+        let starts: BTreeMap<String, usize> = names.collect();
+        let plan = FilePlan::new(tensors.into_iter().map(|(spec, _)| spec).collect())?;
+        let spool = File::open(&self.path)?;
         // SAFETY: the file is ours alone, and stays as it is until it is removed.
-        let data = unsafe { Mmap::map(&file)? };
-        let views = self.tensors.iter().map(|(name, dtype, shape, start)| {
-            let axes: Vec<u64> = shape.iter().map(|axis| *axis as u64).collect();
-            let length = bytes_of(*dtype, &axes).expect("checked when it was added") as usize;
-            let bytes = &data[*start..start + length];
-            let dtype = *dtype;
-            (
-                name,
-                Spooled {
-                    dtype,
-                    shape,
-                    bytes,
-                },
-            )
-        });
-        let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        safetensors::serialize_to_file(views, Some(metadata), path)?;
-        // The library restricts its file to the owner; the spool has default permissions.
-        fs::set_permissions(path, file.metadata()?.permissions())?;
-        File::open(path)?.sync_all()?;
+        let data = unsafe { Mmap::map(&spool)? };
+        let mut file = BufWriter::new(File::create(path)?);
+        file.write_all(&plan.header)?;
+        for (name, entry) in &plan.tensors {
+            file.write_all(&data[starts[name]..][..entry.end - entry.start])?;
+        }
+        file.into_inner()?.sync_all()?;
         Ok(())
     }
 }
@@ -213,29 +202,5 @@ impl Spool {
 impl Drop for Spool {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
-    }
-}
-
-struct Spooled<'a> {
-    dtype: Dtype,
-    shape: &'a [usize],
-    bytes: &'a [u8],
-}
-
-impl View for Spooled<'_> {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        self.bytes.into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
     }
 }

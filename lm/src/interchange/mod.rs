@@ -40,7 +40,7 @@ use anyhow::Result;
 use burn_nvfp4::Nvfp4Recipe;
 use clap::ValueEnum;
 
-use crate::hf::{TensorFolder, TensorWriter};
+use crate::hf::{TensorFolder, TensorSink, TensorSpec};
 
 pub use checkpoint::{Checkpoint, Problem};
 pub use config::QuantConfig;
@@ -99,10 +99,10 @@ impl Dialect {
     /// global scales changed their dequantization factor by one unit in the last place.
     ///
     /// # Errors
-    /// Returns the errors of [`TensorWriter::add`].
+    /// Returns the errors of [`TensorSink::add`].
     pub fn write(
         self,
-        writer: &mut TensorWriter,
+        writer: &mut dyn TensorSink,
         module: &str,
         weight: &PackedWeight,
     ) -> Result<u32> {
@@ -110,6 +110,13 @@ impl Dialect {
             Self::ModelOpt => modelopt::write(writer, module, weight),
             Self::CompressedTensors => compressed_tensors::write(writer, module, weight),
         }
+    }
+
+    /// Returns the tensors of the linear layer `module`, whose weight has the shape `shape` and no
+    /// input feature scales. Includes the global scale of the input if `has_input`.
+    pub fn specs(self, module: &str, shape: [usize; 2], has_input: bool) -> Vec<TensorSpec> {
+        let names = (module, self.leaves(), self.scalar_shape());
+        tensors::specs(names, shape, has_input)
     }
 
     /// Returns the name of the FP8 scale of the keys (`'k'`) or values (`'v'`) that the attention

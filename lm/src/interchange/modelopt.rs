@@ -10,7 +10,7 @@ use anyhow::Result;
 
 use super::packed::{GlobalScale, PackedWeight};
 use super::{Leaves, tensors};
-use crate::hf::{TensorFolder, TensorWriter};
+use crate::hf::{TensorFolder, TensorSink};
 
 /// Names of a layer's tensors.
 pub const LEAVES: Leaves = Leaves {
@@ -41,8 +41,8 @@ pub fn read(tensors: &TensorFolder, module: &str) -> Result<PackedWeight> {
 /// Adds the tensors of `module`; see [`Dialect::write`](super::Dialect::write).
 ///
 /// # Errors
-/// Returns the errors of [`TensorWriter::add`].
-pub fn write(writer: &mut TensorWriter, module: &str, weight: &PackedWeight) -> Result<u32> {
+/// Returns the errors of [`TensorSink::add`].
+pub fn write(writer: &mut dyn TensorSink, module: &str, weight: &PackedWeight) -> Result<u32> {
     tensors::write(writer, (module, LEAVES, SCALAR), weight, |scale| {
         (scale.to_multiplier(), 0)
     })

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::Dtype;
 
-use crate::hf::{StoredTensor, TensorWriter};
+use crate::hf::{StoredTensor, TensorSink};
 
 /// Scales by which a layer multiplies its input features before quantization, as stored in the
 /// file.
@@ -55,8 +55,8 @@ impl PreQuantScale {
     /// Adds the scales to `writer` under `name`.
     ///
     /// # Errors
-    /// Returns the errors of [`TensorWriter::add`].
-    pub fn write(&self, writer: &mut TensorWriter, name: &str) -> Result<()> {
+    /// Returns the errors of [`TensorSink::add`].
+    pub fn write(&self, writer: &mut dyn TensorSink, name: &str) -> Result<()> {
         let written = writer.add(name, self.dtype, &[self.values.len()], &self.bytes);
         written.with_context(|| name.to_owned())
     }

@@ -6,7 +6,7 @@ use safetensors::Dtype;
 
 use super::packed::{GlobalScale, PackedWeight, check_scales};
 use super::{Leaves, PreQuantScale};
-use crate::hf::{TensorFolder, TensorWriter};
+use crate::hf::{TensorFolder, TensorSink, TensorSpec};
 
 /// Description of a quantized layer, without its codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -124,11 +124,30 @@ pub(super) fn read(
         .with_context(|| module.to_owned())
 }
 
+/// Returns the tensors of `module` with scalars of shape `scalar`, for a weight of shape `[n, k]`
+/// without input feature scales.
+pub(super) fn specs(
+    (module, leaves, scalar): (&str, Leaves, &[usize]),
+    [n, k]: [usize; 2],
+    has_input: bool,
+) -> Vec<TensorSpec> {
+    let spec = |leaf: &str, dtype: Dtype, shape: &[usize]| {
+        TensorSpec::new(format!("{module}.{leaf}"), dtype, shape)
+    };
+    let mut specs = vec![
+        spec(leaves.codes, Dtype::U8, &[n, k / 2]),
+        spec(leaves.scales, Dtype::F8_E4M3, &[n, k / BLOCK]),
+        spec(leaves.global, Dtype::F32, scalar),
+    ];
+    specs.extend(has_input.then(|| spec(leaves.input, Dtype::F32, scalar)));
+    specs
+}
+
 /// Adds the tensors of `module` with scalars of shape `scalar`. `convert` converts a global scale
 /// and returns the change of its factor in units in the last place. Returns the number of changed
 /// scales.
 pub(super) fn write(
-    writer: &mut TensorWriter,
+    writer: &mut dyn TensorSink,
     (module, leaves, scalar): (&str, Leaves, &[usize]),
     weight: &PackedWeight,
     convert: impl Fn(GlobalScale) -> (GlobalScale, u32),
@@ -145,15 +164,15 @@ pub(super) fn write(
     // If the scale is 0, codes must be 0 too, because readers may raise the scale.
     let mut weight = weight.clone();
     weight.clear_zero_blocks();
-    let (n, k) = (weight.n(), weight.k());
-    writer.add(&name(leaves.codes), Dtype::U8, &[n, k / 2], weight.codes())?;
-    let blocks = [n, k / BLOCK];
-    writer.add(
-        &name(leaves.scales),
-        Dtype::F8_E4M3,
-        &blocks,
-        weight.scales(),
-    )?;
+    let shape = [weight.n(), weight.k()];
+    let has_input = weight.input_global().is_some();
+    let mut specs = specs((module, leaves, scalar), shape, has_input).into_iter();
+    let mut add = |bytes: &[u8]| {
+        let spec = specs.next().expect("one for each of the tensors below");
+        writer.add(&spec.name, spec.dtype, &spec.shape, bytes)
+    };
+    add(weight.codes())?;
+    add(weight.scales())?;
     let mut moved = 0;
     for (leaf, scale) in [
         (leaves.global, Some(weight.global())),
@@ -170,8 +189,7 @@ pub(super) fn write(
         );
         scale.check().with_context(|| name(leaf))?;
         moved += u32::from(ulps > 0);
-        let bytes = scale.value().to_le_bytes();
-        writer.add(&name(leaf), Dtype::F32, scalar, &bytes)?;
+        add(&scale.value().to_le_bytes())?;
     }
     Ok(moved)
 }

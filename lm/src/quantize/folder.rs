@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
+use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::journal::{Journal, MadeFrom};
 use super::plan::{Plan, layer_of};
@@ -23,7 +24,9 @@ use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::load::check_tensors;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
-use crate::hf::{DecoderConfig, StoredTensor, TensorFolder, TensorWriter};
+use crate::hf::{
+    DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
+};
 use crate::interchange::checkpoint::HF_QUANT_CONFIG;
 use crate::interchange::convert::{PROVENANCE, copy_companions, exclusions, write_configs};
 use crate::interchange::exclude::LINEAR;
@@ -50,8 +53,8 @@ pub struct QuantizeOptions {
 }
 
 /// Quantizes the model in the folder `model` to the folder `out`, with the input statistics of
-/// `calibration`. `progress` receives the number of layers done and the total. Memory holds one
-/// group of layers at a time.
+/// `calibration`. `progress` receives the number of layers done and the total. Memory holds the
+/// weights of one fused group; with smoothing, those of one decoder layer.
 ///
 /// # Errors
 /// Returns the errors of [`Quantization::start`] and [`Quantization::finish`].
@@ -179,6 +182,7 @@ impl Quantization {
 
     /// Quantizes the remaining layers with the statistics of `calibration`, and writes the model.
     /// `progress` receives the number of layers quantized so far and the total.
+    /// Every tensor is written once, to its place in the planned files.
     ///
     /// # Errors
     /// Returns an error if an input is unknown, a value is not finite, or writing fails. Checks the
@@ -191,19 +195,144 @@ impl Quantization {
         let parts = self.plan.parts();
         let inputs = Inputs::new(calibration);
         let total = self.plan.groups.iter().map(Vec::len).sum();
-        let mut done = 0;
+        let specs = parts.iter().map(|part| self.part_specs(part));
+        let specs: Vec<Vec<TensorSpec>> = specs.collect::<Result<_>>()?;
+        let copied = self.copied_specs()?;
+        let all = copied.iter().chain(specs.iter().flatten()).cloned();
+        let all = all.chain(self.kv_scales()?.into_iter().map(|scale| scale.spec));
+        let plan = ModelPlan::new(all.collect(), TensorWriter::SHARD_BYTES)?;
+        let mut files = self.journal.files(plan)?;
+        let mut done = Quantized::default();
         for (index, part) in parts.iter().enumerate() {
-            let layers = part.iter().map(Vec::len).sum::<usize>();
-            if self.journal.part(index)?.is_none() {
-                let mut show =
-                    |of_part: usize, module: &str| progress(done + of_part, total, module);
-                self.journal.keep_part(index, |writer| {
-                    self.write_part(part, &inputs, writer, &mut show)
-                })?;
+            if let Some(kept) = self.journal.part(index)? {
+                specs[index].iter().for_each(|spec| files.keep(&spec.name));
+                done.add(kept);
+                continue;
             }
-            done += layers;
+            let before = done.layers.len();
+            let mut show = |of_part: usize, module: &str| progress(before + of_part, total, module);
+            let report = self.write_part(part, &inputs, &mut files, &mut show)?;
+            self.journal.keep_part(index, &mut files, &report)?;
+            done.add(report);
         }
-        self.assemble(parts.len(), calibration)
+        for spec in &copied {
+            let tensor = self.tensors.get(&spec.name)?;
+            files.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
+        }
+        self.write_kv_scales(&mut files, calibration)?;
+        files.finish(&self.out)?;
+        for name in &self.plan.copied {
+            let tensor = self.tensors.get(name)?;
+            let module = name.strip_suffix(".weight").unwrap_or(name);
+            match self.plan.kept.get(module) {
+                Some(&reason) => done.kept.push(KeptLayer {
+                    module: module.into(),
+                    reason,
+                    bytes: tensor.bytes.len(),
+                }),
+                None => done.other_bytes += tensor.bytes.len(),
+            }
+        }
+        done.calibration_tokens = calibration.tokens();
+        self.write_other_files(&done)?;
+        // Apply the rules of the readers: anything that they would reject is an error here.
+        Checkpoint::open(&self.out).context("the folder that was written is not valid")?;
+        self.journal.finish()?;
+        Ok(done)
+    }
+
+    /// Writes the files of the model other than its tensors.
+    fn write_other_files(&self, done: &Quantized) -> Result<()> {
+        let config = quant_config(&self.options, &self.plan);
+        let mut json = self.json.clone();
+        json.insert("quantization_config".into(), config.inline());
+        copy_companions(&self.model, &self.out, &[])?;
+        write_provenance(&self.out, &self.options, done)?;
+        write_configs(&self.out, &json, &config)
+    }
+
+    /// Returns the tensors that are copied.
+    fn copied_specs(&self) -> Result<Vec<TensorSpec>> {
+        let names = self.plan.copied.iter();
+        let copied = names.filter(|name| !self.smoother.rewrites(name));
+        copied
+            .map(|name| Ok(self.tensors.get(name)?.spec()))
+            .collect()
+    }
+
+    /// Returns the tensors of a decoder layer, whose quantized groups are `part`, sorted by name.
+    fn part_specs(&self, part: &[Vec<String>]) -> Result<Vec<TensorSpec>> {
+        let QuantizeOptions {
+            dialect, scheme, ..
+        } = self.options;
+        let mut specs = Vec::new();
+        for name in self.smoother.rewritten(layer_of(&part[0][0])) {
+            specs.push(self.tensors.get(name)?.spec());
+        }
+        for module in part.iter().flatten() {
+            let tensor = self.tensors.get(&format!("{module}.weight"))?;
+            let shape = [tensor.shape[0], tensor.shape[1]];
+            specs.extend(dialect.specs(module, shape, scheme == Scheme::W4a4));
+        }
+        specs.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(specs)
+    }
+
+    /// Returns the FP8 scales of the keys and values of each attention's cache; none without such a
+    /// cache. For compressed-tensors they are BF16 if the model is BF16, as in both tools.
+    fn kv_scales(&self) -> Result<Vec<KvScale>> {
+        let dialect = self.options.dialect;
+        let mut scales = Vec::new();
+        for name in self.tensors.names().filter(|_| self.options.kv_cache_fp8) {
+            let Some(attention) = name.strip_suffix(".k_proj.weight") else {
+                continue;
+            };
+            let is_bf16 = self.tensors.get(name)?.dtype == Dtype::BF16;
+            let dtype = match is_bf16 && dialect == Dialect::CompressedTensors {
+                true => Dtype::BF16,
+                false => Dtype::F32,
+            };
+            for (index, which) in ['k', 'v'].into_iter().enumerate() {
+                let name = dialect.kv_scale(attention, which);
+                scales.push(KvScale {
+                    attention: attention.to_owned(),
+                    index,
+                    spec: TensorSpec::new(name, dtype, dialect.scalar_shape()),
+                });
+            }
+        }
+        Ok(scales)
+    }
+
+    /// Adds the FP8 scales of the caches to `writer`: amax / 448, as in both tools.
+    fn write_kv_scales(
+        &self,
+        writer: &mut dyn TensorSink,
+        calibration: &Calibration,
+    ) -> Result<()> {
+        for KvScale {
+            attention,
+            index,
+            spec,
+        } in self.kv_scales()?
+        {
+            let amax = calibration.caches.get(&attention).with_context(|| {
+                format!("{attention}: calibration knows nothing of its keys and values")
+            })?;
+            let scale = amax[index] / e4m3::MAX;
+            ensure!(
+                scale > 0.0,
+                "{}: the largest magnitude that calibration saw is {}, from which no scale follows",
+                spec.name,
+                amax[index]
+            );
+            let bytes = match spec.dtype {
+                Dtype::BF16 => bf16::from_f32(scale).to_le_bytes().to_vec(),
+                _ => scale.to_le_bytes().to_vec(),
+            };
+            writer.add(&spec.name, spec.dtype, &spec.shape, &bytes)?;
+        }
+        Ok(())
     }
 
     /// Quantizes the groups of `part` and adds their tensors.
@@ -211,21 +340,22 @@ impl Quantization {
         &self,
         part: &[Vec<String>],
         inputs: &Inputs<'_>,
-        writer: &mut TensorWriter,
+        writer: &mut dyn TensorSink,
         progress: &mut dyn FnMut(usize, &str),
     ) -> Result<PartReport> {
         let options = &self.options;
         let rule = Rule::of(options.dialect);
         let kind = (rule, options.method.choice());
         let layer = layer_of(&part[0][0]);
-        let smooth = self.smoother.scales(layer, &self.tensors, inputs, kind)?;
+        let mut decoded = Decoded::new(&self.tensors);
+        let smooth = self.smoother.scales(layer, &mut decoded, inputs, kind)?;
         smooth.write_plain(writer)?;
         let mut done = PartReport::default();
         for group in part {
             let mut weights = Vec::new();
             for module in group {
-                let tensor = self.tensors.get(&format!("{module}.weight"))?;
-                weights.push((module, tensor, tensor.to_f32()?));
+                let (tensor, values) = decoded.take(module)?;
+                weights.push((module, tensor, values));
             }
             let scaled = weights.iter();
             let scaled = scaled.map(|(module, _, values)| smooth.scaled(module, values));
@@ -273,52 +403,6 @@ impl Quantization {
                 });
             }
         }
-        Ok(done)
-    }
-
-    /// Assembles the model's files from the copied tensors and the parts.
-    fn assemble(self, parts: usize, calibration: &Calibration) -> Result<Quantized> {
-        let Self { options, out, .. } = &self;
-        let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
-        let mut done = Quantized::default();
-        for name in &self.plan.copied {
-            let tensor = self.tensors.get(name)?;
-            if !self.smoother.rewrites(name) {
-                writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
-            }
-            let module = name.strip_suffix(".weight").unwrap_or(name);
-            match self.plan.kept.get(module) {
-                Some(&reason) => done.kept.push(KeptLayer {
-                    module: module.into(),
-                    reason,
-                    bytes: tensor.bytes.len(),
-                }),
-                None => done.other_bytes += tensor.bytes.len(),
-            }
-        }
-        for index in 0..parts {
-            let part = self.journal.part(index)?;
-            let (tensors, report) = part.context("every part was written")?;
-            for tensor in tensors.iter() {
-                writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
-            }
-            done.layers.extend(report.layers);
-            done.unseen.extend(report.unseen);
-        }
-        done.calibration_tokens = calibration.tokens();
-        if options.kv_cache_fp8 {
-            write_kv_scales(&mut writer, &self.tensors, options.dialect, calibration)?;
-        }
-        writer.finish()?;
-        let config = quant_config(options, &self.plan);
-        let mut json = self.json.clone();
-        json.insert("quantization_config".into(), config.inline());
-        copy_companions(&self.model, out, &[])?;
-        write_provenance(out, options, &done)?;
-        write_configs(out, &json, &config)?;
-        // Apply the rules of the readers: anything that they would reject is an error here.
-        Checkpoint::open(out).context("the folder that was written is not valid")?;
-        self.journal.finish()?;
         Ok(done)
     }
 }
@@ -403,38 +487,14 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
     }
 }
 
-/// Adds the FP8 scales of the keys and values of each attention's cache: amax / 448, as in both
-/// tools; for compressed-tensors in BF16 if the model is BF16.
-fn write_kv_scales(
-    writer: &mut TensorWriter,
-    tensors: &TensorFolder,
-    dialect: Dialect,
-    calibration: &Calibration,
-) -> Result<()> {
-    for name in tensors.names() {
-        let Some(attention) = name.strip_suffix(".k_proj.weight") else {
-            continue;
-        };
-        let amax = calibration.caches.get(attention).with_context(|| {
-            format!("{attention}: calibration knows nothing of its keys and values")
-        })?;
-        let is_bf16 = tensors.get(name)?.dtype == Dtype::BF16;
-        for (which, amax) in ['k', 'v'].into_iter().zip(amax) {
-            let name = dialect.kv_scale(attention, which);
-            let scale = amax / e4m3::MAX;
-            let (dtype, bytes) = match is_bf16 && dialect == Dialect::CompressedTensors {
-                true => (Dtype::BF16, bf16::from_f32(scale).to_le_bytes().to_vec()),
-                false => (Dtype::F32, scale.to_le_bytes().to_vec()),
-            };
-            ensure!(
-                scale > 0.0,
-                "{name}: the largest magnitude that calibration saw is {amax}, from which no scale \
-                 follows"
-            );
-            writer.add(&name, dtype, dialect.scalar_shape(), &bytes)?;
-        }
-    }
-    Ok(())
+/// FP8 scale of a cache.
+struct KvScale {
+    /// Module of the attention.
+    attention: String,
+    /// 0 for the keys, 1 for the values.
+    index: usize,
+    /// Tensor of the scale.
+    spec: TensorSpec,
 }
 
 /// Contents of [`PROVENANCE`].

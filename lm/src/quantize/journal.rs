@@ -1,16 +1,18 @@
-//! Stores the complete parts of an unfinished quantization on disk, so that an interrupted run can
-//! resume.
+//! Stores the progress of an unfinished quantization on disk, so that an interrupted run can resume.
 //!
 //! While a model is quantized to a folder, its subfolder `.nvfp4_quantize` has:
 //!
 //! - `made_from.json`: the version, a hash of the model, the options, and the calibration data;
 //! - `calibration`: the statistics, bit for bit, once they are complete;
-//! - `part-N`: the tensors of decoder layer N of the plan, and their rows of the report.
+//! - the safetensors files of the model, planned in advance and filled layer by layer;
+//! - `part-N.json`: the rows of the report for decoder layer N of the plan, once all of its tensors
+//!   are on disk in the files above.
 //!
-//! The journal and each of its entries are renamed to their names when they are complete, and
-//! removed in the reverse order, so that a run can be resumed after any system call at which it was
-//! killed. All model files are assembled from the parts, whether made in one run or several, so the
-//! bytes are the same.
+//! The journal and each of its entries are renamed to their names when they are complete. At the end
+//! the files are moved to the output folder, the other files of the model are written, and the
+//! journal is renamed and removed. A run can thus be resumed after any system call at which it was
+//! killed: it keeps the tensors of complete parts and writes the others again. The plan of the files
+//! depends only on the entries of `made_from.json`, so the bytes are the same.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
@@ -18,15 +20,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
-use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::report::{LayerReport, PartReport};
 use super::stats::{Calibration, InputStats};
-use crate::checkpoint::{read_json, write_json};
+use crate::checkpoint::{read_json, sync_folder, write_json};
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::{INDEX_FILE, TensorFolder, TensorWriter};
+use crate::hf::{Dtype, ModelPlan, PlannedWriter, TensorFolder, TensorWriter};
 use crate::interchange::convert::create_empty;
 
 /// Subfolder of the journal in the output folder.
@@ -35,6 +36,9 @@ pub const JOURNAL: &str = ".nvfp4_quantize";
 const MADE_FROM: &str = "made_from.json";
 const CALIBRATION: &str = "calibration";
 const REPORT: &str = "report.json";
+/// Prefix of the entry of a part.
+const PART: &str = "part-";
+const JSON: &str = ".json";
 /// Suffix of an incomplete entry.
 const PARTIAL: &str = ".partial";
 
@@ -68,10 +72,10 @@ struct StoredLayer {
     weighted_sqnr: Option<u64>,
 }
 
-impl From<LayerReport> for StoredLayer {
-    fn from(layer: LayerReport) -> Self {
+impl From<&LayerReport> for StoredLayer {
+    fn from(layer: &LayerReport) -> Self {
         Self {
-            module: layer.module,
+            module: layer.module.clone(),
             shape: layer.shape,
             bytes_before: layer.bytes_before,
             bytes: layer.bytes,
@@ -141,18 +145,20 @@ impl Journal {
     pub fn resume(out: &Path, made_from: &MadeFrom) -> Result<Self> {
         let mut journal = Self::in_folder(out);
         let path = journal.folder.join(MADE_FROM);
-        if !path.exists() && journal.folder.exists() {
+        let partial = journal.partial();
+        let is_finished = !path.exists() && out.join(CONFIG_FILE).exists();
+        if is_finished && partial.exists() {
             // Killed at the end of `finish`.
-            fs::remove_dir_all(&journal.folder).with_context(|| path.display().to_string())?;
+            fs::remove_dir_all(&partial).with_context(|| partial.display().to_string())?;
         }
-        if journal.partial().exists() || is_empty(out) {
+        if partial.exists() || is_empty(out) {
             return Self::start(out, made_from);
         }
         ensure!(
             path.exists(),
             "there is nothing to resume in {}: {}",
             out.display(),
-            match out.join(CONFIG_FILE).exists() {
+            match is_finished {
                 true => "the quantization is finished",
                 false => "it holds no quantization that is not finished",
             }
@@ -198,7 +204,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Returns the path of the journal before it is complete.
+    /// Returns the path of the journal before it is complete, and while it is removed.
     fn partial(&self) -> PathBuf {
         self.out.join(format!("{JOURNAL}{PARTIAL}"))
     }
@@ -209,24 +215,15 @@ impl Journal {
             return Ok(Vec::new());
         }
         let entries = named_entries(&self.folder)?.into_iter();
-        let complete = entries.filter(|(path, name)| path.is_dir() && !name.ends_with(PARTIAL));
+        let complete = entries.filter(|(_, name)| name == CALIBRATION || is_part(name));
         Ok(complete.map(|(path, _)| path).collect())
     }
 
-    /// Removes what an interrupted run left: partial entries of the journal, and all model files of
-    /// the output folder.
+    /// Removes partial entries, which an interrupted run left.
     fn remove_incomplete(&self) -> Result<()> {
         for (path, name) in named_entries(&self.folder)? {
             if name.ends_with(PARTIAL) && path.is_dir() {
                 fs::remove_dir_all(&path).with_context(|| path.display().to_string())?;
-            }
-        }
-        // The model's files are written last, so those of an unfinished run are incomplete.
-        for (path, name) in named_entries(&self.out)? {
-            let is_model = name.starts_with("model") && name.ends_with(".safetensors");
-            let is_partial = name.starts_with(".model-") && name.ends_with(".partial");
-            if is_model || is_partial || name == INDEX_FILE {
-                fs::remove_file(&path).with_context(|| path.display().to_string())?;
             }
         }
         Ok(())
@@ -294,40 +291,45 @@ impl Journal {
         })
     }
 
-    fn part_folder(index: usize) -> String {
-        format!("part-{index:05}")
+    fn part_path(&self, index: usize) -> PathBuf {
+        self.folder.join(format!("{PART}{index:05}{JSON}"))
     }
 
-    /// Returns the tensors and the report of part `index`, if it is complete.
-    pub fn part(&self, index: usize) -> Result<Option<(TensorFolder, PartReport)>> {
-        let folder = self.folder.join(Self::part_folder(index));
-        if !folder.exists() {
+    /// Returns the report of part `index`, if the part is complete.
+    pub fn part(&self, index: usize) -> Result<Option<PartReport>> {
+        let path = self.part_path(index);
+        if !path.exists() {
             return Ok(None);
         }
-        let stored: StoredReport = read_json(&folder.join(REPORT))?;
-        let report = PartReport {
+        let stored: StoredReport = read_json(&path)?;
+        Ok(Some(PartReport {
             layers: stored.layers.into_iter().map(LayerReport::from).collect(),
             unseen: stored.unseen,
-        };
-        Ok(Some((TensorFolder::open(&folder)?, report)))
+        }))
     }
 
-    /// Writes part `index`, with the tensors that `write` adds.
+    /// Returns the files of `plan`, with the tensors of complete parts, if there are any.
+    pub fn files(&self, plan: ModelPlan) -> Result<PlannedWriter> {
+        let entries = self.entries()?;
+        match entries.iter().any(|path| path.is_file()) {
+            true => PlannedWriter::resume(plan, &self.folder, &self.out),
+            false => PlannedWriter::create(plan, &self.folder),
+        }
+    }
+
+    /// Records that part `index` is complete, once its tensors in `files` are on disk.
     pub fn keep_part(
         &self,
         index: usize,
-        write: impl FnOnce(&mut TensorWriter) -> Result<PartReport>,
+        files: &mut PlannedWriter,
+        report: &PartReport,
     ) -> Result<()> {
-        self.entry(&Self::part_folder(index), |folder| {
-            let mut writer = TensorWriter::create(folder, TensorWriter::SHARD_BYTES)?;
-            let report = write(&mut writer)?;
-            writer.finish()?;
-            let report = StoredReport {
-                layers: report.layers.into_iter().map(StoredLayer::from).collect(),
-                unseen: report.unseen,
-            };
-            write_json(&folder.join(REPORT), &report)
-        })
+        files.sync()?;
+        let report = StoredReport {
+            layers: report.layers.iter().map(StoredLayer::from).collect(),
+            unseen: report.unseen.clone(),
+        };
+        write_json(&self.part_path(index), &report)
     }
 
     /// Creates an entry of the journal, filled by `write` and renamed when complete.
@@ -343,19 +345,19 @@ impl Journal {
         fs::rename(&partial, &folder).with_context(|| folder.display().to_string())
     }
 
-    /// Removes the journal after the run is finished. A run that is killed in between can still be
-    /// resumed: `made_from.json` goes last, and no entry is complete while its files are removed.
+    /// Removes the journal after the run is finished.
     pub fn finish(self) -> Result<()> {
-        for entry in self.entries()? {
-            let mut partial = entry.clone().into_os_string();
-            partial.push(PARTIAL);
-            fs::rename(&entry, &partial).with_context(|| entry.display().to_string())?;
-            fs::remove_dir_all(&partial).with_context(|| entry.display().to_string())?;
-        }
-        fs::remove_file(self.folder.join(MADE_FROM))
-            .and_then(|()| fs::remove_dir_all(&self.folder))
+        let partial = self.partial();
+        sync_folder(&self.out)
+            .and_then(|()| fs::rename(&self.folder, &partial))
+            .and_then(|()| fs::remove_dir_all(&partial))
             .with_context(|| self.folder.display().to_string())
     }
+}
+
+/// Returns true if a complete part has the name `name`.
+fn is_part(name: &str) -> bool {
+    name.starts_with(PART) && name.ends_with(JSON)
 }
 
 /// Returns the entries of `folder` with their names.

@@ -11,6 +11,7 @@ use super::text::{CalibrationText, calibrate};
 use super::*;
 use crate::checkpoint::read_json;
 use crate::decoder::Decoder;
+use crate::hf::WHOLE_FILE;
 use crate::interchange::convert::PROVENANCE;
 use crate::interchange::{Checkpoint, Scheme, convert};
 use nvfp4_test_support::{Scratch, golden};
@@ -43,6 +44,64 @@ fn copy(from: &Path, to: &Path) {
             }
         }
     }
+}
+
+/// Overwrites the tensors of decoder layer 1 in a safetensors file.
+fn spoil_layer_1(path: &Path) {
+    let mut file = fs::read(path).unwrap();
+    let data = 8 + u64::from_le_bytes(*file.first_chunk().unwrap()) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&file[8..data]).unwrap();
+    let tensors = header.as_object().unwrap().iter();
+    let layer: Vec<_> = tensors
+        .filter(|(name, _)| name.contains("layers.1."))
+        .collect();
+    assert_eq!(layer.len(), 7 * 4 + 2);
+    for (_, tensor) in layer {
+        let [start, end] = [0, 1].map(|at| tensor["data_offsets"][at].as_u64().unwrap() as usize);
+        file[data + start..data + end].fill(0xff);
+    }
+    fs::write(path, file).unwrap();
+}
+
+/// Bytes written by this thread, by the count of the system.
+#[cfg(target_os = "linux")]
+fn written_bytes() -> u64 {
+    let counts = fs::read_to_string("/proc/thread-self/io").unwrap();
+    let mut lines = counts.lines();
+    let bytes = lines.find_map(|line| line.strip_prefix("wchar: "));
+    bytes.unwrap().parse().unwrap()
+}
+
+/// Files of the output are written once; the rest is the journal's records and copies of small
+/// files before they replace one.
+#[cfg(target_os = "linux")]
+#[test]
+fn every_tensor_is_written_once() {
+    let model = golden("llama3-tiny");
+    let scratch = Scratch::new("quantize-written");
+    let out = scratch.join("out");
+    let run = Quantization::start(
+        &model,
+        &out,
+        &QuantizeOptions {
+            scheme: Scheme::W4a16,
+            ..options()
+        },
+        MadeFrom::new(),
+    );
+    let run = run.unwrap();
+    let before = written_bytes();
+    run.finish(&Calibration::new(), &mut |_, _, _| ()).unwrap();
+    let written = written_bytes() - before;
+    let files = files(&out);
+    let tensors = files[WHOLE_FILE].len() as u64;
+    let all: u64 = files.values().map(|file| file.len() as u64).sum();
+    let records = 8192;
+    assert!(
+        (tensors..all + records).contains(&written),
+        "{written} bytes written for {all} bytes of files, {tensors} of them tensors"
+    );
+    assert!(tensors > 4 * records, "{tensors}");
 }
 
 #[test]
@@ -82,19 +141,28 @@ fn a_run_that_is_killed_at_any_stage_resumes_to_the_same_bytes() {
     };
     let expected = run.finish(&calibration, &mut show).unwrap();
 
-    // Killed while the model is written: no file of it is complete.
+    // Killed while a part is recorded, whose tensors are on disk.
+    let recording = scratch.join("recording");
+    copy(&killed[4], &recording);
+    let record = recording.join(JOURNAL).join("part-00001.json.unfinished");
+    fs::write(record, "{").unwrap();
+    // Killed before a part is complete: its tensors in the file have any bytes.
+    let half = scratch.join("half");
+    copy(&killed[4], &half);
+    spoil_layer_1(&half.join(JOURNAL).join(WHOLE_FILE));
+    // Killed before the first part is complete: the file may be anything.
+    let creating = scratch.join("creating");
+    copy(&killed[1], &creating);
+    fs::write(creating.join(JOURNAL).join(WHOLE_FILE), "half").unwrap();
+    // Stopped after the file was moved, because another file could not be written.
     let writing = scratch.join("writing");
-    copy(&killed[4], &writing);
-    fs::write(writing.join(".model-data-1.partial"), "half").unwrap();
-    fs::write(writing.join("model.safetensors"), "half").unwrap();
-    fs::write(writing.join("config.json"), "{}").unwrap();
-    // Killed while the journal is removed: the model is complete, the journal is not.
-    let removing = scratch.join("removing");
-    copy(&whole, &removing);
-    copy(&killed[5].join(JOURNAL), &removing.join(JOURNAL));
-    let removed = scratch.join("removed");
-    copy(&whole, &removed);
-    copy(&killed[0].join(JOURNAL), &removed.join(JOURNAL));
+    copy(&killed[5], &writing);
+    let config = writing.join("config.json");
+    fs::create_dir(&config).unwrap();
+    let run = Quantization::resume(&model, &writing, &options(), reads()).unwrap();
+    run.finish(&calibration, &mut |_, _, _| ()).unwrap_err();
+    assert!(writing.join(WHOLE_FILE).exists());
+    fs::remove_dir(&config).unwrap();
     // Killed while the journal is made.
     let [empty, starting] = ["empty", "starting"].map(|name| scratch.join(name));
     fs::create_dir_all(&empty).unwrap();
@@ -116,23 +184,27 @@ fn a_run_that_is_killed_at_any_stage_resumes_to_the_same_bytes() {
     let error = Quantization::start(&model, &killed[1], &options(), reads()).err();
     assert!(error.unwrap().to_string().contains("--resume"));
 
-    killed.extend([writing, removing, removed, empty, starting]);
-    for folder in &killed {
+    killed.extend([recording, half, creating, writing, empty, starting]);
+    let quantized = [14, 14, 14, 14, 7, 7, 7, 7, 14, 0, 14, 14];
+    assert_eq!(killed.len(), quantized.len());
+    for (folder, quantized) in killed.iter().zip(quantized) {
         let stage = folder.display();
         let run = Quantization::resume(&model, folder, &options(), reads());
         let run = run.unwrap_or_else(|error| panic!("{stage}: {error:#}"));
         let kept = run.calibration().unwrap();
         let kept = kept.unwrap_or_else(|| calibration.clone());
-        let found = run.finish(&kept, &mut |_, _, _| ()).unwrap();
-        assert_eq!(found, expected, "{stage}");
+        let mut layers = 0;
+        let found = run.finish(&kept, &mut |_, _, _| layers += 1).unwrap();
+        assert_eq!((found, layers), (expected.clone(), quantized), "{stage}");
         assert!(files(folder) == files(&whole), "{stage}: other bytes");
     }
 
-    // The last trace of the journal.
-    fs::create_dir(whole.join(JOURNAL)).unwrap();
+    // Killed while the journal is removed: the model is complete.
+    let removed = whole.join(format!("{JOURNAL}.partial"));
+    fs::create_dir(&removed).unwrap();
     let error = Quantization::resume(&model, &whole, &options(), reads()).err();
     assert!(error.unwrap().to_string().contains("is finished"));
-    assert!(!whole.join(JOURNAL).exists());
+    assert!(!removed.exists());
 }
 
 /// Readers ignore the file, and a conversion copies it.

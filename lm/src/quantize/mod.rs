@@ -12,6 +12,7 @@
 
 pub mod block;
 pub mod calibrate;
+mod decoded;
 pub mod folder;
 pub mod gptq;
 mod inputs;

@@ -60,6 +60,14 @@ pub struct Quantized {
     pub calibration_tokens: Option<u64>,
 }
 
+impl Quantized {
+    /// Adds the report for one decoder layer.
+    pub(super) fn add(&mut self, part: PartReport) {
+        self.layers.extend(part.layers);
+        self.unseen.extend(part.unseen);
+    }
+}
+
 /// Report for one decoder layer.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub(crate) struct PartReport {

@@ -30,11 +30,12 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 use super::block::{BlockQuantizer, ScaleChoice};
+use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::plan::Plan;
 use super::rules::Rule;
 use crate::decoder::names::{self, Site};
-use crate::hf::{DecoderConfig, FeedForwardConfig, TensorFolder, TensorWriter};
+use crate::hf::{DecoderConfig, FeedForwardConfig, TensorFolder, TensorSink};
 
 /// Largest exponent tried: s = rms(x)^(i / 10), for i from 0 to this value.
 const EXPONENTS: u32 = 10;
@@ -92,8 +93,8 @@ struct Fold {
 #[derive(Debug, Default)]
 pub(super) struct Smoother {
     folds: BTreeMap<String, Vec<Fold>>,
-    /// High-precision tensors that are rewritten.
-    rewritten: BTreeSet<String>,
+    /// High-precision tensors that are rewritten, by decoder layer.
+    rewritten: BTreeMap<String, BTreeSet<String>>,
     /// Number that norms add to their weight.
     gain_offset: f32,
 }
@@ -118,14 +119,9 @@ impl Smoother {
                 plan,
             }
             .of_layer(index, keeps_values);
-            for fold in &folds {
-                if let Maker::Norm(gain) = &fold.maker {
-                    smoother.rewritten.insert(gain.clone());
-                }
-                let plain = fold.plain_readers.iter().chain(&fold.plain_rows);
-                smoother.rewritten.extend(plain.cloned());
-            }
             let layer = names::layer(index).trim_end_matches('.').to_owned();
+            let plain = folds.iter().flat_map(Fold::plain).cloned().collect();
+            smoother.rewritten.insert(layer.clone(), plain);
             smoother.folds.insert(layer, folds);
         }
         smoother
@@ -134,18 +130,24 @@ impl Smoother {
     /// Returns true if a layer's [`write_plain`](LayerScales::write_plain) writes the
     /// high-precision tensor `name`.
     pub fn rewrites(&self, name: &str) -> bool {
-        self.rewritten.contains(name)
+        self.rewritten.values().any(|names| names.contains(name))
     }
 
-    /// Computes the scales of the decoder layer `layer`, for weights that are quantized by `rule`
-    /// with block scales selected by `choice`.
+    /// Returns the high-precision tensors that [`write_plain`](LayerScales::write_plain) writes for
+    /// the decoder layer `layer`.
+    pub fn rewritten(&self, layer: &str) -> impl Iterator<Item = &String> {
+        self.rewritten.get(layer).into_iter().flatten()
+    }
+
+    /// Computes the scales of the decoder layer `layer`, for weights that are quantized by the rule
+    /// and the choice of block scales of `kind`. The weights that it reads stay in `decoded`.
     ///
     /// # Errors
     /// Returns an error if a tensor is missing or its type is not a float.
     pub fn scales(
         &self,
         layer: &str,
-        tensors: &TensorFolder,
+        decoded: &mut Decoded<'_>,
         inputs: &Inputs<'_>,
         kind: (Rule, ScaleChoice),
     ) -> Result<LayerScales> {
@@ -155,18 +157,17 @@ impl Smoother {
                 Maker::Norm(gain) => Some(gain),
                 Maker::Linear(_) => None,
             };
-            let plain = fold.plain_readers.iter().chain(&fold.plain_rows);
-            for name in plain.chain(gain) {
+            for name in fold.plain() {
                 if !scales.plain.contains_key(name) {
                     let offset = match gain == Some(name) {
                         true => self.gain_offset,
                         false => 0.0,
                     };
-                    let tensor = Plain::read(tensors, name, offset)?;
+                    let tensor = Plain::read(decoded.tensors(), name, offset)?;
                     scales.plain.insert(name.clone(), tensor);
                 }
             }
-            if let Some(s) = fold.search(tensors, inputs, &scales.plain, kind)? {
+            if let Some(s) = fold.search(decoded, inputs, &scales.plain, kind)? {
                 fold.apply(&s, &mut scales)?;
             }
         }
@@ -271,10 +272,20 @@ struct Sample {
 }
 
 impl Fold {
+    /// Returns the names of all high-precision tensors that are rewritten.
+    fn plain(&self) -> impl Iterator<Item = &String> {
+        let gain = match &self.maker {
+            Maker::Norm(gain) => Some(gain),
+            Maker::Linear(_) => None,
+        };
+        let plain = self.plain_readers.iter().chain(&self.plain_rows);
+        plain.chain(gain)
+    }
+
     /// Searches the s of each output of the producer; `None` if the input is unknown.
     fn search(
         &self,
-        tensors: &TensorFolder,
+        decoded: &mut Decoded<'_>,
         inputs: &Inputs<'_>,
         plain: &BTreeMap<String, Plain>,
         (rule, choice): (Rule, ScaleChoice),
@@ -287,7 +298,7 @@ impl Fold {
         };
         let mut groups = Vec::new();
         for group in &self.readers {
-            let sample = |module: &String| self.sample(tensors, inputs, module, &mean);
+            let sample = |module: &String| self.sample(decoded, inputs, module, &mean);
             groups.push(group.iter().map(sample).collect::<Result<Vec<_>>>()?);
         }
         let mut best: Option<(f64, Vec<f32>)> = None;
@@ -355,19 +366,18 @@ impl Fold {
 
     fn sample(
         &self,
-        tensors: &TensorFolder,
+        decoded: &mut Decoded<'_>,
         inputs: &Inputs<'_>,
         module: &str,
         mean: &[f64],
     ) -> Result<Sample> {
         let k = self.output_of.len();
-        let tensor = tensors.get(&format!("{module}.weight"))?;
+        let (tensor, values) = decoded.get(module)?;
         ensure!(
             tensor.shape.len() == 2 && tensor.shape[1] == k,
             "{tensor} is {:?}, but its input has {k} features",
             tensor.shape
         );
-        let values = tensor.to_f32()?;
         let mut column_amax = vec![0.0f32; k];
         for row in values.chunks_exact(k) {
             let columns = column_amax.iter_mut().zip(row);
@@ -632,8 +642,8 @@ impl LayerScales {
     /// Adds the high-precision tensors to `writer`.
     ///
     /// # Errors
-    /// Returns the errors of [`TensorWriter::add`].
-    pub fn write_plain(&self, writer: &mut TensorWriter) -> Result<()> {
+    /// Returns the errors of [`TensorSink::add`].
+    pub fn write_plain(&self, writer: &mut dyn TensorSink) -> Result<()> {
         for (name, tensor) in &self.plain {
             writer.add(name, tensor.dtype, &tensor.shape, &tensor.bytes()?)?;
         }

@@ -8,6 +8,7 @@ use regex::Regex;
 use safetensors::Dtype;
 
 use super::block::ScaleChoice;
+use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::plan::Plan;
 use super::rules::Rule;
@@ -139,7 +140,9 @@ fn smoothed(model: &Path, calibration: &Calibration, exclude: &[Regex], out: &Pa
     for part in plan.parts() {
         let layer = super::plan::layer_of(&part[0][0]);
         let kind = (Rule::CompressedTensors, ScaleChoice::Max);
-        let scales = smoother.scales(layer, &tensors, &inputs, kind).unwrap();
+        let scales = smoother
+            .scales(layer, &mut Decoded::new(&tensors), &inputs, kind)
+            .unwrap();
         scales.write_plain(&mut writer).unwrap();
         for module in part.concat() {
             let name = format!("{module}.weight");

@@ -593,10 +593,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
         run.finish(&calibration, &mut |done, _, _| assert!(done < 9, "killed"))
     });
     std::panic::catch_unwind(dies).unwrap_err();
-    std::fs::create_dir_all(journal.join("part-00001.partial")).unwrap();
-    std::fs::write(journal.join("part-00001.partial/model.safetensors"), "half").unwrap();
-    std::fs::write(killed.join(".model-data-1.partial"), "half").unwrap();
-    std::fs::write(killed.join("model.safetensors"), "half").unwrap();
+    std::fs::write(journal.join("part-00001.json.unfinished"), "half").unwrap();
 
     let error = start(&killed).err().unwrap().to_string();
     assert!(error.contains("--resume"), "{error}");

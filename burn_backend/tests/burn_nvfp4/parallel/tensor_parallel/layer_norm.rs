@@ -105,7 +105,7 @@ fn a_mlp_has_the_bits_of_one_device() {
             let [x, dy] = [3, 4].map(|seed| matrix(TOKENS, WIDTH, activation(), seed));
             let whole = mlp(of);
             let expected = pass(x.clone(), dy.clone(), &whole.norm, |x| {
-                whole.forward_with_layernorm_output(x)
+                whole.try_forward_with_layernorm_output(x).unwrap()
             });
             let layer = TensorParallelLayerNormMlp::from_layer_norm_mlp(mlp(of), &parallel);
             let layer = layer.unwrap();
@@ -136,7 +136,7 @@ fn a_linear_layer_has_the_bits_of_one_device() {
             let dy = matrix(TOKENS, 3 * HIDDEN, activation(), 4);
             let whole = linear();
             let expected = pass(x.clone(), dy.clone(), &whole.norm, |x| {
-                whole.forward_with_layernorm_output(x)
+                whole.try_forward_with_layernorm_output(x).unwrap()
             });
             let widths = [HIDDEN; 3];
             let layer = TensorParallelLayerNormLinear::from_segments(linear(), &widths, &parallel);
