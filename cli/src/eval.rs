@@ -11,7 +11,6 @@ use nvfp4_lm::hf::{DecoderConfig, Tokenizer};
 use serde::Serialize;
 
 use crate::adapter;
-use crate::layers::LayerBar;
 use crate::options::shared::{InferenceOptions, JsonOption};
 use crate::perplexity::{
     Difference, Error, Perplexity, TextsPerplexity, documents, perplexity, windows,
@@ -109,10 +108,7 @@ impl Eval {
             }
             (Some(texts), Some(folder)) => {
                 let baseline = load(folder, None)?;
-                let mut bar = LayerBar::new("perplexity");
-                let show = &mut |done, total| bar.show(done, total, "tokens");
-                let compared = compare(&model, &baseline, &documents(texts), windows, show)?;
-                bar.finish();
+                let compared = compare(&model, &baseline, &documents(texts), windows)?;
                 let losses = compared.iter().map(ComparedWindow::model).collect();
                 found.perplexity = Some(TextsPerplexity::new(texts, windows, losses));
                 found.baseline = Some(Baseline::new(folder.clone(), &compared));
@@ -225,14 +221,11 @@ impl Evaluation {
 }
 
 fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<Choices> {
-    let mut bar = LayerBar::new("choices");
-    let show = &mut |done, total| bar.show(done, total, "questions");
     let Answers {
         plain,
         normalized,
         beyond,
-    } = choose(model, tokenizer, questions, show)?;
-    bar.finish();
+    } = choose(model, tokenizer, questions)?;
     Ok(Choices {
         questions: questions.len(),
         share: plain.share,

@@ -22,7 +22,6 @@ use nvfp4_lm::tokens::Texts;
 use regex::Regex;
 
 use crate::device::ComputeType;
-use crate::layers::LayerBar;
 use crate::options::shared::{DeviceOption, JsonOption, KvName, OutFolder};
 use crate::perplexity::{TextsPerplexity, perplexity, windows};
 use interrupt::Interrupt;
@@ -158,10 +157,7 @@ impl Quantize {
             Some(tokens) => self.calibration(&run, tokens, read)?,
             None => Calibration::new(),
         };
-        let mut bar = LayerBar::new("quantize");
-        let show = &mut |done: usize, total: usize, layer: &str| bar.show(done, total, layer);
-        let quantized = run.finish(&calibration, show)?;
-        bar.finish();
+        let quantized = run.finish(&calibration)?;
         interrupt.finished();
         let after = self.perplexity(&self.out, eval.as_ref(), windows)?;
         let calibration = calibration_texts.as_ref().zip(quantized.calibration_tokens);
@@ -220,12 +216,7 @@ impl Quantize {
     fn calibrate(&self, tokens: &[u32], read: CalibrationText) -> Result<Calibration> {
         let device = self.device.name()?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
-        let mut bar = LayerBar::new("calibrate");
-        let found = calibrate(&model, tokens, read, &mut |done, total| {
-            bar.show(done, total, "");
-        })?;
-        bar.finish();
-        Ok(found)
+        calibrate(&model, tokens, read)
     }
 
     /// Returns the perplexity of `texts` under the model in `folder`, if there are any texts.

@@ -11,7 +11,7 @@ fn bad_arguments_are_named() {
         ("--decorate=maybe", &["--decorate", "strict", "lenient"]),
         ("--device gpu", &["device", "gpu", "flex, cpu, or cuda:N"]),
         ("--device cuda:99", &["cuda:99"]),
-        ("--recipe fp8", &["recipe", "fp8", "nvfp4"]),
+        ("--recipe fp8", &["recipe", "fp8", "nvidia"]),
         ("--preset huge", &["--preset", "huge", "tiny"]),
         ("--width 100", &["width", "100", "multiple of 16"]),
         ("--hidden 40", &["hidden", "40", "multiple of 16"]),

@@ -14,7 +14,7 @@ use super::choices::{
     Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, OptimizerName, Preset,
     RecipeName,
 };
-use super::extend::extension;
+use super::extend::{extension, steps_of};
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
 use super::uncaptured::Uncaptured;
@@ -206,6 +206,25 @@ impl RunConfig {
             Some(_) => self.model.encoder_parameters(),
             None => self.model.parameters(),
         }
+    }
+
+    /// Returns the number of steps per pass over `bytes` bytes of training text. Steps draw their
+    /// sequences at random, so that a pass is an amount of text.
+    pub fn steps_per_epoch(&self, bytes: usize) -> f64 {
+        bytes as f64 / (self.batch * self.model.context) as f64
+    }
+
+    /// Returns the number of steps in `epochs` passes over `bytes` bytes of training text, rounded
+    /// up.
+    ///
+    /// # Errors
+    /// Returns an error if `epochs` is not a positive number.
+    pub fn steps_of(&self, epochs: f64, bytes: usize) -> Result<u64> {
+        check_counts(&[
+            ("batch", self.batch as u64),
+            ("context", self.model.context as u64),
+        ])?;
+        steps_of(epochs, self.steps_per_epoch(bytes))
     }
 
     /// Checks every value that does not need the data or the device.
@@ -470,12 +489,12 @@ impl RunConfig {
         let found = match (recipe.name(), own) {
             (_, Some(own)) => own.clone(),
             ("f32", None) => Nvfp4Recipe::bf16(),
-            ("nvidia" | "nvfp4", None) => Nvfp4Recipe::nvidia()
+            ("nvidia" | RecipeName::ALIAS, None) => Nvfp4Recipe::nvidia()
                 .with_rht(self.rht)
                 .with_stochastic_rounding(self.stochastic_rounding)
                 .with_weight_2d(self.weight_2d),
             (name, None) => Nvfp4Recipe::preset(name).with_context(|| {
-                format!("recipe is {name}, but it must be nvfp4, f32, a file, or a preset")
+                format!("recipe is {name}, but it must be f32, a file, or a preset")
             })?,
         };
         let found = match self.rht_signs {

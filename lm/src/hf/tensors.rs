@@ -16,7 +16,11 @@ use serde::Deserialize;
 
 use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
+use crate::progress::{Unit, Work};
 use crate::random::{hash, hash_all};
+
+/// Number of tensors that are read between two reports of progress.
+const PART: usize = 64;
 
 /// Tensors of a model, by name.
 ///
@@ -268,7 +272,10 @@ impl TensorFolder {
             let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
             hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes]).to_le_bytes()
         };
-        let hashes: Vec<[u8; 8]> = tensors.par_iter().map(of_one).collect();
+        let mut hashes: Vec<[u8; 8]> = Vec::new();
+        each_part(&tensors, "fingerprint", |part| {
+            hashes.par_extend(part.par_iter().map(of_one));
+        });
         hash(hashes.as_flattened())
     }
 
@@ -392,6 +399,29 @@ impl StoredTensor<'_> {
             self.shape
         );
         Ok(())
+    }
+}
+
+/// Checks that all values of each of `tensors` are finite.
+pub(crate) fn check_each(tensors: &[StoredTensor<'_>]) -> Vec<Result<()>> {
+    let mut results = Vec::new();
+    each_part(tensors, "check", |part| {
+        results.par_extend(part.par_iter().map(StoredTensor::check_finite));
+    });
+    results
+}
+
+/// Calls `each` with parts of `tensors`, and reports the progress of `task`.
+fn each_part(
+    tensors: &[StoredTensor<'_>],
+    task: &'static str,
+    mut each: impl FnMut(&[StoredTensor<'_>]),
+) {
+    let bytes = |part: &[StoredTensor<'_>]| part.iter().map(|tensor| tensor.bytes.len()).sum();
+    let mut work = Work::begin(task, Unit::Bytes, 0, bytes(tensors));
+    for part in tensors.chunks(PART) {
+        each(part);
+        work.add(bytes(part));
     }
 }
 

@@ -49,7 +49,6 @@ pub fn convert(
     from: &Checkpoint,
     to: Dialect,
     out: &Path,
-    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Conversion> {
     let config = from.config();
     let config = config.context("there is no quantization to convert")?;
@@ -63,7 +62,9 @@ pub fn convert(
         );
     }
     create_empty(out)?;
-    let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+    let bytes = from.tensors().iter().map(|tensor| tensor.bytes.len()).sum();
+    let writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+    let mut writer = writer.with_progress(bytes);
     for name in from.plain() {
         let tensor = from.tensors().get(name)?;
         writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
@@ -97,7 +98,6 @@ pub fn convert(
         done.globals += 1 + usize::from(weight.input_global().is_some());
         done.renamed += usize::from(name != *module);
         done.layers += 1;
-        progress(done.layers, from.layers().len());
     }
     writer.finish()?;
     let exclude = match same {

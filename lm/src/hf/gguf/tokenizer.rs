@@ -23,7 +23,7 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
     let text = |key: &str| match file.value(key) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.as_str())),
-        Some(other) => bail!("`{key}` is {other:?}, but must be a string"),
+        Some(other) => bail!("`{key}` is {other}, but must be a string"),
     };
     let model = text("tokenizer.ggml.model")?;
     if model != Some("gpt2") {
@@ -97,7 +97,7 @@ fn added(file: &GgufFile, tokens: &[String]) -> Result<Vec<Json>> {
     let types = match file.value(key) {
         None => return Ok(Vec::new()),
         Some(Value::Integers(types)) => types,
-        Some(other) => bail!("`{key}` is {other:?}, but must be an array of numbers"),
+        Some(other) => bail!("`{key}` is {other}, but must be an array of numbers"),
     };
     ensure!(
         types.len() == tokens.len(),
@@ -190,7 +190,7 @@ pub(super) fn tokenizer_config(file: &GgufFile) -> Result<Json> {
     match file.value("tokenizer.chat_template") {
         None => {}
         Some(Value::String(template)) => json["chat_template"] = template.as_str().into(),
-        Some(other) => bail!("`tokenizer.chat_template` is {other:?}, but must be a string"),
+        Some(other) => bail!("`tokenizer.chat_template` is {other}, but must be a string"),
     }
     Ok(json)
 }
@@ -199,14 +199,14 @@ fn flag(file: &GgufFile, key: &str) -> Result<bool> {
     match file.value(key) {
         None => Ok(false),
         Some(Value::Bool(flag)) => Ok(*flag),
-        Some(other) => bail!("`{key}` is {other:?}, but must be true or false"),
+        Some(other) => bail!("`{key}` is {other}, but must be true or false"),
     }
 }
 
 fn strings<'a>(file: &'a GgufFile, key: &str) -> Result<&'a [String]> {
     match file.value(key) {
         Some(Value::Strings(strings)) => Ok(strings),
-        Some(other) => bail!("`{key}` is {other:?}, but must be an array of strings"),
+        Some(other) => bail!("`{key}` is {other}, but must be an array of strings"),
         None => bail!("`{key}` is absent"),
     }
 }
