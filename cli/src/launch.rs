@@ -10,7 +10,7 @@ use nvfp4_parallel::launch::{Launch, Show};
 
 use crate::device::cuda_count;
 use crate::options::file::parsed;
-use crate::terminal::is_quiet;
+use crate::terminal::{self, is_quiet};
 
 /// Time that the other ranks have to exit after one has failed.
 const GRACE: Duration = Duration::from_secs(12);
@@ -79,7 +79,7 @@ impl LaunchRanks {
         }
         .run()?;
         if let Some(problem) = ended.problem {
-            eprintln!("error: {problem}");
+            terminal::error(problem);
         }
         Ok(ExitCode::from(ended.code))
     }

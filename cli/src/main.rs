@@ -61,7 +61,7 @@ fn main() -> ExitCode {
         Err(error) => match error.downcast::<clap::Error>() {
             Ok(refused) => refused.exit(),
             Err(error) => {
-                eprintln!("error: {error:#}");
+                terminal::error(format!("{error:#}"));
                 ExitCode::FAILURE
             }
         },

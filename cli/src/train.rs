@@ -21,8 +21,8 @@ use serde::Serialize;
 
 use crate::device::{DeviceName, hardware, install_decorator};
 use crate::kernels;
-use crate::options::{Options, steps_of};
 use crate::options::shared::{ConfigOption, SessionOptions};
+use crate::options::{Options, steps_of};
 use crate::plot;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};

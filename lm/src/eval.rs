@@ -344,11 +344,7 @@ pub struct Answers {
 /// # Errors
 /// Returns an error if there are no questions, if a context has no token and the tokenizer adds
 /// none before it, or if the model fails or its result is not a number.
-pub fn choose(
-    model: &Decoder,
-    tokenizer: &Tokenizer,
-    questions: &[Question],
-) -> Result<Answers> {
+pub fn choose(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<Answers> {
     ensure!(!questions.is_empty(), "questions are none");
     let (mut plain, mut normalized, mut beyond) = (0, 0, 0);
     let mut work = Work::begin("evaluate", Unit::Questions, 0, questions.len());

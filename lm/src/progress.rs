@@ -151,7 +151,12 @@ pub(crate) mod tests {
         work.add(1);
         drop(work);
         let seen = std::mem::take(&mut *seen.lock().unwrap());
-        let expected = [(2, "", false), (2, "q", false), (3, "", false), (3, "", true)];
+        let expected = [
+            (2, "", false),
+            (2, "q", false),
+            (3, "", false),
+            (3, "", true),
+        ];
         let expected = expected.map(|(done, part, ended)| (done, part.to_owned(), ended));
         assert_eq!(seen, expected);
         // Another thread has no listener, and needs none.

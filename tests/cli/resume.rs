@@ -207,6 +207,20 @@ fn a_finished_run_is_extended() {
     assert_eq!(json(&out.join("summary.json"))["steps"], 5);
     // Without --steps, the extended run is finished.
     succeeds(nvfp4("train", &["--resume", out.to_str().unwrap()]));
+    // Passes over the text, in place of steps.
+    let bytes = json(&out.join("summary.json"))["train_bytes"].as_u64();
+    let per_epoch = bytes.unwrap() as f64 / (4.0 * 32.0);
+    let epochs = 7.0 / per_epoch;
+    let epochs = format!("{epochs:.9}");
+    let resume = ["--resume", out.to_str().unwrap(), "--epochs", &epochs];
+    succeeds(nvfp4("train", &resume));
+    let summary = json(&out.join("summary.json"));
+    let steps = (epochs.parse::<f64>().unwrap() * per_epoch - 1e-9).ceil();
+    assert_eq!(summary["steps"].as_f64(), Some(steps));
+    assert_eq!(
+        json(&out.join("config.json"))["steps"].as_f64(),
+        Some(steps)
+    );
     let healed = folder("extended-healed");
     succeeds(train(
         &healed,

@@ -73,6 +73,9 @@ pub struct Args {
     /// Run only pages whose path contains one of these words
     #[arg(value_name = "PAGE")]
     pages: Vec<String>,
+    /// Run the command `nvfp4` in this folder, instead of building it
+    #[arg(long, value_name = "DIR")]
+    programs: Option<PathBuf>,
 }
 
 /// Runs the commands of the pages; prints the time of each block.
@@ -81,11 +84,12 @@ pub struct Args {
 /// Returns an error if a mark is wrong, a command fails, or a page shows output that its command
 /// does not print.
 pub fn run(args: &Args) -> Result<()> {
-    // The build of the tests, which has the command: a build of its own would have other features.
-    let mut cargo = workspace::cargo();
-    cargo.args(["test", "--no-run", "--workspace"]);
-    workspace::spawn(cargo.args(["--features", FEATURES]))?;
-    let programs = workspace::target_folder()?.join("debug");
+    let programs = match &args.programs {
+        Some(folder) => folder.clone(),
+        None => build()?,
+    };
+    let programs = fs::canonicalize(&programs)
+        .with_context(|| format!("programs {} cannot be opened", programs.display()))?;
     let folder = env::temp_dir().join(format!("nvfp4-newcomer-{}", process::id()));
     let mut problems = Vec::new();
     for page in pages()? {
@@ -101,6 +105,15 @@ pub fn run(args: &Args) -> Result<()> {
         problems.join("\n")
     );
     Ok(())
+}
+
+/// Builds the tests, which have the command: a build of its own would have other features. Returns
+/// the folder of the command.
+fn build() -> Result<PathBuf> {
+    let mut cargo = workspace::cargo();
+    cargo.args(["test", "--no-run", "--workspace"]);
+    workspace::spawn(cargo.args(["--features", FEATURES]))?;
+    Ok(workspace::target_folder()?.join("debug"))
 }
 
 /// Returns the paths of README and the pages of the book, from the root.

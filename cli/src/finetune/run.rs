@@ -24,6 +24,7 @@ use super::options::{Defaults, STEPS, TrainingOptions};
 use crate::device::DeviceName;
 use crate::options::shared::{SavedType, SessionOptions};
 use crate::plot;
+use crate::pretrain::STARTING;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
 use crate::shell::{program, quoted};
@@ -316,7 +317,10 @@ impl FinetuneRun {
         let path = self.folder.join(CONFIG);
         if self.is_new {
             write_json(&self.folder.join(RESULT), &self.written)?;
-            return write_json(&path, &self.config);
+            write_json(&path, &self.config)?;
+            // A file that cannot be removed is harmless: the run's configuration counts.
+            let _ = std::fs::remove_file(self.folder.join(STARTING));
+            return Ok(());
         }
         let Some((old, _)) = &self.extended else {
             return Ok(());

@@ -32,6 +32,15 @@ use request::{Compare, Request};
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
 
+/// Options of quantized recipes, which a run in high precision refuses.
+const OF_QUANTIZED: [&str; 5] = [
+    "rht",
+    "stochastic_rounding",
+    "weight_2d",
+    "rht_signs",
+    "high_precision",
+];
+
 /// Options that a resumed run may change: its device, its ranks and its steps. `None` keeps the
 /// value of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,6 +183,14 @@ impl Options {
     /// given.
     pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<DeviceName>) -> Self {
         self.0.remove("healing");
+        if recipe
+            .parse()
+            .is_ok_and(|recipe: RecipeName| recipe.is_high_precision())
+        {
+            for key in OF_QUANTIZED {
+                self.0.remove(key);
+            }
+        }
         self.0.insert("recipe".into(), recipe.into());
         self.0.insert("seed".into(), seed.into());
         self.0.insert("compare".into(), false.into());

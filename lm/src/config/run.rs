@@ -369,16 +369,33 @@ impl RunConfig {
             let is_defined = self.recipes.contains_key(recipe.name());
             !recipe.is_high_precision() && (is_defined || !recipe.is_nvidia())
         };
+        let mut phases = Vec::new();
+        for recipe in self.all_recipes() {
+            phases.extend(self.phase_recipes(recipe)?);
+        }
         let switches = [
             ("rht", self.rht),
             ("stochastic-rounding", self.stochastic_rounding),
             ("weight-2d", self.weight_2d),
         ];
-        for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
-            let mut phases = Vec::new();
-            for recipe in self.all_recipes() {
-                phases.extend(self.phase_recipes(recipe)?);
-            }
+        let off = switches.into_iter().filter(|(_, on)| !on);
+        let off: Vec<&str> = off.map(|(name, _)| name).collect();
+        let of_quantized = [
+            ("healing", self.healing.is_some()),
+            ("high-precision", !self.high_precision.is_empty()),
+            ("rht-signs", self.rht_signs.is_some()),
+        ];
+        let of_quantized = of_quantized.into_iter().filter(|(_, is_given)| *is_given);
+        let mut of_quantized = off
+            .iter()
+            .copied()
+            .chain(of_quantized.map(|(name, _)| name));
+        if phases.iter().all(RecipeName::is_high_precision)
+            && let Some(name) = of_quantized.next()
+        {
+            bail!("{name} is given, but no recipe of the run quantizes anything: leave it out");
+        }
+        for name in off {
             if let Some(recipe) = phases.iter().find(has_none) {
                 bail!(
                     "{name} is false, but only recipe nvidia (alias nvfp4) has this switch, and \

@@ -121,7 +121,10 @@ mod with_a_model {
             .map(|n| f64::from(*n))
             .collect();
         let mean = all.iter().sum::<f64>() / all.len() as f64;
-        assert_eq!((found.tokens, told), (62, vec![(0, 62), (31, 62), (62, 62)]));
+        assert_eq!(
+            (found.tokens, told),
+            (62, vec![(0, 62), (31, 62), (62, 62)])
+        );
         assert!((found.mean - mean).abs() < 1e-5);
     }
 
@@ -183,9 +186,7 @@ mod with_a_model {
             length,
             stride: length - 1,
         };
-        let read = |length| {
-            cross_entropy(&model, std::slice::from_ref(&text), windows(length))
-        };
+        let read = |length| cross_entropy(&model, std::slice::from_ref(&text), windows(length));
         assert_eq!(read(256).unwrap().tokens, 299);
         let error = read(257).unwrap_err().to_string();
         assert!(

@@ -8,8 +8,7 @@ use burn_nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{
-    Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension,
-    steps_of,
+    Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension, steps_of,
 };
 use crate::decoder::{FrozenForm, LoraConfig};
 

@@ -502,7 +502,10 @@ impl Checkpoint {
 
     /// Checks that every value that readers use directly is finite.
     fn check_values(&mut self) {
-        let plain = self.plain.iter().filter_map(|name| self.tensors.get(name).ok());
+        let plain = self
+            .plain
+            .iter()
+            .filter_map(|name| self.tensors.get(name).ok());
         let plain: Vec<StoredTensor<'_>> = plain.collect();
         let names = plain.iter().map(|tensor| tensor.name.to_owned());
         let found: Vec<(String, Result<()>)> = names.zip(check_each(&plain)).collect();

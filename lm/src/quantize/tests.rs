@@ -434,8 +434,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     for method in [Method::Search, Method::Gptq] {
         let scratch = Scratch::new(&format!("quantize-experts-{}", method.name()));
         let options = options(Dialect::ModelOpt, Scheme::W4a4, method);
-        let done =
-            quantize_folder(&model, &scratch, &options, &calibration).unwrap();
+        let done = quantize_folder(&model, &scratch, &options, &calibration).unwrap();
         let experts = |expert: usize| format!("model.layers.1.mlp.experts.{expert}");
         assert_eq!(done.unseen.len(), 3, "{:?}", done.unseen);
         assert!(done.unseen[0].starts_with(&experts(3)));

@@ -61,11 +61,7 @@ pub fn sample(files: &[Vec<u32>], options: CalibrationText) -> Vec<u32> {
 /// # Errors
 /// Returns an error if there is no token, a size is 0, or a sequence exceeds the model's maximum
 /// context. Returns an error that names the layer if an input is not finite.
-pub fn calibrate(
-    model: &Decoder,
-    tokens: &[u32],
-    options: CalibrationText,
-) -> Result<Calibration> {
+pub fn calibrate(model: &Decoder, tokens: &[u32], options: CalibrationText) -> Result<Calibration> {
     let CalibrationText {
         length,
         sequences,

@@ -97,7 +97,9 @@ fn gemma(
         ensure!(
             sliding.window == Some(size),
             "`sliding_window_size` is {size}, but must be `sliding_window`, which is {}",
-            sliding.window.map_or("null".into(), |window| window.to_string())
+            sliding
+                .window
+                .map_or("null".into(), |window| window.to_string())
         );
     }
     let is_sliding = |layer: usize| !(layer + 1).is_multiple_of(pattern);

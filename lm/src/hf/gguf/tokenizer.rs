@@ -28,7 +28,8 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
     let model = text("tokenizer.ggml.model")?;
     if model != Some("gpt2") {
         return Ok(Err(format!(
-            "`tokenizer.ggml.model` is {model:?}, and only `gpt2`, byte-level BPE, is read"
+            "`tokenizer.ggml.model` is `{}`, and only `gpt2`, byte-level BPE, is read",
+            model.unwrap_or("none")
         )));
     }
     let cut = text("tokenizer.ggml.pre")?;
@@ -47,7 +48,8 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
         }),
         other => {
             return Ok(Err(format!(
-                "`tokenizer.ggml.pre` is {other:?}, and only `gpt-2` and `smollm` are read"
+                "`tokenizer.ggml.pre` is `{}`, and only `gpt-2` and `smollm` are read",
+                other.unwrap_or("none")
             )));
         }
     };
@@ -132,7 +134,8 @@ fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
         let (id, token) = named(file, tokens, key)?;
         let token = token.with_context(|| {
             format!(
-                "`tokenizer.ggml.{key}` is {id:?}, but `{flag_name}` asks for one of {} tokens",
+                "`tokenizer.ggml.{key}` is {}, but `{flag_name}` asks for one of {} tokens",
+                id.map_or("none".into(), |id| id.to_string()),
                 tokens.len()
             )
         })?;

@@ -206,8 +206,16 @@ fn shared_experts_travel_as_operands() {
             found[&("all_gather".into(), dtype.into())].0
         };
         let what = format!("{ranks} ranks, {ep} with other experts");
-        assert_eq!(gathered(RecipeName::nvidia(), "U32"), elements / 2, "{what}");
-        assert_eq!(gathered(RecipeName::nvidia(), "U8"), elements / 16, "{what}");
+        assert_eq!(
+            gathered(RecipeName::nvidia(), "U32"),
+            elements / 2,
+            "{what}"
+        );
+        assert_eq!(
+            gathered(RecipeName::nvidia(), "U8"),
+            elements / 16,
+            "{what}"
+        );
         for recipe in [RecipeName::nvidia(), RecipeName::bf16()] {
             let found = gathered(recipe, "F32");
             // The rest: amax values, expert weights of tokens, sums for the global gradient norm.
