@@ -44,8 +44,8 @@ fn check<C: Parser>(command: &[OsString]) -> Result<()> {
     }
 }
 
-/// Returns the command line of each rank: `program` with the arguments `command`, which are quiet if
-/// the launcher is.
+/// Returns the command line of each rank: `program` with the arguments `command`, which are quiet
+/// if the launcher is.
 fn of_rank(program: OsString, quiet: bool, command: Vec<OsString>) -> Vec<OsString> {
     let quiet = quiet.then(|| OsString::from("--quiet"));
     [program].into_iter().chain(quiet).chain(command).collect()

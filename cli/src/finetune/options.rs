@@ -194,9 +194,9 @@ pub(crate) struct TrainingOptions {
 }
 
 impl TrainingOptions {
-    /// Returns the recipe, its name, and the schedule if one is given. With adapters, the form of the
-    /// frozen weights is `frozen`; frozen weights in high precision are quantized in each step only
-    /// if that is asked for.
+    /// Returns the recipe, its name, and the schedule if one is given. With adapters, the form of
+    /// the frozen weights is `frozen`; frozen weights in high precision are quantized in each step
+    /// only if that is asked for.
     pub(super) fn recipe(
         &self,
         activation: Activation,

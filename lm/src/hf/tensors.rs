@@ -14,8 +14,10 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
+use super::config::CONFIG_FILE;
 use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
+use crate::finetune::config::CONFIG as FINETUNING;
 use crate::progress::{Unit, Work};
 use crate::random::{hash, hash_all};
 
@@ -438,16 +440,23 @@ impl fmt::Debug for StoredTensor<'_> {
     }
 }
 
-/// Checks that a folder of a model exists.
+/// Checks that a folder of a model exists, and is not that of a finetuning, whose models are in its
+/// subfolders.
 ///
 /// # Errors
-/// Returns an error if it does not. A path such as `Qwen/Qwen3-0.6B` may be the name of a repository,
-/// so the error then names the command that downloads it.
+/// Returns an error if it is not so. A path such as `Qwen/Qwen3-0.6B` may be the name of a
+/// repository, so the error then names the command that downloads it.
 pub(crate) fn check_folder(folder: &Path) -> Result<()> {
+    let shown = folder.display();
     if folder.is_dir() {
+        ensure!(
+            folder.join(CONFIG_FILE).exists() || !folder.join(FINETUNING).exists(),
+            "{shown} is the folder of a finetuning: give one of the models in its subfolders, such \
+             as {}",
+            folder.join("model").display()
+        );
         return Ok(());
     }
-    let shown = folder.display();
     let parts: Vec<_> = folder.components().collect();
     if let [Component::Normal(_), Component::Normal(name)] = parts[..] {
         bail!(
