@@ -97,6 +97,11 @@ fn a_model_is_finetuned_and_resumed() {
         finetune(&[&[&*model], &arguments(&data, &whole, "")[..]].concat()),
         &["already holds a run", "--resume"],
     );
+    // Its models are in subfolders.
+    let run = whole.to_str().unwrap();
+    let says = ["folder of a finetuning", &format!("{run}/model")];
+    fails(nvfp4("inspect", &[run]), &says);
+    fails(nvfp4("eval", &[run, "--data", "none"]), &says);
     let other = folder("finetune-refused").join("out");
     for (more, names) in [
         ("--warmup 6", ["warmup is 6", "steps"]),

@@ -15,7 +15,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Instant;
 use std::{env, process};
 
@@ -25,10 +25,24 @@ use crate::book;
 use crate::workspace::{self, FEATURES};
 
 /// Folders of downloaded models on the pages, and the golden checkpoint that replaces each.
-const MODELS: [(&str, &str); 2] = [
+const MODELS: [(&str, &str); 3] = [
     ("Qwen3-0.6B", "qwen3-tiny"),
     ("Llama-3.2-1B", "llama3-tiny"),
+    ("Llama-3.2-1B-NVFP4", "llama3-tiny-ct-nvfp4a16"),
 ];
+
+/// Chat template of the first model.
+const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n\
+                        {{ message.content }}<|im_end|>\n{% endfor %}\
+                        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// Folders of texts on the pages.
+const TEXT_FOLDERS: [&str; 2] = ["texts", "books"];
+/// Pages that are these texts.
+const TEXTS: [&str; 3] = ["introduction.md", "quick-start.md", "command.md"];
+
+/// File with the standard input of all commands, which only a chat reads.
+const INPUT: &str = "input.txt";
 
 /// Options that shorten a run, by subcommand. An option that the page gives itself is not added.
 const SHORTER: [(&str, &[&str]); 4] = [
@@ -173,9 +187,21 @@ fn prepare(folder: &Path) -> Result<()> {
     for (name, golden) in MODELS {
         copy(&nvfp4_test_support::golden(golden), &folder.join(name))?;
     }
+    fs::write(
+        folder.join(MODELS[0].0).join("chat_template.jinja"),
+        TEMPLATE,
+    )?;
     let root = workspace::root();
-    copy(&root.join("docs/src"), &folder.join("books"))?;
-    for name in ["text.txt", "book.txt"] {
+    for name in TEXT_FOLDERS {
+        fs::create_dir_all(folder.join(name))?;
+        for page in TEXTS {
+            fs::copy(
+                root.join("docs/src").join(page),
+                folder.join(name).join(page),
+            )?;
+        }
+    }
+    for name in ["text.txt", "book.txt", "test.txt"] {
         fs::copy(root.join("README.md"), folder.join(name))?;
     }
     fs::copy(
@@ -201,7 +227,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Names and contents of the data files of the pages.
-fn texts() -> [(&'static str, String); 2] {
+fn texts() -> [(&'static str, String); 3] {
     let example = |i| {
         format!(
             "{{\"prompt\": \"{i} and {i} are\", \"completion\": \" {}.\"}}\n",
@@ -212,6 +238,7 @@ fn texts() -> [(&'static str, String); 2] {
     [
         ("examples.jsonl", (0..60).map(example).collect()),
         ("questions.jsonl", format!("{question}\n{question}\n")),
+        (INPUT, "Hello\n/exit\n".into()),
     ]
 }
 
@@ -222,7 +249,8 @@ fn shell(command: &str, folder: &Path, programs: &Path) -> Result<Result<String,
     let paths = env::join_paths(paths.chain(env::split_paths(&before)))?;
     let mut process = Command::new("sh");
     process.args(["-c", command]).current_dir(folder);
-    process.env("PATH", paths).stdin(Stdio::null());
+    process.env("PATH", paths);
+    process.stdin(fs::File::open(folder.join(INPUT))?);
     let output = process.output().context("cannot start sh")?;
     let error = String::from_utf8_lossy(&output.stderr);
     Ok(match output.status.success() {

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use rayon::prelude::*;
 use safetensors::Dtype;
 use serde_json::Value;
 
