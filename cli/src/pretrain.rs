@@ -13,7 +13,7 @@ use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::ranks::on_first_at_length;
 use nvfp4_lm::tokens::bpe;
 
-use crate::finetune::{Defaults, FinetuneRun, NOT_NEW, Start, TrainingOptions};
+use crate::finetune::{Defaults, FinetuneRun, NOT_NEW, STARTING, Start, TrainingOptions};
 use crate::ranks::Ranks;
 use crate::session::check_new;
 
@@ -27,8 +27,6 @@ const DEFAULTS: Defaults = Defaults {
 const TOKENIZER: &str = "tokenizer";
 /// Subfolder of the untrained model.
 const INIT: &str = "init";
-/// File that a start writes before these subfolders. The run that begins removes it.
-pub(crate) const STARTING: &str = ".starting";
 
 #[derive(Args)]
 pub(crate) struct Pretrain {

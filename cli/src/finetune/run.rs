@@ -24,7 +24,6 @@ use super::options::{Defaults, STEPS, TrainingOptions};
 use crate::device::DeviceName;
 use crate::options::shared::{SavedType, SessionOptions};
 use crate::plot;
-use crate::pretrain::STARTING;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
 use crate::shell::{program, quoted};
@@ -38,6 +37,8 @@ const ADAPTER: &str = "adapter";
 const QUANTIZED: &str = "nvfp4";
 /// Default number of tokens per row, unless the model's maximum context is shorter.
 const CONTEXT: usize = 1024;
+/// File of a start that writes more than tokens. The run that begins removes it.
+pub(crate) const STARTING: &str = ".starting";
 /// File that records what the run writes at its end.
 const RESULT: &str = "result.json";
 

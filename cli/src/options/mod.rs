@@ -43,7 +43,7 @@ const OF_QUANTIZED: [&str; 5] = [
 
 /// Options that a resumed run may change: its device, its ranks and its steps. `None` keeps the
 /// value of the run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Resumed {
     pub(crate) device: Option<DeviceName>,
     pub(crate) tp: Option<usize>,

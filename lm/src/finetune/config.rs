@@ -11,9 +11,10 @@ use crate::config::{
     Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension, steps_of,
 };
 use crate::decoder::{FrozenForm, LoraConfig};
+use crate::hf::tensors::FINETUNING;
 
 /// Configuration file in the folder of a run.
-pub const CONFIG: &str = "finetune.json";
+pub const CONFIG: &str = FINETUNING;
 
 /// Training objective.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -14,13 +14,13 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
-use super::config::CONFIG_FILE;
 use super::header::{Entry, Header};
-use super::{INDEX_FILE, WHOLE_FILE};
-use crate::finetune::config::CONFIG as FINETUNING;
+use super::{CONFIG_FILE, INDEX_FILE, WHOLE_FILE};
 use crate::progress::{Unit, Work};
 use crate::random::{hash, hash_all};
 
+/// File of the run in the folder of a finetuning.
+pub(crate) const FINETUNING: &str = "finetune.json";
 /// Number of tensors that are read between two reports of progress.
 const PART: usize = 64;
 
