@@ -18,15 +18,6 @@ use super::shared::DeviceOption;
 #[group(skip)]
 #[serde(default)]
 pub(super) struct Request {
-    /// Train for this many passes over the training data, instead of --steps; parts of a pass are
-    /// allowed, and the steps are rounded up
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        conflicts_with = "steps"
-    )]
-    pub(super) epochs: Option<f64>,
     /// Start from the values of this preset [default: tiny]
     #[arg(long, value_name = "PRESET")]
     pub(super) preset: Option<Preset>,
@@ -69,6 +60,15 @@ pub(super) struct Request {
     /// Train a dense model or a mixture-of-experts model [default: dense]
     #[arg(long, value_name = "KIND")]
     pub(super) model: Option<ModelKind>,
+    /// Train for this many passes over the training data, instead of --steps; parts of a pass are
+    /// allowed, and the steps are rounded up
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        conflicts_with = "steps"
+    )]
+    pub(super) epochs: Option<f64>,
 }
 
 /// Value of `--compare`.
