@@ -23,8 +23,9 @@ pub(crate) fn has_bars() -> bool {
     !is_quiet() && stderr().is_terminal()
 }
 
-/// Returns true if errors, warnings and log lines have colors: standard error is a terminal, and `NO_COLOR` is unset or
-/// empty. The bars of indicatif and the help texts of clap follow the same rule.
+/// Returns true if errors, warnings and log lines have colors: standard error is a terminal, and
+/// `NO_COLOR` is unset or empty. The bars of indicatif and the help texts of clap follow the same
+/// rule.
 pub(crate) fn has_colors() -> bool {
     stderr().is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
