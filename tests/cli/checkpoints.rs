@@ -369,6 +369,15 @@ fn eval_reads_texts_and_questions() {
     assert!(answers.contains("1 questions"), "{answers}");
     fails(eval(&model, &[]), &["data", "choices"]);
     fails(
+        eval(&model, &["--choices", questions, "--stride", "8"]),
+        &["--data"],
+    );
+    for option in ["--calibration-length", "--eval-length"] {
+        let given = option.trim_end_matches("-length");
+        let arguments = [&model, "--out", "none", option, "8"];
+        fails(nvfp4("quantize", &arguments), &[&format!("{given} <PATH>")]);
+    }
+    fails(
         eval(&model, &["--data", text, "--length", "8", "--stride", "8"]),
         &["stride is 8"],
     );

@@ -1,6 +1,7 @@
 //! Parses GGUF files, whole or split.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -41,6 +42,21 @@ pub enum Value {
     Integers(Vec<i128>),
     /// Number of values in an array of another type, which is not kept.
     Array(u64),
+}
+
+/// Shows short values; of arrays, their lengths.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Integer(number) => write!(f, "{number}"),
+            Self::Float(number) => write!(f, "{number}"),
+            Self::Bool(flag) => write!(f, "{flag}"),
+            Self::String(text) => write!(f, "{text:?}"),
+            Self::Strings(all) => write!(f, "an array of {} strings", all.len()),
+            Self::Integers(all) => write!(f, "an array of {} integers", all.len()),
+            Self::Array(count) => write!(f, "an array of {count} values"),
+        }
+    }
 }
 
 /// Location of a tensor.
@@ -119,11 +135,11 @@ impl GgufFile {
                 .add_part(index, count, part)
                 .with_context(|| path.display().to_string())?;
         }
-        let expected = whole.optional_count(SPLIT_TENSORS)?;
         let found = whole.tensors.len();
+        let expected = whole.optional_count(SPLIT_TENSORS)?.unwrap_or(found);
         ensure!(
-            expected.is_none_or(|expected| expected == found),
-            "the {count} parts have {found} tensors, but `{SPLIT_TENSORS}` is {expected:?}"
+            expected == found,
+            "the {count} parts have {found} tensors, but `{SPLIT_TENSORS}` is {expected}"
         );
         Ok(whole)
     }
@@ -139,7 +155,8 @@ impl GgufFile {
             let found = count_of(&metadata, key)?;
             ensure!(
                 found == Some(expected),
-                "`{key}` is {found:?}, but must be {expected} in this part"
+                "`{key}` is {}, but must be {expected} in this part",
+                found.map_or("absent".into(), |found| found.to_string())
             );
         }
         for (name, place) in tensors {
@@ -201,7 +218,7 @@ impl GgufFile {
             None => Ok(None),
             Some(Value::Integer(number)) => Ok(Some(*number as f64)),
             Some(Value::Float(number)) => Ok(Some(*number)),
-            Some(other) => bail!("`{key}` is {other:?}, but must be a number"),
+            Some(other) => bail!("`{key}` is {other}, but must be a number"),
         }
     }
 }
@@ -252,7 +269,7 @@ fn count_of(metadata: &Metadata, key: &str) -> Result<Option<usize>> {
     match metadata.get(key) {
         None => Ok(None),
         Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => Ok(Some(*n as usize)),
-        Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
+        Some(other) => bail!("`{key}` is {other}, but must be a number below 2147483648"),
     }
 }
 
@@ -296,7 +313,7 @@ fn parse(file: &[u8]) -> Result<(Metadata, Places)> {
     let alignment = match metadata.get("general.alignment") {
         None => 32,
         Some(Value::Integer(n)) if (1..=1 << 16).contains(n) => *n as usize,
-        Some(other) => bail!("`general.alignment` is {other:?}, but must be 1 to 65536"),
+        Some(other) => bail!("`general.alignment` is {other}, but must be 1 to 65536"),
     };
     let data = cursor.at.next_multiple_of(alignment);
     let mut places = BTreeMap::new();

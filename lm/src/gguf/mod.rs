@@ -79,9 +79,14 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     // This tensor is known: `config` derived the rope scaling from it.
     let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
-    let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+    let expected = names::expected(&config);
+    let elements: usize = (expected.iter())
+        .map(|tensor| tensor.shape.iter().product::<usize>())
+        .sum();
+    let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+    let mut writer = writer.with_progress(elements * dtype.bitsize() / 8);
     let mut layers = Layers::default();
-    for tensor in &names::expected(&config) {
+    for tensor in &expected {
         let name = gguf_name(&tensor.name);
         let context = || format!("tensor `{name}`");
         let stored = Stored::read(file, &name).with_context(context)?;
@@ -327,7 +332,7 @@ fn refuse_unknown(file: &GgufFile) -> Result<()> {
             };
             name.is_some_and(|name| !KEYS.contains(&name)) && !says_nothing
         })
-        .map(|(key, value)| format!("`{key}` ({value:?})"))
+        .map(|(key, value)| format!("`{key}` ({value})"))
         .collect();
     ensure!(
         unknown.is_empty(),
@@ -440,8 +445,10 @@ fn rope(file: &GgufFile, head: usize) -> Result<Rope> {
             RopeScaling::Linear { factor }
         }
         (kind, factor) => bail!(
-            "`llama.rope.scaling` is of type {kind:?} and factor {factor:?}, but must be `linear` \
-             with a factor of at least 1, or absent"
+            "`llama.rope.scaling` is of type {} and factor {}, but must be `linear` with a factor \
+             of at least 1, or absent",
+            kind.map_or("none".into(), Value::to_string),
+            factor.map_or("none".into(), |factor| factor.to_string())
         ),
     };
     let plain = Rope { theta, scaling };

@@ -561,18 +561,12 @@ fn a_split_file_is_read_by_any_part() {
         "{renamed}"
     );
     for (parts, expected) in [
-        (
-            split([0, 0], [2, 2], 11),
-            "`split.no` is Some(0), but must be 1",
-        ),
+        (split([0, 0], [2, 2], 11), "`split.no` is 0, but must be 1"),
         (
             split([0, 1], [2, 3], 11),
-            "`split.count` is Some(3), but must be 2",
+            "`split.count` is 3, but must be 2",
         ),
-        (
-            split([0, 1], [2, 2], 12),
-            "`split.tensors.count` is Some(12)",
-        ),
+        (split([0, 1], [2, 2], 12), "`split.tensors.count` is 12"),
     ] {
         write(&parts);
         let error = error(names[0]);

@@ -35,6 +35,8 @@ pub use tokenizer::Tokenizer;
 pub(crate) use tokenizer_config::{TOKENIZER_CONFIG, TokenizerConfig};
 pub use writer::{TensorSink, TensorWriter};
 
+/// File of the configuration.
+pub const CONFIG_FILE: &str = "config.json";
 /// File of a model that is not sharded.
 pub const WHOLE_FILE: &str = "model.safetensors";
 /// File that assigns each tensor to a shard.

@@ -11,6 +11,7 @@ use safetensors::Dtype;
 
 use super::plan::{FilePlan, TensorSpec, check_name, file_name, write_index};
 use super::{INDEX_FILE, WHOLE_FILE};
+use crate::progress::{Unit, Work};
 
 /// Receives the tensors of a model.
 pub trait TensorSink {
@@ -39,6 +40,8 @@ pub struct TensorWriter {
     /// Complete shards under temporary names.
     shards: Vec<PathBuf>,
     spool: Option<Spool>,
+    /// Progress, if it is reported.
+    work: Option<Work>,
 }
 
 /// Tensors of the current shard, in arrival order.
@@ -80,7 +83,14 @@ impl TensorWriter {
             shard_of: BTreeMap::new(),
             shards: Vec::new(),
             spool: None,
+            work: None,
         })
+    }
+
+    /// Reports the progress of writing tensors of `bytes` bytes in total.
+    pub fn with_progress(mut self, bytes: usize) -> Self {
+        self.work = Some(Work::begin("write", Unit::Bytes, 0, bytes));
+        self
     }
 
     /// Adds a tensor with the elements `bytes`, little endian, last axis contiguous.
@@ -118,6 +128,9 @@ impl TensorWriter {
         spool.tensors.push((spec, spool.bytes as usize));
         spool.bytes += length;
         self.total += length;
+        if let Some(work) = &mut self.work {
+            work.add(bytes.len());
+        }
         self.shard_of.insert(name.to_owned(), self.shards.len());
         Ok(())
     }

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_formats::format::e4m3;
-use rayon::prelude::*;
 use regex::Regex;
 use safetensors::Dtype;
 use serde::Serialize;
@@ -24,6 +23,7 @@ use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::load::check_tensors;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
+use crate::hf::tensors::check_each;
 use crate::hf::{
     DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
 };
@@ -31,6 +31,7 @@ use crate::interchange::checkpoint::HF_QUANT_CONFIG;
 use crate::interchange::convert::{PROVENANCE, copy_companions, exclusions, write_configs};
 use crate::interchange::exclude::LINEAR;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
+use crate::progress::{Unit, Work};
 use crate::random::hash;
 
 /// Options of quantization.
@@ -53,8 +54,8 @@ pub struct QuantizeOptions {
 }
 
 /// Quantizes the model in the folder `model` to the folder `out`, with the input statistics of
-/// `calibration`. `progress` receives the number of layers done and the total. Memory holds the
-/// weights of one fused group; with smoothing, those of one decoder layer.
+/// `calibration`. Memory holds the weights of one fused group; with smoothing, those of one decoder
+/// layer.
 ///
 /// # Errors
 /// Returns the errors of [`Quantization::start`] and [`Quantization::finish`].
@@ -63,14 +64,13 @@ pub fn quantize_folder(
     out: &Path,
     options: &QuantizeOptions,
     calibration: &Calibration,
-    progress: &mut dyn FnMut(usize, usize, &str),
 ) -> Result<Quantized> {
     let mut reads = MadeFrom::new();
     if !calibration.is_empty() {
         reads.insert("calibration".into(), json!("given"));
     }
     let run = Quantization::start(model, out, options, reads)?;
-    run.finish(calibration, progress)
+    run.finish(calibration)
 }
 
 /// Quantization of a model to a folder. An interrupted run can be continued by
@@ -181,17 +181,12 @@ impl Quantization {
     }
 
     /// Quantizes the remaining layers with the statistics of `calibration`, and writes the model.
-    /// `progress` receives the number of layers quantized so far and the total.
     /// Every tensor is written once, to its place in the planned files.
     ///
     /// # Errors
     /// Returns an error if an input is unknown, a value is not finite, or writing fails. Checks the
     /// written folder like [`Checkpoint::open`].
-    pub fn finish(
-        self,
-        calibration: &Calibration,
-        progress: &mut dyn FnMut(usize, usize, &str),
-    ) -> Result<Quantized> {
+    pub fn finish(self, calibration: &Calibration) -> Result<Quantized> {
         let parts = self.plan.parts();
         let inputs = Inputs::new(calibration);
         let total = self.plan.groups.iter().map(Vec::len).sum();
@@ -203,22 +198,34 @@ impl Quantization {
         let plan = ModelPlan::new(all.collect(), TensorWriter::SHARD_BYTES)?;
         let mut files = self.journal.files(plan)?;
         let mut done = Quantized::default();
-        for (index, part) in parts.iter().enumerate() {
-            if let Some(kept) = self.journal.part(index)? {
+        let kept = (0..parts.len()).map(|index| self.journal.part(index));
+        let kept: Vec<Option<PartReport>> = kept.collect::<Result<_>>()?;
+        let layers = kept
+            .iter()
+            .flatten()
+            .map(|report| report.layers.len())
+            .sum();
+        let mut work = Work::begin("quantize", Unit::Layers, layers, total);
+        for (index, (part, kept)) in parts.iter().zip(kept).enumerate() {
+            if let Some(kept) = kept {
                 specs[index].iter().for_each(|spec| files.keep(&spec.name));
                 done.add(kept);
                 continue;
             }
-            let before = done.layers.len();
-            let mut show = |of_part: usize, module: &str| progress(before + of_part, total, module);
-            let report = self.write_part(part, &inputs, &mut files, &mut show)?;
+            let report = self.write_part(part, &inputs, &mut files, &mut work)?;
             self.journal.keep_part(index, &mut files, &report)?;
             done.add(report);
         }
-        for spec in &copied {
-            let tensor = self.tensors.get(&spec.name)?;
+        drop(work);
+        let tensors = copied.iter().map(|spec| self.tensors.get(&spec.name));
+        let tensors: Vec<StoredTensor<'_>> = tensors.collect::<Result<_>>()?;
+        let bytes = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
+        let mut work = Work::begin("write", Unit::Bytes, 0, bytes);
+        for tensor in &tensors {
             files.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
+            work.add(tensor.bytes.len());
         }
+        drop(work);
         self.write_kv_scales(&mut files, calibration)?;
         files.finish(&self.out)?;
         for name in &self.plan.copied {
@@ -341,7 +348,7 @@ impl Quantization {
         part: &[Vec<String>],
         inputs: &Inputs<'_>,
         writer: &mut dyn TensorSink,
-        progress: &mut dyn FnMut(usize, &str),
+        work: &mut Work,
     ) -> Result<PartReport> {
         let options = &self.options;
         let rule = Rule::of(options.dialect);
@@ -369,7 +376,7 @@ impl Quantization {
                 }
             };
             for ((module, tensor, values), scaled) in weights.iter().zip(&scaled) {
-                progress(done.layers.len(), module);
+                work.part(module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
                 let read = inputs.of(module);
                 let divided = read.zip(smooth.columns(module));
@@ -401,6 +408,7 @@ impl Quantization {
                     weighted_sqnr: read
                         .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
                 });
+                work.add(1);
             }
         }
         Ok(done)
@@ -469,10 +477,8 @@ fn read_config(model: &Path) -> Result<Map<String, Value>> {
 /// Returns an error unless all values are finite, including copied ones.
 fn check_values(tensors: &TensorFolder) -> Result<()> {
     let tensors: Vec<StoredTensor<'_>> = tensors.iter().collect();
-    let errors = tensors.par_iter().map(StoredTensor::check_finite);
-    // Report the first error by name, regardless of the order of discovery.
-    let errors: Vec<Result<()>> = errors.collect();
-    errors.into_iter().collect()
+    // Reports the first error by name, regardless of the order of discovery.
+    check_each(&tensors).into_iter().collect()
 }
 
 fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
