@@ -3,12 +3,14 @@
 //! - [`tensors`]: memory-mapped tensors of `model.safetensors`, or of shards with an index.
 //! - [`writer`]: writes such files atomically.
 //! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary embedding.
+//! - `fp8`: scales of weights in FP8.
 //! - [`generation`]: sampling parameters, from `generation_config.json`.
 //! - [`tokenizer`]: encodes and decodes text, by `tokenizer.json` and `tokenizer_config.json`.
 //! - [`gguf`]: converts a GGUF file to such a folder.
 
 pub mod config;
 mod fields;
+pub(crate) mod fp8;
 pub mod generation;
 pub mod gguf;
 mod header;
@@ -20,7 +22,8 @@ mod tokenizer_config;
 pub mod writer;
 
 pub use config::{
-    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig,
+    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LatentConfig,
+    LayerConfig, Scoring,
 };
 pub(crate) use fields::is_neutral;
 pub use generation::GenerationConfig;
