@@ -227,7 +227,7 @@ mod tests {
             ),
             (
                 &field("weight_block_size", json!([64, 64])),
-                "its shape is [2, 2], but must be [1, 1]",
+                "its shape is [2, 3], but must be [1, 2]",
             ),
             (
                 &field("weight_block_size", json!([32])),

@@ -42,7 +42,7 @@ fn deepseek_v3(fields: &Fields, family: Family) -> Result<DecoderConfig> {
             "`{name}` is true, but models of type `deepseek_v3` are supported without biases only"
         );
     }
-    let latent = latent(fields, rope)?;
+    let mut latent = latent(fields, rope)?;
     let [width, query] = [latent.width(), latent.query()];
     ensure!(
         width <= MAX_HEAD,
@@ -61,7 +61,19 @@ fn deepseek_v3(fields: &Fields, family: Family) -> Result<DecoderConfig> {
     config.head = width;
     let mscale = match config.ropes[0].scaling {
         RopeScaling::Yarn { factor, .. } => yarn_mscale(factor, latent.mscale_all_dim),
-        _ => 1.0,
+        // transformers ignores it without scaling.
+        RopeScaling::Default => {
+            latent.mscale_all_dim = 0.0;
+            1.0
+        }
+        _ => {
+            ensure!(
+                latent.mscale_all_dim == 0.0,
+                "`mscale_all_dim` is {}, but only `yarn` may have it",
+                latent.mscale_all_dim
+            );
+            1.0
+        }
     };
     config.block.query_scalar = Some(query as f64 / mscale.powi(4));
     config.block.latent = Some(latent);
@@ -394,7 +406,7 @@ mod tests {
             (json!({"hidden_act": "gelu"}), "must be `silu`"),
             (
                 json!({"rope_parameters": {"rope_type": "linear", "factor": 2, "mscale_all_dim": 1}}),
-                "has a field `mscale_all_dim`",
+                "`mscale_all_dim` is 1, but only `yarn` may have it",
             ),
             (
                 json!({"architectures": ["DeepseekV2ForCausalLM"]}),
