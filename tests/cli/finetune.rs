@@ -600,7 +600,11 @@ fn a_mixture_with_latent_attention_is_trained_from_its_configuration() {
         "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": false,
     });
     fs::write(&config, small.to_string()).unwrap();
-    let start = ["--model-config", config.to_str().unwrap(), "--train-tokenizer"];
+    let start = [
+        "--model-config",
+        config.to_str().unwrap(),
+        "--train-tokenizer",
+    ];
     let run = arguments(&data, &out, "--recipe nvidia --activation f32");
     let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
     let [before, after] = perplexities(&said);
@@ -616,10 +620,16 @@ fn a_mixture_with_latent_attention_is_trained_from_its_configuration() {
     let packed = packed.to_str().unwrap();
     let merged = adapted.join("model");
     let merged = merged.to_str().unwrap();
-    succeeds(nvfp4("quantize", &[merged, "--out", packed, "--method", "rtn"]));
+    succeeds(nvfp4(
+        "quantize",
+        &[merged, "--out", packed, "--method", "rtn"],
+    ));
     succeeds(nvfp4("inspect", &[packed]));
     for folder in [merged, packed] {
-        let said = succeeds(nvfp4("eval", &[folder, "--data", &data, "--device", "flex"]));
+        let said = succeeds(nvfp4(
+            "eval",
+            &[folder, "--data", &data, "--device", "flex"],
+        ));
         assert!(said.contains("perplexity"), "{said}");
         let prompt = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
         succeeds(nvfp4("generate", &[&[folder], &prompt[..]].concat()));
