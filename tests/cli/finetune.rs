@@ -599,3 +599,55 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
         &["all.tokens", "another tokenizer"],
     );
 }
+
+/// A small DeepSeek from its configuration alone, in NVFP4: latent attention, a sigmoid router with
+/// groups, and a shared expert; then adapters, quantization, perplexity and text of the result.
+#[test]
+fn a_mixture_with_latent_attention_is_trained_from_its_configuration() {
+    let own = folder("pretrain-latent");
+    let (data, config, out) = (lines(&own), own.join("config.json"), own.join("out"));
+    let small = serde_json::json!({
+        "model_type": "deepseek_v3", "vocab_size": 288, "hidden_size": 64,
+        "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        "max_position_embeddings": 128, "rope_theta": 10000.0, "tie_word_embeddings": false,
+    });
+    fs::write(&config, small.to_string()).unwrap();
+    let start = [
+        "--model-config",
+        config.to_str().unwrap(),
+        "--train-tokenizer",
+    ];
+    let run = arguments(&data, &out, "--recipe nvidia --activation f32");
+    let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
+    let [before, after] = perplexities(&said);
+    // The untrained model predicts all 288 tokens about equally.
+    assert!((100.0..800.0).contains(&before) && after < before, "{said}");
+
+    let model = out.join("model");
+    let model = model.to_str().unwrap();
+    let adapted = own.join("adapted");
+    let run = arguments(&data, &adapted, "--lora 4 --activation f32 --merge");
+    succeeds(nvfp4("finetune", &[&[model], &run[..]].concat()));
+    let packed = own.join("packed");
+    let packed = packed.to_str().unwrap();
+    let merged = adapted.join("model");
+    let merged = merged.to_str().unwrap();
+    succeeds(nvfp4(
+        "quantize",
+        &[merged, "--out", packed, "--method", "rtn"],
+    ));
+    succeeds(nvfp4("inspect", &[packed]));
+    for folder in [merged, packed] {
+        let said = succeeds(nvfp4(
+            "eval",
+            &[folder, "--data", &data, "--device", "flex"],
+        ));
+        assert!(said.contains("perplexity"), "{said}");
+        let prompt = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];
+        succeeds(nvfp4("generate", &[&[folder], &prompt[..]].concat()));
+    }
+}

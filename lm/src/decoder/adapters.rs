@@ -10,12 +10,11 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use regex::Regex;
 use serde_json::json;
 
+use super::Decoder;
 use super::adapter_folder::{AdapterFolder, PARTS, TENSORS, tensor_name};
-use super::feed_forward::FeedForward;
 use super::lora::{Adapter, FrozenBase, LoraConfig, LoraProjection};
-use super::names::{self, Part};
+use super::names::{self, Part, Site};
 use super::projection::Projection;
-use super::{Decoder, DecoderLayer};
 use crate::checkpoint::write_json;
 use crate::hf::tensors::{ADAPTER_FILE, list};
 use crate::hf::{Dtype, FeedForwardConfig, NewFolder, TensorWriter, WHOLE_FILE};
@@ -36,7 +35,8 @@ impl Decoder {
         let mut model = self.no_grad();
         let mut count = 0;
         for (index, layer) in model.layers.iter_mut().enumerate() {
-            for (projection, parts) in projections(layer, &own, index) {
+            for (site, projection) in layer.projections_mut() {
+                let parts = site.parts(&own, index, projection.shape()[1]);
                 let adapters =
                     adapters(projection, &parts, &targets, (config.rank, seed), &device)?;
                 count += adapters.len();
@@ -52,9 +52,9 @@ impl Decoder {
         }
         ensure!(
             count > 0,
-            "lora-targets is {:?}, which matches no projection such as {}self_attn.q_proj",
+            "lora-targets is {:?}, which matches no projection such as {}",
             config.targets,
-            names::layer(0)
+            Site::Qkv.module(&own, 0, None)
         );
         Ok(model.with_ids_of_paths())
     }
@@ -73,8 +73,9 @@ impl Decoder {
         let mut left = folder.modules().with_context(context)?;
         let mut model = self;
         for (index, layer) in model.layers.iter_mut().enumerate() {
-            for (projection, parts) in projections(layer, &own, index) {
-                let [d_in, _] = projection.shape();
+            for (site, projection) in layer.projections_mut() {
+                let [d_in, d_out] = projection.shape();
+                let parts = site.parts(&own, index, d_out);
                 let (mut adapters, mut first) = (Vec::new(), 0);
                 for Part { name, outputs } in parts {
                     if let Some(found) = left.remove(&*name) {
@@ -134,12 +135,7 @@ impl Decoder {
     fn adapters(&self) -> Vec<&Adapter> {
         let mut found = Vec::new();
         for layer in &self.layers {
-            let attention = [&layer.attention.qkv, &layer.attention.out];
-            let dense = match &layer.feed_forward {
-                FeedForward::Dense(dense) => vec![&dense.gate_up, &dense.down],
-                FeedForward::Moe(_) => vec![],
-            };
-            for projection in attention.into_iter().chain(dense) {
+            for (_, projection) in layer.projections() {
                 if let Projection::Lora(lora) = projection {
                     found.extend(&lora.adapters);
                 }
@@ -203,25 +199,6 @@ fn beside(projection: Projection, adapters: Vec<Adapter>, scale: f64) -> Result<
         adapters,
         scale,
     }))
-}
-
-/// Returns the projections of layer `index`, each with the modules that it fuses.
-fn projections<'a>(
-    layer: &'a mut DecoderLayer,
-    config: &crate::hf::DecoderConfig,
-    index: usize,
-) -> Vec<(&'a mut Projection, Vec<Part>)> {
-    let attention = &mut layer.attention;
-    let mut all = vec![
-        (&mut attention.qkv, names::qkv(config, index)),
-        (&mut attention.out, names::out(config, index)),
-    ];
-    if let FeedForward::Dense(dense) = &mut layer.feed_forward {
-        let hidden = dense.gate_up.shape()[1] / 2;
-        all.push((&mut dense.gate_up, names::gate_up(hidden, index)));
-        all.push((&mut dense.down, names::down(config, index)));
-    }
-    all
 }
 
 /// Creates adapters for those modules in `parts` of `projection` that are targets.

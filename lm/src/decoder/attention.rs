@@ -1,5 +1,5 @@
 //! Attention with rotary embedding, grouped-query heads, and query and key norms if the
-//! architecture has them.
+//! architecture has them; [latent](super::latent) attention makes its heads in another way.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -9,6 +9,7 @@ use burn_nvfp4::decode::NewTokens;
 use burn_nvfp4::nn::{ResidualStream, RmsNorm};
 
 use super::call::Call;
+use super::latent::{Latent, Turn, places_in_cache};
 use super::names::Site;
 use super::norm::effective;
 use super::positions::{Places, Tables, rotate};
@@ -18,7 +19,8 @@ use crate::hf::{DecoderConfig, LayerConfig};
 /// Attention of one layer.
 #[derive(Module, Debug)]
 pub struct Attention {
-    /// Fused query, key and value projection, with `(heads + 2 * kv_heads) * head` output columns.
+    /// Fused query, key and value projection, with `(heads + 2 * kv_heads) * head` output columns;
+    /// in latent attention, the first projections.
     pub qkv: Projection,
     /// Output projection, from `heads * head` columns.
     pub out: Projection,
@@ -26,6 +28,8 @@ pub struct Attention {
     pub q_norm: Option<RmsNorm>,
     /// Per-head norm of keys, before the rotary embedding.
     pub k_norm: Option<RmsNorm>,
+    /// Second projections of latent attention.
+    pub latent: Option<Latent>,
     #[module(skip)]
     pub(super) heads: Heads,
 }
@@ -87,7 +91,25 @@ impl Attention {
                 (sum, qkv.reshape([batch, time, width]))
             }
         };
-        let qkv = rows(qkv);
+        let mixed = match &self.latent {
+            Some(latent) => self.mixed_latent(latent, rows(qkv), ([batch, time], layer), call)?,
+            None => self.mixed(rows(qkv), ([batch, time], layer), call)?,
+        };
+        call.show(layer, Site::Out, &mixed, None)?;
+        let out = self.out.forward(mixed)?;
+        Ok(ResidualStream {
+            sum,
+            pending: Some(out.reshape([batch, time, d_model])),
+        })
+    }
+
+    /// Returns the attention's output, `[tokens, heads * head]`, from that of the projection.
+    fn mixed(
+        &self,
+        qkv: Tensor<2>,
+        ([batch, time], layer): ([usize; 2], usize),
+        call: &mut Call<'_>,
+    ) -> Result<Tensor<2>> {
         let (heads, params) = (&self.heads, self.heads.params);
         let tables = call.tables[heads.rope].clone();
         // Used without a cache.
@@ -99,7 +121,7 @@ impl Attention {
             let [_, k, v] = self.rotated(qkv.clone(), &tables, &places, [batch, time]);
             call.show_cache(layer, &k, &v)?;
         }
-        let mixed = match &mut call.cache {
+        Ok(match &mut call.cache {
             None if self.q_norm.is_none() && self.k_norm.is_none() => {
                 let counts = [heads.count, heads.kv_count];
                 let rotary = tables.rotary()?;
@@ -125,13 +147,53 @@ impl Attention {
                     }
                 }
             }
-        };
-        call.show(layer, Site::Out, &mixed, None)?;
-        let out = self.out.forward(mixed)?;
-        Ok(ResidualStream {
-            sum,
-            pending: Some(out.reshape([batch, time, d_model])),
         })
+    }
+
+    /// Returns the output of latent attention, `[tokens, heads * value]`, from that of the first
+    /// projections.
+    fn mixed_latent(
+        &self,
+        latent: &Latent,
+        first: Tensor<2>,
+        (shape, layer): ([usize; 2], usize),
+        call: &mut Call<'_>,
+    ) -> Result<Tensor<2>> {
+        let (heads, params) = (self.heads.count, self.heads.params);
+        let tables = call.tables[self.heads.rope].clone();
+        let [batch, time] = shape;
+        let places = match (&call.cache, call.rows) {
+            (Some((_, chunk)), _) => places_in_cache(&chunk.places, time, &tables),
+            (None, Some(rows)) => rows.places.clone(),
+            (None, None) => Places::FromZero { time },
+        };
+        let turn = Turn {
+            tables: &tables,
+            places: &places,
+            shape,
+        };
+        let [q, k, v] = latent.heads(first, (heads, layer), &turn, call)?;
+        let mixed = match &mut call.cache {
+            None => {
+                let sequences = match call.rows {
+                    Some(rows) => rows.sequences.clone(),
+                    None => Sequences::Equal(batch),
+                };
+                flat(try_attention(q, k, v, &sequences, params)?)
+            }
+            Some((cache, chunk)) => {
+                let (new, layer) = (NewTokens::Separate([q, k, v]), &mut cache.layers[layer]);
+                match &chunk.sequences {
+                    None => layer.attend(new, &chunk.places, None, (heads, params))?,
+                    Some(sequences) => {
+                        let q = layer.append(new, &chunk.places, None, heads)?;
+                        let [k, v] = layer.keys_and_values(q.dtype().into());
+                        flat(try_attention(q, k, v, sequences, params)?)
+                    }
+                }
+            }
+        };
+        Ok(latent.unpadded(mixed, heads))
     }
 
     /// Returns queries and keys after norm and rotary embedding, and values,

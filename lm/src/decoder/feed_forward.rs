@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burn::module::{Module, Param};
 use burn::tensor::{FloatDType, Tensor};
-use burn_nvfp4::experts::{MoeRoute, Router, try_moe_route};
+use burn_nvfp4::experts::Router;
 use burn_nvfp4::functions::{Gelu, try_gelu, try_swiglu};
 use burn_nvfp4::nn::{
     MlpActivation, ResidualStream, RmsNorm, Routing, try_feed_forward_of_experts, try_swiglu_of,
@@ -12,7 +12,8 @@ use burn_nvfp4::nn::{
 use super::call::Call;
 use super::names::Site;
 use super::projection::{Experts, Projection, rows};
-use crate::hf::GateActivation;
+use super::router::route;
+use crate::hf::{GateActivation, Scoring};
 use crate::model::cast;
 
 /// Feed-forward of a layer.
@@ -41,8 +42,8 @@ pub struct Gated {
 
 /// A mixture of experts.
 ///
-/// The router's probabilities are a softmax over all experts, in `f32`. The weights of a token's
-/// `top_k` experts are their probabilities, divided by their sum if `normalize` is true.
+/// The router's scores are a softmax over all experts or a sigmoid of each, in `f32`. The weights
+/// of a token's `top_k` experts are their scores, divided by their sum if `normalize` is true.
 #[derive(Module, Debug)]
 pub struct Moe {
     /// Router weight, `[d_model, experts]`.
@@ -51,6 +52,12 @@ pub struct Moe {
     pub gate_up: Experts,
     /// Down projection of each expert.
     pub down: Experts,
+    /// Bias of the scores for the choice of experts, `[experts]`, f32; not trained.
+    pub correction: Option<Param<Tensor<1>>>,
+    /// Feed-forward of all tokens, whose output is added.
+    pub shared: Option<Gated>,
+    #[module(skip)]
+    pub(super) scoring: Scoring,
     #[module(skip)]
     pub(super) top_k: usize,
     #[module(skip)]
@@ -61,6 +68,33 @@ pub struct Moe {
 }
 
 impl Gated {
+    /// Returns true if the backward can recompute the input of the activation.
+    fn can_recompute(&self) -> bool {
+        let is_trained = |it: &Projection| matches!(it, Projection::Nvfp4(_));
+        let is_silu = self.activation == GateActivation::Silu;
+        is_silu && is_trained(&self.gate_up) && is_trained(&self.down)
+    }
+
+    /// Maps `[rows, d_model]` to the same shape. `sites` are the inputs of its projections in layer
+    /// `index`.
+    fn of_normed(
+        &self,
+        x: Tensor<2>,
+        (index, sites): (usize, [Site; 2]),
+        call: &mut Call<'_>,
+    ) -> Result<Tensor<2>> {
+        if let (true, Projection::Nvfp4(gate_up), Projection::Nvfp4(down)) =
+            (self.recompute, &self.gate_up, &self.down)
+            && call.observer.is_none()
+        {
+            return Ok(try_swiglu_of(gate_up, down, x, true)?);
+        }
+        call.show(index, sites[0], &x, None)?;
+        let hidden = self.activate(self.gate_up.forward(x)?)?;
+        call.show(index, sites[1], &hidden, None)?;
+        self.down.forward(hidden)
+    }
+
     /// Returns the input of the down projection, given the output of gate and up. SwiGLU is one
     /// kernel; the other activations take one for the activation and one for the product.
     fn activate<const D: usize>(&self, gate_up: Tensor<D>) -> Result<Tensor<D>> {
@@ -81,12 +115,12 @@ impl FeedForward {
     /// be SiLU, and the projections those of training, without adapters.
     pub(super) fn can_recompute(&self) -> bool {
         match self {
-            Self::Dense(layer) => {
-                let is_trained = |it: &Projection| matches!(it, Projection::Nvfp4(_));
-                let is_silu = layer.activation == GateActivation::Silu;
-                is_silu && is_trained(&layer.gate_up) && is_trained(&layer.down)
+            Self::Dense(layer) => layer.can_recompute(),
+            Self::Moe(layer) => {
+                let shared = layer.shared.as_ref();
+                let experts = [&layer.gate_up, &layer.down];
+                !experts.iter().any(|it| it.is_packed()) && shared.is_none_or(Gated::can_recompute)
             }
-            Self::Moe(layer) => !layer.gate_up.is_packed() && !layer.down.is_packed(),
         }
     }
 
@@ -94,7 +128,12 @@ impl FeedForward {
     pub(super) fn recompute(&mut self) {
         match self {
             Self::Dense(layer) => layer.recompute = true,
-            Self::Moe(layer) => layer.recompute = true,
+            Self::Moe(layer) => {
+                layer.recompute = true;
+                if let Some(shared) = &mut layer.shared {
+                    shared.recompute = true;
+                }
+            }
         }
     }
 
@@ -136,18 +175,7 @@ impl FeedForward {
     /// Maps `[rows, d_model]` to the same shape, in the type of `x`.
     fn of_normed(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
         match self {
-            Self::Dense(layer) => {
-                if let (true, Projection::Nvfp4(gate_up), Projection::Nvfp4(down)) =
-                    (layer.recompute, &layer.gate_up, &layer.down)
-                    && call.observer.is_none()
-                {
-                    return Ok(try_swiglu_of(gate_up, down, x, true)?);
-                }
-                call.show(index, Site::GateUp, &x, None)?;
-                let hidden = layer.activate(layer.gate_up.forward(x)?)?;
-                call.show(index, Site::Down, &hidden, None)?;
-                layer.down.forward(hidden)
-            }
+            Self::Dense(layer) => layer.of_normed(x, (index, [Site::GateUp, Site::Down]), call),
             Self::Moe(layer) => layer.forward(x, index, call),
         }
     }
@@ -155,6 +183,15 @@ impl FeedForward {
 
 impl Moe {
     fn forward(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
+        let Some(shared) = &self.shared else {
+            return self.of_experts(x, index, call);
+        };
+        let routed = self.of_experts(x.clone(), index, call)?;
+        let sites = [Site::SharedGateUp, Site::SharedDown];
+        Ok(routed + shared.of_normed(x, (index, sites), call)?)
+    }
+
+    fn of_experts(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
         let [_, experts] = self.router.dims();
         let router = cast(self.router.val(), FloatDType::F32);
         let logits = cast(x.clone(), FloatDType::F32).matmul(router);
@@ -163,15 +200,8 @@ impl Moe {
             top_k: self.top_k,
             normalize: self.normalize,
         };
-        let MoeRoute {
-            chosen,
-            mut weights,
-            ..
-        } = try_moe_route(logits, router)?;
-        if self.normalize && self.top_k == 1 {
-            // transformers also normalizes a single weight, which gives 1.
-            weights = weights.clone() / weights;
-        }
+        let correction = self.correction.as_ref().map(|it| it.val());
+        let (chosen, weights) = route(logits, correction, router, self.scoring)?;
         let routing = Routing::try_new(chosen, experts)?;
         let (x, experts) = (routing.dispatch(x), routing.experts());
         if let (true, Experts::Grouped(gate_up), Experts::Grouped(down)) =

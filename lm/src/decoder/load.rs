@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::module::Param;
+use burn::module::{Param, ParamId};
 use burn::nn::{Initializer, Linear};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
@@ -17,22 +17,26 @@ use nvfp4_formats::BLOCK;
 
 use super::attention::{Attention, Heads};
 use super::feed_forward::{FeedForward, Gated, Moe};
-use super::names::{self, EMBEDDING, HEAD, NORM};
+use super::latent::{Latent, LowRank};
+use super::names::{self, EMBEDDING, HEAD, NORM, Site};
 use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::read_json;
-use crate::hf::config::{CONFIG_FILE, refuse_quantized};
-use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTensor, TensorFolder};
+use crate::hf::config::{CONFIG_FILE, refuse_packed};
+use crate::hf::{
+    DecoderConfig, Dtype, FeedForwardConfig, LatentConfig, LayerConfig, Scoring, StoredTensor,
+    TensorFolder,
+};
 use crate::interchange::checkpoint::{KvScales, is_quantized};
 use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
 use crate::model::check_dtype;
 use crate::progress::{Unit, Work};
 
 impl Decoder {
-    /// Loads the model of high-precision tensors in `folder` on `device`; parameters and
-    /// activations get type `dtype`.
+    /// Loads the model of tensors in high precision, or in FP8 with scales of blocks, in `folder` on
+    /// `device`; parameters and activations get type `dtype`.
     ///
     /// # Errors
     /// Returns an error if a file is absent or malformed, the configuration is refused, tensors are
@@ -62,9 +66,10 @@ impl Decoder {
     fn load_plain(folder: &Path, device: &Device, dtype: FloatDType, form: Form) -> Result<Self> {
         let path = folder.join(CONFIG_FILE);
         let json = read_json(&path)?;
-        let config = refuse_quantized(&json).and_then(|()| DecoderConfig::from_json(&json));
+        let config = refuse_packed(&json).and_then(|()| DecoderConfig::from_json(&json));
         let config = config.with_context(|| path.display().to_string())?;
-        let tensors = TensorFolder::open(folder)?;
+        let tensors = TensorFolder::open(folder)?.with_fp8_scales(&json);
+        let tensors = tensors.with_context(|| folder.display().to_string())?;
         Self::of_plain_tensors(&config, &tensors, (device, dtype), form)
             .with_context(|| folder.display().to_string())
     }
@@ -257,6 +262,11 @@ fn kv_scales(
     if found.is_empty() {
         return Ok(None);
     }
+    ensure!(
+        config.block.latent.is_none(),
+        "the folder has scales of an FP8 cache, but those of latent attention are not supported: \
+         they belong to compressed keys and values, and the cache here has complete ones"
+    );
     let name = |index: usize| format!("model.layers.{index}.self_attn");
     let layers = config.layers.len();
     if let Some(other) = found
@@ -313,18 +323,34 @@ impl Loader<'_> {
 
     fn attention(&self, path: &str, layer: &LayerConfig) -> Result<Attention> {
         let config = self.config;
-        let part = |name: &str| format!("{path}self_attn.{name}");
         let biases = config.block.biases;
-        let qkv = ["q_proj", "k_proj", "v_proj"].map(part);
-        let norm = |name: &str| match config.block.qk_norm {
-            true => self.norm(&part(name)).map(Some),
-            false => Ok(None),
+        let norm = |name: &str| self.norm(&format!("{path}{name}.weight"));
+        let qk_norm = |name: &str| config.block.qk_norm.then(|| norm(name)).transpose();
+        let modules = |site: Site| -> Vec<String> {
+            let leaves = site.leaves(config).iter();
+            leaves.map(|leaf| format!("{path}{leaf}")).collect()
+        };
+        let latent = |sizes: LatentConfig| -> Result<Latent> {
+            let [query, kv] = names::LATENT_NORMS;
+            let low_rank = |name: &str, site: Site| -> Result<LowRank> {
+                Ok(LowRank {
+                    norm: norm(name)?,
+                    up: self.projection(&modules(site), false)?,
+                })
+            };
+            let query = sizes.q_rank.map(|_| low_rank(query, Site::LatentQuery));
+            Ok(Latent {
+                query: query.transpose()?,
+                kv: low_rank(kv, Site::LatentKv)?,
+                sizes,
+            })
         };
         Ok(Attention {
-            qkv: self.projection(&qkv, biases.qkv)?,
-            out: self.projection(&[part("o_proj")], biases.out)?,
-            q_norm: norm("q_norm.weight")?,
-            k_norm: norm("k_norm.weight")?,
+            qkv: self.projection(&modules(Site::Qkv), biases.qkv)?,
+            out: self.projection(&modules(Site::Out), biases.out)?,
+            q_norm: qk_norm("self_attn.q_norm")?,
+            k_norm: qk_norm("self_attn.k_norm")?,
+            latent: config.block.latent.map(latent).transpose()?,
             heads: Heads::new(config, layer),
         })
     }
@@ -332,19 +358,15 @@ impl Loader<'_> {
     fn feed_forward(&self, path: &str, layer: &LayerConfig) -> Result<FeedForward> {
         match layer.feed_forward {
             FeedForwardConfig::Dense { .. } => {
-                let part = |name: &str| format!("{path}mlp.{name}");
                 let bias = self.config.block.biases.feed_forward;
-                Ok(FeedForward::Dense(Gated {
-                    gate_up: self.projection(&["gate_proj", "up_proj"].map(part), bias)?,
-                    down: self.projection(&[part("down_proj")], bias)?,
-                    activation: self.config.block.activation,
-                    recompute: false,
-                }))
+                Ok(FeedForward::Dense(self.gated(&format!("{path}mlp"), bias)?))
             }
             FeedForwardConfig::Moe {
                 experts,
                 top_k,
                 normalize,
+                scoring,
+                shared,
                 ..
             } => {
                 let moe = format!("{path}{}", names::moe(self.config.family));
@@ -354,12 +376,38 @@ impl Loader<'_> {
                     router: param(router.transpose()),
                     gate_up: self.experts(&moe, experts, &[gate, up])?,
                     down: self.experts(&moe, experts, &[down])?,
+                    correction: self.correction(&moe, scoring)?,
+                    shared: shared
+                        .map(|_| self.gated(&format!("{moe}.shared_experts"), false))
+                        .transpose()?,
+                    scoring,
                     top_k,
                     normalize,
                     recompute: false,
                 }))
             }
         }
+    }
+
+    /// Loads the feed-forward at `path`.
+    fn gated(&self, path: &str, bias: bool) -> Result<Gated> {
+        let part = |name: &str| format!("{path}.{name}");
+        Ok(Gated {
+            gate_up: self.projection(&["gate_proj", "up_proj"].map(part), bias)?,
+            down: self.projection(&[part("down_proj")], bias)?,
+            activation: self.config.block.activation,
+            recompute: false,
+        })
+    }
+
+    /// Loads the bias of a sigmoid router, which needs no gradient.
+    fn correction(&self, moe: &str, scoring: Scoring) -> Result<Option<Param<Tensor<1>>>> {
+        let Scoring::GroupedSigmoid { .. } = scoring else {
+            return Ok(None);
+        };
+        let name = format!("{moe}.{}", names::CORRECTION);
+        let bias = self.concatenated_as(&[name], FloatDType::F32)?;
+        Ok(Some(Param::initialized(ParamId::new(), bias)))
     }
 
     /// Loads the layers `paths` as one, with concatenated outputs.

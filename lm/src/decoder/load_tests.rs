@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::projection::Projection;
 use super::*;
+use crate::hf::Dtype;
 use crate::hf::variant::Variant;
 use crate::interchange::{Checkpoint, Scheme};
 use nvfp4_test_support::{Scratch, golden};
@@ -144,6 +145,56 @@ fn tensors_of_another_family_are_refused() {
     gemma.json["architectures"] = json!(["Gemma2ForCausalLM"]);
     gemma.json["rope_parameters"] = json!({"rope_theta": 1e4});
     refused(&gemma, &["4 tensors are unknown", "self_attn.k_norm"]);
+}
+
+#[test]
+fn tensors_of_latent_attention_and_its_router_are_checked() {
+    let correction = "model.layers.1.mlp.gate.e_score_correction_bias";
+    let source = golden("deepseek3-tiny");
+    for name in [
+        correction,
+        "model.layers.0.self_attn.kv_a_layernorm.weight",
+        "model.layers.1.mlp.shared_experts.down_proj.weight",
+        "model.layers.1.mlp.experts.7.up_proj.weight",
+    ] {
+        let mut variant = Variant::of(&source);
+        variant.tensors.remove(name);
+        refused(&variant, &["1 tensor is missing", name]);
+    }
+    let mut variant = Variant::of(&source);
+    variant.json["kv_lora_rank"] = json!(16);
+    refused(
+        &variant,
+        &[
+            "kv_a_proj_with_mqa.weight` is [48, 64], not [32, 64]",
+            "kv_b_proj.weight` is [128, 32], not [128, 16]",
+        ],
+    );
+    let mut variant = Variant::of(&source);
+    variant.json["q_lora_rank"] = json!(null);
+    refused(
+        &variant,
+        &["self_attn.q_proj.weight` [128, 64]", "q_a_proj"],
+    );
+    let mut variant = Variant::of(&source);
+    let bias = variant.tensors.get_mut(correction).unwrap();
+    bias.2[4..8].copy_from_slice(&f32::NAN.to_le_bytes());
+    refused(&variant, &[correction, "the value at 1 is NaN"]);
+
+    // Layers that predict further tokens are ignored, but only where the configuration has them.
+    let mut variant = Variant::of(&source);
+    variant.fill("model.layers.2.eh_proj.weight", &[64, 128], 1.0);
+    refused(&variant, &["1 tensor is unknown", "model.layers.2.eh_proj"]);
+    variant.json["num_nextn_predict_layers"] = json!(1);
+    let folder = Scratch::new("load-mtp");
+    variant.write(&folder);
+    let ids = || Tensor::<2, Int>::from_data([[5, 3, 8]], &Device::flex());
+    let [model, without] = [&*folder, &source].map(|folder| load(folder).unwrap());
+    let found = model.forward(ids()).unwrap().into_data();
+    assert_eq!(found, without.forward(ids()).unwrap().into_data());
+    let saved = folder.join("saved");
+    model.save(&saved, Dtype::BF16, Some(&folder)).unwrap();
+    assert_eq!(load(&saved).unwrap().config().extra_layers, 0);
 }
 
 #[test]

@@ -17,8 +17,11 @@ use super::scaled::ScaledPackedLinear;
 use super::values::{matrix_of, scaled_matrix_of};
 use crate::model::cast;
 
-/// Default targets: the projections of attention and of dense feed-forwards.
-pub const DEFAULT_TARGETS: &str = r"\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj$";
+/// Default targets: the projections of attention and of feed-forwards outside of experts.
+pub const DEFAULT_TARGETS: &str = concat!(
+    r"\.(self_attn|mlp|shared_experts)\.",
+    r"((q|k|v|o|q_a|q_b|kv_b|gate|up|down)_proj|kv_a_proj_with_mqa)$"
+);
 
 /// Configuration of adapters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

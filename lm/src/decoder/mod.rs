@@ -1,4 +1,4 @@
-//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral and Gemma, as Burn modules.
+//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral, Gemma and DeepSeek, as Burn modules.
 //!
 //! - [`Decoder`]: the model, with and without a cache.
 //! - [`load`] and [`save`]: load a folder and save one, tensor by tensor; [`names`] maps tensors to
@@ -7,7 +7,7 @@
 //!   [`Decoder::with_adapter`] applies those of an [`AdapterFolder`] to a loaded model.
 //! - [`FrozenForm`]: form of frozen weights, in high precision or packed.
 //! - [`projection`]: linear layers, with a weight in one of several forms.
-//! - [`attention`], [`feed_forward`] and [`positions`]: the parts of a layer.
+//! - [`attention`], [`latent`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: the key-value cache.
 //! - [`observe`]: observes the inputs of linear layers.
 //! - [`generate`] and [`steps`]: generate continuations of prompts.
@@ -25,6 +25,7 @@ pub mod feed_forward;
 mod frozen;
 pub mod generate;
 mod head_precision;
+pub mod latent;
 pub mod load;
 pub mod lora;
 pub mod names;
@@ -34,7 +35,9 @@ mod packed;
 mod packed_rows;
 pub mod positions;
 pub mod projection;
+mod projections;
 mod random;
+mod router;
 pub mod save;
 pub mod scaled;
 pub mod steps;

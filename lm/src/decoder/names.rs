@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use nvfp4_formats::BLOCK;
 
 use crate::hf::tensors::list;
-use crate::hf::{DecoderConfig, Dtype, Family, FeedForwardConfig, TensorFolder};
+use crate::hf::{DecoderConfig, Family, FeedForwardConfig, Scoring, TensorFolder};
 
 /// One tensor that a model folder must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -70,43 +70,6 @@ pub struct Part {
     pub outputs: usize,
 }
 
-/// Returns the query, key and value modules of layer `index`.
-pub fn qkv(config: &DecoderConfig, index: usize) -> Vec<Part> {
-    let (wide, narrow) = (config.heads * config.head, config.kv_heads * config.head);
-    let parts = [("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)];
-    let parts = parts.map(|(name, outputs)| Part {
-        name: format!("{}self_attn.{name}", layer(index)),
-        outputs,
-    });
-    parts.into()
-}
-
-/// Returns the output projection of the attention of layer `index`.
-pub fn out(config: &DecoderConfig, index: usize) -> Vec<Part> {
-    vec![Part {
-        name: format!("{}self_attn.o_proj", layer(index)),
-        outputs: config.d_model,
-    }]
-}
-
-/// Returns the gate and up modules of the dense feed-forward of layer `index`, whose hidden width
-/// is `hidden`.
-pub fn gate_up(hidden: usize, index: usize) -> Vec<Part> {
-    let part = |name: &str| Part {
-        name: format!("{}mlp.{name}", layer(index)),
-        outputs: hidden,
-    };
-    ["gate_proj", "up_proj"].map(part).into()
-}
-
-/// Returns the down projection of the feed-forward of layer `index`.
-pub fn down(config: &DecoderConfig, index: usize) -> Vec<Part> {
-    vec![Part {
-        name: format!("{}mlp.down_proj", layer(index)),
-        outputs: config.d_model,
-    }]
-}
-
 /// Describes the widths of a projection that quantization does not support, with the fields of
 /// `config.json` that define them; `None` if all are multiples of 16. The projection consists of
 /// the modules `parts` with `d_in` inputs.
@@ -121,6 +84,15 @@ pub fn odd_widths(config: &DecoderConfig, parts: &[Part], d_in: usize) -> Option
             "`hidden_size`"
         } else if !is_attention {
             "`intermediate_size`"
+        } else if let Some(latent) = &config.block.latent {
+            match width {
+                _ if latent.q_rank == Some(width) => "`q_lora_rank`",
+                _ if width == latent.kv_rank => "`kv_lora_rank`",
+                _ if width == latent.kv_rank + latent.rope => {
+                    "`kv_lora_rank` plus `qk_rope_head_dim`"
+                }
+                _ => "`num_attention_heads` times the size of a head",
+            }
         } else if width == config.heads * config.head {
             "`num_attention_heads` times `head_dim`"
         } else {
@@ -162,37 +134,101 @@ pub fn gate_up_down(family: Family) -> [&'static str; 3] {
 /// An input of linear layers in a decoder layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Site {
-    /// Input of queries, keys and values.
+    /// Input of queries, keys and values; with latent attention, of their low-rank projections.
     Qkv,
+    /// Input of the queries' second projection in latent attention.
+    LatentQuery,
+    /// Input of the second projection of keys and values in latent attention.
+    LatentKv,
     /// Input of the attention's output projection.
     Out,
     /// Input of gate and up, in a dense feed-forward or in experts.
     GateUp,
     /// Input of the down projection.
     Down,
+    /// Input of gate and up in the feed-forward beside experts.
+    SharedGateUp,
+    /// Input of the down projection in the feed-forward beside experts.
+    SharedDown,
 }
 
 impl Site {
     /// Returns the name of the first module that reads this input, in layer `index`, and in expert
     /// `expert` if there are experts.
-    pub fn module(self, family: Family, index: usize, expert: Option<usize>) -> String {
-        let path = layer(index);
-        let [gate, _, down] = gate_up_down(match expert {
-            Some(_) => family,
-            None => Family::Llama,
-        });
-        let leaf = match self {
-            Self::Qkv => return format!("{path}self_attn.q_proj"),
-            Self::Out => return format!("{path}self_attn.o_proj"),
-            Self::GateUp => gate,
-            Self::Down => down,
+    pub fn module(self, config: &DecoderConfig, index: usize, expert: Option<usize>) -> String {
+        let (Self::GateUp | Self::Down, Some(expert)) = (self, expert) else {
+            return format!("{}{}", layer(index), self.leaves(config)[0]);
         };
-        match expert {
-            None => format!("{path}mlp.{leaf}"),
-            Some(expert) => format!("{path}{}.experts.{expert}.{leaf}", moe(family)),
+        let [gate, _, down] = gate_up_down(config.family);
+        let leaf = if self == Self::GateUp { gate } else { down };
+        format!(
+            "{}{}.experts.{expert}.{leaf}",
+            layer(index),
+            moe(config.family)
+        )
+    }
+
+    /// Returns the path of its projection in a [`DecoderLayer`](super::DecoderLayer).
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Qkv => "attention.qkv",
+            Self::LatentQuery => "attention.latent.query.up",
+            Self::LatentKv => "attention.latent.kv.up",
+            Self::Out => "attention.out",
+            Self::GateUp => "feed_forward.Dense.gate_up",
+            Self::Down => "feed_forward.Dense.down",
+            Self::SharedGateUp => "feed_forward.Moe.shared.gate_up",
+            Self::SharedDown => "feed_forward.Moe.shared.down",
+        }
+    }
+
+    /// Returns the modules that its projection fuses in layer `index`, which has `outputs` output
+    /// columns. Those of experts are none.
+    pub fn parts(self, config: &DecoderConfig, index: usize, outputs: usize) -> Vec<Part> {
+        let leaves = self.leaves(config);
+        let (wide, narrow) = (config.heads * config.head, config.kv_heads * config.head);
+        let widths = match (self, &config.block.latent) {
+            (Self::Qkv, None) => vec![wide, narrow, narrow],
+            (Self::Qkv, Some(latent)) => {
+                let low = latent.kv_rank + latent.rope;
+                vec![outputs - low, low]
+            }
+            _ => vec![outputs / leaves.len(); leaves.len()],
+        };
+        let parts = leaves.iter().zip(widths);
+        let parts = parts.map(|(leaf, outputs)| Part {
+            name: format!("{}{leaf}", layer(index)),
+            outputs,
+        });
+        parts.collect()
+    }
+
+    /// Returns the names of the modules that read this input, outside of experts.
+    pub(crate) fn leaves(self, config: &DecoderConfig) -> &'static [&'static str] {
+        let latent = &config.block.latent;
+        match self {
+            Self::Qkv => match latent.map(|latent| latent.q_rank.is_some()) {
+                None => &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+                Some(true) => &["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+                Some(false) => &["self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"],
+            },
+            Self::LatentQuery => &["self_attn.q_b_proj"],
+            Self::LatentKv => &["self_attn.kv_b_proj"],
+            Self::Out => &["self_attn.o_proj"],
+            Self::GateUp => &["mlp.gate_proj", "mlp.up_proj"],
+            Self::Down => &["mlp.down_proj"],
+            Self::SharedGateUp => &["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"],
+            Self::SharedDown => &["mlp.shared_experts.down_proj"],
         }
     }
 }
+
+/// Names of the norms of latent attention: before the second projection of queries, and before
+/// that of keys and values.
+pub const LATENT_NORMS: [&str; 2] = ["self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"];
+
+/// Name of the bias that a sigmoid router adds to scores for the choice of experts.
+pub const CORRECTION: &str = "gate.e_score_correction_bias";
 
 /// Suffixes of tensor names that a model does not use, with the reason.
 const UNUSED: [(&str, &str); 3] = [
@@ -211,9 +247,22 @@ const UNUSED: [(&str, &str); 3] = [
 ];
 
 /// Returns the reason why a tensor of this name is not used, if it is known to have no meaning.
-fn unused(name: &str) -> Option<&'static str> {
+fn unused(config: &DecoderConfig, name: &str) -> Option<&'static str> {
+    if is_extra(config, name) {
+        return Some("a layer that predicts further tokens, which no text here is made with");
+    }
     let found = UNUSED.iter().find(|(end, _)| name.ends_with(end));
     found.map(|(_, reason)| *reason)
+}
+
+/// Returns true if `name` is in a layer that predicts further tokens.
+pub fn is_extra(config: &DecoderConfig, name: &str) -> bool {
+    let first = config.layers.len();
+    let index = name.strip_prefix("model.layers.").and_then(|rest| {
+        let (index, _) = rest.split_once('.')?;
+        index.parse::<usize>().ok()
+    });
+    index.is_some_and(|index| (first..first + config.extra_layers).contains(&index))
 }
 
 /// Differences between the tensors of a folder and those of a model.
@@ -288,7 +337,7 @@ pub fn differences<'a>(
             match tensors.find(&name).filter(|_| plain.contains(&*name)) {
                 None => found.missing.push(format!("`{name}` {shape:?}")),
                 Some(tensor) if tensor.shape != shape => found.wrong.push(wrong(tensor.shape)),
-                Some(tensor) if !is_float(tensor.dtype) => found.wrong.push(format!(
+                Some(tensor) if !tensor.is_float() => found.wrong.push(format!(
                     "`{name}` is of type {:?}, not F32, BF16 or F16",
                     tensor.dtype
                 )),
@@ -299,7 +348,7 @@ pub fn differences<'a>(
     }
     for name in plain.iter().filter(|name| !known.contains(**name)) {
         let bytes = |name: &str| tensors.find(name).map(|tensor| tensor.bytes);
-        if let Some(reason) = unused(name) {
+        if let Some(reason) = unused(config, name) {
             found.unused.push(((*name).into(), reason));
         } else if config.tied && *name == HEAD && bytes(HEAD) == bytes(EMBEDDING) {
             found
@@ -316,10 +365,6 @@ pub fn differences<'a>(
     let layers = packed.keys().map(|module| format!("`{module}`"));
     found.unknown.extend(layers);
     found
-}
-
-fn is_float(dtype: Dtype) -> bool {
-    matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
 /// Returns all tensors of a model, grouped by layer.
@@ -341,10 +386,29 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
         };
         let (wide, narrow) = (config.heads * head, config.kv_heads * head);
         let biases = config.block.biases;
-        linear("self_attn.q_proj", wide, d_model, biases.qkv);
-        linear("self_attn.k_proj", narrow, d_model, biases.qkv);
-        linear("self_attn.v_proj", narrow, d_model, biases.qkv);
-        linear("self_attn.o_proj", d_model, wide, biases.out);
+        let latent = config.block.latent;
+        match latent {
+            None => {
+                linear("self_attn.q_proj", wide, d_model, biases.qkv);
+                linear("self_attn.k_proj", narrow, d_model, biases.qkv);
+                linear("self_attn.v_proj", narrow, d_model, biases.qkv);
+                linear("self_attn.o_proj", d_model, wide, biases.out);
+            }
+            Some(latent) => {
+                let (query, low) = (config.heads * latent.query(), latent.kv_rank + latent.rope);
+                match latent.q_rank {
+                    None => linear("self_attn.q_proj", query, d_model, false),
+                    Some(rank) => {
+                        linear("self_attn.q_a_proj", rank, d_model, false);
+                        linear("self_attn.q_b_proj", query, rank, false);
+                    }
+                }
+                linear("self_attn.kv_a_proj_with_mqa", low, d_model, false);
+                let [keys, values] = [latent.nope, latent.value].map(|size| config.heads * size);
+                linear("self_attn.kv_b_proj", keys + values, latent.kv_rank, false);
+                linear("self_attn.o_proj", d_model, values, biases.out);
+            }
+        }
         let [gate, up, down] = gate_up_down(config.family);
         match layer_config.feed_forward {
             FeedForwardConfig::Dense { hidden } => {
@@ -353,15 +417,42 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
                 linear("mlp.down_proj", d_model, hidden, biases.feed_forward);
             }
             FeedForwardConfig::Moe {
-                experts, hidden, ..
+                experts,
+                hidden,
+                shared,
+                ..
             } => {
                 let moe = moe(config.family);
                 linear(&format!("{moe}.gate"), experts, d_model, false);
+                if let Some(hidden) = shared {
+                    linear("mlp.shared_experts.gate_proj", hidden, d_model, false);
+                    linear("mlp.shared_experts.up_proj", hidden, d_model, false);
+                    linear("mlp.shared_experts.down_proj", d_model, hidden, false);
+                }
                 for expert in 0..experts {
                     let expert = format!("{moe}.experts.{expert}");
                     linear(&format!("{expert}.{gate}"), hidden, d_model, false);
                     linear(&format!("{expert}.{up}"), hidden, d_model, false);
                     linear(&format!("{expert}.{down}"), d_model, hidden, false);
+                }
+            }
+        }
+        if let FeedForwardConfig::Moe {
+            experts,
+            scoring: Scoring::GroupedSigmoid { .. },
+            ..
+        } = layer_config.feed_forward
+        {
+            add(
+                format!("{path}{}.{CORRECTION}", moe(config.family)),
+                &[experts],
+            );
+        }
+        if let Some(latent) = latent {
+            let ranks = [latent.q_rank, Some(latent.kv_rank)];
+            for (norm, rank) in LATENT_NORMS.into_iter().zip(ranks) {
+                if let Some(rank) = rank {
+                    add(format!("{path}{norm}.weight"), &[rank]);
                 }
             }
         }

@@ -20,7 +20,7 @@ impl Positions {
     pub(super) fn new(config: &DecoderConfig) -> Self {
         let rotary = |rope: &Rope| Rotary {
             rope: rope.clone(),
-            head: config.head,
+            head: config.rotary_head(),
             made: Arc::default(),
         };
         Self(config.ropes.iter().map(rotary).collect())

@@ -87,11 +87,7 @@ impl Decoder {
         let mut packed = 0;
         let mut others = norm(&self.norm);
         for layer in &self.layers {
-            let mut projections = vec![&layer.attention.qkv, &layer.attention.out];
-            if let FeedForward::Dense(dense) = &layer.feed_forward {
-                projections.extend([&dense.gate_up, &dense.down]);
-            }
-            for (of_packed, other) in projections.into_iter().map(of) {
+            for (of_packed, other) in layer.projections().into_iter().map(|(_, it)| of(it)) {
                 packed += of_packed;
                 others += other;
             }
@@ -143,6 +139,7 @@ impl Random<'_> {
                 out: self.projection([width, config.heads * config.head])?,
                 q_norm: None,
                 k_norm: None,
+                latent: None,
                 heads: Heads::new(config, layer),
             },
             attention_post_norm: None,

@@ -54,6 +54,10 @@ impl Decoder {
                 };
                 json.insert(field.into(), name.into());
                 json.remove("quantization_config");
+                if self.config.extra_layers > 0 {
+                    // These layers are not loaded, so the folder does not have them.
+                    json.insert("num_nextn_predict_layers".into(), 0.into());
+                }
                 json
             }
         };
@@ -90,36 +94,46 @@ impl Decoder {
         for (name, norm) in norms.into_iter().chain(post) {
             writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
         }
-        self.write_attention(writer, index, &layer.attention)?;
-        let family = self.config.family;
-        match &layer.feed_forward {
-            FeedForward::Dense(dense) => {
-                let hidden = dense.gate_up.shape()[1] / 2;
-                writer.projection(&dense.gate_up, &names::gate_up(hidden, index))?;
-                writer.projection(&dense.down, &names::down(&self.config, index))
-            }
-            FeedForward::Moe(moe) => {
-                let path = format!("{path}{}", names::moe(family));
-                let [gate, up, down] = names::gate_up_down(family);
-                let router = moe.router.val().transpose();
-                writer.add(&format!("{path}.gate.weight"), router)?;
-                writer.experts(&moe.gate_up, &path, &[gate, up])?;
-                writer.experts(&moe.down, &path, &[down])
-            }
+        for (site, projection) in layer.projections() {
+            let [_, outputs] = projection.shape();
+            writer.projection(projection, &site.parts(&self.config, index, outputs))?;
         }
-    }
-
-    fn write_attention(&self, writer: &mut Writer, index: usize, layer: &Attention) -> Result<()> {
-        writer.projection(&layer.qkv, &names::qkv(&self.config, index))?;
-        writer.projection(&layer.out, &names::out(&self.config, index))?;
-        let path = format!("{}self_attn.", names::layer(index));
-        for (name, norm) in [("q_norm", &layer.q_norm), ("k_norm", &layer.k_norm)] {
-            if let Some(norm) = norm {
-                writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
+        write_attention_norms(writer, &path, &layer.attention)?;
+        if let FeedForward::Moe(moe) = &layer.feed_forward {
+            let family = self.config.family;
+            let path = format!("{path}{}", names::moe(family));
+            let [gate, up, down] = names::gate_up_down(family);
+            let router = moe.router.val().transpose();
+            writer.add(&format!("{path}.gate.weight"), router)?;
+            if let Some(correction) = &moe.correction {
+                let name = format!("{path}.{}", names::CORRECTION);
+                writer.add_as(&name, correction.val(), Dtype::F32)?;
             }
+            writer.experts(&moe.gate_up, &path, &[gate, up])?;
+            writer.experts(&moe.down, &path, &[down])?;
         }
         Ok(())
     }
+}
+
+/// Adds the norms inside the attention of the layer at `path`.
+fn write_attention_norms(writer: &mut Writer, path: &str, layer: &Attention) -> Result<()> {
+    let latent = layer.latent.as_ref();
+    let [latent_query, latent_kv] = names::LATENT_NORMS;
+    for (name, norm) in [
+        ("self_attn.q_norm", layer.q_norm.as_ref()),
+        ("self_attn.k_norm", layer.k_norm.as_ref()),
+        (
+            latent_query,
+            latent.and_then(|it| Some(&it.query.as_ref()?.norm)),
+        ),
+        (latent_kv, latent.map(|it| &it.kv.norm)),
+    ] {
+        if let Some(norm) = norm {
+            writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns Burn's type, and its name in `config.json`.
@@ -139,10 +153,14 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     fn add<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Result<()> {
-        let (dtype, _) = types(self.dtype)?;
+        self.add_as(name, tensor, self.dtype)
+    }
+
+    fn add_as<const D: usize>(&mut self, name: &str, tensor: Tensor<D>, as_: Dtype) -> Result<()> {
+        let (dtype, _) = types(as_)?;
         let shape = tensor.dims();
         let data = tensor.into_data().convert_dtype(dtype);
-        self.writer.add(name, self.dtype, &shape, data.as_bytes())
+        self.writer.add(name, as_, &shape, data.as_bytes())
     }
 
     /// Adds the parts of a fused layer.

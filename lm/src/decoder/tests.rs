@@ -187,6 +187,18 @@ fn gemma2_matches_transformers() {
     matches_transformers(&golden("gemma2-tiny"));
 }
 
+/// Latent attention, a sigmoid router with groups, shared experts, and a dense first layer.
+#[test]
+fn deepseek3_matches_transformers() {
+    matches_transformers(&golden("deepseek3-tiny"));
+}
+
+/// Weights in FP8 with scales of blocks.
+#[test]
+fn deepseek3_in_fp8_matches_transformers() {
+    matches_transformers(&golden("deepseek3-tiny-fp8"));
+}
+
 #[test]
 fn mixtral_matches_transformers() {
     matches_transformers(&golden("mixtral-tiny"));
@@ -243,6 +255,7 @@ fn saved_models_have_the_bytes_that_were_loaded() {
         "mixtral-tiny",
         "gemma2-tiny",
         "gemma3-tiny",
+        "deepseek3-tiny",
     ] {
         saves_the_same_bytes(&golden_with_tokenizer(name), FloatDType::F32);
     }
@@ -334,7 +347,22 @@ fn rare_parts_load_save_and_run() {
     let biases = serde_json::json!({"attention_bias": true, "mlp_bias": true});
     let yarn = serde_json::json!({"rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}});
-    for (name, changes) in [("experts", experts), ("biases", biases), ("yarn", yarn)] {
+    // One projection of queries, heads of values wider than those of keys, neither of them a
+    // multiple of 16, all groups, weights that are not divided by their sum.
+    let latent = serde_json::json!({
+        "model_type": "deepseek_v3", "num_key_value_heads": 2, "q_lora_rank": null,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 20,
+        "rope_interleave": false, "first_k_dense_replace": 0, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 0,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": false, "routed_scaling_factor": 1.5,
+    });
+    let all = [
+        ("experts", experts),
+        ("biases", biases),
+        ("yarn", yarn),
+        ("latent", latent),
+    ];
+    for (name, changes) in all {
         let scratch = Scratch::new(&format!("rare-{name}"));
         made(&scratch, changes, 0.25);
         let model = load(&scratch);

@@ -12,7 +12,7 @@ use burn_nvfp4::state::assign_layer_ids;
 
 use super::Decoder;
 use super::feed_forward::FeedForward;
-use super::names::{self, Part};
+use super::names;
 use super::projection::{Experts, Projection};
 use crate::model::check_dtype;
 use crate::random::hash;
@@ -105,39 +105,22 @@ impl Decoder {
     ) -> Result<Self> {
         let mut model = self;
         let config = model.config.clone();
-        let mut replace_at = |place: &mut Projection, parts: Vec<Part>, path: String| {
-            let [d_in, _] = place.shape();
-            let what = names::odd_widths(&config, &parts, d_in);
-            let odd = what.map(|what| Odd { what, path });
-            replace(place, |it| projection(it, odd)).with_context(|| parts[0].name.clone())
-        };
         check_dtype(activation, &model.device())?;
         model.dtype = activation;
         for (index, layer) in model.layers.iter_mut().enumerate() {
-            let attention = &mut layer.attention;
-            // The path that patterns match for NVFP4 layers.
-            let path = |name: &str| format!("layers.{index}.{name}.Nvfp4.weight");
-            let parts = names::qkv(&config, index);
-            replace_at(&mut attention.qkv, parts, path("attention.qkv"))?;
-            let parts = names::out(&config, index);
-            replace_at(&mut attention.out, parts, path("attention.out"))?;
-            match &mut layer.feed_forward {
-                FeedForward::Dense(dense) => {
-                    let hidden = dense.gate_up.shape()[1] / 2;
-                    let parts = names::gate_up(hidden, index);
-                    replace_at(
-                        &mut dense.gate_up,
-                        parts,
-                        path("feed_forward.Dense.gate_up"),
-                    )?;
-                    let parts = names::down(&config, index);
-                    replace_at(&mut dense.down, parts, path("feed_forward.Dense.down"))?;
-                }
-                FeedForward::Moe(moe) => {
-                    let context = || format!("the experts of {}", names::layer(index));
-                    replace(&mut moe.gate_up, &experts).with_context(context)?;
-                    replace(&mut moe.down, &experts).with_context(context)?;
-                }
+            for (site, place) in layer.projections_mut() {
+                let [d_in, d_out] = place.shape();
+                let parts = site.parts(&config, index, d_out);
+                // The path that patterns match for NVFP4 layers.
+                let path = format!("layers.{index}.{}.Nvfp4.weight", site.path());
+                let what = names::odd_widths(&config, &parts, d_in);
+                let odd = what.map(|what| Odd { what, path });
+                replace(place, |it| projection(it, odd)).with_context(|| parts[0].name.clone())?;
+            }
+            if let FeedForward::Moe(moe) = &mut layer.feed_forward {
+                let context = || format!("the experts of {}", names::layer(index));
+                replace(&mut moe.gate_up, &experts).with_context(context)?;
+                replace(&mut moe.down, &experts).with_context(context)?;
             }
         }
         let model = model.with_ids_of_paths();

@@ -201,34 +201,22 @@ fn kept_modules(model: &Decoder, is_packed: bool) -> Vec<String> {
         Projection::Dense(_) => true,
         _ => false,
     };
-    let family = model.config().family;
+    let config = model.config();
     let layers = model.layers.iter().enumerate();
     let of = |(index, layer): (usize, &DecoderLayer)| {
         let mut kept = Vec::new();
-        let mut add = |is_kept: bool, site: Site, experts: Option<usize>| {
-            if is_kept {
-                let experts: Vec<Option<usize>> = match experts {
-                    Some(count) => (0..count).map(Some).collect(),
-                    None => vec![None],
-                };
-                let names = experts.into_iter();
-                kept.extend(names.map(|expert| site.module(family, index, expert)));
+        for (site, projection) in layer.projections() {
+            if is_high(projection) {
+                kept.push(site.module(config, index, None));
             }
-        };
-        add(is_high(&layer.attention.qkv), Site::Qkv, None);
-        add(is_high(&layer.attention.out), Site::Out, None);
-        match &layer.feed_forward {
-            FeedForward::Dense(dense) => {
-                add(is_high(&dense.gate_up), Site::GateUp, None);
-                add(is_high(&dense.down), Site::Down, None);
-            }
-            FeedForward::Moe(moe) => {
-                for (experts, site) in [(&moe.gate_up, Site::GateUp), (&moe.down, Site::Down)] {
-                    if let Experts::Grouped(layer) = experts {
-                        let count = layer.weight.dims()[0];
-                        let is_high = is_packed || layer.state.is_high_precision();
-                        add(is_high, site, Some(count));
-                    }
+        }
+        if let FeedForward::Moe(moe) = &layer.feed_forward {
+            for (experts, site) in [(&moe.gate_up, Site::GateUp), (&moe.down, Site::Down)] {
+                if let Experts::Grouped(layer) = experts
+                    && (is_packed || layer.state.is_high_precision())
+                {
+                    let count = layer.weight.dims()[0];
+                    kept.extend((0..count).map(|it| site.module(config, index, Some(it))));
                 }
             }
         }

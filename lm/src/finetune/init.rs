@@ -78,7 +78,7 @@ pub fn write_random(
     for tensor in expected(&parsed) {
         let count = tensor.shape.iter().product();
         let values = match tensor.shape.len() {
-            1 if tensor.name.ends_with(".bias") => vec![0.0; count],
+            1 if tensor.name.ends_with("bias") => vec![0.0; count],
             1 if parsed.block.norm_plus_one => vec![0.0; count],
             1 => vec![1.0; count],
             _ => normal(seed, &tensor.name, count, deviation),

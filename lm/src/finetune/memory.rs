@@ -119,13 +119,29 @@ impl SizedModel {
     /// the experts of a layer are one weight.
     fn largest_weight(&self) -> u64 {
         let model = &self.config;
-        let attention = model.d_model * (model.heads + 2 * model.kv_heads) * model.head;
+        let attention = match &model.block.latent {
+            None => model.d_model * (model.heads + 2 * model.kv_heads) * model.head,
+            Some(latent) => {
+                let low = latent.kv_rank + latent.rope;
+                let query = model.heads * latent.query();
+                let [first, second] = match latent.q_rank {
+                    None => [query + low, 0],
+                    Some(rank) => [rank + low, rank * query],
+                };
+                let kv = latent.kv_rank * model.heads * (latent.nope + latent.value);
+                let out = model.heads * latent.value * model.d_model;
+                (model.d_model * first).max(second).max(kv).max(out)
+            }
+        };
         let of_layers = model.layers.iter().map(|layer| {
             let feed_forward = match layer.feed_forward {
                 FeedForwardConfig::Dense { hidden } => hidden,
                 FeedForwardConfig::Moe {
-                    hidden, experts, ..
-                } => experts * hidden,
+                    hidden,
+                    experts,
+                    shared,
+                    ..
+                } => (experts * hidden).max(shared.unwrap_or(0)),
             };
             attention.max(2 * model.d_model * feed_forward)
         });
@@ -170,11 +186,20 @@ fn sizes(
     let norms = if model.block.post_norms { 4 } else { 2 };
     let layers = model.layers.iter().map(|layer| {
         let heads = (model.heads + 2 * model.kv_heads) * model.head;
+        let low_rank = model.block.latent.map_or(0, |latent| {
+            // Outputs of the first projections, and of their norms.
+            2 * (latent.q_rank.unwrap_or(0) + latent.kv_rank) + latent.rope
+        });
         let hidden = match layer.feed_forward {
             FeedForwardConfig::Dense { hidden } => hidden,
-            FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
+            FeedForwardConfig::Moe {
+                hidden,
+                top_k,
+                shared,
+                ..
+            } => hidden * top_k + shared.unwrap_or(0),
         };
-        let always = norms * model.d_model + heads;
+        let always = norms * model.d_model + heads + low_rank;
         match model.block.activation {
             GateActivation::Silu => [always, 2 * hidden],
             GateActivation::GeluTanh => [always + 3 * hidden, 0],
@@ -305,6 +330,7 @@ mod tests {
             "mixtral-tiny",
             "gemma2-tiny",
             "gemma3-tiny",
+            "deepseek3-tiny",
         ] {
             let folder = root.join(name);
             let mut config = config(&folder, 2);
@@ -323,7 +349,12 @@ mod tests {
             let first = &model.config.layers[0].feed_forward;
             let inner = match first {
                 FeedForwardConfig::Dense { hidden } => *hidden,
-                FeedForwardConfig::Moe { hidden, top_k, .. } => hidden * top_k,
+                FeedForwardConfig::Moe {
+                    hidden,
+                    top_k,
+                    shared,
+                    ..
+                } => hidden * top_k + shared.unwrap_or(0),
             };
             let inner = match model.config.block.activation {
                 GateActivation::Silu => inner,
@@ -387,20 +418,15 @@ mod tests {
                 (plain, largest) = (plain - elements, largest.max(elements));
             };
             for layer in &decoder.layers {
-                let attention = [&layer.attention.qkv, &layer.attention.out];
-                let dense = match &layer.feed_forward {
-                    FeedForward::Dense(dense) => vec![&dense.gate_up, &dense.down],
-                    FeedForward::Moe(moe) => {
-                        for experts in [&moe.gate_up, &moe.down] {
-                            let Experts::Packed(experts) = experts else {
-                                panic!("experts are packed");
-                            };
-                            add(&experts.weight);
-                        }
-                        vec![]
+                if let FeedForward::Moe(moe) = &layer.feed_forward {
+                    for experts in [&moe.gate_up, &moe.down] {
+                        let Experts::Packed(experts) = experts else {
+                            panic!("experts are packed");
+                        };
+                        add(&experts.weight);
                     }
-                };
-                for projection in attention.into_iter().chain(dense) {
+                }
+                for (_, projection) in layer.projections() {
                     let Projection::Packed(projection) = projection else {
                         panic!("projections are packed");
                     };

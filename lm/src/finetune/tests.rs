@@ -167,6 +167,18 @@ fn gemma_learns() {
     }
 }
 
+/// Latent attention, a sigmoid router, and shared experts, also from weights in FP8.
+#[test]
+fn deepseek_learns() {
+    for (name, recipe) in [
+        ("deepseek3-tiny", "bf16"),
+        ("deepseek3-tiny", "nvidia"),
+        ("deepseek3-tiny-fp8", "nvidia"),
+    ] {
+        learns(name, &golden_with_tokenizer(name), recipe);
+    }
+}
+
 #[test]
 fn experts_learn() {
     learns(
@@ -313,6 +325,7 @@ fn documents_of_a_row_do_not_see_each_other() {
         "mixtral-tiny",
         "gemma2-tiny",
         "gemma3-tiny",
+        "deepseek3-tiny",
     ];
     for name in names {
         let model = Decoder::load(&golden(name), &Device::flex(), FloatDType::F32).unwrap();
@@ -523,6 +536,7 @@ fn exports_compute_as_in_training() {
         ("gemma2-tiny", Nvfp4Recipe::weight_only_qat()),
         ("gemma3-tiny", Nvfp4Recipe::weight_only_qat()),
         ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("deepseek3-tiny", Nvfp4Recipe::weight_only_qat()),
     ] {
         let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-export-{name}"));
@@ -556,6 +570,7 @@ fn packed_models_have_the_losses_of_validation() {
         ("mixtral-tiny", "nvidia"),
         ("qwen3-tiny", "weight_only_qat"),
         ("gemma3-tiny", "nvidia"),
+        ("deepseek3-tiny", "nvidia"),
         ("llama3-tiny", "fwd_nvfp4_bwd_bf16"),
     ] {
         let model = golden_with_tokenizer(name);
@@ -566,18 +581,12 @@ fn packed_models_have_the_losses_of_validation() {
         let model = run.model().valid();
         let mut packed = model.clone();
         for layer in &mut packed.layers {
-            let attention = &mut layer.attention;
-            attention.qkv = attention.qkv.clone().into_packed().unwrap();
-            attention.out = attention.out.clone().into_packed().unwrap();
-            match &mut layer.feed_forward {
-                FeedForward::Dense(dense) => {
-                    dense.gate_up = dense.gate_up.clone().into_packed().unwrap();
-                    dense.down = dense.down.clone().into_packed().unwrap();
-                }
-                FeedForward::Moe(moe) => {
-                    moe.gate_up = moe.gate_up.clone().into_packed().unwrap();
-                    moe.down = moe.down.clone().into_packed().unwrap();
-                }
+            for (_, projection) in layer.projections_mut() {
+                *projection = projection.clone().into_packed().unwrap();
+            }
+            if let FeedForward::Moe(moe) = &mut layer.feed_forward {
+                moe.gate_up = moe.gate_up.clone().into_packed().unwrap();
+                moe.down = moe.down.clone().into_packed().unwrap();
             }
         }
         assert!(packed.layers[0].attention.out.is_packed());

@@ -425,6 +425,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         block: BlockConfig::default(),
         scaled_embedding: false,
         logit_cap: None,
+        extra_layers: 0,
         bos,
         eos: eos.into_iter().collect(),
         pad,

@@ -13,10 +13,12 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::fields::Fields;
+use super::fp8::is_fp8;
 use super::tensors::check_folder;
 use crate::checkpoint::read_json;
 
 mod blocks;
+mod deepseek;
 mod gemma;
 mod json;
 mod llama;
@@ -27,11 +29,12 @@ mod types;
 pub use super::CONFIG_FILE;
 use types::Spec;
 pub use types::{
-    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig,
+    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LatentConfig,
+    LayerConfig, Scoring,
 };
 
 impl Family {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -40,6 +43,7 @@ impl Family {
         Self::Mixtral,
         Self::Gemma2,
         Self::Gemma3,
+        Self::DeepseekV3,
     ];
 
     fn spec(self) -> &'static Spec {
@@ -52,6 +56,7 @@ impl Family {
             Self::Mixtral => &mixtral::MIXTRAL,
             Self::Gemma2 => &gemma::GEMMA2,
             Self::Gemma3 => &gemma::GEMMA3,
+            Self::DeepseekV3 => &deepseek::DEEPSEEK_V3,
         }
     }
 
@@ -93,7 +98,7 @@ impl DecoderConfig {
         let family = family(fields)?;
         let config = (family.spec().read)(fields, family)?;
         for rope in &config.ropes {
-            rope.frequencies(config.head, config.max_positions)?;
+            rope.frequencies(config.rotary_head(), config.max_positions)?;
         }
         fields.refuse_unknown()?;
         Ok(config)
@@ -107,6 +112,14 @@ pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
         "it has a `quantization_config`: the model is quantized already"
     );
     Ok(())
+}
+
+/// Returns an error for the `config.json` of a model whose weights are quantized to less than FP8.
+pub(crate) fn refuse_packed(json: &Map<String, Value>) -> Result<()> {
+    match is_fp8(json) {
+        true => Ok(()),
+        false => refuse_quantized(json),
+    }
 }
 
 fn family(fields: &Fields) -> Result<Family> {

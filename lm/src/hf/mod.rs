@@ -3,11 +3,13 @@
 //! - [`tensors`]: memory-mapped tensors of `model.safetensors`, or of shards with an index.
 //! - [`plan`]: plans such files, and [`writer`] and [`planned_writer`] write them atomically.
 //! - [`config`]: `config.json` of transformers 4 and 5, and [`rope`], its rotary embedding.
+//! - `fp8`: scales of weights in FP8.
 //! - [`generation`]: sampling parameters, from `generation_config.json`.
 //! - [`tokenizer`]: encodes and decodes text, by `tokenizer.json` and `tokenizer_config.json`.
 
 pub mod config;
 mod fields;
+pub(crate) mod fp8;
 pub mod generation;
 mod header;
 mod new_folder;
@@ -20,7 +22,8 @@ mod tokenizer_config;
 pub mod writer;
 
 pub use config::{
-    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig,
+    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LatentConfig,
+    LayerConfig, Scoring,
 };
 pub(crate) use fields::is_neutral;
 pub use generation::GenerationConfig;

@@ -14,6 +14,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
+use super::fp8::BlockScales;
 use super::header::{Entry, Header};
 use super::{CONFIG_FILE, INDEX_FILE, TensorSpec, WHOLE_FILE};
 use crate::progress::{Unit, Work};
@@ -33,6 +34,8 @@ const PART: usize = 64;
 pub struct TensorFolder {
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, (usize, Entry)>,
+    /// Scales of weights in FP8, by the name of the weight, and the rows and columns of a block.
+    scales: BTreeMap<String, (usize, Entry, [usize; 2])>,
 }
 
 struct MappedFile {
@@ -54,6 +57,8 @@ pub struct StoredTensor<'a> {
     pub shape: &'a [usize],
     /// Elements, little endian, at any alignment.
     pub bytes: &'a [u8],
+    /// Scales by which the elements of blocks are multiplied, if any.
+    pub(crate) scales: Option<BlockScales<'a>>,
 }
 
 /// File that PEFT writes. transformers adds the adapters that it describes to a model on loading.
@@ -174,6 +179,7 @@ impl TensorFolder {
         Ok(Self {
             files: vec![file],
             tensors: tensors.into_iter().map(|(k, v)| (k, (0, v))).collect(),
+            scales: BTreeMap::new(),
         })
     }
 
@@ -188,6 +194,7 @@ impl TensorFolder {
         let mut opened = Self {
             files: Vec::new(),
             tensors: BTreeMap::new(),
+            scales: BTreeMap::new(),
         };
         let mut stray = Vec::new();
         for shard in shards {
@@ -272,7 +279,9 @@ impl TensorFolder {
         let tensors: Vec<StoredTensor<'_>> = self.iter().collect();
         let of_one = |tensor: &StoredTensor<'_>| {
             let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
-            hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes]).to_le_bytes()
+            let mut parts = vec![tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes];
+            parts.extend(tensor.scales.map(|scales| scales.bytes));
+            hash_all(&parts).to_le_bytes()
         };
         let mut hashes: Vec<[u8; 8]> = Vec::new();
         each_part(&tensors, "fingerprint", |part| {
@@ -293,7 +302,24 @@ impl TensorFolder {
         values.next().map(String::as_str)
     }
 
+    /// Makes the tensor `scales` the scales of the blocks of `weight`.
+    pub(super) fn join_scales(&mut self, weight: &str, scales: &str, block: [usize; 2]) {
+        if let Some((file, entry)) = self.tensors.remove(scales) {
+            self.scales.insert(weight.to_owned(), (file, entry, block));
+        }
+    }
+
+    /// Drops the tensors for which `keeps` returns false.
+    pub(crate) fn retain(&mut self, keeps: impl Fn(&str) -> bool) {
+        self.tensors.retain(|name, _| keeps(name));
+    }
+
     fn tensor<'a>(&'a self, name: &'a str, (file, entry): &'a (usize, Entry)) -> StoredTensor<'a> {
+        let scales = self.scales.get(name);
+        let scales = scales.map(|(file, entry, block)| BlockScales {
+            bytes: &self.files[*file].bytes[entry.start..entry.end],
+            block: *block,
+        });
         let file = &self.files[*file];
         StoredTensor {
             name,
@@ -301,6 +327,7 @@ impl TensorFolder {
             dtype: entry.dtype,
             shape: &entry.shape,
             bytes: &file.bytes[entry.start..entry.end],
+            scales,
         }
     }
 }
@@ -319,7 +346,18 @@ impl StoredTensor<'_> {
         TensorSpec::new(self.name, self.dtype, self.shape)
     }
 
-    /// Converts the elements to `f32`; exact except for `F64`, which is rounded.
+    /// Returns true if the values are numbers of a supported type: `F32`, `BF16`, `F16`, or
+    /// `F8_E4M3` with scales.
+    pub(crate) fn is_float(&self) -> bool {
+        match self.dtype {
+            Dtype::F32 | Dtype::BF16 | Dtype::F16 => true,
+            Dtype::F8_E4M3 => self.scales.is_some(),
+            _ => false,
+        }
+    }
+
+    /// Converts the elements to `f32`; exact except for `F64` and for products with scales, which
+    /// are rounded.
     ///
     /// # Errors
     /// Returns an error if the type is not `F64`, `F32`, `F16`, `BF16` or `F8_E4M3`.
@@ -334,7 +372,13 @@ impl StoredTensor<'_> {
             Dtype::F32 => map(bytes, f32::from_le_bytes),
             Dtype::F16 => map(bytes, |b| f16::from_le_bytes(b).to_f32()),
             Dtype::BF16 => map(bytes, |b| bf16::from_le_bytes(b).to_f32()),
-            Dtype::F8_E4M3 => map(bytes, |[b]| e4m3::decode_element(b)),
+            Dtype::F8_E4M3 => {
+                let mut values = map(bytes, |[b]| e4m3::decode_element(b));
+                if let (Some(scales), Some(&columns)) = (self.scales, self.shape.last()) {
+                    scales.apply(&mut values, columns);
+                }
+                values
+            }
             other => bail!(
                 "{self}: its values are asked for, but its type is {other:?}, none of F64, F32, \
                  F16, BF16 and F8_E4M3"
@@ -368,6 +412,7 @@ impl StoredTensor<'_> {
         let size = bytes.len() / self.shape.iter().product::<usize>();
         let one = StoredTensor {
             bytes: &bytes[at * size..][..size],
+            scales: None,
             ..*self
         };
         let value = one.to_f32()?[0];

@@ -86,10 +86,14 @@ impl Checkpoint {
     /// at all.
     pub fn scan(folder: &Path) -> Result<Self> {
         let (json, config) = read_configs(folder)?;
+        let mut tensors = TensorFolder::open(folder)?;
+        if let Some(json) = json.as_object() {
+            tensors = tensors.with_fp8_scales(json)?;
+        }
         let mut checkpoint = Self {
             folder: folder.to_owned(),
             json,
-            tensors: TensorFolder::open(folder)?,
+            tensors,
             config,
             layers: BTreeMap::new(),
             kv_scales: BTreeMap::new(),

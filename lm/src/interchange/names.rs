@@ -15,11 +15,11 @@ fn split(module: &str) -> (&str, &str) {
 }
 
 /// Returns the group of projections that must share global scales with `module`, if any: consumers
-/// fuse q/k/v and gate/up (w1/w3 of Mixtral) and keep one scale for all.
+/// fuse q/k/v (DeepSeek's q_a and kv_a) and gate/up (w1/w3 of Mixtral) and keep one scale for all.
 pub fn fused_group(module: &str) -> Option<FusedGroup> {
     let (parent, leaf) = split(module);
     let kind = match leaf {
-        "q_proj" | "k_proj" | "v_proj" => "qkv_proj",
+        "q_proj" | "k_proj" | "v_proj" | "q_a_proj" | "kv_a_proj_with_mqa" => "qkv_proj",
         "gate_proj" | "up_proj" | "w1" | "w3" => "gate_up_proj",
         _ => return None,
     };
@@ -69,7 +69,7 @@ pub fn is_linear(module: &str) -> bool {
     is_head(module)
         || is_router(module)
         || leaf.ends_with("_proj")
-        || matches!(leaf, "w1" | "w2" | "w3")
+        || matches!(leaf, "kv_a_proj_with_mqa" | "w1" | "w2" | "w3")
 }
 
 /// Returns true if a weight `[d_out, d_in]` of the module may belong to a linear layer, in an
@@ -107,6 +107,10 @@ mod tests {
             &format!("{attention}.q_proj"),
             &format!("{attention}.v_proj")
         ));
+        assert!(same(
+            &format!("{attention}.q_a_proj"),
+            &format!("{attention}.kv_a_proj_with_mqa")
+        ));
         assert!(same("a.mlp.experts.7.gate_proj", "a.mlp.experts.7.up_proj"));
         assert!(!same(
             "a.mlp.experts.7.gate_proj",
@@ -116,6 +120,8 @@ mod tests {
         assert!(same(&format!("{experts}.w1"), &format!("{experts}.w3")));
         for alone in [
             "a.self_attn.o_proj",
+            "a.self_attn.q_b_proj",
+            "a.self_attn.kv_b_proj",
             "a.mlp.down_proj",
             "lm_head",
             "a.experts.0.w2",

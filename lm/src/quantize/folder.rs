@@ -22,7 +22,8 @@ use super::stats::Calibration;
 use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::load::check_tensors;
-use crate::hf::config::{CONFIG_FILE, refuse_quantized};
+use crate::decoder::names::is_extra;
+use crate::hf::config::{CONFIG_FILE, refuse_packed};
 use crate::hf::tensors::check_each;
 use crate::hf::{
     DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
@@ -128,14 +129,25 @@ impl Quantization {
         open: impl FnOnce(&Path, &MadeFrom) -> Result<Journal>,
     ) -> Result<Self> {
         options.check(!calibration.is_empty())?;
-        let tensors = TensorFolder::open(model)?;
-        let json = read_config(model)?;
+        let mut json = read_config(model)?;
         let path = || model.display().to_string();
         let config = DecoderConfig::from_json(&json);
         let config = config.with_context(|| model.join(CONFIG_FILE).display().to_string())?;
+        let tensors = TensorFolder::open(model)?.with_fp8_scales(&json);
+        let mut tensors = tensors.with_context(path)?;
+        if config.extra_layers > 0 {
+            // No reader of the quantized model uses these layers without their own quantization.
+            tensors.retain(|name| !is_extra(&config, name));
+            json.insert("num_nextn_predict_layers".into(), 0.into());
+        }
         let plan = Plan::new(&tensors, &options.exclude)?;
         check_tensors(&config, &tensors).with_context(path)?;
         check_values(&tensors)?;
+        ensure!(
+            !options.kv_cache_fp8 || config.block.latent.is_none(),
+            "kv is fp8, but the scales of latent attention are not supported: readers cache compressed \
+             keys and values, and calibration sees complete ones"
+        );
         let smoother = match options.smooth {
             Smoothing::None => Smoother::default(),
             Smoothing::Awq => Smoother::new(&config, &tensors, &plan, options.kv_cache_fp8),
@@ -222,7 +234,7 @@ impl Quantization {
         let bytes = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
         let mut work = Work::begin("write", Unit::Bytes, 0, bytes);
         for tensor in &tensors {
-            files.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
+            copy(&mut files, tensor)?;
             work.add(tensor.bytes.len());
         }
         drop(work);
@@ -263,7 +275,7 @@ impl Quantization {
         let names = self.plan.copied.iter();
         let copied = names.filter(|name| !self.smoother.rewrites(name));
         copied
-            .map(|name| Ok(self.tensors.get(name)?.spec()))
+            .map(|name| Ok(copied_spec(&self.tensors.get(name)?)))
             .collect()
     }
 
@@ -415,6 +427,26 @@ impl Quantization {
     }
 }
 
+/// Returns the description of a copied tensor: one in FP8 becomes bf16, which needs no scales.
+fn copied_spec(tensor: &StoredTensor<'_>) -> TensorSpec {
+    let dtype = match tensor.scales {
+        None => tensor.dtype,
+        Some(_) => Dtype::BF16,
+    };
+    TensorSpec::new(tensor.name, dtype, tensor.shape)
+}
+
+/// Adds a copied tensor; see [`copied_spec`].
+fn copy(writer: &mut dyn TensorSink, tensor: &StoredTensor<'_>) -> Result<()> {
+    if tensor.scales.is_none() {
+        return writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes);
+    }
+    let values = tensor.to_f32()?.into_iter();
+    let bytes = values.flat_map(|value| bf16::from_f32(value).to_le_bytes());
+    let bytes: Vec<u8> = bytes.collect();
+    writer.add(tensor.name, Dtype::BF16, tensor.shape, &bytes)
+}
+
 impl QuantizeOptions {
     /// Checks that options that need calibration have it.
     fn check(&self, calibrated: bool) -> Result<()> {
@@ -464,7 +496,7 @@ impl QuantizeOptions {
 fn read_config(model: &Path) -> Result<Map<String, Value>> {
     let path = model.join(CONFIG_FILE);
     let json = read_json(&path)?;
-    refuse_quantized(&json).with_context(|| path.display().to_string())?;
+    refuse_packed(&json).with_context(|| path.display().to_string())?;
     let other = model.join(HF_QUANT_CONFIG);
     ensure!(
         !other.exists(),

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::{Context, Result, bail, ensure};
 use nvfp4_formats::BLOCK;
 use regex::Regex;
-use safetensors::Dtype;
 
 use crate::hf::TensorFolder;
 use crate::interchange::names::{
@@ -83,8 +82,7 @@ impl Plan {
                 continue;
             };
             ensure!(
-                tensor.shape.len() == 2
-                    && matches!(tensor.dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16),
+                tensor.shape.len() == 2 && tensor.is_float(),
                 "{tensor} is {:?}{:?}, but the weight of a linear layer is a matrix of F32, BF16 \
                  or F16",
                 tensor.dtype,

@@ -9,7 +9,9 @@ use serde_json::json;
 use super::*;
 use crate::decoder::Decoder;
 use crate::hf::variant::Variant;
+use crate::hf::{Dtype, TensorFolder};
 use crate::interchange::{Checkpoint, Scheme, convert};
+use crate::quantize::journal::MadeFrom;
 use crate::quantize::plan::Kept;
 use nvfp4_test_support::{Scratch, golden};
 
@@ -240,4 +242,74 @@ fn resumed_runs_know_their_configuration() {
     let error = Quantization::resume(&model, &out, &options(&[]), Default::default()).err();
     let error = error.unwrap().to_string();
     assert!(error.contains("its model configuration was"), "{error}");
+}
+
+/// Weights in FP8 are quantized like the same values in f32, and excluded ones become bf16. Layers
+/// that predict further tokens are left out.
+#[test]
+fn weights_in_fp8_are_quantized_by_their_values() {
+    let scratch = Scratch::new("quantize-fp8");
+    let source = golden("deepseek3-tiny-fp8");
+    let mut variant = Variant::of(&source);
+    let json = variant.json.as_object().unwrap().clone();
+    let tensors = TensorFolder::open(&source).unwrap();
+    let tensors = tensors.with_fp8_scales(&json).unwrap();
+
+    let mut plain = Variant::of(&source);
+    plain.tensors.clear();
+    for tensor in tensors.iter() {
+        let (mut dtype, mut bytes) = (tensor.dtype, tensor.bytes.to_vec());
+        if dtype == Dtype::F8_E4M3 {
+            let values = tensor.to_f32().unwrap().into_iter();
+            (dtype, bytes) = (Dtype::F32, values.flat_map(f32::to_le_bytes).collect());
+        }
+        let content = (dtype, tensor.shape.to_vec(), bytes);
+        plain.tensors.insert(tensor.name.to_owned(), content);
+    }
+    plain
+        .json
+        .as_object_mut()
+        .unwrap()
+        .remove("quantization_config");
+    variant.fill("model.layers.2.eh_proj.weight", &[64, 128], 1.0);
+    variant.json["num_nextn_predict_layers"] = json!(1);
+
+    let made = [("fp8", &variant), ("f32", &plain)].map(|(name, variant)| {
+        let (model, out) = (scratch.join(name), scratch.join(format!("{name}-nvfp4")));
+        variant.write(&model);
+        let done = quantize(&model, &out, &options(&["layers.0.mlp"])).unwrap();
+        assert_eq!((done.layers.len(), done.kept.len()), (37, 5));
+        reads(&out);
+        Checkpoint::open(&out).unwrap()
+    });
+    let [of_fp8, of_f32] = &made;
+    assert_eq!(of_fp8.json()["num_nextn_predict_layers"], 0);
+    assert!(of_fp8.layers().keys().eq(of_f32.layers().keys()));
+    for module in of_fp8.layers().keys() {
+        let [ours, theirs] = [of_fp8, of_f32].map(|it| it.weight(module).unwrap());
+        assert_eq!(ours.codes(), theirs.codes(), "{module}");
+        assert_eq!(ours.scales(), theirs.scales(), "{module}");
+        assert_eq!(ours.global(), theirs.global(), "{module}");
+    }
+    let kept = "model.layers.0.mlp.down_proj.weight";
+    let found = of_fp8.tensors().get(kept).unwrap();
+    assert_eq!(found.dtype, Dtype::BF16);
+    let values = tensors.get(kept).unwrap().to_f32().unwrap().into_iter();
+    let rounded = values.map(|value| half::bf16::from_f32(value).to_f32());
+    assert_eq!(found.to_f32().unwrap(), rounded.collect::<Vec<f32>>());
+}
+
+/// The scales of a cache would belong to compressed keys and values.
+#[test]
+fn scales_of_a_cache_of_latent_attention_are_refused() {
+    let scratch = Scratch::new("quantize-latent-cache");
+    let options = QuantizeOptions {
+        kv_cache_fp8: true,
+        ..options(&[])
+    };
+    let model = golden("deepseek3-tiny");
+    let data = MadeFrom::from([("calibration".to_owned(), json!("given"))]);
+    let error = Quantization::start(&model, &scratch.join("out"), &options, data).map(drop);
+    let error = format!("{:#}", error.unwrap_err());
+    assert!(error.contains("kv is fp8, but"), "{error}");
 }

@@ -189,13 +189,22 @@ impl Folds<'_> {
         let norms = names::norms(config);
         let norm = |name: &str| Maker::Norm(format!("{path}{name}.weight"));
         let same = |width: usize| (0..width).collect::<Vec<_>>();
-        let module = |site: Site, expert| site.module(config.family, index, expert);
-        let qkv: Vec<_> = names::qkv(config, index)
-            .into_iter()
-            .map(|p| p.name)
-            .collect();
+        let module = |site: Site, expert| site.module(config, index, expert);
+        let modules = |site: Site| -> Vec<String> {
+            let leaves = site.leaves(config).iter();
+            leaves.map(|leaf| format!("{path}{leaf}")).collect()
+        };
+        let qkv = modules(Site::Qkv);
         let mut folds = Vec::new();
-        if !keeps_values {
+        if let Some(latent) = &config.block.latent {
+            let ranks = [latent.q_rank, Some(latent.kv_rank)];
+            let sites = [Site::LatentQuery, Site::LatentKv];
+            for ((name, rank), site) in names::LATENT_NORMS.into_iter().zip(ranks).zip(sites) {
+                if let Some(rank) = rank {
+                    folds.push(self.fold(norm(name), modules(site), same(rank)));
+                }
+            }
+        } else if !keeps_values {
             let (head, group) = (config.head, config.heads / config.kv_heads);
             let output_of = (0..config.heads * head)
                 .map(|feature| feature / head / group * head + feature % head)
@@ -212,10 +221,20 @@ impl Folds<'_> {
         let (mut gate_up, experts, hidden) = match config.layers[index].feed_forward {
             FeedForwardConfig::Dense { hidden } => (Vec::new(), vec![None], hidden),
             FeedForwardConfig::Moe {
-                experts, hidden, ..
+                experts,
+                hidden,
+                shared,
+                ..
             } => {
                 let router = format!("{path}{}.gate", names::moe(config.family));
-                (vec![router], (0..experts).map(Some).collect(), hidden)
+                let mut readers = vec![router];
+                if let Some(hidden) = shared {
+                    let gate_up = modules(Site::SharedGateUp);
+                    let (up, down) = (gate_up[1].clone(), modules(Site::SharedDown));
+                    folds.push(self.fold(Maker::Linear(up), down, same(hidden)));
+                    readers.extend(gate_up);
+                }
+                (readers, (0..experts).map(Some).collect(), hidden)
             }
         };
         for expert in experts {

@@ -190,6 +190,7 @@ fn a_smoothed_model_computes_the_same() {
         // Experts of a layer are fused: if one is excluded, only attention is scaled.
         ("qwen3moe-tiny", Some(r"experts\.1\.(gate|down)"), 8),
         ("mixtral-tiny", None, 20),
+        ("deepseek3-tiny", None, 30),
     ] {
         let scratch = Scratch::new(&format!("smooth-same-{name}"));
         let model = with_outliers(&root.join(name), &scratch.join("model"));

@@ -339,6 +339,7 @@ fn golden_models_are_quantized_to_valid_folders() {
         ("qwen3-tiny", 14, 0),
         ("qwen3moe-tiny", 32, 3),
         ("mixtral-tiny", 32, 3),
+        ("deepseek3-tiny", 40, 2),
     ] {
         for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
             let scratch = Scratch::new(&format!("quantize-{name}-{}", dialect.name()));

@@ -8,7 +8,7 @@ use super::stats::Calibration;
 use crate::decoder::Decoder;
 use crate::decoder::names::{attention, expected};
 use crate::decoder::observe::{LinearInput, Observer};
-use crate::hf::Family;
+use crate::hf::DecoderConfig;
 use crate::interchange::names::is_linear;
 use crate::model::cast;
 use crate::progress::{Unit, Work};
@@ -77,7 +77,7 @@ pub fn calibrate(model: &Decoder, tokens: &[u32], options: CalibrationText) -> R
     config.check_length("the length of a calibration's sequence", length)?;
     let mut inputs = Inputs {
         collector: Collector::new(products),
-        family: config.family,
+        config,
     };
     let total = sequences.min(tokens.len() / length);
     let mut work = Work::begin("calibrate", Unit::Sequences, 0, total);
@@ -98,13 +98,13 @@ pub fn calibrate(model: &Decoder, tokens: &[u32], options: CalibrationText) -> R
         .finish(modules.filter(|module| is_linear(module))))
 }
 
-/// Inputs of a model, by the names of its family.
-struct Inputs {
+/// Inputs of a model, by the names of its modules.
+struct Inputs<'a> {
     collector: Collector,
-    family: Family,
+    config: &'a DecoderConfig,
 }
 
-impl Observer for Inputs {
+impl Observer for Inputs<'_> {
     fn observe(&mut self, input: LinearInput<'_>) -> Result<()> {
         let LinearInput {
             layer,
@@ -118,7 +118,7 @@ impl Observer for Inputs {
         let values =
             values.map_err(|error| anyhow::anyhow!("an input of layer {layer}: {error:?}"))?;
         let Some(experts) = experts else {
-            let module = site.module(self.family, layer, None);
+            let module = site.module(self.config, layer, None);
             return self.collector.observe(&module, k, &values);
         };
         let offsets = experts.offsets().clone().into_data();
@@ -129,7 +129,7 @@ impl Observer for Inputs {
         for (expert, ends) in offsets.windows(2).enumerate() {
             let own = &values[ends[0] * k..ends[1] * k];
             if !own.is_empty() {
-                let module = site.module(self.family, layer, Some(expert));
+                let module = site.module(self.config, layer, Some(expert));
                 self.collector.observe(&module, k, own)?;
             }
         }

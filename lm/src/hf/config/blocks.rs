@@ -101,6 +101,7 @@ pub(super) fn decoder(
         scaled_embedding: false,
         logit_cap: None,
         max_positions,
+        extra_layers: 0,
         tied: fields.bool_or("tie_word_embeddings", defaults.tied)?,
         bos: fields.token("bos_token_id")?,
         eos: fields.tokens("eos_token_id")?,

@@ -6,7 +6,7 @@ use serde_json::json;
 use super::super::fields::Fields;
 use super::blocks::{self, Defaults, Sliding};
 use super::llama::write_window;
-use super::types::{DecoderConfig, Family, FeedForwardConfig, Spec};
+use super::types::{DecoderConfig, Family, FeedForwardConfig, Scoring, Spec};
 
 pub(super) const MIXTRAL: Spec = Spec {
     model_type: "mixtral",
@@ -46,6 +46,8 @@ fn mixtral(fields: &Fields, family: Family) -> Result<DecoderConfig> {
             top_k,
             hidden,
             normalize: true,
+            scoring: Scoring::Softmax,
+            shared: None,
         };
     }
     Ok(config)

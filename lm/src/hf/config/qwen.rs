@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::super::fields::Fields;
 use super::blocks::{self, Defaults, Sliding};
 use super::json::layer_types;
-use super::types::{Biases, DecoderConfig, Family, FeedForwardConfig, Spec};
+use super::types::{Biases, DecoderConfig, Family, FeedForwardConfig, Scoring, Spec};
 
 pub(super) const QWEN2: Spec = Spec {
     model_type: "qwen2",
@@ -80,6 +80,8 @@ fn qwen3_moe(fields: &Fields, family: Family) -> Result<DecoderConfig> {
         top_k,
         hidden: fields.positive("moe_intermediate_size")?,
         normalize: fields.bool_or("norm_topk_prob", false)?,
+        scoring: Scoring::Softmax,
+        shared: None,
     };
     let step = fields.positive_or("decoder_sparse_step", 1)?;
     let dense_layers = fields.indices("mlp_only_layers", count)?;
@@ -124,6 +126,7 @@ fn write_moe(config: &DecoderConfig, json: &mut Map<String, Value>) {
                 top_k,
                 hidden,
                 normalize,
+                ..
             } => moe = Some((experts, top_k, hidden, normalize)),
         }
     }

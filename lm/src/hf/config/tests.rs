@@ -81,6 +81,8 @@ fn golden_configs() {
         top_k: 2,
         hidden: 48,
         normalize: true,
+        scoring: Scoring::Softmax,
+        shared: None,
     };
     for name in ["qwen3moe-tiny", "mixtral-tiny"] {
         let config = DecoderConfig::read(&golden(name)).unwrap();

@@ -25,6 +25,8 @@ pub enum Family {
     Gemma2,
     /// Text models of Gemma 3: Gemma 2 with norms of queries and keys instead of soft caps.
     Gemma3,
+    /// DeepSeek-V3 and R1: latent attention, experts chosen by a sigmoid router, shared experts.
+    DeepseekV3,
 }
 
 /// Facts of a family.
@@ -79,6 +81,40 @@ pub struct BlockConfig {
     pub query_scalar: Option<f64>,
     /// Soft cap of attention scores: `cap · tanh(score / cap)`.
     pub score_cap: Option<f32>,
+    /// Latent attention, if keys and values are made from a low-rank projection.
+    pub latent: Option<LatentConfig>,
+}
+
+/// Sizes of DeepSeek's multi-head latent attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LatentConfig {
+    /// Rank of the queries; `None` if one projection makes them.
+    pub q_rank: Option<usize>,
+    /// Rank of keys and values.
+    pub kv_rank: usize,
+    /// Elements of a query or key head without a position.
+    pub nope: usize,
+    /// Elements of a query or key head with a rotary position. All heads share those of the key.
+    pub rope: usize,
+    /// Elements of a value head.
+    pub value: usize,
+    /// True if the pairs of the rotary embedding are neighbors in the projections' outputs.
+    pub interleaved: bool,
+    /// `mscale_all_dim` of YaRN, which scales attention scores; 0 if there is none.
+    pub mscale_all_dim: f64,
+}
+
+impl LatentConfig {
+    /// Returns the head dimension of queries and keys.
+    pub fn query(&self) -> usize {
+        self.nope + self.rope
+    }
+
+    /// Returns the head dimension for which attention is computed: the larger of those of keys and
+    /// values, padded with zeros to a multiple of 16.
+    pub fn width(&self) -> usize {
+        self.query().max(self.value).next_multiple_of(16)
+    }
 }
 
 /// Feed-forward of a layer.
@@ -99,6 +135,28 @@ pub enum FeedForwardConfig {
         hidden: usize,
         /// True if the weights of a token's experts are divided by their sum.
         normalize: bool,
+        /// Scores of the experts.
+        scoring: Scoring,
+        /// Hidden width of the feed-forward that all tokens use beside the experts, if any.
+        shared: Option<usize>,
+    },
+}
+
+/// Scores from which a token's experts and their weights follow.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Scoring {
+    /// Softmax over all experts.
+    #[default]
+    Softmax,
+    /// Sigmoid of each expert. A bias is added for the choice, but not for the weights. Only
+    /// experts of the groups with the largest sums of two scores are chosen.
+    GroupedSigmoid {
+        /// Number of groups of equal size.
+        groups: usize,
+        /// Number of groups from which a token's experts are chosen.
+        top_groups: usize,
+        /// Factor of the weights.
+        factor: f64,
     },
 }
 
@@ -126,7 +184,8 @@ pub struct DecoderConfig {
     pub heads: usize,
     /// Number of key and value heads; a divisor of `heads`.
     pub kv_heads: usize,
-    /// Head dimension; even. `heads * head` may differ from `d_model`.
+    /// Head dimension of attention and of its cache; even. `heads * head` may differ from
+    /// `d_model`.
     pub head: usize,
     /// Layers, in order.
     pub layers: Vec<LayerConfig>,
@@ -142,6 +201,9 @@ pub struct DecoderConfig {
     pub logit_cap: Option<f32>,
     /// Maximum context of the model, in tokens.
     pub max_positions: usize,
+    /// Number of layers that predict further tokens. Files have them after the other layers; they
+    /// are not loaded.
+    pub extra_layers: usize,
     /// True if the head is tied to the embedding.
     pub tied: bool,
     /// Start-of-text token.
@@ -153,6 +215,11 @@ pub struct DecoderConfig {
 }
 
 impl DecoderConfig {
+    /// Returns the number of elements of a head that have a rotary position.
+    pub fn rotary_head(&self) -> usize {
+        self.block.latent.map_or(self.head, |latent| latent.rope)
+    }
+
     /// Returns the maximum number of tokens of a text: the model's maximum context, or unlimited if
     /// the rotary embedding adapts to the length of the text.
     pub fn longest(&self) -> usize {

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::exclude::{Exclusion, LINEAR, Target};
 use super::{Dialect, Scheme};
+use crate::hf::fp8::is_fp8;
 use crate::hf::is_neutral;
 
 /// modelopt version of the written files. Consumers check the producer's name.
@@ -49,7 +50,8 @@ const HARMLESS: &[&str] = &[
 
 impl QuantConfig {
     /// Reads `config` (config.json) and `hf_quant_config` (hf_quant_config.json, if present);
-    /// returns `None` if neither describes a quantization.
+    /// returns `None` if neither describes a quantization, or if weights are in FP8 with scales of
+    /// blocks.
     ///
     /// # Errors
     /// Returns an error for formats other than NVFP4 in groups of 16, for missing or mistyped
@@ -57,6 +59,14 @@ impl QuantConfig {
     pub fn read(config: &Value, hf_quant_config: Option<&Value>) -> Result<Option<Self>> {
         let inline = match config.get("quantization_config") {
             None | Some(Value::Null) => None,
+            // Not NVFP4: a form of high precision.
+            Some(_) if config.as_object().is_some_and(is_fp8) => {
+                ensure!(
+                    hf_quant_config.is_none(),
+                    "config.json says that weights are in FP8, but hf_quant_config.json is there"
+                );
+                None
+            }
             Some(inline) => Some(read_inline(inline).context("quantization_config")?),
         };
         let mut file = hf_quant_config.map(read_hf_quant_config).transpose()?;
