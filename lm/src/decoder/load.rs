@@ -17,7 +17,8 @@ use nvfp4_formats::BLOCK;
 
 use super::attention::{Attention, Heads};
 use super::feed_forward::{FeedForward, Gated, Moe};
-use super::names::{self, EMBEDDING, HEAD, NORM};
+use super::fused::open_tensors;
+use super::names::{self, EMBEDDING, HEAD, NORM, SINKS};
 use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
@@ -63,7 +64,7 @@ impl Decoder {
         let json = read_json(&path)?;
         let config = refuse_quantized(&json).and_then(|()| DecoderConfig::from_json(&json));
         let config = config.with_context(|| path.display().to_string())?;
-        let tensors = TensorFolder::open(folder)?;
+        let tensors = open_tensors(folder, &config)?;
         Self::of_plain_tensors(&config, &tensors, (device, dtype), form)
             .with_context(|| folder.display().to_string())
     }
@@ -311,6 +312,10 @@ impl Loader<'_> {
             out: self.projection(&[part("o_proj")], biases.out)?,
             q_norm: norm("q_norm.weight")?,
             k_norm: norm("k_norm.weight")?,
+            sinks: match config.block.sinks {
+                false => None,
+                true => Some(param(self.concatenated(&[format!("{path}{SINKS}")])?)),
+            },
             heads: Heads::new(config, layer),
         })
     }
@@ -335,13 +340,20 @@ impl Loader<'_> {
             } => {
                 let moe = format!("{path}{}", names::moe(self.config.family));
                 let [gate, up, down] = names::gate_up_down(self.config.family);
-                let router = self.weight(&[format!("{moe}.gate.weight")])?;
+                let router = format!("{moe}.{}", names::router(self.config.family));
+                let weight = self.weight(&[format!("{router}.weight")])?;
+                let router_bias = match self.config.block.biases.experts {
+                    false => None,
+                    true => Some(param(self.concatenated(&[format!("{router}.bias")])?)),
+                };
                 Ok(FeedForward::Moe(Moe {
-                    router: param(router.transpose()),
+                    router: param(weight.transpose()),
+                    router_bias,
                     gate_up: self.experts(&moe, experts, &[gate, up])?,
                     down: self.experts(&moe, experts, &[down])?,
                     top_k,
                     normalize,
+                    activation: self.config.block.activation,
                     recompute: false,
                 }))
             }
@@ -400,10 +412,21 @@ impl Loader<'_> {
         let paths: Vec<String> = (0..experts)
             .flat_map(|expert| parts.iter().map(move |part| name(expert, part)))
             .collect();
+        let names_of = |leaf: &str| -> Vec<String> {
+            paths.iter().map(|path| format!("{path}.{leaf}")).collect()
+        };
+        let bias: Option<Tensor<2>> = match self.config.block.biases.experts {
+            false => None,
+            true => {
+                let bias: Tensor<1> = self.concatenated(&names_of("bias"))?;
+                let width = bias.dims()[0] / experts;
+                Some(bias.reshape([experts, width]))
+            }
+        };
         if let Some((packed, scheme)) = self.kept_packed(&paths)? {
-            return packed.grouped(&paths, experts, scheme, self.device);
+            return packed.grouped(&paths, experts, bias, (scheme, self.device));
         }
-        let names: Vec<String> = paths.iter().map(|path| format!("{path}.weight")).collect();
+        let names = names_of("weight");
         let weight: Tensor<2> = self.concatenated_as(&names, self.dtype_of_weights())?;
         let [rows, d_in] = weight.dims();
         let d_out = rows / experts;
@@ -419,9 +442,11 @@ impl Loader<'_> {
         let mut layer = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out)
             .with_initializer(Initializer::Zeros)
             .with_recipe(recipe.unwrap_or_else(Nvfp4Recipe::bf16))
+            .with_bias(bias.is_some())
             .try_init(self.device)
             .with_context(|| format!("the experts of `{moe}`"))?;
         layer.weight = param(weight);
+        layer.bias = bias.map(param);
         // Experts whose recipe quantizes nothing are unchanged.
         Experts::Grouped(layer).into_packed()
     }
@@ -528,7 +553,7 @@ impl Part<'_> {
                         | (Dtype::F16, DType::F16)
                 );
                 if is_same {
-                    bytes.extend_from_slice(tensor.bytes);
+                    bytes.extend_from_slice(&tensor.bytes());
                     return Ok(());
                 }
                 tensor.to_f32()?

@@ -1,8 +1,8 @@
-//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral and Gemma, as Burn modules.
+//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral, Gemma and gpt-oss, as Burn modules.
 //!
 //! - [`Decoder`]: the model, with and without a cache.
 //! - [`load`] and [`save`]: load a folder and save one, tensor by tensor; [`names`] maps tensors to
-//!   parameters.
+//!   parameters, and [`fused`] splits tensors of all experts.
 //! - [`lora`]: low-rank adapters beside projections. [`Decoder::into_lora`] adds them for training;
 //!   [`Decoder::with_adapter`] applies those of an [`AdapterFolder`] to a loaded model.
 //! - [`FrozenForm`]: form of frozen weights, in high precision or packed.
@@ -23,6 +23,7 @@ mod call;
 mod dense;
 pub mod feed_forward;
 mod frozen;
+pub mod fused;
 pub mod generate;
 mod head_precision;
 pub mod load;

@@ -143,6 +143,7 @@ impl Random<'_> {
                 out: self.projection([width, config.heads * config.head])?,
                 q_norm: None,
                 k_norm: None,
+                sinks: None,
                 heads: Heads::new(config, layer),
             },
             attention_post_norm: None,

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use burn::tensor::{DType, Tensor};
 use serde_json::{Map, Value};
 
 use super::attention::Attention;
-use super::feed_forward::FeedForward;
-use super::names::{self, EMBEDDING, HEAD, NORM, Part};
+use super::feed_forward::{FeedForward, Moe};
+use super::fused::{alternating, stores_fused};
+use super::names::{self, EMBEDDING, HEAD, NORM, Part, SINKS};
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::{read_json, write_json};
@@ -96,9 +97,15 @@ impl Decoder {
             }
             FeedForward::Moe(moe) => {
                 let path = format!("{path}{}", names::moe(family));
+                let router = format!("{path}.{}", names::router(family));
+                writer.add(&format!("{router}.weight"), moe.router.val().transpose())?;
+                if let Some(bias) = &moe.router_bias {
+                    writer.add(&format!("{router}.bias"), bias.val())?;
+                }
+                if stores_fused(family) {
+                    return writer.fused_experts(moe, &path);
+                }
                 let [gate, up, down] = names::gate_up_down(family);
-                let router = moe.router.val().transpose();
-                writer.add(&format!("{path}.gate.weight"), router)?;
                 writer.experts(&moe.gate_up, &path, &[gate, up])?;
                 writer.experts(&moe.down, &path, &[down])
             }
@@ -108,7 +115,11 @@ impl Decoder {
     fn write_attention(&self, writer: &mut Writer, index: usize, layer: &Attention) -> Result<()> {
         writer.projection(&layer.qkv, &names::qkv(&self.config, index))?;
         writer.projection(&layer.out, &names::out(&self.config, index))?;
-        let path = format!("{}self_attn.", names::layer(index));
+        let layer_path = names::layer(index);
+        if let Some(sinks) = &layer.sinks {
+            writer.add(&format!("{layer_path}{SINKS}"), sinks.val())?;
+        }
+        let path = format!("{layer_path}self_attn.");
         for (name, norm) in [("q_norm", &layer.q_norm), ("k_norm", &layer.k_norm)] {
             if let Some(norm) = norm {
                 writer.add(&format!("{path}{name}.weight"), norm.gamma.val())?;
@@ -156,6 +167,20 @@ impl Writer<'_> {
             first += outputs;
         }
         Ok(())
+    }
+
+    /// Adds the experts of a layer in the layout of gpt-oss.
+    fn fused_experts(&mut self, moe: &Moe, path: &str) -> Result<()> {
+        let path = format!("{path}.experts");
+        let bias = |bias: Option<Tensor<2>>| bias.context("experts of gpt-oss have biases");
+        self.add(
+            &format!("{path}.gate_up_proj"),
+            alternating(moe.gate_up.dense()),
+        )?;
+        let gate_up_bias = alternating(bias(moe.gate_up.bias())?);
+        self.add(&format!("{path}.gate_up_proj_bias"), gate_up_bias)?;
+        self.add(&format!("{path}.down_proj"), moe.down.dense())?;
+        self.add(&format!("{path}.down_proj_bias"), bias(moe.down.bias())?)
     }
 
     /// Adds the parts of each expert, which have equal numbers of outputs.

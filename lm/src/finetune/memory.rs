@@ -178,6 +178,7 @@ fn sizes(
         match model.block.activation {
             GateActivation::Silu => [always, 2 * hidden],
             GateActivation::GeluTanh => [always + 3 * hidden, 0],
+            GateActivation::ClampedSwiGlu { .. } => [always + 6 * hidden, 0],
         }
     });
     let shards = if config.fsdp { ranks as u64 } else { 1 };
@@ -327,7 +328,7 @@ mod tests {
             };
             let inner = match model.config.block.activation {
                 GateActivation::Silu => inner,
-                GateActivation::GeluTanh => 0,
+                GateActivation::GeluTanh | GateActivation::ClampedSwiGlu { .. } => 0,
             };
             let less = need(&config, &model, None);
             let tokens = 6 * 48;

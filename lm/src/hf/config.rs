@@ -12,12 +12,13 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::fields::Fields;
+use super::fields::{Fields, is_neutral};
 use super::tensors::check_folder;
 use crate::checkpoint::read_json;
 
 mod blocks;
 mod gemma;
+mod gpt_oss;
 mod json;
 mod llama;
 mod mixtral;
@@ -33,7 +34,7 @@ pub use types::{
 pub const CONFIG_FILE: &str = "config.json";
 
 impl Family {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -42,6 +43,7 @@ impl Family {
         Self::Mixtral,
         Self::Gemma2,
         Self::Gemma3,
+        Self::GptOss,
     ];
 
     fn spec(self) -> &'static Spec {
@@ -54,6 +56,7 @@ impl Family {
             Self::Mixtral => &mixtral::MIXTRAL,
             Self::Gemma2 => &gemma::GEMMA2,
             Self::Gemma3 => &gemma::GEMMA3,
+            Self::GptOss => &gpt_oss::GPT_OSS,
         }
     }
 
@@ -102,13 +105,38 @@ impl DecoderConfig {
     }
 }
 
-/// Returns an error for the `config.json` of a model with quantized weights.
+/// Returns an error for the `config.json` of a model with quantized weights. Experts in MXFP4, of
+/// gpt-oss, are read like others.
 pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
+    let Some(config) = json.get("quantization_config").filter(|it| !it.is_null()) else {
+        return Ok(());
+    };
     ensure!(
-        json.get("quantization_config").is_none_or(Value::is_null),
+        is_mxfp4(json.get("model_type"), config)?,
         "it has a `quantization_config`: the model is quantized already"
     );
     Ok(())
+}
+
+/// Returns true if `config` is the `quantization_config` of a gpt-oss whose experts are in MXFP4.
+///
+/// # Errors
+/// Returns an error if it has a field that may change the arithmetic.
+pub(crate) fn is_mxfp4(model_type: Option<&Value>, config: &Value) -> Result<bool> {
+    let of = |name: &str| config.get(name).and_then(Value::as_str);
+    let gpt_oss = Family::GptOss.model_type();
+    if of("quant_method") != Some("mxfp4") || model_type.and_then(Value::as_str) != Some(gpt_oss) {
+        return Ok(false);
+    }
+    for (name, value) in config.as_object().into_iter().flatten() {
+        // The tensors themselves say which modules are in MXFP4; `dequantize` is that of loading.
+        let known = ["quant_method", "modules_to_not_convert", "dequantize"];
+        ensure!(
+            known.contains(&name.as_str()) || is_neutral(name, value),
+            "`quantization_config.{name}` is {value}, which is not supported with MXFP4"
+        );
+    }
+    Ok(true)
 }
 
 fn family(fields: &Fields) -> Result<Family> {

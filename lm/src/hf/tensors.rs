@@ -1,6 +1,7 @@
 //! Memory-mapped tensors of a model folder: `model.safetensors`, or the shards listed in
 //! `model.safetensors.index.json`.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
@@ -18,6 +19,12 @@ use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
 use crate::random::{hash, hash_all};
 
+mod part;
+
+use part::{Contents, Layout};
+pub use part::{MXFP4_BLOCK, Mxfp4, mxfp4_scale};
+pub(crate) use part::{Place, check};
+
 /// Tensors of a model, by name.
 ///
 /// Files are mapped, not read: a tensor's bytes are loaded from disk on use, and the system may
@@ -26,7 +33,7 @@ use crate::random::{hash, hash_all};
 /// The files must not change while this exists: accessing a truncated file kills the process.
 pub struct TensorFolder {
     files: Vec<MappedFile>,
-    tensors: BTreeMap<String, (usize, Entry)>,
+    tensors: BTreeMap<String, Place>,
 }
 
 struct MappedFile {
@@ -46,8 +53,7 @@ pub struct StoredTensor<'a> {
     pub dtype: Dtype,
     /// Shape; the last axis is contiguous.
     pub shape: &'a [usize],
-    /// Elements, little endian, at any alignment.
-    pub bytes: &'a [u8],
+    contents: Contents<'a>,
 }
 
 /// File that PEFT writes. transformers adds the adapters that it describes to a model on loading.
@@ -114,8 +120,8 @@ impl TensorFolder {
             let (Some(ours), Some(theirs)) = (ours, theirs) else {
                 return Some(format!("only one of them has `{name}`"));
             };
-            let is_same = (ours.dtype, ours.shape, ours.bytes)
-                == (theirs.dtype, theirs.shape, theirs.bytes);
+            let is_same = (ours.dtype, ours.shape, ours.bytes())
+                == (theirs.dtype, theirs.shape, theirs.bytes());
             (!is_same).then(|| {
                 format!(
                     "`{name}` is {:?}{:?} in the first and {:?}{:?} in the second, with other values",
@@ -167,7 +173,10 @@ impl TensorFolder {
         let (file, tensors) = open(path)?;
         Ok(Self {
             files: vec![file],
-            tensors: tensors.into_iter().map(|(k, v)| (k, (0, v))).collect(),
+            tensors: tensors
+                .into_iter()
+                .map(|(name, entry)| (name, Place::whole(0, entry)))
+                .collect(),
         })
     }
 
@@ -190,7 +199,8 @@ impl TensorFolder {
             for (name, entry) in tensors {
                 match index.weight_map.get(&name) {
                     Some(owner) if owner == shard => {
-                        opened.tensors.insert(name, (opened.files.len(), entry));
+                        let place = Place::whole(opened.files.len(), entry);
+                        opened.tensors.insert(name, place);
                     }
                     Some(_) => {}
                     None => stray.push(format!("`{name}` in {shard}")),
@@ -266,7 +276,7 @@ impl TensorFolder {
         let tensors: Vec<StoredTensor<'_>> = self.iter().collect();
         let of_one = |tensor: &StoredTensor<'_>| {
             let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
-            hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes]).to_le_bytes()
+            hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), &tensor.bytes()]).to_le_bytes()
         };
         let hashes: Vec<[u8; 8]> = tensors.par_iter().map(of_one).collect();
         hash(hashes.as_flattened())
@@ -284,14 +294,51 @@ impl TensorFolder {
         values.next().map(String::as_str)
     }
 
-    fn tensor<'a>(&'a self, name: &'a str, (file, entry): &'a (usize, Entry)) -> StoredTensor<'a> {
-        let file = &self.files[*file];
+    /// Removes the tensor `name`, of which [`insert`](Self::insert) adds the parts.
+    pub(crate) fn remove(&mut self, name: &str) -> Option<Place> {
+        self.tensors.remove(name)
+    }
+
+    /// Adds a tensor, called `name`.
+    ///
+    /// # Errors
+    /// Returns an error if there is a tensor of this name.
+    pub(crate) fn insert(&mut self, name: String, place: Place) -> Result<()> {
+        ensure!(
+            !self.tensors.contains_key(&name),
+            "`{name}` is stored twice: alone, and in a tensor of all experts"
+        );
+        self.tensors.insert(name, place);
+        Ok(())
+    }
+
+    fn tensor<'a>(&'a self, name: &'a str, place: &'a Place) -> StoredTensor<'a> {
+        let file = &self.files[place.file];
+        let Place { entry, layout, .. } = place;
+        let source = &file.bytes[entry.start..entry.end];
         StoredTensor {
             name,
             file: &file.path,
             dtype: entry.dtype,
             shape: &entry.shape,
-            bytes: &file.bytes[entry.start..entry.end],
+            contents: match *layout {
+                Layout::Contiguous => Contents::Adjacent(source),
+                Layout::Strided { first, strides } => Contents::Strided {
+                    source,
+                    first,
+                    strides,
+                },
+                Layout::Mxfp4 {
+                    first,
+                    step,
+                    scales: (file, ref scales),
+                } => Contents::Mxfp4 {
+                    codes: source,
+                    scales: &self.files[file].bytes[scales.clone()],
+                    first,
+                    step,
+                },
+            },
         }
     }
 }
@@ -304,7 +351,24 @@ impl fmt::Debug for TensorFolder {
     }
 }
 
-impl StoredTensor<'_> {
+impl<'a> StoredTensor<'a> {
+    /// Returns the elements, little endian, at any alignment. Copies them if the tensor is a part
+    /// of a stored one whose elements are not adjacent there.
+    pub fn bytes(&self) -> Cow<'a, [u8]> {
+        self.contents.bytes(self.dtype, self.shape)
+    }
+
+    /// Returns the number of bytes in the file.
+    pub fn stored_bytes(&self) -> usize {
+        self.contents.stored_bytes(self.dtype, self.shape)
+    }
+
+    /// Returns the codes and scales of a tensor that is stored in MXFP4; `None` for another one.
+    /// Such a tensor is otherwise one in bf16.
+    pub fn mxfp4(&self) -> Option<Mxfp4> {
+        self.contents.mxfp4(self.shape)
+    }
+
     /// Converts the elements to `f32`; exact except for `F64`, which is rounded.
     ///
     /// # Errors
@@ -314,7 +378,7 @@ impl StoredTensor<'_> {
             let (elements, _) = bytes.as_chunks::<N>();
             elements.iter().map(|element| value(*element)).collect()
         }
-        let bytes = self.bytes;
+        let bytes = &*self.bytes();
         Ok(match self.dtype {
             Dtype::F64 => map(bytes, |b| f64::from_le_bytes(b) as f32),
             Dtype::F32 => map(bytes, f32::from_le_bytes),
@@ -341,7 +405,7 @@ impl StoredTensor<'_> {
             let (elements, _) = bytes.as_chunks::<N>();
             elements.iter().position(|element| !is_finite(*element))
         }
-        let bytes = self.bytes;
+        let bytes = &*self.bytes();
         let at = match self.dtype {
             Dtype::F64 => first(bytes, |b| f64::from_le_bytes(b).is_finite()),
             Dtype::F32 => first(bytes, |b| f32::from_le_bytes(b).is_finite()),
@@ -353,7 +417,7 @@ impl StoredTensor<'_> {
         let Some(at) = at else { return Ok(()) };
         let size = bytes.len() / self.shape.iter().product::<usize>();
         let one = StoredTensor {
-            bytes: &bytes[at * size..][..size],
+            contents: Contents::Adjacent(&bytes[at * size..][..size]),
             ..*self
         };
         let value = one.to_f32()?[0];

@@ -164,7 +164,7 @@ fn smoothed(model: &Path, calibration: &Calibration, exclude: &[Regex], out: &Pa
     for name in plan.copied.iter().filter(|name| !smoother.rewrites(name)) {
         let tensor = tensors.get(name).unwrap();
         writer
-            .add(name, tensor.dtype, tensor.shape, tensor.bytes)
+            .add(name, tensor.dtype, tensor.shape, &tensor.bytes())
             .unwrap();
     }
     writer.finish().unwrap();

@@ -66,7 +66,7 @@ fn the_rules_are_those_of_the_tools_on_the_probe() {
                     theirs.to_bits(),
                     "{key}.{stack}"
                 );
-                let found = differences(&ours, get("scales").bytes, get("codes").bytes);
+                let found = differences(&ours, &get("scales").bytes(), &get("codes").bytes());
                 assert_eq!(found, (0, 0), "{key}.{stack}: scale bytes, codes");
             }
         }

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::exclude::{Exclusion, LINEAR, Target};
 use super::{Dialect, Scheme};
+use crate::hf::config::is_mxfp4;
 use crate::hf::is_neutral;
 
 /// modelopt version of the written files. Consumers check the producer's name.
@@ -57,6 +58,7 @@ impl QuantConfig {
     pub fn read(config: &Value, hf_quant_config: Option<&Value>) -> Result<Option<Self>> {
         let inline = match config.get("quantization_config") {
             None | Some(Value::Null) => None,
+            Some(inline) if is_mxfp4(config.get("model_type"), inline)? => None,
             Some(inline) => Some(read_inline(inline).context("quantization_config")?),
         };
         let mut file = hf_quant_config.map(read_hf_quant_config).transpose()?;
