@@ -400,6 +400,8 @@ fn embedding_scale(d_model: usize, dtype: FloatDType) -> f32 {
 #[cfg(all(test, feature = "flex"))]
 mod adapter_tests;
 #[cfg(all(test, feature = "flex"))]
+mod fused_tests;
+#[cfg(all(test, feature = "flex"))]
 mod head_tests;
 #[cfg(all(test, feature = "flex"))]
 mod load_tests;

@@ -193,6 +193,17 @@ fn mixtral_matches_transformers() {
     matches_transformers(&golden("mixtral-tiny"));
 }
 
+/// Sinks, biases of all projections, and experts in one tensor.
+#[test]
+fn gpt_oss_matches_transformers() {
+    matches_transformers(&golden("gptoss-tiny"));
+}
+
+#[test]
+fn gpt_oss_in_mxfp4_matches_transformers() {
+    matches_transformers(&golden("gptoss-tiny-mxfp4"));
+}
+
 /// A model saved in the type of its source has the same bytes, regardless of its type in memory.
 fn saves_the_same_bytes(source: &Path, dtype: FloatDType) {
     let model = Decoder::load(source, &flex(), dtype).unwrap();
@@ -247,6 +258,7 @@ fn saved_models_have_the_bytes_that_were_loaded() {
         "mixtral-tiny",
         "gemma2-tiny",
         "gemma3-tiny",
+        "gptoss-tiny",
     ] {
         saves_the_same_bytes(&golden_with_tokenizer(name), FloatDType::F32);
     }

@@ -199,7 +199,7 @@ fn adapters_learn_beside_packed_weights() {
 /// computes the same.
 #[test]
 fn adapters_learn_in_every_family() {
-    for name in ["qwen2-tiny", "gemma2-tiny", "gemma3-tiny"] {
+    for name in ["qwen2-tiny", "gemma2-tiny", "gemma3-tiny", "gptoss-tiny"] {
         let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-adapters-{name}"));
         let config = FinetuneConfig {
@@ -240,7 +240,13 @@ fn frozen_weights_are_quantized_at_load() {
         Decoder::load_frozen(&golden(name), &Device::flex(), FloatDType::F32, form)
     };
     let tokens = || ids(&[5, 3, 8, 13, 21]);
-    let names = ["qwen3moe-tiny", "qwen2-tiny", "gemma2-tiny", "gemma3-tiny"];
+    let names = [
+        "qwen3moe-tiny",
+        "qwen2-tiny",
+        "gemma2-tiny",
+        "gemma3-tiny",
+        "gptoss-tiny",
+    ];
     let forms = [FrozenForm::W4a16, FrozenForm::W4a4];
     for (name, form) in names
         .into_iter()

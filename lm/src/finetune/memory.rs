@@ -306,6 +306,7 @@ mod tests {
             "mixtral-tiny",
             "gemma2-tiny",
             "gemma3-tiny",
+            "gptoss-tiny",
         ] {
             let folder = root.join(name);
             let mut config = config(&folder, 2);
