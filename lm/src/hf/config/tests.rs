@@ -686,10 +686,6 @@ fn gpt_oss() {
             "`num_shared_experts` (1)",
         ),
         (
-            gpt_oss(json!({"head_dim": 512})),
-            "the size of a head is 512",
-        ),
-        (
             gpt_oss(json!({"architectures": ["GptOssForSequenceClassification"]})),
             "must be GptOssForCausalLM",
         ),
