@@ -117,6 +117,7 @@ fn ranks_train_as_one() {
         ("llama3-tiny", None),
         ("qwen3-tiny", None),
         ("qwen3moe-tiny", None),
+        ("gptoss-tiny", None),
         ("llama3-tiny", Some("lora")),
         ("llama3-tiny", Some("teacher")),
     ] {

@@ -207,7 +207,7 @@ mod tests {
         fs::create_dir(folder).unwrap();
         let mut writer = TensorWriter::create(folder, SHARD_BYTES).unwrap();
         for tensor in tensors.iter() {
-            let added = writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes);
+            let added = writer.add(tensor.name, tensor.dtype, tensor.shape, &tensor.bytes());
             added.unwrap();
         }
         writer.finish().unwrap();
@@ -235,7 +235,7 @@ mod tests {
         all.reverse();
         let add = |writer: &mut PlannedWriter, at: usize| {
             let tensor = all[at];
-            writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)
+            writer.add(tensor.name, tensor.dtype, tensor.shape, &tensor.bytes())
         };
         let half = all.len() / 2;
         let mut writer = PlannedWriter::create(plan(&tensors), &folder).unwrap();

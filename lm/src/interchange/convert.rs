@@ -58,12 +58,16 @@ pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion>
         );
     }
     let new = NewFolder::create(out)?;
-    let bytes = from.tensors().iter().map(|tensor| tensor.bytes.len()).sum();
+    let bytes = from
+        .tensors()
+        .iter()
+        .map(|tensor| tensor.stored_bytes())
+        .sum();
     let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
     let mut writer = writer.with_progress(bytes);
     for name in from.plain() {
         let tensor = from.tensors().get(name)?;
-        writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
+        writer.add(name, tensor.dtype, tensor.shape, &tensor.bytes())?;
     }
     for (attention, scales) in from.kv_scales() {
         for (which, scale) in ['k', 'v'].into_iter().zip(scales) {
@@ -72,7 +76,7 @@ pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion>
                 // The same dialect keeps the type of the file: BF16 or F32.
                 Some(_) if same => {
                     let tensor = from.tensors().get(&name)?;
-                    writer.add(&name, tensor.dtype, tensor.shape, tensor.bytes)?;
+                    writer.add(&name, tensor.dtype, tensor.shape, &tensor.bytes())?;
                 }
                 Some(scale) => {
                     let bytes = scale.to_le_bytes();
