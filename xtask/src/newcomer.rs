@@ -185,7 +185,8 @@ fn prepare(folder: &Path) -> Result<()> {
         fs::remove_dir_all(folder)?;
     }
     for (name, golden) in MODELS {
-        copy(&nvfp4_test_support::golden(golden), &folder.join(name))?;
+        let model = nvfp4_test_support::golden_with_tokenizer(golden);
+        copy(&model, &folder.join(name))?;
     }
     fs::write(
         folder.join(MODELS[0].0).join("chat_template.jinja"),
