@@ -185,13 +185,20 @@ fn prepare(folder: &Path) -> Result<()> {
         fs::remove_dir_all(folder)?;
     }
     for (name, golden) in MODELS {
-        let model = nvfp4_test_support::golden_with_tokenizer(golden);
-        copy(&model, &folder.join(name))?;
+        copy(&nvfp4_test_support::golden(golden), &folder.join(name))?;
     }
     fs::write(
         folder.join(MODELS[0].0).join("chat_template.jinja"),
         TEMPLATE,
     )?;
+    // The repository stores a tokenizer once.
+    let [_, (base, _), (quantized, _)] = MODELS;
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(
+            folder.join(base).join(file),
+            folder.join(quantized).join(file),
+        )?;
+    }
     let root = workspace::root();
     for name in TEXT_FOLDERS {
         fs::create_dir_all(folder.join(name))?;
