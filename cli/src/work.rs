@@ -88,11 +88,12 @@ fn update(shown: &mut Option<Shown>, progress: &Progress<'_>) {
         let text = text();
         let bar = shown.bar.get_or_insert_with(|| {
             let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
-            let bar = ProgressBar::new(progress.total as u64).with_style(style);
-            bar.with_prefix(progress.task)
+            // Complete before it is drawn.
+            let bar = ProgressBar::new(progress.total as u64).with_prefix(progress.task);
+            bar.with_message(text.clone()).with_style(style)
         });
-        bar.set_position(progress.done as u64);
         bar.set_message(text);
+        bar.set_position(progress.done as u64);
     } else if !has_bars() && shown.printed.elapsed() >= EVERY {
         note!("{} {}", progress.task, text());
         shown.printed = Instant::now();

@@ -308,7 +308,8 @@ fn generate_continues_a_prompt() {
     let drawn = said(&["--temperature", "2", "--seed", "5"]);
     assert_ne!(greedy, drawn);
     assert_eq!(drawn, said(&["--temperature", "2", "--seed", "5"]));
-    let arguments = [&[model.as_str()], &options[..], &["--top-p", "3"]].concat();
+    let sampled = ["--temperature", "1", "--top-p", "3"];
+    let arguments = [&[model.as_str()], &options[..], &sampled].concat();
     fails(nvfp4("generate", &arguments), &["top_p", "3"]);
     // Uses packed weights, with high-precision and with quantized activations.
     let out = absent("generate-quantized");

@@ -436,7 +436,7 @@ fn adapters_are_trained_and_merged() {
     let [left, right] =
         [&trained, &later].map(|model| fs::read(model.join("model.safetensors")).unwrap());
     assert!(left == right, "the models differ");
-    fails(merge(&[], &later), &["later", "empty folder"]);
+    fails(merge(&[], &later), &["later", "must be empty"]);
     // As shells complete the name of a folder.
     let said = succeeds(merge(&["--export", "modelopt"], &packed.join("")));
     assert!(said.contains("modelopt w4a16 written"), "{said}");

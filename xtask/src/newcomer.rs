@@ -191,6 +191,14 @@ fn prepare(folder: &Path) -> Result<()> {
         folder.join(MODELS[0].0).join("chat_template.jinja"),
         TEMPLATE,
     )?;
+    // The repository stores a tokenizer once.
+    let [_, (base, _), (quantized, _)] = MODELS;
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(
+            folder.join(base).join(file),
+            folder.join(quantized).join(file),
+        )?;
+    }
     let root = workspace::root();
     for name in TEXT_FOLDERS {
         fs::create_dir_all(folder.join(name))?;

@@ -57,7 +57,7 @@ fn experts_are_checked_and_counted() {
 fn errors_name_the_value() {
     let good = RunConfig::preset(Preset::Tiny, "flex");
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&str, Spoil); 18] = [
+    let cases: [(&str, Spoil); 21] = [
         ("width", |c| c.model.width = 100),
         ("hidden", |c| c.model.hidden = 0),
         ("heads", |c| c.model.heads = 3),

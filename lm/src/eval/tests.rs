@@ -82,6 +82,7 @@ mod with_a_model {
 
     use super::*;
     use crate::hf::{GenerationConfig, TensorFolder};
+    use crate::progress::tests::told;
     use nvfp4_test_support::golden;
 
     /// Returns the rows of a reference, and their negative log-likelihoods from transformers.

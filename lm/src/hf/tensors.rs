@@ -564,9 +564,8 @@ pub(crate) fn check_folder(folder: &Path) -> Result<()> {
     if folder.is_dir() {
         ensure!(
             folder.join(CONFIG_FILE).exists() || !folder.join(FINETUNING).exists(),
-            "{shown} is the folder of a finetuning: give one of the models in its subfolders, such \
-             as {}",
-            folder.join("model").display()
+            "{shown} is the folder of a finetuning, {}",
+            written(folder)
         );
         return Ok(());
     }
@@ -579,6 +578,20 @@ pub(crate) fn check_folder(folder: &Path) -> Result<()> {
         );
     }
     bail!("there is no folder {shown}")
+}
+
+/// Says which models the finetuning in `folder` has written.
+fn written(folder: &Path) -> String {
+    let existing = |name: &str| Some(folder.join(name)).filter(|path| path.exists());
+    match (existing("model").or(existing("nvfp4")), existing("adapter")) {
+        (Some(model), _) => format!("which has written {}: give this folder", model.display()),
+        (None, Some(adapter)) => format!(
+            "which has written adapters: give the model that they were trained beside, and \
+             --adapter {}",
+            adapter.display()
+        ),
+        (None, None) => "which has written no model yet".into(),
+    }
 }
 
 fn open(path: &Path) -> Result<(MappedFile, BTreeMap<String, Entry>)> {

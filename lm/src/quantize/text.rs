@@ -195,7 +195,7 @@ mod tests {
     fn inputs_of_a_dense_model_are_those_that_model_optimizer_saw() {
         let (base, export) = (golden("llama3-tiny"), golden("llama3-tiny-modelopt-nvfp4"));
         let (ids, expected) = golden_calibration(&export);
-        let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let found = calibrate(&load(&base), &ids, WHOLE).unwrap();
         let found = found.inputs;
         assert_eq!(expected.len(), 14);
         assert_eq!(found.len(), 14);
@@ -210,7 +210,7 @@ mod tests {
     fn inputs_of_experts_are_those_of_their_tokens() {
         let base = golden("qwen3moe-tiny");
         let (ids, expected) = golden_calibration(&golden("qwen3moe-tiny-modelopt-nvfp4"));
-        let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let found = calibrate(&load(&base), &ids, WHOLE).unwrap();
         let found = found.inputs;
         let mut compared = 0;
         for (module, amax) in expected {
@@ -266,7 +266,7 @@ mod tests {
                 .map(|id| u64::from_le_bytes(id.try_into().unwrap()) as u32)
                 .collect();
             let options = CalibrationText { sequences, ..WHOLE };
-            let found = calibrate(&model, &ids, options, &mut |_, _| ()).unwrap();
+            let found = calibrate(&model, &ids, options).unwrap();
             let export = Checkpoint::open(&export).unwrap();
             assert_eq!(export.kv_scales().len(), 2);
             for (attention, expected) in export.kv_scales() {
