@@ -205,7 +205,7 @@ impl Moe {
         let router = cast(self.router.val(), FloatDType::F32);
         let mut logits = cast(x.clone(), FloatDType::F32).matmul(router);
         if let Some(bias) = &self.router_bias {
-            logits = logits + cast(bias.val(), FloatDType::F32).unsqueeze();
+            logits = logits + cast(bias.val(), FloatDType::F32).unsqueeze::<2>();
         }
         let router = Router {
             experts,

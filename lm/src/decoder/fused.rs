@@ -17,7 +17,7 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::Tensor;
 
 use super::names;
-use crate::hf::tensors::{MXFP4_BLOCK, Place, check};
+use crate::hf::tensors::{MXFP4_BLOCK, check};
 use crate::hf::{DecoderConfig, Dtype, Family, FeedForwardConfig, TensorFolder};
 
 /// Types of weights in high precision.

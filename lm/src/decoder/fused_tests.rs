@@ -166,7 +166,7 @@ fn misfits_are_named() {
     let qwen = || fused("qwen3moe-tiny");
     let plain = || Variant::of(&golden("gptoss-tiny"));
     let mxfp4 = || Variant::of(&golden("gptoss-tiny-mxfp4"));
-    let cases: Vec<(Variant, Change, &str)> = vec![
+    let cases: [(Variant, Change, &str); 17] = [
         (
             qwen(),
             |it| shape(it, GATE_UP, &[4, 48, 192]),
