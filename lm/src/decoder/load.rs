@@ -34,8 +34,8 @@ use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
 use crate::model::check_dtype;
 
 impl Decoder {
-    /// Loads the model of tensors in high precision, or in FP8 with scales of blocks, in `folder` on
-    /// `device`; parameters and activations get type `dtype`.
+    /// Loads the model of tensors in high precision, or in FP8 with scales of blocks, in `folder`
+    /// on `device`; parameters and activations get type `dtype`.
     ///
     /// # Errors
     /// Returns an error if a file is absent or malformed, the configuration is refused, tensors are
