@@ -36,8 +36,8 @@ use crate::model::check_dtype;
 use crate::progress::{Unit, Work};
 
 impl Decoder {
-    /// Loads the model of tensors in high precision, or in FP8 with scales of blocks, in `folder` on
-    /// `device`; parameters and activations get type `dtype`.
+    /// Loads the model of tensors in high precision, or in FP8 with scales of blocks, in `folder`
+    /// on `device`; parameters and activations get type `dtype`.
     ///
     /// # Errors
     /// Returns an error if a file is absent or malformed, the configuration is refused, tensors are

@@ -118,6 +118,7 @@ fn ranks_train_as_one() {
         ("qwen3-tiny", None),
         ("qwen3moe-tiny", None),
         ("gptoss-tiny", None),
+        ("deepseek3-tiny", None),
         ("llama3-tiny", Some("lora")),
         ("llama3-tiny", Some("teacher")),
     ] {
@@ -175,7 +176,7 @@ fn ranks_train_as_one() {
 /// the norm. Other numbers of ranks read the checkpoint, and write the same one.
 #[test]
 fn sharded_runs_have_the_bits_of_whole_ones() {
-    for name in ["llama3-tiny", "mixtral-tiny"] {
+    for name in ["llama3-tiny", "mixtral-tiny", "deepseek3-tiny"] {
         let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-sharded-{name}"));
         let config = FinetuneConfig {

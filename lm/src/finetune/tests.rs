@@ -473,6 +473,7 @@ fn recomputing_changes_no_bit() {
         ("qwen3-tiny", "quartet2"),
         ("qwen3moe-tiny", "nvidia"),
         ("mixtral-tiny", "bf16"),
+        ("deepseek3-tiny", "nvidia"),
     ] {
         let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-recompute-{name}-{recipe}"));

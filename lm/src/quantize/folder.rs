@@ -149,8 +149,8 @@ impl Quantization {
         check_values(&tensors)?;
         ensure!(
             !options.kv_cache_fp8 || config.block.latent.is_none(),
-            "kv is fp8, but the scales of latent attention are not supported: readers cache compressed \
-             keys and values, and calibration sees complete ones"
+            "kv is fp8, but the scales of latent attention are not supported: readers cache \
+             compressed keys and values, and calibration sees complete ones"
         );
         let smoother = match options.smooth {
             Smoothing::None => Smoother::default(),

@@ -94,7 +94,7 @@ fn every_tensor_is_written_once() {
     );
     let run = run.unwrap();
     let before = written_bytes();
-    run.finish(&Calibration::new(), &mut |_, _, _| ()).unwrap();
+    run.finish(&Calibration::new()).unwrap();
     let written = written_bytes() - before;
     let files = files(&out);
     let tensors = files[WHOLE_FILE].len() as u64;

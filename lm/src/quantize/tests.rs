@@ -421,7 +421,7 @@ fn mxfp4_experts_are_cast() {
         let scratch = Scratch::new(&format!("quantize-mxfp4-{}", dialect.name()));
         let options = options(dialect, Scheme::W4a16, method);
         let none = Default::default();
-        let done = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap();
+        let done = quantize_folder(&model, &scratch, &options, &none).unwrap();
         let experts: Vec<_> = done.layers.iter().filter_map(|l| l.cast).collect();
         assert_eq!((done.layers.len(), experts.len()), (32, 24));
         let blocks: usize = experts.iter().map(|cast| cast.blocks).sum();

@@ -405,7 +405,8 @@ mod tests {
             ),
             (json!({"hidden_act": "gelu"}), "must be `silu`"),
             (
-                json!({"rope_parameters": {"rope_type": "linear", "factor": 2, "mscale_all_dim": 1}}),
+                json!({"rope_parameters": {
+                    "rope_type": "linear", "factor": 2, "mscale_all_dim": 1}}),
                 "`mscale_all_dim` is 1, but only `yarn` may have it",
             ),
             (
