@@ -175,3 +175,156 @@ impl TensorSink for PlannedWriter {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hf::{TensorFolder, TensorSpec, TensorWriter};
+    use nvfp4_test_support::{Scratch, golden};
+
+    /// Limit that divides the golden model into several files.
+    const SHARD_BYTES: u64 = 60_000;
+
+    fn plan(tensors: &TensorFolder) -> ModelPlan {
+        ModelPlan::new(
+            tensors.iter().map(|tensor| tensor.spec()).collect(),
+            SHARD_BYTES,
+        )
+        .unwrap()
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Writes the model with [`TensorWriter`].
+    fn expected(tensors: &TensorFolder, folder: &Path) {
+        fs::create_dir(folder).unwrap();
+        let mut writer = TensorWriter::create(folder, SHARD_BYTES).unwrap();
+        for tensor in tensors.iter() {
+            let added = writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes);
+            added.unwrap();
+        }
+        writer.finish().unwrap();
+    }
+
+    fn assert_equal(found: &Path, expected: &Path) {
+        assert_eq!(names(found), names(expected));
+        for name in names(expected) {
+            let [found, expected] = [found, expected].map(|of| fs::read(of.join(&name)).unwrap());
+            assert!(found == expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_is_interrupted_anywhere_writes_the_files_of_the_other_writer() {
+        let tensors = TensorFolder::open(&golden("mixtral-tiny")).unwrap();
+        let scratch = Scratch::new("planned");
+        let [by_other, folder, out] = ["other", "unfinished", "out"].map(|name| scratch.join(name));
+        expected(&tensors, &by_other);
+        assert!(names(&by_other).len() > 3);
+        for folder in [&folder, &out] {
+            fs::create_dir(folder).unwrap();
+        }
+
+        let mut all: Vec<_> = tensors.iter().collect();
+        // In another order than that of the files.
+        all.reverse();
+        let add = |writer: &mut PlannedWriter, at: usize| {
+            let tensor = all[at];
+            writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)
+        };
+        let half = all.len() / 2;
+        let mut writer = PlannedWriter::create(plan(&tensors), &folder).unwrap();
+        (0..half).for_each(|at| add(&mut writer, at).unwrap());
+        writer.sync().unwrap();
+        drop(writer);
+        assert_eq!(names(&out), Vec::<String>::new());
+
+        // A tensor whose bytes are any, because it was not recorded.
+        let again = half - 1;
+        let resume = || {
+            let mut writer = PlannedWriter::resume(plan(&tensors), &folder, &out).unwrap();
+            (0..again).for_each(|at| writer.keep(all[at].name));
+            writer
+        };
+        let mut writer = resume();
+        (again..all.len()).for_each(|at| add(&mut writer, at).unwrap());
+        writer.finish(&out).unwrap();
+        assert_equal(&out, &by_other);
+        assert_eq!(names(&folder), Vec::<String>::new());
+
+        // Stopped after the files, or some of them, were moved.
+        let unmoved = &names(&out)[1];
+        fs::rename(out.join(unmoved), folder.join(unmoved)).unwrap();
+        let mut writer = resume();
+        assert_eq!(names(&out), Vec::<String>::new());
+        (again..all.len()).for_each(|at| writer.keep(all[at].name));
+        writer.finish(&out).unwrap();
+        assert_equal(&out, &by_other);
+    }
+
+    #[test]
+    fn every_tensor_is_written_once_and_as_planned() {
+        let scratch = Scratch::new("planned-errors");
+        let [folder, out] = ["unfinished", "out"].map(|name| scratch.join(name));
+        for folder in [&folder, &out] {
+            fs::create_dir(folder).unwrap();
+        }
+        let specs = || ["a", "b"].map(|name| TensorSpec::new(name, Dtype::F32, &[2]));
+        let plan = || ModelPlan::new(specs().to_vec(), 8).unwrap();
+        let mut writer = PlannedWriter::create(plan(), &folder).unwrap();
+        let mut refused = |name: &str, dtype, shape: &[usize], says: &str| {
+            let error = writer
+                .add(name, dtype, shape, &[0; 8])
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains(name) && error.contains(says), "{error}");
+        };
+        refused("c", Dtype::F32, &[2], "is not planned");
+        refused("a", Dtype::F64, &[1], "F32[2] was planned");
+        refused("a", Dtype::F32, &[2, 1], "F32[2] was planned");
+        writer.add("a", Dtype::F32, &[2], &[0; 8]).unwrap();
+        let error = writer.add("a", Dtype::F32, &[2], &[0; 8]).unwrap_err();
+        assert!(error.to_string().contains("is written already"), "{error}");
+        let error = writer.finish(&out).unwrap_err().to_string();
+        assert!(error.contains("tensor `b` and 0 others"), "{error}");
+
+        let resume = || {
+            format!(
+                "{:#}",
+                PlannedWriter::resume(plan(), &folder, &out).err().unwrap()
+            )
+        };
+        let path = folder.join("model-00002-of-00002.safetensors");
+        fs::write(&path, "other").unwrap();
+        let error = resume();
+        assert!(
+            error.contains("00002-of-00002") && error.contains("start anew"),
+            "{error}"
+        );
+        fs::remove_file(&path).unwrap();
+        assert!(resume().contains("00002-of-00002"));
+
+        for (specs, says) in [
+            (vec![], "at least one tensor"),
+            ([specs(), specs()].concat(), "`a`"),
+            (
+                vec![TensorSpec::new("__metadata__", Dtype::U8, &[1])],
+                "__metadata__",
+            ),
+            (
+                vec![TensorSpec::new("odd", Dtype::F4, &[3])],
+                "no whole number",
+            ),
+        ] {
+            let error = ModelPlan::new(specs, 8).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+}
