@@ -96,8 +96,8 @@ impl<'a> Session<'a> {
     /// function.
     ///
     /// # Errors
-    /// Returns an error on all ranks if the folder of `--tensorboard` cannot be written. Also returns
-    /// the errors of [`Trainer::train`].
+    /// Returns an error on all ranks if the folder of `--tensorboard` cannot be written, and the
+    /// errors of [`Trainer::train`].
     pub(crate) fn train<T: Task>(&self, trainer: &mut Trainer<T>) -> Result<bool> {
         on_first(self.ranks.group(), || {
             let Some(events) = &self.options.tensorboard else {

@@ -2,8 +2,8 @@
 //!
 //! The library is loaded at run time (`libnccl.so.2`, or the file that `NVFP4_NCCL` names) and
 //! never linked. Its interface is declared with plain integers; numbers and meanings are those of
-//! `nccl.h` (NCCL 2.10 and later, for bf16). cudarc's `nccl` (0.19.10) is not used: it panics if the
-//! library or a function is missing, and does not look for `libnccl.so.2` or a given path.
+//! `nccl.h` (NCCL 2.10 and later, for bf16). cudarc's `nccl` (0.19.10) is not used: it panics if
+//! the library or a function is missing, and does not look for `libnccl.so.2` or a given path.
 //!
 //! It has been run between the two GPUs of one machine (NVIDIA H100), not between machines. Tests
 //! on a machine without the library cover the errors for a missing library and a missing function.

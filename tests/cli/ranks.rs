@@ -314,7 +314,7 @@ fn other_ranks_end_when_the_first_cannot_write_events() {
             ("LOCAL_RANK", rank),
             ("WORLD_SIZE", "2"),
             ("MASTER_ADDR", "127.0.0.1"),
-            ("MASTER_PORT", &port),
+            ("MASTER_PORT", port.as_str()),
             ("NVFP4_TOKEN", "0123456789abcdef"),
         ]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());

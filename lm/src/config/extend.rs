@@ -71,7 +71,7 @@ mod tests {
         };
         let (schedule, recipe) = (config.step_schedule(), RecipeName::f32());
         let recipes = config.recipe_schedule(&recipe).unwrap();
-        let extension = |steps| extension(&schedule, &recipes, steps);
+        let extension = |steps| extension(&schedule, std::slice::from_ref(&recipes), steps);
         assert_eq!(extension(100).unwrap(), None);
         // Half of the cosine is (1 + 0.1) / 2.
         let said = extension(200).unwrap().unwrap();
@@ -93,7 +93,7 @@ mod tests {
             ..config
         };
         let recipes = healed.recipe_schedule(&healed.recipe).unwrap();
-        let error = super::extension(&healed.step_schedule(), &recipes, 101);
+        let error = super::extension(&healed.step_schedule(), &[recipes], 101);
         let error = error.unwrap_err().to_string();
         assert!(error.contains("phases nvidia"), "{error}");
     }

@@ -228,7 +228,9 @@ mod tests {
         let [by_other, folder, out] = ["other", "unfinished", "out"].map(|name| scratch.join(name));
         expected(&tensors, &by_other);
         assert!(names(&by_other).len() > 3);
-        [&folder, &out].map(|folder| fs::create_dir(folder).unwrap());
+        for folder in [&folder, &out] {
+            fs::create_dir(folder).unwrap();
+        }
 
         let mut all: Vec<_> = tensors.iter().collect();
         // In another order than that of the files.
@@ -271,7 +273,9 @@ mod tests {
     fn every_tensor_is_written_once_and_as_planned() {
         let scratch = Scratch::new("planned-errors");
         let [folder, out] = ["unfinished", "out"].map(|name| scratch.join(name));
-        [&folder, &out].map(|folder| fs::create_dir(folder).unwrap());
+        for folder in [&folder, &out] {
+            fs::create_dir(folder).unwrap();
+        }
         let specs = || ["a", "b"].map(|name| TensorSpec::new(name, Dtype::F32, &[2]));
         let plan = || ModelPlan::new(specs().to_vec(), 8).unwrap();
         let mut writer = PlannedWriter::create(plan(), &folder).unwrap();

@@ -11,6 +11,7 @@ use super::convert::write_configs;
 use super::*;
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::Decoder;
+use crate::hf::TensorWriter;
 use nvfp4_test_support::{Scratch, golden};
 
 /// Returns the scales of the input of `module`; fused layers share them.

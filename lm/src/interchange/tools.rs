@@ -11,6 +11,7 @@ use safetensors::Dtype;
 
 use super::*;
 use crate::decoder::Decoder;
+use crate::hf::TensorWriter;
 
 /// Shape of the token batch, as in `xtask/interop/check.py`.
 const TOKENS: [usize; 2] = [2, 32];

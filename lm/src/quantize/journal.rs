@@ -1,4 +1,4 @@
-//! Stores the progress of an unfinished quantization on disk, so that an interrupted run can resume.
+//! Stores the progress of an unfinished quantization on disk, to resume an interrupted run.
 //!
 //! While a model is quantized to a folder, its subfolder `.nvfp4_quantize` has:
 //!
@@ -8,11 +8,11 @@
 //! - `part-N.json`: the rows of the report for decoder layer N of the plan, once all of its tensors
 //!   are on disk in the files above.
 //!
-//! The journal and each of its entries are renamed to their names when they are complete. At the end
+//! The journal and each of its entries are renamed to their names when they are complete. Finally,
 //! the files are moved to the output folder, the other files of the model are written, and the
 //! journal is renamed and removed. A run can thus be resumed after any system call at which it was
-//! killed: it keeps the tensors of complete parts and writes the others again. The plan of the files
-//! depends only on the entries of `made_from.json`, so the bytes are the same.
+//! killed: it keeps the tensors of complete parts and writes the others again. The plan of the
+//! files depends only on the entries of `made_from.json`, so the bytes are the same.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
