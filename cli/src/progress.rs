@@ -90,12 +90,20 @@ impl Progress {
         }
     }
 
-    /// Ends the bar, at the step that it shows.
+    /// Replaces the bar by a line, so that the next output begins on a line.
     pub(crate) fn finish(self) {
         work::set_hidden(false);
-        if let Some(bar) = self.bar {
-            bar.abandon();
+        if let Some(bar) = &self.bar {
+            let line = self.last_line(bar);
+            bar.finish_and_clear();
+            note!("{line}");
         }
+    }
+
+    /// Describes the step that `bar` shows.
+    fn last_line(&self, bar: &ProgressBar) -> String {
+        let (recipe, step) = (self.recipe.name(), bar.position());
+        format!("{recipe:>6}  step {step}/{}  {}", self.steps, bar.message())
     }
 
     /// Estimates the remaining time from the speed of the steps so far.
@@ -285,14 +293,19 @@ mod tests {
             lr: 1e-3,
             tokens_per_s: Some(512.4),
         });
-        progress.finish();
+        // Draws the last state.
+        let bar = progress.bar.clone().unwrap();
+        bar.abandon();
         let shown = screen.0.lock().unwrap().clone();
         let last = shown.lines().last().unwrap_or_default();
         for part in [
-            " nvidia ",
+            "nvidia ",
             "/20  epoch 0.50  loss 1.2500  valid 2.5000  512 tokens/s  ETA ",
         ] {
             assert!(last.contains(part), "{part}: {shown:?}");
         }
+        let expected = "nvidia  step 8/20  epoch 0.50  loss 1.2500  valid 2.5000  512 tokens/s";
+        assert_eq!(progress.last_line(&bar), expected);
+        progress.finish();
     }
 }
