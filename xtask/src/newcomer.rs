@@ -15,7 +15,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Instant;
 use std::{env, process};
 
@@ -25,10 +25,24 @@ use crate::book;
 use crate::workspace::{self, FEATURES};
 
 /// Folders of downloaded models on the pages, and the golden checkpoint that replaces each.
-const MODELS: [(&str, &str); 2] = [
+const MODELS: [(&str, &str); 3] = [
     ("Qwen3-0.6B", "qwen3-tiny"),
     ("Llama-3.2-1B", "llama3-tiny"),
+    ("Llama-3.2-1B-NVFP4", "llama3-tiny-ct-nvfp4a16"),
 ];
+
+/// Chat template of the first model.
+const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n\
+                        {{ message.content }}<|im_end|>\n{% endfor %}\
+                        {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// Folders of texts on the pages.
+const TEXT_FOLDERS: [&str; 2] = ["texts", "books"];
+/// Pages that are these texts.
+const TEXTS: [&str; 3] = ["introduction.md", "quick-start.md", "command.md"];
+
+/// File with the standard input of all commands, which only a chat reads.
+const INPUT: &str = "input.txt";
 
 /// Options that shorten a run, by subcommand. An option that the page gives itself is not added.
 const SHORTER: [(&str, &[&str]); 4] = [
@@ -73,6 +87,9 @@ pub struct Args {
     /// Run only pages whose path contains one of these words
     #[arg(value_name = "PAGE")]
     pages: Vec<String>,
+    /// Run the command `nvfp4` in this folder, instead of building it
+    #[arg(long, value_name = "DIR")]
+    programs: Option<PathBuf>,
 }
 
 /// Runs the commands of the pages; prints the time of each block.
@@ -81,11 +98,12 @@ pub struct Args {
 /// Returns an error if a mark is wrong, a command fails, or a page shows output that its command
 /// does not print.
 pub fn run(args: &Args) -> Result<()> {
-    // The build of the tests, which has the command: a build of its own would have other features.
-    let mut cargo = workspace::cargo();
-    cargo.args(["test", "--no-run", "--workspace"]);
-    workspace::spawn(cargo.args(["--features", FEATURES]))?;
-    let programs = workspace::target_folder()?.join("debug");
+    let programs = match &args.programs {
+        Some(folder) => folder.clone(),
+        None => build()?,
+    };
+    let programs = fs::canonicalize(&programs)
+        .with_context(|| format!("programs {} cannot be opened", programs.display()))?;
     let folder = env::temp_dir().join(format!("nvfp4-newcomer-{}", process::id()));
     let mut problems = Vec::new();
     for page in pages()? {
@@ -101,6 +119,15 @@ pub fn run(args: &Args) -> Result<()> {
         problems.join("\n")
     );
     Ok(())
+}
+
+/// Builds the tests, which have the command: a build of its own would have other features. Returns
+/// the folder of the command.
+fn build() -> Result<PathBuf> {
+    let mut cargo = workspace::cargo();
+    cargo.args(["test", "--no-run", "--workspace"]);
+    workspace::spawn(cargo.args(["--features", FEATURES]))?;
+    Ok(workspace::target_folder()?.join("debug"))
 }
 
 /// Returns the paths of README and the pages of the book, from the root.
@@ -160,9 +187,29 @@ fn prepare(folder: &Path) -> Result<()> {
     for (name, golden) in MODELS {
         copy(&nvfp4_test_support::golden(golden), &folder.join(name))?;
     }
+    fs::write(
+        folder.join(MODELS[0].0).join("chat_template.jinja"),
+        TEMPLATE,
+    )?;
+    // The repository stores a tokenizer once.
+    let [_, (base, _), (quantized, _)] = MODELS;
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(
+            folder.join(base).join(file),
+            folder.join(quantized).join(file),
+        )?;
+    }
     let root = workspace::root();
-    copy(&root.join("docs/src"), &folder.join("books"))?;
-    for name in ["text.txt", "book.txt"] {
+    for name in TEXT_FOLDERS {
+        fs::create_dir_all(folder.join(name))?;
+        for page in TEXTS {
+            fs::copy(
+                root.join("docs/src").join(page),
+                folder.join(name).join(page),
+            )?;
+        }
+    }
+    for name in ["text.txt", "book.txt", "test.txt"] {
         fs::copy(root.join("README.md"), folder.join(name))?;
     }
     fs::copy(
@@ -188,7 +235,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Names and contents of the data files of the pages.
-fn texts() -> [(&'static str, String); 2] {
+fn texts() -> [(&'static str, String); 3] {
     let example = |i| {
         format!(
             "{{\"prompt\": \"{i} and {i} are\", \"completion\": \" {}.\"}}\n",
@@ -199,6 +246,7 @@ fn texts() -> [(&'static str, String); 2] {
     [
         ("examples.jsonl", (0..60).map(example).collect()),
         ("questions.jsonl", format!("{question}\n{question}\n")),
+        (INPUT, "Hello\n/exit\n".into()),
     ]
 }
 
@@ -209,7 +257,8 @@ fn shell(command: &str, folder: &Path, programs: &Path) -> Result<Result<String,
     let paths = env::join_paths(paths.chain(env::split_paths(&before)))?;
     let mut process = Command::new("sh");
     process.args(["-c", command]).current_dir(folder);
-    process.env("PATH", paths).stdin(Stdio::null());
+    process.env("PATH", paths);
+    process.stdin(fs::File::open(folder.join(INPUT))?);
     let output = process.output().context("cannot start sh")?;
     let error = String::from_utf8_lossy(&output.stderr);
     Ok(match output.status.success() {
