@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     convert, dev, doctor, eval, finetune, generate, import, inspect, kernels, launch, manual,
-    merge, pretrain, quantize, terminal, tokenize, train,
+    merge, pretrain, quantize, terminal, tokenize, train, work,
 };
 
 /// NVFP4 training for Burn models.
@@ -76,6 +76,7 @@ enum Task {
 impl Command {
     pub(crate) fn run(self) -> Result<ExitCode> {
         terminal::set_quiet(self.quiet);
+        work::show();
         kernels::keep();
         match self.task {
             Task::Train(train) => train.run(),

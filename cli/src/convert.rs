@@ -6,7 +6,6 @@ use anyhow::Result;
 use clap::Args;
 use nvfp4_lm::interchange::{Checkpoint, Dialect, convert};
 
-use crate::layers::LayerBar;
 use crate::options::shared::OutFolder;
 
 #[derive(Args)]
@@ -24,10 +23,7 @@ pub(crate) struct Convert {
 impl Convert {
     pub(crate) fn run(self) -> Result<()> {
         let checkpoint = Checkpoint::open(&self.model)?;
-        let mut bar = LayerBar::new("convert");
-        let show = &mut |done, total| bar.show(done, total, "");
-        let done = convert(&checkpoint, self.dialect, &self.out, show)?;
-        bar.finish();
+        let done = convert(&checkpoint, self.dialect, &self.out)?;
         println!(
             "{} quantized layers written to {}, their codes and block scales unchanged",
             done.layers,

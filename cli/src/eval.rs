@@ -11,7 +11,6 @@ use nvfp4_lm::hf::{DecoderConfig, Tokenizer};
 use serde::Serialize;
 
 use crate::adapter;
-use crate::layers::LayerBar;
 use crate::options::shared::{InferenceOptions, JsonOption};
 use crate::perplexity::{
     Difference, Error, Perplexity, TextsPerplexity, documents, perplexity, windows,
@@ -31,9 +30,9 @@ pub(crate) struct Eval {
     ///
     /// Each row of a .jsonl file or of a list in a .json file and every other file is a separate
     /// text. A row is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages":
-    /// [{"role": ROLE, "content": TEXT}, ..]}, which the model's chat template renders. All tokens
-    /// count, also those of prompts. In a folder, files that end in .txt, .md and .jsonl and such
-    /// .json files are read.
+    /// [{"role": ROLE, "content": TEXT}, ..]}, which the model's chat template renders, or a row of
+    /// ShareGPT or Alpaca. All tokens count, also those of prompts. In a folder, files that end in
+    /// .txt, .md and .jsonl and such .json files are read.
     #[arg(long, value_name = "PATH", num_args = 1..)]
     data: Vec<PathBuf>,
     /// Compare with the model in this folder, which must have the same tokenizer, on the texts of
@@ -51,11 +50,11 @@ pub(crate) struct Eval {
     #[arg(long, value_name = "FILE")]
     choices: Option<PathBuf>,
     /// Evaluate in windows of this many tokens [default: 2048, or the model's maximum context]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "data")]
     length: Option<usize>,
     /// Advance the window by this many tokens; each token counts once, in the first window that
     /// contains it [default: half a window]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "data")]
     stride: Option<usize>,
     #[command(flatten)]
     inference: InferenceOptions,
@@ -109,10 +108,7 @@ impl Eval {
             }
             (Some(texts), Some(folder)) => {
                 let baseline = load(folder, None)?;
-                let mut bar = LayerBar::new("perplexity");
-                let show = &mut |done, total| bar.show(done, total, "tokens");
-                let compared = compare(&model, &baseline, &documents(texts), windows, show)?;
-                bar.finish();
+                let compared = compare(&model, &baseline, &documents(texts), windows)?;
                 let losses = compared.iter().map(ComparedWindow::model).collect();
                 found.perplexity = Some(TextsPerplexity::new(texts, windows, losses));
                 found.baseline = Some(Baseline::new(folder.clone(), &compared));
@@ -225,14 +221,11 @@ impl Evaluation {
 }
 
 fn answers(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<Choices> {
-    let mut bar = LayerBar::new("choices");
-    let show = &mut |done, total| bar.show(done, total, "questions");
     let Answers {
         plain,
         normalized,
         beyond,
-    } = choose(model, tokenizer, questions, show)?;
-    bar.finish();
+    } = choose(model, tokenizer, questions)?;
     Ok(Choices {
         questions: questions.len(),
         share: plain.share,

@@ -135,7 +135,7 @@ impl Generate {
         let sampling = self.sampling(&SamplingConfig {
             seed: self.seed,
             ..SamplingConfig::default()
-        });
+        })?;
         let (mut characters, mut stops) = (Characters::default(), StopStrings::new(&self.stop)?);
         let mut out = std::io::stdout().lock();
         // Print the prompt with the first byte: by then everything has been checked.
@@ -166,7 +166,7 @@ impl Generate {
         let model = model.with_head(self.decoding.head.unwrap_or_default())?;
         let settings = GenerationConfig::read(&self.model, model.config())?;
         let tokenizer = Tokenizer::read(&self.model, model.config().vocab, &settings.eos)?;
-        let sampling = self.sampling(&SamplingConfig::of(&settings, self.seed));
+        let sampling = self.sampling(&SamplingConfig::of(&settings, self.seed))?;
         settings.check_supported(sampling.temperature != 0.0)?;
         let generation = Generation {
             sampling,
@@ -306,13 +306,26 @@ impl Generate {
     }
 
     /// Returns the sampling parameters of the model's folder, overridden by the options.
-    fn sampling(&self, of_folder: &SamplingConfig) -> SamplingConfig {
+    ///
+    /// # Errors
+    /// Returns an error if an option restricts the sampling, but tokens are not sampled.
+    fn sampling(&self, of_folder: &SamplingConfig) -> Result<SamplingConfig> {
         let mut config = of_folder.clone();
         config.temperature = self.temperature.unwrap_or(config.temperature);
         config.top_k = self.top_k.or(config.top_k);
         config.top_p = self.top_p.unwrap_or(config.top_p);
         config.repetition_penalty = self.repetition_penalty.unwrap_or(config.repetition_penalty);
-        config
+        for (name, is_given) in [
+            ("top-k", self.top_k.is_some()),
+            ("top-p", self.top_p.is_some()),
+        ] {
+            ensure!(
+                !is_given || config.temperature != 0.0,
+                "{name} is given, but temperature is 0, which takes the most probable token: give \
+                 --temperature 1, or leave {name} out"
+            );
+        }
+        Ok(config)
     }
 }
 

@@ -10,7 +10,7 @@ use nvfp4_parallel::launch::{Launch, Show};
 
 use crate::device::cuda_count;
 use crate::options::file::parsed;
-use crate::terminal::is_quiet;
+use crate::terminal::{self, is_quiet};
 
 /// Time that the other ranks have to exit after one has failed.
 const GRACE: Duration = Duration::from_secs(12);
@@ -44,8 +44,8 @@ fn check<C: Parser>(command: &[OsString]) -> Result<()> {
     }
 }
 
-/// Returns the command line of each rank: `program` with the arguments `command`, which are quiet if
-/// the launcher is.
+/// Returns the command line of each rank: `program` with the arguments `command`, which are quiet
+/// if the launcher is.
 fn of_rank(program: OsString, quiet: bool, command: Vec<OsString>) -> Vec<OsString> {
     let quiet = quiet.then(|| OsString::from("--quiet"));
     [program].into_iter().chain(quiet).chain(command).collect()
@@ -79,7 +79,7 @@ impl LaunchRanks {
         }
         .run()?;
         if let Some(problem) = ended.problem {
-            eprintln!("error: {problem}");
+            terminal::error(problem);
         }
         Ok(ExitCode::from(ended.code))
     }

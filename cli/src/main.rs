@@ -16,7 +16,6 @@ mod import;
 mod inspect;
 mod kernels;
 mod launch;
-mod layers;
 mod manual;
 mod merge;
 mod options;
@@ -34,6 +33,7 @@ mod tokenize;
 mod train;
 #[cfg(test)]
 mod vocabulary;
+mod work;
 mod wrap;
 
 use std::process::ExitCode;
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
         Err(error) => match error.downcast::<clap::Error>() {
             Ok(refused) => refused.exit(),
             Err(error) => {
-                eprintln!("error: {error:#}");
+                terminal::error(format!("{error:#}"));
                 ExitCode::FAILURE
             }
         },

@@ -12,7 +12,6 @@ use nvfp4_lm::interchange::{Checkpoint, Dialect, Scheme};
 
 use crate::adapter;
 use crate::device::DeviceName;
-use crate::layers::LayerBar;
 use crate::options::shared::{OutFolder, SaveOption};
 
 #[derive(Args)]
@@ -72,11 +71,7 @@ impl Merge {
                 "merged model".to_owned()
             }
             Some(dialect) => {
-                let mut bar = LayerBar::new("quantize");
-                let show =
-                    &mut |done: usize, total: usize, layer: &str| bar.show(done, total, layer);
-                export_merged(model, &self.model, &self.out, dialect, show)?;
-                bar.finish();
+                export_merged(model, &self.model, &self.out, dialect)?;
                 format!("{} {}", dialect.name(), Scheme::W4a16.name())
             }
         };

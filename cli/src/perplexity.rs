@@ -9,7 +9,6 @@ use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::tokens::Texts;
 use serde::Serialize;
 
-use crate::layers::LayerBar;
 use crate::table::table;
 
 /// Default number of tokens per window, unless the model's maximum context is shorter.
@@ -227,15 +226,12 @@ pub(crate) fn documents(texts: &Texts) -> Vec<Vec<u32>> {
         .collect()
 }
 
-/// Computes the perplexity of `texts` and shows a progress bar.
+/// Computes the perplexity of `texts`.
 pub(crate) fn perplexity(
     model: &Decoder,
     texts: &Texts,
     windows: Windows,
 ) -> Result<TextsPerplexity> {
-    let mut bar = LayerBar::new("perplexity");
-    let show = &mut |done, total| bar.show(done, total, "tokens");
-    let losses = window_losses(model, &documents(texts), windows, show)?;
-    bar.finish();
+    let losses = window_losses(model, &documents(texts), windows)?;
     Ok(TextsPerplexity::new(texts, windows, losses))
 }

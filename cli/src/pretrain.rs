@@ -7,13 +7,15 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use nvfp4_lm::checkpoint::read_json;
 use nvfp4_lm::decoder::FrozenForm;
+use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::{Objective, init::write_random};
 use nvfp4_lm::hf::DecoderConfig;
 use nvfp4_lm::ranks::on_first_at_length;
 use nvfp4_lm::tokens::bpe;
 
-use crate::finetune::{Defaults, FinetuneRun, NOT_NEW, Start, TrainingOptions};
+use crate::finetune::{Defaults, FinetuneRun, NOT_NEW, STARTING, Start, TrainingOptions};
 use crate::ranks::Ranks;
+use crate::session::check_new;
 
 /// Defaults of `pretrain` that differ from those of `finetune`.
 const DEFAULTS: Defaults = Defaults {
@@ -79,7 +81,19 @@ impl Pretrain {
             .context("model-config is not given")?;
         let out = options.out.as_deref().context("out is not given")?;
         let model = std::path::absolute(out.join(INIT))?;
+        check_new(out, CONFIG)?;
+        let mark = out.join(STARTING);
+        if mark.exists() {
+            // The start was interrupted, or failed.
+            for folder in [INIT, TOKENIZER].map(|name| out.join(name)) {
+                if folder.exists() {
+                    std::fs::remove_dir_all(&folder)
+                        .with_context(|| format!("{} cannot be removed", folder.display()))?;
+                }
+            }
+        }
         std::fs::create_dir_all(out)
+            .and_then(|()| std::fs::write(&mark, ""))
             .with_context(|| format!("out {} cannot be made", out.display()))?;
         let (tokenizer, eos) = match &self.tokenizer {
             Some(folder) => (folder.clone(), None),

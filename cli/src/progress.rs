@@ -15,6 +15,7 @@ use nvfp4_lm::train::{Observer, Settings};
 
 use crate::kernels::Waiting;
 use crate::terminal::{has_bars, note};
+use crate::work;
 
 /// Exit code after an interrupt, as shells use it for SIGINT.
 pub(crate) const INTERRUPTED: u8 = 130;
@@ -40,7 +41,7 @@ const TEMPLATE: &str = "{prefix:>6} {wide_bar:.cyan/blue} {pos}/{len}  {msg}  ET
 pub(crate) struct Progress {
     recipe: RecipeName,
     steps: u64,
-    steps_per_epoch: Option<f64>,
+    steps_per_epoch: f64,
     /// Steps already done when the bar was made.
     first: u64,
     /// Progress bar, on a terminal only.
@@ -62,6 +63,7 @@ impl Progress {
         device: &Device,
         compiles: bool,
     ) -> Self {
+        work::set_hidden(true);
         let (recipe, steps) = (settings.recipe.clone(), settings.schedule.steps);
         let bar = has_bars().then(|| {
             let bar = bar(&recipe, steps, first, ProgressDrawTarget::stderr());
@@ -88,11 +90,20 @@ impl Progress {
         }
     }
 
-    /// Ends the bar, at the step that it shows.
+    /// Replaces the bar by a line, so that the next output begins on a line.
     pub(crate) fn finish(self) {
-        if let Some(bar) = self.bar {
-            bar.abandon();
+        work::set_hidden(false);
+        if let Some(bar) = &self.bar {
+            let line = self.last_line(bar);
+            bar.finish_and_clear();
+            note!("{line}");
         }
+    }
+
+    /// Describes the step that `bar` shows.
+    fn last_line(&self, bar: &ProgressBar) -> String {
+        let (recipe, step) = (self.recipe.name(), bar.position());
+        format!("{recipe:>6}  step {step}/{}  {}", self.steps, bar.message())
     }
 
     /// Estimates the remaining time from the speed of the steps so far.
@@ -155,10 +166,10 @@ pub(crate) fn phases(recipes: &RecipeSchedule, (done, steps): (u64, u64)) -> Vec
 
 /// Formats the epoch, the losses and the speed of `row`; `valid_loss` is the loss on the validation
 /// text.
-fn figures(row: &Row, valid_loss: Option<f64>, steps_per_epoch: Option<f64>) -> String {
-    let epoch = steps_per_epoch.map(|steps| row.step as f64 / steps);
+fn figures(row: &Row, valid_loss: Option<f64>, steps_per_epoch: f64) -> String {
+    let epoch = row.step as f64 / steps_per_epoch;
     let parts = [
-        epoch.map(|epoch| format!("epoch {epoch:.2}")),
+        Some(format!("epoch {epoch:.2}")),
         row.train_loss.map(|loss| format!("loss {loss:.4}")),
         valid_loss.map(|loss| format!("valid {loss:.4}")),
         row.tokens_per_s.map(|speed| format!("{speed:.0} tokens/s")),
@@ -261,12 +272,12 @@ mod tests {
     fn the_bar_shows_loss_speed_and_eta() {
         let screen = Screen::default();
         let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
-        let recipe = RecipeName::nvfp4();
+        let recipe = RecipeName::nvidia();
         let mut progress = Progress {
             bar: Some(bar(&recipe, 20, 4, target)),
             recipe,
             steps: 20,
-            steps_per_epoch: Some(16.0),
+            steps_per_epoch: 16.0,
             first: 4,
             started: Instant::now(),
             valid_loss: Some(2.5),
@@ -282,14 +293,19 @@ mod tests {
             lr: 1e-3,
             tokens_per_s: Some(512.4),
         });
-        progress.finish();
+        // Draws the last state.
+        let bar = progress.bar.clone().unwrap();
+        bar.abandon();
         let shown = screen.0.lock().unwrap().clone();
         let last = shown.lines().last().unwrap_or_default();
         for part in [
-            " nvfp4 ",
+            "nvidia ",
             "/20  epoch 0.50  loss 1.2500  valid 2.5000  512 tokens/s  ETA ",
         ] {
             assert!(last.contains(part), "{part}: {shown:?}");
         }
+        let expected = "nvidia  step 8/20  epoch 0.50  loss 1.2500  valid 2.5000  512 tokens/s";
+        assert_eq!(progress.last_line(&bar), expected);
+        progress.finish();
     }
 }

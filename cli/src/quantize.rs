@@ -22,9 +22,9 @@ use nvfp4_lm::tokens::Texts;
 use regex::Regex;
 
 use crate::device::ComputeType;
-use crate::layers::LayerBar;
 use crate::options::shared::{DeviceOption, JsonOption, KvName, OutFolder};
 use crate::perplexity::{TextsPerplexity, perplexity, windows};
+use crate::terminal::warn;
 use interrupt::Interrupt;
 use result::{CalibrationData, Evaluation, QuantizeResult};
 
@@ -85,17 +85,22 @@ pub(crate) struct Quantize {
     /// activation scales (`w4a4`) and cache scales (`--kv fp8`). Holds the whole model in memory.
     /// Each row of a .jsonl file or of a list in a .json file and every other file is a text. A row
     /// is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE,
-    /// "content": TEXT}, ..]}, which the model's chat template renders. In a folder, files that end
-    /// in .txt, .md and .jsonl and such .json files are read. Give at least 65,536 tokens of text
-    /// like the model's inputs.
+    /// "content": TEXT}, ..]}, which the model's chat template renders, or a row of ShareGPT or
+    /// Alpaca. In a folder, files that end in .txt, .md and .jsonl and such .json files are read.
+    /// Give at least 65,536 tokens of text like the model's inputs.
     #[arg(long, value_name = "PATH", num_args = 1..)]
     calibration: Vec<PathBuf>,
     /// Cut the calibration texts into sequences of this many tokens [default: 512, or the model's
     /// maximum context]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "calibration")]
     calibration_length: Option<usize>,
     /// Use at most this many sequences, taken in turn from the files
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 128,
+        requires = "calibration"
+    )]
     calibration_sequences: usize,
     /// Report the perplexity of the texts in these files and folders before and after quantization
     ///
@@ -105,10 +110,10 @@ pub(crate) struct Quantize {
     eval: Vec<PathBuf>,
     /// Evaluate the texts of --eval in windows of this many tokens [default: 2048, or the model's
     /// maximum context]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "eval")]
     eval_length: Option<usize>,
     /// Advance the window by this many tokens [default: half a window]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", requires = "eval")]
     eval_stride: Option<usize>,
     #[command(flatten)]
     device: DeviceOption,
@@ -138,14 +143,16 @@ impl Quantize {
             sample(&files.collect::<Vec<_>>(), read)
         });
         let mut warnings = Vec::new();
-        let mut warn = |text: String| {
-            eprintln!("warning: {text}");
+        let mut warning = |text: String| {
+            warn(&text);
             warnings.push(text);
         };
         let few = tokens.as_ref().and_then(|it| few_tokens(it.len(), read));
-        few.into_iter().for_each(&mut warn);
+        few.into_iter().for_each(&mut warning);
         if tokens.is_none() && matches!(self.method, Method::Search | Method::FourOverSix) {
-            warn("no calibration: errors of all input features count the same, E[x²] = 1".into());
+            warning(
+                "no calibration: errors of all input features count the same, E[x²] = 1".into(),
+            );
         }
         let reads = calibrates_on(tokens.as_deref(), read);
         let run = match self.resume {
@@ -158,10 +165,7 @@ impl Quantize {
             Some(tokens) => self.calibration(&run, tokens, read)?,
             None => Calibration::new(),
         };
-        let mut bar = LayerBar::new("quantize");
-        let show = &mut |done: usize, total: usize, layer: &str| bar.show(done, total, layer);
-        let quantized = run.finish(&calibration, show)?;
-        bar.finish();
+        let quantized = run.finish(&calibration)?;
         interrupt.finished();
         let after = self.perplexity(&self.out, eval.as_ref(), windows)?;
         let calibration = calibration_texts.as_ref().zip(quantized.calibration_tokens);
@@ -220,12 +224,7 @@ impl Quantize {
     fn calibrate(&self, tokens: &[u32], read: CalibrationText) -> Result<Calibration> {
         let device = self.device.name()?.open()?.without_autodiff();
         let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
-        let mut bar = LayerBar::new("calibrate");
-        let found = calibrate(&model, tokens, read, &mut |done, total| {
-            bar.show(done, total, "");
-        })?;
-        bar.finish();
-        Ok(found)
+        calibrate(&model, tokens, read)
     }
 
     /// Returns the perplexity of `texts` under the model in `folder`, if there are any texts.

@@ -9,6 +9,7 @@ use nvfp4_parallel::world::Settings;
 use nvfp4_parallel::{Environment, World};
 
 use crate::device::DeviceName;
+use crate::work;
 
 /// Environment variable that selects the transport of tensors between ranks.
 const COLLECTIVES: &str = "NVFP4_COLLECTIVES";
@@ -54,6 +55,9 @@ impl Ranks {
             Some(world) => ProcessGroup::from(world.group().clone()),
             None => ProcessGroup::single(),
         };
+        if group.rank() > 0 {
+            work::hide();
+        }
         Ok(Self { world, group })
     }
 

@@ -1,6 +1,7 @@
 //! Standard error: notes and progress bars, which `--quiet` suppresses, and colors.
 
 use std::env;
+use std::fmt::Display;
 use std::io::{IsTerminal, stderr};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -22,10 +23,29 @@ pub(crate) fn has_bars() -> bool {
     !is_quiet() && stderr().is_terminal()
 }
 
-/// Returns true if log lines have colors: standard error is a terminal, and `NO_COLOR` is unset or
-/// empty. The bars of indicatif and the help texts of clap follow the same rule.
+/// Returns true if errors, warnings and log lines have colors: standard error is a terminal, and
+/// `NO_COLOR` is unset or empty. The bars of indicatif and the help texts of clap follow the same
+/// rule.
 pub(crate) fn has_colors() -> bool {
     stderr().is_terminal() && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// Prints an error to standard error.
+pub(crate) fn error(text: impl Display) {
+    eprintln!("{} {text}", label("error:", "1;31"));
+}
+
+/// Prints a warning to standard error, also with `--quiet`.
+pub(crate) fn warn(text: impl Display) {
+    eprintln!("{} {text}", label("warning:", "1;33"));
+}
+
+/// Returns `text` in the color of the escape code `code`, if there are colors.
+fn label(text: &str, code: &str) -> String {
+    match has_colors() {
+        true => format!("\x1b[{code}m{text}\x1b[0m"),
+        false => text.into(),
+    }
 }
 
 /// Prints a note to standard error, as `eprintln` does, unless `--quiet` is given. Warnings and

@@ -21,8 +21,8 @@ use serde::Serialize;
 
 use crate::device::{DeviceName, hardware, install_decorator};
 use crate::kernels;
-use crate::options::Options;
 use crate::options::shared::{ConfigOption, SessionOptions};
+use crate::options::{Options, steps_of};
 use crate::plot;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
@@ -196,7 +196,7 @@ impl Train {
                     .with_context(|| format!("out {} cannot be made", folder.display()))?;
                 write_json(&folder.join(CONFIG), config)?;
             }
-        } else if is_first && self.options.has("steps") {
+        } else if is_first && (self.options.has("steps") || self.options.has("epochs")) {
             let (path, mut written): (_, RunConfig) = read_config(&session.folder, CONFIG)?;
             written.steps = config.steps;
             write_json(&path, &written)?;
@@ -240,7 +240,11 @@ impl Train {
             config.tp = given.tp.unwrap_or(config.tp);
             config.ep = given.ep.unwrap_or(config.ep);
             config.ep_dispatch = given.ep_dispatch.or(config.ep_dispatch);
-            if let Some(steps) = given.steps {
+            let steps = match given.epochs {
+                Some(epochs) => Some(steps_of(&config, epochs)?),
+                None => given.steps,
+            };
+            if let Some(steps) = steps {
                 extended = config.extend(steps)?;
             }
             config.check().with_context(|| path.display().to_string())?;
@@ -360,10 +364,11 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         false => format!(", then {} to compare", others.join(", ")),
     };
     note!(
-        "run     {}{baseline}: {} steps of {} bytes on {}, into {}",
+        "run     {}{baseline}: {} steps of {} bytes, {:.2} epochs, on {}, into {}",
         config.recipe,
         config.steps,
         config.batch * config.model.context,
+        config.steps as f64 / config.steps_per_epoch(text.train_bytes),
         config.device,
         folder.display()
     );

@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use crate::checkpoint::{CONFIG, read_json};
 use crate::data::END_OF_FILE;
 use crate::groups::ParallelGroups;
+use crate::hf::tensors::check_folder;
 use crate::model::LanguageModel;
 use crate::sampling::{Sampler, SamplingConfig};
 use crate::train::{ByteRun, Checkpoint};
@@ -19,16 +20,10 @@ use crate::train::{ByteRun, Checkpoint};
 /// checkpoint; false for a model in Hugging Face format.
 ///
 /// # Errors
-/// Returns an error if the folder has a configuration that cannot be read, or one of a run that
-/// writes Hugging Face models to a subfolder.
+/// Returns an error if there is no such folder, if it has a configuration that cannot be read, or if
+/// it is that of a run that writes Hugging Face models to a subfolder.
 pub fn is_trained(folder: &Path) -> Result<bool> {
-    let finetuned = folder.join(crate::finetune::config::CONFIG);
-    ensure!(
-        !finetuned.exists(),
-        "{} is the folder of a finetuning: the model that it writes is in {}",
-        folder.display(),
-        folder.join("model").display()
-    );
+    check_folder(folder)?;
     let config = folder.join(CONFIG);
     if !config.exists() {
         return Ok(true);

@@ -14,6 +14,7 @@ use serde::Deserialize;
 
 use crate::decoder::Decoder;
 use crate::hf::Tokenizer;
+use crate::progress::{Unit, Work};
 use crate::sampling::first_best;
 
 pub use compare::{ComparedWindow, Comparison, Estimate, compare};
@@ -172,7 +173,7 @@ pub struct WindowLoss {
 }
 
 /// Computes the loss of each window over `texts`, each read separately. The first token of a text
-/// does not count. `progress` receives the number of tokens counted so far and the total.
+/// does not count.
 ///
 /// # Errors
 /// Returns an error if the windows are invalid or longer than the model's maximum context, if a
@@ -181,9 +182,8 @@ pub fn window_losses(
     model: &Decoder,
     texts: &[Vec<u32>],
     windows: Windows,
-    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<WindowLoss>> {
-    over_windows(&[model], texts, windows, progress, |text, tokens, first| {
+    over_windows(&[model], texts, windows, |text, tokens, first| {
         let found = log_probabilities(model, tokens)?;
         let own = &found[first - 1..];
         Ok(WindowLoss {
@@ -202,9 +202,8 @@ pub fn cross_entropy(
     model: &Decoder,
     texts: &[Vec<u32>],
     windows: Windows,
-    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<CrossEntropy> {
-    let losses = window_losses(model, texts, windows, progress)?;
+    let losses = window_losses(model, texts, windows)?;
     Ok(CrossEntropy::over(&losses))
 }
 
@@ -214,7 +213,6 @@ fn over_windows<T>(
     models: &[&Decoder],
     texts: &[Vec<u32>],
     windows: Windows,
-    progress: &mut dyn FnMut(usize, usize),
     mut window: impl FnMut(usize, &[u32], usize) -> Result<T>,
 ) -> Result<Vec<T>> {
     windows.check()?;
@@ -237,14 +235,13 @@ fn over_windows<T>(
     }
     let total = texts.iter().map(|text| text.len() - 1).sum();
     let mut results = Vec::new();
-    let mut counted = 0;
+    let mut work = Work::begin("evaluate", Unit::Tokens, 0, total);
     for (index, text) in texts.iter().enumerate() {
         for (begin, end, first) in windows.over(text.len()) {
             let found = window(index, &text[begin..end], first - begin);
             results
                 .push(found.with_context(|| format!("tokens {first} to {end} of text {index}"))?);
-            counted += end - first;
-            progress(counted, total);
+            work.add(end - first);
         }
     }
     Ok(results)
@@ -343,19 +340,14 @@ pub struct Answers {
 }
 
 /// Answers `questions` with `model`, which picks the most probable choice after the context.
-/// `progress` receives the number of answered questions and the total.
 ///
 /// # Errors
 /// Returns an error if there are no questions, if a context has no token and the tokenizer adds
 /// none before it, or if the model fails or its result is not a number.
-pub fn choose(
-    model: &Decoder,
-    tokenizer: &Tokenizer,
-    questions: &[Question],
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<Answers> {
+pub fn choose(model: &Decoder, tokenizer: &Tokenizer, questions: &[Question]) -> Result<Answers> {
     ensure!(!questions.is_empty(), "questions are none");
     let (mut plain, mut normalized, mut beyond) = (0, 0, 0);
+    let mut work = Work::begin("evaluate", Unit::Questions, 0, questions.len());
     for (index, question) in questions.iter().enumerate() {
         let scores: Result<Vec<(f64, usize)>> = question
             .choices
@@ -370,7 +362,7 @@ pub fn choose(
         let by_byte: Vec<f64> = scores.iter().zip(lengths).map(|(s, n)| s / n).collect();
         plain += usize::from(first_best(&scores) == question.answer);
         normalized += usize::from(first_best(&by_byte) == question.answer);
-        progress(index + 1, questions.len());
+        work.add(1);
     }
     Ok(Answers {
         plain: Accuracy::of(plain, questions.len()),

@@ -13,6 +13,7 @@
 //! - [`checkpoint`]: reads and writes checkpoints.
 //! - [`memory`]: device memory that a run needs, and the out-of-memory error.
 //! - [`metrics`]: losses and speed over the steps of a run.
+//! - [`progress`]: progress of loading, quantizing, evaluating and other long work.
 //! - [`sampling`]: selection of the next token.
 //! - [`text`]: incremental text output.
 //! - [`bytes`]: text generation with a trained byte model.
@@ -50,6 +51,7 @@ pub mod memory;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod progress;
 pub mod quantize;
 pub mod ranks;
 pub mod sampling;

@@ -185,7 +185,7 @@ pub(crate) fn check_dtype(dtype: FloatDType, device: &Device) -> Result<()> {
     );
     ensure!(
         device.supports_dtype(dtype),
-        "{dtype:?} on device {device:?} is not possible: it does not compute in that type"
+        "{dtype:?} is not possible: the device does not compute in that type"
     );
     Ok(())
 }

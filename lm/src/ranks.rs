@@ -8,6 +8,8 @@ use anyhow::{Result, anyhow, bail};
 use burn_nvfp4::parallel::ProcessGroup;
 use nvfp4_parallel::{Buffer, BufferMut, Collective, Reduction};
 
+use crate::progress;
+
 /// Combines the results of all ranks. Each rank passes its own result and gets its own error, or an
 /// error if another rank failed. Thus no rank waits for one that has given up.
 ///
@@ -61,7 +63,9 @@ pub fn on_first_at_length<T: Send>(
     }
     thread::scope(|scope| {
         let (done, finished) = mpsc::channel();
+        let listener = progress::listener();
         let worker = scope.spawn(move || {
+            progress::listen(listener);
             let made = work();
             // There is no receiver if the group has failed.
             let _ = done.send(());

@@ -308,7 +308,8 @@ fn generate_continues_a_prompt() {
     let drawn = said(&["--temperature", "2", "--seed", "5"]);
     assert_ne!(greedy, drawn);
     assert_eq!(drawn, said(&["--temperature", "2", "--seed", "5"]));
-    let arguments = [&[model.as_str()], &options[..], &["--top-p", "3"]].concat();
+    let sampled = ["--temperature", "1", "--top-p", "3"];
+    let arguments = [&[model.as_str()], &options[..], &sampled].concat();
     fails(nvfp4("generate", &arguments), &["top_p", "3"]);
     // Uses packed weights, with high-precision and with quantized activations.
     let out = absent("generate-quantized");
@@ -368,6 +369,15 @@ fn eval_reads_texts_and_questions() {
     let answers = succeeds(eval(&model, &["--choices", questions]));
     assert!(answers.contains("1 questions"), "{answers}");
     fails(eval(&model, &[]), &["data", "choices"]);
+    fails(
+        eval(&model, &["--choices", questions, "--stride", "8"]),
+        &["--data"],
+    );
+    for option in ["--calibration-length", "--eval-length"] {
+        let given = option.trim_end_matches("-length");
+        let arguments = [&model, "--out", "none", option, "8"];
+        fails(nvfp4("quantize", &arguments), &[&format!("{given} <PATH>")]);
+    }
     fails(
         eval(&model, &["--data", text, "--length", "8", "--stride", "8"]),
         &["stride is 8"],

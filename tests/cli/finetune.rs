@@ -97,6 +97,11 @@ fn a_model_is_finetuned_and_resumed() {
         finetune(&[&[&*model], &arguments(&data, &whole, "")[..]].concat()),
         &["already holds a run", "--resume"],
     );
+    // Its models are in subfolders.
+    let run = whole.to_str().unwrap();
+    let says = ["folder of a finetuning", &format!("{run}/model")];
+    fails(nvfp4("inspect", &[run]), &says);
+    fails(nvfp4("eval", &[run, "--data", "none"]), &says);
     let other = folder("finetune-refused").join("out");
     for (more, names) in [
         ("--warmup 6", ["warmup is 6", "steps"]),
@@ -431,7 +436,7 @@ fn adapters_are_trained_and_merged() {
     let [left, right] =
         [&trained, &later].map(|model| fs::read(model.join("model.safetensors")).unwrap());
     assert!(left == right, "the models differ");
-    fails(merge(&[], &later), &["later", "empty folder"]);
+    fails(merge(&[], &later), &["later", "must be empty"]);
     // As shells complete the name of a folder.
     let said = succeeds(merge(&["--export", "modelopt"], &packed.join("")));
     assert!(said.contains("modelopt w4a16 written"), "{said}");
@@ -554,9 +559,20 @@ fn tokens_are_written_once_and_a_model_begins_with_nothing() {
     let own_tokens = own.join("own-tokens");
     let start = ["--model-config", &config, "--train-tokenizer"];
     let run = arguments(&data, &own_tokens, "--recipe bf16 --activation f32");
+    // A start that fails leaves a tokenizer and a model, which the next one replaces.
+    let failed: Vec<&str> = (run.iter().copied())
+        .map(|word| if word == "2" { "0" } else { word })
+        .collect();
+    fails(
+        nvfp4("pretrain", &[&start[..], &failed].concat()),
+        &["at least 1"],
+    );
+    assert!(own_tokens.join("init").exists());
     let said = succeeds(nvfp4("pretrain", &[&start[..], &run].concat()));
     let [before, after] = perplexities(&said);
     assert!(after < before, "{said}");
+    let again = nvfp4("pretrain", &[&start[..], &run].concat());
+    fails(again, &["already holds a run"]);
     let trained = own_tokens.join("model");
     assert_eq!(json(&trained.join("config.json"))["eos_token_id"], 0);
     let generated = ["--prompt", "the quick", "--tokens", "4", "--device", "flex"];

@@ -39,7 +39,7 @@ fn checkpoints_continue_the_prompt() {
         .collect();
     assert!(seeds.len() > 1);
     // The folders of a recipe and of a checkpoint refer to the same model.
-    let recipe = finished().join("nvfp4");
+    let recipe = finished().join("nvidia");
     for folder in [checkpoint(&recipe), recipe] {
         let folder = folder.to_str().unwrap();
         let arguments = "generate --device flex --tokens 40 --temperature 0.8 --seed 1 --prompt";

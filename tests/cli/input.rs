@@ -6,12 +6,12 @@ use crate::support::*;
 
 #[test]
 fn bad_arguments_are_named() {
-    let cases: [(&str, &[&str]); 14] = [
+    let cases: [(&str, &[&str]); 18] = [
         ("--decorate", &["decorate", "flex", "cuda:N"]),
         ("--decorate=maybe", &["--decorate", "strict", "lenient"]),
         ("--device gpu", &["device", "gpu", "flex, cpu, or cuda:N"]),
         ("--device cuda:99", &["cuda:99"]),
-        ("--recipe fp8", &["recipe", "fp8", "nvfp4"]),
+        ("--recipe fp8", &["recipe", "fp8", "nvidia"]),
         ("--preset huge", &["--preset", "huge", "tiny"]),
         ("--width 100", &["width", "100", "multiple of 16"]),
         ("--hidden 40", &["hidden", "40", "multiple of 16"]),
@@ -19,6 +19,13 @@ fn bad_arguments_are_named() {
         ("--steps 0", &["steps", "at least 1"]),
         ("--lr -1", &["lr", "-1"]),
         ("--recipe f32 --compare", &["compare", "f32"]),
+        (
+            "--recipe f32 --no-compare --rht false",
+            &["rht is given", "quantizes"],
+        ),
+        ("--top-k 3", &["top-k is 3", "no experts"]),
+        ("--epochs 0", &["epochs is 0", "positive"]),
+        ("--epochs 1 --steps 2", &["--epochs", "--steps"]),
         ("--high-precision nothing", &["high_precision", "nothing"]),
         (
             "--data /nonexistent/text",
@@ -53,6 +60,13 @@ fn bad_arguments_are_named() {
         nvfp4("generate --temperature -1", &generate),
         &["temperature", "-1"],
     );
+    // The default takes the most probable token, whatever these options say.
+    for option in ["--top-k", "--top-p"] {
+        fails(
+            nvfp4(&format!("generate {option} 1"), &generate),
+            &[&option[2..], "temperature is 0"],
+        );
+    }
     fails(
         nvfp4("generate --device gpu", &generate[..3]),
         &["--device", "gpu"],

@@ -235,7 +235,7 @@ fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
         let more = format!("{more} --stop-at 5");
         succeeds(launch_sized(ranks, &sizes, &stopped, &more));
         succeeds(resume(ranks, &stopped));
-        assert_same_files(&whole, &stopped, "nvfp4");
+        assert_same_files(&whole, &stopped, "nvidia");
     }
 }
 

@@ -66,13 +66,13 @@ fn a_resumed_mixture_reaches_the_same_bytes() {
 fn a_crash_loses_only_what_came_after_the_checkpoint() {
     let out = folder("crashed");
     succeeds(train_on(&device(), &out, &format!("{RUN} --stop-at 7")));
-    let nvfp4_folder = out.join("nvfp4");
+    let recipe_folder = out.join("nvidia");
     // Simulates a crash: half a checkpoint, a row newer than the checkpoint, and half of another
     // row.
-    let half = nvfp4_folder.join("checkpoint-00000008.unfinished");
+    let half = recipe_folder.join("checkpoint-00000008.unfinished");
     fs::create_dir(&half).unwrap();
     fs::write(half.join("model.bpk"), "half").unwrap();
-    let csv = nvfp4_folder.join("metrics.csv");
+    let csv = recipe_folder.join("metrics.csv");
     let whole = fs::read_to_string(&csv).unwrap();
     let resume = ["--resume", out.to_str().unwrap()];
     // Rows that the checkpoint covers must exist.
@@ -97,7 +97,7 @@ fn a_crash_repeats_no_sample() {
     let [whole, crashed] = ["sampled", "sampled-crashed"].map(folder);
     succeeds(train(&whole, &run));
     succeeds(train(&crashed, &format!("{run} --stop-at 7")));
-    let [expected, csv] = [&whole, &crashed].map(|out| out.join("nvfp4/telemetry.csv"));
+    let [expected, csv] = [&whole, &crashed].map(|out| out.join("nvidia/telemetry.csv"));
     // Simulates a crash after step 11.
     let mut torn = fs::read_to_string(&expected).unwrap();
     assert!(torn.contains("\n10,blocks."));
@@ -151,7 +151,7 @@ fn ctrl_c_leaves_a_checkpoint() {
         .stdout(std::process::Stdio::null())
         .spawn()
         .unwrap();
-    let csv = out.join("nvfp4/metrics.csv");
+    let csv = out.join("nvidia/metrics.csv");
     let trained = || fs::read_to_string(&csv).is_ok_and(|text| text.lines().count() > 4);
     while !trained() {
         assert!(child.try_wait().unwrap().is_none(), "ended early");
@@ -163,7 +163,7 @@ fn ctrl_c_leaves_a_checkpoint() {
         .unwrap();
     assert!(kill.success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    let name = checkpoint(&out.join("nvfp4"))
+    let name = checkpoint(&out.join("nvidia"))
         .file_name()
         .unwrap()
         .to_str()
@@ -196,7 +196,7 @@ fn a_finished_run_is_extended() {
         notes.contains("extended from 3 to 5 steps: the learning rate"),
         "{notes}"
     );
-    let rows = metrics(&out.join("nvfp4/metrics.csv"));
+    let rows = metrics(&out.join("nvidia/metrics.csv"));
     let steps: Vec<&str> = rows.iter().map(|row| &*row[0]).collect();
     assert_eq!(steps, ["0", "2", "3", "4", "5"]);
     let lr: Vec<f64> = rows.iter().map(|row| row[4].parse().unwrap()).collect();
@@ -207,6 +207,20 @@ fn a_finished_run_is_extended() {
     assert_eq!(json(&out.join("summary.json"))["steps"], 5);
     // Without --steps, the extended run is finished.
     succeeds(nvfp4("train", &["--resume", out.to_str().unwrap()]));
+    // Passes over the text, in place of steps.
+    let bytes = json(&out.join("summary.json"))["train_bytes"].as_u64();
+    let per_epoch = bytes.unwrap() as f64 / (4.0 * 32.0);
+    let epochs = 7.0 / per_epoch;
+    let epochs = format!("{epochs:.9}");
+    let resume = ["--resume", out.to_str().unwrap(), "--epochs", &epochs];
+    succeeds(nvfp4("train", &resume));
+    let summary = json(&out.join("summary.json"));
+    let steps = (epochs.parse::<f64>().unwrap() * per_epoch - 1e-9).ceil();
+    assert_eq!(summary["steps"].as_f64(), Some(steps));
+    assert_eq!(
+        json(&out.join("config.json"))["steps"].as_f64(),
+        Some(steps)
+    );
     let healed = folder("extended-healed");
     succeeds(train(
         &healed,
@@ -217,7 +231,7 @@ fn a_finished_run_is_extended() {
             "train",
             &["--resume", healed.to_str().unwrap(), "--steps", "4"],
         ),
-        &["steps is 4", "phases nvfp4,0.5=nvfp4:bf16"],
+        &["steps is 4", "phases nvidia,0.5=nvidia:bf16"],
     );
 }
 
@@ -226,7 +240,7 @@ fn a_damaged_checkpoint_is_an_error() {
     let out = folder("damaged");
     succeeds(train(&out, &format!("{RUN} --stop-at 4 --no-compare")));
     let path = out.to_str().unwrap();
-    let model = checkpoint(&out.join("nvfp4")).join("model.bpk");
+    let model = checkpoint(&out.join("nvidia")).join("model.bpk");
     let whole = fs::read(&model).unwrap();
     let mut damaged = whole.clone();
     let middle = damaged.len() / 2;

@@ -9,7 +9,7 @@ use crate::support::*;
 #[test]
 fn a_comparison_writes_its_files() {
     let out = finished();
-    for recipe in ["nvfp4", "f32"] {
+    for recipe in ["nvidia", "f32"] {
         let rows = metrics(&out.join(recipe).join("metrics.csv"));
         let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
         assert_eq!(steps, ["0", "3", "6", "9", "12"]);
@@ -41,7 +41,7 @@ fn a_comparison_writes_its_files() {
     };
     assert_eq!(
         (summary["recipe"].as_str(), summary["device"].as_str()),
-        (Some("nvfp4"), Some("flex"))
+        (Some("nvidia"), Some("flex"))
     );
     assert_eq!(summary["baseline_recipe"].as_str(), Some("f32"));
     assert_eq!(number("tokens"), 12.0 * 4.0 * 32.0);
@@ -49,7 +49,7 @@ fn a_comparison_writes_its_files() {
     let gap = 100.0 * (number("final_valid_loss") / number("baseline_valid_loss") - 1.0);
     assert!((number("gap_percent") - gap).abs() < 1e-6);
     assert_ne!(number("final_valid_loss"), number("baseline_valid_loss"));
-    let last = metrics(&out.join("nvfp4/metrics.csv"))[4][3]
+    let last = metrics(&out.join("nvidia/metrics.csv"))[4][3]
         .parse::<f64>()
         .unwrap();
     assert!((number("final_valid_loss") - last).abs() < 1e-6);
@@ -58,7 +58,7 @@ fn a_comparison_writes_its_files() {
     let svg = fs::read_to_string(out.join("loss.svg")).unwrap();
     for part in [
         "<svg",
-        "nvfp4, validation",
+        "nvidia, validation",
         "f32, validation",
         "unigram entropy",
     ] {
@@ -114,16 +114,16 @@ fn progress_is_logged() {
     let [start, middle, end] = &lines[..] else {
         panic!("not three lines: {error}");
     };
-    assert_eq!(start[..2], ["nvfp4", "step 0/4"]);
-    number(start[2], "valid ", "");
-    assert_eq!(start[3..], ["ETA ?"]);
-    assert_eq!(middle[..2], ["nvfp4", "step 2/4"]);
-    number(middle[2], "loss ", "");
-    number(middle[3], "", " tokens/s");
-    assert!(middle[4].starts_with("ETA ") && middle[4].contains("second"));
-    assert_eq!(end[..2], ["nvfp4", "step 4/4"]);
-    number(end[3], "valid ", "");
-    assert_eq!(end[5..], ["ETA 0 seconds"]);
+    assert_eq!(start[..3], ["nvidia", "step 0/4", "epoch 0.00"]);
+    number(start[3], "valid ", "");
+    assert_eq!(start[4..], ["ETA ?"]);
+    assert_eq!(middle[..2], ["nvidia", "step 2/4"]);
+    number(middle[3], "loss ", "");
+    number(middle[4], "", " tokens/s");
+    assert!(middle[5].starts_with("ETA ") && middle[5].contains("second"));
+    assert_eq!(end[..2], ["nvidia", "step 4/4"]);
+    number(end[4], "valid ", "");
+    assert_eq!(end[6..], ["ETA 0 seconds"]);
 }
 
 /// Trains the default model on real text: the sources of this crate.
@@ -255,7 +255,7 @@ fn the_default_text_is_the_crates_of_the_build() {
     fails(train(Some(empty.as_path())), &[name]);
 
     succeeds(train(None));
-    let state = json(&checkpoint(&Path::new(out).join("nvfp4")).join("state.json"));
+    let state = json(&checkpoint(&Path::new(out).join("nvidia")).join("state.json"));
     let bytes = |part: &str| state["corpus"][part].as_u64().unwrap();
     assert!((100_000..500_000).contains(&(bytes("train_bytes") + bytes("valid_bytes"))));
 }

@@ -13,7 +13,7 @@ use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::Objective;
 
 pub(crate) use options::{Defaults, NOT_NEW, TrainingOptions};
-pub(crate) use run::{FinetuneRun, Start};
+pub(crate) use run::{FinetuneRun, STARTING, Start};
 
 use crate::ranks::Ranks;
 

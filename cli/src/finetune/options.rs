@@ -91,7 +91,7 @@ pub(crate) struct TrainingOptions {
     pub(crate) file: ConfigOption,
     #[command(flatten)]
     pub(crate) session: SessionOptions,
-    /// Train with this recipe [default: nvfp4; bf16 with --lora]
+    /// Train with this recipe [default: nvidia; bf16 with --lora]
     #[arg(
         long,
         value_name = "RECIPE",
@@ -115,7 +115,7 @@ pub(crate) struct TrainingOptions {
     /// Train for this many optimizer steps; with --resume, extend the run to them [default: 1000]
     #[arg(long, value_name = "STEPS", conflicts_with = "epochs")]
     pub(crate) steps: Option<u64>,
-    /// Train for this many passes over the training rows, instead of --steps; parts of a pass are
+    /// Train for this many passes over the training data, instead of --steps; parts of a pass are
     /// allowed, and the steps are rounded up
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) epochs: Option<f64>,
@@ -194,8 +194,9 @@ pub(crate) struct TrainingOptions {
 }
 
 impl TrainingOptions {
-    /// Returns the recipe, its name, and the schedule if one is given. With adapters, the form of the frozen weights is `frozen`;
-    /// frozen weights in high precision are quantized in each step only if that is asked for.
+    /// Returns the recipe, its name, and the schedule if one is given. With adapters, the form of
+    /// the frozen weights is `frozen`; frozen weights in high precision are quantized in each step
+    /// only if that is asked for.
     pub(super) fn recipe(
         &self,
         activation: Activation,
@@ -216,7 +217,7 @@ impl TrainingOptions {
         let name = match (&schedule, self.qat) {
             (Some(schedule), _) => named(&schedule.phases()[0].recipe, "schedule", &mut recipes)?,
             (None, None) => {
-                let default = if frozen.is_some() { "bf16" } else { "nvfp4" };
+                let default = if frozen.is_some() { "bf16" } else { "nvidia" };
                 let name = self.recipe.as_deref().unwrap_or(default);
                 named(name, "recipe", &mut recipes)?
             }

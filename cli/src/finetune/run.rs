@@ -37,6 +37,8 @@ const ADAPTER: &str = "adapter";
 const QUANTIZED: &str = "nvfp4";
 /// Default number of tokens per row, unless the model's maximum context is shorter.
 const CONTEXT: usize = 1024;
+/// File of a start that writes more than tokens. The run that begins removes it.
+pub(crate) const STARTING: &str = ".starting";
 /// File that records what the run writes at its end.
 const RESULT: &str = "result.json";
 
@@ -316,7 +318,10 @@ impl FinetuneRun {
         let path = self.folder.join(CONFIG);
         if self.is_new {
             write_json(&self.folder.join(RESULT), &self.written)?;
-            return write_json(&path, &self.config);
+            write_json(&path, &self.config)?;
+            // A file that cannot be removed is harmless: the run's configuration counts.
+            let _ = std::fs::remove_file(self.folder.join(STARTING));
+            return Ok(());
         }
         let Some((old, _)) = &self.extended else {
             return Ok(());

@@ -17,6 +17,7 @@ use anyhow::{Result, ensure};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, FromArgMatches};
 use nvfp4_lm::config::{ExpertDispatchName, ModelKind, Preset, RecipeName, RunConfig};
+use nvfp4_lm::data::Corpus;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -31,15 +32,26 @@ use request::{Compare, Request};
 #[serde(from = "Fields")]
 pub(crate) struct Options(Fields);
 
+/// Options of quantized recipes, which a run in high precision refuses.
+const OF_QUANTIZED: [&str; 5] = [
+    "rht",
+    "stochastic_rounding",
+    "weight_2d",
+    "rht_signs",
+    "high_precision",
+];
+
 /// Options that a resumed run may change: its device, its ranks and its steps. `None` keeps the
 /// value of the run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Resumed {
     pub(crate) device: Option<DeviceName>,
     pub(crate) tp: Option<usize>,
     pub(crate) ep: Option<usize>,
     pub(crate) ep_dispatch: Option<ExpertDispatchName>,
     pub(crate) steps: Option<u64>,
+    /// Excludes steps.
+    pub(crate) epochs: Option<f64>,
 }
 
 impl From<Fields> for Options {
@@ -83,6 +95,15 @@ impl FromArgMatches for Options {
         *self = Self::from_arg_matches(matches)?.over(std::mem::take(self));
         Ok(())
     }
+}
+
+/// Returns the number of steps in `epochs` passes over the training text of `config`.
+///
+/// # Errors
+/// Returns an error if the text cannot be read, or if `epochs` is not a positive number.
+pub(crate) fn steps_of(config: &RunConfig, epochs: f64) -> Result<u64> {
+    let corpus = Corpus::load(&config.data, config.data_bytes)?;
+    config.steps_of(epochs, corpus.fingerprint().train_bytes)
 }
 
 /// Returns the fields of a struct.
@@ -141,11 +162,11 @@ impl Options {
     pub(crate) fn of_resumed(mut self) -> Result<Resumed> {
         let mut take = |key: &str| self.0.remove(key);
         let [device, tp, ep] = [take("device"), take("tp"), take("ep")];
-        let [ep_dispatch, steps] = [take("ep_dispatch"), take("steps")];
+        let [ep_dispatch, steps, epochs] = [take("ep_dispatch"), take("steps"), take("epochs")];
         ensure!(
             self.is_empty(),
             "--resume continues the run as it was configured: leave out all options but --device, \
-             --tp, --ep, --ep-dispatch, --steps, --stop-at and --tensorboard"
+             --tp, --ep, --ep-dispatch, --steps, --epochs, --stop-at and --tensorboard"
         );
         let ranks = |given: Option<Value>| given.map(serde_json::from_value).transpose();
         Ok(Resumed {
@@ -154,6 +175,7 @@ impl Options {
             ep: ranks(ep)?,
             ep_dispatch: ep_dispatch.map(serde_json::from_value).transpose()?,
             steps: steps.map(serde_json::from_value).transpose()?,
+            epochs: epochs.map(serde_json::from_value).transpose()?,
         })
     }
 
@@ -161,6 +183,14 @@ impl Options {
     /// given.
     pub(crate) fn for_run(mut self, recipe: &str, seed: u64, device: Option<DeviceName>) -> Self {
         self.0.remove("healing");
+        if recipe
+            .parse()
+            .is_ok_and(|recipe: RecipeName| recipe.is_high_precision())
+        {
+            for key in OF_QUANTIZED {
+                self.0.remove(key);
+            }
+        }
         self.0.insert("recipe".into(), recipe.into());
         self.0.insert("seed".into(), seed.into());
         self.0.insert("compare".into(), false.into());
@@ -172,7 +202,7 @@ impl Options {
 
     /// Puts these options over those of `below`. An option removes options that contradict it: a
     /// dense `model` removes the experts, and experts remove a dense `model`; a schedule removes a
-    /// recipe and healing, and these remove a schedule.
+    /// recipe and healing, and these remove a schedule; steps remove epochs, and epochs steps.
     pub(crate) fn over(self, below: Self) -> Self {
         let Self(mut all) = below;
         let dense = |fields: &Fields| fields.get("model").is_some_and(|kind| kind == "dense");
@@ -184,6 +214,11 @@ impl Options {
             remove(&["recipe", "healing"]);
         } else if self.has("recipe") || self.has("healing") {
             remove(&["schedule"]);
+        }
+        for (own, other) in [("steps", "epochs"), ("epochs", "steps")] {
+            if self.has(own) {
+                all.remove(other);
+            }
         }
         if self.has("experts") && dense(&all) {
             all.remove("model");
@@ -216,6 +251,14 @@ impl Options {
         let preset = request.preset.unwrap_or_default();
         let base = RunConfig::preset(preset, &device.to_string());
         let mut config = overlay(&base, &values)?;
+        if let Some(epochs) = request.epochs {
+            ensure!(
+                !values.contains_key("steps"),
+                "epochs is {epochs}, but steps is {}: leave one of them out",
+                config.steps
+            );
+            config.steps = steps_of(&config, epochs)?;
+        }
 
         let dense = request.model == Some(ModelKind::Dense);
         ensure!(

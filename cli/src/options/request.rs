@@ -21,7 +21,7 @@ pub(super) struct Request {
     /// Start from the values of this preset [default: tiny]
     #[arg(long, value_name = "PRESET")]
     pub(super) preset: Option<Preset>,
-    /// Train with this recipe [default: nvfp4]
+    /// Train with this recipe [default: nvidia]
     #[arg(long, value_name = "RECIPE", value_parser = listed::<String>(recipes::values))]
     pub(super) recipe: Option<String>,
     /// Change the recipe at shares of the steps: `nvidia,0.85=mxfp8` begins with nvidia and ends
@@ -60,6 +60,15 @@ pub(super) struct Request {
     /// Train a dense model or a mixture-of-experts model [default: dense]
     #[arg(long, value_name = "KIND")]
     pub(super) model: Option<ModelKind>,
+    /// Train for this many passes over the training data, instead of --steps; parts of a pass are
+    /// allowed, and the steps are rounded up
+    #[arg(
+        long,
+        value_name = "N",
+        allow_negative_numbers = true,
+        conflicts_with = "steps"
+    )]
+    pub(super) epochs: Option<f64>,
 }
 
 /// Value of `--compare`.

@@ -303,6 +303,43 @@ fn high_precision_alone_is_not_compared() {
     );
 }
 
+/// Both names are one recipe, which is not compared with itself.
+#[test]
+fn nvfp4_is_an_alias_of_nvidia() {
+    let flags = |arguments: &[&str]| {
+        let device = ["--device", "flex"];
+        self::flags(&[&device, arguments].concat())
+    };
+    let (config, _) = flags(&["--recipe", "nvfp4"]).resolve().unwrap();
+    assert_eq!(config.recipe, RecipeName::nvidia());
+    let (config, _) = flags(&["--schedule", "nvfp4,0.5=nvfp4:fwd_bf16"])
+        .resolve()
+        .unwrap();
+    let schedule = config.schedule.unwrap().to_string();
+    assert_eq!(schedule, "nvidia,0.5=nvidia:fwd_bf16");
+    let error = refused(&["--compare", "nvfp4"]);
+    assert!(
+        error.contains("compare is nvidia, but recipe is nvidia"),
+        "{error}"
+    );
+    let help = recipes::values();
+    let alias = help.iter().find(|value| value.matches("nvfp4", false));
+    let said = alias.unwrap().get_help().unwrap().to_string();
+    assert_eq!(said, "Another name of nvidia");
+}
+
+/// A study compares with high precision, which has no switches.
+#[test]
+fn runs_in_high_precision_leave_out_options_of_quantized_ones() {
+    let options = flags(&["--device", "flex", "--rht", "false"]);
+    let run = |recipe| options.clone().for_run(recipe, 3, None).resolve();
+    let (config, _) = run("f32").unwrap();
+    assert!(config.rht);
+    let (config, _) = run("nvidia").unwrap();
+    assert!(!config.rht);
+    assert!(run("mxfp8").is_err());
+}
+
 /// Returns the error of these flags.
 fn refused(arguments: &[&str]) -> String {
     let flags = flags(&[&["--device", "flex"], arguments].concat());

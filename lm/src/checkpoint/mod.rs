@@ -535,7 +535,7 @@ mod tests {
         };
         let run = ByteRun {
             config: RunConfig::preset(Preset::Tiny, "flex"),
-            recipe: RecipeName::nvfp4(),
+            recipe: RecipeName::nvidia(),
             corpus,
         };
         let losses = vec![1.25, 0.1 + 0.2];

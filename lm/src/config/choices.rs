@@ -18,9 +18,12 @@ use serde::{Deserialize, Serialize};
 pub struct RecipeName(String);
 
 impl RecipeName {
+    /// Another name of `nvidia`. The command replaces it.
+    pub const ALIAS: &str = "nvfp4";
+
     /// Returns TransformerEngine's recipe, with the switches of the run.
-    pub fn nvfp4() -> Self {
-        Self("nvfp4".into())
+    pub fn nvidia() -> Self {
+        Self("nvidia".into())
     }
 
     /// Returns the recipe without quantization and with bf16 activations.
@@ -40,7 +43,7 @@ impl RecipeName {
 
     /// Returns true for TransformerEngine's recipe, under either name.
     pub fn is_nvidia(&self) -> bool {
-        ["nvidia", "nvfp4"].contains(&self.name())
+        ["nvidia", Self::ALIAS].contains(&self.name())
     }
 
     /// Returns true if nothing is quantized, so that the recipe can serve as baseline.
@@ -51,7 +54,7 @@ impl RecipeName {
 
 impl Default for RecipeName {
     fn default() -> Self {
-        Self::nvfp4()
+        Self::nvidia()
     }
 }
 

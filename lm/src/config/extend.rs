@@ -1,9 +1,23 @@
-//! More steps for a run.
+//! Steps of epochs, and more steps for a run.
 
 use anyhow::{Result, ensure};
 use burn_nvfp4::recipe::RecipeSchedule;
 
 use super::schedule::Schedule;
+
+/// Returns the number of steps in `epochs` passes of `steps_per_epoch` steps, rounded up.
+///
+/// # Errors
+/// Returns an error if `epochs` is not a positive number.
+pub(crate) fn steps_of(epochs: f64, steps_per_epoch: f64) -> Result<u64> {
+    ensure!(
+        epochs.is_finite() && epochs > 0.0,
+        "epochs is {epochs}, but it must be a positive number"
+    );
+    // Without the error of the product, as in 0.1 * 30.
+    let steps = epochs * steps_per_epoch - 1e-9;
+    Ok(steps.ceil().max(1.0) as u64)
+}
 
 /// Checks that the run of `schedule` can be extended to `steps` steps. Describes its learning rate;
 /// none if it has these steps already.

@@ -19,7 +19,7 @@ pub use choices::{
     Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, ModelKind,
     OptimizerName, Preset, RecipeName,
 };
-pub(crate) use extend::extension;
+pub(crate) use extend::{extension, steps_of};
 pub use model::{ModelConfig, VOCABULARY};
 pub use run::{BALANCE_SHARE, RunConfig};
 pub use schedule::Schedule;

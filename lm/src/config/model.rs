@@ -87,6 +87,12 @@ impl ModelConfig {
                 (1..=experts).contains(&top_k),
                 "top-k is {top_k}, but it must be 1 to the number of experts ({experts})"
             );
+        } else {
+            ensure!(
+                top_k == Self::TOP_K,
+                "top-k is {top_k}, but the model has no experts to route to: leave it out, or give \
+                 --model moe"
+            );
         }
         Ok(())
     }

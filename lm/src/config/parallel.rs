@@ -55,9 +55,8 @@ impl RunConfig {
     fn check_partition(&self, flag: &str, ranks: usize) -> Result<()> {
         ensure!(
             self.optimizer == OptimizerName::AdamW,
-            "{flag} is {ranks} and optimizer is {:?}, but it must be adamw: Muon orthogonalises \
-             whole matrices",
-            self.optimizer
+            "{flag} is {ranks} and optimizer is muon, but it must be adamw: Muon orthogonalises \
+             whole matrices"
         );
         ensure!(
             self.decorate.is_none(),
@@ -137,9 +136,8 @@ impl RunConfig {
         );
         ensure!(
             self.optimizer == OptimizerName::AdamW,
-            "{flag} is true and optimizer is {:?}, but it must be adamw: Muon orthogonalises whole \
-             matrices",
-            self.optimizer
+            "{flag} is true and optimizer is muon, but it must be adamw: Muon orthogonalises whole \
+             matrices"
         );
         ensure!(
             self.decorate.is_none(),

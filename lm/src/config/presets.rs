@@ -25,7 +25,7 @@ impl RunConfig {
         let gpu = device.starts_with("cuda");
         let tiny = Self {
             preset,
-            recipe: RecipeName::nvfp4(),
+            recipe: RecipeName::nvidia(),
             compare: match preset {
                 Preset::Tiny if gpu => vec![RecipeName::bf16()],
                 Preset::Tiny => vec![RecipeName::f32()],

@@ -14,7 +14,7 @@ use super::choices::{
     Activation, Decoration, ExpertDispatchName, GradReduce, HealingOption, OptimizerName, Preset,
     RecipeName,
 };
-use super::extend::extension;
+use super::extend::{extension, steps_of};
 use super::model::ModelConfig;
 use super::schedule::{Schedule, check_counts};
 use super::uncaptured::Uncaptured;
@@ -208,6 +208,25 @@ impl RunConfig {
         }
     }
 
+    /// Returns the number of steps per pass over `bytes` bytes of training text. Steps draw their
+    /// sequences at random, so that a pass is an amount of text.
+    pub fn steps_per_epoch(&self, bytes: usize) -> f64 {
+        bytes as f64 / (self.batch * self.model.context) as f64
+    }
+
+    /// Returns the number of steps in `epochs` passes over `bytes` bytes of training text, rounded
+    /// up.
+    ///
+    /// # Errors
+    /// Returns an error if `epochs` is not a positive number.
+    pub fn steps_of(&self, epochs: f64, bytes: usize) -> Result<u64> {
+        check_counts(&[
+            ("batch", self.batch as u64),
+            ("context", self.model.context as u64),
+        ])?;
+        steps_of(epochs, self.steps_per_epoch(bytes))
+    }
+
     /// Checks every value that does not need the data or the device.
     ///
     /// # Errors
@@ -350,16 +369,33 @@ impl RunConfig {
             let is_defined = self.recipes.contains_key(recipe.name());
             !recipe.is_high_precision() && (is_defined || !recipe.is_nvidia())
         };
+        let mut phases = Vec::new();
+        for recipe in self.all_recipes() {
+            phases.extend(self.phase_recipes(recipe)?);
+        }
         let switches = [
             ("rht", self.rht),
             ("stochastic-rounding", self.stochastic_rounding),
             ("weight-2d", self.weight_2d),
         ];
-        for (name, _) in switches.into_iter().filter(|(_, on)| !on) {
-            let mut phases = Vec::new();
-            for recipe in self.all_recipes() {
-                phases.extend(self.phase_recipes(recipe)?);
-            }
+        let off = switches.into_iter().filter(|(_, on)| !on);
+        let off: Vec<&str> = off.map(|(name, _)| name).collect();
+        let of_quantized = [
+            ("healing", self.healing.is_some()),
+            ("high-precision", !self.high_precision.is_empty()),
+            ("rht-signs", self.rht_signs.is_some()),
+        ];
+        let of_quantized = of_quantized.into_iter().filter(|(_, is_given)| *is_given);
+        let mut of_quantized = off
+            .iter()
+            .copied()
+            .chain(of_quantized.map(|(name, _)| name));
+        if phases.iter().all(RecipeName::is_high_precision)
+            && let Some(name) = of_quantized.next()
+        {
+            bail!("{name} is given, but no recipe of the run quantizes anything: leave it out");
+        }
+        for name in off {
             if let Some(recipe) = phases.iter().find(has_none) {
                 bail!(
                     "{name} is false, but only recipe nvidia (alias nvfp4) has this switch, and \
@@ -470,12 +506,12 @@ impl RunConfig {
         let found = match (recipe.name(), own) {
             (_, Some(own)) => own.clone(),
             ("f32", None) => Nvfp4Recipe::bf16(),
-            ("nvidia" | "nvfp4", None) => Nvfp4Recipe::nvidia()
+            ("nvidia" | RecipeName::ALIAS, None) => Nvfp4Recipe::nvidia()
                 .with_rht(self.rht)
                 .with_stochastic_rounding(self.stochastic_rounding)
                 .with_weight_2d(self.weight_2d),
             (name, None) => Nvfp4Recipe::preset(name).with_context(|| {
-                format!("recipe is {name}, but it must be nvfp4, f32, a file, or a preset")
+                format!("recipe is {name}, but it must be f32, a file, or a preset")
             })?,
         };
         let found = match self.rht_signs {

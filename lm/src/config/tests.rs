@@ -57,7 +57,7 @@ fn experts_are_checked_and_counted() {
 fn errors_name_the_value() {
     let good = RunConfig::preset(Preset::Tiny, "flex");
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&str, Spoil); 18] = [
+    let cases: [(&str, Spoil); 21] = [
         ("width", |c| c.model.width = 100),
         ("hidden", |c| c.model.hidden = 0),
         ("heads", |c| c.model.heads = 3),
@@ -85,6 +85,17 @@ fn errors_name_the_value() {
             c.compare = vec![RecipeName::f32()];
             c.rht = false;
         }),
+        ("rht", |c| {
+            c.recipe = RecipeName::f32();
+            c.compare = Vec::new();
+            c.rht = false;
+        }),
+        ("healing", |c| {
+            c.recipe = RecipeName::f32();
+            c.compare = Vec::new();
+            c.healing = Some("0.5".parse().unwrap());
+        }),
+        ("top-k", |c| c.model.top_k = 3),
         ("weight-2d", |c| {
             c.compare = vec!["quartet2".parse().unwrap()];
             c.weight_2d = false;

@@ -28,6 +28,7 @@ use crate::hf::{DecoderConfig, Dtype, FeedForwardConfig, LayerConfig, StoredTens
 use crate::interchange::checkpoint::{KvScales, is_quantized};
 use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
 use crate::model::check_dtype;
+use crate::progress::{Unit, Work};
 
 impl Decoder {
     /// Loads the model of high-precision tensors in `folder` on `device`; parameters and
@@ -218,11 +219,24 @@ impl Loader<'_> {
                 Some(LmHead::new(param(weight.transpose())))
             }
         };
-        let layers = config.layers.iter().enumerate();
-        let layers = layers.map(|(index, layer)| loader.layer(index, layer));
+        let bytes = |prefix: &str| -> usize {
+            let all = self.tensors.iter();
+            let own = all.filter(|tensor| tensor.name.starts_with(prefix));
+            own.map(|tensor| tensor.bytes.len()).sum()
+        };
+        let of_layers = (0..config.layers.len()).map(|index| bytes(&names::layer(index)));
+        let of_layers: Vec<usize> = of_layers.collect();
+        let (sum, total) = (of_layers.iter().sum::<usize>(), bytes(""));
+        // Embedding and head are loaded; the tensors of layers are not.
+        let mut work = Work::begin("load", Unit::Bytes, total - sum, total);
+        let mut layers = Vec::new();
+        for ((index, layer), bytes) in config.layers.iter().enumerate().zip(of_layers) {
+            layers.push(loader.layer(index, layer)?);
+            work.add(bytes);
+        }
         Ok(Decoder {
             embedding,
-            layers: layers.collect::<Result<_>>()?,
+            layers,
             norm: loader.norm(NORM)?,
             head,
             quantized_head: None,

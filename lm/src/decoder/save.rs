@@ -31,7 +31,11 @@ impl Decoder {
         if let Some(source) = source {
             copy_companions(source, new.path(), &QUANTIZATION_RECORDS)?;
         }
-        let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+        let elements = names::expected(&self.config).into_iter();
+        let elements: usize = elements.map(|it| it.shape.iter().product::<usize>()).sum();
+        let bytes = elements * types(dtype)?.0.size();
+        let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+        let mut writer = writer.with_progress(bytes);
         self.write_tensors(&mut writer, dtype)?;
         writer.finish()?;
         new.finish()

@@ -98,7 +98,7 @@ impl Comparison {
 }
 
 /// Compares `model` with `baseline` on each window over `texts`. Both have the same vocabulary and
-/// are on the same device. `progress` receives the number of tokens counted so far and the total.
+/// are on the same device.
 ///
 /// # Errors
 /// Returns an error if the vocabularies differ in size. Also returns the errors of
@@ -108,7 +108,6 @@ pub fn compare(
     baseline: &Decoder,
     texts: &[Vec<u32>],
     windows: Windows,
-    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<ComparedWindow>> {
     let [own, other] = [model, baseline].map(|model| model.config().vocab);
     ensure!(
@@ -116,7 +115,7 @@ pub fn compare(
         "the model has {own} tokens, but the baseline has {other}"
     );
     let models = [model, baseline];
-    over_windows(&models, texts, windows, progress, |text, tokens, first| {
+    over_windows(&models, texts, windows, |text, tokens, first| {
         let [own, other] = [features(model, tokens)?, features(baseline, tokens)?];
         let count = tokens.len() - 1;
         let mut found: [Vec<f32>; 3] = Default::default();

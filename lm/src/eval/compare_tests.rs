@@ -3,6 +3,7 @@
 use burn::tensor::{Device, FloatDType};
 
 use super::*;
+use crate::progress::tests::told;
 use nvfp4_test_support::golden;
 
 const WINDOWS: Windows = Windows {
@@ -24,7 +25,7 @@ fn texts() -> [Vec<u32>; 2] {
 #[test]
 fn a_model_does_not_differ_from_itself() {
     let model = load("llama3-tiny");
-    let windows = compare(&model, &model, &texts(), WINDOWS, &mut |_, _| ()).unwrap();
+    let windows = compare(&model, &model, &texts(), WINDOWS).unwrap();
     let zero = Estimate {
         mean: 0.0,
         error: 0.0,
@@ -38,12 +39,12 @@ fn a_model_does_not_differ_from_itself() {
 #[test]
 fn the_difference_is_that_of_separate_evaluations() {
     let [model, baseline] = ["llama3-tiny-ct-nvfp4a16", "llama3-tiny"].map(load);
-    let mut told = Vec::new();
-    let show = &mut |done, of| told.push((done, of));
-    let windows = compare(&model, &baseline, &texts(), WINDOWS, show).unwrap();
-    assert_eq!((told[0], *told.last().unwrap()), ((23, 78), (78, 78)));
+    let compared = || compare(&model, &baseline, &texts(), WINDOWS);
+    let (windows, told) = told("evaluate", compared);
+    let windows = windows.unwrap();
+    assert_eq!((told[1], *told.last().unwrap()), ((23, 78), (78, 78)));
     let found = Comparison::over(&windows);
-    let alone = |model| window_losses(model, &texts(), WINDOWS, &mut |_, _| ()).unwrap();
+    let alone = |model| window_losses(model, &texts(), WINDOWS).unwrap();
     let (own, other) = (alone(&model), alone(&baseline));
     let all: Vec<WindowLoss> = windows.iter().map(ComparedWindow::model).collect();
     assert_eq!(all, own);
@@ -67,13 +68,7 @@ fn the_difference_is_that_of_separate_evaluations() {
 fn divergences_are_sums_over_the_vocabulary() {
     let [model, baseline] = ["llama3-tiny-ct-nvfp4a16", "llama3-tiny"].map(load);
     let text = texts()[1].clone();
-    let windows = compare(
-        &model,
-        &baseline,
-        std::slice::from_ref(&text),
-        WINDOWS,
-        &mut |_, _| (),
-    );
+    let windows = compare(&model, &baseline, std::slice::from_ref(&text), WINDOWS);
     let windows = windows.unwrap();
     let logs = |model: &Decoder| -> Vec<f64> {
         let logits = model.logits(features(model, &text).unwrap());

@@ -82,6 +82,7 @@ mod with_a_model {
 
     use super::*;
     use crate::hf::{GenerationConfig, TensorFolder};
+    use crate::progress::tests::told;
     use nvfp4_test_support::golden;
 
     /// Returns the rows of a reference, and their negative log-likelihoods from transformers.
@@ -113,10 +114,7 @@ mod with_a_model {
             length: 32,
             stride: 16,
         };
-        let mut told = Vec::new();
-        let found = cross_entropy(model, &texts, windows, &mut |done, of| {
-            told.push((done, of))
-        });
+        let (found, told) = told("evaluate", || cross_entropy(model, &texts, windows));
         let found = found.unwrap();
         let all: Vec<f64> = rows
             .iter()
@@ -124,7 +122,10 @@ mod with_a_model {
             .map(|n| f64::from(*n))
             .collect();
         let mean = all.iter().sum::<f64>() / all.len() as f64;
-        assert_eq!((found.tokens, told), (62, vec![(31, 62), (62, 62)]));
+        assert_eq!(
+            (found.tokens, told),
+            (62, vec![(0, 62), (31, 62), (62, 62)])
+        );
         assert!((found.mean - mean).abs() < 1e-5);
     }
 
@@ -141,19 +142,19 @@ mod with_a_model {
             stride: 7,
         };
         let texts = [rows[0].0.clone()];
-        let found = cross_entropy(&model, &texts, short, &mut |_, _| ()).unwrap();
+        let found = cross_entropy(&model, &texts, short).unwrap();
         let second = log_probabilities(&model, &texts[0][7..15]).unwrap();
         let first = log_probabilities(&model, &texts[0][..8]).unwrap();
         assert_eq!(found.tokens, 31);
         let begin: f64 = first.iter().chain(&second).map(|n| -f64::from(*n)).sum();
-        let rest = cross_entropy(&model, &[texts[0][14..].to_vec()], short, &mut |_, _| ());
+        let rest = cross_entropy(&model, &[texts[0][14..].to_vec()], short);
         let rest = rest.unwrap();
         let whole = begin + rest.mean * rest.tokens as f64;
         assert!((found.mean * 31.0 - whole).abs() < 1e-9);
 
         let fails = |texts: &[Vec<u32>], length, stride| {
             let windows = Windows { length, stride };
-            let error = cross_entropy(&model, texts, windows, &mut |_, _| ());
+            let error = cross_entropy(&model, texts, windows);
             error.unwrap_err().to_string()
         };
         assert!(fails(&texts, 1, 1).contains("length is 1"));
@@ -186,14 +187,7 @@ mod with_a_model {
             length,
             stride: length - 1,
         };
-        let read = |length| {
-            cross_entropy(
-                &model,
-                std::slice::from_ref(&text),
-                windows(length),
-                &mut |_, _| (),
-            )
-        };
+        let read = |length| cross_entropy(&model, std::slice::from_ref(&text), windows(length));
         assert_eq!(read(256).unwrap().tokens, 299);
         let error = read(257).unwrap_err().to_string();
         assert!(
@@ -219,7 +213,7 @@ mod with_a_model {
             answer: 0,
         };
         let questions = [question("short"), question(&"the fox ".repeat(200))];
-        let found = choose(&model, &tokenizer, &questions, &mut |_, _| ()).unwrap();
+        let found = choose(&model, &tokenizer, &questions).unwrap();
         assert_eq!(found.beyond, 1);
     }
 
@@ -249,11 +243,11 @@ mod with_a_model {
             .collect();
         let best = first_best(&scores);
         let questions = [question(best), question(best), question(1 - best)];
-        let found = choose(&model, &tokenizer, &questions, &mut |_, _| ()).unwrap();
+        let found = choose(&model, &tokenizer, &questions).unwrap();
         assert!((found.plain.share - 2.0 / 3.0).abs() < 1e-12);
         let by_byte = usize::from(scores[1] / 15.0 > scores[0] / 4.0);
         let right = questions.iter().filter(|q| q.answer == by_byte).count();
         assert!((found.normalized.share - right as f64 / 3.0).abs() < 1e-12);
-        assert!(choose(&model, &tokenizer, &[], &mut |_, _| ()).is_err());
+        assert!(choose(&model, &tokenizer, &[]).is_err());
     }
 }

@@ -8,12 +8,13 @@ use burn_nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{
-    Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension,
+    Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension, steps_of,
 };
 use crate::decoder::{FrozenForm, LoraConfig};
+use crate::hf::tensors::FINETUNING;
 
 /// Configuration file in the folder of a run.
-pub const CONFIG: &str = "finetune.json";
+pub const CONFIG: &str = FINETUNING;
 
 /// Training objective.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -225,13 +226,7 @@ impl FinetuneConfig {
     /// # Errors
     /// Returns an error if `epochs` is not a positive number.
     pub fn steps_of(&self, epochs: f64, rows: usize) -> Result<u64> {
-        ensure!(
-            epochs.is_finite() && epochs > 0.0,
-            "epochs is {epochs}, but it must be a positive number"
-        );
-        // Without the error of the product, as in 0.1 * 30.
-        let steps = epochs * self.steps_per_epoch(rows) - 1e-9;
-        Ok(steps.ceil().max(1.0) as u64)
+        steps_of(epochs, self.steps_per_epoch(rows))
     }
 
     /// Extends the run to `steps` steps. Describes its learning rate; none if it has these steps

@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 use super::config::FinetuneConfig;
 use crate::hf::{DecoderConfig, GenerationConfig, Tokenizer};
 use crate::random::hash_all;
-use crate::tokens::encode::is_shard;
+use crate::tokens::encode::{is_shard, reading};
 use crate::tokens::rows::{places, split};
 use crate::tokens::whole::may_have_rows;
 use crate::tokens::{
@@ -96,8 +96,10 @@ impl TextReader {
             false => None,
         };
         let encoder = Encoder::new(&self.tokenizer, chat, None);
+        let mut work = reading("tokenize", &files);
         let files = files.into_iter();
-        let files = files.map(|path| whole::read(option, path, &encoder, &self.tokenizer));
+        let files =
+            files.map(|path| whole::read(option, path, &encoder, &self.tokenizer, &mut work));
         Ok(Texts {
             files: files.collect::<Result<_>>()?,
             other_files,

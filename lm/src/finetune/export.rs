@@ -80,7 +80,7 @@ impl Finetune<'_> {
         // Runs on the CPU, which may take long.
         on_first_at_length(self.world(), || {
             let (options, calibration) = saved.expect("rank 0 has saved it");
-            quantize_masters(out, &options, &calibration, &mut |_, _, _| {})
+            quantize_masters(out, &options, &calibration)
         })
     }
 
@@ -108,14 +108,13 @@ impl Finetune<'_> {
             sequences: config.eval_rows,
             products: false,
         };
-        calibrate(model, &tokens, text, &mut |_, _| {})
+        calibrate(model, &tokens, text)
     }
 }
 
 /// Writes `model`, whose adapters are merged, to the new folder `out`: its weights quantized to
 /// NVFP4 (W4A16) by rounding to nearest, in `dialect`. The model was loaded in `f32` from the folder
 /// `from` in the form [`FrozenForm::of`] it; the unpacked layers of a packed model stay unpacked.
-/// `progress` receives the number of layers done, the total, and the current layer.
 ///
 /// # Errors
 /// Returns an error if the folder has files or a file cannot be written.
@@ -124,7 +123,6 @@ pub fn export_merged(
     from: &Path,
     out: &Path,
     dialect: Dialect,
-    progress: &mut dyn FnMut(usize, usize, &str),
 ) -> Result<Quantized> {
     let kept = match FrozenForm::of(from)? {
         FrozenForm::High => vec![],
@@ -133,7 +131,7 @@ pub fn export_merged(
     let options = rounding(dialect, Scheme::W4a16, kept)?;
     save_masters(&model, from, out)?;
     drop(model);
-    quantize_masters(out, &options, &Calibration::new(), progress)
+    quantize_masters(out, &options, &Calibration::new())
 }
 
 /// Returns the path of the `f32` weights from which `out` is quantized. These are rounded, not a
@@ -170,10 +168,9 @@ fn quantize_masters(
     out: &Path,
     options: &QuantizeOptions,
     calibration: &Calibration,
-    progress: &mut dyn FnMut(usize, usize, &str),
 ) -> Result<Quantized> {
     let masters = masters(out);
-    let done = quantize_folder(&masters, out, options, calibration, progress);
+    let done = quantize_folder(&masters, out, options, calibration);
     fs::remove_dir_all(&masters).with_context(|| masters.display().to_string())?;
     done
 }

@@ -7,6 +7,7 @@ use burn_nvfp4::parallel::ProcessGroup;
 
 use super::step::DeviceBatch;
 use crate::decoder::{Decoder, PackedRows};
+use crate::progress::{Unit, Work};
 use crate::ranks::in_turns;
 use crate::tokens::{RowBatch, Rows};
 
@@ -35,11 +36,15 @@ pub(super) fn cross_entropy_of(
     // All ranks run the same number of forward passes, as sharded models require; surplus passes
     // are not counted.
     let (rank, size) = (world.rank(), world.size());
+    let rows_of_round = size * batch;
+    let mut work = Work::begin("evaluate", Unit::Sequences, 0, indices.len());
     let sum_of = |round: usize| {
         let batch = &batches[(round * size + rank).min(batches.len() - 1)];
         let (inputs, targets, packed): (Tensor<2, Int>, _, PackedRows) = batch.tensors(device)?;
         let features = flat(model.features_packed(inputs, &packed)?);
-        model.cross_entropy(features, targets, SUM)
+        let sum = model.cross_entropy(features, targets, SUM)?;
+        work.add(rows_of_round);
+        anyhow::Ok(sum)
     };
     let sums = (0..batches.len().div_ceil(size)).map(sum_of);
     let sums = Tensor::cat(sums.collect::<Result<_>>()?, 0).into_data();

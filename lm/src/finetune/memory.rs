@@ -258,7 +258,7 @@ mod tests {
             data: vec!["text.tokens".into()],
             valid: vec![],
             valid_share: 0.2,
-            recipe_name: RecipeName::nvfp4(),
+            recipe_name: RecipeName::nvidia(),
             recipe: Nvfp4Recipe::default(),
             schedule: None,
             lora: None,

@@ -178,7 +178,7 @@ impl Task for FinetuneTask<'_> {
             recipes: config.recipes()?,
             schedule: config.step_schedule(),
             tokens_per_step: (config.rows_per_step() * config.context) as u64,
-            steps_per_epoch: Some(config.steps_per_epoch(self.data.train.len())),
+            steps_per_epoch: config.steps_per_epoch(self.data.train.len()),
             optimizer: Optimizer::adamw(config.weight_decay, config.grad_clip)?,
             sharding: match config.fsdp {
                 true => Sharding::Full,

@@ -259,7 +259,7 @@ fn a_schedule_resumes_in_its_phase() {
     }
     // What holds for a recipe holds for each phase.
     let mixed = FinetuneConfig {
-        recipe_name: RecipeName::nvfp4(),
+        recipe_name: RecipeName::nvidia(),
         ..config.clone()
     };
     let error = mixed.check().unwrap_err().to_string();

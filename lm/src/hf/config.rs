@@ -24,13 +24,11 @@ mod mixtral;
 mod qwen;
 mod types;
 
+pub use super::CONFIG_FILE;
 use types::Spec;
 pub use types::{
     Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, LayerConfig,
 };
-
-/// Name of the file.
-pub const CONFIG_FILE: &str = "config.json";
 
 impl Family {
     const ALL: [Self; 8] = [

@@ -68,7 +68,11 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
     write_json(&new.path().join(CONFIG_FILE), &config.to_json(type_name))?;
-    let mut writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+    let elements: usize = (expected.iter())
+        .map(|tensor| tensor.shape.iter().product::<usize>())
+        .sum();
+    let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+    let mut writer = writer.with_progress(elements * dtype.bitsize() / 8);
     for tensor in &expected {
         let name = gguf_name(&tensor.name);
         let stored = file.tensor(&name)?;
@@ -184,7 +188,7 @@ fn refuse_unknown(file: &GgufFile) -> Result<()> {
             };
             name.is_some_and(|name| !KEYS.contains(&name)) && !says_nothing
         })
-        .map(|(key, value)| format!("`{key}` ({value:?})"))
+        .map(|(key, value)| format!("`{key}` ({value})"))
         .collect();
     ensure!(
         unknown.is_empty(),
@@ -297,8 +301,10 @@ fn rope(file: &GgufFile, head: usize) -> Result<Rope> {
             RopeScaling::Linear { factor }
         }
         (kind, factor) => bail!(
-            "`llama.rope.scaling` is of type {kind:?} and factor {factor:?}, but must be `linear` \
-             with a factor of at least 1, or absent"
+            "`llama.rope.scaling` is of type {} and factor {}, but must be `linear` with a factor \
+             of at least 1, or absent",
+            kind.map_or("none".into(), Value::to_string),
+            factor.map_or("none".into(), |factor| factor.to_string())
         ),
     };
     let plain = Rope { theta, scaling };

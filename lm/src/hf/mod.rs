@@ -33,6 +33,8 @@ pub use tokenizer::Tokenizer;
 pub(crate) use tokenizer_config::TokenizerConfig;
 pub use writer::TensorWriter;
 
+/// File of the configuration.
+pub const CONFIG_FILE: &str = "config.json";
 /// File of a model that is not sharded.
 pub const WHOLE_FILE: &str = "model.safetensors";
 /// File that assigns each tensor to a shard.

@@ -64,6 +64,19 @@ pub enum RopeScaling {
     },
 }
 
+impl RopeScaling {
+    /// Returns the name of the kind in `rope_type`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Linear { .. } => "linear",
+            Self::Llama3 { .. } => "llama3",
+            Self::Yarn { .. } => "yarn",
+            Self::Dynamic { .. } => "dynamic",
+        }
+    }
+}
+
 /// Names of the kinds, for errors.
 const KINDS: &str = "default, linear, llama3, yarn or dynamic";
 
@@ -89,13 +102,16 @@ impl Rope {
             None | Some(Value::Null) => Ok(None),
             Some(value) => Self::from_value(name, value, (written, theta), max_positions).map(Some),
         };
-        let old = "rope_scaling";
-        match (read((old, fields.take(old)))?, read(new)?) {
+        let old = ("rope_scaling", fields.take("rope_scaling"));
+        let text = |value: Option<&Value>| value.map_or_else(String::new, Value::to_string);
+        match (read(old)?, read(new)?) {
             (None, None) => Self::unscaled(written.map_or(theta, |(_, theta)| theta)),
-            (Some(old), Some(found)) if old != found => bail!(
-                "`rope_scaling` says {old:?}, but `{}` says {found:?}: transformers 4 reads the \
-                 first and transformers 5 the second; delete the one that is wrong",
-                new.0
+            (Some(first), Some(second)) if first != second => bail!(
+                "`rope_scaling` says {}, but `{}` says {}: transformers 4 reads the first and \
+                 transformers 5 the second; delete the one that is wrong",
+                text(old.1),
+                new.0,
+                text(new.1)
             ),
             (Some(found), _) | (None, Some(found)) => Ok(found),
         }

@@ -15,8 +15,14 @@ use safetensors::Dtype;
 use serde::Deserialize;
 
 use super::header::{Entry, Header};
-use super::{INDEX_FILE, WHOLE_FILE};
+use super::{CONFIG_FILE, INDEX_FILE, WHOLE_FILE};
+use crate::progress::{Unit, Work};
 use crate::random::{hash, hash_all};
+
+/// File of the run in the folder of a finetuning.
+pub(crate) const FINETUNING: &str = "finetune.json";
+/// Number of tensors that are read between two reports of progress.
+const PART: usize = 64;
 
 /// Tensors of a model, by name.
 ///
@@ -268,7 +274,10 @@ impl TensorFolder {
             let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
             hash_all(&[tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes]).to_le_bytes()
         };
-        let hashes: Vec<[u8; 8]> = tensors.par_iter().map(of_one).collect();
+        let mut hashes: Vec<[u8; 8]> = Vec::new();
+        each_part(&tensors, "fingerprint", |part| {
+            hashes.par_extend(part.par_iter().map(of_one));
+        });
         hash(hashes.as_flattened())
     }
 
@@ -395,6 +404,29 @@ impl StoredTensor<'_> {
     }
 }
 
+/// Checks that all values of each of `tensors` are finite.
+pub(crate) fn check_each(tensors: &[StoredTensor<'_>]) -> Vec<Result<()>> {
+    let mut results = Vec::new();
+    each_part(tensors, "check", |part| {
+        results.par_extend(part.par_iter().map(StoredTensor::check_finite));
+    });
+    results
+}
+
+/// Calls `each` with parts of `tensors`, and reports the progress of `task`.
+fn each_part(
+    tensors: &[StoredTensor<'_>],
+    task: &'static str,
+    mut each: impl FnMut(&[StoredTensor<'_>]),
+) {
+    let bytes = |part: &[StoredTensor<'_>]| part.iter().map(|tensor| tensor.bytes.len()).sum();
+    let mut work = Work::begin(task, Unit::Bytes, 0, bytes(tensors));
+    for part in tensors.chunks(PART) {
+        each(part);
+        work.add(bytes(part));
+    }
+}
+
 /// Shows file and name, for errors.
 impl fmt::Display for StoredTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
@@ -408,16 +440,22 @@ impl fmt::Debug for StoredTensor<'_> {
     }
 }
 
-/// Checks that a folder of a model exists.
+/// Checks that a folder of a model exists, and is not that of a finetuning, whose models are in its
+/// subfolders.
 ///
 /// # Errors
-/// Returns an error if it does not. A path such as `Qwen/Qwen3-0.6B` may be the name of a repository,
-/// so the error then names the command that downloads it.
+/// Returns an error if it is not so. A path such as `Qwen/Qwen3-0.6B` may be the name of a
+/// repository, so the error then names the command that downloads it.
 pub(crate) fn check_folder(folder: &Path) -> Result<()> {
+    let shown = folder.display();
     if folder.is_dir() {
+        ensure!(
+            folder.join(CONFIG_FILE).exists() || !folder.join(FINETUNING).exists(),
+            "{shown} is the folder of a finetuning, {}",
+            written(folder)
+        );
         return Ok(());
     }
-    let shown = folder.display();
     let parts: Vec<_> = folder.components().collect();
     if let [Component::Normal(_), Component::Normal(name)] = parts[..] {
         bail!(
@@ -427,6 +465,20 @@ pub(crate) fn check_folder(folder: &Path) -> Result<()> {
         );
     }
     bail!("there is no folder {shown}")
+}
+
+/// Says which models the finetuning in `folder` has written.
+fn written(folder: &Path) -> String {
+    let existing = |name: &str| Some(folder.join(name)).filter(|path| path.exists());
+    match (existing("model").or(existing("nvfp4")), existing("adapter")) {
+        (Some(model), _) => format!("which has written {}: give this folder", model.display()),
+        (None, Some(adapter)) => format!(
+            "which has written adapters: give the model that they were trained beside, and \
+             --adapter {}",
+            adapter.display()
+        ),
+        (None, None) => "which has written no model yet".into(),
+    }
 }
 
 fn open(path: &Path) -> Result<(MappedFile, BTreeMap<String, Entry>)> {

@@ -137,9 +137,10 @@ impl Tokenizer {
             let found = content.and_then(|content| self.id(content));
             ensure!(
                 found.map(u64::from) == id,
-                "`added_tokens` says that {} is {}, but it is {found:?}",
+                "`added_tokens` says that {} is {}, but {}",
                 entry["content"],
-                entry["id"]
+                entry["id"],
+                its_id(found)
             );
         }
         let known = self.inner.get_added_tokens_decoder();
@@ -153,7 +154,8 @@ impl Tokenizer {
             ensure!(
                 found == Some(id),
                 "`added_tokens_decoder` of tokenizer_config.json says that `{content}` is {id}, but \
-                 it is {found:?}"
+                 {}",
+                its_id(found)
             );
         }
         let added = self.inner.get_added_tokens_decoder();
@@ -462,6 +464,11 @@ fn check_text_rules(json: &Map<String, Value>, config: &TokenizerConfig) -> Resu
         "`do_lower_case` of tokenizer_config.json is true, but tokenizer.json does not lower texts"
     );
     Ok(())
+}
+
+/// Says which ID a token has.
+fn its_id(id: Option<u32>) -> String {
+    id.map_or("it has no id".into(), |id| format!("its id is {id}"))
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use serde_json::json;
 
 use super::header::bytes_of;
 use super::{INDEX_FILE, WHOLE_FILE};
+use crate::progress::{Unit, Work};
 
 /// Writes the tensors of a model to `model.safetensors`, or to shards with an index if they exceed
 /// the limit of one file.
@@ -32,6 +33,8 @@ pub struct TensorWriter {
     /// Complete shards under temporary names.
     shards: Vec<PathBuf>,
     spool: Option<Spool>,
+    /// Progress, if it is reported.
+    work: Option<Work>,
 }
 
 /// Tensors of the current shard, in arrival order. Their final order and the header are known only
@@ -73,7 +76,14 @@ impl TensorWriter {
             shard_of: BTreeMap::new(),
             shards: Vec::new(),
             spool: None,
+            work: None,
         })
+    }
+
+    /// Reports the progress of writing tensors of `bytes` bytes in total.
+    pub fn with_progress(mut self, bytes: usize) -> Self {
+        self.work = Some(Work::begin("write", Unit::Bytes, 0, bytes));
+        self
     }
 
     /// Adds a tensor with the elements `bytes`, little endian, last axis contiguous.
@@ -116,6 +126,9 @@ impl TensorWriter {
         let tensor = (name.to_owned(), dtype, shape.to_vec(), start);
         spool.tensors.push(tensor);
         self.total += length;
+        if let Some(work) = &mut self.work {
+            work.add(bytes.len());
+        }
         self.shard_of.insert(name.to_owned(), self.shards.len());
         Ok(())
     }

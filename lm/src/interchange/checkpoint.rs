@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use rayon::prelude::*;
 use safetensors::Dtype;
 use serde_json::Value;
 
@@ -19,8 +18,8 @@ use super::{Dialect, PackedWeight, PreQuantScale, QuantConfig, Scheme};
 use crate::checkpoint::read_json;
 use crate::decoder::names::differences;
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::tensors::check_folder;
-use crate::hf::{DecoderConfig, Family, TensorFolder};
+use crate::hf::tensors::{check_each, check_folder};
+use crate::hf::{DecoderConfig, Family, StoredTensor, TensorFolder};
 
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
 pub const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
@@ -502,13 +501,17 @@ impl Checkpoint {
 
     /// Checks that every value that readers use directly is finite.
     fn check_values(&mut self) {
-        let check = |name: &String| {
-            let error = self.tensors.get(name).ok()?.check_finite().err()?;
-            Some((name.clone(), error.to_string()))
-        };
-        let found: Vec<(String, String)> = self.plain.par_iter().filter_map(check).collect();
-        for (name, what) in found {
-            self.problem(&name, what);
+        let plain = self
+            .plain
+            .iter()
+            .filter_map(|name| self.tensors.get(name).ok());
+        let plain: Vec<StoredTensor<'_>> = plain.collect();
+        let names = plain.iter().map(|tensor| tensor.name.to_owned());
+        let found: Vec<(String, Result<()>)> = names.zip(check_each(&plain)).collect();
+        for (name, result) in found {
+            if let Err(error) = result {
+                self.problem(&name, error.to_string());
+            }
         }
     }
 }

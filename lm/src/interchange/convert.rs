@@ -13,7 +13,7 @@ use super::names::canonical;
 use super::{Checkpoint, Dialect, QuantConfig};
 use crate::checkpoint::write_json;
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::{INDEX_FILE, TensorWriter, copy_file};
+use crate::hf::{INDEX_FILE, NewFolder, TensorWriter, copy_file};
 
 /// File in which `nvfp4 quantize` records how a folder was quantized. No reader of checkpoints uses
 /// it.
@@ -45,12 +45,7 @@ pub struct Conversion {
 /// Returns an error if `out` is not empty, or if a file cannot be written. When converting
 /// ModelOpt's `NVFP4_AWQ` to the other dialect, returns an error that names a layer with a
 /// `pre_quant_scale`.
-pub fn convert(
-    from: &Checkpoint,
-    to: Dialect,
-    out: &Path,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<Conversion> {
+pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion> {
     let config = from.config();
     let config = config.context("there is no quantization to convert")?;
     let same = config.dialect == to;
@@ -62,8 +57,10 @@ pub fn convert(
             to.name()
         );
     }
-    create_empty(out)?;
-    let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+    let new = NewFolder::create(out)?;
+    let bytes = from.tensors().iter().map(|tensor| tensor.bytes.len()).sum();
+    let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
+    let mut writer = writer.with_progress(bytes);
     for name in from.plain() {
         let tensor = from.tensors().get(name)?;
         writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
@@ -97,7 +94,6 @@ pub fn convert(
         done.globals += 1 + usize::from(weight.input_global().is_some());
         done.renamed += usize::from(name != *module);
         done.layers += 1;
-        progress(done.layers, from.layers().len());
     }
     writer.finish()?;
     let exclude = match same {
@@ -117,8 +113,9 @@ pub fn convert(
     if !same || json.get("quantization_config").is_none() {
         json["quantization_config"] = written.inline();
     }
-    write_configs(out, &json, &written)?;
-    copy_companions(from.folder(), out, &[])?;
+    write_configs(new.path(), &json, &written)?;
+    copy_companions(from.folder(), new.path(), &[])?;
+    new.finish()?;
     Ok(done)
 }
 

@@ -162,7 +162,7 @@ fn checkpoints_of_awq_are_read_and_written_again_byte_for_byte() {
             assert!(expected.eq(found.iter().copied()), "{name}: {module}");
             assert_eq!(weight.bytes(), layer.bytes);
         }
-        convert(&checkpoint, Dialect::ModelOpt, &same, &mut |_, _| ()).unwrap();
+        convert(&checkpoint, Dialect::ModelOpt, &same).unwrap();
         let bytes = |folder: &Path| std::fs::read(folder.join("model.safetensors")).unwrap();
         assert!(bytes(&made) == bytes(&same), "{name}");
         let again = Checkpoint::open(&same).unwrap();
@@ -172,7 +172,7 @@ fn checkpoints_of_awq_are_read_and_written_again_byte_for_byte() {
         assert_eq!(file["quantization"]["pre_quant_scale"], true);
         let other = scratch.join("other");
         let to = Dialect::CompressedTensors;
-        let error = convert(&checkpoint, to, &other, &mut |_, _| ()).unwrap_err();
+        let error = convert(&checkpoint, to, &other).unwrap_err();
         let error = error.to_string();
         assert!(
             error.contains("layers.0") && error.contains("--smooth awq"),

@@ -41,8 +41,6 @@ fn contents(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     all.collect()
 }
 
-fn quiet(_: usize, _: usize) {}
-
 #[test]
 fn golden_exports_are_read_with_their_conventions() {
     let root = golden("");
@@ -122,7 +120,7 @@ fn golden_exports_are_written_again_byte_for_byte() {
     for (name, dialect, ..) in EXPORTS {
         let scratch = Scratch::new(&format!("same-{name}"));
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
-        let done = convert(&checkpoint, dialect, &scratch, &mut quiet).unwrap();
+        let done = convert(&checkpoint, dialect, &scratch).unwrap();
         assert_eq!((done.moved, done.renamed), (0, 0), "{name}");
         assert_eq!(contents(&scratch), contents(&root.join(name)), "{name}");
         let again = Checkpoint::open(&scratch).unwrap();
@@ -139,7 +137,7 @@ fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() 
         let scratch = Scratch::new(&format!("other-{name}"));
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
         let to = dialect.other();
-        let done = convert(&checkpoint, to, &scratch, &mut quiet).unwrap();
+        let done = convert(&checkpoint, to, &scratch).unwrap();
         let other = Checkpoint::open(&scratch).unwrap();
         let config = other.config().unwrap();
         assert_eq!((config.dialect, config.scheme), (to, scheme), "{name}");
@@ -173,7 +171,7 @@ fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() 
         }
         // Converting back changes nothing except those scalars.
         let back = Scratch::new(&format!("back-{name}"));
-        convert(&other, dialect, &back, &mut quiet).unwrap();
+        convert(&other, dialect, &back).unwrap();
         let (old, new) = (contents(&root.join(name)), contents(&back));
         for (tensor, (dtype, shape, bytes)) in &old {
             let is_scalar = shape.iter().product::<usize>() == 1;
@@ -458,7 +456,7 @@ fn experts_of_mixtral_have_two_namings() {
     let (folder, out) = (Scratch::new("llm-compressor"), Scratch::new("mixtral"));
     model.write(&folder);
     let checkpoint = Checkpoint::open(&folder).unwrap();
-    let done = convert(&checkpoint, Dialect::ModelOpt, &out, &mut quiet).unwrap();
+    let done = convert(&checkpoint, Dialect::ModelOpt, &out).unwrap();
     assert_eq!(done.renamed, 6);
     let written = Checkpoint::open(&out).unwrap();
     let experts = "model.layers.0.block_sparse_moe.experts.1";

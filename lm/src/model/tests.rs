@@ -71,14 +71,14 @@ fn weights_depend_on_the_seed_alone() {
         values(feed_forward.gate_up.weight.val())
     };
     let (nvfp4, f32) = (
-        model(RecipeName::nvfp4(), &device),
+        model(RecipeName::nvidia(), &device),
         model(RecipeName::f32(), &device),
     );
     assert_eq!(weight(&nvfp4, 1), weight(&f32, 1));
     assert_eq!(nvfp4.head.id, f32.head.id);
     assert_ne!(weight(&nvfp4, 1), weight(&nvfp4, 0));
     assert_eq!(nvfp4.num_params(), SIZES.parameters());
-    let experts = sized(&EXPERTS, RecipeName::nvfp4(), &device);
+    let experts = sized(&EXPERTS, RecipeName::nvidia(), &device);
     assert_eq!(experts.num_params(), EXPERTS.parameters());
 }
 
@@ -156,9 +156,9 @@ fn every_parameter_gets_a_gradient() {
     }
     let device = Device::flex().autodiff();
     for (sizes, recipe, parameters) in [
-        (&SIZES, RecipeName::nvfp4(), 2 * 6 + 3),
+        (&SIZES, RecipeName::nvidia(), 2 * 6 + 3),
         (&SIZES, RecipeName::f32(), 2 * 6 + 3),
-        (&EXPERTS, RecipeName::nvfp4(), 2 * 7 + 3),
+        (&EXPERTS, RecipeName::nvidia(), 2 * 7 + 3),
         (&EXPERTS, RecipeName::f32(), 2 * 7 + 3),
     ] {
         let model = sized(sizes, recipe.clone(), &device);

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_formats::format::e4m3;
-use rayon::prelude::*;
 use regex::Regex;
 use safetensors::Dtype;
 use serde::Serialize;
@@ -23,11 +22,13 @@ use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
 use crate::decoder::load::check_tensors;
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
+use crate::hf::tensors::check_each;
 use crate::hf::{DecoderConfig, StoredTensor, TensorFolder, TensorWriter};
 use crate::interchange::checkpoint::HF_QUANT_CONFIG;
 use crate::interchange::convert::{PROVENANCE, copy_companions, exclusions, write_configs};
 use crate::interchange::exclude::LINEAR;
 use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
+use crate::progress::{Unit, Work};
 use crate::random::hash;
 
 /// Options of quantization.
@@ -50,8 +51,7 @@ pub struct QuantizeOptions {
 }
 
 /// Quantizes the model in the folder `model` to the folder `out`, with the input statistics of
-/// `calibration`. `progress` receives the number of layers done and the total. Memory holds one
-/// group of layers at a time.
+/// `calibration`. Memory holds one group of layers at a time.
 ///
 /// # Errors
 /// Returns the errors of [`Quantization::start`] and [`Quantization::finish`].
@@ -60,14 +60,13 @@ pub fn quantize_folder(
     out: &Path,
     options: &QuantizeOptions,
     calibration: &Calibration,
-    progress: &mut dyn FnMut(usize, usize, &str),
 ) -> Result<Quantized> {
     let mut reads = MadeFrom::new();
     if !calibration.is_empty() {
         reads.insert("calibration".into(), json!("given"));
     }
     let run = Quantization::start(model, out, options, reads)?;
-    run.finish(calibration, progress)
+    run.finish(calibration)
 }
 
 /// Quantization of a model to a folder. An interrupted run can be continued by
@@ -178,31 +177,29 @@ impl Quantization {
     }
 
     /// Quantizes the remaining layers with the statistics of `calibration`, and writes the model.
-    /// `progress` receives the number of layers quantized so far and the total.
     ///
     /// # Errors
     /// Returns an error if an input is unknown, a value is not finite, or writing fails. Checks the
     /// written folder like [`Checkpoint::open`].
-    pub fn finish(
-        self,
-        calibration: &Calibration,
-        progress: &mut dyn FnMut(usize, usize, &str),
-    ) -> Result<Quantized> {
+    pub fn finish(self, calibration: &Calibration) -> Result<Quantized> {
         let parts = self.plan.parts();
         let inputs = Inputs::new(calibration);
         let total = self.plan.groups.iter().map(Vec::len).sum();
-        let mut done = 0;
+        let mut missing = Vec::new();
+        let mut done = total;
         for (index, part) in parts.iter().enumerate() {
-            let layers = part.iter().map(Vec::len).sum::<usize>();
             if self.journal.part(index)?.is_none() {
-                let mut show =
-                    |of_part: usize, module: &str| progress(done + of_part, total, module);
-                self.journal.keep_part(index, |writer| {
-                    self.write_part(part, &inputs, writer, &mut show)
-                })?;
+                done -= part.iter().map(Vec::len).sum::<usize>();
+                missing.push((index, part));
             }
-            done += layers;
         }
+        let mut work = Work::begin("quantize", Unit::Layers, done, total);
+        for (index, part) in missing {
+            self.journal.keep_part(index, |writer| {
+                self.write_part(part, &inputs, writer, &mut work)
+            })?;
+        }
+        drop(work);
         self.assemble(parts.len(), calibration)
     }
 
@@ -212,7 +209,7 @@ impl Quantization {
         part: &[Vec<String>],
         inputs: &Inputs<'_>,
         writer: &mut TensorWriter,
-        progress: &mut dyn FnMut(usize, &str),
+        work: &mut Work,
     ) -> Result<PartReport> {
         let options = &self.options;
         let rule = Rule::of(options.dialect);
@@ -239,7 +236,7 @@ impl Quantization {
                 }
             };
             for ((module, tensor, values), scaled) in weights.iter().zip(&scaled) {
-                progress(done.layers.len(), module);
+                work.part(module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
                 let read = inputs.of(module);
                 let divided = read.zip(smooth.columns(module));
@@ -271,6 +268,7 @@ impl Quantization {
                     weighted_sqnr: read
                         .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
                 });
+                work.add(1);
             }
         }
         Ok(done)
@@ -279,7 +277,17 @@ impl Quantization {
     /// Assembles the model's files from the copied tensors and the parts.
     fn assemble(self, parts: usize, calibration: &Calibration) -> Result<Quantized> {
         let Self { options, out, .. } = &self;
-        let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+        let mut written = Vec::new();
+        for index in 0..parts {
+            let part = self.journal.part(index)?;
+            written.push(part.context("every part was written")?);
+        }
+        let copied = self.plan.copied.iter().map(|name| self.tensors.get(name));
+        let copied: usize = copied.map(|it| it.map_or(0, |it| it.bytes.len())).sum();
+        let of_parts = written.iter().flat_map(|(tensors, _)| tensors.iter());
+        let bytes = copied + of_parts.map(|it| it.bytes.len()).sum::<usize>();
+        let writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
+        let mut writer = writer.with_progress(bytes);
         let mut done = Quantized::default();
         for name in &self.plan.copied {
             let tensor = self.tensors.get(name)?;
@@ -296,9 +304,7 @@ impl Quantization {
                 None => done.other_bytes += tensor.bytes.len(),
             }
         }
-        for index in 0..parts {
-            let part = self.journal.part(index)?;
-            let (tensors, report) = part.context("every part was written")?;
+        for (tensors, report) in written {
             for tensor in tensors.iter() {
                 writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
             }
@@ -385,10 +391,8 @@ fn read_config(model: &Path) -> Result<Map<String, Value>> {
 /// Returns an error unless all values are finite, including copied ones.
 fn check_values(tensors: &TensorFolder) -> Result<()> {
     let tensors: Vec<StoredTensor<'_>> = tensors.iter().collect();
-    let errors = tensors.par_iter().map(StoredTensor::check_finite);
-    // Report the first error by name, regardless of the order of discovery.
-    let errors: Vec<Result<()>> = errors.collect();
-    errors.into_iter().collect()
+    // Reports the first error by name, regardless of the order of discovery.
+    check_each(&tensors).into_iter().collect()
 }
 
 fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {

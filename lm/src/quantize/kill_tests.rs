@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use burn::tensor::{Device, FloatDType};
 
@@ -13,6 +14,7 @@ use crate::checkpoint::read_json;
 use crate::decoder::Decoder;
 use crate::interchange::convert::PROVENANCE;
 use crate::interchange::{Checkpoint, Scheme, convert};
+use crate::progress::{Progress, listen};
 use nvfp4_test_support::{Scratch, golden};
 
 fn options() -> QuantizeOptions {
@@ -55,7 +57,7 @@ fn a_run_that_is_killed_at_any_stage_resumes_to_the_same_bytes() {
         sequences: 3,
         products: false,
     };
-    let calibration = calibrate(&decoder, &ids, text, &mut |_, _| ()).unwrap();
+    let calibration = calibrate(&decoder, &ids, text).unwrap();
 
     let scratch = Scratch::new("quantize-killed");
     let whole = scratch.join("whole");
@@ -75,12 +77,16 @@ fn a_run_that_is_killed_at_any_stage_resumes_to_the_same_bytes() {
     run.keep_calibration(&calibration).unwrap();
     kill("calibrated");
     // The first and the second decoder layer, at their first and last projection.
-    let mut show = |done: usize, _: usize, _: &str| {
-        if [0, 6, 7, 13].contains(&done) {
-            kill(&format!("layer-{done}"));
+    let stages = [0, 6, 7, 13];
+    let (from, to) = (whole.clone(), scratch.to_path_buf());
+    listen(Some(Arc::new(move |it: &Progress<'_>| {
+        if !it.part.is_empty() && stages.contains(&it.done) {
+            copy(&from, &to.join(format!("layer-{}", it.done)));
         }
-    };
-    let expected = run.finish(&calibration, &mut show).unwrap();
+    })));
+    let expected = run.finish(&calibration).unwrap();
+    listen(None);
+    killed.extend(stages.map(|done| scratch.join(format!("layer-{done}"))));
 
     // Killed while the model is written: no file of it is complete.
     let writing = scratch.join("writing");
@@ -123,7 +129,7 @@ fn a_run_that_is_killed_at_any_stage_resumes_to_the_same_bytes() {
         let run = run.unwrap_or_else(|error| panic!("{stage}: {error:#}"));
         let kept = run.calibration().unwrap();
         let kept = kept.unwrap_or_else(|| calibration.clone());
-        let found = run.finish(&kept, &mut |_, _, _| ()).unwrap();
+        let found = run.finish(&kept).unwrap();
         assert_eq!(found, expected, "{stage}");
         assert!(files(folder) == files(&whole), "{stage}: other bytes");
     }
@@ -146,7 +152,7 @@ fn the_folder_records_amax_and_sqnr_of_each_layer() {
         ..options()
     };
     let none = Calibration::new();
-    let done = quantize_folder(&model, &out, &options, &none, &mut |_, _, _| ()).unwrap();
+    let done = quantize_folder(&model, &out, &options, &none).unwrap();
     let json: serde_json::Value = read_json(&out.join(PROVENANCE)).unwrap();
     assert_eq!(
         (&json["scheme"], &json["dialect"]),
@@ -171,13 +177,7 @@ fn the_folder_records_amax_and_sqnr_of_each_layer() {
     assert_eq!(json["kept"][0]["reason"], "head");
 
     let checkpoint = Checkpoint::open(&out).unwrap();
-    convert(
-        &checkpoint,
-        Dialect::CompressedTensors,
-        &converted,
-        &mut |_, _| (),
-    )
-    .unwrap();
+    convert(&checkpoint, Dialect::CompressedTensors, &converted).unwrap();
     let copied: serde_json::Value = read_json(&converted.join(PROVENANCE)).unwrap();
     assert_eq!(copied, json);
 }

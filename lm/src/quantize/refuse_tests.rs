@@ -28,7 +28,7 @@ fn options(exclude: &[&str]) -> QuantizeOptions {
 
 fn quantize(model: &Path, out: &Path, options: &QuantizeOptions) -> Result<Quantized> {
     let none = Calibration::new();
-    quantize_folder(model, out, options, &none, &mut |_, _, _| {})
+    quantize_folder(model, out, options, &none)
 }
 
 /// Loads the output in the same way as `nvfp4 eval`.
@@ -178,7 +178,7 @@ fn dormant_weights_are_quantized_in_both_dialects() {
             reads(&out);
             let other = scratch.join(format!("{}-{}-other", dialect.name(), method.name()));
             let checkpoint = Checkpoint::open(&out).unwrap();
-            convert(&checkpoint, dialect.other(), &other, &mut |_, _| {}).unwrap();
+            convert(&checkpoint, dialect.other(), &other).unwrap();
             reads(&other);
         }
     }
@@ -198,12 +198,7 @@ fn factors_without_a_divisor_are_not_converted() {
     variant.write(&out);
     let checkpoint = Checkpoint::open(&out).unwrap();
     let other = scratch.join("other");
-    let error = convert(
-        &checkpoint,
-        Dialect::CompressedTensors,
-        &other,
-        &mut |_, _| {},
-    );
+    let error = convert(&checkpoint, Dialect::CompressedTensors, &other);
     let error = format!("{:#}", error.unwrap_err());
     assert!(
         error.contains("mlp.down_proj") && error.contains("divisor"),

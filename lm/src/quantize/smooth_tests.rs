@@ -109,7 +109,7 @@ fn divergence(p: &[f32], q: &[f32], vocab: usize) -> f64 {
 
 fn calibration(model: &Decoder) -> Calibration {
     let ids = tokens(512, model.config().vocab);
-    calibrate(model, &ids, TEXT, &mut |_, _| ()).unwrap()
+    calibrate(model, &ids, TEXT).unwrap()
 }
 
 fn options(smooth: Smoothing) -> QuantizeOptions {
@@ -229,7 +229,7 @@ fn smoothing_brings_the_quantized_model_closer() {
                 let out = scratch.join(smooth.name());
                 let mut options = options(smooth);
                 (options.scheme, options.method) = (scheme, method);
-                let done = quantize_folder(&model, &out, &options, &calibration, &mut |_, _, _| ());
+                let done = quantize_folder(&model, &out, &options, &calibration);
                 let done = done.unwrap();
                 assert_eq!(Checkpoint::open(&out).unwrap().problems(), []);
                 let found = logits(&load(&out));
@@ -263,7 +263,7 @@ fn smoothing_of_equal_features_does_no_harm() {
         let quantize = |smooth: Smoothing| {
             let options = options(smooth);
             let out = scratch.join(smooth.name());
-            let done = quantize_folder(&model, &out, &options, &calibration, &mut |_, _, _| ());
+            let done = quantize_folder(&model, &out, &options, &calibration);
             let layers = done.unwrap().layers;
             let seen = layers.iter().filter_map(|layer| layer.weighted_sqnr);
             seen.sum::<f64>() / layers.len() as f64
@@ -280,7 +280,7 @@ fn smoothing_is_refused_without_calibration() {
     let scratch = Scratch::new("smooth-refused");
     let out = scratch.join("out");
     let (options, none) = (options(Smoothing::Awq), Calibration::new());
-    let done = quantize_folder(&model, &out, &options, &none, &mut |_, _, _| ());
+    let done = quantize_folder(&model, &out, &options, &none);
     let error = format!("{:#}", done.unwrap_err());
     assert!(
         error.contains("smooth is awq") && error.contains("calibrate"),

@@ -13,6 +13,8 @@ use super::*;
 use crate::hf::TensorFolder;
 use crate::interchange::names::fused_group;
 use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme, convert};
+use crate::progress::tests::told;
+use crate::progress::{Progress, listen};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 /// Returns deterministic, approximately normal numbers: sums of four uniform ones.
@@ -343,7 +345,7 @@ fn golden_models_are_quantized_to_valid_folders() {
             let options = options(dialect, Scheme::W4a16, Method::Rtn);
             let model = golden_with_tokenizer(name);
             let none = Default::default();
-            let done = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {});
+            let done = quantize_folder(&model, &scratch, &options, &none);
             let done = done.unwrap();
             assert_eq!(
                 (done.layers.len(), done.kept.len()),
@@ -381,7 +383,7 @@ fn exclusions_take_their_fused_partners_along() {
     let mut options = options(Dialect::CompressedTensors, Scheme::W4a16, Method::Search);
     options.exclude = vec![Regex::new(r"layers\.0\.self_attn\.k_proj|down_proj").unwrap()];
     let none = Default::default();
-    let done = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap();
+    let done = quantize_folder(&model, &scratch, &options, &none).unwrap();
     assert_eq!((done.layers.len(), done.kept.len()), (9, 6));
     let checkpoint = Checkpoint::open(&scratch).unwrap();
     let exclude = &checkpoint.config().unwrap().exclude;
@@ -390,12 +392,12 @@ fn exclusions_take_their_fused_partners_along() {
 
     options.exclude = vec![Regex::new("proj").unwrap()];
     let again = Scratch::new("quantize-nothing");
-    let error = quantize_folder(&model, &again, &options, &none, &mut |_, _, _| {}).unwrap_err();
+    let error = quantize_folder(&model, &again, &options, &none).unwrap_err();
     assert!(error.to_string().contains("nothing is left"), "{error}");
     options.exclude.clear();
-    let error = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap_err();
+    let error = quantize_folder(&model, &scratch, &options, &none).unwrap_err();
     assert!(error.to_string().contains("must be empty"), "{error}");
-    let error = quantize_folder(&scratch, &again, &options, &none, &mut |_, _, _| {}).unwrap_err();
+    let error = quantize_folder(&scratch, &again, &options, &none).unwrap_err();
     assert!(
         format!("{error:#}").contains("quantized already"),
         "{error:#}"
@@ -432,8 +434,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     for method in [Method::Search, Method::Gptq] {
         let scratch = Scratch::new(&format!("quantize-experts-{}", method.name()));
         let options = options(Dialect::ModelOpt, Scheme::W4a4, method);
-        let done =
-            quantize_folder(&model, &scratch, &options, &calibration, &mut |_, _, _| {}).unwrap();
+        let done = quantize_folder(&model, &scratch, &options, &calibration).unwrap();
         let experts = |expert: usize| format!("model.layers.1.mlp.experts.{expert}");
         assert_eq!(done.unseen.len(), 3, "{:?}", done.unseen);
         assert!(done.unseen[0].starts_with(&experts(3)));
@@ -456,7 +457,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     ] {
         let scratch = Scratch::new("quantize-uncalibrated");
         let options = options(Dialect::ModelOpt, scheme, method);
-        let error = quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {});
+        let error = quantize_folder(&model, &scratch, &options, &none);
         let error = error.unwrap_err().to_string();
         assert!(
             error.contains(says) && error.contains("calibrate"),
@@ -466,7 +467,7 @@ fn experts_that_no_token_reached_take_the_scale_of_the_others() {
     let scratch = Scratch::new("quantize-input-scale");
     let mut options = options(Dialect::CompressedTensors, Scheme::W4a4, Method::Rtn);
     options.input_scale = Some(1.0);
-    quantize_folder(&model, &scratch, &options, &none, &mut |_, _, _| {}).unwrap();
+    quantize_folder(&model, &scratch, &options, &none).unwrap();
     let checkpoint = Checkpoint::open(&scratch).unwrap();
     let mut layers = checkpoint.layers().values();
     assert!(layers.all(|layer| layer.input_global == Some(GlobalScale::Divide(1.0))));
@@ -501,7 +502,7 @@ fn scales_of_an_fp8_cache_are_written_and_converted() {
             let (own, other) = (scratch.join("own"), scratch.join("other"));
             let mut options = options(dialect, Scheme::W4a16, Method::Rtn);
             options.kv_cache_fp8 = true;
-            quantize_folder(&model, &own, &options, &calibration, &mut |_, _, _| {}).unwrap();
+            quantize_folder(&model, &own, &options, &calibration).unwrap();
             let checkpoint = Checkpoint::open(&own).unwrap();
             assert!(checkpoint.config().unwrap().kv_cache_fp8);
             assert_eq!(checkpoint.kv_scales().len(), layers);
@@ -520,7 +521,7 @@ fn scales_of_an_fp8_cache_are_written_and_converted() {
             let theirs = TensorFolder::open(&root.join(tool)).unwrap();
             let theirs = theirs.get(scale.name).unwrap();
             assert_eq!((scale.dtype, scale.shape), (theirs.dtype, theirs.shape));
-            convert(&checkpoint, dialect.other(), &other, &mut |_, _| {}).unwrap();
+            convert(&checkpoint, dialect.other(), &other).unwrap();
             let converted = Checkpoint::open(&other).unwrap();
             assert_eq!(converted.kv_scales(), checkpoint.kv_scales());
             assert!(converted.config().unwrap().kv_cache_fp8);
@@ -530,7 +531,7 @@ fn scales_of_an_fp8_cache_are_written_and_converted() {
         options.kv_cache_fp8 = true;
         let refused = |calibration: &Calibration, says: &str| {
             let out = scratch.join(says);
-            let error = quantize_folder(&model, &out, &options, calibration, &mut |_, _, _| {});
+            let error = quantize_folder(&model, &out, &options, calibration);
             let error = format!("{:#}", error.unwrap_err());
             assert!(error.contains(says), "{error}");
         };
@@ -580,7 +581,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     let resume =
         |options: &QuantizeOptions| Quantization::resume(&model, &killed, options, reads());
     let run = start(&whole).unwrap();
-    let expected = run.finish(&calibration, &mut |_, _, _| {}).unwrap();
+    let expected = run.finish(&calibration).unwrap();
 
     assert!(resume(&options).is_err(), "nothing to resume");
     let run = start(&killed).unwrap();
@@ -590,9 +591,13 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     // written.
     let journal = killed.join(journal::JOURNAL);
     let dies = std::panic::AssertUnwindSafe(|| {
-        run.finish(&calibration, &mut |done, _, _| assert!(done < 9, "killed"))
+        listen(Some(Arc::new(|it: &Progress<'_>| {
+            assert!(it.has_ended || it.done < 9, "killed");
+        })));
+        run.finish(&calibration)
     });
     std::panic::catch_unwind(dies).unwrap_err();
+    listen(None);
     std::fs::create_dir_all(journal.join("part-00001.partial")).unwrap();
     std::fs::write(journal.join("part-00001.partial/model.safetensors"), "half").unwrap();
     std::fs::write(killed.join(".model-data-1.partial"), "half").unwrap();
@@ -627,10 +632,9 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     let run = resume(&options).unwrap();
     let kept = run.calibration().unwrap().unwrap();
     assert_eq!(kept, calibration);
-    let mut told = Vec::new();
-    let found = run.finish(&kept, &mut |done, total, _| told.push((done, total)));
+    let (found, told) = told("quantize", || run.finish(&kept));
     assert_eq!(found.unwrap(), expected);
-    let now: Vec<_> = (7..14).map(|done| (done, 14)).collect();
+    let now: Vec<_> = (7..=14).map(|done| (done, 14)).collect();
     assert_eq!(told, now, "the first layer is not quantized again");
     assert_eq!(files(&killed), files(&whole));
     assert!(resume(&options).is_err(), "it is finished");

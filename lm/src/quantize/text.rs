@@ -11,6 +11,7 @@ use crate::decoder::observe::{LinearInput, Observer};
 use crate::hf::Family;
 use crate::interchange::names::is_linear;
 use crate::model::cast;
+use crate::progress::{Unit, Work};
 
 /// Amount of text to read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +54,6 @@ pub fn sample(files: &[Vec<u32>], options: CalibrationText) -> Vec<u32> {
 }
 
 /// Collects the input statistics of the linear layers of `model`, in high precision, over `tokens`.
-/// `progress` receives the number of sequences done and the total.
 ///
 /// The tokens are cut into sequences. An incomplete last sequence is skipped, unless it is the only
 /// one.
@@ -61,12 +61,7 @@ pub fn sample(files: &[Vec<u32>], options: CalibrationText) -> Vec<u32> {
 /// # Errors
 /// Returns an error if there is no token, a size is 0, or a sequence exceeds the model's maximum
 /// context. Returns an error that names the layer if an input is not finite.
-pub fn calibrate(
-    model: &Decoder,
-    tokens: &[u32],
-    options: CalibrationText,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<Calibration> {
+pub fn calibrate(model: &Decoder, tokens: &[u32], options: CalibrationText) -> Result<Calibration> {
     let CalibrationText {
         length,
         sequences,
@@ -85,14 +80,15 @@ pub fn calibrate(
         family: config.family,
     };
     let total = sequences.min(tokens.len() / length);
+    let mut work = Work::begin("calibrate", Unit::Sequences, 0, total);
     for (done, sequence) in tokens.chunks_exact(length).take(total).enumerate() {
-        progress(done, total);
         let ids: Vec<i32> = sequence.iter().map(|&id| id as i32).collect();
         let ids = TensorData::new(ids, [1, length]);
         let ids = Tensor::<2, Int>::from_data(ids, &model.device());
         model
             .observed(ids, &mut inputs)
             .with_context(|| format!("calibration, sequence {done}"))?;
+        work.add(1);
     }
     let expected = expected(config);
     let names = expected.iter().map(|tensor| tensor.name.as_str());
@@ -160,6 +156,7 @@ mod tests {
     use crate::hf::tensors::TensorFolder;
     use crate::interchange::Checkpoint;
     use crate::interchange::names::expert_projection;
+    use crate::progress::tests::told;
     use nvfp4_test_support::golden;
 
     const WHOLE: CalibrationText = CalibrationText {
@@ -198,7 +195,7 @@ mod tests {
     fn inputs_of_a_dense_model_are_those_that_model_optimizer_saw() {
         let (base, export) = (golden("llama3-tiny"), golden("llama3-tiny-modelopt-nvfp4"));
         let (ids, expected) = golden_calibration(&export);
-        let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let found = calibrate(&load(&base), &ids, WHOLE).unwrap();
         let found = found.inputs;
         assert_eq!(expected.len(), 14);
         assert_eq!(found.len(), 14);
@@ -213,7 +210,7 @@ mod tests {
     fn inputs_of_experts_are_those_of_their_tokens() {
         let base = golden("qwen3moe-tiny");
         let (ids, expected) = golden_calibration(&golden("qwen3moe-tiny-modelopt-nvfp4"));
-        let found = calibrate(&load(&base), &ids, WHOLE, &mut |_, _| ()).unwrap();
+        let found = calibrate(&load(&base), &ids, WHOLE).unwrap();
         let found = found.inputs;
         let mut compared = 0;
         for (module, amax) in expected {
@@ -269,7 +266,7 @@ mod tests {
                 .map(|id| u64::from_le_bytes(id.try_into().unwrap()) as u32)
                 .collect();
             let options = CalibrationText { sequences, ..WHOLE };
-            let found = calibrate(&model, &ids, options, &mut |_, _| ()).unwrap();
+            let found = calibrate(&model, &ids, options).unwrap();
             let export = Checkpoint::open(&export).unwrap();
             assert_eq!(export.kv_scales().len(), 2);
             for (attention, expected) in export.kv_scales() {
@@ -320,13 +317,13 @@ mod tests {
                 sequences,
                 products: true,
             };
-            let mut told = Vec::new();
-            let found = calibrate(&model, &ids, options, &mut |done, of| told.push((done, of)));
+            let (found, told) = told("calibrate", || calibrate(&model, &ids, options));
             found.map(|found| (found.inputs["model.layers.1.mlp.down_proj"].tokens(), told))
         };
-        assert_eq!(read(16, 9).unwrap(), (48, vec![(0, 3), (1, 3), (2, 3)]));
+        let done = vec![(0, 3), (1, 3), (2, 3), (3, 3)];
+        assert_eq!(read(16, 9).unwrap(), (48, done));
         assert_eq!(read(16, 2).unwrap().0, 32);
-        assert_eq!(read(1000, 2).unwrap(), (50, vec![(0, 1)]));
+        assert_eq!(read(1000, 2).unwrap(), (50, vec![(0, 1), (1, 1)]));
         for (length, sequences) in [(0, 1), (1, 0)] {
             assert!(read(length, sequences).is_err());
         }

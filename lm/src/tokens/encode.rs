@@ -10,6 +10,7 @@ use super::line::{Line, each_row, has_rows};
 use super::shard::{Document, ShardWriter};
 use crate::data::files;
 use crate::hf::Tokenizer;
+use crate::progress::{Unit, Work};
 
 /// Result of encoding files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -157,12 +158,14 @@ impl<'a> Encoder<'a> {
     /// line number or the index of the row.
     pub fn encode_files(&self, paths: &[PathBuf], writer: &mut ShardWriter) -> Result<Encoded> {
         let mut found = Encoded::default();
-        for path in files(paths)? {
+        let files = files(paths)?;
+        let mut work = reading("tokenize", &files);
+        for path in files {
             let context = || format!("data {}", path.display());
             match text_of(&path)? {
                 None => found.skipped += 1,
                 Some(text) if has_rows(&path, &text) => {
-                    let rows = each_row(&path, &text, |row| {
+                    let rows = each_row(&path, &text, &mut work, |row| {
                         found.documents += 1;
                         writer.add(&self.line(row)?)
                     });
@@ -172,11 +175,18 @@ impl<'a> Encoder<'a> {
                     let document = self.text(&text).with_context(context)?;
                     writer.add(&document).with_context(context)?;
                     found.documents += 1;
+                    work.add(text.len());
                 }
             }
         }
         Ok(found)
     }
+}
+
+/// Begins the work `task` on the texts of `files`.
+pub(crate) fn reading(task: &'static str, files: &[PathBuf]) -> Work {
+    let bytes = |path: &PathBuf| fs::metadata(path).map_or(0, |file| file.len() as usize);
+    Work::begin(task, Unit::Bytes, 0, files.iter().map(bytes).sum())
 }
 
 /// Reads the file `path` of an option `data`; none if it is empty or not UTF-8 text.
@@ -200,7 +210,9 @@ fn text_of(path: &Path) -> Result<Option<String>> {
 /// the error gives the line number or the index of the row.
 pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
     let mut found = Vec::new();
-    for path in files(paths)? {
+    let files = files(paths)?;
+    let mut work = reading("read", &files);
+    for path in files {
         let context = || format!("data {}", path.display());
         ensure!(
             !is_shard(&path),
@@ -210,13 +222,16 @@ pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
         match text_of(&path)? {
             None => {}
             Some(text) if has_rows(&path, &text) => {
-                let rows = each_row(&path, &text, |row| {
+                let rows = each_row(&path, &text, &mut work, |row| {
                     found.extend(row_texts(row));
                     Ok(())
                 });
                 rows.with_context(context)?;
             }
-            Some(text) => found.push(text),
+            Some(text) => {
+                work.add(text.len());
+                found.push(text);
+            }
         }
     }
     Ok(found)

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::chat::Message;
+use crate::progress::Work;
 
 /// Extension of files with one row per line.
 pub(crate) const JSON_LINES: &str = "jsonl";
@@ -134,7 +135,7 @@ pub(crate) fn has_rows(path: &Path, text: &str) -> bool {
 }
 
 /// Calls `each` with the rows of the file `path`, which [holds rows](has_rows) and contains `text`.
-/// Empty lines are skipped.
+/// Empty lines are skipped. Adds the bytes of `text` to `work`.
 ///
 /// # Errors
 /// Returns an error if a row is not a document, and the errors of `each`. The error gives the line
@@ -142,14 +143,17 @@ pub(crate) fn has_rows(path: &Path, text: &str) -> bool {
 pub(crate) fn each_row(
     path: &Path,
     text: &str,
+    work: &mut Work,
     mut each: impl FnMut(Line) -> Result<()>,
 ) -> Result<()> {
     if path.extension().is_some_and(|end| end == JSON) {
         let rows: Vec<Value> =
             serde_json::from_str(text).context("it begins with `[`, but is no list of rows")?;
+        let bytes = text.len() / rows.len().max(1);
         for (index, row) in rows.into_iter().enumerate() {
             let row = Line::from_json(row).and_then(&mut each);
             row.with_context(|| format!("row {index} of the list"))?;
+            work.add(bytes);
         }
         return Ok(());
     }
@@ -157,6 +161,7 @@ pub(crate) fn each_row(
     for (line, number) in lines.filter(|(line, _)| !line.trim().is_empty()) {
         let row = Line::parse(line).and_then(&mut each);
         row.with_context(|| format!("line {number}"))?;
+        work.add(line.len() + 1);
     }
     Ok(())
 }

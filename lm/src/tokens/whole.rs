@@ -11,6 +11,7 @@ use super::encode::{Encoder, is_shard};
 use super::line::{JSON, JSON_LINES, each_row, has_rows};
 use crate::data::wanted_files;
 use crate::hf::Tokenizer;
+use crate::progress::Work;
 
 /// Extensions of the files that are read in a folder, besides `.json` files with a list of rows.
 const EXTENSIONS: [&str; 3] = ["txt", "md", JSON_LINES];
@@ -95,7 +96,7 @@ pub(crate) fn may_have_rows(path: &Path) -> bool {
     has_rows(path, "[")
 }
 
-/// Reads the documents of `path`, a file of `option`.
+/// Reads the documents of `path`, a file of `option`, and adds its bytes to `work`.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read, is not UTF-8 text, or has no token besides special
@@ -105,6 +106,7 @@ pub(crate) fn read(
     path: PathBuf,
     encoder: &Encoder<'_>,
     tokenizer: &Tokenizer,
+    work: &mut Work,
 ) -> Result<TextFile> {
     let name = || format!("{option} {}", path.display());
     ensure!(
@@ -115,10 +117,14 @@ pub(crate) fn read(
     let bytes = fs::read(&path).with_context(name)?;
     let text = String::from_utf8(bytes).with_context(|| format!("{} is not UTF-8 text", name()))?;
     let all = match has_rows(&path, &text) {
-        false => vec![tokenizer.encode_text(&text).with_context(name)?],
+        false => {
+            let one = tokenizer.encode_text(&text).with_context(name)?;
+            work.add(text.len());
+            vec![one]
+        }
         true => {
             let mut all = Vec::new();
-            let rows = each_row(&path, &text, |row| {
+            let rows = each_row(&path, &text, work, |row| {
                 all.push(encoder.whole_line(row)?);
                 Ok(())
             });

@@ -89,7 +89,7 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
             schedule: config.step_schedule(),
             recipes: config.recipe_schedule(recipe)?,
             tokens_per_step: (config.batch * config.model.context) as u64,
-            steps_per_epoch: None,
+            steps_per_epoch: config.steps_per_epoch(self.corpus.fingerprint().train_bytes),
             optimizer: Optimizer::new(config)?,
             sharding: match (config.fsdp, config.zero1) {
                 (true, _) => Sharding::Full,

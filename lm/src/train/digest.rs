@@ -1,5 +1,7 @@
 //! Checks that ranks that update the same parameters still agree on their values.
 
+use std::fmt;
+
 use anyhow::{Result, bail};
 use burn::tensor::{Bytes, TensorData};
 use burn_nvfp4::parallel::ProcessGroup;
@@ -44,7 +46,7 @@ pub(crate) fn check_equal(
         let far = (first.iter().zip(&found)).position(|(first, found)| !first.is_near(*found));
         if let Some(parameter) = far {
             bail!(
-                "at step {step} parameter {} of rank {rank} is {:?} and that of rank 0 {:?}, but \
+                "at step {step} parameter {} of rank {rank} has {} and that of rank 0 {}, but \
                  gradients that are averaged keep all ranks equal: resume from an earlier \
                  checkpoint, or train on one rank",
                 names[parameter],
@@ -61,6 +63,12 @@ pub(crate) fn check_equal(
 struct Digest {
     projection: f64,
     norm: f64,
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "norm {:e}, signed sum {:e}", self.norm, self.projection)
+    }
 }
 
 impl Digest {

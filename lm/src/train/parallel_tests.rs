@@ -121,7 +121,7 @@ const DISPATCHES: [ExpertDispatchName; 2] =
 
 fn nvfp4(config: RunConfig) -> RunConfig {
     RunConfig {
-        recipe: RecipeName::nvfp4(),
+        recipe: RecipeName::nvidia(),
         ..config
     }
 }

@@ -505,7 +505,7 @@ mod tests {
             (config.model.heads, config.model.hidden) = (1, 64);
             config.activation = Activation::F32;
         }
-        let recipe = RecipeName::nvfp4();
+        let recipe = RecipeName::nvidia();
         let rank = || {
             let model = Transformer::build(&config, &recipe, &device).unwrap();
             Rank::new(device.clone(), model, Optimizer::new(&config).unwrap())

@@ -14,7 +14,7 @@ use crate::config::{Activation, HealingOption, ModelConfig, Preset, RunConfig};
 use crate::data::Corpus;
 use crate::model::{LanguageModel, Transformer};
 
-const SCHEDULE: &str = "nvfp4,0.5=fwd_nvfp4_bwd_mxfp8,0.75=quartet2:fwd_bf16";
+const SCHEDULE: &str = "nvidia,0.5=fwd_nvfp4_bwd_mxfp8,0.75=quartet2:fwd_bf16";
 
 /// Returns a corpus of twenty files of words that follow a pattern.
 fn corpus(folder: &Path) -> Corpus {
@@ -133,10 +133,10 @@ fn a_run_resumes_in_its_phase() {
     assert_eq!(loss(&loaded), loss(&run.model().valid()));
 
     // Another schedule is refused, with both.
-    let other = self::config("nvfp4,0.25=fwd_nvfp4_bwd_mxfp8");
+    let other = self::config("nvidia,0.25=fwd_nvfp4_bwd_mxfp8");
     let error = open(&other, &corpus, &parts).err().unwrap();
     let error = format!("{error:#}");
-    let was = format!("schedule was {SCHEDULE:?}, and is \"nvfp4,0.25=fwd_nvfp4_bwd_mxfp8\"");
+    let was = format!("schedule was {SCHEDULE:?}, and is \"nvidia,0.25=fwd_nvfp4_bwd_mxfp8\"");
     assert!(error.contains(&was), "{error}");
 }
 
@@ -145,11 +145,11 @@ fn a_run_resumes_in_its_phase() {
 fn healing_has_the_bits_of_its_schedule() {
     let folder = Scratch::new("schedule-healing");
     let corpus = corpus(&folder);
-    let plain = config("nvfp4");
+    let plain = config("nvidia");
     let mut losses = Vec::new();
     for (forward_only, schedule) in [
-        (true, "nvfp4,0.5=nvfp4:fwd_bf16"),
-        (false, "nvfp4,0.5=nvfp4:bf16"),
+        (true, "nvidia,0.5=nvidia:fwd_bf16"),
+        (false, "nvidia,0.5=nvidia:bf16"),
     ] {
         let healed = RunConfig {
             schedule: None,

@@ -141,8 +141,8 @@ pub struct Settings {
     pub schedule: Schedule,
     /// Tokens per step on all ranks, including padding.
     pub tokens_per_step: u64,
-    /// Steps per pass over the training data, if the task has such passes (epochs).
-    pub steps_per_epoch: Option<f64>,
+    /// Steps per pass over the training data (epoch).
+    pub steps_per_epoch: f64,
     /// Optimizer before its first step.
     pub optimizer: Optimizer,
     /// State that the ranks with other shares of the batch shard.

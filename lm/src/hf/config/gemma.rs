@@ -96,8 +96,10 @@ fn gemma(
     if let Some(size) = fields.optional_positive("sliding_window_size")? {
         ensure!(
             sliding.window == Some(size),
-            "`sliding_window_size` is {size}, but must be `sliding_window` ({:?})",
-            sliding.window
+            "`sliding_window_size` is {size}, but must be `sliding_window`, which is {}",
+            sliding
+                .window
+                .map_or("null".into(), |window| window.to_string())
         );
     }
     let is_sliding = |layer: usize| !(layer + 1).is_multiple_of(pattern);
@@ -134,8 +136,8 @@ fn ropes(fields: &Fields, theta: f64, max: usize) -> Result<Vec<Rope>> {
     };
     ensure!(
         local.scaling == RopeScaling::Default,
-        "`{new}` has a scaling ({:?}), but only layers of full_attention may have one",
-        local.scaling
+        "`{new}` has a scaling ({}), but only layers of full_attention may have one",
+        local.scaling.kind()
     );
     by_type.refuse_all_unknown("rope_parameters")?;
     Ok(vec![global, local])

@@ -39,8 +39,8 @@ fn llama(fields: &Fields, family: Family) -> Result<DecoderConfig> {
     let sliding = Sliding::read(fields, None)?;
     ensure!(
         sliding.window.is_none() || sliding.is_used == Some(false),
-        "`sliding_window` is {:?}, but a model of type `llama` has none",
-        sliding.window
+        "`sliding_window` is {}, but a model of type `llama` has none",
+        sliding.window.unwrap_or_default()
     );
     blocks::set_windows(fields, &mut config.layers, None, |_| false)?;
     Ok(config)

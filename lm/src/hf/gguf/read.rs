@@ -1,6 +1,7 @@
 //! Parses GGUF files.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::path::Path;
 
@@ -38,6 +39,21 @@ pub enum Value {
     Integers(Vec<i128>),
     /// Number of values in an array of another type, which is not kept.
     Array(u64),
+}
+
+/// Shows short values; of arrays, their lengths.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Integer(number) => write!(f, "{number}"),
+            Self::Float(number) => write!(f, "{number}"),
+            Self::Bool(flag) => write!(f, "{flag}"),
+            Self::String(text) => write!(f, "{text:?}"),
+            Self::Strings(all) => write!(f, "an array of {} strings", all.len()),
+            Self::Integers(all) => write!(f, "an array of {} integers", all.len()),
+            Self::Array(count) => write!(f, "an array of {count} values"),
+        }
+    }
 }
 
 /// Location of a tensor.
@@ -104,7 +120,7 @@ impl GgufFile {
             Some(Value::Integer(n)) if (0..=i128::from(i32::MAX)).contains(n) => {
                 Ok(Some(*n as usize))
             }
-            Some(other) => bail!("`{key}` is {other:?}, but must be a number below 2147483648"),
+            Some(other) => bail!("`{key}` is {other}, but must be a number below 2147483648"),
         }
     }
 
@@ -145,7 +161,7 @@ impl GgufFile {
             None => Ok(None),
             Some(Value::Integer(number)) => Ok(Some(*number as f64)),
             Some(Value::Float(number)) => Ok(Some(*number)),
-            Some(other) => bail!("`{key}` is {other:?}, but must be a number"),
+            Some(other) => bail!("`{key}` is {other}, but must be a number"),
         }
     }
 }
@@ -192,7 +208,7 @@ fn parse(file: &[u8]) -> Result<Parsed> {
     let alignment = match metadata.get("general.alignment") {
         None => 32,
         Some(Value::Integer(n)) if (1..=1 << 16).contains(n) => *n as usize,
-        Some(other) => bail!("`general.alignment` is {other:?}, but must be 1 to 65536"),
+        Some(other) => bail!("`general.alignment` is {other}, but must be 1 to 65536"),
     };
     let data = cursor.at.next_multiple_of(alignment);
     let mut places = BTreeMap::new();

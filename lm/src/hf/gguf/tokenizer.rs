@@ -23,12 +23,13 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
     let text = |key: &str| match file.value(key) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.as_str())),
-        Some(other) => bail!("`{key}` is {other:?}, but must be a string"),
+        Some(other) => bail!("`{key}` is {other}, but must be a string"),
     };
     let model = text("tokenizer.ggml.model")?;
     if model != Some("gpt2") {
         return Ok(Err(format!(
-            "`tokenizer.ggml.model` is {model:?}, and only `gpt2`, byte-level BPE, is read"
+            "`tokenizer.ggml.model` is `{}`, and only `gpt2`, byte-level BPE, is read",
+            model.unwrap_or("none")
         )));
     }
     let cut = text("tokenizer.ggml.pre")?;
@@ -47,7 +48,8 @@ pub(super) fn tokenizer_json(file: &GgufFile) -> Result<Result<Json, String>> {
         }),
         other => {
             return Ok(Err(format!(
-                "`tokenizer.ggml.pre` is {other:?}, and only `gpt-2` and `smollm` are read"
+                "`tokenizer.ggml.pre` is `{}`, and only `gpt-2` and `smollm` are read",
+                other.unwrap_or("none")
             )));
         }
     };
@@ -97,7 +99,7 @@ fn added(file: &GgufFile, tokens: &[String]) -> Result<Vec<Json>> {
     let types = match file.value(key) {
         None => return Ok(Vec::new()),
         Some(Value::Integers(types)) => types,
-        Some(other) => bail!("`{key}` is {other:?}, but must be an array of numbers"),
+        Some(other) => bail!("`{key}` is {other}, but must be an array of numbers"),
     };
     ensure!(
         types.len() == tokens.len(),
@@ -132,7 +134,8 @@ fn around(file: &GgufFile, tokens: &[String]) -> Result<Json> {
         let (id, token) = named(file, tokens, key)?;
         let token = token.with_context(|| {
             format!(
-                "`tokenizer.ggml.{key}` is {id:?}, but `{flag_name}` asks for one of {} tokens",
+                "`tokenizer.ggml.{key}` is {}, but `{flag_name}` asks for one of {} tokens",
+                id.map_or("none".into(), |id| id.to_string()),
                 tokens.len()
             )
         })?;
@@ -190,7 +193,7 @@ pub(super) fn tokenizer_config(file: &GgufFile) -> Result<Json> {
     match file.value("tokenizer.chat_template") {
         None => {}
         Some(Value::String(template)) => json["chat_template"] = template.as_str().into(),
-        Some(other) => bail!("`tokenizer.chat_template` is {other:?}, but must be a string"),
+        Some(other) => bail!("`tokenizer.chat_template` is {other}, but must be a string"),
     }
     Ok(json)
 }
@@ -199,14 +202,14 @@ fn flag(file: &GgufFile, key: &str) -> Result<bool> {
     match file.value(key) {
         None => Ok(false),
         Some(Value::Bool(flag)) => Ok(*flag),
-        Some(other) => bail!("`{key}` is {other:?}, but must be true or false"),
+        Some(other) => bail!("`{key}` is {other}, but must be true or false"),
     }
 }
 
 fn strings<'a>(file: &'a GgufFile, key: &str) -> Result<&'a [String]> {
     match file.value(key) {
         Some(Value::Strings(strings)) => Ok(strings),
-        Some(other) => bail!("`{key}` is {other:?}, but must be an array of strings"),
+        Some(other) => bail!("`{key}` is {other}, but must be an array of strings"),
         None => bail!("`{key}` is absent"),
     }
 }

@@ -61,15 +61,12 @@ impl QuantConfig {
         };
         let mut file = hf_quant_config.map(read_hf_quant_config).transpose()?;
         if let (Some(inline), Some(file)) = (&inline, &mut file) {
-            let set = |config: &Self| config.exclude.iter().cloned().collect::<BTreeSet<_>>();
-            let scheme = |config: &Self| (config.dialect, config.scheme, config.pre_quant);
-            let same = scheme(inline) == scheme(file)
-                && inline.kv_cache_fp8 == file.kv_cache_fp8
-                && set(inline) == set(file);
+            let differences = differences(inline, file);
             ensure!(
-                same,
-                "config.json says {inline:?}, but hf_quant_config.json {file:?}: vLLM reads the \
-                 one, TensorRT-LLM the other"
+                differences.is_empty(),
+                "config.json differs from hf_quant_config.json: vLLM reads the one, TensorRT-LLM \
+                 the other: {}",
+                differences.join("; ")
             );
             // hf_quant_config.json has no targets.
             file.targets.clone_from(&inline.targets);
@@ -288,6 +285,27 @@ fn read_kv_cache_algo(object: &Value) -> Result<Option<bool>> {
 /// Returns an error if `pre_quant_scale` is given and contradicts the algorithm.
 fn check_pre_quant(object: &Value, pre_quant: bool) -> Result<()> {
     expect_if_given(object, "pre_quant_scale", &[json!(pre_quant)])
+}
+
+/// Describes the differences of `inline`, from config.json, and `file`, from hf_quant_config.json.
+fn differences(inline: &QuantConfig, file: &QuantConfig) -> Vec<String> {
+    let texts = |config: &QuantConfig| {
+        let exclude: BTreeSet<&str> = config.exclude.iter().map(String::as_str).collect();
+        let exclude: Vec<&str> = exclude.into_iter().collect();
+        let yes = |is_so: bool| if is_so { "yes" } else { "no" }.to_owned();
+        [
+            ("dialect", config.dialect.name().to_owned()),
+            ("scheme", config.scheme.name().to_owned()),
+            ("FP8 cache", yes(config.kv_cache_fp8)),
+            ("scale of input features", yes(config.pre_quant)),
+            ("excluded modules", exclude.join(", ")),
+        ]
+    };
+    let pairs = texts(inline).into_iter().zip(texts(file));
+    pairs
+        .filter(|(own, other)| own != other)
+        .map(|((what, own), (_, other))| format!("{what}: {own} and {other}"))
+        .collect()
 }
 
 /// Returns the scheme, and whether layers may have a `pre_quant_scale`.

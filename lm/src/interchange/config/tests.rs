@@ -75,11 +75,21 @@ fn other_formats_and_contradictions_are_refused_by_field() {
     use Dialect::{CompressedTensors as Ct, ModelOpt as Mo};
     for (dialect, pointer, value, says) in [
         (Mo, "/quant_method", json!("awq"), "quant_method"),
-        (Mo, "/quant_algo", json!("NVFP4_AWQ"), "pre_quant: true"),
+        (
+            Mo,
+            "/quant_algo",
+            json!("NVFP4_AWQ"),
+            "scale of input features: yes and no",
+        ),
         (Mo, "/quant_algo", json!("W4A8_AWQ"), "NVFP4_AWQ"),
         (Mo, "/quant_algo", json!(4), "quant_algo is 4"),
         (Mo, "/ignore", json!("lm_head"), "ignore"),
-        (Mo, "/ignore", json!(["other"]), "hf_quant_config.json"),
+        (
+            Mo,
+            "/ignore",
+            json!(["other"]),
+            "excluded modules: other and lm_head",
+        ),
         (Mo, "file:/quantization/group_size", json!(32), "group_size"),
         (
             Mo,

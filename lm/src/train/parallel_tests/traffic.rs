@@ -112,7 +112,7 @@ fn tokens_travel_in_the_type_of_the_activations() {
             Activation::Bf16 => RecipeName::bf16(),
             Activation::F32 => RecipeName::f32(),
         };
-        for recipe in [high_precision, RecipeName::nvfp4()] {
+        for recipe in [high_precision, RecipeName::nvidia()] {
             let config = RunConfig {
                 activation,
                 recipe: recipe.clone(),
@@ -206,9 +206,17 @@ fn shared_experts_travel_as_operands() {
             found[&("all_gather".into(), dtype.into())].0
         };
         let what = format!("{ranks} ranks, {ep} with other experts");
-        assert_eq!(gathered(RecipeName::nvfp4(), "U32"), elements / 2, "{what}");
-        assert_eq!(gathered(RecipeName::nvfp4(), "U8"), elements / 16, "{what}");
-        for recipe in [RecipeName::nvfp4(), RecipeName::bf16()] {
+        assert_eq!(
+            gathered(RecipeName::nvidia(), "U32"),
+            elements / 2,
+            "{what}"
+        );
+        assert_eq!(
+            gathered(RecipeName::nvidia(), "U8"),
+            elements / 16,
+            "{what}"
+        );
+        for recipe in [RecipeName::nvidia(), RecipeName::bf16()] {
             let found = gathered(recipe, "F32");
             // The rest: amax values, expert weights of tokens, sums for the global gradient norm.
             let most = 4 * of_others as u64 + 2048;
