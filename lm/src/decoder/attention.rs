@@ -5,7 +5,7 @@ use anyhow::Result;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn_nvfp4::attention::{
-    AttentionParams, Sequences, try_attention_qkv, try_attention_qkv_with_sinks,
+    AttentionParams, Sequences, try_attention, try_attention_qkv, try_attention_qkv_with_sinks,
     try_attention_with_sinks,
 };
 use burn_nvfp4::decode::NewTokens;

@@ -35,7 +35,7 @@ pub use types::{
 };
 
 impl Family {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,

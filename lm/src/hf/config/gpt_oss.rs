@@ -9,7 +9,7 @@ use super::super::rope::{Rope, RopeScaling};
 use super::blocks::{self, Defaults, Sliding};
 use super::json::layer_types;
 use super::types::{
-    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, Spec,
+    Biases, BlockConfig, DecoderConfig, Family, FeedForwardConfig, GateActivation, Scoring, Spec,
 };
 
 pub(super) const GPT_OSS: Spec = Spec {
@@ -66,6 +66,8 @@ fn gpt_oss(fields: &Fields, family: Family) -> Result<DecoderConfig> {
             top_k,
             hidden,
             normalize: true,
+            scoring: Scoring::Softmax,
+            shared: None,
         };
     }
     Ok(config)
