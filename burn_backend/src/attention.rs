@@ -250,6 +250,21 @@ pub fn try_attention(
     sequences: &Sequences,
     params: AttentionParams,
 ) -> Result<Tensor<3>, Nvfp4Error> {
+    try_attention_with_sinks([q, k, v], sequences, None, params)
+}
+
+/// Version of [`try_attention`] in which every row also sees a sink if `sinks` (`[heads]`, of any
+/// float dtype) are given: a logit of its head that joins the softmax and has no value.
+/// Differentiable by the sinks, too.
+///
+/// # Errors
+/// Returns the errors of [`try_attention`], and an error if the sinks do not fit.
+pub fn try_attention_with_sinks(
+    [q, k, v]: [Tensor<3>; 3],
+    sequences: &Sequences,
+    sinks: Option<Tensor<1>>,
+    params: AttentionParams,
+) -> Result<Tensor<3>, Nvfp4Error> {
     validate::operand("q", &q)?;
     let device = q.device();
     for (name, x) in [("k", &k), ("v", &v)] {
@@ -267,14 +282,29 @@ pub fn try_attention(
     validate::shape("v", v.dims(), k.dims(), || "as `k`".into())?;
     let spec = checked_spec([heads, kv_heads, head], params)?;
     sequences.check(&device, q_tokens, k_tokens)?;
+    if let Some(sinks) = &sinks {
+        check_sinks(sinks, &device, heads)?;
+    }
     let inputs = AttentionInputs::Separate {
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         v: v.into_dispatch(),
     };
-    let sequences = sequences.clone().into_dispatch();
-    let out = Dispatch::nvfp4_attention(inputs, sequences, AttentionRope::Absent, spec);
+    let (sequences, rope) = (sequences.clone().into_dispatch(), AttentionRope::Absent);
+    let out = match sinks {
+        None => Dispatch::nvfp4_attention(inputs, sequences, rope, spec),
+        Some(sinks) => {
+            let sinks = sinks.into_dispatch();
+            Dispatch::nvfp4_attention_with_sinks(inputs, sequences, rope, sinks, spec)
+        }
+    };
     Ok(Tensor::<2>::from_dispatch(out).reshape([q_tokens, heads, head]))
+}
+
+fn check_sinks(sinks: &Tensor<1>, device: &Device, heads: usize) -> Result<(), Nvfp4Error> {
+    validate::operand("sinks", sinks)?;
+    validate::same_device(("q", device), ("sinks", &sinks.device()))?;
+    validate::shape("sinks", sinks.dims(), [heads], || "one per head".into())
 }
 
 /// Panicking version of [`try_attention`].
@@ -315,19 +345,56 @@ pub fn try_attention_qkv(
     try_attention_qkv_with_amax(qkv, [heads, kv_heads], sequences, rotary, params, None)
 }
 
+/// Version of [`try_attention_qkv`] with sinks, as in [`try_attention_with_sinks`].
+///
+/// # Errors
+/// Returns the errors of [`try_attention_qkv`], and an error if the sinks do not fit.
+pub fn try_attention_qkv_with_sinks(
+    qkv: Tensor<2>,
+    heads: [usize; 2],
+    (sequences, rotary): (&Sequences, Option<&RotaryTables>),
+    sinks: Tensor<1>,
+    params: AttentionParams,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    let spec = checked_qkv(&qkv, heads, (sequences, rotary), params)?;
+    check_sinks(&sinks, &qkv.device(), spec.heads)?;
+    let rope = RotaryTables::into_dispatch(rotary.cloned());
+    let inputs = AttentionInputs::Qkv(qkv.into_dispatch());
+    let (sequences, sinks) = (sequences.clone().into_dispatch(), sinks.into_dispatch());
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_attention_with_sinks(
+        inputs, sequences, rope, sinks, spec,
+    )))
+}
+
 /// Version of [`try_attention_qkv`] that also computes the amax values that the next layer needs.
 ///
 /// # Errors
 /// Same as [`try_attention_qkv`].
 pub(crate) fn try_attention_qkv_with_amax(
     qkv: Tensor<2>,
-    [heads, kv_heads]: [usize; 2],
+    heads: [usize; 2],
     sequences: &Sequences,
     rotary: Option<&RotaryTables>,
     params: AttentionParams,
     amax: Option<OutputAmax>,
 ) -> Result<Tensor<2>, Nvfp4Error> {
-    validate::operand("qkv", &qkv)?;
+    let spec = checked_qkv(&qkv, heads, (sequences, rotary), params)?;
+    Ok(attention_qkv_unchecked(
+        qkv,
+        sequences.clone(),
+        rotary.cloned(),
+        AttentionSpec { amax, ..spec },
+    ))
+}
+
+/// Checks the arguments of [`try_attention_qkv`].
+fn checked_qkv(
+    qkv: &Tensor<2>,
+    [heads, kv_heads]: [usize; 2],
+    (sequences, rotary): (&Sequences, Option<&RotaryTables>),
+    params: AttentionParams,
+) -> Result<AttentionSpec, Nvfp4Error> {
+    validate::operand("qkv", qkv)?;
     let ([tokens, width], device) = (qkv.dims(), qkv.device());
     let parts = heads + 2 * kv_heads;
     if parts == 0 || !width.is_multiple_of(parts) {
@@ -337,10 +404,7 @@ pub(crate) fn try_attention_qkv_with_amax(
             format!("a multiple of {parts}, heads + 2 kv_heads"),
         ));
     }
-    let spec = AttentionSpec {
-        amax,
-        ..checked_spec([heads, kv_heads, width / parts], params)?
-    };
+    let spec = checked_spec([heads, kv_heads, width / parts], params)?;
     sequences.check(&device, tokens, tokens)?;
     let longest = match sequences {
         Sequences::Equal(count) => tokens / count,
@@ -350,12 +414,7 @@ pub(crate) fn try_attention_qkv_with_amax(
     if let Some(rotary) = rotary {
         rotary.check(&device, spec.head, longest)?;
     }
-    Ok(attention_qkv_unchecked(
-        qkv,
-        sequences.clone(),
-        rotary.cloned(),
-        spec,
-    ))
+    Ok(spec)
 }
 
 /// Panicking version of [`try_attention_qkv`].

@@ -133,7 +133,7 @@ impl<'a> Report<'a> {
                     name: tensor.name,
                     dtype: format!("{:?}", tensor.dtype).to_lowercase(),
                     shape: tensor.shape,
-                    bytes: tensor.bytes.len(),
+                    bytes: tensor.stored_bytes(),
                 })
                 .collect(),
             kv_scales: kv_scales

@@ -5,7 +5,7 @@ use burn_core::tensor::activation::{quiet_softmax, softmax};
 use burn_core::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::attention::{
     AttentionParams, RotaryTables, Sequences, attention, attention_qkv, try_attention,
-    try_attention_qkv,
+    try_attention_qkv, try_attention_qkv_with_sinks, try_attention_with_sinks,
 };
 use burn_nvfp4::nn::{RopeCache, RopeCacheConfig};
 use burn_nvfp4::{Nvfp4Attention, Nvfp4AttentionConfig, Nvfp4Error, Nvfp4Recipe};
@@ -108,6 +108,96 @@ fn values_and_gradients_are_burns() {
             }
         }
     }
+}
+
+/// Attention of one sequence with sinks by Burn's operations: a column of scores without a value.
+fn with_sinks_by_burn(
+    [q, k, v]: [Tensor<3>; 3],
+    sinks: Tensor<1>,
+    params: AttentionParams,
+) -> Tensor<3> {
+    let ([sq, heads, _], [sk, ..]) = (q.dims(), k.dims());
+    let [q, k, v] = [q, k, v].map(|x| x.swap_dims(0, 1));
+    let mut scores = q.matmul(k.swap_dims(1, 2)).mul_scalar(params.scale);
+    let window = params.window.unwrap_or(usize::MAX / 4) as i64;
+    let hidden: Vec<bool> = (0..sq * sk)
+        .map(|at| {
+            let last = (at / sk + sk) as i64 - sq as i64;
+            let key = (at % sk) as i64;
+            key > last || key <= last - window
+        })
+        .collect();
+    let hidden = TensorData::new(hidden, [1, sq, sk]);
+    let hidden = Tensor::<3, Bool>::from_data(hidden, &scores.device());
+    scores = scores.mask_fill(hidden.expand([heads, sq, sk]), -1e30);
+    let sinks = sinks.reshape([heads, 1, 1]).expand([heads, sq, 1]);
+    let weights = softmax(Tensor::cat(vec![scores, sinks], 2), 2);
+    weights.narrow(2, 0, sk).matmul(v).swap_dims(0, 1)
+}
+
+/// Sinks take their share of every row, and have gradients, as have queries, keys and values, in
+/// both forms of the inputs and for rows without keys.
+#[test]
+fn sinks_are_scores_without_values() {
+    let device = device();
+    let (heads, head) = (2, 8);
+    let lengths: &[(usize, usize)] = match crate::support::small_only() {
+        true => &[(5, 7)],
+        false => &[(9, 9), (5, 7), (7, 5)],
+    };
+    for &(sq, sk) in lengths {
+        for window in [None, Some(3)] {
+            let params = AttentionParams {
+                window,
+                ..AttentionParams::causal(head)
+            };
+            let sinks = tensor([heads, 1, 1], 4, &device).mul_scalar(2.0);
+            let inputs = [
+                tensor([sq, heads, head], 1, &device),
+                tensor([sk, heads, head], 2, &device),
+                tensor([sk, heads, head], 3, &device),
+                sinks,
+            ];
+            let one = Sequences::Equal(1);
+            let expected = gradients(inputs.clone(), |[q, k, v, sinks]| {
+                with_sinks_by_burn([q, k, v], sinks.reshape([heads]), params)
+            });
+            let separate = gradients(inputs.clone(), |[q, k, v, sinks]| {
+                let sinks = Some(sinks.reshape([heads]));
+                try_attention_with_sinks([q, k, v], &one, sinks, params).unwrap()
+            });
+            let fused = (sq == sk).then(|| {
+                gradients(inputs, |[q, k, v, sinks]| {
+                    let flat = |x: Tensor<3>| x.reshape([sq, heads * head]);
+                    let qkv = Tensor::cat(vec![flat(q), flat(k), flat(v)], 1);
+                    let (places, sinks) = ((&one, None), sinks.reshape([heads]));
+                    let counts = [heads, heads];
+                    let out = try_attention_qkv_with_sinks(qkv, counts, places, sinks, params);
+                    out.unwrap().reshape([sq, heads, head])
+                })
+            });
+            for found in [Some(separate), fused].into_iter().flatten() {
+                for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let what = format!("{sq} queries, {sk} keys, {window:?}, tensor {i}");
+                    assert_near(&what, found, expected, burn_matmul_error(2e-4));
+                }
+            }
+        }
+    }
+    let [q, k, v] = [1, 2, 3].map(|seed| tensor([4, heads, head], seed, &device));
+    let wrong = Some(Tensor::<1>::zeros([heads + 1], &device));
+    let params = AttentionParams::causal(head);
+    let error = try_attention_with_sinks([q, k, v], &Sequences::Equal(1), wrong, params);
+    assert!(
+        matches!(
+            error.unwrap_err(),
+            Nvfp4Error::Shape {
+                argument: "sinks",
+                ..
+            }
+        ),
+        "the sinks are named"
+    );
 }
 
 /// A packed sequence has the same values and gradients as alone, independent of the other

@@ -112,6 +112,7 @@ impl Evaluation {
 impl QuantizeResult<'_> {
     pub(super) fn lines(&self) -> Vec<String> {
         let mut lines = layers(self.quantized);
+        lines.extend(casts(self.quantized));
         lines.extend(self.evaluation.iter().flat_map(Evaluation::lines));
         lines.extend(self.calibration.iter().flat_map(CalibrationData::lines));
         lines.push(format!(
@@ -127,6 +128,29 @@ impl QuantizeResult<'_> {
         ));
         lines
     }
+}
+
+/// Says how exactly weights in MXFP4 were cast, if there are any.
+fn casts(done: &Quantized) -> Option<String> {
+    let casts: Vec<_> = done.layers.iter().filter_map(|layer| layer.cast).collect();
+    let blocks: usize = casts.iter().map(|cast| cast.blocks).sum();
+    let inexact: usize = casts.iter().map(|cast| cast.inexact_blocks).sum();
+    let error = casts
+        .iter()
+        .fold(0f32, |most, cast| most.max(cast.largest_error));
+    let exactness = match inexact {
+        0 => "all exactly".to_owned(),
+        _ => format!(
+            "{} exactly, {inexact} with errors of at most {error:.1e} of the weight's amax",
+            blocks - inexact
+        ),
+    };
+    (!casts.is_empty()).then(|| {
+        format!(
+            "{} weights cast from MXFP4: {blocks} blocks of 16, {exactness}",
+            casts.len()
+        )
+    })
 }
 
 /// Lists the quantized and the skipped modules.

@@ -2,9 +2,12 @@
 //! architecture has them; [latent](super::latent) attention makes its heads in another way.
 
 use anyhow::Result;
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use burn_nvfp4::attention::{AttentionParams, Sequences, try_attention, try_attention_qkv};
+use burn_nvfp4::attention::{
+    AttentionParams, Sequences, try_attention, try_attention_qkv, try_attention_qkv_with_sinks,
+    try_attention_with_sinks,
+};
 use burn_nvfp4::decode::NewTokens;
 use burn_nvfp4::nn::{ResidualStream, RmsNorm};
 
@@ -30,6 +33,8 @@ pub struct Attention {
     pub k_norm: Option<RmsNorm>,
     /// Second projections of latent attention.
     pub latent: Option<Latent>,
+    /// Sink of each head: a score that every row has besides those of its keys, `[heads]`.
+    pub sinks: Option<Param<Tensor<1>>>,
     #[module(skip)]
     pub(super) heads: Heads,
 }
@@ -121,16 +126,24 @@ impl Attention {
             let [_, k, v] = self.rotated(qkv.clone(), &tables, &places, [batch, time]);
             call.show_cache(layer, &k, &v)?;
         }
+        let sinks = self.sinks.as_ref().map(|sinks| sinks.val());
         Ok(match &mut call.cache {
             None if self.q_norm.is_none() && self.k_norm.is_none() => {
                 let counts = [heads.count, heads.kv_count];
                 let rotary = tables.rotary()?;
-                try_attention_qkv(qkv, counts, &sequences, Some(&rotary), params)?
+                let rotary = Some(&rotary);
+                match sinks {
+                    None => try_attention_qkv(qkv, counts, &sequences, rotary, params)?,
+                    Some(sinks) => {
+                        let places = (&sequences, rotary);
+                        try_attention_qkv_with_sinks(qkv, counts, places, sinks, params)?
+                    }
+                }
             }
             None => {
                 let [q, k, v] = self.rotated(qkv, &tables, &places, [batch, time]);
-                let [q, k, v] = [q, k, v].map(tokens);
-                flat(try_attention(q, k, v, &sequences, params)?)
+                let qkv = [q, k, v].map(tokens);
+                flat(try_attention_with_sinks(qkv, &sequences, sinks, params)?)
             }
             Some((cache, chunk)) => {
                 let rotary = tables.rotary()?;
@@ -143,7 +156,8 @@ impl Attention {
                     Some(sequences) => {
                         let q = layer.append(new, &chunk.places, Some(&rotary), heads.count)?;
                         let [k, v] = layer.keys_and_values(q.dtype().into());
-                        flat(try_attention(q, k, v, sequences, params)?)
+                        let qkv = [q, k, v];
+                        flat(try_attention_with_sinks(qkv, sequences, sinks, params)?)
                     }
                 }
             }

@@ -29,6 +29,8 @@ pub struct KvCache {
     pub(super) layers: Vec<KvLayer>,
     lengths: Vec<usize>,
     capacity: usize,
+    /// Maximum number of new tokens per sequence for the kernels that read the cache in place.
+    few: usize,
     device: Device,
 }
 
@@ -38,7 +40,7 @@ pub(super) struct Chunk {
     /// Length of the longest sequence, including its new tokens.
     pub longest: usize,
     pub places: Places,
-    /// Sequences for more than [`FEW`] new tokens.
+    /// Sequences for more than [`FEW`] new tokens, or for a model with attention sinks.
     pub sequences: Option<Sequences>,
 }
 
@@ -71,6 +73,8 @@ impl KvCache {
             layers: layers.collect::<Result<_>>()?,
             lengths: vec![0; batch],
             capacity,
+            // Those kernels know no sinks.
+            few: if config.block.sinks { 0 } else { FEW },
             device: device.clone(),
         })
     }
@@ -112,9 +116,17 @@ impl KvCache {
         let words = |numbers: &[usize]| numbers.iter().map(|n| *n as u32).collect::<Vec<u32>>();
         Ok(Chunk {
             places: Places::new(&words(&self.lengths), &words(counts), &self.device),
-            sequences: (time > FEW).then(|| self.sequences(time, counts, &ends)),
+            sequences: (time > self.few).then(|| self.sequences(time, counts, &ends)),
             longest,
         })
+    }
+
+    /// Returns the sequences of a step of `counts` new tokens, at most one each, if the kernels for
+    /// few tokens cannot compute it.
+    pub(super) fn sequences_of_step(&self, counts: &[usize]) -> Option<Sequences> {
+        let ends = self.lengths.iter().zip(counts).map(|(s, c)| s + c);
+        let ends: Vec<usize> = ends.collect();
+        (self.few == 0).then(|| self.sequences(1, counts, &ends))
     }
 
     /// Returns each sequence followed by a dummy one, which covers padding among the queries and

@@ -1,7 +1,8 @@
-//! Feed-forward of a layer: a gated feed-forward, or a mixture of SwiGLU experts.
+//! Feed-forward of a layer: a gated feed-forward, or a mixture of gated experts.
 
 use anyhow::Result;
 use burn::module::{Module, Param};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::experts::Router;
 use burn_nvfp4::functions::{Gelu, try_gelu, try_swiglu};
@@ -48,6 +49,8 @@ pub struct Gated {
 pub struct Moe {
     /// Router weight, `[d_model, experts]`.
     pub router: Param<Tensor<2>>,
+    /// Bias of the router, `[experts]`.
+    pub router_bias: Option<Param<Tensor<1>>>,
     /// Fused gate and up projection of each expert.
     pub gate_up: Experts,
     /// Down projection of each expert.
@@ -62,6 +65,8 @@ pub struct Moe {
     pub(super) top_k: usize,
     #[module(skip)]
     pub(super) normalize: bool,
+    #[module(skip)]
+    pub(super) activation: GateActivation,
     /// True if the backward recomputes the inputs of the activation.
     #[module(skip)]
     pub(super) recompute: bool,
@@ -90,22 +95,25 @@ impl Gated {
             return Ok(try_swiglu_of(gate_up, down, x, true)?);
         }
         call.show(index, sites[0], &x, None)?;
-        let hidden = self.activate(self.gate_up.forward(x)?)?;
+        let hidden = activate(self.activation, self.gate_up.forward(x)?)?;
         call.show(index, sites[1], &hidden, None)?;
         self.down.forward(hidden)
     }
+}
 
-    /// Returns the input of the down projection, given the output of gate and up. SwiGLU is one
-    /// kernel; the other activations take one for the activation and one for the product.
-    fn activate<const D: usize>(&self, gate_up: Tensor<D>) -> Result<Tensor<D>> {
-        match self.activation {
-            GateActivation::Silu => Ok(try_swiglu(gate_up)?),
-            GateActivation::GeluTanh => {
-                let hidden = gate_up.dims()[D - 1] / 2;
-                let gate = gate_up.clone().narrow(D - 1, 0, hidden);
-                let up = gate_up.narrow(D - 1, hidden, hidden);
-                Ok(try_gelu(gate, Gelu::Tanh)? * up)
-            }
+/// Returns the input of the down projection, given the output of gate and up. SwiGLU is one kernel;
+/// the other activations take several.
+fn activate<const D: usize>(activation: GateActivation, gate_up: Tensor<D>) -> Result<Tensor<D>> {
+    let hidden = gate_up.dims()[D - 1] / 2;
+    let half = |first: usize| gate_up.clone().narrow(D - 1, first, hidden);
+    match activation {
+        GateActivation::Silu => Ok(try_swiglu(gate_up)?),
+        GateActivation::GeluTanh => Ok(try_gelu(half(0), Gelu::Tanh)? * half(hidden)),
+        GateActivation::ClampedSwiGlu { alpha, limit } => {
+            let gate = half(0).clamp_max(limit);
+            let up = half(hidden).clamp(-limit, limit);
+            let gated = gate.clone() * sigmoid(gate.mul_scalar(alpha));
+            Ok(gated * up.add_scalar(1.0))
         }
     }
 }
@@ -119,7 +127,10 @@ impl FeedForward {
             Self::Moe(layer) => {
                 let shared = layer.shared.as_ref();
                 let experts = [&layer.gate_up, &layer.down];
-                !experts.iter().any(|it| it.is_packed()) && shared.is_none_or(Gated::can_recompute)
+                let is_silu = layer.activation == GateActivation::Silu;
+                is_silu
+                    && !experts.iter().any(|it| it.is_packed())
+                    && shared.is_none_or(Gated::can_recompute)
             }
         }
     }
@@ -159,7 +170,7 @@ impl FeedForward {
             Some((gate_up, layer)) => {
                 let (sum, mut hidden) = gate_up.try_forward(stream)?;
                 if !gate_up.swiglu {
-                    hidden = layer.activate(hidden)?;
+                    hidden = activate(layer.activation, hidden)?;
                 }
                 (sum, layer.down.forward(rows(hidden))?)
             }
@@ -194,7 +205,10 @@ impl Moe {
     fn of_experts(&self, x: Tensor<2>, index: usize, call: &mut Call<'_>) -> Result<Tensor<2>> {
         let [_, experts] = self.router.dims();
         let router = cast(self.router.val(), FloatDType::F32);
-        let logits = cast(x.clone(), FloatDType::F32).matmul(router);
+        let mut logits = cast(x.clone(), FloatDType::F32).matmul(router);
+        if let Some(bias) = &self.router_bias {
+            logits = logits + cast(bias.val(), FloatDType::F32).unsqueeze::<2>();
+        }
         let router = Router {
             experts,
             top_k: self.top_k,
@@ -213,7 +227,7 @@ impl Moe {
             return Ok(routing.combine(results, weights));
         }
         call.show(index, Site::GateUp, &x, Some(experts))?;
-        let hidden = try_swiglu(self.gate_up.forward(x, experts)?)?;
+        let hidden = activate(self.activation, self.gate_up.forward(x, experts)?)?;
         call.show(index, Site::Down, &hidden, Some(experts))?;
         let results = self.down.forward(hidden, experts)?;
         Ok(routing.combine(results, weights))

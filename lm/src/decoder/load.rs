@@ -17,8 +17,9 @@ use nvfp4_formats::BLOCK;
 
 use super::attention::{Attention, Heads};
 use super::feed_forward::{FeedForward, Gated, Moe};
+use super::fused::open_tensors;
 use super::latent::{Latent, LowRank};
-use super::names::{self, EMBEDDING, HEAD, NORM, Site};
+use super::names::{self, EMBEDDING, HEAD, NORM, SINKS, Site};
 use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
@@ -67,7 +68,7 @@ impl Decoder {
         let json = read_json(&path)?;
         let config = refuse_packed(&json).and_then(|()| DecoderConfig::from_json(&json));
         let config = config.with_context(|| path.display().to_string())?;
-        let tensors = TensorFolder::open(folder)?.with_fp8_scales(&json);
+        let tensors = open_tensors(folder, &config)?.with_fp8_scales(&json);
         let tensors = tensors.with_context(|| folder.display().to_string())?;
         Self::of_plain_tensors(&config, &tensors, (device, dtype), form)
             .with_context(|| folder.display().to_string())
@@ -337,6 +338,10 @@ impl Loader<'_> {
             q_norm: qk_norm("self_attn.q_norm")?,
             k_norm: qk_norm("self_attn.k_norm")?,
             latent: config.block.latent.map(latent).transpose()?,
+            sinks: match config.block.sinks {
+                false => None,
+                true => Some(param(self.concatenated(&[format!("{path}{SINKS}")])?)),
+            },
             heads: Heads::new(config, layer),
         })
     }
@@ -357,9 +362,15 @@ impl Loader<'_> {
             } => {
                 let moe = format!("{path}{}", names::moe(self.config.family));
                 let [gate, up, down] = names::gate_up_down(self.config.family);
-                let router = self.weight(&[format!("{moe}.gate.weight")])?;
+                let router = format!("{moe}.{}", names::router(self.config.family));
+                let weight = self.weight(&[format!("{router}.weight")])?;
+                let router_bias = match self.config.block.biases.experts {
+                    false => None,
+                    true => Some(param(self.concatenated(&[format!("{router}.bias")])?)),
+                };
                 Ok(FeedForward::Moe(Moe {
-                    router: param(router.transpose()),
+                    router: param(weight.transpose()),
+                    router_bias,
                     gate_up: self.experts(&moe, experts, &[gate, up])?,
                     down: self.experts(&moe, experts, &[down])?,
                     correction: self.correction(&moe, scoring)?,
@@ -369,6 +380,7 @@ impl Loader<'_> {
                     scoring,
                     top_k,
                     normalize,
+                    activation: self.config.block.activation,
                     recompute: false,
                 }))
             }
@@ -448,10 +460,21 @@ impl Loader<'_> {
         let paths: Vec<String> = (0..experts)
             .flat_map(|expert| parts.iter().map(move |part| name(expert, part)))
             .collect();
+        let names_of = |leaf: &str| -> Vec<String> {
+            paths.iter().map(|path| format!("{path}.{leaf}")).collect()
+        };
+        let bias: Option<Tensor<2>> = match self.config.block.biases.experts {
+            false => None,
+            true => {
+                let bias: Tensor<1> = self.concatenated(&names_of("bias"))?;
+                let width = bias.dims()[0] / experts;
+                Some(bias.reshape([experts, width]))
+            }
+        };
         if let Some((packed, scheme)) = self.kept_packed(&paths)? {
-            return packed.grouped(&paths, experts, scheme, self.device);
+            return packed.grouped(&paths, experts, bias, (scheme, self.device));
         }
-        let names: Vec<String> = paths.iter().map(|path| format!("{path}.weight")).collect();
+        let names = names_of("weight");
         let weight: Tensor<2> = self.concatenated_as(&names, self.dtype_of_weights())?;
         let [rows, d_in] = weight.dims();
         let d_out = rows / experts;
@@ -467,9 +490,11 @@ impl Loader<'_> {
         let mut layer = Nvfp4GroupedLinearConfig::new(experts, d_in, d_out)
             .with_initializer(Initializer::Zeros)
             .with_recipe(recipe.unwrap_or_else(Nvfp4Recipe::bf16))
+            .with_bias(bias.is_some())
             .try_init(self.device)
             .with_context(|| format!("the experts of `{moe}`"))?;
         layer.weight = param(weight);
+        layer.bias = bias.map(param);
         // Experts whose recipe quantizes nothing are unchanged.
         Experts::Grouped(layer).into_packed()
     }
@@ -576,7 +601,7 @@ impl Part<'_> {
                         | (Dtype::F16, DType::F16)
                 );
                 if is_same {
-                    bytes.extend_from_slice(tensor.bytes);
+                    bytes.extend_from_slice(&tensor.bytes());
                     return Ok(());
                 }
                 tensor.to_f32()?

@@ -1,8 +1,9 @@
-//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral, Gemma and DeepSeek, as Burn modules.
+//! Decoders of Hugging Face's Llama, Mistral, Qwen, Mixtral, Gemma, DeepSeek and gpt-oss, as Burn
+//! modules.
 //!
 //! - [`Decoder`]: the model, with and without a cache.
 //! - [`load`] and [`save`]: load a folder and save one, tensor by tensor; [`names`] maps tensors to
-//!   parameters.
+//!   parameters, and [`fused`] splits tensors of all experts.
 //! - [`lora`]: low-rank adapters beside projections. [`Decoder::into_lora`] adds them for training;
 //!   [`Decoder::with_adapter`] applies those of an [`AdapterFolder`] to a loaded model.
 //! - [`FrozenForm`]: form of frozen weights, in high precision or packed.
@@ -23,6 +24,7 @@ mod call;
 mod dense;
 pub mod feed_forward;
 mod frozen;
+pub mod fused;
 pub mod generate;
 mod head_precision;
 pub mod latent;
@@ -401,6 +403,8 @@ fn embedding_scale(d_model: usize, dtype: FloatDType) -> f32 {
 
 #[cfg(all(test, feature = "flex"))]
 mod adapter_tests;
+#[cfg(all(test, feature = "flex"))]
+mod fused_tests;
 #[cfg(all(test, feature = "flex"))]
 mod head_tests;
 #[cfg(all(test, feature = "flex"))]

@@ -24,6 +24,9 @@ pub const NORM: &str = "model.norm.weight";
 /// Name of the head; absent if tied to the embedding.
 pub const HEAD: &str = "lm_head.weight";
 
+/// Name of the attention sinks in a layer.
+pub const SINKS: &str = "self_attn.sinks";
+
 /// Returns the path of layer `index`, with a trailing dot.
 pub fn layer(index: usize) -> String {
     format!("model.layers.{index}.")
@@ -120,6 +123,14 @@ pub fn moe(family: Family) -> &'static str {
     match family {
         Family::Mixtral => "block_sparse_moe",
         _ => "mlp",
+    }
+}
+
+/// Returns the name of the router in the module with the experts.
+pub fn router(family: Family) -> &'static str {
+    match family {
+        Family::GptOss => "router",
+        _ => "gate",
     }
 }
 
@@ -347,7 +358,7 @@ pub fn differences<'a>(
         known.insert(name);
     }
     for name in plain.iter().filter(|name| !known.contains(**name)) {
-        let bytes = |name: &str| tensors.find(name).map(|tensor| tensor.bytes);
+        let bytes = |name: &str| tensors.find(name).map(|tensor| tensor.bytes());
         if let Some(reason) = unused(config, name) {
             found.unused.push(((*name).into(), reason));
         } else if config.tied && *name == HEAD && bytes(HEAD) == bytes(EMBEDDING) {
@@ -423,7 +434,8 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
                 ..
             } => {
                 let moe = moe(config.family);
-                linear(&format!("{moe}.gate"), experts, d_model, false);
+                let (router, bias) = (router(config.family), biases.experts);
+                linear(&format!("{moe}.{router}"), experts, d_model, bias);
                 if let Some(hidden) = shared {
                     linear("mlp.shared_experts.gate_proj", hidden, d_model, false);
                     linear("mlp.shared_experts.up_proj", hidden, d_model, false);
@@ -431,9 +443,9 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
                 }
                 for expert in 0..experts {
                     let expert = format!("{moe}.experts.{expert}");
-                    linear(&format!("{expert}.{gate}"), hidden, d_model, false);
-                    linear(&format!("{expert}.{up}"), hidden, d_model, false);
-                    linear(&format!("{expert}.{down}"), d_model, hidden, false);
+                    linear(&format!("{expert}.{gate}"), hidden, d_model, bias);
+                    linear(&format!("{expert}.{up}"), hidden, d_model, bias);
+                    linear(&format!("{expert}.{down}"), d_model, hidden, bias);
                 }
             }
         }
@@ -460,6 +472,9 @@ pub fn expected(config: &DecoderConfig) -> Vec<Expected> {
         let all = [norms.attention, norms.feed_forward].into_iter();
         for norm in all.chain(norms.post.into_iter().flatten()) {
             add(format!("{path}{norm}.weight"), &[d_model]);
+        }
+        if config.block.sinks {
+            add(format!("{path}{SINKS}"), &[config.heads]);
         }
         if config.block.qk_norm {
             for norm in ["q_norm", "k_norm"] {

@@ -82,17 +82,18 @@ impl<'a> PackedFolder<'a> {
         })
     }
 
-    /// Loads the modules `paths`, the same number for each of the `experts`, as one layer.
+    /// Loads the modules `paths`, the same number for each of the `experts`, as one layer with
+    /// `bias`, `[experts, outputs]`.
     pub fn grouped(
         &self,
         paths: &[String],
         experts: usize,
-        scheme: Option<Scheme>,
-        device: &Device,
+        bias: Option<Tensor<2>>,
+        (scheme, device): (Option<Scheme>, &Device),
     ) -> Result<Experts> {
         let fused = self.fused(paths, experts, device)?;
         let (activations, input) = activations(fused.input, scheme, device);
-        let linear = Nvfp4PackedGroupedLinear::try_new(fused.weight, activations, input, None);
+        let linear = Nvfp4PackedGroupedLinear::try_new(fused.weight, activations, input, bias);
         let linear = linear.with_context(|| format!("`{}`", paths[0]))?;
         Ok(match fused.pre_quant {
             None => Experts::Packed(linear),

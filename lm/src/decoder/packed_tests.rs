@@ -17,7 +17,8 @@ fn load(folder: &Path, scheme: Option<Scheme>, device: &Device) -> Decoder {
 }
 
 fn ids(tensor: StoredTensor) -> Vec<u32> {
-    let (numbers, _) = tensor.bytes.as_chunks();
+    let bytes = tensor.bytes();
+    let (numbers, _) = bytes.as_chunks();
     let numbers = numbers
         .iter()
         .map(|bytes| i64::from_le_bytes(*bytes) as u32);

@@ -173,6 +173,16 @@ impl Experts {
         }
     }
 
+    /// Returns the biases, `[experts, d_out]`, if any.
+    pub fn bias(&self) -> Option<Tensor<2>> {
+        let bias = match self {
+            Self::Grouped(linear) => &linear.bias,
+            Self::Packed(linear) => &linear.bias,
+            Self::Scaled(scaled) => &scaled.linear.bias,
+        };
+        bias.as_ref().map(|bias| bias.val())
+    }
+
     /// Returns true if the weights are stored in NVFP4.
     pub fn is_packed(&self) -> bool {
         !matches!(self, Self::Grouped(_))

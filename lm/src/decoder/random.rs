@@ -140,6 +140,7 @@ impl Random<'_> {
                 q_norm: None,
                 k_norm: None,
                 latent: None,
+                sinks: None,
                 heads: Heads::new(config, layer),
             },
             attention_post_norm: None,

@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use burn::tensor::{DType, Tensor};
 use serde_json::{Map, Value};
 
 use super::attention::Attention;
-use super::feed_forward::FeedForward;
-use super::names::{self, EMBEDDING, HEAD, NORM, Part};
+use super::feed_forward::{FeedForward, Moe};
+use super::fused::{alternating, stores_fused};
+use super::names::{self, EMBEDDING, HEAD, NORM, Part, SINKS};
 use super::projection::{Experts, Projection};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::{read_json, write_json};
@@ -99,11 +100,17 @@ impl Decoder {
             let family = self.config.family;
             let path = format!("{path}{}", names::moe(family));
             let [gate, up, down] = names::gate_up_down(family);
-            let router = moe.router.val().transpose();
-            writer.add(&format!("{path}.gate.weight"), router)?;
+            let router = format!("{path}.{}", names::router(family));
+            writer.add(&format!("{router}.weight"), moe.router.val().transpose())?;
+            if let Some(bias) = &moe.router_bias {
+                writer.add(&format!("{router}.bias"), bias.val())?;
+            }
             if let Some(correction) = &moe.correction {
                 let name = format!("{path}.{}", names::CORRECTION);
                 writer.add_as(&name, correction.val(), Dtype::F32)?;
+            }
+            if stores_fused(family) {
+                return writer.fused_experts(moe, &path);
             }
             writer.experts(&moe.gate_up, &path, &[gate, up])?;
             writer.experts(&moe.down, &path, &[down])?;
@@ -114,6 +121,9 @@ impl Decoder {
 
 /// Adds the norms inside the attention of the layer at `path`.
 fn write_attention_norms(writer: &mut Writer, path: &str, layer: &Attention) -> Result<()> {
+    if let Some(sinks) = &layer.sinks {
+        writer.add(&format!("{path}{SINKS}"), sinks.val())?;
+    }
     let latent = layer.latent.as_ref();
     let [latent_query, latent_kv] = names::LATENT_NORMS;
     for (name, norm) in [
@@ -174,6 +184,20 @@ impl Writer<'_> {
             first += outputs;
         }
         Ok(())
+    }
+
+    /// Adds the experts of a layer in the layout of gpt-oss.
+    fn fused_experts(&mut self, moe: &Moe, path: &str) -> Result<()> {
+        let path = format!("{path}.experts");
+        let bias = |bias: Option<Tensor<2>>| bias.context("experts of gpt-oss have biases");
+        self.add(
+            &format!("{path}.gate_up_proj"),
+            alternating(moe.gate_up.dense()),
+        )?;
+        let gate_up_bias = alternating(bias(moe.gate_up.bias())?);
+        self.add(&format!("{path}.gate_up_proj_bias"), gate_up_bias)?;
+        self.add(&format!("{path}.down_proj"), moe.down.dense())?;
+        self.add(&format!("{path}.down_proj_bias"), bias(moe.down.bias())?)
     }
 
     /// Adds the parts of each expert, which have equal numbers of outputs.

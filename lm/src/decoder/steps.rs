@@ -140,7 +140,7 @@ impl<'a> DecodeSteps<'a> {
         let chunk = Chunk {
             longest,
             places: next.places.clone(),
-            sequences: None,
+            sequences: self.cache.sequences_of_step(&self.counts),
         };
         let call = Call {
             tables: model.positions.tables(positions, &device)?,

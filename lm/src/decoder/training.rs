@@ -213,15 +213,13 @@ fn grouped(experts: Experts, recipe: &Nvfp4Recipe) -> Result<Experts> {
         anyhow::bail!("packed experts cannot be trained: load the model dequantized");
     };
     let [count, d_in, d_out] = layer.weight.lazy_shape().dims();
-    ensure!(
-        layer.bias.is_none(),
-        "experts with a bias cannot be trained"
-    );
     let config = Nvfp4GroupedLinearConfig::new(count, d_in, d_out)
         .with_initializer(Initializer::Zeros)
+        .with_bias(layer.bias.is_some())
         .with_recipe(recipe.clone());
     let mut made = config.try_init(&layer.weight.lazy_device())?;
     made.weight = layer.weight;
+    made.bias = layer.bias;
     Ok(Experts::Grouped(made))
 }
 

@@ -87,7 +87,7 @@ mod with_a_model {
     /// Returns the rows of a reference, and their negative log-likelihoods from transformers.
     fn reference(folder: &Path, name: &str) -> Vec<(Vec<u32>, Vec<f32>)> {
         let tensors = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
-        let ids = tensors.get("input_ids").unwrap().bytes;
+        let ids = tensors.get("input_ids").unwrap().bytes();
         let (ids, _) = ids.as_chunks();
         let ids: Vec<u32> = ids
             .iter()

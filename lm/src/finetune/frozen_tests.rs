@@ -203,6 +203,7 @@ fn adapters_learn_in_every_family() {
         "qwen2-tiny",
         "gemma2-tiny",
         "gemma3-tiny",
+        "gptoss-tiny",
         "deepseek3-tiny",
         "deepseek3-tiny-fp8",
     ] {
@@ -252,6 +253,7 @@ fn frozen_weights_are_quantized_at_load() {
         "gemma2-tiny",
         "gemma3-tiny",
         "deepseek3-tiny",
+        "gptoss-tiny",
     ];
     let forms = [FrozenForm::W4a16, FrozenForm::W4a4];
     for (name, form) in names

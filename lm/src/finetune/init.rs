@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::{read_json, write_json};
-use crate::decoder::names::expected;
+use crate::decoder::names::{SINKS, expected};
 use crate::hf::config::{CONFIG_FILE, refuse_quantized};
 use crate::hf::{DecoderConfig, Dtype, NewFolder, TensorWriter, copy_file};
 use crate::random::normal;
@@ -26,7 +26,7 @@ const TOKENIZER: &[&str] = &[
 ];
 
 /// Writes the model of the configuration file `config` to the new folder `out`, in `f32`. Norms
-/// multiply by 1, biases are 0, and matrices are normal with standard deviation `initializer_range` of the
+/// multiply by 1, biases and sinks are 0, and matrices are normal with standard deviation `initializer_range` of the
 /// configuration. The weights depend only on `seed` and their names. The tokenizer is copied from
 /// the folder `tokenizer`; `eos`, if given, is the only special token of the model, and ends texts.
 ///
@@ -78,7 +78,7 @@ pub fn write_random(
     for tensor in expected(&parsed) {
         let count = tensor.shape.iter().product();
         let values = match tensor.shape.len() {
-            1 if tensor.name.ends_with("bias") => vec![0.0; count],
+            1 if tensor.name.ends_with("bias") || tensor.name.ends_with(SINKS) => vec![0.0; count],
             1 if parsed.block.norm_plus_one => vec![0.0; count],
             1 => vec![1.0; count],
             _ => normal(seed, &tensor.name, count, deviation),

@@ -203,6 +203,7 @@ fn sizes(
         match model.block.activation {
             GateActivation::Silu => [always, 2 * hidden],
             GateActivation::GeluTanh => [always + 3 * hidden, 0],
+            GateActivation::ClampedSwiGlu { .. } => [always + 6 * hidden, 0],
         }
     });
     let shards = if config.fsdp { ranks as u64 } else { 1 };
@@ -331,6 +332,7 @@ mod tests {
             "gemma2-tiny",
             "gemma3-tiny",
             "deepseek3-tiny",
+            "gptoss-tiny",
         ] {
             let folder = root.join(name);
             let mut config = config(&folder, 2);
@@ -358,7 +360,7 @@ mod tests {
             };
             let inner = match model.config.block.activation {
                 GateActivation::Silu => inner,
-                GateActivation::GeluTanh => 0,
+                GateActivation::GeluTanh | GateActivation::ClampedSwiGlu { .. } => 0,
             };
             let less = need(&config, &model, None);
             let tokens = 6 * 48;

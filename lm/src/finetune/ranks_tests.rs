@@ -118,6 +118,7 @@ fn ranks_train_as_one() {
         ("qwen3-tiny", None),
         ("qwen3moe-tiny", None),
         ("deepseek3-tiny", None),
+        ("gptoss-tiny", None),
         ("llama3-tiny", Some("lora")),
         ("llama3-tiny", Some("teacher")),
     ] {

@@ -193,6 +193,14 @@ fn experts_learn() {
     );
 }
 
+/// Sinks and biases of experts and routers are trained, from experts in bf16 and in MXFP4.
+#[test]
+fn gpt_oss_learns() {
+    for (name, recipe) in [("gptoss-tiny", "bf16"), ("gptoss-tiny-mxfp4", "nvidia")] {
+        learns(name, &golden_with_tokenizer(name), recipe);
+    }
+}
+
 /// Returns the files of a checkpoint, without times.
 pub(super) fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let checkpoint = crate::checkpoint::latest(folder).unwrap().unwrap();
@@ -326,6 +334,7 @@ fn documents_of_a_row_do_not_see_each_other() {
         "gemma2-tiny",
         "gemma3-tiny",
         "deepseek3-tiny",
+        "gptoss-tiny",
     ];
     for name in names {
         let model = Decoder::load(&golden(name), &Device::flex(), FloatDType::F32).unwrap();
@@ -496,14 +505,18 @@ fn recomputing_changes_no_bit() {
     }
     let folder = Scratch::new("finetune-recompute-errors");
     let gemma = golden_with_tokenizer("gemma3-tiny");
+    let gpt_oss = golden_with_tokenizer("gptoss-tiny");
     let config = |source: &Path| FinetuneConfig {
         recompute: 1,
         ..config(source, &folder, "bf16")
     };
-    let gelu = config(&gemma);
-    let error = open(&gelu, &data(&gelu), &Device::flex(), &folder.join("gelu")).err();
-    let error = format!("{:#}", error.unwrap());
-    assert!(error.contains("another activation than SiLU"), "{error}");
+    for other in [&gemma, &gpt_oss] {
+        let config = config(other);
+        let data = data(&config);
+        let error = open(&config, &data, &Device::flex(), &folder.join("other")).err();
+        let error = format!("{:#}", error.unwrap());
+        assert!(error.contains("another activation than SiLU"), "{error}");
+    }
     for (lora, recompute, says) in [
         (None, 99, "recompute is 99, but the model has"),
         (
@@ -538,6 +551,7 @@ fn exports_compute_as_in_training() {
         ("gemma3-tiny", Nvfp4Recipe::weight_only_qat()),
         ("qwen3moe-tiny", Nvfp4Recipe::weight_only_qat()),
         ("deepseek3-tiny", Nvfp4Recipe::weight_only_qat()),
+        ("gptoss-tiny", Nvfp4Recipe::weight_only_qat()),
     ] {
         let model = golden_with_tokenizer(name);
         let folder = Scratch::new(&format!("finetune-export-{name}"));
@@ -572,6 +586,7 @@ fn packed_models_have_the_losses_of_validation() {
         ("qwen3-tiny", "weight_only_qat"),
         ("gemma3-tiny", "nvidia"),
         ("deepseek3-tiny", "nvidia"),
+        ("gptoss-tiny", "nvidia"),
         ("llama3-tiny", "fwd_nvfp4_bwd_bf16"),
     ] {
         let model = golden_with_tokenizer(name);

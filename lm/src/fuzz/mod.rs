@@ -168,7 +168,7 @@ pub fn index(data: &[u8]) {
     }
     write(&folder.join("model.safetensors.index.json"), data);
     if let Ok(tensors) = TensorFolder::open(&folder) {
-        assert!(tensors.iter().all(|tensor| tensor.bytes == [7]));
+        assert!(tensors.iter().all(|tensor| *tensor.bytes() == [7]));
     }
 }
 

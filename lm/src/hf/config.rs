@@ -12,7 +12,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use super::fields::Fields;
+use super::fields::{Fields, is_neutral};
 use super::fp8::is_fp8;
 use super::tensors::check_folder;
 use crate::checkpoint::read_json;
@@ -20,6 +20,7 @@ use crate::checkpoint::read_json;
 mod blocks;
 mod deepseek;
 mod gemma;
+mod gpt_oss;
 mod json;
 mod llama;
 mod mixtral;
@@ -36,7 +37,7 @@ pub use types::{
 pub const CONFIG_FILE: &str = "config.json";
 
 impl Family {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Llama,
         Self::Mistral,
         Self::Qwen2,
@@ -46,6 +47,7 @@ impl Family {
         Self::Gemma2,
         Self::Gemma3,
         Self::DeepseekV3,
+        Self::GptOss,
     ];
 
     fn spec(self) -> &'static Spec {
@@ -59,6 +61,7 @@ impl Family {
             Self::Gemma2 => &gemma::GEMMA2,
             Self::Gemma3 => &gemma::GEMMA3,
             Self::DeepseekV3 => &deepseek::DEEPSEEK_V3,
+            Self::GptOss => &gpt_oss::GPT_OSS,
         }
     }
 
@@ -107,10 +110,14 @@ impl DecoderConfig {
     }
 }
 
-/// Returns an error for the `config.json` of a model with quantized weights.
+/// Returns an error for the `config.json` of a model with quantized weights. Experts in MXFP4, of
+/// gpt-oss, are read like others.
 pub(crate) fn refuse_quantized(json: &Map<String, Value>) -> Result<()> {
+    let Some(config) = json.get("quantization_config").filter(|it| !it.is_null()) else {
+        return Ok(());
+    };
     ensure!(
-        json.get("quantization_config").is_none_or(Value::is_null),
+        is_mxfp4(json.get("model_type"), config)?,
         "it has a `quantization_config`: the model is quantized already"
     );
     Ok(())
@@ -122,6 +129,27 @@ pub(crate) fn refuse_packed(json: &Map<String, Value>) -> Result<()> {
         true => Ok(()),
         false => refuse_quantized(json),
     }
+}
+
+/// Returns true if `config` is the `quantization_config` of a gpt-oss whose experts are in MXFP4.
+///
+/// # Errors
+/// Returns an error if it has a field that may change the arithmetic.
+pub(crate) fn is_mxfp4(model_type: Option<&Value>, config: &Value) -> Result<bool> {
+    let of = |name: &str| config.get(name).and_then(Value::as_str);
+    let gpt_oss = Family::GptOss.model_type();
+    if of("quant_method") != Some("mxfp4") || model_type.and_then(Value::as_str) != Some(gpt_oss) {
+        return Ok(false);
+    }
+    for (name, value) in config.as_object().into_iter().flatten() {
+        // The tensors themselves say which modules are in MXFP4; `dequantize` is that of loading.
+        let known = ["quant_method", "modules_to_not_convert", "dequantize"];
+        ensure!(
+            known.contains(&name.as_str()) || is_neutral(name, value),
+            "`quantization_config.{name}` is {value}, which is not supported with MXFP4"
+        );
+    }
+    Ok(true)
 }
 
 fn family(fields: &Fields) -> Result<Family> {

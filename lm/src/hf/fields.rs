@@ -86,6 +86,7 @@ const ARITHMETIC: &[&str] = &[
     "sliding",
     "sparse",
     "ssm",
+    "swiglu",
     "theta",
     "vision",
     "window",

@@ -1,6 +1,7 @@
 //! Memory-mapped tensors of a model folder: `model.safetensors`, or the shards listed in
 //! `model.safetensors.index.json`.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
@@ -19,6 +20,12 @@ use super::header::{Entry, Header};
 use super::{INDEX_FILE, WHOLE_FILE};
 use crate::random::{hash, hash_all};
 
+mod part;
+
+use part::{Contents, Layout};
+pub use part::{MXFP4_BLOCK, Mxfp4, mxfp4_scale};
+pub(crate) use part::{Place, check};
+
 /// Tensors of a model, by name.
 ///
 /// Files are mapped, not read: a tensor's bytes are loaded from disk on use, and the system may
@@ -27,7 +34,7 @@ use crate::random::{hash, hash_all};
 /// The files must not change while this exists: accessing a truncated file kills the process.
 pub struct TensorFolder {
     files: Vec<MappedFile>,
-    tensors: BTreeMap<String, (usize, Entry)>,
+    tensors: BTreeMap<String, Place>,
     /// Scales of weights in FP8, by the name of the weight, and the rows and columns of a block.
     scales: BTreeMap<String, (usize, Entry, [usize; 2])>,
 }
@@ -49,8 +56,7 @@ pub struct StoredTensor<'a> {
     pub dtype: Dtype,
     /// Shape; the last axis is contiguous.
     pub shape: &'a [usize],
-    /// Elements, little endian, at any alignment.
-    pub bytes: &'a [u8],
+    contents: Contents<'a>,
     /// Scales by which the elements of blocks are multiplied, if any.
     pub(crate) scales: Option<BlockScales<'a>>,
 }
@@ -119,8 +125,8 @@ impl TensorFolder {
             let (Some(ours), Some(theirs)) = (ours, theirs) else {
                 return Some(format!("only one of them has `{name}`"));
             };
-            let is_same = (ours.dtype, ours.shape, ours.bytes)
-                == (theirs.dtype, theirs.shape, theirs.bytes);
+            let is_same = (ours.dtype, ours.shape, ours.bytes())
+                == (theirs.dtype, theirs.shape, theirs.bytes());
             (!is_same).then(|| {
                 format!(
                     "`{name}` is {:?}{:?} in the first and {:?}{:?} in the second, with other values",
@@ -172,7 +178,10 @@ impl TensorFolder {
         let (file, tensors) = open(path)?;
         Ok(Self {
             files: vec![file],
-            tensors: tensors.into_iter().map(|(k, v)| (k, (0, v))).collect(),
+            tensors: tensors
+                .into_iter()
+                .map(|(name, entry)| (name, Place::whole(0, entry)))
+                .collect(),
             scales: BTreeMap::new(),
         })
     }
@@ -197,7 +206,8 @@ impl TensorFolder {
             for (name, entry) in tensors {
                 match index.weight_map.get(&name) {
                     Some(owner) if owner == shard => {
-                        opened.tensors.insert(name, (opened.files.len(), entry));
+                        let place = Place::whole(opened.files.len(), entry);
+                        opened.tensors.insert(name, place);
                     }
                     Some(_) => {}
                     None => stray.push(format!("`{name}` in {shard}")),
@@ -273,7 +283,8 @@ impl TensorFolder {
         let tensors: Vec<StoredTensor<'_>> = self.iter().collect();
         let of_one = |tensor: &StoredTensor<'_>| {
             let kind = format!("{:?}{:?}", tensor.dtype, tensor.shape);
-            let mut parts = vec![tensor.name.as_bytes(), kind.as_bytes(), tensor.bytes];
+            let bytes = tensor.bytes();
+            let mut parts = vec![tensor.name.as_bytes(), kind.as_bytes(), &*bytes];
             parts.extend(tensor.scales.map(|scales| scales.bytes));
             hash_all(&parts).to_le_bytes()
         };
@@ -295,7 +306,7 @@ impl TensorFolder {
 
     /// Makes the tensor `scales` the scales of the blocks of `weight`.
     pub(super) fn join_scales(&mut self, weight: &str, scales: &str, block: [usize; 2]) {
-        if let Some((file, entry)) = self.tensors.remove(scales) {
+        if let Some(Place { file, entry, .. }) = self.tensors.remove(scales) {
             self.scales.insert(weight.to_owned(), (file, entry, block));
         }
     }
@@ -305,19 +316,56 @@ impl TensorFolder {
         self.tensors.retain(|name, _| keeps(name));
     }
 
-    fn tensor<'a>(&'a self, name: &'a str, (file, entry): &'a (usize, Entry)) -> StoredTensor<'a> {
+    /// Removes the tensor `name`, of which [`insert`](Self::insert) adds the parts.
+    pub(crate) fn remove(&mut self, name: &str) -> Option<Place> {
+        self.tensors.remove(name)
+    }
+
+    /// Adds a tensor, called `name`.
+    ///
+    /// # Errors
+    /// Returns an error if there is a tensor of this name.
+    pub(crate) fn insert(&mut self, name: String, place: Place) -> Result<()> {
+        ensure!(
+            !self.tensors.contains_key(&name),
+            "`{name}` is stored twice: alone, and in a tensor of all experts"
+        );
+        self.tensors.insert(name, place);
+        Ok(())
+    }
+
+    fn tensor<'a>(&'a self, name: &'a str, place: &'a Place) -> StoredTensor<'a> {
         let scales = self.scales.get(name);
         let scales = scales.map(|(file, entry, block)| BlockScales {
             bytes: &self.files[*file].bytes[entry.start..entry.end],
             block: *block,
         });
-        let file = &self.files[*file];
+        let file = &self.files[place.file];
+        let Place { entry, layout, .. } = place;
+        let source = &file.bytes[entry.start..entry.end];
         StoredTensor {
             name,
             file: &file.path,
             dtype: entry.dtype,
             shape: &entry.shape,
-            bytes: &file.bytes[entry.start..entry.end],
+            contents: match *layout {
+                Layout::Contiguous => Contents::Adjacent(source),
+                Layout::Strided { first, strides } => Contents::Strided {
+                    source,
+                    first,
+                    strides,
+                },
+                Layout::Mxfp4 {
+                    first,
+                    step,
+                    scales: (file, ref scales),
+                } => Contents::Mxfp4 {
+                    codes: source,
+                    scales: &self.files[file].bytes[scales.clone()],
+                    first,
+                    step,
+                },
+            },
             scales,
         }
     }
@@ -331,7 +379,24 @@ impl fmt::Debug for TensorFolder {
     }
 }
 
-impl StoredTensor<'_> {
+impl<'a> StoredTensor<'a> {
+    /// Returns the elements, little endian, at any alignment. Copies them if the tensor is a part
+    /// of a stored one whose elements are not adjacent there.
+    pub fn bytes(&self) -> Cow<'a, [u8]> {
+        self.contents.bytes(self.dtype, self.shape)
+    }
+
+    /// Returns the number of bytes in the file.
+    pub fn stored_bytes(&self) -> usize {
+        self.contents.stored_bytes(self.dtype, self.shape)
+    }
+
+    /// Returns the codes and scales of a tensor that is stored in MXFP4; `None` for another one.
+    /// Such a tensor is otherwise one in bf16.
+    pub fn mxfp4(&self) -> Option<Mxfp4> {
+        self.contents.mxfp4(self.shape)
+    }
+
     /// Returns true if the values are numbers of a supported type: `F32`, `BF16`, `F16`, or
     /// `F8_E4M3` with scales.
     pub(crate) fn is_float(&self) -> bool {
@@ -352,7 +417,7 @@ impl StoredTensor<'_> {
             let (elements, _) = bytes.as_chunks::<N>();
             elements.iter().map(|element| value(*element)).collect()
         }
-        let bytes = self.bytes;
+        let bytes = &*self.bytes();
         Ok(match self.dtype {
             Dtype::F64 => map(bytes, |b| f64::from_le_bytes(b) as f32),
             Dtype::F32 => map(bytes, f32::from_le_bytes),
@@ -385,7 +450,7 @@ impl StoredTensor<'_> {
             let (elements, _) = bytes.as_chunks::<N>();
             elements.iter().position(|element| !is_finite(*element))
         }
-        let bytes = self.bytes;
+        let bytes = &*self.bytes();
         let at = match self.dtype {
             Dtype::F64 => first(bytes, |b| f64::from_le_bytes(b).is_finite()),
             Dtype::F32 => first(bytes, |b| f32::from_le_bytes(b).is_finite()),
@@ -397,7 +462,7 @@ impl StoredTensor<'_> {
         let Some(at) = at else { return Ok(()) };
         let size = bytes.len() / self.shape.iter().product::<usize>();
         let one = StoredTensor {
-            bytes: &bytes[at * size..][..size],
+            contents: Contents::Adjacent(&bytes[at * size..][..size]),
             scales: None,
             ..*self
         };

@@ -24,7 +24,7 @@ impl Variant {
     pub fn of(source: &Path) -> Self {
         let tensors = TensorFolder::open(source).unwrap();
         let all = tensors.iter().map(|tensor| {
-            let content = (tensor.dtype, tensor.shape.to_vec(), tensor.bytes.to_vec());
+            let content = (tensor.dtype, tensor.shape.to_vec(), tensor.bytes().to_vec());
             (tensor.name.to_owned(), content)
         });
         Self {

@@ -17,6 +17,7 @@ pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
 use super::{Dialect, PackedWeight, PreQuantScale, QuantConfig, Scheme};
 use crate::checkpoint::read_json;
+use crate::decoder::fused::open_tensors;
 use crate::decoder::names::differences;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::tensors::check_folder;
@@ -87,7 +88,11 @@ impl Checkpoint {
     /// at all.
     pub fn scan(folder: &Path) -> Result<Self> {
         let (json, config) = read_configs(folder)?;
-        let mut tensors = TensorFolder::open(folder)?;
+        let known = json.as_object().map(DecoderConfig::from_json);
+        let mut tensors = match known {
+            Some(Ok(known)) => open_tensors(folder, &known)?,
+            _ => TensorFolder::open(folder)?,
+        };
         if let Some(json) = json.as_object() {
             tensors = tensors.with_fp8_scales(json)?;
         }

@@ -66,7 +66,7 @@ pub fn convert(
     let mut writer = TensorWriter::create(out, TensorWriter::SHARD_BYTES)?;
     for name in from.plain() {
         let tensor = from.tensors().get(name)?;
-        writer.add(name, tensor.dtype, tensor.shape, tensor.bytes)?;
+        writer.add(name, tensor.dtype, tensor.shape, &tensor.bytes())?;
     }
     for (attention, scales) in from.kv_scales() {
         for (which, scale) in ['k', 'v'].into_iter().zip(scales) {
@@ -75,7 +75,7 @@ pub fn convert(
                 // The same dialect keeps the type of the file: BF16 or F32.
                 Some(_) if same => {
                     let tensor = from.tensors().get(&name)?;
-                    writer.add(&name, tensor.dtype, tensor.shape, tensor.bytes)?;
+                    writer.add(&name, tensor.dtype, tensor.shape, &tensor.bytes())?;
                 }
                 Some(scale) => {
                     let bytes = scale.to_le_bytes();

@@ -46,6 +46,7 @@ pub fn expert_layer(module: &str) -> Option<&str> {
 pub fn is_router(module: &str) -> bool {
     [
         ".mlp.gate",
+        ".mlp.router",
         ".block_sparse_moe.gate",
         ".mlp.shared_expert_gate",
     ]

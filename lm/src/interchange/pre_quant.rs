@@ -37,7 +37,7 @@ impl PreQuantScale {
         }
         Ok(Self {
             dtype: tensor.dtype,
-            bytes: tensor.bytes.to_vec(),
+            bytes: tensor.bytes().to_vec(),
             values,
         })
     }

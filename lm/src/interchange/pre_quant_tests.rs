@@ -51,7 +51,7 @@ fn write(from: &Path, out: &Path, made: &Made<'_>) {
         let width = tensor.shape.last().copied().unwrap_or(1);
         let scaled = (made.gains)(tensor.name, width);
         let bytes = match scaled {
-            None => tensor.bytes.to_vec(),
+            None => tensor.bytes().to_vec(),
             Some(gains) => {
                 let values = tensor.to_f32().unwrap();
                 let values: Vec<f32> = values.iter().zip(gains).map(|(a, b)| a * b).collect();
@@ -114,7 +114,7 @@ fn dense(from: &Path, out: &Path) {
     for name in checkpoint.plain() {
         let tensor = checkpoint.tensors().get(name).unwrap();
         writer
-            .add(name, tensor.dtype, tensor.shape, tensor.bytes)
+            .add(name, tensor.dtype, tensor.shape, &tensor.bytes())
             .unwrap();
     }
     for (module, layer) in checkpoint.layers() {
@@ -278,7 +278,7 @@ fn wrong_scales_of_inputs_are_refused_by_name() {
                 name,
                 shape,
                 dtype: tensor.dtype,
-                bytes: tensor.bytes.to_vec(),
+                bytes: tensor.bytes().to_vec(),
             };
             change(&mut tensor);
             let Changed {

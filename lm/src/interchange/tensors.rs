@@ -68,7 +68,7 @@ pub(super) fn read_info(
         scales.shape,
         [n, k / BLOCK]
     );
-    check_scales(scales.bytes, k / BLOCK).with_context(|| scales.to_string())?;
+    check_scales(&scales.bytes(), k / BLOCK).with_context(|| scales.to_string())?;
     let scalar = |leaf: &str| -> Result<GlobalScale> {
         let name = name(leaf);
         let scale = form(read_scalar(tensors, &name)?);
@@ -88,7 +88,7 @@ pub(super) fn read_info(
         global: scalar(leaves.global)?,
         input_global,
         pre_quant: pre_quant.is_some(),
-        bytes: codes.bytes.len() + scales.bytes.len() + 4 * globals + features,
+        bytes: codes.stored_bytes() + scales.stored_bytes() + 4 * globals + features,
     })
 }
 
@@ -114,7 +114,7 @@ pub(super) fn read(
 ) -> Result<PackedWeight> {
     let info = read_info(tensors, (module, leaves), form)?;
     let bytes = |leaf: &str| -> Result<Vec<u8>> {
-        Ok(tensors.get(&format!("{module}.{leaf}"))?.bytes.to_vec())
+        Ok(tensors.get(&format!("{module}.{leaf}"))?.bytes().to_vec())
     };
     let (codes, scales) = (bytes(leaves.codes)?, bytes(leaves.scales)?);
     let shape = [info.n, info.k];

@@ -35,7 +35,7 @@ const EXPORTS: [(&str, Dialect, Scheme, usize, bool); 9] = {
 fn contents(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let tensors = TensorFolder::open(folder).unwrap();
     let all = tensors.iter().map(|tensor| {
-        let content = (tensor.dtype, tensor.shape.to_vec(), tensor.bytes.to_vec());
+        let content = (tensor.dtype, tensor.shape.to_vec(), tensor.bytes().to_vec());
         (tensor.name.to_owned(), content)
     });
     all.collect()
@@ -65,11 +65,11 @@ fn golden_exports_are_read_with_their_conventions() {
             let (codes, scales, factor) = match dialect {
                 Dialect::ModelOpt => {
                     let factor = bytes("weight_scale_2").to_f32().unwrap()[0];
-                    (bytes("weight").bytes, bytes("weight_scale"), factor)
+                    (bytes("weight").bytes(), bytes("weight_scale"), factor)
                 }
                 Dialect::CompressedTensors => {
                     let divisor = bytes("weight_global_scale").to_f32().unwrap()[0];
-                    let codes = bytes("weight_packed").bytes;
+                    let codes = bytes("weight_packed").bytes();
                     (codes, bytes("weight_scale"), 1.0 / divisor)
                 }
             };

@@ -1,5 +1,6 @@
 //! Quantizes a model folder, one decoder layer at a time.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -14,6 +15,7 @@ use serde_json::{Map, Value, json};
 use super::block::ScaleChoice;
 use super::inputs::Inputs;
 use super::journal::{Journal, MadeFrom};
+use super::mxfp4::{Cast, cast};
 use super::plan::{Plan, layer_of};
 use super::report::{KeptLayer, LayerReport, PartReport, Quantized};
 use super::rules::{Rule, block_amax};
@@ -21,14 +23,16 @@ use super::smooth::{Smoother, Smoothing};
 use super::stats::Calibration;
 use super::{Method, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::{read_json, write_json};
+use crate::decoder::fused::open_tensors;
 use crate::decoder::load::check_tensors;
 use crate::decoder::names::is_extra;
 use crate::hf::config::{CONFIG_FILE, refuse_packed};
+use crate::hf::tensors::check_folder;
 use crate::hf::{DecoderConfig, StoredTensor, TensorFolder, TensorWriter};
 use crate::interchange::checkpoint::HF_QUANT_CONFIG;
 use crate::interchange::convert::{PROVENANCE, copy_companions, exclusions, write_configs};
 use crate::interchange::exclude::LINEAR;
-use crate::interchange::{Checkpoint, Dialect, GlobalScale, QuantConfig, Scheme};
+use crate::interchange::{Checkpoint, Dialect, GlobalScale, PackedWeight, QuantConfig, Scheme};
 use crate::random::hash;
 
 /// Options of quantization.
@@ -126,11 +130,12 @@ impl Quantization {
         open: impl FnOnce(&Path, &MadeFrom) -> Result<Journal>,
     ) -> Result<Self> {
         options.check(!calibration.is_empty())?;
+        check_folder(model)?;
         let mut json = read_config(model)?;
         let path = || model.display().to_string();
         let config = DecoderConfig::from_json(&json);
         let config = config.with_context(|| model.join(CONFIG_FILE).display().to_string())?;
-        let tensors = TensorFolder::open(model)?.with_fp8_scales(&json);
+        let tensors = open_tensors(model, &config)?.with_fp8_scales(&json);
         let mut tensors = tensors.with_context(path)?;
         if config.extra_layers > 0 {
             // No reader of the quantized model uses these layers without their own quantization.
@@ -250,6 +255,7 @@ impl Quantization {
                     Some(inputs.global(group, rule, |module| smooth.columns(module))?)
                 }
             };
+            let mut casts = self.casts(&weights, &scaled)?.into_iter();
             for ((module, tensor, values), scaled) in weights.iter().zip(&scaled) {
                 progress(done.layers.len(), module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
@@ -266,7 +272,11 @@ impl Quantization {
                     (method, _) => method,
                 };
                 let kind = (options.dialect, method);
-                let weight = quantize_weight(scaled, shape, amax, kind, stats)
+                let (weight, cast) = match casts.next() {
+                    Some((weight, cast)) => (Ok(weight), Some(cast)),
+                    None => (quantize_weight(scaled, shape, amax, kind, stats), None),
+                };
+                let weight = weight
                     .and_then(|weight| weight.with_input_global(input_global))
                     .with_context(|| tensor.to_string())?;
                 options.dialect.write(writer, module, &weight)?;
@@ -276,16 +286,36 @@ impl Quantization {
                 done.layers.push(LayerReport {
                     module: (*module).clone(),
                     shape,
-                    bytes_before: tensor.bytes.len(),
+                    bytes_before: tensor.stored_bytes(),
                     bytes: weight.bytes(),
                     amax: block_amax(values),
                     sqnr: sqnr(values, &quantized),
                     weighted_sqnr: read
                         .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
+                    cast,
                 });
             }
         }
         Ok(done)
+    }
+
+    /// Casts the weights of a group if all are stored in MXFP4 and no smoothing scales them; empty
+    /// otherwise. The codes are then those of the model, regardless of the method.
+    fn casts(
+        &self,
+        weights: &[(&String, StoredTensor<'_>, Vec<f32>)],
+        scaled: &[Cow<'_, [f32]>],
+    ) -> Result<Vec<(PackedWeight, Cast)>> {
+        if scaled.iter().any(|values| matches!(values, Cow::Owned(_))) {
+            return Ok(vec![]);
+        }
+        let stored = weights.iter().map(|(_, tensor, _)| tensor.mxfp4());
+        let (Some(stored), Some((_, first, _))) =
+            (stored.collect::<Option<Vec<_>>>(), weights.first())
+        else {
+            return Ok(vec![]);
+        };
+        cast(&stored, first.shape[1], self.options.dialect).with_context(|| first.to_string())
     }
 
     /// Assembles the model's files from the copied tensors and the parts.
@@ -303,16 +333,16 @@ impl Quantization {
                 Some(&reason) => done.kept.push(KeptLayer {
                     module: module.into(),
                     reason,
-                    bytes: tensor.bytes.len(),
+                    bytes: tensor.stored_bytes(),
                 }),
-                None => done.other_bytes += tensor.bytes.len(),
+                None => done.other_bytes += tensor.stored_bytes(),
             }
         }
         for index in 0..parts {
             let part = self.journal.part(index)?;
             let (tensors, report) = part.context("every part was written")?;
             for tensor in tensors.iter() {
-                writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes)?;
+                writer.add(tensor.name, tensor.dtype, tensor.shape, &tensor.bytes())?;
             }
             done.layers.extend(report.layers);
             done.unseen.extend(report.unseen);
@@ -338,7 +368,7 @@ impl Quantization {
 /// Adds a tensor as it is; one in FP8 becomes bf16, which needs no scales.
 fn copy(writer: &mut TensorWriter, tensor: &StoredTensor<'_>) -> Result<()> {
     if tensor.scales.is_none() {
-        return writer.add(tensor.name, tensor.dtype, tensor.shape, tensor.bytes);
+        return writer.add(tensor.name, tensor.dtype, tensor.shape, &tensor.bytes());
     }
     let values = tensor.to_f32()?.into_iter();
     let bytes = values.flat_map(|value| bf16::from_f32(value).to_le_bytes());

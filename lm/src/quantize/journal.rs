@@ -22,6 +22,7 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::mxfp4::Cast;
 use super::report::{LayerReport, PartReport};
 use super::stats::{Calibration, InputStats};
 use crate::checkpoint::{read_json, write_json};
@@ -66,6 +67,7 @@ struct StoredLayer {
     amax: u32,
     sqnr: u64,
     weighted_sqnr: Option<u64>,
+    cast: Option<Cast>,
 }
 
 impl From<LayerReport> for StoredLayer {
@@ -78,6 +80,7 @@ impl From<LayerReport> for StoredLayer {
             amax: layer.amax.to_bits(),
             sqnr: layer.sqnr.to_bits(),
             weighted_sqnr: layer.weighted_sqnr.map(f64::to_bits),
+            cast: layer.cast,
         }
     }
 }
@@ -92,6 +95,7 @@ impl From<StoredLayer> for LayerReport {
             amax: f32::from_bits(layer.amax),
             sqnr: f64::from_bits(layer.sqnr),
             weighted_sqnr: layer.weighted_sqnr.map(f64::from_bits),
+            cast: layer.cast,
         }
     }
 }
@@ -398,7 +402,8 @@ fn read_input(tensors: &TensorFolder, index: usize, tokens: u64) -> Result<Input
     let doubles = |name: &str| -> Result<Vec<f64>> {
         let tensor = tensors.get(name)?;
         ensure!(tensor.dtype == Dtype::F64, "{tensor} is not F64");
-        let values = tensor.bytes.chunks_exact(8);
+        let bytes = tensor.bytes();
+        let values = bytes.chunks_exact(8);
         let value = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("8 bytes"));
         Ok(values.map(value).collect())
     };

@@ -5,6 +5,7 @@
 //! - [`gptq`]: compensates errors in later columns; [`linalg`] has its factorizations.
 //! - [`stats`]: statistics of a layer's input; [`calibrate`] collects them, [`text`] from a forward
 //!   pass over a text.
+//! - [`mxfp4`]: casts weights that are stored in MXFP4.
 //! - [`smooth`]: scales of input features that are folded into the producer of the input.
 //! - [`plan`]: selects the layers to quantize and those that share a global scale.
 //! - [`folder`]: quantizes a model folder layer by layer; [`journal`] stores its progress,
@@ -17,6 +18,7 @@ pub mod gptq;
 mod inputs;
 pub mod journal;
 pub mod linalg;
+pub mod mxfp4;
 pub mod plan;
 pub mod report;
 pub mod rules;

@@ -72,12 +72,6 @@ impl Plan {
                     !is_quantized.iter().any(|leaf| tensor.name.ends_with(leaf)),
                     "{tensor}: the model is quantized already"
                 );
-                ensure!(
-                    !(tensor.name.contains(".experts.") && tensor.shape.len() == 3),
-                    "{tensor} holds all experts, {:?}: save the model with one tensor for each \
-                     expert, as transformers does",
-                    tensor.shape
-                );
                 plan.copied.push(tensor.name.to_owned());
                 continue;
             };

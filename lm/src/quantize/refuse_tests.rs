@@ -263,7 +263,7 @@ fn weights_in_fp8_are_quantized_by_their_values() {
     let mut plain = Variant::of(&source);
     plain.tensors.clear();
     for tensor in tensors.iter() {
-        let (mut dtype, mut bytes) = (tensor.dtype, tensor.bytes.to_vec());
+        let (mut dtype, mut bytes) = (tensor.dtype, tensor.bytes().into_owned());
         if dtype == Dtype::F8_E4M3 {
             let values = tensor.to_f32().unwrap().into_iter();
             (dtype, bytes) = (Dtype::F32, values.flat_map(f32::to_le_bytes).collect());

@@ -2,6 +2,7 @@
 
 use serde::{Serialize, Serializer};
 
+use super::mxfp4::Cast;
 use super::plan::Kept;
 
 /// A quantized linear layer.
@@ -26,6 +27,9 @@ pub struct LayerReport {
     /// unknown.
     #[serde(rename = "weighted_sqnr_db", skip_serializing_if = "Option::is_none")]
     pub weighted_sqnr: Option<f64>,
+    /// Exactness of a weight that was cast from MXFP4.
+    #[serde(rename = "from_mxfp4", skip_serializing_if = "Option::is_none")]
+    pub cast: Option<Cast>,
 }
 
 /// A linear layer that was not quantized.

@@ -12,7 +12,8 @@
 //! | down | up, whose output is multiplied by that of the activation | its rows and bias |
 //! | o | v; attention outputs weighted means of it | its rows and bias |
 //!
-//! All query heads that read one value head share its s.
+//! All query heads that read one value head share its s. The input of down is not smoothed if the
+//! activation clamps up and adds 1 to it, as that of gpt-oss.
 //!
 //! Before quantization, the smoothed model computes the same up to `f32` rounding. A gain g is
 //! stored as g' = g / s, rounded to its type, and the columns are multiplied by g / g' instead of
@@ -34,7 +35,7 @@ use super::inputs::Inputs;
 use super::plan::Plan;
 use super::rules::Rule;
 use crate::decoder::names::{self, Site};
-use crate::hf::{DecoderConfig, FeedForwardConfig, TensorFolder, TensorWriter};
+use crate::hf::{DecoderConfig, FeedForwardConfig, GateActivation, TensorFolder, TensorWriter};
 
 /// Largest exponent tried: s = rms(x)^(i / 10), for i from 0 to this value.
 const EXPONENTS: u32 = 10;
@@ -225,7 +226,8 @@ impl Folds<'_> {
                 shared,
                 ..
             } => {
-                let router = format!("{path}{}.gate", names::moe(config.family));
+                let [moe, router] = [names::moe(config.family), names::router(config.family)];
+                let router = format!("{path}{moe}.{router}");
                 let mut readers = vec![router];
                 if let Some(hidden) = shared {
                     let gate_up = modules(Site::SharedGateUp);
@@ -240,8 +242,14 @@ impl Folds<'_> {
             let leaf = if expert.is_some() { up_leaf } else { "up_proj" };
             let gate = module(Site::GateUp, expert);
             let up = up_of(&gate, leaf);
-            let down = vec![module(Site::Down, expert)];
-            folds.push(self.fold(Maker::Linear(up.clone()), down, same(hidden)));
+            // A clamped SwiGLU is not proportional to up.
+            if !matches!(
+                config.block.activation,
+                GateActivation::ClampedSwiGlu { .. }
+            ) {
+                let down = vec![module(Site::Down, expert)];
+                folds.push(self.fold(Maker::Linear(up.clone()), down, same(hidden)));
+            }
             gate_up.extend([gate, up]);
         }
         let maker = norm(norms.feed_forward);

@@ -176,7 +176,7 @@ mod tests {
     /// it recorded, in bf16.
     fn golden_calibration(folder: &Path) -> (Vec<u32>, Vec<(String, f32)>) {
         let tensors = TensorFolder::open_file(&folder.join("calibration.safetensors")).unwrap();
-        let ids = tensors.get("calibration_input_ids").unwrap().bytes;
+        let ids = tensors.get("calibration_input_ids").unwrap().bytes();
         let ids = ids.chunks_exact(8);
         let ids = ids.map(|id| u64::from_le_bytes(id.try_into().unwrap()) as u32);
         let amax = tensors.iter().filter_map(|tensor| {
@@ -264,7 +264,7 @@ mod tests {
         ] {
             let export = root.join(format!("llama3-tiny-{name}"));
             let tensors = TensorFolder::open_file(&export.join(file)).unwrap();
-            let ids = tensors.get("calibration_input_ids").unwrap().bytes;
+            let ids = tensors.get("calibration_input_ids").unwrap().bytes();
             let ids: Vec<u32> = (ids.chunks_exact(8))
                 .map(|id| u64::from_le_bytes(id.try_into().unwrap()) as u32)
                 .collect();

@@ -10,6 +10,8 @@ const TOKENIZERS: [(&str, &str); 7] = [
     ("deepseek3-tiny-fp8", "llama3-tiny"),
     ("gemma2-tiny", "llama3-tiny"),
     ("gemma3-tiny", "llama3-tiny"),
+    ("gptoss-tiny", "qwen3-tiny"),
+    ("gptoss-tiny-mxfp4", "qwen3-tiny"),
     ("mixtral-tiny", "llama3-tiny"),
     ("qwen2-tiny", "qwen3-tiny"),
     ("qwen3moe-tiny", "qwen3-tiny"),

@@ -13,21 +13,21 @@ use burn_core::backend::{
 
 use super::{
     AttentionForward, AttentionInputs, AttentionOps, AttentionRope, AttentionSequences,
-    AttentionSpec,
+    AttentionSpec, sinks,
 };
 use crate::ops::dtype::{cast, float_dtype};
 
 /// Tensors saved for the backward.
 #[derive(Clone, Debug)]
-struct Saved<B: Backend> {
-    forward: AttentionForward<B>,
-    sequences: AttentionSequences<B>,
-    rope: AttentionRope<B>,
-    spec: AttentionSpec,
+pub(super) struct Saved<B: Backend> {
+    pub(super) forward: AttentionForward<B>,
+    pub(super) sequences: AttentionSequences<B>,
+    pub(super) rope: AttentionRope<B>,
+    pub(super) spec: AttentionSpec,
 }
 
 impl<B: AttentionOps> Saved<B> {
-    fn backward(self, dout: FloatTensor<B>) -> AttentionInputs<B> {
+    pub(super) fn backward(self, dout: FloatTensor<B>) -> AttentionInputs<B> {
         let dout = cast::<B>(dout, float_dtype(self.forward.out.dtype()));
         let Self {
             forward,
@@ -82,7 +82,7 @@ impl<B: AttentionOps> Backward<B, 1> for Fused {
 }
 
 /// Registers the gradients with the tracked nodes.
-fn register<B: Backend, const N: usize>(
+pub(super) fn register<B: Backend, const N: usize>(
     nodes: [Option<NodeId>; N],
     found: [FloatTensor<B>; N],
     grads: &mut Gradients,
@@ -167,6 +167,17 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
                 }
             }
         }
+    }
+
+    fn nvfp4_attention_with_sinks(
+        inputs: AttentionInputs<Self>,
+        sequences: AttentionSequences<Self>,
+        rope: AttentionRope<Self>,
+        sinks: FloatTensor<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        let (sequences, rope) = (inner_sequences(sequences), inner_rope(rope));
+        sinks::attention(inputs, sequences, rope, sinks, spec)
     }
 }
 

@@ -12,6 +12,7 @@ pub(in crate::ops) mod cube;
 mod flex;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
+mod sinks;
 mod tensors;
 
 use burn_core as burn;
@@ -47,8 +48,9 @@ pub struct AttentionSpec {
 /// Attention without a tokens × tokens matrix; see
 /// [`nvfp4_kernels::attention`](https://docs.rs/nvfp4-kernels) for the definition.
 ///
-/// Only [`nvfp4_attention`](Self::nvfp4_attention) is differentiable; under `Autodiff` the results
-/// of the other operations are constants.
+/// Only [`nvfp4_attention`](Self::nvfp4_attention) and
+/// [`nvfp4_attention_with_sinks`](Self::nvfp4_attention_with_sinks) are differentiable; under
+/// `Autodiff` the results of the other operations are constants.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(any(feature = "cpu", feature = "cuda")),
@@ -88,5 +90,19 @@ pub trait AttentionOps: Backend {
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
         Self::nvfp4_attention_forward(inputs, sequences, rope, spec).out
+    }
+    /// Computes the output of attention in which every row also sees its head's sink: a logit of
+    /// `sinks` (`[heads]`, of any float dtype) that has no value. `spec` asks for no amax.
+    /// `Autodiff` overrides it with a backward, also by the sinks.
+    #[fusion(default)]
+    fn nvfp4_attention_with_sinks(
+        #[extension_type] inputs: AttentionInputs<Self>,
+        #[extension_type] sequences: AttentionSequences<Self>,
+        #[extension_type] rope: AttentionRope<Self>,
+        sinks: FloatTensor<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        let forward = Self::nvfp4_attention_forward(inputs, sequences, rope, spec);
+        sinks::apply::<Self>(forward, sinks, spec).0.out
     }
 }

@@ -134,7 +134,9 @@ fn head_size(fields: &Fields, defaults: &Defaults, d_model: usize, heads: usize)
 
 fn check_activation(fields: &Fields, activation: GateActivation) -> Result<()> {
     let (names, expected): (&[&'static str], &[&str]) = match activation {
-        GateActivation::Silu => (&["hidden_act"], &["silu", "swish"]),
+        GateActivation::Silu | GateActivation::ClampedSwiGlu { .. } => {
+            (&["hidden_act"], &["silu", "swish"])
+        }
         GateActivation::GeluTanh => (&["hidden_activation", "hidden_act"], &["gelu_pytorch_tanh"]),
     };
     for &name in names {

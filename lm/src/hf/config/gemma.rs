@@ -84,7 +84,7 @@ fn gemma(
         biases: Biases {
             qkv: attention,
             out: attention,
-            feed_forward: false,
+            ..Biases::default()
         },
         post_norms: true,
         norm_plus_one: true,

@@ -27,7 +27,9 @@ impl DecoderConfig {
         set("num_key_value_heads", json!(self.kv_heads));
         set("head_dim", json!(self.head));
         match self.block.activation {
-            GateActivation::Silu => set("hidden_act", json!("silu")),
+            GateActivation::Silu | GateActivation::ClampedSwiGlu { .. } => {
+                set("hidden_act", json!("silu"));
+            }
             GateActivation::GeluTanh => set("hidden_activation", json!("gelu_pytorch_tanh")),
         }
         set("rms_norm_eps", json!(self.epsilon));

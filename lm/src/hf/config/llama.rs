@@ -35,6 +35,7 @@ fn llama(fields: &Fields, family: Family) -> Result<DecoderConfig> {
         qkv: attention,
         out: attention,
         feed_forward: fields.bool_or("mlp_bias", false)?,
+        experts: false,
     };
     let sliding = Sliding::read(fields, None)?;
     ensure!(

@@ -64,7 +64,7 @@ fn qwen3(fields: &Fields, family: Family) -> Result<DecoderConfig> {
     config.block.biases = Biases {
         qkv: attention,
         out: attention,
-        feed_forward: false,
+        ..Biases::default()
     };
     config.block.qk_norm = true;
     Ok(config)

@@ -165,6 +165,11 @@ fn written_configs_come_back() {
         ),
         of_type("gemma2", json!({"attn_logit_softcapping": 4.5})),
         of_type("gemma2", json!({"attn_logit_softcapping": null})),
+        of_type(
+            "gpt_oss",
+            json!({"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": {"rope_type":
+            "yarn", "factor": 4.0, "truncate": false}, "swiglu_limit": 0.7, "sliding_window": 8}),
+        ),
     ] {
         let mut json = json;
         if json["architectures"].is_null() {
@@ -590,6 +595,105 @@ fn gemma() {
         (
             gemma2(json!({"rope_local_base_freq": 1e4})),
             "`rope_local_base_freq` (10000.0)",
+        ),
+    ]);
+}
+
+#[test]
+fn gpt_oss() {
+    let gpt_oss = |changes| {
+        let own = json!({"num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_theta": null, "rope_scaling": null});
+        changed(of_type("gpt_oss", own), changes)
+    };
+    // Values of the class where a field is absent.
+    let config = read(gpt_oss(json!({"head_dim": null}))).unwrap();
+    assert_eq!((config.head, config.tied), (64, false));
+    let activation = GateActivation::ClampedSwiGlu {
+        alpha: 1.702,
+        limit: 7.0,
+    };
+    assert_eq!(config.block.activation, activation);
+    let biases = config.block.biases;
+    assert!(biases.qkv && biases.out && biases.experts && config.block.sinks);
+    let windows: Vec<_> = config.layers.iter().map(|layer| layer.window).collect();
+    assert_eq!(windows, [Some(128), None]);
+    let yarn = json!({"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": false, "original_max_position_embeddings": 4096});
+    let published = gpt_oss(json!({"rope_scaling": yarn, "rope_theta": 150_000}));
+    assert_eq!(config.ropes, read(published).unwrap().ropes);
+    // Neutral fields, and those of the published models.
+    let neutral = json!({"experts_per_token": 2, "num_experts": 4, "mlp_bias": false,
+        "initial_context_length": 4096, "output_router_logits": false, "hidden_act": "silu",
+        "swiglu_limit": 7.0, "attention_dropout": 0.0, "head_dim": null, "sliding_window": 128});
+    assert_eq!(read(gpt_oss(neutral)).unwrap(), config);
+    let mxfp4 = |changes: Value| {
+        let own = json!({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]});
+        let Value::Object(json) = gpt_oss(json!({"quantization_config": changed(own, changes)}))
+        else {
+            panic!("an object")
+        };
+        refuse_quantized(&json)
+    };
+    mxfp4(json!({"dequantize": false})).unwrap();
+    let error = mxfp4(json!({"swizzle": true})).unwrap_err().to_string();
+    assert!(error.contains("`quantization_config.swizzle`"), "{error}");
+    let error = mxfp4(json!({"quant_method": "fp8"})).unwrap_err();
+    assert!(error.to_string().contains("quantized already"), "{error}");
+    refused(&[
+        (
+            gpt_oss(json!({"swiglu_limit": 0})),
+            "`swiglu_limit` is 0, but must be positive",
+        ),
+        (
+            gpt_oss(json!({"swiglu_alpha": -1.0})),
+            "`swiglu_alpha` is -1, but must be positive",
+        ),
+        (
+            gpt_oss(json!({"swiglu_offset": 2.0})),
+            "`swiglu_offset` (2.0)",
+        ),
+        (
+            gpt_oss(json!({"hidden_act": "gelu"})),
+            "`hidden_act` is `gelu`, but must be `silu`",
+        ),
+        (
+            gpt_oss(json!({"experts_per_token": 4})),
+            "`experts_per_token` is 4, but `num_experts_per_tok` is 2",
+        ),
+        (
+            gpt_oss(json!({"num_experts": 8})),
+            "`num_local_experts` is 4, but `num_experts` is 8",
+        ),
+        (
+            gpt_oss(json!({"num_experts_per_tok": 5})),
+            "`num_experts_per_tok` is 5, but there are 4 experts",
+        ),
+        (gpt_oss(json!({"mlp_bias": true})), "`mlp_bias` is true"),
+        (
+            gpt_oss(json!({"layer_types": ["full_attention", "chunked_attention"]})),
+            "`layer_types[1]` is \"chunked_attention\"",
+        ),
+        (
+            gpt_oss(json!({"sliding_window": null,
+                "layer_types": ["sliding_attention", "full_attention"]})),
+            "`layer_types[0]` is sliding_attention, but there is no `sliding_window`",
+        ),
+        (
+            gpt_oss(json!({"rope_parameters": {"rope_type": "yarn"}})),
+            "`rope_parameters.factor` is absent",
+        ),
+        (
+            gpt_oss(json!({"num_shared_experts": 1})),
+            "`num_shared_experts` (1)",
+        ),
+        (
+            gpt_oss(json!({"architectures": ["GptOssForSequenceClassification"]})),
+            "must be GptOssForCausalLM",
+        ),
+        (
+            of_type("llama", json!({"swiglu_limit": 7.0})),
+            "`swiglu_limit` (7.0)",
         ),
     ]);
 }

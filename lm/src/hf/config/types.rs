@@ -27,6 +27,8 @@ pub enum Family {
     Gemma3,
     /// DeepSeek-V3 and R1: latent attention, experts chosen by a sigmoid router, shared experts.
     DeepseekV3,
+    /// gpt-oss: attention sinks, and experts with biases and a clamped SwiGLU.
+    GptOss,
 }
 
 /// Facts of a family.
@@ -42,16 +44,23 @@ pub(super) struct Spec {
 }
 
 /// Activation of the gate in a feed-forward.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum GateActivation {
     /// SiLU.
     #[default]
     Silu,
     /// GELU in its `tanh` approximation.
     GeluTanh,
+    /// `gate · sigmoid(alpha · gate) · (up + 1)`, with gate at most `limit` and up within ±`limit`.
+    ClampedSwiGlu {
+        /// Factor of the gate in the sigmoid.
+        alpha: f32,
+        /// Bound of gate and up.
+        limit: f32,
+    },
 }
 
-/// Projections that have a bias. Experts and routers have none.
+/// Projections that have a bias.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Biases {
     /// True for queries, keys and values.
@@ -60,6 +69,8 @@ pub struct Biases {
     pub out: bool,
     /// True for gate, up and down of dense feed-forwards.
     pub feed_forward: bool,
+    /// True for routers, and for gate, up and down of experts.
+    pub experts: bool,
 }
 
 /// Arithmetic of every layer. The default is that of Llama.
@@ -74,7 +85,10 @@ pub struct BlockConfig {
     pub post_norms: bool,
     /// True if norms multiply by 1 + weight instead of the weight; also for the final norm.
     pub norm_plus_one: bool,
-    /// Activation of the gate in dense feed-forwards.
+    /// True if every row of attention scores of a head also has that head's sink, a learned score
+    /// without a value.
+    pub sinks: bool,
+    /// Activation of the gate in feed-forwards and experts.
     pub activation: GateActivation,
     /// Attention scores are divided by the square root of this number; by default, the head
     /// dimension.
@@ -125,7 +139,7 @@ pub enum FeedForwardConfig {
         /// Hidden width.
         hidden: usize,
     },
-    /// A mixture of SwiGLU experts.
+    /// A mixture of experts.
     Moe {
         /// Number of experts.
         experts: usize,

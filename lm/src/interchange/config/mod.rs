@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::exclude::{Exclusion, LINEAR, Target};
 use super::{Dialect, Scheme};
+use crate::hf::config::is_mxfp4;
 use crate::hf::fp8::is_fp8;
 use crate::hf::is_neutral;
 
@@ -67,6 +68,7 @@ impl QuantConfig {
                 );
                 None
             }
+            Some(inline) if is_mxfp4(config.get("model_type"), inline)? => None,
             Some(inline) => Some(read_inline(inline).context("quantization_config")?),
         };
         let mut file = hf_quant_config.map(read_hf_quant_config).transpose()?;
