@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Folders without a tokenizer, and the folder that has the same one.
-const TOKENIZERS: [(&str, &str); 7] = [
+const TOKENIZERS: [(&str, &str); 9] = [
     ("deepseek3-tiny", "llama3-tiny"),
     ("deepseek3-tiny-fp8", "llama3-tiny"),
     ("gemma2-tiny", "llama3-tiny"),
