@@ -255,8 +255,8 @@ fn misfits_are_named() {
         ),
         (
             mxfp4(),
-            |it| it.json["quantization_config"]["quant_method"] = json!("fp8"),
-            "quant_method is \"fp8\"",
+            |it| it.json["quantization_config"]["quant_method"] = json!("awq"),
+            "quant_method is \"awq\"",
         ),
     ];
     let scratch = Scratch::new("fused-misfits");
