@@ -26,9 +26,10 @@ const TOKENIZER: &[&str] = &[
 ];
 
 /// Writes the model of the configuration file `config` to the new folder `out`, in `f32`. Norms
-/// multiply by 1, biases and sinks are 0, and matrices are normal with standard deviation `initializer_range` of the
-/// configuration. The weights depend only on `seed` and their names. The tokenizer is copied from
-/// the folder `tokenizer`; `eos`, if given, is the only special token of the model, and ends texts.
+/// multiply by 1, biases and sinks are 0, and matrices are normal with standard deviation
+/// `initializer_range` of the configuration. The weights depend only on `seed` and their names. The
+/// tokenizer is copied from the folder `tokenizer`; `eos`, if given, is the only special token of
+/// the model, and ends texts.
 ///
 /// # Errors
 /// Returns an error if the configuration is refused, the tokenizer's file is absent, `out` has
@@ -67,6 +68,7 @@ pub fn write_random(
     let new = NewFolder::create(out)?;
     json.insert("torch_dtype".into(), "float32".into());
     json.remove("dtype");
+    json.remove("quantization_config");
     write_json(&new.path().join(CONFIG_FILE), &json)?;
     for file in TOKENIZER {
         let from = tokenizer.join(file);

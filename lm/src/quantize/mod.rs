@@ -168,6 +168,8 @@ pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
 #[cfg(all(test, feature = "flex"))]
 mod kill_tests;
 #[cfg(all(test, feature = "flex"))]
+mod mxfp4_tests;
+#[cfg(all(test, feature = "flex"))]
 mod refuse_tests;
 #[cfg(all(test, feature = "flex"))]
 mod smooth_tests;
