@@ -9,8 +9,8 @@ use burn_core::tensor::{DType, FloatDType, Int, Tensor};
 use nvfp4_formats::{BlockScaling, Hadamard, Layout, Nvfp4Error, Rounding, Usage};
 
 use crate::ops::{
-    GemmGroups, LinearContext, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand, QuantUsages,
-    QuantizeRequest, QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
+    GemmGroups, LinearContext, MaybeTensor, Nvfp4KernelOps, Nvfp4Ops, Operand, QuantizeRequest,
+    QuantizedData, QuantizedMatrix, RowGroups, StoredForm,
 };
 use crate::validate;
 
@@ -129,8 +129,8 @@ pub fn try_quantize(
     hadamard: Option<Hadamard>,
 ) -> Result<Nvfp4Tensor, Nvfp4Error> {
     let params = quantize_params(&x, usage, rounding, hadamard)?;
-    let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
-    let made = Dispatch::nvfp4_quantize(QuantizeRequest::of_matrix(x.into_dispatch(), usages));
+    let request = QuantizeRequest::of_matrix(x.into_dispatch());
+    let made = Dispatch::nvfp4_quantize(request.along(usage, params, StoredForm::ROWS));
     Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
 }
 
@@ -181,8 +181,8 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
     validate::blocks("x", "rows", rows)?;
     validate::blocks("x", "cols", cols)?;
     let params = QuantParams::nvfp4_2d(BlockScaling::Standard);
-    let usages = QuantUsages::both(params, params);
-    let made = Dispatch::nvfp4_quantize(QuantizeRequest::of_matrix(x.into_dispatch(), usages));
+    let request = QuantizeRequest::of_matrix(x.into_dispatch());
+    let made = Dispatch::nvfp4_quantize(request.both(params, params));
     let (rowwise, columnwise) = made.into_both();
     Ok((
         Nvfp4Tensor::from_dispatch(rowwise),

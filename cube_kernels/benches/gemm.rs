@@ -34,7 +34,9 @@ use common::{
 };
 use criterion::Criterion;
 use cubecl::prelude::*;
-use nvfp4_formats::{BlockScaling, Format, Hadamard, Layout, RandomStream, Usage};
+use nvfp4_formats::{
+    BlockScaling, Format, Hadamard, Layout, QuantParams, RandomStream, Rounding, Usage,
+};
 use nvfp4_kernels::{
     capabilities::Capabilities,
     cubecl,
@@ -47,7 +49,7 @@ use nvfp4_kernels::{
         },
     },
     moe::GroupOffsets,
-    quantize::{DeviceRounding, Quantize, TargetSpec},
+    quantize::{Quantize, TargetSpec},
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -743,18 +745,18 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let w = noise.matrix(client, outputs, inputs, 2);
         let dy = noise.matrix(client, tokens, outputs, 3);
         let rht = Some(Hadamard::default());
-        let both = |matrix: &Matrix, row: DeviceRounding, col: DeviceRounding| {
-            let col = TargetSpec {
+        let both = |matrix: &Matrix, row: Rounding, col: Rounding| {
+            let col = TargetSpec::new(QuantParams {
                 hadamard: rht,
-                ..TargetSpec::new(col)
-            };
+                ..QuantParams::nvfp4(col)
+            });
             let request = Quantize::new(matrix)
                 .rowwise(TargetSpec::new(row))
                 .columnwise(col);
             request.launch(client).unwrap().into_both()
         };
-        let nearest = || DeviceRounding::Nearest;
-        let stochastic = |stream| DeviceRounding::Stochastic(RandomStream::new(1, stream, 3));
+        let nearest = || Rounding::Nearest;
+        let stochastic = |stream| Rounding::Stochastic(RandomStream::new(1, stream, 3));
         let operations = 6.0 * (tokens * inputs * outputs) as f64;
         let shape = format!("linear/{tokens} x {inputs} x {outputs}");
         let stored = transposed(client, &w, 1);
@@ -779,7 +781,7 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         }
         time(criterion, client, record, |_| {
             let (x_row, x_col) = both(x, nearest(), nearest());
-            let tiles = TargetSpec::tiles(BlockScaling::Standard);
+            let tiles = TargetSpec::new(QuantParams::nvfp4_2d(BlockScaling::Standard));
             let request = Quantize::new(&w).rowwise(tiles.clone()).columnwise(tiles);
             let (w_row, w_col) = request.launch(client).unwrap().into_both();
             multiply(client, Gemm::new(&x_row, &w_row).out(FloatKind::Bf16)).unwrap();

@@ -41,10 +41,11 @@ pub mod zeroed;
 
 pub use cubecl;
 pub(crate) use nvfp4_formats::{
-    Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, BlockShape,
-    CrossEntropy, ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout,
-    MX_BLOCK, Nvfp4Error, Nvfp4Params, Origin, QuantizedTensor, RandomStream, Reduction, Rounding,
-    ScaleLayout, Storage, StoredForm, Usage, describe, format, policy, reference,
+    Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, CrossEntropy,
+    ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout, MX_BLOCK,
+    Nvfp4Error, Nvfp4Params, Origin, QuantParams, QuantRounding, QuantizedTensor, RandomStream,
+    Reduction, Rounding, ScaleLayout, Storage, StoredForm, Usage, describe, format, policy,
+    reference,
 };
 
 /// Returns the client of CubeCL's CPU runtime, for unit tests.

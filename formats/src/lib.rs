@@ -5,13 +5,15 @@
 //!
 //! - [`format`](mod@format) defines the bits: the codecs, and [`QuantizedTensor`], a packed matrix
 //!   on the host.
-//! - [`policy`] defines the choices: rounding, random bits, transform.
+//! - [`policy`] defines the choices: rounding, random bits, transform. [`QuantParams`] are those of
+//!   one quantized tensor.
 //! - [`reference`](mod@reference) computes everything on the CPU. It is the oracle against which
 //!   every kernel of `nvfp4-kernels` is compared byte for byte, and CPU training runs on it.
 
 pub mod describe;
 pub mod error;
 pub mod format;
+mod params;
 pub mod policy;
 pub mod reference;
 
@@ -21,6 +23,7 @@ pub use format::{
     layout::{Layout, Usage},
     tensor::{Amax, Origin, QuantizedTensor},
 };
+pub use params::{EdenDraw, QuantParams, QuantRounding};
 pub use policy::{
     AmaxGranularity, AttentionParams, BlockPosition, BlockScaling, BlockShape, ErrorNorm, Gap,
     Gaps, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage,

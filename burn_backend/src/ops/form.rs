@@ -15,24 +15,8 @@ use nvfp4_kernels::gemm::{
 
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use super::dtype::float_kind;
-use super::spec::{OperandSpec, QuantParams};
+use super::spec::OperandSpec;
 use super::tensors::RowGroups;
-
-impl QuantParams {
-    /// Returns `form`, or rows of codes and scales if tensors by these parameters are not stored in
-    /// it.
-    pub(super) fn stored_form(&self, form: StoredForm) -> StoredForm {
-        match (form, self.format) {
-            (StoredForm::Bf16Unscaled, _) if !self.has_bf16_storage() => StoredForm::ROWS,
-            // No GEMM multiplies MXFP4 codes: they are dequantized from rows.
-            (_, Format::Mxfp4) => StoredForm::ROWS,
-            // An instruction multiplies one MXFP8 block, so groups of tokens can begin inside
-            // tiles.
-            (StoredForm::WholeTiles, Format::Mxfp8) => StoredForm::TILES,
-            (form, _) => form,
-        }
-    }
-}
 
 /// Grouped dimension of a layer's GEMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -214,11 +198,11 @@ pub(super) fn rows_of_tiles<B: Backend>(
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
-    use nvfp4_formats::{Rounding, Usage};
+    use nvfp4_formats::{QuantParams, Rounding, Usage};
 
     use super::super::Nvfp4KernelOps;
     use super::super::context::tests::device;
-    use super::super::tensors::{QuantUsages, QuantizeRequest, QuantizedMatrix};
+    use super::super::tensors::{QuantizeRequest, QuantizedMatrix};
     use super::*;
 
     /// Returns the layout, and the bytes of codes and of scales.
@@ -253,9 +237,9 @@ mod tests {
             let x = Tensor::<2>::random([210, 80], normal, (&device, DType::F32));
             let groups = || stack.map_or(RowGroups::Whole, RowGroups::Batch);
             let made = |form| {
-                let usages = QuantUsages::one(usage, params, form);
-                let request = QuantizeRequest::of_matrix(x.clone().into_dispatch(), usages);
-                Dispatch::nvfp4_quantize(request.groups(groups())).into_one()
+                let request = QuantizeRequest::of_matrix(x.clone().into_dispatch());
+                let request = request.groups(groups()).along(usage, params, form);
+                Dispatch::nvfp4_quantize(request).into_one()
             };
             let found = Dispatch::nvfp4_in_form(made(StoredForm::ROWS), groups(), form);
             assert_eq!(parts(found), parts(made(form)), "{what}");

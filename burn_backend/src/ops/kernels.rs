@@ -363,7 +363,8 @@ fn inner_request<B: Nvfp4KernelOps, C: CheckpointStrategy>(
             },
             GivenAmax::Entry(maxima, entry) => GivenAmax::Entry(maxima.into_primitive(), entry),
         },
-        usages: request.usages,
+        rowwise: request.rowwise,
+        columnwise: request.columnwise,
         unscaled: request.unscaled,
     }
 }

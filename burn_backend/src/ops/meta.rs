@@ -10,7 +10,7 @@ use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::tensors::{
     ComputedAmaxMetadata, GemmGroupsMetadata, MaybeTensorMetadata, Named, OperandMetadata,
-    QuantUsages, QuantizeRequestMetadata, QuantizeSourceMetadata, QuantizedDataMetadata,
+    QuantizeRequestMetadata, QuantizeSourceMetadata, QuantizedDataMetadata,
     QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 
@@ -19,13 +19,12 @@ pub(super) fn quantize(request: &QuantizeRequestMetadata) -> QuantizedPairMetada
     let tensor = |params: &QuantParams, form, usage| {
         quantized(groups, groups.layout(shape, usage, params, form))
     };
-    let QuantUsages {
-        rowwise,
-        columnwise,
-    } = &request.usages;
-    let row = (rowwise.as_ref()).map(|(params, form)| tensor(params, *form, Usage::Rowwise));
-    let col = (columnwise.as_ref()).map(|(params, form)| tensor(params, *form, Usage::Columnwise));
-    match (row, col, rowwise) {
+    let made = |made: Option<(QuantParams, StoredForm)>, usage| {
+        made.map(|(params, form)| tensor(&params, form, usage))
+    };
+    let row = made(request.rowwise, Usage::Rowwise);
+    let col = made(request.columnwise, Usage::Columnwise);
+    match (row, col, &request.rowwise) {
         (Some(packed), None, Some((params, _))) if request.unscaled => {
             QuantizedPairMetadata::BothStorages {
                 packed,
@@ -58,8 +57,8 @@ pub(super) fn amax(request: &QuantizeRequestMetadata) -> ComputedAmaxMetadata {
             } => MaybeTensorMetadata::Present(activated(x, grad, activation)),
             _ => MaybeTensorMetadata::Absent,
         },
-        rowwise: amax(request.usages.rowwise, Usage::Rowwise),
-        columnwise: amax(request.usages.columnwise, Usage::Columnwise),
+        rowwise: amax(request.rowwise, Usage::Rowwise),
+        columnwise: amax(request.columnwise, Usage::Columnwise),
     }
 }
 

@@ -13,9 +13,7 @@ use nvfp4_formats::{
 
 use super::dtype::cast;
 use super::spec::{OperandSpec, QuantParams};
-use super::tensors::{
-    Operand, QuantUsages, QuantizeRequest, QuantizeSource, QuantizedPair, RowGroups,
-};
+use super::tensors::{Operand, QuantizeRequest, QuantizeSource, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
 /// Source of a quantization.
@@ -100,9 +98,9 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
         }
     }
 
-    /// Returns a request for the quantized tensors of the matrix.
-    fn request(self, usages: QuantUsages) -> QuantizeRequest<B> {
-        let source = match self {
+    /// Returns a request for no tensor of the matrix yet.
+    pub(super) fn request(self) -> QuantizeRequest<B> {
+        QuantizeRequest::new(match self {
             Self::Matrix(x) => QuantizeSource::Matrix(x),
             Self::Activation {
                 activation,
@@ -113,12 +111,7 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
                 grad: grad.into(),
                 activation,
             },
-        };
-        QuantizeRequest::new(source, usages)
-    }
-
-    fn quantize(self, groups: RowGroups<B>, usages: QuantUsages) -> QuantizedPair<B> {
-        B::nvfp4_quantize(self.request(usages).groups(groups))
+        })
     }
 }
 
@@ -160,8 +153,8 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
         (_, Usage::Rowwise) if is_per_row && !has_tiles => (x, RowGroups::Whole, usage),
         _ => (x, groups.clone(), usage),
     };
-    let usages = QuantUsages::one(usage, params, form);
-    Operand::Quantized(x.quantize(groups, usages).into_one())
+    let request = x.request().groups(groups).along(usage, params, form);
+    Operand::Quantized(B::nvfp4_quantize(request).into_one())
 }
 
 /// Returns the row-wise operand of `x` by `spec`, for one GEMM, in `form`, and to be kept, in its
@@ -177,8 +170,8 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     if let (StoredForm::Bf16Unscaled, RowGroups::Whole, Some(params)) =
         (form, groups, spec.one_amax())
     {
-        let usages = QuantUsages::one(Usage::Rowwise, params, StoredForm::ROWS);
-        let made = B::nvfp4_quantize(x.request(usages).in_both_storages());
+        let request = x.request().along(Usage::Rowwise, params, StoredForm::ROWS);
+        let made = B::nvfp4_quantize(request.in_both_storages());
         let (packed, unscaled) = made.into_both_storages();
         return (Operand::Quantized(unscaled), Operand::Quantized(packed));
     }
@@ -186,25 +179,18 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     (x.clone(), x)
 }
 
-/// Representation of two operands of one matrix.
-pub(super) struct PairSpec<'a> {
-    pub rowwise: &'a OperandSpec,
-    pub columnwise: &'a OperandSpec,
-    /// Forms of the row-wise and the column-wise operand, if possible.
-    pub forms: [StoredForm; 2],
-}
+/// Representation of an operand, and the form that its GEMM prefers.
+pub(super) type FormedSpec<'a> = (&'a OperandSpec, StoredForm);
 
 /// Returns the row-wise and the column-wise operand of `x`, with one read if one kernel writes
 /// both.
 pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     x: QuantSource<B>,
     groups: &RowGroups<B>,
-    spec: &PairSpec<'_>,
+    [(row, row_form), (col, col_form)]: [FormedSpec<'_>; 2],
     dtype: FloatDType,
 ) -> (Operand<B>, Operand<B>) {
-    let [row_form, col_form] = spec.forms;
-    if let (OperandSpec::Quantized(row), OperandSpec::Quantized(col)) =
-        (*spec.rowwise, *spec.columnwise)
+    if let (OperandSpec::Quantized(row), OperandSpec::Quantized(col)) = (*row, *col)
         && (is_one_kernel(groups, &row, &col) || shares_screening(groups, &row, &col))
     {
         let x = match row.is_made_from_codes() {
@@ -215,14 +201,13 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
             RowGroups::Batch(_) => QuantSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise)),
             RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => x,
         };
-        let usages = QuantUsages {
-            rowwise: Some((row, row.stored_form(row_form))),
-            columnwise: Some((col, col.stored_form(col_form))),
-        };
-        let (row, col) = x.quantize(groups.clone(), usages).into_both();
+        let request = x.request().groups(groups.clone());
+        let request = request.along(Usage::Rowwise, row, row.stored_form(row_form));
+        let request = request.along(Usage::Columnwise, col, col.stored_form(col_form));
+        let (row, col) = B::nvfp4_quantize(request).into_both();
         return (Operand::Quantized(row), Operand::Quantized(col));
     }
-    if [spec.rowwise, spec.columnwise] == [&OperandSpec::HighPrecision; 2] {
+    if [row, col] == [&OperandSpec::HighPrecision; 2] {
         // One rounded copy serves both.
         let x = values::<B>(x, groups, dtype);
         let col = Operand::Float(x.clone(), Usage::Columnwise);
@@ -230,24 +215,9 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
     }
     // Two kernels read it.
     let x = QuantSource::Matrix(x.into_values_of(groups));
-    (
-        quantize::<B>(
-            x.clone(),
-            groups,
-            spec.rowwise,
-            Usage::Rowwise,
-            dtype,
-            row_form,
-        ),
-        quantize::<B>(
-            x,
-            groups,
-            spec.columnwise,
-            Usage::Columnwise,
-            dtype,
-            col_form,
-        ),
-    )
+    let of_rows = quantize::<B>(x.clone(), groups, row, Usage::Rowwise, dtype, row_form);
+    let of_columns = quantize::<B>(x, groups, col, Usage::Columnwise, dtype, col_form);
+    (of_rows, of_columns)
 }
 
 /// Returns true if both tensors are quantized by MS-EDEN from one matrix: their amax values are
@@ -299,11 +269,10 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                 RowGroups::Batch(_) => usage.transposed(),
                 RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => usage,
             };
-            let form = params.stored_form(form);
-            let usages = QuantUsages::one(usage, params, form);
             let (tensor, via) = (source, dtype);
-            let source = QuantizeSource::Quantized { tensor, via };
-            let request = QuantizeRequest::new(source, usages).groups(groups.clone());
+            let request = QuantizeRequest::new(QuantizeSource::Quantized { tensor, via })
+                .groups(groups.clone())
+                .along(usage, params, params.stored_form(form));
             Operand::Quantized(B::nvfp4_quantize(request).into_one())
         }
         (forward, spec) => {

@@ -21,9 +21,7 @@ use super::gradients::register;
 use super::inference::{InferenceOps, STATIC};
 use super::kernels::{Nvfp4KernelOps, inner, inner_groups};
 use super::spec::{OperandSpec, QuantParams};
-use super::tensors::{
-    MaybeTensor, Operand, QuantUsages, QuantizeRequest, QuantizedMatrix, RowGroups,
-};
+use super::tensors::{MaybeTensor, Operand, QuantizeRequest, QuantizedMatrix, RowGroups};
 
 /// Activation quantization of a layer with packed weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,8 +71,8 @@ impl PackedInput {
         match activations {
             Activations::HighPrecision => Operand::Float(x, Usage::Rowwise),
             Activations::Dynamic(params) => {
-                let usages = QuantUsages::one(Usage::Rowwise, params, form);
-                let request = QuantizeRequest::of_matrix(x, usages).groups(groups.clone());
+                let request = QuantizeRequest::of_matrix(x).groups(groups.clone());
+                let request = request.along(Usage::Rowwise, params, form);
                 Operand::Quantized(B::nvfp4_quantize(request).into_one())
             }
             Activations::Static => {

@@ -1,251 +1,56 @@
 //! Quantization of the operands of a linear layer's GEMMs, with all random draws resolved.
 
 use nvfp4_formats::{
-    AmaxGranularity, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard,
-    HadamardSize, Nvfp4Error, RandomStream, Rounding, StoredForm, Usage,
+    BLOCK, BlockPosition, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Error, Rounding, Usage,
 };
-#[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-use nvfp4_formats::{Layout, reference::EDEN_GROUP};
+pub use nvfp4_formats::{EdenDraw, QuantParams, QuantRounding};
 use serde::{Deserialize, Serialize};
 
-/// Rounding of the elements of a quantized tensor, with the random bits of the draw.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum QuantRounding {
-    /// Each element rounded to nearest, or stochastically.
-    Elements(Rounding),
-    /// MS-EDEN: elements rounded to nearest, block scales corrected and rounded stochastically.
-    MsEden(EdenDraw),
+/// Returns the expectation, for an error message, if no kernel quantizes the operand `name` of the
+/// GEMM `gemm` with `params`.
+fn refusal(params: &QuantParams, gemm: &str, name: &str) -> Option<&'static str> {
+    let is_eden_of_128 = |hadamard: Hadamard| hadamard.size() == HadamardSize::H128;
+    let is_stochastic = !params.is_deterministic() && !params.is_ms_eden();
+    let is_2d = params.is_2d();
+    let refused = match params.hadamard {
+        _ if params.format.is_mx() => {
+            (!params.has_only_own_options()).then_some("an MX format without options")
+        }
+        _ if redraws_unknown_signs(params) => {
+            Some("signs that are drawn from a seed, in a step that is captured")
+        }
+        hadamard if params.is_ms_eden() => {
+            let fits = params.has_only_own_options()
+                && hadamard.is_some_and(is_eden_of_128)
+                && gemm != "fprop";
+            (!fits).then_some("MS-EDEN with a transform of 128, in dgrad and wgrad")
+        }
+        Some(_) if gemm != "wgrad" => Some("no transform: it runs along the tokens, in wgrad"),
+        _ if params.scaling == BlockScaling::Static => {
+            Some("a global scale that is derived from the amax")
+        }
+        _ if is_2d && name != "w" => Some("1x16 blocks: 16x16 blocks are for weights"),
+        _ if is_2d && params.scaling == BlockScaling::Headroom => {
+            Some("standard or four-over-six scales of 16x16 blocks")
+        }
+        _ if is_2d && (is_stochastic || !params.shares_amax()) => {
+            Some("16x16 blocks to nearest, with one amax and no transform")
+        }
+        _ => None,
+    };
+    let is_four_over_six = matches!(params.scaling, BlockScaling::FourOverSix(_));
+    refused.or_else(|| {
+        (is_stochastic && is_four_over_six).then_some("four over six with rounding to nearest")
+    })
 }
 
-/// Random draw of MS-EDEN.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EdenDraw {
-    /// Random stream for the block scales.
-    pub stream: RandomStream,
-    /// Seed of the transform's signs, if they were drawn from one ([`Hadamard::seeded_with_size`]):
-    /// a captured step draws them again from it.
-    pub signs: Option<u64>,
-}
-
-/// Parameters of one quantized tensor, for any usage: a [`QuantSpec`](crate::recipe::QuantSpec)
-/// with its random draw.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QuantParams {
-    /// Block format.
-    pub format: Format,
-    /// Block shape: elements that share one block scale.
-    pub block: BlockShape,
-    /// Granularity of the amax, in a format with a global scale.
-    pub amax: AmaxGranularity,
-    /// Rounding of elements. Four over six requires rounding to nearest.
-    pub rounding: QuantRounding,
-    /// Transform along the K dimension before quantization.
-    pub hadamard: Option<Hadamard>,
-    /// Rule for block scales from the amax of a block.
-    pub scaling: BlockScaling,
-    /// True if the offset that [`GraphSteps`](crate::graph) keeps in device memory is added to the
-    /// offset of the stream.
-    pub offset_in_memory: bool,
-}
-
-impl QuantParams {
-    /// `format` in 1x16 (or 1x32) blocks, rounded to nearest, with one amax, standard scales and no
-    /// transform.
-    pub const fn new(format: Format) -> Self {
-        Self {
-            format,
-            block: BlockShape::Block1d,
-            amax: AmaxGranularity::PerTensor,
-            rounding: QuantRounding::Elements(Rounding::Nearest),
-            hadamard: None,
-            scaling: BlockScaling::Standard,
-            offset_in_memory: false,
-        }
-    }
-
-    /// NVFP4 in 1x16 blocks with rounding `rounding`.
-    pub const fn nvfp4(rounding: Rounding) -> Self {
-        Self {
-            rounding: QuantRounding::Elements(rounding),
-            ..Self::new(Format::Nvfp4)
-        }
-    }
-
-    /// NVFP4 in 16x16 blocks, rounded to nearest.
-    pub const fn nvfp4_2d(scaling: BlockScaling) -> Self {
-        Self {
-            block: BlockShape::Block2d,
-            scaling,
-            ..Self::new(Format::Nvfp4)
-        }
-    }
-
-    /// MXFP8.
-    pub const fn mxfp8() -> Self {
-        Self::new(Format::Mxfp8)
-    }
-
-    /// MXFP4.
-    pub const fn mxfp4() -> Self {
-        Self::new(Format::Mxfp4)
-    }
-
-    /// NVFP4 by MS-EDEN: after `hadamard` of size 128, which both operands of a GEMM share, with
-    /// the random bits of `stream`.
-    pub const fn ms_eden(hadamard: Hadamard, stream: RandomStream) -> Self {
-        let signs = None;
-        Self {
-            rounding: QuantRounding::MsEden(EdenDraw { stream, signs }),
-            hadamard: Some(hadamard),
-            ..Self::new(Format::Nvfp4)
-        }
-    }
-
-    /// Returns the random stream, if any.
-    pub const fn stream(&self) -> Option<RandomStream> {
-        match self.rounding {
-            QuantRounding::Elements(Rounding::Nearest) => None,
-            QuantRounding::Elements(Rounding::Stochastic(stream))
-            | QuantRounding::MsEden(EdenDraw { stream, .. }) => Some(stream),
-        }
-    }
-
-    /// Sets the position of the blocks in the larger tensor that this one is part of.
-    pub(super) fn at(mut self, position: BlockPosition) -> Self {
-        match &mut self.rounding {
-            QuantRounding::Elements(Rounding::Nearest) => {}
-            QuantRounding::Elements(Rounding::Stochastic(stream))
-            | QuantRounding::MsEden(EdenDraw { stream, .. }) => stream.position = position,
-        }
-        self
-    }
-
-    /// Returns true if two quantizations of one matrix are equal, without random bits.
-    pub(crate) fn is_deterministic(&self) -> bool {
-        self.stream().is_none()
-    }
-
-    /// Returns true if the tensor is quantized by MS-EDEN.
-    pub const fn is_ms_eden(&self) -> bool {
-        matches!(self.rounding, QuantRounding::MsEden(_))
-    }
-
-    /// Returns true if the tensor can be quantized directly from the codes of another one.
-    pub(super) fn is_made_from_codes(&self) -> bool {
-        self.is_ms_eden() || !self.format.has_global_scale()
-    }
-
-    /// Returns true if the values before the global scale can be stored as bf16 instead of codes.
-    pub(super) fn has_bf16_storage(&self) -> bool {
-        self.block == BlockShape::Block1d && self.format.has_global_scale()
-    }
-
-    /// Returns true if one amax of the whole matrix, transformed or not, is sufficient; false for
-    /// MS-EDEN.
-    pub(super) fn has_one_amax(&self) -> bool {
-        self.format.has_global_scale()
-            && !self.is_made_from_codes()
-            && self.amax == AmaxGranularity::PerTensor
-    }
-
-    /// Returns true if one amax of the untransformed matrix is sufficient.
-    pub(super) fn shares_amax(&self) -> bool {
-        self.has_one_amax() && self.hadamard.is_none()
-    }
-
-    /// Returns the unit to whose multiple the K dimension is padded, in elements.
-    pub(crate) fn unit(&self) -> usize {
-        match self.hadamard {
-            None => self.format.block(),
-            Some(hadamard) => hadamard.size().elements(),
-        }
-    }
-
-    /// Returns the layout of a quantized `rows` x `cols` matrix. MS-EDEN pads the matrix itself.
-    #[cfg(any(feature = "flex", feature = "cubecl-backend"))]
-    pub(super) fn layout(
-        &self,
-        (rows, cols): (usize, usize),
-        usage: Usage,
-        form: StoredForm,
-    ) -> Layout {
-        let shape = match (self.is_ms_eden(), usage) {
-            (false, _) => (rows, cols),
-            (true, Usage::Rowwise) => (rows, cols.next_multiple_of(EDEN_GROUP)),
-            (true, Usage::Columnwise) => (rows.next_multiple_of(EDEN_GROUP), cols),
-        };
-        Layout {
-            scaling: self.scaling,
-            amax: self.amax,
-            hadamard: self.hadamard,
-            storage: form.storage(),
-            scale_layout: form.scale_layout(),
-            ..Layout::new(self.format, shape, usage)
-        }
-    }
-
-    /// Returns the expectation, for an error message, if no kernel quantizes the operand `name` of
-    /// the GEMM `gemm` with these parameters.
-    fn refusal(&self, gemm: &str, name: &str) -> Option<&'static str> {
-        let is_eden_of_128 = |hadamard: Hadamard| hadamard.size() == HadamardSize::H128;
-        let is_stochastic = matches!(
-            self.rounding,
-            QuantRounding::Elements(Rounding::Stochastic(_))
-        );
-        let is_2d = self.block == BlockShape::Block2d;
-        let refused = match (*self, self.hadamard) {
-            (params, _) if !params.format.has_global_scale() => {
-                (params != Self::new(params.format)).then_some("an MX format without options")
-            }
-            (params, _) if params.redraws_unknown_signs() => {
-                Some("signs that are drawn from a seed, in a step that is captured")
-            }
-            (params, Some(hadamard)) if params.is_ms_eden() => {
-                let plain = Self {
-                    rounding: params.rounding,
-                    hadamard: params.hadamard,
-                    offset_in_memory: params.offset_in_memory,
-                    ..Self::new(Format::Nvfp4)
-                };
-                (params != plain || !is_eden_of_128(hadamard) || gemm == "fprop")
-                    .then_some("MS-EDEN with a transform of 128, in dgrad and wgrad")
-            }
-            (params, None) if params.is_ms_eden() => {
-                Some("MS-EDEN with a transform of 128, in dgrad and wgrad")
-            }
-            (_, Some(_)) if gemm != "wgrad" => {
-                Some("no transform: it runs along the tokens, in wgrad")
-            }
-            _ if self.scaling == BlockScaling::Static => {
-                Some("a global scale that is derived from the amax")
-            }
-            _ if is_2d && name != "w" => Some("1x16 blocks: 16x16 blocks are for weights"),
-            _ if is_2d && self.scaling == BlockScaling::Headroom => {
-                Some("standard or four-over-six scales of 16x16 blocks")
-            }
-            _ if is_2d && (is_stochastic || !self.has_one_plain_amax()) => {
-                Some("16x16 blocks to nearest, with one amax and no transform")
-            }
-            _ => None,
-        };
-        let is_four_over_six = matches!(self.scaling, BlockScaling::FourOverSix(_));
-        refused.or_else(|| {
-            (is_stochastic && is_four_over_six).then_some("four over six with rounding to nearest")
-        })
-    }
-
-    /// Returns true if a captured step would repeat its signs.
-    fn redraws_unknown_signs(&self) -> bool {
-        let is_given = matches!(
-            self.rounding,
-            QuantRounding::MsEden(EdenDraw { signs: None, .. })
-        );
-        self.offset_in_memory && is_given
-    }
-
-    fn has_one_plain_amax(&self) -> bool {
-        self.amax == AmaxGranularity::PerTensor && self.hadamard.is_none()
-    }
+/// Returns true if a captured step would repeat the signs of `params`.
+fn redraws_unknown_signs(params: &QuantParams) -> bool {
+    let is_given = matches!(
+        params.rounding,
+        QuantRounding::MsEden(EdenDraw { signs: None, .. })
+    );
+    params.offset_in_memory && is_given
 }
 
 /// Representation of one operand of a GEMM.
@@ -280,7 +85,7 @@ impl OperandSpec {
     /// whole matrix.
     pub(super) fn one_amax(&self) -> Option<QuantParams> {
         let params = self.params().copied();
-        params.filter(|params| params.has_one_amax() && params.block == BlockShape::Block1d)
+        params.filter(|params| params.has_one_amax() && !params.is_2d())
     }
 
     /// Returns true if the operand has 4-bit codes.
@@ -417,9 +222,8 @@ impl LinearSpec {
     /// or because they have 16x16 blocks, in which case each is the transpose of the other for any
     /// source.
     pub(crate) fn has_weight_pair(&self) -> bool {
-        let is_2d = |params: &QuantParams| params.block == BlockShape::Block2d;
         self.source == BackwardSource::Original
-            || self.fprop_w == self.dgrad_w && self.fprop_w.params().is_some_and(is_2d)
+            || self.fprop_w == self.dgrad_w && self.fprop_w.params().is_some_and(QuantParams::is_2d)
     }
 
     /// Returns the operands of all GEMMs.
@@ -529,7 +333,9 @@ impl LinearSpec {
                 Nvfp4Error::value("spec", found, expected)
             };
             for (name, operand) in operands {
-                let refused = operand.params().and_then(|p| p.refusal(gemm, name));
+                let refused = operand
+                    .params()
+                    .and_then(|params| refusal(params, gemm, name));
                 if let Some(expected) = refused {
                     return Err(error(format!("{name} is {operand:?}"), expected));
                 }

@@ -121,8 +121,10 @@ pub struct QuantizeRequest<B: Backend> {
     /// Amax values, if known; of one matrix.
     #[extension_type]
     pub amax: GivenAmax<B>,
-    /// Tensors.
-    pub usages: QuantUsages,
+    /// Parameters and form of the row-wise tensor, if requested.
+    pub rowwise: Option<(QuantParams, StoredForm)>,
+    /// Parameters and form of the column-wise tensor, if requested.
+    pub columnwise: Option<(QuantParams, StoredForm)>,
     /// True for a row-wise tensor in both [storages](nvfp4_formats::Storage), as
     /// [`StoredForm::ROWS`] and as [`StoredForm::Bf16Unscaled`], with the same random bits, if any.
     /// For a GEMM that multiplies values while the tensor is kept for another use, GPUs write both
@@ -131,20 +133,39 @@ pub struct QuantizeRequest<B: Backend> {
 }
 
 impl<B: Backend> QuantizeRequest<B> {
-    /// Requests `usages` of `source`, without groups.
-    pub fn new(source: QuantizeSource<B>, usages: QuantUsages) -> Self {
+    /// Returns a request for no tensor of `source` yet, without groups.
+    pub fn new(source: QuantizeSource<B>) -> Self {
         Self {
             source,
             groups: RowGroups::Whole,
             amax: GivenAmax::Absent,
-            usages,
+            rowwise: None,
+            columnwise: None,
             unscaled: false,
         }
     }
 
-    /// Requests `usages` of a matrix.
-    pub fn of_matrix(x: FloatTensor<B>, usages: QuantUsages) -> Self {
-        Self::new(QuantizeSource::Matrix(x), usages)
+    /// Returns a request for no tensor of a matrix yet, without groups.
+    pub fn of_matrix(x: FloatTensor<B>) -> Self {
+        Self::new(QuantizeSource::Matrix(x))
+    }
+
+    /// Requests the tensor along `usage`, stored in `form`.
+    pub fn along(mut self, usage: Usage, params: QuantParams, form: StoredForm) -> Self {
+        match usage {
+            Usage::Rowwise => self.rowwise = Some((params, form)),
+            Usage::Columnwise => self.columnwise = Some((params, form)),
+        }
+        self
+    }
+
+    /// Requests both tensors, packed, with row-major block scales.
+    pub fn both(self, rowwise: QuantParams, columnwise: QuantParams) -> Self {
+        self.along(Usage::Rowwise, rowwise, StoredForm::ROWS).along(
+            Usage::Columnwise,
+            columnwise,
+            StoredForm::ROWS,
+        )
     }
 
     /// Sets the groups of rows.
@@ -258,55 +279,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     }
 }
 
-/// Requested quantized tensors of a matrix, each with its storage form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QuantUsages {
-    /// Row-wise tensor.
-    pub rowwise: Option<(QuantParams, StoredForm)>,
-    /// Column-wise tensor.
-    pub columnwise: Option<(QuantParams, StoredForm)>,
-}
-
-impl QuantUsages {
-    /// Requests one tensor.
-    pub const fn one(usage: Usage, params: QuantParams, form: StoredForm) -> Self {
-        let one = Some((params, form));
-        match usage {
-            Usage::Rowwise => Self {
-                rowwise: one,
-                columnwise: None,
-            },
-            Usage::Columnwise => Self {
-                rowwise: None,
-                columnwise: one,
-            },
-        }
-    }
-
-    /// Requests both tensors, packed, with row-major block scales.
-    pub const fn both(rowwise: QuantParams, columnwise: QuantParams) -> Self {
-        Self {
-            rowwise: Some((rowwise, StoredForm::ROWS)),
-            columnwise: Some((columnwise, StoredForm::ROWS)),
-        }
-    }
-
-    /// Maps each tensor by `f`.
-    pub(super) fn map(
-        self,
-        f: impl Fn(QuantParams, StoredForm, Usage) -> (QuantParams, StoredForm),
-    ) -> Self {
-        let one = |made: Option<(QuantParams, StoredForm)>, usage| {
-            made.map(|(params, form)| f(params, form, usage))
-        };
-        Self {
-            rowwise: one(self.rowwise, Usage::Rowwise),
-            columnwise: one(self.columnwise, Usage::Columnwise),
-        }
-    }
-}
-
-/// Quantized tensors of a matrix, as requested by [`QuantUsages`].
+/// Quantized tensors of a matrix, as requested by [`QuantizeRequest`].
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedPair<B: Backend> {

@@ -6,8 +6,8 @@ use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use burn_nvfp4::experts::{grouped_linear, moe_permute, try_grouped_linear};
 use burn_nvfp4::functions::linear;
 use burn_nvfp4::ops::{
-    AmaxGranularity, LinearSpec, Nvfp4KernelOps, OperandSpec, QuantParams, QuantUsages,
-    QuantizeRequest, QuantizeSource, QuantizedMatrix, RowGroups, StoredForm,
+    AmaxGranularity, LinearSpec, Nvfp4KernelOps, OperandSpec, QuantParams, QuantizeRequest,
+    QuantizeSource, QuantizedMatrix, RowGroups, StoredForm,
 };
 use burn_nvfp4::{ExpertOffsets, Hadamard, Nvfp4Recipe, RandomStream, RngState, Rounding, Usage};
 use nvfp4_formats::reference::{self, EDEN_GROUP, padding};
@@ -101,8 +101,8 @@ fn quantize_one(
     usage: Usage,
     params: QuantParams,
 ) -> QuantizedMatrix<Dispatch> {
-    let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
-    let request = QuantizeRequest::of_matrix(x.into_dispatch(), usages).groups(groups);
+    let request = QuantizeRequest::of_matrix(x.into_dispatch()).groups(groups);
+    let request = request.along(usage, params, StoredForm::ROWS);
     Dispatch::nvfp4_quantize(request).into_one()
 }
 
@@ -114,8 +114,8 @@ fn requantize(
     params: QuantParams,
     via: FloatDType,
 ) -> QuantizedMatrix<Dispatch> {
-    let usages = QuantUsages::one(usage, params, StoredForm::ROWS);
-    let request = QuantizeRequest::new(QuantizeSource::Quantized { tensor, via }, usages);
+    let request = QuantizeRequest::new(QuantizeSource::Quantized { tensor, via });
+    let request = request.along(usage, params, StoredForm::ROWS);
     Dispatch::nvfp4_quantize(request.groups(groups)).into_one()
 }
 
@@ -159,8 +159,8 @@ fn tokens_are_packed_group_by_group() {
                 let x = Matrix::gaussian(tokens, cols, dtype, 7).with_loud_group(&sizes);
                 let groups = experts(&sizes, rest, &device);
                 let offsets = || groups.offsets().clone().into_dispatch();
-                let usages = QuantUsages::both(row, col);
-                let request = QuantizeRequest::of_matrix(x.tensor(&device).into_dispatch(), usages);
+                let request = QuantizeRequest::of_matrix(x.tensor(&device).into_dispatch());
+                let request = request.both(row, col);
                 let both = Dispatch::nvfp4_quantize(request.groups(RowGroups::Offsets(offsets())));
                 let (both_row, both_col) = both.into_both();
                 let one = |usage, params| {
@@ -460,8 +460,7 @@ fn stacks_are_packed_matrix_by_matrix() {
     let w = || -> Tensor<2> { stack(&weights, &device).reshape([weights.len() * 32, 48]) };
     let groups = || RowGroups::Batch(weights.len());
     let pair = |params| {
-        let usages = QuantUsages::both(params, params);
-        let request = QuantizeRequest::of_matrix(w().into_dispatch(), usages);
+        let request = QuantizeRequest::of_matrix(w().into_dispatch()).both(params, params);
         Dispatch::nvfp4_quantize(request.groups(groups())).into_both()
     };
     let (tiles_row, tiles_col) = pair(QuantParams::nvfp4_2d(BlockScaling::Standard));

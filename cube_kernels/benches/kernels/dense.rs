@@ -1,9 +1,9 @@
 //! Kernels that read one matrix.
 
-use crate::quantize::{self, AmaxRequest, DeviceRounding, TargetSpec};
+use crate::quantize::{self, AmaxRequest, TargetSpec};
 use nvfp4_formats::{
-    AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, ScaleLayout, Storage,
-    Usage,
+    AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, QuantParams,
+    Rounding, ScaleLayout, StoredForm, Usage,
 };
 use nvfp4_kernels::{
     gemm::proof::decode,
@@ -175,7 +175,7 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
         });
     }
     let nearest = || TargetSpec::new(NEAREST);
-    let swizzled = |copy: TargetSpec| copy.scale_layout(SWIZZLED);
+    let swizzled = |copy: TargetSpec| copy.form(StoredForm::TILES);
     let headroom = || scaled(stochastic(), BlockScaling::Headroom);
     four_over_six(section, inputs);
     let rows = [
@@ -257,11 +257,11 @@ pub fn four_over_six(section: &mut Section<'_>, inputs: &Inputs) {
     }
 }
 
-fn scaled(rounding: DeviceRounding, scaling: BlockScaling) -> TargetSpec {
-    TargetSpec {
+fn scaled(rounding: Rounding, scaling: BlockScaling) -> TargetSpec {
+    TargetSpec::new(QuantParams {
         scaling,
-        ..TargetSpec::new(rounding)
-    }
+        ..QuantParams::nvfp4(rounding)
+    })
 }
 
 fn rht_of(size: HadamardSize) -> Option<Hadamard> {
@@ -324,8 +324,8 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
                 inputs.request(NEAREST, None),
                 inputs.request(stochastic(), rht()),
             ];
-            let [row, col] =
-                [0, 1].map(|copy| wanted[copy].then_some((&requests[copy], Storage::Bf16Unscaled)));
+            let [row, col] = [0, 1]
+                .map(|copy| wanted[copy].then_some((&requests[copy], StoredForm::Bf16Unscaled)));
             quantize::quantize_operands(&client, inputs.get(i), row, col).unwrap();
         });
     }
@@ -335,28 +335,29 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
 /// both tensors packed, packed and then dequantized, and as unscaled bf16. The columnwise tensor of
 /// activations is saved for the backward and stays packed.
 pub fn unscaled(section: &mut Section<'_>, inputs: &Inputs) {
-    use Storage::{Bf16Unscaled, Packed};
+    const PACKED: StoredForm = StoredForm::ROWS;
+    use StoredForm::Bf16Unscaled;
     let client = section.client();
-    let cases = [("dy", stochastic(), Bf16Unscaled), ("x", NEAREST, Packed)];
-    for (name, rounding, col_storage) in cases {
-        let quantized = |i: usize, storages: [Storage; 2]| {
-            let requests = [None, rht()].map(|rht| inputs.request(rounding.clone(), rht));
-            let [row, col] = [0, 1].map(|copy| Some((&requests[copy], storages[copy])));
+    let cases = [("dy", stochastic(), Bf16Unscaled), ("x", NEAREST, PACKED)];
+    for (name, rounding, col_form) in cases {
+        let quantized = |i: usize, forms: [StoredForm; 2]| {
+            let requests = [None, rht()].map(|rht| inputs.request(rounding, rht));
+            let [row, col] = [0, 1].map(|copy| Some((&requests[copy], forms[copy])));
             quantize::quantize_operands(&client, inputs.get(i), row, col).unwrap()
         };
         let bytes = inputs.bytes(2.0);
         section.time(&format!("{name}: packed"), bytes, |i| {
-            quantized(i, [Packed; 2]);
+            quantized(i, [PACKED; 2]);
         });
         section.time(&format!("{name}: packed, then dequantized"), bytes, |i| {
-            let (row, col) = quantized(i, [Packed; 2]);
+            let (row, col) = quantized(i, [PACKED; 2]);
             decode(&client, &row.unwrap());
-            if col_storage == Bf16Unscaled {
+            if col_form == Bf16Unscaled {
                 decode(&client, &col.unwrap());
             }
         });
         section.time(&format!("{name}: unscaled bf16"), bytes, |i| {
-            quantized(i, [Bf16Unscaled, col_storage]);
+            quantized(i, [Bf16Unscaled, col_form]);
         });
     }
 }

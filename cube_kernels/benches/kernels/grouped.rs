@@ -3,7 +3,7 @@
 use std::cell::LazyCell;
 
 use crate::quantize::{self, AmaxRequest, TargetSpec};
-use nvfp4_formats::{BlockScaling, ErrorNorm, Usage};
+use nvfp4_formats::{BlockScaling, ErrorNorm, QuantParams, Usage};
 use nvfp4_kernels::{
     moe,
     tensor::{Groups, Matrix},
@@ -72,9 +72,11 @@ fn other_copies(section: &mut Section<'_>, inputs: &Inputs, groups: &Groups) {
         let found = quantize::amaxes(&client, inputs.get(0), groups, &request).unwrap();
         found.rows.unwrap()
     });
-    let scaled = |scaling| TargetSpec {
-        scaling,
-        ..TargetSpec::new(NEAREST)
+    let scaled = |scaling| {
+        TargetSpec::new(QuantParams {
+            scaling,
+            ..QuantParams::nvfp4(NEAREST)
+        })
     };
     for (name, copy) in [
         ("row RN", scaled(BlockScaling::Standard)),

@@ -5,9 +5,9 @@ use std::{
     ops::Index,
 };
 
-use crate::quantize::{self, AmaxRequest, Amaxes, DeviceRounding, TargetSpec};
+use crate::quantize::{self, AmaxRequest, Amaxes, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
-use nvfp4_formats::{AmaxGranularity, Hadamard, RandomStream};
+use nvfp4_formats::{AmaxGranularity, Hadamard, QuantParams, RandomStream, Rounding};
 use nvfp4_kernels::{
     moe::GroupOffsets,
     tensor::{FloatKind, Groups, Matrix},
@@ -20,10 +20,10 @@ pub const MX: f64 = 1.0 + 1.0 / 32.0;
 /// Bytes of codes and scales per MXFP4 element.
 pub const MXFP4: f64 = 0.5 + 1.0 / 32.0;
 
-pub const NEAREST: DeviceRounding = DeviceRounding::Nearest;
+pub const NEAREST: Rounding = Rounding::Nearest;
 
-pub fn stochastic() -> DeviceRounding {
-    DeviceRounding::Stochastic(RandomStream::new(1, 2, 3))
+pub fn stochastic() -> Rounding {
+    Rounding::Stochastic(RandomStream::new(1, 2, 3))
 }
 
 pub fn rht() -> Option<Hadamard> {
@@ -117,11 +117,11 @@ pub fn with_amax(amax: &Handle, copy: TargetSpec) -> TargetSpec {
 }
 
 /// Returns default parameters with the given rounding and transform.
-pub fn copy_of(rounding: DeviceRounding, hadamard: Option<Hadamard>) -> TargetSpec {
-    TargetSpec {
+pub fn copy_of(rounding: Rounding, hadamard: Option<Hadamard>) -> TargetSpec {
+    TargetSpec::new(QuantParams {
         hadamard,
-        ..TargetSpec::new(rounding)
-    }
+        ..QuantParams::nvfp4(rounding)
+    })
 }
 
 /// Matrices of equal shape.
@@ -191,11 +191,11 @@ impl Inputs {
     /// Requests `copy` with the amax that it requires.
     pub fn with(&self, copy: TargetSpec) -> TargetSpec {
         // Transforms larger than 16 have amax values of about the same size.
-        let transformed = usize::from(copy.hadamard.is_some());
+        let transformed = usize::from(copy.params.hadamard.is_some());
         with_amax(&self.maxima()[transformed], copy)
     }
 
-    pub fn request(&self, rounding: DeviceRounding, hadamard: Option<Hadamard>) -> TargetSpec {
+    pub fn request(&self, rounding: Rounding, hadamard: Option<Hadamard>) -> TargetSpec {
         self.with(copy_of(rounding, hadamard))
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::quantize::{self, EdenSource, Quantize};
 use cubecl::server::Handle;
-use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, ScaleLayout, Storage, Usage};
+use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, StoredForm, Usage};
 use nvfp4_kernels::{
     gemm,
     tensor::{FloatKind, Groups},
@@ -70,7 +70,7 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     let name = format!("MS-EDEN, NVFP4 {from} to col, unscaled bf16");
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
     section.time(&name, n * (PACKED + 2.0), |i| {
-        let form = (Storage::Bf16Unscaled, ScaleLayout::Compact);
+        let form = StoredForm::Bf16Unscaled;
         let random = RandomStream::new(1, 2, 3);
         let (source, usage, amax) = (&packed[i], Usage::Columnwise, inputs.amax());
         quantize::ms_eden_as(&client, source, usage, amax, &hadamard, random, form).unwrap();

@@ -1,7 +1,8 @@
 //! The operation before a GEMM, fused with amax computation and as a separate kernel.
 
-use crate::quantize::{self, Amaxes, DeviceRounding, Prologue};
+use crate::quantize::{self, Amaxes, Prologue};
 use cubecl::prelude::Client;
+use nvfp4_formats::Rounding;
 use nvfp4_kernels::tensor::{Groups, Matrix};
 
 use crate::{
@@ -17,7 +18,7 @@ struct Case<'a> {
     /// Bytes read, and elements computed.
     sizes: [f64; 2],
     /// Rounding of its quantized tensors.
-    rounding: DeviceRounding,
+    rounding: Rounding,
 }
 
 /// Times all prologues of `rows` x `cols` values. The rates of unfused sequences use the bytes of
@@ -90,8 +91,8 @@ fn both(section: &mut Section<'_>, case: &Case<'_>) {
 }
 
 /// Computes the rowwise tensor and the transformed columnwise one, in one read.
-fn copies(client: &Client, x: &Matrix, found: &Amaxes, rounding: &DeviceRounding) {
-    let copy = |hadamard| copy_of(rounding.clone(), hadamard);
+fn copies(client: &Client, x: &Matrix, found: &Amaxes, rounding: &Rounding) {
+    let copy = |hadamard| copy_of(*rounding, hadamard);
     let row = with_amax(found.rows.as_ref().unwrap(), copy(None));
     let col = with_amax(found.cols.as_ref().unwrap(), copy(rht()));
     quantize::quantize_both(client, x, &Groups::One, &row, &col).unwrap();

@@ -91,8 +91,7 @@ impl AlignedGroups {
             layout: OperandLayout::Packed,
             rows,
             stack: 1,
-            dense: codes.clone(),
-            codes,
+            elements: codes,
             scales,
         })
     }

@@ -9,9 +9,10 @@ use super::{
     Gemm, choose,
     epilogue::EpilogueArgs,
     kernels::small_m::{Left, NormLeft, SmallM, SmallMLaunch, queue, refuses_norm},
-    materialize::{Reads, materialize},
-    operand::{Operand, ScaleTiling},
+    materialize::materialize,
+    operand::{Operand, OperandLayout, ScaleTiling},
     output::{Output, Target},
+    plan::GemmPlan,
     problem::{GemmShape, Problem, Refusal},
 };
 use crate::{
@@ -161,15 +162,12 @@ pub fn fused_linear(
         request.swiglu,
         "fused linear"
     );
-    let compact = |operand: &Operand, layout| {
-        let reads = (Reads::COMPACT, ScaleTiling::Matrix);
-        materialize(client, operand, 1, layout, reads, None)
+    let read = |operand: &Operand, layout: OperandLayout| {
+        let scales = (SmallM.reads().scale_layout(), ScaleTiling::Matrix);
+        materialize(client, operand, 1, SmallM.layout_read(layout), scales, None)
     };
     let x = Operand::from(request.x);
-    let (a, b) = (
-        compact(&x, problem.a)?,
-        compact(&request.weight, problem.b)?,
-    );
+    let (a, b) = (read(&x, problem.a)?, read(&request.weight, problem.b)?);
     // Placeholder for the buffers that the epilogue does not read.
     let unread = &request.x.handle;
     let (_, b_amax, b_range) = request.weight.factor();

@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    BLOCK, Layout, Nvfp4Error, ScaleLayout, StoredForm,
+    BLOCK, Format, Layout, Nvfp4Error, ScaleLayout,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -15,28 +15,7 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// Operand forms that a kernel reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Reads {
-    pub packed: StoredForm,
-    /// True if the kernel reads MN-major bf16.
-    pub mn_major: bool,
-    /// True if the kernel reads MXFP8 with scales as in `packed`; otherwise MXFP8 is dequantized to
-    /// bf16.
-    pub mxfp8: bool,
-}
-
-impl Reads {
-    /// Packed operands with block scales in rows, K-major operands unchanged.
-    pub const COMPACT: Self = Self {
-        packed: StoredForm::ROWS,
-        mn_major: false,
-        mxfp8: false,
-    };
-}
-
-/// An operand in the form that a kernel reads. Handles that its layout does not use are unread
-/// placeholders.
+/// An operand in the form that a kernel reads.
 #[derive(Debug, Clone)]
 pub(crate) struct Materialized {
     /// Layout after conversion.
@@ -45,12 +24,10 @@ pub(crate) struct Materialized {
     pub rows: usize,
     /// Matrices stacked along K: more than one only in an MN-major stack.
     pub stack: usize,
-    /// Codes, if packed.
-    pub codes: Handle,
-    /// Block scales, if packed.
+    /// Codes, or bf16 elements.
+    pub elements: Handle,
+    /// Block scales, if packed; otherwise any memory, which is not read.
     pub scales: Handle,
-    /// Elements, if bf16.
-    pub dense: Handle,
 }
 
 impl Materialized {
@@ -76,22 +53,22 @@ impl Materialized {
 
     /// Returns true if the bf16 elements begin at a multiple of 16 bytes.
     pub fn is_aligned(&self) -> bool {
-        is_aligned(&self.dense)
+        is_aligned(&self.elements)
     }
 }
 
-/// Converts `operand`, which may be read as `layout` and stacks `stack` matrices along K, to the
-/// form in `reads`. Buffers that it allocates live until the last kernel that reads them has run.
-/// If `ends` has groups along K, elements after the last group are left undefined.
+/// Converts `operand`, which stacks `stack` matrices along K, to `layout`, with block scales in the
+/// given order. Buffers that it allocates live until the last kernel that reads them has run. If
+/// `ends` has groups along K, elements after the last group are left undefined.
 ///
 /// # Errors
-/// Returns an error if the block scales cannot be converted to the other layout.
+/// Returns an error if the block scales cannot be converted to the other order.
 pub(crate) fn materialize(
     client: &Client,
     operand: &Operand,
     stack: usize,
     layout: OperandLayout,
-    (reads, tiling): (Reads, ScaleTiling),
+    (scale_layout, tiling): (ScaleLayout, ScaleTiling),
     ends: Option<&GroupOffsets>,
 ) -> Result<Materialized, Nvfp4Error> {
     let rows = operand.outer();
@@ -99,20 +76,16 @@ pub(crate) fn materialize(
         layout,
         rows,
         stack: 1,
-        codes: handle.clone(),
+        elements: handle.clone(),
         scales: handle.clone(),
-        dense: handle.clone(),
     };
     match operand.elements {
         Elements::Bf16(matrix) => Ok(dense(OperandLayout::KMajor, &matrix.handle)),
-        Elements::Bf16Unscaled(packed) => Ok(dense(OperandLayout::KMajor, &packed.codes)),
+        Elements::Bf16MnMajor(matrix) if layout == OperandLayout::MnMajor => Ok(Materialized {
+            stack,
+            ..dense(OperandLayout::MnMajor, &matrix.handle)
+        }),
         Elements::Bf16MnMajor(matrix) => {
-            if reads.mn_major && layout == OperandLayout::MnMajor {
-                return Ok(Materialized {
-                    stack,
-                    ..dense(OperandLayout::MnMajor, &matrix.handle)
-                });
-            }
             let (rows, cols) = (matrix.rows, matrix.cols);
             tracing::debug!(rows, cols, "gemm: a transposed copy of an operand");
             let copy = transposed(client, matrix, stack);
@@ -121,33 +94,34 @@ pub(crate) fn materialize(
                 ..dense(OperandLayout::KMajor, &copy.handle)
             })
         }
-        // Independent of `reads`: kernels that take this layout read its codes and rows of scales.
+        // Kernels that take this layout read its codes and rows of scales.
         Elements::PackedMnMajor(packed) => Ok(Materialized {
             layout: OperandLayout::PackedMnMajor,
             rows,
             stack,
-            codes: packed.codes.clone(),
-            scales: block_scales(client, packed, StoredForm::ROWS, tiling)?,
-            dense: packed.codes.clone(),
+            elements: packed.codes.clone(),
+            scales: block_scales(client, packed, ScaleLayout::Compact, tiling)?,
         }),
-        Elements::Packed(packed) => {
-            let is_mxfp8 = operand.layout() == OperandLayout::Mxfp8;
-            if is_mxfp8 && !reads.mxfp8 {
+        Elements::Quantized(values) if !values.is_packed() => {
+            Ok(dense(OperandLayout::KMajor, &values.codes))
+        }
+        Elements::Quantized(packed) => {
+            let is_dense = layout == OperandLayout::KMajor;
+            if is_dense && packed.layout.format == Format::Mxfp8 {
                 let values = decode_mxfp8(client, packed, tiling)?;
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
-            let scales = block_scales(client, packed, reads.packed, tiling)?;
-            if reads.packed == StoredForm::Bf16Unscaled {
+            let scales = block_scales(client, packed, scale_layout, tiling)?;
+            if is_dense {
                 let values = decode_from(client, packed, &scales, ends);
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
             Ok(Materialized {
-                layout: operand.layout(),
+                layout,
                 rows,
                 stack: 1,
-                codes: packed.codes.clone(),
+                elements: packed.codes.clone(),
                 scales,
-                dense: packed.codes.clone(),
             })
         }
     }
@@ -160,7 +134,7 @@ fn decode_mxfp8(
     packed: &DeviceQuantized,
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
-    let scales = block_scales(client, packed, StoredForm::ROWS, tiling)?;
+    let scales = block_scales(client, packed, ScaleLayout::Compact, tiling)?;
     let stored = DeviceQuantized {
         layout: Layout {
             scale_layout: ScaleLayout::Compact,
@@ -174,15 +148,15 @@ fn decode_mxfp8(
     Ok(quantize::mx_dequantize(client, &stored, FloatKind::Bf16)?.handle)
 }
 
-/// Returns the block scales of `packed`, in rows unless the kernel reads 128x4 tiles.
+/// Returns the block scales of `packed` in the order `scale_layout`.
 fn block_scales(
     client: &Client,
     packed: &DeviceQuantized,
-    reads: StoredForm,
+    scale_layout: ScaleLayout,
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
     let (outer, blocks) = (packed.outer(), packed.blocks());
-    match (packed.layout.scale_layout, reads.scale_layout()) {
+    match (packed.layout.scale_layout, scale_layout) {
         (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => match tiling {
             ScaleTiling::Matrix | ScaleTiling::WholeTiles => {
                 quantize::swizzle(client, &packed.scales, outer, blocks)

@@ -4,7 +4,7 @@ use cubecl::server::Handle;
 
 use super::epilogue::Factor;
 use crate::{
-    BLOCK, Format, Nvfp4Error, ScaleLayout, Storage, Usage,
+    BLOCK, Format, Nvfp4Error, ScaleLayout, Usage,
     format::swizzle::{TILE_INNER, padded_len, row_group_tiles},
     memory::{check_memory, is_aligned},
     moe::GroupOffsets,
@@ -14,13 +14,10 @@ use crate::{
 /// Elements of an operand: `outer` rows along K.
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
-    /// NVFP4 or MXFP8 codes and block scales. The kernel of
-    /// [`Sm100Tcgen05`](crate::capabilities::GemmBackend::Sm100Tcgen05) reads two MXFP8 operands;
-    /// for every other kernel an MXFP8 operand is first dequantized to bf16, exactly.
-    Packed(&'a DeviceQuantized),
-    /// Code times block scale in bf16, stored instead of codes and scales. The GEMM is
-    /// bit-identical to that of the codes and scales.
-    Bf16Unscaled(&'a DeviceQuantized),
+    /// NVFP4 or MXFP8 codes and block scales, or code times block scale in bf16, with which the
+    /// GEMM is bit-identical. Kernels that take MXFP8 read two MXFP8 operands; for every other
+    /// kernel an MXFP8 operand is first dequantized to bf16, exactly.
+    Quantized(&'a DeviceQuantized),
     /// A K-major bf16 matrix: its columns are K, with the other operand's stored length. Columns at
     /// which a packed operand pads K with zeros may hold any finite values.
     Bf16(&'a Matrix),
@@ -161,10 +158,7 @@ impl<'a> From<&'a DeviceQuantized> for Operand<'a> {
     fn from(packed: &'a DeviceQuantized) -> Self {
         let range = packed.layout.scaling.range();
         Self {
-            elements: match packed.layout.storage {
-                Storage::Packed => Elements::Packed(packed),
-                Storage::Bf16Unscaled => Elements::Bf16Unscaled(packed),
-            },
+            elements: Elements::Quantized(packed),
             scale: match packed.layout.amax {
                 _ if !packed.layout.format.has_global_scale() => Scale::One,
                 AmaxGranularity::PerTensor => Scale::Tensor(&packed.amax, range),
@@ -208,11 +202,8 @@ impl<'a> Operand<'a> {
     /// Returns an error if the operand is not packed.
     pub(crate) fn packed(&self, argument: &'static str) -> Result<&'a DeviceQuantized, Nvfp4Error> {
         match self.elements {
-            Elements::Packed(packed) => Ok(packed),
-            Elements::Bf16Unscaled(_)
-            | Elements::Bf16(_)
-            | Elements::Bf16MnMajor(_)
-            | Elements::PackedMnMajor(_) => Err(Nvfp4Error::value(
+            Elements::Quantized(packed) if packed.is_packed() => Ok(packed),
+            _ => Err(Nvfp4Error::value(
                 argument,
                 format!("{:?}", self.layout()),
                 "codes and block scales in rows along K",
@@ -223,7 +214,7 @@ impl<'a> Operand<'a> {
     /// Returns the number of rows, which become rows or columns of the output.
     pub fn outer(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => packed.outer(),
+            Elements::Quantized(packed) => packed.outer(),
             Elements::Bf16(matrix) => matrix.rows,
             Elements::Bf16MnMajor(matrix) => matrix.cols,
             Elements::PackedMnMajor(packed) => packed.inner(),
@@ -233,8 +224,8 @@ impl<'a> Operand<'a> {
     /// Returns the length of K without padding.
     pub fn inner(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) => packed.inner(),
-            Elements::Bf16Unscaled(packed) => packed.blocks() * BLOCK,
+            Elements::Quantized(packed) if packed.is_packed() => packed.inner(),
+            Elements::Quantized(values) => values.blocks() * BLOCK,
             Elements::Bf16(matrix) => matrix.cols,
             Elements::Bf16MnMajor(matrix) => matrix.rows,
             Elements::PackedMnMajor(packed) => packed.outer(),
@@ -245,9 +236,7 @@ impl<'a> Operand<'a> {
     /// blocks.
     pub(crate) fn stored(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) | Elements::Bf16Unscaled(packed) => {
-                packed.blocks() * packed.layout.format.block()
-            }
+            Elements::Quantized(packed) => packed.blocks() * packed.layout.format.block(),
             Elements::Bf16(_) | Elements::Bf16MnMajor(_) | Elements::PackedMnMajor(_) => {
                 self.inner()
             }
@@ -257,12 +246,13 @@ impl<'a> Operand<'a> {
     /// Returns the storage layout.
     pub fn layout(&self) -> OperandLayout {
         match self.elements {
-            Elements::Packed(packed) => match packed.layout.format {
+            Elements::Quantized(packed) => match packed.layout.format {
+                _ if !packed.is_packed() => OperandLayout::KMajor,
                 Format::Mxfp8 => OperandLayout::Mxfp8,
                 // Other formats were refused before.
                 Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
             },
-            Elements::Bf16Unscaled(_) | Elements::Bf16(_) => OperandLayout::KMajor,
+            Elements::Bf16(_) => OperandLayout::KMajor,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
             Elements::PackedMnMajor(_) => OperandLayout::PackedMnMajor,
         }
@@ -271,20 +261,18 @@ impl<'a> Operand<'a> {
     /// Returns true if the operand is stored as codes and block scales; its layout then tells how
     /// much of K is padding.
     pub(crate) fn is_packed(&self) -> bool {
-        matches!(
-            self.elements,
-            Elements::Packed(_) | Elements::PackedMnMajor(_)
-        )
+        match self.elements {
+            Elements::Quantized(packed) => packed.is_packed(),
+            Elements::PackedMnMajor(_) => true,
+            Elements::Bf16(_) | Elements::Bf16MnMajor(_) => false,
+        }
     }
 
     /// Returns the columns per block, the minimum alignment of groups along K.
     pub(crate) fn block(&self) -> usize {
         match self.elements {
-            Elements::Packed(packed) => packed.layout.format.block(),
-            Elements::Bf16Unscaled(_)
-            | Elements::Bf16(_)
-            | Elements::Bf16MnMajor(_)
-            | Elements::PackedMnMajor(_) => BLOCK,
+            Elements::Quantized(packed) => packed.layout.format.block(),
+            Elements::Bf16(_) | Elements::Bf16MnMajor(_) | Elements::PackedMnMajor(_) => BLOCK,
         }
     }
 
@@ -292,10 +280,9 @@ impl<'a> Operand<'a> {
     /// into one may not.
     pub(crate) fn is_aligned(&self) -> bool {
         match self.elements {
-            Elements::Packed(packed) | Elements::PackedMnMajor(packed) => {
-                is_aligned(&packed.codes) && is_aligned(&packed.scales)
+            Elements::Quantized(packed) | Elements::PackedMnMajor(packed) => {
+                is_aligned(&packed.codes) && (!packed.is_packed() || is_aligned(&packed.scales))
             }
-            Elements::Bf16Unscaled(packed) => is_aligned(&packed.codes),
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => is_aligned(&matrix.handle),
         }
     }
@@ -303,9 +290,7 @@ impl<'a> Operand<'a> {
     /// Returns any of the operand's buffers.
     pub(crate) fn memory(&self) -> &'a Handle {
         match self.elements {
-            Elements::Packed(packed)
-            | Elements::Bf16Unscaled(packed)
-            | Elements::PackedMnMajor(packed) => &packed.codes,
+            Elements::Quantized(packed) | Elements::PackedMnMajor(packed) => &packed.codes,
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => &matrix.handle,
         }
     }
@@ -321,10 +306,10 @@ impl<'a> Operand<'a> {
     }
 
     /// Returns an error if `a` and `b` were quantized after different transforms, which would not
-    /// cancel. Operands that are not packed do not record their transform.
+    /// cancel. Unquantized operands do not record their transform.
     pub(crate) fn check_same_transform(a: &Self, b: &Self) -> Result<(), Nvfp4Error> {
         match (a.elements, b.elements) {
-            (Elements::Packed(a), Elements::Packed(b))
+            (Elements::Quantized(a), Elements::Quantized(b))
                 if a.layout.hadamard != b.layout.hadamard =>
             {
                 Err(Nvfp4Error::value(
@@ -346,7 +331,11 @@ impl<'a> Operand<'a> {
         tiling: ScaleTiling,
     ) -> Result<(), Nvfp4Error> {
         match self.elements {
-            Elements::Packed(packed) => {
+            Elements::Quantized(values) if !values.is_packed() => {
+                values.check(argument)?;
+                values.check_no_groups(argument)?;
+            }
+            Elements::Quantized(packed) => {
                 let format = match packed.layout.format {
                     Format::Mxfp8 => Format::Mxfp8,
                     Format::Nvfp4 | Format::Mxfp4 => Format::Nvfp4,
@@ -370,10 +359,6 @@ impl<'a> Operand<'a> {
                         "one for the tensor or for each group: stored rows are the contraction",
                     ));
                 }
-            }
-            Elements::Bf16Unscaled(packed) => {
-                packed.check(argument)?;
-                packed.check_no_groups(argument)?;
             }
             Elements::Bf16(matrix) | Elements::Bf16MnMajor(matrix) => {
                 matrix.check(argument)?;

@@ -13,13 +13,14 @@ use cubecl::client::Client;
 
 use super::{
     epilogue::EpilogueArgs,
-    materialize::{Materialized, Reads},
+    materialize::Materialized,
+    operand::OperandLayout,
     output::Output,
     problem::{Device, GemmShape, Problem, Refusal, block_scaled},
     scheduler::GroupArgs,
 };
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, StoredForm,
     capabilities::{Capabilities, GemmBackend},
     cube::ptx::BlockScaled,
 };
@@ -60,9 +61,29 @@ pub(crate) trait GemmPlan: Any + fmt::Debug + fmt::Display + Send + Sync {
     /// Returns the kernel.
     fn kernel(&self) -> &'static dyn GemmKernel;
 
-    /// Returns the forms of packed and MN-major operands that the kernel reads.
-    fn reads(&self) -> Reads {
-        Reads::COMPACT
+    /// Returns the form in which the kernel reads packed operands.
+    fn reads(&self) -> StoredForm {
+        StoredForm::ROWS
+    }
+
+    /// Returns true if the kernel reads MN-major bf16.
+    fn reads_mn_major(&self) -> bool {
+        false
+    }
+
+    /// Returns the layout to which operands that are stored as `layout` are converted.
+    fn layout_read(&self, layout: OperandLayout) -> OperandLayout {
+        let is_read = match layout {
+            OperandLayout::Packed => self.reads() != StoredForm::Bf16Unscaled,
+            OperandLayout::Mxfp8 => self.kernel().takes_mxfp8(),
+            OperandLayout::MnMajor => self.reads_mn_major(),
+            OperandLayout::KMajor | OperandLayout::PackedMnMajor => true,
+        };
+        if is_read {
+            layout
+        } else {
+            OperandLayout::KMajor
+        }
     }
 
     /// Returns the required alignment of groups along K of packed operands, and of the end of all

@@ -70,7 +70,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     trace(&capabilities, &problem, &choice);
 
     let plan = choice.plan.object();
-    let reads = plan.reads();
+    let scale_layout = plan.reads().scale_layout();
     let [a_tiling, b_tiling] = gemm.scale_tilings();
     let needed = plan.k_alignment();
     let ends = match gemm.grouped {
@@ -84,13 +84,20 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
             aligned.arrange(client, gemm.b.packed("b")?, groups)?,
         ),
         _ => (
-            materialize(client, &gemm.a, 1, problem.a, (reads, a_tiling), ends)?,
+            materialize(
+                client,
+                &gemm.a,
+                1,
+                plan.layout_read(problem.a),
+                (scale_layout, a_tiling),
+                ends,
+            )?,
             materialize(
                 client,
                 &gemm.b,
                 gemm.stack(),
-                problem.b,
-                (reads, b_tiling),
+                plan.layout_read(problem.b),
+                (scale_layout, b_tiling),
                 ends,
             )?,
         ),
@@ -177,7 +184,7 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 ///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
 /// - [`StoredForm::TILES`]: block scales in 128x4 tiles. If K is the token dimension, which may
 ///   have any length, K of NVFP4 operands must be padded to whole tiles
-///   ([`whole_tiles`](crate::quantize::TargetSpec::whole_tiles)), and so must the `k` of
+///   ([`StoredForm::WholeTiles`](crate::StoredForm::WholeTiles)), and so must the `k` of
 ///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
 ///
 /// A GEMM of this problem then runs the kernel that was chosen here, without choosing again. If the

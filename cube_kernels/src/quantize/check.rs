@@ -1,8 +1,9 @@
 //! Checks of a quantized tensor against its source, before anything is allocated or launched.
 
-use super::target::{DeviceRounding, TargetSpec};
+use super::target::TargetSpec;
 use crate::{
-    BLOCK, BlockPosition, Gaps, HadamardSize, Nvfp4Error, ScaleLayout, Storage, Usage,
+    BLOCK, BlockPosition, Gaps, HadamardSize, Nvfp4Error, QuantRounding, Rounding, StoredForm,
+    Usage,
     memory::check_memory,
     policy::{AmaxGranularity, BlockScaling},
     tensor::Groups,
@@ -16,45 +17,50 @@ pub(super) fn check_target(
     (rows, cols): (usize, usize),
     (groups, side_by_side): (&Groups, bool),
 ) -> Result<(), Nvfp4Error> {
-    if target.format.is_mx() {
-        return check_storage(target, Storage::Packed, "an MX format");
+    let params = &target.params;
+    if params.offset_in_memory && target.offset.is_none() {
+        return Err(Nvfp4Error::value("offset", "none", "that in device memory"));
     }
-    if target.is_ms_eden() {
+    if !params.has_only_own_options() {
+        let expected = "MX formats without options, or MS-EDEN with none but a transform";
+        return Err(Nvfp4Error::value("params", format!("{params:?}"), expected));
+    }
+    if params.format.is_mx() {
+        return check_packed(target, "an MX format");
+    }
+    if params.is_ms_eden() {
         return Ok(());
     }
     if usage == Usage::Columnwise {
         check_groups(target, groups, side_by_side)?;
     }
-    if usage == Usage::Rowwise || target.is_2d() {
+    if usage == Usage::Rowwise || target.params.is_2d() {
         check_columns(rows, cols)?;
     }
     if usage == Usage::Rowwise {
         check_row_transform(target)?;
     }
-    if target.is_2d() {
+    if target.params.is_2d() {
         check_tiles(target)?;
     }
     check_rounding(target, groups)?;
-    check_whole_tiles(target, usage)?;
-    if target.storage == Storage::Bf16Unscaled {
-        check_unscaled(target, groups)?;
+    match (target.form, usage) {
+        (StoredForm::WholeTiles, Usage::Rowwise) => Err(Nvfp4Error::value(
+            "form",
+            "whole tiles of a rowwise tensor",
+            "a columnwise tensor: columns of `x` are not padded",
+        )),
+        (StoredForm::Bf16Unscaled, _) => check_unscaled(groups),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
-fn check_storage(
-    target: &TargetSpec,
-    expected: Storage,
-    of: &'static str,
-) -> Result<(), Nvfp4Error> {
-    if target.storage == expected {
+fn check_packed(target: &TargetSpec, of: &'static str) -> Result<(), Nvfp4Error> {
+    if target.form != StoredForm::Bf16Unscaled {
         return Ok(());
     }
-    Err(Nvfp4Error::value(
-        "storage",
-        format!("{:?}", target.storage),
-        format!("{expected:?} of {of}"),
-    ))
+    let found = format!("{:?} of {of}", target.form);
+    Err(Nvfp4Error::value("form", found, "codes and scales"))
 }
 
 /// Returns an error unless the columnwise tensor of `groups` can be laid out: groups that share
@@ -64,14 +70,16 @@ fn check_groups(
     groups: &Groups,
     side_by_side: bool,
 ) -> Result<(), Nvfp4Error> {
-    let is_2d = target.is_2d();
-    let (found, expected) = match (target.scale_layout, target.whole_tiles) {
-        (ScaleLayout::Swizzled128x4, false) if side_by_side && !is_2d => (
+    let is_2d = target.params.is_2d();
+    let (found, expected) = match target.form {
+        StoredForm::TILES if side_by_side && !is_2d => (
             "scales in 128x4 tiles, of groups side by side",
             "compact scales, or whole tiles",
         ),
-        (_, true) if is_2d => ("whole tiles, of 16x16 blocks", "a row that ends as it does"),
-        (_, true) if !side_by_side && !matches!(groups, Groups::One) => (
+        StoredForm::WholeTiles if is_2d => {
+            ("whole tiles, of 16x16 blocks", "a row that ends as it does")
+        }
+        StoredForm::WholeTiles if !side_by_side && !matches!(groups, Groups::One) => (
             "whole tiles, of groups one after another",
             "one matrix, or groups side by side",
         ),
@@ -92,7 +100,7 @@ fn check_columns(rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
 }
 
 fn check_row_transform(target: &TargetSpec) -> Result<(), Nvfp4Error> {
-    match target.hadamard {
+    match target.params.hadamard {
         Some(hadamard) if hadamard.size() != HadamardSize::H16 => Err(Nvfp4Error::value(
             "hadamard",
             format!("{:?} on a row-wise copy", hadamard.size()),
@@ -104,32 +112,31 @@ fn check_row_transform(target: &TargetSpec) -> Result<(), Nvfp4Error> {
 
 /// Returns an error unless the kernel of 16x16 tiles supports the options of `target`.
 fn check_tiles(target: &TargetSpec) -> Result<(), Nvfp4Error> {
-    let is_plain = matches!(target.rounding, DeviceRounding::Nearest)
-        && target.hadamard.is_none()
-        && target.granularity == AmaxGranularity::PerTensor;
+    let params = &target.params;
+    let is_plain = params.is_deterministic()
+        && params.hadamard.is_none()
+        && params.amax == AmaxGranularity::PerTensor;
     if !is_plain {
         return Err(Nvfp4Error::value(
             "block",
             format!(
                 "16x16 tiles by {:?}, amax {:?}, transform {:?}",
-                target.rounding, target.granularity, target.hadamard
+                params.rounding, params.amax, params.hadamard
             ),
             "16x16 tiles to nearest, with one amax and no transform",
         ));
     }
-    check_storage(target, Storage::Packed, "16x16 tiles")
+    check_packed(target, "16x16 tiles")
 }
 
 fn check_rounding(target: &TargetSpec, groups: &Groups) -> Result<(), Nvfp4Error> {
-    let stream = match &target.rounding {
-        DeviceRounding::Nearest | DeviceRounding::MsEden(_) => return Ok(()),
-        DeviceRounding::Stochastic(stream) => stream,
-        DeviceRounding::StochasticAt(stream, offset) => {
-            check_memory("offset", offset, 8)?;
-            stream
-        }
+    let QuantRounding::Elements(Rounding::Stochastic(stream)) = target.params.rounding else {
+        return Ok(());
     };
-    if matches!(target.scaling, BlockScaling::FourOverSix(_)) {
+    if let Some(offset) = &target.offset {
+        check_memory("offset", offset, 8)?;
+    }
+    if matches!(target.params.scaling, BlockScaling::FourOverSix(_)) {
         return Err(Nvfp4Error::value(
             "rounding",
             "stochastic, with four over six",
@@ -154,29 +161,8 @@ pub(super) fn check_position(position: &BlockPosition, groups: &Groups) -> Resul
     Err(Nvfp4Error::value("position", found, expected))
 }
 
-/// Returns an error unless a tensor along `usage` can be padded as `target` requires.
-fn check_whole_tiles(target: &TargetSpec, usage: Usage) -> Result<(), Nvfp4Error> {
-    let expected = match (target.whole_tiles, usage, target.scale_layout) {
-        (false, ..) | (true, Usage::Columnwise, ScaleLayout::Swizzled128x4) => return Ok(()),
-        (true, Usage::Rowwise, _) => "a columnwise tensor: columns of `x` are not padded",
-        (true, _, ScaleLayout::Compact) => "scales in 128x4 tiles",
-    };
-    Err(Nvfp4Error::value(
-        "whole_tiles",
-        format!("true along {usage:?} with {:?} scales", target.scale_layout),
-        expected,
-    ))
-}
-
-/// Returns an error unless `target` can be written as bf16 values.
-pub(super) fn check_unscaled(target: &TargetSpec, groups: &Groups) -> Result<(), Nvfp4Error> {
-    if target.scale_layout == ScaleLayout::Swizzled128x4 {
-        return Err(Nvfp4Error::value(
-            "layout",
-            format!("{:?} for bf16 values", target.scale_layout),
-            "Compact: no GEMM that reads values reads tiles of scales",
-        ));
-    }
+/// Returns an error unless tensors of `groups` can be written as bf16 values.
+pub(super) fn check_unscaled(groups: &Groups) -> Result<(), Nvfp4Error> {
     match groups {
         Groups::One => Ok(()),
         _ => Err(Nvfp4Error::value(

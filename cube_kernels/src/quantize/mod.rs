@@ -78,4 +78,4 @@ pub use step::{QuantizePlan, QuantizeStep, Usages};
 pub(crate) use swizzle::{
     swizzle, swizzle_batch, swizzle_row_groups, unswizzle, unswizzle_batch, unswizzle_row_groups,
 };
-pub use target::{DeviceRounding, EdenRandom, RedrawnSigns, TargetSpec};
+pub use target::TargetSpec;

@@ -7,8 +7,8 @@ use crate::{Nvfp4Error, memory::check_memory};
 
 /// Advances a random offset in device memory (two `u32`, low word first) by `step`, wrapping at
 /// 2^64, after the kernels that were queued before. A captured graph that ends with this kernel
-/// draws fresh bits at every replay of its
-/// [`StochasticAt`](crate::quantize::DeviceRounding::StochasticAt) copies.
+/// draws fresh bits at every replay of its tensors with
+/// [this offset](crate::quantize::TargetSpec::offset).
 ///
 /// # Errors
 /// Returns an error if `offset` does not hold two words.

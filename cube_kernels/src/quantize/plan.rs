@@ -2,9 +2,10 @@
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::target::{DeviceRounding, TargetSpec};
+use super::target::TargetSpec;
 use crate::{
-    BLOCK, BlockPosition, Hadamard, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
+    BLOCK, BlockPosition, Hadamard, HadamardSize, Nvfp4Error, RandomStream, ScaleLayout, Storage,
+    StoredForm, Usage,
     capabilities::conversion_of,
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
@@ -54,13 +55,10 @@ pub(crate) struct QuantArgs {
     pub out: DeviceQuantized,
     /// Number of amax values of all groups, in any layout of the copy.
     maxima: usize,
-    key: [u32; 2],
-    offset: u64,
-    position: BlockPosition,
+    stream: Option<RandomStream>,
     device_offset: Option<Handle>,
     /// Units of earlier groups of rows, one word.
     earlier: Option<Handle>,
-    signs: [u32; 4],
 }
 
 /// Returns the units of `earlier` groups, of `unit` rows each, after which a tensor in `groups` is
@@ -96,6 +94,10 @@ pub(super) fn behind_earlier(
     Ok((earlier.units_of(unit)?, position))
 }
 
+fn position_of(stream: Option<RandomStream>) -> BlockPosition {
+    stream.map_or_else(BlockPosition::default, |stream| stream.position)
+}
+
 /// Returns the output buffers of all of `out`.
 pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
     let blocks = out.code_blocks();
@@ -125,38 +127,27 @@ impl QuantArgs {
         usage: Usage,
         target: &TargetSpec,
     ) -> Result<Self, Nvfp4Error> {
-        let (stream, device_offset) = match &target.rounding {
-            DeviceRounding::Nearest | DeviceRounding::MsEden(_) => (None, None),
-            DeviceRounding::Stochastic(stream) => (Some(*stream), None),
-            DeviceRounding::StochasticAt(stream, offset) => (Some(*stream), Some(offset.clone())),
-        };
-        let mut position = stream.map_or_else(BlockPosition::default, |stream| stream.position);
-        let mut numbering = Numbering::of(&position);
+        let TargetSpec { params, form, .. } = *target;
+        let mut stream = params.stream();
+        let device_offset = stream.and(target.offset.clone());
+        let mut numbering = Numbering::of(&position_of(stream));
         let mut earlier = None;
-        if let (Some(before), Some(_)) = (&target.earlier, stream) {
-            let unit = target
-                .hadamard
-                .map_or(BLOCK, |hadamard| hadamard.size().elements());
+        if let (Some(before), Some(stream)) = (&target.earlier, &mut stream) {
+            let unit = params.unit();
             let unit = match usage {
                 Usage::Rowwise => (1, x.cols / BLOCK),
                 Usage::Columnwise => (unit, x.cols * unit / BLOCK),
             };
-            let (units, behind) = behind_earlier(before, &position, groups, unit)?;
-            (numbering, earlier, position) = (Numbering::Behind, Some(units), behind);
+            let (units, behind) = behind_earlier(before, &stream.position, groups, unit)?;
+            (numbering, earlier, stream.position) = (Numbering::Behind, Some(units), behind);
         }
         // Tensors of groups that are concatenated along the columns get their rows at launch.
-        let rows = match (target.whole_tiles, groups) {
+        let whole_tiles = form == StoredForm::WholeTiles;
+        let rows = match (whole_tiles, groups) {
             (true, Groups::One) => x.rows.next_multiple_of(TILE_INNER),
             _ => x.rows,
         };
-        let layout = Layout {
-            scale_layout: target.scale_layout,
-            scaling: target.scaling,
-            amax: target.granularity,
-            hadamard: target.hadamard,
-            storage: target.storage,
-            ..Layout::nvfp4(rows, x.cols, usage)
-        };
+        let layout = params.layout((rows, x.cols), usage, form);
         let amax = target.known_amax();
         let maxima = amax_len(&layout, groups);
         check_memory("amax", amax, maxima * 4)?;
@@ -168,25 +159,20 @@ impl QuantArgs {
                     stochastic: stream.is_some(),
                     device_offset: device_offset.is_some(),
                     numbering,
-                    scaling: target.scaling,
+                    scaling: params.scaling,
                     conversion: conversion_of(client),
                 },
-                hadamard: target.hadamard.map(|hadamard| hadamard.size()),
-                default_signs: target.hadamard == Some(Hadamard::default()),
-                swizzled: target.scale_layout == ScaleLayout::Swizzled128x4,
-                whole_tiles: target.whole_tiles,
-                per_row: target.granularity == AmaxGranularity::PerRow,
-                unscaled: target.storage == Storage::Bf16Unscaled,
+                hadamard: params.hadamard.map(|hadamard| hadamard.size()),
+                default_signs: params.hadamard == Some(Hadamard::default()),
+                swizzled: form.scale_layout() == ScaleLayout::Swizzled128x4,
+                whole_tiles,
+                per_row: params.amax == AmaxGranularity::PerRow,
+                unscaled: form == StoredForm::Bf16Unscaled,
             },
             out,
-            key: stream.map_or([0; 2], |stream| stream.key()),
-            offset: stream.map_or(0, |stream| stream.offset),
-            position,
+            stream,
             device_offset,
             earlier,
-            signs: target
-                .hadamard
-                .map_or([0; 4], |hadamard| hadamard.sign_words()),
         })
     }
 
@@ -213,7 +199,9 @@ impl QuantArgs {
 
     /// Returns the random inputs of the tensor.
     pub fn draw(&self) -> DrawLaunch {
-        let random = RandomLaunch::of(self.key, self.offset);
+        let (key, offset) = (self.stream).map_or(([0; 2], 0), |own| (own.key(), own.offset));
+        let random = RandomLaunch::of(key, offset);
+        let hadamard = self.out.layout.hadamard;
         // Without an offset in device memory the amax is a placeholder, which is not read.
         let offset = match &self.device_offset {
             // SAFETY: checked in `new` to hold two words.
@@ -227,8 +215,9 @@ impl QuantArgs {
             // SAFETY: as above.
             None => unsafe { buffer(&self.out.amax, 1) },
         };
-        let signs = signs_launch(self.signs);
-        DrawLaunch::new(offset, random, self.position.into(), earlier, signs)
+        let signs = signs_launch(hadamard.map_or([0; 4], |hadamard| hadamard.sign_words()));
+        let position = position_of(self.stream).into();
+        DrawLaunch::new(offset, random, position, earlier, signs)
     }
 }
 

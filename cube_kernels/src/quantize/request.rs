@@ -16,7 +16,7 @@ use super::{
     tiles::{Kind, launch_tiles},
 };
 use crate::{
-    Nvfp4Error, ScaleLayout, Storage, Usage,
+    Nvfp4Error, ScaleLayout, StoredForm, Usage,
     capabilities::Capabilities,
     memory::is_aligned,
     policy::AmaxGranularity,
@@ -39,7 +39,7 @@ use crate::{
 /// group `g` takes the columns from entry `g` of
 /// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, rows, unit)` on. `unit` is
 /// the block or the size of the transform, and at least 64 with
-/// [whole tiles](TargetSpec::whole_tiles). There is space for
+/// [whole tiles](StoredForm::WholeTiles). There is space for
 /// [`padded_bound`](crate::reference::padding::padded_bound)`(rows, groups, unit)` columns; those
 /// after the last group are not written. Rows of the source after the last group are not written in
 /// the rowwise tensor, whose scales in 128x4 tiles start anew at each group; with whole tiles, the
@@ -168,7 +168,9 @@ impl<'a> Quantize<'a> {
         let groups = (self.groups, self.is_side_by_side());
         for (usage, target) in self.targets() {
             check_target(target, usage, self.source.shape(), groups)?;
-            if matches!(self.source, Source::Quantized { .. }) && !target.is_made_from_codes() {
+            if matches!(self.source, Source::Quantized { .. })
+                && !target.params.is_made_from_codes()
+            {
                 return Err(Nvfp4Error::value(
                     "source",
                     "a quantized tensor",
@@ -185,7 +187,11 @@ impl<'a> Quantize<'a> {
             return Ok(());
         }
         let target = match (&self.rowwise, &self.columnwise) {
-            (Some(target), None) if !target.is_made_from_codes() && !target.is_2d() => target,
+            (Some(target), None)
+                if !target.params.is_made_from_codes() && !target.params.is_2d() =>
+            {
+                target
+            }
             _ => {
                 return Err(Nvfp4Error::value(
                     "unscaled",
@@ -194,13 +200,15 @@ impl<'a> Quantize<'a> {
                 ));
             }
         };
-        check_unscaled(target, self.groups)?;
-        match target.storage {
-            Storage::Packed => Ok(()),
-            Storage::Bf16Unscaled => Err(Nvfp4Error::value(
-                "storage",
-                "Bf16Unscaled of a tensor in both storages",
-                "Packed",
+        match target.form {
+            StoredForm::ROWS => check_unscaled(self.groups),
+            other => Err(Nvfp4Error::value(
+                "form",
+                format!("{other:?} of a tensor in both storages"),
+                format!(
+                    "{:?}: no GEMM that reads values reads tiles",
+                    StoredForm::ROWS
+                ),
             )),
         }
     }
@@ -231,7 +239,7 @@ impl<'a> Quantize<'a> {
     /// Returns whether the amax of the rowwise and of the columnwise tensor is to be computed.
     fn missing_amax(&self) -> [bool; 2] {
         let is_missing =
-            |target: &TargetSpec| target.format.has_global_scale() && target.amax.is_none();
+            |target: &TargetSpec| target.params.format.has_global_scale() && target.amax.is_none();
         [&self.rowwise, &self.columnwise].map(|target| target.as_ref().is_some_and(is_missing))
     }
 
@@ -312,8 +320,8 @@ impl Planner<'_> {
         let request = self.request;
         let needs_pass = |target: &TargetSpec| {
             target.amax.is_none()
-                && !target.is_made_from_codes()
-                && (!target.is_2d() || self.only_amax)
+                && !target.params.is_made_from_codes()
+                && (!target.params.is_2d() || self.only_amax)
         };
         let found = match (&request.rowwise, &request.columnwise) {
             (Some(row), Some(col)) if needs_pass(row) && needs_pass(col) => {
@@ -322,7 +330,7 @@ impl Planner<'_> {
             // Otherwise the pass that quantizes a row computes its amax.
             (Some(row), None)
                 if needs_pass(row)
-                    && (row.granularity == AmaxGranularity::PerTensor || self.only_amax) =>
+                    && (row.params.amax == AmaxGranularity::PerTensor || self.only_amax) =>
             {
                 Some((row.amax_along(Usage::Rowwise), Usages::Rowwise))
             }
@@ -345,13 +353,13 @@ impl Planner<'_> {
     fn one(&mut self, target: &TargetSpec, usage: Usage) {
         let groups = self.request.groups;
         let is_missing = self.is_missing(usage);
-        if target.format.is_mx() {
+        if target.params.format.is_mx() {
             return self.quantize(match self.request.source {
                 Source::Quantized { .. } => QuantizeStep::MxRequantize(usage),
                 Source::Matrix(_) | Source::Activation { .. } => QuantizeStep::Mx(usage),
             });
         }
-        if target.is_ms_eden() {
+        if target.params.is_ms_eden() {
             if is_missing {
                 self.plan.push(QuantizeStep::MsEdenAmax(usage));
             }
@@ -362,9 +370,9 @@ impl Planner<'_> {
             && !self.request.unscaled
             && matches!(groups, Groups::One)
             && usage == Usage::Rowwise
-            && target.granularity == AmaxGranularity::PerRow
-            && target.hadamard.is_none()
-            && target.storage == Storage::Packed;
+            && target.params.amax == AmaxGranularity::PerRow
+            && target.params.hadamard.is_none()
+            && target.form != StoredForm::Bf16Unscaled;
         if is_one_read {
             return self.quantize(QuantizeStep::PerToken);
         }
@@ -372,12 +380,12 @@ impl Planner<'_> {
             // One amax per matrix of a stack, or of a matrix in tiles, serves both usages.
             let along = match groups {
                 Groups::Batch(_) => Usage::Rowwise,
-                _ if target.is_2d() => Usage::Rowwise,
+                _ if target.params.is_2d() => Usage::Rowwise,
                 _ => usage,
             };
             self.amax(target.amax_along(along), usage.into());
         }
-        self.quantize(match target.is_2d() {
+        self.quantize(match target.params.is_2d() {
             true => QuantizeStep::Tiles(usage.into()),
             false => self.blocks(usage.into()),
         });
@@ -387,7 +395,11 @@ impl Planner<'_> {
     fn both(&mut self, row: &TargetSpec, col: &TargetSpec) {
         let is_matrix = !matches!(self.request.source, Source::Quantized { .. })
             && matches!(self.request.groups, Groups::One);
-        if is_matrix && row.is_ms_eden() && col.is_ms_eden() && self.missing == [true; 2] {
+        if is_matrix
+            && row.params.is_ms_eden()
+            && col.params.is_ms_eden()
+            && self.missing == [true; 2]
+        {
             match self.can_screen() {
                 true => self.plan.push(QuantizeStep::MsEdenAmaxPair),
                 false => {
@@ -398,7 +410,10 @@ impl Planner<'_> {
             self.quantize(QuantizeStep::MsEden(Usage::Rowwise));
             return self.quantize(QuantizeStep::MsEden(Usage::Columnwise));
         }
-        if row.is_made_from_codes() || col.is_made_from_codes() || row.is_2d() != col.is_2d() {
+        let params = [&row.params, &col.params];
+        if params.iter().any(|params| params.is_made_from_codes())
+            || row.params.is_2d() != col.params.is_2d()
+        {
             self.one(row, Usage::Rowwise);
             return self.one(col, Usage::Columnwise);
         }
@@ -411,7 +426,7 @@ impl Planner<'_> {
         if let Some((values, of)) = missing {
             self.amax(values, of);
         }
-        self.quantize(match row.is_2d() {
+        self.quantize(match row.params.is_2d() {
             true => QuantizeStep::Tiles(Usages::Both),
             false => self.blocks(Usages::Both),
         });
@@ -465,10 +480,10 @@ impl Planner<'_> {
 
 /// Returns the amax values of both tensors of a matrix: one amax, if it serves both.
 fn amax_of_both(row: &TargetSpec, col: &TargetSpec) -> AmaxRequest {
-    let is_shared = row.shares_amax() && col.shares_amax();
+    let is_shared = row.params.shares_amax() && col.params.shares_amax();
     AmaxRequest {
-        rows: Some(row.granularity),
-        cols: (!is_shared).then_some((col.granularity, col.hadamard)),
+        rows: Some(row.params.amax),
+        cols: (!is_shared).then_some((col.params.amax, col.params.hadamard)),
     }
 }
 

@@ -27,8 +27,8 @@ pub(super) fn by_rows(groups: &Groups, target: &TargetSpec) -> bool {
     match groups {
         Groups::One => true,
         Groups::Offsets { .. } => {
-            let chooses = matches!(target.scaling, BlockScaling::FourOverSix(_));
-            target.scale_layout == ScaleLayout::Compact && !chooses
+            let chooses = matches!(target.params.scaling, BlockScaling::FourOverSix(_));
+            target.form.scale_layout() == ScaleLayout::Compact && !chooses
         }
         Groups::Batch(_) => false,
     }

@@ -287,7 +287,7 @@ fn packed_and_bf16_operands_agree() {
             let operand = operand.clone();
             move |client: &Client, other: &Operand, packed_is_left: bool| {
                 let operand = Operand {
-                    elements: Elements::Packed(&operand),
+                    elements: Elements::Quantized(&operand),
                     scale: Scale::One,
                 };
                 let (a, b) = if packed_is_left {
@@ -339,7 +339,7 @@ fn packed_and_bf16_operands_agree() {
             };
             assert_bound(&few, &alike, &unit, &what);
             let left = Operand {
-                elements: Elements::Packed(&left),
+                elements: Elements::Quantized(&left),
                 scale: Scale::One,
             };
             assert_same(&one(&right)(&client, &left, false), &few, &what);
@@ -525,18 +525,18 @@ fn columns_with_packed_operands_and_epilogues() {
             (
                 "packed left",
                 [
-                    Elements::Packed(&packed_a),
+                    Elements::Quantized(&packed_a),
                     Elements::Bf16MnMajor(&b_columns),
                 ],
-                [Elements::Packed(&packed_a), Elements::Bf16(&b)],
+                [Elements::Quantized(&packed_a), Elements::Bf16(&b)],
             ),
             (
                 "packed right",
                 [
                     Elements::Bf16MnMajor(&a_columns),
-                    Elements::Packed(&packed_b),
+                    Elements::Quantized(&packed_b),
                 ],
-                [Elements::Bf16(&a), Elements::Packed(&packed_b)],
+                [Elements::Bf16(&a), Elements::Quantized(&packed_b)],
             ),
         ] {
             let run = |left, right, out, plan| {
@@ -674,8 +674,8 @@ fn fused_tiles() {
             };
             let plan = Plan::from(W4a16(tile, 4));
             let what = format!("{tile:?}, {m} x {n} x {k}");
-            let packed = Elements::Packed(&right);
-            let found = run(Elements::Packed(&left), packed, plan);
+            let packed = Elements::Quantized(&right);
+            let found = run(Elements::Quantized(&left), packed, plan);
             assert_bound(&found, &a, &b, &what);
             let from_bf16 = run(Elements::Bf16(&dense), packed, plan);
             assert_same(&from_bf16, &found, &format!("{what}, bf16 left"));
@@ -796,8 +796,8 @@ fn nan_and_infinity_in_bf16_operands() {
                     );
                     read::<f32>(&client, &out.unwrap())
                 };
-                let beside = run(Elements::Bf16(&a), Elements::Packed(&packed));
-                let plain = run(Elements::Bf16(&finite), Elements::Packed(&packed));
+                let beside = run(Elements::Bf16(&a), Elements::Quantized(&packed));
+                let plain = run(Elements::Bf16(&finite), Elements::Quantized(&packed));
                 for (i, (value, plain)) in beside.iter().zip(&plain).enumerate() {
                     let (row, col) = (i / n, i % n);
                     let what = format!("{what}, packed right: ({row}, {col})");
@@ -1010,7 +1010,7 @@ pub fn check_epilogues_of(
     let (_, dense, _) = both_ways(client, m, k, 7);
     let left = match bf16_left {
         true => Elements::Bf16(&dense),
-        false => Elements::Packed(&left),
+        false => Elements::Quantized(&left),
     };
     let what = format!("{m} x {n} x {k}, {plan:?}, bf16 left {bf16_left}");
     check_epilogues(
@@ -1021,7 +1021,7 @@ pub fn check_epilogues_of(
         &what,
         &|a_scale, b_scale, bias, target| {
             let a = scaled(left, a_scale);
-            let b = scaled(Elements::Packed(&right), b_scale);
+            let b = scaled(Elements::Quantized(&right), b_scale);
             multiply(client, Gemm::new(a, b).bias(bias).target(target).plan(plan)).unwrap()
         },
     );
@@ -1152,7 +1152,7 @@ fn arguments_are_named() {
     assert!(error.to_string().contains("`target`"), "{error}");
     let amax = client.create_from_slice(&[0; 4]);
     let operand = Operand {
-        elements: Elements::Packed(&a),
+        elements: Elements::Quantized(&a),
         scale: Scale::PerRow(&amax, 2688.0),
     };
     let new = Target::New(FloatKind::F32);

@@ -409,8 +409,8 @@ fn factors_of_groups_and_bf16_operands() {
     let groups = groups(&client, &offsets);
     for path in paths(&client) {
         for (elements, own) in [
-            (Elements::Packed(&left), true),
-            (Elements::Packed(&left), false),
+            (Elements::Quantized(&left), true),
+            (Elements::Quantized(&left), false),
             (Elements::Bf16(&half), false),
         ] {
             let a = Operand {
@@ -422,7 +422,7 @@ fn factors_of_groups_and_bf16_operands() {
                 },
             };
             let b = Operand {
-                elements: Elements::Packed(&right),
+                elements: Elements::Quantized(&right),
                 scale: Scale::PerGroup(&b_amax, 1536.0),
             };
             let new = Target::New(FloatKind::F32);
@@ -464,7 +464,7 @@ fn factors_of_the_rows_of_contractions() {
     for path in paths(&client) {
         let run = |a_scale, b_scale| {
             let [a, b] = [(&left, a_scale), (&right, b_scale)].map(|(packed, scale)| Operand {
-                elements: Elements::Packed(packed),
+                elements: Elements::Quantized(packed),
                 scale,
             });
             let new = Target::New(FloatKind::F32);
@@ -525,8 +525,8 @@ fn epilogues_of_groups() {
             epilogues,
             &what,
             &|a_scale, b_scale, bias, target| {
-                let a = scaled(Elements::Packed(&left), a_scale);
-                let b = scaled(Elements::Packed(&right), b_scale);
+                let a = scaled(Elements::Quantized(&left), a_scale);
+                let b = scaled(Elements::Quantized(&right), b_scale);
                 multiply(
                     &client,
                     Gemm::new(a, b)
@@ -557,8 +557,8 @@ fn epilogues_of_groups() {
             &without_bias,
             &what,
             &|a_scale, b_scale, _, target| {
-                let a = scaled(Elements::Packed(&left), a_scale);
-                let b = scaled(Elements::Packed(&right), b_scale);
+                let a = scaled(Elements::Quantized(&left), a_scale);
+                let b = scaled(Elements::Quantized(&right), b_scale);
                 multiply(
                     &client,
                     Gemm::new(a, b)
@@ -772,7 +772,7 @@ fn arguments_are_named() {
         "{error}"
     );
     let rows = Operand {
-        elements: Elements::Packed(&a),
+        elements: Elements::Quantized(&a),
         scale: Scale::PerRow(&a.scales, 2688.0),
     };
     let error = multiply(&client, Gemm::new(rows, &a).target(new).k_grouped(&two));

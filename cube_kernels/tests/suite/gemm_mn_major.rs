@@ -273,7 +273,7 @@ fn other_forms_of_operands() {
         };
         let own = Operand::packed_mn_major(&right);
         let expected = run(scaled(Elements::Bf16(&half), scale), own);
-        let found = run(scaled(Elements::Packed(&left), scale), own);
+        let found = run(scaled(Elements::Quantized(&left), scale), own);
         assert_same(&found, &expected, &format!("{path:?}, packed a"));
         let as_bf16 = scaled(Elements::Bf16(&half), scale);
         let found = run(as_bf16, Operand::packed_mn_major(&tiled));

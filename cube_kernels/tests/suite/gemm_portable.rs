@@ -283,7 +283,7 @@ fn epilogues_of<T: DeviceElement>(
     let held: Vec<T> = convert(&held);
     let run = |a_scale, b_scale, bias: Option<&Matrix>, target: Target| {
         let operand = |packed, scale| Operand {
-            elements: Elements::Packed(packed),
+            elements: Elements::Quantized(packed),
             scale,
         };
         let (a, b) = (operand(&left, a_scale), operand(&right, b_scale));
@@ -453,7 +453,7 @@ fn groups_have_the_bits_of_the_scalar_kernel() {
                 };
                 let (a_amax, b_amax) = (amax(count * m), amax(count * n));
                 let operand = |packed, amax| Operand {
-                    elements: Elements::Packed(packed),
+                    elements: Elements::Quantized(packed),
                     scale: Scale::PerRow(amax, 2688.0),
                 };
                 let request = Gemm::new(operand(&a, &a_amax), operand(&b, &b_amax));
@@ -569,8 +569,8 @@ fn bf16_operands() {
             scale: Scale::One,
         };
         let (left, right) = (
-            one(Elements::Packed(&packed.0)),
-            one(Elements::Packed(&packed.1)),
+            one(Elements::Quantized(&packed.0)),
+            one(Elements::Quantized(&packed.1)),
         );
         let what = format!("{m} x {n} x {k}");
         let expected = run(&left, &right);

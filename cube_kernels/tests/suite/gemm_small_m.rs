@@ -45,7 +45,10 @@ fn as_bf16(client: &Client, a: &Packed, m: usize, k: usize) -> Matrix {
 
 fn sums(client: &Client, a: &Matrix, b: &Packed, plan: Option<Plan>) -> Vec<f32> {
     let b = b.device(client);
-    let (a, b) = (unscaled(Elements::Bf16(a)), unscaled(Elements::Packed(&b)));
+    let (a, b) = (
+        unscaled(Elements::Bf16(a)),
+        unscaled(Elements::Quantized(&b)),
+    );
     let backend = plan.is_none().then_some(GemmBackend::Scalar);
     let request = Gemm::new(a, b).target(Target::New(FloatKind::F32));
     let found = multiply(client, request.backend(backend).plan(plan));

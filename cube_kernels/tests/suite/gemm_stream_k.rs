@@ -121,8 +121,8 @@ fn shared_tiles_with_epilogues_are_deterministic() {
         let bias = Matrix::new(floats(n), 1, n, FloatKind::F32).unwrap();
         let run = |scales: [Scale; 2], bias: Option<&Matrix>, target: Target<'_>, tile| {
             let operand = |elements, scale| Operand { elements, scale };
-            let a = operand(Elements::Packed(&left), scales[0]);
-            let b = operand(Elements::Packed(&right), scales[1]);
+            let a = operand(Elements::Quantized(&left), scales[0]);
+            let b = operand(Elements::Quantized(&right), scales[1]);
             let gemm = Gemm::new(a, b).bias(bias).target(target);
             let plan = Some(Plan::from(DequantThenStreamK(tile, 16)));
             let gemm = gemm.backend(Some(GemmBackend::Sm90Wgmma)).plan(plan);

@@ -146,8 +146,8 @@ fn epilogues() {
             .flat_map(|(group, size)| vec![group; *size])
             .collect();
         let product = |a_scale: Scale, b_scale: Scale, bias: Option<&Matrix>, target: Target| {
-            let a = scaled(Elements::Packed(&left), a_scale);
-            let b = scaled(Elements::Packed(&right), b_scale);
+            let a = scaled(Elements::Quantized(&left), a_scale);
+            let b = scaled(Elements::Quantized(&right), b_scale);
             let request = Gemm::new(a, b)
                 .bias(bias)
                 .target(target)
@@ -238,8 +238,8 @@ fn groups_along_k_have_the_bits_of_the_scalar_kernel() {
             let held: Vec<f32> = (0..count * m * n).map(|i| (i % 7) as f32).collect();
             let run = |request: fn(Gemm<'_>, u32) -> Gemm<'_>| -> Vec<f32> {
                 let target = upload(&client, &held, count * m, n);
-                let a = scaled(Elements::Packed(&left), Scale::PerRow(&a_amax, 2688.0));
-                let b = scaled(Elements::Packed(&right), Scale::PerRow(&b_amax, 2688.0));
+                let a = scaled(Elements::Quantized(&left), Scale::PerRow(&a_amax, 2688.0));
+                let b = scaled(Elements::Quantized(&right), Scale::PerRow(&b_amax, 2688.0));
                 let gemm = Gemm::new(a, b)
                     .target(Target::Accumulate(&target))
                     .k_grouped(&groups)

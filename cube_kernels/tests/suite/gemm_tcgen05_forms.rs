@@ -237,8 +237,8 @@ fn epilogues() {
                 .flat_map(|(group, size)| vec![group; *size])
                 .collect();
             let product = |a: Scale, b: Scale, bias: Option<&Matrix>, target: Target| {
-                let a = scaled(Elements::Packed(&left), a);
-                let b = scaled(Elements::Packed(&right), b);
+                let a = scaled(Elements::Quantized(&left), a);
+                let b = scaled(Elements::Quantized(&right), b);
                 let request =
                     Gemm::new(a, b)
                         .bias(bias)

@@ -8,11 +8,12 @@ use crate::support::inputs::{Kind, convert, values};
 use crate::support::packed::Packed;
 use crate::support::policies::quantize_per_token_both;
 use crate::support::process::ran_in_own_process;
-use crate::support::quantize::{self, DeviceRounding, EdenRandom, TargetSpec};
+use crate::support::quantize::{self, Quantize, TargetSpec};
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding, Usage,
+    Amax, AmaxGranularity, Hadamard, HadamardSize, Nvfp4Params, QuantParams, RandomStream,
+    Rounding, Usage,
     reference::{self, AdamWParams, AdamWSchedule, EdenParams},
 };
 use nvfp4_kernels::{
@@ -118,7 +119,7 @@ fn written(packed: &DeviceQuantized) -> Vec<(Handle, usize)> {
 
 /// Returns parameters with part of the random offset in device memory.
 fn at(offset: &Handle) -> TargetSpec {
-    TargetSpec::new(DeviceRounding::StochasticAt(STREAM, offset.clone()))
+    TargetSpec::new(Rounding::Stochastic(STREAM)).offset(offset)
 }
 
 /// Returns the policy at offset `value`, for the oracle.
@@ -170,10 +171,8 @@ fn graph_replays_per_token() {
     let matrix = upload(&client, &x);
     let replays = replay(&client, |offset| {
         let row = quantize::quantize_per_token(&client, &matrix, &at(offset)).unwrap();
-        let col = TargetSpec {
-            hadamard: Some(Hadamard::default()),
-            ..at(offset)
-        };
+        let mut col = at(offset);
+        col.params.hadamard = Some(Hadamard::default());
         let one = &Groups::One;
         let (both_row, both_col) = quantize_per_token_both(&client, &matrix, one, at(offset), col);
         let maxima = vec![(row.amax.clone(), rows * 4)];
@@ -206,15 +205,9 @@ fn graph_replays_ms_eden() {
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 7);
     for usage in [Usage::Rowwise, Usage::Columnwise] {
         let replays = replay(&client, |offset| {
-            let random = EdenRandom {
-                stream: STREAM,
-                offset: Some(offset.clone()),
-                redrawn: None,
-            };
-            let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard).unwrap();
-            let packed =
-                quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard, random).unwrap();
-            written(&packed)
+            let target = TargetSpec::new(QuantParams::ms_eden(hadamard, STREAM)).offset(offset);
+            let request = Quantize::new(&matrix).along(usage, target);
+            written(&request.launch(&client).unwrap().into_one())
         });
         let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
         for (i, found) in replays.iter().enumerate() {

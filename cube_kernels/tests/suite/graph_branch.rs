@@ -2,11 +2,11 @@
 
 use crate::graph::alone_in;
 use crate::support::inputs::{Kind, convert, values};
-use crate::support::quantize::{self, DeviceRounding, TargetSpec};
+use crate::support::quantize::{self, TargetSpec};
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use cubecl_environment::stream::StreamId;
 use half::bf16;
-use nvfp4_formats::{AmaxGranularity, Usage};
+use nvfp4_formats::{AmaxGranularity, Rounding, Usage};
 use nvfp4_kernels::{
     foreign::{self, ForeignMemory},
     graph::{self, Branch},
@@ -27,7 +27,7 @@ fn quantized(client: &Client, matrix: &Matrix) -> DeviceQuantized {
     let request = quantize::target(
         &amax,
         AmaxGranularity::PerTensor,
-        TargetSpec::new(DeviceRounding::Nearest),
+        TargetSpec::new(Rounding::Nearest),
     );
     quantize::quantize(client, matrix, &Groups::One, Usage::Columnwise, &request).unwrap()
 }

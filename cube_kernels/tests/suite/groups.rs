@@ -12,7 +12,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
     Amax, AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize,
-    Nvfp4Error, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage, Usage,
+    Nvfp4Error, Nvfp4Params, RandomStream, Rounding, ScaleLayout, StoredForm, Usage,
     reference::{self, EdenParams, Element},
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups};
@@ -225,7 +225,7 @@ fn assert_eden<'a, T: Element>(
         let (signs, random) = (&hadamard, STREAM);
         quantize::ms_eden_as(client, source, usage, &amax, signs, random, form)
     };
-    let found = made((Storage::Bf16Unscaled, ScaleLayout::Compact)).unwrap();
+    let found = made(StoredForm::Bf16Unscaled).unwrap();
     let values = expected.iter().map(|packed| {
         let mut values = vec![0.0; packed.codes().len() * 2];
         reference::decode_blocks_into(packed.codes(), packed.scales(), &mut values);
@@ -244,7 +244,7 @@ fn assert_eden<'a, T: Element>(
     if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
         return;
     }
-    let found = made((Storage::Packed, ScaleLayout::Swizzled128x4)).unwrap();
+    let found = made(StoredForm::TILES).unwrap();
     let scales = expected.iter().map(|packed| {
         reference::swizzle::swizzle(packed.scales(), packed.outer(), packed.blocks())
     });

@@ -5,7 +5,7 @@
 use crate::support::device::{DeviceElement, assert_packed, read_f32, read_matrix, upload};
 use crate::support::gemm::multiply;
 use crate::support::inputs::{Kind, TestElement, convert, values};
-use crate::support::quantize::{self, DeviceRounding};
+use crate::support::quantize::{self, Quantize, TargetSpec};
 use crate::support::{device, inputs};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
@@ -200,12 +200,12 @@ fn empty() {
     let row = Matrix::empty(&client, 0, 32, FloatKind::F32);
     let amax = quantize::amax(&client, &row, None).unwrap();
     assert_eq!(read_f32(&client, &amax), 0.0);
-    let a = quantize::quantize_row(&client, &row, &amax, DeviceRounding::Nearest).unwrap();
+    let a = quantize::quantize_row(&client, &row, &amax, Rounding::Nearest).unwrap();
     let out = multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32)).unwrap();
     assert_eq!((out.rows, out.cols), (0, 0));
     // No tokens: the weight gradient has K of zero, and must be zeros.
     let x = Matrix::empty(&client, 0, 48, FloatKind::F32);
-    let a = quantize::quantize_col(&client, &x, &amax, DeviceRounding::Nearest, None).unwrap();
+    let a = quantize::quantize_col(&client, &x, &amax, Rounding::Nearest, None).unwrap();
     let out = multiply(&client, Gemm::new(&a, &a).out(FloatKind::F32)).unwrap();
     assert_eq!(read_matrix::<f32>(&client, &out), vec![0.0; 48 * 48]);
 }
@@ -229,8 +229,9 @@ fn device_offset_equals_plain_offset() {
             (on_device >> 32) as u32,
         ]));
         let stream = RandomStream::new(9, 1, plain);
-        let rounding = DeviceRounding::StochasticAt(stream, offset);
-        let found = quantize::quantize_row(&client, &matrix, &amax, rounding).unwrap();
+        let target = TargetSpec::new(Rounding::Stochastic(stream)).offset(&offset);
+        let request = Quantize::new(&matrix).rowwise(target.amax(&amax));
+        let found = request.launch(&client).unwrap().into_one();
         let total = RandomStream::new(9, 1, plain + on_device);
         let host_amax = Amax::Tensor(reference::amax(&x));
         let expected =
@@ -404,7 +405,7 @@ fn repeated_launches_are_identical() {
     let matrix = upload(&client, &values(Kind::Heavy, rows * cols, 8), rows, cols);
     let run = || {
         let amax = quantize::amax(&client, &matrix, Some(Hadamard::default())).unwrap();
-        let rounding = DeviceRounding::Stochastic(STREAM);
+        let rounding = Rounding::Stochastic(STREAM);
         let packed =
             quantize::quantize_col(&client, &matrix, &amax, rounding, Some(Hadamard::default()))
                 .unwrap();
@@ -452,7 +453,7 @@ fn bad_arguments_are_named() {
     let client = client!("bad_arguments_are_named");
     let x = Matrix::empty(&client, 4, 24, FloatKind::F32);
     let amax = amax_handle(&client, 1.0);
-    let error = quantize::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap_err();
+    let error = quantize::quantize_row(&client, &x, &amax, Rounding::Nearest).unwrap_err();
     assert!(
         error.to_string().contains("`x`") && error.to_string().contains("16"),
         "{error}"
@@ -471,7 +472,7 @@ fn bad_arguments_are_named() {
     );
     let pack = |rows, cols| {
         let x = upload(&client, &vec![0f32; rows * cols], rows, cols);
-        quantize::quantize_row(&client, &x, &amax, DeviceRounding::Nearest).unwrap()
+        quantize::quantize_row(&client, &x, &amax, Rounding::Nearest).unwrap()
     };
     let error = multiply(
         &client,
@@ -500,9 +501,11 @@ fn bad_arguments_are_named() {
         ),
         "{error}"
     );
-    let rounding = DeviceRounding::StochasticAt(STREAM, client.create_from_slice(&[0; 4]));
+    let offset = client.create_from_slice(&[0; 4]);
+    let target = TargetSpec::new(Rounding::Stochastic(STREAM)).offset(&offset);
     let x = Matrix::empty(&client, 4, 16, FloatKind::F32);
-    let error = quantize::quantize_row(&client, &x, &amax, rounding).unwrap_err();
+    let request = Quantize::new(&x).rowwise(target.amax(&amax));
+    let error = request.launch(&client).unwrap_err();
     assert!(
         matches!(
             error,

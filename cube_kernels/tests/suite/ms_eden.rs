@@ -7,12 +7,12 @@ use crate::support::device::{
 };
 use crate::support::gemm::multiply;
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
-use crate::support::quantize::{self, EdenRandom, EdenSource, Quantize, RedrawnSigns, TargetSpec};
+use crate::support::quantize::{self, EdenSource, Quantize, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, BLOCK, Hadamard, HadamardSize, QuantizedTensor, RandomStream, Rounding, ScaleLayout,
-    Storage, Usage,
+    Amax, AmaxGranularity, BLOCK, EdenDraw, Hadamard, HadamardSize, QuantParams, QuantRounding,
+    QuantizedTensor, RandomStream, Rounding, StoredForm, Usage,
     reference::{self, EdenParams, Element},
 };
 use nvfp4_kernels::{
@@ -59,7 +59,7 @@ fn check<T: Element>(
         let made = |form| {
             quantize::ms_eden_as(client, source, usage, amax, hadamard, STREAM, form).unwrap()
         };
-        let unscaled = made((Storage::Bf16Unscaled, ScaleLayout::Compact));
+        let unscaled = made(StoredForm::Bf16Unscaled);
         assert_unscaled(client, &unscaled, &expected, &what);
     }
 }
@@ -202,26 +202,30 @@ fn redrawn_signs() {
     let matrix = upload(&client, &x, rows, cols);
     for offset in [[0u32, 0], [5, 0], [0xffff_ffff, 2]] {
         let advanced = u64::from(offset[0]) | u64::from(offset[1]) << 32;
-        let random = EdenRandom {
-            redrawn: Some(RedrawnSigns {
-                seed,
-                offset: client.create_from_slice(bytemuck::cast_slice(&offset)),
-            }),
-            ..STREAM.into()
-        };
         let own = Hadamard::seeded_with_size(HadamardSize::H128, seed);
+        let draw = EdenDraw {
+            stream: STREAM,
+            signs: Some(seed),
+        };
+        let drawn = QuantParams {
+            rounding: QuantRounding::MsEden(draw),
+            ..QuantParams::ms_eden(own, STREAM)
+        };
+        let memory = client.create_from_slice(bytemuck::cast_slice(&offset));
+        let target = TargetSpec::new(drawn).offset(&memory);
+        let mut stream = STREAM;
+        stream.offset += advanced;
         let seed = seed.wrapping_add(advanced.wrapping_mul(Hadamard::SEED_STEP));
         let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, seed);
         for usage in USAGES {
             let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
-            let target = TargetSpec::ms_eden(own, random.clone());
-            let request = Quantize::new(&matrix).along(usage, target);
+            let request = Quantize::new(&matrix).along(usage, target.clone());
             let found = request.launch_amax(&client).unwrap();
             let found = found.rowwise.or(found.columnwise).unwrap();
             assert_eq!(read_f32(&client, &found).to_bits(), amax.to_bits());
             let by = EdenParams {
                 hadamard,
-                ..params(STREAM)
+                ..params(stream)
             };
             let expected = reference::ms_eden(&x, rows, cols, usage, amax, &by).unwrap();
             let made = request.launch(&client).unwrap().into_one();
@@ -241,14 +245,12 @@ fn device_offset() {
     let usage = Usage::Rowwise;
     let amax = quantize::ms_eden_amax(&client, &matrix, usage, &hadamard()).unwrap();
     let offset: Handle = client.create_from_slice(bytemuck::cast_slice(&[5u32, 7]));
-    let quantize = |random: EdenRandom| {
-        quantize::ms_eden(&client, &matrix, usage, &amax, &hadamard(), random).unwrap()
+    let target = TargetSpec::new(QuantParams::ms_eden(hadamard(), STREAM)).amax(&amax);
+    let quantize = |target| {
+        let request = Quantize::new(&matrix).along(usage, target);
+        request.launch(&client).unwrap().into_one()
     };
-    let found = quantize(EdenRandom {
-        stream: STREAM,
-        offset: Some(offset),
-        redrawn: None,
-    });
+    let found = quantize(target.clone().offset(&offset));
     let mut stream = STREAM;
     stream.offset += 5 + (7 << 32);
     let expected = reference::ms_eden(
@@ -262,7 +264,7 @@ fn device_offset() {
     .unwrap();
     assert_packed(&client, &found, &expected, "device offset");
     // Other bits round other scale bytes.
-    let other = quantize(STREAM.into())
+    let other = quantize(target)
         .to_host(&client, *expected.origin())
         .unwrap();
     assert_eq!(other.codes(), expected.codes());
@@ -412,11 +414,17 @@ fn errors_name_the_argument() {
     let error = quantize::ms_eden(&client, &x, usage, &small, &hadamard(), STREAM).unwrap_err();
     assert!(error.to_string().contains("amax"), "{error}");
     let amax = quantize::ms_eden_amax(&client, &x, usage, &hadamard()).unwrap();
-    let random = EdenRandom {
-        stream: STREAM,
-        offset: Some(small),
-        redrawn: None,
-    };
-    let error = quantize::ms_eden(&client, &x, usage, &amax, &hadamard(), random).unwrap_err();
-    assert!(error.to_string().contains("random"), "{error}");
+    let target = TargetSpec::new(QuantParams::ms_eden(hadamard(), STREAM)).amax(&amax);
+    let request = |target| Quantize::new(&x).along(usage, target);
+    let refused = |target| request(target).launch(&client).unwrap_err().to_string();
+    let error = refused(target.clone().offset(&small));
+    assert!(error.contains("`offset`"), "{error}");
+    let mut per_row = target.clone();
+    per_row.params.amax = AmaxGranularity::PerRow;
+    let error = refused(per_row);
+    assert!(error.contains("`params`"), "{error}");
+    let mut without = target;
+    without.params.offset_in_memory = true;
+    let error = refused(without);
+    assert!(error.contains("`offset`"), "{error}");
 }

@@ -14,7 +14,8 @@ use crate::support::{
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Format, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout, Usage,
+    Amax, AmaxGranularity, Format, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout, StoredForm,
+    Usage,
     reference::{self, Element, swizzle},
 };
 use nvfp4_kernels::{
@@ -27,7 +28,7 @@ const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const FORMATS: [Format; 2] = [Format::Mxfp8, Format::Mxfp4];
 
 fn in_tiles(format: Format) -> TargetSpec {
-    TargetSpec::from(format).scale_layout(ScaleLayout::Swizzled128x4)
+    TargetSpec::from(format).form(StoredForm::TILES)
 }
 
 /// A matrix whose rows are in groups, with some rows after the last group.
@@ -308,7 +309,7 @@ fn there_and_back() {
         AmaxGranularity::PerTensor,
         Nvfp4Params::new(Rounding::Nearest),
     );
-    let request = Some((&request, nvfp4_formats::Storage::Bf16Unscaled));
+    let request = Some((&request, StoredForm::Bf16Unscaled));
     let made = quantize::quantize_operands(&client, &bf16_values, request, None).unwrap();
     let error = quantize::scales_in_tiles(&client, &made.0.unwrap()).unwrap_err();
     assert!(error.to_string().contains("packed"), "{error}");

@@ -6,11 +6,11 @@ use std::collections::HashSet;
 
 use crate::support::device::{read_bytes, read_f32, upload};
 use crate::support::inputs::{Kind, values};
-use crate::support::quantize::{self, AmaxRequest, DeviceRounding, TargetSpec};
+use crate::support::quantize::{self, AmaxRequest, TargetSpec};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Nvfp4Params, RandomStream, Rounding, ScaleLayout, Usage,
+    Amax, AmaxGranularity, Nvfp4Params, RandomStream, Rounding, ScaleLayout, StoredForm, Usage,
     format::{e2m1, e4m3},
     reference::{self, GlobalScale, swizzle},
 };
@@ -31,7 +31,7 @@ fn both(client: &Client, x: &[f32], rows: usize, cols: usize, amax: f32) -> [Vec
         quantize::target(
             &handle,
             AmaxGranularity::PerTensor,
-            TargetSpec::new(DeviceRounding::Stochastic(RandomStream::new(11, stream, 0))),
+            TargetSpec::new(Rounding::Stochastic(RandomStream::new(11, stream, 0))),
         )
     };
     let x = upload(client, x, rows, cols);
@@ -53,7 +53,7 @@ fn seeds_of_wide_rows_do_not_collide() {
         .map(|i| if first(i) { 1.0 } else { 0.2 })
         .collect();
     let amax = client.create_from_slice(&1.0f32.to_le_bytes());
-    let stream = DeviceRounding::Stochastic(RandomStream::new(1, 0, 0));
+    let stream = Rounding::Stochastic(RandomStream::new(1, 0, 0));
     let packed = quantize::quantize_row(&client, &upload(&client, &x, rows, cols), &amax, stream);
     let bytes = read_bytes(&client, &packed.unwrap().codes, rows * cols / 2);
     let blocks: HashSet<&[u8]> = bytes.chunks_exact(8).collect();
@@ -126,7 +126,7 @@ fn scale_bytes_come_from_the_specifications_order() {
         .collect();
     let amax = client.create_from_slice(&tensor.to_le_bytes());
     let matrix = upload(&client, &x, maxima.len(), 16);
-    let packed = quantize::quantize_row(&client, &matrix, &amax, DeviceRounding::Nearest).unwrap();
+    let packed = quantize::quantize_row(&client, &matrix, &amax, Rounding::Nearest).unwrap();
     let found = read_bytes(&client, &packed.scales, maxima.len());
     for (&a, &byte) in maxima.iter().zip(&found) {
         assert_eq!(byte, of(a, tensor), "{a} of {tensor}");
@@ -173,7 +173,7 @@ fn multipliers_are_not_the_fast_ones() {
         .collect();
     let amax = client.create_from_slice(&tensor.to_le_bytes());
     let matrix = upload(&client, &x, blocks.len(), 16);
-    let packed = quantize::quantize_row(&client, &matrix, &amax, DeviceRounding::Nearest).unwrap();
+    let packed = quantize::quantize_row(&client, &matrix, &amax, Rounding::Nearest).unwrap();
     let found = codes(&read_bytes(&client, &packed.codes, blocks.len() * 8));
     for (row, &(a, x, expected)) in found.chunks_exact(16).zip(&blocks) {
         assert_eq!(e2m1::decode(row[1]), expected, "{x} beside {a}");
@@ -226,10 +226,7 @@ fn padding_of_scales_is_written() {
         let request = quantize::target(
             &amax,
             AmaxGranularity::PerTensor,
-            TargetSpec {
-                scale_layout: ScaleLayout::Swizzled128x4,
-                ..TargetSpec::new(DeviceRounding::Nearest)
-            },
+            TargetSpec::new(Rounding::Nearest).form(StoredForm::TILES),
         );
         for usage in [Usage::Rowwise, Usage::Columnwise] {
             let (outer, blocks) = match usage {

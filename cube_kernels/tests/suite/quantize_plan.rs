@@ -3,14 +3,14 @@
 use crate::support::device::offsets;
 use nvfp4_formats::{
     AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Layout, Nvfp4Error,
-    RandomStream, ScaleLayout, Storage, Usage,
+    QuantParams, RandomStream, Rounding, StoredForm, Usage,
     reference::{Activation, Gelu},
 };
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     proof::codec::Conversion,
     quantize::{
-        AmaxRequest, ComputeAmax, DeviceRounding, Quantize,
+        AmaxRequest, ComputeAmax, Quantize,
         QuantizeStep::{self, *},
         Source, TargetSpec,
         Usages::{Both, Columnwise, Rowwise},
@@ -51,19 +51,19 @@ fn cpu() -> Capabilities {
 }
 
 fn nearest() -> TargetSpec {
-    TargetSpec::new(DeviceRounding::Nearest)
+    TargetSpec::new(Rounding::Nearest)
 }
 
 fn transformed() -> TargetSpec {
-    TargetSpec {
+    TargetSpec::new(QuantParams {
         hadamard: Some(Hadamard::default()),
-        ..TargetSpec::new(DeviceRounding::Stochastic(RandomStream::new(1, 2, 3)))
-    }
+        ..QuantParams::nvfp4(Rounding::Stochastic(RandomStream::new(1, 2, 3)))
+    })
 }
 
 fn eden() -> TargetSpec {
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 1);
-    TargetSpec::ms_eden(hadamard, RandomStream::new(1, 2, 3))
+    TargetSpec::new(QuantParams::ms_eden(hadamard, RandomStream::new(1, 2, 3)))
 }
 
 fn cols_of(hadamard: Option<Hadamard>) -> AmaxRequest {
@@ -126,7 +126,7 @@ fn matrices() {
             Blocks(Both),
         ],
     );
-    let unscaled = || nearest().storage(Storage::Bf16Unscaled);
+    let unscaled = || nearest().form(StoredForm::Bf16Unscaled);
     assert_steps(
         &request().rowwise(unscaled()),
         &[AmaxOfMatrix(ONE, Rowwise), Rows],
@@ -159,13 +159,14 @@ fn per_token() {
         &Quantize::new(x).rowwise(token()).columnwise(col),
         &[Amax(pair(PER_ROW), Both), Blocks(Both)],
     );
+    let transformed = QuantParams {
+        hadamard: Some(Hadamard::default()),
+        ..token().params
+    };
     // These take the amax values from another pass.
     for request in [
-        Quantize::new(x).rowwise(token().storage(Storage::Bf16Unscaled)),
-        Quantize::new(x).rowwise(TargetSpec {
-            hadamard: Some(Hadamard::default()),
-            ..token()
-        }),
+        Quantize::new(x).rowwise(token().form(StoredForm::Bf16Unscaled)),
+        Quantize::new(x).rowwise(TargetSpec::new(transformed)),
     ] {
         assert_steps(&request, &[Amax(rows, Rowwise), Rows]);
     }
@@ -181,7 +182,7 @@ fn per_token() {
 fn tiles_and_mixed_pairs() {
     let client = client!("tiles_and_mixed_pairs");
     let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
-    let tiles = || TargetSpec::tiles(BlockScaling::Standard);
+    let tiles = || TargetSpec::new(QuantParams::nvfp4_2d(BlockScaling::Standard));
 
     assert_steps(
         &Quantize::new(x).rowwise(tiles()).columnwise(tiles()),
@@ -234,11 +235,11 @@ fn groups_of_rows() {
         &[Amax(ONE, Both), Blocks(Both)],
     );
     // The kernel of rows takes neither tiles of scales that start anew, nor four over six.
-    let swizzled = nearest().scale_layout(ScaleLayout::Swizzled128x4);
-    let four_over_six = TargetSpec {
+    let swizzled = nearest().form(StoredForm::TILES);
+    let four_over_six = TargetSpec::new(QuantParams {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
-        ..nearest()
-    };
+        ..nearest().params
+    });
     for target in [swizzled, four_over_six] {
         assert_steps(
             &request().rowwise(target),
@@ -391,21 +392,21 @@ fn refused_requests() {
     let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
     let request = || Quantize::new(x);
     assert_refused(&request(), "request");
-    let tiles = TargetSpec::tiles(BlockScaling::Standard);
+    let tiles = TargetSpec::new(QuantParams::nvfp4_2d(BlockScaling::Standard));
     assert_refused(
         &request().rowwise(tiles.clone().granularity(PER_ROW)),
         "block",
     );
-    let values = nearest().storage(Storage::Bf16Unscaled);
+    let values = nearest().form(StoredForm::Bf16Unscaled);
     assert_refused(
-        &request().rowwise(tiles.storage(Storage::Bf16Unscaled)),
-        "storage",
+        &request().rowwise(tiles.form(StoredForm::Bf16Unscaled)),
+        "form",
     );
-    assert_refused(&request().rowwise(values.clone()).unscaled(true), "storage");
+    assert_refused(&request().rowwise(values.clone()).unscaled(true), "form");
     assert_refused(&request().columnwise(nearest()).unscaled(true), "unscaled");
     assert_refused(&request().rowwise(eden()).unscaled(true), "unscaled");
     let groups = &Groups::Batch(2);
     assert_refused(&request().groups(groups).rowwise(values), "groups");
-    let mx = TargetSpec::from(Format::Mxfp8).storage(Storage::Bf16Unscaled);
-    assert_refused(&request().rowwise(mx), "storage");
+    let mx = TargetSpec::from(Format::Mxfp8).form(StoredForm::Bf16Unscaled);
+    assert_refused(&request().rowwise(mx), "form");
 }

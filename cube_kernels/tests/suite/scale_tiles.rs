@@ -13,8 +13,8 @@ use crate::support::{
 use cubecl::{client::Client, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
-    AmaxGranularity, BLOCK, Hadamard, HadamardSize, Nvfp4Error, RandomStream, Rounding,
-    ScaleLayout, Storage, Usage, reference::swizzle,
+    AmaxGranularity, BLOCK, Hadamard, HadamardSize, Nvfp4Error, QuantParams, RandomStream,
+    Rounding, StoredForm, Usage, reference::swizzle,
 };
 use nvfp4_kernels::{
     gemm::{Gemm, Operand, Scale},
@@ -28,9 +28,11 @@ const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 7);
 /// stored row.
 fn policies() -> Vec<(TargetSpec, AmaxGranularity)> {
     let nearest = || TargetSpec::new(Rounding::Nearest);
-    let transformed = |size, rounding| TargetSpec {
-        hadamard: Some(Hadamard::seeded_with_size(size, 3)),
-        ..TargetSpec::new(rounding)
+    let transformed = |size, rounding| {
+        TargetSpec::new(QuantParams {
+            hadamard: Some(Hadamard::seeded_with_size(size, 3)),
+            ..QuantParams::nvfp4(rounding)
+        })
     };
     let stochastic = Rounding::Stochastic(STREAM);
     vec![
@@ -62,7 +64,7 @@ fn amax(
     usage: Usage,
     (copy, scope): &(TargetSpec, AmaxGranularity),
 ) -> Handle {
-    let request = AmaxRequest::along(usage, *scope, copy.hadamard);
+    let request = AmaxRequest::along(usage, *scope, copy.params.hadamard);
     let found = quantize::amaxes(client, x, groups, &request).unwrap();
     found.rows.or(found.cols).unwrap()
 }
@@ -141,10 +143,8 @@ fn tokens_in_whole_tiles() {
                 let request = quantize::target(&amax, scope, copy);
                 quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap()
             };
-            let unit = copy
-                .hadamard
-                .map_or(16, |hadamard| hadamard.size().elements());
-            let (own, tiles) = (made(copy.clone()), made(copy.in_whole_tiles()));
+            let unit = copy.params.unit();
+            let (own, tiles) = (made(copy.clone()), made(copy.form(StoredForm::WholeTiles)));
             assert_eq!(tiles.rows(), rows.next_multiple_of(64));
             SideBySide::new(&tiles, &[rows], unit.max(64)).assert_tiles(
                 &bytes(&client, &tiles),
@@ -174,9 +174,7 @@ fn groups_of_tokens() {
         let row_policy = (TargetSpec::new(Rounding::Nearest), policy.1);
         let row_amax = amax(&client, &x, &all, Usage::Rowwise, &row_policy);
         let (copy, scope) = policy;
-        let unit = copy
-            .hadamard
-            .map_or(16, |hadamard| hadamard.size().elements());
+        let unit = copy.params.unit();
         let made = |row_copy, col_copy| {
             let row = quantize::target(&row_amax, scope, row_copy);
             let col = quantize::target(&col_amax, scope, col_copy);
@@ -185,12 +183,9 @@ fn groups_of_tokens() {
             let (row, col) = made.unwrap();
             (row.unwrap(), col.unwrap())
         };
-        let tiles_of_row = TargetSpec {
-            scale_layout: ScaleLayout::Swizzled128x4,
-            ..row_policy.0.clone()
-        };
+        let tiles_of_row = row_policy.0.clone().form(StoredForm::TILES);
         let (row, col) = made(row_policy.0, copy.clone());
-        let (row_tiles, col_tiles) = made(tiles_of_row, copy.in_whole_tiles());
+        let (row_tiles, col_tiles) = made(tiles_of_row, copy.form(StoredForm::WholeTiles));
         SideBySide::new(&col_tiles, &sizes, unit.max(64)).assert_tiles(
             &bytes(&client, &col_tiles),
             (&SideBySide::new(&col, &sizes, unit), &bytes(&client, &col)),
@@ -229,11 +224,10 @@ fn ms_eden_of_groups_of_tokens() {
     let (source, usage) = ((&x, &groups), Usage::Columnwise);
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 77);
     let amax = quantize::ms_eden_amax(&client, source, usage, &hadamard).unwrap();
-    let made = |layout| {
-        let form = (Storage::Packed, layout);
+    let made = |form| {
         quantize::ms_eden_as(&client, source, usage, &amax, &hadamard, STREAM, form).unwrap()
     };
-    let (own, tiles) = (made(ScaleLayout::Compact), made(ScaleLayout::Swizzled128x4));
+    let (own, tiles) = (made(StoredForm::ROWS), made(StoredForm::TILES));
     let place = SideBySide::new(&own, &sizes, 128);
     let (found, expected) = (bytes(&client, &tiles), bytes(&client, &own));
     place.assert_tiles(&found, (&place, &expected), "MS-EDEN");
@@ -254,7 +248,7 @@ fn dense_gemm() {
             &amax,
             AmaxGranularity::PerTensor,
             if in_tiles {
-                plain.in_whole_tiles()
+                plain.form(StoredForm::WholeTiles)
             } else {
                 plain
             },
@@ -299,21 +293,14 @@ fn grouped_gemms() {
         count: groups.count,
     };
     let stack = Groups::Batch(sizes.len());
-    let plain = |order| TargetSpec {
-        scale_layout: order,
-        ..TargetSpec::new(Rounding::Nearest)
-    };
+    let plain = |form| TargetSpec::new(Rounding::Nearest).form(form);
     let scope = AmaxGranularity::PerTensor;
     let products = |in_tiles: bool| {
-        let order = match in_tiles {
-            true => ScaleLayout::Swizzled128x4,
-            false => ScaleLayout::Compact,
+        let (row, col) = match in_tiles {
+            true => (StoredForm::TILES, StoredForm::WholeTiles),
+            false => (StoredForm::ROWS, StoredForm::ROWS),
         };
-        let (row, usage) = (plain(order), Usage::Rowwise);
-        let col = match in_tiles {
-            true => plain(order).in_whole_tiles(),
-            false => plain(order),
-        };
+        let (row, col, usage) = (plain(row), plain(col), Usage::Rowwise);
         let made = |x: &Matrix, usage, copy: &TargetSpec| {
             let amax = amax(&client, x, &all, usage, &(copy.clone(), scope));
             let request = quantize::target(&amax, scope, copy.clone());
@@ -370,19 +357,11 @@ fn what_has_no_tiles() {
     let quantized =
         |usage, copy| quantize::quantize(&client, &x, &Groups::One, usage, &request(copy));
     refused(
-        quantized(Usage::Rowwise, plain().in_whole_tiles()),
-        "whole_tiles",
+        quantized(Usage::Rowwise, plain().form(StoredForm::WholeTiles)),
+        "form",
     );
-    let compact = TargetSpec {
-        whole_tiles: true,
-        ..plain()
-    };
-    refused(quantized(Usage::Columnwise, compact), "whole_tiles");
     let groups = group_offsets(&client, &[40, 30]);
-    let tiles = request(TargetSpec {
-        scale_layout: ScaleLayout::Swizzled128x4,
-        ..plain()
-    });
+    let tiles = request(plain().form(StoredForm::TILES));
     let made = quantize::quantize_side_by_side(&client, &x, &groups, None, Some(&tiles));
     refused(made.map(|(_, col)| col.unwrap()), "copy");
 

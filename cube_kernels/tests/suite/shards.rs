@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
     Amax, AmaxGranularity, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Nvfp4Params, Origin,
-    QuantizedTensor, RandomStream, Rounding, Usage,
+    QuantParams, QuantizedTensor, RandomStream, Rounding, Usage,
     reference::{self, EdenParams},
 };
 use nvfp4_kernels::{
@@ -206,7 +206,7 @@ fn shards_of_kernels() {
             // The tile kernel writes rowwise tensors together with columnwise ones. Rowwise ones
             // are not transformed.
             let mut beside = request.clone();
-            beside.hadamard = None;
+            beside.params.hadamard = None;
             let both = quantize::quantize_both(&client, &x, &Groups::One, &beside, &request);
             let (row, col) = both.unwrap();
             let found = match usage {
@@ -391,7 +391,7 @@ fn pieces_with_gaps() {
             let found = quantize::quantize(&client, &x, &Groups::One, usage, &request).unwrap();
             pieces.assert(&host(&client, &found), &expected, &what);
             let mut beside = request.clone();
-            beside.hadamard = None;
+            beside.params.hadamard = None;
             let both = quantize::quantize_both(&client, &x, &Groups::One, &beside, &request);
             let (row, col) = both.unwrap();
             let found = match usage {
@@ -565,7 +565,7 @@ fn groups_by_ms_eden_begin_where_the_device_says() {
         let made = |stream: RandomStream, earlier| {
             let target = TargetSpec {
                 earlier,
-                ..TargetSpec::ms_eden(hadamard, stream).amax(&amax)
+                ..TargetSpec::new(QuantParams::ms_eden(hadamard, stream)).amax(&amax)
             };
             let request = Quantize::new(&x).groups(&groups).along(usage, target);
             let made = request.launch(&client).unwrap().into_one();

@@ -12,7 +12,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
     AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error,
-    Nvfp4Params, RandomStream, Rounding, ScaleLayout, Storage, Usage, reference,
+    Nvfp4Params, RandomStream, Rounding, ScaleLayout, StoredForm, Usage, reference,
 };
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
@@ -100,8 +100,8 @@ impl Copy {
 fn copies(
     client: &Client,
     x: &Matrix,
-    row: Option<(&Copy, Storage)>,
-    col: Option<(&Copy, Storage)>,
+    row: Option<(&Copy, StoredForm)>,
+    col: Option<(&Copy, StoredForm)>,
 ) -> [Option<DeviceQuantized>; 2] {
     let requests = [row, col].map(|copy| copy.map(|(copy, form)| (copy.request(), form)));
     let [row, col] = requests
@@ -169,19 +169,20 @@ fn check<T: DeviceElement>(
     let x = upload(client, x, rows, cols);
     let row = &Copy::new(client, &x, Usage::Rowwise, row);
     let col = &Copy::new(client, &x, Usage::Columnwise, col);
-    use Storage::{Bf16Unscaled, Packed};
+    const PACKED: StoredForm = StoredForm::ROWS;
+    use StoredForm::Bf16Unscaled;
     // The rowwise kernel, the other one with both tensors as values, and all forms for the first
     // policy.
     let mut forms = vec![
-        (Some(Packed), Some(Packed)),
+        (Some(PACKED), Some(PACKED)),
         (Some(Bf16Unscaled), None),
         (Some(Bf16Unscaled), Some(Bf16Unscaled)),
     ];
     if row.policy == policies()[0].0 {
         forms.extend([
             (None, Some(Bf16Unscaled)),
-            (Some(Bf16Unscaled), Some(Packed)),
-            (Some(Packed), Some(Bf16Unscaled)),
+            (Some(Bf16Unscaled), Some(PACKED)),
+            (Some(PACKED), Some(Bf16Unscaled)),
         ]);
     }
     let mut made = forms.iter().map(|(for_row, for_col)| {
@@ -198,7 +199,7 @@ fn check<T: DeviceElement>(
             let what = format!("{what}: {forms:?}, copy {i}");
             match (found, form) {
                 (Some(found), Some(Bf16Unscaled)) => assert_values(client, expected, found, &what),
-                (Some(found), Some(Packed)) => {
+                (Some(found), Some(PACKED)) => {
                     let [found, expected] =
                         [found, expected].map(|copy| packed_bytes(client, &copy));
                     assert!(found == expected, "{what}");
@@ -291,7 +292,7 @@ fn products_have_the_same_bits() {
                 let x = convert::<bf16>(&values(Kind::Normal, outer * k, seed));
                 let x = upload(&client, &x, rows, cols);
                 let copy = Copy::new(&client, &x, usage, (Nvfp4Params::new(rounding), scope));
-                [Storage::Packed, Storage::Bf16Unscaled].map(|form| {
+                [StoredForm::ROWS, StoredForm::Bf16Unscaled].map(|form| {
                     let asked = Some((&copy, form));
                     let [row, col] = match usage {
                         Usage::Rowwise => copies(&client, &x, asked, None),
@@ -348,9 +349,9 @@ fn values_are_those_of_the_workspace() {
             let what = format!("{kind:?} both forms {:?}", row.policy);
             assert_bytes(&bits(&client, &values), &expected, &what);
             let made = |form| copies(&client, &x, Some((row, form)), Some((col, form)));
-            for (packed, decoded) in made(Storage::Packed)
+            for (packed, decoded) in made(StoredForm::ROWS)
                 .into_iter()
-                .zip(made(Storage::Bf16Unscaled))
+                .zip(made(StoredForm::Bf16Unscaled))
             {
                 let packed = packed.unwrap();
                 let values = decoded.unwrap().values().unwrap();
@@ -378,12 +379,9 @@ fn what_values_cannot_be_is_refused() {
         layout: ScaleLayout::Swizzled128x4,
         ..Nvfp4Params::new(NEAREST)
     });
-    let asked = Some((&swizzled, Storage::Bf16Unscaled));
-    let found = quantize::quantize_operands(&client, &wide, asked, None).map(drop);
-    assert_eq!(argument(found), "layout");
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
     for (x, request, expected) in [
-        (&wide, swizzled, "layout"),
+        (&wide, swizzled, "form"),
         (
             &narrow,
             request(policy(NEAREST, BlockScaling::Standard)),

@@ -30,6 +30,7 @@ use crate::hf::{
     TOKENIZER_CONFIG, TensorWriter, tensors,
 };
 use crate::interchange::convert::{exclusions, write_configs};
+use crate::interchange::exclude::LINEAR;
 use crate::interchange::names::is_linear;
 use crate::interchange::{Dialect, GlobalScale, PackedWeight, QuantConfig, Scheme};
 use blocks::GgufType;

@@ -11,7 +11,7 @@ use super::{Activations, Nvfp4Weight, check_input};
 use crate::experts::ExpertOffsets;
 use crate::functions::or_panic;
 use crate::nn::Nvfp4GroupedLinear;
-use crate::ops::{Nvfp4KernelOps, QuantUsages, QuantizeRequest, RowGroups, StoredForm};
+use crate::ops::{Nvfp4KernelOps, QuantizeRequest, RowGroups, StoredForm};
 use crate::validate;
 
 /// Grouped linear layer with weights stored in NVFP4, `y = x W[e]ᵀ + b[e]` for the tokens of expert
@@ -118,11 +118,11 @@ impl Nvfp4GroupedLinear {
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedGroupedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
-        let usages = QuantUsages::one(Usage::Columnwise, params, StoredForm::ROWS);
         let [experts, d_in, d_out] = self.weight.dims();
         let weight = self.weight.val().detach().reshape([experts * d_in, d_out]);
         let groups = RowGroups::Batch(experts);
-        let request = QuantizeRequest::of_matrix(weight.into_dispatch(), usages).groups(groups);
+        let request = QuantizeRequest::of_matrix(weight.into_dispatch()).groups(groups);
+        let request = request.along(Usage::Columnwise, params, StoredForm::ROWS);
         let made = Dispatch::nvfp4_quantize(request).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = Nvfp4Weight::from_trained(made)?;

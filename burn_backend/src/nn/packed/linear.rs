@@ -10,7 +10,7 @@ use nvfp4_formats::{Nvfp4Error, Usage};
 use super::{Activations, Nvfp4Weight, check_input};
 use crate::functions::or_panic;
 use crate::nn::{Nvfp4Linear, rows};
-use crate::ops::{Nvfp4KernelOps, QuantUsages, QuantizeRequest, RowGroups, StoredForm};
+use crate::ops::{Nvfp4KernelOps, QuantizeRequest, RowGroups, StoredForm};
 use crate::validate;
 
 /// Linear layer `y = x Wᵀ + b` with a weight stored in NVFP4: for inference, or as a frozen layer
@@ -128,9 +128,10 @@ impl Nvfp4Linear {
     pub fn try_to_packed(&self) -> Result<Nvfp4PackedLinear, Nvfp4Error> {
         let spec = self.recipe().spec(&self.state.rng_state());
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
-        let usages = QuantUsages::one(Usage::Columnwise, params, StoredForm::ROWS);
         let weight = self.weight.val().detach().into_dispatch();
-        let made = Dispatch::nvfp4_quantize(QuantizeRequest::of_matrix(weight, usages)).into_one();
+        let request = QuantizeRequest::of_matrix(weight);
+        let request = request.along(Usage::Columnwise, params, StoredForm::ROWS);
+        let made = Dispatch::nvfp4_quantize(request).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = Nvfp4Weight::from_trained(made)?;
         Nvfp4PackedLinear::try_new(weight, activations, None, bias)

@@ -13,9 +13,7 @@ use super::weight::Nvfp4Weight;
 use crate::decorate::packed::Route;
 use crate::functions::or_panic;
 use crate::ops::packed::Activations;
-use crate::ops::{
-    Nvfp4KernelOps, QuantParams, QuantUsages, QuantizeRequest, RowGroups, StoredForm,
-};
+use crate::ops::{Nvfp4KernelOps, QuantParams, QuantizeRequest, RowGroups, StoredForm};
 
 /// Packed weight of a linear layer, attached to the layer's parameter by
 /// [`quantize`](crate::quantize()).
@@ -55,9 +53,9 @@ impl PackedParameter {
         let [d_in, d_out] = [dims[D - 2], dims[D - 1]];
         let stack = dims[..D - 2].iter().product();
         let params = QuantParams::nvfp4(Rounding::Nearest);
-        let usages = QuantUsages::one(Usage::Columnwise, params, StoredForm::ROWS);
         let matrix: Tensor<2> = weight.detach().reshape([stack * d_in, d_out]);
-        let request = QuantizeRequest::of_matrix(matrix.into_dispatch(), usages);
+        let request = QuantizeRequest::of_matrix(matrix.into_dispatch());
+        let request = request.along(Usage::Columnwise, params, StoredForm::ROWS);
         let request = match stack {
             1 => request,
             _ => request.groups(RowGroups::Batch(stack)),

@@ -3,22 +3,20 @@
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
-use nvfp4_formats::{Rounding, StoredForm, Usage, reference::Activation};
+use nvfp4_formats::{QuantParams, StoredForm, Usage, reference::Activation};
 use nvfp4_kernels::capabilities::Capabilities;
 use nvfp4_kernels::moe::EarlierGroups;
 use nvfp4_kernels::quantize::{
-    DeviceRounding, EdenRandom, Quantize, QuantizePlan, QuantizeStep, RedrawnSigns,
-    Source as KernelSource, TargetSpec,
+    Quantize, QuantizePlan, QuantizeStep, Source as KernelSource, TargetSpec,
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups};
 
 use super::super::dtype::float_kind;
 use super::super::graph::cube::offset_beside;
 use super::super::layout::GroupCount;
-use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{
-    ComputedAmax, GivenAmax, MaybeTensor, QuantUsages, QuantizeRequest, QuantizeSource,
-    QuantizedMatrix, QuantizedPair,
+    ComputedAmax, GivenAmax, MaybeTensor, QuantizeRequest, QuantizeSource, QuantizedMatrix,
+    QuantizedPair,
 };
 use super::super::trace_op;
 use super::found_amax;
@@ -36,7 +34,7 @@ pub(super) fn quantize(request: QuantizeRequest<CubeBackend>) -> QuantizedPair<C
     let Some(unscaled) = made.unscaled else {
         return QuantizedPair::new(row, inputs.made(made.columnwise, Usage::Columnwise));
     };
-    let (params, _) = inputs.usages.rowwise.expect("requested in both storages");
+    let (params, _) = inputs.targets[0].expect("requested in both storages");
     QuantizedPair::BothStorages {
         packed: row.expect("requested in both storages"),
         unscaled: inputs.to_burn(unscaled, &params, Usage::Rowwise, StoredForm::Bf16Unscaled),
@@ -54,10 +52,7 @@ pub(super) fn amax(request: QuantizeRequest<CubeBackend>) -> ComputedAmax<CubeBa
         let shape = Shape::new([inputs.count.amax_len(&layout)]);
         Some(new_tensor(&inputs.like, amax, shape, DType::F32))
     };
-    let QuantUsages {
-        rowwise,
-        columnwise,
-    } = inputs.usages;
+    let [rowwise, columnwise] = inputs.targets;
     ComputedAmax {
         values: (found.values.map(|values| result(&inputs.like, values))).into(),
         rowwise: amax(found.rowwise, rowwise, Usage::Rowwise).into(),
@@ -86,7 +81,8 @@ struct Inputs {
     earlier: Option<EarlierGroups>,
     /// Known amax values: row-wise, column-wise.
     amax: [Option<Handle>; 2],
-    usages: QuantUsages,
+    /// Row-wise and column-wise tensor.
+    targets: [Option<(QuantParams, StoredForm)>; 2],
     unscaled: bool,
 }
 
@@ -121,7 +117,7 @@ impl Inputs {
             count,
             earlier,
             amax: given(request.amax),
-            usages: request.usages,
+            targets: [request.rowwise, request.columnwise],
             unscaled: request.unscaled,
         }
     }
@@ -141,10 +137,7 @@ impl Inputs {
 
     /// Returns the request to the kernels, with known amax values.
     fn request(&self) -> Quantize<'_> {
-        let QuantUsages {
-            rowwise,
-            columnwise,
-        } = self.usages;
+        let [rowwise, columnwise] = self.targets;
         let [row_amax, col_amax] = self.amax.clone();
         Quantize::new(source_of(&self.values))
             .groups(&self.groups)
@@ -153,40 +146,19 @@ impl Inputs {
             .unscaled(self.unscaled)
     }
 
-    /// Converts the parameters of a tensor to those of the kernels.
+    /// Returns a tensor of the request to the kernels.
     fn target(
         &self,
         (params, form): (QuantParams, StoredForm),
         amax: Option<Handle>,
     ) -> TargetSpec {
-        let has_offset = params.offset_in_memory && params.stream().is_some();
-        let offset = has_offset.then(|| offset_beside(&self.like));
-        let rounding = match (params.rounding, offset) {
-            (QuantRounding::Elements(Rounding::Stochastic(stream)), Some(offset)) => {
-                DeviceRounding::StochasticAt(stream, offset)
-            }
-            (QuantRounding::Elements(rounding), _) => rounding.into(),
-            (QuantRounding::MsEden(draw), offset) => {
-                let redrawn = offset.clone().zip(draw.signs);
-                DeviceRounding::MsEden(EdenRandom {
-                    stream: draw.stream,
-                    redrawn: redrawn.map(|(offset, seed)| RedrawnSigns { seed, offset }),
-                    offset,
-                })
-            }
-        };
+        let offset = params.offset_in_memory.then(|| offset_beside(&self.like));
         TargetSpec {
-            rounding,
-            hadamard: params.hadamard,
-            scaling: params.scaling,
-            block: params.block,
-            granularity: params.amax,
+            params,
+            form,
             amax,
-            scale_layout: form.scale_layout(),
-            whole_tiles: form == StoredForm::WholeTiles,
-            storage: form.storage(),
+            offset,
             earlier: self.earlier.clone(),
-            ..TargetSpec::from(params.format)
         }
     }
 
@@ -229,9 +201,10 @@ impl Inputs {
         made: Option<DeviceQuantized>,
         usage: Usage,
     ) -> Option<QuantizedMatrix<CubeBackend>> {
+        let [rowwise, columnwise] = self.targets;
         let asked = match usage {
-            Usage::Rowwise => self.usages.rowwise,
-            Usage::Columnwise => self.usages.columnwise,
+            Usage::Rowwise => rowwise,
+            Usage::Columnwise => columnwise,
         };
         let (made, (params, form)) = made.zip(asked)?;
         Some(self.to_burn(made, &params, usage, form))

@@ -310,7 +310,7 @@ mod tests {
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
-    use super::super::super::tensors::{QuantUsages, QuantizeRequest};
+    use super::super::super::tensors::QuantizeRequest;
     use super::super::tensors::upload;
     use super::*;
 
@@ -401,8 +401,9 @@ mod tests {
         };
         let mxfp8 = |x| {
             let usage = Usage::Rowwise;
-            let one = QuantUsages::one(usage, QuantParams::mxfp8(), StoredForm::ROWS);
-            let made = Flex::nvfp4_quantize(QuantizeRequest::of_matrix(x, one));
+            let request = QuantizeRequest::of_matrix(x);
+            let request = request.along(usage, QuantParams::mxfp8(), StoredForm::ROWS);
+            let made = Flex::nvfp4_quantize(request);
             Operand::Quantized(made.into_one())
         };
         let float = |x| Operand::Float(x, Usage::Rowwise);

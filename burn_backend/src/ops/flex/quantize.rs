@@ -17,8 +17,8 @@ use super::super::kernels::activated;
 use super::super::layout::GroupCount;
 use super::super::spec::{QuantParams, QuantRounding};
 use super::super::tensors::{
-    ComputedAmax, GivenAmax, MaybeTensor, QuantUsages, QuantizeRequest, QuantizeSource,
-    QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+    ComputedAmax, GivenAmax, MaybeTensor, QuantizeRequest, QuantizeSource, QuantizedData,
+    QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use super::super::{trace_op, usage_name};
 use super::gemm::StoredOperand;
@@ -26,26 +26,31 @@ use super::tensors::{
     amax_values, download, matrix, narrow, ranges, side_by_side, trusted, upload, with_elements,
 };
 
+/// Requested row-wise and column-wise tensor.
+type Targets = [Option<(QuantParams, StoredForm)>; 2];
+
 /// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(request: QuantizeRequest<Flex>) -> QuantizedPair<Flex> {
     let QuantizeRequest {
         source,
         groups,
         amax,
-        usages,
+        rowwise,
+        columnwise,
         unscaled,
     } = request;
-    let x = values_of(source, &groups, &usages);
+    let targets = [rowwise, columnwise];
+    let x = values_of(source, &groups, targets);
     let made = match amax {
-        GivenAmax::Absent => quantize_values(x, &groups, usages),
+        GivenAmax::Absent => quantize_values(x, &groups, targets),
         GivenAmax::Each {
             rowwise,
             columnwise,
-        } => quantize_from_amax(x, [rowwise, columnwise], usages),
+        } => quantize_from_amax(x, [rowwise, columnwise], targets),
         GivenAmax::Entry(maxima, entry) => {
             let amax = amax_values(MaybeTensor::Present(maxima))[entry];
             let amax = FlexTensor::from_data(TensorData::new(vec![amax], [1]));
-            quantize_from_amax(x, [amax.clone(), amax].map(MaybeTensor::Present), usages)
+            quantize_from_amax(x, [amax.clone(), amax].map(MaybeTensor::Present), targets)
         }
     };
     if !unscaled {
@@ -63,11 +68,12 @@ pub(super) fn amax(request: QuantizeRequest<Flex>) -> ComputedAmax<Flex> {
     let QuantizeRequest {
         source,
         groups,
-        usages,
+        rowwise,
+        columnwise,
         ..
     } = request;
     let is_matrix = matches!(source, QuantizeSource::Matrix(_));
-    let x = values_of(source, &groups, &usages);
+    let x = values_of(source, &groups, [rowwise, columnwise]);
     let amax = |made: Option<(QuantParams, StoredForm)>, usage| {
         let made = made.map(|(params, _)| {
             let amax = with_elements!(x, |values| amax_of(values, matrix(&x), usage, &params));
@@ -78,8 +84,8 @@ pub(super) fn amax(request: QuantizeRequest<Flex>) -> ComputedAmax<Flex> {
         MaybeTensor::from(made)
     };
     ComputedAmax {
-        rowwise: amax(usages.rowwise, Usage::Rowwise),
-        columnwise: amax(usages.columnwise, Usage::Columnwise),
+        rowwise: amax(rowwise, Usage::Rowwise),
+        columnwise: amax(columnwise, Usage::Columnwise),
         values: (!is_matrix).then_some(x).into(),
     }
 }
@@ -88,7 +94,7 @@ pub(super) fn amax(request: QuantizeRequest<Flex>) -> ComputedAmax<Flex> {
 fn values_of(
     source: QuantizeSource<Flex>,
     groups: &RowGroups<Flex>,
-    usages: &QuantUsages,
+    targets: Targets,
 ) -> FlexTensor {
     match source {
         QuantizeSource::Matrix(x) => x,
@@ -98,7 +104,7 @@ fn values_of(
             activation,
         } => activated::<Flex>(x, grad, activation),
         QuantizeSource::Quantized { tensor, via } => {
-            let mut made = usages.rowwise.into_iter().chain(usages.columnwise);
+            let mut made = targets.into_iter().flatten();
             // MS-EDEN uses the exact values.
             let via = match made.any(|(params, _)| params.is_ms_eden()) {
                 true => FloatDType::F32,
@@ -113,14 +119,10 @@ fn values_of(
 fn quantize_values(
     x: FlexTensor,
     groups: &RowGroups<Flex>,
-    usages: QuantUsages,
+    [rowwise, columnwise]: Targets,
 ) -> QuantizedPair<Flex> {
     let groups = GroupedRows::new(groups, matrix(&x));
-    let QuantUsages {
-        rowwise,
-        columnwise,
-    } = usages;
-    trace(&groups, &usages);
+    trace(&groups, [rowwise, columnwise]);
     let made = |usage, request: Option<(QuantParams, StoredForm)>, amax: Option<Amax>| {
         request.map(|(params, form)| {
             let packed = with_elements!(x, |values| {
@@ -148,14 +150,10 @@ fn quantize_values(
 fn quantize_from_amax(
     x: FlexTensor,
     [row_amax, col_amax]: [MaybeTensor<Flex>; 2],
-    usages: QuantUsages,
+    [rowwise, columnwise]: Targets,
 ) -> QuantizedPair<Flex> {
     let groups = GroupedRows::new(&RowGroups::Whole, matrix(&x));
-    let QuantUsages {
-        rowwise,
-        columnwise,
-    } = usages;
-    trace(&groups, &usages);
+    trace(&groups, [rowwise, columnwise]);
     let made = |usage, request: Option<(QuantParams, StoredForm)>, amax: MaybeTensor<Flex>| {
         request.map(|(params, _)| {
             let layout = (groups.count).layout(groups.shape, usage, &params, StoredForm::ROWS);
@@ -186,14 +184,14 @@ pub(in crate::ops) fn quantize_with_amax(
 
 /// Reports one event where the CubeCL backend runs one kernel for both usages, otherwise one per
 /// usage.
-fn trace(groups: &GroupedRows, usages: &QuantUsages) {
+fn trace(groups: &GroupedRows, [rowwise, columnwise]: Targets) {
     let (rows, cols) = groups.shape;
     let op = |params: &QuantParams| match params {
         params if params.format.is_mx() => "mx_quantize",
         params if params.is_ms_eden() => "ms_eden",
         _ => "quantize",
     };
-    match (usages.rowwise, usages.columnwise) {
+    match (rowwise, columnwise) {
         (Some((row, _)), Some((col, _))) if op(&row) == "quantize" && op(&col) == "quantize" => {
             trace_op("quantize", "pair", rows, cols);
         }

@@ -2,8 +2,8 @@
 
 use burn_core::backend::tensor::FloatTensor;
 use burn_cubecl::{CubeBackend, kernel::into_contiguous};
-use nvfp4_formats::{BlockScaling, StoredForm, Usage};
-use nvfp4_kernels::quantize::{DeviceRounding, Quantize, TargetSpec};
+use nvfp4_formats::{StoredForm, Usage};
+use nvfp4_kernels::quantize::{Quantize, TargetSpec};
 
 use super::super::cube::tensors::{Source, device_groups, launched, to_burn};
 use super::super::tensors::{QuantizedMatrix, RowGroups};
@@ -21,13 +21,10 @@ impl InferenceOps for CubeBackend {
         let (usage, count) = (Usage::Rowwise, groups.count());
         let (rows, cols) = x.shape();
         trace_op("quantize", usage_name(usage), rows, cols);
-        let target = TargetSpec {
-            scaling: BlockScaling::Static,
-            ..TargetSpec::new(DeviceRounding::Nearest).amax(&global.handle)
-        };
         let groups = device_groups(groups);
         let request = Quantize::new(&x.matrix).groups(&groups);
-        let request = request.rowwise(target.scale_layout(form.scale_layout()));
+        let target = TargetSpec::new(STATIC).form(form).amax(&global.handle);
+        let request = request.rowwise(target);
         let made = launched(request.launch(&x.tensor.client)).into_one();
         let layout = count.layout((rows, cols), usage, &STATIC, form);
         to_burn(&x.tensor, made, count, layout)

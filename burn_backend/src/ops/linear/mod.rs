@@ -18,7 +18,7 @@ use nvfp4_formats::{ScaleLayout, StoredForm, Usage};
 use super::context::Slot;
 use super::dtype::cast;
 use super::form::LinearPlan;
-use super::operands::{PairSpec, QuantSource, quantize, quantize_kept, quantize_pair, requantize};
+use super::operands::{QuantSource, quantize, quantize_kept, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
 use super::{
@@ -198,12 +198,8 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         }
         match (&self.w, &self.x) {
             (Some(_), Some(_)) => {
-                let spec = PairSpec {
-                    rowwise: dgrad_dy,
-                    columnwise: wgrad_dy,
-                    forms: [row_form, col_form],
-                };
-                let (row, col) = quantize_pair::<B>(dy, groups, &spec, dtype);
+                let pair = [(dgrad_dy, row_form), (wgrad_dy, col_form)];
+                let (row, col) = quantize_pair::<B>(dy, groups, pair, dtype);
                 (Some(row), Some(col))
             }
             (Some(_), None) => {
@@ -340,12 +336,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
                 (x, None)
             }
             (true, BackwardSource::Original) => {
-                let pair = PairSpec {
-                    rowwise: row,
-                    columnwise: col,
-                    forms: [x_form, plan.wgrad.packed()],
-                };
-                let (x, saved) = quantize_pair::<B>(x, &groups, &pair, x_dtype);
+                let pair = [(row, x_form), (col, plan.wgrad.packed())];
+                let (x, saved) = quantize_pair::<B>(x, &groups, pair, x_dtype);
                 (x, Some(SavedOperand::Made(saved)))
             }
             (true, BackwardSource::Forward) => {

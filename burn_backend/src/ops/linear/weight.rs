@@ -10,15 +10,13 @@ use super::saved::SavedOperand;
 use crate::ops::context::Slot;
 use crate::ops::form::LinearPlan;
 use crate::ops::known_amax::{self, KnownAmax};
-use crate::ops::operands::{
-    PairSpec, QuantSource, is_one_kernel, quantize, quantize_pair, requantize,
-};
+use crate::ops::operands::{QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
 use crate::ops::segments::narrow;
 use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
 use crate::ops::tensors::AmaxPair;
 use crate::ops::{
     BackwardSource, GivenAmax, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec,
-    QuantParams, QuantUsages, QuantizeRequest, RowGroups,
+    QuantParams, QuantizeRequest, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 
@@ -226,12 +224,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         {
             known
         } else if let Some(rowwise) = pair {
-            let pair = PairSpec {
-                rowwise,
-                columnwise: fprop_w,
-                forms: [row_form, col_form],
-            };
-            let (row, col) = quantize_pair::<B>(w, &groups, &pair, dtype);
+            let pair = [(rowwise, row_form), (fprop_w, col_form)];
+            let (row, col) = quantize_pair::<B>(w, &groups, pair, dtype);
             (col, Some(row))
         } else {
             let usage = Usage::Columnwise;
@@ -270,22 +264,17 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let specs = dgrad.map(|(spec, _)| spec).into_iter().chain([fprop]);
         let KnownAmax { maxima, entry, .. } = self.known_amax(specs)?;
         let col = *fprop.params()?;
-        let rowwise = match dgrad {
-            None => None,
-            Some((dgrad, form)) => {
-                let row = *dgrad.params()?;
-                if !is_one_kernel(&self.groups, &row, &col) {
-                    return None;
-                }
-                Some((row, row.stored_form(form)))
+        let mut request = QuantizeRequest::of_matrix(self.w.clone())
+            .amax(GivenAmax::Entry(maxima, entry))
+            .along(Usage::Columnwise, col, col.stored_form(form));
+        if let Some((dgrad, form)) = dgrad {
+            let row = *dgrad.params()?;
+            if !is_one_kernel(&self.groups, &row, &col) {
+                return None;
             }
-        };
-        let usages = QuantUsages {
-            rowwise,
-            columnwise: Some((col, col.stored_form(form))),
-        };
-        let request = QuantizeRequest::of_matrix(self.w.clone(), usages);
-        let made = B::nvfp4_quantize(request.amax(GivenAmax::Entry(maxima, entry)));
+            request = request.along(Usage::Rowwise, row, row.stored_form(form));
+        }
+        let made = B::nvfp4_quantize(request);
         let (row, col) = made.into_options();
         Some((
             Operand::Quantized(col.expect("asked for")),

@@ -24,12 +24,12 @@ use nvfp4_parallel::Reduction;
 use super::Nvfp4KernelOps;
 use super::collective::{Exchange, Step};
 use super::dtype::cast;
-use super::operands::{QuantSource, is_one_kernel};
+use super::operands::{FormedSpec, QuantSource, is_one_kernel};
 use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::tensors::{
-    AmaxPair, GemmGroups, GivenAmax, MaybeTensor, Operand, QuantUsages, QuantizeRequest,
-    QuantizeSource, QuantizedMatrix, QuantizedPair, RowGroups,
+    AmaxPair, GemmGroups, GivenAmax, MaybeTensor, Operand, QuantizeRequest, QuantizedMatrix,
+    QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 pub(crate) use gather::gathered_tokens;
@@ -70,9 +70,6 @@ pub(super) enum Role {
     Weight,
     OutputGradient,
 }
-
-/// Representation of an operand, and the form that its GEMM prefers.
-pub(super) type FormedSpec<'a> = (&'a OperandSpec, StoredForm);
 
 /// Known amax values of a rank's shard.
 #[derive(Clone, Debug)]
@@ -160,13 +157,12 @@ impl LinearSharding {
                 },
                 [Some(row), Some(col)],
             ) => {
-                let source = QuantizeSource::Activation {
-                    x,
-                    grad: grad.into(),
+                let source = QuantSource::Activation {
                     activation,
+                    x,
+                    grad,
                 };
-                let request = QuantizeRequest::new(source, QuantUsages::both(row, col));
-                let made = B::nvfp4_amax(request);
+                let made = B::nvfp4_amax(source.request().both(row, col));
                 let values = made.values.into_option().expect("an activation");
                 let found = AmaxPair {
                     rowwise: made.rowwise.into_option().expect("requested"),
@@ -292,22 +288,18 @@ impl LinearSharding {
         let [row_amax, col_amax] = self.amaxes::<B>(&x, found, part, [row_params, col_params]);
         let (row_made, col_made) = match (row_params, col_params) {
             (Some(row), Some(col)) if is_one_kernel(&RowGroups::<B>::Whole, &row, &col) => {
-                let usages = QuantUsages {
-                    rowwise: Some((row, row_form)),
-                    columnwise: Some((col, col_form)),
-                };
-                self.segments::<B>(&x, part, (row_amax, col_amax), usages)
+                let targets = [Some((row, row_form)), Some((col, col_form))];
+                self.segments::<B>(&x, part, (row_amax, col_amax), targets)
                     .into_options()
             }
             _ => {
                 let one = |params: Option<QuantParams>, form: StoredForm, usage, amax| {
-                    let params = params?;
-                    let usages = QuantUsages::one(usage, params, form);
-                    let amax = match usage {
-                        Usage::Rowwise => (amax, MaybeTensor::Absent),
-                        Usage::Columnwise => (MaybeTensor::Absent, amax),
+                    let (target, none) = (Some((params?, form)), MaybeTensor::Absent);
+                    let (amax, targets) = match usage {
+                        Usage::Rowwise => ((amax, none), [target, None]),
+                        Usage::Columnwise => ((none, amax), [None, target]),
                     };
-                    Some(self.segments::<B>(&x, part, amax, usages).into_one())
+                    Some(self.segments::<B>(&x, part, amax, targets).into_one())
                 };
                 let made = one(row_params, row_form, Usage::Rowwise, row_amax);
                 (made, one(col_params, col_form, Usage::Columnwise, col_amax))
@@ -416,13 +408,12 @@ impl LinearSharding {
                 [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
             }
             (None, [Some(row), Some(col)]) if row.has_one_amax() && col.has_one_amax() => {
-                let usages = QuantUsages::both(row, col);
-                let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone(), usages));
+                let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone()).both(row, col));
                 [found.rowwise, found.columnwise].map(MaybeTensor::into_option)
             }
             _ => [0, 1].map(|i| {
-                let one = QuantUsages::one(usages[i], params[i]?, StoredForm::ROWS);
-                let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone(), one));
+                let request = QuantizeRequest::of_matrix(x.clone());
+                let found = B::nvfp4_amax(request.along(usages[i], params[i]?, StoredForm::ROWS));
                 let [row, col] = [found.rowwise, found.columnwise].map(MaybeTensor::into_option);
                 row.or(col)
             }),
@@ -487,29 +478,33 @@ impl LinearSharding {
         x: &FloatTensor<B>,
         part: &Part,
         (row_amax, col_amax): (MaybeTensor<B>, MaybeTensor<B>),
-        usages: QuantUsages,
+        targets: [Option<(QuantParams, StoredForm)>; 2],
     ) -> QuantizedPair<B> {
-        let draws = |made: Option<(QuantParams, StoredForm)>| {
-            made.is_some_and(|(params, _)| !params.is_deterministic())
-        };
-        let quantize = |x, rowwise, columnwise, usages| {
-            let request = QuantizeRequest::of_matrix(x, usages);
-            B::nvfp4_quantize(request.amax(GivenAmax::Each {
+        let quantize = |x, row_amax, col_amax, [rowwise, columnwise]: [_; 2]| {
+            B::nvfp4_quantize(QuantizeRequest {
                 rowwise,
                 columnwise,
-            }))
+                ..QuantizeRequest::of_matrix(x).amax(GivenAmax::Each {
+                    rowwise: row_amax,
+                    columnwise: col_amax,
+                })
+            })
         };
-        if !draws(usages.rowwise) && !draws(usages.columnwise) {
-            return quantize(x.clone(), row_amax, col_amax, usages);
+        let mut all = targets.iter().flatten();
+        if all.all(|(params, _)| params.is_deterministic()) {
+            return quantize(x.clone(), row_amax, col_amax, targets);
         }
         let [rows, cols] = [x.shape()[0], x.shape()[1]];
         let whole = self.whole_shape((rows, cols), part);
         let at = |start: (usize, usize), gaps: GapsBetween| {
-            usages
-                .map(|params, form, usage| (positioned(params, usage, (start, whole), &gaps), form))
+            let at = |made: Option<(QuantParams, StoredForm)>, usage| {
+                made.map(|(params, form)| (positioned(params, usage, (start, whole), &gaps), form))
+            };
+            let [row, col] = targets;
+            [at(row, Usage::Rowwise), at(col, Usage::Columnwise)]
         };
         let (dim, segments) = match part {
-            Part::Whole => return quantize(x.clone(), row_amax, col_amax, usages),
+            Part::Whole => return quantize(x.clone(), row_amax, col_amax, targets),
             Part::Rows(lens) => (0, self.places(lens)),
             Part::Tokens(len) => (0, self.places(&[*len])),
             Part::Cols(lens) => (1, self.places(lens)),

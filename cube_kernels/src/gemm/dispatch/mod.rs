@@ -63,10 +63,11 @@ impl Choice {
     /// operands.
     pub fn packed_reads(&self, problem: &Problem) -> StoredForm {
         let is_mxfp8 = [problem.a, problem.b].contains(&OperandLayout::Mxfp8);
-        match self.plan.object().reads() {
+        let plan = self.plan.object();
+        match is_mxfp8 && !plan.kernel().takes_mxfp8() {
             // Dequantized before the GEMM, from rows of scales.
-            reads if is_mxfp8 && !reads.mxfp8 => StoredForm::ROWS,
-            reads => reads.packed,
+            true => StoredForm::ROWS,
+            false => plan.reads(),
         }
     }
 }

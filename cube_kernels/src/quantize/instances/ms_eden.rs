@@ -12,12 +12,11 @@ use super::{
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
 use crate::{
-    ScaleLayout,
+    ScaleLayout, StoredForm,
     cube::{
         hadamard::SignsLaunch,
         philox::{Numbering, PositionLaunch, RandomLaunch},
     },
-    quantize::ms_eden::EdenForm,
     registry::instance::{DummyDevice, Expected, Instance, instance},
     tensor::FloatKind,
 };
@@ -27,34 +26,36 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let random = || RandomLaunch::of([1, 2], 3 << 32 | 4);
     let signs = || EdenSignsLaunch::new(SignsLaunch::new(1, 2, 3, 4), b(2));
     // Forms in bf16 round in software, since their results are not codes.
-    let e2m1 = |form: EdenForm| Expected {
-        e2m1_rn: Some(device.has_nearest() && !form.is_bf16()),
+    let e2m1 = |form: StoredForm| Expected {
+        e2m1_rn: Some(device.has_nearest() && form != StoredForm::Bf16Unscaled),
         e4m3: Some(device.conversion.has_e4m3()),
         ..Expected::NONE
     };
     let tiles = || EdenTilesLaunch::new(b(8), shape(), 16, 16);
-    let out = |form: EdenForm| {
+    let out = |form: StoredForm| {
         let packed = |scales| EdenValuesArgs::Packed(EdenPackedLaunch::new(b(BLOCKS), scales));
         let values = match form {
-            EdenForm::Packed(ScaleLayout::Compact) => packed(EdenScalesArgs::Compact(b(BLOCKS))),
-            EdenForm::Packed(_) => packed(EdenScalesArgs::Swizzled(b(BLOCKS))),
-            EdenForm::Bf16Unscaled => EdenValuesArgs::Bf16Unscaled(b(BLOCKS)),
+            StoredForm::Packed(ScaleLayout::Compact) => packed(EdenScalesArgs::Compact(b(BLOCKS))),
+            StoredForm::Packed(_) | StoredForm::WholeTiles => {
+                packed(EdenScalesArgs::Swizzled(b(BLOCKS)))
+            }
+            StoredForm::Bf16Unscaled => EdenValuesArgs::Bf16Unscaled(b(BLOCKS)),
         };
         EdenOutLaunch::new(values, b(8))
     };
-    let policy = |across, packed, words, source: SourcePlan, form: EdenForm| EdenPolicy {
+    let policy = |across, packed, words, source: SourcePlan, form: StoredForm| EdenPolicy {
         across,
         packed,
         words,
         source,
-        swizzled: form == EdenForm::Packed(ScaleLayout::Swizzled128x4),
+        swizzled: form == StoredForm::Packed(ScaleLayout::Swizzled128x4),
         device_offset: across,
         numbering: match across && source.grouping == Grouping::One {
             true => Numbering::BlockGaps,
             false => Numbering::Own,
         },
         redrawn_signs: across,
-        unscaled: form.is_bf16(),
+        unscaled: form == StoredForm::Bf16Unscaled,
         planes_of_tile: 1,
         conversion: device.conversion,
     };
@@ -150,7 +151,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             elem
         ));
         for &(suffix, form) in [("", form)].iter().chain(others) {
-            let words = words && (across || form == EdenForm::Bf16Unscaled);
+            let words = words && (across || form == StoredForm::Bf16Unscaled);
             let (width, elem) = load(words);
             all.push(instance!(
                 device,
@@ -210,7 +211,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         ));
         let policies = [false, true].map(|across| EdenPolicy {
             planes_of_tile: 4,
-            ..policy(across, false, true, PLAIN, EdenForm::Bf16Unscaled)
+            ..policy(across, false, true, PLAIN, StoredForm::Bf16Unscaled)
         });
         all.push(instance!(
             device,
@@ -237,14 +238,14 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
 }
 
 /// Returns the main storage form of the result of a source, and its other forms with their names.
-fn forms(source: SourcePlan) -> (EdenForm, &'static [(&'static str, EdenForm)]) {
+fn forms(source: SourcePlan) -> (StoredForm, &'static [(&'static str, StoredForm)]) {
     let others: &[_] = match source.swizzled || source.grouping != Grouping::One {
         true => &[],
-        false => &[("-unscaled", EdenForm::Bf16Unscaled)],
+        false => &[("-unscaled", StoredForm::Bf16Unscaled)],
     };
     let scales = match source.swizzled {
         true => ScaleLayout::Swizzled128x4,
         false => ScaleLayout::Compact,
     };
-    (EdenForm::Packed(scales), others)
+    (StoredForm::Packed(scales), others)
 }

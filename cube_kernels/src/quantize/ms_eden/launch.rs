@@ -7,7 +7,7 @@ use super::{
         check::check_position,
         packed_source::{PackedSource, SourcePlan},
         plan::behind_earlier,
-        target::{DeviceRounding, EdenRandom, TargetSpec},
+        target::TargetSpec,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
     arguments::{
@@ -22,7 +22,7 @@ use super::{
     transform::EdenTransform,
 };
 use crate::{
-    BLOCK, BlockPosition, Hadamard, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
+    BLOCK, BlockPosition, Nvfp4Error, RandomStream, ScaleLayout, StoredForm, Usage,
     capabilities::Capabilities,
     cube::{
         eden::LINES,
@@ -249,36 +249,6 @@ fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> H
     out
 }
 
-/// Storage of an MS-EDEN result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EdenForm {
-    /// Codes and scale bytes. In 128x4 tiles the scales of every group of rows start anew, except
-    /// for groups concatenated along the columns, which are whole tiles of one matrix. Rows that
-    /// pad a tile are written as zeros.
-    Packed(ScaleLayout),
-    /// Codes times scales, [`Storage::Bf16Unscaled`].
-    Bf16Unscaled,
-}
-
-impl EdenForm {
-    fn of(target: &TargetSpec) -> Self {
-        match target.storage {
-            // RHT groups are whole tiles of scales.
-            Storage::Packed => Self::Packed(target.scale_layout),
-            Storage::Bf16Unscaled => Self::Bf16Unscaled,
-        }
-    }
-
-    fn is_swizzled(self) -> bool {
-        self == Self::Packed(ScaleLayout::Swizzled128x4)
-    }
-
-    /// Returns true if the result is stored as bf16 values.
-    pub fn is_bf16(self) -> bool {
-        self == Self::Bf16Unscaled
-    }
-}
-
 /// Quantizes `source` by MS-EDEN along `usage`, given the `amax` of its transformed values
 /// ([`ms_eden_amax`]).
 ///
@@ -303,33 +273,28 @@ pub(in crate::quantize) fn ms_eden(
     usage: Usage,
     target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let (amax, transform, form) = (
-        target.known_amax(),
-        EdenTransform::of(target),
-        EdenForm::of(target),
-    );
+    let (amax, transform) = (target.known_amax(), EdenTransform::of(target));
     let geometry = Geometry::new(client, source, usage, &transform, Some(target))?;
     let random = random_of(target);
-    let hadamard = &transform.hadamard;
     let maxima = source.groups().count();
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tile_count == 0 {
         // For empty matrices the amax is 0, and so is the one for decoding.
-        return Ok(result(client, &source, usage, amax, hadamard, form));
+        return Ok(result(client, &source, usage, amax, target));
     }
     let out_amax = allocate(client, maxima * 4);
-    let out = result(client, &source, usage, &out_amax, hadamard, form);
+    let out = result(client, &source, usage, &out_amax, target);
     let blocks = out.code_blocks();
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let amax_arg = unsafe { buffer(amax, maxima) };
     let map = geometry.map(client, amax);
     let words = out.scale_bytes() / 4;
-    let values = match form {
-        EdenForm::Bf16Unscaled => {
+    let values = match target.form {
+        StoredForm::Bf16Unscaled => {
             EdenValuesArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) })
         }
-        EdenForm::Packed(layout) => {
-            let scales = match layout {
+        form => {
+            let scales = match form.scale_layout() {
                 ScaleLayout::Swizzled128x4 => {
                     EdenScalesArgs::Swizzled(unsafe { buffer(&out.scales, words) })
                 }
@@ -342,12 +307,12 @@ pub(in crate::quantize) fn ms_eden(
         }
     };
     let target_memory = EdenOutLaunch::new(values, unsafe { buffer(&out.amax, maxima) });
-    let offset = match &random.offset {
+    let offset = match &target.offset {
         Some(offset) => unsafe { buffer(offset, 2) },
         // Not read.
         None => unsafe { buffer(amax, 1) },
     };
-    let stream = RandomLaunch::of(random.stream.key(), random.stream.offset);
+    let stream = RandomLaunch::of(random.key(), random.offset);
     let row_groups = out.blocks() * BLOCK / EDEN_GROUP;
     let (count, dim, address) = geometry.launch();
     let tiles = geometry.tiles(map, row_groups);
@@ -381,15 +346,12 @@ pub(in crate::quantize) fn ms_eden(
     Ok(out)
 }
 
-/// Returns the random bits of `target`.
+/// Returns the random stream of `target`.
 ///
 /// # Panics
 /// Panics if it is not quantized by MS-EDEN.
-fn random_of(target: &TargetSpec) -> &EdenRandom {
-    match &target.rounding {
-        DeviceRounding::MsEden(random) => random,
-        _ => unreachable!("a tensor by MS-EDEN"),
-    }
+fn random_of(target: &TargetSpec) -> RandomStream {
+    target.params.stream().expect("a tensor by MS-EDEN")
 }
 
 /// Allocates the result of [`ms_eden`], with undefined contents.
@@ -398,8 +360,7 @@ fn result(
     source: &EdenSource<'_>,
     usage: Usage,
     amax: &Handle,
-    hadamard: &Hadamard,
-    form: EdenForm,
+    target: &TargetSpec,
 ) -> DeviceQuantized {
     let (rows, cols) = source.shape();
     let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
@@ -413,16 +374,7 @@ fn result(
             ((padded_bound(rows, *count, EDEN_GROUP), cols), Groups::One)
         }
     };
-    let (scale_layout, storage) = match form {
-        EdenForm::Packed(layout) => (layout, Storage::Packed),
-        EdenForm::Bf16Unscaled => (ScaleLayout::Compact, Storage::Bf16Unscaled),
-    };
-    let layout = Layout {
-        scale_layout,
-        storage,
-        hadamard: Some(*hadamard),
-        ..Layout::nvfp4(shape.0, shape.1, usage)
-    };
+    let layout = target.params.layout(shape, usage, target.form);
     DeviceQuantized::empty(client, layout, groups, amax)
 }
 
@@ -475,19 +427,20 @@ impl<'a> Geometry<'a> {
         };
         let source = Stored::new(source)?;
         transform.check()?;
-        let offset = target.and_then(|target| random_of(target).offset.as_ref());
-        let form = target.map(EdenForm::of);
-        let swizzled = form.is_some_and(EdenForm::is_swizzled);
-        let unscaled = form.is_some_and(EdenForm::is_bf16);
+        let offset = target.and_then(|target| target.offset.as_ref());
+        // RHT groups are whole tiles of scales.
+        let form = target.map_or(StoredForm::ROWS, |target| target.form);
+        let swizzled = form.scale_layout() == ScaleLayout::Swizzled128x4;
+        let unscaled = form == StoredForm::Bf16Unscaled;
         if let Some(offset) = offset {
-            check_memory("random", offset, 8)?;
+            check_memory("offset", offset, 8)?;
         }
         let (rows, cols) = source.shape();
         let mut position = BlockPosition::default();
         let mut numbering = Numbering::Own;
         let mut earlier = None;
         if let Some(target) = target {
-            let own = random_of(target).stream.position;
+            let own = random_of(target).position;
             check_position(&own, source.groups())?;
             position = eden_position(&own)?;
             numbering = Numbering::of(&position);

@@ -2,13 +2,10 @@
 
 use cubecl::server::Handle;
 
-use super::{
-    super::target::{DeviceRounding, RedrawnSigns, TargetSpec},
-    arguments::EdenSignsLaunch,
-};
+use super::{super::target::TargetSpec, arguments::EdenSignsLaunch};
 use crate::{
-    Hadamard, Nvfp4Error, cube::hadamard::signs_launch, launch::buffer, memory::check_memory,
-    reference::check_eden_hadamard,
+    Hadamard, Nvfp4Error, QuantRounding, cube::hadamard::signs_launch, launch::buffer,
+    memory::check_memory, reference::check_eden_hadamard,
 };
 
 /// Transform of MS-EDEN, over 128 elements.
@@ -16,35 +13,35 @@ use crate::{
 pub struct EdenTransform {
     /// Transform. If signs are redrawn, its signs are those of an offset of zero.
     pub hadamard: Hadamard,
-    /// Source of the signs if a kernel draws them.
-    pub redrawn: Option<RedrawnSigns>,
+    /// Seed of the signs if a kernel draws them, and the offset in device memory.
+    pub redrawn: Option<(u64, Handle)>,
 }
 
 impl EdenTransform {
     /// Returns the transform of a tensor by MS-EDEN; one that [`Self::check`] refuses if the tensor
     /// has none.
     pub fn of(target: &TargetSpec) -> Self {
-        let redrawn = match &target.rounding {
-            DeviceRounding::MsEden(random) => random.redrawn.clone(),
-            _ => None,
+        let seed = match target.params.rounding {
+            QuantRounding::MsEden(draw) => draw.signs,
+            QuantRounding::Elements(_) => None,
         };
         Self {
-            hadamard: target.hadamard.unwrap_or_default(),
-            redrawn,
+            hadamard: target.params.hadamard.unwrap_or_default(),
+            redrawn: seed.zip(target.offset.clone()),
         }
     }
 
     pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
         check_eden_hadamard(&self.hadamard)?;
-        let memory = self.redrawn.as_ref().map(|signs| &signs.offset);
-        memory.map_or(Ok(()), |offset| check_memory("transform", offset, 8))
+        let memory = self.redrawn.as_ref().map(|(_, offset)| offset);
+        memory.map_or(Ok(()), |offset| check_memory("offset", offset, 8))
     }
 
     /// Returns the kernel argument; `unread` is a placeholder for a missing offset.
     pub(super) fn arg(&self, unread: &Handle) -> EdenSignsLaunch {
         let (words, offset) = match &self.redrawn {
             None => (self.hadamard.sign_words(), None),
-            Some(RedrawnSigns { seed, offset }) => {
+            Some((seed, offset)) => {
                 let seed = [*seed as u32, (*seed >> 32) as u32, 0, 0];
                 (seed, Some(offset))
             }

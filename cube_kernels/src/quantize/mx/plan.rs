@@ -1,34 +1,15 @@
-//! Form of microscaling tensors, and comptime configuration of their kernels.
+//! Allocation of microscaling tensors, and comptime configuration of their kernels.
 
 use cubecl::client::Client;
 
 use super::super::{target::TargetSpec, tile::Grouping};
 use crate::{
-    Format, Layout, ScaleLayout, Usage,
+    Layout, ScaleLayout, Usage,
     capabilities::Capabilities,
     format::block::ElementFormat,
     reference::padding::padded_bound,
     tensor::{DeviceQuantized, FloatKind, Groups},
 };
-
-/// Form of a microscaling tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MxForm {
-    /// Format.
-    pub format: Format,
-    /// Order of the block scales.
-    pub layout: ScaleLayout,
-}
-
-impl MxForm {
-    /// Returns the form of a tensor.
-    pub fn of(target: &TargetSpec) -> Self {
-        Self {
-            format: target.format,
-            layout: target.scale_layout,
-        }
-    }
-}
 
 /// Common comptime configuration of all microscaling kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,12 +25,12 @@ pub struct MxPlan {
 }
 
 impl MxPlan {
-    pub(super) fn new(client: &Client, form: MxForm, kind: FloatKind) -> Self {
+    pub(super) fn new(client: &Client, target: &TargetSpec, kind: FloatKind) -> Self {
         Self {
-            element: form.format.element(),
+            element: target.params.format.element(),
             hardware: has_e4m3(client),
             kind,
-            swizzled: form.layout == ScaleLayout::Swizzled128x4,
+            swizzled: target.form.scale_layout() == ScaleLayout::Swizzled128x4,
         }
     }
 
@@ -85,9 +66,9 @@ pub(super) fn empty_of_groups(
     (rows, cols): (usize, usize),
     groups: &Groups,
     usage: Usage,
-    form: MxForm,
+    target: &TargetSpec,
 ) -> DeviceQuantized {
-    let MxForm { format, layout } = form;
+    let (format, layout) = (target.params.format, target.form.scale_layout());
     let (shape, stored) = match (groups, usage) {
         (Groups::Batch(count), Usage::Columnwise) => ((count * cols, rows / count), Usage::Rowwise),
         (Groups::Offsets { count, .. }, Usage::Columnwise) => {

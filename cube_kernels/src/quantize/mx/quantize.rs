@@ -8,7 +8,7 @@ use super::{
         tile::{Grouping, in_bands, tile_from},
     },
     columns::{ColumnPlace, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, quantize_tile_columns},
-    plan::{MxForm, MxPlan, MxRowPlan, empty_of_groups},
+    plan::{MxPlan, MxRowPlan, empty_of_groups},
     rows::{MxRows, RowTiles, amax_of, max_of_lanes, row_block},
 };
 use crate::{
@@ -53,13 +53,12 @@ pub(in crate::quantize) fn mx_quantize(
     usage: Usage,
     target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let form = MxForm::of(target);
-    check_mx(form.format)?;
-    let out = empty_of_groups(client, (x.rows, x.cols), groups, usage, form);
+    check_mx(target.params.format)?;
+    let out = empty_of_groups(client, (x.rows, x.cols), groups, usage, target);
     if x.is_empty() {
         return Ok(out);
     }
-    let plan = MxPlan::new(client, form, x.dtype);
+    let plan = MxPlan::new(client, target, x.dtype);
     let blocks = out.blocks();
     let elements = x.len().max(out.code_blocks() * MX_BLOCK);
     let width = vector_size(x.dtype, x.cols);

@@ -9,7 +9,7 @@ use super::{
         tile::{Grouping, in_bands, tile_from},
     },
     columns::{ColumnPlace, MxTiles, Staging, TILE_COLS, TILE_ROWS, Tiles, quantize_tile_columns},
-    plan::{MxForm, MxPlan, MxRowPlan, empty_of_groups},
+    plan::{MxPlan, MxRowPlan, empty_of_groups},
     rows::{MxRows, RowTiles, amax_of, max_of_lanes, row_block},
 };
 use crate::{
@@ -48,15 +48,14 @@ pub(in crate::quantize) fn mx_requantize(
     target: &TargetSpec,
     via: FloatKind,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
-    let form = MxForm::of(target);
-    check_mx(form.format)?;
+    check_mx(target.params.format)?;
     let source = PackedSource::even("packed", packed)?;
     let shape = (packed.rows(), packed.cols());
-    let out = empty_of_groups(client, shape, &packed.groups, usage, form);
+    let out = empty_of_groups(client, shape, &packed.groups, usage, target);
     if source.rows * source.cols == 0 {
         return Ok(out);
     }
-    let plan = MxPlan::new(client, form, via);
+    let plan = MxPlan::new(client, target, via);
     let elements = out.code_blocks().max(source.rows * source.blocks) * MX_BLOCK;
     // With few long rows, the padding of tiles makes more scales than elements.
     let elements = elements.max(out.scale_bytes()).max(packed.scale_bytes());

@@ -364,7 +364,7 @@ pub fn quantize_per_token_both(
     let scope = AmaxGranularity::PerRow;
     let request = AmaxRequest {
         rows: Some(scope),
-        cols: Some((scope, col.hadamard)),
+        cols: Some((scope, col.params.hadamard)),
     };
     let found = quantize::amaxes(client, x, groups, &request).unwrap();
     let [rows, cols] = [found.rows, found.cols].map(Option::unwrap);

@@ -2,8 +2,8 @@
 
 use cubecl::{client::Client, server::Handle};
 use nvfp4_formats::{
-    AmaxGranularity, BlockScaling, Hadamard, Nvfp4Error, RandomStream, ScaleLayout, Storage, Usage,
-    reference::Activation,
+    AmaxGranularity, BlockScaling, Hadamard, Nvfp4Error, QuantParams, RandomStream, Rounding,
+    ScaleLayout, StoredForm, Usage, reference::Activation,
 };
 use nvfp4_kernels::{
     moe::GroupOffsets,
@@ -83,15 +83,14 @@ pub fn quantize_both(
     Ok(request.launch(client)?.into_both())
 }
 
-/// Quantizes these tensors, each in a storage.
+/// Quantizes these tensors, each in a form.
 pub fn quantize_operands(
     client: &Client,
     x: &Matrix,
-    row: Option<(&TargetSpec, Storage)>,
-    col: Option<(&TargetSpec, Storage)>,
+    row: Option<(&TargetSpec, StoredForm)>,
+    col: Option<(&TargetSpec, StoredForm)>,
 ) -> MadeSome {
-    let [row, col] =
-        [row, col].map(|one| one.map(|(target, storage)| target.clone().storage(storage)));
+    let [row, col] = [row, col].map(|one| one.map(|(target, form)| target.clone().form(form)));
     let made = Quantize::new(x)
         .rowwise(row)
         .columnwise(col)
@@ -126,7 +125,7 @@ pub fn quantize_side_by_side(
 }
 
 /// Quantizes a rowwise tensor with one amax.
-pub fn quantize_row(client: &Client, x: &Matrix, amax: &Handle, rounding: DeviceRounding) -> Made {
+pub fn quantize_row(client: &Client, x: &Matrix, amax: &Handle, rounding: Rounding) -> Made {
     let target = TargetSpec::new(rounding).amax(amax);
     Ok(Quantize::new(x).rowwise(target).launch(client)?.into_one())
 }
@@ -136,14 +135,14 @@ pub fn quantize_col(
     client: &Client,
     x: &Matrix,
     amax: &Handle,
-    rounding: DeviceRounding,
+    rounding: Rounding,
     hadamard: Option<Hadamard>,
 ) -> Made {
-    let target = TargetSpec {
+    let params = QuantParams {
         hadamard,
-        ..TargetSpec::new(rounding).amax(amax)
+        ..QuantParams::nvfp4(rounding)
     };
-    let request = Quantize::new(x).columnwise(target);
+    let request = Quantize::new(x).columnwise(TargetSpec::new(params).amax(amax));
     Ok(request.launch(client)?.into_one())
 }
 
@@ -163,8 +162,8 @@ pub fn quantize_tile_with(
     layouts: [ScaleLayout; 2],
 ) -> MadeBoth {
     let [row, col] = layouts.map(|layout| {
-        let target = TargetSpec::tiles(scaling).amax(amax);
-        target.scale_layout(layout)
+        let target = TargetSpec::new(QuantParams::nvfp4_2d(scaling)).amax(amax);
+        target.form(StoredForm::Packed(layout))
     });
     quantize_both(client, x, groups, &row, &col)
 }
@@ -179,8 +178,9 @@ pub fn quantize_tile_copy(
     scaling: BlockScaling,
     layout: ScaleLayout,
 ) -> Made {
-    let target = TargetSpec::tiles(scaling).amax(amax);
-    quantize(client, x, groups, usage, &target.scale_layout(layout))
+    let target = TargetSpec::new(QuantParams::nvfp4_2d(scaling)).amax(amax);
+    let target = target.form(StoredForm::Packed(layout));
+    quantize(client, x, groups, usage, &target)
 }
 
 /// Quantizes each row with its own amax, from one read.
@@ -196,7 +196,7 @@ pub fn ms_eden_amax<'a>(
     usage: Usage,
     hadamard: &Hadamard,
 ) -> Result<Handle, Nvfp4Error> {
-    let target = TargetSpec::ms_eden(*hadamard, RandomStream::new(0, 0, 0));
+    let target = TargetSpec::new(QuantParams::ms_eden(*hadamard, RandomStream::new(0, 0, 0)));
     let found = source.request().along(usage, target).launch_amax(client)?;
     Ok(found.rowwise.or(found.columnwise).expect("requested"))
 }
@@ -208,7 +208,8 @@ pub fn ms_eden_amax_pair(
     hadamards: [&Hadamard; 2],
 ) -> Result<[Handle; 2], Nvfp4Error> {
     let stream = RandomStream::new(0, 0, 0);
-    let [row, col] = hadamards.map(|hadamard| TargetSpec::ms_eden(*hadamard, stream));
+    let [row, col] =
+        hadamards.map(|hadamard| TargetSpec::new(QuantParams::ms_eden(*hadamard, stream)));
     let found = Quantize::new(x).rowwise(row).columnwise(col);
     let found = found.launch_amax(client)?;
     Ok([found.rowwise, found.columnwise].map(|amax| amax.expect("requested")))
@@ -221,25 +222,34 @@ pub fn ms_eden<'a>(
     usage: Usage,
     amax: &Handle,
     hadamard: &Hadamard,
-    random: impl Into<EdenRandom>,
+    stream: RandomStream,
 ) -> Made {
-    let form = (Storage::Packed, ScaleLayout::Compact);
-    ms_eden_as(client, source, usage, amax, hadamard, random, form)
+    ms_eden_as(
+        client,
+        source,
+        usage,
+        amax,
+        hadamard,
+        stream,
+        StoredForm::ROWS,
+    )
 }
 
-/// Quantizes by MS-EDEN to this storage and order of scales.
+/// Quantizes by MS-EDEN, stored in this form.
 pub fn ms_eden_as<'a>(
     client: &Client,
     source: impl EdenSource<'a>,
     usage: Usage,
     amax: &Handle,
     hadamard: &Hadamard,
-    random: impl Into<EdenRandom>,
-    (storage, scale_layout): (Storage, ScaleLayout),
+    stream: RandomStream,
+    form: StoredForm,
 ) -> Made {
-    let target = TargetSpec::ms_eden(*hadamard, random).amax(amax);
-    let target = target.storage(storage).scale_layout(scale_layout);
-    let made = source.request().along(usage, target).launch(client)?;
+    let target = TargetSpec::new(QuantParams::ms_eden(*hadamard, stream)).amax(amax);
+    let made = source
+        .request()
+        .along(usage, target.form(form))
+        .launch(client)?;
     Ok(made.into_one())
 }
 

@@ -13,7 +13,7 @@ use crate::{
     cube::codec::{load, store},
     gemm::{
         epilogue::{EpilogueArgs, Factor, factor},
-        materialize::{Materialized, Reads},
+        materialize::Materialized,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal},
         scheduler::GroupedDim,
@@ -93,14 +93,10 @@ impl GemmPlan for CublasLtPlan {
         &CublasLt
     }
 
-    fn reads(&self) -> Reads {
-        Reads {
-            packed: match self.0 {
-                CublasLtFormat::Nvfp4 => StoredForm::TILES,
-                _ => StoredForm::Bf16Unscaled,
-            },
-            mn_major: false,
-            mxfp8: false,
+    fn reads(&self) -> StoredForm {
+        match self.0 {
+            CublasLtFormat::Nvfp4 => StoredForm::TILES,
+            _ => StoredForm::Bf16Unscaled,
         }
     }
 
@@ -255,15 +251,10 @@ fn queue(launch: &Launch) -> Result<(), Nvfp4Error> {
 
 /// Converts an operand to the library's form.
 fn library_operand(operand: &Materialized) -> CublasLtOperand<'_> {
-    let is_packed = operand.is_packed();
     CublasLtOperand {
         rows: operand.rows,
-        data: if is_packed {
-            &operand.codes
-        } else {
-            &operand.dense
-        },
-        scale: is_packed.then_some(&operand.scales),
+        data: &operand.elements,
+        scale: operand.is_packed().then_some(&operand.scales),
     }
 }
 

@@ -545,14 +545,14 @@ fn queue(launch: &Launch) {
             address_type(a_len.max(b_len).max(result.len())),
             width,
             MixedMatrixLaunch::new(
-                memory(&a.codes, a_len / BLOCK),
+                memory(&a.elements, a_len / BLOCK),
                 memory(&a.scales, a_len / BLOCK),
-                memory(&a.dense, a_len / width),
+                memory(&a.elements, a_len / width),
             ),
             MixedMatrixLaunch::new(
-                memory(&b.codes, b_len / BLOCK),
+                memory(&b.elements, b_len / BLOCK),
                 memory(&b.scales, b_len / BLOCK),
-                memory(&b.dense, b_len / width),
+                memory(&b.elements, b_len / width),
             ),
             GroupedProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), count),

@@ -111,8 +111,14 @@ fn queue_packed(launch: &Launch) {
             count,
             dim,
             address,
-            PackedMatrixLaunch::new(memory(&a.codes, m * blocks), memory(&a.scales, m * blocks)),
-            PackedMatrixLaunch::new(memory(&b.codes, n * blocks), memory(&b.scales, n * blocks)),
+            PackedMatrixLaunch::new(
+                memory(&a.elements, m * blocks),
+                memory(&a.scales, m * blocks),
+            ),
+            PackedMatrixLaunch::new(
+                memory(&b.elements, n * blocks),
+                memory(&b.scales, n * blocks),
+            ),
             ProblemShapeLaunch::of((m, n, k), 1),
             launch.epilogue.launch([1, n], 1, (&result.handle, 1), 1.0),
             memory(&result.handle, m * n),
@@ -196,14 +202,14 @@ fn queue(launch: &Launch) {
             dim,
             address_type(a_len.max(b_len).max(result.len())),
             MixedMatrixLaunch::new(
-                memory(&a.codes, a_len / 8),
+                memory(&a.elements, a_len / 8),
                 memory(&a.scales, a_len / BLOCK),
-                memory(&a.dense, a_len),
+                memory(&a.elements, a_len),
             ),
             MixedMatrixLaunch::new(
-                memory(&b.codes, b_len / 8),
+                memory(&b.elements, b_len / 8),
                 memory(&b.scales, b_len / BLOCK),
-                memory(&b.dense, b_len),
+                memory(&b.elements, b_len),
             ),
             GroupedProblemLaunch::new(
                 ProblemShapeLaunch::of((m, n, k), groups.groups),

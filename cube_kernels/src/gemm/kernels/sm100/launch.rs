@@ -20,7 +20,7 @@ use crate::{
     gemm::{
         arguments::{GroupedProblemLaunch, ProblemShapeLaunch},
         epilogue::Factor,
-        materialize::{Materialized, Reads},
+        materialize::Materialized,
         operand::OperandLayout,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
@@ -122,12 +122,8 @@ impl GemmPlan for Tcgen05 {
         &Sm100BlockScaled
     }
 
-    fn reads(&self) -> Reads {
-        Reads {
-            packed: StoredForm::TILES,
-            mn_major: false,
-            mxfp8: true,
-        }
+    fn reads(&self) -> StoredForm {
+        StoredForm::TILES
     }
 
     fn k_alignment(&self) -> usize {
@@ -236,7 +232,7 @@ fn codes_map(
     // SAFETY: the caller checked that the memory holds these words of codes.
     let tensor = unsafe {
         TensorArg::from_raw_parts(
-            operand.codes.clone(),
+            operand.elements.clone(),
             [words, 1].into(),
             [operand.rows, words].into(),
         )

@@ -40,7 +40,7 @@ use crate::{
             ProblemShapeLaunch,
         },
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
-        materialize::{Materialized, Reads},
+        materialize::Materialized,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
         scheduler::{GroupedDim, place},
@@ -555,13 +555,6 @@ impl GemmPlan for BlockScaledMma {
         &Sm120BlockScaled
     }
 
-    fn reads(&self) -> Reads {
-        Reads {
-            mxfp8: true,
-            ..Reads::COMPACT
-        }
-    }
-
     fn reads_codes_directly(&self) -> bool {
         true
     }
@@ -615,7 +608,7 @@ fn queue(launch: &Launch, shape: Sm120Tile) {
     let format = shape.format.format();
     let packed = |matrix: &Materialized, rows: usize| {
         PackedMatrixLaunch::new(
-            memory(&matrix.codes, rows * k * format.code_bits() / 32),
+            memory(&matrix.elements, rows * k * format.code_bits() / 32),
             memory(&matrix.scales, rows * k / format.block()),
         )
     };

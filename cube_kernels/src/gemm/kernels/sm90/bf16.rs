@@ -32,7 +32,7 @@ use crate::{
         arguments::{GroupedProblem, GroupedProblemLaunch, ProblemShapeLaunch, thread_in_cta},
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         heuristics,
-        materialize::{Materialized, Reads},
+        materialize::Materialized,
         operand::OperandLayout,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, UNALIGNED, sms},
@@ -552,20 +552,17 @@ impl fmt::Display for DequantThenBf16 {
     }
 }
 
-/// Forms that the kernels of bf16 operands read.
-pub(super) const READS: Reads = Reads {
-    packed: StoredForm::Bf16Unscaled,
-    mn_major: true,
-    mxfp8: false,
-};
-
 impl GemmPlan for DequantThenBf16 {
     fn kernel(&self) -> &'static dyn GemmKernel {
         &Sm90Bf16
     }
 
-    fn reads(&self) -> Reads {
-        READS
+    fn reads(&self) -> StoredForm {
+        StoredForm::Bf16Unscaled
+    }
+
+    fn reads_mn_major(&self) -> bool {
+        true
     }
 
     fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
@@ -602,7 +599,7 @@ pub(super) fn operand_map(operand: &Materialized, k: usize, rows: usize) -> Tens
     };
     // SAFETY: the caller checked that the memory holds this many elements.
     let tensor = unsafe {
-        TensorArg::from_raw_parts(operand.dense.clone(), [shape[1], 1].into(), shape.into())
+        TensorArg::from_raw_parts(operand.elements.clone(), [shape[1], 1].into(), shape.into())
     };
     TensorMapArg::new(
         TiledArgs {

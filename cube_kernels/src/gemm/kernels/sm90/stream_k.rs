@@ -16,11 +16,11 @@ use cubecl::{
 use half::bf16;
 
 use super::bf16::{
-    A_STAGE, Depth, READS, SharedAddresses, StageOperands, StageSource, UNITS, b_stage, check_sm90,
+    A_STAGE, Depth, SharedAddresses, StageOperands, StageSource, UNITS, b_stage, check_sm90,
     fill_stage, init_barriers, major, multiply, operand_map, pipeline_at,
 };
 use crate::{
-    Nvfp4Error,
+    Nvfp4Error, StoredForm,
     capabilities::GemmBackend,
     cube::ptx::{
         Major, cp_async, cp_async_commit_group, cp_async_wait_group, cvta_to_global,
@@ -30,7 +30,6 @@ use crate::{
         arguments::{ProblemShape, ProblemShapeLaunch, thread_in_cta},
         epilogue::{Epilogue, STAGING, WarpTile, write_warp_tile},
         heuristics,
-        materialize::Reads,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, sms},
         scheduler::{GroupedDim, Place, place},
@@ -534,8 +533,12 @@ impl GemmPlan for DequantThenStreamK {
         &Sm90StreamK
     }
 
-    fn reads(&self) -> Reads {
-        READS
+    fn reads(&self) -> StoredForm {
+        StoredForm::Bf16Unscaled
+    }
+
+    fn reads_mn_major(&self) -> bool {
+        true
     }
 
     fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {

@@ -297,7 +297,7 @@ pub(crate) fn queue(launch: &SmallMLaunch) {
     let dim = CubeDim::new_1d(32 * shape.warps as u32);
     let address = address_type((n * k).max(m * n));
     let weight = PackedMatrixLaunch::new(
-        buffer(&b.codes, n * k / 8),
+        buffer(&b.elements, n * k / 8),
         buffer(&b.scales, n * k / BLOCK),
     );
     let problem = ProblemShapeLaunch::of((m, n, k), 1);
@@ -311,9 +311,9 @@ pub(crate) fn queue(launch: &SmallMLaunch) {
                 dim,
                 address,
                 MixedMatrixLaunch::new(
-                    buffer(&a.codes, m * k / 8),
+                    buffer(&a.elements, m * k / 8),
                     buffer(&a.scales, m * k / BLOCK),
-                    buffer(&a.dense, m * k / 8),
+                    buffer(&a.elements, m * k / 8),
                 ),
                 weight,
                 problem,

@@ -141,9 +141,9 @@ pub(crate) fn arrange(
             CubeDim::new_1d(UNITS as u32),
             address_type(vectors * 8),
             MixedMatrixLaunch::new(
-                BufferArg::from_raw_parts(operand.codes.clone(), read),
+                BufferArg::from_raw_parts(operand.elements.clone(), read),
                 BufferArg::from_raw_parts(operand.scales.clone(), read / 2),
-                BufferArg::from_raw_parts(operand.dense.clone(), read * 8),
+                BufferArg::from_raw_parts(operand.elements.clone(), read * 8),
             ),
             BufferArg::from_raw_parts(out.clone(), vectors),
             BufferArg::from_raw_parts(groups.offsets.clone(), groups.groups + 1),

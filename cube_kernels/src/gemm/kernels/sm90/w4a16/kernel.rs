@@ -625,7 +625,11 @@ fn queue(launch: &Launch, tile: W4a16Tile, band: usize) {
     .with_prefetch(TensorMapPrefetch::B256);
     // SAFETY: the caller checked that the memory holds these words of eight codes.
     let b_tensor = unsafe {
-        TensorArg::from_raw_parts(b.codes.clone(), [k / 8, 1].into(), [b.rows, k / 8].into())
+        TensorArg::from_raw_parts(
+            b.elements.clone(),
+            [k / 8, 1].into(),
+            [b.rows, k / 8].into(),
+        )
     };
     let b_map = TensorMapArg::new(
         TiledArgs {

@@ -46,7 +46,6 @@ use crate::{
         arguments::{GroupedProblem, GroupedProblemLaunch, ProblemShapeLaunch, thread_in_cta},
         epilogue::Epilogue,
         heuristics,
-        materialize::Reads,
         operand::OperandLayout,
         plan::{Candidate, GemmKernel, GemmPlan, Launch},
         problem::{Device, GemmShape, Problem, Refusal, sms},
@@ -332,13 +331,9 @@ impl GemmPlan for W4a16MnMajor {
         &Sm90W4a16MnMajor
     }
 
-    fn reads(&self) -> Reads {
-        Reads {
-            // Applies to `a`; `b` has the same form for every kernel.
-            packed: StoredForm::Bf16Unscaled,
-            mn_major: false,
-            mxfp8: false,
-        }
+    /// Returns the form of `a`; `b` has the same form for every kernel.
+    fn reads(&self) -> StoredForm {
+        StoredForm::Bf16Unscaled
     }
 
     fn launch(&self, launch: &Launch) -> Result<(), Nvfp4Error> {
@@ -374,7 +369,7 @@ fn queue(launch: &Launch, tile: W4a16MnTile, band: usize) {
     let depth = b.stack * k;
     // SAFETY: the caller checked that the memory holds these words of eight codes.
     let b_tensor = unsafe {
-        TensorArg::from_raw_parts(b.codes.clone(), [n / 8, 1].into(), [depth, n / 8].into())
+        TensorArg::from_raw_parts(b.elements.clone(), [n / 8, 1].into(), [depth, n / 8].into())
     };
     let b_map = TensorMapArg::new(
         TiledArgs {
