@@ -225,7 +225,7 @@ mod tests {
             assert!(start <= aligned.k, "{sizes:?}");
             let expected = swizzle::swizzle(&expected_scales, rows, new_blocks);
             let read = |handle: &Handle, len| download(&client, handle, len).unwrap();
-            assert_eq!(read(&moved.codes, expected_codes.len()), expected_codes);
+            assert_eq!(read(&moved.elements, expected_codes.len()), expected_codes);
             assert_eq!(read(&moved.scales, expected.len()), expected, "{sizes:?}");
         }
     }

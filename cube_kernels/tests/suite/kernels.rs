@@ -65,7 +65,7 @@ fn check_uploaded<T: DeviceElement>(
     let host_rht_amax = Amax::Tensor(expected);
 
     for rounding in roundings() {
-        let found = quantize::quantize_row(client, matrix, &amax, rounding.into()).unwrap();
+        let found = quantize::quantize_row(client, matrix, &amax, rounding).unwrap();
         let expected = reference::quantize_row(x, rows, cols, &host_amax, &rounding).unwrap();
         assert_packed(
             client,
@@ -74,7 +74,7 @@ fn check_uploaded<T: DeviceElement>(
             &format!("{what}: row, {rounding:?}"),
         );
 
-        let found = quantize::quantize_col(client, matrix, &amax, rounding.into(), None).unwrap();
+        let found = quantize::quantize_col(client, matrix, &amax, rounding, None).unwrap();
         let expected = reference::quantize_col(x, rows, cols, &host_amax, &rounding, None).unwrap();
         assert_packed(
             client,
@@ -84,7 +84,7 @@ fn check_uploaded<T: DeviceElement>(
         );
 
         let found =
-            quantize::quantize_col(client, matrix, &rht_amax, rounding.into(), Some(hadamard))
+            quantize::quantize_col(client, matrix, &rht_amax, rounding, Some(hadamard))
                 .unwrap();
         let expected =
             reference::quantize_col(x, rows, cols, &host_rht_amax, &rounding, Some(&hadamard))
@@ -439,11 +439,11 @@ fn beyond_two_to_the_31_elements() {
     let amax = quantize::amax(&client, &matrix, None).unwrap();
     let host_amax = Amax::Tensor(reference::amax(&x));
     let rounding = Rounding::Stochastic(STREAM);
-    let found = quantize::quantize_row(&client, &matrix, &amax, rounding.into()).unwrap();
+    let found = quantize::quantize_row(&client, &matrix, &amax, rounding).unwrap();
     let expected = reference::quantize_row(&x, rows, cols, &host_amax, &rounding).unwrap();
     assert_packed(&client, &found, &expected, "row");
     drop((found, expected));
-    let found = quantize::quantize_col(&client, &matrix, &amax, rounding.into(), None).unwrap();
+    let found = quantize::quantize_col(&client, &matrix, &amax, rounding, None).unwrap();
     let expected = reference::quantize_col(&x, rows, cols, &host_amax, &rounding, None).unwrap();
     assert_packed(&client, &found, &expected, "col");
 }

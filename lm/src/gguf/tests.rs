@@ -225,6 +225,7 @@ fn a_llama_becomes_a_folder() {
     let Imported {
         config,
         no_tokenizer,
+        ..
     } = import(&path, &target, Dtype::BF16).unwrap();
     assert!(no_tokenizer.unwrap().contains("tokenizer.ggml.model"));
     assert_eq!(DecoderConfig::read(&target).unwrap(), config);

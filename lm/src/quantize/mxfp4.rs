@@ -164,7 +164,7 @@ mod tests {
             for first in [10u8, 110, 230] {
                 let scales: Vec<u8> = (first..first + 18).collect();
                 let weight = row(&scales);
-                let made = cast(&[weight.clone()], scales.len() * 32, dialect).unwrap();
+                let made = cast(std::slice::from_ref(&weight), scales.len() * 32, dialect).unwrap();
                 let [(made, report)] = &made[..] else {
                     panic!("one weight was cast")
                 };
