@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use crate::checkpoint::{CONFIG, read_json};
 use crate::data::END_OF_FILE;
 use crate::groups::ParallelGroups;
-use crate::hf::tensors::check_folder;
+use crate::hf::folder::check_folder;
 use crate::model::LanguageModel;
 use crate::sampling::{Sampler, SamplingConfig};
 use crate::train::{ByteRun, Checkpoint};

@@ -84,8 +84,7 @@ fn check_uploaded<T: DeviceElement>(
         );
 
         let found =
-            quantize::quantize_col(client, matrix, &rht_amax, rounding, Some(hadamard))
-                .unwrap();
+            quantize::quantize_col(client, matrix, &rht_amax, rounding, Some(hadamard)).unwrap();
         let expected =
             reference::quantize_col(x, rows, cols, &host_rht_amax, &rounding, Some(&hadamard))
                 .unwrap();

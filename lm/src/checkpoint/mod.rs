@@ -30,7 +30,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
-use crate::hf::tensors::check_folder;
+use crate::hf::folder::check_folder;
 use crate::random::hash;
 use crate::ranks::{agree, gathered_bytes, on_first};
 use parts::{Level, Partition, ranks_of};

@@ -11,7 +11,7 @@ use crate::config::{
     Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension, steps_of,
 };
 use crate::decoder::{FrozenForm, LoraConfig};
-use crate::hf::tensors::FINETUNING;
+use crate::hf::folder::FINETUNING;
 
 /// Configuration file in the folder of a run.
 pub const CONFIG: &str = FINETUNING;

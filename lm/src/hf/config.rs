@@ -13,8 +13,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::fields::{Fields, is_neutral};
+use super::folder::check_folder;
 use super::fp8::is_fp8;
-use super::tensors::check_folder;
 use crate::checkpoint::read_json;
 
 mod blocks;

@@ -9,6 +9,7 @@
 
 pub mod config;
 mod fields;
+pub(crate) mod folder;
 pub(crate) mod fp8;
 pub mod generation;
 mod header;

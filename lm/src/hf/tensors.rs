@@ -15,19 +15,18 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
-use super::fp8::BlockScales;
+use super::folder::check_folder;
 use super::header::{Entry, Header};
-use super::{CONFIG_FILE, INDEX_FILE, TensorSpec, WHOLE_FILE};
+use super::{INDEX_FILE, TensorSpec, WHOLE_FILE};
 use crate::progress::{Unit, Work};
 use crate::random::{hash, hash_all};
 
 mod part;
 
+pub(super) use part::BlockScales;
 use part::{Contents, Layout};
 pub use part::{MXFP4_BLOCK, Mxfp4, mxfp4_scale};
 pub(crate) use part::{Place, check};
-/// File of the run in the folder of a finetuning.
-pub(crate) const FINETUNING: &str = "finetune.json";
 /// Number of tensors that are read between two reports of progress.
 const PART: usize = 64;
 
@@ -550,47 +549,6 @@ impl fmt::Display for StoredTensor<'_> {
 impl fmt::Debug for StoredTensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{self}: {:?}{:?}", self.dtype, self.shape)
-    }
-}
-
-/// Checks that a folder of a model exists, and is not that of a finetuning, whose models are in its
-/// subfolders.
-///
-/// # Errors
-/// Returns an error if it is not so. A path such as `Qwen/Qwen3-0.6B` may be the name of a
-/// repository, so the error then names the command that downloads it.
-pub(crate) fn check_folder(folder: &Path) -> Result<()> {
-    let shown = folder.display();
-    if folder.is_dir() {
-        ensure!(
-            folder.join(CONFIG_FILE).exists() || !folder.join(FINETUNING).exists(),
-            "{shown} is the folder of a finetuning, {}",
-            written(folder)
-        );
-        return Ok(());
-    }
-    let parts: Vec<_> = folder.components().collect();
-    if let [Component::Normal(_), Component::Normal(name)] = parts[..] {
-        bail!(
-            "there is no folder {shown}; a model of this name on Hugging Face is downloaded by \
-             `hf download {shown} --local-dir {}`",
-            name.display()
-        );
-    }
-    bail!("there is no folder {shown}")
-}
-
-/// Says which models the finetuning in `folder` has written.
-fn written(folder: &Path) -> String {
-    let existing = |name: &str| Some(folder.join(name)).filter(|path| path.exists());
-    match (existing("model").or(existing("nvfp4")), existing("adapter")) {
-        (Some(model), _) => format!("which has written {}: give this folder", model.display()),
-        (None, Some(adapter)) => format!(
-            "which has written adapters: give the model that they were trained beside, and \
-             --adapter {}",
-            adapter.display()
-        ),
-        (None, None) => "which has written no model yet".into(),
     }
 }
 

@@ -19,7 +19,8 @@ use crate::checkpoint::read_json;
 use crate::decoder::fused::open_tensors;
 use crate::decoder::names::differences;
 use crate::hf::config::CONFIG_FILE;
-use crate::hf::tensors::{check_each, check_folder};
+use crate::hf::folder::check_folder;
+use crate::hf::tensors::check_each;
 use crate::hf::{DecoderConfig, Family, StoredTensor, TensorFolder};
 
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.

@@ -27,7 +27,8 @@ use crate::decoder::fused::open_tensors;
 use crate::decoder::load::check_tensors;
 use crate::decoder::names::is_extra;
 use crate::hf::config::{CONFIG_FILE, refuse_packed};
-use crate::hf::tensors::{check_each, check_folder};
+use crate::hf::folder::check_folder;
+use crate::hf::tensors::check_each;
 use crate::hf::{
     DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
 };

@@ -1,9 +1,8 @@
 //! Backward of attention.
 
 use burn_core::backend::{
-    Autodiff, AutodiffBackend, Backend, TensorMetadata,
+    Autodiff, AutodiffBackend, Backend,
     autodiff::{
-        NodeId,
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
         ops::{Backward, Ops, OpsKind},
@@ -11,33 +10,12 @@ use burn_core::backend::{
     tensor::FloatTensor,
 };
 
+use super::saved::{Saved, register};
+use super::sinks_autodiff;
 use super::{
     AttentionForward, AttentionInputs, AttentionOps, AttentionRope, AttentionSequences,
-    AttentionSpec, sinks,
+    AttentionSpec,
 };
-use crate::ops::dtype::{cast, float_dtype};
-
-/// Tensors saved for the backward.
-#[derive(Clone, Debug)]
-pub(super) struct Saved<B: Backend> {
-    pub(super) forward: AttentionForward<B>,
-    pub(super) sequences: AttentionSequences<B>,
-    pub(super) rope: AttentionRope<B>,
-    pub(super) spec: AttentionSpec,
-}
-
-impl<B: AttentionOps> Saved<B> {
-    pub(super) fn backward(self, dout: FloatTensor<B>) -> AttentionInputs<B> {
-        let dout = cast::<B>(dout, float_dtype(self.forward.out.dtype()));
-        let Self {
-            forward,
-            sequences,
-            rope,
-            spec,
-        } = self;
-        B::nvfp4_attention_backward(forward, dout, sequences, rope, spec)
-    }
-}
 
 /// Attention of three tensors: parents `[q, k, v]`.
 #[derive(Debug)]
@@ -77,19 +55,6 @@ impl<B: AttentionOps> Backward<B, 1> for Fused {
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         if let AttentionInputs::Qkv(qkv) = ops.state.backward(dout) {
             register::<B, 1>(nodes, [qkv], grads);
-        }
-    }
-}
-
-/// Registers the gradients with the tracked nodes.
-pub(super) fn register<B: Backend, const N: usize>(
-    nodes: [Option<NodeId>; N],
-    found: [FloatTensor<B>; N],
-    grads: &mut Gradients,
-) {
-    for (node, grad) in nodes.into_iter().zip(found) {
-        if let Some(node) = node {
-            grads.register::<B>(node, grad);
         }
     }
 }
@@ -177,7 +142,7 @@ impl<B: AttentionOps, C: CheckpointStrategy> AttentionOps for Autodiff<B, C> {
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
         let (sequences, rope) = (inner_sequences(sequences), inner_rope(rope));
-        sinks::attention(inputs, sequences, rope, sinks, spec)
+        sinks_autodiff::attention(inputs, sequences, rope, sinks, spec)
     }
 }
 

@@ -12,38 +12,23 @@ pub(in crate::ops) mod cube;
 mod flex;
 #[cfg(feature = "cubecl-backend")]
 mod meta;
+mod saved;
 mod sinks;
+mod sinks_autodiff;
+mod spec;
 mod tensors;
 
 use burn_core as burn;
 
 use burn_core::backend::{Backend, backend_extension, tensor::FloatTensor};
-use nvfp4_formats::AttentionParams;
 
-use super::spec::OutputAmax;
-
+pub use spec::AttentionSpec;
 pub use tensors::{AttentionForward, AttentionInputs, AttentionRope, AttentionSequences};
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{
     AttentionForwardMetadata, AttentionInputsMetadata, AttentionRopeMetadata,
     AttentionSequencesMetadata,
 };
-
-/// Parameters of attention other than its tensors.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AttentionSpec {
-    /// Number of query heads.
-    pub heads: usize,
-    /// Number of key and value heads.
-    pub kv_heads: usize,
-    /// Head size.
-    pub head: usize,
-    /// Parameters of scores and softmax.
-    pub params: AttentionParams,
-    /// Amax values that the next layer needs to quantize the output; the pass that writes the
-    /// output computes them if possible. Does not affect any bit of the results.
-    pub amax: Option<OutputAmax>,
-}
 
 /// Attention without a tokens × tokens matrix; see
 /// [`nvfp4_kernels::attention`](https://docs.rs/nvfp4-kernels) for the definition.

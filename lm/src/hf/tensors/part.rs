@@ -96,6 +96,31 @@ impl Place {
     }
 }
 
+/// Scales of the blocks of a stored matrix.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockScales<'a> {
+    /// Scales `[rows, columns]` of blocks, f32, little endian.
+    pub bytes: &'a [u8],
+    /// Rows and columns of a block.
+    pub block: [usize; 2],
+}
+
+impl BlockScales<'_> {
+    /// Multiplies the elements `values` of a matrix with `columns` columns.
+    pub fn apply(&self, values: &mut [f32], columns: usize) {
+        let (scales, _) = self.bytes.as_chunks::<4>();
+        let [rows, width] = self.block;
+        let per_row = columns.div_ceil(width);
+        for (row, values) in values.chunks_mut(columns).enumerate() {
+            let scales = &scales[row / rows * per_row..][..per_row];
+            for (values, scale) in values.chunks_mut(width).zip(scales) {
+                let scale = f32::from_le_bytes(*scale);
+                values.iter_mut().for_each(|value| *value *= scale);
+            }
+        }
+    }
+}
+
 /// Elements of a tensor, as they are stored.
 #[derive(Clone, Copy)]
 pub(super) enum Contents<'a> {
