@@ -295,8 +295,9 @@ fn other_ranks_end_when_the_first_cannot_write_events() {
     let folder = folder("ranks-events");
     let (out, events) = (folder.join("run"), folder.join("events"));
     fs::write(&events, "a file").unwrap();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = port.local_addr().unwrap().port().to_string();
+    // The listener is dropped here, so that the first rank can have its port.
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+    let port = address.unwrap().port().to_string();
     let start = |rank: &str| {
         let mut command = command(
             &format!("train {SMALL} {RUN} {RECIPE}"),
