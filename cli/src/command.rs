@@ -50,7 +50,8 @@ enum Task {
     Tokenize(tokenize::Tokenize),
     /// Quantize a model to NVFP4 for vLLM, SGLang, TensorRT-LLM or transformers
     ///
-    /// Works without a device, and holds one layer in memory at a time.
+    /// Works without a device. Holds one layer in memory at a time; the whole model with
+    /// --calibration or --eval.
     Quantize(quantize::Quantize),
     /// List the tensors of a model, their quantization, and any problems
     Inspect(inspect::Inspect),

@@ -52,7 +52,7 @@ impl LoraConfig {
             self.alpha
         );
         Regex::new(&self.targets)
-            .with_context(|| format!("lora-targets is {:?}, no regular expression", self.targets))
+            .with_context(|| format!("lora-targets is {:?}, which is not a valid regular expression", self.targets))
     }
 }
 

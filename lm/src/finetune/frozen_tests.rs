@@ -112,7 +112,7 @@ fn adapters_learn_beside_frozen_weights() {
 
     for (targets, model, name) in [
         ("nothing", "qwen3-tiny", "matches no projection"),
-        ("(", "qwen3-tiny", "no regular expression"),
+        ("(", "qwen3-tiny", "not a valid regular expression"),
         ("proj", "qwen3moe-tiny", "experts cannot"),
     ] {
         let config = FinetuneConfig {

@@ -8,9 +8,11 @@ use super::CONFIG_FILE;
 
 /// File of the run in the folder of a finetuning.
 pub(crate) const FINETUNING: &str = "finetune.json";
+/// Subfolder of an unfinished quantization.
+pub(crate) const UNFINISHED: &str = ".nvfp4_quantize";
 
 /// Checks that a folder of a model exists, and is not that of a finetuning, whose models are in its
-/// subfolders.
+/// subfolders, or of a quantization that is not finished.
 ///
 /// # Errors
 /// Returns an error if it is not so. A path such as `Qwen/Qwen3-0.6B` may be the name of a
@@ -22,6 +24,11 @@ pub(crate) fn check_folder(folder: &Path) -> Result<()> {
             folder.join(CONFIG_FILE).exists() || !folder.join(FINETUNING).exists(),
             "{shown} is the folder of a finetuning, {}",
             written(folder)
+        );
+        ensure!(
+            folder.join(CONFIG_FILE).exists() || !folder.join(UNFINISHED).exists(),
+            "{shown} holds a quantization that is not finished: `nvfp4 quantize` with --resume \
+             continues it"
         );
         return Ok(());
     }

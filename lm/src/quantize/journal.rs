@@ -14,7 +14,7 @@
 //! killed: it keeps the tensors of complete parts and writes the others again. The plan of the
 //! files depends only on the entries of `made_from.json`, so the bytes are the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,11 +28,12 @@ use super::report::{LayerReport, PartReport};
 use super::stats::{Calibration, InputStats};
 use crate::checkpoint::{read_json, sync_folder, write_json};
 use crate::hf::config::CONFIG_FILE;
+use crate::hf::folder::UNFINISHED;
 use crate::hf::{Dtype, ModelPlan, PlannedWriter, TensorFolder, TensorWriter};
 use crate::interchange::convert::create_empty;
 
 /// Subfolder of the journal in the output folder.
-pub const JOURNAL: &str = ".nvfp4_quantize";
+pub const JOURNAL: &str = UNFINISHED;
 
 const MADE_FROM: &str = "made_from.json";
 const CALIBRATION: &str = "calibration";
@@ -169,12 +170,9 @@ impl Journal {
         );
         journal.lock(&journal.folder.clone())?;
         let found: MadeFrom = read_json(&path)?;
-        let names = found.keys().chain(made_from.keys());
-        for name in names {
-            let [then, now] = [&found, made_from].map(|of| of.get(name).unwrap_or(&Value::Null));
-            ensure!(
-                then == now,
-                "the run in {} cannot be resumed: its {name} was {then}, but now it is {now}",
+        if let Some(difference) = difference(&found, made_from) {
+            bail!(
+                "the run in {} cannot be resumed: its {difference}",
                 out.display()
             );
         }
@@ -425,3 +423,25 @@ fn read_input(tensors: &TensorFolder, index: usize, tokens: u64) -> Result<Input
     );
     Ok(stats)
 }
+
+/// Describes what differs between two runs; the first difference of many. Hashes come last: that of
+/// the calibration tokens depends on the model and on options.
+fn difference(then: &MadeFrom, now: &MadeFrom) -> Option<String> {
+    let names: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
+    let values = |name: &String| [then, now].map(|of| of.get(name).unwrap_or(&Value::Null));
+    let is_hash = |value: &Value| {
+        let text = value.as_str();
+        text.is_some_and(|it| it.len() == 16 && it.bytes().all(|byte| byte.is_ascii_hexdigit()))
+    };
+    let differ = |name: &&String| values(name)[0] != values(name)[1];
+    let (hashes, plain): (Vec<&String>, Vec<&String>) = (names.into_iter())
+        .filter(differ)
+        .partition(|name| values(name).into_iter().all(is_hash));
+    if let Some(name) = plain.first() {
+        let [then, now] = values(name);
+        return Some(format!("{name} was {then}, but now it is {now}"));
+    }
+    let name = hashes.last()?;
+    Some(format!("{name} has changed"))
+}
+

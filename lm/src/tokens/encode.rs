@@ -401,7 +401,7 @@ mod tests {
             ),
             (
                 r#"[{"text": "a"}, {"output": "b"}]"#,
-                "row 1 of the list: it has []",
+                "row 1 of the list: its keys are `output`",
             ),
             (r#"["a"]"#, "row 0 of the list: it is a text"),
             (r#"[{"text": "a"},]"#, "no list of rows"),

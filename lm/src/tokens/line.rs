@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use super::chat::Message;
+use crate::hf::tensors::list;
 use crate::progress::Work;
 
 /// Extension of files with one row per line.
@@ -119,10 +120,17 @@ impl Line {
             ["instruction"] | ["text", "instruction"] => {
                 instruction(&fields).map(Self::Instruction)
             }
-            _ => bail!(
-                "it has {found:?}, but must have one of `text`, `prompt` (with \
-                 `completion`), `messages`, `conversations` and `instruction` (with `output`)"
-            ),
+            _ => {
+                let keys: Vec<String> = fields.keys().map(|key| format!("`{key}`")).collect();
+                bail!(
+                    "its keys are {}, but it must have one of `text`, `prompt` (with `completion`), \
+                     `messages`, `conversations` and `instruction` (with `output`)",
+                    match keys.is_empty() {
+                        true => "none".into(),
+                        false => list(&keys),
+                    }
+                )
+            }
         }
     }
 }

@@ -76,8 +76,8 @@ impl QuantConfig {
             let differences = differences(inline, file);
             ensure!(
                 differences.is_empty(),
-                "config.json differs from hf_quant_config.json: vLLM reads the one, TensorRT-LLM \
-                 the other: {}",
+                "config.json, which vLLM reads, and hf_quant_config.json, which TensorRT-LLM reads, \
+                 differ in: {}",
                 differences.join("; ")
             );
             // hf_quant_config.json has no targets.
@@ -316,7 +316,7 @@ fn differences(inline: &QuantConfig, file: &QuantConfig) -> Vec<String> {
     let pairs = texts(inline).into_iter().zip(texts(file));
     pairs
         .filter(|(own, other)| own != other)
-        .map(|((what, own), (_, other))| format!("{what}: {own} and {other}"))
+        .map(|((what, own), (_, other))| format!("{what}: `{own}` and `{other}`"))
         .collect()
 }
 

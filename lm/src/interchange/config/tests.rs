@@ -79,7 +79,7 @@ fn other_formats_and_contradictions_are_refused_by_field() {
             Mo,
             "/quant_algo",
             json!("NVFP4_AWQ"),
-            "scale of input features: yes and no",
+            "scale of input features: `yes` and `no`",
         ),
         (Mo, "/quant_algo", json!("W4A8_AWQ"), "NVFP4_AWQ"),
         (Mo, "/quant_algo", json!(4), "quant_algo is 4"),
@@ -88,7 +88,7 @@ fn other_formats_and_contradictions_are_refused_by_field() {
             Mo,
             "/ignore",
             json!(["other"]),
-            "excluded modules: other and lm_head",
+            "excluded modules: `other` and `lm_head",
         ),
         (Mo, "file:/quantization/group_size", json!(32), "group_size"),
         (
