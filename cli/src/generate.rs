@@ -187,7 +187,9 @@ impl Generate {
                 let tokens = self.prompt_tokens(prompt, template.as_ref(), &tokenizer)?;
                 let most = self.most(&settings, tokens.len(), model.config())?;
                 writer.generation.most = most;
-                let written = writer.write(tokens, prompt, &mut out)?;
+                // A chat prints the answer alone.
+                let shown = if template.is_some() { "" } else { prompt };
+                let written = writer.write(tokens, shown, &mut out)?;
                 // The text was cut by the model's limit, not by an option.
                 if self.tokens.is_none() && written.is_cut && most < TOKENS {
                     note!("ended after {most} tokens: the model or its folder allows no more");

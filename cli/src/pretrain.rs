@@ -55,7 +55,8 @@ impl Pretrain {
         if let Some(folder) = &options.resume {
             ensure!(
                 self.model_config.is_none() && self.tokenizer.is_none() && !self.train_tokenizer,
-                "resume is given, but what to train is, too: the folder of the run says it"
+                "resume is given: --model-config, --tokenizer and --train-tokenizer are those of the run \
+                 and cannot be changed; leave them out"
             );
             return FinetuneRun::resume(folder, options, "pretrain", ranks)?.run(ranks);
         }

@@ -246,7 +246,9 @@ impl Quantize {
 
     fn options(&self) -> Result<QuantizeOptions> {
         let regex = |text: &String| {
-            Regex::new(text).with_context(|| format!("exclude is {text:?}, which is not a valid regular expression"))
+            Regex::new(text).with_context(|| {
+                format!("exclude is {text:?}, which is not a valid regular expression")
+            })
         };
         let scale = self.input_scale;
         ensure!(

@@ -93,7 +93,8 @@ impl Finetune {
                     && self.teacher_form.is_none()
                     && self.temperature.is_none()
                     && self.lora.is_none(),
-                "resume is given, but what to train is, too: the folder of the run says it"
+                "resume is given: MODEL, --lora, --distill, --teacher, --teacher-form and --temperature are \
+                 those of the run and cannot be changed; leave them out"
             );
             return FinetuneRun::resume(folder, &self.options, "finetune", ranks)?.run(ranks);
         }

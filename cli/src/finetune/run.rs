@@ -262,9 +262,12 @@ impl FinetuneRun {
             (None, Some(epochs)) => Some(steps_of(&config, epochs)?),
             (steps, _) => steps,
         };
-        let extended = match steps {
-            Some(steps) => config.extend(steps)?,
-            None => None,
+        let extended = match (steps, options.epochs) {
+            (None, _) => None,
+            (Some(steps), None) => config.extend(steps)?,
+            (Some(steps), Some(epochs)) => config
+                .extend(steps)
+                .with_context(|| format!("epochs is {epochs}"))?,
         };
         Ok(Self {
             config,
@@ -381,7 +384,7 @@ impl FinetuneRun {
             }
             if !said.is_empty() {
                 note!(
-                    "{part}: {}; {targets} tokens that count are left",
+                    "{part}: {}; {targets} tokens count in the loss",
                     said.join("; ")
                 );
             }

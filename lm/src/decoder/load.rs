@@ -109,7 +109,8 @@ impl Decoder {
         match (is_quantized(folder)?, scheme) {
             (false, None) => Self::load(folder, device, dtype),
             (false, Some(scheme)) => bail!(
-                "scheme is {}, but {} is not quantized",
+                "scheme is {}, but {} is not quantized: give the folder that `nvfp4 quantize` makes of \
+                 it",
                 scheme.name(),
                 folder.display()
             ),

@@ -51,8 +51,12 @@ impl LoraConfig {
             "lora-alpha is {}, but it must be a positive number",
             self.alpha
         );
-        Regex::new(&self.targets)
-            .with_context(|| format!("lora-targets is {:?}, which is not a valid regular expression", self.targets))
+        Regex::new(&self.targets).with_context(|| {
+            format!(
+                "lora-targets is {:?}, which is not a valid regular expression",
+                self.targets
+            )
+        })
     }
 }
 

@@ -444,4 +444,3 @@ fn difference(then: &MadeFrom, now: &MadeFrom) -> Option<String> {
     let name = hashes.last()?;
     Some(format!("{name} has changed"))
 }
-
