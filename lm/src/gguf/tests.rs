@@ -128,6 +128,7 @@ fn model() -> Made {
         ("llama.attention.head_count", 2),
         ("llama.attention.head_count_kv", 1),
         ("llama.rope.dimension_count", 16),
+        ("llama.attention.key_length", 16),
         ("tokenizer.ggml.bos_token_id", 1),
         ("tokenizer.ggml.eos_token_id", 2),
     ] {
