@@ -137,7 +137,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     match layers.quantization()? {
         None => write_json(&new.path().join(CONFIG_FILE), &json)?,
         Some(quantization) => {
-            json["quantization_config"] = quantization.inline();
+            json.insert("quantization_config".into(), quantization.inline());
             write_configs(new.path(), &json, &quantization)?;
         }
     }

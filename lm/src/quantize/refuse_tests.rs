@@ -241,7 +241,10 @@ fn resumed_runs_know_their_configuration() {
     variant.write(&model);
     let error = Quantization::resume(&model, &out, &options(&[]), Default::default()).err();
     let error = error.unwrap().to_string();
-    assert!(error.contains("its model configuration was"), "{error}");
+    assert!(
+        error.contains("its model configuration has changed"),
+        "{error}"
+    );
 }
 
 /// Weights in FP8 are quantized like the same values in f32, and excluded ones become bf16. Layers

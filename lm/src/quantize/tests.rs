@@ -626,7 +626,7 @@ fn a_run_that_was_killed_goes_on_to_the_same_bytes() {
     let base = golden("qwen3-tiny");
     let error = Quantization::resume(&base, &killed, &options, reads()).err();
     let error = error.unwrap().to_string();
-    assert!(error.contains("its model was"), "{error}");
+    assert!(error.contains("its model has changed"), "{error}");
 
     let run = resume(&options).unwrap();
     let kept = run.calibration().unwrap().unwrap();

@@ -376,7 +376,7 @@ mod tests {
             ),
             (
                 r#"{"instruction": "a", "output": "b", "messages": []}"#,
-                "[\"messages\", \"instruction\"]",
+                "its keys are `instruction`, `messages`, `output`",
             ),
         ] {
             let error = format!("{:#}", Line::parse(line).unwrap_err());
