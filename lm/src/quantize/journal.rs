@@ -441,7 +441,7 @@ fn difference(then: &MadeFrom, now: &MadeFrom) -> Option<String> {
         let [then, now] = values(name);
         return Some(format!("{name} was {then}, but now it is {now}"));
     }
-    let is_model = |name: &&&String| *name != "calibration";
+    let is_model = |name: &&&String| name.as_str() != "calibration";
     let name = hashes.iter().find(is_model).or(hashes.first())?;
     Some(format!("{name} has changed"))
 }
