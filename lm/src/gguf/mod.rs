@@ -14,14 +14,14 @@ mod rope;
 mod tests;
 mod tokenizer;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 
 use crate::checkpoint::write_json;
-use crate::decoder::names;
+use crate::decoder::names::{self, Expected};
 use crate::hf::config::{BlockConfig, CONFIG_FILE};
 use crate::hf::generation::check_token;
 use crate::hf::tokenizer::{TOKENIZER_FILE, Tokenizer};
@@ -31,7 +31,7 @@ use crate::hf::{
 };
 use crate::interchange::convert::{exclusions, write_configs};
 use crate::interchange::exclude::LINEAR;
-use crate::interchange::names::is_linear;
+use crate::interchange::names::{FusedGroup, fused_group, is_linear};
 use crate::interchange::{Dialect, GlobalScale, PackedWeight, QuantConfig, Scheme};
 use blocks::GgufType;
 use file::Value;
@@ -41,7 +41,8 @@ pub use file::{GgufFile, GgufTensor};
 /// `config.json`. Of a split file, `path` is any part; the others are beside it.
 ///
 /// Linear layers in NVFP4 keep their codes and scales, in ModelOpt's dialect: W4A16, or W4A4 if the
-/// file has scales of their inputs. All other tensors get the type `dtype` (`F32`, `BF16` or
+/// file has scales of their inputs. Projections that readers fuse keep them if all of them are in
+/// NVFP4 with the same scales. All other tensors get the type `dtype` (`F32`, `BF16` or
 /// `F16`). Restores the row order of queries and keys, which llama.cpp's converter permutes. Writes
 /// `tokenizer.json` for a byte-level BPE tokenizer that splits words like GPT-2, SmolLM or Llama 3.
 ///
@@ -87,6 +88,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
     let mut writer = writer.with_progress(elements * dtype.bitsize() / 8);
     let mut layers = Layers::default();
+    let packed = packed_layers(file, &expected)?;
     for tensor in &expected {
         let name = gguf_name(&tensor.name);
         let context = || format!("tensor `{name}`");
@@ -106,7 +108,7 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
         };
         let order = heads.map(|heads| (heads, config.head));
         match layer_of(&tensor.name) {
-            Some(module) if stored.tensor.kind() == GgufType::NVFP4 => {
+            Some(module) if packed.contains(module) => {
                 let weight = stored.packed(order).with_context(context)?;
                 Dialect::ModelOpt.write(&mut writer, module, &weight)?;
                 layers.add_packed(module, &weight);
@@ -166,6 +168,33 @@ fn layer_of(tensor: &str) -> Option<&str> {
     let module = tensor.strip_suffix(".weight")?;
     (is_linear(module) && module.contains(".layers.")).then_some(module)
 }
+
+/// Returns the linear layers that stay in NVFP4: readers fuse projections (q/k/v, gate/up), so all of
+/// a group must be in NVFP4, with the same scales.
+fn packed_layers<'a>(file: &GgufFile, expected: &'a [Expected]) -> Result<BTreeSet<&'a str>> {
+    let mut groups: BTreeMap<FusedGroup, Vec<(&'a str, Option<Scales>)>> = BTreeMap::new();
+    for module in expected.iter().filter_map(|tensor| layer_of(&tensor.name)) {
+        let alone = FusedGroup {
+            parent: module.into(),
+            kind: "",
+        };
+        let name = gguf_name(&format!("{module}.weight"));
+        let stored = Stored::read(file, &name).with_context(|| format!("tensor `{name}`"))?;
+        let is_packed = stored.tensor.kind() == GgufType::NVFP4;
+        let scales = is_packed.then_some((stored.scale, stored.input_scale));
+        let group = fused_group(module).unwrap_or(alone);
+        groups.entry(group).or_default().push((module, scales));
+    }
+    let stays = |group: &&Vec<(&'a str, Option<Scales>)>| {
+        let first = group[0].1;
+        first.is_some() && group.iter().all(|(_, scales)| *scales == first)
+    };
+    let modules = groups.values().filter(stays).flatten();
+    Ok(modules.map(|(module, _)| *module).collect())
+}
+
+/// Factor of the values and of the quantized input of a layer.
+type Scales = (Option<f32>, Option<f32>);
 
 /// Linear layers as they are written.
 #[derive(Default)]
