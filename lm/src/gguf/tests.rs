@@ -416,9 +416,14 @@ fn f32_bytes(value: f32) -> [u8; 4] {
 /// Returns [`model`] with queries and `down` in NVFP4, with global scales.
 fn with_nvfp4() -> Made {
     let mut made = model();
-    let q = permute(&e2m1_values(1, 32 * D_MODEL), 2);
-    made.replace("blk.0.attn_q.weight", &[32, D_MODEL], 40, &nvfp4(&q));
-    made.tensor("blk.0.attn_q.scale", &[1], 0, &f32_bytes(0.5));
+    let [q, k, v] =
+        [(1, 32), (3, 16), (4, 16)].map(|(seed, rows)| e2m1_values(seed, rows * D_MODEL));
+    for (name, values) in [("q", permute(&q, 2)), ("k", permute(&k, 1)), ("v", v)] {
+        let name = format!("blk.0.attn_{name}");
+        let shape = [values.len() / D_MODEL, D_MODEL];
+        made.replace(&format!("{name}.weight"), &shape, 40, &nvfp4(&values));
+        made.tensor(&format!("{name}.scale"), &[1], 0, &f32_bytes(0.5));
+    }
     let down = e2m1_values(2, D_MODEL * HIDDEN);
     made.replace(
         "blk.0.ffn_down.weight",
@@ -434,20 +439,25 @@ fn layers_in_nvfp4_keep_their_codes() {
     for with_inputs in [false, true] {
         let mut made = with_nvfp4();
         if with_inputs {
-            made.tensor("blk.0.attn_q.input_scale", &[1], 0, &f32_bytes(0.01));
+            for (name, scale) in [("attn_q", 0.01), ("attn_k", 0.01), ("attn_v", 0.01)] {
+                let name = format!("blk.0.{name}.input_scale");
+                made.tensor(&name, &[1], 0, &f32_bytes(scale));
+            }
             made.tensor("blk.0.ffn_down.input_scale", &[1], 0, &f32_bytes(0.02));
         }
         let folder = Scratch::new("gguf-nvfp4");
         let path = write(&folder, &made);
         let target = folder.join("out");
         let imported = import(&path, &target, Dtype::BF16).unwrap();
-        assert_eq!(imported.nvfp4_layers, 2);
+        assert_eq!(imported.nvfp4_layers, 4);
         assert_eq!(imported.unused_scales, Vec::<String>::new());
         let checkpoint = Checkpoint::open(&target).unwrap();
         let scheme = checkpoint.config().unwrap().scheme;
         assert_eq!(scheme == Scheme::W4a4, with_inputs);
         for (module, seed, scale, input) in [
             ("model.layers.0.self_attn.q_proj", 1, 0.5, 0.01),
+            ("model.layers.0.self_attn.k_proj", 3, 0.5, 0.01),
+            ("model.layers.0.self_attn.v_proj", 4, 0.5, 0.01),
             ("model.layers.0.mlp.down_proj", 2, 1.0, 0.02),
         ] {
             let weight = checkpoint.weight(module).unwrap();
@@ -459,19 +469,22 @@ fn layers_in_nvfp4_keep_their_codes() {
             assert_eq!(weight.input_global(), input, "{module}");
         }
         let others = checkpoint.tensors();
-        let k = others
-            .get("model.layers.0.self_attn.k_proj.weight")
+        let o = others
+            .get("model.layers.0.self_attn.o_proj.weight")
             .unwrap();
-        assert_eq!(k.to_f32().unwrap(), values(5, 16 * D_MODEL));
+        assert_eq!(o.to_f32().unwrap(), values(7, D_MODEL * 32));
     }
 }
 
 #[test]
 fn scales_of_nvfp4_layers_are_complete_and_positive() {
     let mut made = with_nvfp4();
-    made.tensor("blk.0.attn_q.input_scale", &[1], 0, &f32_bytes(0.01));
+    for name in ["q", "k", "v"] {
+        let name = format!("blk.0.attn_{name}.input_scale");
+        made.tensor(&name, &[1], 0, &f32_bytes(0.01));
+    }
     let error = error_of(&made);
-    let modules = error.contains("q_proj") && error.contains("down_proj");
+    let modules = error.contains("self_attn.") && error.contains("down_proj");
     assert!(modules && error.contains("all layers in NVFP4"), "{error}");
     for (bytes, shape) in [
         (f32_bytes(-1.0).to_vec(), 1),
@@ -493,6 +506,29 @@ fn scales_of_nvfp4_layers_are_complete_and_positive() {
         let error = error_of(&made);
         let named = error.contains("`blk.0.ffn_down.weight`") && error.contains("row 1, block 1");
         assert!(named && error.contains(expected), "{error}");
+    }
+}
+
+/// Readers fuse queries, keys and values, so they are dequantized if one of them has other scales.
+#[test]
+fn fused_layers_with_different_scales_are_dequantized() {
+    let mut made = with_nvfp4();
+    made.replace("blk.0.attn_k.scale", &[1], 0, &f32_bytes(0.25));
+    made.tensor("blk.0.attn_v.input_scale", &[1], 0, &f32_bytes(0.01));
+    let folder = Scratch::new("gguf-nvfp4-fused");
+    let path = write(&folder, &made);
+    let target = folder.join("out");
+    let imported = import(&path, &target, Dtype::F32).unwrap();
+    assert_eq!(imported.nvfp4_layers, 1);
+    assert_eq!(imported.unused_scales, ["blk.0.attn_v.input_scale"]);
+    let checkpoint = Checkpoint::open(&target).unwrap();
+    for (name, seed, scale) in [("q", 1, 0.5), ("k", 3, 0.25), ("v", 4, 0.5)] {
+        let name = format!("model.layers.0.self_attn.{name}_proj.weight");
+        let found = checkpoint.tensors().get(&name).unwrap();
+        let found = found.to_f32().unwrap();
+        let expected = e2m1_values(seed, found.len());
+        let expected: Vec<f32> = expected.iter().map(|value| value * scale).collect();
+        assert_eq!(found, expected, "{name}");
     }
 }
 
