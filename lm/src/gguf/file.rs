@@ -191,12 +191,15 @@ impl GgufFile {
     /// # Errors
     /// Returns an error if it does not exist.
     pub fn tensor(&self, name: &str) -> Result<GgufTensor<'_>> {
-        let (part, place) = self
-            .tensors
-            .get(name)
-            .with_context(|| format!("no tensor `{name}`"))?;
+        self.find(name)
+            .with_context(|| format!("no tensor `{name}`"))
+    }
+
+    /// Returns the tensor `name`, if it exists.
+    pub fn find(&self, name: &str) -> Option<GgufTensor<'_>> {
+        let (part, place) = self.tensors.get(name)?;
         let bytes = &self.parts[*part][place.start..place.end];
-        Ok(GgufTensor { place, bytes })
+        Some(GgufTensor { place, bytes })
     }
 
     /// Returns all metadata, sorted by key.

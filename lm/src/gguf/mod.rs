@@ -260,10 +260,10 @@ impl<'a> Stored<'a> {
         let tensor = file.tensor(name)?;
         let scale = |which: &str| -> Result<Option<f32>> {
             let name = scale_name(name, which);
-            if !file.names().any(|other| other == name) {
+            let Some(tensor) = file.find(&name) else {
                 return Ok(None);
-            }
-            let values = file.tensor(&name)?.to_f32()?;
+            };
+            let values = tensor.to_f32()?;
             match values[..] {
                 [value] if value > 0.0 => Ok(Some(value)),
                 _ => bail!("`{name}` is {values:?}, but must be one positive number"),
@@ -451,7 +451,7 @@ fn config(file: &GgufFile) -> Result<DecoderConfig> {
         epsilon: epsilon.context("`llama.attention.layer_norm_rms_epsilon` is absent")?,
         ropes: vec![rope(file, head)?],
         max_positions: count("llama.context_length")?,
-        tied: !file.names().any(|name| name == "output.weight"),
+        tied: file.find("output.weight").is_none(),
         block: BlockConfig::default(),
         scaled_embedding: false,
         logit_cap: None,
@@ -483,16 +483,17 @@ fn rope(file: &GgufFile, head: usize) -> Result<Rope> {
         ),
     };
     let plain = Rope { theta, scaling };
-    if !file.names().any(|name| name == rope::FACTORS) {
+    let Some(factors) = file.find(rope::FACTORS) else {
         return Ok(plain);
-    }
+    };
     ensure!(
         plain.scaling == RopeScaling::Default,
         "there are both `llama.rope.scaling` and `{}`",
         rope::FACTORS
     );
-    let factors = file.tensor(rope::FACTORS)?.to_f32();
-    let found = factors.and_then(|factors| rope::of_factors(&factors, theta, head));
+    let found = factors
+        .to_f32()
+        .and_then(|factors| rope::of_factors(&factors, theta, head));
     found.with_context(|| format!("tensor `{}`", rope::FACTORS))
 }
 
