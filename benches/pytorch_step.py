@@ -142,14 +142,14 @@ def step(name, spelling, backend):
     return {"ms": milliseconds, "reserved_gb": reserved / 1e9, "in_use_gb": in_use / 1e9}
 
 
-def steps(names):
+def steps(names, spellings):
     """The fastest combination of spelling and backend for each model.
 
     `all_ms` has the times of all of them, None where memory ran out.
     """
     for name in names:
         rows, times = [], {}
-        for spelling, (label, backend) in itertools.product(SPELLINGS, BACKENDS.items()):
+        for spelling, (label, backend) in itertools.product(spellings, BACKENDS.items()):
             times[f"{spelling}, {label}"] = None
             try:
                 row = step(name, spelling, backend)
@@ -328,9 +328,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="*", default=["steps", "attention", "layers"])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--spellings", nargs="*", default=list(SPELLINGS), choices=SPELLINGS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    kinds = {"steps": lambda: steps(arguments.models), "attention": attention, "layers": layers, "moe": moe, "encoder": encoder}
+    kinds = {"steps": lambda: steps(arguments.models, arguments.spellings), "attention": attention, "layers": layers, "moe": moe, "encoder": encoder}
     unknown = [what for what in arguments.what if what not in kinds]
     if unknown:
         parser.error(f"{unknown}: expected any of {list(kinds)}")

@@ -18,9 +18,12 @@
 //! | `cargo xtask corpus` | makes the training text and tokens of the ladder |
 //! | `cargo xtask ladder next` | packs the next training runs of the ladder for a GPU |
 //! | `cargo xtask ladder collect DIR` | records the finished runs of a machine |
+//! | `cargo xtask bench gpu` | packs the benchmarks of training and inference for a GPU, PyTorch's too |
+//! | `cargo xtask bench collect DIR` | records their figures in `results/` |
 //! | `cargo xtask results` | writes the tables of README and book from `results/` |
 //! | `cargo xtask ci` | runs all checks that a change must pass; prints the time of each stage |
 
+mod bench;
 mod book;
 mod ci;
 mod corpus;
@@ -32,6 +35,7 @@ mod ladder;
 mod machine_code;
 mod newcomer;
 mod packages;
+mod programs;
 mod results;
 mod runner;
 mod sanitize;
@@ -92,6 +96,8 @@ enum Command {
     Corpus(corpus::Args),
     /// Plan, pack and record training runs with comparable losses
     Ladder(ladder::Args),
+    /// Measure training and inference on a GPU beside PyTorch, and record the figures
+    Bench(bench::Args),
     /// Run all checks that a change must pass, and print the time of each stage
     Ci,
 }
@@ -113,6 +119,7 @@ fn main() -> ExitCode {
         Command::Smollm2(args) => smollm2::run(&args).map(done),
         Command::Corpus(args) => corpus::run(&args).map(done),
         Command::Ladder(args) => ladder::run(&args).map(done),
+        Command::Bench(args) => bench::run(&args).map(done),
         Command::Ci => ci::run(),
     };
     outcome.unwrap_or_else(|error| {

@@ -103,15 +103,38 @@ impl Times {
 /// # Errors
 /// Returns an error if something does not compile.
 pub fn build(command: &mut Command) -> Result<Build> {
-    command.arg("--message-format=json-render-diagnostics");
-    println!("$ {}", workspace::shown(command));
-    let output = workspace::output(command)?;
     let mut build = Build::default();
-    for line in String::from_utf8_lossy(&output).lines() {
-        let message: Value = serde_json::from_str(line).context("cargo's messages")?;
+    for message in messages(command)? {
         build.add(&message)?;
     }
     Ok(build)
+}
+
+/// Runs `command`, a cargo build; returns name and path of each program that it makes.
+///
+/// # Errors
+/// Returns an error if something does not compile.
+pub fn executables(command: &mut Command) -> Result<Vec<(String, PathBuf)>> {
+    Ok(messages(command)?
+        .iter()
+        .filter_map(|message| {
+            let name = message["target"]["name"].as_str()?;
+            let path = message["executable"].as_str()?;
+            Some((name.to_owned(), path.into()))
+        })
+        .collect())
+}
+
+/// Runs `command`, a cargo build, and returns cargo's messages.
+fn messages(command: &mut Command) -> Result<Vec<Value>> {
+    command.arg("--message-format=json-render-diagnostics");
+    println!("$ {}", workspace::shown(command));
+    let output = workspace::output(command)?;
+    let output = String::from_utf8_lossy(&output);
+    let messages = output.lines().map(serde_json::from_str);
+    messages
+        .collect::<Result<_, _>>()
+        .context("cargo's messages")
 }
 
 impl Build {

@@ -153,6 +153,7 @@ fn time<E: Encoder>(
     if is_graph && !bench.is_cube() {
         return;
     }
+    bench.release();
     let device = bench.device.clone();
     let x = bench.constant([size.batch, size.time, size.width], bench.activation());
     let mut graph = is_graph.then(|| GraphSteps::begin(&model, &device).expect("a free device"));

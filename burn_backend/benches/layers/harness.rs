@@ -4,6 +4,8 @@ use std::env;
 use std::time::Instant;
 
 use burn_core::tensor::{DType, Device, Distribution, Tensor};
+#[cfg(feature = "cuda")]
+use nvfp4_kernels::cubecl::{MemoryScope, prelude::Client};
 
 use crate::results::{Results, Row};
 
@@ -12,11 +14,13 @@ const STEPS: usize = 10;
 /// Number of batches, of which the fastest counts.
 const BATCHES: usize = 3;
 
-/// Milliseconds of one step.
+/// Measurement of one step.
 struct Record {
     setting: String,
     name: String,
     milliseconds: f64,
+    /// Gigabytes that the memory pools hold afterwards.
+    held: Option<f64>,
 }
 
 /// Measurements of a run.
@@ -135,12 +139,34 @@ impl Bench {
         let milliseconds = (0..BATCHES)
             .map(|_| run(STEPS))
             .fold(f64::INFINITY, f64::min);
-        println!("{id}: {milliseconds:.3} ms");
+        let held = self.held();
+        println!("{id}: {milliseconds:.3} ms, {:.2} GB held", held.unwrap_or(f64::NAN));
         self.records.push(Record {
             setting: setting.into(),
             name: name.into(),
             milliseconds,
+            held,
         });
+    }
+
+    /// Returns unused memory to a GPU, so that the memory of the next measurement is its own.
+    pub fn release(&self) {
+        self.device.sync().expect("a device that works");
+        #[cfg(feature = "cuda")]
+        if self.is_gpu() {
+            // Memory that stays reserved after an error is only released later.
+            let _ = client().memory_cleanup();
+        }
+    }
+
+    /// Returns the gigabytes that the memory pools of a GPU hold.
+    fn held(&self) -> Option<f64> {
+        #[cfg(feature = "cuda")]
+        if self.is_gpu() {
+            let usage = client().memory_report(MemoryScope::Device).usage();
+            return Some(usage.bytes_reserved as f64 / 1e9);
+        }
+        None
     }
 
     /// Prints the table, and writes the results file.
@@ -148,19 +174,21 @@ impl Bench {
         if self.once {
             return Ok(());
         }
-        println!("\n| setting | layer | ms |\n|---|---|---|");
+        println!("\n| setting | layer | ms | GB held |\n|---|---|---|---|");
         for record in &self.records {
             let Record {
                 setting,
                 name,
                 milliseconds,
+                held,
             } = record;
-            println!("| {setting} | {name} | {milliseconds:.3} |");
+            let held = held.map_or(String::new(), |held| format!("{held:.2}"));
+            println!("| {setting} | {name} | {milliseconds:.3} | {held} |");
         }
         let rows = self.records.into_iter().map(|record| Row {
             name: record.name,
             at: Some(record.setting),
-            values: vec![Some(record.milliseconds)],
+            values: vec![Some(record.milliseconds), record.held],
         });
         let results = Results {
             bench: "layers",
@@ -169,11 +197,17 @@ impl Bench {
             about: &["burn_backend/src", "formats/src", "cube_kernels/src"],
             method: "the host's clock around ten steps, the fastest of three batches",
             row: "layer",
-            units: &[("ms", 3)],
+            units: &[("ms", 3), ("GB held", 2)],
             rows: rows.collect(),
         };
         results.write()
     }
+}
+
+/// Returns the client of the GPU.
+#[cfg(feature = "cuda")]
+fn client() -> Client {
+    nvfp4_kernels::cubecl::Device::Cuda(Default::default()).client()
 }
 
 /// Returns the name of the device for a results file.
@@ -182,8 +216,7 @@ fn device_name(name: &str) -> String {
         #[cfg(feature = "cuda")]
         "cuda" => {
             use nvfp4_kernels::capabilities::Capabilities;
-            let client = nvfp4_kernels::cubecl::Device::Cuda(Default::default()).client();
-            Capabilities::of(&client).device.clone()
+            Capabilities::of(&client()).device.clone()
         }
         other => other.into(),
     }

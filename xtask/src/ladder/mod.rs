@@ -14,11 +14,10 @@ mod tests;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
-use crate::workspace;
+use crate::{programs, workspace};
 use corpus::Corpus;
 use plan::{Plan, Run};
 use record::{Record, Status};
@@ -176,7 +175,9 @@ fn next(args: &NextArgs, plan: &Plan, records: &[Record]) -> Result<()> {
     let queue = runs.iter().map(|run| corpus.queued(run, &commit));
     let queue: Vec<_> = queue.collect::<Result<_>>()?;
     let shards = runs.iter().map(|run| run.shards).max().unwrap_or_default();
-    let mut files = vec![pack::program(&binary, &out)?];
+    let archive = out.join("nvfp4.tar.xz");
+    programs::pack(&[binary], &archive)?;
+    let mut files = vec![archive];
     files.extend(corpus.files(shards));
     let folders = pack::folders(&files, &queue, args.limit * MIB, &out)?;
     report(&runs, records, &folders, args.seconds);
@@ -185,20 +186,7 @@ fn next(args: &NextArgs, plan: &Plan, records: &[Record]) -> Result<()> {
 
 /// Builds the program from a commit; returns its path and the commit.
 fn built() -> Result<(PathBuf, String)> {
-    let git = |arguments: &[&str]| -> Result<String> {
-        let mut git = Command::new("git");
-        git.current_dir(workspace::root()).args(arguments);
-        Ok(String::from_utf8(workspace::output(&mut git)?)?
-            .trim()
-            .to_owned())
-    };
-    let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
-    ensure!(
-        changed.is_empty(),
-        "files have changed since the last commit, so that runs could not name what was built; \
-         commit them first:\n{changed}"
-    );
-    let commit = git(&["rev-parse", "--short=9", "HEAD"])?;
+    let commit = programs::commit()?;
     let mut build = workspace::cargo();
     build.args(["build", "--release", "--package", "nvfp4-cli"]);
     workspace::spawn(build.args(["--features", "cuda"]))?;

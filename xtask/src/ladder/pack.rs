@@ -1,4 +1,4 @@
-//! Packs the files for a GPU machine into folders that are small enough for one upload each.
+//! Distributes the files for a GPU machine to folders that are small enough for one upload each.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,6 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
+use crate::programs::recreate;
 use crate::workspace;
 
 /// Script that runs on the GPU machine.
@@ -18,53 +19,6 @@ pub const SCRIPT_FILE: &str = "run.py";
 pub const QUEUE_FOLDER: &str = "queue";
 /// Space reserved for the script and the queue in each folder.
 const RESERVE: u64 = 1 << 20;
-
-/// Packs the program `binary` and its non-system libraries into `out`/nvfp4.tar.xz, unless that
-/// archive is newer.
-///
-/// # Errors
-/// Returns an error if a tool (strip, ldd, tar, xz) or writing fails.
-pub fn program(binary: &Path, out: &Path) -> Result<PathBuf> {
-    let archive = out.join("nvfp4.tar.xz");
-    let changed = |path: &Path| -> Result<_> {
-        let data = fs::metadata(path).with_context(|| path.display().to_string())?;
-        Ok(data.modified()?)
-    };
-    if archive.exists() && changed(&archive)? > changed(binary)? {
-        return Ok(archive);
-    }
-    let stage = out.join("stage");
-    recreate(&stage)?;
-    workspace::spawn(
-        Command::new("strip")
-            .arg("-o")
-            .args([&stage.join("nvfp4"), binary]),
-    )?;
-    let listed = String::from_utf8(workspace::output(Command::new("ldd").arg(binary))?)?;
-    for (name, path) in libraries(&listed) {
-        fs::copy(path, stage.join(name)).with_context(|| path.to_owned())?;
-    }
-    let unfinished = out.join("nvfp4.tar.xz.unfinished");
-    let mut tar = Command::new("tar");
-    tar.args(["--create", "--use-compress-program", "xz -T0 -6", "--file"]);
-    workspace::spawn(tar.arg(&unfinished).arg("--directory").arg(&stage).arg("."))?;
-    fs::rename(&unfinished, &archive)?;
-    fs::remove_dir_all(&stage)?;
-    Ok(archive)
-}
-
-/// Returns names and paths of the non-system libraries in the output of `ldd`.
-fn libraries(listed: &str) -> Vec<(&str, &str)> {
-    listed.lines().filter_map(library).collect()
-}
-
-fn library(line: &str) -> Option<(&str, &str)> {
-    let (name, rest) = line.trim().split_once(" => ")?;
-    let path = rest.split(" (").next()?;
-    let of_system = ["/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/"];
-    let is_own = path.starts_with('/') && !of_system.iter().any(|at| path.starts_with(at));
-    is_own.then_some((name, path))
-}
 
 /// Distributes `files` in order to folders 1, 2, .. of `out` with at most `limit` bytes each, and
 /// adds the script and `queue` to each. Another folder has only these two. Returns the folders.
@@ -133,29 +87,9 @@ fn sha256(path: &Path) -> Result<String> {
     Ok(hash.to_owned())
 }
 
-fn recreate(path: &Path) -> Result<()> {
-    if path.exists() {
-        fs::remove_dir_all(path).with_context(|| path.display().to_string())?;
-    }
-    fs::create_dir_all(path).with_context(|| path.display().to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn libraries_of_the_system_stay_where_they_are() {
-        let listed = "\tlinux-vdso.so.1 (0x00007ffc)\n\
-                      \tlibLLVM.so.23.1 => /opt/llvm/lib/libLLVM.so.23.1 (0x00007f8e)\n\
-                      \tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f8e)\n\
-                      \tlibz.so.1 => not found\n\
-                      \t/lib64/ld-linux-x86-64.so.2 (0x00007f8f)\n";
-        assert_eq!(
-            libraries(listed),
-            [("libLLVM.so.23.1", "/opt/llvm/lib/libLLVM.so.23.1")]
-        );
-    }
 
     #[test]
     fn folders_are_filled_in_order() {

@@ -1,0 +1,281 @@
+//! Makes results files from the figures of a machine.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+/// Name of PyTorch's rows.
+const PYTORCH: &str = "PyTorch, bf16";
+
+/// Figures of one part, as `bench/run.py` writes them.
+struct Part {
+    value: Value,
+}
+
+/// Time and memory of a step.
+#[derive(Clone, Copy)]
+struct Step {
+    milliseconds: f64,
+    /// Gigabytes that the process holds.
+    held: Option<f64>,
+}
+
+/// A table of steps: name, setting and measurement of each row.
+type Rows = Vec<(String, String, Step)>;
+
+/// Writes `results/NAME.json` in `root` for each part in `folder`.
+///
+/// # Errors
+/// Returns an error if there is no part, a job of a part failed, or a figure is missing.
+pub fn record(folder: &Path, root: &Path) -> Result<()> {
+    let mut found = 0;
+    for (part, name, make) in [
+        ("encoder", "encoder", encoder as fn(&Part) -> Result<Value>),
+        ("step", "step-fastest", step),
+    ] {
+        let path = folder.join(part).with_extension("json");
+        if !path.exists() {
+            continue;
+        }
+        let read = || -> Result<Value> {
+            let text = fs::read_to_string(&path)?;
+            make(&Part {
+                value: serde_json::from_str(&text)?,
+            })
+        };
+        let results = read().with_context(|| path.display().to_string())?;
+        let target = root.join("results").join(name).with_extension("json");
+        fs::write(&target, serde_json::to_string_pretty(&results)? + "\n")
+            .with_context(|| target.display().to_string())?;
+        println!("{}", target.display());
+        found += 1;
+    }
+    ensure!(found > 0, "{} has no file of a part", folder.display());
+    println!("`cargo xtask results` makes the tables of README and book");
+    Ok(())
+}
+
+impl Part {
+    /// Returns the figures of a job that did not fail.
+    fn job(&self, name: &str) -> Result<&Value> {
+        let jobs = self.value["jobs"].as_array().context("no jobs")?;
+        let job = jobs.iter().find(|job| job["name"] == name);
+        let job = job.with_context(|| format!("no job {name}"))?;
+        match &job["status"] {
+            status if *status == json!(0) => Ok(&job["figures"]),
+            status => bail!("{name} failed: {status}"),
+        }
+    }
+
+    /// Makes a results file of `rows`, relative to PyTorch's row of the same setting.
+    fn results(&self, about: About<'_>, rows: &Rows) -> Result<Value> {
+        let text = |name: &str| {
+            let value = self.value[name].as_str();
+            value.with_context(|| format!("{name} is not a text"))
+        };
+        let percent = |value: f64, of: f64| json!((100.0 * value / of * 100.0).round() / 100.0);
+        let table = rows.iter().map(|(name, at, step)| {
+            let is_baseline = |row: &&(String, String, Step)| row.0 == PYTORCH && row.1 == *at;
+            let (_, _, base) = rows.iter().find(is_baseline).context("no row of PyTorch")?;
+            let memory = step.held.zip(base.held);
+            let memory = memory.map(|(held, of)| percent(held, of));
+            let time = percent(step.milliseconds, base.milliseconds);
+            Ok(json!({
+                "name": name, "at": at,
+                "values": [step.milliseconds, time, step.held, memory],
+            }))
+        });
+        Ok(json!({
+            "title": about.title,
+            "gpu": text("gpu")?,
+            "driver": text("driver")?,
+            "date": text("date")?,
+            "commit": text("commit")?,
+            "command": format!("cargo xtask bench gpu, part {}", text("part")?),
+            "method": "one call; PyTorch's rows are the fastest of its variants",
+            "notes": about.notes,
+            "about": ["formats/src", "cube_kernels/src", "burn_backend/src", "lm/src"],
+            "row": "step",
+            "units": [
+                {"name": "ms", "digits": 1}, {"name": "% of PyTorch's time"},
+                {"name": "GB held", "digits": 1}, {"name": "% of PyTorch's memory"},
+            ],
+            "rows": table.collect::<Result<Vec<_>>>()?,
+        }))
+    }
+}
+
+/// Heading and notes of a table.
+struct About<'a> {
+    title: &'a str,
+    notes: &'a [&'a str],
+}
+
+/// Note on memory.
+const MEMORY: &str = "Memory is what the process holds: the pools, and what PyTorch reserves.";
+
+fn number(value: &Value, name: &str) -> Result<f64> {
+    let found = value[name].as_f64();
+    found.with_context(|| format!("{name} is not a number in {value}"))
+}
+
+fn rows<'a>(figures: &'a Value, name: &str) -> Result<&'a Vec<Value>> {
+    figures[name]
+        .as_array()
+        .with_context(|| format!("no {name}"))
+}
+
+/// Steps of an encoder.
+fn encoder(part: &Part) -> Result<Value> {
+    let mut table = Rows::new();
+    for row in rows(part.job("pytorch-encoder")?, "rows")? {
+        let at = row["encoder"].as_str().context("no encoder")?;
+        let variants = ["default", "reduce-overhead"].map(|mode| -> Result<Step> {
+            Ok(Step {
+                milliseconds: number(row, &format!("{mode}_ms"))?,
+                held: Some(number(row, &format!("{mode}_reserved_gb"))?),
+            })
+        });
+        let [default, graphs] = variants;
+        let (default, graphs) = (default?, graphs?);
+        let fastest = match default.milliseconds <= graphs.milliseconds {
+            true => default,
+            false => graphs,
+        };
+        table.push((PYTORCH.into(), at.into(), fastest));
+    }
+    for (job, prefix) in [
+        ("encoder", "encoder "),
+        ("encoder-decorated", "decorated encoder "),
+    ] {
+        for row in rows(part.job(job)?, "rows")? {
+            let name = row["name"].as_str().context("a row has no name")?;
+            let at = row["at"].as_str().context("a row has no setting")?;
+            let values = rows(row, "values")?;
+            let step = Step {
+                milliseconds: values[0].as_f64().context("no time")?,
+                held: values.get(1).and_then(Value::as_f64),
+            };
+            let at = at.strip_prefix(prefix).unwrap_or(at);
+            table.push((name.into(), at.into(), step));
+        }
+    }
+    part.results(
+        About {
+            title: "Training step of a transformer encoder beside `torch.nn.TransformerEncoder`",
+            notes: &[
+                "Forward with a causal mask, backward, AdamW. 768 x 12: 12 heads, batch 16, length 1024. 4096 x 1: 32 heads, batch 16, length 512. The feed-forward is four times as wide.",
+                "`burn-nn` is `burn_nn::transformer::TransformerEncoder`; `nvfp4::nn` has the same configuration, with another `use` line. Decorated rows are of burn-nn's encoder.",
+                "PyTorch: `torch.compile`, with and without CUDA graphs, bf16 autocast, fused AdamW.",
+                MEMORY,
+            ],
+        },
+        &table,
+    )
+}
+
+/// Steps of the language model.
+fn step(part: &Part) -> Result<Value> {
+    let settings = [
+        ("step-4096", "layer", "width 4096, 1 block"),
+        ("step-768", "gpt2-size", "width 768, 12 blocks"),
+        ("step-1b", "1b", "1 B"),
+    ];
+    let pytorch = rows(part.job("pytorch-step")?, "rows")?;
+    let mut table = Rows::new();
+    for (_, model, at) in settings {
+        let row = pytorch.iter().find(|row| row["step"] == model);
+        let row = row.with_context(|| format!("PyTorch has no row {model}"))?;
+        let step = Step {
+            milliseconds: number(row, "ms")?,
+            held: Some(number(row, "reserved_gb")?),
+        };
+        table.push((PYTORCH.into(), at.into(), step));
+    }
+    for (job, _, at) in settings {
+        for result in rows(part.job(job)?, "results")? {
+            let recipe = result["recipe"].as_str().context("no recipe")?;
+            let mut seconds: Vec<f64> = rows(result, "seconds")?
+                .iter()
+                .filter_map(Value::as_f64)
+                .collect();
+            seconds.sort_by(f64::total_cmp);
+            let median = seconds.get(seconds.len() / 2).context("no rounds")?;
+            let step = Step {
+                milliseconds: 1e3 * median,
+                held: result["memory"]["reserved"]
+                    .as_f64()
+                    .map(|bytes| bytes / 1e9),
+            };
+            table.push((format!("`{recipe}`"), at.into(), step));
+        }
+    }
+    part.results(
+        About {
+            title: "Training step as a CUDA graph beside PyTorch's",
+            notes: &[
+                "PyTorch: `torch.compile`, the faster of SDPA's flash and cuDNN, heads by one permute, fused AdamW, bf16 autocast over f32 weights, gradients clipped.",
+                MEMORY,
+                "Width 4096: 32 heads, hidden 12288, context 512, batch 16. Width 768: 12 heads, hidden 2048, context 1024, batch 16. 1 B: width 2048, 16 blocks, 32 heads, hidden 8192, context 2048, batch 4.",
+            ],
+        },
+        &table,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(jobs: Value) -> Part {
+        Part {
+            value: json!({
+                "part": "encoder", "commit": "0123abc", "gpu": "NVIDIA H200", "driver": "580.1",
+                "date": "2026-11-30", "jobs": jobs,
+            }),
+        }
+    }
+
+    #[test]
+    fn percentages_are_of_the_faster_variant_of_the_same_setting() {
+        let pytorch = json!({"rows": [{
+            "encoder": "768 x 12", "default_ms": 30.0, "default_reserved_gb": 8.0,
+            "reduce-overhead_ms": 25.0, "reduce-overhead_reserved_gb": 10.0,
+        }]});
+        let row = |name: &str, at: &str, ms: f64, held: Option<f64>| json!({"name": name, "at": at, "values": [ms, held]});
+        let encoder_rows =
+            json!({"rows": [row("nvfp4::nn, bf16", "encoder 768 x 12", 20.0, Some(5.0))]});
+        let decorated =
+            json!({"rows": [row("decorated", "decorated encoder 768 x 12", 50.0, None)]});
+        let job =
+            |name: &str, figures: Value| json!({"name": name, "status": 0, "figures": figures});
+        let jobs = json!([
+            job("pytorch-encoder", pytorch),
+            job("encoder", encoder_rows),
+            job("encoder-decorated", decorated),
+        ]);
+        let results = encoder(&part(jobs)).unwrap();
+        let values: Vec<&Value> = rows(&results, "rows")
+            .unwrap()
+            .iter()
+            .map(|row| &row["values"])
+            .collect();
+        assert_eq!(*values[0], json!([25.0, 100.0, 10.0, 100.0]));
+        assert_eq!(*values[1], json!([20.0, 80.0, 5.0, 50.0]));
+        assert_eq!(*values[2], json!([50.0, 200.0, null, null]));
+        assert!(results["rows"][2]["at"] == "768 x 12");
+    }
+
+    #[test]
+    fn a_failed_job_is_no_result() {
+        let jobs =
+            json!([{"name": "pytorch-encoder", "status": "no time was left", "figures": null}]);
+        let error = encoder(&part(jobs)).unwrap_err().to_string();
+        assert!(
+            error.contains("pytorch-encoder failed: \"no time was left\""),
+            "{error}"
+        );
+    }
+}
