@@ -59,7 +59,7 @@ pub struct Memory {
     /// Peak of all tensors: weights, optimizer state, tensors saved for backward, and intermediate
     /// results.
     pub peak: u64,
-    /// Bytes held by the memory pools after the step.
+    /// Bytes held by the memory pools after the measured rounds.
     pub reserved: u64,
     /// State saved for backward: packed operands, inputs of norms, attention and activations, and
     /// the gradients of the head. Excludes the quantized weights, which persist across steps.
@@ -341,6 +341,8 @@ fn measure_steps<M: LanguageModel, T>(
         Ok(seconds)
     };
     let seconds = rounds(Observer::None)?;
+    // Launched steps cannot use the memory of the graph and would add their own.
+    let reserved = observe::reserved(device);
     let sampled = match has_telemetry {
         true => rounds(Observer::Telemetry)?,
         false => Vec::new(),
@@ -356,8 +358,12 @@ fn measure_steps<M: LanguageModel, T>(
         let (inputs, targets) = batch.tensors(&trained);
         rank.model().training_loss(inputs, targets)
     });
-    let memory = memory.zip(kept);
-    let memory = memory.map(|(memory, kept)| Memory { kept, ..memory });
+    let memory = memory.zip(kept).zip(reserved);
+    let memory = memory.map(|((memory, kept), reserved)| Memory {
+        kept,
+        reserved,
+        ..memory
+    });
     Ok(Cost {
         tokens: config.batch * config.model.context,
         built,
@@ -386,6 +392,10 @@ pub(crate) mod observe {
     }
 
     pub(crate) fn kept<T>(_: &Device, _: impl FnOnce() -> T) -> Option<u64> {
+        None
+    }
+
+    pub(crate) fn reserved(_: &Device) -> Option<u64> {
         None
     }
 
@@ -423,7 +433,7 @@ pub(crate) mod observe {
         let ((), peak) = peak_of(device, &mut step);
         let memory = peak.map(|peak| Memory {
             peak,
-            reserved: usage(&client).bytes_reserved,
+            reserved: 0,
             kept: 0,
         });
         let watch = Arc::new(Watch::default());
@@ -431,6 +441,12 @@ pub(crate) mod observe {
         step();
         drop(observation);
         (memory, watch.kernels())
+    }
+
+    /// Returns the bytes that the memory pools hold.
+    pub(crate) fn reserved(device: &Device) -> Option<u64> {
+        let client = client(device)?;
+        Some(usage(&client).bytes_reserved)
     }
 
     /// Measures the memory that the result of `make` keeps in use.

@@ -90,13 +90,18 @@ pub fn decorated(bench: &mut Bench) {
     burn_nvfp4::decorate::install().expect("no tensor was made before");
     for (name, size) in sizes(bench) {
         let setting = format!("{DECORATED} {name}");
-        let model = burn_nn_encoder(bench, size);
-        time(bench, &setting, "undecorated, bf16", size, model, false);
         let recipe = Nvfp4Recipe::preset("nvidia").expect("a preset");
-        let model = burn_nvfp4::decorate(burn_nn_encoder(bench, size), &recipe);
-        let model = model.expect("an encoder has linear layers");
-        assign_layer_ids(&model);
-        time(bench, &setting, "decorated, nvidia", size, model, false);
+        for is_graph in [false, true] {
+            let graph = if is_graph { ", graph" } else { "" };
+            let model = burn_nn_encoder(bench, size);
+            let name = format!("undecorated, bf16{graph}");
+            time(bench, &setting, &name, size, model, is_graph);
+            let model = burn_nvfp4::decorate(burn_nn_encoder(bench, size), &recipe);
+            let model = model.expect("an encoder has linear layers");
+            assign_layer_ids(&model);
+            let name = format!("decorated, nvidia{graph}");
+            time(bench, &setting, &name, size, model, is_graph);
+        }
     }
 }
 

@@ -140,7 +140,10 @@ impl Bench {
             .map(|_| run(STEPS))
             .fold(f64::INFINITY, f64::min);
         let held = self.held();
-        println!("{id}: {milliseconds:.3} ms, {:.2} GB held", held.unwrap_or(f64::NAN));
+        println!(
+            "{id}: {milliseconds:.3} ms, {:.2} GB held",
+            held.unwrap_or(f64::NAN)
+        );
         self.records.push(Record {
             setting: setting.into(),
             name: name.into(),

@@ -159,8 +159,9 @@ fn there_is_more_room_for_the_capture_than_a_step_took() {
     for _ in 0..3 {
         steps.step(&mut step).unwrap();
     }
+    // As much as the largest tensor.
     assert!(
-        free() >= before + before / 4,
+        free() >= before + (64 << 20),
         "{} of {before} bytes",
         free()
     );

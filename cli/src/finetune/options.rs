@@ -79,7 +79,12 @@ pub(crate) struct TrainingOptions {
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub(crate) valid: Vec<PathBuf>,
     /// Hold out this share of the documents for evaluation
-    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
+    #[arg(
+        long,
+        value_name = "SHARE",
+        default_value_t = 0.05,
+        conflicts_with = "valid"
+    )]
     pub(crate) valid_share: f64,
     /// Write the output to this folder: the run and the trained model. It must hold no run
     #[arg(long, value_name = "DIR", required_unless_present_any = NOT_NEW)]

@@ -9,7 +9,7 @@ use nvfp4_lm::checkpoint::{read_json, write_json};
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::config::CONFIG;
 use nvfp4_lm::finetune::data::TextReader;
-use nvfp4_lm::finetune::memory::trained;
+use nvfp4_lm::finetune::memory::{check_model, trained};
 use nvfp4_lm::finetune::saved::saved_loss;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, FinetuneTask, Objective, TrainingData};
 use nvfp4_lm::groups::ParallelGroups;
@@ -19,6 +19,7 @@ use nvfp4_lm::quantize::journal::JOURNAL;
 use nvfp4_lm::ranks::{agree, on_first, on_first_at_length, text_of_first};
 use nvfp4_lm::tokens::Cut;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 
 use super::options::{Defaults, STEPS, TrainingOptions};
 use crate::device::DeviceName;
@@ -39,6 +40,8 @@ const QUANTIZED: &str = "nvfp4";
 const CONTEXT: usize = 1024;
 /// File of a start that writes more than tokens. The run that begins removes it.
 pub(crate) const STARTING: &str = ".starting";
+/// Number of epochs from which on a run is told of them: more often a forgotten option than a wish.
+const MANY_EPOCHS: f64 = 100.0;
 /// File that records what the run writes at its end.
 const RESULT: &str = "result.json";
 
@@ -60,6 +63,9 @@ struct Written {
     dtype: SavedType,
     /// True if the model is written, and not only adapters.
     model: bool,
+    /// True if the model is trained on conversations.
+    #[serde(default)]
+    chat: bool,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     export: Option<Export>,
 }
@@ -170,8 +176,10 @@ impl FinetuneRun {
         let reader = TextReader::read(&start.model)?;
         // A default that fits the model's maximum context.
         let context = options.context.unwrap_or(CONTEXT.min(reader.longest()));
-        let shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
+        let mut has_conversations = false;
+        let mut shards = |paths: &[PathBuf], name: &str| -> Result<Vec<PathBuf>> {
             let (mut shards, found) = reader.shards(paths, &folder.join(name))?;
+            has_conversations |= found.conversations > 0;
             if found.documents > 0 {
                 note!(
                     "{name}: {} documents, {} files left out because they are empty or not UTF-8",
@@ -182,10 +190,9 @@ impl FinetuneRun {
             absolute(&mut shards)?;
             Ok(shards)
         };
-        // A run of epochs gets its steps when its rows are known.
         let mut config = FinetuneConfig {
-            data: shards(&options.data, "train.tokens")?,
-            valid: shards(&options.valid, "valid.tokens")?,
+            data: options.data.clone(),
+            valid: options.valid.clone(),
             valid_share: options.valid_share,
             model: start.model,
             recipe_name,
@@ -214,18 +221,24 @@ impl FinetuneRun {
             grad_reduce: options.grad_reduce,
             device: device.to_string(),
         };
+        // What is wrong is said before the text is tokenized, which may take long.
+        config.check()?;
+        config.check_ranks(ranks)?;
+        check_model(&config)?;
+        config.data = shards(&options.data, "train.tokens")?;
+        config.valid = shards(&options.valid, "valid.tokens")?;
+        // The rows are known now, and with them the steps of an epoch.
         if let Some(epochs) = options.epochs {
-            config.check()?;
             config.steps = steps_of(&config, epochs)?;
         }
         let default = (config.steps / 10).min(100);
         config.warmup = options.warmup.unwrap_or(default);
         config.check()?;
-        config.check_ranks(ranks)?;
         let scheme = options.export_scheme.or(options.qat);
         let written = Written {
             dtype: options.saved.save_dtype,
             model: config.lora.is_none() || start.merge,
+            chat: has_conversations,
             export: options.export.map(|dialect| Export {
                 dialect,
                 scheme: scheme.unwrap_or(Scheme::W4a16),
@@ -399,13 +412,16 @@ impl FinetuneRun {
             "parameters: {trained} trained of {all} ({:.2} %)",
             1e2 * trained as f64 / all as f64
         );
+        let epochs = config.steps as f64 / config.steps_per_epoch(data.train.len());
         note!(
-            "steps: {} of {} rows, which are {:.2} epochs of {} rows",
+            "steps: {} of {} rows, which are {epochs:.2} epochs of {} rows",
             config.steps,
             config.rows_per_step(),
-            config.steps as f64 / config.steps_per_epoch(data.train.len()),
             data.train.len()
         );
+        if epochs >= MANY_EPOCHS {
+            note!("each row is trained on {epochs:.0} times: --epochs N trains for N epochs");
+        }
         if let Some((_, extended)) = &self.extended {
             note!("{extended}");
         }
@@ -443,8 +459,8 @@ impl FinetuneRun {
         Ok(())
     }
 
-    /// Returns the validation perplexities of the original and of the saved models as text, and
-    /// those of the training.
+    /// Computes the validation losses of the original and of the saved models, adds them to
+    /// `result.json`, and returns them and those of the training as text.
     fn perplexities(
         &self,
         data: &TrainingData,
@@ -461,23 +477,29 @@ impl FinetuneRun {
             )
         };
         let before = loss(&config.model, None)?;
+        let mut losses = Map::from_iter([("before".to_owned(), json!(before))]);
         let mut lines = Vec::new();
-        let mut add = |name: &str, after: f64| {
+        let mut add = |part: &str, name: &str, after: f64| {
             let line = line("validation perplexity", before, after);
             lines.push(format!("{line} ({name})"));
+            losses.insert(part.to_owned(), json!(after));
         };
         if let Some(adapters) = adapters {
             let name = format!("{ADAPTER} on {}", config.model.display());
-            add(&name, loss(&config.model, Some(adapters))?);
+            add(ADAPTER, &name, loss(&config.model, Some(adapters))?);
         }
         for (name, is_written) in [
             (MODEL, self.written.model),
             (QUANTIZED, self.written.export.is_some()),
         ] {
             if is_written {
-                add(name, loss(&self.folder.join(name), None)?);
+                add(name, name, loss(&self.folder.join(name), None)?);
             }
         }
+        let path = self.folder.join(RESULT);
+        let mut result: Map<String, Value> = read_json(&path)?;
+        result.insert("validation_loss".to_owned(), Value::Object(losses));
+        write_json(&path, &result)?;
         // Use the digits in the file: a resumed run knows only those about its beginning.
         let rows = read_metrics(&self.folder.join(METRICS))?;
         let mut losses = rows.iter().filter_map(|row| row.valid_loss);
@@ -546,15 +568,19 @@ impl FinetuneRun {
         let base = self.config.model.as_path();
         let [model, adapter, base] = [model, adapter, base].map(|it| quoted(&it.to_string_lossy()));
         let nvfp4 = program();
+        let generate = match self.written.chat {
+            true => "talk to the model with",
+            false => "generate text with",
+        };
+        let prompt = match self.written.chat {
+            true => "--chat",
+            false => "--prompt TEXT",
+        };
         if self.written.model {
-            return vec![format!(
-                "generate text with: {nvfp4} generate {model} --prompt TEXT"
-            )];
+            return vec![format!("{generate}: {nvfp4} generate {model} {prompt}")];
         }
         vec![
-            format!(
-                "generate text with: {nvfp4} generate {base} --adapter {adapter} --prompt TEXT"
-            ),
+            format!("{generate}: {nvfp4} generate {base} --adapter {adapter} {prompt}"),
             format!("merge the adapter with: {nvfp4} merge {base} {adapter} --out {model}"),
         ]
     }

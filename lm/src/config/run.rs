@@ -413,7 +413,6 @@ impl RunConfig {
         let all_to_all = Some(ExpertDispatchName::AllToAll);
         let reasons = [
             (self.optimizer == OptimizerName::Muon, Uncaptured::Muon),
-            (self.decorate.is_some(), Uncaptured::Decorate),
             (self.zero1, Uncaptured::Zero1),
             (
                 self.ep > 1 && self.ep_dispatch == all_to_all,

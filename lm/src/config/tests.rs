@@ -130,6 +130,8 @@ fn steps_are_captured_where_they_can_be() {
     assert_eq!(uncaptured("cuda:0", &|_| ()), None);
     let quartet2 = |config: &mut RunConfig| config.recipe = "quartet2".parse().unwrap();
     assert_eq!(uncaptured("cuda:1", &quartet2), None);
+    let decorated = |config: &mut RunConfig| config.decorate = Some(Decoration::Strict);
+    assert_eq!(uncaptured("cuda:0", &decorated), None);
     fn dispatch(config: &mut RunConfig, how: Option<ExpertDispatchName>) {
         (config.ep, config.model.experts, config.ep_dispatch) = (2, Some(4), how);
     }
@@ -137,18 +139,13 @@ fn steps_are_captured_where_they_can_be() {
         assert_eq!(uncaptured("cuda:0", &|config| dispatch(config, how)), None);
     }
     type Change = dyn Fn(&mut RunConfig);
-    let cases: [(&str, &Change, Uncaptured); 6] = [
+    let cases: [(&str, &Change, Uncaptured); 5] = [
         ("flex", &|_| (), Uncaptured::NoGpu),
         ("cuda:0", &|c| c.no_graph = true, Uncaptured::NoGraph),
         (
             "cuda:0",
             &|c| c.optimizer = OptimizerName::Muon,
             Uncaptured::Muon,
-        ),
-        (
-            "cuda:0",
-            &|c| c.decorate = Some(Decoration::Strict),
-            Uncaptured::Decorate,
         ),
         ("cuda:0", &|c| c.zero1 = true, Uncaptured::Zero1),
         (

@@ -11,8 +11,6 @@ pub enum Uncaptured {
     NoGraph,
     /// Muon takes its learning rate as an argument of its kernels.
     Muon,
-    /// The model is decorated.
-    Decorate,
     /// ZeRO-1 gathers the weights into new memory in each step.
     Zero1,
     /// The host counts the tokens that it sends to each expert.
@@ -48,7 +46,6 @@ impl Display for Uncaptured {
                 "the learning rate of the optimizer muon is an argument of its kernels; adamw can be \
                  captured"
             }
-            Self::Decorate => "steps of decorated models are not captured",
             Self::Zero1 => {
                 "ZeRO-1 gathers the weights into new memory in each step; --fsdp can be captured"
             }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nvfp4_formats::BLOCK;
 use serde_json::{Map, Value};
 
@@ -240,6 +240,20 @@ pub fn trained(config: &FinetuneConfig) -> Result<[u64; 2]> {
     })
 }
 
+/// Checks the values of a run that depend on the configuration of its model, without its tensors.
+///
+/// # Errors
+/// Returns an error if the configuration cannot be read, `context` exceeds the model's positions, or
+/// `lora-targets` matches no projection.
+pub fn check_model(config: &FinetuneConfig) -> Result<()> {
+    let model = SizedModel::read(&config.model)?.config;
+    model.check_length("context", config.context)?;
+    if let Some(lora) = &config.lora {
+        adapters(&model, lora)?;
+    }
+    Ok(())
+}
+
 /// Returns the number of elements in all tensors of a model.
 fn parameters(model: &DecoderConfig) -> u64 {
     let tensors = expected(model);
@@ -254,11 +268,23 @@ fn elements(shape: &[usize]) -> u64 {
 fn adapters(model: &DecoderConfig, lora: &LoraConfig) -> Result<u64> {
     let targets = lora.check()?;
     let tensors = expected(model);
-    let sizes = tensors.iter().filter_map(|tensor| {
+    let projections = tensors.iter().filter_map(|tensor| {
         let module = tensor.name.strip_suffix(".weight")?;
-        let is_target = is_linear(module) && expert_projection(module).is_none();
-        (is_target && targets.is_match(module)).then(|| tensor.shape.iter().sum::<usize>() as u64)
+        is_linear(module).then_some((module, &tensor.shape))
     });
+    let is_target = |(module, _): &(&str, _)| targets.is_match(module);
+    let matched = projections.clone().filter(is_target);
+    ensure!(
+        matched.clone().next().is_some(),
+        "lora-targets is {:?}, which matches no projection such as {}",
+        lora.targets,
+        projections
+            .clone()
+            .next()
+            .map_or("none", |(module, _)| module)
+    );
+    let adapted = matched.filter(|(module, _)| expert_projection(module).is_none());
+    let sizes = adapted.map(|(_, shape)| shape.iter().sum::<usize>() as u64);
     Ok(sizes.sum::<u64>() * lora.rank as u64)
 }
 

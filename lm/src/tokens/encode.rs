@@ -17,6 +17,8 @@ use crate::progress::{Unit, Work};
 pub struct Encoded {
     /// Number of documents added.
     pub documents: usize,
+    /// Number of them that are conversations.
+    pub conversations: usize,
     /// Number of files skipped because they are empty or not UTF-8 text.
     pub skipped: usize,
 }
@@ -167,6 +169,7 @@ impl<'a> Encoder<'a> {
                 Some(text) if has_rows(&path, &text) => {
                     let rows = each_row(&path, &text, &mut work, |row| {
                         found.documents += 1;
+                        found.conversations += usize::from(matches!(row, Line::Messages(_)));
                         writer.add(&self.line(row)?)
                     });
                     rows.with_context(context)?;

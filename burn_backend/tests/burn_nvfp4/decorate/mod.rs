@@ -5,6 +5,7 @@
 mod cache;
 mod equal;
 mod formats;
+mod graph;
 mod misuse;
 mod models;
 mod quantize;
