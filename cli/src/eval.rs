@@ -92,11 +92,10 @@ impl Eval {
         }
         let InferenceOptions { scheme, compute } = self.inference;
         let (_, device, dtype) = compute.open()?;
-        let load =
-            |folder: &Path, scheme| {
-                warn_of(folder)?;
-                Decoder::load_for_inference(folder, &device, dtype, scheme)
-            };
+        let load = |folder: &Path, scheme| {
+            warn_of(folder)?;
+            Decoder::load_for_inference(folder, &device, dtype, scheme)
+        };
         let model = load(&self.model, scheme)?;
         let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
         let mut found = Evaluation {

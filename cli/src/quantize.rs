@@ -88,7 +88,12 @@ pub(crate) struct Quantize {
     /// with only this group quantized, on up to 16 sequences of the calibration. Bits go to the
     /// groups with the largest decrease per bit. Requires --calibration. Holds the whole model in
     /// memory, twice for a moment.
-    #[arg(long, value_name = "B", requires = "calibration", conflicts_with = "fp8")]
+    #[arg(
+        long,
+        value_name = "B",
+        requires = "calibration",
+        conflicts_with = "fp8"
+    )]
     bits: Option<f64>,
     /// Use this input scale for every quantized layer, instead of calibrating one per layer
     #[arg(long, value_name = "FACTOR")]

@@ -111,7 +111,12 @@ impl Evaluation {
 
 impl QuantizeResult<'_> {
     pub(super) fn lines(&self) -> Vec<String> {
-        let mut lines = self.quantized.formats.iter().flat_map(choices).collect::<Vec<_>>();
+        let mut lines = self
+            .quantized
+            .formats
+            .iter()
+            .flat_map(choices)
+            .collect::<Vec<_>>();
         lines.extend(layers(self.quantized));
         lines.extend(casts(self.quantized));
         lines.extend(self.evaluation.iter().flat_map(Evaluation::lines));
@@ -187,7 +192,15 @@ fn choices(chosen: &Choices) -> Vec<String> {
 
 /// Lists the quantized and the skipped modules.
 fn layers(done: &Quantized) -> Vec<String> {
-    let head = ["layer", "format", "shape", "before", "after", "SQNR dB", "by E[x²]"];
+    let head = [
+        "layer",
+        "format",
+        "shape",
+        "before",
+        "after",
+        "SQNR dB",
+        "by E[x²]",
+    ];
     let mut rows = vec![head.map(String::from).to_vec()];
     let human = |bytes: usize| HumanBytes(bytes as u64).to_string();
     let (mut before, mut after) = (0, 0);

@@ -6,10 +6,10 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::module::Param;
 use burn::tensor::{DType, Tensor, TensorData};
 
+use super::Decoder;
 use super::feed_forward::FeedForward;
 use super::names::{self, Part};
 use super::projection::{Experts, Projection};
-use super::Decoder;
 
 /// Weights `[d_out, d_in]`, row-major, by module.
 pub(crate) type Weights = BTreeMap<String, Vec<f32>>;

@@ -267,7 +267,10 @@ fn adapters_learn_beside_mixed_formats() {
             FeedForward::Dense(dense) => values(dense.down.dense().0),
             FeedForward::Moe(_) => unreachable!("a dense model"),
         };
-        assert!(down(&trained) == down(&base), "{name}: frozen weights changed");
+        assert!(
+            down(&trained) == down(&base),
+            "{name}: frozen weights changed"
+        );
     }
 }
 

@@ -8,15 +8,16 @@ use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
 use serde_json::Value;
 
+use super::fp8::{INPUT, SCALES};
 use super::names::{
     FusedGroup, canonical, expert_layer, fused_group, is_linear, is_router, may_be_linear,
 };
 use super::packed::GlobalScale;
 pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
-use super::fp8::{INPUT, SCALES};
 use super::{
-    Dialect, Fp8Layer, Fp8Weight, LayerFormat, PackedWeight, PreQuantScale, QuantConfig, Scheme, Targets,
+    Dialect, Fp8Layer, Fp8Weight, LayerFormat, PackedWeight, PreQuantScale, QuantConfig, Scheme,
+    Targets,
 };
 use crate::checkpoint::read_json;
 use crate::decoder::fused::open_tensors;
@@ -207,7 +208,10 @@ impl Checkpoint {
 
     /// Returns all quantized layers without problems.
     pub fn quantized(&self) -> impl Iterator<Item = &str> {
-        self.layers.keys().chain(self.fp8.keys()).map(String::as_str)
+        self.layers
+            .keys()
+            .chain(self.fp8.keys())
+            .map(String::as_str)
     }
 
     /// Returns the FP8 scales, by attention module.
@@ -572,7 +576,9 @@ impl Checkpoint {
         let scale = |module: &str| self.fp8.get(module)?.input_scale;
         let mut inputs: BTreeMap<FusedGroup, &String> = BTreeMap::new();
         for module in self.fp8.keys() {
-            let Some(group) = fused_group(module) else { continue };
+            let Some(group) = fused_group(module) else {
+                continue;
+            };
             let kind = group.kind;
             let first = *inputs.entry(group).or_insert(module);
             if let (Some(own), Some(other)) = (scale(module), scale(first))
@@ -608,8 +614,11 @@ impl Checkpoint {
                 ));
             }
             if !is_target(module) {
-                let targets: Vec<&String> =
-                    config.groups.iter().flat_map(|group| &group.targets).collect();
+                let targets: Vec<&String> = config
+                    .groups
+                    .iter()
+                    .flat_map(|group| &group.targets)
+                    .collect();
                 let what = format!("is quantized, but none of targets {targets:?} is it");
                 found.push((module.to_owned(), what));
             }
@@ -632,9 +641,16 @@ impl Checkpoint {
             found.push((module.to_owned(), what.to_owned()));
         }
         let modules = self.modules.iter().map(String::as_str);
-        let modules = modules.chain(self.plain.iter().filter_map(|it| it.strip_suffix(".weight")));
+        let modules = modules.chain(
+            self.plain
+                .iter()
+                .filter_map(|it| it.strip_suffix(".weight")),
+        );
         for target in targets.unmatched(modules) {
-            found.push((target.to_owned(), "is a target, but no layer is it".to_owned()));
+            found.push((
+                target.to_owned(),
+                "is a target, but no layer is it".to_owned(),
+            ));
         }
         for (name, what) in found {
             self.problem(&name, what);

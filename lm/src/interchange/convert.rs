@@ -9,9 +9,9 @@ use safetensors::Dtype;
 use serde::Serialize;
 
 use super::checkpoint::HF_QUANT_CONFIG;
-use super::names::canonical;
 use super::fp8::INPUT;
-use super::{Checkpoint, Dialect, Fp8Weight, Group, LayerFormat, QuantConfig};
+use super::names::canonical;
+use super::{Checkpoint, Dialect, LayerFormat, QuantConfig};
 use crate::checkpoint::write_json;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{INDEX_FILE, NewFolder, TensorWriter, copy_file};

@@ -232,12 +232,15 @@ impl Targets {
         module: &'a str,
     ) -> impl Iterator<Item = (&'a str, LayerFormat)> + 'a {
         let parents = module.match_indices('.').map(|(at, _)| &module[..at]);
-        let parents = parents.filter(|_| self.has_parents);
-        let names = parents.chain([module]).filter_map(|name| {
+        let parents = parents.filter(move |_| self.has_parents);
+        let names = parents.chain([module]).filter_map(move |name| {
             let (name, format) = self.names.get_key_value(name)?;
             Some((name.as_str(), *format))
         });
-        let patterns = self.patterns.iter().filter(|(it, _)| it.matches(module));
+        let patterns = self
+            .patterns
+            .iter()
+            .filter(move |(it, _)| it.matches(module));
         names.chain(patterns.map(|(it, format)| (it.text(), *format)))
     }
 

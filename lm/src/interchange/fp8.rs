@@ -141,14 +141,12 @@ impl Fp8Weight {
     /// # Errors
     /// Returns an error if static inputs have no scale. Also returns the errors of
     /// [`TensorSink::add`].
-    pub fn write(
-        &self,
-        writer: &mut dyn TensorSink,
-        dialect: Dialect,
-        module: &str,
-    ) -> Result<()> {
+    pub fn write(&self, writer: &mut dyn TensorSink, dialect: Dialect, module: &str) -> Result<()> {
         let bytes = |values: &[f32]| -> Vec<u8> {
-            values.iter().flat_map(|value| value.to_le_bytes()).collect()
+            values
+                .iter()
+                .flat_map(|value| value.to_le_bytes())
+                .collect()
         };
         let mut specs = Self::specs(dialect, module, self.shape, self.format).into_iter();
         let mut add = |bytes: &[u8]| {
@@ -157,7 +155,9 @@ impl Fp8Weight {
         };
         if self.format.inputs == Fp8Inputs::Static {
             let scale = self.input_scale;
-            add(&bytes(&[scale.with_context(|| format!("{module} has no {INPUT}"))?]))?;
+            add(&bytes(&[
+                scale.with_context(|| format!("{module} has no {INPUT}"))?
+            ]))?;
         }
         add(&self.codes)?;
         add(&bytes(&self.scales))

@@ -59,10 +59,16 @@ fn every_layer_has_the_format_of_the_configuration() {
         let o_proj = format!("model.layers.{plain_layer}.self_attn.o_proj");
         assert_eq!(plain, ["lm_head", &o_proj]);
         assert_eq!(checkpoint.config().unwrap().kv_cache_fp8, name == MODELOPT);
-        assert_eq!(checkpoint.kv_scales().len(), 2 * usize::from(name == MODELOPT));
+        assert_eq!(
+            checkpoint.kv_scales().len(),
+            2 * usize::from(name == MODELOPT)
+        );
         // What is not computed is said.
         let said = remark(&golden(name)).unwrap().unwrap();
-        assert!(said.contains("fp8") && said.contains("not quantized"), "{said}");
+        assert!(
+            said.contains("fp8") && said.contains("not quantized"),
+            "{said}"
+        );
     }
     assert_eq!(remark(&golden("llama3-tiny-ct-nvfp4")).unwrap(), None);
     assert_eq!(remark(&golden("llama3-tiny")).unwrap(), None);
@@ -118,7 +124,10 @@ fn mixed_folders_are_written_again_byte_for_byte() {
         let again = QuantConfig::read(&again, file.as_ref()).unwrap().unwrap();
         assert_eq!(&again, config);
         if let Some(file) = file {
-            assert_eq!(file, read_json::<Value>(&folder.join(HF_QUANT_CONFIG)).unwrap());
+            assert_eq!(
+                file,
+                read_json::<Value>(&folder.join(HF_QUANT_CONFIG)).unwrap()
+            );
         }
     }
 }
@@ -150,13 +159,22 @@ fn mixed_folders_are_converted_to_the_other_dialect() {
         assert!(is_global || new[name] == *tensor, "{name}");
     }
     let file: Value = read_json(&back.join(HF_QUANT_CONFIG)).unwrap();
-    assert_eq!(file, read_json::<Value>(&folder.join(HF_QUANT_CONFIG)).unwrap());
+    assert_eq!(
+        file,
+        read_json::<Value>(&folder.join(HF_QUANT_CONFIG)).unwrap()
+    );
 
     // ModelOpt has no blocks with quantized inputs, and blocks of 128 only.
     let out = Scratch::new("mixed-refused");
     let compressed = Checkpoint::open(&golden(COMPRESSED)).unwrap();
-    let error = convert(&compressed, Dialect::ModelOpt, &out).unwrap_err().to_string();
-    for part in ["down_proj", "fp8 per block of 32 x 32", "modelopt has no name"] {
+    let error = convert(&compressed, Dialect::ModelOpt, &out)
+        .unwrap_err()
+        .to_string();
+    for part in [
+        "down_proj",
+        "fp8 per block of 32 x 32",
+        "modelopt has no name",
+    ] {
         assert!(error.contains(part), "{error}");
     }
     // Per channel, with inputs per token, is in both; blocks of 128 without quantized inputs, too.
@@ -176,7 +194,10 @@ fn mixed_folders_are_converted_to_the_other_dialect() {
     convert(&blocks, Dialect::ModelOpt, &out).unwrap();
     let converted = Checkpoint::open(&out).unwrap();
     for module in blocks.fp8_layers().keys() {
-        assert_eq!(converted.fp8_weight(module).unwrap(), blocks.fp8_weight(module).unwrap());
+        assert_eq!(
+            converted.fp8_weight(module).unwrap(),
+            blocks.fp8_weight(module).unwrap()
+        );
     }
     let tensors = contents(&out);
     assert_eq!(tensors[&format!("{DOWN}.weight_scale")].1, [1, 1, 2, 1]);
@@ -266,7 +287,12 @@ fn faulty_folders_are_refused_by_name() {
         (
             COMPRESSED,
             &|it| *it.inline("/config_groups/group_2/targets/0") = json!("re:.*[qn]_proj$"),
-            &[q_proj, "is in two groups", "fp8 per channel", "fp8 per block"],
+            &[
+                q_proj,
+                "is in two groups",
+                "fp8 per channel",
+                "fp8 per block",
+            ],
         ),
         (
             COMPRESSED,
@@ -296,7 +322,12 @@ fn faulty_folders_are_refused_by_name() {
                     }
                 }
             },
-            &["is fp8 per tensor", "is nvfp4 w4a4", "readers fuse them", q_proj],
+            &[
+                "is fp8 per tensor",
+                "is nvfp4 w4a4",
+                "readers fuse them",
+                q_proj,
+            ],
         ),
         (
             MODELOPT,
@@ -305,7 +336,12 @@ fn faulty_folders_are_refused_by_name() {
         ),
         (
             MODELOPT,
-            &|it| it.algo(&format!("{ATTENTION}.o_proj"), &json!({"quant_algo": "FP8"})),
+            &|it| {
+                it.algo(
+                    &format!("{ATTENTION}.o_proj"),
+                    &json!({"quant_algo": "FP8"}),
+                )
+            },
             &["o_proj", "is stored in NVFP4", "fp8 per tensor"],
         ),
         (
@@ -318,8 +354,16 @@ fn faulty_folders_are_refused_by_name() {
             &|it| it.inline("/kv_cache_scheme")["num_bits"] = 4.into(),
             &["kv_cache_scheme", "num_bits is 4"],
         ),
-        (MODELOPT, &|it| it.scalar(scale, 0.0), &[scale, "is 0", "positive"]),
-        (MODELOPT, &|it| it.scalar(scale, f32::NAN), &[scale, "is NaN"]),
+        (
+            MODELOPT,
+            &|it| it.scalar(scale, 0.0),
+            &[scale, "is 0", "positive"],
+        ),
+        (
+            MODELOPT,
+            &|it| it.scalar(scale, f32::NAN),
+            &[scale, "is NaN"],
+        ),
         (
             MODELOPT,
             &|it| it.scalar(&format!("{q_proj}.input_scale"), -1.0),
@@ -339,13 +383,20 @@ fn faulty_folders_are_refused_by_name() {
             COMPRESSED,
             &|it| {
                 let scale = (Dtype::F32, vec![1], 1f32.to_le_bytes().to_vec());
-                it.folder.tensors.insert(format!("{q_proj}.input_scale"), scale);
+                it.folder
+                    .tensors
+                    .insert(format!("{q_proj}.input_scale"), scale);
             },
             &[q_proj, "input_scale is there", "would be ignored"],
         ),
         (
             MODELOPT,
-            &|it| it.algo(&format!("{ATTENTION}.o_proj"), &json!({"quant_algo": "NVFP4"})),
+            &|it| {
+                it.algo(
+                    &format!("{ATTENTION}.o_proj"),
+                    &json!({"quant_algo": "NVFP4"}),
+                )
+            },
             &["o_proj", "group_size is null, but must be 16"],
         ),
         (
@@ -360,7 +411,12 @@ fn faulty_folders_are_refused_by_name() {
                 let layers = quantization["quantized_layers"].as_object_mut().unwrap();
                 layers.remove(DOWN).unwrap();
             },
-            &["config.json", "hf_quant_config.json", DOWN, "`not quantized`"],
+            &[
+                "config.json",
+                "hf_quant_config.json",
+                DOWN,
+                "`not quantized`",
+            ],
         ),
         (
             MODELOPT,
@@ -368,7 +424,11 @@ fn faulty_folders_are_refused_by_name() {
                 let targets = it.inline("/config_groups/group_1/targets");
                 targets.as_array_mut().unwrap().push(q_proj.into());
             },
-            &["config_groups make", q_proj, "but quantized_layers make it fp8"],
+            &[
+                "config_groups make",
+                q_proj,
+                "but quantized_layers make it fp8",
+            ],
         ),
         (
             MODELOPT,
@@ -403,7 +463,11 @@ fn faulty_folders_are_refused_by_name() {
         (
             COMPRESSED,
             &|it| *it.inline("/config_groups/group_1/input_activations/dynamic") = false.into(),
-            &["group_1", "input_activations", "\"token\" with dynamic false"],
+            &[
+                "group_1",
+                "input_activations",
+                "\"token\" with dynamic false",
+            ],
         ),
         (
             COMPRESSED,
@@ -412,14 +476,22 @@ fn faulty_folders_are_refused_by_name() {
         ),
         (
             COMPRESSED,
-            &|it| it.folder.tensors.get_mut(&format!("{DOWN}.weight")).unwrap().2[3] = 0x7F,
+            &|it| {
+                it.folder
+                    .tensors
+                    .get_mut(&format!("{DOWN}.weight"))
+                    .unwrap()
+                    .2[3] = 0x7F
+            },
             &[DOWN, "row 0, column 3 is NaN"],
         ),
         (
             COMPRESSED,
             &|it| {
                 let zero = (Dtype::I64, vec![1], vec![0; 8]);
-                it.folder.tensors.insert(format!("{DOWN}.weight_zero_point"), zero);
+                it.folder
+                    .tensors
+                    .insert(format!("{DOWN}.weight_zero_point"), zero);
             },
             &[DOWN, "weight_zero_point", "would be ignored"],
         ),
@@ -446,7 +518,8 @@ fn formats_of_the_configuration() {
     variant.write(&folder);
     let checkpoint = Checkpoint::open(&folder).unwrap();
     assert_eq!(checkpoint.config().unwrap().groups.len(), 3);
-    let fp8 = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"});
+    let fp8 =
+        json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"});
     let config = json!({"quantization_config": {
         "quant_method": "compressed-tensors", "format": "naive-quantized", "ignore": [],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": fp8}},

@@ -46,7 +46,11 @@ fn golden_exports_are_read_with_their_conventions() {
     for (name, dialect, scheme, layers, kv_cache_fp8) in EXPORTS {
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
         let config = checkpoint.config().unwrap();
-        assert_eq!((config.dialect, config.scheme()), (dialect, Some(scheme)), "{name}");
+        assert_eq!(
+            (config.dialect, config.scheme()),
+            (dialect, Some(scheme)),
+            "{name}"
+        );
         assert_eq!(config.kv_cache_fp8, kv_cache_fp8, "{name}");
         assert_eq!(checkpoint.layers().len(), layers, "{name}");
         let scales = checkpoint.kv_scales();
@@ -139,7 +143,11 @@ fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() 
         let done = convert(&checkpoint, to, &scratch).unwrap();
         let other = Checkpoint::open(&scratch).unwrap();
         let config = other.config().unwrap();
-        assert_eq!((config.dialect, config.scheme()), (to, Some(scheme)), "{name}");
+        assert_eq!(
+            (config.dialect, config.scheme()),
+            (to, Some(scheme)),
+            "{name}"
+        );
         assert_eq!(config.kv_cache_fp8, kv_cache_fp8);
         assert_eq!(other.kv_scales(), checkpoint.kv_scales(), "{name}");
         assert_eq!(other.plain(), checkpoint.plain());

@@ -115,7 +115,9 @@ pub fn choose(groups: &[Sensitivity], budget: f64, tokens: usize) -> Result<Choi
     let hulls: Vec<Vec<usize>> = groups.iter().map(|group| hull(&group.formats)).collect();
     let total = |pick: fn(&[usize]) -> usize| -> usize {
         let picked = groups.iter().zip(&hulls);
-        picked.map(|(group, hull)| group.formats[pick(hull)].bits).sum()
+        picked
+            .map(|(group, hull)| group.formats[pick(hull)].bits)
+            .sum()
     };
     let least = total(|hull| hull[0]) as f64 / weights as f64;
     let most: usize = groups.iter().map(|group| high(group).bits).sum();
@@ -126,9 +128,10 @@ pub fn choose(groups: &[Sensitivity], budget: f64, tokens: usize) -> Result<Choi
          smallest format, and less than {most:.4}, its own: choose a number between them"
     );
     let mut left = (budget * weights as f64).floor() as usize - total(|hull| hull[0]);
-    let steps = hulls.iter().enumerate().flat_map(|(group, hull)| {
-        hull.windows(2).map(move |pair| (group, pair[0], pair[1]))
-    });
+    let steps = hulls
+        .iter()
+        .enumerate()
+        .flat_map(|(group, hull)| hull.windows(2).map(move |pair| (group, pair[0], pair[1])));
     let mut steps: Vec<Step> = steps
         .map(|(group, from, to)| {
             let [before, after] = [from, to].map(|at| groups[group].formats[at]);
@@ -189,7 +192,10 @@ pub fn choose(groups: &[Sensitivity], budget: f64, tokens: usize) -> Result<Choi
 
 /// Returns the cost of high precision.
 fn high(group: &Sensitivity) -> Cost {
-    let high = group.formats.iter().find(|it| it.format == WeightFormat::High);
+    let high = group
+        .formats
+        .iter()
+        .find(|it| it.format == WeightFormat::High);
     *high.expect("every group can stay as it is")
 }
 
@@ -209,7 +215,10 @@ fn hull(formats: &[Cost]) -> Vec<usize> {
     let mut hull: Vec<usize> = Vec::new();
     for at in order {
         // A format must decrease the divergence.
-        if hull.last().is_some_and(|&last| formats[at].kl >= formats[last].kl) {
+        if hull
+            .last()
+            .is_some_and(|&last| formats[at].kl >= formats[last].kl)
+        {
             continue;
         }
         while let [.., before, last] = hull[..]
@@ -228,7 +237,10 @@ mod tests {
 
     fn group(name: &str, kl: [f64; 2]) -> Sensitivity {
         let formats = [WeightFormat::Nvfp4, WeightFormat::Fp8, WeightFormat::High];
-        let costs = formats.into_iter().zip([450, 800, 1600]).zip([kl[0], kl[1], 0.0]);
+        let costs = formats
+            .into_iter()
+            .zip([450, 800, 1600])
+            .zip([kl[0], kl[1], 0.0]);
         Sensitivity {
             modules: vec![name.into()],
             weights: 100,
@@ -262,7 +274,10 @@ mod tests {
         let choices = choose(&groups, 5.7, 10).unwrap();
         assert!(choices.groups[1].why.starts_with("saves 3.500e-1 nats"));
         let why = &choices.groups[0].why;
-        assert!(why.contains("fp8 would save 9.000e-2") && why.ends_with("10 are left"), "{why}");
+        assert!(
+            why.contains("fp8 would save 9.000e-2") && why.ends_with("10 are left"),
+            "{why}"
+        );
     }
 
     /// Formats above the hull are skipped: FP8 that is no better than NVFP4, or so little that high
@@ -286,6 +301,10 @@ mod tests {
             assert!(error.contains("at least 4.5000") && error.contains("less than 16.0000"));
         }
         let error = choose(&[group("a", [f64::NAN, 0.0])], 5.0, 10).unwrap_err();
-        assert!(error.to_string().contains("a: the KL divergence in nvfp4 is NaN"));
+        assert!(
+            error
+                .to_string()
+                .contains("a: the KL divergence in nvfp4 is NaN")
+        );
     }
 }

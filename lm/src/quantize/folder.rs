@@ -25,9 +25,7 @@ use super::source::{Source, check_values};
 use super::stats::Calibration;
 use super::{Method, fp8, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::write_json;
-use crate::hf::{
-    ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
-};
+use crate::hf::{ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter};
 use crate::interchange::convert::{PROVENANCE, copy_companions, write_configs};
 use crate::interchange::{
     Checkpoint, Dialect, Fp8Inputs, Fp8Weight, GlobalScale, LayerFormat, PackedWeight, QuantConfig,
@@ -500,8 +498,7 @@ pub(super) fn casts(
     dialect: Dialect,
 ) -> Result<Vec<(PackedWeight, Cast)>> {
     let stored = weights.iter().map(|(_, tensor, _)| tensor.mxfp4());
-    let (Some(stored), Some((_, first, _))) =
-        (stored.collect::<Option<Vec<_>>>(), weights.first())
+    let (Some(stored), Some((_, first, _))) = (stored.collect::<Option<Vec<_>>>(), weights.first())
     else {
         return Ok(vec![]);
     };
@@ -587,8 +584,14 @@ impl QuantizeOptions {
             ("method", json!(self.method.name())),
             ("exclude", json!(exclude)),
             ("fp8", json!(fp8)),
-            ("bits", json!(self.formats.as_ref().map(|formats| formats.budget))),
-            ("formats", json!(self.formats.as_ref().map(Choices::formats))),
+            (
+                "bits",
+                json!(self.formats.as_ref().map(|formats| formats.budget)),
+            ),
+            (
+                "formats",
+                json!(self.formats.as_ref().map(Choices::formats)),
+            ),
             (
                 "input-scale",
                 json!(self.input_scale.map(|scale| scale.to_string())),
@@ -606,7 +609,11 @@ fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
         WeightFormat::Fp8 => LayerFormat::Fp8(fp8::format_for(options.dialect, options.scheme)),
         _ => LayerFormat::Nvfp4(options.scheme),
     };
-    let formats = plan.groups.iter().flatten().map(|module| (module.clone(), format(module)));
+    let formats = plan
+        .groups
+        .iter()
+        .flatten()
+        .map(|module| (module.clone(), format(module)));
     QuantConfig::of_layers(options.dialect, formats, kept, options.kv_cache_fp8)
 }
 

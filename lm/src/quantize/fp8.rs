@@ -87,7 +87,13 @@ mod tests {
 
     fn made(values: &[f32], shape: [usize; 2], scales: Fp8Scales) -> Fp8Weight {
         let inputs = Fp8Inputs::HighPrecision;
-        quantize(values, shape, amax_of([values]), Fp8Format { scales, inputs }).unwrap()
+        quantize(
+            values,
+            shape,
+            amax_of([values]),
+            Fp8Format { scales, inputs },
+        )
+        .unwrap()
     }
 
     /// Every E4M3 value with a scale of 1 is kept, and values between are rounded to even.
@@ -101,7 +107,14 @@ mod tests {
         assert_eq!(weight.scales, [1.0]);
         assert_eq!(weight.dequantize(), all);
         // 448, ties at 17 and 19 between multiples of 2, and at half of the smallest subnormal.
-        let values = [448.0, 17.0, 19.0, 18.5, f32::exp2(-10.0), -f32::exp2(-10.0) * 1.5];
+        let values = [
+            448.0,
+            17.0,
+            19.0,
+            18.5,
+            f32::exp2(-10.0),
+            -f32::exp2(-10.0) * 1.5,
+        ];
         let weight = made(&values, [1, 6], Fp8Scales::Tensor);
         let expected = [448.0, 16.0, 20.0, 18.0, 0.0, -f32::exp2(-9.0)];
         assert_eq!(weight.dequantize(), expected);
@@ -109,7 +122,9 @@ mod tests {
 
     #[test]
     fn scales_are_those_of_their_rows_and_blocks() {
-        let values = [448.0, 0.0, 0.0, 4.48, 0.0, 0.0, 0.0, 0.0, 896.0, 1.0, 1.0, 44.8f32];
+        let values = [
+            448.0, 0.0, 0.0, 4.48, 0.0, 0.0, 0.0, 0.0, 896.0, 1.0, 1.0, 44.8f32,
+        ];
         let of = |scales| made(&values, [3, 4], scales).scales;
         assert_eq!(of(Fp8Scales::Tensor), [2.0]);
         assert_eq!(of(Fp8Scales::Channel), [1.0, 1.0, 2.0]);

@@ -38,10 +38,30 @@ fn patterns_choose_fp8_for_whole_fused_groups() {
     let original = TensorFolder::open(&model).unwrap();
     let (_, _, calibration) = calibrated("llama3-tiny");
     for (dialect, scheme, scales, inputs) in [
-        (Dialect::CompressedTensors, Scheme::W4a16, Fp8Scales::Channel, Fp8Inputs::HighPrecision),
-        (Dialect::CompressedTensors, Scheme::W4a4, Fp8Scales::Channel, Fp8Inputs::PerToken),
-        (Dialect::ModelOpt, Scheme::W4a16, Fp8Scales::Tensor, Fp8Inputs::Static),
-        (Dialect::ModelOpt, Scheme::W4a4, Fp8Scales::Tensor, Fp8Inputs::Static),
+        (
+            Dialect::CompressedTensors,
+            Scheme::W4a16,
+            Fp8Scales::Channel,
+            Fp8Inputs::HighPrecision,
+        ),
+        (
+            Dialect::CompressedTensors,
+            Scheme::W4a4,
+            Fp8Scales::Channel,
+            Fp8Inputs::PerToken,
+        ),
+        (
+            Dialect::ModelOpt,
+            Scheme::W4a16,
+            Fp8Scales::Tensor,
+            Fp8Inputs::Static,
+        ),
+        (
+            Dialect::ModelOpt,
+            Scheme::W4a4,
+            Fp8Scales::Tensor,
+            Fp8Inputs::Static,
+        ),
     ] {
         let out = Scratch::new(&format!("fp8-{}-{}", dialect.name(), scheme.name()));
         let mut options = options(dialect, scheme, Method::Rtn);
@@ -50,12 +70,26 @@ fn patterns_choose_fp8_for_whole_fused_groups() {
         let done = quantize_folder(&model, &out, &options, &calibration).unwrap();
         let checkpoint = Checkpoint::open(&out).unwrap();
         let in_fp8: Vec<&String> = checkpoint.fp8_layers().keys().collect();
-        let expected = ["0.mlp.down", "0.self_attn.k", "0.self_attn.q", "0.self_attn.v", "1.mlp.down"];
-        assert_eq!(in_fp8, expected.map(|name| format!("model.layers.{name}_proj")).each_ref());
+        let expected = [
+            "0.mlp.down",
+            "0.self_attn.k",
+            "0.self_attn.q",
+            "0.self_attn.v",
+            "1.mlp.down",
+        ];
+        assert_eq!(
+            in_fp8,
+            expected
+                .map(|name| format!("model.layers.{name}_proj"))
+                .each_ref()
+        );
         assert_eq!(checkpoint.layers().len(), 8);
-        assert!(checkpoint.layers().values().all(|it| {
-            it.input_global.is_some() == (scheme == Scheme::W4a4)
-        }));
+        assert!(
+            checkpoint
+                .layers()
+                .values()
+                .all(|it| { it.input_global.is_some() == (scheme == Scheme::W4a4) })
+        );
         let group = ["q", "k", "v"].map(|it| format!("model.layers.0.self_attn.{it}_proj"));
         let values = |module: &String| {
             let tensor = original.get(&format!("{module}.weight")).unwrap();
@@ -65,7 +99,10 @@ fn patterns_choose_fp8_for_whole_fused_groups() {
         let of_group = of_group.fold(0f32, f32::max);
         for module in in_fp8 {
             let weight = checkpoint.fp8_weight(module).unwrap();
-            assert_eq!((weight.format.scales, weight.format.inputs), (scales, inputs));
+            assert_eq!(
+                (weight.format.scales, weight.format.inputs),
+                (scales, inputs)
+            );
             let original = values(module);
             let k = weight.shape[1];
             for (row, values) in original.chunks(k).enumerate() {
@@ -112,11 +149,41 @@ fn contradictory_options_are_refused() {
     let model = golden("llama3-tiny");
     let compressed = Dialect::CompressedTensors;
     for (dialect, fp8, exclude, smooth, says) in [
-        (compressed, "k_proj", "q_proj", Smoothing::None, "fp8 and exclude both match"),
-        (compressed, "w7_proj", "q_proj", Smoothing::None, "fp8 is \"w7_proj\", which matches no"),
-        (compressed, "lm_head", "q_proj", Smoothing::None, "which matches no linear layer"),
-        (Dialect::ModelOpt, "o_proj", "q_proj", Smoothing::None, "static scales of their inputs"),
-        (compressed, "o_proj", "q_proj", Smoothing::Awq, "smooth is awq"),
+        (
+            compressed,
+            "k_proj",
+            "q_proj",
+            Smoothing::None,
+            "fp8 and exclude both match",
+        ),
+        (
+            compressed,
+            "w7_proj",
+            "q_proj",
+            Smoothing::None,
+            "fp8 is \"w7_proj\", which matches no",
+        ),
+        (
+            compressed,
+            "lm_head",
+            "q_proj",
+            Smoothing::None,
+            "which matches no linear layer",
+        ),
+        (
+            Dialect::ModelOpt,
+            "o_proj",
+            "q_proj",
+            Smoothing::None,
+            "static scales of their inputs",
+        ),
+        (
+            compressed,
+            "o_proj",
+            "q_proj",
+            Smoothing::Awq,
+            "smooth is awq",
+        ),
     ] {
         let out = Scratch::new("fp8-refused");
         let mut options = options(dialect, Scheme::W4a16, Method::Rtn);
@@ -151,7 +218,11 @@ fn bits_are_spent_where_the_divergence_decreases_most() {
         let choices = choose(7.0).unwrap();
         assert_eq!(choices, choose(7.0).unwrap(), "{name}: not deterministic");
         assert_eq!((choices.groups.len(), choices.tokens), (groups, 96));
-        assert!(choices.bits <= 7.0 && choices.bits > 5.0, "{}", choices.bits);
+        assert!(
+            choices.bits <= 7.0 && choices.bits > 5.0,
+            "{}",
+            choices.bits
+        );
         let cost = |choice: &budget::Choice, format| {
             let cost = choice.formats.iter().find(|it| it.format == format);
             cost.unwrap().kl
@@ -163,12 +234,20 @@ fn bits_are_spent_where_the_divergence_decreases_most() {
         }
         // With more bits, no group is more coarse in sum, and the sum of divergences decreases.
         let sum = |choices: &Choices| -> f64 {
-            choices.groups.iter().map(|choice| cost(choice, choice.format)).sum()
+            choices
+                .groups
+                .iter()
+                .map(|choice| cost(choice, choice.format))
+                .sum()
         };
         let [few, more] = [5.0, 9.0].map(|bits| sum(&choose(bits).unwrap()));
         assert!(few > sum(&choices) && sum(&choices) > more);
 
-        let measured = choices.groups.iter().find(|it| it.modules[0] == unit).unwrap();
+        let measured = choices
+            .groups
+            .iter()
+            .find(|it| it.modules[0] == unit)
+            .unwrap();
         for format in [WeightFormat::Nvfp4, WeightFormat::Fp8] {
             let out = Scratch::new(&format!("bits-alone-{name}-{}", format.name()));
             let mut alone = options.clone();
@@ -216,7 +295,10 @@ fn bits_are_spent_where_the_divergence_decreases_most() {
             }
         }
         bits += 8 * done.layers.iter().map(|layer| layer.bytes).sum::<usize>();
-        let kept = done.kept.iter().filter(|it| it.reason.reason() == "chosen by bits");
+        let kept = done
+            .kept
+            .iter()
+            .filter(|it| it.reason.reason() == "chosen by bits");
         bits += 8 * kept.map(|it| it.bytes).sum::<usize>();
         let weights: usize = choices.groups.iter().map(|choice| choice.weights).sum();
         assert_eq!(bits as f64 / weights as f64, choices.bits, "{name}");

@@ -172,7 +172,9 @@ impl Plan {
             }
             match (in_fp8.is_some(), kept) {
                 (true, None) => plan.fp8.extend(members.iter().cloned()),
-                _ => members.iter().for_each(|member| drop(plan.fp8.remove(member))),
+                _ => members
+                    .iter()
+                    .for_each(|member| drop(plan.fp8.remove(member))),
             }
             match kept {
                 None => plan.groups.push(members),
@@ -200,7 +202,9 @@ impl Plan {
         let formats = choices.formats();
         let mut kept = Vec::new();
         for group in std::mem::take(&mut self.groups) {
-            let own = group.iter().map(|module| formats.get(module.as_str()).copied());
+            let own = group
+                .iter()
+                .map(|module| formats.get(module.as_str()).copied());
             let own: BTreeSet<Option<WeightFormat>> = own.collect();
             match (own.len(), own.first().copied().flatten()) {
                 (1, Some(WeightFormat::High)) => {

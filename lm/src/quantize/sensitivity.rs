@@ -54,7 +54,10 @@ pub fn choose_formats(
     let mut work = Work::begin("measure", Unit::Layers, 0, units.len());
     let mut groups = Vec::new();
     for unit in units {
-        let modules: Vec<String> = unit.iter().flat_map(|group| group.iter().cloned()).collect();
+        let modules: Vec<String> = unit
+            .iter()
+            .flat_map(|group| group.iter().cloned())
+            .collect();
         work.part(&modules[0]);
         let mut weights: BTreeMap<WeightFormat, (Weights, usize)> = BTreeMap::new();
         let (mut count, mut high) = (0, 0);
@@ -143,11 +146,21 @@ fn quantized(
         };
         let weight = weight.with_context(|| tensor.to_string())?;
         let nvfp4 = weight.dequantize(dialect.arithmetic());
-        found.push((WeightFormat::Nvfp4, (*module).clone(), nvfp4, weight.bytes()));
+        found.push((
+            WeightFormat::Nvfp4,
+            (*module).clone(),
+            nvfp4,
+            weight.bytes(),
+        ));
         let format = fp8::format_for(dialect, options.scheme);
         let weight = fp8::quantize(values, shape, amax, format);
         let weight = weight.with_context(|| tensor.to_string())?;
-        found.push((WeightFormat::Fp8, (*module).clone(), weight.dequantize(), weight.bytes()));
+        found.push((
+            WeightFormat::Fp8,
+            (*module).clone(),
+            weight.dequantize(),
+            weight.bytes(),
+        ));
     }
     Ok(found)
 }

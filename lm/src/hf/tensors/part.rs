@@ -112,8 +112,12 @@ impl BlockScales<'_> {
     pub fn values(&self) -> Vec<f32> {
         let halves = || self.bytes.as_chunks::<2>().0.iter();
         match self.dtype {
-            Dtype::BF16 => halves().map(|it| bf16::from_le_bytes(*it).to_f32()).collect(),
-            Dtype::F16 => halves().map(|it| f16::from_le_bytes(*it).to_f32()).collect(),
+            Dtype::BF16 => halves()
+                .map(|it| bf16::from_le_bytes(*it).to_f32())
+                .collect(),
+            Dtype::F16 => halves()
+                .map(|it| f16::from_le_bytes(*it).to_f32())
+                .collect(),
             _ => {
                 let (words, _) = self.bytes.as_chunks::<4>();
                 words.iter().map(|it| f32::from_le_bytes(*it)).collect()

@@ -209,7 +209,9 @@ fn read_fp8_weights(args: &Value) -> Result<Fp8Scales> {
         Some("tensor") => Fp8Scales::Tensor,
         Some("channel") => Fp8Scales::Channel,
         Some("block") => Fp8Scales::Block(block(structure).with_context(|| {
-            format!("block_structure is {structure}, but it must be the rows and columns of a block")
+            format!(
+                "block_structure is {structure}, but it must be the rows and columns of a block"
+            )
         })?),
         _ => bail!("strategy is {strategy}, but FP8 has \"tensor\", \"channel\" or \"block\""),
     };
@@ -244,13 +246,14 @@ fn read_fp8_inputs(args: &Value) -> Result<Fp8Inputs> {
         return Ok(Fp8Inputs::HighPrecision);
     }
     fp8_args(args, &["dynamic", "strategy", "group_size"])?;
-    let [dynamic, strategy, size] = ["dynamic", "strategy", "group_size"]
-        .map(|name| args.get(name).unwrap_or(&Value::Null));
+    let [dynamic, strategy, size] =
+        ["dynamic", "strategy", "group_size"].map(|name| args.get(name).unwrap_or(&Value::Null));
     let is_dynamic = *dynamic == json!(true);
     let is_static = dynamic.is_null() || *dynamic == json!(false);
     match (strategy.as_str(), size.as_u64()) {
-        (Some("tensor") | None, None) if is_static => Ok(Fp8Inputs::Static),
-        (Some("token"), None) if is_dynamic => Ok(Fp8Inputs::PerToken),
+        (Some("tensor"), None) if is_static && size.is_null() => Ok(Fp8Inputs::Static),
+        (None, None) if is_static && strategy.is_null() && size.is_null() => Ok(Fp8Inputs::Static),
+        (Some("token"), None) if is_dynamic && size.is_null() => Ok(Fp8Inputs::PerToken),
         (Some("group"), Some(size @ 1..=0x10_0000)) if is_dynamic => {
             Ok(Fp8Inputs::Groups(size as usize))
         }

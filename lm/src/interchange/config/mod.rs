@@ -18,7 +18,9 @@ use crate::hf::is_neutral;
 
 mod groups;
 
-use groups::{by_format, check_layers, format_of, groups_json, layers_json, read_groups, read_layers};
+use groups::{
+    by_format, check_layers, format_of, groups_json, layers_json, read_groups, read_layers,
+};
 
 /// modelopt version of the written files. Consumers check the producer's name.
 const MODELOPT_VERSION: &str = "0.47.0";
@@ -330,7 +332,9 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
         };
         match algo {
             Algo::Awq | Algo::Nvfp4(_) => expect(quantization, "group_size", &json!(16))?,
-            Algo::Mixed | Algo::Fp8(_) => expect_if_given(quantization, "group_size", &[json!(16)])?,
+            Algo::Mixed | Algo::Fp8(_) => {
+                expect_if_given(quantization, "group_size", &[json!(16)])?
+            }
         }
         check_unlisted(quantization, algo)?;
         // vLLM refuses files without this field, even if the cache is not FP8.
@@ -400,7 +404,10 @@ fn differences(inline: &QuantConfig, file: &QuantConfig) -> Vec<String> {
     // Only a mixed file lists layers.
     let lists = file.groups.iter().any(|group| group.targets != [LINEAR]);
     if found.is_empty() && lists && layers(inline) != layers(file) {
-        found.push(format!("layers of each format: {}", layer_difference(inline, file)));
+        found.push(format!(
+            "layers of each format: {}",
+            layer_difference(inline, file)
+        ));
     }
     found
 }
@@ -419,10 +426,13 @@ fn layers(config: &QuantConfig) -> BTreeMap<&str, LayerFormat> {
 fn layer_difference(inline: &QuantConfig, file: &QuantConfig) -> String {
     let [inline, file] = [inline, file].map(layers);
     let names: BTreeSet<&str> = inline.keys().chain(file.keys()).copied().collect();
-    let first = names.into_iter().find(|name| inline.get(name) != file.get(name));
+    let first = names
+        .into_iter()
+        .find(|name| inline.get(name) != file.get(name));
     let name = first.unwrap_or_default();
     let text = |of: &BTreeMap<&str, LayerFormat>| {
-        of.get(name).map_or("not quantized".into(), LayerFormat::to_string)
+        of.get(name)
+            .map_or("not quantized".into(), LayerFormat::to_string)
     };
     format!("{name} is `{}` and `{}`", text(&inline), text(&file))
 }
@@ -527,10 +537,10 @@ fn modelopt_groups(inline: &Value, algo: Algo, groups: Option<Vec<Group>>) -> Re
         Algo::Awq => LayerFormat::Nvfp4(Scheme::W4a4),
         Algo::Fp8(fp8) => LayerFormat::Fp8(fp8),
     };
-    let Some(mut groups) = groups else {
+    let Some(groups) = groups else {
         return Ok(vec![Group::linear(expected)]);
     };
-    let [group] = &mut groups[..] else {
+    let [group] = &groups[..] else {
         bail!(
             "config_groups has {} groups of different formats, but quant_algo is not {MIXED}",
             groups.len()

@@ -18,8 +18,9 @@ fn every() -> Vec<QuantConfig> {
             }
         }
     }
-    let of_awq =
-        |config: &QuantConfig| config.dialect == Dialect::ModelOpt && config.scheme() == Some(Scheme::W4a4);
+    let of_awq = |config: &QuantConfig| {
+        config.dialect == Dialect::ModelOpt && config.scheme() == Some(Scheme::W4a4)
+    };
     let awq: Vec<_> = all
         .iter()
         .filter(|config| of_awq(config))
@@ -54,7 +55,8 @@ fn what_is_written_reads_back() {
 /// Changes one field of a written configuration and returns the error on reading it.
 fn refusal(dialect: Dialect, pointer: &str, value: Value) -> String {
     let mut all = every().into_iter();
-    let config = all.find(|config| config.dialect == dialect && config.scheme() == Some(Scheme::W4a4));
+    let config =
+        all.find(|config| config.dialect == dialect && config.scheme() == Some(Scheme::W4a4));
     let config = config.unwrap();
     let mut inline = json!({"quantization_config": config.inline()});
     let mut file = config.hf_quant_config();
