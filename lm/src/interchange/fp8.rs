@@ -1,7 +1,7 @@
 //! Linear layers in FP8: an E4M3 `weight` `[n, k]`, its `weight_scale`, which multiplies, and the
 //! `input_scale` of static inputs. Both dialects have these names.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use nvfp4_formats::format::e4m3;
 use safetensors::Dtype;
 
@@ -47,7 +47,7 @@ impl Fp8Layer {
     ) -> Result<Self> {
         let weight = tensors.get(&format!("{module}.weight"))?;
         let &[n, k] = weight.shape else {
-            anyhow::bail!("{weight} is {:?}, but a weight has two axes", weight.shape);
+            bail!("{weight} is {:?}, but a weight has two axes", weight.shape);
         };
         ensure!(
             n > 0 && k > 0,
@@ -66,7 +66,7 @@ impl Fp8Layer {
         // The largest element is 448.
         let is_scale = |scale: &f32| *scale > 0.0 && (*scale * 448.0).is_finite();
         if let Some(at) = values.iter().position(|scale| !is_scale(scale)) {
-            anyhow::bail!(
+            bail!(
                 "{scales}: {} is {}, but scales must be positive and finite",
                 scales.place(at),
                 values[at]
@@ -76,7 +76,7 @@ impl Fp8Layer {
         let input = format!("{module}.{INPUT}");
         let input_scale = match (format.inputs, tensors.find(&input)) {
             (Fp8Inputs::Static, None) => {
-                anyhow::bail!("{input} is missing, but the format is {format}")
+                bail!("{input} is missing, but the format is {format}")
             }
             (Fp8Inputs::Static, Some(tensor)) => {
                 let scale = read_scalar(tensors, &input)?;
@@ -88,7 +88,7 @@ impl Fp8Layer {
                 Some(scale)
             }
             (_, Some(_)) => {
-                anyhow::bail!("{input} is there, but the format is {format}: it would be ignored")
+                bail!("{input} is there, but the format is {format}: it would be ignored")
             }
             (_, None) => None,
         };

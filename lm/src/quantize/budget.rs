@@ -124,10 +124,12 @@ pub fn choose(groups: &[Sensitivity], budget: f64, tokens: usize) -> Result<Choi
     let most = most as f64 / weights as f64;
     ensure!(
         budget >= least && budget < most,
-        "bits is {budget}, but this model allows at least {least:.4}, with every layer in its \
-         smallest format, and less than {most:.4}, its own: choose a number between them"
+        "bits is {budget}, but this model allows at least {:.4}, with every layer in its smallest \
+         format, and less than {most:.4}, its own: choose a number between them",
+        (least * 1e4).ceil() / 1e4
     );
-    let mut left = (budget * weights as f64).floor() as usize - total(|hull| hull[0]);
+    let allowed = (budget * weights as f64).floor() as usize;
+    let mut left = allowed.saturating_sub(total(|hull| hull[0]));
     let steps = hulls
         .iter()
         .enumerate()

@@ -8,7 +8,7 @@
 //!
 //! A scale is amax / 448. ModelOpt's mixed files have no FP8 without quantized inputs.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use nvfp4_formats::format::e4m3;
 
 use super::rules::block_amax;
@@ -38,12 +38,12 @@ pub fn quantize(
     format: Fp8Format,
 ) -> Result<Fp8Weight> {
     let [n, k] = shape;
-    anyhow::ensure!(
+    ensure!(
         k > 0 && n.checked_mul(k) == Some(values.len()),
         "{} values for a weight of {n} x {k}",
         values.len()
     );
-    anyhow::ensure!(
+    ensure!(
         amax.is_finite() && values.iter().all(|value| value.abs() <= amax),
         "amax is {amax}, but all values must be finite and at most that"
     );
