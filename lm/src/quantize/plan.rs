@@ -172,9 +172,7 @@ impl Plan {
             }
             match (in_fp8.is_some(), kept) {
                 (true, None) => plan.fp8.extend(members.iter().cloned()),
-                _ => members
-                    .iter()
-                    .for_each(|member| drop(plan.fp8.remove(member))),
+                _ => plan.fp8.retain(|module| !members.contains(module)),
             }
             match kept {
                 None => plan.groups.push(members),
