@@ -170,9 +170,11 @@ impl Plan {
                     members.join(", ")
                 );
             }
-            match (in_fp8.is_some(), kept) {
-                (true, None) => plan.fp8.extend(members.iter().cloned()),
-                _ => plan.fp8.retain(|module| !members.contains(module)),
+            for member in &members {
+                match (in_fp8.is_some(), kept) {
+                    (true, None) => plan.fp8.insert(member.clone()),
+                    _ => plan.fp8.remove(member),
+                };
             }
             match kept {
                 None => plan.groups.push(members),
