@@ -241,7 +241,8 @@ fn adapters_learn_in_every_family() {
 #[test]
 fn adapters_learn_beside_mixed_formats() {
     for name in ["llama3-tiny-modelopt-mixed", "llama3-tiny-ct-mixed"] {
-        let (model, folder) = (golden(name), Scratch::new(&format!("finetune-{name}")));
+        let model = golden_with_tokenizer(name);
+        let folder = Scratch::new(&format!("finetune-{name}"));
         let config = FinetuneConfig {
             lora: Some(some_adapters()),
             frozen: FrozenForm::of(&model).unwrap(),
