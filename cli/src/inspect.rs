@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use clap::Args;
 use indicatif::HumanBytes;
-use nvfp4_lm::interchange::{Checkpoint, GlobalScale, QuantConfig};
+use nvfp4_lm::interchange::{Checkpoint, Fp8Format, Fp8Scales, GlobalScale, QuantConfig};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -55,7 +55,8 @@ struct Report<'a> {
 #[derive(Serialize)]
 struct Quantization<'a> {
     dialect: &'static str,
-    scheme: &'static str,
+    /// Formats of the layers.
+    scheme: String,
     kv_cache_fp8: bool,
     exclude: &'a [String],
 }
@@ -63,10 +64,12 @@ struct Quantization<'a> {
 #[derive(Serialize)]
 struct Layer<'a> {
     module: &'a str,
+    /// `nvfp4`, or `fp8` with the granularity of its scales and of those of its inputs.
+    format: String,
     shape: [usize; 2],
     bytes: usize,
-    /// Amax of the weight by its global scale.
-    amax: f32,
+    /// Amax of the weight by its global scale; absent if there are several.
+    amax: Option<f32>,
     /// Amax of the input by its global scale, if the input is quantized.
     input_amax: Option<f32>,
     /// True if the input is multiplied by a scale per feature.
@@ -96,22 +99,42 @@ struct Remark<'a> {
     reason: &'a str,
 }
 
+/// Returns true if a weight of this format has one scale.
+fn one_scale(format: Fp8Format) -> bool {
+    format.scales == Fp8Scales::Tensor
+}
+
 impl<'a> Report<'a> {
     fn of(checkpoint: &'a Checkpoint) -> Self {
         let quantization = |config: &'a QuantConfig| Quantization {
             dialect: config.dialect.name(),
-            scheme: config.scheme.name(),
+            scheme: config.formats(),
             kv_cache_fp8: config.kv_cache_fp8,
             exclude: &config.exclude,
         };
         let layers = checkpoint.layers().iter().map(|(module, layer)| Layer {
             module,
+            format: "nvfp4".into(),
             shape: [layer.n, layer.k],
             bytes: layer.bytes,
-            amax: layer.global.amax(),
+            amax: Some(layer.global.amax()),
             input_amax: layer.input_global.map(GlobalScale::amax),
             pre_quant: layer.pre_quant,
         });
+        let fp8_amax = |scale: f32| 448.0 * scale;
+        let fp8 = checkpoint.fp8_layers().iter().map(|(module, layer)| Layer {
+            module,
+            format: layer.format.to_string(),
+            shape: layer.shape,
+            bytes: layer.bytes,
+            amax: one_scale(layer.format).then(|| fp8_amax(layer.largest_scale)),
+            input_amax: layer.input_scale.map(fp8_amax),
+            pre_quant: false,
+        });
+        let is_fp8 = |name: &str| {
+            let module = name.strip_suffix(".weight");
+            module.is_some_and(|module| checkpoint.fp8_layers().contains_key(module))
+        };
         let plain = checkpoint.plain();
         let is_plain = |name: &str| {
             plain
@@ -119,7 +142,7 @@ impl<'a> Report<'a> {
                 .is_ok()
         };
         let tensors = checkpoint.tensors().iter();
-        let tensors = tensors.filter(|tensor| is_plain(tensor.name));
+        let tensors = tensors.filter(|tensor| is_plain(tensor.name) && !is_fp8(tensor.name));
         let kv_scales = checkpoint.kv_scales().iter();
         let unused = checkpoint.unused().iter();
         let problems = checkpoint.problems().iter();
@@ -127,7 +150,7 @@ impl<'a> Report<'a> {
             model_type: &checkpoint.json()["model_type"],
             model_type_is_known: checkpoint.is_known(),
             quantization: checkpoint.config().map(quantization),
-            layers: layers.collect(),
+            layers: layers.chain(fp8).collect(),
             tensors: tensors
                 .map(|tensor| Plain {
                     name: tensor.name,
@@ -224,10 +247,10 @@ impl<'a> Report<'a> {
             let [n, k] = layer.shape;
             vec![
                 layer.module.to_owned(),
-                "nvfp4".into(),
+                layer.format.clone(),
                 format!("{n} x {k}"),
                 layer.bytes.to_string(),
-                amax(Some(layer.amax)),
+                amax(layer.amax),
                 amax(layer.input_amax),
             ]
         }));

@@ -8,11 +8,12 @@ use clap::Args;
 use nvfp4_lm::decoder::{Decoder, FrozenForm};
 use nvfp4_lm::finetune::export::{export_merged, remove_unfinished};
 use nvfp4_lm::hf::NewFolder;
-use nvfp4_lm::interchange::{Checkpoint, Dialect, Scheme};
+use nvfp4_lm::interchange::{Checkpoint, Dialect, QuantConfig, Scheme};
 
 use crate::adapter;
 use crate::device::DeviceName;
 use crate::options::shared::{OutFolder, SaveOption};
+use crate::terminal::warn_of;
 
 #[derive(Args)]
 pub(crate) struct Merge {
@@ -40,7 +41,7 @@ impl Merge {
     /// their static scales are those of the model without the adapters.
     fn check_export(&self, dialect: Dialect) -> Result<()> {
         let checkpoint = Checkpoint::scan(&self.model)?;
-        let scheme = checkpoint.config().map(|config| config.scheme);
+        let scheme = checkpoint.config().and_then(QuantConfig::scheme);
         ensure!(
             scheme != Some(Scheme::W4a4),
             "export is {}, but {} is w4a4 and merge writes w4a16: merge without --export, then run \
@@ -63,6 +64,7 @@ impl Merge {
         let device = DeviceName::Flex.open()?.without_autodiff();
         // Packed weights are dequantized one at a time while the model is written.
         let form = FrozenForm::of(&self.model)?;
+        warn_of(&self.model)?;
         let model = Decoder::load_frozen(&self.model, &device, FloatDType::F32, form)?;
         let model = model.with_adapter(&adapter)?;
         let written = match self.export {

@@ -13,18 +13,20 @@ use fnv::FnvHasher;
 use nvfp4_lm::decoder::Decoder;
 use nvfp4_lm::eval::Windows;
 use nvfp4_lm::finetune::data::TextReader;
-use nvfp4_lm::hf::DecoderConfig;
+use nvfp4_lm::hf::{DecoderConfig, NewFolder};
 use nvfp4_lm::interchange::{Dialect, Scheme};
-use nvfp4_lm::quantize::journal::MadeFrom;
+use nvfp4_lm::quantize::journal::{JOURNAL, MadeFrom};
 use nvfp4_lm::quantize::text::{CalibrationText, calibrate, sample};
-use nvfp4_lm::quantize::{Calibration, Method, Quantization, QuantizeOptions, Smoothing};
+use nvfp4_lm::quantize::{
+    Calibration, Method, Quantization, QuantizeOptions, Smoothing, choose_formats,
+};
 use nvfp4_lm::tokens::Texts;
 use regex::Regex;
 
 use crate::device::ComputeType;
 use crate::options::shared::{DeviceOption, JsonOption, KvName, OutFolder};
 use crate::perplexity::{TextsPerplexity, perplexity, windows};
-use crate::terminal::warn;
+use crate::terminal::{warn, warn_of};
 use interrupt::Interrupt;
 use result::{CalibrationData, Evaluation, QuantizeResult};
 
@@ -70,6 +72,29 @@ pub(crate) struct Quantize {
     /// skipped one (q/k/v, gate/up, the experts of a layer) are skipped too.
     #[arg(long, value_name = "REGEX")]
     exclude: Vec<String>,
+    /// Quantize modules whose name matches this regular expression to FP8 instead of NVFP4; may be
+    /// given several times
+    ///
+    /// Projections that readers fuse with such a one (q/k/v, gate/up, the experts of a layer) are
+    /// in FP8 too. For compressed-tensors, weights have a scale per channel and inputs of w4a4 one
+    /// per token; for ModelOpt, weights and inputs have one scale each, which requires
+    /// --calibration.
+    #[arg(long, value_name = "REGEX")]
+    fp8: Vec<String>,
+    /// Choose NVFP4, FP8 or the model's type for each layer, with at most this number of bits per
+    /// weight of the linear layers, scales included
+    ///
+    /// Measures what each format of each group of fused layers costs: the KL divergence of the model
+    /// with only this group quantized, on up to 16 sequences of the calibration. Bits go to the
+    /// groups with the largest decrease per bit. Requires --calibration. Holds the whole model in
+    /// memory, twice for a moment.
+    #[arg(
+        long,
+        value_name = "B",
+        requires = "calibration",
+        conflicts_with = "fp8"
+    )]
+    bits: Option<f64>,
     /// Use this input scale for every quantized layer, instead of calibrating one per layer
     #[arg(long, value_name = "FACTOR")]
     input_scale: Option<f32>,
@@ -123,7 +148,7 @@ pub(crate) struct Quantize {
 
 impl Quantize {
     pub(crate) fn run(self) -> Result<()> {
-        let options = self.options()?;
+        let mut options = self.options()?;
         let config = DecoderConfig::read(&self.model)?;
         let windows = windows("eval-length", self.eval_length, self.eval_stride, &config)?;
         let read = self.calibration_text(&config)?;
@@ -155,15 +180,28 @@ impl Quantize {
             );
         }
         let reads = calibrates_on(tokens.as_deref(), read);
+        let mut calibration = None;
+        if let (Some(bits), Some(tokens)) = (self.bits, &tokens) {
+            if !self.resume && !self.out.join(JOURNAL).exists() {
+                // Fails before the measurement if the folder has files; nothing is kept.
+                drop(NewFolder::create(&self.out)?);
+            }
+            let model = self.decoder()?;
+            let found = calibrate(&model, tokens, read)?;
+            let text = (&tokens[..], read.length);
+            let chosen = choose_formats(&self.model, &model, &options, &found, text, bits)?;
+            options.formats = Some(chosen);
+            calibration = Some(found);
+        }
         let run = match self.resume {
             true => Quantization::resume(&self.model, &self.out, &options, reads)?,
             false => Quantization::start(&self.model, &self.out, &options, reads)?,
         };
         let interrupt = Interrupt::watch(&self.out)?;
         let before = self.perplexity(&self.model, eval.as_ref(), windows)?;
-        let calibration = match &tokens {
-            Some(tokens) => self.calibration(&run, tokens, read)?,
-            None => Calibration::new(),
+        let calibration = match (&tokens, calibration) {
+            (Some(tokens), found) => self.calibration(&run, tokens, read, found)?,
+            (None, _) => Calibration::new(),
         };
         let quantized = run.finish(&calibration)?;
         interrupt.finished();
@@ -205,26 +243,29 @@ impl Quantize {
         })
     }
 
-    /// Returns the calibration of a resumed run, or calibrates the model on `tokens`.
+    /// Returns the calibration of a resumed run, or `found`, or calibrates the model on `tokens`.
     fn calibration(
         &self,
         run: &Quantization,
         tokens: &[u32],
         read: CalibrationText,
+        found: Option<Calibration>,
     ) -> Result<Calibration> {
         if let Some(found) = run.calibration()? {
             return Ok(found);
         }
-        let found = self.calibrate(tokens, read)?;
+        let found = match found {
+            Some(found) => found,
+            None => calibrate(&self.decoder()?, tokens, read)?,
+        };
         run.keep_calibration(&found)?;
         Ok(found)
     }
 
-    /// Records the inputs of the model's linear layers during a forward pass over `tokens`.
-    fn calibrate(&self, tokens: &[u32], read: CalibrationText) -> Result<Calibration> {
+    /// Loads the model to record the inputs of its linear layers.
+    fn decoder(&self) -> Result<Decoder> {
         let device = self.device.name()?.open()?.without_autodiff();
-        let model = Decoder::load(&self.model, &device, FloatDType::F32)?;
-        calibrate(&model, tokens, read)
+        Decoder::load(&self.model, &device, FloatDType::F32)
     }
 
     /// Returns the perplexity of `texts` under the model in `folder`, if there are any texts.
@@ -240,15 +281,19 @@ impl Quantize {
         let name = self.device.name()?;
         let device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(None, name);
+        warn_of(folder)?;
         let model = Decoder::load_for_inference(folder, &device, dtype, None)?;
         perplexity(&model, texts, windows).map(Some)
     }
 
     fn options(&self) -> Result<QuantizeOptions> {
-        let regex = |text: &String| {
-            Regex::new(text).with_context(|| {
-                format!("exclude is {text:?}, which is not a valid regular expression")
-            })
+        let regexes = |option: &str, texts: &[String]| -> Result<Vec<Regex>> {
+            let regex = |text: &String| {
+                Regex::new(text).with_context(|| {
+                    format!("{option} is {text:?}, which is not a valid regular expression")
+                })
+            };
+            texts.iter().map(regex).collect()
         };
         let scale = self.input_scale;
         ensure!(
@@ -264,10 +309,12 @@ impl Quantize {
             dialect: self.dialect,
             scheme: self.scheme,
             method: self.method,
-            exclude: self.exclude.iter().map(regex).collect::<Result<_>>()?,
+            exclude: regexes("exclude", &self.exclude)?,
+            fp8: regexes("fp8", &self.fp8)?,
             input_scale: scale,
             kv_cache_fp8: self.kv == KvName::Fp8,
             smooth: self.smooth,
+            formats: None,
         })
     }
 }

@@ -3,7 +3,11 @@
 use std::env;
 use std::fmt::Display;
 use std::io::{IsTerminal, stderr};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+use nvfp4_lm::interchange::checkpoint::remark;
 
 /// True if `--quiet` is given.
 static QUIET: AtomicBool = AtomicBool::new(false);
@@ -38,6 +42,17 @@ pub(crate) fn error(text: impl Display) {
 /// Prints a warning to standard error, also with `--quiet`.
 pub(crate) fn warn(text: impl Display) {
     eprintln!("{} {text}", label("warning:", "1;33"));
+}
+
+/// Warns of the quantization of the model in `model` that is not computed when it runs, if any.
+///
+/// # Errors
+/// Returns an error if the configuration of the model cannot be read.
+pub(crate) fn warn_of(model: &Path) -> Result<()> {
+    if let Some(remark) = remark(model)? {
+        warn(format!("{}: {remark}", model.display()));
+    }
+    Ok(())
 }
 
 /// Returns `text` in the color of the escape code `code`, if there are colors.

@@ -28,7 +28,7 @@ use crate::plot;
 use crate::ranks::Ranks;
 use crate::session::{Session, absolute, check_new, read_config};
 use crate::shell::{program, quoted};
-use crate::terminal::note;
+use crate::terminal::{note, warn_of};
 
 /// Subfolder of the trained model.
 const MODEL: &str = "model";
@@ -173,6 +173,7 @@ impl FinetuneRun {
         let (recipe_name, recipe, schedule) = options.recipe(activation, device, frozen)?;
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("out {} cannot be made", folder.display()))?;
+        warn_of(&start.model)?;
         let reader = TextReader::read(&start.model)?;
         // A default that fits the model's maximum context.
         let context = options.context.unwrap_or(CONTEXT.min(reader.longest()));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use indicatif::HumanBytes;
 use nvfp4_lm::eval::Estimate;
-use nvfp4_lm::quantize::Quantized;
+use nvfp4_lm::quantize::{Choices, Quantized, WeightFormat};
 use nvfp4_lm::tokens::Texts;
 use serde::Serialize;
 
@@ -111,7 +111,13 @@ impl Evaluation {
 
 impl QuantizeResult<'_> {
     pub(super) fn lines(&self) -> Vec<String> {
-        let mut lines = layers(self.quantized);
+        let mut lines = self
+            .quantized
+            .formats
+            .iter()
+            .flat_map(choices)
+            .collect::<Vec<_>>();
+        lines.extend(layers(self.quantized));
         lines.extend(casts(self.quantized));
         lines.extend(self.evaluation.iter().flat_map(Evaluation::lines));
         lines.extend(self.calibration.iter().flat_map(CalibrationData::lines));
@@ -153,9 +159,48 @@ fn casts(done: &Quantized) -> Option<String> {
     })
 }
 
+/// Lists the groups of layers with the cost of each format, and the choice.
+fn choices(chosen: &Choices) -> Vec<String> {
+    let head = ["group", "bits", "KL nvfp4", "KL fp8", "format", "why"];
+    let mut rows = vec![head.map(String::from).to_vec()];
+    for group in &chosen.groups {
+        let name = match &group.modules[..] {
+            [module] => module.clone(),
+            [first, ..] => format!("{first} and {} more", group.modules.len() - 1),
+            [] => String::new(),
+        };
+        let kl = |format: WeightFormat| {
+            let cost = group.formats.iter().find(|cost| cost.format == format);
+            cost.map_or("-".into(), |cost| format!("{:.3e}", cost.kl))
+        };
+        rows.push(vec![
+            name,
+            format!("{:.3}", group.bits),
+            kl(WeightFormat::Nvfp4),
+            kl(WeightFormat::Fp8),
+            group.format.name().into(),
+            group.why.clone(),
+        ]);
+    }
+    let mut lines = table("lrrrll", &rows);
+    lines.push(format!(
+        "{:.4} bits per weight of at most {}; KL divergences in nats per token, over {} tokens",
+        chosen.bits, chosen.budget, chosen.tokens
+    ));
+    lines
+}
+
 /// Lists the quantized and the skipped modules.
 fn layers(done: &Quantized) -> Vec<String> {
-    let head = ["layer", "shape", "before", "after", "SQNR dB", "by E[x²]"];
+    let head = [
+        "layer",
+        "format",
+        "shape",
+        "before",
+        "after",
+        "SQNR dB",
+        "by E[x²]",
+    ];
     let mut rows = vec![head.map(String::from).to_vec()];
     let human = |bytes: usize| HumanBytes(bytes as u64).to_string();
     let (mut before, mut after) = (0, 0);
@@ -164,6 +209,7 @@ fn layers(done: &Quantized) -> Vec<String> {
         after += layer.bytes;
         rows.push(vec![
             layer.module.clone(),
+            layer.format.name().into(),
             format!("{} x {}", layer.shape[0], layer.shape[1]),
             human(layer.bytes_before),
             human(layer.bytes),
@@ -179,6 +225,7 @@ fn layers(done: &Quantized) -> Vec<String> {
         let bytes = human(layer.bytes);
         rows.push(vec![
             layer.module.clone(),
+            "high".into(),
             layer.reason.reason().to_owned(),
             bytes.clone(),
             bytes,
@@ -186,7 +233,7 @@ fn layers(done: &Quantized) -> Vec<String> {
             "-".into(),
         ]);
     }
-    let mut lines = table("llrrrr", &rows);
+    let mut lines = table("lllrrrr", &rows);
     lines.push(format!(
         "{} layers quantized, {} to {}; {} layers left, {}; other tensors {}",
         done.layers.len(),

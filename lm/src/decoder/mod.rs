@@ -39,6 +39,7 @@ pub mod positions;
 pub mod projection;
 mod projections;
 mod random;
+pub(crate) mod replace;
 mod router;
 pub mod save;
 pub mod scaled;

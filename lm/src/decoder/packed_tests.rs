@@ -107,6 +107,48 @@ fn packed_models_match_the_references() {
     }
 }
 
+/// Layers in FP8 and bf16 are dense, those in NVFP4 packed. The references are computed from the
+/// dequantized weights.
+#[test]
+fn mixed_models_match_the_references() {
+    let devices = [
+        Some(Device::flex()),
+        #[cfg(feature = "cpu")]
+        Some(nvfp4_test_support::cpu_runtime(Device::cpu)),
+    ];
+    for (name, is_out_packed) in [
+        ("llama3-tiny-modelopt-mixed", [true, false]),
+        ("llama3-tiny-ct-mixed", [false, false]),
+    ] {
+        let folder = golden(name);
+        let reference = TensorFolder::open_file(&folder.join("reference.safetensors")).unwrap();
+        let floats = |name: &str| reference.get(name).unwrap().to_f32().unwrap();
+        let tokens = ids(reference.get("input_ids").unwrap());
+        for device in devices.iter().flatten() {
+            let model = load(&folder, Some(Scheme::W4a16), device);
+            for (layer, is_packed) in model.layers.iter().zip(is_out_packed) {
+                assert_eq!(layer.attention.out.is_packed(), is_packed, "{name}");
+            }
+            let error = distance(&model, &tokens, &floats("logits_w4a16_f32"));
+            assert!(error < 1e-5, "{name}: logits differ by {error}");
+        }
+        let model = load(&folder, Some(Scheme::W4a16), &Device::flex());
+        let nll = floats("nll_w4a16");
+        for (ids, expected) in tokens.chunks(32).zip(nll.chunks(31)) {
+            let found = log_probabilities(&model, ids).unwrap();
+            for (found, expected) in found.iter().zip(expected) {
+                let error = (found + expected).abs();
+                assert!(error < 1e-5, "{name}: {found}, not -{expected}");
+            }
+        }
+        // W4A4 layers quantize their inputs by default, and the FP8 layers do not.
+        let by_default = load(&folder, None, &Device::flex());
+        let error = distance(&by_default, &tokens, &floats("logits_w4a16_f32"));
+        let has_w4a4 = name.contains("modelopt");
+        assert_eq!(error > 1e-5, has_w4a4, "{name}: {error}");
+    }
+}
+
 /// Counts the inputs of linear layers.
 struct Count(usize);
 

@@ -185,6 +185,8 @@ fn rounding(dialect: Dialect, scheme: Scheme, kept: Vec<String>) -> Result<Quant
         scheme,
         method: Method::Rtn,
         exclude: exclude.collect::<Result<_>>()?,
+        fp8: vec![],
+        formats: None,
         input_scale: None,
         kv_cache_fp8: false,
         smooth: Smoothing::None,

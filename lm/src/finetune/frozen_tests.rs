@@ -237,6 +237,44 @@ fn adapters_learn_in_every_family() {
     }
 }
 
+/// Adapters learn beside layers in NVFP4, FP8 and bf16, which stay as they are.
+#[test]
+fn adapters_learn_beside_mixed_formats() {
+    for name in ["llama3-tiny-modelopt-mixed", "llama3-tiny-ct-mixed"] {
+        let model = golden_with_tokenizer(name);
+        let folder = Scratch::new(&format!("finetune-{name}"));
+        let config = FinetuneConfig {
+            lora: Some(some_adapters()),
+            frozen: FrozenForm::of(&model).unwrap(),
+            lr: 2e-2,
+            ..config(&model, &folder, "bf16")
+        };
+        let data = data(&config);
+        let run = finished(&config, &data, &folder.join("run"));
+        let losses = valid_losses(&run);
+        assert!(losses[losses.len() - 1] < losses[0] - 0.1, "{losses:?}");
+        // Targets are the projections in FP8, and one of two outputs in NVFP4 or bf16.
+        let trained = run.model().valid();
+        let base = Decoder::load_dequantized(&model, &Device::flex(), FloatDType::F32);
+        let base = match name {
+            "llama3-tiny-ct-mixed" => base.unwrap(),
+            _ => {
+                let error = base.unwrap_err().to_string();
+                assert!(error.contains("w4a4"), "{error}");
+                continue;
+            }
+        };
+        let down = |model: &Decoder| match &model.layers[0].feed_forward {
+            FeedForward::Dense(dense) => values(dense.down.dense().0),
+            FeedForward::Moe(_) => unreachable!("a dense model"),
+        };
+        assert!(
+            down(&trained) == down(&base),
+            "{name}: frozen weights changed"
+        );
+    }
+}
+
 /// Weights of a high-precision folder are quantized at load time, as in training for serving; the
 /// run can be stopped, merged and exported.
 #[test]

@@ -223,7 +223,8 @@ pub fn quantization_config(data: &[u8]) {
     }
 }
 
-/// Tensors of a quantized folder in both dialects, and in ModelOpt's with input feature scales.
+/// Tensors of a quantized folder in both dialects, in ModelOpt's with input feature scales, and in
+/// FP8.
 pub fn checkpoint(data: &[u8]) {
     let modelopt = |algorithm: &str| {
         serde_json::json!({"quantization_config": {
@@ -240,10 +241,23 @@ pub fn checkpoint(data: &[u8]) {
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }});
+    let fp8 =
+        |strategy: &str| serde_json::json!({"num_bits": 8, "type": "float", "strategy": strategy});
+    let mixed = serde_json::json!({"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": fp8("channel")},
+            "group_1": {
+                "targets": ["re:.*down_proj$"], "weights": fp8("tensor"),
+                "input_activations": fp8("tensor"),
+            },
+        },
+    }});
     for (name, config) in [
         ("modelopt", modelopt("NVFP4")),
         ("awq", modelopt("NVFP4_AWQ")),
         ("compressed", compressed),
+        ("mixed", mixed),
     ] {
         let folder = folder(name);
         write(&folder.join("config.json"), config.to_string().as_bytes());
@@ -255,6 +269,11 @@ pub fn checkpoint(data: &[u8]) {
             for module in checkpoint.layers().keys() {
                 if let Ok(weight) = checkpoint.weight(module) {
                     let _ = weight.effective(dialect.arithmetic());
+                }
+            }
+            for module in checkpoint.fp8_layers().keys() {
+                if let Ok(weight) = checkpoint.fp8_weight(module) {
+                    let _ = weight.dequantize();
                 }
             }
         }

@@ -30,9 +30,10 @@ use crate::hf::{
     TOKENIZER_CONFIG, TensorWriter, tensors,
 };
 use crate::interchange::convert::{exclusions, write_configs};
-use crate::interchange::exclude::LINEAR;
 use crate::interchange::names::{FusedGroup, fused_group, is_linear};
-use crate::interchange::{Dialect, GlobalScale, PackedWeight, QuantConfig, Scheme};
+use crate::interchange::{
+    Dialect, GlobalScale, Group, LayerFormat, PackedWeight, QuantConfig, Scheme,
+};
 use blocks::GgufType;
 use file::Value;
 pub use file::{GgufFile, GgufTensor};
@@ -229,12 +230,12 @@ impl Layers {
             ),
         };
         let unquantized = self.unquantized.iter().map(String::as_str);
+        let format = LayerFormat::Nvfp4(scheme);
         Ok(Some(QuantConfig {
             dialect: Dialect::ModelOpt,
-            scheme,
+            groups: vec![Group::linear(format)],
             kv_cache_fp8: false,
             pre_quant: false,
-            targets: vec![LINEAR.into()],
             exclude: exclusions(unquantized, Dialect::ModelOpt),
         }))
     }

@@ -454,8 +454,8 @@ fn layers_in_nvfp4_keep_their_codes() {
         assert_eq!(imported.nvfp4_layers, 4);
         assert_eq!(imported.unused_scales, Vec::<String>::new());
         let checkpoint = Checkpoint::open(&target).unwrap();
-        let scheme = checkpoint.config().unwrap().scheme;
-        assert_eq!(scheme == Scheme::W4a4, with_inputs);
+        let scheme = checkpoint.config().unwrap().scheme();
+        assert_eq!(scheme == Some(Scheme::W4a4), with_inputs);
         for (module, seed, scale, input) in [
             ("model.layers.0.self_attn.q_proj", 1, 0.5, 0.01),
             ("model.layers.0.self_attn.k_proj", 3, 0.5, 0.01),

@@ -39,8 +39,9 @@ const PART: usize = 64;
 pub struct TensorFolder {
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, Place>,
-    /// Scales of weights in FP8, by the name of the weight, and the rows and columns of a block.
-    scales: BTreeMap<String, (Place, [usize; 2])>,
+    /// Scales of weights in FP8, by the name of the weight: their name, place, and the rows and
+    /// columns of a block.
+    scales: BTreeMap<String, (String, Place, [usize; 2])>,
 }
 
 struct MappedFile {
@@ -311,11 +312,17 @@ impl TensorFolder {
         values.next().map(String::as_str)
     }
 
-    /// Makes the tensor `scales` the scales of the blocks of `weight`.
-    pub(super) fn join_scales(&mut self, weight: &str, scales: &str, block: [usize; 2]) {
-        if let Some(place) = self.tensors.remove(scales) {
-            self.scales.insert(weight.to_owned(), (place, block));
+    /// Makes the tensor `scales`, of F32, BF16 or F16, the scales of the blocks of `weight`.
+    pub(crate) fn join_scales(&mut self, weight: &str, scales: &str, block: [usize; 2]) {
+        if let Some((name, place)) = self.tensors.remove_entry(scales) {
+            self.scales.insert(weight.to_owned(), (name, place, block));
         }
+    }
+
+    /// Returns the tensor of the scales of `weight`, if it is joined with scales.
+    pub(crate) fn scales_of(&self, weight: &str) -> Option<StoredTensor<'_>> {
+        let (name, place, _) = self.scales.get(weight)?;
+        Some(self.tensor(name, place))
     }
 
     /// Drops the tensors for which `keeps` returns false.
@@ -342,8 +349,9 @@ impl TensorFolder {
     }
 
     fn tensor<'a>(&'a self, name: &'a str, place: &'a Place) -> StoredTensor<'a> {
-        let scales = self.scales.get(name).map(|(place, block)| BlockScales {
+        let scales = self.scales.get(name).map(|(_, place, block)| BlockScales {
             bytes: &self.files[place.file].bytes[place.entry.start..place.entry.end],
+            dtype: place.entry.dtype,
             block: *block,
         });
         let file = &self.files[place.file];

@@ -8,13 +8,14 @@ use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
 use serde_json::Value;
 
-use super::names::{
-    FusedGroup, canonical, expert_layer, fused_group, is_linear, is_router, may_be_linear,
-};
+use super::fp8::{INPUT, SCALES};
+use super::names::{canonical, is_linear, is_router, may_be_linear};
 use super::packed::GlobalScale;
 pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
-use super::{Dialect, PackedWeight, PreQuantScale, QuantConfig, Scheme};
+use super::{
+    Dialect, Fp8Layer, Fp8Weight, LayerFormat, PackedWeight, QuantConfig, Scheme, Targets,
+};
 use crate::checkpoint::read_json;
 use crate::decoder::fused::open_tensors;
 use crate::decoder::names::differences;
@@ -22,6 +23,8 @@ use crate::hf::config::CONFIG_FILE;
 use crate::hf::folder::check_folder;
 use crate::hf::tensors::check_each;
 use crate::hf::{DecoderConfig, Family, StoredTensor, TensorFolder};
+
+mod fused;
 
 /// ModelOpt's description of the quantization, which TensorRT-LLM reads first.
 pub const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
@@ -44,6 +47,24 @@ pub type KvScales = [Option<f32>; 2];
 /// Returns an error if config.json or hf_quant_config.json cannot be read.
 pub fn is_quantized(folder: &Path) -> Result<bool> {
     Ok(read_configs(folder)?.1.is_some())
+}
+
+/// Says which quantization of the model in `folder` is not computed when it runs, if any.
+///
+/// # Errors
+/// Returns an error if config.json or hf_quant_config.json cannot be read.
+pub fn remark(folder: &Path) -> Result<Option<String>> {
+    let groups = read_configs(folder)?.1.map(|config| config.groups);
+    let formats = groups.iter().flatten().map(|group| group.format);
+    let formats = formats.filter(|it| matches!(it, LayerFormat::Fp8(_)) && it.quantizes_inputs());
+    let formats: Vec<String> = formats.map(|format| format.to_string()).collect();
+    Ok((!formats.is_empty()).then(|| {
+        format!(
+            "weights in FP8 are dequantized, and the inputs of their layers are not quantized, \
+             unlike in engines ({})",
+            formats.join("; ")
+        )
+    }))
 }
 
 /// Reads config.json of `folder`, and the quantization described by it and hf_quant_config.json.
@@ -70,10 +91,13 @@ pub struct Checkpoint {
     tensors: TensorFolder,
     config: Option<QuantConfig>,
     layers: BTreeMap<String, LayerInfo>,
+    fp8: BTreeMap<String, Fp8Layer>,
     kv_scales: BTreeMap<String, KvScales>,
     plain: Vec<String>,
-    /// All modules with block scales, including those with problems.
+    /// All modules in NVFP4, including those with problems.
     modules: BTreeSet<String>,
+    /// Targets of the configuration, if they can be read.
+    targets: Option<Targets>,
     /// Tensors without a meaning, with the reason.
     unused: Vec<(String, &'static str)>,
     problems: Vec<Problem>,
@@ -101,9 +125,11 @@ impl Checkpoint {
             tensors,
             config,
             layers: BTreeMap::new(),
+            fp8: BTreeMap::new(),
             kv_scales: BTreeMap::new(),
             plain: Vec::new(),
             modules: BTreeSet::new(),
+            targets: None,
             unused: Vec::new(),
             problems: Vec::new(),
         };
@@ -157,9 +183,34 @@ impl Checkpoint {
         self.config.as_ref()
     }
 
-    /// Returns the quantized layers without problems, by module.
+    /// Returns the layers in NVFP4 without problems, by module.
     pub fn layers(&self) -> &BTreeMap<String, LayerInfo> {
         &self.layers
+    }
+
+    /// Returns the layers in FP8 without problems, by module. Their weights are among the
+    /// [`plain`](Self::plain) tensors, joined with their scales.
+    pub fn fp8_layers(&self) -> &BTreeMap<String, Fp8Layer> {
+        &self.fp8
+    }
+
+    /// Returns the format of the layer `module`, if it is quantized.
+    pub fn format(&self, module: &str) -> Option<LayerFormat> {
+        let scheme = |layer: &LayerInfo| match layer.input_global {
+            None => Scheme::W4a16,
+            Some(_) => Scheme::W4a4,
+        };
+        let nvfp4 = self.layers.get(module);
+        let nvfp4 = nvfp4.map(|layer| LayerFormat::Nvfp4(scheme(layer)));
+        nvfp4.or_else(|| Some(LayerFormat::Fp8(self.fp8.get(module)?.format)))
+    }
+
+    /// Returns all quantized layers without problems.
+    pub fn quantized(&self) -> impl Iterator<Item = &str> {
+        self.layers
+            .keys()
+            .chain(self.fp8.keys())
+            .map(String::as_str)
     }
 
     /// Returns the FP8 scales, by attention module.
@@ -167,8 +218,8 @@ impl Checkpoint {
         &self.kv_scales
     }
 
-    /// Returns the names of the tensors that are neither part of a quantized layer nor an FP8
-    /// scale.
+    /// Returns the names of the tensors that are neither part of a layer in NVFP4 nor a scale in
+    /// FP8.
     pub fn plain(&self) -> &[String] {
         &self.plain
     }
@@ -191,6 +242,9 @@ impl Checkpoint {
         let is_known = self.is_known();
         self.plain.iter().filter_map(move |name| {
             let module = name.strip_suffix(".weight")?;
+            if self.fp8.contains_key(module) {
+                return None;
+            }
             let is_matrix = || {
                 let tensor = self.tensors.find(name);
                 tensor.is_some_and(|tensor| tensor.shape.len() == 2)
@@ -218,6 +272,24 @@ impl Checkpoint {
         config.dialect.read(&self.tensors, module)
     }
 
+    /// Returns the weight of the layer `module` in FP8.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such layer, or if it has a problem.
+    pub fn fp8_weight(&self, module: &str) -> Result<Fp8Weight> {
+        let layer = self.fp8.get(module);
+        let layer = layer.with_context(|| format!("{module} is not in FP8"))?;
+        let weight = self.tensors.get(&format!("{module}.weight"))?;
+        let scales = weight.scales.map(|scales| scales.values());
+        Ok(Fp8Weight {
+            shape: layer.shape,
+            format: layer.format,
+            codes: weight.bytes().to_vec(),
+            scales: scales.with_context(|| format!("{weight} has no scales"))?,
+            input_scale: layer.input_scale,
+        })
+    }
+
     fn problem(&mut self, name: &str, what: impl Into<String>) {
         let (name, what) = (name.to_owned(), what.into());
         self.problems.push(Problem { name, what });
@@ -239,19 +311,32 @@ impl Checkpoint {
             return;
         };
         let leaves = config.dialect.leaves();
-        let modules: BTreeSet<&str> = names
+        let is_fp8 = |name: &str| {
+            let tensor = self.tensors.find(name);
+            tensor.is_some_and(|tensor| tensor.dtype == Dtype::F8_E4M3)
+        };
+        let (fp8, modules): (BTreeSet<&str>, BTreeSet<&str>) = names
             .iter()
             .filter_map(|name| name.strip_suffix(leaves.scales)?.strip_suffix('.'))
-            .collect();
+            .partition(|module| is_fp8(&format!("{module}.weight")));
         for name in &names {
             let (module, leaf) = name.rsplit_once('.').unwrap_or(("", name));
             if let Some((attention, which)) = kv_scale_of(config.dialect, module, leaf) {
                 self.read_kv_scale(name, attention, which);
+            } else if fp8.contains(module) {
+                match leaf {
+                    "weight" | "bias" => self.plain.push(name.clone()),
+                    SCALES | INPUT => {}
+                    _ => self.problem(
+                        name,
+                        "layers in FP8 have no such tensor: it would be ignored",
+                    ),
+                }
             } else if !modules.contains(module) {
                 let is_code = self
                     .tensors
                     .find(name)
-                    .is_some_and(|t| t.dtype == Dtype::U8);
+                    .is_some_and(|t| matches!(t.dtype, Dtype::U8 | Dtype::F8_E4M3));
                 let is_pre_quant = leaves.pre_quant == Some(leaf);
                 let is_part = is_code || is_pre_quant || leaves.all()[1..].contains(&leaf);
                 if is_part || config.dialect.other().leaves().all()[2..].contains(&leaf) {
@@ -275,10 +360,21 @@ impl Checkpoint {
                 self.problem(name, what);
             }
         }
+        let targets = match config.targets() {
+            Ok(targets) => Some(targets),
+            Err(error) => {
+                self.problem("targets", format!("{error:#}"));
+                None
+            }
+        };
         for module in &modules {
-            self.read_layer(&config, module);
+            self.read_layer(&config, targets.as_ref(), module);
+        }
+        for module in &fp8 {
+            self.read_fp8(&config, targets.as_ref(), module);
         }
         self.modules = modules.into_iter().map(String::from).collect();
+        self.targets = targets;
         self.check_kv_scales(&names, config.kv_cache_fp8);
     }
 
@@ -323,7 +419,39 @@ impl Checkpoint {
         }
     }
 
-    fn read_layer(&mut self, config: &QuantConfig, module: &str) {
+    /// Returns the format of `module` by the configuration; reports two formats.
+    fn configured(&mut self, targets: Option<&Targets>, module: &str) -> Option<LayerFormat> {
+        match targets?.format(module) {
+            Ok(format) => format,
+            Err(error) => {
+                self.problem(module, error.to_string());
+                None
+            }
+        }
+    }
+
+    /// Reads a layer in FP8, and joins its weight with its scales.
+    fn read_fp8(&mut self, config: &QuantConfig, targets: Option<&Targets>, module: &str) {
+        let format = match self.configured(targets, module) {
+            Some(LayerFormat::Fp8(format)) => format,
+            other => {
+                let other = other.map_or("not quantized".into(), |other| other.to_string());
+                let what = format!("is stored in FP8, but the configuration makes it {other}");
+                return self.problem(module, what);
+            }
+        };
+        match Fp8Layer::read(&self.tensors, config.dialect, module, format) {
+            Ok(layer) => {
+                let [weight, scales] = ["weight", SCALES].map(|leaf| format!("{module}.{leaf}"));
+                let block = format.block(layer.shape);
+                self.tensors.join_scales(&weight, &scales, block);
+                self.fp8.insert(module.to_owned(), layer);
+            }
+            Err(error) => self.problem(module, format!("{error:#}")),
+        }
+    }
+
+    fn read_layer(&mut self, config: &QuantConfig, targets: Option<&Targets>, module: &str) {
         let leaves = config.dialect.leaves();
         let form = match config.dialect {
             Dialect::ModelOpt => GlobalScale::Multiply,
@@ -334,7 +462,15 @@ impl Checkpoint {
             Err(error) => return self.problem(module, format!("{error:#}")),
         };
         let input = format!("{module}.{}", leaves.input);
-        match (config.scheme, info.input_global) {
+        let scheme = match self.configured(targets, module) {
+            Some(LayerFormat::Nvfp4(scheme)) => Some(scheme),
+            Some(LayerFormat::Fp8(fp8)) => {
+                let what = format!("is stored in NVFP4, but the configuration makes it {fp8}");
+                return self.problem(module, what);
+            }
+            None => config.scheme(),
+        };
+        match (scheme.unwrap_or(Scheme::W4a16), info.input_global) {
             (Scheme::W4a4, None) => self.problem(
                 &input,
                 "is missing, but activations are quantized (w4a4): readers divide by zero",
@@ -350,87 +486,6 @@ impl Checkpoint {
         self.layers.insert(module.to_owned(), info);
     }
 
-    /// Consumers fuse q/k/v and gate/up, and use one member's global scale for all.
-    fn check_groups(&mut self) {
-        let Some(leaves) = self.config.as_ref().map(|config| config.dialect.leaves()) else {
-            return;
-        };
-        let mut groups: BTreeMap<FusedGroup, Vec<&String>> = BTreeMap::new();
-        for module in self.layers.keys() {
-            if let Some(group) = fused_group(module) {
-                groups.entry(group).or_default().push(module);
-            }
-        }
-        let mut found = Vec::new();
-        for (group, members) in &groups {
-            let first = &self.layers[members[0]];
-            let bits = |scale: Option<GlobalScale>| scale.map(|scale| scale.value().to_bits());
-            for member in &members[1..] {
-                let layer = &self.layers[*member];
-                for (leaf, ours, theirs) in [
-                    (leaves.global, Some(layer.global), Some(first.global)),
-                    (leaves.input, layer.input_global, first.input_global),
-                ] {
-                    if bits(ours) != bits(theirs) {
-                        let value = |scale: Option<GlobalScale>| scale.map_or(0.0, |s| s.value());
-                        let what = format!(
-                            "is {:e}, but {} has {:e}: readers fuse them to one {} with one scale",
-                            value(ours),
-                            members[0],
-                            value(theirs),
-                            group.kind
-                        );
-                        found.push((format!("{member}.{leaf}"), what));
-                    }
-                }
-            }
-        }
-        for (group, members) in &groups {
-            let scale = |module: &str| -> Option<PreQuantScale> {
-                self.weight(module).ok()?.pre_quant().cloned()
-            };
-            if !members.iter().any(|member| self.layers[*member].pre_quant) {
-                continue;
-            }
-            let first = scale(members[0]);
-            for member in &members[1..] {
-                if scale(member) != first {
-                    let what = format!(
-                        "its input is multiplied by another scale than that of {}: readers fuse \
-                         them to one {}",
-                        members[0], group.kind
-                    );
-                    found.push(((*member).clone(), what));
-                }
-            }
-        }
-        for module in self.unquantized() {
-            let members = fused_group(module).and_then(|group| groups.get(&group));
-            if let Some(&quantized) = members.and_then(|members| members.first()) {
-                let what = format!("is not quantized, but {quantized} is: readers fuse them");
-                found.push((module.to_owned(), what));
-            }
-        }
-        let mut layers: BTreeMap<&str, [Option<&str>; 2]> = BTreeMap::new();
-        let quantized = self.layers.keys().map(|module| (&**module, 0));
-        for (module, at) in quantized.chain(self.unquantized().map(|module| (module, 1))) {
-            if let Some(layer) = expert_layer(module) {
-                layers.entry(layer).or_default()[at].get_or_insert(module);
-            }
-        }
-        for members in layers.into_values() {
-            if let [Some(quantized), Some(other)] = members {
-                let what = format!(
-                    "is not quantized, but {quantized} is: readers fuse the experts of a layer"
-                );
-                found.push((other.to_owned(), what));
-            }
-        }
-        for (name, what) in found {
-            self.problem(&name, what);
-        }
-    }
-
     /// Checks that every unquantized linear layer is excluded, and no quantized one.
     fn check_exclusions(&mut self) {
         let Some(config) = &self.config else { return };
@@ -438,33 +493,33 @@ impl Checkpoint {
             Ok(exclusions) => exclusions,
             Err(error) => return self.problem("ignore", format!("{error:#}")),
         };
-        let targets = match config.targets() {
-            Ok(targets) => targets,
-            Err(error) => return self.problem("targets", format!("{error:#}")),
-        };
-        let is_target = |module: &str| targets.iter().any(|target| target.matches(module));
+        let Some(targets) = &self.targets else { return };
+        // A layer in two groups is reported where it is read.
+        let is_target = |module: &str| !matches!(targets.format(module), Ok(None));
         let excluded = |module: &str| exclusions.iter().find(|entry| entry.matches(module));
         let mut found = Vec::new();
-        for module in self.layers.keys() {
+        for module in self.quantized() {
             if is_router(module) {
                 found.push((
-                    module.clone(),
+                    module.to_owned(),
                     "is a router, but it is quantized".to_owned(),
                 ));
             }
             if !is_target(module) {
-                let what = format!(
-                    "is quantized, but none of targets {:?} is it",
-                    config.targets
-                );
-                found.push((module.clone(), what));
+                let targets: Vec<&String> = config
+                    .groups
+                    .iter()
+                    .flat_map(|group| &group.targets)
+                    .collect();
+                let what = format!("is quantized, but none of targets {targets:?} is it");
+                found.push((module.to_owned(), what));
             }
             if let Some(entry) = excluded(module) {
                 let what = format!(
                     "is quantized, but the exclusion {:?} matches it",
                     entry.text()
                 );
-                found.push((module.clone(), what));
+                found.push((module.to_owned(), what));
             }
         }
         for module in self
@@ -476,6 +531,18 @@ impl Checkpoint {
                 false => "is not quantized, but no exclusion names it",
             };
             found.push((module.to_owned(), what.to_owned()));
+        }
+        let modules = self.modules.iter().map(String::as_str);
+        let modules = modules.chain(
+            self.plain
+                .iter()
+                .filter_map(|it| it.strip_suffix(".weight")),
+        );
+        for target in targets.unmatched(modules) {
+            found.push((
+                target.to_owned(),
+                "is a target, but no layer is it".to_owned(),
+            ));
         }
         for (name, what) in found {
             self.problem(&name, what);

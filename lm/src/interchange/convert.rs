@@ -9,8 +9,9 @@ use safetensors::Dtype;
 use serde::Serialize;
 
 use super::checkpoint::HF_QUANT_CONFIG;
+use super::fp8::INPUT;
 use super::names::canonical;
-use super::{Checkpoint, Dialect, QuantConfig};
+use super::{Checkpoint, Dialect, LayerFormat, QuantConfig};
 use crate::checkpoint::write_json;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{INDEX_FILE, NewFolder, TensorWriter, copy_file};
@@ -57,6 +58,16 @@ pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion>
             to.name()
         );
     }
+    for (module, layer) in from.fp8_layers() {
+        let format = LayerFormat::Fp8(layer.format);
+        ensure!(
+            same || format.is_in(to),
+            "{module} is {format}, for which {} has no name: it has FP8 per tensor with static \
+             inputs (FP8), per channel with inputs per token (FP8_PER_CHANNEL_PER_TOKEN), and per \
+             block of 128 x 128 without quantized inputs (fp8_pb_wo)",
+            to.name()
+        );
+    }
     let new = NewFolder::create(out)?;
     let bytes = from
         .tensors()
@@ -65,19 +76,20 @@ pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion>
         .sum();
     let writer = TensorWriter::create(new.path(), TensorWriter::SHARD_BYTES)?;
     let mut writer = writer.with_progress(bytes);
-    for name in from.plain() {
-        let tensor = from.tensors().get(name)?;
-        writer.add(name, tensor.dtype, tensor.shape, &tensor.bytes())?;
+    let is_converted = |name: &str| {
+        let module = name.strip_suffix(".weight");
+        !same && module.is_some_and(|module| from.fp8_layers().contains_key(module))
+    };
+    let copied = from.plain().iter().filter(|name| !is_converted(name));
+    for name in copied {
+        copy(from, name, &mut writer)?;
     }
     for (attention, scales) in from.kv_scales() {
         for (which, scale) in ['k', 'v'].into_iter().zip(scales) {
             let name = to.kv_scale(attention, which);
             match scale {
                 // The same dialect keeps the type of the file: BF16 or F32.
-                Some(_) if same => {
-                    let tensor = from.tensors().get(&name)?;
-                    writer.add(&name, tensor.dtype, tensor.shape, &tensor.bytes())?;
-                }
+                Some(_) if same => copy(from, &name, &mut writer)?,
                 Some(scale) => {
                     let bytes = scale.to_le_bytes();
                     writer.add(&name, Dtype::F32, to.scalar_shape(), &bytes)?;
@@ -99,17 +111,29 @@ pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion>
         done.renamed += usize::from(name != *module);
         done.layers += 1;
     }
+    for (module, layer) in from.fp8_layers() {
+        done.layers += 1;
+        if same {
+            if layer.input_scale.is_some() {
+                copy(from, &format!("{module}.{INPUT}"), &mut writer)?;
+            }
+            continue;
+        }
+        let name = canonical(module);
+        done.renamed += usize::from(name != *module);
+        from.fp8_weight(module)?.write(&mut writer, to, &name)?;
+    }
     writer.finish()?;
-    let exclude = match same {
-        true => config.exclude.clone(),
-        false => exclusions(from.unquantized(), to),
-    };
-    let written = QuantConfig {
-        dialect: to,
-        // A converted NVFP4_AWQ checkpoint has no such scale left.
-        pre_quant: same && config.pre_quant,
-        exclude,
-        ..config.clone()
+    let written = match same {
+        true => config.clone(),
+        false => {
+            let formats = from.quantized().filter_map(|module| {
+                let format = from.format(module)?;
+                Some((canonical(module), format))
+            });
+            // A converted NVFP4_AWQ checkpoint has no such scale left.
+            QuantConfig::of_layers(to, formats, from.unquantized(), config.kv_cache_fp8)
+        }
     };
     let mut json = from.json().clone();
     // The tool's original description is kept, because it may have more fields than are parsed
@@ -118,9 +142,23 @@ pub fn convert(from: &Checkpoint, to: Dialect, out: &Path) -> Result<Conversion>
         json["quantization_config"] = written.inline();
     }
     write_configs(new.path(), &json, &written)?;
+    let described = from.folder().join(HF_QUANT_CONFIG);
+    if same && described.exists() {
+        copy_file(&described, &new.path().join(HF_QUANT_CONFIG))?;
+    }
     copy_companions(from.folder(), new.path(), &[])?;
     new.finish()?;
     Ok(done)
+}
+
+/// Copies the tensor `name` and, if it is a weight in FP8, its scales.
+fn copy(from: &Checkpoint, name: &str, writer: &mut TensorWriter) -> Result<()> {
+    let tensor = from.tensors().get(name)?;
+    let scales = from.tensors().scales_of(name);
+    for tensor in [Some(tensor), scales].into_iter().flatten() {
+        writer.add(tensor.name, tensor.dtype, tensor.shape, &tensor.bytes())?;
+    }
+    Ok(())
 }
 
 /// Returns a layer with input feature scales, if any.

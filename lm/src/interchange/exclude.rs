@@ -65,36 +65,6 @@ impl Exclusion {
     }
 }
 
-/// One entry of `targets`: modules that are quantized unless excluded.
-#[derive(Debug, Clone)]
-pub enum Target {
-    /// All linear layers.
-    Linear,
-    /// Modules that match, by the rules of exclusions.
-    Named(Exclusion),
-}
-
-impl Target {
-    /// Parses `text` like [`Exclusion::new`].
-    ///
-    /// # Errors
-    /// Returns the errors of [`Exclusion::new`].
-    pub fn new(dialect: Dialect, text: &str) -> Result<Self> {
-        match text {
-            LINEAR => Ok(Self::Linear),
-            _ => Exclusion::new(dialect, text).map(Self::Named),
-        }
-    }
-
-    /// Returns true if the target matches the linear layer `module`.
-    pub fn matches(&self, module: &str) -> bool {
-        match self {
-            Self::Linear => true,
-            Self::Named(entry) => entry.matches(module),
-        }
-    }
-}
-
 /// Converts a pattern of Python's `fnmatch` to a regular expression.
 fn fnmatch(pattern: &str) -> String {
     let mut regex = String::from("^");

@@ -14,7 +14,7 @@
 //! - [`PreQuantScale`]: scales of the input features.
 //! - [`names`]: derives fused groups, experts and routers from module names.
 //! - [`exclude`]: matches the modules that a file excludes from quantization.
-//! - [`config`]: JSON of both dialects.
+//! - [`config`]: JSON of both dialects; [`format`]: the format of each layer, NVFP4 or FP8.
 //! - [`modelopt`], [`compressed_tensors`]: names, types and shapes of tensors.
 //! - [`checkpoint`]: groups a folder's tensors into modules and reports everything that readers
 //!   would reject.
@@ -29,6 +29,8 @@ pub mod compressed_tensors;
 pub mod config;
 pub mod convert;
 pub mod exclude;
+pub mod format;
+mod fp8;
 mod leaves;
 pub mod modelopt;
 pub mod names;
@@ -45,6 +47,8 @@ use crate::hf::{TensorFolder, TensorSink, TensorSpec};
 pub use checkpoint::{Checkpoint, Problem};
 pub use config::QuantConfig;
 pub use convert::{Conversion, convert};
+pub use format::{Fp8Format, Fp8Inputs, Fp8Scales, Group, LayerFormat, Targets};
+pub use fp8::{Fp8Layer, Fp8Weight};
 pub use leaves::Leaves;
 pub use packed::{Arithmetic, GlobalScale, PackedWeight};
 pub use pre_quant::PreQuantScale;
@@ -147,7 +151,7 @@ impl Dialect {
 }
 
 /// Quantized operands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum Scheme {
     /// Weights only
     #[value(name = "w4a16")]
@@ -176,6 +180,8 @@ impl Scheme {
     }
 }
 
+#[cfg(test)]
+mod mixed_tests;
 #[cfg(all(test, feature = "flex"))]
 mod pre_quant_tests;
 #[cfg(test)]

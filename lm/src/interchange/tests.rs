@@ -8,7 +8,6 @@ use nvfp4_formats::format::{e2m1, e4m3};
 use safetensors::Dtype;
 use serde_json::{Value, json};
 
-use super::exclude::LINEAR;
 use super::*;
 use crate::hf::{TensorFolder, TensorWriter};
 use nvfp4_test_support::{Scratch, golden};
@@ -32,7 +31,7 @@ const EXPORTS: [(&str, Dialect, Scheme, usize, bool); 9] = {
 };
 
 /// Returns the tensors of a folder: type, shape and bytes, by name.
-fn contents(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
+pub(super) fn contents(folder: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     let tensors = TensorFolder::open(folder).unwrap();
     let all = tensors.iter().map(|tensor| {
         let content = (tensor.dtype, tensor.shape.to_vec(), tensor.bytes().to_vec());
@@ -47,7 +46,11 @@ fn golden_exports_are_read_with_their_conventions() {
     for (name, dialect, scheme, layers, kv_cache_fp8) in EXPORTS {
         let checkpoint = Checkpoint::open(&root.join(name)).unwrap();
         let config = checkpoint.config().unwrap();
-        assert_eq!((config.dialect, config.scheme), (dialect, scheme), "{name}");
+        assert_eq!(
+            (config.dialect, config.scheme()),
+            (dialect, Some(scheme)),
+            "{name}"
+        );
         assert_eq!(config.kv_cache_fp8, kv_cache_fp8, "{name}");
         assert_eq!(checkpoint.layers().len(), layers, "{name}");
         let scales = checkpoint.kv_scales();
@@ -140,7 +143,11 @@ fn the_other_dialect_moves_global_scales_by_one_ulp_at_most_and_says_how_many() 
         let done = convert(&checkpoint, to, &scratch).unwrap();
         let other = Checkpoint::open(&scratch).unwrap();
         let config = other.config().unwrap();
-        assert_eq!((config.dialect, config.scheme), (to, scheme), "{name}");
+        assert_eq!(
+            (config.dialect, config.scheme()),
+            (to, Some(scheme)),
+            "{name}"
+        );
         assert_eq!(config.kv_cache_fp8, kv_cache_fp8);
         assert_eq!(other.kv_scales(), checkpoint.kv_scales(), "{name}");
         assert_eq!(other.plain(), checkpoint.plain());
@@ -219,10 +226,9 @@ impl Model {
             tensors: contents(&scratch),
             config: QuantConfig {
                 dialect,
-                scheme,
+                groups: vec![Group::linear(LayerFormat::Nvfp4(scheme))],
                 kv_cache_fp8: false,
                 pre_quant: false,
-                targets: vec![LINEAR.into()],
                 exclude: vec!["lm_head".into(), "model.layers.0.mlp.gate".into()],
             },
         }
@@ -373,14 +379,14 @@ fn linear_layers_of_any_name_must_be_excluded() {
 #[test]
 fn targets_are_obeyed() {
     let mut model = Model::new(Dialect::CompressedTensors, Scheme::W4a16);
-    model.config.targets = vec!["re:.*mlp.experts.*".into()];
+    model.config.groups[0].targets = vec!["re:.*mlp.experts.*".into()];
     model.refused("targets", &["self_attn", "none of targets"]);
-    model.config.targets.push("re:.*_proj$".into());
+    model.config.groups[0].targets.push("re:.*_proj$".into());
     model.open("targets").unwrap();
     // Modules that are not targets need no exclusion.
     model.config.exclude.clear();
     model.open("targets").unwrap();
-    model.config.targets = vec!["re:(".into()];
+    model.config.groups[0].targets = vec!["re:(".into()];
     model.refused("targets", &["targets", "cannot be read"]);
 }
 

@@ -57,7 +57,7 @@ fn values_for_the_tools() {
         }
         let name = path.file_name().unwrap();
         // Quantized weights stay packed.
-        let schemes = match checkpoint.config().map(|config| config.scheme) {
+        let schemes = match checkpoint.config().and_then(QuantConfig::scheme) {
             None => vec![("logits", None)],
             Some(Scheme::W4a16) => vec![("logits", Some(Scheme::W4a16))],
             Some(Scheme::W4a4) => vec![

@@ -12,30 +12,25 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::block::ScaleChoice;
+use super::budget::Choices;
 use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::journal::{Journal, MadeFrom};
 use super::mxfp4::{Cast, cast};
 use super::plan::{Plan, layer_of};
-use super::report::{KeptLayer, LayerReport, PartReport, Quantized};
+use super::report::{KeptLayer, LayerReport, PartReport, Quantized, WeightFormat};
 use super::rules::{Rule, block_amax};
 use super::smooth::{Smoother, Smoothing};
+use super::source::{Source, check_values};
 use super::stats::Calibration;
-use super::{Method, quantize_weight, sqnr, weighted_sqnr};
-use crate::checkpoint::{read_json, write_json};
-use crate::decoder::fused::open_tensors;
-use crate::decoder::load::check_tensors;
-use crate::decoder::names::is_extra;
-use crate::hf::config::{CONFIG_FILE, refuse_packed};
-use crate::hf::folder::check_folder;
-use crate::hf::tensors::check_each;
-use crate::hf::{
-    DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
+use super::{Method, fp8, quantize_weight, sqnr, weighted_sqnr};
+use crate::checkpoint::write_json;
+use crate::hf::{ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter};
+use crate::interchange::convert::{PROVENANCE, copy_companions, write_configs};
+use crate::interchange::{
+    Checkpoint, Dialect, Fp8Inputs, Fp8Weight, GlobalScale, LayerFormat, PackedWeight, QuantConfig,
+    Scheme,
 };
-use crate::interchange::checkpoint::HF_QUANT_CONFIG;
-use crate::interchange::convert::{PROVENANCE, copy_companions, exclusions, write_configs};
-use crate::interchange::exclude::LINEAR;
-use crate::interchange::{Checkpoint, Dialect, GlobalScale, PackedWeight, QuantConfig, Scheme};
 use crate::progress::{Unit, Work};
 use crate::random::hash;
 
@@ -50,6 +45,10 @@ pub struct QuantizeOptions {
     pub method: Method,
     /// Modules to skip, in addition to routers and the head.
     pub exclude: Vec<Regex>,
+    /// Modules to quantize to FP8 instead of NVFP4.
+    pub fp8: Vec<Regex>,
+    /// Formats chosen for a number of bits per weight; without them, NVFP4 and `fp8`.
+    pub formats: Option<Choices>,
     /// Dequantization factor of every quantized input, instead of amax / 2688 from the calibration.
     pub input_scale: Option<f32>,
     /// True to write scales for an FP8 key-value cache.
@@ -133,20 +132,15 @@ impl Quantization {
         open: impl FnOnce(&Path, &MadeFrom) -> Result<Journal>,
     ) -> Result<Self> {
         options.check(!calibration.is_empty())?;
-        check_folder(model)?;
-        let mut json = read_config(model)?;
-        let path = || model.display().to_string();
-        let config = DecoderConfig::from_json(&json);
-        let config = config.with_context(|| model.join(CONFIG_FILE).display().to_string())?;
-        let tensors = open_tensors(model, &config)?.with_fp8_scales(&json);
-        let mut tensors = tensors.with_context(path)?;
-        if config.extra_layers > 0 {
-            // No reader of the quantized model uses these layers without their own quantization.
-            tensors.retain(|name| !is_extra(&config, name));
-            json.insert("num_nextn_predict_layers".into(), 0.into());
+        let Source {
+            config,
+            json,
+            tensors,
+            mut plan,
+        } = Source::open(model, options)?;
+        if let Some(choices) = &options.formats {
+            plan.choose(choices)?;
         }
-        let plan = Plan::new(&tensors, &options.exclude)?;
-        check_tensors(&config, &tensors).with_context(path)?;
         check_values(&tensors)?;
         ensure!(
             !options.kv_cache_fp8 || config.block.latent.is_none(),
@@ -258,6 +252,7 @@ impl Quantization {
             }
         }
         done.calibration_tokens = calibration.tokens();
+        done.formats.clone_from(&self.options.formats);
         self.write_other_files(&done)?;
         // Apply the rules of the readers: anything that they would reject is an error here.
         Checkpoint::open(&self.out).context("the folder that was written is not valid")?;
@@ -296,7 +291,12 @@ impl Quantization {
         for module in part.iter().flatten() {
             let tensor = self.tensors.get(&format!("{module}.weight"))?;
             let shape = [tensor.shape[0], tensor.shape[1]];
-            specs.extend(dialect.specs(module, shape, scheme == Scheme::W4a4));
+            specs.extend(match self.plan.format(module) {
+                WeightFormat::Fp8 => {
+                    Fp8Weight::specs(dialect, module, shape, fp8::format_for(dialect, scheme))
+                }
+                _ => dialect.specs(module, shape, scheme == Scheme::W4a4),
+            });
         }
         specs.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(specs)
@@ -381,6 +381,11 @@ impl Quantization {
                 let (tensor, values) = decoded.take(module)?;
                 weights.push((module, tensor, values));
             }
+            if self.plan.fp8.contains(&group[0]) {
+                self.write_fp8(&weights, inputs, writer, &mut done)?;
+                work.add(group.len());
+                continue;
+            }
             let scaled = weights.iter();
             let scaled = scaled.map(|(module, _, values)| smooth.scaled(module, values));
             let scaled: Vec<_> = scaled.collect();
@@ -392,7 +397,11 @@ impl Quantization {
                     Some(inputs.global(group, rule, |module| smooth.columns(module))?)
                 }
             };
-            let mut casts = self.casts(&weights, &scaled)?.into_iter();
+            let is_scaled = scaled.iter().any(|values| matches!(values, Cow::Owned(_)));
+            let mut casts = match is_scaled {
+                true => vec![].into_iter(),
+                false => casts(&weights, options.dialect)?.into_iter(),
+            };
             for ((module, tensor, values), scaled) in weights.iter().zip(&scaled) {
                 work.part(module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
@@ -422,6 +431,7 @@ impl Quantization {
                 smooth.undo(module, &mut quantized);
                 done.layers.push(LayerReport {
                     module: (*module).clone(),
+                    format: WeightFormat::Nvfp4,
                     shape,
                     bytes_before: tensor.stored_bytes(),
                     bytes: weight.bytes(),
@@ -437,28 +447,66 @@ impl Quantization {
         Ok(done)
     }
 
-    /// Casts the weights of a group if all are stored in MXFP4 and no smoothing scales them; empty
-    /// otherwise. The codes are then those of the model, regardless of the method.
-    fn casts(
+    /// Quantizes the weights of a group to FP8 and adds their tensors.
+    fn write_fp8(
         &self,
         weights: &[(&String, StoredTensor<'_>, Vec<f32>)],
-        scaled: &[Cow<'_, [f32]>],
-    ) -> Result<Vec<(PackedWeight, Cast)>> {
-        if scaled.iter().any(|values| matches!(values, Cow::Owned(_))) {
-            return Ok(vec![]);
-        }
-        let stored = weights.iter().map(|(_, tensor, _)| tensor.mxfp4());
-        let (Some(stored), Some((_, first, _))) =
-            (stored.collect::<Option<Vec<_>>>(), weights.first())
-        else {
-            return Ok(vec![]);
+        inputs: &Inputs<'_>,
+        writer: &mut dyn TensorSink,
+        done: &mut PartReport,
+    ) -> Result<()> {
+        let options = &self.options;
+        let format = fp8::format_for(options.dialect, options.scheme);
+        let amax = fp8::amax_of(weights.iter().map(|(_, _, values)| &values[..]));
+        let names: Vec<String> = weights.iter().map(|(name, ..)| (*name).clone()).collect();
+        let input_scale = match format.inputs {
+            Fp8Inputs::Static => Some(inputs.amax(&names, |_| None)? / e4m3::MAX),
+            _ => None,
         };
-        cast(&stored, first.shape[1], self.options.dialect).with_context(|| first.to_string())
+        for (module, tensor, values) in weights {
+            let shape = [tensor.shape[0], tensor.shape[1]];
+            let weight = fp8::quantize(values, shape, amax, format);
+            let mut weight = weight.with_context(|| tensor.to_string())?;
+            weight.input_scale = input_scale;
+            weight.write(writer, options.dialect, module)?;
+            let stats = inputs.of(module);
+            if !inputs.is_empty() && stats.is_none() {
+                done.unseen.push((*module).clone());
+            }
+            let quantized = weight.dequantize();
+            done.layers.push(LayerReport {
+                module: (*module).clone(),
+                format: WeightFormat::Fp8,
+                shape,
+                bytes_before: tensor.stored_bytes(),
+                bytes: weight.bytes(),
+                amax: block_amax(values),
+                sqnr: sqnr(values, &quantized),
+                weighted_sqnr: stats
+                    .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
+                cast: None,
+            });
+        }
+        Ok(())
     }
 }
 
+/// Casts the weights of a group if all are stored in MXFP4; empty otherwise. The codes are then
+/// those of the model, regardless of the method.
+pub(super) fn casts(
+    weights: &[(&String, StoredTensor<'_>, Vec<f32>)],
+    dialect: Dialect,
+) -> Result<Vec<(PackedWeight, Cast)>> {
+    let stored = weights.iter().map(|(_, tensor, _)| tensor.mxfp4());
+    let (Some(stored), Some((_, first, _))) = (stored.collect::<Option<Vec<_>>>(), weights.first())
+    else {
+        return Ok(vec![]);
+    };
+    cast(&stored, first.shape[1], dialect).with_context(|| first.to_string())
+}
+
 /// Returns the description of a copied tensor: one in FP8 becomes bf16, which needs no scales.
-fn copied_spec(tensor: &StoredTensor<'_>) -> TensorSpec {
+pub(super) fn copied_spec(tensor: &StoredTensor<'_>) -> TensorSpec {
     let dtype = match tensor.scales {
         None => tensor.dtype,
         Some(_) => Dtype::BF16,
@@ -495,6 +543,19 @@ impl QuantizeOptions {
             "smooth is {}, which needs the size of every layer's input features: calibrate on text",
             self.smooth.name()
         );
+        let in_fp8 = !self.fp8.is_empty() || self.formats.is_some();
+        ensure!(
+            self.fp8.is_empty() || self.formats.is_none(),
+            "bits is given, which chooses the layers in FP8, but fp8 is given too"
+        );
+        ensure!(
+            !in_fp8 || calibrated || self.dialect == Dialect::CompressedTensors,
+            "dialect is modelopt, whose FP8 layers have static scales of their inputs: calibrate on \
+             text, or choose compressed-tensors"
+        );
+        if in_fp8 {
+            self.refuse_smoothing()?;
+        }
         ensure!(
             !self.kv_cache_fp8 || calibrated,
             "kv is fp8, which needs the largest keys and values of every layer: calibrate on text"
@@ -502,15 +563,35 @@ impl QuantizeOptions {
         Ok(())
     }
 
+    /// Returns an error if inputs are smoothed, which layers in FP8 do not support.
+    pub(super) fn refuse_smoothing(&self) -> Result<()> {
+        ensure!(
+            self.smooth == Smoothing::None,
+            "smooth is {}, which is not supported with layers in FP8",
+            self.smooth.name()
+        );
+        Ok(())
+    }
+
     /// Returns the options by their names on the command line.
     fn made_from(&self) -> MadeFrom {
-        let exclude: Vec<&str> = self.exclude.iter().map(Regex::as_str).collect();
+        let [exclude, fp8] = [&self.exclude, &self.fp8]
+            .map(|regexes| regexes.iter().map(Regex::as_str).collect::<Vec<_>>());
         let options = [
             ("version", json!(env!("CARGO_PKG_VERSION"))),
             ("dialect", json!(self.dialect.name())),
             ("scheme", json!(self.scheme.name())),
             ("method", json!(self.method.name())),
             ("exclude", json!(exclude)),
+            ("fp8", json!(fp8)),
+            (
+                "bits",
+                json!(self.formats.as_ref().map(|formats| formats.budget)),
+            ),
+            (
+                "formats",
+                json!(self.formats.as_ref().map(Choices::formats)),
+            ),
             (
                 "input-scale",
                 json!(self.input_scale.map(|scale| scale.to_string())),
@@ -522,37 +603,18 @@ impl QuantizeOptions {
     }
 }
 
-/// Reads config.json of an unquantized model.
-fn read_config(model: &Path) -> Result<Map<String, Value>> {
-    let path = model.join(CONFIG_FILE);
-    let json = read_json(&path)?;
-    refuse_packed(&json).with_context(|| path.display().to_string())?;
-    let other = model.join(HF_QUANT_CONFIG);
-    ensure!(
-        !other.exists(),
-        "{}: the model is quantized already",
-        other.display()
-    );
-    Ok(json)
-}
-
-/// Returns an error unless all values are finite, including copied ones.
-fn check_values(tensors: &TensorFolder) -> Result<()> {
-    let tensors: Vec<StoredTensor<'_>> = tensors.iter().collect();
-    // Reports the first error by name, regardless of the order of discovery.
-    check_each(&tensors).into_iter().collect()
-}
-
 fn quant_config(options: &QuantizeOptions, plan: &Plan) -> QuantConfig {
     let kept = plan.kept.keys().map(String::as_str);
-    QuantConfig {
-        dialect: options.dialect,
-        scheme: options.scheme,
-        kv_cache_fp8: options.kv_cache_fp8,
-        pre_quant: false,
-        targets: vec![LINEAR.into()],
-        exclude: exclusions(kept, options.dialect),
-    }
+    let format = |module: &String| match plan.format(module) {
+        WeightFormat::Fp8 => LayerFormat::Fp8(fp8::format_for(options.dialect, options.scheme)),
+        _ => LayerFormat::Nvfp4(options.scheme),
+    };
+    let formats = plan
+        .groups
+        .iter()
+        .flatten()
+        .map(|module| (module.clone(), format(module)));
+    QuantConfig::of_layers(options.dialect, formats, kept, options.kv_cache_fp8)
 }
 
 /// FP8 scale of a cache.
@@ -575,6 +637,7 @@ struct Provenance<'a> {
     block_scales: &'static str,
     smooth: &'static str,
     exclude: Vec<&'a str>,
+    fp8: Vec<&'a str>,
     input_scale: Option<f32>,
     kv_cache: Option<&'static str>,
     #[serde(flatten)]
@@ -594,6 +657,7 @@ fn write_provenance(out: &Path, options: &QuantizeOptions, done: &Quantized) -> 
         },
         smooth: options.smooth.name(),
         exclude: options.exclude.iter().map(Regex::as_str).collect(),
+        fp8: options.fp8.iter().map(Regex::as_str).collect(),
         input_scale: options.input_scale,
         kv_cache: options.kv_cache_fp8.then_some("fp8"),
         done,

@@ -57,6 +57,15 @@ impl<'a> Inputs<'a> {
         rule: Rule,
         columns: impl Fn(&str) -> Option<&'s [f32]>,
     ) -> Result<GlobalScale> {
+        Ok(rule.global(self.amax(group, columns)?))
+    }
+
+    /// Returns the largest input of `group`; see [`global`](Self::global).
+    pub fn amax<'s>(
+        &self,
+        group: &[String],
+        columns: impl Fn(&str) -> Option<&'s [f32]>,
+    ) -> Result<f32> {
         let largest = |module: &str, features: &[f32]| match columns(module) {
             None => features.iter().fold(0.0f32, |amax, x| amax.max(*x)),
             Some(columns) => features
@@ -80,6 +89,6 @@ impl<'a> Inputs<'a> {
             "{}: the largest input that calibration saw is {amax}, from which no scale follows",
             group[0]
         );
-        Ok(rule.global(amax))
+        Ok(amax)
     }
 }

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::mxfp4::Cast;
-use super::report::{LayerReport, PartReport};
+use super::report::{LayerReport, PartReport, WeightFormat};
 use super::stats::{Calibration, InputStats};
 use crate::checkpoint::{read_json, sync_folder, write_json};
 use crate::hf::config::CONFIG_FILE;
@@ -66,6 +66,7 @@ struct StoredReport {
 #[derive(Serialize, Deserialize)]
 struct StoredLayer {
     module: String,
+    format: WeightFormat,
     shape: [usize; 2],
     bytes_before: usize,
     bytes: usize,
@@ -79,6 +80,7 @@ impl From<&LayerReport> for StoredLayer {
     fn from(layer: &LayerReport) -> Self {
         Self {
             module: layer.module.clone(),
+            format: layer.format,
             shape: layer.shape,
             bytes_before: layer.bytes_before,
             bytes: layer.bytes,
@@ -94,6 +96,7 @@ impl From<StoredLayer> for LayerReport {
     fn from(layer: StoredLayer) -> Self {
         Self {
             module: layer.module,
+            format: layer.format,
             shape: layer.shape,
             bytes_before: layer.bytes_before,
             bytes: layer.bytes,

@@ -25,6 +25,8 @@ fn options() -> QuantizeOptions {
         scheme: Scheme::W4a4,
         method: Method::Rtn,
         exclude: vec![],
+        fp8: vec![],
+        formats: None,
         input_scale: None,
         kv_cache_fp8: false,
         smooth: Smoothing::None,

@@ -1,20 +1,25 @@
-//! Post-training quantization of weights to NVFP4.
+//! Post-training quantization of weights to NVFP4 and FP8.
 //!
 //! - [`rules`]: quantization arithmetic of the tools.
 //! - [`block`]: selects the scale byte of one block: by its amax, four over six, or search.
 //! - [`gptq`]: compensates errors in later columns; [`linalg`] has its factorizations.
 //! - [`stats`]: statistics of a layer's input; [`calibrate`] collects them, [`text`] from a forward
 //!   pass over a text.
+//! - [`fp8`]: quantizes weights to FP8.
 //! - [`mxfp4`]: casts weights that are stored in MXFP4.
 //! - [`smooth`]: scales of input features that are folded into the producer of the input.
+//! - [`sensitivity`]: measures what quantizing each group of layers costs; [`budget`] chooses
+//!   formats within a number of bits.
 //! - [`plan`]: selects the layers to quantize and those that share a global scale.
 //! - [`folder`]: quantizes a model folder layer by layer; [`journal`] stores its progress,
 //!   [`report`] describes the result.
 
 pub mod block;
+pub mod budget;
 pub mod calibrate;
 mod decoded;
 pub mod folder;
+pub mod fp8;
 pub mod gptq;
 mod inputs;
 pub mod journal;
@@ -23,7 +28,9 @@ pub mod mxfp4;
 pub mod plan;
 pub mod report;
 pub mod rules;
+pub mod sensitivity;
 pub mod smooth;
+mod source;
 pub mod stats;
 pub mod text;
 
@@ -35,8 +42,10 @@ use crate::interchange::{Dialect, PackedWeight};
 use block::{BlockQuantizer, ScaleChoice};
 use rules::{Rule, check_matrix};
 
+pub use budget::Choices;
 pub use folder::{Quantization, QuantizeOptions, quantize_folder};
-pub use report::{KeptLayer, LayerReport, Quantized};
+pub use report::{KeptLayer, LayerReport, Quantized, WeightFormat};
+pub use sensitivity::choose_formats;
 pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
 
@@ -168,6 +177,8 @@ pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
 
 #[cfg(all(test, feature = "flex"))]
 mod kill_tests;
+#[cfg(all(test, feature = "flex"))]
+mod mixed_tests;
 #[cfg(all(test, feature = "flex"))]
 mod mxfp4_tests;
 #[cfg(all(test, feature = "flex"))]

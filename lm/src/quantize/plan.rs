@@ -6,6 +6,8 @@ use anyhow::{Context, Result, bail, ensure};
 use nvfp4_formats::BLOCK;
 use regex::Regex;
 
+use super::budget::Choices;
+use super::report::WeightFormat;
 use crate::hf::TensorFolder;
 use crate::interchange::names::{
     FusedGroup, expert_layer, fused_group, is_head, is_linear, is_router,
@@ -22,6 +24,8 @@ pub enum Kept {
     Excluded,
     /// The number of its input features is not a multiple of 16.
     Width,
+    /// It is sensitive to quantization, and the number of bits allows it.
+    Bits,
 }
 
 impl Kept {
@@ -32,6 +36,7 @@ impl Kept {
             Self::Head => "head",
             Self::Excluded => "excluded",
             Self::Width => "width not in 16s",
+            Self::Bits => "chosen by bits",
         }
     }
 }
@@ -42,6 +47,9 @@ pub struct Plan {
     /// Modules to quantize, in groups that share their global scales, in the order of the model's
     /// names. Most groups have one member.
     pub groups: Vec<Vec<String>>,
+    /// Modules of `groups` to quantize to FP8 instead of NVFP4: whole groups, and all experts of a
+    /// layer.
+    pub fp8: BTreeSet<String>,
     /// Linear layers that are not quantized, with the reason.
     pub kept: BTreeMap<String, Kept>,
     /// Tensors that are copied, including those of the layers in `kept`.
@@ -50,19 +58,21 @@ pub struct Plan {
 
 impl Plan {
     /// Makes the plan for the tensors of a model. A module is skipped if one of the regular
-    /// expressions `exclude` matches anywhere in its name.
+    /// expressions `exclude` matches anywhere in its name, and quantized to FP8 if one of `fp8`
+    /// does.
     ///
-    /// Projections that readers fuse with an excluded one are excluded too: q/k/v, gate/up, and the
+    /// Projections that readers fuse with such a one are treated like it: q/k/v, gate/up, and the
     /// experts of a layer.
     ///
     /// # Errors
     /// Returns an error if the model is already quantized, a weight is not a float matrix, an
-    /// expression matches no linear layer, or nothing is left to quantize.
-    pub fn new(tensors: &TensorFolder, exclude: &[Regex]) -> Result<Self> {
+    /// expression matches no linear layer, `exclude` and `fp8` match the same layer or layers that
+    /// readers fuse, or nothing is left to quantize.
+    pub fn new(tensors: &TensorFolder, exclude: &[Regex], fp8: &[Regex]) -> Result<Self> {
         let mut plan = Self::default();
         let mut groups: BTreeMap<FusedGroup, Vec<String>> = BTreeMap::new();
         let mut order = Vec::new();
-        let mut used = BTreeSet::new();
+        let (mut used, mut used_fp8) = (BTreeSet::new(), BTreeSet::new());
         for tensor in tensors.iter() {
             let module = tensor.name.strip_suffix(".weight");
             let module = module.filter(|module| is_linear(module));
@@ -87,6 +97,12 @@ impl Plan {
                 .peekable();
             let is_excluded = matching.peek().is_some();
             used.extend(matching);
+            let matching = (0..fp8.len()).filter(|&at| fp8[at].is_match(module));
+            let matching: Vec<usize> = matching.collect();
+            if !matching.is_empty() && !is_router(module) && !is_head(module) {
+                plan.fp8.insert(module.to_owned());
+                used_fp8.extend(matching);
+            }
             let kept = if is_router(module) {
                 Some(Kept::Router)
             } else if is_head(module) {
@@ -112,12 +128,14 @@ impl Plan {
                 None => order.push(Ok(module.to_owned())),
             }
         }
-        if let Some(unused) = (0..exclude.len()).find(|at| !used.contains(at)) {
-            bail!(
-                "exclude is {:?}, which matches no linear layer of the model, such as {}",
-                exclude[unused].as_str(),
-                first_linear(tensors).unwrap_or("none")
-            );
+        for (option, regexes, used) in [("exclude", exclude, used), ("fp8", fp8, used_fp8)] {
+            if let Some(unused) = (0..regexes.len()).find(|at| !used.contains(at)) {
+                bail!(
+                    "{option} is {:?}, which matches no linear layer of the model, such as {}",
+                    regexes[unused].as_str(),
+                    first_linear(tensors).unwrap_or("none")
+                );
+            }
         }
         // Readers build the experts of a layer as one.
         let experts = plan.kept.iter();
@@ -132,6 +150,8 @@ impl Plan {
                 plan.kept.entry(module.to_owned()).or_insert(*kept);
             }
         }
+        let fp8_experts = plan.fp8.iter().filter_map(|module| expert_layer(module));
+        let fp8_experts: BTreeSet<String> = fp8_experts.map(String::from).collect();
         for entry in order {
             let members = match entry {
                 Ok(module) => vec![module],
@@ -140,6 +160,22 @@ impl Plan {
             let kept = members
                 .iter()
                 .find_map(|member| plan.kept.get(member).copied());
+            let in_fp8 = members.iter().find(|member| {
+                let layer = expert_layer(member);
+                plan.fp8.contains(*member) || layer.is_some_and(|it| fp8_experts.contains(it))
+            });
+            if let (Some(module), Some(Kept::Excluded)) = (in_fp8, kept) {
+                bail!(
+                    "fp8 and exclude both match {module}, or layers that readers fuse with it ({})",
+                    members.join(", ")
+                );
+            }
+            for member in &members {
+                match (in_fp8.is_some(), kept) {
+                    (true, None) => plan.fp8.insert(member.clone()),
+                    _ => plan.fp8.remove(member),
+                };
+            }
             match kept {
                 None => plan.groups.push(members),
                 Some(kept) => {
@@ -156,6 +192,52 @@ impl Plan {
         );
         plan.copied.sort();
         Ok(plan)
+    }
+
+    /// Gives the groups the formats of `choices`, which were made for this plan.
+    ///
+    /// # Errors
+    /// Returns an error if a group has no format, or several, or if nothing is left to quantize.
+    pub fn choose(&mut self, choices: &Choices) -> Result<()> {
+        let formats = choices.formats();
+        let mut kept = Vec::new();
+        for group in std::mem::take(&mut self.groups) {
+            let own = group
+                .iter()
+                .map(|module| formats.get(module.as_str()).copied());
+            let own: BTreeSet<Option<WeightFormat>> = own.collect();
+            match (own.len(), own.first().copied().flatten()) {
+                (1, Some(WeightFormat::High)) => {
+                    kept.extend(group);
+                    continue;
+                }
+                (1, Some(WeightFormat::Fp8)) => self.fp8.extend(group.iter().cloned()),
+                (1, Some(WeightFormat::Nvfp4)) => {}
+                _ => bail!("{}: the chosen formats are {own:?}", group.join(", ")),
+            }
+            self.groups.push(group);
+        }
+        ensure!(
+            !self.groups.is_empty(),
+            "nothing is left to quantize: every layer was chosen to stay as it is"
+        );
+        for module in kept {
+            self.copied.push(format!("{module}.weight"));
+            self.kept.insert(module, Kept::Bits);
+        }
+        self.copied.sort();
+        Ok(())
+    }
+
+    /// Returns the format of the weight of `module`.
+    pub fn format(&self, module: &str) -> WeightFormat {
+        if self.kept.contains_key(module) {
+            WeightFormat::High
+        } else if self.fp8.contains(module) {
+            WeightFormat::Fp8
+        } else {
+            WeightFormat::Nvfp4
+        }
     }
 
     /// Returns the groups of each decoder layer, in order; those outside of any layer are a

@@ -22,6 +22,8 @@ fn options(exclude: &[&str]) -> QuantizeOptions {
         scheme: Scheme::W4a16,
         method: Method::Search,
         exclude: exclude.collect(),
+        fp8: vec![],
+        formats: None,
         input_scale: None,
         kv_cache_fp8: false,
         smooth: Smoothing::None,

@@ -1,20 +1,46 @@
 //! Reports the quantized and the skipped layers.
 
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
+use super::budget::Choices;
 use super::mxfp4::Cast;
 use super::plan::Kept;
+
+/// Format that quantization gives the weight of a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightFormat {
+    /// NVFP4.
+    Nvfp4,
+    /// FP8 (E4M3).
+    Fp8,
+    /// That of the model.
+    High,
+}
+
+impl WeightFormat {
+    /// Returns the name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nvfp4 => "nvfp4",
+            Self::Fp8 => "fp8",
+            Self::High => "high",
+        }
+    }
+}
 
 /// A quantized linear layer.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LayerReport {
     /// Name of the module.
     pub module: String,
+    /// Format of the quantized weight.
+    pub format: WeightFormat,
     /// Numbers of output and input features.
     pub shape: [usize; 2],
     /// Bytes of the original weight.
     pub bytes_before: usize,
-    /// Bytes of codes, block scales and global scales.
+    /// Bytes of codes and scales.
     pub bytes: usize,
     /// Amax of the original weight.
     pub amax: f32,
@@ -62,6 +88,9 @@ pub struct Quantized {
     pub unseen: Vec<String>,
     /// Number of calibration tokens, if there was a calibration.
     pub calibration_tokens: Option<u64>,
+    /// Formats chosen for a number of bits per weight, if one was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub formats: Option<Choices>,
 }
 
 impl Quantized {

@@ -122,6 +122,8 @@ fn options(smooth: Smoothing) -> QuantizeOptions {
         scheme: Scheme::W4a16,
         method: Method::Rtn,
         exclude: Vec::new(),
+        fp8: vec![],
+        formats: None,
         input_scale: None,
         kv_cache_fp8: false,
         smooth,
@@ -133,7 +135,7 @@ fn smoothed(model: &Path, calibration: &Calibration, exclude: &[Regex], out: &Pa
     let tensors = TensorFolder::open(model).unwrap();
     let json = crate::checkpoint::read_json(&model.join("config.json")).unwrap();
     let config = DecoderConfig::from_json(&json).unwrap();
-    let plan = Plan::new(&tensors, exclude).unwrap();
+    let plan = Plan::new(&tensors, exclude, &[]).unwrap();
     let smoother = Smoother::new(&config, &tensors, &plan, false);
     let inputs = Inputs::new(calibration);
     std::fs::create_dir_all(out).unwrap();

@@ -322,6 +322,8 @@ pub(super) fn options(dialect: Dialect, scheme: Scheme, method: Method) -> Quant
         scheme,
         method,
         exclude: Vec::new(),
+        fp8: vec![],
+        formats: None,
         input_scale: None,
         kv_cache_fp8: false,
         smooth: Smoothing::None,
@@ -356,7 +358,7 @@ fn golden_models_are_quantized_to_valid_folders() {
             );
             let checkpoint = Checkpoint::open(&scratch).unwrap();
             assert_eq!(checkpoint.layers().len(), layers);
-            assert_eq!(checkpoint.config().unwrap().scheme, Scheme::W4a16);
+            assert_eq!(checkpoint.config().unwrap().scheme(), Some(Scheme::W4a16));
             assert!(scratch.join("tokenizer.json").exists());
             for layer in &done.layers {
                 assert!(layer.sqnr > 17.0, "{name}: {layer:?}");

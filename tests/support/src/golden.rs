@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Folders without a tokenizer, and the folder that has the same one.
-const TOKENIZERS: [(&str, &str); 9] = [
+const TOKENIZERS: [(&str, &str); 11] = [
     ("deepseek3-tiny", "llama3-tiny"),
     ("deepseek3-tiny-fp8", "llama3-tiny"),
     ("gemma2-tiny", "llama3-tiny"),
     ("gemma3-tiny", "llama3-tiny"),
     ("gptoss-tiny", "qwen3-tiny"),
     ("gptoss-tiny-mxfp4", "qwen3-tiny"),
+    ("llama3-tiny-ct-mixed", "llama3-tiny"),
+    ("llama3-tiny-modelopt-mixed", "llama3-tiny"),
     ("mixtral-tiny", "llama3-tiny"),
     ("qwen2-tiny", "qwen3-tiny"),
     ("qwen3moe-tiny", "qwen3-tiny"),

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use anyhow::{Result, ensure};
-use half::bf16;
+use half::{bf16, f16};
 use nvfp4_formats::format::e2m1;
 use safetensors::Dtype;
 
@@ -99,22 +99,40 @@ impl Place {
 /// Scales of the blocks of a stored matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct BlockScales<'a> {
-    /// Scales `[rows, columns]` of blocks, f32, little endian.
+    /// Scales `[rows, columns]` of blocks, little endian.
     pub bytes: &'a [u8],
+    /// Type of the scales: F32, BF16 or F16.
+    pub dtype: Dtype,
     /// Rows and columns of a block.
     pub block: [usize; 2],
 }
 
 impl BlockScales<'_> {
+    /// Returns the scales, row-major.
+    pub fn values(&self) -> Vec<f32> {
+        let halves = || self.bytes.as_chunks::<2>().0.iter();
+        match self.dtype {
+            Dtype::BF16 => halves()
+                .map(|it| bf16::from_le_bytes(*it).to_f32())
+                .collect(),
+            Dtype::F16 => halves()
+                .map(|it| f16::from_le_bytes(*it).to_f32())
+                .collect(),
+            _ => {
+                let (words, _) = self.bytes.as_chunks::<4>();
+                words.iter().map(|it| f32::from_le_bytes(*it)).collect()
+            }
+        }
+    }
+
     /// Multiplies the elements `values` of a matrix with `columns` columns.
     pub fn apply(&self, values: &mut [f32], columns: usize) {
-        let (scales, _) = self.bytes.as_chunks::<4>();
+        let scales = self.values();
         let [rows, width] = self.block;
         let per_row = columns.div_ceil(width);
         for (row, values) in values.chunks_mut(columns).enumerate() {
             let scales = &scales[row / rows * per_row..][..per_row];
             for (values, scale) in values.chunks_mut(width).zip(scales) {
-                let scale = f32::from_le_bytes(*scale);
                 values.iter_mut().for_each(|value| *value *= scale);
             }
         }

@@ -3,16 +3,24 @@
 //! A field is supported, known not to affect the computation of a layer, or refused by name. A
 //! neutral value (null, false, empty) is accepted for every field.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::exclude::{Exclusion, LINEAR, Target};
+use super::convert::exclusions;
+use super::exclude::{Exclusion, LINEAR};
+use super::format::{Fp8Format, Group, LayerFormat, Targets};
 use super::{Dialect, Scheme};
 use crate::hf::config::is_mxfp4;
 use crate::hf::fp8::is_fp8;
 use crate::hf::is_neutral;
+
+mod groups;
+
+use groups::{
+    by_format, check_layers, format_of, groups_json, layers_json, read_groups, read_layers,
+};
 
 /// modelopt version of the written files. Consumers check the producer's name.
 const MODELOPT_VERSION: &str = "0.47.0";
@@ -22,19 +30,21 @@ const MODELOPT_VERSION: &str = "0.47.0";
 pub struct QuantConfig {
     /// Dialect.
     pub dialect: Dialect,
-    /// Scheme.
-    pub scheme: Scheme,
+    /// Formats of the quantized layers, and the layers of each.
+    pub groups: Vec<Group>,
     /// True if keys and values are cached in FP8, with scales from the file.
     pub kv_cache_fp8: bool,
     /// True if layers may multiply their input by a scale per feature: ModelOpt's `NVFP4_AWQ`, a
     /// W4A4 scheme.
     pub pre_quant: bool,
-    /// Modules that are quantized unless excluded, as written: the class `Linear`, names, and
-    /// patterns of the dialect.
-    pub targets: Vec<String>,
     /// Modules that are not quantized, as written: names, and patterns of the dialect.
     pub exclude: Vec<String>,
 }
+
+/// ModelOpt's algorithm names of NVFP4, in the order of [`Scheme`].
+const NVFP4_NAMES: [&str; 2] = ["W4A16_NVFP4", "NVFP4"];
+/// ModelOpt's algorithm name of files with several formats.
+const MIXED: &str = "MIXED_PRECISION";
 
 /// Informational fields: calibration method, version of the writer, statistics.
 const HARMLESS: &[&str] = &[
@@ -55,7 +65,7 @@ impl QuantConfig {
     /// blocks.
     ///
     /// # Errors
-    /// Returns an error for formats other than NVFP4 in groups of 16, for missing or mistyped
+    /// Returns an error for formats other than NVFP4 in groups of 16 and FP8, for missing or mistyped
     /// fields, and for files that contradict each other.
     pub fn read(config: &Value, hf_quant_config: Option<&Value>) -> Result<Option<Self>> {
         let inline = match config.get("quantization_config") {
@@ -80,10 +90,35 @@ impl QuantConfig {
                  differ in: {}",
                 differences.join("; ")
             );
-            // hf_quant_config.json has no targets.
-            file.targets.clone_from(&inline.targets);
+            // hf_quant_config.json has no targets, except the layers of a mixed one.
+            file.groups.clone_from(&inline.groups);
         }
         Ok(file.or(inline))
+    }
+
+    /// Returns the configuration of a folder in `dialect` whose quantized layers have these names
+    /// and `formats`, and whose other linear layers are `unquantized`.
+    pub fn of_layers<'a>(
+        dialect: Dialect,
+        formats: impl IntoIterator<Item = (String, LayerFormat)>,
+        unquantized: impl IntoIterator<Item = &'a str>,
+        kv_cache_fp8: bool,
+    ) -> Self {
+        let mut groups = by_format(&formats.into_iter().collect());
+        if let [group] = &mut groups[..] {
+            *group = Group::linear(group.format);
+        }
+        Self {
+            dialect,
+            kv_cache_fp8,
+            pre_quant: false,
+            exclude: match (dialect, groups.len()) {
+                // A mixed file of ModelOpt lists the layers that are quantized.
+                (Dialect::ModelOpt, 2..) => vec![],
+                _ => exclusions(unquantized, dialect),
+            },
+            groups,
+        }
     }
 
     /// Returns the exclusions with the matching rules of the dialect.
@@ -95,13 +130,33 @@ impl QuantConfig {
         self.exclude.iter().map(read).collect()
     }
 
-    /// Returns the targets with the matching rules of the dialect.
+    /// Returns the targets of all groups with the matching rules of the dialect.
     ///
     /// # Errors
-    /// Returns an error for an invalid regular expression.
-    pub fn targets(&self) -> Result<Vec<Target>> {
-        let read = |text: &String| Target::new(self.dialect, text);
-        self.targets.iter().map(read).collect()
+    /// Returns the errors of [`Targets::new`].
+    pub fn targets(&self) -> Result<Targets> {
+        Targets::new(self.dialect, &self.groups)
+    }
+
+    /// Returns the scheme of the layers in NVFP4: W4A4 if it is that of any of them, `None` if no
+    /// layer is in NVFP4.
+    pub fn scheme(&self) -> Option<Scheme> {
+        let schemes = self.groups.iter().filter_map(|group| match group.format {
+            LayerFormat::Nvfp4(scheme) => Some(scheme),
+            LayerFormat::Fp8(_) => None,
+        });
+        schemes.max()
+    }
+
+    /// Describes the formats of the layers: `w4a4` if all are in NVFP4.
+    pub fn formats(&self) -> String {
+        if let [group] = &self.groups[..]
+            && let LayerFormat::Nvfp4(scheme) = group.format
+        {
+            return scheme.name().into();
+        }
+        let formats: Vec<String> = self.groups.iter().map(|it| it.format.to_string()).collect();
+        formats.join("; ")
     }
 
     /// Returns the value of `quantization_config` in config.json.
@@ -118,9 +173,16 @@ impl QuantConfig {
             let mut quantization = json!({
                 "quant_algo": self.quant_algo(),
                 "kv_cache_quant_algo": self.kv_cache_fp8.then_some("FP8"),
-                "group_size": 16,
-                "exclude_modules": self.exclude,
             });
+            if self.is_mixed() {
+                quantization["quantized_layers"] = layers_json(&self.groups);
+            }
+            if !self.is_mixed() || !self.exclude.is_empty() {
+                quantization["exclude_modules"] = json!(self.exclude);
+            }
+            if !self.is_mixed() && self.scheme().is_some() {
+                quantization["group_size"] = json!(16);
+            }
             if self.pre_quant {
                 quantization["has_zero_point"] = json!(false);
                 quantization["pre_quant_scale"] = json!(true);
@@ -132,27 +194,33 @@ impl QuantConfig {
         })
     }
 
+    /// Returns true if layers have several formats. ModelOpt then lists each layer.
+    fn is_mixed(&self) -> bool {
+        self.groups.len() > 1
+    }
+
     fn quant_algo(&self) -> &'static str {
-        match (self.scheme, self.pre_quant) {
+        match (&self.groups[..], self.pre_quant) {
             (_, true) => "NVFP4_AWQ",
-            (Scheme::W4a16, false) => "W4A16_NVFP4",
-            (Scheme::W4a4, false) => "NVFP4",
+            ([group], false) => match group.format {
+                LayerFormat::Nvfp4(scheme) => NVFP4_NAMES[scheme as usize],
+                LayerFormat::Fp8(fp8) => fp8.modelopt_algo(),
+            },
+            (_, false) => MIXED,
         }
     }
 
     fn modelopt_inline(&self) -> Value {
-        let args = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": 16});
-        let mut group = json!({"targets": self.targets, "weights": args});
-        if self.scheme == Scheme::W4a4 {
-            group["input_activations"] = args;
-        }
         let mut config = json!({
             "quant_method": "modelopt",
             "quant_algo": self.quant_algo(),
             "producer": {"name": "modelopt", "version": MODELOPT_VERSION},
-            "config_groups": {"group_0": group},
+            "config_groups": groups_json(&self.groups, self.dialect),
             "ignore": self.exclude,
         });
+        if self.is_mixed() {
+            config["quantized_layers"] = layers_json(&self.groups);
+        }
         if self.kv_cache_fp8 {
             config["kv_cache_scheme"] = json!({"dynamic": false, "num_bits": 8, "type": "float"});
         }
@@ -160,23 +228,12 @@ impl QuantConfig {
     }
 
     fn compressed_tensors_inline(&self) -> Value {
-        // pydantic rejects unknown keys inside the arguments: nothing may be added here.
-        let args = |dynamic: Value| {
-            json!({
-                "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                "symmetric": true, "dynamic": dynamic, "scale_dtype": "torch.float8_e4m3fn",
-            })
-        };
-        let mut group = json!({"targets": self.targets, "weights": args(json!(false))});
-        if self.scheme == Scheme::W4a4 {
-            group["input_activations"] = args(json!("local"));
-        }
         let mut config = json!({
             "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
+            "format": format_of(&self.groups),
             "quantization_status": "compressed",
             "ignore": self.exclude,
-            "config_groups": {"group_0": group},
+            "config_groups": groups_json(&self.groups, self.dialect),
         });
         if self.kv_cache_fp8 {
             config["kv_cache_scheme"] = json!({
@@ -217,7 +274,7 @@ fn expect(args: &Value, key: &str, expected: &Value) -> Result<()> {
     let found = args.get(key).unwrap_or(&Value::Null);
     ensure!(
         found == expected,
-        "{key} is {found}, but NVFP4 has {expected}"
+        "{key} is {found}, but must be {expected}"
     );
     Ok(())
 }
@@ -262,11 +319,24 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
             "group_size",
             "exclude_modules",
             "pre_quant_scale",
+            "quantized_layers",
         ];
         refuse_unknown(quantization, &known).context("quantization")?;
-        let (scheme, pre_quant) = read_quant_algo(text(quantization, "quant_algo")?)?;
-        check_pre_quant(quantization, pre_quant)?;
-        expect(quantization, "group_size", &json!(16))?;
+        let algo = read_quant_algo(text(quantization, "quant_algo")?)?;
+        check_pre_quant(quantization, algo == Algo::Awq)?;
+        let groups = match algo {
+            Algo::Mixed => by_format(&read_layers(quantization)?),
+            Algo::Fp8(fp8) => vec![Group::linear(LayerFormat::Fp8(fp8))],
+            Algo::Awq => vec![Group::linear(LayerFormat::Nvfp4(Scheme::W4a4))],
+            Algo::Nvfp4(scheme) => vec![Group::linear(LayerFormat::Nvfp4(scheme))],
+        };
+        match algo {
+            Algo::Awq | Algo::Nvfp4(_) => expect(quantization, "group_size", &json!(16))?,
+            Algo::Mixed | Algo::Fp8(_) => {
+                expect_if_given(quantization, "group_size", &[json!(16)])?
+            }
+        }
+        check_unlisted(quantization, algo)?;
         // vLLM refuses files without this field, even if the cache is not FP8.
         ensure!(
             quantization.get("kv_cache_quant_algo").is_some(),
@@ -274,14 +344,27 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
         );
         Ok(QuantConfig {
             dialect: Dialect::ModelOpt,
-            scheme,
+            groups,
             kv_cache_fp8: read_kv_cache_algo(quantization)?.unwrap_or(false),
-            pre_quant,
-            targets: vec![LINEAR.into()],
-            exclude: strings(quantization, "exclude_modules")?,
+            pre_quant: algo == Algo::Awq,
+            exclude: match (algo, quantization.get("exclude_modules")) {
+                // A mixed file lists the layers that are quantized.
+                (Algo::Mixed, None | Some(Value::Null)) => vec![],
+                _ => strings(quantization, "exclude_modules")?,
+            },
         })
     };
     read().context("hf_quant_config.json")
+}
+
+/// Returns an error if layers are listed, but `algo` is not of a mixed file.
+fn check_unlisted(object: &Value, algo: Algo) -> Result<()> {
+    let layers = object.get("quantized_layers").unwrap_or(&Value::Null);
+    ensure!(
+        algo == Algo::Mixed || is_neutral("quantized_layers", layers),
+        "quantized_layers is {layers}, but quant_algo is not {MIXED}"
+    );
+    Ok(())
 }
 
 /// Returns true if `kv_cache_quant_algo` is FP8, false if it is null, and `None` if it is absent.
@@ -307,27 +390,77 @@ fn differences(inline: &QuantConfig, file: &QuantConfig) -> Vec<String> {
         let yes = |is_so: bool| if is_so { "yes" } else { "no" }.to_owned();
         [
             ("dialect", config.dialect.name().to_owned()),
-            ("scheme", config.scheme.name().to_owned()),
+            ("formats", config.formats()),
             ("FP8 cache", yes(config.kv_cache_fp8)),
             ("scale of input features", yes(config.pre_quant)),
             ("excluded modules", exclude.join(", ")),
         ]
     };
     let pairs = texts(inline).into_iter().zip(texts(file));
-    pairs
+    let mut found: Vec<String> = pairs
         .filter(|(own, other)| own != other)
         .map(|((what, own), (_, other))| format!("{what}: `{own}` and `{other}`"))
-        .collect()
+        .collect();
+    // Only a mixed file lists layers.
+    let lists = file.groups.iter().any(|group| group.targets != [LINEAR]);
+    if found.is_empty() && lists && layers(inline) != layers(file) {
+        found.push(format!(
+            "layers of each format: {}",
+            layer_difference(inline, file)
+        ));
+    }
+    found
 }
 
-/// Returns the scheme, and whether layers may have a `pre_quant_scale`.
-fn read_quant_algo(name: &str) -> Result<(Scheme, bool)> {
-    match name {
-        "NVFP4" => Ok((Scheme::W4a4, false)),
-        "W4A16_NVFP4" => Ok((Scheme::W4a16, false)),
-        "NVFP4_AWQ" => Ok((Scheme::W4a4, true)),
-        other => bail!("quant_algo is {other:?}, but it may be NVFP4, NVFP4_AWQ or W4A16_NVFP4"),
-    }
+/// Returns the format of each target.
+fn layers(config: &QuantConfig) -> BTreeMap<&str, LayerFormat> {
+    let groups = config.groups.iter();
+    let targets = groups.flat_map(|group| {
+        let targets = group.targets.iter();
+        targets.map(|target| (&**target, group.format))
+    });
+    targets.collect()
+}
+
+/// Describes the first layer whose format differs.
+fn layer_difference(inline: &QuantConfig, file: &QuantConfig) -> String {
+    let [inline, file] = [inline, file].map(layers);
+    let names: BTreeSet<&str> = inline.keys().chain(file.keys()).copied().collect();
+    let first = names
+        .into_iter()
+        .find(|name| inline.get(name) != file.get(name));
+    let name = first.unwrap_or_default();
+    let text = |of: &BTreeMap<&str, LayerFormat>| {
+        of.get(name)
+            .map_or("not quantized".into(), LayerFormat::to_string)
+    };
+    format!("{name} is `{}` and `{}`", text(&inline), text(&file))
+}
+
+/// ModelOpt's algorithms.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Algo {
+    Nvfp4(Scheme),
+    /// NVFP4 W4A4, where layers may have a `pre_quant_scale`.
+    Awq,
+    Fp8(Fp8Format),
+    /// Each layer has its own.
+    Mixed,
+}
+
+fn read_quant_algo(name: &str) -> Result<Algo> {
+    Ok(match name {
+        "NVFP4" => Algo::Nvfp4(Scheme::W4a4),
+        "W4A16_NVFP4" => Algo::Nvfp4(Scheme::W4a16),
+        "NVFP4_AWQ" => Algo::Awq,
+        MIXED => Algo::Mixed,
+        name => Algo::Fp8(Fp8Format::of_modelopt(name).with_context(|| {
+            format!(
+                "quant_algo is {name:?}, but it may be NVFP4, NVFP4_AWQ, W4A16_NVFP4, FP8, \
+                 FP8_PER_CHANNEL_PER_TOKEN, fp8_pb_wo or {MIXED}"
+            )
+        })?),
+    })
 }
 
 fn read_inline(inline: &Value) -> Result<QuantConfig> {
@@ -345,6 +478,7 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
             "kv_cache_quant_algo",
             "group_size",
             "pre_quant_scale",
+            "quantized_layers",
         ],
         Dialect::CompressedTensors => &[
             "config_groups",
@@ -356,43 +490,16 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
     };
     refuse_transforms(inline)?;
     refuse_unknown(inline, known)?;
-    let Groups {
-        weights_only,
-        format,
-        targets,
-    } = read_groups(inline, dialect)?;
-    let (scheme, pre_quant) = match dialect {
-        Dialect::ModelOpt => match read_quant_algo(text(inline, "quant_algo")?)? {
-            (_, true) if weights_only == Some(true) => {
-                bail!("quant_algo is NVFP4_AWQ, but config_groups have no input_activations")
-            }
-            // Same interpretation as vLLM: NVFP4 whose groups lack input_activations is
-            // weight-only.
-            (Scheme::W4a4, _) if weights_only == Some(true) => (Scheme::W4a16, false),
-            (Scheme::W4a16, _) if weights_only == Some(false) => {
-                bail!("quant_algo is W4A16_NVFP4, but a group has input_activations")
-            }
-            scheme => scheme,
-        },
+    let groups = read_groups(inline, dialect)?;
+    let (groups, pre_quant) = match dialect {
+        Dialect::ModelOpt => {
+            let algo = read_quant_algo(text(inline, "quant_algo")?)?;
+            check_unlisted(inline, algo)?;
+            (modelopt_groups(inline, algo, groups)?, algo == Algo::Awq)
+        }
         Dialect::CompressedTensors => {
-            let format = match format {
-                Some(format) => {
-                    // A file with several formats has the format name `mixed-precision`.
-                    let allowed = [json!(format), json!("mixed-precision")];
-                    expect_if_given(inline, "format", &allowed)?;
-                    format
-                }
-                None => text(inline, "format")?.to_owned(),
-            };
-            ensure!(
-                format == "nvfp4-pack-quantized",
-                "format is {format:?}, but it must be nvfp4-pack-quantized"
-            );
             expect_if_given(inline, "quantization_status", &[json!("compressed")])?;
-            match weights_only.context("config_groups is missing")? {
-                true => (Scheme::W4a16, false),
-                false => (Scheme::W4a4, false),
-            }
+            (groups.context("config_groups is missing")?, false)
         }
     };
     check_pre_quant(inline, pre_quant)?;
@@ -402,14 +509,56 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         read_kv_cache_algo(inline)?.is_none_or(|algo| algo == kv_cache_fp8),
         "kv_cache_quant_algo and kv_cache_scheme do not say the same"
     );
-    Ok(QuantConfig {
+    let config = QuantConfig {
         dialect,
-        scheme,
+        groups,
         kv_cache_fp8,
         pre_quant,
-        targets,
         exclude: strings(inline, "ignore")?,
-    })
+    };
+    // Two groups of all linear layers contradict each other.
+    if config.is_mixed() {
+        config.targets().context("config_groups")?;
+    }
+    Ok(config)
+}
+
+/// Returns the groups of ModelOpt's algorithm `algo`; `groups` are those of config_groups.
+fn modelopt_groups(inline: &Value, algo: Algo, groups: Option<Vec<Group>>) -> Result<Vec<Group>> {
+    let expected = match algo {
+        Algo::Mixed => {
+            let layers = read_layers(inline)?;
+            if let Some(groups) = groups {
+                check_layers(&groups, &layers)?;
+            }
+            return Ok(by_format(&layers));
+        }
+        Algo::Nvfp4(scheme) => LayerFormat::Nvfp4(scheme),
+        Algo::Awq => LayerFormat::Nvfp4(Scheme::W4a4),
+        Algo::Fp8(fp8) => LayerFormat::Fp8(fp8),
+    };
+    let Some(groups) = groups else {
+        return Ok(vec![Group::linear(expected)]);
+    };
+    let [group] = &groups[..] else {
+        bail!(
+            "config_groups has {} groups of different formats, but quant_algo is not {MIXED}",
+            groups.len()
+        );
+    };
+    match (algo, group.format) {
+        (_, found) if found == expected => {}
+        // Same interpretation as vLLM: NVFP4 whose groups lack input_activations is weight-only.
+        (Algo::Nvfp4(Scheme::W4a4), LayerFormat::Nvfp4(Scheme::W4a16)) => {}
+        (Algo::Awq, LayerFormat::Nvfp4(Scheme::W4a16)) => {
+            bail!("quant_algo is NVFP4_AWQ, but config_groups have no input_activations")
+        }
+        (Algo::Nvfp4(Scheme::W4a16), LayerFormat::Nvfp4(Scheme::W4a4)) => {
+            bail!("quant_algo is W4A16_NVFP4, but a group has input_activations")
+        }
+        (_, found) => bail!("quant_algo says {expected}, but config_groups say {found}"),
+    }
+    Ok(groups)
 }
 
 /// Returns an error for rotations applied at run time, and for sparse weights.
@@ -449,99 +598,6 @@ fn refuse_transforms(inline: &Value) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// Combined settings of the groups.
-#[derive(Default)]
-struct Groups {
-    /// True if no group quantizes activations; `None` if there are no groups.
-    weights_only: Option<bool>,
-    /// Format name.
-    format: Option<String>,
-    /// Targets of the groups.
-    targets: Vec<String>,
-}
-
-fn read_groups(inline: &Value, dialect: Dialect) -> Result<Groups> {
-    let groups: &Map<String, Value> = match inline.get("config_groups") {
-        None | Some(Value::Null) => {
-            return Ok(Groups {
-                targets: vec![LINEAR.into()],
-                ..Groups::default()
-            });
-        }
-        Some(groups) => groups
-            .as_object()
-            .with_context(|| format!("config_groups is {groups}, but it must be an object"))?,
-    };
-    let mut found = Groups::default();
-    let mut schemes = BTreeSet::new();
-    let mut formats = BTreeSet::new();
-    for (name, group) in groups {
-        let read = || -> Result<(bool, Vec<String>)> {
-            refuse_unknown(group, &["weights", "input_activations", "targets"])?;
-            let weights = group.get("weights").context("weights is missing")?;
-            read_args(weights, dialect, false).context("weights")?;
-            let inputs = group.get("input_activations").unwrap_or(&Value::Null);
-            if !inputs.is_null() {
-                read_args(inputs, dialect, true).context("input_activations")?;
-            }
-            let targets = match group.get("targets") {
-                None => vec![LINEAR.into()],
-                Some(_) => strings(group, "targets")?,
-            };
-            Ok((inputs.is_null(), targets))
-        };
-        let (weights_only, targets) = read().with_context(|| format!("config_groups.{name}"))?;
-        schemes.insert(weights_only);
-        found.targets.extend(targets);
-        if let Some(format) = group.get("format").and_then(Value::as_str) {
-            formats.insert(format.to_owned());
-        }
-    }
-    ensure!(
-        schemes.len() == 1 && formats.len() <= 1,
-        "config_groups has {} groups of different schemes, but one scheme is supported",
-        groups.len()
-    );
-    found.targets.dedup();
-    found.weights_only = schemes.pop_first();
-    found.format = formats.pop_first();
-    Ok(found)
-}
-
-/// Returns an error unless the quantization arguments `args`, of weights or of inputs, describe
-/// NVFP4 with a static global scale.
-fn read_args(args: &Value, dialect: Dialect, is_input: bool) -> Result<()> {
-    let known = [
-        "num_bits",
-        "type",
-        "group_size",
-        "symmetric",
-        "strategy",
-        "dynamic",
-        "actorder",
-        "scale_dtype",
-        "zp_dtype",
-    ];
-    refuse_unknown(args, &known)?;
-    expect(args, "num_bits", &json!(4))?;
-    expect(args, "type", &json!("float"))?;
-    expect(args, "group_size", &json!(16))?;
-    expect_if_given(args, "symmetric", &[json!(true)])?;
-    expect_if_given(args, "strategy", &[json!("tensor_group")])?;
-    // Block scales of inputs are computed at run time; the global scale comes from the file.
-    let dynamic = match (is_input, dialect) {
-        (false, _) => vec![json!(false)],
-        (true, Dialect::ModelOpt) => vec![json!(false), json!("local")],
-        (true, Dialect::CompressedTensors) => vec![json!("local")],
-    };
-    expect_if_given(args, "dynamic", &dynamic)?;
-    // Other values permute the input features.
-    let order = [json!(false), json!("weight"), json!("static")];
-    expect_if_given(args, "actorder", &order)?;
-    let scale = ["torch.float8_e4m3fn", "float8_e4m3fn"].map(Value::from);
-    expect_if_given(args, "scale_dtype", &scale)
 }
 
 fn read_kv_cache(inline: &Value) -> Result<bool> {

@@ -10,17 +10,17 @@ fn every() -> Vec<QuantConfig> {
                 let exclude = vec!["lm_head".into(), "model.layers.0.mlp.gate".into()];
                 all.push(QuantConfig {
                     dialect,
-                    scheme,
+                    groups: vec![Group::linear(LayerFormat::Nvfp4(scheme))],
                     kv_cache_fp8,
                     pre_quant: false,
-                    targets: vec![LINEAR.into()],
                     exclude,
                 });
             }
         }
     }
-    let of_awq =
-        |config: &QuantConfig| config.dialect == Dialect::ModelOpt && config.scheme == Scheme::W4a4;
+    let of_awq = |config: &QuantConfig| {
+        config.dialect == Dialect::ModelOpt && config.scheme() == Some(Scheme::W4a4)
+    };
     let awq: Vec<_> = all
         .iter()
         .filter(|config| of_awq(config))
@@ -55,7 +55,8 @@ fn what_is_written_reads_back() {
 /// Changes one field of a written configuration and returns the error on reading it.
 fn refusal(dialect: Dialect, pointer: &str, value: Value) -> String {
     let mut all = every().into_iter();
-    let config = all.find(|config| config.dialect == dialect && config.scheme == Scheme::W4a4);
+    let config =
+        all.find(|config| config.dialect == dialect && config.scheme() == Some(Scheme::W4a4));
     let config = config.unwrap();
     let mut inline = json!({"quantization_config": config.inline()});
     let mut file = config.hf_quant_config();
@@ -104,7 +105,7 @@ fn other_formats_and_contradictions_are_refused_by_field() {
             Ct,
             "/config_groups/group_0/weights/num_bits",
             json!(8),
-            "config_groups.group_0: weights: num_bits is 8",
+            "config_groups.group_0: weights: group_size is 16",
         ),
         (
             Ct,
@@ -156,7 +157,7 @@ fn with_field(dialect: Dialect, pointer: &str, field: &str, value: &Value) -> Re
     let of = |config: &QuantConfig| config.dialect == dialect && config.kv_cache_fp8;
     let config = every()
         .into_iter()
-        .filter(|config| config.scheme == Scheme::W4a4);
+        .filter(|config| config.scheme() == Some(Scheme::W4a4));
     let config = config.into_iter().find(of).unwrap();
     let mut inline = json!({"quantization_config": config.inline()});
     let mut file = config.hf_quant_config();
