@@ -170,9 +170,9 @@ impl Outlier {
     }
 }
 
-/// Largest difference in decibels of two recipes with the same signal. Their global scales differ,
-/// and so does the rounding of block scales.
-const SAME: f64 = 1.0;
+/// Largest difference in decibels of two recipes that keep the same signal. Their global scales
+/// differ, and so does the rounding of block scales.
+const SAME: f64 = 0.5;
 
 /// Compares one amax per token (`per_token`) with one per tensor (`nvidia`), through the GEMMs, as
 /// TransformerEngine's pull request 3045 does.
@@ -182,10 +182,13 @@ const SAME: f64 = 1.0;
 /// is lost, unless the rest has an amax of its own.
 ///
 /// - An outlier token: operands of fprop and dgrad have an amax per token, and the other tokens keep
-///   their signal. Wgrad sums over tokens. Its operands have an amax per feature, and each feature
-///   has the outlier, so that both recipes lose the other tokens. These are 2^-40 of the sum.
-/// - An outlier feature: wgrad has an amax per feature, and the gradients of all other features keep
-///   their signal. Fprop and dgrad sum over features, and each token has the outlier.
+///   their signal. Wgrad sums over tokens, and its operands have an amax per feature. Each feature
+///   has the outlier, so that both recipes lose the other tokens, but their share of the sum is
+///   small (2^-20 at 2^10). What differs is the outlier itself: the transform spreads it over a
+///   block of one magnitude, and that is the amax of the feature, whose block scale is exact.
+/// - An outlier feature: operands of wgrad have an amax per feature, and the gradients of all other
+///   features keep their signal. Fprop and dgrad sum over features, and each token has the outlier:
+///   both recipes lose the other features, and have the same error in the outlier.
 #[test]
 fn an_amax_per_token_keeps_what_an_outlier_of_the_tensor_loses() {
     let size = if small_only() { 64 } else { SIZE };
@@ -205,15 +208,22 @@ fn an_amax_per_token_keeps_what_an_outlier_of_the_tensor_loses() {
                      per token"
                 );
                 println!("{what}");
-                let keeps = match outlier {
+                let is_same = (tensor - token).abs() <= SAME;
+                let is_more = tensor + SAME < token;
+                let is_kept = match outlier {
                     Outlier::Token => i < 2,
                     Outlier::Feature => i == 2,
                 };
-                match (keeps, exponent) {
-                    (true, 20) => assert!(tensor < STOCHASTIC && token >= NEAREST, "{what}"),
-                    (true, 17) => assert!(tensor + SAME < token && token >= NEAREST, "{what}"),
-                    _ => assert!((tensor - token).abs() <= SAME, "{what}"),
-                }
+                let is_right = match (is_kept, exponent) {
+                    (true, 10) => is_same,
+                    (true, 17) => is_more && token >= NEAREST,
+                    (true, _) => tensor < STOCHASTIC && token >= NEAREST,
+                    (false, _) => match outlier {
+                        Outlier::Token => is_more,
+                        Outlier::Feature => is_same,
+                    },
+                };
+                assert!(is_right, "{what}");
             }
         }
     }
