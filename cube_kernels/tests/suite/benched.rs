@@ -130,7 +130,8 @@ fn braced(text: &str) -> &str {
 
 /// Returns the names that `benches` take from a module: `module::name`, or an import.
 fn names_of<'a>(benches: &'a str, module: &str) -> BTreeSet<&'a str> {
-    let uses = benches.split(&format!("{module}::")).skip(1);
+    let path = format!("{module}::");
+    let uses = benches.split(&path).skip(1);
     uses.flat_map(|rest| match rest.starts_with('{') {
         true => words(braced(rest)).collect(),
         false => words(rest).next().into_iter().collect::<Vec<_>>(),
