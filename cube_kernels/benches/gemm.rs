@@ -699,6 +699,7 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         }
         let name = format!("grouped/{rows} x {n} x {k}, {groups}");
         let (rows, n, k) = shrunk((rows, n, k));
+        let rows = rows.max(groups);
         let (a, b) = (
             noise.packed(client, rows, k, 1),
             noise.packed(client, groups * n, k, 2),
