@@ -1,6 +1,6 @@
 //! The parts of a linear layer that TransformerEngine measures one by one, for every preset:
 //! quantization with block scales in 128x4 tiles, the GEMM of quantized operands, the forward, and
-//! the backward. `benches/linear.rs` has forward and backward together.
+//! the backward. `linear.rs` has forward and backward together.
 
 use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, FloatDType, Tensor};
