@@ -46,6 +46,8 @@ MODELS = [
     ("Llama-3 70B gate, up", 57344, 8192),
     ("Llama-3 70B down", 8192, 28672),
 ]
+# Tokens of the MLP that `burn_backend/benches/layers/mlp.rs` measures, whose GEMMs are Llama-3 70B's.
+MLP_TOKENS = [1024, 16384]
 # Experts of DeepSeek-V3: tokens, rows and columns of a weight, experts.
 EXPERTS = [
     (8192, 4096, 7168, 8),
@@ -93,6 +95,9 @@ def shapes():
         yield f"{size} x {size} x {size}", (size, size, size, 1)
     for name, n, k in MODELS:
         yield f"{name}, {TOKENS} x {n} x {k}", (TOKENS, n, k, 1)
+    for tokens in MLP_TOKENS:
+        for name, n, k in MODELS[-2:]:
+            yield f"{name}, {tokens} x {n} x {k}", (tokens, n, k, 1)
     for m, n, k, groups in EXPERTS:
         yield f"DeepSeek-V3, {groups} experts, {m} x {n} x {k}", (m, n, k, groups)
 

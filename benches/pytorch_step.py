@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures PyTorch on the same work and GPU: training steps, attention, layers.
 
-Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [--json FILE]
+Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [mlp] [--json FILE]
 
 The baseline is the fastest that a user would pick: `torch.compile`, the fastest spelling of the heads
 and backend of SDPA for each shape, fused AdamW, bf16 autocast over f32 master weights, gradients
@@ -245,6 +245,41 @@ def layers():
     yield {"layer": "adamw", "both_ms": milliseconds, "gb_s": 28 * count / milliseconds / 1e6}
 
 
+def mlp(width=8192, hidden=28672):
+    """The SwiGLU feed-forward of Llama 70B in bf16: forward alone, as in inference, and with its
+    backward."""
+    bf16 = torch.bfloat16
+    device = {"device": "cuda", "dtype": bf16}
+    gate_up = (torch.randn(2 * hidden, width, **device) * width**-0.5).requires_grad_(True)
+    down = (torch.randn(width, hidden, **device) * hidden**-0.5).requires_grad_(True)
+
+    def forward(x):
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    for tokens in (1024, 16384):
+        torch._dynamo.reset()
+        compiled = torch.compile(forward)
+        x = torch.randn(tokens, width, **device).requires_grad_(True)
+        gradient = torch.randn_like(x)
+
+        def both():
+            torch.autograd.grad(compiled(x), (x, gate_up, down), gradient)
+
+        both()
+        with torch.no_grad():
+            compiled(x)
+            alone = best(lambda: compiled(x), 10)
+        both_ms = best(both, 10)
+        teraflops = 6 * tokens * width * hidden / alone / 1e9
+        yield {
+            "layer": f"mlp {width}-{hidden}, {tokens} tokens",
+            "forward_ms": alone,
+            "both_ms": both_ms,
+            "forward_tflop_s": teraflops,
+        }
+
+
 def moe(tokens=16384, width=2048, hidden=1408, experts=16, top_k=2):
     """Forward and backward of a mixture of SwiGLU experts: all of it, and the experts alone."""
     bf16 = torch.bfloat16
@@ -331,7 +366,14 @@ def main():
     parser.add_argument("--spellings", nargs="*", default=list(SPELLINGS), choices=SPELLINGS)
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    kinds = {"steps": lambda: steps(arguments.models, arguments.spellings), "attention": attention, "layers": layers, "moe": moe, "encoder": encoder}
+    kinds = {
+        "steps": lambda: steps(arguments.models, arguments.spellings),
+        "attention": attention,
+        "layers": layers,
+        "moe": moe,
+        "encoder": encoder,
+        "mlp": mlp,
+    }
     unknown = [what for what in arguments.what if what not in kinds]
     if unknown:
         parser.error(f"{unknown}: expected any of {list(kinds)}")

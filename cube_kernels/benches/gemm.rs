@@ -1,6 +1,7 @@
 //! GEMM throughput on a GPU: dense, small M, model shapes, and groups. Also measures the six GEMMs
 //! and the quantizations of a linear layer's forward and backward, the cost of a cuBLASLt call,
-//! tiles of every width with and without stream-K, and dgrad with packed weights.
+//! tiles of every width with and without stream-K, dgrad with packed weights, and GEMMs of layers in
+//! other forms: an amax per row, groups along K (weight gradients of experts), fused norm and SwiGLU.
 //!
 //! Run `cargo bench -p nvfp4-kernels --features cuda --bench gemm`; a filter after `--` selects,
 //! such as `-- few`. cuBLAS's bf16 GEMM (through cuBLASLt) is timed in the same process, on the
@@ -18,10 +19,13 @@
 //! For each GEMM of packed operands the table includes estimates for a B200, by a roofline and by
 //! NVIDIA's model. Neither is measured.
 //!
-//! If `NVFP4_BENCH_ONCE` is set, everything runs once and nothing is timed, for a profiler.
+//! If `NVFP4_BENCH_ONCE` is set, everything runs once and nothing is timed, for a profiler. With
+//! `NVFP4_BENCH_DEVICE=cpu` (and the feature `cpu`) everything runs once at tiny sizes on CubeCL's
+//! CPU runtime, as a smoke test; GEMMs that need a GPU are left out with a message.
 
 mod common;
 mod dgrad;
+mod forms;
 
 use std::{
     sync::Mutex,
@@ -30,6 +34,7 @@ use std::{
 
 use common::{
     b200::{Shape, modelled},
+    device::{self, is_gpu, is_run_once},
     results::{Results, Row},
 };
 use criterion::Criterion;
@@ -106,11 +111,6 @@ impl Record {
 
 static RECORDS: Mutex<Vec<Record>> = Mutex::new(Vec::new());
 
-/// True if everything runs once, for a profiler.
-fn is_run_once() -> bool {
-    std::env::var_os("NVFP4_BENCH_ONCE").is_some()
-}
-
 fn sync(client: &Client) {
     futures_lite::future::block_on(client.sync()).expect("a kernel failed");
 }
@@ -118,12 +118,24 @@ fn sync(client: &Client) {
 /// Times `launch(i)` as `name`, in batches between two synchronizations, each after a pause in
 /// which the chip cools down.
 fn time(criterion: &mut Criterion, client: &Client, record: Record, mut launch: impl FnMut(usize)) {
+    if is_run_once() {
+        return run_once(client, &record, launch);
+    }
     // Compile kernels and grow memory pools before the samples.
     (0..2).for_each(&mut launch);
     sample(criterion, client, record, |launches| {
         (0..launches).for_each(&mut launch);
         launches
     });
+}
+
+/// Runs `launch(0)`, if its record is selected.
+fn run_once(client: &Client, record: &Record, mut launch: impl FnMut(usize)) {
+    if is_wanted(&record.name) {
+        println!("{}", record.name);
+        launch(0);
+        sync(client);
+    }
 }
 
 /// Times device work like [`time`]: captures `launch(i)` into a graph and replays it.
@@ -134,12 +146,7 @@ fn time_on_device(
     mut launch: impl FnMut(usize),
 ) {
     if is_run_once() {
-        if is_wanted(&record.name) {
-            println!("{}", record.name);
-            launch(0);
-            sync(client);
-        }
-        return;
+        return run_once(client, &record, launch);
     }
     client.graph_prepare().expect("a graph");
     (0..2).for_each(&mut launch);
@@ -275,7 +282,8 @@ impl Noise {
     ) -> DeviceQuantized {
         match format {
             Format::Mxfp8 => self.mxfp8(client, rows, k, seed),
-            Format::Nvfp4 | Format::Mxfp4 => self.packed(client, rows, k, seed),
+            Format::Nvfp4 => self.packed(client, rows, k, seed),
+            Format::Mxfp4 => unreachable!("no GEMM multiplies MXFP4 codes"),
         }
     }
 
@@ -345,6 +353,22 @@ const EXPERTS: [(usize, usize, usize, usize); 7] = [
     (32768, 4096, 7168, 128),
 ];
 
+/// Returns the shape of a GEMM, for the B200 estimates.
+fn b200_shape(format: Format, (m, n, k): (usize, usize, usize), groups: usize) -> Shape {
+    Shape {
+        format,
+        m,
+        n,
+        k,
+        groups,
+    }
+}
+
+/// Returns M, N and K: unchanged on a GPU, otherwise tiny.
+fn shrunk((m, n, k): (usize, usize, usize)) -> (usize, usize, usize) {
+    device::size((m, n, k), (m.min(32), 32, 64))
+}
+
 /// Decodes the elements of a packed operand to bf16, without the global scale.
 fn decoded(client: &Client, packed: &DeviceQuantized) -> Matrix {
     let (rows, cols) = (packed.outer(), packed.inner());
@@ -392,6 +416,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         if !is_wanted(&name) {
             return;
         }
+        let (m, n, k) = shrunk((m, n, k));
         let operations = 2.0 * (m * n * k) as f64;
         // Enough sets that the operands of one leave the L2 cache before their next use.
         let sets = |bytes: usize| (100_000_000 / bytes).clamp(1, 7) + 1;
@@ -406,13 +431,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let (x, y): (Vec<_>, Vec<_>) = (0..plain)
             .map(|i| (decoded(client, &a[i]), decoded(client, &b[i])))
             .unzip();
-        let shape = |format| Shape {
-            format,
-            m,
-            n,
-            k,
-            groups: 1,
-        };
+        let shape = |format| b200_shape(format, (m, n, k), 1);
         let mut run = |kind: &str, launch: &dyn Fn(usize)| {
             let name = format!("{name}, {kind}");
             let record = match kind {
@@ -487,6 +506,7 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         if !is_wanted(&name) {
             continue;
         }
+        let (m, n, k) = shrunk((m, n, k));
         let operations = 2.0 * (m * n * k) as f64;
         let (x, y): (Vec<_>, Vec<_>) = (0..2)
             .map(|i| {
@@ -553,7 +573,7 @@ fn tiles(criterion: &mut Criterion, client: &Client, noise: &Noise) {
 /// Times calls for one small GEMM: a cuBLASLt call queued on CubeCL's stream, the same call between
 /// two host synchronizations, and a launch of our kernel.
 fn calls(criterion: &mut Criterion, client: &Client, noise: &Noise) {
-    let (m, n, k) = (128, 128, 128);
+    let (m, n, k) = device::size((128, 128, 128), (16, 16, 16));
     let (a, b) = (noise.matrix(client, m, k, 1), noise.matrix(client, n, k, 2));
     if let Err(error) = cublas(client, &a, &b) {
         println!("calls: {error}");
@@ -640,6 +660,7 @@ fn ungrouped(
     if !is_wanted(&name) {
         return;
     }
+    let (rows, n, k) = shrunk((rows, n, k));
     let (a, b) = (
         noise.packed(client, rows, k, 1),
         noise.packed(client, n, k, 2),
@@ -649,6 +670,9 @@ fn ungrouped(
         ("NVFP4", None),
         ("NVFP4 by the kernel of groups", Some(fused)),
     ] {
+        if plan.is_some() && !is_gpu() {
+            continue;
+        }
         let record = Record::new(format!("{name}, {kind}"), 2.0 * (rows * n * k) as f64);
         time_on_device(criterion, client, record, |_| {
             let (a, b) = (Operand::from(&a), Operand::from(&b));
@@ -673,6 +697,9 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         if !is_wanted(&format!("grouped/{rows} x {n} x {k}, {groups} ")) {
             continue;
         }
+        let name = format!("grouped/{rows} x {n} x {k}, {groups}");
+        let (rows, n, k) = shrunk((rows, n, k));
+        let rows = rows.max(groups);
         let (a, b) = (
             noise.packed(client, rows, k, 1),
             noise.packed(client, groups * n, k, 2),
@@ -688,16 +715,10 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
                 count: groups,
             };
             let kind = if skewed { "skewed" } else { "balanced" };
-            let name = format!("grouped/{rows} x {n} x {k}, {groups} {kind}");
+            let name = format!("{name} {kind}");
             let operations = 2.0 * (rows * n * k) as f64;
             for (kind, format) in [("NVFP4", Format::Nvfp4), ("MXFP8", Format::Mxfp8)] {
-                let shape = Shape {
-                    format,
-                    m: rows,
-                    n,
-                    k,
-                    groups,
-                };
+                let shape = b200_shape(format, (rows, n, k), groups);
                 let record = Record::of_packed(format!("{name}, {kind}"), shape);
                 let a = noise.operand(client, format, (rows, k), 1);
                 let b = noise.operand(client, format, (groups * n, k), 2);
@@ -741,6 +762,8 @@ fn grouped(criterion: &mut Criterion, client: &Client, noise: &Noise) {
 /// copies with every K dimension along rows.
 fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
     for (tokens, inputs, outputs) in [(8192, 4096, 4096), (8192, 4096, 14336)] {
+        let shape = format!("linear/{tokens} x {inputs} x {outputs}");
+        let (tokens, inputs, outputs) = shrunk((tokens, inputs, outputs));
         let x = noise.matrix(client, tokens, inputs, 1);
         let w = noise.matrix(client, outputs, inputs, 2);
         let dy = noise.matrix(client, tokens, outputs, 3);
@@ -758,7 +781,6 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         let nearest = || Rounding::Nearest;
         let stochastic = |stream| Rounding::Stochastic(RandomStream::new(1, stream, 3));
         let operations = 6.0 * (tokens * inputs * outputs) as f64;
-        let shape = format!("linear/{tokens} x {inputs} x {outputs}");
         let stored = transposed(client, &w, 1);
         let (stored, x, dy) = (&stored, &x, &dy);
         let record = |kind: &str| Record::new(format!("{shape}, {kind}"), operations);
@@ -793,10 +815,10 @@ fn linear(criterion: &mut Criterion, client: &Client, noise: &Noise) {
 }
 
 fn main() {
-    let client = cubecl::Device::Cuda(Default::default()).client();
+    let client = device::client();
     let mut criterion = Criterion::default().configure_from_args().without_plots();
     let noise = Noise::new();
-    if !is_run_once() && (is_wanted("few") || is_wanted("grouped")) {
+    if !is_run_once() && (is_wanted("few") || is_wanted("grouped") || is_wanted("form")) {
         copy(&client);
     }
     dense(&mut criterion, &client, &noise);
@@ -811,6 +833,9 @@ fn main() {
     }
     if is_wanted("linear") {
         linear(&mut criterion, &client, &noise);
+    }
+    if is_wanted("form") {
+        forms::forms(&mut criterion, &client, &noise);
     }
     if is_wanted("calls") {
         calls(&mut criterion, &client, &noise);

@@ -4,6 +4,7 @@ use std::env;
 use std::time::Instant;
 
 use burn_core::tensor::{DType, Device, Distribution, Tensor};
+use burn_nvfp4::ops::StoredForm;
 #[cfg(feature = "cuda")]
 use nvfp4_kernels::cubecl::{MemoryScope, prelude::Client};
 
@@ -113,6 +114,17 @@ impl Bench {
 
     /// Times `step` as `name` in `setting`, unless the filter excludes it.
     pub fn time(&mut self, setting: &str, name: &str, mut step: impl FnMut()) {
+        self.time_after(setting, name, || (), |()| step());
+    }
+
+    /// Times `step` of what `prepare` returns, which is computed before.
+    pub fn time_after<T>(
+        &mut self,
+        setting: &str,
+        name: &str,
+        mut prepare: impl FnMut() -> T,
+        mut step: impl FnMut(T),
+    ) {
         let id = format!("{setting}/{name}");
         if self
             .filter
@@ -123,9 +135,10 @@ impl Bench {
         }
         let device = self.device.clone();
         let mut run = |steps: usize| {
+            let prepared: Vec<T> = (0..steps).map(|_| prepare()).collect();
             device.sync().expect("a device that works");
             let start = Instant::now();
-            (0..steps).for_each(|_| step());
+            prepared.into_iter().for_each(&mut step);
             device.sync().expect("a device that works");
             start.elapsed().as_secs_f64() * 1e3 / steps as f64
         };
@@ -150,6 +163,15 @@ impl Bench {
             milliseconds,
             held,
         });
+    }
+
+    /// Returns the form in which the GEMMs of the device read packed operands of one matrix.
+    pub fn packed_form(&self) -> StoredForm {
+        #[cfg(feature = "cuda")]
+        if self.is_gpu() && nvfp4_kernels::gemm::may_read_tiles(&client()) {
+            return StoredForm::TILES;
+        }
+        StoredForm::ROWS
     }
 
     /// Returns unused memory to a GPU, so that the memory of the next measurement is its own.

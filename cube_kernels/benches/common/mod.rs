@@ -1,8 +1,10 @@
-//! The copy used as a baseline, and the results file.
+//! The device, the copy used as a baseline, and the results file.
 
-// The benchmark of quantization has no GEMMs.
+// Each benchmark uses a part of these.
 #[allow(dead_code)]
 pub mod b200;
+#[allow(dead_code)]
+pub mod device;
 pub mod results;
 
 use cubecl::{prelude::*, server::Handle};

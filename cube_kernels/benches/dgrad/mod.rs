@@ -12,7 +12,9 @@ use nvfp4_kernels::{
     tensor::{FloatKind, Matrix},
 };
 
-use super::{CUBLAS, Noise, Record, cublas, is_wanted, multiply, sizes, time_on_device};
+use super::{
+    CUBLAS, Noise, Record, cublas, is_gpu, is_wanted, multiply, shrunk, sizes, time_on_device,
+};
 
 /// Tokens, inputs and outputs of a layer: M, N and K.
 const LAYERS: [(usize, usize, usize); 5] = [
@@ -38,6 +40,7 @@ pub fn dgrad(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         if !is_wanted(&name) {
             continue;
         }
+        let (m, n, k) = shrunk((m, n, k));
         let operations = 2.0 * (m * n * k) as f64;
         let (dy, w) = (noise.matrix(client, m, k, 1), noise.packed(client, k, n, 2));
         let mut run = |kind: &str, queue: &dyn Fn()| {
@@ -47,7 +50,8 @@ pub fn dgrad(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         run("packed", &|| {
             multiply(client, Gemm::new(&dy, Operand::packed_mn_major(&w))).unwrap();
         });
-        for tile in W4a16MnTile::ALL {
+        // These kernels are the GPU's.
+        for tile in W4a16MnTile::ALL.into_iter().filter(|_| is_gpu()) {
             let plan = Plan::from(W4a16MnMajor(tile, 16));
             let request = || Gemm::new(&dy, Operand::packed_mn_major(&w)).plan(plan);
             run(&format!("packed, {} rows", tile.rows_a()), &|| {
@@ -75,6 +79,7 @@ pub fn dgrad(criterion: &mut Criterion, client: &Client, noise: &Noise) {
         if !is_wanted(&name) {
             continue;
         }
+        let (m, n, k) = shrunk((m, n, k));
         let dy = noise.matrix(client, m, k, 1);
         let w = noise.packed(client, groups * k, n, 2);
         let dense = dequantized(client, noise, groups * k, n);

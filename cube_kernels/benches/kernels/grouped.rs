@@ -3,8 +3,10 @@
 use std::cell::LazyCell;
 
 use crate::quantize::{self, AmaxRequest, TargetSpec};
-use nvfp4_formats::{BlockScaling, ErrorNorm, QuantParams, Usage};
+use nvfp4_formats::{BlockScaling, ErrorNorm, QuantParams, Usage, reference::Activation};
 use nvfp4_kernels::{
+    activation,
+    gemm::proof::align_groups,
     moe,
     tensor::{Groups, Matrix},
 };
@@ -13,8 +15,8 @@ use crate::{
     dense,
     harness::Section,
     inputs::{
-        Inputs, NEAREST, copy_of, equal_groups, groups_of, plain_and_transformed, rht, stochastic,
-        with_amax, words,
+        Inputs, NEAREST, PACKED, Rotated, copy_of, equal_groups, groups_of, plain_and_transformed,
+        rht, stochastic, with_amax, words,
     },
     packed,
 };
@@ -107,6 +109,9 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     );
     let weights = words(&client, (0..count).map(|_| 0.5f32.to_bits()));
     let half = count / 2;
+    section.time("rows permuted", 2.0 * bytes, |i| {
+        moe::moe_permute(&client, inputs.get(i), &places, count).unwrap();
+    });
     section.time("rows gathered", 2.0 * bytes, |i| {
         moe::moe_unpermute(&client, inputs.get(i), &places, None, (count, 1)).unwrap();
     });
@@ -129,6 +134,11 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     section.time("rows of no group cleared", 0.0, |i| {
         moe::zero_padding_rows(&client, inputs.get(i), &groups).unwrap();
     });
+    section.time("SwiGLU of groups", 1.5 * bytes, |i| {
+        let x = (inputs.get(i), None);
+        let groups = groups_of(&groups);
+        activation::activation_of_groups(&client, Activation::SwiGlu, x, &groups).unwrap();
+    });
     section.time("maxima of groups for each row", 4.0 * count as f64, |_| {
         moe::broadcast_group_values(&client, &weights, &groups, count).unwrap();
     });
@@ -136,6 +146,10 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
         let offsets = equal_groups(&client, count, groups);
         section.time(&format!("padded, {groups} groups"), 2.0 * bytes, |i| {
             moe::pad_groups(&client, inputs.get(i), &offsets, ALIGNMENT).unwrap();
+        });
+        let name = format!("padded, {groups} groups alone");
+        section.time(&name, 2.0 * bytes, |i| {
+            moe::pad_groups_only(&client, inputs.get(i), &offsets, ALIGNMENT).unwrap();
         });
         let padded = LazyCell::new(|| {
             let rows = moe::pad_groups(&client, inputs.get(0), &offsets, ALIGNMENT)
@@ -167,6 +181,19 @@ fn side_by_side(section: &mut Section<'_>, inputs: &Inputs) {
             let col = with_amax(found.cols.as_ref().unwrap(), copy_of(stochastic(), rht()));
             let x = inputs.get(i);
             quantize::quantize_side_by_side(&client, x, &offsets, Some(&row), Some(&col)).unwrap();
+        });
+        // As `tcgen05` reads groups along K.
+        let made = Rotated::new(inputs.elements() * PACKED, |i| {
+            let col = with_amax(found.cols.as_ref().unwrap(), copy_of(stochastic(), rht()));
+            let x = inputs.get(i);
+            let made = quantize::quantize_side_by_side(&client, x, &offsets, None, Some(&col));
+            made.unwrap().1.unwrap()
+        });
+        // Every group of the packed tensor begins at a multiple of the transform.
+        let columns = offsets.aligned(&client, inputs.rows, 16).unwrap();
+        let name = format!("groups along K aligned to 64 columns, {count} groups");
+        section.time(&name, 2.0 * inputs.elements() * PACKED, |i| {
+            align_groups(&client, &made[i], &columns).unwrap();
         });
     }
 }

@@ -9,6 +9,7 @@ use nvfp4_kernels::capabilities::Capabilities;
 
 use crate::common::{
     self,
+    device::is_run_once,
     results::{Results, Row},
 };
 
@@ -16,6 +17,9 @@ use crate::common::{
 const COPY: &str = "copy";
 /// Kernel whose time is that of a launch.
 const EMPTY: &str = "empty kernel";
+/// Prefix of kernels that are compared with the kernel of the same name after [`PER_TENSOR`].
+pub const PER_TOKEN: &str = "per-token";
+pub const PER_TENSOR: &str = "per-tensor";
 
 #[cube(launch_unchecked)]
 fn empty_kernel(out: &mut [u32], limit: u32) {
@@ -123,13 +127,25 @@ impl Bench {
         self.records.iter().find(is_it)
     }
 
-    /// Prints the table, and writes it as a results file.
+    /// Returns the time of a kernel with one amax per token as a multiple of that with one amax,
+    /// if `record` is such a kernel.
+    fn of_per_tensor(&self, record: &Record) -> Option<f64> {
+        let rest = record.kernel.strip_prefix(PER_TOKEN)?;
+        let other = self.find(&record.shape, &format!("{PER_TENSOR}{rest}"))?;
+        Some(record.median() / other.median())
+    }
+
+    /// Prints the table, and writes it as a results file; neither if nothing was timed.
     pub fn report(self) -> std::io::Result<()> {
+        if is_run_once() {
+            return Ok(());
+        }
         self.criterion.final_summary();
         let device = Capabilities::of(&self.client);
         println!("\n{} (CubeCL {})", device.device, device.runtime);
         println!(
-            "| shape | kernel | us | GB/s | % of copy | launches |\n|---|---|---|---|---|---|"
+            "| shape | kernel | us | GB/s | % of copy | launches | of per-tensor |\n\
+             |---|---|---|---|---|---|---|"
         );
         let mut rows = Vec::new();
         for record in &self.records {
@@ -151,12 +167,23 @@ impl Bench {
                     (format!("{rate:.0}"), Some(rate), share, None)
                 }
             };
+            let of_per_tensor = self.of_per_tensor(record);
             let (percent, multiple) = (shown(share, 0), shown(launches, 1));
-            println!("| {shape} | {kernel} | {us:.1} | {text} | {percent} | {multiple} |");
+            let ratio = shown(of_per_tensor, 2);
+            println!(
+                "| {shape} | {kernel} | {us:.1} | {text} | {percent} | {multiple} | {ratio} |"
+            );
             rows.push(Row {
                 name: kernel.clone(),
                 at: Some(shape.clone()),
-                values: vec![Some(us), gigabytes, share, launches, teraflops],
+                values: vec![
+                    Some(us),
+                    gigabytes,
+                    share,
+                    launches,
+                    teraflops,
+                    of_per_tensor,
+                ],
             });
         }
         let results = Results {
@@ -172,6 +199,7 @@ impl Bench {
                 ("% of copy", 0),
                 ("launches", 1),
                 ("TFLOP/s", 1),
+                ("of per-tensor", 2),
             ],
             rows,
         };
@@ -224,6 +252,11 @@ impl Section<'_> {
             return;
         }
         let client = self.client();
+        if is_run_once() {
+            println!("{}/{kernel}", self.shape);
+            launch(0);
+            return block_on(client.sync()).expect("a kernel failed");
+        }
         if !self.captured {
             return self.sample(kernel, work, &mut |launches| {
                 (0..launches).for_each(&mut launch);
@@ -231,22 +264,27 @@ impl Section<'_> {
             });
         }
         let mut graph = None;
+        // As many launches as take about 3 ms at 3 TB/s or 500 TFLOP/s, so that a replay costs little.
+        let captured = match work {
+            Work::Bytes(bytes) => 9e9 / bytes,
+            Work::Operations(operations) => 1.5e12 / operations,
+        };
+        let captured = captured.clamp(2.0, 64.0) as usize;
         self.sample(kernel, work, &mut |launches| {
-            const CAPTURED: usize = 64;
             let graph = graph.get_or_insert_with(|| {
                 client.graph_prepare().expect("a graph");
                 (0..2).for_each(&mut launch);
                 block_on(client.sync()).expect("a kernel failed");
                 client.start_capture().expect("a graph");
-                (0..CAPTURED).for_each(&mut launch);
+                (0..captured).for_each(&mut launch);
                 client.stop_capture().expect("a graph")
             });
-            let replays = launches.div_ceil(CAPTURED);
+            let replays = launches.div_ceil(captured);
             for _ in 0..replays {
                 // SAFETY: the operands are alive, and nothing else runs on this stream.
                 unsafe { graph.replay() }.expect("a graph");
             }
-            replays * CAPTURED
+            replays * captured
         });
     }
 

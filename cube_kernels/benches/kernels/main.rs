@@ -9,20 +9,27 @@
 //! groups and experts. At 1024x1024, where the launch dominates, an empty kernel is timed, too,
 //! launched one by one and replayed from a graph.
 //!
+//! The shapes `per-token` have one amax per row and column and one per tensor side by side, with
+//! the ratio of their times: `NVFP4_BENCH_SHAPES=per-token` (about 40 s).
+//!
 //! `NVFP4_BENCH_SHAPES` selects shapes whose name contains it; `NVFP4_BENCH_KERNELS` selects
 //! kernels whose name contains one of its alternatives, separated by `|`. A table is printed to
 //! standard output. The same figures are written as a results file, which `cargo xtask results`
 //! reads, to `nvfp4-bench-kernels.json` in the target folder (or to the file in
 //! `NVFP4_BENCH_JSON`).
 //!
-//! Not included: GEMMs, with their decoding and transposing (`benches/gemm.rs`); the diagnostics of
-//! `cvt.rs`; and the one-cube kernels that advance a random offset or sum the sizes of groups (the
-//! latter are part of padding and swizzling here).
+//! With `NVFP4_BENCH_ONCE` set everything runs once and nothing is timed, for a profiler. With
+//! `NVFP4_BENCH_DEVICE=cpu` (and the feature `cpu`) everything runs once at tiny sizes on CubeCL's
+//! CPU runtime, as a smoke test.
+//!
+//! Not included: GEMMs, with their decoding and transposing (`benches/gemm.rs`), and the diagnostics
+//! of `cvt.rs`. A test, `benched`, compares the functions of the crate with those called here.
 
 mod attention;
 #[path = "../common/mod.rs"]
 mod common;
 mod dense;
+mod fp8;
 mod grouped;
 mod harness;
 mod inputs;
@@ -30,13 +37,17 @@ mod layers;
 mod loss;
 mod optimizer;
 mod packed;
+mod per_token;
 mod prologue;
 // The requests that tests make, too.
 #[allow(dead_code)]
 #[path = "../../tests/suite/support/quantize.rs"]
 mod quantize;
+mod router;
 mod scales;
+mod small;
 
+use common::device::{size, sizes};
 use harness::{
     Bench,
     Effort::{self, Brief, Full},
@@ -65,14 +76,14 @@ fn squares(bench: &mut Bench) {
                     packed::packed(section, inputs);
                 }
                 if side == 8192 {
-                    dense::types(section, (side, side));
+                    dense::types(section, (inputs.rows, inputs.cols));
                 }
             },
         );
     }
-    let small = (1024, 1024);
     bench.at("1024x1024 in a graph".into(), Full, |section| {
-        let inputs = &Inputs::bf16(&section.client(), small.0, small.1);
+        let [rows, cols] = sizes([1024, 1024]);
+        let inputs = &Inputs::bf16(&section.client(), rows, cols);
         let section = &mut section.captured();
         section.empty();
         dense::copy(section, inputs);
@@ -84,7 +95,7 @@ fn squares(bench: &mut Bench) {
 fn llama(bench: &mut Bench) {
     for (rows, cols) in [(8192, 4096), (8192, 8192), (16384, 8192)] {
         bench.at(format!("producers {rows}x{cols}"), Full, |section| {
-            prologue::prologues(section, (rows, cols));
+            prologue::prologues(section, sizes([rows, cols]).into());
         });
     }
     for cols in [4096, 8192, 14336, 28672] {
@@ -109,12 +120,12 @@ fn between_layers(bench: &mut Bench) {
         (4096, 16384),
     ] {
         bench.at(format!("norms {rows}x{cols}"), Full, |section| {
-            layers::norms(section, (rows, cols));
+            layers::norms(section, sizes([rows, cols]).into());
         });
     }
     for (rows, width) in [(8192, 12288), (16384, 2048), (8192, 8192)] {
         bench.at(format!("activations {rows}x{width}"), Full, |section| {
-            layers::activations(section, (rows, width));
+            layers::activations(section, sizes([rows, width]).into());
         });
     }
 }
@@ -155,21 +166,26 @@ fn deepseek(bench: &mut Bench) {
     ];
     for (count, rows, cols) in experts {
         let name = format!("DeepSeek experts {count}x{rows}x{cols}");
-        matrix(
-            bench,
-            name,
-            Full,
-            (count * rows, cols),
-            |section, inputs| {
-                grouped::experts(section, inputs, count);
-            },
-        );
+        bench.at(name, Full, |section| {
+            let [rows, cols] = sizes([rows, cols]);
+            let inputs = Inputs::bf16(&section.client(), count * rows, cols);
+            dense::copy(section, &inputs);
+            grouped::experts(section, &inputs, count);
+        });
+    }
+    for shape in [[16384, 256, 8], [16384, 16, 2]] {
+        let [tokens, experts, top_k] = shape;
+        let name = format!("router {tokens}x{experts}, top {top_k}");
+        bench.at(name, Brief, |section| {
+            router::routing(section, size(shape, [80, experts, top_k]));
+        });
     }
 }
 
 fn swizzled(bench: &mut Bench) {
     for (count, rows, cols) in [(1, 8192, 8192), (1, 16384, 16384), (8, 8192, 5120)] {
         bench.at(format!("scales {count}x{rows}x{cols}"), Brief, |section| {
+            let [rows, cols] = sizes([rows, cols]);
             scales::copy(section, count * rows * cols);
             scales::batch(section, count, (rows, cols));
         });
@@ -179,6 +195,7 @@ fn swizzled(bench: &mut Bench) {
             format!("scales of tokens {tokens}x{cols}"),
             Brief,
             |section| {
+                let [tokens, cols] = sizes([tokens, cols]);
                 scales::copy(section, tokens * cols);
                 for count in [4, 8] {
                     scales::grouped(section, (tokens, cols), count);
@@ -190,7 +207,11 @@ fn swizzled(bench: &mut Bench) {
 
 fn attentions(bench: &mut Bench) {
     for (heads, head) in [(32, 64), (16, 128)] {
-        for length in [512, 1024, 2048, 4096, 8192, 16384] {
+        let name = format!("rotary positions {heads}x{head}");
+        bench.at(name, Brief, |section| {
+            attention::rotary(section, heads, head);
+        });
+        for length in size(vec![512, 1024, 2048, 4096, 8192, 16384], vec![64]) {
             let name = format!("attention {heads}x{head}, {length} tokens");
             bench.at(name, Full, |section| {
                 attention::causal(section, length, heads, head);
@@ -201,6 +222,12 @@ fn attentions(bench: &mut Bench) {
             attention::packed(section, heads, head);
         });
     }
+    for (batch, length) in [(1, 8192), (16, 2048), (64, 2048), (64, 8192)] {
+        let name = format!("decode {batch} sequences of {length}");
+        bench.at(name, Brief, |section| {
+            attention::decoding(section, batch, length);
+        });
+    }
 }
 
 /// Times the final layers of language models.
@@ -208,10 +235,19 @@ fn losses(bench: &mut Bench) {
     for vocab in [256, 32768, 50264, 131_072] {
         let name = format!("logits 8192x{vocab}");
         matrix(bench, name, Full, (8192, vocab), loss::cross_entropy);
+        let name = format!("logits of two models 8192x{vocab}");
+        matrix(bench, name, Brief, (8192, vocab), loss::kl_divergence);
     }
+    for shape in [[8192, 4096, 32768], [8192, 4096, 131_072]] {
+        let [rows, width, vocab] = shape;
+        let name = format!("head {rows}x{width}x{vocab}");
+        bench.at(name, Brief, |section| loss::heads(section, sizes(shape)));
+    }
+    bench.at("logits 64x131072".into(), Brief, loss::greedy);
     for (vocab, cols) in [(256, 768), (32768, 4096), (131_072, 4096)] {
         let name = format!("table {vocab}x{cols}, 16384 tokens");
         matrix(bench, name, Full, (16384, cols), |section, inputs| {
+            let [vocab] = sizes([vocab]);
             loss::embeddings(section, inputs, vocab);
         });
     }
@@ -226,6 +262,7 @@ fn matrix(
     measure: impl FnOnce(&mut Section<'_>, &Inputs),
 ) {
     bench.at(name, effort, |section| {
+        let [rows, cols] = sizes([rows, cols]);
         let inputs = Inputs::bf16(&section.client(), rows, cols);
         dense::copy(section, &inputs);
         measure(section, &inputs);
@@ -233,8 +270,9 @@ fn matrix(
 }
 
 fn main() {
-    let client = cubecl::Device::Cuda(Default::default()).client();
+    let client = common::device::client();
     let mut bench = Bench::new(&client);
+    per_token::compare(&mut bench);
     squares(&mut bench);
     llama(&mut bench);
     between_layers(&mut bench);
@@ -243,6 +281,13 @@ fn main() {
     swizzled(&mut bench);
     losses(&mut bench);
     attentions(&mut bench);
+    for shape in [[28672, 4096], [4096, 14336]] {
+        let [n, k] = shape;
+        bench.at(format!("FP8 weight {n}x{k}"), Brief, |section| {
+            fp8::weight(section, sizes(shape));
+        });
+    }
+    bench.at("kernels of a few words".into(), Brief, small::all);
     bench.at(
         "optimizer, 218 million parameters".into(),
         Brief,

@@ -8,11 +8,15 @@ use nvfp4_kernels::{
     tensor::FloatKind,
 };
 
-use crate::harness::Section;
+use crate::{common::device::size, harness::Section};
 
-/// Number of parameters of the model, and elements of each.
+/// Number of parameters of the model.
 const PARAMETERS: usize = 13;
-const ELEMENTS: usize = 16 << 20;
+
+/// Returns the number of elements of each parameter.
+fn elements() -> usize {
+    size(16 << 20, 1 << 10)
+}
 
 const PARAMS: AdamWParams = AdamWParams {
     beta_1: 0.9,
@@ -24,12 +28,13 @@ const PARAMS: AdamWParams = AdamWParams {
 /// then with gradients and parameter copies in `bf16`; then with moments in `bf16`, too.
 pub fn adamw(section: &mut Section<'_>) {
     let client = section.client();
-    let total = (PARAMETERS * ELEMENTS) as f64;
+    let elements = elements();
+    let total = (PARAMETERS * elements) as f64;
     let words = AdamWSchedule::new(&PARAMS, 1e-6, 1).words();
     let schedule = client.empty(16);
     graph::set_words(&client, &schedule, words).unwrap();
-    let source = client.empty(4 * ELEMENTS);
-    section.copy(4 * ELEMENTS, |_| &source);
+    let source = client.empty(4 * elements);
+    section.copy(4 * elements, |_| &source);
     let (f32, bf16) = (FloatKind::F32, FloatKind::Bf16);
     for (name, gradient, moments, copy) in [
         ("AdamW, f32", f32, f32, None),
@@ -37,13 +42,13 @@ pub fn adamw(section: &mut Section<'_>) {
         ("AdamW, bf16 parameters and moments", bf16, bf16, Some(bf16)),
     ] {
         let zeros = |kind: FloatKind| -> Handle {
-            client.create_from_slice(&vec![0u8; ELEMENTS * kind.size()])
+            client.create_from_slice(&vec![0u8; elements * kind.size()])
         };
         let updates: Vec<AdamWUpdate> = (0..PARAMETERS)
             .map(|index| AdamWUpdate {
                 gradient: Gradient {
                     handle: zeros(gradient),
-                    elements: ELEMENTS,
+                    elements,
                     dtype: gradient,
                 },
                 weight: zeros(f32),
@@ -75,6 +80,11 @@ pub fn adamw(section: &mut Section<'_>) {
         let bytes = size(gradient) + 2.0 * 4.0 + 4.0 * size(moments) + written;
         section.time(name, total * bytes, |_| {
             optimizer::adamw(&client, &spec, &updates, None).unwrap();
+        });
+        let amax = optimizer::no_amax(&client, PARAMETERS);
+        section.time(&format!("{name}, with amax"), total * bytes, |_| {
+            optimizer::clear_amax(&client, &amax, PARAMETERS).unwrap();
+            optimizer::adamw(&client, &spec, &updates, Some(&amax)).unwrap();
         });
     }
 }

@@ -1,8 +1,10 @@
 //! Kernels with packed inputs, and MS-EDEN with both kinds of input.
 
-use crate::quantize::{self, EdenSource, Quantize};
+use crate::quantize::{self, EdenSource, Quantize, TargetSpec};
 use cubecl::server::Handle;
-use nvfp4_formats::{Format, Hadamard, HadamardSize, RandomStream, StoredForm, Usage};
+use nvfp4_formats::{
+    BLOCK, Format, Hadamard, HadamardSize, QuantParams, RandomStream, StoredForm, Usage,
+};
 use nvfp4_kernels::{
     gemm,
     tensor::{FloatKind, Groups},
@@ -34,6 +36,15 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
         (name, Rotated::new(one_size, make))
     });
     for (from, packed) in &quantized {
+        let scales = 2.0 * n / BLOCK as f64;
+        section.time(&format!("scales of {from} into 128x4 tiles"), scales, |i| {
+            quantize::scales_in_tiles(&client, &packed[i]).unwrap();
+        });
+        let make = |i: usize| quantize::scales_in_tiles(&client, &packed[i]).unwrap();
+        let tiled = Rotated::new(one_size, make);
+        section.time(&format!("scales of {from} into rows"), scales, |i| {
+            quantize::scales_in_rows(&client, &tiled[i]).unwrap();
+        });
         section.time(&format!("dequantize {from}"), n * (PACKED + 2.0), |i| {
             quantize::dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
@@ -65,6 +76,7 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
             });
         }
     }
+    eden_pair(section, inputs);
     // As the backward makes the left operand of a weight gradient, for a bf16 GEMM.
     let (from, packed) = &quantized[0];
     let name = format!("MS-EDEN, NVFP4 {from} to col, unscaled bf16");
@@ -82,6 +94,26 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
             gemm::gemm(&client, &gemm::Gemm::new(&a[i], &b[i])).unwrap();
         });
     }
+}
+
+/// Times MS-EDEN of gradients along both axes: the amax values of both, and everything.
+fn eden_pair(section: &mut Section<'_>, inputs: &Inputs) {
+    let client = section.client();
+    let n = inputs.elements();
+    let hadamards = [1, 2].map(|seed| Hadamard::seeded_with_size(HadamardSize::H128, seed));
+    section.time("MS-EDEN amax, bf16 to row + col", 2.0 * n, |i| {
+        let [row, col] = &hadamards;
+        quantize::ms_eden_amax_pair(&client, inputs.get(i), [row, col]).unwrap();
+    });
+    let bytes = n * (2.0 + 2.0 * PACKED);
+    section.time("MS-EDEN with amax, bf16 to row + col", bytes, |i| {
+        let [row, col] = hadamards.map(|hadamard| {
+            let random = RandomStream::new(1, 2, 3);
+            TargetSpec::new(QuantParams::ms_eden(hadamard, random))
+        });
+        let request = Quantize::new(inputs.get(i)).rowwise(row).columnwise(col);
+        request.launch(&client).unwrap();
+    });
 }
 
 /// Times the quantization of tokens in groups in the backward, with one `amax` per group: along the

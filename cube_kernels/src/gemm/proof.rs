@@ -58,9 +58,11 @@ pub use super::{
 
 use cubecl::{client::Client, server::Handle};
 
-use super::{Problem, materialize::decode_from};
+use super::{Problem, align_groups::AlignedGroups, materialize::decode_from};
 use crate::{
+    BLOCK, Nvfp4Error,
     capabilities::{Capabilities, GemmBackend},
+    moe::GroupOffsets,
     tensor::DeviceQuantized,
 };
 
@@ -109,6 +111,20 @@ impl W4a16MnTile {
 /// its amax.
 pub fn decode(client: &Client, packed: &DeviceQuantized) -> Handle {
     decode_from(client, packed, &packed.scales, None)
+}
+
+/// Moves the groups along K of `packed` to multiples of 64 columns, as [`Tcgen05`] reads them.
+///
+/// # Errors
+/// Returns an error if block scales are in tiles, or a number does not fit 32 bits.
+pub fn align_groups(
+    client: &Client,
+    packed: &DeviceQuantized,
+    groups: &GroupOffsets,
+) -> Result<(), Nvfp4Error> {
+    let aligned = AlignedGroups::of(client, groups, packed.blocks() * BLOCK)?;
+    aligned.arrange(client, packed, groups)?;
+    Ok(())
 }
 
 /// Returns the backend for `problem` on a device with these capabilities, assuming that cuBLASLt

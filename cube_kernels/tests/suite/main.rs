@@ -10,6 +10,7 @@ mod support;
 mod attention;
 #[cfg(all(feature = "cpu", target_os = "linux", target_arch = "x86_64"))]
 mod barrier;
+mod benched;
 mod cutlass;
 mod dequantize;
 mod embedding;
