@@ -170,19 +170,17 @@ fn cargo(arguments: &[&str]) -> Result<()> {
     workspace::spawn(workspace::cargo().args(arguments))
 }
 
+/// Checks all targets, then the libraries and programs without the feature `proof` of the kernels,
+/// which only their tests enable. Both have the same dependencies with the same features (see
+/// `train_tests/Cargo.toml`), so the second run checks only what depends on the kernels.
 fn clippy() -> Result<()> {
-    let mut command = workspace::cargo();
-    command.args(["clippy", "--workspace", "--all-targets"]);
-    command.args(["--features", FEATURES, "--", "-D", "warnings"]);
-    workspace::spawn(&mut command)?;
-    // As users build them: without the feature `proof`, which the tests enable.
-    let mut command = workspace::cargo();
-    command.args(["clippy", "--features", FEATURES]);
-    for member in workspace::members()?.iter().filter(|it| it.published) {
-        command.args(["--package", &member.name]);
+    for targets in [&["--all-targets"][..], &["--lib", "--bins"]] {
+        let mut command = workspace::cargo();
+        command.args(["clippy", "--workspace"]).args(targets);
+        command.args(["--features", FEATURES, "--", "-D", "warnings"]);
+        workspace::spawn(&mut command)?;
     }
-    command.args(["--", "-D", "warnings"]);
-    workspace::spawn(&mut command)
+    Ok(())
 }
 
 /// Builds the documentation of the libraries. The examples add the features of development
