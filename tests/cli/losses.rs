@@ -30,11 +30,11 @@ const WRITE_COMMAND: &str =
 const HEADER: &str = "case\trecipe\tloss\tloss bits\tparameters";
 
 /// Steps of each run.
-const STEPS: usize = 8;
+const STEPS: usize = 20;
 
 /// The schedule is longer than [`STEPS`], and no step before its end writes a row or a checkpoint:
 /// the checkpoint of the last step has the losses of all steps.
-const SCHEDULE: &str = "--steps 12 --warmup 2 --log-every 100 --eval-every 100 \
+const SCHEDULE: &str = "--steps 24 --warmup 2 --log-every 100 --eval-every 100 \
                         --checkpoint-every 100";
 
 /// Contractions have at most 512 elements, which Flex adds up in one order for any size of caches.
@@ -114,7 +114,7 @@ impl Run {
     /// Asserts that a run that stops and resumes equals the run in `whole` to the byte.
     fn assert_resumes(&self, whole: &Path, data: &str) {
         let out = folder(&format!("losses-{}-{}-resumed", self.case, self.recipe));
-        self.start(&out, data, STEPS / 2);
+        self.start(&out, data, 9);
         let command = self.arguments.split(' ').next().unwrap();
         let resume = format!("{command} --stop-at {STEPS} --resume");
         succeeds(nvfp4(&resume, &[out.to_str().unwrap()]));
