@@ -204,8 +204,7 @@ fn shared_experts_travel_as_operands() {
             };
             traffic(&config, &corpus, ranks)
         });
-        let gathered =
-            |found: &Traffic, dtype: &str| found[&("all_gather".into(), dtype.into())].0;
+        let gathered = |found: &Traffic, dtype: &str| found[&("all_gather".into(), dtype.into())].0;
         let what = format!("{ranks} ranks, {ep} with other experts");
         assert_eq!(gathered(&quantized, "U32"), elements / 2, "{what}");
         assert_eq!(gathered(&quantized, "U8"), elements / 16, "{what}");
