@@ -4,6 +4,11 @@
 //! that one slow test leaves the other cores idle. Here each module of a binary runs in a separate
 //! process with one test thread, and one process runs per core. On a GPU only one process runs at a
 //! time, because CubeCL captures graphs in CUDA's global mode.
+//!
+//! Where each core has a process, the processes are pinned to their cores. CubeCL's CPU runtime
+//! starts one worker per core that it may use, and a worker whose task waits for the task of another
+//! worker polls without pause: with two workers and one core's time, half of the time and more goes
+//! there (module `decorate` on two busy cores: 51 seconds of CPU time pinned, 173 not).
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -56,6 +61,44 @@ pub struct Job {
     name: String,
     /// Names of the tests.
     tests: Vec<String>,
+}
+
+/// Where one process at a time runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// On any core.
+    Anywhere,
+    /// Pinned to the core with this number.
+    Core(usize),
+}
+
+impl Slot {
+    /// Returns one slot per core. Without `taskset`, or if a quota grants less than the cores that
+    /// this process may use, no slot is pinned.
+    pub fn of_cores() -> Vec<Self> {
+        let count = thread::available_parallelism().map_or(1, usize::from);
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let list = status
+            .lines()
+            .find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        let cores = list.and_then(numbers).unwrap_or_default();
+        let taskset = Command::new("taskset").arg("--version").output();
+        if cores.len() == count && taskset.is_ok_and(|output| output.status.success()) {
+            cores.into_iter().map(Self::Core).collect()
+        } else {
+            vec![Self::Anywhere; count]
+        }
+    }
+}
+
+/// Returns the numbers of a list such as `0-3,8`.
+fn numbers(list: &str) -> Option<Vec<usize>> {
+    let mut numbers = Vec::new();
+    for part in list.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        numbers.extend(first.parse::<usize>().ok()?..=last.parse().ok()?);
+    }
+    Some(numbers)
 }
 
 /// Time of one job.
@@ -185,12 +228,21 @@ impl Build {
         Ok(())
     }
 
-    /// Returns a command that runs `binary`.
-    fn command(&self, binary: usize) -> Result<Command> {
+    /// Returns a command that runs `binary`, on one core if `slot` names it.
+    fn command(&self, binary: usize, slot: Slot) -> Result<Command> {
         let Binary {
             program, folder, ..
         } = &self.binaries[binary];
-        let mut command = Command::new(program);
+        let mut command = match slot {
+            Slot::Anywhere => Command::new(program),
+            Slot::Core(core) => {
+                let mut command = Command::new("taskset");
+                command.args(["--cpu-list", &core.to_string()]).arg(program);
+                // Still splits the work of Flex and of the oracle.
+                command.env("RAYON_NUM_THREADS", "2");
+                command
+            }
+        };
         let mut paths = self.libraries.clone();
         let variable = if cfg!(target_os = "macos") {
             "DYLD_FALLBACK_LIBRARY_PATH"
@@ -209,7 +261,7 @@ impl Build {
 
     /// Returns the names of the tests of `binary`, including ignored ones.
     fn tests(&self, binary: usize) -> Result<Vec<String>> {
-        let mut command = self.command(binary)?;
+        let mut command = self.command(binary, Slot::Anywhere)?;
         command.args(["--list", "--format", "terse"]);
         let output = workspace::output(&mut command)?;
         let text = String::from_utf8_lossy(&output);
@@ -257,16 +309,17 @@ impl Build {
         });
     }
 
-    /// Runs `jobs`, `at_a_time` processes at a time; output goes to standard output and `reader`.
+    /// Runs `jobs`, one process at a time in each of `slots`; output goes to standard output and
+    /// `reader`.
     ///
     /// Returns the time of each job, longest first.
-    pub fn run(&self, jobs: &[Job], at_a_time: usize, reader: &mut Reader) -> Result<Vec<Timing>> {
+    pub fn run(&self, jobs: &[Job], slots: &[Slot], reader: &mut Reader) -> Result<Vec<Timing>> {
         let next = AtomicUsize::new(0);
         let state = Mutex::new((reader, Vec::new()));
-        let work = || -> Result<()> {
+        let work = |slot: Slot| -> Result<()> {
             while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let start = Instant::now();
-                let output = self.output(job)?;
+                let output = self.output(job, slot)?;
                 let took = start.elapsed();
                 let mut state = state
                     .lock()
@@ -287,7 +340,9 @@ impl Build {
             Ok(())
         };
         thread::scope(|scope| {
-            let workers: Vec<_> = (0..at_a_time.max(1)).map(|_| scope.spawn(work)).collect();
+            let work = &work;
+            let workers = slots.iter().map(|&slot| scope.spawn(move || work(slot)));
+            let workers: Vec<_> = workers.collect();
             workers
                 .into_iter()
                 .try_for_each(|worker| match worker.join() {
@@ -303,8 +358,8 @@ impl Build {
     }
 
     /// Returns the output of one job, with an additional line if the process was killed.
-    fn output(&self, job: &Job) -> Result<String> {
-        let mut command = self.command(job.binary)?;
+    fn output(&self, job: &Job, slot: Slot) -> Result<String> {
+        let mut command = self.command(job.binary, slot)?;
         command
             .args(["--show-output", "--test-threads", "1", "--exact"])
             .args(&job.tests)
@@ -395,6 +450,41 @@ mod tests {
             ("path+file:///a/xtask#0.1.0", "xtask"),
         ] {
             assert_eq!(package_name(id), name);
+        }
+    }
+
+    #[test]
+    fn lists_of_cores() {
+        assert_eq!(numbers("\t0-2,8\n"), Some(vec![0, 1, 2, 8]));
+        assert_eq!(numbers("5"), Some(vec![5]));
+        assert_eq!(numbers(""), None);
+        let slots = Slot::of_cores();
+        let count = thread::available_parallelism().map_or(1, usize::from);
+        assert_eq!(slots.len(), count);
+        let is_pinned = |slot: &Slot| matches!(slot, Slot::Core(_));
+        let pinned = slots.iter().filter(|slot| is_pinned(slot)).count();
+        assert!([0, count].contains(&pinned), "{slots:?}");
+    }
+
+    /// A pinned process sees one core.
+    #[test]
+    fn processes_are_pinned() {
+        let build = Build {
+            binaries: vec![Binary {
+                package: "p".into(),
+                target: "t".into(),
+                program: "cat".into(),
+                folder: PathBuf::from("/"),
+            }],
+            ..Build::default()
+        };
+        for slot in Slot::of_cores() {
+            let Slot::Core(core) = slot else { continue };
+            let mut command = build.command(0, slot).unwrap();
+            let output = command.arg("/proc/self/status").output().unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            let expected = format!("Cpus_allowed_list:\t{core}");
+            assert!(text.lines().any(|line| line == expected), "{text}");
         }
     }
 

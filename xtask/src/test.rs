@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::counts::{Outcome, Reader};
-use crate::runner::{Times, Timing};
+use crate::runner::{Slot, Times, Timing};
 use crate::skips::{self, Expected};
 use crate::workspace::FEATURES;
 use crate::{interop, runner, setup, workspace};
@@ -152,7 +152,7 @@ fn run_all(args: &Args, reader: &mut Reader) -> Result<Vec<String>> {
     }
     let times = Times::of(workspace::target_folder()?.join("test-times.json"));
     build.longest_first(&mut jobs, &times);
-    let timings = build.run(&jobs, processes(), reader)?;
+    let timings = build.run(&jobs, &slots(args.full), reader)?;
     times.write(&timings)?;
     let total: Duration = timings.iter().map(|timing| timing.took).sum();
     println!(
@@ -199,12 +199,17 @@ fn broken(command: &Command, status: ExitStatus) -> Option<String> {
     (!status.success()).then(|| format!("`{}` ended with {status}", workspace::shown(command)))
 }
 
-/// Returns the number of test processes at a time: one on a GPU, otherwise one per core.
-fn processes() -> usize {
+/// Returns one slot on a GPU, otherwise one per core. Runs with `--full` leave the choice of cores to
+/// the system, so that kernels of CubeCL's CPU runtime run on several workers there.
+fn slots(full: bool) -> Vec<Slot> {
+    let mut slots = Slot::of_cores();
     match env::var(DEVICE).as_deref() {
-        Ok("cuda") => 1,
-        _ => std::thread::available_parallelism().map_or(1, usize::from),
+        Ok("cuda") => slots.truncate(1),
+        _ if !full => return slots,
+        _ => {}
     }
+    slots.fill(Slot::Anywhere);
+    slots
 }
 
 /// Runs `command` and copies its output to `reader`.

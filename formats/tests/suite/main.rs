@@ -6,4 +6,5 @@ mod accuracy;
 mod attention;
 mod golden;
 mod oracle;
+mod params;
 mod stochastic;

@@ -38,11 +38,10 @@ fn trained(config: &RunConfig, corpus: &Corpus) -> (Vec<f64>, Checkpoint) {
 #[test]
 fn parts_that_are_sharded_train_as_whole_ones() {
     let corpus = corpus();
-    let [dense, mixture] = [0, 1].map(|of| layouts(8)[of].clone());
-    let [of_tp, of_ep, of_both] = layouts(6);
-    let lone = lone_experts(6);
-    let quantized = [of_tp, of_ep, of_both.clone(), lone].map(nvfp4);
-    for config in [dense, mixture, of_both].into_iter().chain(quantized) {
+    // The last step starts from moments and weights that the shards have updated twice.
+    let steps = 3;
+    let quantized = layouts(steps).into_iter().chain([lone_experts(steps)]);
+    for config in layouts(steps).into_iter().chain(quantized.map(nvfp4)) {
         let config = without_clipping(config);
         let (expected, at_end) = trained(&config, &corpus);
         for sharded in [fsdp(config.clone()), zero1(config.clone())] {
@@ -114,11 +113,11 @@ fn a_rank_has_its_share_of_the_state() {
 #[test]
 fn a_stopped_run_of_sharded_parts_reaches_the_same_bytes() {
     let corpus = corpus();
-    for config in layouts(4) {
+    for config in layouts(2) {
         for config in [fsdp(nvfp4(config.clone())), zero1(nvfp4(config.clone()))] {
             let (_, whole) = trained(&config, &corpus);
             let stopped = Folder::new();
-            on_ranks(&config, &corpus, &stopped, 4, |run| run.train_to(Some(2)));
+            on_ranks(&config, &corpus, &stopped, 4, |run| run.train_to(Some(1)));
             losses(&config, &corpus, &stopped, 4);
             assert_same(&stopped.checkpoint(), &whole);
         }

@@ -197,33 +197,25 @@ fn shared_experts_travel_as_operands() {
         let of_attention = 4 * layers * model.width * model.width / ranks;
         let elements = (2 * (of_experts + of_attention)) as u64;
         let of_others = config.parameters() / ranks - of_experts - of_attention;
-        let gathered = |recipe: RecipeName, dtype: &str| {
+        let [quantized, plain] = [RecipeName::nvidia(), RecipeName::bf16()].map(|recipe| {
             let config = RunConfig {
                 recipe,
                 ..config.clone()
             };
-            let found = traffic(&config, &corpus, ranks);
-            found[&("all_gather".into(), dtype.into())].0
-        };
+            traffic(&config, &corpus, ranks)
+        });
+        let gathered = |found: &Traffic, dtype: &str| found[&("all_gather".into(), dtype.into())].0;
         let what = format!("{ranks} ranks, {ep} with other experts");
-        assert_eq!(
-            gathered(RecipeName::nvidia(), "U32"),
-            elements / 2,
-            "{what}"
-        );
-        assert_eq!(
-            gathered(RecipeName::nvidia(), "U8"),
-            elements / 16,
-            "{what}"
-        );
-        for recipe in [RecipeName::nvidia(), RecipeName::bf16()] {
-            let found = gathered(recipe, "F32");
+        assert_eq!(gathered(&quantized, "U32"), elements / 2, "{what}");
+        assert_eq!(gathered(&quantized, "U8"), elements / 16, "{what}");
+        for found in [&quantized, &plain] {
+            let found = gathered(found, "F32");
             // The rest: amax values, expert weights of tokens, sums for the global gradient norm.
             let most = 4 * of_others as u64 + 2048;
             assert!(found < most, "{what}: {found} bytes of {most}");
         }
         if ep == 1 {
-            let found = gathered(RecipeName::bf16(), "BF16");
+            let found = gathered(&plain, "BF16");
             assert_eq!(found, 2 * elements, "{what}");
         }
     }
