@@ -427,9 +427,9 @@ pub(crate) mod observe {
 
     /// Measures the memory of one step and the kernels of another.
     pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
-        let Some(client) = client(device) else {
+        if client(device).is_none() {
             return (None, Vec::new());
-        };
+        }
         let ((), peak) = peak_of(device, &mut step);
         let memory = peak.map(|peak| Memory {
             peak,

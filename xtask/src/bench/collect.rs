@@ -75,7 +75,7 @@ impl Part {
             let value = self.value[name].as_str();
             value.with_context(|| format!("{name} is not a text"))
         };
-        let percent = |value: f64, of: f64| json!((100.0 * value / of * 100.0).round() / 100.0);
+        let percent = |value: f64, of: f64| json!(rounded(100.0 * value / of));
         let table = rows.iter().map(|(name, at, step)| {
             let is_baseline = |row: &&(String, String, Step)| row.0 == PYTORCH && row.1 == *at;
             let (_, _, base) = rows.iter().find(is_baseline).context("no row of PyTorch")?;
@@ -84,7 +84,7 @@ impl Part {
             let time = percent(step.milliseconds, base.milliseconds);
             Ok(json!({
                 "name": name, "at": at,
-                "values": [step.milliseconds, time, step.held, memory],
+                "values": [rounded(step.milliseconds), time, step.held.map(rounded), memory],
             }))
         });
         Ok(json!({
@@ -115,6 +115,10 @@ struct About<'a> {
 
 /// Note on memory.
 const MEMORY: &str = "Memory is what the process holds: the pools, and what PyTorch reserves.";
+
+fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
 
 fn number(value: &Value, name: &str) -> Result<f64> {
     let found = value[name].as_f64();

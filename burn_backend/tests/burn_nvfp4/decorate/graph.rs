@@ -1,6 +1,7 @@
 //! Steps of a decorated model by a captured graph have the bits of ordinary steps. CUDA captures;
 //! CubeCL's CPU runtime runs the same steps kernel by kernel, and has no graph after them.
 
+use burn_core as burn;
 use burn_core::module::Module;
 use burn_core::tensor::{DType, Tensor};
 use burn_nn::{Linear, LinearConfig};
