@@ -62,7 +62,7 @@ impl Decoder {
                 let [count, d_in, d_out] = experts.dense().dims();
                 let names = (0..count).flat_map(|expert| {
                     let name = |part| format!("{path}.experts.{expert}.{part}");
-                    parts.iter().map(move |part| name(part)).collect::<Vec<_>>()
+                    parts.iter().map(name).collect::<Vec<_>>()
                 });
                 let Some((values, modules)) = gathered(weights, names)? else {
                     continue;

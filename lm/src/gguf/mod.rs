@@ -29,7 +29,8 @@ use crate::hf::{
     DecoderConfig, Dtype, Family, FeedForwardConfig, LayerConfig, NewFolder, Rope, RopeScaling,
     TOKENIZER_CONFIG, TensorWriter, tensors,
 };
-use crate::interchange::convert::{exclusions, write_configs};
+use crate::interchange::convert::write_configs;
+use crate::interchange::exclude::exclusions;
 use crate::interchange::names::{FusedGroup, fused_group, is_linear};
 use crate::interchange::{
     Dialect, GlobalScale, Group, LayerFormat, PackedWeight, QuantConfig, Scheme,

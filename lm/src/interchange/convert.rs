@@ -1,6 +1,5 @@
 //! Copies a quantized folder in the same dialect, or converts it to the other one.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -166,19 +165,6 @@ fn first_pre_quant(from: &Checkpoint) -> Option<&str> {
     let mut layers = from.layers().iter();
     let (module, _) = layers.find(|(_, layer)| layer.pre_quant)?;
     Some(module)
-}
-
-/// Returns the exclusions of a folder whose unquantized linear layers are `unquantized`: their
-/// names, which all readers interpret alike. Always includes the head, even if tied to the
-/// embedding; for ModelOpt, also the embedding.
-pub(crate) fn exclusions<'a>(
-    unquantized: impl IntoIterator<Item = &'a str>,
-    dialect: Dialect,
-) -> Vec<String> {
-    let embeddings = (dialect == Dialect::ModelOpt).then_some("model.embed_tokens");
-    let names = unquantized.into_iter().chain(["lm_head"]).chain(embeddings);
-    let names: BTreeSet<&str> = names.collect();
-    names.into_iter().map(String::from).collect()
 }
 
 /// Creates the folder `out`, or accepts an empty one.

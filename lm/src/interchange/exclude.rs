@@ -1,5 +1,7 @@
 //! Matches the modules that a checkpoint excludes from quantization, by the rules of its readers.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context, Result};
 use regex::Regex;
 
@@ -7,6 +9,19 @@ use super::Dialect;
 
 /// Target that matches all linear layers.
 pub const LINEAR: &str = "Linear";
+
+/// Returns the exclusions of a folder whose unquantized linear layers are `unquantized`: their
+/// names, which all readers interpret alike. Always includes the head, even if tied to the
+/// embedding; for ModelOpt, also the embedding.
+pub(crate) fn exclusions<'a>(
+    unquantized: impl IntoIterator<Item = &'a str>,
+    dialect: Dialect,
+) -> Vec<String> {
+    let embeddings = (dialect == Dialect::ModelOpt).then_some("model.embed_tokens");
+    let names = unquantized.into_iter().chain(["lm_head"]).chain(embeddings);
+    let names: BTreeSet<&str> = names.collect();
+    names.into_iter().map(String::from).collect()
+}
 
 /// One entry of `exclude_modules` or `ignore`.
 #[derive(Debug, Clone)]

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use super::report::WeightFormat;
+use super::weight_format::WeightFormat;
 
 /// A group of layers that readers fuse, and the cost of each format.
 #[derive(Debug, Clone, PartialEq)]

@@ -24,8 +24,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::mxfp4::Cast;
-use super::report::{LayerReport, PartReport, WeightFormat};
+use super::report::{LayerReport, PartReport};
 use super::stats::{Calibration, InputStats};
+use super::weight_format::WeightFormat;
 use crate::checkpoint::{read_json, sync_folder, write_json};
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::folder::UNFINISHED;

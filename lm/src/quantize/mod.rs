@@ -25,6 +25,7 @@ mod inputs;
 pub mod journal;
 pub mod linalg;
 pub mod mxfp4;
+mod options;
 pub mod plan;
 pub mod report;
 pub mod rules;
@@ -33,6 +34,7 @@ pub mod smooth;
 mod source;
 pub mod stats;
 pub mod text;
+mod weight_format;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
@@ -43,11 +45,13 @@ use block::{BlockQuantizer, ScaleChoice};
 use rules::{Rule, check_matrix};
 
 pub use budget::Choices;
-pub use folder::{Quantization, QuantizeOptions, quantize_folder};
-pub use report::{KeptLayer, LayerReport, Quantized, WeightFormat};
+pub use folder::{Quantization, quantize_folder};
+pub use options::QuantizeOptions;
+pub use report::{KeptLayer, LayerReport, Quantized};
 pub use sensitivity::choose_formats;
 pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
+pub use weight_format::WeightFormat;
 
 /// Quantization method of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

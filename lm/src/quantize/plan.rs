@@ -7,7 +7,7 @@ use nvfp4_formats::BLOCK;
 use regex::Regex;
 
 use super::budget::Choices;
-use super::report::WeightFormat;
+use super::weight_format::WeightFormat;
 use crate::hf::TensorFolder;
 use crate::interchange::names::{
     FusedGroup, expert_layer, fused_group, is_head, is_linear, is_router,

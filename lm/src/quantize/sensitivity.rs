@@ -6,13 +6,14 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 
 use super::budget::{Choices, Cost, Sensitivity, choose};
-use super::folder::{QuantizeOptions, casts, copied_spec};
+use super::folder::{casts, copied_spec};
 use super::fp8;
 use super::inputs::Inputs;
-use super::report::WeightFormat;
+use super::options::QuantizeOptions;
 use super::rules::block_amax;
 use super::source::Source;
 use super::stats::Calibration;
+use super::weight_format::WeightFormat;
 use super::{Method, quantize_weight};
 use crate::decoder::Decoder;
 use crate::decoder::replace::Weights;
@@ -62,10 +63,10 @@ pub fn choose_formats(
         let mut weights: BTreeMap<WeightFormat, (Weights, usize)> = BTreeMap::new();
         let (mut count, mut high) = (0, 0);
         for group in unit {
-            for (format, module, values, bytes) in quantized(&source, group, options, &inputs)? {
-                let (all, bits) = weights.entry(format).or_default();
-                all.insert(module, values);
-                *bits += 8 * bytes;
+            for weight in quantized(&source, group, options, &inputs)? {
+                let (all, bits) = weights.entry(weight.format).or_default();
+                all.insert(weight.module, weight.values);
+                *bits += 8 * weight.bytes;
             }
             for module in group {
                 let tensor = source.tensors.get(&format!("{module}.weight"))?;
@@ -115,14 +116,23 @@ fn units(groups: &[Vec<String>]) -> Vec<Vec<&Vec<String>>> {
     units
 }
 
-/// Returns the dequantized weights of the modules of `group` in NVFP4 and FP8, as they would be
-/// written, with their bytes.
+/// Weight of a module in one format.
+struct Weight {
+    format: WeightFormat,
+    module: String,
+    /// Dequantized values.
+    values: Vec<f32>,
+    /// Bytes of codes and scales.
+    bytes: usize,
+}
+
+/// Returns the weights of the modules of `group` in NVFP4 and FP8, as they would be written.
 fn quantized(
     source: &Source,
     group: &[String],
     options: &QuantizeOptions,
     inputs: &Inputs<'_>,
-) -> Result<Vec<(WeightFormat, String, Vec<f32>, usize)>> {
+) -> Result<Vec<Weight>> {
     let dialect = options.dialect;
     let mut weights: Vec<(&String, StoredTensor<'_>, Vec<f32>)> = Vec::new();
     for module in group {
@@ -146,21 +156,21 @@ fn quantized(
         };
         let weight = weight.with_context(|| tensor.to_string())?;
         let nvfp4 = weight.dequantize(dialect.arithmetic());
-        found.push((
-            WeightFormat::Nvfp4,
-            (*module).clone(),
-            nvfp4,
-            weight.bytes(),
-        ));
+        found.push(Weight {
+            format: WeightFormat::Nvfp4,
+            module: (*module).clone(),
+            values: nvfp4,
+            bytes: weight.bytes(),
+        });
         let format = fp8::format_for(dialect, options.scheme);
         let weight = fp8::quantize(values, shape, amax, format);
         let weight = weight.with_context(|| tensor.to_string())?;
-        found.push((
-            WeightFormat::Fp8,
-            (*module).clone(),
-            weight.dequantize(),
-            weight.bytes(),
-        ));
+        found.push(Weight {
+            format: WeightFormat::Fp8,
+            module: (*module).clone(),
+            values: weight.dequantize(),
+            bytes: weight.bytes(),
+        });
     }
     Ok(found)
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 
-use super::folder::QuantizeOptions;
+use super::options::QuantizeOptions;
 use super::plan::Plan;
 use crate::checkpoint::read_json;
 use crate::decoder::fused::open_tensors;

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::super::exclude::LINEAR;
 use super::super::format::{Fp8Format, Fp8Inputs, Fp8Scales, Group, LayerFormat};
 use super::super::{Dialect, Scheme};
-use super::{NVFP4_NAMES, expect, expect_if_given, refuse_unknown, strings, text};
+use super::fields::{NVFP4_NAMES, expect, expect_if_given, refuse_unknown, strings, text};
 
 /// compressed-tensors' format name of weights in NVFP4.
 const NVFP4_FORMAT: &str = "nvfp4-pack-quantized";
