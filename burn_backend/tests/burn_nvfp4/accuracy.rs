@@ -155,7 +155,7 @@ impl Outlier {
         std::array::from_fn(|gemm| {
             let is_kept = |i: usize| match (self, gemm) {
                 (Self::Token, 0 | 1) => i >= size,
-                (Self::Feature, 2) => i >= size && i % size != 0,
+                (Self::Feature, 2) => i >= size && !i.is_multiple_of(size),
                 (Self::Token | Self::Feature, _) => true,
             };
             let kept = |values: &[f32]| -> Vec<f32> {
