@@ -90,7 +90,7 @@ pub(crate) struct Quantize {
     /// memory, twice for a moment.
     #[arg(
         long,
-        value_name = "B",
+        value_name = "BITS",
         requires = "calibration",
         conflicts_with = "fp8"
     )]

@@ -14,7 +14,7 @@
 //! - [`PreQuantScale`]: scales of the input features.
 //! - [`names`]: derives fused groups, experts and routers from module names.
 //! - [`exclude`]: matches the modules that a file excludes from quantization.
-//! - [`config`]: JSON of both dialects; [`format`]: the format of each layer, NVFP4 or FP8.
+//! - [`config`]: JSON of both dialects; [`mod@format`]: the format of each layer, NVFP4 or FP8.
 //! - [`modelopt`], [`compressed_tensors`]: names, types and shapes of tensors.
 //! - [`checkpoint`]: groups a folder's tensors into modules and reports everything that readers
 //!   would reject.
