@@ -16,8 +16,11 @@ use std::{
 use cubecl::device::DeviceId;
 use cudarc::cublaslt::sys;
 
-use super::{CublasLtFormat, CublasLtProblem, WORKSPACE};
+use super::{CublasLtFormat, CublasLtProblem};
 use crate::tensor::FloatKind;
+
+/// Maximum workspace of an algorithm, in bytes: NVIDIA's recommendation for Hopper and Blackwell.
+const WORKSPACE: usize = 32 << 20;
 
 type Pointer = *mut c_void;
 type Status = i32;

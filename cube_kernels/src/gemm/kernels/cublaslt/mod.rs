@@ -52,7 +52,7 @@
 //! # Memory
 //!
 //! There is one library handle per device, which lives as long as the process. The workspace that
-//! an algorithm needs (at most [`WORKSPACE`] bytes) is allocated per call from CubeCL's pool, which
+//! an algorithm needs (at most 32 MiB) is allocated per call from CubeCL's pool, which
 //! reuses it in stream order: GEMMs on two streams never share one.
 
 use cubecl::client::Client;
@@ -68,7 +68,7 @@ mod problem;
 mod queue;
 
 pub(crate) use kernel::CublasLt;
-pub use problem::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem, WORKSPACE};
+pub use problem::{CublasLtFormat, CublasLtGemm, CublasLtOperand, CublasLtProblem};
 
 /// Checks that the library supports `problem` on the device of `client`. The library is asked once
 /// per problem; this waits for the device thread, but not for the device.

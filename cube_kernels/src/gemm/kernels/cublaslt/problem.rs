@@ -9,9 +9,6 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Maximum workspace of an algorithm, in bytes: NVIDIA's recommendation for Hopper and Blackwell.
-pub const WORKSPACE: usize = 32 << 20;
-
 /// Element type of both operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CublasLtFormat {
