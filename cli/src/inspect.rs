@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use clap::Args;
 use indicatif::HumanBytes;
+use nvfp4::formats::format::e4m3;
 use nvfp4_lm::interchange::{Checkpoint, Fp8Format, Fp8Scales, GlobalScale, QuantConfig};
 use serde::Serialize;
 use serde_json::Value;
@@ -121,7 +122,7 @@ impl<'a> Report<'a> {
             input_amax: layer.input_global.map(GlobalScale::amax),
             pre_quant: layer.pre_quant,
         });
-        let fp8_amax = |scale: f32| 448.0 * scale;
+        let fp8_amax = |scale: f32| e4m3::MAX * scale;
         let fp8 = checkpoint.fp8_layers().iter().map(|(module, layer)| Layer {
             module,
             format: layer.format.to_string(),

@@ -348,7 +348,7 @@ fn measure_steps<M: LanguageModel, T>(
         false => Vec::new(),
     };
     let mut observed = Ok(());
-    let (memory, kernels) = observe::step(device, || {
+    let (peak, kernels) = observe::step(device, || {
         let taken = take(1, Observer::Profiler).map(|_| ());
         observed = std::mem::replace(&mut observed, Ok(())).and(taken);
     });
@@ -358,11 +358,11 @@ fn measure_steps<M: LanguageModel, T>(
         let (inputs, targets) = batch.tensors(&trained);
         rank.model().training_loss(inputs, targets)
     });
-    let memory = memory.zip(kept).zip(reserved);
-    let memory = memory.map(|((memory, kept), reserved)| Memory {
-        kept,
+    let memory = peak.zip(reserved).zip(kept);
+    let memory = memory.map(|((peak, reserved), kept)| Memory {
+        peak,
         reserved,
-        ..memory
+        kept,
     });
     Ok(Cost {
         tokens: config.batch * config.model.context,
@@ -385,9 +385,9 @@ pub fn release(device: &Device) {
 pub(crate) mod observe {
     use burn::tensor::Device;
 
-    use super::{Kernel, Memory};
+    use super::Kernel;
 
-    pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
+    pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<u64>, Vec<Kernel>) {
         (None, Vec::new())
     }
 
@@ -414,7 +414,7 @@ pub(crate) mod observe {
         Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
     };
 
-    use super::{Kernel, KernelClass, Memory};
+    use super::{Kernel, KernelClass};
     use crate::memory::{client, peak_of, usage};
 
     pub(crate) fn release(device: &Device) {
@@ -425,22 +425,17 @@ pub(crate) mod observe {
         }
     }
 
-    /// Measures the memory of one step and the kernels of another.
-    pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<Memory>, Vec<Kernel>) {
+    /// Measures the peak of all tensors, in bytes, in one step, and the kernels of another.
+    pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<u64>, Vec<Kernel>) {
         if client(device).is_none() {
             return (None, Vec::new());
         }
         let ((), peak) = peak_of(device, &mut step);
-        let memory = peak.map(|peak| Memory {
-            peak,
-            reserved: 0,
-            kept: 0,
-        });
         let watch = Arc::new(Watch::default());
         let observation = LaunchObservation::new(watch.clone());
         step();
         drop(observation);
-        (memory, watch.kernels())
+        (peak, watch.kernels())
     }
 
     /// Returns the bytes that the memory pools hold.

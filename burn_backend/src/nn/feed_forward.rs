@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::parts::{LinearPart, PartIds, parts, side_by_side};
 use super::{
-    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, checked_dropout, equal_parts, rows,
+    Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4LinearConfig, checked_dropout, drops, equal_parts, rows,
 };
 use crate::experts::ExpertOffsets;
 use crate::functions::{Gelu, into_bias, or_panic, try_gelu, try_swiglu};
@@ -476,8 +476,8 @@ impl Nvfp4FeedForwardConfig {
 /// Position-wise feed-forward of `burn_nn` with its two GEMMs in NVFP4: same parameters, ids and
 /// record paths.
 ///
-/// GELU, in both forms, is one pass in the forward and one in the backward. Parameters of an
-/// activation are not in records, as in `burn_nn`.
+/// GELU, in both forms, is one operation with the quantization of its output if there is no dropout,
+/// and one pass otherwise. Parameters of an activation are not in records, as in `burn_nn`.
 #[derive(Module, Debug)]
 pub struct Nvfp4FeedForward {
     /// First layer, `[d_model, d_ff]`.
@@ -524,13 +524,20 @@ impl Nvfp4FeedForward {
     /// Same as [`Nvfp4Linear::try_forward`]; also if the shapes of the two layers do not match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&x)?;
+        let gelu = match &self.activation {
+            Activation::Gelu(gelu) if gelu.approximate => Some(MlpActivation::Gelu),
+            Activation::Gelu(_) => Some(MlpActivation::GeluExact),
+            _ => None,
+        };
+        if let Some(gelu) = gelu.filter(|_| !drops(&self.dropout, &x.device())) {
+            let (x, dims) = rows(x);
+            let layers = (&self.linear_inner, &self.linear_outer);
+            return Ok(feed_forward_of(layers, (gelu, false), x)?.reshape(dims));
+        }
         let x = self.linear_inner.try_forward(x)?;
-        let x = match &self.activation {
-            Activation::Gelu(gelu) => match gelu.approximate {
-                true => try_gelu(x, Gelu::Tanh)?,
-                false => try_gelu(x, Gelu::Erf)?,
-            },
-            activation => activation.forward(x),
+        let x = match gelu {
+            Some(gelu) => gelu.try_apply(x)?,
+            None => self.activation.forward(x),
         };
         self.linear_outer.try_forward(self.dropout.forward(x))
     }

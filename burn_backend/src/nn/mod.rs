@@ -97,7 +97,7 @@ pub use packed::{
 pub use routing::Routing;
 pub use swiglu::{SwiGlu, SwiGluConfig};
 
-use burn_core::tensor::{DType, FloatDType, Tensor};
+use burn_core::tensor::{DType, Device, FloatDType, Tensor};
 use nvfp4_formats::Nvfp4Error;
 
 /// Casts `x` to `dtype`; no operation if it has that dtype.
@@ -128,6 +128,11 @@ fn equal_parts(
         return Err(Nvfp4Error::value(argument, count.to_string(), expected));
     }
     Ok(whole / count)
+}
+
+/// Returns true if `dropout` changes tensors on `device`.
+fn drops(dropout: &Dropout, device: &Device) -> bool {
+    dropout.prob > 0.0 && dropout.training.is_enabled() && device.is_autodiff()
 }
 
 /// Returns a dropout with the probability `dropout`, or an error if that is out of range.

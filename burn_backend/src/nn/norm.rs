@@ -147,14 +147,7 @@ impl RmsNorm {
         neighbours: Neighbours<'_>,
         stream: ResidualStream,
     ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
-        let ResidualStream { sum, pending } = stream;
-        let parameters = NormParameters::rms(gamma, self.epsilon);
-        let (x, residual) = match pending {
-            None => (sum, None),
-            Some(pending) => (pending, Some(sum)),
-        };
-        let amax = neighbours.amax(&x, residual.as_ref(), &parameters);
-        try_norm(x, residual, parameters, amax)
+        try_norm_stream(neighbours, stream, NormParameters::rms(gamma, self.epsilon))
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
@@ -189,6 +182,22 @@ impl Neighbours<'_> {
             grad: before.and_then(|before| before.next_spec().gradient_amax()),
         }
     }
+}
+
+/// Adds the pending term to the residual stream in the pass that normalizes the sum. Returns the
+/// stream and its norm, and computes the amax values that the neighbours need in the same passes.
+fn try_norm_stream(
+    neighbours: Neighbours<'_>,
+    stream: ResidualStream,
+    parameters: NormParameters,
+) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
+    let ResidualStream { sum, pending } = stream;
+    let (x, residual) = match pending {
+        None => (sum, None),
+        Some(pending) => (pending, Some(sum)),
+    };
+    let amax = neighbours.amax(&x, residual.as_ref(), &parameters);
+    try_norm(x, residual, parameters, amax)
 }
 
 /// Normalizes `x` for the layer `next`: computes the amax values with which it quantizes its input
@@ -331,23 +340,26 @@ impl LayerNorm {
     /// # Errors
     /// Same as [`try_layer_norm`](crate::functions::try_layer_norm).
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        self.try_forward_for(None, x)
+        try_norm_for(None, x, self.parameters())
     }
 
-    /// Version of [`try_forward`](Self::try_forward) before the layer `next`, which quantizes the
-    /// output: computes the amax values in the same pass.
-    pub(crate) fn try_forward_for<const D: usize>(
+    /// Adds the [pending term](ResidualStream) to the residual stream in the pass that normalizes
+    /// the sum, like [`RmsNorm::try_forward_stream`], between these layers.
+    pub(crate) fn try_forward_stream_for(
         &self,
-        next: Option<&Nvfp4Linear>,
-        x: Tensor<D>,
-    ) -> Result<Tensor<D>, Nvfp4Error> {
-        let parameters = NormParameters {
+        neighbours: Neighbours<'_>,
+        stream: ResidualStream,
+    ) -> Result<(Tensor<3>, Tensor<3>), Nvfp4Error> {
+        try_norm_stream(neighbours, stream, self.parameters())
+    }
+
+    fn parameters(&self) -> NormParameters {
+        NormParameters {
             norm: Norm::Layer,
             gamma: self.gamma.val(),
             beta: self.beta.as_ref().map(|beta| beta.val()),
             epsilon: self.epsilon,
-        };
-        try_norm_for(next, x, parameters)
+        }
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).

@@ -111,6 +111,10 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     #[fusion(meta = meta::segment_sum)]
     fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self>;
 
+    /// Sums the columns of `x` (`[rows, cols]`), `f32[cols]`; zeros if there are no rows.
+    #[fusion(meta = meta::column_sums)]
+    fn nvfp4_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Computes the gradients of [`nvfp4_moe_unpermute`](super::Nvfp4Ops::nvfp4_moe_unpermute),
     /// given that of its output (`[tokens, width]`), which has the dtype of `y`.
     #[fusion(meta = meta::moe_unpermute_backward)]
@@ -240,6 +244,10 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
 
     fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_segment_sum(x.into_primitive(), offsets))
+    }
+
+    fn nvfp4_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_column_sums(x.into_primitive()))
     }
 
     fn nvfp4_moe_unpermute_backward(

@@ -148,6 +148,10 @@ pub(super) fn segment_sum(x: &TensorSpec, offsets: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([offsets.shape[0] - 1, x.shape[1]]), DType::F32)
 }
 
+pub(super) fn column_sums(x: &TensorSpec) -> TensorSpec {
+    TensorSpec::new(Shape::new([x.shape[1]]), DType::F32)
+}
+
 pub(super) fn sum_rows(
     x: &TensorSpec,
     _weights: &MaybeTensorMetadata,

@@ -569,13 +569,9 @@ impl FinetuneRun {
         let base = self.config.model.as_path();
         let [model, adapter, base] = [model, adapter, base].map(|it| quoted(&it.to_string_lossy()));
         let nvfp4 = program();
-        let generate = match self.written.chat {
-            true => "talk to the model with",
-            false => "generate text with",
-        };
-        let prompt = match self.written.chat {
-            true => "--chat",
-            false => "--prompt TEXT",
+        let (generate, prompt) = match self.written.chat {
+            true => ("talk to the model with", "--chat"),
+            false => ("generate text with", "--prompt TEXT"),
         };
         if self.written.model {
             return vec![format!("{generate}: {nvfp4} generate {model} {prompt}")];

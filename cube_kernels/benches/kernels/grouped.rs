@@ -131,6 +131,9 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     section.time("sums of groups", bytes, |i| {
         moe::segment_sum(&client, inputs.get(i), &groups).unwrap();
     });
+    section.time("sums of columns", bytes, |i| {
+        moe::column_sums(&client, inputs.get(i)).unwrap();
+    });
     section.time("rows of no group cleared", 0.0, |i| {
         moe::zero_padding_rows(&client, inputs.get(i), &groups).unwrap();
     });

@@ -14,7 +14,10 @@ use super::{
         SortedKeysLaunch, choice_places_kernel, route_backward_kernel, route_kernel,
         route_sums_kernel,
     },
-    segments::{broadcast_group_values_kernel, segment_sum_kernel, zero_padding_rows_kernel},
+    segments::{
+        broadcast_group_values_kernel, part_sums_kernel, segment_sum_kernel,
+        zero_padding_rows_kernel,
+    },
     window::{ChoiceWindowLaunch, window_places_kernel},
 };
 use crate::{
@@ -65,6 +68,20 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             wide,
             b(BLOCKS),
             b(9),
+            b(BLOCKS),
+            ROWS,
+            COLS,
+            8,
+            kind,
+            elem
+        ));
+        all.push(instance!(
+            device,
+            part_sums_kernel,
+            &tag,
+            Expected::NONE,
+            wide,
+            b(BLOCKS),
             b(BLOCKS),
             ROWS,
             COLS,

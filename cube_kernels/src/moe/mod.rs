@@ -29,5 +29,5 @@ pub use router::{
     DeviceRouted, DeviceSortedChoices, route, route_backward, router_losses,
     router_losses_backward, sort_choices,
 };
-pub use segments::{broadcast_group_values, segment_sum, zero_padding_rows};
+pub use segments::{broadcast_group_values, column_sums, segment_sum, zero_padding_rows};
 pub use window::{DeviceChoiceWindow, sort_window};

@@ -1,5 +1,5 @@
-//! Helpers of grouped layers besides GEMMs: sums over the rows of each group, zeroing of the rows
-//! after the last group, and broadcast of per-group values to rows.
+//! Helpers of linear layers besides GEMMs: sums over the rows of a matrix or of each group, zeroing
+//! of the rows after the last group, and broadcast of per-group values to rows.
 
 use cubecl::{prelude::*, server::Handle};
 
@@ -15,6 +15,12 @@ use crate::{
 
 /// Partial sums per column: the rows of a group are distributed over them in turn.
 const LANES: usize = 8;
+
+/// Smallest number of rows of a part of [`column_sums`].
+const PART_ROWS: usize = 64;
+
+/// Largest number of parts of [`column_sums`].
+const PARTS: usize = 128;
 
 /// Sums the rows of each group, `count x cols` in `f32`: zeros for an empty group.
 ///
@@ -55,6 +61,51 @@ pub fn segment_sum(
         );
     }
     Ok(out)
+}
+
+/// Sums the columns of `x`: `1 x cols` in `f32`, zeros if there are no rows.
+///
+/// One sum per column would leave a GPU idle: the rows are split into up to 128 parts of equal
+/// length, at least 64 rows each; the last part may be shorter. The sum of each part, and then that
+/// of the parts, has the order of [`segment_sum`].
+///
+/// # Errors
+/// Returns an error if the buffer is smaller than its shape.
+pub fn column_sums(client: &Client, x: &Matrix) -> Result<Matrix, Nvfp4Error> {
+    x.check("x")?;
+    to_u32("rows", x.rows)?;
+    let parts = (x.rows / PART_ROWS).clamp(1, PARTS);
+    let sums = part_sums(client, x, parts);
+    Ok(match parts {
+        1 => sums,
+        _ => part_sums(client, &sums, 1),
+    })
+}
+
+/// Sums the rows of each of `parts` equal parts of `x`, `parts x cols` in `f32`.
+fn part_sums(client: &Client, x: &Matrix, parts: usize) -> Matrix {
+    let out = Matrix::empty(client, parts, x.cols, FloatKind::F32);
+    if out.is_empty() {
+        return out;
+    }
+    let (count, dim) = grid(client, out.len());
+    // SAFETY: the kernel stays below the sums and below the rows of `x`, whose buffer was checked.
+    unsafe {
+        part_sums_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            address_type(x.len().max(out.len())),
+            BufferArg::from_raw_parts(x.handle.clone(), x.len()),
+            BufferArg::from_raw_parts(out.handle.clone(), out.len()),
+            x.rows,
+            x.cols,
+            parts,
+            x.dtype,
+            x.dtype.storage_type(),
+        );
+    }
+    out
 }
 
 /// Writes zeros to the rows of `x` after the last group, which a grouped GEMM leaves unchanged.
@@ -151,32 +202,68 @@ pub fn segment_sum_kernel<F: Numeric>(
         let group = item / cols;
         let column = item - group * cols;
         let members = span(offsets, group, rows);
-        let mut sums = Array::<f32>::new(LANES);
-        #[unroll]
-        for lane in 0..LANES {
-            sums[lane] = 0.0f32;
-        }
-        let mut row = members.start;
-        while row < members.end {
-            #[unroll]
-            for lane in 0..LANES {
-                if row + lane < members.end {
-                    sums[lane] += load::<F>(x[(row + lane) * cols + column], kind);
-                }
-            }
-            row += comptime!(LANES);
-        }
-        #[unroll]
-        for stage in 0..3u32 {
-            let width = comptime!(LANES >> (stage + 1));
-            #[unroll]
-            for lane in 0..width {
-                sums[lane] += sums[comptime!(lane + width)];
-            }
-        }
-        out[item] = sums[0];
+        out[item] = sum_of_rows::<F>(x, members.start, members.end, column, cols, kind);
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
+}
+
+/// Each unit sums every `units`-th column of a part.
+#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
+pub fn part_sums_kernel<F: Numeric>(
+    x: &[F],
+    out: &mut [f32],
+    rows: usize,
+    cols: usize,
+    parts: usize,
+    #[comptime] kind: FloatKind,
+    #[define(F)] _storage: ElemType,
+) {
+    let len = (rows + parts - 1) / parts;
+    let mut item = ABSOLUTE_POS;
+    while item < parts * cols {
+        let part = item / cols;
+        let column = item - part * cols;
+        let first = part * len;
+        let end = min(first + len, rows);
+        out[item] = sum_of_rows::<F>(x, first, end, column, cols, kind);
+        item += CUBE_COUNT * CUBE_DIM as usize;
+    }
+}
+
+/// Sums the rows from `first` up to `end` of one column, in the order of [`segment_sum`].
+#[cube]
+fn sum_of_rows<F: Numeric>(
+    x: &[F],
+    first: usize,
+    end: usize,
+    column: usize,
+    cols: usize,
+    #[comptime] kind: FloatKind,
+) -> f32 {
+    let mut sums = Array::<f32>::new(LANES);
+    #[unroll]
+    for lane in 0..LANES {
+        sums[lane] = 0.0f32;
+    }
+    let mut row = first;
+    while row < end {
+        #[unroll]
+        for lane in 0..LANES {
+            if row + lane < end {
+                sums[lane] += load::<F>(x[(row + lane) * cols + column], kind);
+            }
+        }
+        row += comptime!(LANES);
+    }
+    #[unroll]
+    for stage in 0..3u32 {
+        let width = comptime!(LANES >> (stage + 1));
+        #[unroll]
+        for lane in 0..width {
+            sums[lane] += sums[comptime!(lane + width)];
+        }
+    }
+    sums[0]
 }
 
 /// Writes zeros from the end of the last group on.

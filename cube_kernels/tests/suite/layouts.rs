@@ -137,6 +137,64 @@ fn swizzle_groups_of_rows() {
     }
 }
 
+/// Adds values to eight partial sums in turn, then these in a tree.
+fn sum_of_rows(values: impl Iterator<Item = f32>) -> f32 {
+    let mut sums = [0f32; 8];
+    for (i, value) in values.enumerate() {
+        sums[i % 8] += value;
+    }
+    for width in [4, 2, 1] {
+        for lane in 0..width {
+            sums[lane] += sums[lane + width];
+        }
+    }
+    sums[0]
+}
+
+/// Checks the sum of each column: that of the sums of equal parts.
+fn check_column_sums<T: DeviceElement>(client: &Client) {
+    // One part, equal parts, and a shorter last part or empty last parts.
+    for (rows, cols) in [
+        (0, 3),
+        (1, 1),
+        (127, 5),
+        (128, 16),
+        (200, 3),
+        (64 * 128 + 1, 2),
+    ] {
+        let mut random = Generator::new(rows as u32);
+        let x = (0..rows * cols).map(|_| T::from_f32(random.normal()));
+        let x: Vec<T> = x.collect();
+        let matrix = upload(client, &x, rows, cols);
+        dirty_pool(client, cols * 4);
+        let found = moe::column_sums(client, &matrix).unwrap();
+        assert_eq!((found.rows, found.cols), (1, cols));
+        let found = read_matrix::<f32>(client, &found);
+        let parts = (rows / 64).clamp(1, 128);
+        let len = rows.div_ceil(parts);
+        for (column, found) in found.iter().enumerate() {
+            let part = |part: usize| {
+                let rows = (part * len).min(rows)..((part + 1) * len).min(rows);
+                sum_of_rows(rows.map(|row| x[row * cols + column].to_f32()))
+            };
+            let sum = match parts {
+                1 => part(0),
+                _ => sum_of_rows((0..parts).map(part)),
+            };
+            let what = format!("{rows} x {cols} {:?}: {column}", T::KIND);
+            assert_eq!(found.to_bits(), sum.to_bits(), "{what}");
+        }
+    }
+}
+
+#[test]
+fn sums_of_columns() {
+    let client = client!("sums_of_columns");
+    check_column_sums::<f32>(&client);
+    check_column_sums::<bf16>(&client);
+    check_column_sums::<f16>(&client);
+}
+
 /// Checks the sum of each group, in the order specified by [`moe::segment_sum`], and zeros after
 /// the last group.
 fn check_group_rows<T: DeviceElement>(client: &Client) {
@@ -155,17 +213,10 @@ fn check_group_rows<T: DeviceElement>(client: &Client) {
             let found = read_matrix::<f32>(client, &found);
             for (g, group) in offsets.windows(2).enumerate() {
                 for column in 0..cols {
-                    let mut sums = [0f32; 8];
-                    for (i, row) in (group[0] as usize..group[1] as usize).enumerate() {
-                        sums[i % 8] += x[row * cols + column].to_f32();
-                    }
-                    for width in [4, 2, 1] {
-                        for lane in 0..width {
-                            sums[lane] += sums[lane + width];
-                        }
-                    }
+                    let rows = group[0] as usize..group[1] as usize;
+                    let sum = sum_of_rows(rows.map(|row| x[row * cols + column].to_f32()));
                     let found = found[g * cols + column];
-                    assert_eq!(found.to_bits(), sums[0].to_bits(), "{what}: {g}, {column}");
+                    assert_eq!(found.to_bits(), sum.to_bits(), "{what}: {g}, {column}");
                 }
             }
             moe::zero_padding_rows(client, &matrix, &groups).unwrap();

@@ -19,12 +19,12 @@ use super::mxfp4::{Cast, cast};
 use super::options::QuantizeOptions;
 use super::plan::{Plan, layer_of};
 use super::report::{KeptLayer, LayerReport, PartReport, Quantized};
-use super::rules::{Rule, block_amax};
+use super::rules::{Rule, amax_of, block_amax};
 use super::smooth::{Smoother, Smoothing};
 use super::source::{Source, check_values};
-use super::stats::Calibration;
+use super::stats::{Calibration, InputStats};
 use super::weight_format::WeightFormat;
-use super::{Method, fp8, quantize_weight, sqnr, weighted_sqnr};
+use super::{fp8, quantize_weight, sqnr, weighted_sqnr};
 use crate::checkpoint::write_json;
 use crate::hf::{ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter};
 use crate::interchange::convert::{PROVENANCE, copy_companions, write_configs};
@@ -367,7 +367,7 @@ impl Quantization {
             let scaled = weights.iter();
             let scaled = scaled.map(|(module, _, values)| smooth.scaled(module, values));
             let scaled: Vec<_> = scaled.collect();
-            let amax = (scaled.iter()).fold(0.0f32, |amax, values| amax.max(block_amax(values)));
+            let amax = amax_of(scaled.iter().map(|values| &values[..]));
             let input_global = match (options.scheme, options.input_scale) {
                 (Scheme::W4a16, _) => None,
                 (Scheme::W4a4, Some(scale)) => Some(GlobalScale::Multiply(scale)),
@@ -390,12 +390,7 @@ impl Quantization {
                 if !inputs.is_empty() && stats.is_none() {
                     done.unseen.push((*module).clone());
                 }
-                // A layer that no token reached has no second moments, so it uses the search.
-                let method = match (options.method, stats) {
-                    (Method::Gptq, None) => Method::Search,
-                    (method, _) => method,
-                };
-                let kind = (options.dialect, method);
+                let kind = (options.dialect, options.method.with(stats));
                 let (weight, cast) = match casts.next() {
                     Some((weight, cast)) => (Ok(weight), Some(cast)),
                     None => (quantize_weight(scaled, shape, amax, kind, stats), None),
@@ -407,18 +402,9 @@ impl Quantization {
                 // Compare with the original weight: the smoothing scales are removed.
                 let mut quantized = weight.dequantize(options.dialect.arithmetic());
                 smooth.undo(module, &mut quantized);
-                done.layers.push(LayerReport {
-                    module: (*module).clone(),
-                    format: WeightFormat::Nvfp4,
-                    shape,
-                    bytes_before: tensor.stored_bytes(),
-                    bytes: weight.bytes(),
-                    amax: block_amax(values),
-                    sqnr: sqnr(values, &quantized),
-                    weighted_sqnr: read
-                        .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
-                    cast,
-                });
+                let made = (WeightFormat::Nvfp4, weight.bytes(), &quantized[..]);
+                let layer = layer_report(module, (tensor, values), made, read);
+                done.layers.push(LayerReport { cast, ..layer });
                 work.add(1);
             }
         }
@@ -435,7 +421,7 @@ impl Quantization {
     ) -> Result<()> {
         let options = &self.options;
         let format = fp8::format_for(options.dialect, options.scheme);
-        let amax = fp8::amax_of(weights.iter().map(|(_, _, values)| &values[..]));
+        let amax = amax_of(weights.iter().map(|(_, _, values)| &values[..]));
         let names: Vec<String> = weights.iter().map(|(name, ..)| (*name).clone()).collect();
         let input_scale = match format.inputs {
             Fp8Inputs::Static => Some(inputs.amax(&names, |_| None)? / e4m3::MAX),
@@ -451,21 +437,32 @@ impl Quantization {
             if !inputs.is_empty() && stats.is_none() {
                 done.unseen.push((*module).clone());
             }
-            let quantized = weight.dequantize();
-            done.layers.push(LayerReport {
-                module: (*module).clone(),
-                format: WeightFormat::Fp8,
-                shape,
-                bytes_before: tensor.stored_bytes(),
-                bytes: weight.bytes(),
-                amax: block_amax(values),
-                sqnr: sqnr(values, &quantized),
-                weighted_sqnr: stats
-                    .map(|stats| weighted_sqnr(values, &quantized, &stats.mean_squares())),
-                cast: None,
-            });
+            let made = (WeightFormat::Fp8, weight.bytes(), &weight.dequantize()[..]);
+            let layer = layer_report(module, (tensor, values), made, stats);
+            done.layers.push(layer);
         }
         Ok(())
+    }
+}
+
+/// Reports a weight, given its original tensor and values, and what it became: format, bytes and
+/// dequantized values.
+fn layer_report(
+    module: &str,
+    (tensor, values): (&StoredTensor<'_>, &[f32]),
+    (format, bytes, quantized): (WeightFormat, usize, &[f32]),
+    stats: Option<&InputStats>,
+) -> LayerReport {
+    LayerReport {
+        module: module.into(),
+        format,
+        shape: [tensor.shape[0], tensor.shape[1]],
+        bytes_before: tensor.stored_bytes(),
+        bytes,
+        amax: block_amax(values),
+        sqnr: sqnr(values, quantized),
+        weighted_sqnr: stats.map(|stats| weighted_sqnr(values, quantized, &stats.mean_squares())),
+        cast: None,
     }
 }
 

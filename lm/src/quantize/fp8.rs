@@ -11,7 +11,6 @@
 use anyhow::{Result, ensure};
 use nvfp4_formats::format::e4m3;
 
-use super::rules::block_amax;
 use crate::interchange::{Dialect, Fp8Format, Fp8Inputs, Fp8Scales, Fp8Weight, Scheme};
 
 /// Returns the format of layers in FP8 beside layers in NVFP4 of `scheme`.
@@ -76,24 +75,15 @@ pub fn quantize(
     })
 }
 
-/// Returns the largest magnitude of `weights`.
-pub(super) fn amax_of<'a>(weights: impl IntoIterator<Item = &'a [f32]>) -> f32 {
-    weights.into_iter().map(block_amax).fold(0.0, f32::max)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::rules::block_amax;
     use super::*;
 
     fn made(values: &[f32], shape: [usize; 2], scales: Fp8Scales) -> Fp8Weight {
         let inputs = Fp8Inputs::HighPrecision;
-        quantize(
-            values,
-            shape,
-            amax_of([values]),
-            Fp8Format { scales, inputs },
-        )
-        .unwrap()
+        let format = Fp8Format { scales, inputs };
+        quantize(values, shape, block_amax(values), format).unwrap()
     }
 
     /// Every E4M3 value with a scale of 1 is kept, and values between are rounded to even.

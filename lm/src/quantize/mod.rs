@@ -78,6 +78,15 @@ impl Method {
         }
     }
 
+    /// Returns the method for a layer with these input statistics. A layer that no token reached
+    /// has no second moments, so GPTQ becomes the search.
+    const fn with(self, stats: Option<&InputStats>) -> Self {
+        match (self, stats) {
+            (Self::Gptq, None) => Self::Search,
+            (method, _) => method,
+        }
+    }
+
     const fn choice(self) -> ScaleChoice {
         match self {
             Self::Rtn => ScaleChoice::Max,

@@ -156,6 +156,11 @@ pub(super) fn block_amax(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |amax, x| amax.max(x.abs()))
 }
 
+/// Returns the largest magnitude of all `weights`.
+pub(super) fn amax_of<'a>(weights: impl IntoIterator<Item = &'a [f32]>) -> f32 {
+    weights.into_iter().map(block_amax).fold(0.0, f32::max)
+}
+
 /// Returns an error unless `values` is a finite matrix `[n, k]` of whole blocks, and `amax` bounds
 /// it.
 pub(super) fn check_matrix(values: &[f32], [n, k]: [usize; 2], amax: f32) -> Result<()> {

@@ -10,11 +10,11 @@ use super::folder::{casts, copied_spec};
 use super::fp8;
 use super::inputs::Inputs;
 use super::options::QuantizeOptions;
-use super::rules::block_amax;
+use super::quantize_weight;
+use super::rules::amax_of;
 use super::source::Source;
 use super::stats::Calibration;
 use super::weight_format::WeightFormat;
-use super::{Method, quantize_weight};
 use crate::decoder::Decoder;
 use crate::decoder::replace::Weights;
 use crate::eval::{Windows, compare};
@@ -139,17 +139,13 @@ fn quantized(
         let tensor = source.tensors.get(&format!("{module}.weight"))?;
         weights.push((module, tensor, tensor.to_f32()?));
     }
-    let amax = weights.iter().map(|(_, _, values)| block_amax(values));
-    let amax = amax.fold(0.0f32, f32::max);
+    let amax = amax_of(weights.iter().map(|(_, _, values)| &values[..]));
     let mut casts = casts(&weights, dialect)?.into_iter();
     let mut found = Vec::new();
     for (module, tensor, values) in &weights {
         let shape = [tensor.shape[0], tensor.shape[1]];
         let stats = inputs.of(module);
-        let method = match (options.method, stats) {
-            (Method::Gptq, None) => Method::Search,
-            (method, _) => method,
-        };
+        let method = options.method.with(stats);
         let weight = match casts.next() {
             Some((weight, _)) => Ok(weight),
             None => quantize_weight(values, shape, amax, (dialect, method), stats),

@@ -9,7 +9,8 @@
 //! <!-- end -->
 //! ```
 //!
-//! The table of a shape has its recorded runs, `results/ladder/RUN.json`.
+//! The table of a shape has its recorded runs, `results/ladder/RUN.json`. Views refer to them as
+//! the file `ladder-SHAPE`, with a row per recipe at `seed SEED` and the unit `gap, %`.
 //!
 //! Text outside of these markers is not changed. A commit that a file names must be in the history.
 //! A dagger marks values whose code changed after the measurement.
@@ -25,6 +26,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
 
 use self::file::{FOLDER, Results};
 use self::history::History;
@@ -58,7 +60,8 @@ pub fn run(args: &Args) -> Result<()> {
         ensure!(args.check, "{why}; no table was written");
         println!("{why}; nothing is said about code that changed since");
     }
-    let files = with_marks(results, &root, history.as_ref())?;
+    let mut files = with_marks(results, &root, history.as_ref())?;
+    files.extend(ladder_files(&runs)?);
 
     let pages = pages(&root)?;
     let tables = Tables::new(files, views, runs, &pages)?;
@@ -238,6 +241,7 @@ impl Tables {
                     (name, views.contains_key(name), &mut view_homes)
                 } else if let Some(shape) = marker(line, LADDER) {
                     let exists = runs.iter().any(|run| run.shape == shape);
+                    homes.insert(ladder_file(shape), path.clone());
                     (shape, exists, &mut ladder_homes)
                 } else {
                     continue;
@@ -304,6 +308,44 @@ impl Tables {
     }
 }
 
+/// Returns the name by which views refer to the runs of `shape`.
+fn ladder_file(shape: &str) -> String {
+    format!("ladder-{shape}")
+}
+
+/// Returns the gaps of the recorded runs as results files, one per shape, for views.
+fn ladder_files(runs: &[Record]) -> Result<Files> {
+    let mut shapes: BTreeMap<&str, Vec<Value>> = BTreeMap::new();
+    for run in runs {
+        shapes.entry(&run.shape).or_default().push(json!({
+            "name": run.recipe,
+            "at": format!("seed {}", run.seed),
+            "gpu": run.gpu.as_ref().unwrap_or(&run.device),
+            "date": run.date,
+            "commit": run.commit,
+            "values": [ladder::gap(run, runs)],
+        }));
+    }
+    let files = shapes.into_iter().map(|(shape, rows)| {
+        let stale = vec![false; rows.len()];
+        let file = json!({
+            "title": format!("Runs of {shape}"),
+            "gpu": rows[0]["gpu"],
+            "date": rows[0]["date"],
+            "commit": rows[0]["commit"],
+            "command": "cargo xtask ladder next",
+            "about": [ladder::FOLDER],
+            "row": "recipe",
+            "units": [{"name": "gap, %", "digits": 2}],
+            "rows": rows,
+        });
+        let results = Results::parse(&file.to_string());
+        let results = results.with_context(|| format!("runs of {shape}"))?;
+        Ok((ladder_file(shape), (results, stale)))
+    });
+    files.collect()
+}
+
 /// Returns the table of the recorded runs of `shape`: loss, gap to bf16 with the same seed, speed.
 fn ladder_table(runs: &[Record], shape: &str) -> String {
     let heads = ["run", "loss", "gap, %", "tokens/s", "GPU", "date", "commit"];
@@ -325,7 +367,8 @@ fn ladder_table(runs: &[Record], shape: &str) -> String {
         ];
         table.push(cells.into(), false);
     }
-    table.render().trim_end().to_owned() + "\n"
+    let anchor = ladder_file(shape);
+    format!("<a id=\"{anchor}\"></a>\n\n{}\n", table.render().trim_end())
 }
 
 /// Returns the name in a line that begins a table.

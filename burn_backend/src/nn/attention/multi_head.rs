@@ -15,7 +15,7 @@ use crate::attention::{
     AttentionParams, MAX_HEAD, Sequences, try_attention, try_attention_qkv_with_amax,
 };
 use crate::functions::or_panic;
-use crate::nn::{Nvfp4Linear, Nvfp4LinearConfig, cast, checked_dropout, equal_parts};
+use crate::nn::{Nvfp4Linear, Nvfp4LinearConfig, cast, checked_dropout, drops, equal_parts};
 use crate::recipe::Nvfp4Recipe;
 use crate::validate;
 
@@ -358,9 +358,7 @@ impl MultiHeadAttention {
     /// Returns the reason why the kernels cannot compute the attention, if there is one.
     fn unsupported(&self, masks: &Masks, projected: &Projected) -> Option<&'static str> {
         let (Projected::Joined(x) | Projected::Separate([x, ..])) = projected;
-        let drops = self.dropout.prob > 0.0
-            && self.dropout.training.is_enabled()
-            && x.device().is_autodiff();
+        let drops = drops(&self.dropout, &x.device());
         let reasons = [
             (masks.pad.is_some(), "mask_pad"),
             (masks.attn.is_some(), "mask_attn"),

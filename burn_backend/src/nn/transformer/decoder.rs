@@ -9,10 +9,10 @@ use burn_nn::activation::ActivationConfig;
 use burn_nn::{Dropout, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
-use super::{add_sublayer, check_cache, sublayers};
+use super::{add_sublayer, check_cache, norm_between, sublayers};
 use crate::functions::or_panic;
 use crate::nn::attention::{Masks, MhaCache, MhaInput, MultiHeadAttention, Names, OutputCache};
-use crate::nn::{LayerNorm, Nvfp4FeedForward, checked_dropout};
+use crate::nn::{LayerNorm, Nvfp4FeedForward, ResidualStream, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of a [`TransformerDecoder`]; the fields and defaults of
@@ -193,8 +193,11 @@ impl TransformerDecoder {
     /// Returns an error if a shape, dtype or device does not fit.
     pub fn try_forward(&self, input: TransformerDecoderInput) -> Result<Tensor<3>, Nvfp4Error> {
         let mut layers = self.layers.iter();
-        let output = layers.try_fold(input, |input, layer| layer.try_forward(input))?;
-        Ok(output.target)
+        let stream = ResidualStream::from(input.target.clone());
+        let stream = layers.try_fold(stream, |stream, layer| {
+            layer.run(layer.checked(&input)?, stream, None)
+        })?;
+        Ok(stream.into_sum())
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
@@ -299,7 +302,9 @@ impl TransformerDecoderLayer {
         &self,
         input: TransformerDecoderInput,
     ) -> Result<TransformerDecoderInput, Nvfp4Error> {
-        let target = self.run(self.checked(&input)?, None)?;
+        let stream = input.target.clone().into();
+        let stream = self.run(self.checked(&input)?, stream, None)?;
+        let target = stream.into_sum();
         Ok(TransformerDecoderInput { target, ..input })
     }
 
@@ -322,8 +327,10 @@ impl TransformerDecoderLayer {
         let past = cache.output.past("target", &input.target)?;
         cache.cross_attn.check_keys(&of_memory)?;
         let inputs = [of_target.after(past, true), of_memory.after(past, false)];
+        let stream = inputs[0].query.clone().into();
         let caches = [&mut cache.self_attn, &mut cache.cross_attn];
-        let target = cache.output.append(self.run(inputs, Some(caches))?);
+        let next = self.run(inputs, stream, Some(caches))?;
+        let target = cache.output.append(next.into_sum());
         Ok(TransformerDecoderInput { target, ..input })
     }
 
@@ -354,31 +361,32 @@ impl TransformerDecoderLayer {
         Ok([of_target, of_memory])
     }
 
-    /// Computes the layer, for the positions of the inputs of self-attention and cross-attention.
-    /// `caches` are those of the attentions.
+    /// Applies the layer to the residual stream, whose shape the queries of the inputs of
+    /// self-attention and cross-attention have. `caches` are those of the attentions.
     fn run(
         &self,
         [of_target, of_memory]: [MhaInput; 2],
+        stream: ResidualStream,
         caches: Option<[&mut MhaCache; 2]>,
-    ) -> Result<Tensor<3>, Nvfp4Error> {
+    ) -> Result<ResidualStream, Nvfp4Error> {
         let residual = (&self.dropout, self.norm_first);
         let (own, cross) = caches.map(|[own, cross]| (own, cross)).unzip();
-        let x = of_target.query.clone();
-        let self_attention = (&self.norm_3, &self.self_attn.query);
-        let cross_attention = (&self.norm_1, &self.cross_attn.query);
-        let feed_forward = (&self.norm_2, &self.pwff.linear_inner);
-        let x = add_sublayer(residual, x, [self_attention, cross_attention], |query| {
-            let output = self.self_attn.run(of_target.with_query(query), own)?;
-            Ok(output.context)
+        let (self_attn, cross_attn, pwff) = (&self.self_attn, &self.cross_attn, &self.pwff);
+        // Around the self-attention are the feed-forwards of the layers before and after, which are
+        // like this one.
+        let self_attention = norm_between(&pwff.linear_outer, &self.norm_3, &self_attn.query);
+        let cross_attention = norm_between(&self_attn.output, &self.norm_1, &cross_attn.query);
+        let feed_forward = norm_between(&cross_attn.output, &self.norm_2, &pwff.linear_inner);
+        let norms = [self_attention, cross_attention];
+        let stream = add_sublayer(residual, stream, norms, |query| {
+            Ok(self_attn.run(of_target.with_query(query), own)?.context)
         })?;
-        let x = add_sublayer(residual, x, [cross_attention, feed_forward], |query| {
-            let output = self.cross_attn.run(of_memory.with_query(query), cross)?;
-            Ok(output.context)
+        let norms = [cross_attention, feed_forward];
+        let stream = add_sublayer(residual, stream, norms, |query| {
+            Ok(cross_attn.run(of_memory.with_query(query), cross)?.context)
         })?;
-        // After the last sublayer comes the attention of the next layer, which is like this one.
-        add_sublayer(residual, x, [feed_forward, self_attention], |x| {
-            self.pwff.try_forward(x)
-        })
+        let norms = [feed_forward, self_attention];
+        add_sublayer(residual, stream, norms, |x| pwff.try_forward(x))
     }
 }
 

@@ -9,10 +9,10 @@ use burn_nn::activation::ActivationConfig;
 use burn_nn::{Dropout, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
-use super::{add_sublayer, check_cache, sublayers};
+use super::{add_sublayer, check_cache, norm_between, sublayers};
 use crate::functions::or_panic;
 use crate::nn::attention::{Masks, MhaCache, MhaInput, MultiHeadAttention, OutputCache};
-use crate::nn::{LayerNorm, Nvfp4FeedForward, checked_dropout};
+use crate::nn::{LayerNorm, Nvfp4FeedForward, ResidualStream, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
 
 /// Configuration of a [`TransformerEncoder`]; the fields and defaults of
@@ -150,7 +150,11 @@ impl TransformerEncoder {
     pub fn try_forward(&self, input: TransformerEncoderInput) -> Result<Tensor<3>, Nvfp4Error> {
         let TransformerEncoderInput { tensor, masks } = input;
         let mut layers = self.layers.iter();
-        layers.try_fold(tensor, |x, layer| layer.forward_masked(x, masks.clone()))
+        let stream = layers.try_fold(tensor.into(), |stream: ResidualStream, layer| {
+            let input = layer.checked(stream.sum.clone(), masks.clone())?;
+            layer.run(input, stream, None)
+        })?;
+        Ok(stream.into_sum())
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
@@ -296,7 +300,8 @@ impl TransformerEncoderLayer {
     }
 
     fn forward_masked(&self, x: Tensor<3>, masks: Masks) -> Result<Tensor<3>, Nvfp4Error> {
-        self.run(self.checked(x, masks)?, None)
+        let input = self.checked(x.clone(), masks)?;
+        Ok(self.run(input, x.into(), None)?.into_sum())
     }
 
     fn forward_cached(
@@ -307,8 +312,10 @@ impl TransformerEncoderLayer {
     ) -> Result<Tensor<3>, Nvfp4Error> {
         let input = self.checked(x, masks)?;
         let past = cache.output.past("tensor", &input.query)?;
-        let next = self.run(input.after(past, true), Some(&mut cache.mha))?;
-        Ok(cache.output.append(next))
+        let input = input.after(past, true);
+        let stream = input.query.clone().into();
+        let next = self.run(input, stream, Some(&mut cache.mha))?;
+        Ok(cache.output.append(next.into_sum()))
     }
 
     /// Returns the input of the attention, without norm, or an error if the layer does not accept
@@ -323,18 +330,24 @@ impl TransformerEncoderLayer {
         Ok(input)
     }
 
-    /// Computes the layer, for the positions of `input`. `cache` is that of the attention.
-    fn run(&self, input: MhaInput, cache: Option<&mut MhaCache>) -> Result<Tensor<3>, Nvfp4Error> {
+    /// Applies the layer to the residual stream, whose shape and masks `input` has. `cache` is that
+    /// of the attention.
+    fn run(
+        &self,
+        input: MhaInput,
+        stream: ResidualStream,
+        cache: Option<&mut MhaCache>,
+    ) -> Result<ResidualStream, Nvfp4Error> {
         let residual = (&self.dropout, self.norm_first);
-        let attention = (&self.norm_2, &self.mha.query);
-        let feed_forward = (&self.norm_1, &self.pwff.linear_inner);
-        let x = input.query.clone();
-        let x = add_sublayer(residual, x, [attention, feed_forward], |query| {
-            let output = self.mha.run(input.with_query(query), cache)?;
-            Ok(output.context)
+        let (mha, pwff) = (&self.mha, &self.pwff);
+        // Around the attention are the feed-forwards of the layers before and after, which are like
+        // this one.
+        let attention = norm_between(&pwff.linear_outer, &self.norm_2, &mha.query);
+        let feed_forward = norm_between(&mha.output, &self.norm_1, &pwff.linear_inner);
+        let stream = add_sublayer(residual, stream, [attention, feed_forward], |query| {
+            Ok(mha.run(input.with_query(query), cache)?.context)
         })?;
-        // After the last sublayer comes the attention of the next layer, which is like this one.
-        add_sublayer(residual, x, [feed_forward, attention], |x| {
+        add_sublayer(residual, stream, [feed_forward, attention], |x| {
             self.pwff.try_forward(x)
         })
     }

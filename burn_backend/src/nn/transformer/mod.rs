@@ -32,7 +32,7 @@ use burn_core::tensor::Tensor;
 use burn_nn::Dropout;
 use nvfp4_formats::Nvfp4Error;
 
-use super::{LayerNorm, Nvfp4Linear};
+use super::{LayerNorm, Neighbours, Nvfp4Linear, ResidualStream};
 
 /// Returns the configurations of norms, attentions and feed-forward of a layer of `$config`, an
 /// encoder's or a decoder's, which have the same fields. Returns an error from the calling function
@@ -71,26 +71,43 @@ fn check_cache(found: usize, expected: usize) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// Norm of a transformer layer, and the linear layer that quantizes its output: the first one of
-/// the sublayer that follows the norm, wherever the norm is.
-type NormOf<'a> = (&'a LayerNorm, &'a Nvfp4Linear);
+/// Norm of a transformer layer with the linear layers around it, wherever the norm is: the last one
+/// of the sublayer before it and the first one of the sublayer after it.
+type NormOf<'a> = (&'a LayerNorm, Neighbours<'a>);
 
-/// Adds `sublayer` of `x` to `x`, with the norm `before` the sublayer if `norm_first`, otherwise
-/// with the norm `after` the addition.
+/// Returns a norm and its neighbours.
+fn norm_between<'a>(
+    before: &'a Nvfp4Linear,
+    norm: &'a LayerNorm,
+    next: &'a Nvfp4Linear,
+) -> NormOf<'a> {
+    let (before, next) = (Some(before), Some(next));
+    (norm, Neighbours { before, next })
+}
+
+/// Adds `sublayer` to the residual stream, with the norm `before` the sublayer if `norm_first`,
+/// otherwise with the norm `after` the addition. The norm adds what is pending in its own pass.
 fn add_sublayer(
     (dropout, norm_first): (&Dropout, bool),
-    x: Tensor<3>,
+    stream: ResidualStream,
     [before, after]: [NormOf<'_>; 2],
     sublayer: impl FnOnce(Tensor<3>) -> Result<Tensor<3>, Nvfp4Error>,
-) -> Result<Tensor<3>, Nvfp4Error> {
-    let normed = |(norm, next): NormOf<'_>, x| norm.try_forward_for(Some(next), x);
-    let input = match norm_first {
-        true => normed(before, x.clone())?,
-        false => x.clone(),
+) -> Result<ResidualStream, Nvfp4Error> {
+    let normed =
+        |(norm, neighbours): NormOf<'_>, stream| norm.try_forward_stream_for(neighbours, stream);
+    let add = |sum, output| ResidualStream {
+        sum,
+        pending: Some(dropout.forward(output)),
     };
-    let sum = x + dropout.forward(sublayer(input)?);
     match norm_first {
-        true => Ok(sum),
-        false => normed(after, sum),
+        true => {
+            let (sum, x) = normed(before, stream)?;
+            Ok(add(sum, sublayer(x)?))
+        }
+        false => {
+            let x = stream.into_sum();
+            let output = sublayer(x.clone())?;
+            Ok(normed(after, add(x, output))?.1.into())
+        }
     }
 }

@@ -211,8 +211,10 @@ mod tests {
             layer.weight = Param::from_data(weight.clone(), &device);
             let layer = ColumnParallelLinear::from_linear(layer, parallel).expect("it fits");
             let next = finds.then_some(&layer.linear);
-            let normed = norm.try_forward_for(next, x.clone()).expect("it fits");
-            let y = layer.forward(normed);
+            let neighbours = Neighbours { before: None, next };
+            let stream = x.clone().reshape([1, tokens, width]).into();
+            let (_, normed) = (norm.try_forward_stream_for(neighbours, stream)).expect("it fits");
+            let y = layer.forward(normed.reshape([tokens, width]));
             let grads = y.clone().powi_scalar(2).sum().backward();
             let of_weight = layer.linear.weight.val().grad(&grads).expect("a gradient");
             let of_x = x.grad(&grads).expect("a gradient");

@@ -93,6 +93,10 @@ impl Nvfp4KernelOps for CubeBackend {
         moe::segment_sum(x, offsets)
     }
 
+    fn nvfp4_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        moe::column_sums(x)
+    }
+
     fn nvfp4_sum_rows(
         x: FloatTensor<Self>,
         weights: MaybeTensor<Self>,

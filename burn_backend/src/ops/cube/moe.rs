@@ -27,6 +27,12 @@ pub(super) fn segment_sum(x: CubeTensor, offsets: CubeTensor) -> CubeTensor {
     result(&x.tensor, sums)
 }
 
+pub(super) fn column_sums(x: CubeTensor) -> CubeTensor {
+    let Source { tensor, matrix } = Source::new(x);
+    let sums = launched(moe::column_sums(&tensor.client, &matrix));
+    new_tensor(&tensor, sums.handle, Shape::new([sums.cols]), DType::F32)
+}
+
 pub(super) fn sum_rows(
     x: CubeTensor,
     weights: MaybeTensor<CubeBackend>,

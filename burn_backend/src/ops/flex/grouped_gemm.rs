@@ -60,15 +60,26 @@ pub(super) fn k_grouped(
 
 /// Sums the rows of each group.
 pub(super) fn segment_sum(x: FlexTensor, offsets: &FlexTensor) -> FlexTensor {
-    let (tokens, cols) = matrix(&x);
+    let (tokens, _) = matrix(&x);
     let x = Flex::float_cast(x, FloatDType::F32);
-    let sums = ranges(offsets, tokens).into_iter().map(|rows| {
-        if rows.is_empty() {
-            return FlexTensor::zeros(Shape::new([1, cols]), DType::F32);
-        }
-        Flex::float_sum_dim(rows_of(x.clone(), rows), 0)
-    });
+    let sums = ranges(offsets, tokens).into_iter();
+    let sums = sums.map(|rows| sum_of(rows_of(x.clone(), rows)));
     Flex::float_cat(sums.collect(), 0)
+}
+
+/// Sums the columns of `x`.
+pub(super) fn column_sums(x: FlexTensor) -> FlexTensor {
+    let (_, cols) = matrix(&x);
+    let sums = sum_of(Flex::float_cast(x, FloatDType::F32));
+    Flex::float_reshape(sums, Shape::new([cols]))
+}
+
+/// Sums the rows of `x` to one.
+fn sum_of(x: FlexTensor) -> FlexTensor {
+    match matrix(&x) {
+        (0, cols) => FlexTensor::zeros(Shape::new([1, cols]), DType::F32),
+        _ => Flex::float_sum_dim(x, 0),
+    }
 }
 
 /// Returns the number of output rows or columns of an operand.

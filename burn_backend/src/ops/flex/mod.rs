@@ -91,4 +91,8 @@ impl Nvfp4KernelOps for Flex {
     fn nvfp4_segment_sum(x: FloatTensor<Self>, offsets: IntTensor<Self>) -> FloatTensor<Self> {
         grouped_gemm::segment_sum(x, &offsets)
     }
+
+    fn nvfp4_column_sums(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        grouped_gemm::column_sums(x)
+    }
 }

@@ -12,7 +12,7 @@ mod saved;
 mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
-use burn_core::tensor::{FloatDType, Shape};
+use burn_core::tensor::FloatDType;
 use nvfp4_formats::{ScaleLayout, StoredForm, Usage};
 
 use super::context::Slot;
@@ -460,22 +460,9 @@ impl<B: Backend> RowGroups<B> {
 }
 
 /// Sums `dy` over the rows of each bias, in `f32`.
-///
-/// One sum per feature would leave a GPU idle, so the rows are summed in two steps: the first has
-/// up to 256 times as many sums.
 fn bias_grad<B: Nvfp4KernelOps>(dy: FloatTensor<B>, groups: &RowGroups<B>) -> FloatTensor<B> {
-    if let Some(offsets) = groups.offsets() {
-        return B::nvfp4_segment_sum(dy, offsets.clone());
+    match groups.offsets() {
+        Some(offsets) => B::nvfp4_segment_sum(dy, offsets.clone()),
+        None => B::nvfp4_column_sums(dy),
     }
-    let [rows, features] = [dy.shape()[0], dy.shape()[1]];
-    let dy = cast::<B>(dy, FloatDType::F32);
-    let parts = 1 << rows.trailing_zeros().min(8);
-    let sums = match rows {
-        0 => dy,
-        _ => {
-            let dy = B::float_reshape(dy, Shape::new([rows / parts, parts, features]));
-            B::float_reshape(B::float_sum_dim(dy, 0), Shape::new([parts, features]))
-        }
-    };
-    B::float_reshape(B::float_sum_dim(sums, 0), Shape::new([features]))
 }
