@@ -88,6 +88,7 @@ pub mod state;
 pub mod telemetry;
 
 mod layers;
+mod memory;
 mod parameterless;
 mod rng;
 mod survey;

@@ -185,6 +185,9 @@ pub struct LinearSpec {
     pub wgrad_dy: OperandSpec,
     /// Source of `dgrad_w` and `wgrad_x`.
     pub source: BackwardSource,
+    /// True to quantize the differences of `x` to the mean of its rows, and to multiply the mean in
+    /// high precision.
+    pub split_mean: bool,
 }
 
 /// Amax values of a matrix that is quantized along its rows and optionally along its columns.
@@ -302,6 +305,7 @@ impl LinearSpec {
             wgrad_x: transformed(Rounding::Nearest),
             wgrad_dy: transformed(wgrad),
             source: BackwardSource::Original,
+            split_mean: false,
         }
     }
 
@@ -316,6 +320,7 @@ impl LinearSpec {
             wgrad_x: plain,
             wgrad_dy: plain,
             source: BackwardSource::Original,
+            split_mean: false,
         }
     }
 
