@@ -49,6 +49,8 @@ pub enum TakenBy {
 
 /// Steps of one model: first ordinary steps, then a captured one, then replays.
 ///
+/// Dropping it before the capture gives the device back as it was.
+///
 /// All memory that the step reads or writes must stay alive at its address as long as this value:
 /// parameters and optimizer state are updated in place, and the batch is in tensors of
 /// [`copy_into`].
@@ -224,6 +226,10 @@ impl Drop for GraphSteps {
     fn drop(&mut self) {
         for layer in &self.layers {
             layer.state.unpin();
+        }
+        if self.graph.is_none() {
+            // Ends what `begin` prepared, whether or not a capture began.
+            let _ = Dispatch::graph_stop_capture(self.device.as_dispatch());
         }
         // Resets the offset in queue order; the tensor is dropped after the queue is drained.
         let offset = Dispatch::nvfp4_draw_at(self.offset.clone().into_dispatch(), false);

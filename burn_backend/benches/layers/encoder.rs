@@ -161,10 +161,14 @@ fn time<E: Encoder>(
     bench.release();
     let device = bench.device.clone();
     let x = bench.constant([size.batch, size.time, size.width], bench.activation());
-    let mut graph = is_graph.then(|| GraphSteps::begin(&model, &device).expect("a free device"));
+    let mut graph = None;
     let mut optimizer = AdamWConfig::default().try_init().expect("valid defaults");
     let mut model = Some(model);
     bench.time(setting, name, || {
+        if is_graph && graph.is_none() {
+            let model = model.as_ref().expect("each step puts it back");
+            graph = Some(GraphSteps::begin(model, &device).expect("a free device"));
+        }
         optimizer.begin_step(1e-4, &device).expect("a device");
         let mut step = || {
             let before = model.take().expect("each step puts it back");
