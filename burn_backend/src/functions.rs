@@ -278,16 +278,15 @@ pub fn matmul(
 ///
 /// # Errors
 /// Returns an error if the device has no implementation, devices differ, a dtype is not supported,
-/// a shape does not fit, `d_in` or `d_out` is not a positive multiple of 16, or no kernel supports
-/// the operands of `spec`.
+/// a shape does not fit, `d_in` or `d_out` is not a positive multiple of 16 while an operand is
+/// quantized, or no kernel supports the operands of `spec`.
 pub fn try_linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
     bias: Option<Tensor<1>>,
     spec: LinearSpec,
 ) -> Result<Tensor<D>, Nvfp4Error> {
-    validate::linear(&x, &weight, bias.as_ref())?;
-    spec.check()?;
+    check_linear(&x, &weight, bias.as_ref(), spec)?;
     Ok(linear_unchecked(
         x,
         weight,
@@ -305,6 +304,64 @@ pub fn linear<const D: usize>(
     spec: LinearSpec,
 ) -> Tensor<D> {
     or_panic("linear", try_linear(x, weight, bias, spec))
+}
+
+/// Returns an error if a linear layer with the operands of `spec` does not accept these tensors.
+fn check_linear<const D: usize>(
+    x: &Tensor<D>,
+    weight: &Tensor<2>,
+    bias: Option<&Tensor<1>>,
+    spec: LinearSpec,
+) -> Result<(), Nvfp4Error> {
+    validate::linear_tensors(x, weight, bias)?;
+    if spec.is_quantized() {
+        validate::weight_blocks("weight", weight)?;
+    }
+    spec.check()
+}
+
+/// Linear layer that is added to a matrix: `y = added + Q(x) Q(weight)`, differentiable by `added`,
+/// `x` and `weight`.
+///
+/// `added` is `[rows, d_out]`, `x` is `[rows, d_in]` in the dtype of `added`, and `weight` is
+/// `[d_in, d_out]`. The product is summed in `f32`, `added` is added to it in `f32`, and the sum is
+/// rounded once. If `added` is the output of another layer, it was rounded before: that sum of two
+/// layers is rounded twice.
+///
+/// The output has the memory of `added`, unless another tensor shares it, which costs a copy. The
+/// gradient of `added` is that of the output, without a copy.
+///
+/// # Errors
+/// Same as [`try_linear`]; also if `added` does not match.
+pub fn try_add_linear(
+    added: Tensor<2>,
+    x: Tensor<2>,
+    weight: Tensor<2>,
+    spec: LinearSpec,
+) -> Result<Tensor<2>, Nvfp4Error> {
+    check_linear(&x, &weight, None, spec)?;
+    validate::same_dtype(("x", x.dtype()), ("added", added.dtype()))?;
+    validate::same_device(("x", &x.device()), ("added", &added.device()))?;
+    let ([rows, _], [_, d_out]) = (x.dims(), weight.dims());
+    validate::shape("added", added.dims(), [rows, d_out], || {
+        "that of the product of `x` and `weight`".into()
+    })?;
+    Ok(Tensor::from_dispatch(Dispatch::nvfp4_add_linear(
+        added.into_dispatch(),
+        x.into_dispatch(),
+        weight.into_dispatch(),
+        spec,
+    )))
+}
+
+/// Panicking version of [`try_add_linear`].
+pub fn add_linear(
+    added: Tensor<2>,
+    x: Tensor<2>,
+    weight: Tensor<2>,
+    spec: LinearSpec,
+) -> Tensor<2> {
+    or_panic("add_linear", try_add_linear(added, x, weight, spec))
 }
 
 /// Runs the layer after [`validate::linear`].

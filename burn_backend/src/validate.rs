@@ -147,15 +147,26 @@ impl<const D: usize> Weight<D> for Tensor<D> {
     }
 }
 
-/// Returns an error if the tensors of a linear layer do not match.
+/// Returns an error if the tensors of a linear layer do not match, or the widths of its weight are
+/// not those of whole blocks.
 pub(crate) fn linear<const D: usize, W: Weight<2>, B: Weight<1>>(
+    x: &Tensor<D>,
+    weight: &W,
+    bias: Option<&B>,
+) -> Result<(), Nvfp4Error> {
+    linear_tensors(x, weight, bias)?;
+    weight_blocks("weight", weight)
+}
+
+/// Returns an error if the tensors of a linear layer do not match.
+pub(crate) fn linear_tensors<const D: usize, W: Weight<2>, B: Weight<1>>(
     x: &Tensor<D>,
     weight: &W,
     bias: Option<&B>,
 ) -> Result<(), Nvfp4Error> {
     const { assert!(D > 0, "the input needs at least one axis") };
     operand("x", x)?;
-    linear_parameters(&x.device(), ["weight", "bias"], weight, bias)?;
+    weight_and_bias(&x.device(), ["weight", "bias"], weight, bias)?;
     let [d_in, d_out] = weight.whole_dims();
     let dims = x.dims();
     if dims[D - 1] != d_in {
@@ -169,8 +180,27 @@ pub(crate) fn linear<const D: usize, W: Weight<2>, B: Weight<1>>(
 }
 
 /// Returns an error if the weight and bias of a linear layer, called `names`, do not match each
-/// other and an `x` on `device`.
+/// other and an `x` on `device`, or the widths of the weight are not those of whole blocks.
 pub(crate) fn linear_parameters<W: Weight<2>, B: Weight<1>>(
+    device: &Device,
+    names: [&'static str; 2],
+    weight: &W,
+    bias: Option<&B>,
+) -> Result<(), Nvfp4Error> {
+    weight_and_bias(device, names, weight, bias)?;
+    weight_blocks(names[0], weight)
+}
+
+/// Returns an error if a dimension of a weight is not a positive multiple of the block size.
+pub(crate) fn weight_blocks(name: &'static str, weight: &impl Weight<2>) -> Result<(), Nvfp4Error> {
+    let [d_in, d_out] = weight.whole_dims();
+    blocks(name, "d_in", d_in)?;
+    blocks(name, "d_out", d_out)
+}
+
+/// Returns an error if the weight and bias of a linear layer, called `names`, do not match each
+/// other and an `x` on `device`.
+fn weight_and_bias<W: Weight<2>, B: Weight<1>>(
     device: &Device,
     names: [&'static str; 2],
     weight: &W,
@@ -179,8 +209,6 @@ pub(crate) fn linear_parameters<W: Weight<2>, B: Weight<1>>(
     let [weight_name, bias_name] = names;
     held(device, weight_name, weight)?;
     let [d_in, d_out] = weight.whole_dims();
-    blocks(weight_name, "d_in", d_in)?;
-    blocks(weight_name, "d_out", d_out)?;
     if let Some(bias) = bias {
         held(device, bias_name, bias)?;
         let why = || format!("the d_out of the weight [{d_in}, {d_out}]");

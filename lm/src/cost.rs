@@ -5,10 +5,12 @@
 //! samples it; its memory, by polling; and each kernel launch, timed on the device. Memory and
 //! kernels are known only on CubeCL runtimes, which report them.
 
+use std::marker::PhantomData;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use burn::tensor::Device;
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
 use burn_nvfp4::telemetry::Telemetry;
 use serde::Serialize;
 
@@ -18,8 +20,32 @@ use crate::groups::ParallelGroups;
 use crate::memory::bytes::budget;
 use crate::model::LanguageModel;
 use crate::optim::Optimizer;
-use crate::train::bytes::{loss, step_input};
 use crate::train::rank::{Rank, Watched};
+use crate::train::{GraphInput, StepInput, bytes};
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub(crate) mod observe;
+
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+pub(crate) mod observe {
+    use burn::tensor::Device;
+
+    use super::Kernel;
+
+    pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<u64>, Vec<Kernel>) {
+        (None, Vec::new())
+    }
+
+    pub(crate) fn kept<T>(_: &Device, _: impl FnOnce() -> T) -> Option<u64> {
+        None
+    }
+
+    pub(crate) fn reserved(_: &Device) -> Option<u64> {
+        None
+    }
+
+    pub(crate) fn release(_: &Device) {}
+}
 
 /// Number of steps and rounds to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +58,27 @@ pub struct Effort {
     pub steps: usize,
 }
 
+impl Effort {
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    /// Returns an error that names a number that is zero.
+    pub(crate) fn check(self) -> Result<()> {
+        for (name, value) in [
+            ("warm", self.warm),
+            ("rounds", self.rounds),
+            ("steps", self.steps),
+        ] {
+            ensure!(value > 0, "{name} is 0, but it must be at least 1");
+        }
+        Ok(())
+    }
+}
+
 /// Cost of a training step with one recipe.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cost {
-    /// Bytes of text per step.
+    /// Tokens per step; bytes of text for models over bytes.
     pub tokens: usize,
     /// Seconds to build the model; weights are drawn on the host.
     pub built: f64,
@@ -210,7 +253,7 @@ impl Cost {
         Some(more / (every as f64 * self.median()))
     }
 
-    /// Returns the bytes of text per second.
+    /// Returns the [`tokens`](Self::tokens) per second.
     pub fn tokens_per_s(&self) -> f64 {
         self.tokens as f64 / self.median()
     }
@@ -255,20 +298,112 @@ pub fn measure<M: LanguageModel, T>(
     effort: Effort,
     lock: impl Fn(DeviceLock) -> Result<T>,
 ) -> Result<Cost> {
-    for (name, value) in [
-        ("warm", effort.warm),
-        ("rounds", effort.rounds),
-        ("steps", effort.steps),
-    ] {
-        ensure!(value > 0, "{name} is 0, but it must be at least 1");
-    }
+    effort.check()?;
     config.check()?;
     config.check_ranks(1)?;
     let budget = budget(config, recipe);
     budget.check(device)?;
-    budget.guard(device, || {
-        measure_steps::<M, T>(config, recipe, device, effort, lock)
-    })
+    let training = ByteTraining::<M> {
+        config,
+        recipe,
+        model: PhantomData,
+    };
+    budget.guard(device, || measure_steps(&training, device, effort, lock))
+}
+
+/// Training of bytes, of the model `M`.
+struct ByteTraining<'a, M> {
+    config: &'a RunConfig,
+    recipe: &'a RecipeName,
+    model: PhantomData<M>,
+}
+
+impl<M: LanguageModel> Training for ByteTraining<'_, M> {
+    type Model = M;
+    type Batch = bytes::Batch;
+
+    fn recipe(&self) -> &RecipeName {
+        self.recipe
+    }
+
+    fn tokens(&self) -> usize {
+        self.config.batch * self.config.model.context
+    }
+
+    fn lr(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn has_telemetry(&self) -> bool {
+        self.config.telemetry_every > 0
+    }
+
+    fn build(&self, device: &Device) -> Result<Rank<M, Self::Batch>> {
+        let config = self.config;
+        let model = M::build(config, self.recipe, device)?;
+        let model = M::part_of(model, config, &ParallelGroups::single())?;
+        let mut rank = Rank::new(device.clone(), model, Optimizer::new(config)?);
+        if config.uncaptured().is_none() {
+            rank.begin_graph()?;
+        }
+        Ok(rank)
+    }
+
+    fn input(&self, number: u64, device: &Device) -> Result<StepInput<Self::Batch>> {
+        let (config, context) = (self.config, self.config.model.context);
+        let batch = Batch::random(config.seed, number, config.batch, context);
+        Ok(bytes::step_input(batch, device))
+    }
+
+    fn loss(&self, model: &M, batch: &Self::Batch, scale: Option<&Tensor<1>>) -> Result<Tensor<1>> {
+        bytes::loss(model, batch, scale)
+    }
+}
+
+/// Training whose steps are measured.
+pub(crate) trait Training {
+    /// Model.
+    type Model: Module;
+    /// Tensors of one forward pass.
+    type Batch: GraphInput;
+
+    /// Returns the recipe, for messages.
+    fn recipe(&self) -> &RecipeName;
+
+    /// Returns the number of tokens per step.
+    fn tokens(&self) -> usize;
+
+    /// Returns the learning rate.
+    fn lr(&self) -> f64;
+
+    /// Returns true if steps that telemetry samples are measured, too.
+    fn has_telemetry(&self) -> bool {
+        false
+    }
+
+    /// Builds model and optimizer on `device`, an autodiff device. Their steps are captured as a
+    /// graph if those of a run are.
+    ///
+    /// # Errors
+    /// Returns an error if the configuration does not fit the device.
+    fn build(&self, device: &Device) -> Result<Rank<Self::Model, Self::Batch>>;
+
+    /// Returns the random input of step `number`.
+    ///
+    /// # Errors
+    /// Returns an error if the input does not fit the device.
+    fn input(&self, number: u64, device: &Device) -> Result<StepInput<Self::Batch>>;
+
+    /// Returns the loss of a batch, given the [scale](StepInput::scale) of its step.
+    ///
+    /// # Errors
+    /// Returns an error if a type or shape does not match.
+    fn loss(
+        &self,
+        model: &Self::Model,
+        batch: &Self::Batch,
+        scale: Option<&Tensor<1>>,
+    ) -> Result<Tensor<1>>;
 }
 
 /// Observer of a step.
@@ -279,37 +414,37 @@ enum Observer {
     Profiler,
 }
 
-fn measure_steps<M: LanguageModel, T>(
-    config: &RunConfig,
-    recipe: &RecipeName,
+/// Measures the steps of `training` on `device`, after the checks of [`Effort::check`]. `lock` is
+/// that of [`measure`].
+///
+/// # Errors
+/// Returns the errors of `training` and of `lock`. Also returns an error if a loss is not finite.
+pub(crate) fn measure_steps<S: Training, T>(
+    training: &S,
     device: &Device,
     effort: Effort,
     lock: impl Fn(DeviceLock) -> Result<T>,
 ) -> Result<Cost> {
     let shared = lock(DeviceLock::Shared)?;
     let started = Instant::now();
-    let model = M::build(config, recipe, &device.clone().autodiff())?;
-    let model = M::part_of(model, config, &ParallelGroups::single())?;
-    let built = started.elapsed().as_secs_f64();
-    let optimizer = Optimizer::new(config)?;
     let trained = device.clone().autodiff();
-    let mut rank = Rank::new(trained.clone(), model, optimizer);
-    if config.uncaptured().is_none() {
-        rank.begin_graph()?;
-    }
+    let mut rank = training.build(&trained)?;
+    let built = started.elapsed().as_secs_f64();
     let (mut number, mut sampled_operands) = (0, 0);
+    let loss = |model: &S::Model, batch: &S::Batch, scale: Option<&Tensor<1>>| {
+        training.loss(model, batch, scale)
+    };
     let mut take = |count: usize, observer: Observer| -> Result<(f64, Vec<f32>)> {
         let started = Instant::now();
         for _ in 0..count {
-            let batch = Batch::random(config.seed, number, config.batch, config.model.context);
+            let input = training.input(number, &trained)?;
             let telemetry =
                 (observer == Observer::Telemetry).then(|| Telemetry::start(rank.model()));
             let watched = match observer {
                 Observer::None => Watched::No,
                 Observer::Telemetry | Observer::Profiler => Watched::Yes,
             };
-            let input = step_input(batch, &trained);
-            rank.step(input, config.lr, watched, loss)?;
+            rank.step(input, training.lr(), watched, loss)?;
             if let Some(telemetry) = telemetry {
                 sampled_operands = telemetry.finish().len();
             }
@@ -321,7 +456,7 @@ fn measure_steps<M: LanguageModel, T>(
     };
     let started = Instant::now();
     take(effort.warm, Observer::None)?;
-    let has_telemetry = config.telemetry_every > 0;
+    let has_telemetry = training.has_telemetry();
     if has_telemetry {
         take(1, Observer::Telemetry)?;
     }
@@ -334,7 +469,8 @@ fn measure_steps<M: LanguageModel, T>(
             let (each, losses) = take(effort.steps, observer)?;
             ensure!(
                 losses.iter().all(|loss| loss.is_finite()),
-                "the {recipe} loss is {losses:?} on random bytes: try a lower --lr"
+                "the {} loss is {losses:?} on random tokens: try a lower --lr",
+                training.recipe()
             );
             seconds.push(each);
         }
@@ -354,9 +490,8 @@ fn measure_steps<M: LanguageModel, T>(
     });
     observed?;
     let kept = observe::kept(device, || {
-        let batch = Batch::random(config.seed, number, config.batch, config.model.context);
-        let (inputs, targets) = batch.tensors(&trained);
-        rank.model().training_loss(inputs, targets)
+        let input = training.input(number, &trained)?;
+        training.loss(rank.model(), &input.batches[0], input.scale().as_ref())
     });
     let memory = peak.zip(reserved).zip(kept);
     let memory = memory.map(|((peak, reserved), kept)| Memory {
@@ -365,7 +500,7 @@ fn measure_steps<M: LanguageModel, T>(
         kept,
     });
     Ok(Cost {
-        tokens: config.batch * config.model.context,
+        tokens: training.tokens(),
         built,
         warmed,
         seconds,
@@ -379,137 +514,6 @@ fn measure_steps<M: LanguageModel, T>(
 /// Returns unused memory to the device, so that every measurement starts from the same state.
 pub fn release(device: &Device) {
     observe::release(device);
-}
-
-#[cfg(not(any(feature = "cpu", feature = "cuda")))]
-pub(crate) mod observe {
-    use burn::tensor::Device;
-
-    use super::Kernel;
-
-    pub(crate) fn step(_: &Device, _: impl FnMut()) -> (Option<u64>, Vec<Kernel>) {
-        (None, Vec::new())
-    }
-
-    pub(crate) fn kept<T>(_: &Device, _: impl FnOnce() -> T) -> Option<u64> {
-        None
-    }
-
-    pub(crate) fn reserved(_: &Device) -> Option<u64> {
-        None
-    }
-
-    pub(crate) fn release(_: &Device) {}
-}
-
-/// Reads memory and launches from CubeCL.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-pub(crate) mod observe {
-    use std::collections::BTreeMap;
-    use std::sync::{Arc, Mutex};
-
-    use burn::tensor::Device;
-    use nvfp4_kernels::cubecl::future::block_on;
-    use nvfp4_kernels::cubecl::logging::{
-        Duration, LaunchObservation, LaunchObserver, ProfileDuration, TimingMethod, TimingRequest,
-    };
-
-    use super::{Kernel, KernelClass};
-    use crate::memory::{client, peak_of, usage};
-
-    pub(crate) fn release(device: &Device) {
-        if let Some(client) = client(device) {
-            // Memory that stays reserved after an error is only released later.
-            let _ = device.sync();
-            let _ = client.memory_cleanup();
-        }
-    }
-
-    /// Measures the peak of all tensors, in bytes, in one step, and the kernels of another.
-    pub(crate) fn step(device: &Device, mut step: impl FnMut()) -> (Option<u64>, Vec<Kernel>) {
-        if client(device).is_none() {
-            return (None, Vec::new());
-        }
-        let ((), peak) = peak_of(device, &mut step);
-        let watch = Arc::new(Watch::default());
-        let observation = LaunchObservation::new(watch.clone());
-        step();
-        drop(observation);
-        (peak, watch.kernels())
-    }
-
-    /// Returns the bytes that the memory pools hold.
-    pub(crate) fn reserved(device: &Device) -> Option<u64> {
-        let client = client(device)?;
-        Some(usage(&client).bytes_reserved)
-    }
-
-    /// Measures the memory that the result of `make` keeps in use.
-    pub(crate) fn kept<T>(device: &Device, make: impl FnOnce() -> T) -> Option<u64> {
-        let client = client(device)?;
-        let in_use = || {
-            let _ = device.sync();
-            usage(&client).bytes_in_use
-        };
-        let before = in_use();
-        let _made = make();
-        Some(in_use().saturating_sub(before))
-    }
-
-    /// Stores the profile of every launch without reading it, so that kernels run undisturbed.
-    #[derive(Default)]
-    struct Watch {
-        unread: Mutex<Vec<(&'static str, ProfileDuration)>>,
-        /// Profiles that an enabled profiling logger has already read.
-        read: Mutex<Vec<(&'static str, Duration)>>,
-    }
-
-    impl LaunchObserver for Watch {
-        fn launched(&self, _kernel: &'static str) {}
-
-        fn timing(&self) -> TimingRequest {
-            TimingRequest::Deferred
-        }
-
-        fn profiled(&self, kernel: &'static str, profile: ProfileDuration) {
-            let mut unread = self.unread.lock().expect("no panic while it is held");
-            unread.push((kernel, profile));
-        }
-
-        fn timed(&self, kernel: &'static str, duration: Duration, _method: TimingMethod) {
-            let mut read = self.read.lock().expect("no panic while it is held");
-            read.push((kernel, duration));
-        }
-    }
-
-    impl Watch {
-        /// Returns the measured kernels, most expensive first. Waits for the device.
-        fn kernels(&self) -> Vec<Kernel> {
-            let unread = std::mem::take(&mut *self.unread.lock().expect("nobody panics"));
-            let read = std::mem::take(&mut *self.read.lock().expect("nobody panics"));
-            let resolved = unread.into_iter().filter_map(|(kernel, profile)| {
-                let ticks = block_on(profile.resolve())?;
-                Some((kernel, ticks.duration()))
-            });
-            let mut all: BTreeMap<&str, (usize, f64)> = BTreeMap::new();
-            for (kernel, duration) in resolved.chain(read) {
-                let (launches, seconds) = all.entry(kernel).or_default();
-                *launches += 1;
-                *seconds += duration.as_secs_f64();
-            }
-            let mut kernels: Vec<Kernel> = all
-                .into_iter()
-                .map(|(name, (launches, seconds))| Kernel {
-                    name: name.into(),
-                    class: KernelClass::of(name),
-                    launches,
-                    seconds,
-                })
-                .collect();
-            kernels.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
-            kernels
-        }
-    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::capture::copy_into;
 use crate::cost::{Kernel, observe};
-use crate::decoder::{DecodeSteps, Decoder, HeadPrecision, KvCache, KvPrecision};
+use crate::decoder::{DecodeSteps, Decoder, FrozenForm, HeadPrecision, KvCache, KvPrecision};
 use crate::hf::DecoderConfig;
 
 /// Shape of a model.
@@ -143,7 +143,8 @@ pub fn measure(
     ] {
         ensure!(value > 0, "{name} is 0, but must be at least 1");
     }
-    let model = Decoder::random_packed(&shape.config()?, device, dtype, 0)?.with_head(head)?;
+    let form = FrozenForm::W4a16;
+    let model = Decoder::random(&shape.config()?, device, dtype, form, 0)?.with_head(head)?;
     let wait = || -> Result<()> {
         device
             .sync()

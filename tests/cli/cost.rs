@@ -1,5 +1,7 @@
 //! Tests of the measurement of training steps.
 
+use std::path::Path;
+
 use nvfp4::Nvfp4Recipe;
 
 use crate::support::*;
@@ -95,6 +97,46 @@ fn measurements_take_turns() {
     assert!(!waiting.is_finished());
     lock.unlock().unwrap();
     assert!(waiting.join().unwrap().contains("f32"));
+}
+
+/// A step of finetuning is measured from `config.json` alone, with and without adapters.
+#[test]
+fn the_cost_of_finetuning_needs_only_the_configuration() {
+    let model = folder("finetune-cost");
+    std::fs::create_dir_all(&model).unwrap();
+    let config = Path::new(&golden("llama3-tiny")).join("config.json");
+    std::fs::copy(config, model.join("config.json")).unwrap();
+    let out = model.join("cost.json");
+    let [model, file] = [&model, &out].map(|path| path.to_str().unwrap());
+    let run = "dev finetune-cost --device flex --batch 2 --context 16 --rounds 2 --round-steps 1 \
+               --warm 1";
+    for (options, says) in [
+        (
+            "--recipes bf16,nvidia",
+            "nvidia, all parameters, 2 x 16 tokens",
+        ),
+        ("--lora 4", "bf16, adapters of rank 4 beside high weights"),
+        ("--lora 4 --frozen w4a16", "beside w4a16 weights"),
+        ("--lora 4 --frozen w4a4", "beside w4a4 weights"),
+    ] {
+        let said = succeeds(nvfp4(&format!("{run} {options}"), &[model, "--out", file]));
+        assert!(said.contains(says), "{options}: {said}");
+        let figures = json(&out);
+        for result in figures["results"].as_array().unwrap() {
+            assert_eq!(result["tokens"], 32);
+            assert_eq!(result["seconds"].as_array().unwrap().len(), 2);
+        }
+    }
+    let refused = |options: &str, says: &[&str]| {
+        fails(nvfp4(&format!("{run} {options}"), &[model]), says);
+    };
+    refused("--frozen w4a16", &["--lora"]);
+    refused("--lora 0", &["lora is 0", "at least 1"]);
+    refused("--context 100000", &["context", "100000"]);
+    refused(
+        "--lora 4 --frozen w4a16 --recipes nvidia",
+        &["frozen is w4a16"],
+    );
 }
 
 /// The file reports the bytes of each head precision.

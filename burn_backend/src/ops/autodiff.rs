@@ -1,4 +1,5 @@
 //! Backwards of [`nvfp4_linear`](Nvfp4Ops::nvfp4_linear),
+//! [`nvfp4_add_linear`](Nvfp4Ops::nvfp4_add_linear),
 //! [`nvfp4_moe_permute`](Nvfp4Ops::nvfp4_moe_permute) and
 //! [`nvfp4_moe_unpermute`](Nvfp4Ops::nvfp4_moe_unpermute).
 
@@ -16,7 +17,7 @@ use super::dtype::cast;
 use super::feed_forward;
 use super::gradients::register;
 use super::kernels::inner_groups;
-use super::linear::{LinearRequest, RequiresGrad, SavedForBackward};
+use super::linear::{self, LinearRequest, RequiresGrad, SavedForBackward};
 use super::operands::QuantSource;
 use super::{
     FeedForwardSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named, Nvfp4KernelOps,
@@ -60,6 +61,26 @@ impl<B: Nvfp4KernelOps> Backward<B, 3> for LinearBias {
         let found = ops.state.backward(dy);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 3>(nodes, [found.x, found.w, found.bias], grads);
+    }
+}
+
+/// Backward of a linear layer that is added to a matrix: parents `[added, x, w]`.
+#[derive(Debug)]
+struct AddLinear;
+
+impl<B: Nvfp4KernelOps> Backward<B, 3> for AddLinear {
+    type State = SavedForBackward<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 3>,
+        grads: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let dy = grads.consume::<B>(&ops.node);
+        let found = ops.state.backward(QuantSource::Matrix(dy.clone()));
+        let nodes = ops.parents.map(|node| node.map(|node| node.id));
+        register::<B, 3>(nodes, [Some(dy), found.x, found.w], grads);
     }
 }
 
@@ -169,6 +190,28 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
                     OpsKind::UnTracked(prep) => prep.finish(y),
                 }
             }
+        }
+    }
+
+    fn nvfp4_add_linear(
+        added: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        spec: LinearSpec,
+    ) -> FloatTensor<Self> {
+        let requires_grad = RequiresGrad {
+            x: x.is_tracked(),
+            w: w.is_tracked(),
+            bias: None,
+        };
+        let (added, added_node) = added.into_parts();
+        let (x, x_node) = x.into_parts();
+        let (w, w_node) = w.into_parts();
+        let step = AddLinear.prepare::<C>([added_node, x_node, w_node]);
+        let (y, saved) = linear::add::<B>(added, [x, w], spec, requires_grad);
+        match step.compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(saved, y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
         }
     }
 

@@ -98,6 +98,16 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 
+    /// Computes `added` plus the dense GEMM of two operands, summed in `f32` and rounded once to the
+    /// dtype of `added`. The result has the memory of `added`, which is copied first if another
+    /// tensor shares it. Otherwise like [`nvfp4_gemm`](Self::nvfp4_gemm).
+    #[fusion(meta = meta::add_gemm)]
+    fn nvfp4_add_gemm(
+        added: FloatTensor<Self>,
+        #[extension_type] a: Operand<Self>,
+        #[extension_type] b: Operand<Self>,
+    ) -> FloatTensor<Self>;
+
     /// Returns, for each of `rows` rows, the value of its group from `values`, `f32[groups]`; 0 for
     /// rows of no group.
     #[fusion(meta = meta::broadcast_group_values)]
@@ -231,6 +241,15 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
             },
         };
         Self::from_inner(B::nvfp4_gemm(a, b, bias, groups, dtype))
+    }
+
+    fn nvfp4_add_gemm(
+        added: FloatTensor<Self>,
+        a: Operand<Self>,
+        b: Operand<Self>,
+    ) -> FloatTensor<Self> {
+        let (a, b) = (inner_operand(a), inner_operand(b));
+        Self::from_inner(B::nvfp4_add_gemm(added.into_primitive(), a, b))
     }
 
     fn nvfp4_broadcast_group_values(

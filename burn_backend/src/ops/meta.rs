@@ -136,6 +136,14 @@ pub(super) fn gemm(
     TensorSpec::new(shape, (*dtype).into())
 }
 
+pub(super) fn add_gemm(
+    added: &TensorSpec,
+    _a: &OperandMetadata,
+    _b: &OperandMetadata,
+) -> TensorSpec {
+    TensorSpec::new(added.shape.clone(), added.dtype)
+}
+
 pub(super) fn broadcast_group_values(
     _values: &TensorSpec,
     _offsets: &TensorSpec,

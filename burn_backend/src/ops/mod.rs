@@ -112,6 +112,21 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
         linear::infer::<Self>(x, params, &groups, (&spec, &context))
     }
 
+    /// Computes `added + x w` for `added` (`[m, d_out]`) in the dtype of `x`, otherwise like
+    /// [`nvfp4_linear`](Self::nvfp4_linear) without a bias. The sum is that of
+    /// [`nvfp4_add_gemm`](Nvfp4KernelOps::nvfp4_add_gemm).
+    ///
+    /// `Autodiff` overrides it: the gradient of `added` is that of the output, not a copy of it.
+    #[fusion(default)]
+    fn nvfp4_add_linear(
+        added: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        spec: LinearSpec,
+    ) -> FloatTensor<Self> {
+        linear::add::<Self>(added, [x, w], spec, linear::RequiresGrad::NONE).0
+    }
+
     /// Computes `activation(x w_in + bias_in) w_out + bias_out`, each linear layer as by
     /// [`nvfp4_linear`](Self::nvfp4_linear) with its part of `spec`.
     ///

@@ -241,6 +241,12 @@ impl LinearSpec {
         ]
     }
 
+    /// Returns true if an operand is quantized.
+    pub(crate) fn is_quantized(mut self) -> bool {
+        let mut operands = self.operands().into_iter();
+        operands.any(|spec| *spec != OperandSpec::HighPrecision)
+    }
+
     /// Returns true if a part of the random offsets is in device memory: in the steps of a graph,
     /// including those before its capture.
     pub(crate) fn has_offset_in_memory(mut self) -> bool {

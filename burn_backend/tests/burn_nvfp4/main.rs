@@ -4,6 +4,7 @@
 //! on it, with a message, and run only on Flex.
 
 mod accuracy;
+mod add_linear;
 mod attention;
 mod block;
 #[cfg(any(feature = "cpu", feature = "cuda"))]

@@ -2,6 +2,7 @@
 
 mod cost;
 mod decode_cost;
+mod finetune_cost;
 mod measure;
 mod name;
 mod oracle;
@@ -32,6 +33,8 @@ enum Task {
     /// Benchmark prefill and decoding with packed weights: time, kernels, share of the memory
     /// bandwidth
     DecodeCost(Box<decode_cost::CostOfDecoding>),
+    /// Benchmark a step of finetuning with random weights: time, memory and kernels
+    FinetuneCost(Box<finetune_cost::CostOfFinetuning>),
     /// Compare undocumented device behaviour with the CPU oracle
     Oracle(oracle::Oracle),
     /// Launch many short multi-rank runs, kill ranks in some of them, and compare the results
@@ -50,6 +53,7 @@ impl Dev {
         match self.task {
             Task::Cost(cost) => alone("cost", || cost.run().map(done)),
             Task::DecodeCost(cost) => alone("decode-cost", || cost.run().map(done)),
+            Task::FinetuneCost(cost) => alone("finetune-cost", || cost.run().map(done)),
             Task::Oracle(oracle) => alone("oracle", || oracle.run().map(done)),
             Task::Soak(soak) => alone("soak", || soak.run()),
             Task::Study(study) => alone("study", || study.run()),

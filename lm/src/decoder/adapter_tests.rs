@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::checkpoint::write_json;
-use crate::hf::{Dtype, TensorWriter, WHOLE_FILE};
+use crate::hf::{Dtype, StoredTensor, TensorFolder, TensorWriter, WHOLE_FILE};
 use crate::random::normal;
 use nvfp4_test_support::{Scratch, golden};
 
@@ -23,6 +23,11 @@ struct Made {
 
 /// Returns adapters of rank 4 for two fused modules and one that is not, of `llama3-tiny`.
 fn adapters() -> Made {
+    adapters_of(4)
+}
+
+/// Returns such adapters of rank `rank`.
+fn adapters_of(rank: usize) -> Made {
     let modules = [
         ("model.layers.0.self_attn.q_proj", 96, 96),
         ("model.layers.1.self_attn.v_proj", 96, 32),
@@ -31,13 +36,13 @@ fn adapters() -> Made {
     let mut tensors = BTreeMap::new();
     for (module, d_in, outputs) in modules {
         let name = |part: &str| format!("base_model.model.{module}.{part}.weight");
-        tensors.insert(name("lora_A"), vec![4, d_in]);
-        tensors.insert(name("lora_B"), vec![outputs, 4]);
+        tensors.insert(name("lora_A"), vec![rank, d_in]);
+        tensors.insert(name("lora_B"), vec![outputs, rank]);
     }
     // As PEFT writes it, with the fields of all its methods.
     let json = json!({
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "some/model",
-        "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "r": rank, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
         "lora_dropout": 0.05, "bias": "none", "fan_in_fan_out": false, "use_dora": false,
         "use_rslora": false, "init_lora_weights": true, "rank_pattern": {}, "alpha_pattern": {},
         "modules_to_save": null, "megatron_core": "megatron.core", "loftq_config": {},
@@ -107,6 +112,92 @@ fn adapters_are_applied_beside_weights() {
         assert_eq!(texts.unwrap()[0].len(), 3);
         let error = model.with_adapter(&adapter).unwrap_err();
         assert!(format!("{error:#}").contains("adapters already"), "{error}");
+    }
+}
+
+/// Returns the values of all tensors of a folder of adapters, by name.
+fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
+    let tensors = TensorFolder::open_file(&folder.join("adapter_model.safetensors")).unwrap();
+    let read = |tensor: StoredTensor<'_>| (tensor.shape.to_vec(), tensor.to_f32().unwrap());
+    let all = tensors.iter();
+    all.map(|tensor| (tensor.name.to_owned(), read(tensor)))
+        .collect()
+}
+
+/// A folder that is read and written again has the same tensors, for any rank, also if a module
+/// between others has no adapter.
+#[test]
+fn folders_are_written_as_they_were_read() {
+    let device = Device::flex();
+    for rank in [1, 4, 16] {
+        let folder = Scratch::new(&format!("adapter-again-{rank}"));
+        let mut made = adapters_of(rank);
+        for part in ["lora_A", "lora_B"] {
+            let name = |module: &str| format!("base_model.model.{module}.{part}.weight");
+            let (q, v) = (
+                "model.layers.0.self_attn.q_proj",
+                "model.layers.0.self_attn.v_proj",
+            );
+            let mut shape = made.tensors[&name(q)].clone();
+            if part == "lora_B" {
+                shape[0] = 32;
+            }
+            made.tensors.insert(name(v), shape);
+        }
+        made.write(&folder);
+        let model = Decoder::load(&golden("llama3-tiny"), &device, FloatDType::F32).unwrap();
+        let adapter = AdapterFolder::read(&folder).unwrap();
+        let model = model.with_adapter(&adapter).unwrap();
+        let lora = LoraConfig {
+            rank,
+            alpha: 6.0,
+            targets: ".".into(),
+        };
+        let out = folder.join("again");
+        model
+            .save_adapter(&out, &lora, Path::new("some/model"))
+            .unwrap();
+        assert_eq!(tensors(&out), tensors(&folder), "rank {rank}");
+        let again = AdapterFolder::read(&out).unwrap();
+        let base = Decoder::load(&golden("llama3-tiny"), &device, FloatDType::F32).unwrap();
+        let again = base.with_adapter(&again).unwrap();
+        assert_eq!(logits(&again), logits(&model), "rank {rank}");
+    }
+}
+
+/// The initial A of a module depends on its name, not on its projection; B is 0.
+#[test]
+fn initial_adapters_are_those_of_their_modules() {
+    let folder = Scratch::new("adapter-initial");
+    for rank in [1, 4, 16] {
+        let device = Device::flex().autodiff();
+        let model = Decoder::load(&golden("llama3-tiny"), &device, FloatDType::F32).unwrap();
+        let recipe = burn_nvfp4::Nvfp4Recipe::bf16();
+        let model = model.into_training(&recipe, FloatDType::F32).unwrap();
+        let lora = LoraConfig {
+            rank,
+            alpha: 8.0,
+            targets: r"\.(q|v|up|down)_proj$".into(),
+        };
+        let model = model.into_lora(&lora, 7).unwrap().valid();
+        let out = folder.join(rank.to_string());
+        model.save_adapter(&out, &lora, Path::new("base")).unwrap();
+        let found = tensors(&out);
+        assert_eq!(found.len(), 2 * 2 * 4);
+        for (name, (shape, values)) in found {
+            if name.contains("lora_B") {
+                assert!(values.iter().all(|value| value.to_bits() == 0), "{name}");
+                continue;
+            }
+            let module = name.strip_prefix("base_model.model.").unwrap();
+            let module = module.strip_suffix(".lora_A.weight").unwrap();
+            let d_in = shape[1];
+            let expected = normal(7, module, d_in * rank, (3.0 * d_in as f64).powf(-0.5));
+            for (at, value) in values.iter().enumerate() {
+                let (row, column) = (at / d_in, at % d_in);
+                assert_eq!(*value, expected[column * rank + row], "{name}, {at}");
+            }
+        }
     }
 }
 

@@ -5,14 +5,14 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::module::{Module, Param};
+use burn::module::Module;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use regex::Regex;
 use serde_json::json;
 
 use super::Decoder;
 use super::adapter_folder::{AdapterFolder, PARTS, TENSORS, tensor_name};
-use super::lora::{Adapter, FrozenBase, LoraConfig, LoraProjection};
+use super::lora::{AdaptedModule, Adapter, FrozenBase, LoraConfig, LoraProjection};
 use super::names::{self, Part, Site};
 use super::projection::Projection;
 use crate::checkpoint::write_json;
@@ -80,16 +80,15 @@ impl Decoder {
                 for Part { name, outputs } in parts {
                     if let Some(found) = left.remove(&*name) {
                         let [a, b] = found.values([d_in, outputs]).with_context(context)?;
-                        let param = |values: Vec<f32>, shape: [usize; 2]| {
+                        let tensor = |values: Vec<f32>, shape: [usize; 2]| {
                             let data = TensorData::new(values, shape).convert_dtype(dtype.into());
-                            let options = (&device, DType::from(dtype));
-                            Param::from_tensor(Tensor::from_data(data, options))
+                            Tensor::from_data(data, (&device, DType::from(dtype)))
                         };
+                        let columns = first..first + outputs;
                         adapters.push(Adapter {
-                            a: param(a, [d_in, folder.rank()]),
-                            b: param(b, [folder.rank(), outputs]),
-                            name,
-                            first,
+                            module: AdaptedModule { name, columns },
+                            a: tensor(a, [d_in, folder.rank()]),
+                            b: tensor(b, [folder.rank(), outputs]),
                         });
                     }
                     first += outputs;
@@ -132,12 +131,12 @@ impl Decoder {
     }
 
     /// Returns all adapters.
-    fn adapters(&self) -> Vec<&Adapter> {
+    pub(crate) fn adapters(&self) -> Vec<Adapter> {
         let mut found = Vec::new();
         for layer in &self.layers {
             for (_, projection) in layer.projections() {
                 if let Projection::Lora(lora) = projection {
-                    found.extend(&lora.adapters);
+                    found.extend(lora.adapters());
                 }
             }
         }
@@ -153,7 +152,8 @@ impl Decoder {
         let adapters = self.adapters();
         ensure!(!adapters.is_empty(), "the model has no adapter");
         let new = NewFolder::create(out)?;
-        let names: Vec<&str> = adapters.iter().map(|adapter| &*adapter.name).collect();
+        let names = adapters.iter().map(|adapter| &*adapter.module.name);
+        let names: Vec<&str> = names.collect();
         let json = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -169,9 +169,9 @@ impl Decoder {
         write_json(&new.path().join(ADAPTER_FILE), &json)?;
         let mut writer = TensorWriter::create(new.path(), u64::MAX)?;
         for adapter in adapters {
-            for (part, weight) in PARTS.into_iter().zip([&adapter.a, &adapter.b]) {
-                let name = tensor_name(&adapter.name, part);
-                let weight = weight.val().transpose();
+            for (part, weight) in PARTS.into_iter().zip([adapter.a, adapter.b]) {
+                let name = tensor_name(&adapter.module.name, part);
+                let weight = weight.transpose();
                 let shape = weight.dims();
                 let data = weight.into_data().convert_dtype(DType::F32);
                 writer.add(&name, Dtype::F32, &shape, data.as_bytes())?;
@@ -194,11 +194,7 @@ fn beside(projection: Projection, adapters: Vec<Adapter>, scale: f64) -> Result<
         Projection::Scaled(linear) => FrozenBase::Scaled(linear),
         Projection::Lora(_) => bail!("the model has adapters already"),
     };
-    Ok(Projection::Lora(LoraProjection {
-        base,
-        adapters,
-        scale,
-    }))
+    Ok(Projection::Lora(LoraProjection::new(base, adapters, scale)))
 }
 
 /// Creates adapters for those modules in `parts` of `projection` that are targets.
@@ -221,13 +217,15 @@ fn adapters(
             );
             // Standard deviation of PEFT's uniform initialization.
             let values = normal(seed, name, d_in * rank, (3.0 * d_in as f64).powf(-0.5));
-            let a = Tensor::from_data(TensorData::new(values, [d_in, rank]), (device, DType::F32));
-            let b = Tensor::zeros([rank, *outputs], (device, DType::F32));
-            found.push(Adapter {
-                a: Param::from_tensor(a.require_grad()),
-                b: Param::from_tensor(b.require_grad()),
+            let a = TensorData::new(values, [d_in, rank]);
+            let module = AdaptedModule {
                 name: name.clone(),
-                first,
+                columns: first..first + outputs,
+            };
+            found.push(Adapter {
+                module,
+                a: Tensor::from_data(a, (device, DType::F32)),
+                b: Tensor::zeros([rank, *outputs], (device, DType::F32)),
             });
         }
         first += outputs;

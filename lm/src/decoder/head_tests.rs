@@ -138,7 +138,7 @@ fn a_width_that_does_not_fit_is_refused() {
     });
     let config = DecoderConfig::from_json(json.as_object().unwrap()).unwrap();
     let device = Device::flex();
-    let model = Decoder::random_packed(&config, &device, FloatDType::F32, 5).unwrap();
+    let model = Decoder::random(&config, &device, FloatDType::F32, FrozenForm::W4a16, 5).unwrap();
     assert!(model.clone().with_head(HeadPrecision::Nvfp4).is_ok());
     let error = model.with_head(HeadPrecision::Fp8).unwrap_err().to_string();
     assert!(error.contains("32 rows of 96"), "{error}");

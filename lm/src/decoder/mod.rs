@@ -411,6 +411,8 @@ mod head_tests;
 #[cfg(all(test, feature = "flex"))]
 mod load_tests;
 #[cfg(all(test, feature = "flex"))]
+mod lora_tests;
+#[cfg(all(test, feature = "flex"))]
 mod packed_tests;
 #[cfg(all(test, feature = "flex"))]
 mod steps_tests;

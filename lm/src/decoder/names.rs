@@ -164,6 +164,18 @@ pub enum Site {
 }
 
 impl Site {
+    /// All inputs.
+    pub const ALL: [Self; 8] = [
+        Self::Qkv,
+        Self::LatentQuery,
+        Self::LatentKv,
+        Self::Out,
+        Self::GateUp,
+        Self::Down,
+        Self::SharedGateUp,
+        Self::SharedDown,
+    ];
+
     /// Returns the name of the first module that reads this input, in layer `index`, and in expert
     /// `expert` if there are experts.
     pub fn module(self, config: &DecoderConfig, index: usize, expert: Option<usize>) -> String {

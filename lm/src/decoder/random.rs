@@ -1,7 +1,8 @@
-//! Decoders with random packed weights for benchmarks; no folder is read.
+//! Decoders with random weights for benchmarks; no folder is read.
 
 use anyhow::{Result, ensure};
 use burn::module::Param;
+use burn::nn::Linear;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
 use burn_nvfp4::nn::{
     Activations, Embedding, LmHead, Nvfp4PackedLinear, Nvfp4Weight, RmsNorm, RmsNormConfig,
@@ -13,7 +14,7 @@ use super::attention::{Attention, Heads};
 use super::feed_forward::{FeedForward, Gated};
 use super::positions::Positions;
 use super::projection::Projection;
-use super::{Decoder, DecoderLayer};
+use super::{Decoder, DecoderLayer, FrozenForm};
 use crate::hf::{BlockConfig, DecoderConfig, FeedForwardConfig, LayerConfig};
 use crate::model::check_dtype;
 use crate::random::stream;
@@ -24,35 +25,38 @@ const DEVIATION: f32 = 0.02;
 const OF_CODES: f32 = 2.93;
 
 impl Decoder {
-    /// Creates a model with random NVFP4 weights and activations in high precision (W4A16).
-    /// Embedding, head and norms are in high precision.
+    /// Creates a model with random weights in `form`. Embedding, head and norms are in high
+    /// precision; high-precision matrices have type `dtype`.
     ///
     /// # Errors
     /// Returns an error if a layer differs from Llama's or has experts, or if the device lacks the
     /// type or the memory.
-    pub fn random_packed(
+    pub fn random(
         config: &DecoderConfig,
         device: &Device,
         dtype: FloatDType,
+        form: FrozenForm,
         seed: u64,
     ) -> Result<Self> {
         check_dtype(dtype, device)?;
         ensure!(
             config.block == BlockConfig::default(),
-            "random packed weights are for models whose layers are those of Llama"
+            "random weights are for models whose layers are those of Llama"
         );
         let mut random = Random {
             config,
             device,
             dtype,
+            form,
             bytes: stream(seed, "packed", 0),
         };
-        let embedding = random.dense(config.vocab);
+        let embedding = random.dense([config.vocab, config.d_model]);
         let head = match config.tied {
             true => None,
-            false => Some(LmHead::new(Param::from_tensor(
-                random.dense(config.vocab).transpose(),
-            ))),
+            false => {
+                let head = random.dense([config.vocab, config.d_model]);
+                Some(LmHead::new(Param::from_tensor(head.transpose())))
+            }
         };
         let layers = config.layers.iter().map(|layer| random.layer(layer));
         Ok(Self {
@@ -110,15 +114,16 @@ struct Random<'a> {
     config: &'a DecoderConfig,
     device: &'a Device,
     dtype: FloatDType,
+    form: FrozenForm,
     bytes: ChaCha8Rng,
 }
 
 impl Random<'_> {
-    /// Returns `[rows, d_model]` in high precision.
-    fn dense(&self, rows: usize) -> Tensor<2> {
+    /// Returns a matrix in high precision.
+    fn dense(&self, shape: [usize; 2]) -> Tensor<2> {
         let distribution = Distribution::Normal(0.0, f64::from(DEVIATION));
         let options = (self.device, DType::from(self.dtype));
-        Tensor::random([rows, self.config.d_model], distribution, options)
+        Tensor::random(shape, distribution, options)
     }
 
     fn norm(&self) -> RmsNorm {
@@ -129,7 +134,7 @@ impl Random<'_> {
     fn layer(&mut self, layer: &LayerConfig) -> Result<DecoderLayer> {
         let config = self.config;
         let FeedForwardConfig::Dense { hidden } = layer.feed_forward else {
-            anyhow::bail!("random packed weights are for models without experts");
+            anyhow::bail!("random weights are for models without experts");
         };
         let (width, heads) = (config.d_model, config.heads + 2 * config.kv_heads);
         Ok(DecoderLayer {
@@ -157,6 +162,14 @@ impl Random<'_> {
     }
 
     fn projection(&mut self, [n, k]: [usize; 2]) -> Result<Projection> {
+        let activations = match self.form {
+            FrozenForm::High => {
+                let weight = Param::from_tensor(self.dense([k, n]));
+                return Ok(Projection::Dense(Linear { weight, bias: None }));
+            }
+            FrozenForm::W4a16 => Activations::HighPrecision,
+            FrozenForm::W4a4 => Activations::DYNAMIC,
+        };
         let mut codes = vec![0; n * k / 2];
         self.bytes.fill_bytes(&mut codes);
         let mut scales = vec![0; n * k / 16];
@@ -167,7 +180,7 @@ impl Random<'_> {
         }
         let global = vec![DEVIATION / OF_CODES];
         let weight = Nvfp4Weight::try_from_bytes([n, k], codes, scales, global, self.device)?;
-        let layer = Nvfp4PackedLinear::try_new(weight, Activations::HighPrecision, None, None)?;
+        let layer = Nvfp4PackedLinear::try_new(weight, activations, None, None)?;
         Ok(Projection::Packed(layer))
     }
 }

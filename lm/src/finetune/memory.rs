@@ -1,6 +1,6 @@
 //! Estimates the device memory of a run before the model is loaded.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -10,7 +10,8 @@ use serde_json::{Map, Value};
 use super::config::{FinetuneConfig, Objective};
 use crate::checkpoint::read_json;
 use crate::config::Activation;
-use crate::decoder::names::{Expected, expected};
+use crate::decoder::lora::joined_rank;
+use crate::decoder::names::{self, Expected, Site, expected};
 use crate::decoder::{FrozenForm, LoraConfig};
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{DecoderConfig, FeedForwardConfig, GateActivation};
@@ -173,7 +174,7 @@ fn sizes(
                     element * model.largest_weight()
                 }
             };
-            (adapters(&model.config, lora)?, base + dequantized)
+            (adapters(&model.config, lora)?.joined, base + dequantized)
         }
     };
     let of_teacher = match (&config.objective, teacher) {
@@ -234,7 +235,7 @@ pub fn trained(config: &FinetuneConfig) -> Result<[u64; 2]> {
     Ok(match &config.lora {
         None => [own, own],
         Some(lora) => {
-            let adapters = adapters(&model, lora)?;
+            let adapters = adapters(&model, lora)?.own;
             [adapters, own + adapters]
         }
     })
@@ -264,8 +265,16 @@ fn elements(shape: &[usize]) -> u64 {
     shape.iter().map(|&axis| axis as u64).product()
 }
 
-/// Returns the number of elements in the adapters of a model. Experts cannot have adapters.
-fn adapters(model: &DecoderConfig, lora: &LoraConfig) -> Result<u64> {
+/// Numbers of elements in the adapters of a model.
+struct AdapterSizes {
+    /// Elements of the adapters' matrices.
+    own: u64,
+    /// Elements of the matrices that training joins them to, which have zeros elsewhere.
+    joined: u64,
+}
+
+/// Returns the sizes of the adapters of a model. Experts cannot have adapters.
+fn adapters(model: &DecoderConfig, lora: &LoraConfig) -> Result<AdapterSizes> {
     let targets = lora.check()?;
     let tensors = expected(model);
     let projections = tensors.iter().filter_map(|tensor| {
@@ -284,8 +293,30 @@ fn adapters(model: &DecoderConfig, lora: &LoraConfig) -> Result<u64> {
             .map_or("none", |(module, _)| module)
     );
     let adapted = matched.filter(|(module, _)| expert_projection(module).is_none());
-    let sizes = adapted.map(|(_, shape)| shape.iter().sum::<usize>() as u64);
-    Ok(sizes.sum::<u64>() * lora.rank as u64)
+    let adapted: BTreeSet<&str> = adapted.map(|(module, _)| module).collect();
+    let shapes: BTreeMap<&str, &Vec<usize>> = projections.collect();
+    let mut sizes = AdapterSizes { own: 0, joined: 0 };
+    for index in 0..model.layers.len() {
+        for site in Site::ALL {
+            let leaves = site.leaves(model).iter();
+            let modules = leaves.map(|leaf| format!("{}{leaf}", names::layer(index)));
+            let fused = modules.filter_map(|name| shapes.get_key_value(&*name));
+            let fused: Vec<(&str, [usize; 2])> = fused
+                .map(|(module, shape)| (*module, [shape[0], shape[1]]))
+                .collect();
+            let own = fused.iter().filter(|(module, _)| adapted.contains(module));
+            let own: Vec<usize> = own.map(|(_, [d_out, d_in])| d_out + d_in).collect();
+            if own.is_empty() {
+                continue;
+            }
+            let d_in = fused[0].1[1];
+            let d_out: usize = fused.iter().map(|(_, [d_out, _])| d_out).sum();
+            let joined = joined_rank(own.len(), lora.rank) * (d_in + d_out);
+            sizes.own += (own.iter().sum::<usize>() * lora.rank) as u64;
+            sizes.joined += joined as u64;
+        }
+    }
+    Ok(sizes)
 }
 
 #[cfg(all(test, feature = "flex"))]
@@ -416,13 +447,16 @@ mod tests {
             };
             let adapted = decoder.into_training(&Nvfp4Recipe::bf16(), dtype).unwrap();
             let adapted = adapted.into_lora(&lora, 1).unwrap();
+            let own = adapted.adapters().into_iter();
+            let own = own.map(|it| it.a.shape().num_elements() + it.b.shape().num_elements());
+            let own = own.sum::<usize>() as u64;
             assert_eq!(super::trained(&config).unwrap(), [count, count]);
             config.lora = Some(lora);
             config.objective = Objective::CrossEntropy;
             let small = need(&config, &model, None);
             let trained = adapted.num_params() as u64 - count;
-            let all = adapted.num_params() as u64;
-            assert_eq!(super::trained(&config).unwrap(), [trained, all]);
+            assert!(own < trained, "the joined matrices have zeros");
+            assert_eq!(super::trained(&config).unwrap(), [own, own + count]);
             assert_eq!(
                 (small.weights, small.optimizer),
                 (4 * trained, 8 * trained),

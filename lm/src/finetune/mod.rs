@@ -1,6 +1,7 @@
 //! Trains decoders from Hugging Face folders on tokenized data.
 //!
 //! - [`config`]: the configuration and its checks.
+//! - [`cost`]: measures a step with random weights.
 //! - [`data`]: loads files of text or tokens as rows for training and validation.
 //! - `task`: the [task](crate::train::Task) of a run: model, teacher, data and loss.
 //! - [`memory`]: estimates the device memory of a run before the model is loaded.
@@ -12,6 +13,7 @@
 //! - `parameters`: serializes the trained parameters of a model.
 
 pub mod config;
+pub mod cost;
 pub mod data;
 pub mod export;
 pub mod init;

@@ -201,27 +201,9 @@ impl Task for FinetuneTask<'_> {
 
     fn build(&mut self, device: &Device) -> Result<Decoder> {
         let config = self.config;
-        let activation = config.activation.into();
-        let masters = match config.lora {
-            None => FloatDType::F32,
-            Some(_) => activation,
-        };
+        let masters = masters(config);
         let model = Decoder::load_frozen(&config.model, device, masters, config.frozen)?;
-        model.config().check_length("context", config.context)?;
-        let model = match config.frozen {
-            FrozenForm::High => {
-                let recipes = config.recipes()?;
-                let model = model.into_scheduled_training(&recipes, activation)?;
-                recipes.check_model(&model)?;
-                model
-            }
-            FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,
-        };
-        let model = match &config.lora {
-            None => model,
-            Some(lora) => model.into_lora(lora, config.seed)?,
-        };
-        let model = model.with_recompute(config.recompute)?;
+        let model = prepared(model, config)?;
         self.teacher = self.load_teacher(&model, &device.clone().without_autodiff())?;
         self.frozen = Some(Frozen::read(config)?);
         Ok(model)
@@ -311,28 +293,13 @@ impl Task for FinetuneTask<'_> {
         batch: &DeviceBatch,
         scale: Option<&Tensor<1>>,
     ) -> Result<Tensor<1>> {
-        let scale = scale.expect("`batches` counts targets").clone();
-        let scale = Tensor::from_inner(scale);
-        let (inputs, targets) = (batch.inputs.clone(), batch.targets.clone());
-        let features = flat(model.features_packed(inputs, &batch.rows)?);
-        match (&self.config.objective, &self.teacher) {
-            (Objective::Distillation { temperature, .. }, Some(teacher)) => {
-                let student = Head {
-                    features,
-                    weight: model.head_weight(),
-                };
-                let teacher = head(teacher, batch)?;
-                let params = KlDivergence {
-                    temperature: *temperature as f32,
-                    ..KlDivergence::default()
-                };
-                let chunk = CHUNK_BYTES;
-                let loss =
-                    try_linear_kl_divergence(student, teacher, targets, scale, params, chunk)?;
-                Ok(loss)
-            }
-            _ => Ok(model.cross_entropy(features, targets, SUM)? * scale),
-        }
+        loss_of(
+            &self.config.objective,
+            self.teacher.as_ref(),
+            model,
+            batch,
+            scale,
+        )
     }
 
     /// Returns the cross entropy, in nats per target that counts.
@@ -341,5 +308,70 @@ impl Task for FinetuneTask<'_> {
             batch, eval_rows, ..
         } = self.config;
         cross_entropy_of(model, &self.data.valid, [batch, eval_rows], device, group)
+    }
+}
+
+/// Returns the type of the weights that the run `config` loads.
+pub(super) fn masters(config: &FinetuneConfig) -> FloatDType {
+    match config.lora {
+        None => FloatDType::F32,
+        Some(_) => config.activation.into(),
+    }
+}
+
+/// Prepares `model`, with weights of type [`masters`] or packed ones, for the run `config`.
+///
+/// # Errors
+/// Returns an error if the model does not fit the configuration or the device.
+pub(super) fn prepared(model: Decoder, config: &FinetuneConfig) -> Result<Decoder> {
+    model.config().check_length("context", config.context)?;
+    let activation = config.activation.into();
+    let model = match config.frozen {
+        FrozenForm::High => {
+            let recipes = config.recipes()?;
+            let model = model.into_scheduled_training(&recipes, activation)?;
+            recipes.check_model(&model)?;
+            model
+        }
+        FrozenForm::W4a16 | FrozenForm::W4a4 => model.into_frozen(activation)?,
+    };
+    let model = match &config.lora {
+        None => model,
+        Some(lora) => model.into_lora(lora, config.seed)?,
+    };
+    model.with_recompute(config.recompute)
+}
+
+/// Computes [`Task::loss`] of a run with this objective and teacher.
+///
+/// # Errors
+/// Returns an error if a type or shape does not match.
+pub(super) fn loss_of(
+    objective: &Objective,
+    teacher: Option<&Decoder>,
+    model: &Decoder,
+    batch: &DeviceBatch,
+    scale: Option<&Tensor<1>>,
+) -> Result<Tensor<1>> {
+    let scale = scale.expect("`batches` counts targets").clone();
+    let scale = Tensor::from_inner(scale);
+    let (inputs, targets) = (batch.inputs.clone(), batch.targets.clone());
+    let features = flat(model.features_packed(inputs, &batch.rows)?);
+    match (objective, teacher) {
+        (Objective::Distillation { temperature, .. }, Some(teacher)) => {
+            let student = Head {
+                features,
+                weight: model.head_weight(),
+            };
+            let teacher = head(teacher, batch)?;
+            let params = KlDivergence {
+                temperature: *temperature as f32,
+                ..KlDivergence::default()
+            };
+            let chunk = CHUNK_BYTES;
+            let loss = try_linear_kl_divergence(student, teacher, targets, scale, params, chunk)?;
+            Ok(loss)
+        }
+        _ => Ok(model.cross_entropy(features, targets, SUM)? * scale),
     }
 }

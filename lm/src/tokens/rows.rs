@@ -11,10 +11,11 @@ use std::sync::Arc;
 use anyhow::{Result, ensure};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::loss::CrossEntropy;
+use chacha20::rand_core::Rng;
 
 use super::shard::Shard;
 use crate::decoder::PackedRows;
-use crate::random::hash;
+use crate::random::{hash, stream};
 
 /// Piece of a document in a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -332,6 +333,29 @@ pub struct RowBatch {
 }
 
 impl RowBatch {
+    /// Returns batch `number` of random tokens: rows of one document each, whose targets all count.
+    pub(crate) fn random(
+        seed: u64,
+        number: u64,
+        [rows, context]: [usize; 2],
+        vocab: usize,
+    ) -> Self {
+        let mut random = stream(seed, "random rows", number);
+        let mut batch = Self {
+            lengths: vec![vec![context]; rows],
+            context,
+            counted: rows * context,
+            ..Self::default()
+        };
+        for _ in 0..rows {
+            let ids = (0..=context).map(|_| (random.next_u32() as usize % vocab) as i32);
+            let ids: Vec<i32> = ids.collect();
+            batch.inputs.extend(&ids[..context]);
+            batch.targets.extend(&ids[1..]);
+        }
+        batch
+    }
+
     /// Returns the number of targets that count.
     pub fn counted(&self) -> usize {
         self.counted

@@ -9,7 +9,9 @@ use burn_cubecl::{
 };
 use nvfp4_formats::{AmaxGranularity, Format, Storage, Usage};
 use nvfp4_kernels::capabilities::GemmBackend;
-use nvfp4_kernels::gemm::{self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale};
+use nvfp4_kernels::gemm::{
+    self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale, Target,
+};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 
 use super::super::dtype::float_kind;
@@ -17,14 +19,31 @@ use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
 use super::dequantize::{dequantize, dequantize_matrix};
 use super::tensors::{
-    Source, launched, like, like_quantized, matrix, result, stored_shape, to_device,
+    Source, launched, like, like_quantized, matrix, owned, result, stored_shape, to_device,
 };
+
+/// Tensor that is added to the sums of a dense GEMM.
+pub(super) enum Addend {
+    /// None.
+    None,
+    /// One value per column.
+    Bias(CubeTensor),
+    /// One value per element, in the dtype of the output, which gets its memory.
+    Matrix(CubeTensor),
+}
+
+impl Addend {
+    /// Converts an optional bias.
+    pub fn of_bias(bias: Option<CubeTensor>) -> Self {
+        bias.map_or(Self::None, Self::Bias)
+    }
+}
 
 /// Computes a dense GEMM.
 pub(super) fn dense(
     a: Operand<CubeBackend>,
     b: Operand<CubeBackend>,
-    bias: Option<CubeTensor>,
+    addend: Addend,
     dtype: FloatDType,
 ) -> CubeTensor {
     let ((m, k), n) = (stored_shape(&a), stored_shape(&b).0);
@@ -36,7 +55,8 @@ pub(super) fn dense(
         problem.epilogue = EpilogueKind {
             a: factor(&a),
             b: factor(&b),
-            bias: bias.is_some(),
+            bias: matches!(addend, Addend::Bias(_)),
+            accumulate: matches!(addend, Addend::Matrix(_)),
             out: float_kind(dtype),
             ..problem.epilogue
         };
@@ -46,9 +66,9 @@ pub(super) fn dense(
         }
     };
     // The result of Burn's matmul has the dtype of its operands. It is rounded once, to `dtype`:
-    // the matmul is in f32 if the output is wider, or if a bias is added afterwards.
-    let inner = match (&a, &b, &bias) {
-        (Operand::Float(x, _), Operand::Float(y, _), None)
+    // the matmul is in f32 if the output is wider, or if something is added afterwards.
+    let inner = match (&a, &b, &addend) {
+        (Operand::Float(x, _), Operand::Float(y, _), Addend::None)
             if x.dtype == DType::from(dtype) && y.dtype == x.dtype =>
         {
             dtype
@@ -59,21 +79,32 @@ pub(super) fn dense(
     let are_nvfp4 = is_nvfp4(&a) && is_nvfp4(&b);
     let are_exact = !is_wide(&a) && !is_wide(&b);
     if runs_on_kernels(are_nvfp4, are_exact, backend, inner) {
-        let bias = bias.map(bias_matrix);
+        let (bias, target) = match addend {
+            Addend::None => (None, None),
+            Addend::Bias(bias) => (Some(bias_matrix(bias)), None),
+            Addend::Matrix(added) => (None, Some(Source::new(owned("add_gemm", added)).matrix)),
+        };
+        let target = match &target {
+            None => Target::New(float_kind(dtype)),
+            Some(target) => Target::Accumulate(target),
+        };
         let (a, b) = (DeviceOperand::new(a), DeviceOperand::new(b));
         let request = Gemm::new(a.view(), b.view())
             .bias(bias.as_ref())
-            .out(float_kind(dtype));
+            .target(target);
         return result(&like, launched(gemm::gemm(&like.client, &request)).matrix);
     }
     tracing::debug!(m, n, k, ?inner, "GEMM by Burn's matmul");
     let (a, b) = (stored_rows(a, inner), stored_rows(b, inner));
     let out = CubeBackend::float_matmul(a, CubeBackend::float_swap_dims(b, 0, 1));
-    let out = match bias {
-        None => out,
-        Some(bias) => {
+    let out = match addend {
+        Addend::None => out,
+        Addend::Bias(bias) => {
             let bias = CubeBackend::float_reshape(cast(bias, DType::F32), Shape::new([1, n]));
             CubeBackend::float_add(cast(out, DType::F32), bias)
+        }
+        Addend::Matrix(added) => {
+            CubeBackend::float_add(cast(out, DType::F32), cast(added, DType::F32))
         }
     };
     cast(out, dtype.into())
@@ -145,7 +176,7 @@ fn factor(operand: &Operand<CubeBackend>) -> Factor {
 /// Two NVFP4 operands always use the kernels; on Hopper and with cuBLASLt, every operand that is
 /// exact in bf16 does. On other GPUs two bf16 matrices go to Burn if it multiplies in bf16 (8192³
 /// on an H100: 255 TFLOP/s autotuned, compared with 151 by the tiles of that backend). They use the
-/// kernels if Burn would multiply in `f32`, because of a bias or because one operand is quantized
+/// kernels if Burn would multiply in `f32`, because of an addend or because one operand is quantized
 /// and would first be dequantized as a whole: with small M, a packed weight has a dedicated kernel.
 /// On CubeCL's CPU runtime, which is for tests, everything except NVFP4 goes to Burn.
 fn runs_on_kernels(

@@ -24,7 +24,7 @@ use super::tensors::{
     ComputedAmax, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,
 };
-use super::{Nvfp4KernelOps, Nvfp4Ops};
+use super::{Nvfp4KernelOps, Nvfp4Ops, float_dtype};
 
 impl Nvfp4Ops for CubeBackend {}
 
@@ -69,7 +69,7 @@ impl Nvfp4KernelOps for CubeBackend {
     ) -> FloatTensor<Self> {
         let bias = bias.into_option();
         match groups {
-            GemmGroups::None => gemm::dense(a, b, bias, dtype),
+            GemmGroups::None => gemm::dense(a, b, gemm::Addend::of_bias(bias), dtype),
             GemmGroups::M { offsets, others } => {
                 grouped_gemm::m_grouped(a, b, bias, (offsets, others), dtype)
             }
@@ -79,6 +79,15 @@ impl Nvfp4KernelOps for CubeBackend {
                 others,
             } => grouped_gemm::k_grouped(a, b, (offsets, others), tokens, dtype),
         }
+    }
+
+    fn nvfp4_add_gemm(
+        added: FloatTensor<Self>,
+        a: Operand<Self>,
+        b: Operand<Self>,
+    ) -> FloatTensor<Self> {
+        let dtype = float_dtype(added.dtype);
+        gemm::dense(a, b, gemm::Addend::Matrix(added), dtype)
     }
 
     fn nvfp4_broadcast_group_values(

@@ -16,22 +16,45 @@ use super::super::tensors::{MaybeTensor, Operand, QuantizedData, QuantizedMatrix
 use super::super::{float_dtype, trace_op};
 use super::tensors::{amax_values, bytes_of, matrix, narrow, trusted};
 
-/// Computes a dense GEMM.
+/// Tensor that is added to the sums of a dense GEMM.
+pub(super) enum Addend {
+    /// None.
+    None,
+    /// One value per column.
+    Bias(FlexTensor),
+    /// One value per element.
+    Matrix(FlexTensor),
+}
+
+impl Addend {
+    /// Converts an optional bias.
+    pub fn of_bias(bias: Option<FlexTensor>) -> Self {
+        bias.map_or(Self::None, Self::Bias)
+    }
+}
+
+/// Computes a dense GEMM. `addend` is added to the scaled sums in `f32`.
 pub(super) fn dense(
     a: Operand<Flex>,
     b: Operand<Flex>,
-    bias: Option<FlexTensor>,
+    addend: Addend,
     dtype: FloatDType,
 ) -> FlexTensor {
     let (a, b) = (StoredOperand::new(a), StoredOperand::new(b));
     let (m, n) = (a.outer, b.outer);
     trace_op("gemm", "", m, n);
     let mut out = sums(&a, &b, reference::panels);
-    let bias = bias.map(|bias| Flex::float_cast(bias, FloatDType::F32).to_contiguous());
-    let bias = bias.as_ref().map(|bias| bias.storage::<f32>());
-    if let (Factors::One, Factors::One, None) = (&a.factors, &b.factors, bias) {
+    if let (Factors::One, Factors::One, Addend::None) = (&a.factors, &b.factors, &addend) {
         return narrow(out, dtype);
     }
+    // The rows of a bias are all the same one.
+    let (added, stride) = match addend {
+        Addend::None => (None, 0),
+        Addend::Bias(bias) => (Some(bias), 0),
+        Addend::Matrix(added) => (Some(added), n),
+    };
+    let added = added.map(|added| Flex::float_cast(added, FloatDType::F32).to_contiguous());
+    let added = added.as_ref().map(|added| added.storage::<f32>());
     // No other tensor shares the sums, so this writes in place.
     out.storage_mut::<f32>()
         .par_chunks_mut(n.max(1))
@@ -49,8 +72,9 @@ pub(super) fn dense(
                     row.iter_mut().for_each(|y| *y *= factor);
                 }
             }
-            if let Some(bias) = bias {
-                row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias);
+            if let Some(added) = added {
+                let added = &added[m * stride..];
+                row.iter_mut().zip(added).for_each(|(y, added)| *y += added);
             }
         });
     narrow(out, dtype)

@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 use nvfp4_formats::{AmaxGranularity, Layout, Usage};
 
 use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
-use super::gemm::dense;
+use super::gemm::{Addend, dense};
 use super::tensors::{matrix, narrow, ranges, side_by_side};
 
 /// Computes the M-grouped GEMM.
@@ -30,7 +30,7 @@ pub(super) fn m_grouped(
         let bias = bias.map(|bias| row(bias.clone(), group, columns));
         let a = stored_rows(a, rows.clone(), group);
         let b = weight(b, groups.len(), group);
-        dense(a, b, bias, dtype)
+        dense(a, b, Addend::of_bias(bias), dtype)
     });
     with_rest(parts.collect(), tokens, columns, dtype)
 }
@@ -52,7 +52,7 @@ pub(super) fn k_grouped(
     };
     let parts = places.iter().enumerate().map(|(group, place)| {
         let [a, b] = [a, b].map(|operand| stored_columns(operand, place, group));
-        dense(a, b, None, dtype)
+        dense(a, b, Addend::None, dtype)
     });
     let stacked = Flex::float_cat(parts.collect(), 0);
     Flex::float_reshape(stacked, Shape::new([places.len(), m, n]))

@@ -24,7 +24,7 @@ use super::tensors::{
     ComputedAmax, GemmGroups, MaybeTensor, Operand, QuantizeRequest, QuantizedMatrix,
     QuantizedPair, RowGroups,
 };
-use super::{Nvfp4KernelOps, Nvfp4Ops};
+use super::{Nvfp4KernelOps, Nvfp4Ops, float_dtype};
 use tensors::ranges;
 
 impl Nvfp4Ops for Flex {}
@@ -65,7 +65,7 @@ impl Nvfp4KernelOps for Flex {
     ) -> FloatTensor<Self> {
         let bias = bias.into_option();
         match groups {
-            GemmGroups::None => gemm::dense(a, b, bias, dtype),
+            GemmGroups::None => gemm::dense(a, b, gemm::Addend::of_bias(bias), dtype),
             GemmGroups::M { offsets, .. } => {
                 grouped_gemm::m_grouped(&a, &b, bias.as_ref(), &offsets, dtype)
             }
@@ -73,6 +73,15 @@ impl Nvfp4KernelOps for Flex {
                 offsets, tokens, ..
             } => grouped_gemm::k_grouped(&a, &b, &offsets, tokens, dtype),
         }
+    }
+
+    fn nvfp4_add_gemm(
+        added: FloatTensor<Self>,
+        a: Operand<Self>,
+        b: Operand<Self>,
+    ) -> FloatTensor<Self> {
+        let dtype = float_dtype(added.dtype());
+        gemm::dense(a, b, gemm::Addend::Matrix(added), dtype)
     }
 
     fn nvfp4_broadcast_group_values(

@@ -50,6 +50,12 @@ impl<B: Nvfp4KernelOps> Fprop<B> {
         }
     }
 
+    /// Adds the output to `added`. The layer must have neither bias, groups nor shards.
+    pub(super) fn add_to(self, added: FloatTensor<B>) -> FloatTensor<B> {
+        let w = self.w.operand(self.dtype);
+        B::nvfp4_add_gemm(added, self.x, w)
+    }
+
     /// Gathers the weight if it is missing. Also returns its operand if the weight can be gathered
     /// again.
     pub(super) fn gathered(mut self) -> (Self, Option<Operand<B>>) {

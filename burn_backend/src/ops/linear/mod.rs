@@ -289,6 +289,26 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     B::nvfp4_gemm(x, w, bias, groups.of_rows(), dtype)
 }
 
+/// Computes `added + x w`. Also returns the saved operands of `x` and `w` for the backward.
+pub(super) fn add<B: Nvfp4KernelOps>(
+    added: FloatTensor<B>,
+    [x, w]: [FloatTensor<B>; 2],
+    spec: LinearSpec,
+    requires_grad: RequiresGrad,
+) -> (FloatTensor<B>, SavedForBackward<B>) {
+    let request = LinearRequest {
+        x: QuantSource::Matrix(x),
+        w,
+        bias: MaybeTensor::Absent,
+        groups: RowGroups::Whole,
+        spec,
+        context: LinearContext::default(),
+        requires_grad,
+    };
+    let (fprop, saved) = request.quantize(false);
+    (fprop.add_to(added), saved)
+}
+
 impl<B: Nvfp4KernelOps> LinearRequest<B> {
     /// Returns the output, and the saved operands of `x` and `w` for the backward.
     pub(crate) fn forward(self) -> (FloatTensor<B>, SavedForBackward<B>) {

@@ -15,6 +15,15 @@ pub(crate) struct RequiresGrad {
     pub(crate) bias: Option<FloatDType>,
 }
 
+impl RequiresGrad {
+    /// No gradient.
+    pub(crate) const NONE: Self = Self {
+        x: false,
+        w: false,
+        bias: None,
+    };
+}
+
 /// Forward request, with the gradients that its backward will compute.
 pub(crate) struct LinearRequest<B: Backend> {
     pub(crate) x: QuantSource<B>,
