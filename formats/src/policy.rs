@@ -556,10 +556,96 @@ mod tests {
     }
 
     #[test]
+    fn signs_are_the_bits_of_the_words() {
+        let signs = [0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210];
+        let bits = u128::from(signs[1]) << 64 | u128::from(signs[0]);
+        for size in HadamardSize::ALL {
+            let hadamard = Hadamard::new(size, signs);
+            let words = hadamard.sign_words();
+            for i in 0..128 {
+                let expected = i < size.elements() && bits >> i & 1 == 1;
+                assert_eq!(hadamard.negates(i), expected, "{size:?}, {i}");
+                assert_eq!(
+                    words[i / 32] >> (i % 32) & 1 == 1,
+                    expected,
+                    "{size:?}, {i}"
+                );
+            }
+        }
+    }
+
+    /// The first outputs of SplitMix64 with seed 0 are published; stream `i` of seed 0 has the
+    /// output `i`.
+    #[test]
+    fn keys_are_outputs_of_splitmix64() {
+        let outputs = [
+            0xE220_A839_7B1D_CDAF_u64,
+            0x6E78_9E6A_A1B9_65F4,
+            0x06C4_5D18_8009_454F,
+        ];
+        for (stream, output) in (0..).zip(outputs) {
+            let key = RandomStream::new(0, stream, 0).key();
+            assert_eq!(key, [output as u32, (output >> 32) as u32], "{stream}");
+        }
+    }
+
+    #[test]
     fn streams_of_one_seed_have_distinct_keys() {
         let keys: std::collections::HashSet<_> = (0..10_000)
             .map(|stream| RandomStream::new(7, stream, 0).key())
             .collect();
         assert_eq!(keys.len(), 10_000);
+    }
+
+    #[test]
+    fn gaps_shift_what_comes_after_them() {
+        let gaps = [Gap { at: 2, len: 5 }, Gap { at: 4, len: 1 }];
+        let index = |gaps, row, block| {
+            let position = BlockPosition {
+                first: 100,
+                row_blocks: Some(6),
+                gaps,
+            };
+            position.index(row, block, 2)
+        };
+        for (i, shifted) in (0..).zip([0, 1, 7, 8, 10, 11]) {
+            assert_eq!(index(Gaps::Blocks(gaps), 1, i), 106 + shifted, "{i}");
+            assert_eq!(index(Gaps::Rows(gaps), i, 3), 103 + 6 * shifted, "{i}");
+        }
+    }
+
+    #[test]
+    fn values_of_attention_are_checked() {
+        let causal = AttentionParams::causal(64);
+        let with = |window, softcap| AttentionParams {
+            window,
+            softcap,
+            ..causal
+        };
+        for good in [
+            AttentionParams::new(64),
+            causal,
+            with(Some(1), Some(f32::MIN_POSITIVE)),
+            with(Some(1 << 29), Some(f32::MAX)),
+        ] {
+            good.check().unwrap();
+        }
+        let scale = f32::NAN;
+        let whole = AttentionParams {
+            causal: false,
+            ..with(Some(1), None)
+        };
+        for (wrong, argument) in [
+            (AttentionParams { scale, ..causal }, "scale"),
+            (with(None, Some(0.0)), "softcap"),
+            (with(None, Some(-1.0)), "softcap"),
+            (with(None, Some(f32::INFINITY)), "softcap"),
+            (with(Some(0), None), "window"),
+            (with(Some((1 << 29) + 1), None), "window"),
+            (whole, "window"),
+        ] {
+            let error = wrong.check().unwrap_err().to_string();
+            assert!(error.contains(&format!("`{argument}`")), "{error}");
+        }
     }
 }

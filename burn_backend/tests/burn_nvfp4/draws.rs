@@ -6,7 +6,7 @@ use burn_nvfp4::ops::{
     AmaxGranularity, BackwardSource, BlockShape, Format, LinearSpec, OperandSpec, QuantRounding,
 };
 use burn_nvfp4::{Hadamard, Nvfp4Recipe, Nvfp4Tensor, RandomStream, RngState, Rounding, Usage};
-use nvfp4_formats::{BlockScaling, ErrorNorm};
+use nvfp4_formats::{BlockScaling, ErrorNorm, HadamardSize};
 
 use crate::support::{Matrix, device, flex_only, skip_where_small_only};
 
@@ -232,9 +232,15 @@ fn both_operands_of_a_product_have_the_same_signs() {
             panic!("{signs:?}");
         };
         assert_eq!((dy, x), (w, other_dy));
-        for signs in [dy, x] {
+        // Roles of the streams of dgrad's and wgrad's signs.
+        for (signs, role) in [(dy, 4), (x, 5)] {
             assert!(!seen.contains(&signs), "layer {layer}, offset {offset}");
             seen.push(signs);
+            let [low, high] = RandomStream::new(RANDOMNESS.seed, layer << 8 | role, 0).key();
+            let key = u64::from(high) << 32 | u64::from(low);
+            let seed = key.wrapping_add(offset.wrapping_mul(Hadamard::SEED_STEP));
+            let expected = Hadamard::seeded_with_size(HadamardSize::H128, seed);
+            assert_eq!(signs, Some(expected), "layer {layer}, offset {offset}");
         }
     }
 }

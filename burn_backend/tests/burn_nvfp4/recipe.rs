@@ -222,10 +222,13 @@ fn illegal_combinations_say_why() {
             r.fprop.x = QuantSpec::MS_EDEN;
             r.fprop.w = QuantSpec::MS_EDEN
         }),
-        ("dgrad", "different formats", "both by MS-EDEN", |r| {
-            r.dgrad.dy = QuantSpec::MS_EDEN
-        }),
-        ("wgrad", "different formats", "padded", |r| {
+        (
+            "dgrad",
+            "dy and the other operand",
+            "both by MS-EDEN",
+            |r| r.dgrad.dy = QuantSpec::MS_EDEN,
+        ),
+        ("wgrad", "x and the other operand", "padded", |r| {
             r.wgrad.x = QuantSpec::HIGH_PRECISION
         }),
         ("healing", "1.5", "0 to 1", |r| {

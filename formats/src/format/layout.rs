@@ -171,3 +171,32 @@ impl Layout {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_those_of_format_and_storage() {
+        let packed = Layout::nvfp4(3, 40, Usage::Rowwise);
+        let tiles = Layout {
+            scale_layout: ScaleLayout::Swizzled128x4,
+            ..packed
+        };
+        let bf16 = Layout {
+            storage: Storage::Bf16Unscaled,
+            ..packed
+        };
+        let mxfp8 = Layout::new(Format::Mxfp8, (40, 3), Usage::Columnwise);
+        // Three blocks of 16 per row, or two of 32.
+        for (layout, codes, scales) in [
+            (packed, 3 * 3 * 8, 3 * 3),
+            (tiles, 3 * 3 * 8, 128 * 4),
+            (bf16, 3 * 3 * 32, 0),
+            (mxfp8, 3 * 2 * 32, 3 * 2),
+        ] {
+            let bytes = (layout.code_bytes(), layout.scale_bytes());
+            assert_eq!(bytes, (codes, scales), "{layout:?}");
+        }
+    }
+}

@@ -502,6 +502,7 @@ mod tests {
             QuantizedTensor::from_parts(layout, codes, scales, Amax::Absent, Origin::default())
         };
         let good = build((40, 3), 192, 6).unwrap();
+        assert_eq!((good.outer(), good.inner(), good.blocks()), (3, 40, 2));
         let text = serde_json::to_string(&good).unwrap();
         assert_eq!(
             serde_json::from_str::<QuantizedTensor>(&text).unwrap(),

@@ -230,18 +230,23 @@ mod tests {
 
     #[test]
     fn orientations_are_transposes() {
-        let (rows, cols) = (45, 70);
-        let x: Vec<f32> = (0..rows * cols)
-            .map(|i| ((i * 37 % 101) as f32 - 50.0).sinh())
-            .collect();
-        let transposed: Vec<f32> = (0..rows * cols)
-            .map(|i| x[i % rows * cols + i / rows])
-            .collect();
-        let by_col = mx_quantize(&x, rows, cols, Usage::Columnwise, Format::Mxfp8).unwrap();
-        let by_row = mx_quantize(&transposed, cols, rows, Usage::Rowwise, Format::Mxfp8).unwrap();
-        assert_eq!(by_col.codes(), by_row.codes());
-        assert_eq!(by_col.scales(), by_row.scales());
-        // 45 = 32 + 13: the rest of the second block is zeros.
-        assert!(by_col.codes()[45..64].iter().all(|&code| code == 0));
+        // Two blocks along the rows, and one.
+        for (rows, cols) in [(45, 70), (13, 70)] {
+            let x: Vec<f32> = (0..rows * cols)
+                .map(|i| ((i * 37 % 101) as f32 - 50.0).sinh())
+                .collect();
+            let transposed: Vec<f32> = (0..rows * cols)
+                .map(|i| x[i % rows * cols + i / rows])
+                .collect();
+            let by_col = mx_quantize(&x, rows, cols, Usage::Columnwise, Format::Mxfp8).unwrap();
+            let by_row =
+                mx_quantize(&transposed, cols, rows, Usage::Rowwise, Format::Mxfp8).unwrap();
+            assert_eq!(by_col.codes(), by_row.codes());
+            assert_eq!(by_col.scales(), by_row.scales());
+            assert!(by_col.scales().iter().all(|&scale| scale > 0));
+            // The rest of the last block is zeros.
+            let rest = rows..rows.next_multiple_of(32);
+            assert!(by_col.codes()[rest].iter().all(|&code| code == 0));
+        }
     }
 }

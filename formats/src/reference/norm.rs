@@ -500,3 +500,34 @@ impl<T: Element> Row<'_, T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three tasks share the rows.
+    #[test]
+    fn rows_do_not_depend_on_their_task() {
+        let (rows, cols) = (40_usize, 512);
+        assert_eq!(rows.div_ceil(rows_per_task(cols)), 3);
+        let value = |i: usize| (i * 37 % 101) as f32 / 25.0 - 2.0;
+        let x: Vec<f32> = (0..rows * cols).map(value).collect();
+        let grad: Vec<f32> = (0..rows * cols).map(|i| value(3 * i + 1)).collect();
+        let gain: Vec<f32> = (0..cols).map(|i| 1.0 + value(i) / 8.0).collect();
+        for norm in [Norm::Rms, Norm::Layer] {
+            let forward =
+                |x: &[f32]| norm_forward(norm, x, None, (&gain, None), x.len() / cols, 1e-5);
+            let backward =
+                |grad, x, stats: &[f32]| norm_backward(norm, grad, None, x, stats, &gain).x;
+            let (normed, stats) = (forward(&x).normed, forward(&x).stats);
+            let by_x = backward(&grad, &x, &stats);
+            for (row, x) in x.chunks(cols).enumerate() {
+                let own = row * cols..(row + 1) * cols;
+                let alone = forward(x);
+                assert_eq!(normed[own.clone()], alone.normed, "{norm:?}, {row}");
+                let alone = backward(&grad[own.clone()], x, &alone.stats);
+                assert_eq!(by_x[own], alone, "{norm:?}, {row}");
+            }
+        }
+    }
+}

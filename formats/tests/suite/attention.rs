@@ -179,4 +179,6 @@ fn bounds_find_the_worst_error() {
     assert_eq!(bounded.worst(other), Some((1, 2.0)));
     let infinite = [1.0, 2.0, f64::NAN, 0.0, 3.0];
     assert_eq!(bounded.worst(infinite), Some((3, f64::INFINITY)));
+    let unknown = [f64::NAN, 2.0, f64::NAN, f64::NEG_INFINITY, 3.0];
+    assert_eq!(bounded.worst(unknown), Some((0, f64::INFINITY)));
 }

@@ -533,6 +533,23 @@ fn products_survive_transforms_and_scalings() {
     let large = Hadamard::seeded_with_size(HadamardSize::H128, 1);
     let error = reference::gemm_f32(&pack(None), &pack(Some(&large)), None).unwrap_err();
     assert!(matches!(error, Nvfp4Error::Value { argument: "b", .. }));
+    let (packed, bias) = (pack(None), vec![0.5; m]);
+    let product = |bias: Option<&[f32]>| reference::gemm_f32(&packed, &packed, bias);
+    let error = product(Some(&bias[1..])).unwrap_err();
+    assert!(matches!(
+        error,
+        Nvfp4Error::Shape {
+            argument: "bias",
+            ..
+        }
+    ));
+    let [plain, biased] = [None, Some(&bias[..])].map(|bias| product(bias).unwrap());
+    let pairs = plain.iter().zip(biased);
+    assert!(
+        pairs
+            .into_iter()
+            .all(|(plain, biased)| plain + 0.5 == biased)
+    );
 }
 
 #[test]

@@ -240,6 +240,8 @@ mod tests {
             panic!("{:?}", texts.files[2]);
         };
         assert_eq!(one, &text("one two three"));
+        let tokens = one.len() + two.len() + three.len();
+        assert_eq!(texts.files[2].tokens(), tokens);
         // Without an end-of-text token, unlike a training document.
         assert_eq!(two, &text("The quick brown fox"));
         let conversation = reader.tokenizer().decode(three, true).unwrap();

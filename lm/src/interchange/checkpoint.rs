@@ -56,7 +56,8 @@ pub fn is_quantized(folder: &Path) -> Result<bool> {
 pub fn remark(folder: &Path) -> Result<Option<String>> {
     let groups = read_configs(folder)?.1.map(|config| config.groups);
     let formats = groups.iter().flatten().map(|group| group.format);
-    let formats = formats.filter(|it| matches!(it, LayerFormat::Fp8(_)) && it.quantizes_inputs());
+    let formats =
+        formats.filter(|it| matches!(it, LayerFormat::Fp8(fp8) if fp8.quantizes_inputs()));
     let formats: Vec<String> = formats.map(|format| format.to_string()).collect();
     Ok((!formats.is_empty()).then(|| {
         format!(

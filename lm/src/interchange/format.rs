@@ -97,6 +97,11 @@ impl Fp8Format {
         }
         shapes
     }
+
+    /// Returns true if the inputs of the layer are quantized.
+    pub fn quantizes_inputs(self) -> bool {
+        self.inputs != Fp8Inputs::HighPrecision
+    }
 }
 
 impl LayerFormat {
@@ -107,14 +112,6 @@ impl LayerFormat {
                 Fp8Format::of_modelopt(fp8.modelopt_algo()) == Some(fp8)
             }
             _ => true,
-        }
-    }
-
-    /// Returns true if the inputs of the layer are quantized.
-    pub fn quantizes_inputs(self) -> bool {
-        match self {
-            Self::Nvfp4(scheme) => scheme == Scheme::W4a4,
-            Self::Fp8(fp8) => fp8.inputs != Fp8Inputs::HighPrecision,
         }
     }
 }

@@ -95,6 +95,10 @@ fn weights_in_fp8_are_elements_times_scales() {
                 let expected = e4m3::decode_element(*code) * scales[block];
                 assert_eq!(value.to_bits(), expected.to_bits(), "{module}, {at}");
             }
+            let leaves = ["weight", "weight_scale", "input_scale"];
+            let parts = leaves.map(|leaf| raw.get(&format!("{module}.{leaf}")));
+            let bytes = parts.iter().flatten().map(|(_, _, bytes)| bytes.len());
+            assert_eq!(layer.bytes, bytes.sum::<usize>(), "{module}");
             count += 1;
         }
         assert_eq!(count, if name == MODELOPT { 4 } else { 9 });
@@ -457,6 +461,24 @@ fn faulty_folders_are_refused_by_name() {
         ),
         (
             COMPRESSED,
+            &|it| *it.inline("/config_groups/group_2/weights/block_structure/0") = 0.into(),
+            &["group_2", "block_structure is [0,32]"],
+        ),
+        (
+            COMPRESSED,
+            &|it| {
+                let rows = "/config_groups/group_2/weights/block_structure/0";
+                *it.inline(rows) = ((1 << 20) + 1).into();
+            },
+            &["group_2", "block_structure is [1048577,32]"],
+        ),
+        (
+            MODELOPT,
+            &|it| it.scalar(scale, 1e36),
+            &[scale, "scales must be positive and finite"],
+        ),
+        (
+            COMPRESSED,
             &|it| *it.inline("/config_groups/group_1/weights/strategy") = "token".into(),
             &["group_1", "strategy is \"token\""],
         ),
@@ -512,12 +534,19 @@ fn formats_of_the_configuration() {
     let mut variant = Variant::of(&golden(COMPRESSED));
     let groups = &mut variant.json["quantization_config"]["config_groups"];
     let mut copy = groups["group_1"].clone();
-    copy["targets"] = json!(["model.layers.0.self_attn.q_proj"]);
+    let first = copy["targets"][0].clone();
+    copy["targets"] = json!([first, "model.layers.0.self_attn.q_proj"]);
     groups["group_3"] = copy;
     let folder = Scratch::new("mixed-one-format-twice");
     variant.write(&folder);
     let checkpoint = Checkpoint::open(&folder).unwrap();
-    assert_eq!(checkpoint.config().unwrap().groups.len(), 3);
+    let groups = &checkpoint.config().unwrap().groups;
+    assert_eq!(groups.len(), 3);
+    let targets = [
+        "re:.*self_attn.(q|k|v|o)_proj$",
+        "model.layers.0.self_attn.q_proj",
+    ];
+    assert!(groups.iter().any(|group| group.targets == targets));
     let fp8 =
         json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"});
     let config = json!({"quantization_config": {
@@ -527,12 +556,31 @@ fn formats_of_the_configuration() {
     let config = QuantConfig::read(&config, None).unwrap().unwrap();
     assert_eq!(config.formats(), "fp8 per block of 128 x 128");
     assert_eq!(config.scheme(), None);
-    let file = json!({"producer": {"name": "modelopt"}, "quantization": {
-        "quant_algo": "FP8", "kv_cache_quant_algo": null, "exclude_modules": ["lm_head"],
-    }});
-    let config = QuantConfig::read(&json!({}), Some(&file)).unwrap().unwrap();
-    assert_eq!(config.formats(), "fp8 per tensor, inputs static");
-    let written = config.hf_quant_config().unwrap();
-    assert_eq!(written["quantization"], file["quantization"]);
-    assert_eq!(config.inline()["quant_algo"], "FP8");
+    for exclude in [json!(["lm_head"]), json!([])] {
+        let file = json!({"producer": {"name": "modelopt"}, "quantization": {
+            "quant_algo": "FP8", "kv_cache_quant_algo": null, "exclude_modules": exclude,
+        }});
+        let config = QuantConfig::read(&json!({}), Some(&file)).unwrap().unwrap();
+        assert_eq!(config.formats(), "fp8 per tensor, inputs static");
+        let written = config.hf_quant_config().unwrap();
+        assert_eq!(written["quantization"], file["quantization"]);
+        assert_eq!(config.inline()["quant_algo"], "FP8");
+    }
+}
+
+/// A name stands for the layers inside of a module in ModelOpt only.
+#[test]
+fn names_of_modules_are_targets_in_modelopt() {
+    let format = fp8(Fp8Scales::Tensor, Fp8Inputs::Static);
+    let targets = vec![ATTENTION.to_owned()];
+    let groups = [Group { format, targets }];
+    for (dialect, expected) in [
+        (Dialect::ModelOpt, Some(format)),
+        (Dialect::CompressedTensors, None),
+    ] {
+        let targets = Targets::new(dialect, &groups).unwrap();
+        let found = targets.format(&format!("{ATTENTION}.q_proj")).unwrap();
+        assert_eq!(found, expected, "{dialect:?}");
+        assert_eq!(targets.format(ATTENTION).unwrap(), Some(format));
+    }
 }

@@ -450,6 +450,8 @@ mod tests {
         refuses(&[0x38, 0xFF, 0x38, 0x38], one, "row 0, block 1 is NaN");
         refuses(&[0x80, 0x38, 0x38, 0x38], one, "row 0, block 0 is negative");
         refuses(&[0x38; 3], one, "3 block scales");
+        let odd = PackedWeight::new([2, 24], vec![0; 24], vec![0x38; 2], one, None);
+        assert!(odd.unwrap_err().to_string().contains("24 input features"));
         for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY] {
             refuses(&good, GlobalScale::Multiply(bad), "global scale");
             refuses(&good, GlobalScale::Divide(bad), "global scale");

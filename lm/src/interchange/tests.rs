@@ -348,6 +348,22 @@ fn what_consumers_choke_on_is_refused_by_the_name_of_the_tensor() {
     model.refused("kv-unsaid", &["kv_cache_scheme", "would be ignored"]);
 }
 
+/// Global scales of either tool belong to a quantized layer.
+#[test]
+fn scales_without_a_layer_are_refused() {
+    for dialect in [Dialect::ModelOpt, Dialect::CompressedTensors] {
+        for leaves in [dialect, dialect.other()].map(Dialect::leaves) {
+            for leaf in &leaves.all()[2..] {
+                let mut model = Model::new(dialect, Scheme::W4a4);
+                let name = format!("model.layers.0.mlp.gate.{leaf}");
+                let scale = (Dtype::F32, vec![1], 1f32.to_le_bytes().to_vec());
+                model.tensors.insert(name.clone(), scale);
+                model.refused("scale-alone", &[&name, "there is no", "for it"]);
+            }
+        }
+    }
+}
+
 /// Readers would build these layers as quantized, in architectures with unknown names.
 #[test]
 fn linear_layers_of_any_name_must_be_excluded() {

@@ -102,6 +102,7 @@ mod tests {
             Tokenizer::read(&again, 300, &[]).unwrap().hash(),
             tokenizer.hash()
         );
+        train(&paths, LEAST_TOKENS, &folder.join("bytes")).unwrap();
         let error = train(&paths, 256, &folder.join("small")).unwrap_err();
         assert!(error.to_string().contains("256 ids"), "{error}");
     }

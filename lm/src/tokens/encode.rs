@@ -361,6 +361,28 @@ mod tests {
     }
 
     #[test]
+    fn conversations_are_counted() {
+        let tokenizer = Tokenizer::read(&golden("qwen3-tiny"), 288, &[]).unwrap();
+        let chat = ChatTemplate::new(CHATML.into(), String::new(), String::new()).unwrap();
+        let folder = Scratch::new("encode-conversations");
+        let rows = [
+            r#"{"text": "one"}"#,
+            r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#,
+            r#"{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}"#,
+        ];
+        let path = folder.join("rows.jsonl");
+        fs::write(&path, rows.join("\n")).unwrap();
+        let vocabulary = Vocabulary {
+            size: 288,
+            tokenizer: tokenizer.hash(),
+        };
+        let mut writer = ShardWriter::new(vocabulary).unwrap();
+        let encoder = Encoder::new(&tokenizer, Some(chat), None);
+        let found = encoder.encode_files(&[path], &mut writer).unwrap();
+        assert_eq!((found.documents, found.conversations), (3, 2));
+    }
+
+    #[test]
     fn a_list_is_read_like_json_lines() {
         let tokenizer = Tokenizer::read(&golden("llama3-tiny"), 288, &[]).unwrap();
         let folder = Scratch::new("encode-list");

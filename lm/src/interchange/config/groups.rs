@@ -383,7 +383,7 @@ pub(super) fn format_of(groups: &[Group]) -> &'static str {
 fn format_name(format: LayerFormat) -> &'static str {
     match format {
         LayerFormat::Nvfp4(_) => NVFP4_FORMAT,
-        LayerFormat::Fp8(_) => FP8_FORMATS[usize::from(!format.quantizes_inputs())],
+        LayerFormat::Fp8(fp8) => FP8_FORMATS[usize::from(!fp8.quantizes_inputs())],
     }
 }
 
