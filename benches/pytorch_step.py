@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures PyTorch on the same work and GPU: training steps, attention, layers.
 
-Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [mlp] [--json FILE]
+Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [mlp] [finetune] [--json FILE]
 
 The baseline is the fastest that a user would pick: `torch.compile`, the fastest spelling of the heads
 and backend of SDPA for each shape, fused AdamW, bf16 autocast over f32 master weights, gradients
@@ -359,11 +359,55 @@ def encoder(sizes=((768, 12, 12, 16, 1024), (4096, 1, 32, 16, 512))):
         yield row
 
 
+def finetune(folder, batch=4, length=2048, rank=16):
+    """A step of finetuning a model of `transformers` with random weights: all parameters, and LoRA by `peft`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.use_cache = False
+    for lora in (False, True):
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.manual_seed(0)
+        # Full finetuning needs f32 master weights, frozen weights do not.
+        dtype = torch.bfloat16 if lora else torch.float32
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", torch_dtype=dtype)
+        if lora:
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+        model.train()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        compiled = torch.compile(model)
+        ids = torch.randint(0, config.vocab_size, (batch, length), device="cuda")
+
+        def run():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = compiled(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        for _ in range(5):
+            run()
+        row = {"finetune": f"LoRA {rank}" if lora else "all parameters", "tokens": batch * length}
+        row["ms"] = best(run, 10)
+        row["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        del model, compiled, optimizer, trained
+        yield row
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", nargs="*", default=["steps", "attention", "layers"])
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--spellings", nargs="*", default=list(SPELLINGS), choices=SPELLINGS)
+    parser.add_argument("--folder", help="folder with the config.json of a model, for finetune")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     kinds = {
@@ -373,6 +417,7 @@ def main():
         "moe": moe,
         "encoder": encoder,
         "mlp": mlp,
+        "finetune": lambda: finetune(arguments.folder),
     }
     unknown = [what for what in arguments.what if what not in kinds]
     if unknown:

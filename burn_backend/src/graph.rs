@@ -241,13 +241,6 @@ impl Drop for GraphSteps {
 /// Devices that have a [`GraphSteps`].
 static BUSY: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
-/// Returns true if `device` has a [`GraphSteps`].
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-pub(crate) fn is_busy(device: &Device) -> bool {
-    let busy = BUSY.lock().unwrap_or_else(PoisonError::into_inner);
-    busy.contains(&device.clone().without_autodiff())
-}
-
 /// Entry of a device in [`BUSY`].
 struct Busy(Device);
 

@@ -88,7 +88,6 @@ pub mod state;
 pub mod telemetry;
 
 mod layers;
-mod memory;
 mod parameterless;
 mod rng;
 mod survey;

@@ -58,8 +58,7 @@ impl<const D: usize> OperandWeight<D> {
     /// operand specification and context. `is_tracked` is true if autodiff tracks the input.
     ///
     /// # Errors
-    /// Returns an error if the weight is packed, because it would be quantized twice, or if the
-    /// recipe splits the mean of experts or of a sharded weight.
+    /// Returns an error if the weight is packed: it would be quantized twice.
     pub fn begin(
         &self,
         (state, recipe): OfLayer<'_>,
@@ -78,11 +77,6 @@ impl<const D: usize> OperandWeight<D> {
             warn_of_distributed_weight(&self.held);
         }
         let (spec, context) = state.for_forward(recipe, identity, draws)?;
-        let is_part = self.gathered.is_some() || context.sharding.is_some();
-        if spec.split_mean && (is_part || D != 2) {
-            let found = "true, for experts or a sharded weight";
-            return Err(Nvfp4Error::value("split_mean", found, "false"));
-        }
         let gathered = self.gathered.clone();
         Ok((
             spec,

@@ -185,9 +185,6 @@ pub struct LinearSpec {
     pub wgrad_dy: OperandSpec,
     /// Source of `dgrad_w` and `wgrad_x`.
     pub source: BackwardSource,
-    /// True to quantize the differences of `x` to the mean of its rows, and to multiply the mean in
-    /// high precision.
-    pub split_mean: bool,
 }
 
 /// Amax values of a matrix that is quantized along its rows and optionally along its columns.
@@ -311,7 +308,6 @@ impl LinearSpec {
             wgrad_x: transformed(Rounding::Nearest),
             wgrad_dy: transformed(wgrad),
             source: BackwardSource::Original,
-            split_mean: false,
         }
     }
 
@@ -326,7 +322,6 @@ impl LinearSpec {
             wgrad_x: plain,
             wgrad_dy: plain,
             source: BackwardSource::Original,
-            split_mean: false,
         }
     }
 

@@ -4,7 +4,6 @@ use burn_core::backend::Dispatch;
 use burn_core::tensor::{DType, Device, Int, Tensor};
 use nvfp4_formats::reference::{AdamWParams, AdamWSchedule};
 
-use crate::memory::leave_outdated_pages;
 use crate::ops::optimizer::OptimizerOps;
 
 /// Number of words of an [`AdamWSchedule`].
@@ -28,10 +27,6 @@ impl Schedule {
         time: u64,
         device: &Device,
     ) -> Tensor<1, Int> {
-        // The first steps allocate what later ones do. Evaluations may allocate more.
-        if time.is_power_of_two() || time.is_multiple_of(64) {
-            leave_outdated_pages(device);
-        }
         let words = AdamWSchedule::new(params, lr, time).words();
         let buffer = match self.buffer.take() {
             Some((of, buffer)) if of == *device => buffer,

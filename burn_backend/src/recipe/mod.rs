@@ -94,11 +94,6 @@ pub struct Nvfp4Recipe {
     /// dequantized operands.
     #[config(default = "BackwardSource::Original")]
     pub source: BackwardSource,
-    /// True to subtract the mean of the tokens from the input before it is quantized, for fprop and
-    /// wgrad, and to multiply the mean in high precision (arXiv 2603.10444). Not for experts and
-    /// sharded weights.
-    #[config(default = false)]
-    pub split_mean: bool,
     /// Seed of all random bits of the model. Layers, and the operands of a layer, draw from
     /// separate streams that never share bits.
     #[config(default = 0)]
@@ -143,7 +138,6 @@ impl PartialEq for Nvfp4Recipe {
             dgrad,
             wgrad,
             source,
-            split_mean,
             seed,
             rht_signs,
             rht_seeded,
@@ -156,7 +150,6 @@ impl PartialEq for Nvfp4Recipe {
             && *dgrad == other.dgrad
             && *wgrad == other.wgrad
             && *source == other.source
-            && *split_mean == other.split_mean
             && *seed == other.seed
             && *rht_signs == other.rht_signs
             && *rht_seeded == other.rht_seeded
@@ -282,7 +275,6 @@ impl Nvfp4Recipe {
             wgrad_x: wgrad.x.resolve(draw(ROLE_WGRAD_X, ROLE_WGRAD_SIGNS)),
             wgrad_dy: wgrad.dy.resolve(draw(ROLE_WGRAD, ROLE_WGRAD_SIGNS)),
             source: *source,
-            split_mean: self.split_mean,
         }
     }
 

@@ -11,7 +11,8 @@ use crate::decode_cost::Shape;
 
 fn model(device: &Device, head: HeadPrecision) -> Decoder {
     let config = Shape::Tiny.config().unwrap();
-    let mut model = Decoder::random_packed(&config, device, FloatDType::F32, 5).unwrap();
+    let mut model =
+        Decoder::random(&config, device, FloatDType::F32, FrozenForm::W4a16, 5).unwrap();
     // Devices have different random generators, so the weights are generated here.
     let mut state = 1u32;
     let mut draw = || {

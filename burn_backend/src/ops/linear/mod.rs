@@ -6,7 +6,6 @@
 
 mod branch;
 mod fprop;
-mod mean;
 mod plan;
 mod request;
 mod saved;
@@ -29,7 +28,6 @@ use super::{
 use branch::MadeBeside;
 pub(super) use fprop::Fprop;
 use fprop::FpropWeight;
-use mean::Mean;
 use plan::PlannedLayer;
 pub(crate) use request::{LinearRequest, RequiresGrad};
 use saved::SavedOperand;
@@ -51,8 +49,6 @@ pub(crate) struct SavedForBackward<B: Backend> {
     x: Option<SavedOperand<B>>,
     /// `w` for dgrad, if the input needs a gradient.
     pub(crate) w: Option<SavedWeight<B>>,
-    /// Mean of `x`, if it was split.
-    mean: Option<Mean<B>>,
     /// Columns of `x`, rows of `w`.
     d_in: usize,
     plan: LinearPlan,
@@ -97,7 +93,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
         let probe = self.context.probe.as_ref();
-        let dy = match self.bias_dtype.is_some() || probe.is_some() || self.mean.is_some() {
+        let dy = match self.bias_dtype.is_some() || probe.is_some() {
             true => dy.materialized(),
             false => dy,
         };
@@ -129,7 +125,6 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
                 layer.gradients(&dy.device(), self.plan)
             }
         };
-        let mean = self.mean.as_ref().map(|mean| (mean, values()));
         let made = MadeBeside::new(
             (self.w.as_ref(), self.x.as_ref()),
             (&spec, &self.context, groups),
@@ -163,11 +158,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         let w = saved_x.zip(col).map(|(x, dy)| {
             let asked = (&spec.wgrad_x, plan.wgrad);
             let x = x.operand(groups, asked, Usage::Columnwise, dtype);
-            let grad = B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, written);
-            match mean {
-                Some((mean, dy)) => mean.weight_grad(grad, dy),
-                None => grad,
-            }
+            B::nvfp4_gemm(x, dy, MaybeTensor::Absent, wgrad, written)
         });
         let w = match (&self.context.gathered, w) {
             (Some(gathered), Some(grad)) => gathered.reduce::<B>(grad, self.w_dtype),
@@ -234,11 +225,6 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     (spec, context): (&LinearSpec, &LinearContext),
 ) -> FloatTensor<B> {
     let LinearParams { weight, bias } = params;
-    let (x, mean) = Mean::split(x, spec);
-    let bias = match mean {
-        Some(mean) => mean.bias(weight.clone(), bias),
-        None => bias,
-    };
     let dtype = x.dtype();
     let d_out = *weight.shape().last().expect("a matrix");
     let (rows, d_in) = x.shape();
@@ -319,19 +305,13 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
     /// Returns the forward GEMM, and the saved operands of `x` and `w` for the backward. If `kept`,
     /// the operands of the GEMM are packed.
     pub(super) fn quantize(self, kept: bool) -> (Fprop<B>, SavedForBackward<B>) {
-        let (x, mean) = Mean::split(self.x, &self.spec);
-        let bias = match &mean {
-            Some(mean) => mean.bias(self.w.clone(), self.bias),
-            None => self.bias,
-        };
-        let this = Self { x, bias, ..self };
-        let x_dtype = this.x.dtype();
-        let w_dtype = float_dtype(this.w.dtype());
-        let plan = this.plan();
-        let branch = this.weight_branch();
-        let (w, saved_w) = this.weight(x_dtype, &plan);
+        let x_dtype = self.x.dtype();
+        let w_dtype = float_dtype(self.w.dtype());
+        let plan = self.plan();
+        let branch = self.weight_branch();
+        let (w, saved_w) = self.weight(x_dtype, &plan);
         let w = branch::at(branch.as_ref(), BranchPoint::End, w);
-        let part = this.part(&w, &plan);
+        let part = self.part(&w, &plan);
         let Self {
             x,
             w: w_source,
@@ -340,7 +320,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             spec,
             context,
             requires_grad,
-        } = this;
+        } = self;
         let context = context.without_weight();
         let (_, d_in) = x.shape();
         let x = match context.probe.is_some() {
@@ -418,7 +398,6 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let saved = SavedForBackward {
             x: saved_x,
             w: saved_w,
-            mean,
             d_in,
             plan,
             x_dtype,
