@@ -335,10 +335,11 @@ fn frozen_weights_are_quantized_at_load() {
     for ((name, whole), (_, parts)) in files(&whole).iter().zip(&files(&parts)) {
         assert!(whole == parts, "{name} differs");
     }
-    let adapters = 2 * 4 * (96 + 96 + 96);
+    // Queries and values are joined; the output projection alone is padded to a rank of 8.
+    let trained = 2 * 8 * ((96 + 256) + (96 + 96));
     let bytes = files(&whole)[0].1.len();
     assert!(
-        bytes < 4 * 4 * adapters,
+        (4 * trained..4 * trained + 8192).contains(&bytes),
         "a checkpoint of {bytes} bytes has more than adapters"
     );
     run.export(
