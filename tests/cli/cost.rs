@@ -132,7 +132,10 @@ fn the_cost_of_finetuning_needs_only_the_configuration() {
     };
     refused("--frozen w4a16", &["--lora"]);
     refused("--lora 0", &["lora is 0", "at least 1"]);
-    refused("--context 100000", &["context", "100000"]);
+    fails(
+        nvfp4("dev finetune-cost --device flex --context 100000", &[model]),
+        &["context", "100000"],
+    );
     refused(
         "--lora 4 --frozen w4a16 --recipes nvidia",
         &["frozen is w4a16"],

@@ -218,7 +218,7 @@ pub fn part_sums_kernel<F: Numeric>(
     #[comptime] kind: FloatKind,
     #[define(F)] _storage: ElemType,
 ) {
-    let len = (rows + parts - 1) / parts;
+    let len = rows.div_ceil(parts);
     let mut item = ABSOLUTE_POS;
     while item < parts * cols {
         let part = item / cols;

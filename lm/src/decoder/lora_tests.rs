@@ -8,7 +8,6 @@ use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::nn::Nvfp4Linear;
 
 use super::lora::{AdaptedModule, Adapter, FrozenBase, LoraProjection, joined_rank};
-use super::*;
 use crate::optim::Optimizer;
 
 const ROWS: usize = 24;
