@@ -35,7 +35,7 @@ pub(crate) struct CostOfFinetuning {
         default_value = "bf16"
     )]
     recipes: Vec<String>,
-    /// Freeze the model and train LoRA adapters of this rank
+    /// Freeze the model and train LoRA adapters of this rank on its projections
     #[arg(long, value_name = "RANK")]
     lora: Option<usize>,
     /// Train adapters on modules whose name matches this regular expression [default: all
