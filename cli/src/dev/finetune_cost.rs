@@ -58,6 +58,7 @@ pub(crate) struct CostOfFinetuning {
     #[arg(long, value_name = "TYPE")]
     activation: Option<Activation>,
     /// Recompute the activation inputs of the feed-forward in the backward pass of this many layers
+    /// instead of saving them
     #[arg(long, value_name = "LAYERS", default_value_t = 0)]
     recompute: usize,
     /// Launch the kernels of a step one by one on a GPU, instead of as a CUDA graph
