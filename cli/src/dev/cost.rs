@@ -15,7 +15,7 @@ use nvfp4_lm::encoder::EncoderModel;
 use nvfp4_lm::model::Transformer;
 use serde::Serialize;
 
-use super::measure::MeasureOptions;
+use super::measure::{StepOptions, note_start};
 use crate::device::{hardware, install_decorator};
 use crate::options::listed::listed;
 use crate::options::{Options, recipes};
@@ -34,14 +34,8 @@ pub(crate) struct CostOfSteps {
         value_parser = listed::<String>(values)
     )]
     recipes: Vec<String>,
-    /// Take this many steps in a round
-    #[arg(long, value_name = "STEPS", default_value_t = 10)]
-    round_steps: usize,
-    /// Take this many steps before the first round
-    #[arg(long, value_name = "STEPS", default_value_t = 5)]
-    warm: usize,
     #[command(flatten)]
-    measure: MeasureOptions,
+    steps: StepOptions,
     /// Lock this file: commands that share it warm up together and measure one at a time [default:
     /// none]
     #[arg(long, value_name = "FILE")]
@@ -99,39 +93,22 @@ impl CostOfSteps {
                 .as_ref()
                 .map_or(String::new(), |name| format!(" ({name})"))
         );
-        let effort = Effort {
-            warm: self.warm,
-            rounds: self.measure.rounds,
-            steps: self.round_steps,
-        };
+        let effort = self.steps.effort();
         let mut results = Vec::new();
         let every = config.telemetry_every;
         println!("{}", header(every));
         for recipe in recipes {
             let figure = figure(&config, recipe, &device, effort, |how| self.lock(how))?;
-            let Cost { built, warmed, .. } = figure.cost;
-            note!(
-                "{}: built in {built:.1} s, warmed up in {warmed:.1} s, most of it to compile \
-                 kernels",
-                figure.recipe
-            );
+            note_start(&figure.recipe, &figure.cost);
             println!("{}", line(&figure, config.model.layers, every));
             results.push(figure);
             release(&device);
         }
         for figure in &results {
-            for kernel in figure.cost.kernels.iter().take(self.measure.kernels) {
-                println!(
-                    "{:<32} {:>9.3} ms {:>5} x {:<14} {}",
-                    figure.recipe,
-                    1e3 * kernel.seconds,
-                    kernel.launches,
-                    kernel.class.name(),
-                    kernel.name
-                );
-            }
+            let label = format!("{:<32} ", figure.recipe);
+            (self.steps.measure).print_kernels(&label, &figure.cost.kernels);
         }
-        self.measure.write(&Figures {
+        self.steps.measure.write(&Figures {
             config,
             hardware,
             results,

@@ -87,7 +87,8 @@ impl CostOfDecoding {
         let mut results = Vec::new();
         for shape in &self.shapes {
             let cost = measure(shape.shape(), &device, dtype, effort)?;
-            print(&cost, self.measure.kernels);
+            print(&cost);
+            self.measure.print_kernels("  ", &cost.kernels);
             results.push(cost);
             nvfp4_lm::cost::release(&device);
         }
@@ -97,7 +98,7 @@ impl CostOfDecoding {
     }
 }
 
-fn print(cost: &DecodeCost, kernels: usize) {
+fn print(cost: &DecodeCost) {
     println!(
         "{}: first token after {:.2} s, prefill of {} x {} tokens {:.2} ms ({:.0} tokens/s)",
         shape_name(cost.shape),
@@ -124,15 +125,6 @@ fn print(cost: &DecodeCost, kernels: usize) {
             "  a copy moves {:.0} GB/s: to read them takes {:.0} % of a step",
             bandwidth / 1e9,
             100.0 * share
-        );
-    }
-    for kernel in cost.kernels.iter().take(kernels) {
-        println!(
-            "  {:>9.3} ms {:>5} x {:<14} {}",
-            1e3 * kernel.seconds,
-            kernel.launches,
-            kernel.class.name(),
-            kernel.name
         );
     }
 }

@@ -6,19 +6,18 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 use nvfp4_lm::config::{Activation, GradReduce, Preset, RunConfig};
-use nvfp4_lm::cost::{Cost, Effort, KernelClass, release};
+use nvfp4_lm::cost::{Cost, KernelClass, release};
 use nvfp4_lm::decoder::lora::DEFAULT_TARGETS;
 use nvfp4_lm::decoder::{FrozenForm, LoraConfig};
 use nvfp4_lm::finetune::cost::measure;
 use nvfp4_lm::finetune::{FinetuneConfig, Objective};
 use serde::Serialize;
 
-use super::measure::MeasureOptions;
+use super::measure::{StepOptions, note_start};
 use crate::device::{DeviceName, hardware};
 use crate::options::listed::listed;
 use crate::options::recipes::{self, named};
 use crate::options::shared::DeviceOption;
-use crate::terminal::note;
 
 #[derive(Args)]
 pub(crate) struct CostOfFinetuning {
@@ -64,14 +63,8 @@ pub(crate) struct CostOfFinetuning {
     /// Launch the kernels of a step one by one on a GPU, instead of as a CUDA graph
     #[arg(long)]
     no_graph: bool,
-    /// Take this many steps in a round
-    #[arg(long, value_name = "STEPS", default_value_t = 10)]
-    round_steps: usize,
-    /// Take this many steps before the first round
-    #[arg(long, value_name = "STEPS", default_value_t = 5)]
-    warm: usize,
     #[command(flatten)]
-    measure: MeasureOptions,
+    steps: StepOptions,
     #[command(flatten)]
     device: DeviceOption,
 }
@@ -95,27 +88,19 @@ impl CostOfFinetuning {
     pub(crate) fn run(self) -> Result<()> {
         let name = self.device.name()?;
         let device = name.open()?.without_autodiff();
-        let effort = Effort {
-            warm: self.warm,
-            rounds: self.measure.rounds,
-            steps: self.round_steps,
-        };
+        let effort = self.steps.effort();
         let hardware = hardware(&device);
         let mut results = Vec::new();
         for recipe in &self.recipes {
             let config = self.config(recipe, name)?;
             let cost = measure(&config, &device, effort)?;
-            note!(
-                "{}: built in {:.1} s, warmed up in {:.1} s, most of it to compile kernels",
-                config.recipe_name,
-                cost.built,
-                cost.warmed
-            );
-            print(&config, &cost, self.measure.kernels);
+            note_start(&config.recipe_name.to_string(), &cost);
+            print(&config, &cost);
+            self.steps.measure.print_kernels("  ", &cost.kernels);
             results.push(Figure { config, cost });
             release(&device);
         }
-        self.measure.write(&Figures { hardware, results })
+        self.steps.measure.write(&Figures { hardware, results })
     }
 
     /// Returns the configuration of a run with `recipe` on the device `name`.
@@ -174,8 +159,8 @@ impl CostOfFinetuning {
     }
 }
 
-/// Prints the measurements of a run, and its `kernels` costliest kernels.
-fn print(config: &FinetuneConfig, cost: &Cost, kernels: usize) {
+/// Prints the measurements of a run.
+fn print(config: &FinetuneConfig, cost: &Cost) {
     let trained = match &config.lora {
         None => "all parameters".to_owned(),
         Some(lora) => format!(
@@ -211,14 +196,5 @@ fn print(config: &FinetuneConfig, cost: &Cost, kernels: usize) {
                 class.name()
             );
         }
-    }
-    for kernel in cost.kernels.iter().take(kernels) {
-        println!(
-            "  {:>9.3} ms {:>5} x {:<14} {}",
-            1e3 * kernel.seconds,
-            kernel.launches,
-            kernel.class.name(),
-            kernel.name
-        );
     }
 }
