@@ -308,6 +308,7 @@ fn check_sinks(sinks: &Tensor<1>, device: &Device, heads: usize) -> Result<(), N
 }
 
 /// Panicking version of [`try_attention`].
+#[track_caller]
 pub fn attention(
     q: Tensor<3>,
     k: Tensor<3>,
@@ -418,6 +419,7 @@ fn checked_qkv(
 }
 
 /// Panicking version of [`try_attention_qkv`].
+#[track_caller]
 pub fn attention_qkv(
     qkv: Tensor<2>,
     heads: [usize; 2],

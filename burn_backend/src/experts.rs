@@ -84,6 +84,7 @@ impl ExpertOffsets {
     }
 
     /// Panicking version of [`try_from_counts`](Self::try_from_counts).
+    #[track_caller]
     pub fn from_counts(counts: Tensor<1, Int>, tokens: usize) -> Self {
         or_panic(
             "ExpertOffsets::from_counts",
@@ -167,6 +168,7 @@ pub fn try_grouped_linear(
 }
 
 /// Panicking version of [`try_grouped_linear`].
+#[track_caller]
 pub fn grouped_linear(
     x: Tensor<2>,
     weight: Tensor<3>,
@@ -314,6 +316,7 @@ pub fn try_moe_route(logits: Tensor<2>, router: Router) -> Result<MoeRoute, Nvfp
 }
 
 /// Panicking version of [`try_moe_route`].
+#[track_caller]
 pub fn moe_route(logits: Tensor<2>, router: Router) -> MoeRoute {
     or_panic("moe_route", try_moe_route(logits, router))
 }
@@ -499,6 +502,7 @@ pub fn try_moe_permute(
 }
 
 /// Panicking version of [`try_moe_permute`].
+#[track_caller]
 pub fn moe_permute(x: Tensor<2>, index: Tensor<1, Int>, inverse: Tensor<2, Int>) -> Tensor<2> {
     or_panic("moe_permute", try_moe_permute(x, index, inverse))
 }
@@ -557,6 +561,7 @@ pub fn try_moe_unpermute(
 }
 
 /// Panicking version of [`try_moe_unpermute`].
+#[track_caller]
 pub fn moe_unpermute(
     y: Tensor<2>,
     weights: Tensor<2>,

@@ -160,6 +160,7 @@ pub(crate) fn quantize_params(
 }
 
 /// Panicking version of [`try_quantize`].
+#[track_caller]
 pub fn quantize(
     x: Tensor<2>,
     usage: Usage,
@@ -191,6 +192,7 @@ pub fn try_quantize_tiles(x: Tensor<2>) -> Result<(Nvfp4Tensor, Nvfp4Tensor), Nv
 }
 
 /// Panicking version of [`try_quantize_tiles`].
+#[track_caller]
 pub fn quantize_tiles(x: Tensor<2>) -> (Nvfp4Tensor, Nvfp4Tensor) {
     or_panic("quantize_tiles", try_quantize_tiles(x))
 }
@@ -210,6 +212,7 @@ pub fn try_dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Result<Tensor<2
 }
 
 /// Panicking version of [`try_dequantize`].
+#[track_caller]
 pub fn dequantize(packed: Nvfp4Tensor, dtype: FloatDType) -> Tensor<2> {
     or_panic("dequantize", try_dequantize(packed, dtype))
 }
@@ -260,6 +263,7 @@ pub fn try_matmul(
 }
 
 /// Panicking version of [`try_matmul`].
+#[track_caller]
 pub fn matmul(
     a: Nvfp4Tensor,
     b: Nvfp4Tensor,
@@ -297,6 +301,7 @@ pub fn try_linear<const D: usize>(
 }
 
 /// Panicking version of [`try_linear`].
+#[track_caller]
 pub fn linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -355,6 +360,7 @@ pub fn try_add_linear(
 }
 
 /// Panicking version of [`try_add_linear`].
+#[track_caller]
 pub fn add_linear(
     added: Tensor<2>,
     x: Tensor<2>,

@@ -174,6 +174,7 @@ pub fn try_rms_norm<const D: usize>(
 }
 
 /// Panicking version of [`try_rms_norm`].
+#[track_caller]
 pub fn rms_norm<const D: usize>(x: Tensor<D>, gamma: Tensor<1>, epsilon: f64) -> Tensor<D> {
     or_panic("rms_norm", try_rms_norm(x, gamma, epsilon))
 }
@@ -197,6 +198,7 @@ pub fn try_add_rms_norm<const D: usize>(
 }
 
 /// Panicking version of [`try_add_rms_norm`].
+#[track_caller]
 pub fn add_rms_norm<const D: usize>(
     x: Tensor<D>,
     residual: Tensor<D>,
@@ -232,6 +234,7 @@ pub fn try_layer_norm<const D: usize>(
 }
 
 /// Panicking version of [`try_layer_norm`].
+#[track_caller]
 pub fn layer_norm<const D: usize>(
     x: Tensor<D>,
     gamma: Tensor<1>,
@@ -273,6 +276,7 @@ pub fn try_swiglu<const D: usize>(gate_up: Tensor<D>) -> Result<Tensor<D>, Nvfp4
 }
 
 /// Panicking version of [`try_swiglu`].
+#[track_caller]
 pub fn swiglu<const D: usize>(gate_up: Tensor<D>) -> Tensor<D> {
     or_panic("swiglu", try_swiglu(gate_up))
 }
@@ -291,6 +295,7 @@ pub fn try_gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Result<Tensor<D>, N
 }
 
 /// Panicking version of [`try_gelu`].
+#[track_caller]
 pub fn gelu<const D: usize>(x: Tensor<D>, form: Gelu) -> Tensor<D> {
     or_panic("gelu", try_gelu(x, form))
 }

@@ -41,6 +41,7 @@ pub fn try_cross_entropy(
 }
 
 /// Panicking version of [`try_cross_entropy`].
+#[track_caller]
 pub fn cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,
@@ -94,6 +95,7 @@ pub fn try_linear_cross_entropy(
 }
 
 /// Panicking version of [`try_linear_cross_entropy`] with [`CHUNK_BYTES`].
+#[track_caller]
 pub fn linear_cross_entropy(
     x: Tensor<2>,
     w: Tensor<2>,
@@ -234,6 +236,7 @@ pub(crate) fn try_embedding_part(
 }
 
 /// Panicking version of [`try_embedding`].
+#[track_caller]
 pub fn embedding(table: Tensor<2>, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
     or_panic("embedding", try_embedding(table, ids, dtype))
 }

@@ -221,7 +221,10 @@ impl Selection<'_> {
             return Err(Nvfp4Error::value(
                 "model",
                 found,
-                "a model with at least one, or a head or router in `include`",
+                match self.exclude {
+                    Some(_) => "one that `exclude` leaves, or a head or router in `include`",
+                    None => "a model with at least one, or a head or router in `include`",
+                },
             ));
         }
         Ok(())

@@ -9,12 +9,14 @@
 //!   one quantized tensor.
 //! - [`reference`](mod@reference) computes everything on the CPU. It is the oracle against which
 //!   every kernel of `nvfp4-kernels` is compared byte for byte, and CPU training runs on it.
+//! - [`ptq`] quantizes the weights of trained models.
 
 pub mod describe;
 pub mod error;
 pub mod format;
 mod params;
 pub mod policy;
+pub mod ptq;
 pub mod reference;
 
 pub use error::Nvfp4Error;

@@ -81,6 +81,7 @@ pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
 
 impl Mark {
     /// Marks `base`, which is the weight identified by `identity`, or a view of it.
+    #[track_caller]
     fn weight<const D: usize>(
         &self,
         base: Tensor<D>,

@@ -92,6 +92,7 @@ impl Nvfp4TransformerBlockConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4TransformerBlock {
         or_panic("Nvfp4TransformerBlockConfig::init", self.try_init(device))
     }
@@ -282,6 +283,7 @@ impl Nvfp4TransformerBlock {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward), without padding.
+    #[track_caller]
     pub fn forward(&self, x: Tensor<3>, positions: &RopeCache) -> BlockOutput {
         or_panic(
             "Nvfp4TransformerBlock::forward",
@@ -290,6 +292,7 @@ impl Nvfp4TransformerBlock {
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream), without padding.
+    #[track_caller]
     pub fn forward_stream(
         &self,
         stream: ResidualStream,

@@ -67,6 +67,7 @@ impl Embedding {
     ///
     /// # Panics
     /// If [`try_forward_as`](Self::try_forward_as) returns an error.
+    #[track_caller]
     pub fn forward(&self, ids: Tensor<2, Int>) -> Tensor<3> {
         let dtype = self.weight.dtype().into();
         or_panic("Embedding::forward", self.try_forward_as(ids, dtype))

@@ -72,6 +72,7 @@ impl Nvfp4SwiGluConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4SwiGlu {
         or_panic("Nvfp4SwiGluConfig::init", self.try_init(device))
     }
@@ -131,6 +132,7 @@ impl Nvfp4SwiGlu {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4SwiGlu::forward", self.try_forward(x))
     }
@@ -417,6 +419,7 @@ impl SwiGluActivation {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("SwiGluActivation::forward", self.try_forward(x))
     }
@@ -468,6 +471,7 @@ impl Nvfp4FeedForwardConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4FeedForward {
         or_panic("Nvfp4FeedForwardConfig::init", self.try_init(device))
     }
@@ -550,6 +554,7 @@ impl Nvfp4FeedForward {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4FeedForward::forward", self.try_forward(x))
     }

@@ -123,6 +123,7 @@ impl Fp8Linear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Fp8Linear::forward", self.try_forward(input))
     }

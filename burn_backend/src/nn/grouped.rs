@@ -71,6 +71,7 @@ impl Nvfp4GroupedLinearConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4GroupedLinear {
         or_panic("Nvfp4GroupedLinearConfig::init", self.try_init(device))
     }
@@ -286,6 +287,7 @@ impl Nvfp4GroupedLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
         or_panic(
             "Nvfp4GroupedLinear::forward",

@@ -93,6 +93,7 @@ impl LmHead {
     }
 
     /// Panicking version of [`try_loss`](Self::try_loss).
+    #[track_caller]
     pub fn loss<const D: usize>(&self, x: Tensor<D>, targets: Tensor<1, Int>) -> Tensor<1> {
         or_panic("LmHead::loss", self.try_loss(x, targets))
     }

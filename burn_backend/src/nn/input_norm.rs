@@ -85,6 +85,7 @@ impl InputNorm {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("InputNorm::forward", self.try_forward(x))
     }

@@ -63,6 +63,7 @@ impl LayerNormLinearConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> LayerNormLinear {
         or_panic("LayerNormLinearConfig::init", self.try_init(device))
     }
@@ -107,6 +108,7 @@ impl LayerNormLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("LayerNormLinear::forward", self.try_forward(x))
     }

@@ -79,6 +79,7 @@ impl LayerNormMlpConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> LayerNormMlp {
         or_panic("LayerNormMlpConfig::init", self.try_init(device))
     }
@@ -139,6 +140,7 @@ impl LayerNormMlp {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("LayerNormMlp::forward", self.try_forward(x))
     }

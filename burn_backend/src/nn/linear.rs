@@ -63,6 +63,7 @@ impl Nvfp4LinearConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4Linear {
         or_panic("Nvfp4LinearConfig::init", self.try_init(device))
     }
@@ -243,6 +244,7 @@ impl Nvfp4Linear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4Linear::forward", self.try_forward(input))
     }
@@ -301,6 +303,7 @@ impl Nvfp4Linear {
     }
 
     /// Panicking version of [`try_forward_together`](Self::try_forward_together).
+    #[track_caller]
     pub fn forward_together<const D: usize>(layers: &[&Self], input: Tensor<D>) -> Vec<Tensor<D>> {
         or_panic(
             "Nvfp4Linear::forward_together",

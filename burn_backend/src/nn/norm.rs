@@ -45,6 +45,7 @@ impl RmsNormConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> RmsNorm {
         or_panic("RmsNormConfig::init", self.try_init(device))
     }
@@ -112,6 +113,7 @@ impl RmsNorm {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("RmsNorm::forward", self.try_forward(x))
     }
@@ -151,6 +153,7 @@ impl RmsNorm {
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
+    #[track_caller]
     pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
         or_panic("RmsNorm::forward_stream", self.try_forward_stream(stream))
     }
@@ -279,6 +282,7 @@ impl LayerNormConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> LayerNorm {
         or_panic("LayerNormConfig::init", self.try_init(device))
     }
@@ -363,6 +367,7 @@ impl LayerNorm {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("LayerNorm::forward", self.try_forward(x))
     }

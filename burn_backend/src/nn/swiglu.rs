@@ -52,6 +52,7 @@ impl SwiGluConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> SwiGlu {
         or_panic("SwiGluConfig::init", self.try_init(device))
     }
@@ -88,6 +89,7 @@ impl SwiGlu {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("SwiGlu::forward", self.try_forward(x))
     }

@@ -214,6 +214,7 @@ impl AdamWConfig {
     ///
     /// # Panics
     /// If [`try_init`](Self::try_init) returns an error.
+    #[track_caller]
     pub fn init(self) -> AdamW {
         crate::functions::or_panic("AdamW", self.try_init())
     }
@@ -390,6 +391,7 @@ impl AdamW {
     ///
     /// # Panics
     /// If [`try_step`](Self::try_step) returns an error.
+    #[track_caller]
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         crate::functions::or_panic("AdamW", self.try_step(lr, model, gradients))
     }

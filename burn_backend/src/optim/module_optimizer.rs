@@ -52,6 +52,7 @@ impl AdamWConfig {
     ///
     /// # Panics
     /// If [`try_module_optimizer`](Self::try_module_optimizer) returns an error.
+    #[track_caller]
     pub fn module_optimizer<M: Module>(&self, model: &M) -> ModuleOptimizer {
         or_panic("AdamW", self.try_module_optimizer(model))
     }
@@ -219,6 +220,7 @@ impl RecordState for OneState {
 impl Optimizer for OneParameter {
     type State<const D: usize> = OneState;
 
+    #[track_caller]
     fn step<const D: usize>(
         &self,
         lr: LearningRate,

@@ -177,6 +177,7 @@ impl MuonConfig {
     ///
     /// # Panics
     /// If [`try_init`](Self::try_init) returns an error.
+    #[track_caller]
     pub fn init(self) -> Muon {
         crate::functions::or_panic("Muon", self.try_init())
     }
@@ -293,6 +294,7 @@ impl Muon {
     ///
     /// # Panics
     /// If [`try_step`](Self::try_step) returns an error.
+    #[track_caller]
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         crate::functions::or_panic("Muon", self.try_step(lr, model, gradients))
     }

@@ -135,6 +135,7 @@ impl ZeroAdamW {
     ///
     /// # Panics
     /// If [`try_step`](Self::try_step) returns an error.
+    #[track_caller]
     pub fn step<M: Module>(&mut self, lr: f64, model: M, gradients: GradientsParams) -> M {
         or_panic("ZeroAdamW", self.try_step(lr, model, gradients))
     }

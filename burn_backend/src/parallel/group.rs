@@ -185,6 +185,7 @@ impl ProcessGroup {
     ///
     /// # Panics
     /// If the axis is not a multiple of the number of ranks, or the group fails.
+    #[track_caller]
     pub fn reduce_scatter<const D: usize>(&self, x: Tensor<D>, reduction: Reduction) -> Tensor<D> {
         or_panic(self.check_parts("x", x.dims()[0]));
         self.constant(x, Step::ReduceScatter(reduction))

@@ -231,6 +231,32 @@ impl Nvfp4Recipe {
         [fprop.x, fprop.w, dgrad.dy, dgrad.w, wgrad.x, wgrad.dy]
     }
 
+    /// Reads a recipe from a JSON object with any of its fields. Missing fields are those of
+    /// [`new`](Self::new). (`Config::load` of Burn needs all fields, and ignores unknown ones.)
+    ///
+    /// # Errors
+    /// Returns an error if the text is no JSON object, a field is unknown, or a value is invalid.
+    pub fn from_json(json: &str) -> Result<Self, Nvfp4Error> {
+        let invalid = |error: serde_json::Error| {
+            Nvfp4Error::value("recipe", error.to_string(), "a JSON object of its fields")
+        };
+        let given: serde_json::Map<_, _> = serde_json::from_str(json).map_err(invalid)?;
+        let mut fields = serde_json::to_value(Self::new()).map_err(invalid)?;
+        for (name, value) in given {
+            let Some(field) = fields.get_mut(&name) else {
+                let fields = fields.as_object().into_iter().flatten();
+                let names: Vec<&str> = fields.map(|(name, _)| name.as_str()).collect();
+                return Err(Nvfp4Error::value(
+                    "recipe",
+                    format!("the field {name}"),
+                    format!("the fields {}", names.join(", ")),
+                ));
+            };
+            *field = value;
+        }
+        serde_json::from_value(fields).map_err(invalid)
+    }
+
     /// Returns true if any operand is quantized.
     pub fn is_quantized(&self) -> bool {
         self.operands().iter().any(QuantSpec::is_quantized)

@@ -93,7 +93,15 @@ impl Nvfp4State {
         if !missing.is_empty() || !unused.is_empty() {
             return Err(Nvfp4Error::value(
                 "state",
-                format!("layers missing: {missing:?}, layers that the model lacks: {unused:?}"),
+                [
+                    ("no state of", missing),
+                    ("states of layers that the model lacks,", unused),
+                ]
+                .into_iter()
+                .filter(|(_, paths)| !paths.is_empty())
+                .map(|(what, paths)| format!("{what} {}", paths.join(", ")))
+                .collect::<Vec<_>>()
+                .join("; "),
                 "exactly the NVFP4 layers of the model",
             ));
         }

@@ -1,6 +1,7 @@
 //! Recipes, looked up by name or read from a file.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -42,7 +43,9 @@ pub(crate) fn named(
             .parse()
             .map_err(|error| anyhow::anyhow!("{option} is {name}, but {error}"));
     }
-    let recipe = read_recipe(path).with_context(|| format!("{option} {name} is no recipe"))?;
+    let recipe = fs::read_to_string(path).map_err(anyhow::Error::from);
+    let recipe = recipe.and_then(|json| Ok(Nvfp4Recipe::from_json(&json)?));
+    let recipe = recipe.with_context(|| format!("{option} {name} is no recipe"))?;
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let found: RecipeName = stem
         .parse()
@@ -55,20 +58,4 @@ pub(crate) fn named(
     );
     recipes.insert(stem.into(), recipe);
     Ok(found)
-}
-
-/// Reads the recipe in the JSON file `path`. Missing fields come from [`Nvfp4Recipe::new`].
-fn read_recipe(path: &Path) -> Result<Nvfp4Recipe> {
-    let mut recipe = serde_json::to_value(Nvfp4Recipe::new())?;
-    let known = recipe.as_object_mut().context("a recipe has fields")?;
-    let given: serde_json::Map<_, _> = serde_json::from_slice(&std::fs::read(path)?)?;
-    for (name, value) in given {
-        let fields: Vec<&str> = known.keys().map(String::as_str).collect();
-        let fields = fields.join(", ");
-        *known
-            .get_mut(&name)
-            .with_context(|| format!("{name} is no field of a recipe, which has {fields}"))? =
-            value;
-    }
-    Ok(serde_json::from_value(recipe)?)
 }

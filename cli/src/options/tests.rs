@@ -236,7 +236,7 @@ fn what_the_file_of_a_recipe_leaves_out_is_the_default() {
     assert_eq!(config.healing_of(&config.recipe), None);
 
     for (text, part) in [
-        (r#"{"rht_sings": 5}"#, "rht_sings is no field"),
+        (r#"{"rht_sings": 5}"#, "the field rht_sings"),
         (r#"{"fprop": {}}"#, "missing field `x`"),
     ] {
         let error = with_file("wrong", text, Options::default()).unwrap_err();

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use nvfp4_formats::format::e4m3;
+use nvfp4_formats::ptq::values::{decode_bf16, decode_f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
@@ -440,8 +441,8 @@ impl<'a> StoredTensor<'a> {
         Ok(match self.dtype {
             Dtype::F64 => map(bytes, |b| f64::from_le_bytes(b) as f32),
             Dtype::F32 => map(bytes, f32::from_le_bytes),
-            Dtype::F16 => map(bytes, |b| f16::from_le_bytes(b).to_f32()),
-            Dtype::BF16 => map(bytes, |b| bf16::from_le_bytes(b).to_f32()),
+            Dtype::F16 => decode_f16(bytes),
+            Dtype::BF16 => decode_bf16(bytes),
             Dtype::F8_E4M3 => {
                 let mut values = map(bytes, |[b]| e4m3::decode_element(b));
                 if let (Some(scales), Some(&columns)) = (self.scales, self.shape.last()) {

@@ -8,9 +8,9 @@ use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
 use serde_json::Value;
 
+use super::GlobalScale;
 use super::fp8::{INPUT, SCALES};
 use super::names::{canonical, is_linear, is_router, may_be_linear};
-use super::packed::GlobalScale;
 pub use super::tensors::LayerInfo;
 use super::tensors::{read_info, read_scalar};
 use super::{

@@ -6,7 +6,8 @@
 
 use anyhow::Result;
 
-use super::packed::{GlobalScale, PackedWeight};
+use super::GlobalScale;
+use super::packed::PackedWeight;
 use super::{Leaves, tensors};
 use crate::hf::{TensorFolder, TensorSink};
 

@@ -50,7 +50,8 @@ pub use convert::{Conversion, convert};
 pub use format::{Fp8Format, Fp8Inputs, Fp8Scales, Group, LayerFormat, Targets};
 pub use fp8::{Fp8Layer, Fp8Weight};
 pub use leaves::Leaves;
-pub use packed::{Arithmetic, GlobalScale, PackedWeight};
+pub use nvfp4_formats::ptq::GlobalScale;
+pub use packed::{Arithmetic, PackedWeight};
 pub use pre_quant::PreQuantScale;
 
 /// Conventions of a checkpoint.

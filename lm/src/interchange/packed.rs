@@ -1,113 +1,13 @@
 //! One NVFP4 weight as stored in checkpoints, with the convention of its global scale.
 
-use anyhow::{Result, bail, ensure};
-use nvfp4_formats::format::{e2m1, e4m3};
+use anyhow::{Context, Result, bail, ensure};
+use nvfp4_formats::format::e4m3;
+use nvfp4_formats::ptq::{GlobalScale, MIN_FACTOR, values};
 use nvfp4_formats::{
     Amax, BLOCK, BlockScaling, Format, QuantizedTensor, ScaleLayout, Storage, Usage,
 };
 
 use super::PreQuantScale;
-
-/// 6 · 448: the largest magnitude that codes and block scales can represent with a global scale of
-/// 1.
-pub const RANGE: f32 = 2688.0;
-
-/// A global scale: the stored bits and their convention.
-///
-/// The conventions are converted only by [`GlobalScale::to_multiplier`] and
-/// [`GlobalScale::to_divisor`], because the amax cannot be recovered: for one `f32` in seven, no
-/// amax satisfies `fl(amax / 2688)`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum GlobalScale {
-    /// Dequantization multiplies by this factor, about amax / 2688 (ModelOpt).
-    Multiply(f32),
-    /// Dequantization divides by this value, about 2688 / amax (compressed-tensors).
-    Divide(f32),
-    /// Largest magnitude of the tensor (this project's training).
-    Amax(f32),
-}
-
-/// The smallest factor whose divisor fits in `f32`: 2⁻¹²⁸, the reciprocal of the largest `f32`.
-pub const MIN_FACTOR: f32 = 1.0 / f32::MAX;
-
-impl GlobalScale {
-    /// Creates a multiplier; a `factor` below [`MIN_FACTOR`] is raised to it.
-    pub const fn multiply(factor: f32) -> Self {
-        Self::Multiply(factor.max(MIN_FACTOR))
-    }
-
-    /// Creates a divisor; an infinite `divisor` is lowered to the largest `f32`.
-    pub const fn divide(divisor: f32) -> Self {
-        Self::Divide(divisor.min(f32::MAX))
-    }
-
-    /// Returns the stored scalar.
-    pub const fn value(self) -> f32 {
-        match self {
-            Self::Multiply(value) | Self::Divide(value) | Self::Amax(value) => value,
-        }
-    }
-
-    /// Returns the dequantization factor: the stored one, `fl(1 / g)`, or `fl(amax / 2688)`.
-    pub fn decode(self) -> f32 {
-        match self {
-            Self::Multiply(factor) => factor,
-            Self::Divide(divisor) => 1.0 / divisor,
-            Self::Amax(amax) => amax / RANGE,
-        }
-    }
-
-    /// Returns the amax of the tensor, the same for all conventions: 2688 times the dequantization
-    /// factor, up to its rounding. This is the magnitude of the largest code with the largest block
-    /// scale. A scale with headroom (four over six) is that of a larger amax.
-    pub fn amax(self) -> f32 {
-        match self {
-            Self::Amax(amax) => amax,
-            Self::Multiply(factor) => factor * RANGE,
-            Self::Divide(divisor) => RANGE / divisor,
-        }
-    }
-
-    /// Checks that the scalar and its dequantization factor are positive and finite.
-    ///
-    /// # Errors
-    /// Returns an error for zero, negative and non-finite scalars, and for those whose factor is
-    /// zero or infinite.
-    pub fn check(self) -> Result<()> {
-        let (value, factor) = (self.value(), self.decode());
-        ensure!(
-            value.is_finite() && value > 0.0,
-            "the global scale is {value}, but it must be positive and finite"
-        );
-        ensure!(
-            factor.is_finite() && factor > 0.0,
-            "the global scale {value:e} dequantizes by {factor:e}, which must be positive and \
-             finite"
-        );
-        Ok(())
-    }
-
-    /// Converts to a multiplier with exactly the same dequantization factor.
-    pub fn to_multiplier(self) -> Self {
-        Self::Multiply(self.decode())
-    }
-
-    /// Converts to a divisor. Also returns the change of the dequantization factor in units in the
-    /// last place: 0 or 1, and more below [`MIN_FACTOR`], which has no divisor.
-    ///
-    /// `fl(1 / x)` is the best possible divisor. For a mantissa below √2 its reciprocal is `x`
-    /// again; above, reciprocals are sparser than multipliers, and the result may be a neighbour of
-    /// `x`.
-    pub fn to_divisor(self) -> (Self, u32) {
-        if let Self::Divide(_) = self {
-            return (self, 0);
-        }
-        let factor = self.decode();
-        let divisor = Self::divide(1.0 / factor);
-        let moved = divisor.decode().to_bits().abs_diff(factor.to_bits());
-        (divisor, moved)
-    }
-}
 
 /// Returns an error if one of the E4M3 bytes `scales` is NaN or negative; a row has `blocks` of
 /// them.
@@ -186,7 +86,7 @@ impl PackedWeight {
         check_scales(&scales, k / BLOCK)?;
         global.check()?;
         if let Some(scale) = input_global {
-            scale.check().map_err(|error| error.context("input"))?;
+            scale.check().context("input")?;
         }
         Ok(Self {
             n,
@@ -272,7 +172,7 @@ impl PackedWeight {
     /// Returns the errors of [`GlobalScale::check`].
     pub fn with_input_global(mut self, scale: Option<GlobalScale>) -> Result<Self> {
         if let Some(scale) = scale {
-            scale.check().map_err(|error| error.context("input"))?;
+            scale.check().context("input")?;
         }
         self.input_global = scale;
         Ok(self)
@@ -343,28 +243,26 @@ impl PackedWeight {
     pub fn dequantize(&self, arithmetic: Arithmetic) -> Vec<f32> {
         let factor = self.global.decode();
         let (divisor, _) = self.global.to_divisor();
-        let mut values = Vec::with_capacity(self.n * self.k);
-        for (&scale, codes) in self.scales.iter().zip(self.codes.chunks(BLOCK / 2)) {
-            let scale = e4m3::decode(scale);
-            let block = match arithmetic {
+        let factors = std::array::from_fn(|byte| {
+            let scale = e4m3::decode(byte as u8);
+            match arithmetic {
                 Arithmetic::CodeTimesScale => scale,
                 Arithmetic::ModelOpt => scale * factor,
                 Arithmetic::CompressedTensors => scale / divisor.value(),
-            };
-            let last = match arithmetic {
-                Arithmetic::CodeTimesScale => factor,
-                Arithmetic::ModelOpt | Arithmetic::CompressedTensors => 1.0,
-            };
-            for &byte in codes {
-                values.extend(e2m1::decode_byte(byte).map(|code| code * block * last));
             }
-        }
-        values
+        });
+        let last = match arithmetic {
+            Arithmetic::CodeTimesScale => factor,
+            Arithmetic::ModelOpt | Arithmetic::CompressedTensors => 1.0,
+        };
+        values::dequantize(&self.codes, &self.scales, &factors, last)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use nvfp4_formats::format::e2m1;
+    use nvfp4_formats::ptq::RANGE;
     use nvfp4_formats::{BlockShape, ErrorNorm, Nvfp4Params, Rounding, reference};
 
     use super::*;

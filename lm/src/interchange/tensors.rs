@@ -4,7 +4,8 @@ use anyhow::{Context, Result, bail, ensure};
 use nvfp4_formats::BLOCK;
 use safetensors::Dtype;
 
-use super::packed::{GlobalScale, PackedWeight, check_scales};
+use super::GlobalScale;
+use super::packed::{PackedWeight, check_scales};
 use super::{Leaves, PreQuantScale};
 use crate::hf::{TensorFolder, TensorSink, TensorSpec};
 

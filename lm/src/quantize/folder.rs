@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use half::bf16;
 use nvfp4_formats::format::e4m3;
+use nvfp4_formats::ptq::{ScaleChoice, block_amax};
 use regex::Regex;
 use safetensors::Dtype;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::block::ScaleChoice;
 use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::journal::{Journal, MadeFrom};
@@ -19,7 +19,7 @@ use super::mxfp4::{Cast, cast};
 use super::options::QuantizeOptions;
 use super::plan::{Plan, layer_of};
 use super::report::{KeptLayer, LayerReport, PartReport, Quantized};
-use super::rules::{Rule, amax_of, block_amax};
+use super::rules::{amax_of, rule_of};
 use super::smooth::{Smoother, Smoothing};
 use super::source::{Source, check_values};
 use super::stats::{Calibration, InputStats};
@@ -346,7 +346,7 @@ impl Quantization {
         work: &mut Work,
     ) -> Result<PartReport> {
         let options = &self.options;
-        let rule = Rule::of(options.dialect);
+        let rule = rule_of(options.dialect);
         let kind = (rule, options.method.choice());
         let layer = layer_of(&part[0][0]);
         let mut decoded = Decoded::new(&self.tensors);

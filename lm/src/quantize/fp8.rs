@@ -77,8 +77,8 @@ pub fn quantize(
 
 #[cfg(test)]
 mod tests {
-    use super::super::rules::block_amax;
     use super::*;
+    use nvfp4_formats::ptq::block_amax;
 
     fn made(values: &[f32], shape: [usize; 2], scales: Fp8Scales) -> Fp8Weight {
         let inputs = Fp8Inputs::HighPrecision;

@@ -3,10 +3,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Result, ensure};
+use nvfp4_formats::ptq::{GlobalScale, Rule};
 
-use super::rules::Rule;
 use super::stats::{Calibration, InputStats};
-use crate::interchange::GlobalScale;
 use crate::interchange::names::expert_projection;
 
 /// The calibration, with fallback statistics for experts that no token reached.

@@ -243,7 +243,7 @@ fn the_folder_records_amax_and_sqnr_of_each_layer() {
     for (layer, found) in layers.iter().zip(&done.layers) {
         assert_eq!(layer["module"], found.module.as_str());
         let weight = tensors.get(&format!("{}.weight", found.module)).unwrap();
-        let amax = rules::block_amax(&weight.to_f32().unwrap());
+        let amax = nvfp4_formats::ptq::block_amax(&weight.to_f32().unwrap());
         assert_eq!(
             (found.amax, layer["amax"].as_f64().unwrap() as f32),
             (amax, amax)

@@ -5,7 +5,6 @@ use nvfp4_formats::format::e4m3;
 use nvfp4_test_support::{Scratch, golden};
 use regex::Regex;
 
-use super::rules::block_amax;
 use super::tests::options;
 use super::text::{CalibrationText, calibrate};
 use super::*;
@@ -13,6 +12,7 @@ use crate::decoder::Decoder;
 use crate::eval::{Windows, compare};
 use crate::hf::TensorFolder;
 use crate::interchange::{Checkpoint, Fp8Inputs, Fp8Scales, LayerFormat, Scheme};
+use nvfp4_formats::ptq::block_amax;
 
 fn regexes(texts: &[&str]) -> Vec<Regex> {
     texts.iter().map(|text| Regex::new(text).unwrap()).collect()

@@ -1,8 +1,7 @@
 //! Post-training quantization of weights to NVFP4 and FP8.
 //!
-//! - [`rules`]: quantization arithmetic of the tools.
-//! - [`block`]: selects the scale byte of one block: by its amax, four over six, or search.
-//! - [`gptq`]: compensates errors in later columns; [`linalg`] has its factorizations.
+//! - [`rules`]: quantizes a weight by the arithmetic of the tools, which is in
+//!   [`ptq`](nvfp4_formats::ptq), with the search of block scales and GPTQ.
 //! - [`stats`]: statistics of a layer's input; [`calibrate`] collects them, [`text`] from a forward
 //!   pass over a text.
 //! - [`fp8`]: quantizes weights to FP8.
@@ -14,16 +13,13 @@
 //! - [`folder`]: quantizes a model folder layer by layer; [`journal`] stores its progress,
 //!   [`report`] describes the result.
 
-pub mod block;
 pub mod budget;
 pub mod calibrate;
 mod decoded;
 pub mod folder;
 pub mod fp8;
-pub mod gptq;
 mod inputs;
 pub mod journal;
-pub mod linalg;
 pub mod mxfp4;
 mod options;
 pub mod plan;
@@ -38,11 +34,12 @@ mod weight_format;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use rayon::prelude::*;
+use nvfp4_formats::ptq::gptq::{self, DAMPING};
+use nvfp4_formats::ptq::values::squares;
+use nvfp4_formats::ptq::{BlockQuantizer, ScaleChoice, round_rows};
 
 use crate::interchange::{Dialect, PackedWeight};
-use block::{BlockQuantizer, ScaleChoice};
-use rules::{Rule, check_matrix};
+use rules::{check_matrix, rule_of};
 
 pub use budget::Choices;
 pub use folder::{Quantization, quantize_folder};
@@ -119,7 +116,7 @@ pub fn quantize_weight(
             stats.k()
         );
     }
-    let quantizer = BlockQuantizer::new(Rule::of(dialect), method.choice(), amax);
+    let quantizer = BlockQuantizer::new(rule_of(dialect), method.choice(), amax);
     quantizer.global.check()?;
     let weights = match stats {
         Some(stats) => stats.mean_squares(),
@@ -128,64 +125,26 @@ pub fn quantize_weight(
     let (codes, scales) = if method == Method::Gptq {
         let hessian = stats.and_then(InputStats::hessian);
         let hessian = hessian.context("GPTQ needs calibration: the second moments of the input")?;
-        gptq::gptq(values, k, &quantizer, (&hessian, gptq::DAMPING), &weights)?
+        gptq::gptq(values, k, &quantizer, (&hessian, DAMPING), &weights)?
     } else {
-        round_rows(values, k, &quantizer, &weights)
+        round_rows(values, &quantizer, &weights)
     };
     PackedWeight::new([n, k], codes, scales, quantizer.global, None)
-}
-
-/// Returns the codes and scale bytes of rows of `k`, with each block quantized independently.
-fn round_rows(
-    values: &[f32],
-    k: usize,
-    quantizer: &BlockQuantizer,
-    weights: &[f32],
-) -> (Vec<u8>, Vec<u8>) {
-    let rows: Vec<(Vec<u8>, Vec<u8>)> = values
-        .par_chunks(k)
-        .map(|row| {
-            let (mut codes, mut scales) = (Vec::new(), Vec::new());
-            let blocks = row.chunks(nvfp4_formats::BLOCK);
-            for (block, weights) in blocks.zip(weights.chunks(nvfp4_formats::BLOCK)) {
-                let byte = quantizer.scale_byte(block, weights);
-                scales.push(byte);
-                codes.extend(quantizer.rule.codes(block, byte, quantizer.global));
-            }
-            (codes, scales)
-        })
-        .collect();
-    let (codes, scales): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
-    (codes.concat(), scales.concat())
 }
 
 /// Returns the [`sqnr`] of rows as wide as `weights`, which multiply the squares of values and
 /// errors.
 pub fn weighted_sqnr(values: &[f32], quantized: &[f32], weights: &[f32]) -> f64 {
-    let root: Vec<f32> = weights.iter().map(|weight| weight.sqrt()).collect();
-    let scaled = |values: &[f32]| -> Vec<f32> {
-        let roots = root.iter().cycle();
-        values
-            .iter()
-            .zip(roots)
-            .map(|(value, root)| value * root)
-            .collect()
-    };
-    sqnr(&scaled(values), &scaled(quantized))
+    match squares(values, quantized, weights) {
+        [_, 0.0] => f64::INFINITY,
+        [signal, noise] => 10.0 * (signal / noise).log10(),
+    }
 }
 
 /// Returns the signal-to-quantization-noise ratio in dB: 10 log₁₀(Σ w² / Σ (w − ŵ)²), infinite
 /// without noise.
 pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
-    let (mut signal, mut noise) = (0.0f64, 0.0f64);
-    for (&value, &quantized) in values.iter().zip(quantized) {
-        signal += f64::from(value).powi(2);
-        noise += (f64::from(value) - f64::from(quantized)).powi(2);
-    }
-    match noise {
-        0.0 => f64::INFINITY,
-        noise => 10.0 * (signal / noise).log10(),
-    }
+    weighted_sqnr(values, quantized, &[1.0; 1024])
 }
 
 #[cfg(all(test, feature = "flex"))]

@@ -9,12 +9,12 @@
 use anyhow::{Result, ensure};
 use nvfp4_formats::BLOCK;
 use nvfp4_formats::format::{e2m1, e4m3};
+use nvfp4_formats::ptq::{BlockQuantizer, GlobalScale, ScaleChoice};
 use serde::{Deserialize, Serialize};
 
-use super::block::{BlockQuantizer, ScaleChoice};
-use super::rules::Rule;
+use super::rules::rule_of;
 use crate::hf::tensors::{MXFP4_BLOCK, Mxfp4, mxfp4_scale};
-use crate::interchange::{Arithmetic, Dialect, GlobalScale, PackedWeight};
+use crate::interchange::{Arithmetic, Dialect, PackedWeight};
 
 /// Exponent of the largest power of two in E4M3.
 const LARGEST: i32 = 8;
@@ -80,7 +80,7 @@ fn cast_one(
     };
     global.check()?;
     let quantizer = BlockQuantizer {
-        rule: Rule::of(dialect),
+        rule: rule_of(dialect),
         global,
         choice: ScaleChoice::Search,
     };
@@ -96,12 +96,13 @@ fn cast_one(
                 continue;
             }
             let values = half.iter().flat_map(|pair| [pair & 0xF, pair >> 4]);
-            let values: Vec<f32> = values
-                .map(|code| e2m1::decode(code) * mxfp4_scale(scale))
-                .collect();
-            let byte = quantizer.scale_byte(&values, &[1.0; BLOCK]);
+            let mut block = [0f32; BLOCK];
+            for (value, code) in block.iter_mut().zip(values) {
+                *value = e2m1::decode(code) * mxfp4_scale(scale);
+            }
+            let byte = quantizer.scale_byte(&block, &[1.0; BLOCK]);
             scales.push(byte);
-            codes.extend(quantizer.rule.codes(&values, byte, global));
+            codes.extend(quantizer.rule.codes(&block, byte, global));
         }
     }
     let made = PackedWeight::new([elements / k, k], codes, scales, global, None)?;

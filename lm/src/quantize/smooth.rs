@@ -27,14 +27,13 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use half::{bf16, f16};
 use nvfp4_formats::BLOCK;
+use nvfp4_formats::ptq::{BlockQuantizer, Rule, ScaleChoice};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-use super::block::{BlockQuantizer, ScaleChoice};
 use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::plan::Plan;
-use super::rules::Rule;
 use crate::decoder::names::{self, Site};
 use crate::hf::{DecoderConfig, FeedForwardConfig, GateActivation, TensorFolder, TensorSink};
 
@@ -519,13 +518,11 @@ fn error_of(group: &[Sample], columns: &[f32], (rule, choice): (Rule, ScaleChoic
         let weights = sample.weights.iter().zip(columns);
         let weights: Vec<f32> = weights.map(|(weight, s)| weight / (s * s)).collect();
         let of_row = |row: &[f32]| -> f64 {
-            let scaled: Vec<f32> = row
-                .iter()
-                .zip(columns)
-                .map(|(value, s)| value * s)
-                .collect();
-            let blocks = scaled.chunks(BLOCK).zip(weights.chunks(BLOCK));
+            let scaled = row.iter().zip(columns).map(|(value, s)| value * s);
+            let scaled: Vec<f32> = scaled.collect();
+            let blocks = scaled.as_chunks::<BLOCK>().0.iter();
             blocks
+                .zip(weights.as_chunks().0)
                 .map(|(block, weights)| quantizer.least_error(block, weights))
                 .sum()
         };

@@ -7,11 +7,9 @@ use half::bf16;
 use regex::Regex;
 use safetensors::Dtype;
 
-use super::block::ScaleChoice;
 use super::decoded::Decoded;
 use super::inputs::Inputs;
 use super::plan::Plan;
-use super::rules::Rule;
 use super::smooth::Smoother;
 use super::text::{CalibrationText, calibrate};
 use super::*;
@@ -19,6 +17,8 @@ use crate::decoder::Decoder;
 use crate::decoder::fused::open_tensors;
 use crate::hf::{DecoderConfig, TensorFolder, TensorWriter};
 use crate::interchange::{Checkpoint, Scheme};
+use nvfp4_formats::ptq::Rule;
+use nvfp4_formats::ptq::ScaleChoice;
 use nvfp4_test_support::{Scratch, golden};
 
 const TEXT: CalibrationText = CalibrationText {

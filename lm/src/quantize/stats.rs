@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::{Result, ensure};
-use rayon::prelude::*;
+use nvfp4_formats::ptq::linalg::add_products;
 
 /// Calibration statistics of a model.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -81,17 +81,7 @@ impl InputStats {
             }
         }
         if let Some(products) = &mut self.products {
-            products
-                .par_chunks_mut(k)
-                .enumerate()
-                .for_each(|(i, sums)| {
-                    for row in x.chunks_exact(k) {
-                        let xi = f64::from(row[i]);
-                        for (sum, &x) in sums[..=i].iter_mut().zip(row) {
-                            *sum += xi * f64::from(x);
-                        }
-                    }
-                });
+            add_products(products, x, k);
         }
         Ok(())
     }

@@ -8,13 +8,13 @@ use nvfp4_formats::format::e2m1;
 use regex::Regex;
 
 use super::journal::MadeFrom;
-use super::rules::block_amax;
 use super::*;
 use crate::hf::TensorFolder;
 use crate::interchange::names::fused_group;
 use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme, convert};
 use crate::progress::tests::told;
 use crate::progress::{Progress, listen};
+use nvfp4_formats::ptq::{Rule, block_amax};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer};
 
 /// Returns deterministic, approximately normal numbers: sums of four uniform ones.
@@ -61,7 +61,7 @@ fn the_rules_are_those_of_the_tools_on_the_probe() {
                 (Rule::TransformerEngine, "te", "amax"),
             ] {
                 let get = |leaf: &str| probe.get(&format!("{key}.{stack}.{leaf}")).unwrap();
-                let ours = rule.quantize(&values, shape, block_amax(&values)).unwrap();
+                let ours = rules::quantize(rule, &values, shape, block_amax(&values)).unwrap();
                 let theirs = get(global).to_f32().unwrap()[0];
                 assert_eq!(
                     ours.global().value().to_bits(),
@@ -126,9 +126,8 @@ fn the_rules_give_the_codes_of_the_golden_exports() {
         }
         for (module, layer) in checkpoint.layers() {
             let amax = amax[&fused_group(module).ok_or(module)];
-            let ours = rule
-                .quantize(&values(module), [layer.n, layer.k], amax)
-                .unwrap();
+            let shape = [layer.n, layer.k];
+            let ours = rules::quantize(rule, &values(module), shape, amax).unwrap();
             let theirs = checkpoint.weight(module).unwrap();
             assert_eq!(ours.global(), theirs.global(), "{name}: {module}");
             let found = differences(&ours, theirs.scales(), theirs.codes());

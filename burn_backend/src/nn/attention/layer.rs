@@ -69,6 +69,7 @@ impl RopeCacheConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> RopeCache {
         or_panic("RopeCacheConfig::init", self.try_init(device))
     }
@@ -214,6 +215,7 @@ impl Nvfp4AttentionConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4Attention {
         or_panic("Nvfp4AttentionConfig::init", self.try_init(device))
     }
@@ -395,6 +397,7 @@ impl Nvfp4Attention {
     }
 
     /// Panicking version of [`try_forward_packed`](Self::try_forward_packed).
+    #[track_caller]
     pub fn forward_packed(
         &self,
         x: Tensor<2>,
@@ -517,6 +520,7 @@ impl Nvfp4Attention {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward), without padding.
+    #[track_caller]
     pub fn forward(&self, x: Tensor<3>, positions: &RopeCache) -> Tensor<3> {
         or_panic(
             "Nvfp4Attention::forward",

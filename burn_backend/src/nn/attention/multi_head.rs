@@ -89,6 +89,7 @@ impl MultiHeadAttentionConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> MultiHeadAttention {
         or_panic("MultiHeadAttentionConfig::init", self.try_init(device))
     }
@@ -210,6 +211,7 @@ impl MultiHeadAttention {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, input: MhaInput) -> MhaOutput {
         or_panic("MultiHeadAttention::forward", self.try_forward(input))
     }
@@ -237,6 +239,7 @@ impl MultiHeadAttention {
     }
 
     /// Panicking version of [`try_forward_cache`](Self::try_forward_cache).
+    #[track_caller]
     pub fn forward_cache(&self, input: MhaInput, cache: &mut MhaCache) -> MhaOutput {
         or_panic(
             "MultiHeadAttention::forward_cache",

@@ -101,6 +101,7 @@ impl Nvfp4MoeConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> Nvfp4Moe {
         or_panic("Nvfp4MoeConfig::init", self.try_init(device))
     }
@@ -242,6 +243,7 @@ impl Nvfp4Moe {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("Nvfp4Moe::forward", self.try_forward(x))
     }

@@ -162,6 +162,7 @@ impl ExpertParallelMoe {
     }
 
     /// Panicking version of [`try_new`](Self::try_new).
+    #[track_caller]
     pub fn new(config: &Nvfp4MoeConfig, device: &Device, group: &ProcessGroup) -> Self {
         or_panic(
             "ExpertParallelMoe::new",
@@ -209,6 +210,7 @@ impl ExpertParallelMoe {
     }
 
     /// Panicking version of [`try_from_moe`](Self::try_from_moe).
+    #[track_caller]
     pub fn from_moe(moe: Nvfp4Moe, group: &ProcessGroup) -> Self {
         or_panic(
             "ExpertParallelMoe::from_moe",
@@ -459,6 +461,7 @@ impl ExpertParallelMoe {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("ExpertParallelMoe::forward", self.try_forward(x))
     }

@@ -100,6 +100,7 @@ impl Nvfp4PackedGroupedLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, input: Tensor<2>, experts: &ExpertOffsets) -> Tensor<2> {
         or_panic(
             "Nvfp4PackedGroupedLinear::forward",

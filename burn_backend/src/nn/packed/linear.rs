@@ -113,6 +113,7 @@ impl Nvfp4PackedLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         or_panic("Nvfp4PackedLinear::forward", self.try_forward(input))
     }

@@ -127,6 +127,7 @@ impl PackedParameter {
 impl Reparameterization for PackedParameter {
     const NAME: &'static str = "nvfp4";
 
+    #[track_caller]
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         #[cfg(any(feature = "cpu", feature = "cuda"))]
         if let Some(route) = &self.route

@@ -100,6 +100,7 @@ impl TensorParallelAttention {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, x: Tensor<2>, batch: usize, positions: &RopeCache) -> Tensor<2> {
         let y = self.try_forward(x, batch, positions);
         or_panic("TensorParallelAttention::forward", y)

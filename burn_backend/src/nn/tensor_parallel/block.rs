@@ -145,6 +145,7 @@ impl TensorParallelBlock {
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
+    #[track_caller]
     pub fn forward_stream(
         &self,
         stream: ResidualStream,

@@ -96,6 +96,7 @@ impl VocabParallelEmbedding {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, ids: Tensor<1, Int>, dtype: FloatDType) -> Tensor<2> {
         or_panic(
             "VocabParallelEmbedding::forward",

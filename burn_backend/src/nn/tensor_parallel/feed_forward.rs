@@ -88,6 +88,7 @@ impl TensorParallelSwiGlu {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("TensorParallelSwiGlu::forward", self.try_forward(x))
     }

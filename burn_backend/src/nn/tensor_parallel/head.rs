@@ -162,6 +162,7 @@ impl VocabParallelHead {
     }
 
     /// Panicking version of [`try_loss`](Self::try_loss).
+    #[track_caller]
     pub fn loss(&self, x: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
         or_panic("VocabParallelHead::loss", self.try_loss(x, targets))
     }

@@ -109,6 +109,7 @@ impl TensorParallelLayerNormLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let y = self.try_forward(x);
         or_panic("TensorParallelLayerNormLinear::forward", y)
@@ -196,6 +197,7 @@ impl TensorParallelLayerNormMlp {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("TensorParallelLayerNormMlp::forward", self.try_forward(x))
     }

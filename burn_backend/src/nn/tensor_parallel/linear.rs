@@ -160,6 +160,7 @@ impl ColumnParallelLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("ColumnParallelLinear::forward", self.try_forward(x))
     }
@@ -269,6 +270,7 @@ impl RowParallelLinear {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("RowParallelLinear::forward", self.try_forward(x))
     }

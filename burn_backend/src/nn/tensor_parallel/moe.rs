@@ -115,6 +115,7 @@ impl TensorParallelMoe {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> MoeOutput<D> {
         or_panic("TensorParallelMoe::forward", self.try_forward(x))
     }

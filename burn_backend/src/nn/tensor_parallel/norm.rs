@@ -36,6 +36,7 @@ impl SequenceParallelRmsNorm {
     ///
     /// # Panics
     /// Same as [`RmsNorm::forward`].
+    #[track_caller]
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let normed = try_rms_norm(x, self.gamma(), self.norm.epsilon);
         or_panic("SequenceParallelRmsNorm::forward", normed)
@@ -66,6 +67,7 @@ impl SequenceParallelRmsNorm {
     }
 
     /// Panicking version of [`try_forward_stream`](Self::try_forward_stream).
+    #[track_caller]
     pub fn forward_stream(&self, stream: ResidualStream) -> (Tensor<3>, Tensor<3>) {
         or_panic(
             "SequenceParallelRmsNorm::forward_stream",

@@ -73,6 +73,7 @@ impl TransformerDecoderConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> TransformerDecoder {
         or_panic("TransformerDecoderConfig::init", self.try_init(device))
     }
@@ -201,6 +202,7 @@ impl TransformerDecoder {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, input: TransformerDecoderInput) -> Tensor<3> {
         or_panic("TransformerDecoder::forward", self.try_forward(input))
     }
@@ -227,6 +229,7 @@ impl TransformerDecoder {
 
     /// Panicking version of
     /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference).
+    #[track_caller]
     pub fn forward_autoregressive_inference(
         &self,
         input: TransformerDecoderInput,
@@ -289,6 +292,7 @@ impl TransformerDecoderLayer {
     }
 
     /// Panicking version of [`try_new`](Self::try_new).
+    #[track_caller]
     pub fn new(config: &TransformerDecoderConfig, device: &Device) -> Self {
         let layer = Self::try_new(config, device);
         or_panic("TransformerDecoderLayer::new", layer)
@@ -309,6 +313,7 @@ impl TransformerDecoderLayer {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, input: TransformerDecoderInput) -> TransformerDecoderInput {
         or_panic("TransformerDecoderLayer::forward", self.try_forward(input))
     }
@@ -336,6 +341,7 @@ impl TransformerDecoderLayer {
 
     /// Panicking version of
     /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference).
+    #[track_caller]
     pub fn forward_autoregressive_inference(
         &self,
         input: TransformerDecoderInput,

@@ -73,6 +73,7 @@ impl TransformerEncoderConfig {
     }
 
     /// Panicking version of [`try_init`](Self::try_init).
+    #[track_caller]
     pub fn init(&self, device: &Device) -> TransformerEncoder {
         or_panic("TransformerEncoderConfig::init", self.try_init(device))
     }
@@ -158,6 +159,7 @@ impl TransformerEncoder {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(&self, input: TransformerEncoderInput) -> Tensor<3> {
         or_panic("TransformerEncoder::forward", self.try_forward(input))
     }
@@ -183,6 +185,7 @@ impl TransformerEncoder {
 
     /// Panicking version of
     /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference).
+    #[track_caller]
     pub fn forward_autoregressive_inference(
         &self,
         input: TransformerEncoderInput,
@@ -239,6 +242,7 @@ impl TransformerEncoderLayer {
     }
 
     /// Panicking version of [`try_new`](Self::try_new).
+    #[track_caller]
     pub fn new(config: &TransformerEncoderConfig, device: &Device) -> Self {
         let layer = Self::try_new(config, device);
         or_panic("TransformerEncoderLayer::new", layer)
@@ -259,6 +263,7 @@ impl TransformerEncoderLayer {
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
+    #[track_caller]
     pub fn forward(
         &self,
         input: Tensor<3>,
@@ -286,6 +291,7 @@ impl TransformerEncoderLayer {
 
     /// Panicking version of
     /// [`try_forward_autoregressive_inference`](Self::try_forward_autoregressive_inference).
+    #[track_caller]
     pub fn forward_autoregressive_inference(
         &self,
         input: Tensor<3>,

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use super::super::GlobalScale;
 use super::super::fp8::INPUT;
 use super::super::names::{FusedGroup, expert_layer, fused_group};
-use super::super::packed::GlobalScale;
 use super::super::{LayerFormat, PreQuantScale};
 use super::Checkpoint;
 

@@ -5,13 +5,12 @@
 //! al., arXiv 2210.17323). The scale of a block is chosen when its first column is reached, from
 //! the weights at that point. Columns keep their order.
 
-use anyhow::Result;
-use nvfp4_formats::BLOCK;
-use nvfp4_formats::format::{e2m1, e4m3};
 use rayon::prelude::*;
 
-use super::block::BlockQuantizer;
+use super::BlockQuantizer;
 use super::linalg::inverse_upper_factor;
+use crate::format::{e2m1, e4m3};
+use crate::{BLOCK, Nvfp4Error, with_fma};
 
 /// Rows per task: they share every row of U that is read.
 const ROWS: usize = 32;
@@ -36,7 +35,7 @@ pub fn gptq(
     quantizer: &BlockQuantizer,
     (hessian, damping): (&[f64], f64),
     weights: &[f32],
-) -> Result<(Vec<u8>, Vec<u8>)> {
+) -> Result<(Vec<u8>, Vec<u8>), Nvfp4Error> {
     let upper = inverse_upper_factor(&damped(hessian, k, damping), k)?;
     let parts: Vec<(Vec<u8>, Vec<u8>)> = values
         .par_chunks(ROWS * k)
@@ -61,7 +60,18 @@ fn damped(hessian: &[f64], k: usize, damping: f64) -> Vec<f64> {
     damped
 }
 
-fn quantize_rows(
+with_fma!(
+    fn quantize_rows(
+        values: &[f32],
+        k: usize,
+        quantizer: &BlockQuantizer,
+        upper: &[f64],
+        weights: &[f32],
+    ) -> (Vec<u8>, Vec<u8>) = quantize_rows_body
+);
+
+#[inline(always)]
+fn quantize_rows_body(
     values: &[f32],
     k: usize,
     quantizer: &BlockQuantizer,
@@ -80,7 +90,8 @@ fn quantize_rows(
             let errors = &mut errors[row * PANEL..(row + 1) * PANEL];
             for block in (start..end).step_by(BLOCK) {
                 let now: [f32; BLOCK] = std::array::from_fn(|i| w[block + i] as f32);
-                let byte = quantizer.scale_byte(&now, &weights[block..block + BLOCK]);
+                let of_block = weights[block..].first_chunk().expect("k is whole blocks");
+                let byte = quantizer.scale_byte(&now, of_block);
                 scales[(row * k + block) / BLOCK] = byte;
                 let scale = e4m3::decode(byte) * quantizer.global.decode();
                 for j in block..block + BLOCK {

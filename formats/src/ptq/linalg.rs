@@ -1,11 +1,52 @@
-//! Dense f64 linear algebra for GPTQ: Cholesky factors and triangular inverses, on all cores.
+//! Dense f64 linear algebra for GPTQ, on all cores: second moments, Cholesky factors, triangular
+//! inverses.
 
-use anyhow::{Result, ensure};
 use rayon::prelude::*;
 
-/// Computes `Σ a_i b_i` in eight partial sums, with the same result on every machine and with any
-/// number of threads.
-fn dot(a: &[f64], b: &[f64]) -> f64 {
+use crate::{Nvfp4Error, with_fma};
+
+/// Number of tokens whose products are added in one pass over the sums.
+const TOKENS: usize = 8;
+
+/// Adds `x xᵀ` of each row of `x` `[tokens, k]`, in order, to the lower triangle of `sums` `[k, k]`.
+pub fn add_products(sums: &mut [f64], x: &[f32], k: usize) {
+    let rows = sums.par_chunks_mut(k).enumerate();
+    rows.for_each(|(i, sums)| add_row(&mut sums[..=i], x, k));
+}
+
+with_fma!(fn add_row(sums: &mut [f64], x: &[f32], k: usize) = add_row_body);
+
+/// Adds the products of the last feature of `sums` with those up to it.
+#[inline(always)]
+fn add_row_body(sums: &mut [f64], x: &[f32], k: usize) {
+    let len = sums.len();
+    let groups = x.chunks_exact(TOKENS * k);
+    let rest = groups.remainder();
+    for group in groups {
+        let rows: [&[f32]; TOKENS] = std::array::from_fn(|t| &group[t * k..][..len]);
+        let last: [f64; TOKENS] = std::array::from_fn(|t| f64::from(rows[t][len - 1]));
+        for (j, sum) in sums.iter_mut().enumerate() {
+            for t in 0..TOKENS {
+                *sum += last[t] * f64::from(rows[t][j]);
+            }
+        }
+    }
+    for row in rest.chunks_exact(k) {
+        let last = f64::from(row[len - 1]);
+        for (sum, &x) in sums.iter_mut().zip(row) {
+            *sum += last * f64::from(x);
+        }
+    }
+}
+
+with_fma!(
+    /// Computes `Σ a_i b_i` in eight partial sums, with the same result on every machine and with
+    /// any number of threads.
+    fn dot(a: &[f64], b: &[f64]) -> f64 = dot_body
+);
+
+#[inline(always)]
+fn dot_body(a: &[f64], b: &[f64]) -> f64 {
     let (a, b) = (&a[..a.len().min(b.len())], &b[..a.len().min(b.len())]);
     let mut sums = [0.0; 8];
     let (a8, b8) = (a.chunks_exact(8), b.chunks_exact(8));
@@ -25,15 +66,18 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 ///
 /// # Errors
 /// Returns an error if a pivot is not positive, because the matrix is then not positive definite.
-pub fn cholesky(mut a: Vec<f64>, k: usize) -> Result<Vec<f64>> {
+pub fn cholesky(mut a: Vec<f64>, k: usize) -> Result<Vec<f64>, Nvfp4Error> {
     for j in 0..k {
         let (above, below) = a.split_at_mut((j + 1) * k);
         let row = &mut above[j * k..];
         let pivot = row[j] - dot(&row[..j], &row[..j]);
-        ensure!(
-            pivot > 0.0 && pivot.is_finite(),
-            "pivot {j} of {k} is {pivot:e}: the matrix is not positive definite"
-        );
+        if !(pivot > 0.0 && pivot.is_finite()) {
+            return Err(Nvfp4Error::value(
+                "Hessian",
+                format!("pivot {j} of {k} is {pivot:e}"),
+                "a positive definite matrix",
+            ));
+        }
         let diagonal = pivot.sqrt();
         row[j] = diagonal;
         row[j + 1..].fill(0.0);
@@ -69,7 +113,7 @@ pub fn invert_lower_transposed(l: &[f64], k: usize) -> Vec<f64> {
 ///
 /// # Errors
 /// Returns an error if `h` is not positive definite.
-pub fn inverse_upper_factor(h: &[f64], k: usize) -> Result<Vec<f64>> {
+pub fn inverse_upper_factor(h: &[f64], k: usize) -> Result<Vec<f64>, Nvfp4Error> {
     let reversed = h.iter().rev().copied().collect();
     let inverse = invert_lower_transposed(&cholesky(reversed, k)?, k);
     let mut upper = vec![0.0; k * k];
@@ -84,6 +128,21 @@ pub fn inverse_upper_factor(h: &[f64], k: usize) -> Result<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn products_are_added_in_the_order_of_the_tokens() {
+        let (tokens, k) = (21, 5);
+        let x: Vec<f32> = (0..tokens * k).map(|i| (i as f32 * 0.7).sin()).collect();
+        let mut sums = vec![0.5; k * k];
+        add_products(&mut sums, &x, k);
+        for (i, j) in (0..k).flat_map(|i| (0..k).map(move |j| (i, j))) {
+            let mut expected = 0.5;
+            for row in x.chunks_exact(k).filter(|_| j <= i) {
+                expected += f64::from(row[i]) * f64::from(row[j]);
+            }
+            assert_eq!(sums[i * k + j], expected, "{i}, {j}");
+        }
+    }
 
     #[test]
     fn the_factor_of_the_inverse_inverts() {
