@@ -92,8 +92,7 @@ impl BlockQuantizer {
             return (0.0, base);
         }
         let others = match self.choice {
-            // No byte.
-            ScaleChoice::Max => 1..=0,
+            ScaleChoice::Max => base..=base,
             ScaleChoice::FourOverSix => {
                 let four = self.rule.scale_byte(1.5 * amax, self.global);
                 four..=four
