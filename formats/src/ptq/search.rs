@@ -5,9 +5,9 @@ use std::ops::RangeInclusive;
 use rayon::prelude::*;
 
 use super::{GlobalScale, RANGE, Rule, block_amax};
-use crate::BLOCK;
 use crate::format::e4m3;
-use crate::with_fma;
+use crate::reference::TO_INTEGER;
+use crate::{BLOCK, with_fma};
 
 /// Number of scale bytes below the amax's byte that a search tries.
 const BELOW: u8 = 6;
@@ -159,9 +159,9 @@ fn least_body(
 /// elements of a block are rounded side by side.
 #[inline(always)]
 fn round_e2m1(x: f32) -> f32 {
-    // Adding 1.5 · 2²³ steps rounds to a multiple of the step, ties to even multiples.
+    // The sum is rounded to a multiple of the step, ties to even multiples.
     let to_step = |x: f32, step: f32| {
-        let shift = step * 12_582_912.0;
+        let shift = step * TO_INTEGER;
         (x + shift) - shift
     };
     let magnitude = x.abs().min(6.0);

@@ -1,7 +1,7 @@
 //! Quantizes whole weights by the [rules](Rule) of the tools.
 
 use anyhow::{Result, ensure};
-use nvfp4_formats::ptq::{Rule, block_amax};
+use nvfp4_formats::ptq::{BlockQuantizer, Rule, ScaleChoice, block_amax, round_rows};
 use nvfp4_formats::{Amax, BLOCK, Nvfp4Params, Rounding, Usage, reference};
 
 use crate::interchange::{Dialect, PackedWeight};
@@ -30,13 +30,13 @@ pub fn quantize(rule: Rule, values: &[f32], [n, k]: [usize; 2], amax: f32) -> Re
     }
     let global = rule.global(amax);
     global.check()?;
-    let mut codes = Vec::with_capacity(values.len() / 2);
-    let mut scales = Vec::with_capacity(values.len() / BLOCK);
-    for block in values.chunks_exact(BLOCK) {
-        let byte = rule.scale_byte(block_amax(block), global);
-        scales.push(byte);
-        codes.extend(rule.codes(block, byte, global));
-    }
+    let quantizer = BlockQuantizer {
+        rule,
+        global,
+        choice: ScaleChoice::Max,
+    };
+    // Errors are not weighted: the amax alone decides.
+    let (codes, scales) = round_rows(values, &quantizer, &vec![1.0; k]);
     PackedWeight::new([n, k], codes, scales, global, None)
 }
 
