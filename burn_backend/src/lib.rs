@@ -104,6 +104,8 @@ pub use nn::{
     Nvfp4SwiGlu, Nvfp4SwiGluConfig, Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig,
 };
 pub use nvfp4_formats::{Hadamard, Nvfp4Error, RandomStream, Rounding, Usage};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub use ops::device_matrix;
 pub use quantize::{QuantizeConfig, QuantizeReport, quantize, quantize_calibrated};
 pub use recipe::{LayerMode, Nvfp4Recipe};
 pub use state::{Nvfp4State, RngState, set_mode};

@@ -18,7 +18,7 @@ use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::quantize::journal::{JOURNAL, MadeFrom};
 use nvfp4_lm::quantize::text::{CalibrationText, calibrate, sample};
 use nvfp4_lm::quantize::{
-    Calibration, Method, Quantization, QuantizeOptions, Smoothing, choose_formats,
+    Calibration, Engine, Method, Quantization, QuantizeOptions, Smoothing, choose_formats,
 };
 use nvfp4_lm::tokens::Texts;
 use regex::Regex;
@@ -199,11 +199,17 @@ impl Quantize {
         };
         let interrupt = Interrupt::watch(&self.out)?;
         let before = self.perplexity(&self.model, eval.as_ref(), windows)?;
-        let calibration = match (&tokens, calibration) {
-            (Some(tokens), found) => self.calibration(&run, tokens, read, found)?,
-            (None, _) => Calibration::new(),
+        let device = self.device.name()?.open()?.without_autodiff();
+        let run = run.with_engine(Engine::of(&device));
+        let kept = match (&tokens, calibration) {
+            (Some(_), Some(found)) => Some(Self::kept_calibration(&run, found)?),
+            (Some(_), None) => run.calibration()?,
+            (None, _) => Some(Calibration::new()),
         };
-        let quantized = run.finish(&calibration)?;
+        let quantized = match (&tokens, kept) {
+            (Some(tokens), None) => run.calibrate(&device, tokens, read)?,
+            (_, kept) => run.finish(&kept.unwrap_or_default())?,
+        };
         interrupt.finished();
         let after = self.perplexity(&self.out, eval.as_ref(), windows)?;
         let calibration = calibration_texts.as_ref().zip(quantized.calibration_tokens);
@@ -243,21 +249,11 @@ impl Quantize {
         })
     }
 
-    /// Returns the calibration of a resumed run, or `found`, or calibrates the model on `tokens`.
-    fn calibration(
-        &self,
-        run: &Quantization,
-        tokens: &[u32],
-        read: CalibrationText,
-        found: Option<Calibration>,
-    ) -> Result<Calibration> {
-        if let Some(found) = run.calibration()? {
-            return Ok(found);
+    /// Returns the calibration of a resumed run, or `found`, which is then kept for resuming.
+    fn kept_calibration(run: &Quantization, found: Calibration) -> Result<Calibration> {
+        if let Some(kept) = run.calibration()? {
+            return Ok(kept);
         }
-        let found = match found {
-            Some(found) => found,
-            None => calibrate(&self.decoder()?, tokens, read)?,
-        };
         run.keep_calibration(&found)?;
         Ok(found)
     }

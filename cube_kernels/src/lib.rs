@@ -31,6 +31,8 @@ pub mod norm;
 pub mod optimizer;
 #[cfg(feature = "proof")]
 pub mod proof;
+#[allow(missing_docs)] // `#[cube]` generates public items that cannot carry documentation.
+pub mod ptq;
 pub mod quantize;
 #[cfg(feature = "proof")]
 pub mod registry;

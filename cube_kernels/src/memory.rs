@@ -1,5 +1,6 @@
 //! Device memory: allocation, transfers, checks.
 
+use bytemuck::AnyBitPattern;
 use cubecl::{client::Client, ir::AddressType, server::Handle};
 
 use crate::{Nvfp4Error, graph::hold_for_branch};
@@ -50,6 +51,17 @@ pub(crate) fn download(
             format!("at least {len}"),
         )),
     }
+}
+
+/// Returns the first `len` values of `handle`; waits for the device.
+pub(crate) fn download_values<T: AnyBitPattern>(
+    client: &Client,
+    handle: &Handle,
+    len: usize,
+) -> Result<Vec<T>, Nvfp4Error> {
+    let bytes = download(client, handle, len * size_of::<T>())?;
+    let values = bytes.chunks_exact(size_of::<T>());
+    Ok(values.map(bytemuck::pod_read_unaligned).collect())
 }
 
 /// True if 16-byte vectors may be loaded from the start of the buffer.

@@ -84,7 +84,7 @@ impl Work {
     }
 
     /// Reports that work on the part `name` begins.
-    pub(crate) fn part(&mut self, name: &str) {
+    pub(crate) fn part(&self, name: &str) {
         self.report(name, false);
     }
 

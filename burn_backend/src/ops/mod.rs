@@ -59,6 +59,8 @@ use nvfp4_formats::Usage;
 pub use branch::{Branch, BranchPoint};
 pub use context::LinearContext;
 pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+pub use cube::device_matrix;
 pub(crate) use dtype::float_dtype;
 pub use feed_forward::FeedForwardSpec;
 pub use kernels::Nvfp4KernelOps;

@@ -39,6 +39,7 @@ mod optimizer;
 mod packed;
 mod per_token;
 mod prologue;
+mod ptq;
 // The requests that tests make, too.
 #[allow(dead_code)]
 #[path = "../../tests/suite/support/quantize.rs"]
@@ -230,6 +231,16 @@ fn attentions(bench: &mut Bench) {
     }
 }
 
+/// Times post-training quantization of a weight.
+fn weights(bench: &mut Bench) {
+    for shape in [[4096, 4096], [4096, 14336]] {
+        let [n, k] = shape;
+        bench.at(format!("weight {n}x{k}"), Brief, |section| {
+            ptq::quantize(section, sizes(shape));
+        });
+    }
+}
+
 /// Times the final layers of language models.
 fn losses(bench: &mut Bench) {
     for vocab in [256, 32768, 50264, 131_072] {
@@ -280,6 +291,7 @@ fn main() {
     deepseek(&mut bench);
     swizzled(&mut bench);
     losses(&mut bench);
+    weights(&mut bench);
     attentions(&mut bench);
     for shape in [[28672, 4096], [4096, 14336]] {
         let [n, k] = shape;

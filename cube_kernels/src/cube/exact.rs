@@ -30,6 +30,40 @@ pub fn product(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
     }
 }
 
+/// Returns `a · b` in `f64`, rounded to nearest even, independent of later additions; see
+/// [`product`](fn@product).
+///
+/// Without PTX, the bits of the product go through an integer minimum, which changes no number and
+/// which the compiler cannot contract.
+#[cube]
+pub fn product_f64(a: f64, b: f64, #[comptime] conversion: Conversion) -> f64 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::mul_rn_f64(a, b)
+    } else {
+        f64::reinterpret(min(u64::reinterpret(a * b), 0xFFFF_FFFF_FFFF_FFFEu64))
+    }
+}
+
+/// Returns `a · b + c` for factors whose product is exact in `f64`, such as those of two `f32`.
+#[cube]
+pub fn add_exact_product(a: f64, b: f64, c: f64, #[comptime] conversion: Conversion) -> f64 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::fma_rn_f64(a, b, c)
+    } else {
+        a * b + c
+    }
+}
+
+/// Returns `a / b`, correctly rounded.
+#[cube]
+pub fn quotient(a: f32, b: f32, #[comptime] conversion: Conversion) -> f32 {
+    if comptime!(conversion.has_ptx()) {
+        ptx::div_rn(a, b)
+    } else {
+        a / b
+    }
+}
+
 /// The product of two `f32` is exact in `f64`. The sum is rounded to odd: if it is inexact and its
 /// last bit even, it moves to the neighbour in the direction of the rounding error (Knuth's
 /// two-sum). Rounding that to `f32`, with more than two bits less, gives the nearest `f32` of the

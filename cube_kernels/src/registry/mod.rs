@@ -25,6 +25,7 @@ pub fn instances(device: &DummyDevice) -> Vec<Instance> {
         crate::moe::instances::instances,
         crate::norm::instances::instances,
         crate::optimizer::instances::instances,
+        crate::ptq::instances::instances,
         crate::quantize::instances::instances,
     ];
     modules

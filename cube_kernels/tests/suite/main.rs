@@ -42,6 +42,7 @@ mod norm;
 mod optimizer;
 mod peers_bugs;
 mod prologue;
+mod ptq;
 mod quantize;
 mod quantize_plan;
 mod repeated;

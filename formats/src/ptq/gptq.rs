@@ -8,7 +8,7 @@
 use rayon::prelude::*;
 
 use super::BlockQuantizer;
-use super::linalg::inverse_upper_factor;
+use super::linalg::{inverse_upper_factor, subtract_products};
 use crate::format::{e2m1, e4m3};
 use crate::{BLOCK, Nvfp4Error, with_fma};
 
@@ -22,42 +22,61 @@ const TILE: usize = 256;
 /// Damping of the authors: this fraction of the mean of H's diagonal is added to the diagonal.
 pub const DAMPING: f64 = 0.01;
 
-/// Returns the codes and scale bytes of the weight `values` `[n, k]`, for inputs with the second
-/// moments `hessian` `[k, k]`. `weights` are `E[x²]`, the error weights in the search for block
-/// scales.
-///
-/// # Errors
-/// Returns an error if the damped Hessian is not positive definite, which means that it has values
-/// that are not finite.
-pub fn gptq(
-    values: &[f32],
+/// The upper triangular factor U of the inverse of an input's second moments.
+#[derive(Debug, Clone)]
+pub struct InverseFactor {
     k: usize,
-    quantizer: &BlockQuantizer,
-    (hessian, damping): (&[f64], f64),
-    weights: &[f32],
-) -> Result<(Vec<u8>, Vec<u8>), Nvfp4Error> {
-    let upper = inverse_upper_factor(&damped(hessian, k, damping), k)?;
-    let parts: Vec<(Vec<u8>, Vec<u8>)> = values
-        .par_chunks(ROWS * k)
-        .map(|rows| quantize_rows(rows, k, quantizer, &upper, weights))
-        .collect();
-    let (codes, scales): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-    Ok((codes.concat(), scales.concat()))
+    upper: Vec<f64>,
 }
 
-/// Adds `damping` times the mean of the diagonal of `hessian` to its diagonal. An input that was
-/// always zero gets 1 there, so that its column is rounded to nearest.
-fn damped(hessian: &[f64], k: usize, damping: f64) -> Vec<f64> {
-    let mut damped = hessian.to_vec();
-    let mean = (0..k).map(|i| hessian[i * k + i]).sum::<f64>() / k as f64;
-    for i in 0..k {
-        let diagonal = &mut damped[i * k + i];
-        if *diagonal == 0.0 {
-            *diagonal = 1.0;
+impl InverseFactor {
+    /// Computes the factor for inputs with the second moments `hessian` `[k, k]`, after `damping`
+    /// times the mean of their diagonal is added to it; see [`damped_diagonal`].
+    ///
+    /// # Errors
+    /// Returns an error if the damped Hessian is not positive definite, which means that it has
+    /// values that are not finite.
+    pub fn new(mut hessian: Vec<f64>, k: usize, damping: f64) -> Result<Self, Nvfp4Error> {
+        let diagonal: Vec<f64> = (0..k).map(|i| hessian[i * k + i]).collect();
+        for (i, damped) in damped_diagonal(&diagonal, damping).into_iter().enumerate() {
+            hessian[i * k + i] = damped;
         }
-        *diagonal += damping * mean;
+        let upper = inverse_upper_factor(&hessian, k)?;
+        Ok(Self { k, upper })
     }
-    damped
+
+    /// Returns U `[k, k]`, row-major.
+    pub fn upper(&self) -> &[f64] {
+        &self.upper
+    }
+}
+
+/// Returns the codes and scale bytes of the weight `values` `[n, k]`, whose inputs have the second
+/// moments of `factor`. `weights` are `E[x²]`, the error weights in the search for block scales.
+pub fn gptq(
+    values: &[f32],
+    factor: &InverseFactor,
+    quantizer: &BlockQuantizer,
+    weights: &[f32],
+) -> (Vec<u8>, Vec<u8>) {
+    let k = factor.k;
+    let parts: Vec<(Vec<u8>, Vec<u8>)> = values
+        .par_chunks(ROWS * k)
+        .map(|rows| quantize_rows(rows, k, quantizer, &factor.upper, weights))
+        .collect();
+    let (codes, scales): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    (codes.concat(), scales.concat())
+}
+
+/// Returns the `diagonal` of second moments, plus `damping` times its mean. An input that was always
+/// zero gets 1 there before, so that its column is rounded to nearest.
+pub fn damped_diagonal(diagonal: &[f64], damping: f64) -> Vec<f64> {
+    let mean = diagonal.iter().sum::<f64>() / diagonal.len() as f64;
+    let damped = diagonal.iter().map(|&moment| {
+        let moment = if moment == 0.0 { 1.0 } else { moment };
+        moment + damping * mean
+    });
+    damped.collect()
 }
 
 with_fma!(
@@ -110,12 +129,9 @@ fn quantize_rows_body(
         for tile in (end..k).step_by(TILE) {
             let tile = tile..(tile + TILE).min(k);
             for row in 0..rows {
+                let errors = &errors[row * PANEL..][..end - start];
                 let w = &mut w[row * k..(row + 1) * k][tile.clone()];
-                for j in start..end {
-                    let error = errors[row * PANEL + j - start];
-                    let u = &upper[j * k..(j + 1) * k][tile.clone()];
-                    w.iter_mut().zip(u).for_each(|(w, u)| *w -= error * u);
-                }
+                subtract_products(w, errors, &upper[start * k + tile.start..], k);
             }
         }
     }

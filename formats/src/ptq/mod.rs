@@ -16,6 +16,6 @@ mod search;
 pub mod values;
 
 pub use global_scale::{GlobalScale, MIN_FACTOR, RANGE};
-pub use gptq::gptq;
+pub use gptq::{InverseFactor, gptq};
 pub use rule::{Rule, block_amax, nearest};
 pub use search::{BlockQuantizer, ScaleChoice, round_rows};

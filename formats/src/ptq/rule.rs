@@ -26,7 +26,7 @@ const MODELOPT_ZERO: u8 = 0x38;
 const CT_ZERO: u8 = 0x20;
 
 /// Quantization rule of a tool.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rule {
     /// `NVFP4QTensor.quantize` of modelopt.
     ModelOpt,

@@ -15,7 +15,7 @@ const BELOW: u8 = 6;
 const ABOVE: u8 = 5;
 
 /// Selection of a block's scale byte.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScaleChoice {
     /// Maps the amax of the block to 6.
     Max,

@@ -81,17 +81,9 @@ impl Decoder {
         (device, dtype): (&Device, FloatDType),
         form: Form,
     ) -> Result<Self> {
-        check_dtype(dtype, device)?;
         check_tensors(config, tensors)?;
-        Loader {
-            config,
-            tensors,
-            packed: None,
-            form,
-            device,
-            dtype,
-        }
-        .decoder()
+        let loader = Loader::plain(config, tensors, (device, dtype))?;
+        Loader { form, ..loader }.decoder()
     }
 
     /// Loads the model in `folder` in the fastest form for inference: weights of type `dtype` from
@@ -217,8 +209,7 @@ impl Form {
 impl Loader<'_> {
     fn decoder(&self) -> Result<Decoder> {
         let (config, loader) = (self.config, self);
-        let weight = loader.weight(&[EMBEDDING.to_owned()])?;
-        let embedding = Embedding::new(param(weight));
+        let embedding = loader.embedding()?;
         let head = match config.tied {
             true => None,
             false => {
@@ -293,18 +284,45 @@ pub fn check_tensors(config: &DecoderConfig, tensors: &TensorFolder) -> Result<(
     names::differences(config, tensors, tensors.names(), &BTreeMap::new()).check()
 }
 
-struct Loader<'a> {
-    config: &'a DecoderConfig,
+pub(super) struct Loader<'a> {
+    pub config: &'a DecoderConfig,
     tensors: &'a TensorFolder,
     /// Quantized folder, if some weights are packed.
     packed: Option<PackedFolder<'a>>,
     form: Form,
-    device: &'a Device,
+    pub device: &'a Device,
     dtype: FloatDType,
 }
 
+impl<'a> Loader<'a> {
+    /// Creates a loader of weights in high precision.
+    ///
+    /// # Errors
+    /// Returns an error if the device does not support `dtype`.
+    pub fn plain(
+        config: &'a DecoderConfig,
+        tensors: &'a TensorFolder,
+        (device, dtype): (&'a Device, FloatDType),
+    ) -> Result<Self> {
+        check_dtype(dtype, device)?;
+        Ok(Self {
+            config,
+            tensors,
+            packed: None,
+            form: Form::Plain,
+            device,
+            dtype,
+        })
+    }
+}
+
 impl Loader<'_> {
-    fn layer(&self, index: usize, layer: &LayerConfig) -> Result<DecoderLayer> {
+    pub fn embedding(&self) -> Result<Embedding> {
+        let weight = self.weight(&[EMBEDDING.to_owned()])?;
+        Ok(Embedding::new(param(weight)))
+    }
+
+    pub fn layer(&self, index: usize, layer: &LayerConfig) -> Result<DecoderLayer> {
         let path = names::layer(index);
         let norm = |name: &str| self.norm(&format!("{path}{name}.weight"));
         let norms = names::norms(self.config);

@@ -10,7 +10,8 @@
 //! - [`projection`]: linear layers, with a weight in one of several forms.
 //! - [`attention`], [`latent`], [`feed_forward`] and [`positions`]: the parts of a layer.
 //! - [`cache`]: the key-value cache.
-//! - [`observe`]: observes the inputs of linear layers.
+//! - [`observe`]: observes the inputs of linear layers; [`LayerwiseDecoder`] needs the memory of one
+//!   layer for that.
 //! - [`generate`] and [`steps`]: generate continuations of prompts.
 //!
 //! Queries, keys and values are fused to one weight, and so are gate and up. The fused parts share
@@ -28,6 +29,7 @@ pub mod fused;
 pub mod generate;
 mod head_precision;
 pub mod latent;
+mod layerwise;
 pub mod load;
 pub mod lora;
 pub mod names;
@@ -52,6 +54,7 @@ pub use cache::{KvCache, KvPrecision};
 pub use frozen::FrozenForm;
 pub use generate::Generation;
 pub use head_precision::HeadPrecision;
+pub use layerwise::LayerwiseDecoder;
 pub use lora::LoraConfig;
 pub use packed_rows::PackedRows;
 pub use steps::DecodeSteps;
@@ -378,17 +381,27 @@ impl Decoder {
     }
 
     fn run(&self, tokens: Tensor<2, Int>, mut call: Call<'_>) -> Result<Tensor<3>> {
-        let mut x = self.embedding.try_forward_as(tokens, self.dtype)?;
-        if self.config.scaled_embedding {
-            x = x.mul_scalar(embedding_scale(self.config.d_model, self.dtype));
-        }
-        let mut stream = ResidualStream::from(x);
+        let mut stream = embed(&self.embedding, &self.config, tokens, self.dtype)?;
         for (index, layer) in self.layers.iter().enumerate() {
             stream = layer.forward(stream, index, &mut call)?;
         }
         let norm = effective(&self.norm, self.config.block.norm_plus_one);
         Ok(norm.try_forward_stream(stream)?.1)
     }
+}
+
+/// Returns the input of the first layer.
+fn embed(
+    embedding: &Embedding,
+    config: &DecoderConfig,
+    tokens: Tensor<2, Int>,
+    dtype: FloatDType,
+) -> Result<ResidualStream> {
+    let mut x = embedding.try_forward_as(tokens, dtype)?;
+    if config.scaled_embedding {
+        x = x.mul_scalar(embedding_scale(config.d_model, dtype));
+    }
+    Ok(ResidualStream::from(x))
 }
 
 /// Returns the factor of scaled embeddings, rounded to the type of the activations as by

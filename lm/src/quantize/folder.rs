@@ -1,9 +1,11 @@
 //! Quantizes a model folder, one decoder layer at a time.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::Device;
 use half::bf16;
 use nvfp4_formats::format::e4m3;
 use nvfp4_formats::ptq::{ScaleChoice, block_amax};
@@ -13,20 +15,24 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::decoded::Decoded;
+use super::engine::Engine;
 use super::inputs::Inputs;
 use super::journal::{Journal, MadeFrom};
 use super::mxfp4::{Cast, cast};
 use super::options::QuantizeOptions;
-use super::plan::{Plan, layer_of};
+use super::plan::{Plan, layer_index, layer_of};
 use super::report::{KeptLayer, LayerReport, PartReport, Quantized};
 use super::rules::{amax_of, rule_of};
 use super::smooth::{Smoother, Smoothing};
 use super::source::{Source, check_values};
 use super::stats::{Calibration, InputStats};
+use super::text::{CalibrationText, LayerCalibration};
 use super::weight_format::WeightFormat;
-use super::{fp8, quantize_weight, sqnr, weighted_sqnr};
+use super::{WeightQuantizer, fp8, sqnr, weighted_sqnr};
 use crate::checkpoint::write_json;
-use crate::hf::{ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter};
+use crate::hf::{
+    DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,
+};
 use crate::interchange::convert::{PROVENANCE, copy_companions, write_configs};
 use crate::interchange::{
     Checkpoint, Dialect, Fp8Inputs, Fp8Weight, GlobalScale, LayerFormat, PackedWeight, QuantConfig,
@@ -67,6 +73,8 @@ pub struct Quantization {
     plan: Plan,
     smoother: Smoother,
     journal: Journal,
+    engine: Engine,
+    config: DecoderConfig,
 }
 
 impl Quantization {
@@ -150,7 +158,15 @@ impl Quantization {
             plan,
             smoother,
             journal,
+            engine: Engine::Host,
+            config,
         })
+    }
+
+    /// Quantizes on `engine`, instead of the host. The bytes are the same.
+    #[must_use]
+    pub fn with_engine(self, engine: Engine) -> Self {
+        Self { engine, ..self }
     }
 
     /// Returns the calibration of the resumed run, if it was complete.
@@ -176,8 +192,29 @@ impl Quantization {
     /// Returns an error if an input is unknown, a value is not finite, or writing fails. Checks the
     /// written folder like [`Checkpoint::open`].
     pub fn finish(self, calibration: &Calibration) -> Result<Quantized> {
+        self.write(Statistics::Given(calibration))
+    }
+
+    /// Calibrates on `tokens`, on `device` in f32, and [finishes](Self::finish). Runs and quantizes
+    /// the model layer by layer, in the memory of one layer, of its statistics and of the inputs of
+    /// the next layer.
+    ///
+    /// # Errors
+    /// Returns the errors of [`finish`](Self::finish). Also returns an error if there is no token, a
+    /// size of `text` is 0, or a sequence exceeds the model's maximum context.
+    pub fn calibrate(
+        self,
+        device: &Device,
+        tokens: &[u32],
+        text: CalibrationText,
+    ) -> Result<Quantized> {
+        let read = (self.engine.clone(), tokens, text);
+        let by_layer = LayerCalibration::new(&self.config, &self.tensors, device, read)?;
+        self.write(Statistics::ByLayer(by_layer))
+    }
+
+    fn write(&self, mut statistics: Statistics<'_>) -> Result<Quantized> {
         let parts = self.plan.parts();
-        let inputs = Inputs::new(calibration);
         let total = self.plan.groups.iter().map(Vec::len).sum();
         let specs = parts.iter().map(|part| self.part_specs(part));
         let specs: Vec<Vec<TensorSpec>> = specs.collect::<Result<_>>()?;
@@ -188,23 +225,29 @@ impl Quantization {
         let mut files = self.journal.files(plan)?;
         let mut done = Quantized::default();
         let kept = (0..parts.len()).map(|index| self.journal.part(index));
-        let kept: Vec<Option<PartReport>> = kept.collect::<Result<_>>()?;
-        let layers = kept
+        let mut reports: Vec<Option<PartReport>> = kept.collect::<Result<_>>()?;
+        let layers = reports
             .iter()
             .flatten()
             .map(|report| report.layers.len())
             .sum();
         let mut work = Work::begin("quantize", Unit::Layers, layers, total);
-        for (index, (part, kept)) in parts.iter().zip(kept).enumerate() {
-            if let Some(kept) = kept {
+        // In the order of the names, layer 10 comes before layer 2.
+        let layer = |index: &usize| layer_index(&parts[*index][0][0]);
+        let mut order: Vec<usize> = (0..parts.len()).collect();
+        order.sort_by_key(layer);
+        for index in order {
+            if reports[index].is_some() {
                 specs[index].iter().for_each(|spec| files.keep(&spec.name));
-                done.add(kept);
                 continue;
             }
-            let report = self.write_part(part, &inputs, &mut files, &mut work)?;
+            let inputs = Inputs::new(statistics.layer(layer(&index), &work)?);
+            let report = self.write_part(&parts[index], &inputs, &mut files, &mut work)?;
             self.journal.keep_part(index, &mut files, &report)?;
-            done.add(report);
+            reports[index] = Some(report);
         }
+        let reports = reports.into_iter().flatten();
+        reports.for_each(|report| done.add(report));
         drop(work);
         let tensors = copied.iter().map(|spec| self.tensors.get(&spec.name));
         let tensors: Vec<StoredTensor<'_>> = tensors.collect::<Result<_>>()?;
@@ -215,7 +258,9 @@ impl Quantization {
             work.add(tensor.stored_bytes());
         }
         drop(work);
-        self.write_kv_scales(&mut files, calibration)?;
+        if self.options.kv_cache_fp8 {
+            self.write_kv_scales(&mut files, statistics.caches()?)?;
+        }
         files.finish(&self.out)?;
         for name in &self.plan.copied {
             let tensor = self.tensors.get(name)?;
@@ -229,7 +274,7 @@ impl Quantization {
                 None => done.other_bytes += tensor.stored_bytes(),
             }
         }
-        done.calibration_tokens = calibration.tokens();
+        done.calibration_tokens = statistics.tokens();
         done.formats.clone_from(&self.options.formats);
         self.write_other_files(&done)?;
         // Apply the rules of the readers: anything that they would reject is an error here.
@@ -310,7 +355,7 @@ impl Quantization {
     fn write_kv_scales(
         &self,
         writer: &mut dyn TensorSink,
-        calibration: &Calibration,
+        caches: &BTreeMap<String, [f32; 2]>,
     ) -> Result<()> {
         for KvScale {
             attention,
@@ -318,7 +363,7 @@ impl Quantization {
             spec,
         } in self.kv_scales()?
         {
-            let amax = calibration.caches.get(&attention).with_context(|| {
+            let amax = caches.get(&attention).with_context(|| {
                 format!("{attention}: calibration knows nothing of its keys and values")
             })?;
             let scale = amax[index] / e4m3::MAX;
@@ -352,6 +397,7 @@ impl Quantization {
         let mut decoded = Decoded::new(&self.tensors);
         let smooth = self.smoother.scales(layer, &mut decoded, inputs, kind)?;
         smooth.write_plain(writer)?;
+        let mut quantizer = WeightQuantizer::new(self.engine.clone(), options.dialect);
         let mut done = PartReport::default();
         for group in part {
             let mut weights = Vec::new();
@@ -384,16 +430,17 @@ impl Quantization {
                 work.part(module);
                 let shape = [tensor.shape[0], tensor.shape[1]];
                 let read = inputs.of(module);
-                let divided = read.zip(smooth.columns(module));
-                let divided = divided.map(|(stats, columns)| stats.divided(columns));
-                let stats = divided.as_ref().or(read);
-                if !inputs.is_empty() && stats.is_none() {
+                if !inputs.is_empty() && read.is_none() {
                     done.unseen.push((*module).clone());
                 }
-                let kind = (options.dialect, options.method.with(stats));
+                let input = read.map(|stats| (stats, smooth.columns(module)));
+                let method = options.method.with(read);
                 let (weight, cast) = match casts.next() {
                     Some((weight, cast)) => (Ok(weight), Some(cast)),
-                    None => (quantize_weight(scaled, shape, amax, kind, stats), None),
+                    None => {
+                        let weight = quantizer.quantize(scaled, shape, amax, method, input);
+                        (weight, None)
+                    }
                 };
                 let weight = weight
                     .and_then(|weight| weight.with_input_global(input_global))
@@ -442,6 +489,46 @@ impl Quantization {
             done.layers.push(layer);
         }
         Ok(())
+    }
+}
+
+/// Statistics that a run reads, in ascending order of layers.
+#[allow(clippy::large_enum_variant, reason = "there is one of them in a run")]
+enum Statistics<'a> {
+    /// Those of all layers.
+    Given(&'a Calibration),
+    /// They are made layer by layer.
+    ByLayer(LayerCalibration<'a>),
+}
+
+impl Statistics<'_> {
+    /// Returns the statistics of the inputs of layer `layer`, or outside of layers. Reports the
+    /// calibration as a part of `work`.
+    fn layer(&mut self, layer: Option<usize>, work: &Work) -> Result<&Calibration> {
+        match (self, layer) {
+            (Self::Given(calibration), _) => Ok(calibration),
+            (Self::ByLayer(by_layer), Some(layer)) => {
+                work.part(&format!("calibration, layer {layer}"));
+                by_layer.layer(layer)
+            }
+            (Self::ByLayer(_), None) => bail!("calibration is for the layers of a decoder only"),
+        }
+    }
+
+    /// Returns the amax values of the caches of all layers.
+    fn caches(&mut self) -> Result<&BTreeMap<String, [f32; 2]>> {
+        match self {
+            Self::Given(calibration) => Ok(&calibration.caches),
+            Self::ByLayer(by_layer) => by_layer.caches(),
+        }
+    }
+
+    /// Returns the number of tokens read, if inputs were counted.
+    fn tokens(&self) -> Option<u64> {
+        match self {
+            Self::Given(calibration) => calibration.tokens(),
+            Self::ByLayer(by_layer) => by_layer.tokens(),
+        }
     }
 }
 

@@ -25,7 +25,7 @@ use serde_json::Value;
 
 use super::mxfp4::Cast;
 use super::report::{LayerReport, PartReport};
-use super::stats::{Calibration, InputStats};
+use super::stats::{Calibration, InputStats, Products};
 use super::weight_format::WeightFormat;
 use crate::checkpoint::{read_json, sync_folder, write_json};
 use crate::hf::config::CONFIG_FILE;
@@ -352,7 +352,7 @@ impl Journal {
     }
 
     /// Removes the journal after the run is finished.
-    pub fn finish(self) -> Result<()> {
+    pub fn finish(&self) -> Result<()> {
         let partial = self.partial();
         sync_folder(&self.out)
             .and_then(|()| fs::rename(&self.folder, &partial))
@@ -395,7 +395,7 @@ fn write_input(writer: &mut TensorWriter, index: usize, stats: &InputStats) -> R
     let squares = bytes_of(&stats.squares, f64::to_le_bytes);
     writer.add(&name("squares"), Dtype::F64, &[k], &squares)?;
     if let Some(products) = &stats.products {
-        let products = bytes_of(products, f64::to_le_bytes);
+        let products = bytes_of(&products.on_host()?, f64::to_le_bytes);
         writer.add(&name("products"), Dtype::F64, &[k, k], &products)?;
     }
     Ok(())
@@ -418,11 +418,15 @@ fn read_input(tensors: &TensorFolder, index: usize, tokens: u64) -> Result<Input
     stats.amax = amax;
     stats.squares = doubles(&name("squares"))?;
     if tensors.contains(&name("products")) {
-        stats.products = Some(doubles(&name("products"))?);
+        let products = doubles(&name("products"))?;
+        ensure!(
+            products.len() == k * k,
+            "the products of input {index} do not have {k} features"
+        );
+        stats.products = Some(Products::Host(products));
     }
-    let products = stats.products.as_ref().map_or(k * k, Vec::len);
     ensure!(
-        (stats.squares.len(), products) == (k, k * k),
+        stats.squares.len() == k,
         "the statistics of input {index} do not have {k} features"
     );
     Ok(stats)

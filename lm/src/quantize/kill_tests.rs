@@ -37,7 +37,7 @@ fn reads() -> MadeFrom {
     [("calibration".to_owned(), "a text".into())].into()
 }
 
-fn copy(from: &Path, to: &Path) {
+pub(super) fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();

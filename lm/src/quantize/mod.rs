@@ -3,19 +3,21 @@
 //! - [`rules`]: quantizes a weight by the arithmetic of the tools, which is in
 //!   [`ptq`](nvfp4_formats::ptq), with the search of block scales and GPTQ.
 //! - [`stats`]: statistics of a layer's input; [`calibrate`] collects them, [`text`] from a forward
-//!   pass over a text.
+//!   pass over a text, of the whole model or layer by layer.
 //! - [`fp8`]: quantizes weights to FP8.
 //! - [`mxfp4`]: casts weights that are stored in MXFP4.
 //! - [`smooth`]: scales of input features that are folded into the producer of the input.
 //! - [`sensitivity`]: measures what quantizing each group of layers costs; [`budget`] chooses
 //!   formats within a number of bits.
 //! - [`plan`]: selects the layers to quantize and those that share a global scale.
+//! - [`Engine`]: the host or a GPU, which quantizes.
 //! - [`folder`]: quantizes a model folder layer by layer; [`journal`] stores its progress,
 //!   [`report`] describes the result.
 
 pub mod budget;
 pub mod calibrate;
 mod decoded;
+mod engine;
 pub mod folder;
 pub mod fp8;
 mod inputs;
@@ -34,14 +36,15 @@ mod weight_format;
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use nvfp4_formats::ptq::gptq::{self, DAMPING};
 use nvfp4_formats::ptq::values::squares;
-use nvfp4_formats::ptq::{BlockQuantizer, ScaleChoice, round_rows};
+use nvfp4_formats::ptq::{BlockQuantizer, ScaleChoice};
 
 use crate::interchange::{Dialect, PackedWeight};
+use engine::Factors;
 use rules::{check_matrix, rule_of};
 
 pub use budget::Choices;
+pub use engine::Engine;
 pub use folder::{Quantization, quantize_folder};
 pub use options::QuantizeOptions;
 pub use report::{KeptLayer, LayerReport, Quantized};
@@ -100,7 +103,7 @@ impl Method {
 ///
 /// # Errors
 /// Returns an error if the shape or a value is invalid, if `stats` have another width, or if
-/// [`Method::Gptq`] lacks the Hessian of a calibration.
+/// [`Method::Gptq`] lacks the second moments of a calibration.
 pub fn quantize_weight(
     values: &[f32],
     [n, k]: [usize; 2],
@@ -108,29 +111,71 @@ pub fn quantize_weight(
     (dialect, method): (Dialect, Method),
     stats: Option<&InputStats>,
 ) -> Result<PackedWeight> {
-    check_matrix(values, [n, k], amax)?;
-    if let Some(stats) = stats {
-        ensure!(
-            stats.k() == k,
-            "calibration saw inputs of {} features, but the weight has {k}",
-            stats.k()
-        );
-    }
-    let quantizer = BlockQuantizer::new(rule_of(dialect), method.choice(), amax);
-    quantizer.global.check()?;
-    let weights = match stats {
-        Some(stats) => stats.mean_squares(),
-        None => vec![1.0; k],
-    };
-    let (codes, scales) = if method == Method::Gptq {
-        let hessian = stats.and_then(InputStats::hessian);
-        let hessian = hessian.context("GPTQ needs calibration: the second moments of the input")?;
-        gptq::gptq(values, k, &quantizer, (&hessian, DAMPING), &weights)?
-    } else {
-        round_rows(values, &quantizer, &weights)
-    };
-    PackedWeight::new([n, k], codes, scales, quantizer.global, None)
+    let mut quantizer = WeightQuantizer::new(Engine::Host, dialect);
+    quantizer.quantize(
+        values,
+        [n, k],
+        amax,
+        method,
+        stats.map(|stats| (stats, None)),
+    )
 }
+
+/// Quantizes weights one after another.
+struct WeightQuantizer {
+    engine: Engine,
+    dialect: Dialect,
+    factors: Factors,
+}
+
+impl WeightQuantizer {
+    /// Creates a quantizer for readers of `dialect`.
+    fn new(engine: Engine, dialect: Dialect) -> Self {
+        Self {
+            engine,
+            dialect,
+            factors: Factors::default(),
+        }
+    }
+
+    /// Quantizes a weight like [`quantize_weight`]. `input` are the statistics of its input, and the
+    /// divisors of the input's features, if any.
+    fn quantize(
+        &mut self,
+        values: &[f32],
+        [n, k]: [usize; 2],
+        amax: f32,
+        method: Method,
+        input: Option<(&InputStats, Option<&[f32]>)>,
+    ) -> Result<PackedWeight> {
+        check_matrix(values, [n, k], amax)?;
+        if let Some((stats, _)) = input {
+            ensure!(
+                stats.k() == k,
+                "calibration saw inputs of {} features, but the weight has {k}",
+                stats.k()
+            );
+        }
+        let quantizer = BlockQuantizer::new(rule_of(self.dialect), method.choice(), amax);
+        quantizer.global.check()?;
+        let weights = match input {
+            Some((stats, Some(columns))) => stats.divided(columns).mean_squares(),
+            Some((stats, None)) => stats.mean_squares(),
+            None => vec![1.0; k],
+        };
+        let (codes, scales) = if method == Method::Gptq {
+            let (stats, columns) = input.context(NO_MOMENTS)?;
+            let factor = self.factors.of(stats, columns)?;
+            self.engine.gptq(values, factor, &quantizer, &weights)?
+        } else {
+            self.engine.round_rows(values, &quantizer, &weights)?
+        };
+        PackedWeight::new([n, k], codes, scales, quantizer.global, None)
+    }
+}
+
+/// Error text of GPTQ without a calibration.
+const NO_MOMENTS: &str = "GPTQ needs calibration: the second moments of the input";
 
 /// Returns the [`sqnr`] of rows as wide as `weights`, which multiply the squares of values and
 /// errors.
@@ -149,6 +194,8 @@ pub fn sqnr(values: &[f32], quantized: &[f32]) -> f64 {
 
 #[cfg(all(test, feature = "flex"))]
 mod kill_tests;
+#[cfg(all(test, feature = "flex"))]
+mod layerwise_tests;
 #[cfg(all(test, feature = "flex"))]
 mod mixed_tests;
 #[cfg(all(test, feature = "flex"))]

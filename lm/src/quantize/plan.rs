@@ -274,6 +274,12 @@ pub(super) fn layer_of(module: &str) -> &str {
     &module[..begin + digits.count()]
 }
 
+/// Returns the index of the decoder layer of `module`, if it is in one.
+pub(super) fn layer_index(module: &str) -> Option<usize> {
+    let (_, digits) = layer_of(module).rsplit_once('.')?;
+    digits.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -295,5 +301,8 @@ mod tests {
         let counts: Vec<usize> = plan.parts().iter().map(Vec::len).collect();
         assert_eq!(counts, [2, 1, 2]);
         assert_eq!(plan.parts().concat(), plan.groups);
+        let indices = plan.groups.iter().map(|group| layer_index(&group[0]));
+        let indices: Vec<Option<usize>> = indices.collect();
+        assert_eq!(indices, [Some(1), Some(1), Some(10), None, None]);
     }
 }

@@ -1,10 +1,18 @@
 //! Calibration statistics of layer inputs.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use nvfp4_formats::ptq;
 use nvfp4_formats::ptq::linalg::add_products;
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use nvfp4_kernels::{cubecl::prelude::Client, ptq as kernels};
+
+use super::NO_MOMENTS;
+use super::engine::Factor;
 
 /// Calibration statistics of a model.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -42,8 +50,48 @@ pub struct InputStats {
     pub(super) amax: Vec<f32>,
     /// Σ x² of each feature.
     pub(super) squares: Vec<f64>,
-    /// Lower triangle of Σ x xᵀ, row-major `[k, k]`, with zeros above it.
-    pub(super) products: Option<Vec<f64>>,
+    /// Σ x xᵀ.
+    pub(super) products: Option<Products>,
+}
+
+/// Second moments, where they were summed.
+#[derive(Clone)]
+pub(super) enum Products {
+    /// Lower triangle, row-major `[k, k]`, with zeros above it.
+    Host(Vec<f64>),
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    Device(Client, kernels::InputMoments),
+}
+
+impl Products {
+    /// Returns the lower triangle, row-major `[k, k]`, with zeros above it.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn on_host(&self) -> Result<Cow<'_, [f64]>> {
+        match self {
+            Self::Host(products) => Ok(Cow::Borrowed(products)),
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Self::Device(client, moments) => Ok(Cow::Owned(moments.products_on_host(client)?)),
+        }
+    }
+}
+
+impl fmt::Debug for Products {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Host(_) => "Host",
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Self::Device(..) => "Device",
+        })
+    }
+}
+
+impl PartialEq for Products {
+    fn eq(&self, other: &Self) -> bool {
+        let values = [self, other].map(Self::on_host);
+        matches!(values, [Ok(a), Ok(b)] if a == b)
+    }
 }
 
 impl InputStats {
@@ -55,7 +103,7 @@ impl InputStats {
             tokens: 0,
             amax: vec![0.0; k],
             squares: vec![0.0; k],
-            products: products.then(|| vec![0.0; k * k]),
+            products: products.then(|| Products::Host(vec![0.0; k * k])),
         }
     }
 
@@ -80,25 +128,38 @@ impl InputStats {
                 *amax = amax.max(x.abs());
             }
         }
-        if let Some(products) = &mut self.products {
+        if let Some(Products::Host(products)) = &mut self.products {
             add_products(products, x, k);
         }
         Ok(())
     }
 
-    /// Returns the statistics of inputs whose features are divided by `columns`.
+    /// Returns the statistics that were summed on a device.
+    ///
+    /// # Errors
+    /// Returns an error if an input was not finite, or the device fails.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    pub(super) fn of_device(client: &Client, moments: kernels::InputMoments) -> Result<Self> {
+        let sums = moments.features(client).context("an input is not finite")?;
+        Ok(Self {
+            k: moments.k(),
+            tokens: moments.tokens(),
+            amax: sums.amax,
+            squares: sums.squares,
+            products: (moments.has_products()).then(|| Products::Device(client.clone(), moments)),
+        })
+    }
+
+    /// Returns the statistics, without products, of inputs whose features are divided by `columns`.
     pub(super) fn divided(&self, columns: &[f32]) -> Self {
-        let mut divided = self.clone();
-        let columns: Vec<f64> = columns.iter().map(|&s| f64::from(s)).collect();
+        let mut divided = Self {
+            products: None,
+            ..self.clone()
+        };
         for (j, &s) in columns.iter().enumerate() {
+            let s = f64::from(s);
             divided.amax[j] = (f64::from(divided.amax[j]) / s) as f32;
             divided.squares[j] /= s * s;
-        }
-        if let Some(products) = &mut divided.products {
-            for (i, row) in products.chunks_mut(self.k).enumerate() {
-                let sums = row.iter_mut().zip(&columns);
-                sums.for_each(|(sum, s)| *sum /= columns[i] * s);
-            }
         }
         divided
     }
@@ -129,18 +190,47 @@ impl InputStats {
         }
     }
 
-    /// Returns `E[x xᵀ]` `[k, k]`, if the products were collected and a token was counted.
-    pub fn hessian(&self) -> Option<Vec<f64>> {
-        let products = self.products.as_ref().filter(|_| self.tokens > 0)?;
+    /// Returns the factor of the inverse of `E[x xᵀ]` of inputs whose features are divided by
+    /// `columns`, damped by `damping`.
+    ///
+    /// # Errors
+    /// Returns an error if the products were not collected, no token was counted, or they are not
+    /// those of finite inputs.
+    pub(super) fn factor(&self, columns: Option<&[f32]>, damping: f64) -> Result<Factor> {
+        let products = self.products.as_ref().filter(|_| self.tokens > 0);
+        match products.context(NO_MOMENTS)? {
+            Products::Host(products) => {
+                let hessian = self.hessian(products, columns);
+                let factor = ptq::InverseFactor::new(hessian, self.k, damping)?;
+                Ok(Factor::Host(factor))
+            }
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Products::Device(client, moments) => {
+                let factor = kernels::InverseFactor::new(client, moments, columns, damping)?;
+                Ok(Factor::Device(client.clone(), factor))
+            }
+        }
+    }
+
+    /// Returns `E[x xᵀ]` `[k, k]`.
+    #[cfg(test)]
+    pub(super) fn second_moments(&self) -> Vec<f64> {
+        let products = self.products.as_ref().expect("products");
+        self.hessian(&products.on_host().expect("a device that works"), None)
+    }
+
+    /// Returns `E[x xᵀ]` `[k, k]` from the lower triangle `products` of Σ x xᵀ.
+    fn hessian(&self, products: &[f64], columns: Option<&[f32]>) -> Vec<f64> {
         let (k, tokens) = (self.k, self.tokens as f64);
+        let divisor = |i: usize| columns.map_or(1.0, |columns| f64::from(columns[i]));
         let mut hessian = vec![0.0; k * k];
         for i in 0..k {
             for j in 0..=i {
-                let mean = products[i * k + j] / tokens;
+                let mean = products[i * k + j] / (divisor(i) * divisor(j)) / tokens;
                 hessian[i * k + j] = mean;
                 hessian[j * k + i] = mean;
             }
         }
-        Some(hessian)
+        hessian
     }
 }

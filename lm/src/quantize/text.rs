@@ -1,14 +1,17 @@
 //! Calibrates on text: runs the model and collects statistics of its linear layers' inputs.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result, ensure};
-use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 
 use super::calibrate::Collector;
+use super::engine::Engine;
 use super::stats::Calibration;
-use crate::decoder::Decoder;
 use crate::decoder::names::{attention, expected};
 use crate::decoder::observe::{LinearInput, Observer};
-use crate::hf::DecoderConfig;
+use crate::decoder::{Decoder, LayerwiseDecoder};
+use crate::hf::{DecoderConfig, TensorFolder};
 use crate::interchange::names::is_linear;
 use crate::model::cast;
 use crate::progress::{Unit, Work};
@@ -23,6 +26,27 @@ pub struct CalibrationText {
     /// True to collect the second moments `E[x xᵀ]`, which GPTQ needs: 8 k² bytes for each input of
     /// k features.
     pub products: bool,
+}
+
+impl CalibrationText {
+    /// Returns the length of sequences of `tokens`.
+    ///
+    /// # Errors
+    /// Returns an error if there is no token, a size is 0, or a sequence exceeds the model's maximum
+    /// context.
+    fn check(&self, tokens: &[u32], config: &DecoderConfig) -> Result<usize> {
+        let Self {
+            length, sequences, ..
+        } = *self;
+        ensure!(
+            length > 0 && sequences > 0,
+            "calibration reads {sequences} sequences of {length} tokens, but both must be positive"
+        );
+        ensure!(!tokens.is_empty(), "the text of the calibration is empty");
+        let length = length.min(tokens.len());
+        config.check_length("the length of a calibration's sequence", length)?;
+        Ok(length)
+    }
 }
 
 /// Selects the calibration tokens of `files`, each the tokens of one file. The tokens of all files
@@ -62,46 +86,134 @@ pub fn sample(files: &[Vec<u32>], options: CalibrationText) -> Vec<u32> {
 /// Returns an error if there is no token, a size is 0, or a sequence exceeds the model's maximum
 /// context. Returns an error that names the layer if an input is not finite.
 pub fn calibrate(model: &Decoder, tokens: &[u32], options: CalibrationText) -> Result<Calibration> {
+    let config = model.config();
+    let length = options.check(tokens, config)?;
     let CalibrationText {
-        length,
         sequences,
         products,
+        ..
     } = options;
-    ensure!(
-        length > 0 && sequences > 0,
-        "calibration reads {sequences} sequences of {length} tokens, but both must be positive"
-    );
-    ensure!(!tokens.is_empty(), "the text of the calibration is empty");
-    let length = length.min(tokens.len());
-    let config = model.config();
-    config.check_length("the length of a calibration's sequence", length)?;
     let mut inputs = Inputs {
-        collector: Collector::new(products),
+        collector: Collector::new(products, Engine::of(&model.device())),
         config,
     };
+    let device = model.device();
     let total = sequences.min(tokens.len() / length);
     let mut work = Work::begin("calibrate", Unit::Sequences, 0, total);
     for (done, sequence) in tokens.chunks_exact(length).take(total).enumerate() {
-        let ids: Vec<i32> = sequence.iter().map(|&id| id as i32).collect();
-        let ids = TensorData::new(ids, [1, length]);
-        let ids = Tensor::<2, Int>::from_data(ids, &model.device());
         model
-            .observed(ids, &mut inputs)
+            .observed(tensor_of(sequence, &device), &mut inputs)
             .with_context(|| format!("calibration, sequence {done}"))?;
         work.add(1);
     }
-    let expected = expected(config);
-    let names = expected.iter().map(|tensor| tensor.name.as_str());
-    let modules = names.filter_map(|name| name.strip_suffix(".weight"));
-    Ok(inputs
-        .collector
-        .finish(modules.filter(|module| is_linear(module))))
+    inputs.finish()
+}
+
+/// Returns the tokens of a sequence, `[1, time]`.
+fn tensor_of(sequence: &[u32], device: &Device) -> Tensor<2, Int> {
+    let ids: Vec<i32> = sequence.iter().map(|&id| id as i32).collect();
+    let length = ids.len();
+    Tensor::from_data(TensorData::new(ids, [1, length]), device)
+}
+
+/// A calibration that runs the model layer by layer, and holds the statistics of one layer.
+pub(super) struct LayerCalibration<'a> {
+    decoder: LayerwiseDecoder<'a>,
+    config: &'a DecoderConfig,
+    engine: Engine,
+    products: bool,
+    tokens: Option<u64>,
+    caches: BTreeMap<String, [f32; 2]>,
+    /// Statistics of the last layer that ran.
+    last: Calibration,
+}
+
+impl<'a> LayerCalibration<'a> {
+    /// Begins a calibration like that of [`calibrate`], in f32 on `device`, of the model of
+    /// `tensors`.
+    ///
+    /// # Errors
+    /// Returns the errors of [`calibrate`].
+    pub fn new(
+        config: &'a DecoderConfig,
+        tensors: &'a TensorFolder,
+        device: &'a Device,
+        (engine, tokens, options): (Engine, &[u32], CalibrationText),
+    ) -> Result<Self> {
+        let length = options.check(tokens, config)?;
+        let sequences = tokens.chunks_exact(length).take(options.sequences);
+        let sequences = sequences.map(|sequence| tensor_of(sequence, device));
+        let decoder = LayerwiseDecoder::new(config, tensors, (device, FloatDType::F32), sequences);
+        Ok(Self {
+            decoder: decoder?,
+            config,
+            engine,
+            products: options.products,
+            tokens: None,
+            caches: BTreeMap::new(),
+            last: Calibration::new(),
+        })
+    }
+
+    /// Runs the layers up to `layer`, and returns its statistics. Layers are asked for in ascending
+    /// order.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such layer, or it ran before the last one. Returns an error
+    /// that names the layer if an input is not finite.
+    pub fn layer(&mut self, layer: usize) -> Result<&Calibration> {
+        ensure!(
+            layer + 1 >= self.decoder.layers(),
+            "the inputs of layer {layer} are gone"
+        );
+        while self.decoder.layers() <= layer {
+            // The memory of the last layer's moments is free for the next.
+            self.last = Calibration::new();
+            let products = self.products && self.decoder.layers() == layer;
+            let mut inputs = Inputs {
+                collector: Collector::new(products, self.engine.clone()),
+                config: self.config,
+            };
+            self.decoder.run_layer(&mut inputs).context("calibration")?;
+            self.last = inputs.finish()?;
+            self.tokens = self.tokens.max(self.last.tokens());
+            self.caches.append(&mut self.last.caches);
+        }
+        Ok(&self.last)
+    }
+
+    /// Runs the other layers, and returns the amax values of all caches.
+    ///
+    /// # Errors
+    /// Returns an error if a layer cannot be loaded, or an input is not finite.
+    pub fn caches(&mut self) -> Result<&BTreeMap<String, [f32; 2]>> {
+        if let Some(last) = self.config.layers.len().checked_sub(1) {
+            self.layer(last)?;
+        }
+        Ok(&self.caches)
+    }
+
+    /// Returns the number of tokens read.
+    pub const fn tokens(&self) -> Option<u64> {
+        self.tokens
+    }
 }
 
 /// Inputs of a model, by the names of its modules.
 struct Inputs<'a> {
     collector: Collector,
     config: &'a DecoderConfig,
+}
+
+impl Inputs<'_> {
+    /// Returns the statistics of the inputs that were observed.
+    fn finish(self) -> Result<Calibration> {
+        let expected = expected(self.config);
+        let names = expected.iter().map(|tensor| tensor.name.as_str());
+        let modules = names.filter_map(|name| name.strip_suffix(".weight"));
+        self.collector
+            .finish(modules.filter(|module| is_linear(module)))
+    }
 }
 
 impl Observer for Inputs<'_> {
@@ -112,14 +224,11 @@ impl Observer for Inputs<'_> {
             x,
             experts,
         } = input;
-        let [_, k] = x.dims();
-        let values = x.clone().into_data().convert_dtype(DType::F32);
-        let values = values.try_into_vec::<f32>();
-        let values =
-            values.map_err(|error| anyhow::anyhow!("an input of layer {layer}: {error:?}"))?;
+        let inputs = self.collector.read(x);
+        let inputs = inputs.with_context(|| format!("layer {layer}"))?;
         let Some(experts) = experts else {
             let module = site.module(self.config, layer, None);
-            return self.collector.observe(&module, k, &values);
+            return self.collector.observe(&module, &inputs, 0..inputs.tokens());
         };
         let offsets = experts.offsets().clone().into_data();
         let offsets: Vec<usize> = offsets
@@ -127,10 +236,9 @@ impl Observer for Inputs<'_> {
             .map(|offset| offset as usize)
             .collect();
         for (expert, ends) in offsets.windows(2).enumerate() {
-            let own = &values[ends[0] * k..ends[1] * k];
-            if !own.is_empty() {
+            if ends[0] < ends[1] {
                 let module = site.module(self.config, layer, Some(expert));
-                self.collector.observe(&module, k, own)?;
+                self.collector.observe(&module, &inputs, ends[0]..ends[1])?;
             }
         }
         Ok(())
@@ -149,8 +257,6 @@ impl Observer for Inputs<'_> {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use std::path::Path;
-
-    use burn::tensor::{Device, FloatDType};
 
     use super::*;
     use crate::hf::tensors::TensorFolder;

@@ -11,11 +11,14 @@ mod moe;
 mod optimizer;
 mod quantize;
 pub(super) mod tensors;
+mod view;
 
 use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::tensor::FloatDType;
 use burn_cubecl::CubeBackend;
 use nvfp4_formats::StoredForm;
+
+pub use view::device_matrix;
 
 use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;

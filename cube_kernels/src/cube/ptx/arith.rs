@@ -28,6 +28,47 @@ pub fn mul_rn(a: f32, b: f32) -> f32 {
     f32::reinterpret(product)
 }
 
+/// Returns `a · b`, which the compiler may not contract with a following addition: `mul.rn.f64`.
+///
+/// PTX ISA "Floating Point Instructions: mul"; PTX 1.0, all targets.
+#[cube]
+pub fn mul_rn_f64(a: f64, b: f64) -> f64 {
+    let a = f64::reinterpret(a);
+    let b = f64::reinterpret(b);
+    let product: f64;
+    gpu_asm!("mul.rn.f64 {}, {}, {};", out(_) product, in(_) a, in(_) b, options(pure, nomem));
+    f64::reinterpret(product)
+}
+
+/// Returns `a · b + c`, rounded once, to nearest even: `fma.rn.f64`.
+///
+/// PTX ISA "Floating Point Instructions: fma"; PTX 1.4, all targets.
+#[cube]
+pub fn fma_rn_f64(a: f64, b: f64, c: f64) -> f64 {
+    let a = f64::reinterpret(a);
+    let b = f64::reinterpret(b);
+    let c = f64::reinterpret(c);
+    let result: f64;
+    gpu_asm!(
+        "fma.rn.f64 {}, {}, {}, {};",
+        out(_) result, in(_) a, in(_) b, in(_) c,
+        options(pure, nomem)
+    );
+    f64::reinterpret(result)
+}
+
+/// Returns `a / b`, correctly rounded: `div.rn.f32`.
+///
+/// PTX ISA "Floating Point Instructions: div"; PTX 1.4, all targets from sm_20 on.
+#[cube]
+pub fn div_rn(a: f32, b: f32) -> f32 {
+    let a = f32::reinterpret(a);
+    let b = f32::reinterpret(b);
+    let quotient: f32;
+    gpu_asm!("div.rn.f32 {}, {}, {};", out(_) quotient, in(_) a, in(_) b, options(pure, nomem));
+    f32::reinterpret(quotient)
+}
+
 /// Returns `a · b + c`, rounded once, to nearest even: `fma.rn.f32`.
 ///
 /// PTX ISA "Floating Point Instructions: fma"; PTX 2.0, all targets.

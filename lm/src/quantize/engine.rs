@@ -1,0 +1,114 @@
+//! Where weights are quantized: on the host, or by kernels on a GPU. Both give the same bytes.
+
+use anyhow::Result;
+use burn::tensor::Device;
+use nvfp4_formats::ptq::gptq::{self, DAMPING};
+use nvfp4_formats::ptq::{self, BlockQuantizer};
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+use nvfp4_kernels::{
+    cubecl::prelude::Client,
+    ptq as kernels,
+    tensor::{FloatKind, Matrix},
+};
+
+use super::stats::InputStats;
+
+/// Executes the arithmetic of quantization.
+#[derive(Clone, Default)]
+pub enum Engine {
+    /// Functions of [`nvfp4_formats::ptq`], on all cores.
+    #[default]
+    Host,
+    /// Kernels on a CubeCL device.
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    Device(Client),
+}
+
+impl Engine {
+    /// Returns the engine of `device`: kernels on a GPU, otherwise the host.
+    pub fn of(device: &Device) -> Self {
+        #[cfg(any(feature = "cpu", feature = "cuda"))]
+        if let Some(client) = crate::memory::client(&device.clone().without_autodiff())
+            && client.name() != "cpu"
+        {
+            return Self::Device(client);
+        }
+        let _ = device;
+        Self::Host
+    }
+
+    /// Returns the codes and scale bytes of `values`, with each block quantized independently; see
+    /// [`ptq::round_rows`].
+    pub(super) fn round_rows(
+        &self,
+        values: &[f32],
+        quantizer: &BlockQuantizer,
+        weights: &[f32],
+    ) -> Result<(Vec<u8>, Vec<u8>)> {
+        match self {
+            Self::Host => Ok(ptq::round_rows(values, quantizer, weights)),
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Self::Device(client) => {
+                let values = upload(client, values, weights.len())?;
+                Ok(kernels::round_rows(client, &values, quantizer, weights)?)
+            }
+        }
+    }
+
+    /// Returns the codes and scale bytes of `values` by GPTQ; see [`gptq::gptq`].
+    pub(super) fn gptq(
+        &self,
+        values: &[f32],
+        factor: &Factor,
+        quantizer: &BlockQuantizer,
+        weights: &[f32],
+    ) -> Result<(Vec<u8>, Vec<u8>)> {
+        match factor {
+            Factor::Host(factor) => Ok(gptq::gptq(values, factor, quantizer, weights)),
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Factor::Device(client, factor) => {
+                let values = upload(client, values, weights.len())?;
+                let quantized = kernels::gptq(client, &values, factor, quantizer, weights);
+                Ok(quantized?)
+            }
+        }
+    }
+}
+
+#[cfg(any(feature = "cpu", feature = "cuda"))]
+fn upload(client: &Client, values: &[f32], k: usize) -> Result<Matrix> {
+    let handle = client.create_from_slice(bytemuck::cast_slice(values));
+    Ok(Matrix::new(handle, values.len() / k, k, FloatKind::F32)?)
+}
+
+/// Factor of the inverse second moments of an input, where these were summed.
+pub(super) enum Factor {
+    Host(ptq::InverseFactor),
+    #[cfg(any(feature = "cpu", feature = "cuda"))]
+    Device(Client, kernels::InverseFactor),
+}
+
+/// The factor of the last input, which several weights may read.
+#[derive(Default)]
+pub(super) struct Factors(Option<(*const InputStats, Option<Vec<f32>>, Factor)>);
+
+impl Factors {
+    /// Returns the factor of the input with statistics `stats`, whose features are divided by
+    /// `columns`.
+    ///
+    /// # Errors
+    /// Returns an error if the products were not collected, or are not finite.
+    pub fn of(&mut self, stats: &InputStats, columns: Option<&[f32]>) -> Result<&Factor> {
+        let is_same = |(of, by, _): &(*const InputStats, Option<Vec<f32>>, Factor)| {
+            std::ptr::eq(*of, stats) && by.as_deref() == columns
+        };
+        if !self.0.as_ref().is_some_and(is_same) {
+            // The memory of the last one is free for the next.
+            self.0 = None;
+            let factor = stats.factor(columns, DAMPING)?;
+            self.0 = Some((stats, columns.map(<[f32]>::to_vec), factor));
+        }
+        let (.., factor) = self.0.as_ref().expect("it was just made");
+        Ok(factor)
+    }
+}
