@@ -26,18 +26,27 @@ fn check_input<const D: usize>(name: &'static str, x: &Tensor<D>) -> Result<(), 
     }
 }
 
-/// Returns an error if a factor per column does not match `x`.
+/// Returns an error if the rows of `x` are not as wide as γ, or β does not match γ.
 fn check_factors<const D: usize>(
-    name: &'static str,
-    factors: &Tensor<1>,
+    gamma: &Tensor<1>,
+    beta: Option<&Tensor<1>>,
     x: &Tensor<D>,
 ) -> Result<(), Nvfp4Error> {
-    validate::operand(name, factors)?;
-    validate::same_device(("x", &x.device()), (name, &factors.device()))?;
-    let width = x.dims()[D - 1];
-    validate::shape(name, factors.dims(), [width], || {
-        "the last axis of `x`".into()
-    })
+    for (name, factors) in [("gamma", Some(gamma)), ("beta", beta)] {
+        if let Some(factors) = factors {
+            validate::operand(name, factors)?;
+            validate::same_device(("x", &x.device()), (name, &factors.device()))?;
+        }
+    }
+    let [width] = gamma.dims();
+    if x.dims()[D - 1] != width {
+        let expected = format!("a last axis of {width}, the width of `gamma`");
+        return Err(Nvfp4Error::shape("x", format!("{:?}", x.dims()), expected));
+    }
+    match beta {
+        None => Ok(()),
+        Some(beta) => validate::shape("beta", beta.dims(), [width], || "that of `gamma`".into()),
+    }
 }
 
 /// Returns an error if a residual does not match `x`.
@@ -102,10 +111,7 @@ impl NormParameters {
         if let Some(residual) = residual {
             check_residual(residual, x)?;
         }
-        check_factors("gamma", &self.gamma, x)?;
-        if let Some(beta) = &self.beta {
-            check_factors("beta", beta, x)?;
-        }
+        check_factors(&self.gamma, self.beta.as_ref(), x)?;
         check_epsilon(self.epsilon)
     }
 }

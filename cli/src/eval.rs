@@ -15,7 +15,6 @@ use crate::options::shared::{InferenceOptions, JsonOption};
 use crate::perplexity::{
     Difference, Error, Perplexity, TextsPerplexity, documents, perplexity, windows,
 };
-use crate::terminal::warn_of;
 
 #[derive(Args)]
 pub(crate) struct Eval {
@@ -92,10 +91,8 @@ impl Eval {
         }
         let InferenceOptions { scheme, compute } = self.inference;
         let (_, device, dtype) = compute.open()?;
-        let load = |folder: &Path, scheme| {
-            warn_of(folder)?;
-            Decoder::load_for_inference(folder, &device, dtype, scheme)
-        };
+        let load =
+            |folder: &Path, scheme| Decoder::load_for_inference(folder, &device, dtype, scheme);
         let model = load(&self.model, scheme)?;
         let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
         let mut found = Evaluation {

@@ -23,7 +23,7 @@ use crate::adapter;
 use crate::chat::converse;
 use crate::device::install_decorator;
 use crate::options::shared::{DecodingOptions, InferenceOptions, KvName};
-use crate::terminal::{note, warn_of};
+use crate::terminal::note;
 
 /// Default limit on the number of generated tokens.
 const TOKENS: usize = 256;
@@ -161,7 +161,6 @@ impl Generate {
         let template = self.chat.then(|| self.template()).transpose()?;
         let InferenceOptions { scheme, compute } = self.inference;
         let (name, device, dtype) = compute.open()?;
-        warn_of(&self.model)?;
         let model = Decoder::load_for_inference(&self.model, &device, dtype, scheme)?;
         let model = adapter::applied(model, &self.model, self.adapter.as_deref())?;
         let model = model.with_head(self.decoding.head.unwrap_or_default())?;

@@ -26,7 +26,7 @@ use regex::Regex;
 use crate::device::ComputeType;
 use crate::options::shared::{DeviceOption, JsonOption, KvName, OutFolder};
 use crate::perplexity::{TextsPerplexity, perplexity, windows};
-use crate::terminal::{warn, warn_of};
+use crate::terminal::warn;
 use interrupt::Interrupt;
 use result::{CalibrationData, Evaluation, QuantizeResult};
 
@@ -63,7 +63,8 @@ pub(crate) struct Quantize {
     smooth: Smoothing,
     /// Resume an interrupted run into the same folder
     ///
-    /// Model and options must match the interrupted run. The output is identical byte for byte.
+    /// Model and options must match the interrupted run. The output is identical byte for byte,
+    /// except that a calibration on a GPU may differ in the last bits of its sums.
     #[arg(long)]
     resume: bool,
     /// Skip modules whose name matches this regular expression; may be given several times
@@ -107,7 +108,8 @@ pub(crate) struct Quantize {
     /// Calibrate on the texts in these files and folders, with an f32 forward pass
     ///
     /// Provides the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
-    /// activation scales (`w4a4`) and cache scales (`--kv fp8`). Holds the whole model in memory.
+    /// activation scales (`w4a4`) and cache scales (`--kv fp8`). Holds one layer of the model and
+    /// the inputs of the next in memory.
     /// Each row of a .jsonl file or of a list in a .json file and every other file is a text. A row
     /// is {"text": TEXT}, {"prompt": TEXT, "completion": TEXT} or {"messages": [{"role": ROLE,
     /// "content": TEXT}, ..]}, which the model's chat template renders, or a row of ShareGPT or
@@ -277,7 +279,6 @@ impl Quantize {
         let name = self.device.name()?;
         let device = name.open()?.without_autodiff();
         let dtype = ComputeType::or_of(None, name);
-        warn_of(folder)?;
         let model = Decoder::load_for_inference(folder, &device, dtype, None)?;
         perplexity(&model, texts, windows).map(Some)
     }

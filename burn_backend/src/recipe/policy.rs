@@ -54,7 +54,8 @@ impl LayerPolicy {
     /// Returns true for each layer in `paths` that stays in high precision.
     ///
     /// # Errors
-    /// Returns an error if the policy selects blocks and no path has a number.
+    /// Returns an error if the policy selects blocks and no path has a number, or if it selects more
+    /// first and last blocks than there are.
     pub(crate) fn matches(&self, paths: &[&str]) -> Result<Vec<bool>, Nvfp4Error> {
         let (first, last) = match *self {
             Self::None => return Ok(vec![false; paths.len()]),
@@ -71,6 +72,13 @@ impl LayerPolicy {
             ));
         }
         let last = match last {
+            Count::Exactly(last) if first + last > blocks.len() => {
+                return Err(Nvfp4Error::value(
+                    "layers",
+                    format!("first_last of {first} and {last}"),
+                    format!("together at most {}, the blocks of the model", blocks.len()),
+                ));
+            }
             Count::Exactly(last) => last,
             // Keeps the rounding error of a multiplication such as 0.15 · 20 from rounding 3 up to
             // 4.
@@ -118,6 +126,17 @@ mod tests {
     fn kept(policy: LayerPolicy, paths: &[&str]) -> Vec<usize> {
         let matches = policy.matches(paths).unwrap();
         (0..paths.len()).filter(|&i| matches[i]).collect()
+    }
+
+    #[test]
+    fn more_blocks_than_there_are_is_an_error() {
+        let paths = ["blocks.0.linear", "blocks.1.linear"];
+        let all = LayerPolicy::FirstLast { first: 1, last: 1 };
+        assert_eq!(kept(all, &paths), [0, 1]);
+        let more = LayerPolicy::FirstLast { first: 1, last: 2 };
+        let error = more.matches(&paths).unwrap_err().to_string();
+        assert!(error.contains("first_last of 1 and 2"), "{error}");
+        assert!(error.contains("at most 2"), "{error}");
     }
 
     #[test]

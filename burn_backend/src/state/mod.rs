@@ -70,6 +70,22 @@ pub fn set_rank<M: Module>(model: &M, rank: usize) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
+/// Returns the NVFP4 layers of `model`.
+///
+/// # Errors
+/// Returns an error if there are none.
+fn layers_to_quantize<M: Module>(model: &M) -> Result<Vec<FoundLayer>, Nvfp4Error> {
+    let layers = layers(model);
+    match layers.is_empty() {
+        false => Ok(layers),
+        true => Err(Nvfp4Error::value(
+            "model",
+            "no NVFP4 layer",
+            "at least one, such as `Nvfp4Linear`",
+        )),
+    }
+}
+
 impl Nvfp4Recipe {
     /// Applies `high_precision` and `layers` to every NVFP4 layer of `model`: the selected layers
     /// compute in high precision from now on, all others by the recipe. Returns the number of
@@ -81,14 +97,7 @@ impl Nvfp4Recipe {
     /// Returns an error if the model has no NVFP4 layer, or the group contains none of them: a
     /// pattern that matches nothing is a mistake.
     pub fn apply<M: Module>(&self, model: &M) -> Result<usize, Nvfp4Error> {
-        let layers = layers(model);
-        if layers.is_empty() {
-            return Err(Nvfp4Error::value(
-                "model",
-                "no Nvfp4Linear layer",
-                "a model with at least one",
-            ));
-        }
+        let layers = layers_to_quantize(model)?;
         let kept = self.kept(&layers)?;
         for (layer, &kept) in layers.iter().zip(&kept) {
             layer.state.set_high_precision(kept);
@@ -156,13 +165,16 @@ impl RecipeSchedule {
     /// Checks before the first step that every phase can be [applied](Self::apply) to `model`.
     ///
     /// # Errors
-    /// Returns an error that names the phase if its recipe keeps layers in high precision that the
-    /// model lacks.
+    /// Returns an error if a phase quantizes and the model has no NVFP4 layer. Returns an error that
+    /// names the phase if its recipe keeps layers in high precision that the model lacks.
     pub fn check_model<M: Module>(&self, model: &M) -> Result<(), Nvfp4Error> {
+        if !self.phases().iter().any(|phase| phase.is_quantized()) {
+            return Ok(());
+        }
+        let layers = layers_to_quantize(model)?;
         if !self.selects_layers() {
             return Ok(());
         }
-        let layers = layers(model);
         for (index, phase) in self.phases().iter().enumerate() {
             if phase.is_quantized() {
                 phase.recipe.kept(&layers).map_err(|error| {

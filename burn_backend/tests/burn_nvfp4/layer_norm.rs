@@ -382,6 +382,8 @@ fn bad_arguments_are_named() {
 
     let x = |width| Tensor::<2>::zeros([4, width], &device);
     let short = || Param::from_tensor(Tensor::<1>::ones([16], &device));
+    let norm = LayerNormConfig::new(WIDTH).init(&device);
+    assert_eq!(argument(norm.try_forward(x(16))), "x");
     let mut linear = linear.init(&device);
     assert_eq!(argument(linear.try_forward(x(16))), "x");
     linear.norm.beta = Some(short());

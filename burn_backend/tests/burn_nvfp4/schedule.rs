@@ -239,6 +239,17 @@ fn phases_select_their_layers() {
     );
 }
 
+#[test]
+fn models_without_layers_to_quantize_are_refused() {
+    flex_only!();
+    let model = burn_nn::LinearConfig::new(16, 16).init(&device());
+    let schedule = |recipe| RecipeSchedule::new(vec![phase(0.0, recipe)]).unwrap();
+    let error = schedule(Nvfp4Recipe::nvidia()).check_model(&model);
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("no NVFP4 layer"), "{error}");
+    schedule(Nvfp4Recipe::bf16()).check_model(&model).unwrap();
+}
+
 /// Healing is a schedule of two phases.
 #[test]
 fn healing_is_a_schedule() {

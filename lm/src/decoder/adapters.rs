@@ -192,6 +192,7 @@ fn beside(projection: Projection, adapters: Vec<Adapter>, scale: f64) -> Result<
         Projection::Nvfp4(linear) => FrozenBase::Nvfp4(linear),
         Projection::Packed(linear) => FrozenBase::Packed(linear),
         Projection::Scaled(linear) => FrozenBase::Scaled(linear),
+        Projection::Rounded(linear) => FrozenBase::Rounded(linear),
         Projection::Lora(_) => bail!("the model has adapters already"),
     };
     Ok(Projection::Lora(LoraProjection::new(base, adapters, scale)))

@@ -23,6 +23,7 @@ use super::names::{self, EMBEDDING, HEAD, NORM, SINKS, Site};
 use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
+use super::rounded::{InputRounding, RoundedExperts, RoundedLinear};
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::read_json;
 use crate::hf::config::{CONFIG_FILE, refuse_packed};
@@ -87,7 +88,8 @@ impl Decoder {
     }
 
     /// Loads the model in `folder` in the fastest form for inference: weights of type `dtype` from
-    /// a high-precision folder, [packed](Self::load_packed) weights from a quantized one.
+    /// a high-precision folder, [packed](Self::load_packed) weights from a quantized one. Layers in
+    /// FP8 round their inputs as the folder says, unless `scheme` is W4A16.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load) and [`load_packed`](Self::load_packed). Also
@@ -106,12 +108,16 @@ impl Decoder {
                 scheme.name(),
                 folder.display()
             ),
-            (true, scheme) => Self::load_packed(folder, device, dtype, scheme),
+            (true, scheme) => {
+                let rounds_inputs = scheme != Some(Scheme::W4a16);
+                let form = Form::Packed(scheme);
+                Self::load_quantized(folder, (device, dtype), form, rounds_inputs)
+            }
         }
     }
 
     /// Loads the quantized model in `folder` and keeps its NVFP4 weights packed; other weights get
-    /// type `dtype`.
+    /// type `dtype`. Inputs of layers in FP8 are not rounded.
     ///
     /// Activations follow `scheme`, by default that of the folder. A W4A4 folder quantizes them
     /// with its static global scales. If W4A4 is requested for a W4A16 folder, the global scale
@@ -126,7 +132,7 @@ impl Decoder {
         dtype: FloatDType,
         scheme: Option<Scheme>,
     ) -> Result<Self> {
-        Self::load_quantized(folder, device, dtype, Form::Packed(scheme))
+        Self::load_quantized(folder, (device, dtype), Form::Packed(scheme), false)
     }
 
     /// Loads the quantized model in `folder` and dequantizes its NVFP4 weights to type `dtype`. The
@@ -136,14 +142,14 @@ impl Decoder {
     /// Returns the errors of [`load_packed`](Self::load_packed). Also returns an error if the
     /// folder quantizes activations, which this model would not do.
     pub fn load_dequantized(folder: &Path, device: &Device, dtype: FloatDType) -> Result<Self> {
-        Self::load_quantized(folder, device, dtype, Form::Plain)
+        Self::load_quantized(folder, (device, dtype), Form::Plain, false)
     }
 
     fn load_quantized(
         folder: &Path,
-        device: &Device,
-        dtype: FloatDType,
+        (device, dtype): (&Device, FloatDType),
         form: Form,
+        rounds_inputs: bool,
     ) -> Result<Self> {
         check_dtype(dtype, device)?;
         let checkpoint = Checkpoint::open(folder)?;
@@ -173,6 +179,7 @@ impl Decoder {
             tensors: checkpoint.tensors(),
             packed: Some(packed),
             form,
+            rounds_inputs,
             device,
             dtype,
         }
@@ -290,6 +297,8 @@ pub(super) struct Loader<'a> {
     /// Quantized folder, if some weights are packed.
     packed: Option<PackedFolder<'a>>,
     form: Form,
+    /// True to round the inputs of layers in FP8, if the folder says so.
+    rounds_inputs: bool,
     pub device: &'a Device,
     dtype: FloatDType,
 }
@@ -310,6 +319,7 @@ impl<'a> Loader<'a> {
             tensors,
             packed: None,
             form: Form::Plain,
+            rounds_inputs: false,
             device,
             dtype,
         })
@@ -458,7 +468,11 @@ impl Loader<'_> {
         let weight: Tensor<2> = self.concatenated_as(&of("weight"), self.dtype_of_weights())?;
         // A transposed view: matrix instructions read weights stored by output most efficiently.
         let weight = param(weight.transpose());
-        let dense = Projection::Dense(Linear { weight, bias });
+        let linear = Linear { weight, bias };
+        if let Some(inputs) = self.rounding(paths)? {
+            return Ok(Projection::Rounded(RoundedLinear { linear, inputs }));
+        }
+        let dense = Projection::Dense(linear);
         let Some(recipe) = recipe else {
             return Ok(dense);
         };
@@ -528,8 +542,22 @@ impl Loader<'_> {
             .with_context(|| format!("the experts of `{moe}`"))?;
         layer.weight = param(weight);
         layer.bias = bias.map(param);
+        if let Some(inputs) = self.rounding(&paths)? {
+            let linear = layer;
+            return Ok(Experts::Rounded(RoundedExperts { linear, inputs }));
+        }
         // Experts whose recipe quantizes nothing are unchanged.
         Experts::Grouped(layer).into_packed()
+    }
+
+    /// Returns the rounding of the input of `paths`, which read one input, if it is rounded to FP8.
+    fn rounding(&self, paths: &[String]) -> Result<Option<InputRounding>> {
+        match &self.packed {
+            Some(packed) if self.rounds_inputs => {
+                InputRounding::of(paths.iter().map(|path| (path, packed.fp8_layer(path))))
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Returns the folder and the scheme if the fused weights `paths` stay packed.

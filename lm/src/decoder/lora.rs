@@ -25,6 +25,7 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 
 use super::dense;
+use super::rounded::RoundedLinear;
 use super::scaled::ScaledPackedLinear;
 use super::values::{matrix_of, scaled_matrix_of};
 use crate::model::cast;
@@ -112,6 +113,8 @@ pub enum FrozenBase {
     Packed(Nvfp4PackedLinear),
     /// Stored in NVFP4, with a scale per input feature.
     Scaled(ScaledPackedLinear),
+    /// Inference of a layer in FP8, with rounded inputs.
+    Rounded(RoundedLinear),
 }
 
 impl FrozenBase {
@@ -121,13 +124,16 @@ impl FrozenBase {
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
             Self::Scaled(linear) => linear.forward(x),
+            Self::Rounded(linear) => linear.forward(x),
         }
     }
 
     /// Returns the shape, `[d_in, d_out]`.
     pub(super) fn shape(&self) -> [usize; 2] {
         match self {
-            Self::Dense(linear) => linear.weight.lazy_shape().dims(),
+            Self::Dense(linear) | Self::Rounded(RoundedLinear { linear, .. }) => {
+                linear.weight.lazy_shape().dims()
+            }
             Self::Nvfp4(linear) => linear.weight.lazy_shape().dims(),
             Self::Packed(linear) | Self::Scaled(ScaledPackedLinear { linear, .. }) => {
                 let [d_out, d_in] = linear.weight.shape();
@@ -144,7 +150,9 @@ impl FrozenBase {
     /// Returns the dequantized weight, `[d_in, d_out]`, f32, and the bias.
     fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
-            Self::Dense(linear) => (cast(linear.weight.val(), FloatDType::F32), &linear.bias),
+            Self::Dense(linear) | Self::Rounded(RoundedLinear { linear, .. }) => {
+                (cast(linear.weight.val(), FloatDType::F32), &linear.bias)
+            }
             Self::Nvfp4(linear) => (cast(linear.weight.val(), FloatDType::F32), &linear.bias),
             Self::Packed(linear) => (matrix_of(&linear.weight), &linear.bias),
             Self::Scaled(scaled) => (scaled_matrix_of(scaled), &scaled.linear.bias),

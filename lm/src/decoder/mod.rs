@@ -42,6 +42,7 @@ pub mod projection;
 mod projections;
 mod random;
 pub(crate) mod replace;
+mod rounded;
 mod router;
 pub mod save;
 pub mod scaled;

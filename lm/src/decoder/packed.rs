@@ -10,20 +10,28 @@ use super::projection::{Experts, Projection};
 use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
 use crate::interchange::checkpoint::LayerInfo;
 use crate::interchange::names::canonical;
-use crate::interchange::{Checkpoint, GlobalScale, PackedWeight, PreQuantScale, Scheme};
+use crate::interchange::{Checkpoint, Fp8Layer, GlobalScale, PackedWeight, PreQuantScale, Scheme};
 
 /// A quantized folder, whose modules are looked up by their transformers names.
 pub(super) struct PackedFolder<'a> {
     checkpoint: &'a Checkpoint,
     /// Maps transformers names of packed modules to their names in the folder.
     names: BTreeMap<String, &'a str>,
+    /// Layers in FP8, by transformers names.
+    fp8: BTreeMap<String, &'a Fp8Layer>,
 }
 
 impl<'a> PackedFolder<'a> {
     pub fn new(checkpoint: &'a Checkpoint) -> Self {
         let names = checkpoint.layers().keys();
         let names = names.map(|name| (canonical(name), name.as_str())).collect();
-        Self { checkpoint, names }
+        let fp8 = checkpoint.fp8_layers().iter();
+        let fp8 = fp8.map(|(name, layer)| (canonical(name), layer)).collect();
+        Self {
+            checkpoint,
+            names,
+            fp8,
+        }
     }
 
     /// Returns the packed modules with their shapes.
@@ -39,6 +47,11 @@ impl<'a> PackedFolder<'a> {
     pub fn layer(&self, module: &str) -> Option<&'a LayerInfo> {
         let name = self.names.get(module)?;
         self.checkpoint.layers().get(*name)
+    }
+
+    /// Returns the layer in FP8 `module`, if it is one.
+    pub fn fp8_layer(&self, module: &str) -> Option<&'a Fp8Layer> {
+        self.fp8.get(module).copied()
     }
 
     /// Returns the weight of a packed module.

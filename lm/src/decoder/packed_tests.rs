@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-use burn::tensor::TensorData;
+use burn::tensor::{Distribution, TensorData};
 
 use super::observe::LinearInput;
 use super::projection::{Experts, Projection};
 use super::*;
 use crate::eval::log_probabilities;
 use crate::hf::{StoredTensor, TensorFolder};
-use crate::interchange::Scheme;
+use crate::interchange::{Checkpoint, Scheme};
 use nvfp4_test_support::golden;
 
 fn load(folder: &Path, scheme: Option<Scheme>, device: &Device) -> Decoder {
@@ -141,11 +141,42 @@ fn mixed_models_match_the_references() {
                 assert!(error < 1e-5, "{name}: {found}, not -{expected}");
             }
         }
-        // W4A4 layers quantize their inputs by default, and the FP8 layers do not.
+        // By default, W4A4 layers quantize their inputs, and FP8 layers round theirs.
         let by_default = load(&folder, None, &Device::flex());
         let error = distance(&by_default, &tokens, &floats("logits_w4a16_f32"));
-        let has_w4a4 = name.contains("modelopt");
-        assert_eq!(error > 1e-5, has_w4a4, "{name}: {error}");
+        assert!(error > 1e-4, "{name}: {error}");
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let rounded = by_default
+            .layers
+            .iter()
+            .flat_map(|layer| layer.projections());
+        let rounded = rounded
+            .filter(|(_, it)| matches!(it, Projection::Rounded(_)))
+            .count();
+        let quantizing = (checkpoint.fp8_layers().values())
+            .filter(|layer| layer.format.quantizes_inputs())
+            .count();
+        assert!(
+            quantizing > 0 && (1..=quantizing).contains(&rounded),
+            "{name}: {rounded}"
+        );
+        // Only the rounding differs.
+        let frozen = Decoder::load_packed(&folder, &Device::flex(), FloatDType::F32, None);
+        let frozen = frozen.unwrap();
+        for (found, plain) in by_default.layers.iter().zip(&frozen.layers) {
+            for ((_, found), (_, plain)) in found.projections().into_iter().zip(plain.projections())
+            {
+                let Projection::Rounded(layer) = found else {
+                    continue;
+                };
+                let [d_in, _] = found.shape();
+                let normal = Distribution::Normal(0.0, 1.0);
+                let x = Tensor::<2>::random([4, d_in], normal, &Device::flex());
+                let expected = plain.forward(layer.inputs.round(x.clone())).unwrap();
+                let found = found.forward(x).unwrap();
+                assert_eq!(found.into_data(), expected.into_data());
+            }
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
 use super::dense;
 use super::lora::LoraProjection;
+use super::rounded::{RoundedExperts, RoundedLinear};
 use super::scaled::{ScaledPackedExperts, ScaledPackedLinear};
 use super::values::{matrix_of, scaled_matrix_of, scaled_stack_of, stack_of};
 
@@ -30,6 +31,8 @@ pub enum Projection {
     Packed(Nvfp4PackedLinear),
     /// Stored in NVFP4, with a scale per input feature.
     Scaled(ScaledPackedLinear),
+    /// Inference of a layer in FP8: `W` in high precision, inputs rounded.
+    Rounded(RoundedLinear),
     /// Frozen, with trained adapters.
     Lora(LoraProjection),
 }
@@ -45,6 +48,7 @@ impl Projection {
             Self::Nvfp4(linear) => Ok(linear.try_forward(x)?),
             Self::Packed(linear) => Ok(linear.try_forward(x)?),
             Self::Scaled(linear) => linear.forward(x),
+            Self::Rounded(linear) => linear.forward(x),
             Self::Lora(lora) => lora.forward(x),
         }
     }
@@ -58,14 +62,20 @@ impl Projection {
                 linear,
                 swiglu,
             }),
-            Self::Dense(_) | Self::Nvfp4(_) | Self::Scaled(_) | Self::Lora(_) => None,
+            Self::Dense(_)
+            | Self::Nvfp4(_)
+            | Self::Scaled(_)
+            | Self::Rounded(_)
+            | Self::Lora(_) => None,
         }
     }
 
     /// Returns the weight in high precision, `[d_in, d_out]`, with adapters merged, and the bias.
     pub fn dense(&self) -> (Tensor<2>, Option<Tensor<1>>) {
         let (weight, bias) = match self {
-            Self::Dense(linear) => (linear.weight.val(), &linear.bias),
+            Self::Dense(linear) | Self::Rounded(RoundedLinear { linear, .. }) => {
+                (linear.weight.val(), &linear.bias)
+            }
             Self::Nvfp4(linear) => (linear.weight.val(), &linear.bias),
             Self::Packed(linear) => (matrix_of(&linear.weight), &linear.bias),
             Self::Scaled(scaled) => (scaled_matrix_of(scaled), &scaled.linear.bias),
@@ -77,7 +87,9 @@ impl Projection {
     /// Returns the shape, `[d_in, d_out]`.
     pub fn shape(&self) -> [usize; 2] {
         match self {
-            Self::Dense(linear) => linear.weight.lazy_shape().dims(),
+            Self::Dense(linear) | Self::Rounded(RoundedLinear { linear, .. }) => {
+                linear.weight.lazy_shape().dims()
+            }
             Self::Nvfp4(linear) => linear.weight.lazy_shape().dims(),
             Self::Packed(linear) | Self::Scaled(ScaledPackedLinear { linear, .. }) => {
                 let [d_out, d_in] = linear.weight.shape();
@@ -91,7 +103,7 @@ impl Projection {
     pub fn is_packed(&self) -> bool {
         match self {
             Self::Packed(_) | Self::Scaled(_) => true,
-            Self::Dense(_) | Self::Nvfp4(_) => false,
+            Self::Dense(_) | Self::Nvfp4(_) | Self::Rounded(_) => false,
             Self::Lora(lora) => lora.base.is_packed(),
         }
     }
@@ -113,7 +125,7 @@ impl Projection {
     }
 
     /// Converts the layer for training with `recipe`, keeping parameters and IDs. Packed weights
-    /// are dequantized; frozen weights with adapters are merged.
+    /// are dequantized, inputs are not rounded; frozen weights with adapters are merged.
     ///
     /// # Errors
     /// Returns an error if a width is not a multiple of 16, or if the recipe does not pass its
@@ -122,7 +134,7 @@ impl Projection {
         let linear = match self {
             Self::Dense(linear) => linear,
             Self::Nvfp4(linear) => linear.into_linear(),
-            Self::Packed(_) | Self::Scaled(_) | Self::Lora(_) => {
+            Self::Packed(_) | Self::Scaled(_) | Self::Rounded(_) | Self::Lora(_) => {
                 let (weight, bias) = self.dense();
                 let weight = Param::from_tensor(weight);
                 let bias = bias.map(Param::from_tensor);
@@ -149,6 +161,8 @@ pub enum Experts {
     Packed(Nvfp4PackedGroupedLinear),
     /// Stored in NVFP4, with a scale per input feature and expert.
     Scaled(ScaledPackedExperts),
+    /// Inference of layers in FP8: weights in high precision, inputs rounded.
+    Rounded(RoundedExperts),
 }
 
 impl Experts {
@@ -161,13 +175,16 @@ impl Experts {
             Self::Grouped(linear) => Ok(linear.try_forward(x, experts)?),
             Self::Packed(linear) => Ok(linear.try_forward(x, experts)?),
             Self::Scaled(linear) => linear.forward(x, experts),
+            Self::Rounded(linear) => linear.forward(x, experts),
         }
     }
 
     /// Returns the weights in high precision, `[experts, d_in, d_out]`.
     pub fn dense(&self) -> Tensor<3> {
         match self {
-            Self::Grouped(linear) => linear.weight.val(),
+            Self::Grouped(linear) | Self::Rounded(RoundedExperts { linear, .. }) => {
+                linear.weight.val()
+            }
             Self::Packed(linear) => stack_of(&linear.weight),
             Self::Scaled(scaled) => scaled_stack_of(scaled),
         }
@@ -176,7 +193,7 @@ impl Experts {
     /// Returns the biases, `[experts, d_out]`, if any.
     pub fn bias(&self) -> Option<Tensor<2>> {
         let bias = match self {
-            Self::Grouped(linear) => &linear.bias,
+            Self::Grouped(linear) | Self::Rounded(RoundedExperts { linear, .. }) => &linear.bias,
             Self::Packed(linear) => &linear.bias,
             Self::Scaled(scaled) => &scaled.linear.bias,
         };
@@ -185,7 +202,7 @@ impl Experts {
 
     /// Returns true if the weights are stored in NVFP4.
     pub fn is_packed(&self) -> bool {
-        !matches!(self, Self::Grouped(_))
+        matches!(self, Self::Packed(_) | Self::Scaled(_))
     }
 
     /// Converts the layer for inference, like [`Projection::into_packed`]. Experts whose recipe
@@ -202,7 +219,7 @@ impl Experts {
                     false => Ok(Self::Grouped(linear)),
                 }
             }
-            packed => Ok(packed),
+            other => Ok(other),
         }
     }
 }
