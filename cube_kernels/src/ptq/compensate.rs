@@ -11,36 +11,35 @@ use nvfp4_formats::ptq::BlockQuantizer;
 use super::block::{BlockPlan, Global, ScaledBlock, scale_byte};
 use super::factor::InverseFactor;
 use super::products::{Factors, Product, Target, subtract_products};
-use super::round::check;
+use super::round::{check, parts};
 use crate::{
     BLOCK, Nvfp4Error,
     capabilities::conversion_of,
     cube::exact::product_f64,
     launch::{buffer, grid},
     memory::{address_type, allocate, download, upload},
-    tensor::Matrix,
 };
 
 /// Number of columns whose errors are applied together to the columns after them.
 const PANEL: usize = 128;
 
-/// Returns the codes and scale bytes of `values` (`f32[n, k]`), whose inputs have the second moments
+/// Returns the codes and scale bytes of `values` (`[n, k]`), whose inputs have the second moments
 /// of `factor`: [`nvfp4_formats::ptq::gptq()`]. `weights` are the `E[x²]` of the `k` input features.
 /// Waits for the device.
 ///
 /// # Errors
-/// Returns an error if the type, the width or the number of weights does not match, or the rule of
-/// `quantizer` has no kernel.
+/// Returns an error if `k` is not a positive multiple of 16 or not that of `factor`, the values are
+/// not whole rows, or the rule of `quantizer` has no kernel.
 pub fn gptq(
     client: &Client,
-    values: &Matrix,
+    values: &[f32],
     factor: &InverseFactor,
     quantizer: &BlockQuantizer,
     weights: &[f32],
 ) -> Result<(Vec<u8>, Vec<u8>), Nvfp4Error> {
     let plan = BlockPlan::new(quantizer, conversion_of(client))?;
     check(values, weights)?;
-    let (n, k) = (values.rows, values.cols);
+    let (n, k) = (values.len() / weights.len(), weights.len());
     if factor.k() != k {
         let found = format!("of {} features", factor.k());
         return Err(Nvfp4Error::shape("factor", found, k.to_string()));
@@ -49,10 +48,10 @@ pub fn gptq(
     if len == 0 {
         return Ok((vec![], vec![]));
     }
+    let columns = transposed(client, values, k);
     let weights = upload(client, bytemuck::cast_slice(weights));
     let codes = allocate(client, len / 2);
     let scales = allocate(client, len / BLOCK);
-    let columns = transposed(client, values);
     let errors = allocate(client, 8 * PANEL * n);
     for start in (0..k).step_by(PANEL) {
         let end = (start + PANEL).min(k);
@@ -107,32 +106,47 @@ pub fn gptq(
     ))
 }
 
-/// Returns the columns of `values` as rows, `f64[k, n]`.
-fn transposed(client: &Client, values: &Matrix) -> Handle {
-    let columns = allocate(client, 8 * values.len());
-    let (count, dim) = grid(client, values.len());
-    // SAFETY: both matrices have these elements.
-    unsafe {
-        transpose_to_f64_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(values.len()),
-            buffer(&values.handle, values.len()),
-            buffer(&columns, values.len()),
-            values.rows,
-            values.cols,
-        );
+/// Returns the columns of `values` (`[n, k]`) as rows, `f64[k, n]`.
+fn transposed(client: &Client, values: &[f32], k: usize) -> Handle {
+    let (len, n) = (values.len(), values.len() / k);
+    let columns = allocate(client, 8 * len);
+    for (first, part) in parts(client, values, k) {
+        let (count, dim) = grid(client, part.len());
+        // SAFETY: the part was allocated, and its rows are among those of the columns.
+        unsafe {
+            transpose_to_f64_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address_type(len),
+                buffer(&part.handle, part.len()),
+                buffer(&columns, len),
+                first,
+                part.rows,
+                k,
+                n,
+            );
+        }
     }
     columns
 }
 
-/// Each unit converts every `units`-th element of the result.
+/// Each unit converts every `units`-th element of the `rows`, of all `n` those after the first
+/// `first`.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn transpose_to_f64_kernel(values: &[f32], columns: &mut [f64], rows: usize, cols: usize) {
+pub fn transpose_to_f64_kernel(
+    values: &[f32],
+    columns: &mut [f64],
+    first: usize,
+    rows: usize,
+    cols: usize,
+    n: usize,
+) {
     let mut item = ABSOLUTE_POS;
     while item < rows * cols {
-        columns[item] = f64::cast_from(values[item % rows * cols + item / rows]);
+        let row = item % rows;
+        let col = item / rows;
+        columns[col * n + first + row] = f64::cast_from(values[row * cols + col]);
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

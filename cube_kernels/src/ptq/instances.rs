@@ -107,6 +107,8 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             wide,
             b(),
             b(),
+            0,
+            K,
             K,
             K
         ),
@@ -164,6 +166,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(),
                 b(),
                 GlobalLaunch::new(1.0, 1.0),
+                0,
                 K * K / 16,
                 K / 16,
                 plan

@@ -1,6 +1,6 @@
 //! Weights whose blocks are quantized independently.
 
-use cubecl::prelude::*;
+use cubecl::{bytes::Bytes, prelude::*};
 use nvfp4_formats::ptq::BlockQuantizer;
 
 use super::block::{BlockPlan, Global, ScaledBlock, scale_byte};
@@ -12,44 +12,50 @@ use crate::{
     tensor::{FloatKind, Matrix},
 };
 
-/// Returns the codes and scale bytes of `values` (`f32[n, k]`), with each block quantized
+/// Number of elements that are copied to the device at a time: few enough for the pinned memory that
+/// CubeCL copies from, and for memory that the allocator reuses.
+const PART: usize = 1 << 21;
+
+/// Returns the codes and scale bytes of `values` (`[n, k]`), with each block quantized
 /// independently: [`nvfp4_formats::ptq::round_rows`]. `weights` are the `E[x²]` of the `k` input
 /// features. Waits for the device.
 ///
 /// # Errors
-/// Returns an error if the type, the width or the number of weights does not match, or the rule of
-/// `quantizer` has no kernel.
+/// Returns an error if `k` is not a positive multiple of 16, the values are not whole rows, or the
+/// rule of `quantizer` has no kernel.
 pub fn round_rows(
     client: &Client,
-    values: &Matrix,
+    values: &[f32],
     quantizer: &BlockQuantizer,
     weights: &[f32],
 ) -> Result<(Vec<u8>, Vec<u8>), Nvfp4Error> {
     let plan = BlockPlan::new(quantizer, conversion_of(client))?;
     check(values, weights)?;
-    let (len, k) = (values.len(), values.cols);
+    let (len, k) = (values.len(), weights.len());
     let codes = allocate(client, len / 2);
     let scales = allocate(client, len / BLOCK);
-    if len == 0 {
-        return Ok((vec![], vec![]));
-    }
-    let (count, dim) = grid(client, len / BLOCK);
-    // SAFETY: the values were checked; codes and scales have room for all blocks.
-    unsafe {
-        round_rows_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(len),
-            buffer(&values.handle, len),
-            buffer(&upload(client, bytemuck::cast_slice(weights)), k),
-            buffer(&codes, len / 8),
-            buffer(&scales, len / BLOCK),
-            Global::arg(quantizer),
-            len / BLOCK,
-            k / BLOCK,
-            plan,
-        );
+    let weights = upload(client, bytemuck::cast_slice(weights));
+    for (first, part) in parts(client, values, k) {
+        let blocks = part.len() / BLOCK;
+        let (count, dim) = grid(client, blocks);
+        // SAFETY: the part was allocated; codes and scales have room for all blocks.
+        unsafe {
+            round_rows_kernel::launch_unchecked(
+                client,
+                count,
+                dim,
+                address_type(len),
+                buffer(&part.handle, part.len()),
+                buffer(&weights, k),
+                buffer(&codes, len / 8),
+                buffer(&scales, len / BLOCK),
+                Global::arg(quantizer),
+                first * (k / BLOCK),
+                blocks,
+                k / BLOCK,
+                plan,
+            );
+        }
     }
     Ok((
         download(client, &codes, len / 2)?,
@@ -57,30 +63,52 @@ pub fn round_rows(
     ))
 }
 
-/// Checks a weight `f32[n, k]` of whole blocks, and the error weights of its features.
+/// Copies rows of `k` `values` to the device, several at a time; each item has the number of rows
+/// before it.
+pub(super) fn parts(
+    client: &Client,
+    values: &[f32],
+    k: usize,
+) -> impl Iterator<Item = (usize, Matrix)> {
+    let rows = (PART / k).max(1);
+    values
+        .chunks(rows * k)
+        .enumerate()
+        .map(move |(part, values)| {
+            let matrix = Matrix {
+                handle: client.create(Bytes::from_elems(values.to_vec())),
+                rows: values.len() / k,
+                cols: k,
+                dtype: FloatKind::F32,
+            };
+            (part * rows, matrix)
+        })
+}
+
+/// Checks the values of a weight `[n, k]` of whole blocks, and the error weights of its `k` features.
 ///
 /// # Errors
 /// Returns an error that names the argument.
-pub(super) fn check(values: &Matrix, weights: &[f32]) -> Result<(), Nvfp4Error> {
-    values.check("values")?;
-    if values.dtype != FloatKind::F32 || !values.cols.is_multiple_of(BLOCK) {
-        return Err(Nvfp4Error::shape(
-            "values",
-            format!("{:?} of width {}", values.dtype, values.cols),
-            format!("F32 of a width that is a multiple of {BLOCK}"),
-        ));
-    }
-    if weights.len() != values.cols {
+pub(super) fn check(values: &[f32], weights: &[f32]) -> Result<(), Nvfp4Error> {
+    let k = weights.len();
+    if k == 0 || !k.is_multiple_of(BLOCK) {
         return Err(Nvfp4Error::shape(
             "weights",
-            format!("{} weights", weights.len()),
-            values.cols.to_string(),
+            format!("{k} features"),
+            format!("a positive multiple of {BLOCK}"),
+        ));
+    }
+    if !values.len().is_multiple_of(k) {
+        return Err(Nvfp4Error::shape(
+            "values",
+            format!("{} values", values.len()),
+            format!("rows of {k}"),
         ));
     }
     Ok(())
 }
 
-/// Each unit quantizes every `units`-th block.
+/// Each unit quantizes every `units`-th block. `first` blocks are before these.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn round_rows_kernel(
     values: &[f32],
@@ -88,6 +116,7 @@ pub fn round_rows_kernel(
     codes: &mut [u32],
     scales: &mut [u8],
     global: Global,
+    first: usize,
     blocks: usize,
     row_blocks: usize,
     #[comptime] plan: BlockPlan,
@@ -112,9 +141,9 @@ pub fn round_rows_kernel(
                 let code = scaled.code(block[comptime!(8 * word + 7 - i)], plan);
                 packed = packed * 16u32 + code;
             }
-            codes[item * 2usize + word] = packed;
+            codes[(first + item) * 2usize + word] = packed;
         }
-        scales[item] = u8::cast_from(byte);
+        scales[first + item] = u8::cast_from(byte);
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

@@ -3,7 +3,6 @@
 use nvfp4_formats::ptq::{self, BlockQuantizer, Rule, ScaleChoice, block_amax, linalg};
 use nvfp4_kernels::cubecl::prelude::Client;
 use nvfp4_kernels::ptq::{InputMoments, InverseFactor, gptq, round_rows};
-use nvfp4_kernels::tensor::Matrix;
 
 use crate::support::device::upload;
 use crate::support::inputs::Generator;
@@ -72,7 +71,7 @@ impl Moments {
 }
 
 /// A weight with zeros, a block of zeros and an outlier.
-fn weight(client: &Client, n: usize, k: usize) -> (Vec<f32>, Matrix) {
+fn weight(n: usize, k: usize) -> Vec<f32> {
     let mut random = Generator::new((n * k) as u32);
     let mut values: Vec<f32> = (0..n * k).map(|_| random.normal() * 0.02).collect();
     values[..16].fill(-0.0);
@@ -80,8 +79,7 @@ fn weight(client: &Client, n: usize, k: usize) -> (Vec<f32>, Matrix) {
     values[18] = -0.0;
     values[n * k - 1] = -0.9;
     values[n * k - 20] = 1e-30;
-    let matrix = upload(client, &values, n, k);
-    (values, matrix)
+    values
 }
 
 fn quantizers(values: &[f32]) -> impl Iterator<Item = BlockQuantizer> {
@@ -153,19 +151,19 @@ fn factors_are_those_of_the_host() {
 fn rows_are_rounded_as_on_the_host() {
     let client = client!("ptq::rows_are_rounded_as_on_the_host");
     let (n, k) = (9, 80);
-    let (values, matrix) = weight(&client, n, k);
+    let values = weight(n, k);
     let weights: Vec<f32> = (0..k).map(|i| 0.1 + (i % 5) as f32).collect();
     for quantizer in quantizers(&values) {
         let expected = ptq::round_rows(&values, &quantizer, &weights);
-        let found = round_rows(&client, &matrix, &quantizer, &weights).unwrap();
+        let found = round_rows(&client, &values, &quantizer, &weights).unwrap();
         assert_eq!(found.1, expected.1, "scales, {quantizer:?}");
         assert_eq!(found.0, expected.0, "codes, {quantizer:?}");
     }
     let quantizer = BlockQuantizer::new(Rule::TransformerEngine, ScaleChoice::Max, 1.0);
-    let error = round_rows(&client, &matrix, &quantizer, &weights).unwrap_err();
+    let error = round_rows(&client, &values, &quantizer, &weights).unwrap_err();
     assert!(error.to_string().contains("TransformerEngine"), "{error}");
     let quantizer = BlockQuantizer::new(Rule::ModelOpt, ScaleChoice::Max, 1.0);
-    assert!(round_rows(&client, &matrix, &quantizer, &weights[1..]).is_err());
+    assert!(round_rows(&client, &values, &quantizer, &weights[1..]).is_err());
 }
 
 /// Widths of one panel of columns and of several, the last of them not full.
@@ -176,19 +174,18 @@ fn compensated_rows_are_those_of_the_host() {
         let moments = Moments::new(&client, k, 2 * k);
         let factor = InverseFactor::new(&client, &moments.device, None, DAMPING).unwrap();
         let on_host = moments.factor(&vec![1.0; k]);
-        let (values, matrix) = weight(&client, n, k);
+        let values = weight(n, k);
         let weights: Vec<f32> = (moments.squares.iter())
             .map(|sum| (sum / moments.tokens as f64) as f32)
             .collect();
         for quantizer in quantizers(&values) {
             let expected = ptq::gptq(&values, &on_host, &quantizer, &weights);
-            let found = gptq(&client, &matrix, &factor, &quantizer, &weights).unwrap();
+            let found = gptq(&client, &values, &factor, &quantizer, &weights).unwrap();
             assert_eq!(found.1, expected.1, "scales, {k}, {quantizer:?}");
             assert_eq!(found.0, expected.0, "codes, {k}, {quantizer:?}");
         }
-        let narrow = upload(&client, &[0.0f32; 16], 1, 16);
         let quantizer = BlockQuantizer::new(Rule::ModelOpt, ScaleChoice::Max, 1.0);
-        let error = gptq(&client, &narrow, &factor, &quantizer, &[1.0; 16]).unwrap_err();
+        let error = gptq(&client, &[0.0; 16], &factor, &quantizer, &[1.0; 16]).unwrap_err();
         assert!(error.to_string().contains("factor"), "{error}");
     }
 }

@@ -31,6 +31,15 @@ fn decode(bytes: &[u8], value: impl Fn([u8; 2]) -> f32 + Sync) -> Vec<f32> {
     values
 }
 
+/// Returns the largest magnitude of `values`, 0 if there are none; NaN if one is NaN.
+pub fn amax(values: &[f32]) -> f32 {
+    // As integers, magnitudes are ordered, and NaN is above all numbers.
+    let magnitude = |value: &f32| value.to_bits() & !(1 << 31);
+    let largest = |part: &[f32]| part.iter().map(magnitude).fold(0, u32::max);
+    let parts = values.par_chunks(PART).map(largest);
+    f32::from_bits(parts.reduce(|| 0, u32::max))
+}
+
 /// Dequantizes `codes`, two per byte: multiplies each by the factor of its block's scale byte, and
 /// then by `last`. `factors` are those of the bytes 0 to 127; the sign bit must be 0.
 ///
@@ -89,6 +98,18 @@ fn row_squares(values: &[f32], quantized: &[f32], factors: &[f32]) -> [f64; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_largest_magnitude_is_found() {
+        let mut values = vec![0.5; 3 * PART];
+        values[PART] = -3.0;
+        assert_eq!(amax(&values), 3.0);
+        values[2 * PART + 1] = f32::NEG_INFINITY;
+        assert_eq!(amax(&values), f32::INFINITY);
+        values[0] = -f32::NAN;
+        assert!(amax(&values).is_nan());
+        assert_eq!(amax(&[]), 0.0);
+    }
 
     #[test]
     fn squares_are_those_of_all_elements() {

@@ -611,8 +611,6 @@ impl Loader<'_> {
             .iter()
             .map(|name| self.part(name))
             .collect::<Result<_>>()?;
-        let elements: usize = parts.iter().map(Part::elements).sum();
-        let mut bytes = Vec::with_capacity(elements * dtype.size());
         let mut dims = [0; D];
         for (part, name) in parts.iter().zip(names) {
             let shape = part.shape();
@@ -622,9 +620,26 @@ impl Loader<'_> {
             let first = dims[0] + found[0];
             dims = found;
             dims[0] = first;
-            part.append(&mut bytes, dtype, name)?;
         }
-        let data = TensorData::from_bytes_vec(bytes, dims, dtype);
+        let data = match (dtype, &parts[..]) {
+            // Without a copy.
+            (DType::F32, [part]) => TensorData::new(part.values()?, dims),
+            (DType::F32, _) => {
+                let mut values = Vec::with_capacity(dims.iter().product());
+                for part in &parts {
+                    values.extend_from_slice(&part.values()?);
+                }
+                TensorData::new(values, dims)
+            }
+            _ => {
+                let elements: usize = dims.iter().product();
+                let mut bytes = Vec::with_capacity(elements * dtype.size());
+                for (part, name) in parts.iter().zip(names) {
+                    part.append(&mut bytes, dtype, name)?;
+                }
+                TensorData::from_bytes_vec(bytes, dims, dtype)
+            }
+        };
         Ok(Tensor::from_data(data, (self.device, dtype)))
     }
 }
@@ -646,29 +661,31 @@ impl Part<'_> {
         }
     }
 
-    fn elements(&self) -> usize {
-        self.shape().iter().product()
-    }
-
-    /// Appends its elements to `bytes`, converted to `dtype`.
-    fn append(&self, bytes: &mut Vec<u8>, dtype: DType, name: &str) -> Result<()> {
-        let values = match self {
+    /// Returns its elements in f32.
+    fn values(&self) -> Result<Vec<f32>> {
+        match self {
             Self::Plain(tensor) => {
                 tensor.check_finite()?;
-                let is_same = matches!(
-                    (tensor.dtype, dtype),
-                    (Dtype::F32, DType::F32)
-                        | (Dtype::BF16, DType::BF16)
-                        | (Dtype::F16, DType::F16)
-                );
-                if is_same {
-                    bytes.extend_from_slice(&tensor.bytes());
-                    return Ok(());
-                }
-                tensor.to_f32()?
+                tensor.to_f32()
             }
-            Self::Packed(weight) => weight.effective(Arithmetic::CodeTimesScale),
-        };
+            Self::Packed(weight) => Ok(weight.effective(Arithmetic::CodeTimesScale)),
+        }
+    }
+
+    /// Appends its elements to `bytes`, converted to `dtype`, which is not f32.
+    fn append(&self, bytes: &mut Vec<u8>, dtype: DType, name: &str) -> Result<()> {
+        if let Self::Plain(tensor) = self {
+            let is_same = matches!(
+                (tensor.dtype, dtype),
+                (Dtype::BF16, DType::BF16) | (Dtype::F16, DType::F16)
+            );
+            if is_same {
+                tensor.check_finite()?;
+                bytes.extend_from_slice(&tensor.bytes());
+                return Ok(());
+            }
+        }
+        let values = self.values()?;
         if dtype == DType::F16
             && let Some(value) = values.iter().find(|value| value.abs() >= F16_OVERFLOW)
         {

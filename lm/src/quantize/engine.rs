@@ -5,11 +5,7 @@ use burn::tensor::Device;
 use nvfp4_formats::ptq::gptq::{self, DAMPING};
 use nvfp4_formats::ptq::{self, BlockQuantizer};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-use nvfp4_kernels::{
-    cubecl::prelude::Client,
-    ptq as kernels,
-    tensor::{FloatKind, Matrix},
-};
+use nvfp4_kernels::{cubecl::prelude::Client, ptq as kernels};
 
 use super::stats::InputStats;
 
@@ -48,10 +44,7 @@ impl Engine {
         match self {
             Self::Host => Ok(ptq::round_rows(values, quantizer, weights)),
             #[cfg(any(feature = "cpu", feature = "cuda"))]
-            Self::Device(client) => {
-                let values = upload(client, values, weights.len())?;
-                Ok(kernels::round_rows(client, &values, quantizer, weights)?)
-            }
+            Self::Device(client) => Ok(kernels::round_rows(client, values, quantizer, weights)?),
         }
     }
 
@@ -67,18 +60,11 @@ impl Engine {
             Factor::Host(factor) => Ok(gptq::gptq(values, factor, quantizer, weights)),
             #[cfg(any(feature = "cpu", feature = "cuda"))]
             Factor::Device(client, factor) => {
-                let values = upload(client, values, weights.len())?;
-                let quantized = kernels::gptq(client, &values, factor, quantizer, weights);
+                let quantized = kernels::gptq(client, values, factor, quantizer, weights);
                 Ok(quantized?)
             }
         }
     }
-}
-
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-fn upload(client: &Client, values: &[f32], k: usize) -> Result<Matrix> {
-    let handle = client.create_from_slice(bytemuck::cast_slice(values));
-    Ok(Matrix::new(handle, values.len() / k, k, FloatKind::F32)?)
 }
 
 /// Factor of the inverse second moments of an input, where these were summed.

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use half::bf16;
 use nvfp4_formats::format::e4m3;
-use nvfp4_formats::ptq::{ScaleChoice, block_amax};
+use nvfp4_formats::ptq::{ScaleChoice, values};
 use regex::Regex;
 use safetensors::Dtype;
 use serde::Serialize;
@@ -546,7 +546,7 @@ fn layer_report(
         shape: [tensor.shape[0], tensor.shape[1]],
         bytes_before: tensor.stored_bytes(),
         bytes,
-        amax: block_amax(values),
+        amax: values::amax(values),
         sqnr: sqnr(values, quantized),
         weighted_sqnr: stats.map(|stats| weighted_sqnr(values, quantized, &stats.mean_squares())),
         cast: None,

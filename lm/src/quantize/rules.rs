@@ -1,7 +1,7 @@
 //! Quantizes whole weights by the [rules](Rule) of the tools.
 
 use anyhow::{Result, ensure};
-use nvfp4_formats::ptq::{BlockQuantizer, Rule, ScaleChoice, block_amax, round_rows};
+use nvfp4_formats::ptq::{BlockQuantizer, Rule, ScaleChoice, round_rows, values};
 use nvfp4_formats::{Amax, BLOCK, Nvfp4Params, Rounding, Usage, reference};
 
 use crate::interchange::{Dialect, PackedWeight};
@@ -42,7 +42,7 @@ pub fn quantize(rule: Rule, values: &[f32], [n, k]: [usize; 2], amax: f32) -> Re
 
 /// Returns the largest magnitude of all `weights`.
 pub(super) fn amax_of<'a>(weights: impl IntoIterator<Item = &'a [f32]>) -> f32 {
-    weights.into_iter().map(block_amax).fold(0.0, f32::max)
+    weights.into_iter().map(values::amax).fold(0.0, f32::max)
 }
 
 /// Returns an error unless `values` is a finite matrix `[n, k]` of whole blocks, and `amax` bounds
@@ -57,7 +57,10 @@ pub(super) fn check_matrix(values: &[f32], [n, k]: [usize; 2], amax: f32) -> Res
         "{} values for a weight of {n} x {k}",
         values.len()
     );
-    if let Some(at) = values.iter().position(|value| !value.is_finite()) {
+    let largest = values::amax(values);
+    if !largest.is_finite()
+        && let Some(at) = values.iter().position(|value| !value.is_finite())
+    {
         anyhow::bail!(
             "the value of row {}, column {} is {}, but weights must be finite",
             at / k,
@@ -65,7 +68,6 @@ pub(super) fn check_matrix(values: &[f32], [n, k]: [usize; 2], amax: f32) -> Res
             values[at]
         );
     }
-    let largest = block_amax(values);
     ensure!(
         amax.is_finite() && amax >= largest,
         "amax is {amax}, but it must be finite and at least {largest}, the weight's own"
