@@ -160,6 +160,17 @@ fn error_of(
     terms[0]
 }
 
+/// Returns the largest magnitude of a block.
+#[cube]
+fn amax_of(block: &Array<f32>) -> f32 {
+    let mut bits = 0u32;
+    #[unroll]
+    for i in 0..BLOCK {
+        bits = max(bits, u32::reinterpret(block[i]) & MAGNITUDE);
+    }
+    f32::reinterpret(bits)
+}
+
 /// Returns the scale byte of `block`, of 16 elements. Squared errors are weighted by `weights`.
 /// Among equal errors, the byte of the amax comes first, and then the smallest.
 #[cube]
@@ -169,31 +180,42 @@ pub fn scale_byte(
     global: &Global,
     #[comptime] plan: BlockPlan,
 ) -> u32 {
-    let mut bits = 0u32;
-    #[unroll]
-    for i in 0..BLOCK {
-        bits = max(bits, u32::reinterpret(block[i]) & MAGNITUDE);
-    }
-    let amax = f32::reinterpret(bits);
+    let amax = amax_of(block);
     let base = byte_of(amax, global, plan);
+    if comptime!(plan.choice == ScaleChoice::Max) {
+        base
+    } else {
+        best_byte(block, weights, base, global, plan)
+    }
+}
+
+/// Returns the byte with the smallest error, of those that the choice tries and `base`, that of the
+/// amax.
+#[cube]
+fn best_byte(
+    block: &Array<f32>,
+    weights: &Array<f32>,
+    base: u32,
+    global: &Global,
+    #[comptime] plan: BlockPlan,
+) -> u32 {
+    let amax = amax_of(block);
     let mut best = base;
-    if comptime!(plan.choice != ScaleChoice::Max) {
-        if bits != 0u32 {
-            let mut least = error_of(block, weights, base, global, plan);
-            let mut byte = max(base - min(base, 6u32), 1u32);
-            let mut last = min(base + 5u32, 0x7Eu32);
-            if comptime!(plan.choice == ScaleChoice::FourOverSix) {
-                byte = byte_of(1.5f32 * amax, global, plan);
-                last = byte;
+    if amax != 0.0f32 {
+        let mut least = error_of(block, weights, base, global, plan);
+        let mut byte = max(base - min(base, 6u32), 1u32);
+        let mut last = min(base + 5u32, 0x7Eu32);
+        if comptime!(plan.choice == ScaleChoice::FourOverSix) {
+            byte = byte_of(1.5f32 * amax, global, plan);
+            last = byte;
+        }
+        while byte <= last {
+            let error = error_of(block, weights, byte, global, plan);
+            if error < least {
+                least = error;
+                best = byte;
             }
-            while byte <= last {
-                let error = error_of(block, weights, byte, global, plan);
-                if error < least {
-                    least = error;
-                    best = byte;
-                }
-                byte += 1u32;
-            }
+            byte += 1u32;
         }
     }
     best

@@ -12,6 +12,7 @@ use nvfp4_formats::ptq::{gptq::damped_diagonal, linalg::check_pivot};
 
 use super::moments::InputMoments;
 use super::products::{Factors, Product, Target, subtract_products};
+use super::square::{fill_diagonal, reverse};
 use crate::{
     Nvfp4Error,
     capabilities::conversion_of,
@@ -288,61 +289,6 @@ impl Solve<'_> {
     }
 }
 
-/// Writes `value` to the diagonal of a `[k, k]` matrix, and zeros elsewhere.
-pub(super) fn fill_diagonal(client: &Client, matrix: &Handle, k: usize, value: f32) {
-    let (count, dim) = grid(client, k * k);
-    // SAFETY: the matrix has k x k elements.
-    unsafe {
-        fill_diagonal_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(k * k),
-            buffer(matrix, k * k),
-            k,
-            value,
-        );
-    }
-}
-
-/// Writes P `from` P to `to`.
-fn reverse(client: &Client, from: &Handle, to: &Handle, k: usize) {
-    let (count, dim) = grid(client, k * k);
-    // SAFETY: both have k x k elements.
-    unsafe {
-        reverse_kernel::launch_unchecked(
-            client,
-            count,
-            dim,
-            address_type(k * k),
-            buffer(from, k * k),
-            buffer(to, k * k),
-            k * k,
-        );
-    }
-}
-
-/// Writes the diagonal matrix.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn fill_diagonal_kernel(out: &mut [f64], k: usize, value: f32) {
-    let mut item = ABSOLUTE_POS;
-    while item < k * k {
-        let on_diagonal = item / k == item % k;
-        out[item] = f64::cast_from(select(on_diagonal, value, 0.0f32));
-        item += CUBE_COUNT * CUBE_DIM as usize;
-    }
-}
-
-/// Writes the elements in reversed order.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn reverse_kernel(from: &[f64], to: &mut [f64], len: usize) {
-    let mut item = ABSOLUTE_POS;
-    while item < len {
-        to[item] = from[len - 1usize - item];
-        item += CUBE_COUNT * CUBE_DIM as usize;
-    }
-}
-
 /// Writes the damped second moments in reversed order: entries of the upper triangle.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn reversed_moments_kernel(
@@ -400,7 +346,7 @@ pub fn factor_block_kernel(
         let root = pivot.sqrt();
         let mut col = m + 1usize + unit;
         while col < len {
-            block[m * PANEL + col] = block[m * PANEL + col] / root;
+            block[m * PANEL + col] /= root;
             col += units;
         }
         sync_cube();
@@ -473,7 +419,7 @@ pub fn solve_panel_kernel(
             #[unroll]
             for i in 0..ROWS {
                 let of_row = shape.block + (first + i) * PANEL + first;
-                x[i] = x[i] / blocks[of_row + i];
+                x[i] /= blocks[of_row + i];
                 let solved = x[i];
                 matrix[(shape.start + first + i) * k + col] = solved;
                 panel[(first + i) * k + col] = solved;

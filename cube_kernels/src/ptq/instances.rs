@@ -11,12 +11,12 @@ use super::compensate::{
     PanelColumnsLaunch, PanelOutLaunch, compensate_panel_kernel, transpose_to_f64_kernel,
 };
 use super::factor::{
-    PanelRowsLaunch, factor_block_kernel, fill_diagonal_kernel, reverse_kernel,
-    reversed_moments_kernel, solve_panel_kernel,
+    PanelRowsLaunch, factor_block_kernel, reversed_moments_kernel, solve_panel_kernel,
 };
 use super::moments::feature_sums_kernel;
 use super::products::{ProductPlan, ProductShapeLaunch, products_kernel};
 use super::round::round_rows_kernel;
+use super::square::{fill_diagonal_kernel, reverse_kernel};
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 
 /// Width of the layer. Nothing is launched, so buffer lengths do not matter.

@@ -15,6 +15,7 @@ pub(crate) mod instances;
 mod moments;
 mod products;
 mod round;
+mod square;
 
 pub use compensate::gptq;
 pub use factor::InverseFactor;

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use cubecl::{prelude::*, server::Handle};
 
-use super::factor::fill_diagonal;
 use super::products::{Factors, Product, Target, add_products};
+use super::square::fill_diagonal;
 use crate::{
     Nvfp4Error,
     cube::codec::MAGNITUDE,

@@ -29,7 +29,7 @@ pub struct Collector {
 enum Sums {
     Host(InputStats),
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    Device(Client, InputMoments),
+    Device(Client, Box<InputMoments>),
 }
 
 impl Sums {
@@ -76,7 +76,7 @@ impl LayerInputs {
             #[cfg(any(feature = "cpu", feature = "cuda"))]
             Self::Device(client, matrix) => {
                 let moments = InputMoments::new(client, matrix.cols, products);
-                Sums::Device(client.clone(), moments)
+                Sums::Device(client.clone(), Box::new(moments))
             }
         }
     }

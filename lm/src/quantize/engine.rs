@@ -2,12 +2,13 @@
 
 use anyhow::Result;
 use burn::tensor::Device;
-use nvfp4_formats::ptq::gptq::{self, DAMPING};
+use nvfp4_formats::ptq::gptq;
 use nvfp4_formats::ptq::{self, BlockQuantizer};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use nvfp4_kernels::{cubecl::prelude::Client, ptq as kernels};
 
-use super::stats::InputStats;
+/// Error text of GPTQ without a calibration.
+pub(super) const NO_MOMENTS: &str = "GPTQ needs calibration: the second moments of the input";
 
 /// Executes the arithmetic of quantization.
 #[derive(Clone, Default)]
@@ -72,29 +73,4 @@ pub(super) enum Factor {
     Host(ptq::InverseFactor),
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     Device(Client, kernels::InverseFactor),
-}
-
-/// The factor of the last input, which several weights may read.
-#[derive(Default)]
-pub(super) struct Factors(Option<(*const InputStats, Option<Vec<f32>>, Factor)>);
-
-impl Factors {
-    /// Returns the factor of the input with statistics `stats`, whose features are divided by
-    /// `columns`.
-    ///
-    /// # Errors
-    /// Returns an error if the products were not collected, or are not finite.
-    pub fn of(&mut self, stats: &InputStats, columns: Option<&[f32]>) -> Result<&Factor> {
-        let is_same = |(of, by, _): &(*const InputStats, Option<Vec<f32>>, Factor)| {
-            std::ptr::eq(*of, stats) && by.as_deref() == columns
-        };
-        if !self.0.as_ref().is_some_and(is_same) {
-            // The memory of the last one is free for the next.
-            self.0 = None;
-            let factor = stats.factor(columns, DAMPING)?;
-            self.0 = Some((stats, columns.map(<[f32]>::to_vec), factor));
-        }
-        let (.., factor) = self.0.as_ref().expect("it was just made");
-        Ok(factor)
-    }
 }

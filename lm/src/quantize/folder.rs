@@ -27,8 +27,9 @@ use super::smooth::{Smoother, Smoothing};
 use super::source::{Source, check_values};
 use super::stats::{Calibration, InputStats};
 use super::text::{CalibrationText, LayerCalibration};
+use super::weight::WeightQuantizer;
 use super::weight_format::WeightFormat;
-use super::{WeightQuantizer, fp8, sqnr, weighted_sqnr};
+use super::{fp8, sqnr, weighted_sqnr};
 use crate::checkpoint::write_json;
 use crate::hf::{
     DecoderConfig, ModelPlan, StoredTensor, TensorFolder, TensorSink, TensorSpec, TensorWriter,

@@ -14,7 +14,7 @@ use crate::checkpoint::read_json;
 use crate::decoder::Decoder;
 use crate::hf::WHOLE_FILE;
 use crate::interchange::convert::PROVENANCE;
-use crate::interchange::{Checkpoint, Scheme, convert};
+use crate::interchange::{Checkpoint, Dialect, Scheme, convert};
 use crate::progress::tests::told;
 use crate::progress::{Progress, listen};
 use nvfp4_test_support::{Scratch, golden};

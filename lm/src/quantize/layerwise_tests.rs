@@ -16,7 +16,7 @@ use crate::checkpoint::{read_json, write_json};
 use crate::decoder::Decoder;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{TensorFolder, TensorWriter};
-use crate::interchange::Scheme;
+use crate::interchange::{Dialect, Scheme};
 use crate::progress::tests::told;
 use crate::progress::{Progress, listen};
 use nvfp4_test_support::{Scratch, golden};

@@ -11,7 +11,7 @@ use super::*;
 use crate::decoder::Decoder;
 use crate::eval::{Windows, compare};
 use crate::hf::TensorFolder;
-use crate::interchange::{Checkpoint, Fp8Inputs, Fp8Scales, LayerFormat, Scheme};
+use crate::interchange::{Checkpoint, Dialect, Fp8Inputs, Fp8Scales, LayerFormat, Scheme};
 use nvfp4_formats::ptq::block_amax;
 
 fn regexes(texts: &[&str]) -> Vec<Regex> {

@@ -32,16 +32,12 @@ pub mod smooth;
 mod source;
 pub mod stats;
 pub mod text;
+mod weight;
 mod weight_format;
 
-use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
+use nvfp4_formats::ptq::ScaleChoice;
 use nvfp4_formats::ptq::values::squares;
-use nvfp4_formats::ptq::{BlockQuantizer, ScaleChoice};
-
-use crate::interchange::{Dialect, PackedWeight};
-use engine::Factors;
-use rules::{check_matrix, rule_of};
 
 pub use budget::Choices;
 pub use engine::Engine;
@@ -51,6 +47,7 @@ pub use report::{KeptLayer, LayerReport, Quantized};
 pub use sensitivity::choose_formats;
 pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
+pub use weight::quantize_weight;
 pub use weight_format::WeightFormat;
 
 /// Quantization method of weights.
@@ -95,87 +92,6 @@ impl Method {
         }
     }
 }
-
-/// Quantizes the weight `values` `[n, k]` for readers of `dialect`.
-///
-/// `amax` is the largest magnitude of the weight, or of all weights that share its global scale.
-/// Errors are weighted by `E[x²]` of `stats`, or equally without `stats`.
-///
-/// # Errors
-/// Returns an error if the shape or a value is invalid, if `stats` have another width, or if
-/// [`Method::Gptq`] lacks the second moments of a calibration.
-pub fn quantize_weight(
-    values: &[f32],
-    [n, k]: [usize; 2],
-    amax: f32,
-    (dialect, method): (Dialect, Method),
-    stats: Option<&InputStats>,
-) -> Result<PackedWeight> {
-    let mut quantizer = WeightQuantizer::new(Engine::Host, dialect);
-    quantizer.quantize(
-        values,
-        [n, k],
-        amax,
-        method,
-        stats.map(|stats| (stats, None)),
-    )
-}
-
-/// Quantizes weights one after another.
-struct WeightQuantizer {
-    engine: Engine,
-    dialect: Dialect,
-    factors: Factors,
-}
-
-impl WeightQuantizer {
-    /// Creates a quantizer for readers of `dialect`.
-    fn new(engine: Engine, dialect: Dialect) -> Self {
-        Self {
-            engine,
-            dialect,
-            factors: Factors::default(),
-        }
-    }
-
-    /// Quantizes a weight like [`quantize_weight`]. `input` are the statistics of its input, and the
-    /// divisors of the input's features, if any.
-    fn quantize(
-        &mut self,
-        values: &[f32],
-        [n, k]: [usize; 2],
-        amax: f32,
-        method: Method,
-        input: Option<(&InputStats, Option<&[f32]>)>,
-    ) -> Result<PackedWeight> {
-        check_matrix(values, [n, k], amax)?;
-        if let Some((stats, _)) = input {
-            ensure!(
-                stats.k() == k,
-                "calibration saw inputs of {} features, but the weight has {k}",
-                stats.k()
-            );
-        }
-        let quantizer = BlockQuantizer::new(rule_of(self.dialect), method.choice(), amax);
-        quantizer.global.check()?;
-        let weights = match input {
-            Some((stats, Some(columns))) => stats.divided(columns).mean_squares(),
-            Some((stats, None)) => stats.mean_squares(),
-            None => vec![1.0; k],
-        };
-        let (codes, scales) = if method == Method::Gptq {
-            let (stats, columns) = input.context(NO_MOMENTS)?;
-            let factor = self.factors.of(stats, columns)?;
-            self.engine.gptq(values, factor, &quantizer, &weights)?
-        } else {
-            self.engine.round_rows(values, &quantizer, &weights)?
-        };
-        PackedWeight::new([n, k], codes, scales, quantizer.global, None)
-    }
-}
-
-/// Error text of GPTQ without a calibration.
-const NO_MOMENTS: &str = "GPTQ needs calibration: the second moments of the input";
 
 /// Returns the [`sqnr`] of rows as wide as `weights`, which multiply the squares of values and
 /// errors.

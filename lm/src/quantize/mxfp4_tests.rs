@@ -11,7 +11,7 @@ use crate::decoder::Decoder;
 use crate::decoder::feed_forward::FeedForward;
 use crate::decoder::fused::open_tensors;
 use crate::hf::DecoderConfig;
-use crate::interchange::{Checkpoint, Scheme};
+use crate::interchange::{Checkpoint, Dialect, Scheme};
 use nvfp4_test_support::{Scratch, golden_with_tokenizer};
 
 /// Experts in MXFP4 keep their codes and scales where NVFP4 has them, whatever the method; the model

@@ -6,11 +6,13 @@ use burn::tensor::{Device, FloatDType};
 use regex::Regex;
 use serde_json::json;
 
+use anyhow::Result;
+
 use super::*;
 use crate::decoder::Decoder;
 use crate::hf::variant::Variant;
 use crate::hf::{Dtype, TensorFolder};
-use crate::interchange::{Checkpoint, Scheme, convert};
+use crate::interchange::{Checkpoint, Dialect, Scheme, convert};
 use crate::quantize::journal::MadeFrom;
 use crate::quantize::plan::Kept;
 use nvfp4_test_support::{Scratch, golden};

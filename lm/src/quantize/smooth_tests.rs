@@ -16,7 +16,7 @@ use super::*;
 use crate::decoder::Decoder;
 use crate::decoder::fused::open_tensors;
 use crate::hf::{DecoderConfig, TensorFolder, TensorWriter};
-use crate::interchange::{Checkpoint, Scheme};
+use crate::interchange::{Checkpoint, Dialect, Scheme};
 use nvfp4_formats::ptq::Rule;
 use nvfp4_formats::ptq::ScaleChoice;
 use nvfp4_test_support::{Scratch, golden};

@@ -11,8 +11,7 @@ use nvfp4_formats::ptq::linalg::add_products;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use nvfp4_kernels::{cubecl::prelude::Client, ptq as kernels};
 
-use super::NO_MOMENTS;
-use super::engine::Factor;
+use super::engine::{Factor, NO_MOMENTS};
 
 /// Calibration statistics of a model.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -60,7 +59,7 @@ pub(super) enum Products {
     /// Lower triangle, row-major `[k, k]`, with zeros above it.
     Host(Vec<f64>),
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    Device(Client, kernels::InputMoments),
+    Device(Client, Box<kernels::InputMoments>),
 }
 
 impl Products {
@@ -139,7 +138,7 @@ impl InputStats {
     /// # Errors
     /// Returns an error if an input was not finite, or the device fails.
     #[cfg(any(feature = "cpu", feature = "cuda"))]
-    pub(super) fn of_device(client: &Client, moments: kernels::InputMoments) -> Result<Self> {
+    pub(super) fn of_device(client: &Client, moments: Box<kernels::InputMoments>) -> Result<Self> {
         let sums = moments.features(client).context("an input is not finite")?;
         Ok(Self {
             k: moments.k(),

@@ -11,7 +11,9 @@ use super::journal::MadeFrom;
 use super::*;
 use crate::hf::TensorFolder;
 use crate::interchange::names::fused_group;
-use crate::interchange::{Arithmetic, Checkpoint, GlobalScale, Scheme, convert};
+use crate::interchange::{
+    Arithmetic, Checkpoint, Dialect, GlobalScale, PackedWeight, Scheme, convert,
+};
 use crate::progress::tests::told;
 use crate::progress::{Progress, listen};
 use nvfp4_formats::ptq::{Rule, block_amax};
