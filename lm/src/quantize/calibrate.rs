@@ -5,14 +5,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{DType, Tensor};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use nvfp4_kernels::{cubecl::prelude::Client, ptq::InputMoments, tensor::Matrix};
 
 use super::engine::Engine;
 use super::stats::{Calibration, InputStats};
 use crate::interchange::names::fused_group;
-use crate::model::cast;
 
 /// Collects the statistics of every linear layer's input.
 ///
@@ -110,16 +109,21 @@ impl Collector {
     pub fn read(&self, x: &Tensor<2>) -> Result<LayerInputs> {
         let [_, k] = x.dims();
         ensure!(k > 0, "an input of no features");
-        #[cfg(any(feature = "cpu", feature = "cuda"))]
-        if let Engine::Device(_) = self.engine {
-            let x = cast(x.clone(), FloatDType::F32);
-            let found = burn_nvfp4::device_matrix(x).context("an input is on another device")?;
-            return Ok(LayerInputs::Device(found.0, found.1));
+        match self.engine {
+            Engine::Host => {
+                let values = x.clone().into_data().convert_dtype(DType::F32);
+                let values = values.try_into_vec::<f32>();
+                let values = values.map_err(|error| anyhow::anyhow!("an input: {error:?}"))?;
+                Ok(LayerInputs::Host(values, k))
+            }
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Engine::Device(_) => {
+                let x = crate::model::cast(x.clone(), burn::tensor::FloatDType::F32);
+                let found = burn_nvfp4::device_matrix(x);
+                let (client, matrix) = found.context("an input is on another device")?;
+                Ok(LayerInputs::Device(client, matrix))
+            }
         }
-        let values = x.clone().into_data().convert_dtype(DType::F32);
-        let values = values.try_into_vec::<f32>();
-        let values = values.map_err(|error| anyhow::anyhow!("an input: {error:?}"))?;
-        Ok(LayerInputs::Host(values, k))
     }
 
     /// Adds the `rows` of `x` to the inputs of the layer `module`.
