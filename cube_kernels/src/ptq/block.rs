@@ -81,24 +81,6 @@ fn byte_of(amax: f32, global: &Global, #[comptime] plan: BlockPlan) -> u32 {
     }
 }
 
-/// Returns the divisor of elements in a block with this scale byte.
-#[cube]
-fn divisor_of(byte: u32, global: &Global, #[comptime] plan: BlockPlan) -> f32 {
-    if comptime!(plan.rule == Rule::ModelOpt) {
-        decode_e4m3(byte) * global.value
-    } else {
-        quotient(decode_e4m3(byte), global.value, plan.conversion)
-    }
-}
-
-/// Returns the code of `x` in a block whose elements are divided by `divisor`. A zero has code 0
-/// regardless of its sign.
-#[cube]
-fn code_of(x: f32, divisor: f32, #[comptime] plan: BlockPlan) -> u32 {
-    let value = quotient(x, divisor, plan.conversion);
-    select(value == 0.0f32, 0u32, round_nearest(value, plan.conversion))
-}
-
 /// A block under its scale byte.
 #[derive(CubeType, Clone, Copy)]
 pub struct ScaledBlock {
@@ -112,15 +94,22 @@ pub struct ScaledBlock {
 impl ScaledBlock {
     /// Returns the block with scale byte `byte`.
     pub fn new(byte: u32, global: &Global, #[comptime] plan: BlockPlan) -> ScaledBlock {
+        let scale = decode_e4m3(byte);
+        let divisor = if comptime!(plan.rule == Rule::ModelOpt) {
+            scale * global.value
+        } else {
+            quotient(scale, global.value, plan.conversion)
+        };
         ScaledBlock {
-            divisor: divisor_of(byte, global, plan),
-            factor: decode_e4m3(byte) * global.factor,
+            divisor,
+            factor: scale * global.factor,
         }
     }
 
-    /// Returns the code of `x`.
+    /// Returns the code of `x`. A zero has code 0 regardless of its sign.
     pub fn code(&self, x: f32, #[comptime] plan: BlockPlan) -> u32 {
-        code_of(x, self.divisor, plan)
+        let value = quotient(x, self.divisor, plan.conversion);
+        select(value == 0.0f32, 0u32, round_nearest(value, plan.conversion))
     }
 
     /// Returns the dequantized value of a code.

@@ -15,7 +15,7 @@ use super::factor::{
 };
 use super::moments::feature_sums_kernel;
 use super::products::{ProductPlan, ProductShapeLaunch, products_kernel};
-use super::round::round_rows_kernel;
+use super::round::{PartBlocksLaunch, round_rows_kernel};
 use super::square::{fill_diagonal_kernel, reverse_kernel};
 use crate::registry::instance::{DummyDevice, Expected, Instance, instance};
 
@@ -166,9 +166,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
                 b(),
                 b(),
                 GlobalLaunch::new(1.0, 1.0),
-                0,
-                K * K / 16,
-                K / 16,
+                PartBlocksLaunch::new(0, K * K / 16, K / 16),
                 plan
             ));
             all.push(instance!(

@@ -50,9 +50,7 @@ pub fn round_rows(
                 buffer(&codes, len / 8),
                 buffer(&scales, len / BLOCK),
                 Global::arg(quantizer),
-                first * (k / BLOCK),
-                blocks,
-                k / BLOCK,
+                PartBlocksLaunch::new(first * (k / BLOCK), blocks, k / BLOCK),
                 plan,
             );
         }
@@ -108,7 +106,18 @@ pub(super) fn check(values: &[f32], weights: &[f32]) -> Result<(), Nvfp4Error> {
     Ok(())
 }
 
-/// Each unit quantizes every `units`-th block. `first` blocks are before these.
+/// Blocks of some rows of a weight.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct PartBlocks {
+    /// Number of blocks before these.
+    first: usize,
+    /// Number of these.
+    count: usize,
+    /// Blocks per row.
+    per_row: usize,
+}
+
+/// Each unit quantizes every `units`-th block.
 #[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
 pub fn round_rows_kernel(
     values: &[f32],
@@ -116,14 +125,12 @@ pub fn round_rows_kernel(
     codes: &mut [u32],
     scales: &mut [u8],
     global: Global,
-    first: usize,
-    blocks: usize,
-    row_blocks: usize,
+    blocks: PartBlocks,
     #[comptime] plan: BlockPlan,
 ) {
     let mut item = ABSOLUTE_POS;
-    while item < blocks {
-        let column = item % row_blocks;
+    while item < blocks.count {
+        let column = item % blocks.per_row;
         let mut block = Array::<f32>::new(BLOCK);
         let mut of_block = Array::<f32>::new(BLOCK);
         #[unroll]
@@ -141,9 +148,9 @@ pub fn round_rows_kernel(
                 let code = scaled.code(block[comptime!(8 * word + 7 - i)], plan);
                 packed = packed * 16u32 + code;
             }
-            codes[(first + item) * 2usize + word] = packed;
+            codes[(blocks.first + item) * 2usize + word] = packed;
         }
-        scales[first + item] = u8::cast_from(byte);
+        scales[blocks.first + item] = u8::cast_from(byte);
         item += CUBE_COUNT * CUBE_DIM as usize;
     }
 }

@@ -24,15 +24,15 @@ use super::packed::PackedFolder;
 use super::positions::Positions;
 use super::projection::{Experts, Projection};
 use super::rounded::{InputRounding, RoundedExperts, RoundedLinear};
+use super::stored_part::Part;
 use super::{Decoder, DecoderLayer};
 use crate::checkpoint::read_json;
 use crate::hf::config::{CONFIG_FILE, refuse_packed};
 use crate::hf::{
-    DecoderConfig, Dtype, FeedForwardConfig, LatentConfig, LayerConfig, Scoring, StoredTensor,
-    TensorFolder,
+    DecoderConfig, FeedForwardConfig, LatentConfig, LayerConfig, Scoring, TensorFolder,
 };
 use crate::interchange::checkpoint::{KvScales, is_quantized};
-use crate::interchange::{Arithmetic, Checkpoint, PackedWeight, Scheme};
+use crate::interchange::{Checkpoint, Scheme};
 use crate::model::check_dtype;
 use crate::progress::{Unit, Work};
 
@@ -622,11 +622,10 @@ impl Loader<'_> {
             dims[0] = first;
         }
         let data = match (dtype, &parts[..]) {
-            // Without a copy.
-            (DType::F32, [part]) => TensorData::new(part.values()?, dims),
-            (DType::F32, _) => {
-                let mut values = Vec::with_capacity(dims.iter().product());
-                for part in &parts {
+            (DType::F32, [first, rest @ ..]) => {
+                // One part is not copied.
+                let mut values = first.values()?;
+                for part in rest {
                     values.extend_from_slice(&part.values()?);
                 }
                 TensorData::new(values, dims)
@@ -641,60 +640,6 @@ impl Loader<'_> {
             }
         };
         Ok(Tensor::from_data(data, (self.device, dtype)))
-    }
-}
-
-/// Smallest magnitude that rounds to infinity in f16.
-const F16_OVERFLOW: f32 = 65520.0;
-
-/// A stored weight.
-enum Part<'a> {
-    Plain(StoredTensor<'a>),
-    Packed(PackedWeight),
-}
-
-impl Part<'_> {
-    fn shape(&self) -> Vec<usize> {
-        match self {
-            Self::Plain(tensor) => tensor.shape.to_vec(),
-            Self::Packed(weight) => vec![weight.n(), weight.k()],
-        }
-    }
-
-    /// Returns its elements in f32.
-    fn values(&self) -> Result<Vec<f32>> {
-        match self {
-            Self::Plain(tensor) => {
-                tensor.check_finite()?;
-                tensor.to_f32()
-            }
-            Self::Packed(weight) => Ok(weight.effective(Arithmetic::CodeTimesScale)),
-        }
-    }
-
-    /// Appends its elements to `bytes`, converted to `dtype`, which is not f32.
-    fn append(&self, bytes: &mut Vec<u8>, dtype: DType, name: &str) -> Result<()> {
-        if let Self::Plain(tensor) = self {
-            let is_same = matches!(
-                (tensor.dtype, dtype),
-                (Dtype::BF16, DType::BF16) | (Dtype::F16, DType::F16)
-            );
-            if is_same {
-                tensor.check_finite()?;
-                bytes.extend_from_slice(&tensor.bytes());
-                return Ok(());
-            }
-        }
-        let values = self.values()?;
-        if dtype == DType::F16
-            && let Some(value) = values.iter().find(|value| value.abs() >= F16_OVERFLOW)
-        {
-            bail!("`{name}` has the value {value:e}, which f16 does not hold: choose another type");
-        }
-        let count = values.len();
-        let data = TensorData::new(values, [count]).convert_dtype(dtype);
-        bytes.extend_from_slice(data.as_bytes());
-        Ok(())
     }
 }
 

@@ -47,6 +47,7 @@ mod router;
 pub mod save;
 pub mod scaled;
 pub mod steps;
+mod stored_part;
 mod training;
 mod values;
 

@@ -2,7 +2,6 @@
 
 use anyhow::Result;
 use burn::tensor::Device;
-use nvfp4_formats::ptq::gptq;
 use nvfp4_formats::ptq::{self, BlockQuantizer};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 use nvfp4_kernels::{cubecl::prelude::Client, ptq as kernels};
@@ -48,24 +47,6 @@ impl Engine {
             Self::Device(client) => Ok(kernels::round_rows(client, values, quantizer, weights)?),
         }
     }
-
-    /// Returns the codes and scale bytes of `values` by GPTQ; see [`gptq::gptq`].
-    pub(super) fn gptq(
-        &self,
-        values: &[f32],
-        factor: &Factor,
-        quantizer: &BlockQuantizer,
-        weights: &[f32],
-    ) -> Result<(Vec<u8>, Vec<u8>)> {
-        match factor {
-            Factor::Host(factor) => Ok(gptq::gptq(values, factor, quantizer, weights)),
-            #[cfg(any(feature = "cpu", feature = "cuda"))]
-            Factor::Device(client, factor) => {
-                let quantized = kernels::gptq(client, values, factor, quantizer, weights);
-                Ok(quantized?)
-            }
-        }
-    }
 }
 
 /// Factor of the inverse second moments of an input, where these were summed.
@@ -73,4 +54,23 @@ pub(super) enum Factor {
     Host(ptq::InverseFactor),
     #[cfg(any(feature = "cpu", feature = "cuda"))]
     Device(Client, kernels::InverseFactor),
+}
+
+impl Factor {
+    /// Returns the codes and scale bytes of `values` by GPTQ; see [`ptq::gptq()`].
+    pub fn gptq(
+        &self,
+        values: &[f32],
+        quantizer: &BlockQuantizer,
+        weights: &[f32],
+    ) -> Result<(Vec<u8>, Vec<u8>)> {
+        match self {
+            Self::Host(factor) => Ok(ptq::gptq(values, factor, quantizer, weights)),
+            #[cfg(any(feature = "cpu", feature = "cuda"))]
+            Self::Device(client, factor) => {
+                let quantized = kernels::gptq(client, values, factor, quantizer, weights);
+                Ok(quantized?)
+            }
+        }
+    }
 }

@@ -149,20 +149,6 @@ impl InputStats {
         })
     }
 
-    /// Returns the statistics, without products, of inputs whose features are divided by `columns`.
-    pub(super) fn divided(&self, columns: &[f32]) -> Self {
-        let mut divided = Self {
-            products: None,
-            ..self.clone()
-        };
-        for (j, &s) in columns.iter().enumerate() {
-            let s = f64::from(s);
-            divided.amax[j] = (f64::from(divided.amax[j]) / s) as f32;
-            divided.squares[j] /= s * s;
-        }
-        divided
-    }
-
     /// Returns the number of input features.
     pub const fn k(&self) -> usize {
         self.k
@@ -180,13 +166,21 @@ impl InputStats {
 
     /// Returns `E[x²]` of each input feature; 1 for each if no token was counted.
     pub fn mean_squares(&self) -> Vec<f32> {
-        match self.tokens {
-            0 => vec![1.0; self.k],
-            tokens => {
-                let mean = |sum: &f64| (sum / tokens as f64) as f32;
-                self.squares.iter().map(mean).collect()
-            }
+        self.mean_squares_of(None)
+    }
+
+    /// Returns [`mean_squares`](Self::mean_squares) of inputs whose features are divided by
+    /// `columns`.
+    pub(super) fn mean_squares_of(&self, columns: Option<&[f32]>) -> Vec<f32> {
+        if self.tokens == 0 {
+            return vec![1.0; self.k];
         }
+        let squares = self.squares.iter().enumerate();
+        let mean = |(j, sum): (usize, &f64)| {
+            let s = divisor(columns, j);
+            (sum / (s * s) / self.tokens as f64) as f32
+        };
+        squares.map(mean).collect()
     }
 
     /// Returns the factor of the inverse of `E[x xᵀ]` of inputs whose features are divided by
@@ -221,15 +215,20 @@ impl InputStats {
     /// Returns `E[x xᵀ]` `[k, k]` from the lower triangle `products` of Σ x xᵀ.
     fn hessian(&self, products: &[f64], columns: Option<&[f32]>) -> Vec<f64> {
         let (k, tokens) = (self.k, self.tokens as f64);
-        let divisor = |i: usize| columns.map_or(1.0, |columns| f64::from(columns[i]));
         let mut hessian = vec![0.0; k * k];
         for i in 0..k {
             for j in 0..=i {
-                let mean = products[i * k + j] / (divisor(i) * divisor(j)) / tokens;
+                let mean =
+                    products[i * k + j] / (divisor(columns, i) * divisor(columns, j)) / tokens;
                 hessian[i * k + j] = mean;
                 hessian[j * k + i] = mean;
             }
         }
         hessian
     }
+}
+
+/// Returns the divisor of feature `j`.
+fn divisor(columns: Option<&[f32]>, j: usize) -> f64 {
+    columns.map_or(1.0, |columns| f64::from(columns[j]))
 }

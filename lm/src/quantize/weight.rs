@@ -73,14 +73,13 @@ impl WeightQuantizer {
         let quantizer = BlockQuantizer::new(rule_of(self.dialect), method.choice(), amax);
         quantizer.global.check()?;
         let weights = match input {
-            Some((stats, Some(columns))) => stats.divided(columns).mean_squares(),
-            Some((stats, None)) => stats.mean_squares(),
+            Some((stats, columns)) => stats.mean_squares_of(columns),
             None => vec![1.0; k],
         };
         let (codes, scales) = if method == Method::Gptq {
             let (stats, columns) = input.context(NO_MOMENTS)?;
             let factor = self.factors.of(stats, columns)?;
-            self.engine.gptq(values, factor, &quantizer, &weights)?
+            factor.gptq(values, &quantizer, &weights)?
         } else {
             self.engine.round_rows(values, &quantizer, &weights)?
         };
