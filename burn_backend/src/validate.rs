@@ -37,10 +37,30 @@ pub(crate) fn device(argument: &'static str, device: &Device) -> Result<(), Nvfp
     } else {
         Err(Nvfp4Error::Device {
             argument,
-            found: format!("{:?}", device.as_dispatch()),
+            found: device_name(device),
             expected: DEVICES.into(),
         })
     }
+}
+
+/// Returns the name of `device` in errors, as commands spell it.
+pub(crate) fn device_name(device: &Device) -> String {
+    fn name(device: &DispatchDevice) -> String {
+        match device {
+            DispatchDevice::Autodiff(device) => name(device),
+            #[cfg(feature = "flex")]
+            DispatchDevice::Flex(_) => "flex".into(),
+            #[cfg(feature = "cpu")]
+            DispatchDevice::Cube(burn_cubecl::CubeDevice::Cpu(_)) => "cpu".into(),
+            #[cfg(feature = "cuda")]
+            DispatchDevice::Cube(burn_cubecl::CubeDevice::Cuda(cuda)) => {
+                format!("cuda:{}", cuda.index)
+            }
+            #[allow(unreachable_patterns)]
+            other => format!("{other:?}"),
+        }
+    }
+    name(device.as_dispatch())
 }
 
 fn is_supported(device: &DispatchDevice) -> bool {
@@ -67,8 +87,8 @@ pub(crate) fn same_device(
     } else {
         Err(Nvfp4Error::Device {
             argument: second.0,
-            found: format!("{:?}", second.1.as_dispatch()),
-            expected: format!("{:?}, the device of `{}`", first.1.as_dispatch(), first.0),
+            found: device_name(second.1),
+            expected: format!("{}, the device of `{}`", device_name(first.1), first.0),
         })
     }
 }

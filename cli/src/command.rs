@@ -50,8 +50,8 @@ enum Task {
     Tokenize(tokenize::Tokenize),
     /// Quantize a model to NVFP4 for vLLM, SGLang, TensorRT-LLM or transformers
     ///
-    /// Works without a device. Holds one layer in memory at a time; the whole model with
-    /// --calibration or --eval.
+    /// Works without a GPU, and faster with one. Holds one layer in memory at a time; the whole model
+    /// with --bits or --eval.
     Quantize(quantize::Quantize),
     /// List the tensors of a model, their quantization, and any problems
     Inspect(inspect::Inspect),

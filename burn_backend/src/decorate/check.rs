@@ -24,7 +24,7 @@ pub(super) fn check_device(argument: &'static str, device: &Device) -> Result<()
     } else {
         Err(Nvfp4Error::Device {
             argument,
-            found: format!("{:?}", device.as_dispatch()),
+            found: validate::device_name(device),
             expected: "a CubeCL CPU or CUDA device: decorated models rest on Burn's fusion \
                 (Nvfp4Linear runs elsewhere too)"
                 .into(),

@@ -343,8 +343,8 @@ impl Nvfp4Linear {
         if own != other {
             return Err(Nvfp4Error::Device {
                 argument: "layers",
-                found: format!("number {index} on {:?}", own.as_dispatch()),
-                expected: format!("{:?}, as number 0", other.as_dispatch()),
+                found: format!("number {index} on {}", validate::device_name(own)),
+                expected: format!("{}, as number 0", validate::device_name(other)),
             });
         }
         let [own, other] = [self, first].map(|layer| {

@@ -35,6 +35,16 @@ pub enum Activations {
     Static,
 }
 
+impl std::fmt::Display for Activations {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::HighPrecision => "activations in high precision",
+            Self::Dynamic(_) => "dynamic activations",
+            Self::Static => "static activations",
+        })
+    }
+}
+
 impl Activations {
     /// 1x16 blocks, rounded to nearest, with a global scale from the amax of the input.
     pub const DYNAMIC: Self = Self::Dynamic(QuantParams::nvfp4(Rounding::Nearest));

@@ -295,7 +295,7 @@ impl Packer<'_> {
                 Err(error) => {
                     return Err(Nvfp4Error::value(
                         "config",
-                        format!("activations {activations:?} for `{}`: {error}", layer.path),
+                        format!("{activations} for `{}`: {error}", layer.path),
                         "Activations::HighPrecision, nvfp4::nn::Linear instead of burn's, or the \
                          layer in `exclude`",
                     ));
@@ -369,7 +369,7 @@ fn routed(packed: &mut PackedParameter, layer: &Found, device: &Device) -> Resul
 fn routed(_: &mut PackedParameter, _layer: &Found, device: &Device) -> Result<(), Nvfp4Error> {
     Err(Nvfp4Error::Device {
         argument: "model",
-        found: format!("{:?}", device.as_dispatch()),
+        found: validate::device_name(device),
         expected: "a CubeCL CPU or CUDA device (features `cpu` and `cuda`)".into(),
     })
 }

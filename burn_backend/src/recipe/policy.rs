@@ -43,7 +43,7 @@ impl LayerPolicy {
             Self::KeepLast { fraction } if !(*fraction > 0.0 && *fraction <= 1.0) => {
                 Err(Nvfp4Error::value(
                     "layers",
-                    format!("keep_last of {fraction}"),
+                    self.to_string(),
                     "more than 0, at most 1",
                 ))
             }
@@ -67,7 +67,7 @@ impl LayerPolicy {
         if blocks.is_empty() {
             return Err(Nvfp4Error::value(
                 "layers",
-                format!("{self:?} for the layers {}", paths.join(", ")),
+                format!("{self} for the layers {}", paths.join(", ")),
                 "a model whose layers are in numbered blocks, such as `blocks.0.linear`",
             ));
         }
@@ -75,7 +75,7 @@ impl LayerPolicy {
             Count::Exactly(last) if first + last > blocks.len() => {
                 return Err(Nvfp4Error::value(
                     "layers",
-                    format!("first_last of {first} and {last}"),
+                    self.to_string(),
                     format!("together at most {}, the blocks of the model", blocks.len()),
                 ));
             }
@@ -97,6 +97,17 @@ impl LayerPolicy {
                     || (*self == Self::Nemotron3 && is_attention(path))
             })
             .collect())
+    }
+}
+
+impl std::fmt::Display for LayerPolicy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::None => write!(f, "none"),
+            Self::FirstLast { first, last } => write!(f, "first_last of {first} and {last}"),
+            Self::KeepLast { fraction } => write!(f, "keep_last of {fraction}"),
+            Self::Nemotron3 => write!(f, "nemotron3"),
+        }
     }
 }
 

@@ -275,7 +275,7 @@ impl GemmOperands {
         match (left.format, right.format) {
             (Nvfp4, Nvfp4) if left.rht != right.rht => Err(self.error(
                 0,
-                &format!("after {:?}, the other after {:?}", left.rht, right.rht),
+                &format!("{}, the other {}", transformed(left.rht), transformed(right.rht)),
                 "the same transform of both operands: otherwise it does not cancel",
             )),
             (MsEden, MsEden) if self.gemm == "fprop" => Err(self.error(
@@ -302,6 +302,13 @@ impl GemmOperands {
             )),
         }
     }
+}
+
+/// Returns a description of an operand after a transform of `size`.
+fn transformed(size: Option<usize>) -> String {
+    size.map_or("without a transform".into(), |size| {
+        format!("after a transform of {size}")
+    })
 }
 
 /// Random draw of an operand.

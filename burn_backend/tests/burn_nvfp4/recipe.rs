@@ -212,7 +212,7 @@ fn illegal_combinations_say_why() {
         ("wgrad", "x after a transform of another", "16, 32", |r| {
             r.wgrad.x = r.wgrad.x.rht(24)
         }),
-        ("wgrad", "x after Some(32)", "does not cancel", |r| {
+        ("wgrad", "x after a transform of 32", "does not cancel", |r| {
             r.wgrad.x = r.wgrad.x.rht(32)
         }),
         ("wgrad", "x by four over six after", "no published", |r| {

@@ -1,7 +1,8 @@
 //! Files of options (`--config`).
 //!
-//! `train` lays the values of the file over those of a preset. For `finetune` and `pretrain`, the
-//! values become arguments of the command line, so that all rules of its parser apply to them.
+//! `train` lays the values of the file over those of a preset, except [`OF_SESSION`]. For these and
+//! for `finetune` and `pretrain`, the values become arguments of the command line, so that all rules
+//! of its parser apply to them.
 
 use std::any::TypeId;
 use std::ffi::OsString;
@@ -18,6 +19,8 @@ pub(crate) type Fields = Map<String, Value>;
 
 /// Commands whose files become arguments.
 const COMMANDS: [&str; 2] = ["finetune", "pretrain"];
+/// Keys of a file of `train` that become arguments: a preset has no values for them.
+pub(crate) const OF_SESSION: [&str; 3] = ["out", "stop_at", "tensorboard"];
 /// Arguments that a file cannot have: they select or print it, name another run, or are of all
 /// commands.
 const NO_KEYS: [&str; 6] = [
@@ -74,7 +77,7 @@ pub(crate) fn unknown_option<'a>(key: &str, names: impl Iterator<Item = &'a str>
     let mut names: Vec<&str> = names.collect();
     names.sort_unstable();
     names.dedup();
-    anyhow::anyhow!("{key} is not an option; the options are {names:?}")
+    anyhow::anyhow!("{key} is not an option; the options are {}", names.join(", "))
 }
 
 /// Parses the command line `arguments`, the program first, with the options of a `--config` file.
@@ -87,6 +90,7 @@ pub(crate) fn parsed<C: Parser>(arguments: Vec<OsString>) -> Result<C> {
     let arguments = with_file(&command, arguments)?;
     let mut matches = command.clone().try_get_matches_from(arguments)?;
     if let Some((options, of_command)) = of_command(&command, &matches)
+        && COMMANDS.contains(&options.get_name())
         && of_command.get_flag("print_config")
     {
         let printed = printed(options, of_command)?;
@@ -97,13 +101,13 @@ pub(crate) fn parsed<C: Parser>(arguments: Vec<OsString>) -> Result<C> {
     Ok(parsed.map_err(|error| error.format(&mut C::command()))?)
 }
 
-/// Returns the command that runs, with its arguments, if it is one of [`COMMANDS`].
+/// Returns the command that runs, with its arguments, if a file can have arguments of it.
 fn of_command<'a>(
     command: &'a Command,
     matches: &'a ArgMatches,
 ) -> Option<(&'a Command, &'a ArgMatches)> {
     let (name, matches) = matches.subcommand()?;
-    let is_one = COMMANDS.contains(&name);
+    let is_one = name == "train" || COMMANDS.contains(&name);
     is_one.then(|| Some((command.find_subcommand(name)?, matches)))?
 }
 
@@ -129,7 +133,10 @@ fn with_file(command: &Command, arguments: Vec<OsString>) -> Result<Vec<OsString
         options.get_arg_conflicts_with(left).contains(&right)
             || options.get_arg_conflicts_with(right).contains(&left)
     };
-    let file = OptionsFile::read(path)?;
+    let mut file = OptionsFile::read(path)?;
+    if !COMMANDS.contains(&options.get_name()) {
+        file.fields.retain(|key, _| OF_SESSION.contains(&&**key));
+    }
     let (mut before, mut flags) = (Vec::new(), Vec::new());
     for (key, value) in &file.fields {
         let arg = keys(options).find(|arg| arg.get_id() == key);

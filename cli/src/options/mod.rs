@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::device::DeviceName;
-use file::{Fields, OptionsFile, unknown_option};
+use file::{Fields, OF_SESSION, OptionsFile, unknown_option};
 use request::{Compare, Request};
 
 /// One layer: the flags of a command line, or the keys of a file. Keys are the flag names with `_`
@@ -128,9 +128,10 @@ fn overlay<T: Serialize + DeserializeOwned>(base: &T, layer: &Fields) -> Result<
 }
 
 impl Options {
-    /// Reads a `--config` file.
+    /// Reads a `--config` file, except the keys of the session, which are arguments.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let file = OptionsFile::read(path)?;
+        let mut file = OptionsFile::read(path)?;
+        file.fields.retain(|key, _| !OF_SESSION.contains(&&**key));
         for (key, value) in &file.fields {
             let one = Self(Fields::from_iter([(key.clone(), value.clone())]));
             let checked = one.split().and_then(|(_, values)| {
@@ -236,8 +237,8 @@ impl Options {
             .partition(|(key, _)| requests.contains_key(key));
         let known = fields(&RunConfig::preset(Preset::default(), ""));
         if let Some(unknown) = values.keys().find(|key| !known.contains_key(*key)) {
-            let names = known.keys().chain(requests.keys());
-            return Err(unknown_option(unknown, names.map(String::as_str)));
+            let names = known.keys().chain(requests.keys()).map(String::as_str);
+            return Err(unknown_option(unknown, names.chain(OF_SESSION)));
         }
         Ok((overlay(&Request::default(), &requested)?, values))
     }

@@ -404,6 +404,17 @@ impl RunConfig {
                 );
             }
         }
+        for recipe in phases.iter().filter(|recipe| !recipe.is_high_precision()) {
+            let operands = self.nvfp4_recipe(recipe)?.operands();
+            if let Some(signs) = self.rht_signs
+                && operands.iter().all(|operand| operand.rht.is_none())
+            {
+                bail!(
+                    "rht-signs is {signs}, but recipe {recipe} has no transform with these signs: \
+                     leave it out"
+                );
+            }
+        }
         Ok(())
     }
 
