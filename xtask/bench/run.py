@@ -47,6 +47,7 @@ def run(job, programs, limit, arguments, log):
         LD_LIBRARY_PATH=":".join(filter(None, libraries)),
         NVFP4_KERNEL_CACHE=os.path.join(arguments.work, "kernels"),
         NVFP4_BENCH_JSON=figures,
+        **job.get("environment", {}),
     )
     log.write(f"$ {' '.join(job['command'])}\n")
     log.flush()

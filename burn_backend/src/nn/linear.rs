@@ -343,8 +343,8 @@ impl Nvfp4Linear {
         if own != other {
             return Err(Nvfp4Error::Device {
                 argument: "layers",
-                found: format!("number {index} on {}", validate::device_name(own)),
-                expected: format!("{}, as number 0", validate::device_name(other)),
+                found: format!("number {index} on {}", validate::device_name(&own)),
+                expected: format!("{}, as number 0", validate::device_name(&other)),
             });
         }
         let [own, other] = [self, first].map(|layer| {

@@ -6,12 +6,31 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use super::tables;
+
+/// Makes the results file of a table.
+type Make = fn(&Part) -> Result<Value>;
+
+/// Part, results file and function of each table.
+const TABLES: [(&str, &str, Make); 10] = [
+    ("encoder", "encoder", encoder),
+    ("step", "step-fastest", step),
+    ("kernels", "kernels", tables::kernels),
+    ("kernels", "per-token-sweep", tables::per_token),
+    ("gemm", "gemm", tables::gemm),
+    ("attention", "attention", tables::attention),
+    ("decode", "decode", tables::decode),
+    ("layers", "presets", tables::presets),
+    ("layers", "mlp", tables::mlp),
+    ("layers", "gemm-forms", tables::gemm_forms),
+];
+
 /// Name of PyTorch's rows.
 const PYTORCH: &str = "PyTorch, bf16";
 
 /// Figures of one part, as `bench/run.py` writes them.
-struct Part {
-    value: Value,
+pub struct Part {
+    pub value: Value,
 }
 
 /// Time and memory of a step.
@@ -31,10 +50,7 @@ type Rows = Vec<(String, String, Step)>;
 /// Returns an error if there is no part, a job of a part failed, or a figure is missing.
 pub fn record(folder: &Path, root: &Path) -> Result<()> {
     let mut found = 0;
-    for (part, name, make) in [
-        ("encoder", "encoder", encoder as fn(&Part) -> Result<Value>),
-        ("step", "step-fastest", step),
-    ] {
+    for (part, name, make) in TABLES {
         let path = folder.join(part).with_extension("json");
         if !path.exists() {
             continue;
@@ -59,7 +75,7 @@ pub fn record(folder: &Path, root: &Path) -> Result<()> {
 
 impl Part {
     /// Returns the figures of a job that did not fail.
-    fn job(&self, name: &str) -> Result<&Value> {
+    pub fn job(&self, name: &str) -> Result<&Value> {
         let jobs = self.value["jobs"].as_array().context("no jobs")?;
         let job = jobs.iter().find(|job| job["name"] == name);
         let job = job.with_context(|| format!("no job {name}"))?;
@@ -69,12 +85,28 @@ impl Part {
         }
     }
 
-    /// Makes a results file of `rows`, relative to PyTorch's row of the same setting.
-    fn results(&self, about: About<'_>, rows: &Rows) -> Result<Value> {
+    /// Returns the fields of a results file that say where and when it was measured.
+    ///
+    /// # Errors
+    /// Returns an error if one is missing.
+    pub fn origin(&self) -> Result<Value> {
         let text = |name: &str| {
             let value = self.value[name].as_str();
             value.with_context(|| format!("{name} is not a text"))
         };
+        Ok(json!({
+            "title": "",
+            "gpu": text("gpu")?,
+            "driver": text("driver")?,
+            "date": text("date")?,
+            "commit": text("commit")?,
+            "command": format!("cargo xtask bench gpu, part {}", text("part")?),
+        }))
+    }
+
+    /// Makes a results file of `rows`, relative to PyTorch's row of the same setting.
+    fn results(&self, about: About<'_>, rows: &Rows) -> Result<Value> {
+        let mut file = self.origin()?;
         let percent = |value: f64, of: f64| json!(rounded(100.0 * value / of));
         let table = rows.iter().map(|(name, at, step)| {
             let is_baseline = |row: &&(String, String, Step)| row.0 == PYTORCH && row.1 == *at;
@@ -87,23 +119,30 @@ impl Part {
                 "values": [rounded(step.milliseconds), time, step.held.map(rounded), memory],
             }))
         });
-        Ok(json!({
-            "title": about.title,
-            "gpu": text("gpu")?,
-            "driver": text("driver")?,
-            "date": text("date")?,
-            "commit": text("commit")?,
-            "command": format!("cargo xtask bench gpu, part {}", text("part")?),
-            "method": "one call; PyTorch's rows are the fastest of its variants",
-            "notes": about.notes,
-            "about": ["formats/src", "cube_kernels/src", "burn_backend/src", "lm/src"],
-            "row": "step",
-            "units": [
-                {"name": "ms", "digits": 1}, {"name": "% of PyTorch's time"},
-                {"name": "GB held", "digits": 1}, {"name": "% of PyTorch's memory"},
-            ],
-            "rows": table.collect::<Result<Vec<_>>>()?,
-        }))
+        for (key, value) in [
+            ("title", json!(about.title)),
+            (
+                "method",
+                json!("one call; PyTorch's rows are the fastest of its variants"),
+            ),
+            ("notes", json!(about.notes)),
+            (
+                "about",
+                json!(["formats/src", "cube_kernels/src", "burn_backend/src", "lm/src"]),
+            ),
+            ("row", json!("step")),
+            (
+                "units",
+                json!([
+                    {"name": "ms", "digits": 1}, {"name": "% of PyTorch's time"},
+                    {"name": "GB held", "digits": 1}, {"name": "% of PyTorch's memory"},
+                ]),
+            ),
+            ("rows", json!(table.collect::<Result<Vec<_>>>()?)),
+        ] {
+            file[key] = value;
+        }
+        Ok(file)
     }
 }
 
@@ -116,16 +155,16 @@ struct About<'a> {
 /// Note on memory.
 const MEMORY: &str = "Memory is what the process holds: the pools, and what PyTorch reserves.";
 
-fn rounded(value: f64) -> f64 {
+pub fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 
-fn number(value: &Value, name: &str) -> Result<f64> {
+pub fn number(value: &Value, name: &str) -> Result<f64> {
     let found = value[name].as_f64();
     found.with_context(|| format!("{name} is not a number in {value}"))
 }
 
-fn rows<'a>(figures: &'a Value, name: &str) -> Result<&'a Vec<Value>> {
+pub fn rows<'a>(figures: &'a Value, name: &str) -> Result<&'a Vec<Value>> {
     figures[name]
         .as_array()
         .with_context(|| format!("no {name}"))

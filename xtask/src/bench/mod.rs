@@ -5,6 +5,7 @@
 //! `cargo xtask results` makes the tables of README and book.
 
 mod collect;
+mod tables;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ const SCRIPT: &str = include_str!("../../bench/run.py");
 /// PyTorch's scripts, relative to the root.
 const PYTORCH: [&str; 2] = ["benches/pytorch_step.py", "benches/pytorch_decode.py"];
 /// The program, and the benchmarks of this workspace.
-const PROGRAMS: [&str; 3] = ["nvfp4", "layers", "kernels"];
+const PROGRAMS: [&str; 4] = ["nvfp4", "layers", "kernels", "gemm"];
 
 /// Options of `cargo xtask bench`.
 #[derive(clap::Args)]
