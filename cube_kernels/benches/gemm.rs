@@ -272,6 +272,17 @@ impl Noise {
         DeviceQuantized::new(layout, parts)
     }
 
+    /// Returns an operand of arbitrary MXFP4 codes, with block scales between 2^-4 and 2^3.
+    fn mxfp4(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
+        let codes = self.fill(seed, rows * k / 8, |word| word);
+        let scales = self.fill(seed + 1, rows * k / 32, |word| 123 + (word >> 9 & 7) as u8);
+        let upload = |bytes: &[u8]| client.create_from_slice(bytes);
+        let scales = upload(&scales);
+        let parts = (upload(bytemuck::cast_slice(&codes)), scales.clone(), scales);
+        let layout = Layout::new(Format::Mxfp4, (rows, k), Usage::Rowwise);
+        DeviceQuantized::new(layout, parts)
+    }
+
     /// Returns an operand in `format`.
     fn operand(
         &self,
@@ -283,7 +294,7 @@ impl Noise {
         match format {
             Format::Mxfp8 => self.mxfp8(client, rows, k, seed),
             Format::Nvfp4 => self.packed(client, rows, k, seed),
-            Format::Mxfp4 => unreachable!("no GEMM multiplies MXFP4 codes"),
+            Format::Mxfp4 => self.mxfp4(client, rows, k, seed),
         }
     }
 
@@ -437,6 +448,7 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let record = match kind {
                 "NVFP4" => Record::of_packed(name, shape(Format::Nvfp4)),
                 "MXFP8" => Record::of_packed(name, shape(Format::Mxfp8)),
+                "MXFP4" => Record::of_packed(name, shape(Format::Mxfp4)),
                 _ => Record::new(name, operations),
             };
             time_on_device(criterion, client, record, launch);
@@ -445,16 +457,17 @@ fn dense(criterion: &mut Criterion, client: &Client, noise: &Noise) {
             let (a, b) = (&a[i % packed], &b[i % packed]);
             multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
         });
-        // As in the backward of recipes with MXFP8 gradients, which has many tokens.
-        if m > 256 {
+        // As in recipes in MXFP8 and MXFP4, which have many tokens.
+        let others = [("MXFP8", Format::Mxfp8), ("MXFP4", Format::Mxfp4)];
+        for (kind, format) in others.into_iter().filter(|_| m > 256) {
             let sets = sets(n * k).min(packed);
             let (a, b): (Vec<_>, Vec<_>) = (0..sets)
                 .map(|i| {
-                    let a = noise.mxfp8(client, m, k, 2 * i);
-                    (a, noise.mxfp8(client, n, k, 2 * i + 1))
+                    let a = noise.operand(client, format, (m, k), 2 * i);
+                    (a, noise.operand(client, format, (n, k), 2 * i + 1))
                 })
                 .unzip();
-            run("MXFP8", &|i| {
+            run(kind, &|i| {
                 let (a, b) = (&a[i % sets], &b[i % sets]);
                 multiply(client, Gemm::new(a, b).out(FloatKind::Bf16)).unwrap();
             });

@@ -183,7 +183,7 @@ impl QuantParams {
             (StoredForm::Bf16Unscaled, _) if self.is_2d() || self.format.is_mx() => {
                 StoredForm::ROWS
             }
-            // No GEMM multiplies MXFP4 codes: they are dequantized from rows.
+            // GEMMs dequantize MXFP4 codes, from rows of scales.
             (_, Format::Mxfp4) => StoredForm::ROWS,
             // An instruction multiplies one MXFP8 block, so groups of tokens can begin inside
             // tiles.

@@ -1,8 +1,7 @@
 //! The SwiGLU feed-forward of Llama 70B, the benchmark of torchao's pull request 2408: in bf16,
 //! MXFP8, MXFP4 and NVFP4. `benches/pytorch_step.py mlp` has PyTorch's times in bf16.
 //!
-//! `mxfp4` quantizes to MXFP4 codes, and multiplies their dequantized values: no kernel of this
-//! project multiplies MXFP4 codes. MXFP8 is dequantized too, except on GPUs with block-scaled
+//! GEMMs dequantize MXFP4 codes to bf16. MXFP8 is dequantized too, except on GPUs with block-scaled
 //! instructions.
 
 use burn_core::module::Module;

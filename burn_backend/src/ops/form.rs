@@ -81,7 +81,8 @@ impl LayerGemm<'_> {
         let (m, n, _) = self.shape;
         let layout = match format {
             Format::Mxfp8 => OperandLayout::Mxfp8,
-            Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
+            Format::Nvfp4 => OperandLayout::Packed,
+            Format::Mxfp4 => OperandLayout::KMajor,
         };
         let problem = Problem::new([layout; 2], (m, n, self.stored_k(unit)));
         let (mut problem, per_tensor) = match self.grouped {

@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    BLOCK, Format, Layout, Nvfp4Error, ScaleLayout,
+    BLOCK, Layout, Nvfp4Error, ScaleLayout,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -107,8 +107,8 @@ pub(crate) fn materialize(
         }
         Elements::Quantized(packed) => {
             let is_dense = layout == OperandLayout::KMajor;
-            if is_dense && packed.layout.format == Format::Mxfp8 {
-                let values = decode_mxfp8(client, packed, tiling)?;
+            if is_dense && packed.layout.format.is_mx() {
+                let values = decode_mx(client, packed, tiling)?;
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
             let scales = block_scales(client, packed, scale_layout, tiling)?;
@@ -127,9 +127,9 @@ pub(crate) fn materialize(
     }
 }
 
-/// Returns a bf16 copy of an MXFP8 operand in stored orientation, including padding. An E4M3 code
-/// times a power of two is exact in bf16.
-fn decode_mxfp8(
+/// Returns a bf16 copy of an MXFP8 or MXFP4 operand in stored orientation, including padding. An
+/// E4M3 or E2M1 code times a power of two is exact in bf16.
+fn decode_mx(
     client: &Client,
     packed: &DeviceQuantized,
     tiling: ScaleTiling,

@@ -14,9 +14,10 @@ use crate::{
 /// Elements of an operand: `outer` rows along K.
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
-    /// NVFP4 or MXFP8 codes and block scales, or code times block scale in bf16, with which the
-    /// GEMM is bit-identical. Kernels that take MXFP8 read two MXFP8 operands; for every other
-    /// kernel an MXFP8 operand is first dequantized to bf16, exactly.
+    /// NVFP4, MXFP8 or MXFP4 codes and block scales, or code times block scale in bf16, with which
+    /// the GEMM is bit-identical. Kernels that take MXFP8 read two MXFP8 operands; for every other
+    /// kernel an MXFP8 operand is first dequantized to bf16, exactly. An MXFP4 operand is
+    /// dequantized for every kernel.
     Quantized(&'a DeviceQuantized),
     /// A K-major bf16 matrix: its columns are K, with the other operand's stored length. Columns at
     /// which a packed operand pads K with zeros may hold any finite values.
@@ -249,8 +250,9 @@ impl<'a> Operand<'a> {
             Elements::Quantized(packed) => match packed.layout.format {
                 _ if !packed.is_packed() => OperandLayout::KMajor,
                 Format::Mxfp8 => OperandLayout::Mxfp8,
-                // Other formats were refused before.
-                Format::Nvfp4 | Format::Mxfp4 => OperandLayout::Packed,
+                Format::Nvfp4 => OperandLayout::Packed,
+                // Dequantized for every kernel.
+                Format::Mxfp4 => OperandLayout::KMajor,
             },
             Elements::Bf16(_) => OperandLayout::KMajor,
             Elements::Bf16MnMajor(_) => OperandLayout::MnMajor,
@@ -336,11 +338,7 @@ impl<'a> Operand<'a> {
                 values.check_no_groups(argument)?;
             }
             Elements::Quantized(packed) => {
-                let format = match packed.layout.format {
-                    Format::Mxfp8 => Format::Mxfp8,
-                    Format::Nvfp4 | Format::Mxfp4 => Format::Nvfp4,
-                };
-                check_packed(argument, packed, format, tiling)?;
+                check_packed(argument, packed, packed.layout.format, tiling)?;
             }
             Elements::PackedMnMajor(packed) => {
                 check_packed(argument, packed, Format::Nvfp4, tiling)?;

@@ -24,6 +24,7 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     proof::ptx::BlockScaled,
+    quantize::mx_dequantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -439,7 +440,48 @@ fn any_device_takes_mxfp8() {
     assert_floats(&found, &of_groups, "K groups");
 }
 
-/// Formats that no kernel multiplies, and plans of another format, are errors that name the format.
+/// MXFP4 operands are multiplied like their dequantized values: dense, in groups of rows, and beside
+/// an operand of another format.
+#[test]
+fn mxfp4_is_multiplied_like_its_values() {
+    let client = client!("gemm_tcgen05_forms::mxfp4_is_multiplied_like_its_values");
+    let (m, n, k) = (48, 32, 96);
+    let mut generator = Generator::new(7);
+    let mut operand = |rows: usize, format| {
+        let x: Vec<f32> = (0..rows * k).map(|_| generator.normal()).collect();
+        let x = upload(&client, &x, rows, k);
+        let packed = quantize::mx_quantize(&client, &x, Usage::Rowwise, format).unwrap();
+        let values = mx_dequantize(&client, &packed, FloatKind::Bf16).unwrap();
+        (packed, values)
+    };
+    let (a, a_values) = operand(m, Format::Mxfp4);
+    let (b, b_values) = operand(n, Format::Mxfp4);
+    let (stack, stack_values) = operand(2 * n, Format::Mxfp4);
+    let (other, other_values) = operand(n, Format::Mxfp8);
+    let offsets = [0u32, 16, m as u32];
+    let groups = GroupOffsets {
+        offsets: client.create_from_slice(bytemuck::cast_slice(&offsets)),
+        count: 2,
+    };
+    for (what, packed, values) in [
+        ("dense", Gemm::new(&a, &b), Gemm::new(&a_values, &b_values)),
+        ("MXFP8", Gemm::new(&a, &other), Gemm::new(&a_values, &other_values)),
+        (
+            "groups",
+            Gemm::new(&a, &stack).m_grouped(&groups),
+            Gemm::new(&a_values, &stack_values).m_grouped(&groups),
+        ),
+    ] {
+        let [found, expected] = [packed, values]
+            .map(|request| multiply(&client, request.out(FloatKind::F32)).unwrap())
+            .map(|product| read_matrix::<f32>(&client, &product));
+        assert!(expected.iter().any(|value| *value != 0.0), "{what}");
+        assert_floats(&found, &expected, what);
+    }
+}
+
+/// Formats that no kernel reads in columns, and plans of another format, are errors that name the
+/// format.
 #[test]
 fn errors_name_the_format() {
     let client = client!("gemm_tcgen05_forms::errors_name_the_format");
@@ -447,7 +489,8 @@ fn errors_name_the_format() {
     let quantized =
         |format| quantize::mx_quantize(&client, &zeros, Usage::Rowwise, format).unwrap();
     let (mxfp8, mxfp4) = (quantized(Format::Mxfp8), quantized(Format::Mxfp4));
-    let error = multiply(&client, Gemm::new(&mxfp8, &mxfp4)).unwrap_err();
+    let (a, b) = (Operand::from(&mxfp8), Operand::packed_mn_major(&mxfp4));
+    let error = multiply(&client, Gemm::new(a, b)).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("`b`") && error.contains("Mxfp4"), "{error}");
     let nvfp4 = Packed::random(32, 64, 1).device(&client);

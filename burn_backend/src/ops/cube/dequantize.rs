@@ -40,7 +40,7 @@ pub(super) fn dequantize(
 }
 
 /// Dequantizes a quantized tensor, in the orientation of its source.
-pub(super) fn dequantize_matrix(
+fn dequantize_matrix(
     like: &CubeTensor,
     source: &DeviceQuantized,
     kind: FloatKind,

@@ -17,9 +17,9 @@ use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
 use super::super::dtype::float_kind;
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
-use super::dequantize::{dequantize, dequantize_matrix};
+use super::dequantize::dequantize;
 use super::tensors::{
-    Source, launched, like, like_quantized, matrix, owned, result, stored_shape, to_device,
+    Source, launched, like, matrix, owned, result, stored_shape, to_device,
 };
 
 /// Tensor that is added to the sums of a dense GEMM.
@@ -216,7 +216,7 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
 
 /// Operand for the GEMM kernels, holding its memory.
 pub(super) enum DeviceOperand {
-    /// NVFP4 or MXFP8 operand; the flag is true if each group has its own amax.
+    /// Quantized operand; the flag is true if each group has its own amax.
     Quantized(Box<DeviceQuantized>, bool),
     /// MN-major NVFP4 operand: each stored row is one index of K. The flag is true if each group
     /// has its own amax.
@@ -229,24 +229,17 @@ impl DeviceOperand {
     /// Converts an operand of a dense GEMM.
     pub fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
-            Operand::Quantized(quantized) if quantized.layout.format == Format::Nvfp4 => {
-                Self::Quantized(Box::new(to_device(quantized, Groups::One)), false)
+            Operand::Quantized(quantized) => {
+                let is_mx = quantized.layout.format.is_mx();
+                let mut stored = to_device(quantized, Groups::One);
+                if is_mx {
+                    // In stored orientation, including padding.
+                    stored.layout = stored.layout.stored();
+                }
+                Self::Quantized(Box::new(stored), false)
             }
             Operand::QuantizedMnMajor(quantized) => {
                 Self::QuantizedMnMajor(Box::new(to_device(quantized, Groups::One)), false)
-            }
-            Operand::Quantized(quantized) => {
-                // In stored orientation, including padding.
-                let like = like_quantized(&quantized);
-                let mut stored = to_device(quantized, Groups::One);
-                stored.layout = stored.layout.stored();
-                if stored.layout.format == Format::Mxfp8 {
-                    // The GEMM dequantizes it if no instruction multiplies it.
-                    return Self::Quantized(Box::new(stored), false);
-                }
-                // An E2M1 code times a power of two is exact in bf16.
-                let values = dequantize_matrix(&like, &stored, FloatKind::Bf16);
-                Self::Bf16(values, Usage::Rowwise)
             }
             Operand::Float(x, usage) => {
                 let (x, usage) = as_in_memory(cast(x, DType::BF16), usage);
