@@ -81,6 +81,24 @@ fn without_setting(rows: Vec<Row>) -> impl Iterator<Item = Row> {
         .map(|(name, _, values)| (name, None, values))
 }
 
+/// Spells out the names of the benchmark of kernels.
+fn spelled(name: &str) -> String {
+    let name = name.replace("amax plain + RHT", "amax and amax after the RHT");
+    let name = name.replace(", both copies", "");
+    let name = match name.strip_prefix("per token ") {
+        Some(rest) if !rest.starts_with("rows") => format!("per-row amax: rowwise {rest}"),
+        _ => name,
+    };
+    let words = name.split(' ').map(|word| match word {
+        "row" => "rowwise",
+        "col" => "columnwise",
+        "row," => "rowwise,",
+        "col," => "columnwise,",
+        other => other,
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
 /// Quantization kernels at two sizes.
 pub fn kernels(part: &Part) -> Result<Value> {
     let mut table = Vec::new();
@@ -89,12 +107,13 @@ pub fn kernels(part: &Part) -> Result<Value> {
         ("kernels-8192", "8192x8192", "8192²"),
         ("kernels-16384", "16384x16384", "16384²"),
     ] {
-        let at = |_: &str, at: &str| (at == shape).then(|| name.to_owned());
+        // The GEMM of a step is no quantization.
+        let at = |kernel: &str, at: &str| (at == shape && kernel != "gemm").then(|| name.into());
         for (kernel, at, values) in benchmark(part, job, &["µs", "% of copy", "GB/s"], at)? {
             if let ("copy", Some(rate)) = (kernel.as_str(), values[2]) {
                 copies.push(format!("{rate:.0} GB/s at {name}"));
             }
-            table.push((kernel, at, values[..2].to_vec()));
+            table.push((spelled(&kernel), at, values[..2].to_vec()));
         }
     }
     let notes = vec![
@@ -137,11 +156,17 @@ pub fn gemm(part: &Part) -> Result<Value> {
         "µs",
         "TFLOP/s",
         "% of cuBLAS bf16",
-        "% of dense",
         "packed bytes, % of copy",
     ];
     let mut table: Vec<Row> = Vec::new();
-    for job in ["gemm-large", "gemm-models", "gemm-few", "gemm-grouped"] {
+    for job in [
+        "gemm-large",
+        "gemm-models",
+        "gemm-few",
+        "gemm-grouped-8",
+        "gemm-grouped-32",
+        "gemm-grouped-128",
+    ] {
         let found = benchmark(part, job, &units, |name, _| {
             // Each process times the copy, with which its own GEMMs are compared.
             (name != "copy").then(String::new)
@@ -161,7 +186,6 @@ pub fn gemm(part: &Part) -> Result<Value> {
             ("µs", 1),
             ("TFLOP/s", 0),
             ("% of cuBLAS bf16", 0),
-            ("% of dense", 0),
             ("packed bytes, % of copy", 0),
         ],
     };
@@ -264,8 +288,7 @@ pub fn decode(part: &Part) -> Result<Value> {
     let mut copies = Vec::new();
     for row in pytorch {
         let values = vec![
-            Some(1e3 * number(row, "prefill")?),
-            Some(100.0),
+            None,
             Some(1e3 * number(row, "step")?),
             Some(100.0),
             None,
@@ -287,7 +310,6 @@ pub fn decode(part: &Part) -> Result<Value> {
             copies.extend(row["copy_bandwidth"].as_f64());
             let values = [
                 1e3 * prefill,
-                100.0 * prefill / number(other, "prefill")?,
                 1e3 * step,
                 100.0 * step / number(other, "step")?,
                 bytes / 1e9,
@@ -322,7 +344,6 @@ pub fn decode(part: &Part) -> Result<Value> {
         row: "model",
         units: &[
             ("prefill, ms", 1),
-            ("% of PyTorch's prefill", 0),
             ("step, ms", 3),
             ("% of PyTorch's step", 0),
             ("GB read per step", 2),
@@ -420,6 +441,20 @@ mod tests {
     }
 
     #[test]
+    fn names_of_kernels_are_spelled_out() {
+        for (short, long) in [
+            ("row RN + col RHT SR, one read", "rowwise RN + columnwise RHT SR, one read"),
+            ("per token RN, f16", "per-row amax: rowwise RN, f16"),
+            ("MXFP8 row, f16", "MXFP8 rowwise, f16"),
+            ("16x16 tiles, 4/6, both copies", "16x16 tiles, 4/6"),
+            ("amax plain + RHT, one read", "amax and amax after the RHT, one read"),
+            ("per token rows RN + columns RHT SR", "per token rows RN + columns RHT SR"),
+        ] {
+            assert_eq!(spelled(short), long);
+        }
+    }
+
+    #[test]
     fn kernels_of_other_shapes_are_left_out() {
         let figures = |at: &str| {
             json!({"units": [{"name": "GB/s"}, {"name": "µs"}, {"name": "% of copy"}], "rows": [
@@ -440,7 +475,7 @@ mod tests {
 
     #[test]
     fn decoding_is_of_the_bandwidth_of_the_gpu() {
-        let pytorch = json!({"results": [{"shape": "llama-3.2-1b", "prefill": 0.01, "step": 0.002}]});
+        let pytorch = json!({"results": [{"shape": "llama-3.2-1b", "prefill": null, "step": 0.002}]});
         let own = json!({"results": [{
             "shape": "llama-3.2-1b", "prefill": 0.02, "step": 0.001, "step_bytes": 2.4e9,
             "copy_bandwidth": 3e12,
@@ -450,7 +485,7 @@ mod tests {
             ["decode-nvfp4", own],
         ]);
         let found = decode(&part("decode", jobs)).unwrap();
-        let values = json!([20.0, 200.0, 1.0, 50.0, 2.4, 50.0]);
+        let values = json!([20.0, 1.0, 50.0, 2.4, 50.0]);
         assert_eq!(found["rows"][1]["values"], values);
         assert!(found["notes"][1].as_str().unwrap().contains("4.80 TB/s"));
     }
