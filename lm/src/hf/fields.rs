@@ -218,13 +218,10 @@ impl<'a> Fields<'a> {
 
     /// Returns an error if a field that was not read may affect the computation.
     pub fn refuse_unknown(&self) -> Result<()> {
-        let read = self.read.borrow();
         let unknown: Vec<String> = self
-            .json
-            .iter()
+            .unread()
             .filter(|(name, value)| {
-                !read.contains(name.as_str())
-                    && !HARMLESS.contains(&name.as_str())
+                !HARMLESS.contains(&name.as_str())
                     && !name.starts_with('_')
                     && !name.contains("drop")
                     && ARITHMETIC.iter().any(|part| name.contains(part))
@@ -240,13 +237,18 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
+    /// Returns the fields that were not read.
+    pub fn unread(&self) -> impl Iterator<Item = (&'a String, &'a Value)> {
+        let read = self.read.borrow().clone();
+        let all = self.json.iter();
+        all.filter(move |(name, _)| !read.contains(name.as_str()))
+    }
+
     /// Returns an error if there is a field that was not read, unless its value is neutral.
     pub fn refuse_all_unknown(&self, whole: &str) -> Result<()> {
-        let read = self.read.borrow();
         let mut unknown = self
-            .json
-            .iter()
-            .filter(|(name, value)| !read.contains(name.as_str()) && !is_neutral(name, value));
+            .unread()
+            .filter(|(name, value)| !is_neutral(name, value));
         match unknown.next() {
             None => Ok(()),
             Some((name, value)) => {
