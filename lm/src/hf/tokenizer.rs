@@ -10,7 +10,6 @@ use serde_json::{Map, Value};
 use tokenizers::AddedToken;
 
 use super::TokenizerConfig;
-use super::fields::is_neutral;
 use crate::random::{hash, hash_all};
 
 /// Name of the file.
@@ -33,33 +32,6 @@ enum Around {
     /// These tokens before and after the text.
     Tokens { before: Vec<u32>, after: Vec<u32> },
 }
-
-/// Fields of `tokenizer.json` that the library reads, and fields of its BPE model.
-const KNOWN: [&[&str]; 2] = [
-    &[
-        "version",
-        "truncation",
-        "padding",
-        "added_tokens",
-        "normalizer",
-        "pre_tokenizer",
-        "post_processor",
-        "decoder",
-        "model",
-    ],
-    &[
-        "type",
-        "dropout",
-        "unk_token",
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-        "fuse_unk",
-        "byte_fallback",
-        "ignore_merges",
-        "vocab",
-        "merges",
-    ],
-];
 
 /// Returns the result of `work`, a call of the library. On some malformed files the library panics
 /// instead of failing (a decoder of unknown type, in 0.23.2); the panic becomes an error.
@@ -88,8 +60,9 @@ impl Tokenizer {
     ///
     /// # Errors
     /// Returns an error if the file is absent or malformed, assigns one ID to two tokens, has a
-    /// token whose ID is `vocab` or more and which is not special, or lacks one of `needed`. Returns an error that names the
-    /// field if a field that affects tokens is unknown, or contradicts `tokenizer_config.json`.
+    /// token whose ID is `vocab` or more and which is not special, or lacks one of `needed`. Returns
+    /// an error that names the field if a field that affects tokens is unknown, or if
+    /// `tokenizer_config.json` contradicts `tokenizer.json`.
     pub fn read(folder: &Path, vocab: usize, needed: &[u32]) -> Result<Self> {
         let path = folder.join(TOKENIZER_FILE);
         let error = |error| anyhow!("{}: {error}", path.display());
@@ -97,9 +70,9 @@ impl Tokenizer {
         let text = std::fs::read(&path).map_err(|e| error(e.to_string()))?;
         let json: serde_json::Result<Map<String, Value>> = serde_json::from_slice(&text);
         let json = json.map_err(|e| error(format!("it holds no JSON object: {e}")))?;
-        refuse_unknown(&json).map_err(|e| error(e.to_string()))?;
+        rules::refuse_unknown(&json).map_err(|e| error(e.to_string()))?;
         // The library fails on unknown fields, even neutral ones.
-        let is_known = |name: &String| KNOWN[0].contains(&name.as_str());
+        let is_known = |name: &String| rules::FILE.contains(&name.as_str());
         let known = match json.keys().all(is_known) {
             true => text.clone(),
             false => {
@@ -177,7 +150,7 @@ impl Tokenizer {
             changes.push("split_special_tokens".into());
             self.inner.set_encode_special_tokens(true);
         }
-        check_text_rules(json, config)?;
+        rules::check_text_rules(json, config)?;
         self.around = self.probe()?;
         let obeyed = self.around_of(config)?;
         if obeyed != self.around {
@@ -400,76 +373,11 @@ impl Tokenizer {
     }
 }
 
-/// Returns an error for fields that the library ignores although they may affect tokens, and for a
-/// model with BPE dropout.
-fn refuse_unknown(json: &Map<String, Value>) -> Result<()> {
-    let empty = Map::new();
-    let model = json
-        .get("model")
-        .and_then(Value::as_object)
-        .unwrap_or(&empty);
-    let is_bpe = model.get("type").is_none_or(|kind| kind == "BPE");
-    for (fields, known, path) in [(json, KNOWN[0], ""), (model, KNOWN[1], "model.")] {
-        let mut unknown = fields
-            .iter()
-            .filter(|(name, value)| !known.contains(&name.as_str()) && !is_neutral(name, value));
-        if let Some((name, _)) = unknown.next().filter(|_| path.is_empty() || is_bpe) {
-            bail!("it has a field `{path}{name}`, which is not known");
-        }
-    }
-    let dropout = model.get("dropout").unwrap_or(&Value::Null);
-    ensure!(
-        is_neutral("dropout", dropout),
-        "`model.dropout` is {dropout}: tokens would depend on chance; set it to null"
-    );
-    Ok(())
-}
-
-/// Returns an error if `config` requests a space before texts or lower case, and `json` does the
-/// opposite.
-fn check_text_rules(json: &Map<String, Value>, config: &TokenizerConfig) -> Result<()> {
-    let rules = [json.get("normalizer"), json.get("pre_tokenizer")];
-    let mut parts: Vec<&Value> = rules.into_iter().flatten().collect();
-    let (mut spaced, mut lowered) = (None, false);
-    while let Some(part) = parts.pop() {
-        for list in ["normalizers", "pretokenizers"] {
-            parts.extend(
-                part.get(list)
-                    .and_then(Value::as_array)
-                    .into_iter()
-                    .flatten(),
-            );
-        }
-        lowered |= part["type"] == "Lowercase" || part["lowercase"] == true;
-        match part["type"].as_str() {
-            Some("ByteLevel") => spaced = part["add_prefix_space"].as_bool().or(spaced),
-            Some("Metaspace") => {
-                spaced = match part["prepend_scheme"].as_str() {
-                    Some(scheme) => Some(scheme != "never"),
-                    None => part["add_prefix_space"].as_bool().or(spaced),
-                }
-            }
-            Some("Prepend") => spaced = Some(true),
-            _ => {}
-        }
-    }
-    if let (Some(wanted), Some(found)) = (config.prefix_space, spaced) {
-        ensure!(
-            wanted == found,
-            "`add_prefix_space` of tokenizer_config.json is {wanted}, but tokenizer.json has {found}"
-        );
-    }
-    ensure!(
-        !config.lower_case || lowered,
-        "`do_lower_case` of tokenizer_config.json is true, but tokenizer.json does not lower texts"
-    );
-    Ok(())
-}
-
 /// Says which ID a token has.
 fn its_id(id: Option<u32>) -> String {
     id.map_or("it has no id".into(), |id| format!("its id is {id}"))
 }
 
+mod rules;
 #[cfg(test)]
 mod tests;

@@ -1,4 +1,15 @@
-//! Reads the settings of `tokenizer_config.json` that affect tokens.
+//! Reads the settings of `tokenizer_config.json` that affect tokens or decoded text.
+//!
+//! In transformers a tokenizer is `tokenizer.json` with the settings of this file. A field is
+//!
+//! - obeyed: tokens, `add_bos_token`, `add_eos_token`, `split_special_tokens`;
+//! - refused if `tokenizer.json` does otherwise: [`RULES`], which transformers writes into the
+//!   tokenizer when it loads one;
+//! - refused unless its value is neutral: [`UNSUPPORTED`];
+//! - accepted otherwise. transformers keeps a field that it does not know as an attribute of the
+//!   tokenizer, which nothing reads. It reads others in batches (`padding_side`, `model_max_length`),
+//!   in chat templates, or only where it converts a SentencePiece model, for which there is no
+//!   `tokenizer.json` (`legacy`, `from_slow`, `spaces_between_special_tokens`, `errors`).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,7 +18,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 use tokenizers::AddedToken;
 
-use super::fields::Fields;
+use super::fields::{Fields, is_neutral};
 use crate::checkpoint::read_json;
 
 /// Name of the file.
@@ -28,6 +39,34 @@ const NAMED: [&str; 7] = [
     "mask_token",
 ];
 
+/// Fields that state rules of `tokenizer.json`.
+const RULES: [&str; 8] = [
+    "add_prefix_space",
+    "clean_up_tokenization_spaces",
+    "do_lower_case",
+    "fix_mistral_regex",
+    "keep_accents",
+    "remove_space",
+    "strip_accents",
+    "tokenize_chinese_chars",
+];
+
+/// Fields that change tokens and have no counterpart in `tokenizer.json`.
+const UNSUPPORTED: [&str; 8] = [
+    "do_lowercase",
+    "do_lowercase_and_remove_accent",
+    "do_upper_case",
+    "normalization",
+    "sp_model_kwargs",
+    "src_lang",
+    "target_lang",
+    "tgt_lang",
+];
+
+/// Makes transformers clean up the texts of BPE too, together with `clean_up_tokenization_spaces`.
+const CLEAN_UP_BPE: &str =
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output";
+
 /// Contents of `tokenizer_config.json`, apart from the chat template.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TokenizerConfig {
@@ -37,10 +76,10 @@ pub(crate) struct TokenizerConfig {
     pub add_eos: Option<bool>,
     /// True if special tokens within a text are split like other text.
     pub split_special: bool,
-    /// True if a space is added before a text.
-    pub prefix_space: Option<bool>,
-    /// True if texts are converted to lower case.
-    pub lower_case: bool,
+    /// Values of [`RULES`].
+    pub rules: BTreeMap<&'static str, bool>,
+    /// True if `clean_up_tokenization_spaces` is also for BPE.
+    pub cleans_bpe: bool,
     /// Added tokens, by ID.
     pub added: BTreeMap<u32, AddedToken>,
     /// Special tokens, by the field that names them.
@@ -53,7 +92,8 @@ impl TokenizerConfig {
     /// Reads the file of `folder`; returns defaults if there is none.
     ///
     /// # Errors
-    /// Returns an error if a file is not a JSON object, or a field has another type.
+    /// Returns an error if a file is not a JSON object, a field has another type, or one of
+    /// [`UNSUPPORTED`] is set.
     pub fn read(folder: &Path) -> Result<Self> {
         let object = |file: &str| -> Result<Option<Map<String, Value>>> {
             let path = folder.join(file);
@@ -97,10 +137,21 @@ impl TokenizerConfig {
             add_bos: fields.optional_bool("add_bos_token")?,
             add_eos: fields.optional_bool("add_eos_token")?,
             split_special: fields.bool_or("split_special_tokens", false)?,
-            prefix_space: fields.optional_bool("add_prefix_space")?,
-            lower_case: fields.bool_or("do_lower_case", false)?,
+            cleans_bpe: fields.bool_or(CLEAN_UP_BPE, false)?,
             ..Self::default()
         };
+        for field in RULES {
+            if let Some(value) = fields.optional_bool(field)? {
+                found.rules.insert(field, value);
+            }
+        }
+        for field in UNSUPPORTED {
+            let value = json.get(field).unwrap_or(&Value::Null);
+            ensure!(
+                is_neutral("", value),
+                "`{field}` is {value}, which is not supported"
+            );
+        }
         for field in NAMED {
             if let Some(token) = content(field, json.get(field))? {
                 found.named.insert(field, token);

@@ -181,18 +181,8 @@ fn what_changes_tokens_and_is_not_obeyed_is_refused_by_name() {
     };
     read_with(&bpe(json!(null)), &json!({})).unwrap();
     refused(&bpe(json!(0.1)), json!({}), "`model.dropout` is 0.1");
-    let mut json = small();
-    json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel",
-        "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]});
-    read_with(&json, &json!({"add_prefix_space": false})).unwrap();
-    refused(
-        &json,
-        json!({"add_prefix_space": true}),
-        "`add_prefix_space`",
-    );
     let plain = small();
     for (config, says) in [
-        (json!({"do_lower_case": true}), "`do_lower_case`"),
         (json!({"add_eos_token": true}), "`add_eos_token`"),
         (json!({"add_bos_token": 1}), "`add_bos_token` is 1"),
         (json!({"additional_special_tokens": ["<new>"]}), "`<new>`"),
@@ -206,6 +196,242 @@ fn what_changes_tokens_and_is_not_obeyed_is_refused_by_name() {
         ),
     ] {
         refused(&plain, config, says);
+    }
+}
+
+/// Returns an error's text.
+fn refusal(json: &Value, config: &Value) -> String {
+    let error = read_with(json, config).err();
+    error.map_or(String::new(), |error| error.to_string())
+}
+
+#[test]
+fn unknown_fields_of_every_model_are_refused_by_name() {
+    let words = json!({"a": 0, "b": 1});
+    for (kind, model) in [
+        ("BPE", json!({"vocab": words, "merges": []})),
+        (
+            "WordPiece",
+            json!({"vocab": words, "unk_token": "a", "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 8}),
+        ),
+        ("WordLevel", json!({"vocab": words, "unk_token": "a"})),
+        (
+            "Unigram",
+            json!({"vocab": [["a", 0.0], ["b", -1.0]], "unk_id": 0, "byte_fallback": false}),
+        ),
+    ] {
+        // The library also finds the type by the fields.
+        for kind in [Some(kind), None] {
+            let mut json = json!({"model": model});
+            if let Some(kind) = kind {
+                json["model"]["type"] = json!(kind);
+            }
+            let config = json!({});
+            json["model"]["sampling"] = json!(null);
+            read_with(&json, &config).unwrap();
+            json["model"]["sampling"] = json!(0.1);
+            let said = refusal(&json, &config);
+            assert!(said.contains("`model.sampling`"), "{kind:?}: {said}");
+        }
+    }
+}
+
+/// Returns [`small`] with a normalizer and a pre-tokenizer.
+fn with_rules(normalizer: Value, pre_tokenizer: Value) -> Value {
+    let mut json = small();
+    json["normalizer"] = normalizer;
+    json["pre_tokenizer"] = json!({"type": "Sequence",
+        "pretokenizers": [{"type": "WhitespaceSplit"}, pre_tokenizer]});
+    json
+}
+
+/// A rule of `tokenizer_config.json` must be that of `tokenizer.json`.
+#[test]
+fn contradicting_rules_are_refused_by_name() {
+    let split = |pattern: &str| {
+        json!({"type": "Split", "pattern": {"Regex": pattern},
+        "behavior": "Isolated", "invert": false})
+    };
+    let mistral = split(concat!(
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ));
+    let bytes = |space: bool| {
+        json!({"type": "ByteLevel", "add_prefix_space": space,
+        "trim_offsets": true, "use_regex": true})
+    };
+    let meta = |scheme: &str| {
+        json!({"type": "Metaspace", "replacement": "\u{2581}",
+        "prepend_scheme": scheme, "split": false})
+    };
+    let bert = |strips: Value| {
+        json!({"type": "BertNormalizer", "clean_text": true,
+        "handle_chinese_chars": false, "strip_accents": strips, "lowercase": true})
+    };
+    let plain = || split("x");
+    let json = |normalizer: &Value, splitter: Value| with_rules(normalizer.clone(), splitter);
+    let none = Value::Null;
+    let lower = json!({"type": "Sequence", "normalizers": [{"type": "Lowercase"}]});
+    let accents = json!({"type": "StripAccents"});
+    let spaces = json!({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "});
+    let prepend = json!({"type": "Prepend", "prepend": "\u{2581}"});
+    for (field, yes, no) in [
+        (
+            "add_prefix_space",
+            json(&none, bytes(true)),
+            json(&none, bytes(false)),
+        ),
+        (
+            "add_prefix_space",
+            json(&none, meta("first")),
+            json(&none, meta("never")),
+        ),
+        (
+            "add_prefix_space",
+            json(&prepend, plain()),
+            json(&none, plain()),
+        ),
+        ("do_lower_case", json(&lower, plain()), json(&none, plain())),
+        (
+            "strip_accents",
+            json(&accents, plain()),
+            json(&lower, plain()),
+        ),
+        (
+            "strip_accents",
+            json(&bert(json!(null)), plain()),
+            json(&bert(json!(false)), plain()),
+        ),
+    ] {
+        for (json, value) in [(&yes, true), (&no, false)] {
+            read_with(json, &json!({field: value})).unwrap();
+            read_with(json, &json!({field: null})).unwrap();
+            let said = refusal(json, &json!({field: !value}));
+            assert!(said.contains(&format!("`{field}`")), "{value}: {said}");
+        }
+    }
+    // False is the default, which other tokenizers than those of the field also have.
+    for (field, yes, no) in [
+        (
+            "keep_accents",
+            json(&lower, plain()),
+            json(&accents, plain()),
+        ),
+        ("remove_space", json(&spaces, plain()), json(&none, plain())),
+        (
+            "fix_mistral_regex",
+            json(&none, mistral),
+            json(&none, plain()),
+        ),
+    ] {
+        for json in [&yes, &no] {
+            read_with(json, &json!({field: false})).unwrap();
+        }
+        read_with(&yes, &json!({field: true})).unwrap();
+        let said = refusal(&no, &json!({field: true}));
+        assert!(said.contains(&format!("`{field}`")), "{said}");
+    }
+    let chinese = json!({"tokenize_chinese_chars": true});
+    read_with(&json(&none, plain()), &chinese).unwrap();
+    let said = refusal(&json(&bert(json!(null)), plain()), &chinese);
+    assert!(said.contains("`tokenize_chinese_chars`"), "{said}");
+}
+
+/// transformers removes spaces before punctuation in texts of all models but BPE.
+#[test]
+fn cleaning_of_decoded_texts_is_refused_where_transformers_cleans() {
+    let bpe = json!({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}});
+    let clean = json!({"clean_up_tokenization_spaces": true});
+    read_with(&bpe, &clean).unwrap();
+    read_with(&small(), &json!({"clean_up_tokenization_spaces": false})).unwrap();
+    let forced = json!({"clean_up_tokenization_spaces": true,
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": true});
+    for (json, config) in [(&small(), &clean), (&bpe, &forced)] {
+        let said = refusal(json, config);
+        assert!(said.contains("`clean_up_tokenization_spaces`"), "{said}");
+    }
+}
+
+#[test]
+fn settings_without_a_form_in_the_tokenizer_are_refused_unless_neutral() {
+    for (field, neutral, set) in [
+        ("sp_model_kwargs", json!({}), json!({"alpha": 0.1})),
+        ("src_lang", json!(null), json!("eng_Latn")),
+        ("do_lowercase", json!(false), json!(true)),
+    ] {
+        read_with(&small(), &json!({field: neutral})).unwrap();
+        let said = refusal(&small(), &json!({field: set}));
+        assert!(said.contains(&format!("`{field}`")), "{said}");
+    }
+}
+
+/// Files as their makers published them, without tokens and templates.
+#[test]
+fn settings_of_known_models_are_accepted() {
+    let bytes = json!({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+            "use_regex": false}});
+    let mut pieces = bytes.clone();
+    pieces["normalizer"] = json!({"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "\u{2581}"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"}]});
+    pieces["pre_tokenizer"] = json!(null);
+    let batches = json!({"model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"], "padding_side": "left"});
+    for (maker, json, config) in [
+        (
+            "Llama 3",
+            &bytes,
+            json!({"clean_up_tokenization_spaces": true}),
+        ),
+        (
+            "Qwen",
+            &bytes,
+            json!({"add_bos_token": false, "add_prefix_space": false, "bos_token": null,
+                "additional_special_tokens": [], "clean_up_tokenization_spaces": false,
+                "errors": "replace", "split_special_tokens": false, "unk_token": null}),
+        ),
+        (
+            "gpt-oss",
+            &bytes,
+            json!({"clean_up_tokenization_spaces": false, "extra_special_tokens": {}}),
+        ),
+        (
+            "DeepSeek",
+            &bytes,
+            json!({"add_eos_token": false, "clean_up_tokenization_spaces": false, "legacy": true,
+                "sp_model_kwargs": {}, "unk_token": null}),
+        ),
+        (
+            "Gemma 3",
+            &bytes,
+            json!({"clean_up_tokenization_spaces": false, "extra_special_tokens": {},
+                "image_token": "<image_soft_token>", "processor_class": "Gemma3Processor",
+                "sp_model_kwargs": null, "spaces_between_special_tokens": false,
+                "use_default_system_prompt": false}),
+        ),
+        (
+            "Mistral",
+            &pieces,
+            json!({"add_prefix_space": true, "clean_up_tokenization_spaces": false,
+                "from_slow": true, "legacy": false, "sp_model_kwargs": {},
+                "spaces_between_special_tokens": false, "use_default_system_prompt": false}),
+        ),
+        (
+            "transformers 5",
+            &bytes,
+            json!({"backend": "tokenizers", "is_local": true, "local_files_only": false,
+                "model_specific_special_tokens": {}, "response_template": null}),
+        ),
+    ] {
+        let mut all = batches.clone();
+        all.as_object_mut()
+            .unwrap()
+            .extend(config.as_object().unwrap().clone());
+        let said = refusal(json, &all);
+        assert_eq!(said, "", "{maker}");
     }
 }
 
