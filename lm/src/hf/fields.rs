@@ -14,7 +14,6 @@ const HARMLESS: &[&str] = &[
     "dtype",
     "expert_interval",
     "experts_implementation",
-    "initializer_range",
     "is_decoder",
     "is_llama_config",
     "output_attentions",
@@ -24,8 +23,6 @@ const HARMLESS: &[&str] = &[
     "problem_type",
     "quantization_config",
     "return_dict",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
     "tokenizer_class",
     "torch_dtype",
     "transformers.js_config",
@@ -34,6 +31,10 @@ const HARMLESS: &[&str] = &[
     "unsloth_version",
     "use_cache",
 ];
+
+/// Substrings of field names that matter only in training: dropouts, factors of auxiliary losses
+/// (`router_z_loss_coef`), noise of routers (`router_jitter_noise`), initial weights.
+const TRAINING: [&str; 4] = ["drop", "initializer", "jitter", "loss"];
 
 /// Substrings of field names that may affect the computation.
 const ARITHMETIC: &[&str] = &[
@@ -223,7 +224,7 @@ impl<'a> Fields<'a> {
             .filter(|(name, value)| {
                 !HARMLESS.contains(&name.as_str())
                     && !name.starts_with('_')
-                    && !name.contains("drop")
+                    && !TRAINING.iter().any(|part| name.contains(part))
                     && ARITHMETIC.iter().any(|part| name.contains(part))
                     && !is_neutral(name, value)
             })

@@ -336,7 +336,8 @@ fn what_changes_the_arithmetic_is_refused_by_name() {
         "chunk_size_feed_forward": 0, "compression_config": {}, "parallel_mode": "",
         "rope_scaling": null, "attn_logit_softcapping": null, "use_qk_norm": false,
         "residual_multiplier": 1.0, "shared_expert_intermediate_size": 0, "pretraining_tp": 2,
-        "_attn_implementation": "eager", "attention_dropout": 0.1, "my_note": "hello",
+        "_attn_implementation": "eager", "my_note": "hello", "attention_dropout": 0.1,
+        "router_z_loss_coef": 1e-3, "router_jitter_noise": 0.1, "initializer_factor": 0.5,
     })))
     .unwrap();
 }
