@@ -174,6 +174,7 @@ fn cargo(arguments: &[&str]) -> Result<()> {
 /// which only their own tests enable. A benchmark makes cargo select the features of development
 /// dependencies in the second run, too: both have the same dependencies, which are checked once.
 fn clippy() -> Result<()> {
+    // Twice, because code that only `proof` uses is unused in users' builds, which the second run sees.
     let as_users_build = "--exclude nvfp4-kernels --lib --bins --bench layers";
     for targets in ["--all-targets", as_users_build] {
         let mut command = workspace::cargo();

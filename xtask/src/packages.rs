@@ -220,6 +220,7 @@ fn check_together(published: &[&Member], folder: &Path, target: &Path) -> Result
     fs::write(folder.join("Cargo.toml"), manifest)?;
     fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
 
+    // Not `cargo check`: it denies warnings only by RUSTFLAGS, which compile all dependencies again.
     let mut command = workspace::cargo();
     command.args(["clippy", "--workspace", "--manifest-path"]);
     command
