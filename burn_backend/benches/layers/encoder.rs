@@ -5,7 +5,6 @@
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::{DType, FloatDType, Tensor};
-use burn_nn::attention::generate_autoregressive_mask;
 use burn_nn::transformer as burns;
 use burn_nvfp4::graph::GraphSteps;
 use burn_nvfp4::nn::transformer as ours;
@@ -39,19 +38,25 @@ trait Encoder: Module {
     fn features(&self, x: Tensor<3>) -> Tensor<3>;
 }
 
-impl Encoder for burns::TransformerEncoder {
-    fn features(&self, x: Tensor<3>) -> Tensor<3> {
-        let [batch, time, _] = x.dims();
-        let mask = generate_autoregressive_mask(batch, time, &x.device().without_autodiff());
-        self.forward(burns::TransformerEncoderInput::new(x).mask_attn(mask))
-    }
+/// Implements [`Encoder`] with the names of burn-nn, which both modules have.
+macro_rules! encoder {
+    ($($nn:ident)::+) => {
+        impl Encoder for $($nn)::+::transformer::TransformerEncoder {
+            fn features(&self, x: Tensor<3>) -> Tensor<3> {
+                use $($nn)::+::attention::generate_autoregressive_mask;
+                use $($nn)::+::transformer::TransformerEncoderInput;
+
+                let [batch, time, _] = x.dims();
+                let device = x.device().without_autodiff();
+                let mask = generate_autoregressive_mask(batch, time, &device);
+                self.forward(TransformerEncoderInput::new(x).mask_attn(mask))
+            }
+        }
+    };
 }
 
-impl Encoder for ours::TransformerEncoder {
-    fn features(&self, x: Tensor<3>) -> Tensor<3> {
-        self.forward(ours::TransformerEncoderInput::new(x).causal())
-    }
-}
+encoder!(burn_nn);
+encoder!(burn_nvfp4::nn);
 
 /// Times steps of burn-nn's encoder and of this crate's in several recipes.
 pub fn steps(bench: &mut Bench) {

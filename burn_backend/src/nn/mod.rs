@@ -33,12 +33,14 @@
 //! ```
 //! # #[cfg(feature = "flex")] {
 //! use burn_core::tensor::{Device, Tensor};
+//! use burn_nvfp4::nn::attention::generate_autoregressive_mask;
 //! use burn_nvfp4::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput};
 //!
 //! let device = Device::flex();
 //! let encoder = TransformerEncoderConfig::new(32, 64, 2, 1).init(&device);
 //! let x = Tensor::<3>::ones([1, 6, 32], &device);
-//! let y = encoder.forward(TransformerEncoderInput::new(x).causal());
+//! let mask = generate_autoregressive_mask(1, 6, &device);
+//! let y = encoder.forward(TransformerEncoderInput::new(x).mask_attn(mask));
 //! assert_eq!(y.dims(), [1, 6, 32]);
 //! # }
 //! ```

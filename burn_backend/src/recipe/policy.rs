@@ -40,13 +40,9 @@ impl LayerPolicy {
     /// Returns an error if a number is out of range.
     pub(super) fn check(&self) -> Result<(), Nvfp4Error> {
         match self {
-            Self::KeepLast { fraction } if !(*fraction > 0.0 && *fraction <= 1.0) => {
-                Err(Nvfp4Error::value(
-                    "layers",
-                    self.to_string(),
-                    "more than 0, at most 1",
-                ))
-            }
+            Self::KeepLast { fraction } if !(*fraction > 0.0 && *fraction <= 1.0) => Err(
+                Nvfp4Error::value("layers", self.to_string(), "more than 0, at most 1"),
+            ),
             _ => Ok(()),
         }
     }

@@ -275,7 +275,11 @@ impl GemmOperands {
         match (left.format, right.format) {
             (Nvfp4, Nvfp4) if left.rht != right.rht => Err(self.error(
                 0,
-                &format!("{}, the other {}", transformed(left.rht), transformed(right.rht)),
+                &format!(
+                    "{}, the other {}",
+                    transformed(left.rht),
+                    transformed(right.rht)
+                ),
                 "the same transform of both operands: otherwise it does not cancel",
             )),
             (MsEden, MsEden) if self.gemm == "fprop" => Err(self.error(

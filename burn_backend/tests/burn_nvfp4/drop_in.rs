@@ -1,5 +1,7 @@
 //! Modules with burn-nn's interface: the records, values and gradients of burn-nn's own modules.
 
+mod masks;
+
 use burn_core::module::{Module, ModuleMapper, Param, ParamGroup};
 use burn_core::tensor::{Bool, Device, Tensor, TensorData};
 use burn_nn::activation::ActivationConfig;
@@ -78,6 +80,12 @@ fn thirds(queries: usize, keys: usize, device: &Device) -> Tensor<3, Bool> {
     let hides = |at: usize| (at / keys + at % keys).is_multiple_of(3);
     let values: Vec<bool> = (0..BATCH * queries * keys).map(hides).collect();
     Tensor::from_data(TensorData::new(values, [BATCH, queries, keys]), device)
+}
+
+/// Sets the outputs of positions that are padding to 0.
+fn without_padding(x: Tensor<3>, padding: &Tensor<2, Bool>) -> Tensor<3> {
+    let shape = x.dims();
+    x.mask_fill(padding.clone().unsqueeze_dim::<3>(2).expand(shape), 0.0)
 }
 
 fn input(time: usize, seed: u64, device: &Device) -> Tensor<3> {
@@ -181,7 +189,6 @@ fn attentions(
     same(burns.init(device), ours.init(device))
 }
 
-/// Without masks and with `causal`, the kernels compute; with masks, Burn's operations.
 #[test]
 fn attention_replaces_burn_nns() {
     skip_where_small_only!();
@@ -200,13 +207,20 @@ fn attention_replaces_burn_nns() {
         let (x, memory) = (input(TIME, 1, &device), input(MEMORY, 2, &device));
         let own = || MhaInput::self_attn(x.clone());
         let burns_own = || burn_attention::MhaInput::self_attn(x.clone());
-        let triangle = generate_autoregressive_mask(BATCH, TIME, &device);
+        let triangle = burn_attention::generate_autoregressive_mask(BATCH, TIME, &device);
         let (pad, thirds_mask) = (padding(TIME, &device), thirds(TIME, TIME, &device));
         check("plain", own(), burns_own());
         let expected = burns_own().mask_attn(triangle.clone());
         check("causal", own().causal(), expected.clone());
+        let mask = generate_autoregressive_mask(BATCH, TIME, &device);
+        check(
+            "burn's name",
+            own().mask_attn(mask.clone()),
+            expected.clone(),
+        );
         check("triangle", own().mask_attn(triangle), expected.clone());
-        let masked = own().causal().mask_pad(pad.clone());
+        let triangle: Tensor<3, Bool> = mask.into();
+        let masked = own().mask_attn(triangle).mask_pad(pad.clone());
         check("causal, padded", masked, expected.mask_pad(pad.clone()));
         check(
             "masked",
@@ -375,18 +389,28 @@ fn encoders_replace_burn_nns() {
     for norm_first in [false, true] {
         let (burns, ours) = encoders(norm_first, &device);
         let own = || TransformerEncoderInput::new(x.clone());
-        let triangle = |time| generate_autoregressive_mask(BATCH, time, &device);
+        let ours_triangle = |time| generate_autoregressive_mask(BATCH, time, &device);
+        let triangle = |time| burn_attention::generate_autoregressive_mask(BATCH, time, &device);
         let expected = burns.forward(BurnInput::new(x.clone()));
         near("plain", ours.forward(own()), expected);
         let expected = burns.forward(BurnInput::new(x.clone()).mask_attn(triangle(TIME)));
-        near("causal", ours.forward(own().causal()), expected);
+        near("causal", ours.forward(own().causal()), expected.clone());
+        let found = own().mask_attn(ours_triangle(TIME));
+        near("burn's name", ours.forward(found), expected);
         let expected = BurnInput::new(x.clone()).mask_pad(pad.clone());
         let expected = burns.forward(expected.mask_attn(triangle(TIME)));
         let found = own().mask_pad(pad.clone()).mask_attn(triangle(TIME));
-        near("masked", ours.forward(found), expected);
+        near("masked", ours.forward(found), expected.clone());
+        let found = own().mask_pad(pad.clone()).mask_attn(ours_triangle(TIME));
+        let [found, expected] = [ours.forward(found), expected].map(|x| without_padding(x, &pad));
+        near("causal, padded", found, expected);
+        let mask = Some(ours_triangle(TIME));
+        let layer = ours.layers[0].forward(x.clone(), None, mask);
+        let expected = burns.layers[0].forward(x.clone(), None, Some(triangle(TIME)));
+        near("causal layer", layer, expected);
         let layer = ours.layers[0].forward(x.clone(), Some(pad.clone()), None);
         let expected = burns.layers[0].forward(x.clone(), Some(pad.clone()), None);
-        near("layer", layer, expected);
+        near("padded layer", layer, expected);
 
         let (mut cache, mut burns_cache) = (
             ours.new_autoregressive_cache(),
@@ -396,7 +420,7 @@ fn encoders_replace_burn_nns() {
             let (x, pad) = (first(&x, time), padding(time, &device));
             let found = TransformerEncoderInput::new(x.clone())
                 .mask_pad(pad.clone())
-                .mask_attn(triangle(time));
+                .mask_attn(ours_triangle(time));
             let found = ours.forward_autoregressive_inference(found, &mut cache);
             let expected = BurnInput::new(x).mask_pad(pad).mask_attn(triangle(time));
             let expected = burns.forward_autoregressive_inference(expected, &mut burns_cache);
@@ -431,7 +455,7 @@ fn decoders_replace_burn_nns() {
         near("plain", ours.forward(found), burns.forward(expected));
 
         let masked = |time| {
-            let triangle = generate_autoregressive_mask(BATCH, time, &device);
+            let triangle = burn_attention::generate_autoregressive_mask(BATCH, time, &device);
             let mask = thirds(time, MEMORY, &device);
             let (pad, memory_pad) = (padding(time, &device), padding(MEMORY, &device));
             let expected = BurnInput::new(first(&x, time), memory.clone())
@@ -463,9 +487,13 @@ fn decoders_replace_burn_nns() {
         let causal =
             |time| TransformerDecoderInput::new(first(&x, time), memory.clone()).target_causal();
         let whole = ours.forward(causal(TIME));
-        let expected = BurnInput::new(x.clone(), memory.clone())
-            .target_mask_attn(generate_autoregressive_mask(BATCH, TIME, &device));
+        let expected = BurnInput::new(x.clone(), memory.clone()).target_mask_attn(
+            burn_attention::generate_autoregressive_mask(BATCH, TIME, &device),
+        );
         near("causal", whole.clone(), burns.forward(expected));
+        let mask = generate_autoregressive_mask(BATCH, TIME, &device);
+        let found = TransformerDecoderInput::new(x.clone(), memory.clone()).target_mask_attn(mask);
+        near("burn's name", ours.forward(found), whole.clone());
         let mut cache = ours.new_autoregressive_cache();
         ours.forward_autoregressive_inference(causal(3), &mut cache);
         let found = ours.forward_autoregressive_inference(causal(TIME), &mut cache);
@@ -605,6 +633,9 @@ fn bad_inputs_are_named() {
     );
     let mask = thirds(TIME, MEMORY, &device);
     assert_eq!(refused(own().mask_attn(mask.clone())), "mask_attn");
+    let triangle = |batch, time| generate_autoregressive_mask(batch, time, &device);
+    assert_eq!(refused(own().mask_attn(triangle(BATCH, 1))), "mask_attn");
+    assert_eq!(refused(own().mask_attn(triangle(3, TIME))), "mask_attn");
 
     let (_, encoder) = encoders(false, &device);
     let bad = TransformerEncoderInput::new(x.clone()).mask_attn(mask.clone());
@@ -631,6 +662,8 @@ fn bad_inputs_are_named() {
         "memory"
     );
     assert_eq!(refused(whole().target_mask_attn(mask)), "target_mask_attn");
+    let bad = whole().memory_mask_attn(triangle(BATCH, TIME));
+    assert_eq!(refused(bad), "memory_mask_attn");
     let mut bad = decoder.clone();
     bad.layers[0].norm_3.beta = Some(short());
     assert_eq!(argument(bad.try_forward(whole())), "norm_3.beta");

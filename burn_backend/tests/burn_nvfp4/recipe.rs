@@ -212,9 +212,12 @@ fn illegal_combinations_say_why() {
         ("wgrad", "x after a transform of another", "16, 32", |r| {
             r.wgrad.x = r.wgrad.x.rht(24)
         }),
-        ("wgrad", "x after a transform of 32", "does not cancel", |r| {
-            r.wgrad.x = r.wgrad.x.rht(32)
-        }),
+        (
+            "wgrad",
+            "x after a transform of 32",
+            "does not cancel",
+            |r| r.wgrad.x = r.wgrad.x.rht(32),
+        ),
         ("wgrad", "x by four over six after", "no published", |r| {
             r.wgrad.x = r.wgrad.x.scale(BlockScaling::FourOverSix(ErrorNorm::Mae))
         }),

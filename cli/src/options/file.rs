@@ -77,7 +77,10 @@ pub(crate) fn unknown_option<'a>(key: &str, names: impl Iterator<Item = &'a str>
     let mut names: Vec<&str> = names.collect();
     names.sort_unstable();
     names.dedup();
-    anyhow::anyhow!("{key} is not an option; the options are {}", names.join(", "))
+    anyhow::anyhow!(
+        "{key} is not an option; the options are {}",
+        names.join(", ")
+    )
 }
 
 /// Parses the command line `arguments`, the program first, with the options of a `--config` file.

@@ -3,6 +3,7 @@
 use burn_core::tensor::{Bool, Device, Tensor};
 use nvfp4_formats::Nvfp4Error;
 
+use super::mask::AttentionMask;
 use crate::validate;
 
 /// Names of the arguments of an attention, for errors.
@@ -20,18 +21,27 @@ pub(in crate::nn) struct Names {
 pub(in crate::nn) struct Masks {
     /// True where a key is padding, `[batch, keys]`.
     pub pad: Option<Tensor<2, Bool>>,
-    /// True where a query must not see a key, `[batch, queries, keys]`.
-    pub attn: Option<Tensor<3, Bool>>,
+    /// Mask of queries and keys.
+    pub attn: Option<AttentionMask>,
     /// True if a query sees no later key. The last query sees the last key.
     pub causal: bool,
 }
 
 impl Masks {
+    /// True if no query sees a later key.
+    pub fn is_causal(&self) -> bool {
+        self.causal || matches!(self.attn, Some(AttentionMask::Causal { .. }))
+    }
+
     /// Returns the masks of the last `queries` queries.
     fn of_last(self, queries: usize) -> Self {
-        let attn = self.attn.map(|mask| match mask.dims() {
-            [_, 1, _] => mask,
-            [_, rows, _] => mask.narrow(1, rows - queries, queries),
+        let attn = self.attn.map(|mask| match mask {
+            AttentionMask::Tensor(mask) if mask.dims()[1] != 1 => {
+                let [_, rows, _] = mask.dims();
+                mask.narrow(1, rows - queries, queries).into()
+            }
+            // The last query sees the last key.
+            mask => mask,
         });
         Self { attn, ..self }
     }
@@ -56,9 +66,24 @@ impl Masks {
             fits(names.mask_pad, &mask.dims(), &[batch, keys])?;
             validate::same_device(of_query, (names.mask_pad, &mask.device()))?;
         }
-        if let Some(mask) = &self.attn {
-            fits(names.mask_attn, &mask.dims(), &[batch, queries, keys])?;
-            validate::same_device(of_query, (names.mask_attn, &mask.device()))?;
+        match &self.attn {
+            None => {}
+            Some(AttentionMask::Tensor(mask)) => {
+                fits(names.mask_attn, &mask.dims(), &[batch, queries, keys])?;
+                validate::same_device(of_query, (names.mask_attn, &mask.device()))?;
+            }
+            Some(AttentionMask::Causal {
+                batch: found, time, ..
+            }) => {
+                let is_batch = *found == batch || *found == 1;
+                if !is_batch || [*time; 2] != [queries, keys] {
+                    return Err(Nvfp4Error::shape(
+                        names.mask_attn,
+                        format!("a causal mask of [{found}, {time}, {time}]"),
+                        format!("[{batch}, {queries}, {keys}]; the batch may be 1"),
+                    ));
+                }
+            }
         }
         if self.causal && queries > keys {
             return Err(Nvfp4Error::shape(
@@ -125,17 +150,16 @@ impl MhaInput {
         self
     }
 
-    /// Sets the attention mask, `[batch, queries, keys]`: true where the query does not attend to
-    /// the key.
-    pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
-        self.masks.attn = Some(mask_attn);
+    /// Sets the attention mask: that of
+    /// [`generate_autoregressive_mask`](super::generate_autoregressive_mask), or a tensor
+    /// `[batch, queries, keys]`, true where the query does not attend to the key.
+    pub fn mask_attn(mut self, mask_attn: impl Into<AttentionMask>) -> Self {
+        self.masks.attn = Some(mask_attn.into());
         self
     }
 
     /// Hides later keys from each query: query `i` of `queries` sees key `j` of `keys` only if
-    /// `j <= i + keys - queries`. The same as a `mask_attn` from burn-nn's
-    /// `generate_autoregressive_mask`, but supported by the kernels. burn-nn's input does not have
-    /// it.
+    /// `j <= i + keys - queries`. burn-nn's input does not have it.
     pub fn causal(mut self) -> Self {
         self.masks.causal = true;
         self

@@ -1,15 +1,20 @@
 //! burn-nn's multi-head attention with projections in NVFP4.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use burn_core as burn;
 
 use burn_core::config::Config;
 use burn_core::module::Module;
-use burn_core::tensor::{Device, Tensor};
+use burn_core::tensor::{Bool, Device, Tensor};
 use burn_nn::{Dropout, Initializer};
 use nvfp4_formats::Nvfp4Error;
 
 use super::cache::MhaCache;
 use super::input::{Masks, MhaInput};
+use super::mask::AttentionMask;
+use super::padded::PackedKeys;
 use super::unfused::{UnfusedAttention, by_heads, to_rows};
 use crate::attention::{
     AttentionParams, MAX_HEAD, Sequences, try_attention, try_attention_qkv_with_amax,
@@ -85,6 +90,7 @@ impl MultiHeadAttentionConfig {
             d_k,
             min_float: self.min_float,
             quiet_softmax: self.quiet_softmax,
+            warned: Warned::default(),
         })
     }
 
@@ -128,6 +134,19 @@ pub struct MultiHeadAttention {
     /// True to add one to the denominator of the softmax.
     #[module(skip)]
     pub quiet_softmax: bool,
+    #[module(skip)]
+    warned: Warned,
+}
+
+/// True once a warning was emitted; shared by clones of a module.
+#[derive(Debug, Clone, Default)]
+struct Warned(Arc<AtomicBool>);
+
+impl Warned {
+    /// Returns true in the first call.
+    fn is_first(&self) -> bool {
+        !self.0.swap(true, Ordering::Relaxed)
+    }
 }
 
 /// Projected queries, keys and values.
@@ -144,6 +163,19 @@ enum Projected {
 }
 
 impl Projected {
+    /// Returns a tensor with the batch, positions and device of the queries.
+    fn query(&self) -> &Tensor<3> {
+        let (Self::Joined(x) | Self::Separate([x, ..])) = self;
+        x
+    }
+
+    /// Returns batch, queries and keys.
+    fn sizes(&self) -> [usize; 3] {
+        let (Self::Joined(x) | Self::Separate([_, x, _])) = self;
+        let ([batch, queries, _], [_, keys, _]) = (self.query().dims(), x.dims());
+        [batch, queries, keys]
+    }
+
     fn split(self) -> [Tensor<3>; 3] {
         match self {
             Self::Joined(qkv) => {
@@ -276,6 +308,8 @@ impl MultiHeadAttention {
             masks,
             ..
         } = input;
+        // Queries of self-attention without a cache are the keys.
+        let is_whole = key_value.is_none() && cache.is_none();
         let fixed = cache.as_ref().and_then(|cache| cache.fixed());
         let projected = match (fixed, key_value) {
             (Some([k, v]), _) => Projected::Separate([self.query.try_forward(query)?, k, v]),
@@ -297,52 +331,43 @@ impl MultiHeadAttention {
             }
             _ => projected,
         };
-        self.attend(projected, masks)
+        self.attend(projected, masks, is_whole)
     }
 
-    /// Computes the output from the projections, by the kernels if they support the case.
-    fn attend(&self, projected: Projected, masks: Masks) -> Result<MhaOutput, Nvfp4Error> {
-        let [batch, queries, _] = match &projected {
-            Projected::Joined(qkv) => qkv.dims(),
-            Projected::Separate([q, ..]) => q.dims(),
-        };
-        let (heads, d_model, rows) = (self.n_heads, self.d_model, batch * queries);
-        let unsupported = self.unsupported(&masks, &projected);
+    /// Computes the output from the projections, by the kernels if they support the case. The
+    /// queries `is_whole` are also the keys.
+    fn attend(
+        &self,
+        projected: Projected,
+        masks: Masks,
+        is_whole: bool,
+    ) -> Result<MhaOutput, Nvfp4Error> {
+        let [batch, queries, _] = projected.query().dims();
+        let heads = self.n_heads;
+        let unsupported = self.unsupported(&masks, &projected, is_whole);
         let attention = UnfusedAttention {
             params: AttentionParams {
-                causal: masks.causal,
+                causal: masks.is_causal(),
                 quiet_softmax: self.quiet_softmax,
                 ..AttentionParams::new(self.d_k)
             },
             masked: self.min_float,
             padding: masks.pad,
-            mask: masks.attn,
+            mask: masks.attn.and_then(AttentionMask::tensor),
         };
         let (mixed, weights) = match unsupported {
             Some(reason) => {
-                tracing::debug!(reason, "attention by Burn's operations");
+                match projected.query().is_tracked() && self.warned.is_first() {
+                    true => tracing::warn!(reason, "training attention by Burn's operations"),
+                    false => tracing::debug!(reason, "attention by Burn's operations"),
+                }
                 let operands = projected.split().map(|x| by_heads(x, heads));
                 let (mixed, weights) = attention.attend(operands, Some(&self.dropout));
                 (to_rows(mixed), Weights::Known(weights))
             }
             None => {
-                let sequences = Sequences::Equal(batch.max(1));
-                let mixed = match projected.clone() {
-                    Projected::Joined(qkv) => {
-                        let amax = self.output.next_spec().input_amax(qkv.is_tracked());
-                        let qkv = qkv.reshape([rows, 3 * d_model]);
-                        let (sizes, params) = ([heads; 2], attention.params);
-                        try_attention_qkv_with_amax(qkv, sizes, &sequences, None, params, amax)?
-                    }
-                    Projected::Separate(parts) => {
-                        let [q, k, v] = parts.map(|x| {
-                            let [batch, time, _] = x.dims();
-                            x.reshape([batch * time, heads, self.d_k])
-                        });
-                        let mixed = try_attention(q, k, v, &sequences, attention.params)?;
-                        mixed.reshape([rows, d_model])
-                    }
-                };
+                let (padding, params) = (attention.padding.clone(), attention.params);
+                let mixed = self.attend_fused(projected.clone(), padding, params)?;
                 let weights = Weights::Deferred {
                     projected,
                     attention,
@@ -353,19 +378,76 @@ impl MultiHeadAttention {
         };
         let context = self.output.try_forward(mixed)?;
         Ok(MhaOutput {
-            context: context.reshape([batch, queries, d_model]),
+            context: context.reshape([batch, queries, self.d_model]),
             weights,
         })
     }
 
+    /// Returns the mixed values, `[batch * queries, d_model]`, by the kernels.
+    fn attend_fused(
+        &self,
+        projected: Projected,
+        padding: Option<Tensor<2, Bool>>,
+        params: AttentionParams,
+    ) -> Result<Tensor<2>, Nvfp4Error> {
+        let (heads, d_model) = (self.n_heads, self.d_model);
+        let [batch, queries, keys] = projected.sizes();
+        let packed = padding
+            .map(|padding| PackedKeys::try_new(padding, [batch, queries, keys], params.causal))
+            .transpose()?;
+        let equal = Sequences::Equal(batch.max(1));
+        let sequences = packed.as_ref().map_or(&equal, |packed| &packed.sequences);
+        let pack = |x: Tensor<2>| match &packed {
+            Some(packed) => packed.pack(x),
+            None => Ok(x),
+        };
+        match projected {
+            Projected::Joined(qkv) => {
+                let amax = self.output.next_spec().input_amax(qkv.is_tracked());
+                // Of a copy in another order they would be computed in vain.
+                let amax = amax.filter(|_| packed.is_none());
+                let qkv = pack(qkv.reshape([batch * queries, 3 * d_model]))?;
+                let sizes = [heads; 2];
+                let mixed = try_attention_qkv_with_amax(qkv, sizes, sequences, None, params, amax)?;
+                match &packed {
+                    Some(packed) => packed.unpack(mixed),
+                    None => Ok(mixed),
+                }
+            }
+            Projected::Separate([q, k, v]) => {
+                let by_head = |x: Tensor<2>| {
+                    let [rows, _] = x.dims();
+                    x.reshape([rows, heads, self.d_k])
+                };
+                let q = by_head(q.reshape([batch * queries, d_model]));
+                let [k, v] = [k, v].map(|x| pack(x.reshape([batch * keys, d_model])));
+                let mixed = try_attention(q, by_head(k?), by_head(v?), sequences, params)?;
+                Ok(mixed.reshape([batch * queries, d_model]))
+            }
+        }
+    }
+
     /// Returns the reason why the kernels cannot compute the attention, if there is one.
-    fn unsupported(&self, masks: &Masks, projected: &Projected) -> Option<&'static str> {
-        let (Projected::Joined(x) | Projected::Separate([x, ..])) = projected;
-        let drops = drops(&self.dropout, &x.device());
+    fn unsupported(
+        &self,
+        masks: &Masks,
+        projected: &Projected,
+        is_whole: bool,
+    ) -> Option<&'static str> {
+        let is_padded = masks.pad.is_some();
+        let is_tensor = matches!(masks.attn, Some(AttentionMask::Tensor(_)));
+        let drops = drops(&self.dropout, &projected.query().device());
         let reasons = [
-            (masks.pad.is_some(), "mask_pad"),
-            (masks.attn.is_some(), "mask_attn"),
-            (drops, "dropout"),
+            (is_tensor, "a mask_attn that is a tensor"),
+            (
+                is_padded && masks.is_causal() && !is_whole,
+                "mask_pad of a causal attention with a cache or with separate keys",
+            ),
+            (
+                is_padded && !PackedKeys::supports(projected.sizes()),
+                "mask_pad of more than 256 sequences, or of none",
+            ),
+            (drops, "dropout of attention weights"),
             (self.d_k > MAX_HEAD, "heads wider than 256"),
         ];
         let found = reasons.into_iter().find(|(holds, _)| *holds);

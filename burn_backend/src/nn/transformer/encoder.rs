@@ -11,7 +11,9 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{add_sublayer, check_cache, norm_between, sublayers};
 use crate::functions::or_panic;
-use crate::nn::attention::{Masks, MhaCache, MhaInput, MultiHeadAttention, OutputCache};
+use crate::nn::attention::{
+    AttentionMask, Masks, MhaCache, MhaInput, MultiHeadAttention, OutputCache,
+};
 use crate::nn::{LayerNorm, Nvfp4FeedForward, ResidualStream, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
 
@@ -131,8 +133,8 @@ impl TransformerEncoderInput {
     }
 
     /// Sets the attention mask, `[batch, time, time]`; see [`MhaInput::mask_attn`].
-    pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
-        self.masks.attn = Some(mask_attn);
+    pub fn mask_attn(mut self, mask_attn: impl Into<AttentionMask>) -> Self {
+        self.masks.attn = Some(mask_attn.into());
         self
     }
 
@@ -257,7 +259,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<Tensor<3, Bool>>,
+        mask_attn: Option<AttentionMask>,
     ) -> Result<Tensor<3>, Nvfp4Error> {
         self.forward_masked(input, separate(mask_pad, mask_attn))
     }
@@ -268,7 +270,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<Tensor<3, Bool>>,
+        mask_attn: Option<AttentionMask>,
     ) -> Tensor<3> {
         let output = self.try_forward(input, mask_pad, mask_attn);
         or_panic("TransformerEncoderLayer::forward", output)
@@ -283,7 +285,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<Tensor<3, Bool>>,
+        mask_attn: Option<AttentionMask>,
         cache: &mut TransformerEncoderLayerAutoregressiveCache,
     ) -> Result<Tensor<3>, Nvfp4Error> {
         self.forward_cached(input, separate(mask_pad, mask_attn), cache)
@@ -296,7 +298,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<Tensor<3, Bool>>,
+        mask_attn: Option<AttentionMask>,
         cache: &mut TransformerEncoderLayerAutoregressiveCache,
     ) -> Tensor<3> {
         or_panic(
@@ -360,7 +362,7 @@ impl TransformerEncoderLayer {
 }
 
 /// Returns the masks of separate arguments.
-fn separate(pad: Option<Tensor<2, Bool>>, attn: Option<Tensor<3, Bool>>) -> Masks {
+fn separate(pad: Option<Tensor<2, Bool>>, attn: Option<AttentionMask>) -> Masks {
     Masks {
         pad,
         attn,

@@ -3,9 +3,7 @@
 //! or experts, and rotary positions.
 //!
 //! - Masks and dropout determine whether the kernels or Burn's operations compute attention
-//!   ([list](super::attention#flash-attention)). For a causal model use
-//!   [`TransformerEncoderInput::causal`] or [`TransformerDecoderInput::target_causal`] instead of a
-//!   mask.
+//!   ([list](super::attention#flash-attention)).
 //! - The `recipe` of a configuration is that of all layers. A recipe that exempts layers
 //!   (`high_precision`, `layers`) is applied to the whole model by
 //!   [`Nvfp4Recipe::apply`](crate::Nvfp4Recipe::apply).
