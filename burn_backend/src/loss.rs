@@ -243,7 +243,7 @@ pub fn embedding(table: Tensor<2>, ids: Tensor<1, Int>, dtype: FloatDType) -> Te
 
 /// Returns an error if `targets` and `params` do not match `rows` rows of `vocab` classes;
 /// `argument` names the argument for messages.
-fn check_targets(
+pub(crate) fn check_targets(
     like: &Tensor<2>,
     argument: &'static str,
     targets: &Tensor<1, Int>,

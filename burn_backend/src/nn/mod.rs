@@ -24,9 +24,10 @@
 //!   of [`transformer`]. Their configurations also have a `recipe`,
 //!   [`Nvfp4Recipe::new`](crate::Nvfp4Recipe::new) by default, and feature sizes must be multiples of
 //!   16;
-//! - in high precision: [`LayerNorm`], [`RmsNorm`] and [`Embedding`].
+//! - in high precision: [`LayerNorm`], [`RmsNorm`], [`Embedding`] and
+//!   [`CrossEntropyLoss`](loss::CrossEntropyLoss).
 //!
-//! All other names are burn-nn's own modules, in high precision: losses, convolutions, recurrent
+//! All other names are burn-nn's own modules, in high precision: other losses, convolutions, recurrent
 //! layers, dropout, activations ([`activation`], with burn-nn's `SwiGlu`), positions and
 //! `CrossAttention`.
 //!
@@ -56,6 +57,7 @@ mod input_norm;
 mod layer_norm_linear;
 mod layer_norm_mlp;
 mod linear;
+pub mod loss;
 mod moe;
 pub mod norm;
 mod operand_weight;

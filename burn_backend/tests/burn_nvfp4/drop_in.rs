@@ -1,5 +1,6 @@
 //! Modules with burn-nn's interface: the records, values and gradients of burn-nn's own modules.
 
+mod losses;
 mod masks;
 
 use burn_core::module::{Module, ModuleMapper, Param, ParamGroup};
@@ -570,7 +571,7 @@ fn other_names_are_burn_nns() {
     assert_eq!(values(dropped.forward(x.clone())), values(x.clone()));
     let rotated = nn::RotaryEncodingConfig::new(TIME, WIDTH).init(&device);
     assert_eq!(rotated.forward(x.clone()).dims(), x.dims());
-    let _: nn::loss::CrossEntropyLoss = nn::loss::CrossEntropyLossConfig::new().init(&device);
+    let _: burn_nn::loss::MseLoss = nn::loss::MseLoss::new();
     let batch: burn_nn::BatchNorm = nn::norm::BatchNormConfig::new(TIME).init(&device);
     assert_eq!(batch.forward(x.clone()).dims(), x.dims());
 }
