@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::norm::{check_epsilon, check_factors, try_norm_for};
 use super::{LayerNorm, Nvfp4Linear, RmsNorm, cast};
 use crate::functions::or_panic;
-use crate::layers::NormParameters;
+use crate::layers::{NormAmax, NormParameters, try_norm};
 use crate::ops::layers::Norm;
 
 /// Kind of a norm; TransformerEngine's `normalization`.
@@ -81,7 +81,8 @@ impl InputNorm {
     /// # Errors
     /// Same as [`try_layer_norm`](crate::functions::try_layer_norm).
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        self.try_forward_for(None, |parameter| parameter, x)
+        let parameters = self.parameters(|parameter| parameter);
+        Ok(try_norm(x, None, parameters, NormAmax::default())?.1)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
@@ -94,12 +95,17 @@ impl InputNorm {
     /// output: computes the amax values in the same pass. `value` maps the values of γ and β.
     pub(super) fn try_forward_for<const D: usize>(
         &self,
-        next: Option<&Nvfp4Linear>,
+        next: &Nvfp4Linear,
         value: impl Fn(Tensor<1>) -> Tensor<1>,
         x: Tensor<D>,
     ) -> Result<Tensor<D>, Nvfp4Error> {
+        try_norm_for(next, x, self.parameters(value))
+    }
+
+    /// Returns the parameters, whose values `value` maps.
+    fn parameters(&self, value: impl Fn(Tensor<1>) -> Tensor<1>) -> NormParameters {
         let gamma = value(self.gamma.val());
-        let parameters = NormParameters {
+        NormParameters {
             norm: match self.settings.kind {
                 NormKind::LayerNorm => Norm::Layer,
                 NormKind::RmsNorm => Norm::Rms,
@@ -111,8 +117,7 @@ impl InputNorm {
             },
             beta: self.beta.as_ref().map(|beta| value(beta.val())),
             epsilon: self.settings.epsilon,
-        };
-        try_norm_for(next, x, parameters)
+        }
     }
 
     /// Returns an error if the norm, the field `norm` of a module, does not accept `x`.

@@ -124,8 +124,7 @@ impl LayerNormLinear {
     ) -> Result<(Tensor<D>, Tensor<D>), Nvfp4Error> {
         self.linear.check(&x)?;
         self.norm.check(&x)?;
-        let next = Some(&self.linear);
-        let normed = self.norm.try_forward_for(next, |value| value, x)?;
+        let normed = (self.norm).try_forward_for(&self.linear, |value| value, x)?;
         Ok((self.linear.try_forward(normed.clone())?, normed))
     }
 }

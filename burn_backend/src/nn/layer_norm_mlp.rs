@@ -159,7 +159,7 @@ impl LayerNormMlp {
         let names = ["linear_outer.weight", "linear_outer.bias"];
         check_pair(inner, (names, outer), self.activation, &x)?;
         self.norm.check(&x)?;
-        let normed = (self.norm).try_forward_for(Some(inner), |value| value, x)?;
+        let normed = (self.norm).try_forward_for(inner, |value| value, x)?;
         let (x, dims) = rows(normed.clone());
         let settings = (self.activation, self.recompute);
         let y = feed_forward_of((inner, outer), settings, x)?;

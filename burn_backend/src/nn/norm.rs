@@ -15,7 +15,7 @@ use nvfp4_formats::Nvfp4Error;
 pub use burn_nn::norm::*;
 
 use super::Nvfp4Linear;
-use crate::functions::{or_panic, try_rms_norm};
+use crate::functions::{or_panic, try_layer_norm, try_rms_norm};
 use crate::layers::{NormAmax, NormParameters, try_norm};
 use crate::ops::layers::Norm;
 use crate::validate;
@@ -206,11 +206,14 @@ fn try_norm_stream(
 /// Normalizes `x` for the layer `next`: computes the amax values with which it quantizes its input
 /// in the pass that writes the norm.
 pub(super) fn try_norm_for<const D: usize>(
-    next: Option<&Nvfp4Linear>,
+    next: &Nvfp4Linear,
     x: Tensor<D>,
     parameters: NormParameters,
 ) -> Result<Tensor<D>, Nvfp4Error> {
-    let neighbours = Neighbours { before: None, next };
+    let neighbours = Neighbours {
+        before: None,
+        next: Some(next),
+    };
     let amax = neighbours.amax(&x, None, &parameters);
     Ok(try_norm(x, None, parameters, amax)?.1)
 }
@@ -342,9 +345,10 @@ impl LayerNorm {
     /// Normalizes `x`, `[..., width]`, to the same shape and dtype.
     ///
     /// # Errors
-    /// Same as [`try_layer_norm`](crate::functions::try_layer_norm).
+    /// Same as [`try_layer_norm`].
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        try_norm_for(None, x, self.parameters())
+        let beta = self.beta.as_ref().map(|beta| beta.val());
+        try_layer_norm(x, self.gamma.val(), beta, self.epsilon)
     }
 
     /// Adds the [pending term](ResidualStream) to the residual stream in the pass that normalizes

@@ -95,7 +95,7 @@ impl TensorParallelLayerNormLinear {
         self.linear.check(&x)?;
         self.norm.check(&x)?;
         let replicated = |value| self.parallel.replicated(value);
-        let next = Some(&self.linear.linear);
+        let next = &self.linear.linear;
         let normed = self.norm.try_forward_for(next, replicated, x)?;
         Ok((self.linear.try_forward(normed.clone())?, normed))
     }
@@ -181,7 +181,7 @@ impl TensorParallelLayerNormMlp {
         check_pair(pair, names, self.activation, &x)?;
         self.norm.check(&x)?;
         let replicated = |value| self.parallel.replicated(value);
-        let next = Some(&self.linear_inner.linear);
+        let next = &self.linear_inner.linear;
         let normed = self.norm.try_forward_for(next, replicated, x)?;
         let (x, dims) = rows(normed.clone());
         let y = feed_forward_of(pair, (self.activation, self.recompute), x)?;
