@@ -11,7 +11,8 @@
 //! - [`functions`] are these operations on plain tensors, and [`experts`] those on tokens sorted by
 //!   expert.
 //! - [`loss`] contains the cross entropy, with or without the output head, and embeddings.
-//! - `decorate` (features `cpu` and `cuda`) routes the linear layers of unmodified models.
+//! - [`decorate`](mod@decorate) routes the linear layers of unmodified models. It needs the feature
+//!   `cpu` or `cuda`.
 //! - [`quantize`](mod@quantize) packs the linear weights of a model for inference.
 //! - `checkpoint` (feature `train`) adds that state to the checkpoints of burn-train.
 //! - [`parallel`] trains on several ranks: data parallelism, FSDP and differentiable collectives.
@@ -72,6 +73,9 @@ pub mod checkpoint;
 pub mod decode;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub mod decorate;
+#[cfg(not(any(feature = "cpu", feature = "cuda")))]
+#[path = "decorate_missing.rs"]
+pub mod decorate;
 pub mod experts;
 pub mod functions;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
@@ -94,7 +98,6 @@ mod survey;
 mod validate;
 mod whole;
 
-#[cfg(any(feature = "cpu", feature = "cuda"))]
 pub use decorate::{Decorator, Nvfp4Report, decorate};
 pub use experts::ExpertOffsets;
 pub use functions::Nvfp4Tensor;

@@ -14,7 +14,7 @@
 use std::env;
 use std::error::Error;
 
-use training::{compare, install};
+use training::compare;
 
 mod shapes;
 #[cfg(test)]
@@ -72,7 +72,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let options = Options::parse(env::args().skip(1))?;
     if options.decorate {
-        install()?;
+        nvfp4::decorate::install()?;
     }
     let Options {
         model,

@@ -137,38 +137,15 @@ pub fn compare<B: Example, N: Example>(
     Ok(())
 }
 
-#[cfg(any(feature = "cpu", feature = "cuda"))]
 fn decorated<E: Example>(model: E) -> Result<E, Box<dyn Error>> {
     let model = nvfp4::decorate(model, &nvfp4::Nvfp4Recipe::new())?;
     assign_layer_ids(&model);
     Ok(model)
 }
 
-#[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn decorated<E: Example>(_: E) -> Result<E, Box<dyn Error>> {
-    unreachable!("`install` returned an error")
-}
-
-#[cfg(any(feature = "cpu", feature = "cuda"))]
 fn run_decorated<E: Example>(model: E, settings: &Settings) -> Result<(), Box<dyn Error>> {
     let model = run(model, "NVFP4", settings)?;
     let report = nvfp4::decorate::report(&model)?;
     print!("{report}");
     Ok(report.check()?)
-}
-
-#[cfg(not(any(feature = "cpu", feature = "cuda")))]
-fn run_decorated<E: Example>(_: E, _: &Settings) -> Result<(), Box<dyn Error>> {
-    unreachable!("`install` returned an error")
-}
-
-/// Prepares the process for [`run_decorated`]; call it before the first tensor.
-#[cfg(any(feature = "cpu", feature = "cuda"))]
-pub fn install() -> Result<(), Box<dyn Error>> {
-    Ok(nvfp4::decorate::install()?)
-}
-
-#[cfg(not(any(feature = "cpu", feature = "cuda")))]
-pub fn install() -> Result<(), Box<dyn Error>> {
-    Err("--decorate needs a build with --features cuda".into())
 }

@@ -37,8 +37,9 @@ use nvfp4_formats::{BLOCK, Nvfp4Error};
 
 pub use report::{Kept, KeptParameter, PackedLayer, QuantizeReport};
 
+use crate::decorate;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
-use crate::decorate::{self, packed::Route};
+use crate::decorate::packed::Route;
 use crate::nn::{Activations, PackedParameter};
 use crate::survey::{Found, LeftAlone, Selection, Surveyed};
 use crate::validate;
@@ -123,11 +124,11 @@ impl QuantizeConfig {
 /// # Burn's own layers
 ///
 /// On a CubeCL device with Burn's fusion, the kernels of this project run the GEMMs of
-/// `burn_nn::Linear`, as in a decorated model (`decorate` lists the conditions): call
-/// `decorate::install` before the first tensor. A missed GEMM is NaN, and the next forward panics
-/// with the name of the layer. On Flex, or if `install` came too late, such a layer dequantizes its
-/// weight in each forward, multiplies in the dtype of its input, and frees the values; its inputs
-/// cannot be quantized there.
+/// `burn_nn::Linear`, as in a decorated model ([`decorate`](decorate::decorate) lists the
+/// conditions): call [`decorate::install`] before the first tensor. A missed GEMM is NaN, and the
+/// next forward panics with the name of the layer. On Flex, or if `install` came too late, such a
+/// layer dequantizes its weight in each forward, multiplies in the dtype of its input, and frees the
+/// values; its inputs cannot be quantized there.
 ///
 /// # Errors
 /// Returns an error if the model has no linear layer that can be packed, a parameter has a
@@ -204,10 +205,7 @@ pub fn quantize_calibrated<M: Module>(
 /// dtype. Also removes other reparameterizations, as `Module::materialize` does; use it instead of
 /// that, which sees only the marks of Burn's own layers on a CubeCL device.
 pub fn dequantize<M: Module>(model: M) -> M {
-    #[cfg(any(feature = "cpu", feature = "cuda"))]
-    return decorate::undecorate(model);
-    #[cfg(not(any(feature = "cpu", feature = "cuda")))]
-    model.materialize()
+    decorate::undecorate(model)
 }
 
 /// Packs the weights of `model`. Also returns the packed weights, by the path of their layer.
