@@ -44,7 +44,7 @@ impl CrossEntropyLossConfig {
             ));
         }
         let mut weights = self.weights.iter().flatten();
-        if let Some(weight) = weights.find(|weight| !(**weight > 0.0)) {
+        if let Some(weight) = weights.find(|weight| weight.is_nan() || **weight <= 0.0) {
             let expected = "positive numbers";
             return Err(Nvfp4Error::value("weights", weight.to_string(), expected));
         }
@@ -75,12 +75,15 @@ impl CrossEntropyLossConfig {
 #[derive(Module, Debug)]
 pub struct CrossEntropyLoss {
     /// Targets whose rows are ignored.
+    #[module(skip)]
     pub pad_tokens: Option<Vec<usize>>,
     /// Factor of the loss of each class, `[classes]`.
     pub weights: Option<Tensor<1>>,
     /// Label smoothing: share of the probability that is spread over all classes.
+    #[module(skip)]
     pub smoothing: Option<f32>,
     /// True if the input is logits, false if it is probabilities.
+    #[module(skip)]
     pub logits: bool,
 }
 
