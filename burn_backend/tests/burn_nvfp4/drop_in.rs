@@ -2,6 +2,7 @@
 
 mod losses;
 mod masks;
+mod records;
 
 use burn_core::module::{Module, ModuleMapper, Param, ParamGroup};
 use burn_core::tensor::{Bool, Device, Tensor, TensorData};
@@ -110,9 +111,24 @@ fn linears_and_gates_replace_burn_nns() {
             .with_layout(layout)
             .with_bias(bias);
         assert_eq!(ours.initializer, burns.initializer);
-        let ours: Linear = ours.init(&device);
-        let (burns, ours) = same(burns.init(&device), ours);
+        let (new_burns, new_ours): (_, Linear) = (burns.init(&device), ours.init(&device));
+        let (burns, ours) = same(burns.init(&device), ours.init(&device));
         near("linear", ours.forward(x.clone()), burns.forward(x.clone()));
+        // A new layer with the record of the other.
+        let new_burns = new_burns.load_record(saved(ours.clone()));
+        let new_ours = new_ours.load_record(saved(burns.clone()));
+        exempt().apply(&new_ours).unwrap();
+        let (weight, expected) = (values(ours.weight.val()), values(burns.weight.val()));
+        assert_eq!(weight, expected);
+        assert_eq!(values(new_burns.weight.val()), expected);
+        assert_eq!(values(new_ours.weight.val()), expected);
+        let expected = burns.forward(x.clone());
+        near(
+            "loaded by Burn",
+            new_burns.forward(x.clone()),
+            expected.clone(),
+        );
+        near("loaded", new_ours.forward(x.clone()), expected);
         // Burn 0.22 loads a weight in columns only into a layer that has no value yet, as in `same`.
         let loads_again = matches!(layout, LinearLayout::Row);
         match loads_again {
@@ -126,10 +142,17 @@ fn linears_and_gates_replace_burn_nns() {
         let ours = SwiGluConfig::new(WIDTH, HIDDEN)
             .with_layout(layout)
             .with_bias(bias);
+        let new_burns = burns.init(&device);
         let ours: SwiGlu = ours.init(&device);
         let (burns, ours) = same(burns.init(&device), ours);
         let expected = burns.forward(x.clone());
         near("swiglu", ours.forward(x.clone()), expected.clone());
+        let new_burns = new_burns.load_record(saved(ours.clone()));
+        near(
+            "loaded by Burn",
+            new_burns.forward(x.clone()),
+            expected.clone(),
+        );
         match loads_again {
             true => assert_same_record(ours.clone(), burns),
             false => assert_eq!(bytes(ours.clone()), bytes(burns)),
