@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use nvfp4::state::assign_layer_ids;
 
 use super::*;
-use training::{Example, Settings, train};
+use training::{Example, Settings, show, train};
 
 /// Trains a tiny model in NVFP4 for a few steps. Its loss on a fixed batch must fall below `factor`
 /// times what it was.
@@ -37,10 +37,24 @@ fn diffusion() {
     let model = trained::<nvfp4_layers::diffusion::Flux>(0.7);
     let folder = env::temp_dir().join(format!("nvfp4-models-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    model.valid().show(&folder.join("samples")).unwrap();
-    let image = std::fs::read(folder.join("samples.ppm")).unwrap();
-    assert_eq!(image.len(), "P6 256 256 255\n".len() + 256 * 256 * 3);
+    let (packed, report) = training::packed(&model).unwrap();
+    let [before, after] =
+        [("samples", &model.valid()), ("packed", &packed)].map(|(name, model)| {
+            show(model, &folder.join(name)).unwrap();
+            std::fs::read(folder.join(name).with_extension("ppm")).unwrap()
+        });
     std::fs::remove_dir_all(folder).unwrap();
+    assert_eq!(before.len(), "P6 256 256 255\n".len() + 256 * 256 * 3);
+    // The same noise becomes almost the same images.
+    let distances = before
+        .iter()
+        .zip(&after)
+        .map(|(a, b)| a.abs_diff(*b) as f32);
+    let distance = distances.sum::<f32>() / before.len() as f32;
+    assert!(distance > 0.0 && distance < 20.0, "{distance} of 255");
+    let kept: Vec<_> = report.kept.iter().map(|kept| &kept.path[..]).collect();
+    assert_eq!(kept, ["words.weight", "positions", "head"]);
+    assert!(4 * report.bytes() < report.bytes_before(), "{report}");
 }
 
 #[test]

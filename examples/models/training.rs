@@ -12,6 +12,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use nvfp4::optim::AdamWConfig;
 use nvfp4::state::assign_layer_ids;
+use nvfp4::{QuantizeConfig, QuantizeReport, quantize};
 
 /// Size of a model and of its training.
 #[derive(Clone, Copy)]
@@ -98,12 +99,23 @@ fn run<E: Example>(model: E, name: &str, settings: &Settings) -> Result<E, Box<d
     let seconds = start.elapsed().as_secs_f64();
     let last = &losses[losses.len() - losses.len().div_ceil(20)..];
     let last = last.iter().sum::<f32>() / last.len() as f32;
-    let shown = model.valid().show(Path::new(name))?;
+    let shown = show(&model.valid(), Path::new(name))?;
     println!(
         "{name:5}  loss {:.4} -> {last:.4} in {seconds:.0} s; {shown}",
         losses[0]
     );
     Ok(model)
+}
+
+/// Applies a trained model, always with the same random numbers.
+pub fn show<E: Example>(model: &E, name: &Path) -> Result<String, Box<dyn Error>> {
+    model.device().seed(1);
+    model.show(name)
+}
+
+/// Packs the weights of a trained model for inference. Returns it with what was packed.
+pub fn packed<E: Example>(model: &E) -> Result<(E, QuantizeReport), Box<dyn Error>> {
+    Ok(quantize(model.valid(), &QuantizeConfig::new())?)
 }
 
 /// Trains `B`, which has the layers of burn-nn, in f32, and `N` or a decorated `B` in NVFP4.
@@ -133,7 +145,10 @@ pub fn compare<B: Example, N: Example>(
     let model = N::new(&settings, &device).load_record(start()?);
     // The random bits of a layer then depend only on its place in the model.
     assign_layer_ids(&model);
-    run(model, "NVFP4", &settings)?;
+    let model = run(model, "NVFP4", &settings)?;
+    let (model, report) = packed(&model)?;
+    println!("packed {}", show(&model, Path::new("packed"))?);
+    print!("{report}");
     Ok(())
 }
 
