@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures PyTorch on the same work and GPU: training steps, attention, layers.
 
-Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [mlp] [finetune] [--json FILE]
+Usage: pytorch_step.py [steps] [attention] [layers] [moe] [encoder] [flux] [mlp] [finetune] [--json FILE]
 
 The baseline is the fastest that a user would pick: `torch.compile`, the fastest spelling of the heads
 and backend of SDPA for each shape, fused AdamW, bf16 autocast over f32 master weights, gradients
@@ -326,37 +326,114 @@ def moe(tokens=16384, width=2048, hidden=1408, experts=16, top_k=2):
         yield {"layer": name, "forward_ms": forward, "both_ms": best(both, 20)}
 
 
+def steps_of(build):
+    """Times and memory of a step by mode of `torch.compile`: forward, backward, AdamW in bf16 autocast.
+
+    `build` returns a model and a function of the compiled model that returns its features.
+    """
+    row = {}
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.manual_seed(0)
+        model, features = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        compiled = torch.compile(model, mode=mode)
+
+        def run():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = features(compiled).float().square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        for _ in range(5):
+            run()
+        row[f"{mode}_ms"] = best(run, 10)
+        row[f"{mode}_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        del model, features, compiled, optimizer, run
+    return row
+
+
 def encoder(sizes=((768, 12, 12, 16, 1024), (4096, 1, 32, 16, 512))):
-    """A step of `torch.nn.TransformerEncoder`: forward with a causal mask, backward, AdamW."""
+    """A step of `torch.nn.TransformerEncoder`, with a causal mask."""
     for width, blocks, heads, batch, time_ in sizes:
-        row = {"encoder": f"{width} x {blocks}"}
-        for mode in ("default", "reduce-overhead"):
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            torch.manual_seed(0)
+
+        def build():
             layer = nn.TransformerEncoderLayer(
                 width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
             )
             model = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False).cuda()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             x = torch.randn(batch, time_, width, device="cuda", dtype=torch.bfloat16)
             mask = nn.Transformer.generate_square_subsequent_mask(time_, device="cuda")
-            compiled = torch.compile(model, mode=mode)
+            return model, lambda compiled: compiled(x, mask=mask, is_causal=True)
 
-            def run():
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    loss = compiled(x, mask=mask, is_causal=True).float().square().sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+        yield {"encoder": f"{width} x {blocks}", **steps_of(build)}
 
-            for _ in range(5):
-                run()
-            row[f"{mode}_ms"] = best(run, 10)
-            row[f"{mode}_reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        yield row
+
+class FluxStream(nn.Module):
+    """Layers of one stream of a block: modulation, attention's projections, feed-forward."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.modulation = nn.Linear(width, 6 * width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width)
+        self.qk_norms = nn.ModuleList(nn.RMSNorm(width // heads, eps=1e-5) for _ in range(2))
+        self.output = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def heads_of(self, x, parts):
+        """Queries, keys and values, [batch, heads, tokens, head size] each."""
+        batch, tokens, _ = x.shape
+        x = self.norms[0](x) * (parts[1] + 1) + parts[0]
+        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.qk_norms[0](q).to(v.dtype), self.qk_norms[1](k).to(v.dtype), v
+
+    def finish(self, x, attended, parts):
+        x = x + self.output(attended) * parts[2]
+        y = self.norms[1](x) * (parts[4] + 1) + parts[3]
+        return x + self.feed_forward(y) * parts[5]
+
+
+class FluxBlock(nn.Module):
+    """Streams of text and of patches with joint attention, modulated by a condition."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.streams = nn.ModuleList(FluxStream(width, heads) for _ in range(2))
+
+    def forward(self, text, patches, condition):
+        condition = F.silu(condition)
+        parts = [s.modulation(condition)[:, None].chunk(6, dim=-1) for s in self.streams]
+        streams = list(zip(self.streams, (text, patches), parts))
+        each = [stream.heads_of(x, part) for stream, x, part in streams]
+        q, k, v = (torch.cat(both, dim=2) for both in zip(*each))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        attended = mixed.split([text.shape[1], patches.shape[1]], dim=1)
+        found = [stream.finish(x, y, part) for (stream, x, part), y in zip(streams, attended)]
+        # The residual stream is bf16, as in the crate.
+        return torch.cat(found, dim=1).to(text.dtype)
+
+
+def flux(width=3072, heads=24, text=512, patches=3584):
+    """A step of one block of a diffusion transformer like FLUX."""
+
+    def build():
+        model = FluxBlock(width, heads).cuda()
+        inputs = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((1, text, width), (1, patches, width), (1, width))
+        ]
+        return model, lambda compiled: compiled(*inputs)
+
+    yield {"flux": f"{width}, {text} + {patches} tokens", **steps_of(build)}
 
 
 def finetune(folder, batch=4, length=2048, rank=16):
@@ -416,6 +493,7 @@ def main():
         "layers": layers,
         "moe": moe,
         "encoder": encoder,
+        "flux": flux,
         "mlp": mlp,
         "finetune": lambda: finetune(arguments.folder),
     }

@@ -6,13 +6,11 @@
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::{DType, FloatDType, Tensor};
 use burn_nn::transformer as burns;
-use burn_nvfp4::graph::GraphSteps;
 use burn_nvfp4::nn::transformer as ours;
-use burn_nvfp4::optim::{AdamW, AdamWConfig};
 use burn_nvfp4::{Nvfp4Recipe, state::assign_layer_ids};
-use burn_optim::GradientsParams;
 
 use crate::harness::Bench;
+use crate::step;
 
 /// Prefix of the names of its settings.
 pub const SETTING: &str = "encoder";
@@ -160,38 +158,8 @@ fn time<E: Encoder>(
     model: E,
     is_graph: bool,
 ) {
-    if is_graph && !bench.is_cube() {
-        return;
-    }
-    bench.release();
-    let device = bench.device.clone();
     let x = bench.constant([size.batch, size.time, size.width], bench.activation());
-    let mut graph = None;
-    let mut optimizer = AdamWConfig::default().try_init().expect("valid defaults");
-    let mut model = Some(model);
-    bench.time(setting, name, || {
-        if is_graph && graph.is_none() {
-            let model = model.as_ref().expect("each step puts it back");
-            graph = Some(GraphSteps::begin(model, &device).expect("a free device"));
-        }
-        optimizer.begin_step(1e-4, &device).expect("a device");
-        let mut step = || {
-            let before = model.take().expect("each step puts it back");
-            model = Some(train_step(before, &mut optimizer, x.clone()));
-        };
-        match &mut graph {
-            Some(graph) => drop(graph.step(step).expect("a step that can be captured")),
-            None => step(),
-        }
+    step::time(bench, [setting, name], model, is_graph, |model| {
+        model.features(x.clone())
     });
-}
-
-fn train_step<E: Encoder>(model: E, optimizer: &mut AdamW, x: Tensor<3>) -> E {
-    let features = model.features(x).cast(FloatDType::F32);
-    // Rows first: Burn sums all elements in one cube.
-    let loss = features.square().sum_dim(2).sum();
-    let gradients = GradientsParams::from_grads(loss.backward(), &model);
-    optimizer
-        .try_step_begun(model, gradients)
-        .expect("gradients of the model")
 }

@@ -4,8 +4,9 @@
 //!
 //! `cargo bench -p burn-nvfp4 --features cuda --bench layers`. A filter after `--` is a part of
 //! `setting/name`, such as `-- linear` or `-- nvidia`. Encoders are measured only with a filter that
-//! begins with `encoder`, the parts of a linear layer only with one that begins with `presets`
-//! (about 60 s on a GPU), and the MLP of Llama 70B only with one that begins with `mlp` (about 30 s).
+//! begins with `encoder`, a block of a diffusion transformer only with `flux`, the parts of a linear
+//! layer only with one that begins with `presets` (about 60 s on a GPU), and the MLP of Llama 70B only
+//! with one that begins with `mlp` (about 30 s).
 //! Decorated layers and encoders are measured only with a filter that begins
 //! with `four layers` or `decorated encoder`, and then alone. `NVFP4_BENCH_DEVICE` is `cuda` (the
 //! default if it is built), `cpu` or `flex`; the last two run at tiny sizes as a smoke test. With
@@ -23,6 +24,7 @@ mod b200;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod decorated;
 mod encoder;
+mod flux;
 mod harness;
 mod linear;
 mod mlp;
@@ -30,6 +32,7 @@ mod moe;
 mod presets;
 #[path = "../../../cube_kernels/benches/common/results.rs"]
 mod results;
+mod step;
 
 use harness::Bench;
 
@@ -48,6 +51,9 @@ fn measure(bench: &mut Bench) {
     }
     if bench.asks_for(encoder::SETTING) {
         return encoder::steps(bench);
+    }
+    if bench.asks_for(flux::SETTING) {
+        return flux::steps(bench);
     }
     if bench.asks_for(presets::SETTING) {
         return presets::parts(bench);

@@ -12,8 +12,9 @@ use super::tables;
 type Make = fn(&Part) -> Result<Value>;
 
 /// Part, results file and function of each table.
-const TABLES: [(&str, &str, Make); 10] = [
+const TABLES: [(&str, &str, Make); 11] = [
     ("encoder", "encoder", encoder),
+    ("flux", "flux", flux),
     ("step", "step-fastest", step),
     ("kernels", "kernels", tables::kernels),
     ("kernels", "per-token-sweep", tables::per_token),
@@ -170,11 +171,13 @@ pub fn rows<'a>(figures: &'a Value, name: &str) -> Result<&'a Vec<Value>> {
         .with_context(|| format!("no {name}"))
 }
 
-/// Steps of an encoder.
-fn encoder(part: &Part) -> Result<Value> {
+/// Steps of the benchmark `layers` by `jobs`, names and prefixes of their settings, beside PyTorch's
+/// steps of `what`.
+fn layers(part: &Part, what: &str, jobs: &[(&str, &str)]) -> Result<Rows> {
     let mut table = Rows::new();
-    for row in rows(part.job("pytorch-encoder")?, "rows")? {
-        let at = row["encoder"].as_str().context("no encoder")?;
+    for row in rows(part.job(&format!("pytorch-{what}"))?, "rows")? {
+        let at = row[what].as_str();
+        let at = at.with_context(|| format!("no {what}"))?;
         let variants = ["default", "reduce-overhead"].map(|mode| -> Result<Step> {
             Ok(Step {
                 milliseconds: number(row, &format!("{mode}_ms"))?,
@@ -189,10 +192,7 @@ fn encoder(part: &Part) -> Result<Value> {
         };
         table.push((PYTORCH.into(), at.into(), fastest));
     }
-    for (job, prefix) in [
-        ("encoder", "encoder "),
-        ("encoder-decorated", "decorated encoder "),
-    ] {
+    for (job, prefix) in jobs {
         for row in rows(part.job(job)?, "rows")? {
             let name = row["name"].as_str().context("a row has no name")?;
             let at = row["at"].as_str().context("a row has no setting")?;
@@ -205,17 +205,45 @@ fn encoder(part: &Part) -> Result<Value> {
             table.push((name.into(), at.into(), step));
         }
     }
+    Ok(table)
+}
+
+/// Note on PyTorch's steps.
+const PYTORCH_STEPS: &str =
+    "PyTorch: `torch.compile`, with and without CUDA graphs, bf16 autocast, fused AdamW.";
+
+/// Steps of an encoder.
+fn encoder(part: &Part) -> Result<Value> {
+    let jobs = [
+        ("encoder", "encoder "),
+        ("encoder-decorated", "decorated encoder "),
+    ];
     part.results(
         About {
             title: "Training step of a transformer encoder beside `torch.nn.TransformerEncoder`",
             notes: &[
                 "Forward with a causal mask, backward, AdamW. 768 x 12: 12 heads, batch 16, length 1024. 4096 x 1: 32 heads, batch 16, length 512. The feed-forward is four times as wide.",
                 "`burn-nn` is `burn_nn::transformer::TransformerEncoder`; `nvfp4::nn` has the same configuration, with another `use` line. Decorated rows are of burn-nn's encoder.",
-                "PyTorch: `torch.compile`, with and without CUDA graphs, bf16 autocast, fused AdamW.",
+                PYTORCH_STEPS,
                 MEMORY,
             ],
         },
-        &table,
+        &layers(part, "encoder", &jobs)?,
+    )
+}
+
+/// Steps of a block of a diffusion transformer.
+fn flux(part: &Part) -> Result<Value> {
+    part.results(
+        About {
+            title: "Training step of a block of a diffusion transformer beside PyTorch's",
+            notes: &[
+                "Forward, backward, AdamW of one block like FLUX's: streams of text and of patches with joint attention of 24 heads, norms of queries and keys, modulation, a GELU feed-forward that is four times as wide; no rotary positions. Batch 1.",
+                PYTORCH_STEPS,
+                MEMORY,
+            ],
+        },
+        &layers(part, "flux", &[("flux", "flux ")])?,
     )
 }
 
@@ -309,6 +337,24 @@ mod tests {
         assert_eq!(*values[1], json!([20.0, 80.0, 5.0, 50.0]));
         assert_eq!(*values[2], json!([50.0, 200.0, null, null]));
         assert!(results["rows"][2]["at"] == "768 x 12");
+    }
+
+    #[test]
+    fn steps_of_a_block_are_relative_to_pytorch() {
+        let pytorch = json!({"rows": [{
+            "flux": "3072, 512 + 3584 tokens", "default_ms": 20.0, "default_reserved_gb": 8.0,
+            "reduce-overhead_ms": 25.0, "reduce-overhead_reserved_gb": 10.0,
+        }]});
+        let ours = json!({"rows": [{
+            "name": "nvfp4::nn, bf16", "at": "flux 3072, 512 + 3584 tokens", "values": [21.0, 4.0],
+        }]});
+        let job = |name: &str, figures| json!({"name": name, "status": 0, "figures": figures});
+        let jobs = json!([job("pytorch-flux", pytorch), job("flux", ours)]);
+        let results = flux(&part(jobs)).unwrap();
+        assert_eq!(
+            results["rows"][1]["values"],
+            json!([21.0, 105.0, 4.0, 50.0])
+        );
     }
 
     #[test]
