@@ -5,7 +5,7 @@ use cubecl::client::Client;
 use super::{
     amax::{AmaxRequest, Amaxes, amax_of_matrix, amaxes, run_prologue_with_amaxes},
     source::Source,
-    step::{QuantizePlan, QuantizeStep, Usages},
+    step::{QuantizeStep, Usages},
 };
 use crate::{
     Nvfp4Error,
@@ -83,8 +83,8 @@ impl<'a> ComputeAmax<'a> {
     }
 
     /// Returns the kernels that the request launches.
-    pub fn plan(&self) -> QuantizePlan {
-        let mut plan = QuantizePlan::default();
+    pub fn plan(&self) -> Vec<QuantizeStep> {
+        let mut plan = Vec::new();
         let of = match (self.values.rows, self.values.cols) {
             (Some(_), None) => Usages::Rowwise,
             (None, Some(_)) => Usages::Columnwise,
@@ -95,7 +95,7 @@ impl<'a> ComputeAmax<'a> {
     }
 
     /// Appends the steps that compute the values, for the tensors `of` the source.
-    pub(super) fn push_steps(&self, of: Usages, plan: &mut QuantizePlan) {
+    pub(super) fn push_steps(&self, of: Usages, plan: &mut Vec<QuantizeStep>) {
         if let Source::Activation { kind, x, grad } = self.source {
             if prologue_of(kind, x, grad).is_some() {
                 plan.push(QuantizeStep::ActivationWithAmax(self.values, of));
@@ -119,7 +119,7 @@ impl<'a> ComputeAmax<'a> {
         self.check()?;
         let mut values = Values::of(self.source);
         let mut amax = Amaxes::default();
-        for &step in &self.plan() {
+        for step in self.plan() {
             amax = values.compute(client, self.groups, step)?;
         }
         let values = values.written;

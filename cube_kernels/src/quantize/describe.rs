@@ -1,15 +1,9 @@
 //! Quantization kernels of a device with reasons: rows of `nvfp4 doctor`.
 
-use super::{
-    amax::AmaxRequest,
-    step::{QuantizePlan, QuantizeStep, Usages},
-};
 use crate::{
-    Usage,
     capabilities::{Capabilities, GemmBackend},
     cube::codec::Conversion,
     describe::CodePath,
-    policy::AmaxGranularity,
 };
 
 /// Returns one row.
@@ -53,19 +47,34 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
         ),
     };
     let (kernel, why) = one_kernel(capabilities);
-    let one = AmaxRequest::along(Usage::Rowwise, AmaxGranularity::PerTensor, None);
-    let step = |step: QuantizeStep| step.describe(capabilities);
+    let (e4m3, why_e4m3) = e4m3(capabilities);
     vec![
-        step(QuantizeStep::AmaxOfMatrix(one, Usages::Both)),
-        step(QuantizeStep::Rows),
-        step(QuantizeStep::Blocks(Usages::Columnwise)),
-        step(QuantizeStep::Tiles(Usages::Both)),
-        step(QuantizeStep::PerToken),
+        row("amax", kernel, why),
+        row("quantize rowwise, 1x16", kernel, why),
+        row(
+            "quantize columnwise, 16x1",
+            format!("{kernel}, transposed in shared memory"),
+            "memory is read along rows, and wgrad contracts down the columns",
+        ),
+        row(
+            "quantize tiles, 16x16",
+            format!("{kernel}, both tensors from one read"),
+            "the columnwise tensor is the exact transpose of the rowwise one",
+        ),
+        row(
+            "quantize by amax per row",
+            format!("{kernel}, one read (rotated: two)"),
+            "a row's amax is found while its elements are in registers",
+        ),
         row("random Hadamard transform", hadamard, why_hadamard),
         row("round to nearest", nearest, why_nearest),
         row("round stochastically", stochastic, why_stochastic),
-        step(QuantizeStep::MsEden(Usage::Rowwise)),
-        step(QuantizeStep::Mx(Usage::Rowwise)),
+        row(
+            "MS-EDEN",
+            format!("{kernel}, twice; dequantized on load"),
+            "codes depend on the rotated amax, and nothing between the two kernels is in memory",
+        ),
+        row("MXFP8", format!("{kernel}; {e4m3}"), why_e4m3),
         layout,
         row("dequantize", kernel, why),
     ]
@@ -83,74 +92,6 @@ fn one_kernel(capabilities: &Capabilities) -> (&'static str, &'static str) {
             "one kernel",
             "the same source runs on every CubeCL device; nothing is read back to the host",
         ),
-    }
-}
-
-impl QuantizePlan {
-    /// Returns how the steps run on a device with these capabilities.
-    pub fn describe(&self, capabilities: &Capabilities) -> Vec<CodePath> {
-        let steps = self.steps().iter();
-        steps.map(|step| step.describe(capabilities)).collect()
-    }
-}
-
-impl QuantizeStep {
-    /// Returns how the step runs on a device with these capabilities.
-    fn describe(&self, capabilities: &Capabilities) -> CodePath {
-        let (kernel, why) = one_kernel(capabilities);
-        match self {
-            Self::Activation => row("activation", kernel, why),
-            Self::ActivationWithAmax(..) => row(
-                "activation with amax",
-                kernel,
-                "the amax values are found while the activation is written",
-            ),
-            Self::AmaxOfMatrix(..) | Self::Amax(..) => row("amax", kernel, why),
-            Self::Rows => row("quantize rowwise, 1x16", kernel, why),
-            Self::RowsInBothStorages => row(
-                "quantize rowwise, twice",
-                format!("{kernel}, codes and bf16 values from one read"),
-                "a GEMM multiplies the values, and the codes are kept for another one",
-            ),
-            Self::Blocks(of) | Self::BlocksSideBySide(of) => match of {
-                Usages::Rowwise => row("quantize rowwise, 1x16", kernel, why),
-                Usages::Columnwise => row(
-                    "quantize columnwise, 16x1",
-                    format!("{kernel}, transposed in shared memory"),
-                    "memory is read along rows, and wgrad contracts down the columns",
-                ),
-                Usages::Both => row(
-                    "quantize 1x16 and 16x1",
-                    format!("{kernel}, both tensors from one read"),
-                    "memory is read once for both tensors",
-                ),
-            },
-            Self::Tiles(_) => row(
-                "quantize tiles, 16x16",
-                format!("{kernel}, both tensors from one read"),
-                "the columnwise tensor is the exact transpose of the rowwise one",
-            ),
-            Self::PerToken => row(
-                "quantize by amax per row",
-                format!("{kernel}, one read (rotated: two)"),
-                "a row's amax is found while its elements are in registers",
-            ),
-            Self::MsEdenAmax(_) | Self::MsEden(_) => row(
-                "MS-EDEN",
-                format!("{kernel}, twice; dequantized on load"),
-                "codes depend on the rotated amax, and nothing between the two kernels is in \
-                 memory",
-            ),
-            Self::MsEdenAmaxPair => row(
-                "MS-EDEN amax of both axes",
-                "two kernels, one read",
-                "matrix instructions rule out most tiles for the exact kernel",
-            ),
-            Self::Mx(_) | Self::MxRequantize(_) => {
-                let (e4m3, why) = e4m3(capabilities);
-                row("MXFP8", format!("{kernel}; {e4m3}"), why)
-            }
-        }
     }
 }
 

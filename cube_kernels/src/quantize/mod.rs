@@ -1,7 +1,7 @@
 //! Quantization to NVFP4 and MX formats, amax values, and dequantization.
 //!
-//! A [`Quantize`] request is complete when it is built: [`Quantize::check`] validates it,
-//! [`Quantize::plan`] chooses the kernels and [`Quantize::launch`] queues them, in this order.
+//! A [`Quantize`] request is complete when it is built. [`Quantize::launch`] checks it, chooses the
+//! kernels and queues them, in this order.
 //! [`ComputeAmax`] is the request for amax values alone. Launches allocate their output, queue the
 //! kernels and return without waiting; nothing is read back. All kernels use 64-bit indices if a
 //! tensor requires them, and support any number of units per cube.
@@ -74,7 +74,7 @@ pub use offset::advance_offset;
 pub use request::{Quantize, Quantized, QuantizedAmax};
 pub use scale_order::{scales_in_rows, scales_in_tiles};
 pub use source::Source;
-pub use step::{QuantizePlan, QuantizeStep, Usages};
+pub use step::Operation;
 pub(crate) use swizzle::{
     swizzle, swizzle_batch, swizzle_row_groups, unswizzle, unswizzle_batch, unswizzle_row_groups,
 };

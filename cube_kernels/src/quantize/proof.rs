@@ -37,6 +37,7 @@ pub use super::{
         ProloguePlan, prologue_kernel, run_prologue,
     },
     rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
+    step::{QuantizeStep, Usages},
     swizzle::{
         ScaleShapeLaunch, swizzle, swizzle_batch, swizzle_kernel, swizzle_row_groups, unswizzle,
         unswizzle_batch, unswizzle_kernel, unswizzle_row_groups,
@@ -47,8 +48,19 @@ pub use super::{
 };
 
 use super::{ComputeAmax, Quantize};
+use crate::capabilities::Capabilities;
 
 impl Quantize<'_> {
+    /// Returns the kernels that the request launches on a device with these capabilities, in order.
+    pub fn plan(&self, capabilities: &Capabilities) -> Vec<QuantizeStep> {
+        self.steps(capabilities, false)
+    }
+
+    /// Returns the kernels that compute only the amax values; see [`Self::launch_amax`].
+    pub fn plan_amax(&self, capabilities: &Capabilities) -> Vec<QuantizeStep> {
+        self.steps(capabilities, true)
+    }
+
     /// Requests columnwise tensors of groups one after another, for comparisons with tensors of
     /// single groups.
     pub fn stacked(mut self) -> Self {

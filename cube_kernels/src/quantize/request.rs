@@ -11,7 +11,7 @@ use super::{
     per_token::quantize_per_token,
     rowwise::{by_rows, quantize_rows, quantize_rows_in_both_storages},
     source::Source,
-    step::{QuantizePlan, QuantizeStep, Usages},
+    step::{Operation, QuantizeStep, Usages},
     target::TargetSpec,
     tiles::{Kind, launch_tiles},
 };
@@ -71,6 +71,8 @@ pub struct Quantized {
     pub columnwise: Option<DeviceQuantized>,
     /// Rowwise tensor in bf16, if both storages were requested.
     pub unscaled: Option<DeviceQuantized>,
+    /// Operations that were launched, in order.
+    pub operations: Vec<Operation>,
 }
 
 /// Amax values of the tensors of a source, `f32` in device memory.
@@ -82,6 +84,8 @@ pub struct QuantizedAmax {
     pub rowwise: Option<Handle>,
     /// Amax values of the columnwise tensor; the same memory if one amax serves both.
     pub columnwise: Option<Handle>,
+    /// Operations that were launched, in order.
+    pub operations: Vec<Operation>,
 }
 
 impl<'a> Quantize<'a> {
@@ -213,39 +217,61 @@ impl<'a> Quantize<'a> {
         }
     }
 
-    /// Returns the kernels that the request launches on a device with these capabilities, in order.
-    pub fn plan(&self, capabilities: &Capabilities) -> QuantizePlan {
-        self.planned(capabilities, false)
-    }
-
-    /// Returns the kernels that compute only the amax values; see [`Self::launch_amax`].
-    pub fn plan_amax(&self, capabilities: &Capabilities) -> QuantizePlan {
-        self.planned(capabilities, true)
-    }
-
-    /// Returns the kernels of the request, without those that quantize if `only_amax`.
-    fn planned(&self, capabilities: &Capabilities, only_amax: bool) -> QuantizePlan {
+    /// Returns the kernels that the request launches on a device with these capabilities, in order;
+    /// those that compute only the amax values if `only_amax`.
+    pub(super) fn steps(&self, capabilities: &Capabilities, only_amax: bool) -> Vec<QuantizeStep> {
         let mut planner = Planner {
             request: self,
             capabilities,
             only_amax,
-            missing: self.missing_amax(),
-            plan: QuantizePlan::default(),
+            missing: self.is_missing_amax(),
+            steps: Vec::new(),
         };
         planner.run();
-        planner.plan
+        planner.steps
     }
 
     /// Returns whether the amax of the rowwise and of the columnwise tensor is to be computed.
-    fn missing_amax(&self) -> [bool; 2] {
+    fn is_missing_amax(&self) -> [bool; 2] {
         let is_missing =
             |target: &TargetSpec| target.params.format.has_global_scale() && target.amax.is_none();
         [&self.rowwise, &self.columnwise].map(|target| target.as_ref().is_some_and(is_missing))
     }
 
+    /// Returns the tensors that need amax values of the source which are not given. MS-EDEN is
+    /// excluded: its amax is that of rotated values.
+    fn without_amax(&self) -> [Option<&TargetSpec>; 2] {
+        let [row, col] = self.is_missing_amax();
+        [(row, &self.rowwise), (col, &self.columnwise)].map(|(is_missing, target)| {
+            let target = target.as_ref().filter(|_| is_missing);
+            target.filter(|target| !target.params.is_made_from_codes())
+        })
+    }
+
+    /// Returns the amax values of the source that the tensors need and that are not given. A kernel
+    /// that writes the source may have computed them: see [`Self::set_amax`].
+    pub fn missing_amax(&self) -> AmaxRequest {
+        match self.without_amax() {
+            [Some(row), Some(col)] => amax_of_both(row, col),
+            [Some(row), None] => row.amax_along(Usage::Rowwise),
+            [None, Some(col)] => col.amax_along(Usage::Columnwise),
+            [None, None] => AmaxRequest::default(),
+        }
+    }
+
+    /// Sets the [missing](Self::missing_amax) amax values.
+    pub fn set_amax(&mut self, found: &Amaxes) {
+        match self.without_amax().map(|target| target.is_some()) {
+            [true, true] => self.set_amax_of(Usages::Both, found),
+            [true, false] => self.set_amax_of(Usages::Rowwise, found),
+            [false, true] => self.set_amax_of(Usages::Columnwise, found),
+            [false, false] => {}
+        }
+    }
+
     /// Sets amax values that were computed of the source, for the tensors `of` it. A tensor whose
     /// own amax is absent takes the other one: one amax of untransformed values serves both.
-    pub fn set_amax(&mut self, of: Usages, found: &Amaxes) {
+    fn set_amax_of(&mut self, of: Usages, found: &Amaxes) {
         let Amaxes { rows, cols } = found;
         if let (Some(target), true) = (&mut self.rowwise, of.has(Usage::Rowwise)) {
             target.amax = rows.clone().or_else(|| cols.clone());
@@ -255,19 +281,12 @@ impl<'a> Quantize<'a> {
         }
     }
 
-    /// Queues the kernels of the [plan](Self::plan) and returns the tensors, without waiting.
+    /// Queues the kernels of the request and returns the tensors, without waiting.
     ///
     /// # Errors
     /// See [`Self::check`]; also returns an error if an amax buffer is smaller than its shape.
     pub fn launch(&self, client: &Client) -> Result<Quantized, Nvfp4Error> {
-        self.check()?;
-        let plan = self.plan(Capabilities::of(client));
-        tracing::trace!(%plan, "quantize");
-        let mut launch = Launch::new(client, self);
-        for &step in &plan {
-            launch.step(step)?;
-        }
-        Ok(launch.made)
+        Ok(self.launch_steps(client, false)?.made)
     }
 
     /// Computes only the amax values that the tensors need, without quantizing, and writes the
@@ -276,17 +295,29 @@ impl<'a> Quantize<'a> {
     /// # Errors
     /// See [`Self::launch`].
     pub fn launch_amax(&self, client: &Client) -> Result<QuantizedAmax, Nvfp4Error> {
-        self.check()?;
-        let mut launch = Launch::new(client, self);
-        for &step in &self.plan_amax(Capabilities::of(client)) {
-            launch.step(step)?;
-        }
+        let launch = self.launch_steps(client, true)?;
         let amax = |target: Option<TargetSpec>| target.and_then(|target| target.amax);
         Ok(QuantizedAmax {
             values: launch.values.into_written(),
             rowwise: amax(launch.request.rowwise),
             columnwise: amax(launch.request.columnwise),
+            operations: launch.made.operations,
         })
+    }
+
+    fn launch_steps<'b>(
+        &'b self,
+        client: &'b Client,
+        only_amax: bool,
+    ) -> Result<Launch<'b>, Nvfp4Error> {
+        self.check()?;
+        let steps = self.steps(Capabilities::of(client), only_amax);
+        tracing::trace!(?steps, "quantize");
+        let mut launch = Launch::new(client, self);
+        for step in steps {
+            launch.step(step)?;
+        }
+        Ok(launch)
     }
 }
 
@@ -298,7 +329,7 @@ struct Planner<'a> {
     only_amax: bool,
     /// True if the amax of the rowwise, or of the columnwise tensor is to be computed.
     missing: [bool; 2],
-    plan: QuantizePlan,
+    steps: Vec<QuantizeStep>,
 }
 
 impl Planner<'_> {
@@ -342,10 +373,10 @@ impl Planner<'_> {
         match found {
             Some((values, of)) => {
                 let amax = ComputeAmax::new(request.source, values).groups(request.groups);
-                amax.push_steps(of, &mut self.plan);
+                amax.push_steps(of, &mut self.steps);
                 self.missing = [false; 2];
             }
-            None => self.plan.push(QuantizeStep::Activation),
+            None => self.steps.push(QuantizeStep::Activation),
         }
     }
 
@@ -361,7 +392,7 @@ impl Planner<'_> {
         }
         if target.params.is_ms_eden() {
             if is_missing {
-                self.plan.push(QuantizeStep::MsEdenAmax(usage));
+                self.steps.push(QuantizeStep::MsEdenAmax(usage));
             }
             return self.quantize(QuantizeStep::MsEden(usage));
         }
@@ -401,10 +432,10 @@ impl Planner<'_> {
             && self.missing == [true; 2]
         {
             match self.can_screen() {
-                true => self.plan.push(QuantizeStep::MsEdenAmaxPair),
+                true => self.steps.push(QuantizeStep::MsEdenAmaxPair),
                 false => {
-                    self.plan.push(QuantizeStep::MsEdenAmax(Usage::Rowwise));
-                    self.plan.push(QuantizeStep::MsEdenAmax(Usage::Columnwise));
+                    self.steps.push(QuantizeStep::MsEdenAmax(Usage::Rowwise));
+                    self.steps.push(QuantizeStep::MsEdenAmax(Usage::Columnwise));
                 }
             }
             self.quantize(QuantizeStep::MsEden(Usage::Rowwise));
@@ -448,14 +479,14 @@ impl Planner<'_> {
     /// Appends a step that quantizes.
     fn quantize(&mut self, step: QuantizeStep) {
         if !self.only_amax {
-            self.plan.push(step);
+            self.steps.push(step);
         }
     }
 
     /// Appends the step that computes amax values of a matrix in memory.
     fn amax(&mut self, values: AmaxRequest, of: Usages) {
         let step = step_of_matrix(values, self.request.groups, of);
-        self.plan.push(step);
+        self.steps.push(step);
     }
 
     fn is_missing(&self, usage: Usage) -> bool {
@@ -507,6 +538,7 @@ impl<'a> Launch<'a> {
 
     fn step(&mut self, step: QuantizeStep) -> Result<(), Nvfp4Error> {
         let (client, groups) = (self.client, self.request.groups);
+        (self.made.operations).extend(step.operation(&self.request.source));
         match step {
             QuantizeStep::Activation => {
                 self.values.compute(client, groups, step)?;
@@ -515,7 +547,7 @@ impl<'a> Launch<'a> {
             | QuantizeStep::AmaxOfMatrix(_, of)
             | QuantizeStep::Amax(_, of) => {
                 let found = self.values.compute(client, groups, step)?;
-                self.request.set_amax(of, &found);
+                self.request.set_amax_of(of, &found);
             }
             QuantizeStep::MsEdenAmax(usage) => {
                 let transform = EdenTransform::of(self.request.target(usage));
@@ -613,7 +645,7 @@ impl<'a> Launch<'a> {
     fn set_eden_amax(&mut self, usage: Usage, amax: Handle) {
         let rows = Some(amax);
         self.request
-            .set_amax(usage.into(), &Amaxes { rows, cols: None });
+            .set_amax_of(usage.into(), &Amaxes { rows, cols: None });
     }
 }
 

@@ -1,8 +1,6 @@
 //! Steps of a quantization: the kernels that a request launches, in order.
 
-use std::{fmt, slice};
-
-use super::amax::AmaxRequest;
+use super::{amax::AmaxRequest, source::Source};
 use crate::Usage;
 
 /// Tensors of a source that a step serves.
@@ -33,16 +31,6 @@ impl From<Usage> for Usages {
             Usage::Rowwise => Self::Rowwise,
             Usage::Columnwise => Self::Columnwise,
         }
-    }
-}
-
-impl fmt::Display for Usages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Rowwise => "rowwise",
-            Self::Columnwise => "columnwise",
-            Self::Both => "rowwise and columnwise",
-        })
     }
 }
 
@@ -84,94 +72,55 @@ pub enum QuantizeStep {
 }
 
 impl QuantizeStep {
-    /// Returns true if the step writes an activation.
-    pub fn is_activation(&self) -> bool {
-        matches!(self, Self::Activation | Self::ActivationWithAmax(..))
-    }
-
-    /// Returns the operation of a step that quantizes, and the tensors that it writes, as traces
-    /// name them.
-    pub fn operation(&self) -> Option<(&'static str, &'static str)> {
-        let name = |usage| match usage {
+    /// Returns the operation of a step that writes an activation or a quantized tensor of `source`.
+    pub(super) fn operation(self, source: &Source<'_>) -> Option<Operation> {
+        let along = |usage| match usage {
             Usage::Rowwise => "rowwise",
             Usage::Columnwise => "columnwise",
         };
-        Some(match *self {
-            Self::Activation
-            | Self::ActivationWithAmax(..)
-            | Self::AmaxOfMatrix(..)
+        let (name, of) = match self {
+            Self::Activation | Self::ActivationWithAmax(..) => {
+                let Source::Activation { x, grad, .. } = source else {
+                    unreachable!("planned for an activation");
+                };
+                return Some(Operation {
+                    name: "activation",
+                    of: match grad {
+                        None => "forward",
+                        Some(_) => "backward",
+                    },
+                    shape: (x.rows, x.cols),
+                });
+            }
+            Self::AmaxOfMatrix(..)
             | Self::Amax(..)
             | Self::MsEdenAmax(_)
-            | Self::MsEdenAmaxPair => return None,
+            | Self::MsEdenAmaxPair => {
+                return None;
+            }
             Self::PerToken | Self::Rows | Self::RowsInBothStorages => ("quantize", "rowwise"),
             Self::Blocks(of) | Self::BlocksSideBySide(of) | Self::Tiles(of) => match of {
                 Usages::Rowwise => ("quantize", "rowwise"),
                 Usages::Columnwise => ("quantize", "columnwise"),
                 Usages::Both => ("quantize", "pair"),
             },
-            Self::MsEden(usage) => ("ms_eden", name(usage)),
-            Self::Mx(usage) => ("mx_quantize", name(usage)),
-            Self::MxRequantize(usage) => ("mx_requantize", name(usage)),
-        })
+            Self::MsEden(usage) => ("ms_eden", along(usage)),
+            Self::Mx(usage) => ("mx_quantize", along(usage)),
+            Self::MxRequantize(usage) => ("mx_requantize", along(usage)),
+        };
+        let shape = source.shape();
+        Some(Operation { name, of, shape })
     }
 }
 
-impl fmt::Display for QuantizeStep {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let usage = |usage: &Usage| Usages::from(*usage);
-        match self {
-            Self::Activation => f.write_str("activation"),
-            Self::ActivationWithAmax(_, of) => write!(f, "activation with amax, {of}"),
-            Self::AmaxOfMatrix(_, of) => write!(f, "amax of the matrix, {of}"),
-            Self::Amax(_, of) => write!(f, "amax, {of}"),
-            Self::MsEdenAmax(of) => write!(f, "MS-EDEN amax, {}", usage(of)),
-            Self::MsEdenAmaxPair => f.write_str("MS-EDEN amax, rowwise and columnwise in one read"),
-            Self::PerToken => f.write_str("rows with their amax"),
-            Self::Rows => f.write_str("rows"),
-            Self::RowsInBothStorages => f.write_str("rows in both storages"),
-            Self::Blocks(of) => write!(f, "blocks, {of}"),
-            Self::BlocksSideBySide(of) => write!(f, "blocks of groups side by side, {of}"),
-            Self::Tiles(of) => write!(f, "16x16 tiles, {of}"),
-            Self::MsEden(of) => write!(f, "MS-EDEN, {}", usage(of)),
-            Self::Mx(of) => write!(f, "microscaling, {}", usage(of)),
-            Self::MxRequantize(of) => write!(f, "microscaling from NVFP4, {}", usage(of)),
-        }
-    }
-}
-
-/// Kernels of a request, in the order in which they are launched.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct QuantizePlan {
-    steps: Vec<QuantizeStep>,
-}
-
-impl QuantizePlan {
-    /// Returns the steps.
-    pub fn steps(&self) -> &[QuantizeStep] {
-        &self.steps
-    }
-
-    /// Appends a step.
-    pub(super) fn push(&mut self, step: QuantizeStep) {
-        self.steps.push(step);
-    }
-}
-
-impl<'a> IntoIterator for &'a QuantizePlan {
-    type Item = &'a QuantizeStep;
-    type IntoIter = slice::Iter<'a, QuantizeStep>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        self.steps.iter()
-    }
-}
-
-impl fmt::Display for QuantizePlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, step) in self.steps.iter().enumerate() {
-            let separator = if i == 0 { "" } else { " -> " };
-            write!(f, "{separator}{step}")?;
-        }
-        Ok(())
-    }
+/// Operation that a request launched, as traces name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operation {
+    /// Name, for example `quantize`.
+    pub name: &'static str,
+    /// Tensors that it wrote: `rowwise`, `columnwise`, or a `pair` of them. The direction of an
+    /// activation: `forward` or `backward`.
+    pub of: &'static str,
+    /// Rows and columns of the source, or of the input of an activation.
+    pub shape: (usize, usize),
 }

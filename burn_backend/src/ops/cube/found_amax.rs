@@ -57,6 +57,9 @@ pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amax
 
 /// Removes and returns the amax values of `matrix` for `request`, if they are known.
 pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
+    if *request == AmaxRequest::default() {
+        return None;
+    }
     let mut found = found();
     let mut of_matrix = found.iter().map(|one| is_same(&one.of, matrix));
     let place = of_matrix.position(|same| same)?;

@@ -4,11 +4,8 @@ use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::server::Handle;
 use nvfp4_formats::{QuantParams, StoredForm, Usage, reference::Activation};
-use nvfp4_kernels::capabilities::Capabilities;
 use nvfp4_kernels::moe::EarlierGroups;
-use nvfp4_kernels::quantize::{
-    Quantize, QuantizePlan, QuantizeStep, Source as KernelSource, TargetSpec,
-};
+use nvfp4_kernels::quantize::{Operation, Quantize, Source as KernelSource, TargetSpec};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups};
 
 use super::super::dtype::float_kind;
@@ -28,8 +25,8 @@ use super::tensors::{
 /// Implements [`nvfp4_quantize`](super::super::Nvfp4KernelOps::nvfp4_quantize).
 pub(super) fn quantize(request: QuantizeRequest<CubeBackend>) -> QuantizedPair<CubeBackend> {
     let inputs = Inputs::new(request);
-    let request = inputs.request_by(Quantize::plan);
-    let made = launched(request.launch(&inputs.like.client));
+    let made = launched(inputs.request().launch(&inputs.like.client));
+    trace(&made.operations);
     let row = inputs.made(made.rowwise, Usage::Rowwise);
     let Some(unscaled) = made.unscaled else {
         return QuantizedPair::new(row, inputs.made(made.columnwise, Usage::Columnwise));
@@ -44,8 +41,8 @@ pub(super) fn quantize(request: QuantizeRequest<CubeBackend>) -> QuantizedPair<C
 /// Implements [`nvfp4_amax`](super::super::Nvfp4KernelOps::nvfp4_amax).
 pub(super) fn amax(request: QuantizeRequest<CubeBackend>) -> ComputedAmax<CubeBackend> {
     let inputs = Inputs::new(request);
-    let request = inputs.request_by(Quantize::plan_amax);
-    let found = launched(request.launch_amax(&inputs.like.client));
+    let found = launched(inputs.request().launch_amax(&inputs.like.client));
+    trace(&found.operations);
     let amax = |amax: Option<Handle>, made: Option<(QuantParams, StoredForm)>, usage| {
         let (amax, (params, _)) = amax.zip(made)?;
         let layout = (inputs.count).layout(inputs.shape, usage, &params, StoredForm::ROWS);
@@ -122,28 +119,22 @@ impl Inputs {
         }
     }
 
-    /// Returns the request to the kernels, with the amax values that the kernel before it found, and
-    /// reports the steps that `plan` returns.
-    fn request_by<'a>(
-        &'a self,
-        plan: impl FnOnce(&Quantize<'a>, &Capabilities) -> QuantizePlan,
-    ) -> Quantize<'a> {
-        let mut request = self.request();
-        let plan = plan(&request, Capabilities::of(&self.like.client));
-        self.take_amax(&mut request, &plan);
-        self.trace(&plan);
-        request
-    }
-
-    /// Returns the request to the kernels, with known amax values.
+    /// Returns the request to the kernels, with the known amax values and those that the kernel
+    /// before it found.
     fn request(&self) -> Quantize<'_> {
         let [rowwise, columnwise] = self.targets;
         let [row_amax, col_amax] = self.amax.clone();
-        Quantize::new(source_of(&self.values))
+        let mut request = Quantize::new(source_of(&self.values))
             .groups(&self.groups)
             .rowwise(rowwise.map(|made| self.target(made, row_amax)))
             .columnwise(columnwise.map(|made| self.target(made, col_amax)))
-            .unscaled(self.unscaled)
+            .unscaled(self.unscaled);
+        if let (Values::Matrix(x), Groups::One) = (&self.values, &self.groups)
+            && let Some(found) = found_amax::take(&x.matrix, &request.missing_amax())
+        {
+            request.set_amax(&found);
+        }
+        request
     }
 
     /// Returns a tensor of the request to the kernels.
@@ -159,39 +150,6 @@ impl Inputs {
             amax,
             offset,
             earlier: self.earlier.clone(),
-        }
-    }
-
-    /// Sets amax values of `request` that the kernel before it found.
-    fn take_amax(&self, request: &mut Quantize<'_>, plan: &QuantizePlan) {
-        let (Values::Matrix(x), Groups::One) = (&self.values, &self.groups) else {
-            return;
-        };
-        for step in plan {
-            if let QuantizeStep::AmaxOfMatrix(values, of) | QuantizeStep::Amax(values, of) = step
-                && let Some(found) = found_amax::take(&x.matrix, values)
-            {
-                request.set_amax(*of, &found);
-            }
-        }
-    }
-
-    /// Reports an event for each kernel that computes the values or quantizes them.
-    fn trace(&self, plan: &QuantizePlan) {
-        let (rows, cols) = self.shape;
-        for step in plan {
-            match (step.operation(), &self.values) {
-                (Some((op, usage)), _) => trace_op(op, usage, rows, cols),
-                (None, Values::Activation(_, x, grad)) if step.is_activation() => {
-                    let direction = if grad.is_some() {
-                        "backward"
-                    } else {
-                        "forward"
-                    };
-                    trace_op("activation", direction, x.matrix.rows, x.matrix.cols);
-                }
-                (None, _) => {}
-            }
         }
     }
 
@@ -219,6 +177,13 @@ impl Inputs {
     ) -> QuantizedMatrix<CubeBackend> {
         let layout = self.count.layout(self.shape, usage, params, form);
         to_burn(&self.like, made, self.count, layout)
+    }
+}
+
+/// Reports an event for each operation of the kernels.
+fn trace(operations: &[Operation]) {
+    for &Operation { name, of, shape } in operations {
+        trace_op(name, of, shape.0, shape.1);
     }
 }
 
