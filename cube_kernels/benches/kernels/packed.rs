@@ -60,7 +60,7 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
         let make = |i| quantize::mx_quantize(&client, inputs.get(i), usage, Format::Mxfp8).unwrap();
         let packed = Rotated::new(n * MX, make);
         section.time(&format!("MXFP8 {name} dequantized"), n * (MX + 2.0), |i| {
-            quantize::mx_dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
+            quantize::dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();
         });
     }
     for (to, usage) in USAGES {

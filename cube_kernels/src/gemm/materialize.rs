@@ -145,7 +145,7 @@ fn decode_mx(
         groups: Groups::One,
         ..packed.clone()
     };
-    Ok(quantize::mx_dequantize(client, &stored, FloatKind::Bf16)?.handle)
+    Ok(quantize::dequantize(client, &stored, FloatKind::Bf16)?.handle)
 }
 
 /// Returns the block scales of `packed` in the order `scale_layout`.

@@ -22,7 +22,7 @@ use crate::{
     Nvfp4Error, StoredForm,
     capabilities::{Capabilities, GemmBackend},
     environment::Environment,
-    quantize,
+    quantize::amax::amax_of_matrix,
     tensor::Matrix,
     zeroed::zeros_of_step,
 };
@@ -147,8 +147,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
                 k,
                 "gemm: a second kernel finds the amax of the output"
             );
-            let request = quantize::ComputeAmax::of_matrix(output.matrix());
-            request.launch(client)?.amax.rows
+            Some(amax_of_matrix(client, output.matrix())?)
         }
         amax => amax,
     };

@@ -37,10 +37,9 @@ pub struct NormRequest<'a> {
     pub bias: Option<&'a Handle>,
     /// Term added to the mean square, or to the variance.
     pub epsilon: f32,
-    /// Amax values of the normalized rows to compute, with the results of a separate
-    /// [pass](crate::quantize::ComputeAmax). Amax values of the whole matrix are computed in the
-    /// pass that writes it if it has a multiple of 16 columns and the transform mixes 16 rows;
-    /// otherwise in a separate pass.
+    /// Amax values of the normalized rows to compute, with the results of a separate pass. Amax
+    /// values of the whole matrix are computed in the pass that writes it if it has a multiple of 16
+    /// columns and the transform mixes 16 rows; otherwise in a separate pass.
     pub amax: AmaxRequest,
 }
 
@@ -76,11 +75,10 @@ pub struct NormBackwardRequest<'a> {
     /// True to compute the gradient of the bias.
     pub bias: bool,
     /// Amax values of the gradient of the normalization's input to compute, with the results of a
-    /// separate [pass](crate::quantize::ComputeAmax). Amax values of the whole matrix are computed
-    /// in the pass that writes it if it has a multiple of 16 columns. Column amax values further
-    /// require that the transform mixes 16 rows and that
-    /// [parts begin](crate::reference::norm_parts_are_strips) at multiples of 16 rows. Otherwise
-    /// they are computed in a separate pass.
+    /// separate pass. Amax values of the whole matrix are computed in the pass that writes it if it
+    /// has a multiple of 16 columns. Column amax values further require that the transform mixes 16
+    /// rows and that [parts begin](crate::reference::norm_parts_are_strips) at multiples of 16 rows.
+    /// Otherwise they are computed in a separate pass.
     pub amax: AmaxRequest,
 }
 

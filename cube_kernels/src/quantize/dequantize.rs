@@ -3,6 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
+    mx::mx_dequantize,
     packed_source::{PackedRows, PackedRowsLaunch, PackedSource, SourcePlan, scale_at},
     scale_order::scales_in_rows,
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, padded_unit, tile_from},
@@ -19,8 +20,10 @@ use crate::{
 };
 
 /// Dequantizes `packed` to a matrix of `rows` x `cols` in the orientation of its source, rounded
-/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize). A transform is not
-/// undone; rows that belong to no group are undefined.
+/// once to `out`. See [`reference::dequantize`](crate::reference::dequantize) and
+/// [`reference::mx_dequantize`](crate::reference::mx_dequantize). A transform is not undone; rows
+/// that belong to no group are undefined. MX scales in 128x4 tiles are first unswizzled in a separate
+/// pass.
 ///
 /// # Errors
 /// Returns an error if a buffer is smaller than its shape.
@@ -29,6 +32,9 @@ pub fn dequantize(
     packed: &DeviceQuantized,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
+    if packed.layout.format.is_mx() {
+        return mx_dequantize(client, packed, out);
+    }
     packed.check_codes("packed", Format::Nvfp4)?;
     packed.check("packed")?;
     packed.groups.check(packed.rows())?;

@@ -2,8 +2,8 @@
 //!
 //! A [`Quantize`] request is complete when it is built. [`Quantize::launch`] checks it, chooses the
 //! kernels and queues them, in this order.
-//! [`ComputeAmax`] is the request for amax values alone. Launches allocate their output, queue the
-//! kernels and return without waiting; nothing is read back. All kernels use 64-bit indices if a
+//! [`Quantize::launch_amax`] computes only the amax values. Launches allocate their output, queue
+//! the kernels and return without waiting; nothing is read back. All kernels use 64-bit indices if a
 //! tensor requires them, and support any number of units per cube.
 //!
 //! Modules, bottom up:
@@ -12,7 +12,8 @@
 //! - `tile`, `scale_table`, `prologue` and others: the building blocks of kernels.
 //! - `amax`, `rowwise`, `per_token`, `tiles` (with `columnwise` and `block_2d`), `ms_eden`, `mx`: the
 //!   kernels and their launches.
-//! - `check`, `compute_amax`, `request`: the requests, and the choice of kernels.
+//! - `check`, `planner`, `launch`, `request`: the request, the choice of its kernels, and their
+//!   launch.
 //! - `describe`: the kernels of a device, for `nvfp4 doctor`.
 
 // `#[cube]` generates public items that cannot carry documentation.
@@ -23,12 +24,12 @@ mod block_2d;
 mod check;
 #[allow(missing_docs)]
 mod columnwise;
-mod compute_amax;
 #[allow(missing_docs)]
 mod dequantize;
 mod describe;
 #[cfg(feature = "proof")]
 pub(crate) mod instances;
+mod launch;
 #[allow(missing_docs)]
 mod ms_eden;
 #[allow(missing_docs)]
@@ -43,6 +44,7 @@ mod per_token;
 // `#[cube]` expands `match` over enums of buffers, not `if let`.
 #[allow(clippy::single_match)]
 pub(crate) mod plan;
+mod planner;
 #[allow(missing_docs)]
 pub(crate) mod prologue;
 #[cfg(feature = "proof")]
@@ -66,12 +68,10 @@ mod tile_memory;
 mod tiles;
 
 pub use amax::{AmaxRequest, Amaxes};
-pub use compute_amax::{ComputeAmax, ComputedAmax};
 pub use dequantize::dequantize;
 pub use describe::describe;
-pub use mx::mx_dequantize;
 pub use offset::advance_offset;
-pub use request::{Quantize, Quantized, QuantizedAmax};
+pub use request::{Quantize, Quantized};
 pub use scale_order::{scales_in_rows, scales_in_tiles};
 pub use source::Source;
 pub use step::Operation;

@@ -3,8 +3,9 @@
 
 pub use super::{
     amax::{
-        AmaxOutLaunch, AmaxPlan,
+        AmaxOutLaunch, AmaxPlan, amax_of_matrix, amaxes,
         kernel::{AmaxTilesLaunch, amax_kernel, amax_tiles_kernel},
+        run_prologue_with_amaxes,
         strips::{amax_lines_kernel, amax_strips_kernel},
     },
     dequantize::{
@@ -47,7 +48,7 @@ pub use super::{
     tiles::quantize_tiles_kernel,
 };
 
-use super::{ComputeAmax, Quantize};
+use super::Quantize;
 use crate::capabilities::Capabilities;
 
 impl Quantize<'_> {
@@ -65,14 +66,6 @@ impl Quantize<'_> {
     /// single groups.
     pub fn stacked(mut self) -> Self {
         self.stacked = true;
-        self
-    }
-}
-
-impl ComputeAmax<'_> {
-    /// Selects the kernels of the other amax values for one amax of a whole matrix.
-    pub fn by_lines(mut self) -> Self {
-        self.by_lines = true;
         self
     }
 }

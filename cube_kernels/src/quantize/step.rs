@@ -43,7 +43,7 @@ pub enum QuantizeStep {
     /// pass.
     ActivationWithAmax(AmaxRequest, Usages),
     /// Computes one amax of a whole matrix.
-    AmaxOfMatrix(AmaxRequest, Usages),
+    AmaxOfMatrix(Usages),
     /// Computes amax values of groups, of rows, or of transformed or original columns, in one read.
     Amax(AmaxRequest, Usages),
     /// Computes the amax of the values that MS-EDEN rotates.

@@ -92,3 +92,12 @@ impl From<Nvfp4Params> for TargetSpec {
         Self::new(params).form(StoredForm::Packed(params.layout))
     }
 }
+
+/// Returns the amax values of both tensors of a matrix: one amax, if it serves both.
+pub(super) fn amax_of_both(row: &TargetSpec, col: &TargetSpec) -> AmaxRequest {
+    let is_shared = row.params.shares_amax() && col.params.shares_amax();
+    AmaxRequest {
+        rows: Some(row.params.amax),
+        cols: (!is_shared).then_some((col.params.amax, col.params.hadamard)),
+    }
+}

@@ -9,6 +9,7 @@ use super::{
     plan::{QuantArgs, QuantTarget},
     rowwise::{row_amax_of, row_block},
     scale_table::{BlockRule, Lines, ScaleTable, TablePlan, quantize_by_table},
+    step::QuantizeStep,
     target::TargetSpec,
     tile::{self, BAND, Grouping, Shape, ShapeLaunch, Tile, tile_bands},
     tile_memory::{TileGrid, TileGridLaunch, TileMemory, TilePlan},
@@ -23,20 +24,9 @@ use crate::{
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// Output kind of [`launch_tiles`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// 1x16 blocks, with the copies of groups one after another.
-    Blocks,
-    /// 16x16 tiles, with the copies of groups one after another.
-    Tiles,
-    /// 1x16 blocks, with the columnwise tensors of groups concatenated along the columns.
-    SideBySide,
-}
-
 /// Makes the tensors `row` and `col` of `x`, if given, from one read of it.
 ///
-/// Tensors of groups follow one another. Those of [`Kind::SideBySide`] are operands of the grouped
+/// Tensors of groups follow one another. Those of [`QuantizeStep::BlocksSideBySide`] are operands of the grouped
 /// GEMMs instead, plain matrices with one amax per group, or per stored row of each group: there
 /// are `cols` stored rows, in each of which group `g` takes the columns from entry `g` of
 /// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, unit)` on. `unit`
@@ -48,8 +38,9 @@ pub(super) fn launch_tiles(
     groups: &Groups,
     row: Option<&TargetSpec>,
     col: Option<&TargetSpec>,
-    kind: Kind,
+    step: QuantizeStep,
 ) -> Result<(Option<DeviceQuantized>, Option<DeviceQuantized>), Nvfp4Error> {
+    let is_side_by_side = matches!(step, QuantizeStep::BlocksSideBySide(_));
     let words = Words::of(x);
     let args = |usage, target: Option<&TargetSpec>| {
         target
@@ -58,7 +49,7 @@ pub(super) fn launch_tiles(
     };
     let row = args(Usage::Rowwise, row)?;
     let mut col = args(Usage::Columnwise, col)?;
-    if let (Kind::SideBySide, Some(col)) = (kind, &mut col) {
+    if let (true, Some(col)) = (is_side_by_side, &mut col) {
         let unit = match col.plan.whole_tiles {
             true => col.out.unit().max(TILE_INNER),
             false => col.out.unit(),
@@ -70,7 +61,7 @@ pub(super) fn launch_tiles(
         col.out = DeviceQuantized::empty(client, layout, Groups::One, &col.out.amax);
     }
     let row_blocks = match &col {
-        Some(col) if kind == Kind::SideBySide || col.plan.whole_tiles => col.out.blocks(),
+        Some(col) if is_side_by_side || col.plan.whole_tiles => col.out.blocks(),
         _ => 0,
     };
     let swizzled_cols = col.as_ref().is_some_and(|col| col.plan.swizzled);
@@ -80,15 +71,15 @@ pub(super) fn launch_tiles(
     let tile_cols = x.cols.next_multiple_of(unit) / width;
     let row_tiles = groups.units(x.rows, tile::ROWS);
     if x.is_empty() {
-        let [row, col] = [row, col].map(|copy| copy.map(|args| args.out));
+        let [row, col] = [row, col].map(|made| made.map(|args| args.out));
         return Ok((row, col));
     }
     let (count, dim) = tile_bands(client, row_tiles, tile_cols);
     let plan = TilePlan {
         row: row.as_ref().map(|row| row.plan),
         col: col.as_ref().map(|col| col.plan),
-        tiles: kind == Kind::Tiles,
-        side_by_side: kind == Kind::SideBySide,
+        tiles: matches!(step, QuantizeStep::Tiles(_)),
+        side_by_side: is_side_by_side,
         grouping: Grouping::of(groups),
         elements: words.elem.size() == 2,
         units: dim.x as usize,
@@ -128,7 +119,7 @@ pub(super) fn launch_tiles(
             words.elem,
         );
     }
-    let [row, col] = [row, col].map(|copy| copy.map(|args| args.out));
+    let [row, col] = [row, col].map(|made| made.map(|args| args.out));
     Ok((row, col))
 }
 

@@ -24,7 +24,7 @@ use nvfp4_kernels::{
     },
     moe::GroupOffsets,
     proof::ptx::BlockScaled,
-    quantize::mx_dequantize,
+    quantize::dequantize,
     tensor::{DeviceQuantized, FloatKind, Matrix},
 };
 
@@ -451,7 +451,7 @@ fn mxfp4_is_multiplied_like_its_values() {
         let x: Vec<f32> = (0..rows * k).map(|_| generator.normal()).collect();
         let x = upload(&client, &x, rows, k);
         let packed = quantize::mx_quantize(&client, &x, Usage::Rowwise, format).unwrap();
-        let values = mx_dequantize(&client, &packed, FloatKind::Bf16).unwrap();
+        let values = dequantize(&client, &packed, FloatKind::Bf16).unwrap();
         (packed, values)
     };
     let (a, a_values) = operand(m, Format::Mxfp4);

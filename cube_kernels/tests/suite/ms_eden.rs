@@ -220,8 +220,8 @@ fn redrawn_signs() {
         for usage in USAGES {
             let amax = reference::ms_eden_amax(&x, rows, cols, usage, &hadamard).unwrap();
             let request = Quantize::new(&matrix).along(usage, target.clone());
-            let found = request.launch_amax(&client).unwrap();
-            let found = found.rowwise.or(found.columnwise).unwrap();
+            let found = request.launch_amax(&client).unwrap().amax;
+            let found = found.rows.or(found.cols).unwrap();
             assert_eq!(read_f32(&client, &found).to_bits(), amax.to_bits());
             let by = EdenParams {
                 hadamard,

@@ -197,7 +197,7 @@ fn check_matrices<T: DeviceElement>(client: &Client) {
             if case.has_offsets() && usage == Usage::Columnwise {
                 continue;
             }
-            let decoded = quantize::mx_dequantize(client, &found, FloatKind::F32).unwrap();
+            let decoded = quantize::dequantize(client, &found, FloatKind::F32).unwrap();
             let decoded = read_matrix::<f32>(client, &decoded);
             let stored = |one: &QuantizedTensor| match (&case.groups, usage) {
                 // Vertically stacked, each as it is stored.

@@ -36,9 +36,9 @@ fn check_matrix<T: DeviceElement>(client: &Client, x: &[T], rows: usize, cols: u
         let found = quantize::mx_quantize(client, &matrix, usage, format).unwrap();
         assert_same(client, &found, &expected, &what);
         let expected = reference::mx_dequantize(&expected);
-        let exact = quantize::mx_dequantize(client, &found, FloatKind::F32).unwrap();
+        let exact = quantize::dequantize(client, &found, FloatKind::F32).unwrap();
         assert_floats(&read_matrix::<f32>(client, &exact), &expected, &what);
-        let rounded = quantize::mx_dequantize(client, &found, T::KIND).unwrap();
+        let rounded = quantize::dequantize(client, &found, T::KIND).unwrap();
         assert_floats(
             &read_matrix::<T>(client, &rounded),
             &convert::<T>(&expected),
@@ -290,6 +290,6 @@ fn errors_name_the_argument() {
     let zeros = upload::<f32>(&client, &[0.0; 128], 4, 32);
     let mut packed = quantize::mx_quantize(&client, &zeros, USAGES[0], Format::Mxfp8).unwrap();
     packed.layout.rows = 5;
-    let error = quantize::mx_dequantize(&client, &packed, FloatKind::F32).unwrap_err();
+    let error = quantize::dequantize(&client, &packed, FloatKind::F32).unwrap_err();
     assert!(error.to_string().contains("packed") && error.to_string().contains("160"));
 }

@@ -10,7 +10,7 @@ use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     proof::codec::Conversion,
     quantize::{
-        AmaxRequest, Amaxes, ComputeAmax, Quantize, Source, TargetSpec,
+        AmaxRequest, Amaxes, Quantize, Source, TargetSpec,
         proof::{
             QuantizeStep::{self, *},
             Usages::{Both, Columnwise, Rowwise},
@@ -94,12 +94,12 @@ fn matrices() {
 
     assert_steps(
         &request().rowwise(nearest()),
-        &[AmaxOfMatrix(ONE, Rowwise), Rows],
+        &[AmaxOfMatrix(Rowwise), Rows],
     );
     assert_steps(&request().rowwise(nearest().amax(amax)), &[Rows]);
     assert_steps(
         &request().columnwise(nearest()),
-        &[AmaxOfMatrix(cols_of(None), Columnwise), Blocks(Columnwise)],
+        &[AmaxOfMatrix(Columnwise), Blocks(Columnwise)],
     );
     assert_steps(
         &request().columnwise(transformed()),
@@ -111,7 +111,7 @@ fn matrices() {
     // One amax serves both tensors if neither is transformed.
     assert_steps(
         &request().rowwise(nearest()).columnwise(nearest()),
-        &[AmaxOfMatrix(ONE, Both), Blocks(Both)],
+        &[AmaxOfMatrix(Both), Blocks(Both)],
     );
     assert_steps(
         &request().rowwise(nearest()).columnwise(transformed()),
@@ -130,15 +130,15 @@ fn matrices() {
     let unscaled = || nearest().form(StoredForm::Bf16Unscaled);
     assert_steps(
         &request().rowwise(unscaled()),
-        &[AmaxOfMatrix(ONE, Rowwise), Rows],
+        &[AmaxOfMatrix(Rowwise), Rows],
     );
     assert_steps(
         &request().rowwise(unscaled()).columnwise(nearest()),
-        &[AmaxOfMatrix(ONE, Both), Blocks(Both)],
+        &[AmaxOfMatrix(Both), Blocks(Both)],
     );
     assert_steps(
         &request().rowwise(nearest()).unscaled(true),
-        &[AmaxOfMatrix(ONE, Rowwise), RowsInBothStorages],
+        &[AmaxOfMatrix(Rowwise), RowsInBothStorages],
     );
 }
 
@@ -187,11 +187,11 @@ fn tiles_and_mixed_pairs() {
 
     assert_steps(
         &Quantize::new(x).rowwise(tiles()).columnwise(tiles()),
-        &[AmaxOfMatrix(ONE, Both), Tiles(Both)],
+        &[AmaxOfMatrix(Both), Tiles(Both)],
     );
     assert_steps(
         &Quantize::new(x).columnwise(tiles()),
-        &[AmaxOfMatrix(ONE, Columnwise), Tiles(Columnwise)],
+        &[AmaxOfMatrix(Columnwise), Tiles(Columnwise)],
     );
     let stack = Groups::Batch(2);
     assert_steps(
@@ -205,9 +205,9 @@ fn tiles_and_mixed_pairs() {
     assert_steps(
         &Quantize::new(x).rowwise(tiles()).columnwise(nearest()),
         &[
-            AmaxOfMatrix(ONE, Rowwise),
+            AmaxOfMatrix(Rowwise),
             Tiles(Rowwise),
-            AmaxOfMatrix(cols_of(None), Columnwise),
+            AmaxOfMatrix(Columnwise),
             Blocks(Columnwise),
         ],
     );
@@ -215,7 +215,7 @@ fn tiles_and_mixed_pairs() {
         &Quantize::new(x)
             .rowwise(nearest())
             .columnwise(TargetSpec::from(Format::Mxfp8)),
-        &[AmaxOfMatrix(ONE, Rowwise), Rows, Mx(Usage::Columnwise)],
+        &[AmaxOfMatrix(Rowwise), Rows, Mx(Usage::Columnwise)],
     );
 }
 
@@ -303,6 +303,9 @@ fn activations() {
             &request().rowwise(nearest()).columnwise(transformed()),
             &[ActivationWithAmax(pair(PER_TENSOR), Both), Blocks(Both)],
         );
+        let both = request().rowwise(nearest()).columnwise(transformed());
+        let plan = both.plan_amax(&hopper());
+        assert_eq!(plan, [ActivationWithAmax(pair(PER_TENSOR), Both)]);
         assert_steps(
             &request().rowwise(nearest()).unscaled(true),
             &[ActivationWithAmax(ONE, Rowwise), RowsInBothStorages],
@@ -348,27 +351,6 @@ fn quantized_sources() {
     assert_refused(&request().rowwise(nearest()), "source");
 }
 
-#[test]
-fn amax_values() {
-    let client = client!("amax_values");
-    let x = &Matrix::empty(&client, 64, 128, FloatKind::Bf16);
-    let groups = &Groups::Batch(2);
-    let steps = |request: ComputeAmax| request.plan();
-    let of_matrix = ComputeAmax::of_matrix(x);
-    assert_eq!(steps(of_matrix), [AmaxOfMatrix(ONE, Rowwise)]);
-    assert_eq!(steps(of_matrix.by_lines()), [Amax(ONE, Rowwise)]);
-    assert_eq!(steps(of_matrix.groups(groups)), [Amax(ONE, Rowwise)]);
-    let both = pair(PER_TENSOR);
-    assert_eq!(steps(ComputeAmax::new(x, both)), [Amax(both, Both)]);
-    let source = Source::Activation {
-        kind: Activation::SwiGlu,
-        x,
-        grad: None,
-    };
-    let fused = ComputeAmax::new(source, both);
-    assert_eq!(steps(fused), [ActivationWithAmax(both, Both)]);
-}
-
 /// Amax values that a request lacks, which then come from the kernel that wrote the source.
 #[test]
 fn missing_amax_values() {
@@ -379,8 +361,8 @@ fn missing_amax_values() {
     let none = AmaxRequest::default();
     let cases = [
         (request().rowwise(nearest()), ONE),
-        (request().columnwise(nearest()), cols_of(None)),
-        // One amax serves both tensors if neither is transformed.
+        // One amax serves both usages of untransformed values.
+        (request().columnwise(nearest()), ONE),
         (request().rowwise(nearest()).columnwise(nearest()), ONE),
         (
             request().rowwise(nearest()).columnwise(transformed()),

@@ -208,7 +208,7 @@ fn mxfp8_and_values() {
         });
         let mx = quantize::mx_quantize(&client, &x, usage, Format::Mxfp8).unwrap();
         repeat(&client, &format!("MXFP8 {usage:?} to values"), || {
-            of_matrix(quantize::mx_dequantize(&client, &mx, FloatKind::Bf16).unwrap())
+            of_matrix(quantize::dequantize(&client, &mx, FloatKind::Bf16).unwrap())
         });
         let packed = quantize::quantize(&client, &x, &Groups::One, usage, &plain).unwrap();
         repeat(&client, &format!("NVFP4 {usage:?} to values"), || {

@@ -4,7 +4,7 @@ use burn_core::tensor::FloatDType;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use nvfp4_formats::{Layout, ScaleLayout, Storage};
 use nvfp4_kernels::quantize;
-use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
+use nvfp4_kernels::tensor::Groups;
 
 use super::super::dequantize::{scaled, with_amax_per_row};
 use super::super::dtype::float_kind;
@@ -36,17 +36,6 @@ pub(super) fn dequantize(
         ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
     };
     let source = to_device(source, groups);
-    result(&like, dequantize_matrix(&like, &source, kind))
-}
-
-/// Dequantizes a quantized tensor, in the orientation of its source.
-fn dequantize_matrix(
-    like: &CubeTensor,
-    source: &DeviceQuantized,
-    kind: FloatKind,
-) -> Matrix {
-    launched(match source.layout.format.is_mx() {
-        true => quantize::mx_dequantize(&like.client, source, kind),
-        false => quantize::dequantize(&like.client, source, kind),
-    })
+    let values = launched(quantize::dequantize(&like.client, &source, kind));
+    result(&like, values)
 }

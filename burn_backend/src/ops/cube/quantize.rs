@@ -52,8 +52,8 @@ pub(super) fn amax(request: QuantizeRequest<CubeBackend>) -> ComputedAmax<CubeBa
     let [rowwise, columnwise] = inputs.targets;
     ComputedAmax {
         values: (found.values.map(|values| result(&inputs.like, values))).into(),
-        rowwise: amax(found.rowwise, rowwise, Usage::Rowwise).into(),
-        columnwise: amax(found.columnwise, columnwise, Usage::Columnwise).into(),
+        rowwise: amax(found.amax.rows, rowwise, Usage::Rowwise).into(),
+        columnwise: amax(found.amax.cols, columnwise, Usage::Columnwise).into(),
     }
 }
 

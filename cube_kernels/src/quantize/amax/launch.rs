@@ -35,7 +35,7 @@ pub struct AmaxRequest {
 }
 
 impl AmaxRequest {
-    /// Requests amax values only for a copy along `usage`. `hadamard` applies to a columnwise
+    /// Requests amax values only for a tensor along `usage`. `hadamard` applies to a columnwise
     /// tensor, and has no effect on a rowwise one.
     pub fn along(usage: Usage, scope: AmaxGranularity, hadamard: Option<Hadamard>) -> Self {
         match usage {
@@ -137,7 +137,7 @@ impl Amaxes {
 ///
 /// # Errors
 /// Returns an error if the groups do not fit, or if the memory of `x` is smaller than its shape.
-pub(crate) fn amaxes(
+pub fn amaxes(
     client: &Client,
     x: &Matrix,
     groups: &Groups,
@@ -151,7 +151,7 @@ pub(crate) fn amaxes(
 ///
 /// # Errors
 /// See [`amaxes`] and [`run_prologue`].
-pub(in crate::quantize) fn run_prologue_with_amaxes(
+pub fn run_prologue_with_amaxes(
     client: &Client,
     prologue: Prologue<'_>,
     groups: &Groups,
@@ -320,10 +320,7 @@ fn launch_strips(
 ///
 /// # Errors
 /// Returns an error if the memory of `x` is smaller than its shape.
-pub(in crate::quantize) fn amax_of_matrix(
-    client: &Client,
-    x: &Matrix,
-) -> Result<Handle, Nvfp4Error> {
+pub fn amax_of_matrix(client: &Client, x: &Matrix) -> Result<Handle, Nvfp4Error> {
     x.check("x")?;
     let out = zeros_of_step(client, 1);
     if x.is_empty() {

@@ -7,6 +7,7 @@ use super::{
         check::check_position,
         packed_source::{PackedSource, SourcePlan},
         plan::behind_earlier,
+        source::Source,
         target::TargetSpec,
         tile::{Grouping, ROWS, ShapeLaunch, map_tiles},
     },
@@ -37,32 +38,8 @@ use crate::{
     zeroed::zeros_of_step,
 };
 
-/// Source of MS-EDEN.
-#[derive(Debug, Clone, Copy)]
-pub enum EdenSource<'a> {
-    /// A matrix whose rows are in groups: the gradient of an output.
-    Matrix(&'a Matrix, &'a Groups),
-    /// The dequantized values of an NVFP4 matrix, or of groups of them: an operand of the forward
-    /// GEMM, packed along either axis.
-    Packed(&'a DeviceQuantized),
-}
-
-impl EdenSource<'_> {
-    fn shape(&self) -> (usize, usize) {
-        match self {
-            Self::Matrix(matrix, _) => (matrix.rows, matrix.cols),
-            Self::Packed(packed) => (packed.rows(), packed.cols()),
-        }
-    }
-
-    /// Returns the groups of its rows.
-    fn groups(&self) -> &Groups {
-        match self {
-            Self::Matrix(_, groups) => groups,
-            Self::Packed(packed) => &packed.groups,
-        }
-    }
-}
+/// Source of MS-EDEN: a matrix or a quantized tensor, and the groups of its rows.
+type GroupedSource<'a> = (Source<'a>, &'a Groups);
 
 /// Access pattern of a kernel that loads a matrix.
 #[derive(Debug, Clone, Copy)]
@@ -99,10 +76,11 @@ enum Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
-    fn new(source: EdenSource<'a>) -> Result<Self, Nvfp4Error> {
+    fn new((source, groups): GroupedSource<'a>) -> Result<Self, Nvfp4Error> {
         Ok(match source {
-            EdenSource::Matrix(matrix, groups) => Self::Matrix(matrix, groups.clone()),
-            EdenSource::Packed(packed) => Self::Packed(PackedSource::even("source", packed)?),
+            Source::Matrix(matrix) => Self::Matrix(matrix, groups.clone()),
+            Source::Quantized { tensor, .. } => Self::Packed(PackedSource::even("source", tensor)?),
+            Source::Activation { .. } => unreachable!("an activation is written first"),
         })
     }
 
@@ -181,7 +159,7 @@ impl<'a> Stored<'a> {
 /// rows.
 pub(in crate::quantize) fn ms_eden_amax(
     client: &Client,
-    source: EdenSource<'_>,
+    source: GroupedSource<'_>,
     usage: Usage,
     transform: &EdenTransform,
 ) -> Result<Handle, Nvfp4Error> {
@@ -199,7 +177,7 @@ pub(in crate::quantize) fn ms_eden_amax_pair(
     matrix: &Matrix,
     transforms: [&EdenTransform; 2],
 ) -> Result<[Handle; 2], Nvfp4Error> {
-    let source = EdenSource::Matrix(matrix, &Groups::One);
+    let source = (Source::Matrix(matrix), &Groups::One);
     let rows = Geometry::new(client, source, Usage::Rowwise, transforms[0], None)?;
     let cols = Geometry::new(client, source, Usage::Columnwise, transforms[1], None)?;
     let screens = screen(client, matrix, transforms);
@@ -269,21 +247,22 @@ fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> H
 /// See [`ms_eden_amax`].
 pub(in crate::quantize) fn ms_eden(
     client: &Client,
-    source: EdenSource<'_>,
+    source: GroupedSource<'_>,
     usage: Usage,
     target: &TargetSpec,
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     let (amax, transform) = (target.known_amax(), EdenTransform::of(target));
     let geometry = Geometry::new(client, source, usage, &transform, Some(target))?;
     let random = random_of(target);
-    let maxima = source.groups().count();
+    let (_, groups) = source;
+    let maxima = groups.count();
     check_memory("amax", amax, maxima * 4)?;
     if geometry.tile_count == 0 {
         // For empty matrices the amax is 0, and so is the one for decoding.
-        return Ok(result(client, &source, usage, amax, target));
+        return Ok(result(client, source, usage, amax, target));
     }
     let out_amax = allocate(client, maxima * 4);
-    let out = result(client, &source, usage, &out_amax, target);
+    let out = result(client, source, usage, &out_amax, target);
     let blocks = out.code_blocks();
     // SAFETY (of every argument): checked against, or allocated for, the shape.
     let amax_arg = unsafe { buffer(amax, maxima) };
@@ -357,14 +336,14 @@ fn random_of(target: &TargetSpec) -> RandomStream {
 /// Allocates the result of [`ms_eden`], with undefined contents.
 fn result(
     client: &Client,
-    source: &EdenSource<'_>,
+    (source, groups): GroupedSource<'_>,
     usage: Usage,
     amax: &Handle,
     target: &TargetSpec,
 ) -> DeviceQuantized {
     let (rows, cols) = source.shape();
     let padded = |len: usize| len.next_multiple_of(EDEN_GROUP);
-    let (shape, groups) = match (usage, source.groups()) {
+    let (shape, groups) = match (usage, groups) {
         (Usage::Rowwise, groups) => ((rows, padded(cols)), groups.clone()),
         (Usage::Columnwise, Groups::One) => ((padded(rows), cols), Groups::One),
         (Usage::Columnwise, &Groups::Batch(count)) => {
@@ -416,13 +395,13 @@ struct Geometry<'a> {
 impl<'a> Geometry<'a> {
     fn new(
         client: &Client,
-        source: EdenSource<'a>,
+        source: GroupedSource<'a>,
         usage: Usage,
         transform: &EdenTransform,
         target: Option<&TargetSpec>,
     ) -> Result<Self, Nvfp4Error> {
-        let across = match source {
-            EdenSource::Packed(packed) => usage != packed.usage(),
+        let across = match source.0 {
+            Source::Quantized { tensor, .. } => usage != tensor.usage(),
             _ => usage == Usage::Columnwise,
         };
         let source = Stored::new(source)?;

@@ -12,24 +12,21 @@ use crate::{
         codec::store,
         mx::{decode_element, decode_ue8m0},
     },
-    format::{block::ElementFormat, check_mx},
+    format::block::ElementFormat,
     launch::{buffer, grid, tile_grid, vector_size},
     memory::address_type,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-/// Dequantizes `packed` to a matrix in the orientation of its source, rounded once to `out`. See
-/// [`reference::mx_dequantize`](crate::reference::mx_dequantize). Scales in 128x4 tiles are first
-/// unswizzled in a separate pass; the values of rows that belong to no group are then undefined.
+/// Dequantizes a tensor in an MX format; see [`dequantize`](fn@crate::quantize::dequantize).
 ///
 /// # Errors
 /// Returns an error if a buffer is smaller than its shape.
-pub fn mx_dequantize(
+pub(in crate::quantize) fn mx_dequantize(
     client: &Client,
     packed: &DeviceQuantized,
     out: FloatKind,
 ) -> Result<Matrix, Nvfp4Error> {
-    check_mx(packed.layout.format)?;
     packed.check_codes("packed", packed.layout.format)?;
     packed.check("packed")?;
     // GEMMs read tiles directly; dequantizing tiles is not performance-critical.

@@ -3,14 +3,17 @@
 use cubecl::{client::Client, server::Handle};
 use nvfp4_formats::{
     AmaxGranularity, BlockScaling, Hadamard, Nvfp4Error, QuantParams, RandomStream, Rounding,
-    ScaleLayout, StoredForm, Usage, reference::Activation,
+    ScaleLayout, StoredForm, Usage,
 };
 use nvfp4_kernels::{
     moe::GroupOffsets,
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
 };
 
-pub use nvfp4_kernels::quantize::{proof::*, *};
+pub use nvfp4_kernels::quantize::{
+    proof::{amax_of_matrix, amaxes, run_prologue_with_amaxes, *},
+    *,
+};
 
 type Made = Result<DeviceQuantized, Nvfp4Error>;
 type MadeBoth = Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error>;
@@ -198,7 +201,7 @@ pub fn ms_eden_amax<'a>(
 ) -> Result<Handle, Nvfp4Error> {
     let target = TargetSpec::new(QuantParams::ms_eden(*hadamard, RandomStream::new(0, 0, 0)));
     let found = source.request().along(usage, target).launch_amax(client)?;
-    Ok(found.rowwise.or(found.columnwise).expect("requested"))
+    Ok(found.amax.rows.or(found.amax.cols).expect("requested"))
 }
 
 /// Computes these amax values along and across the rows of a matrix.
@@ -211,8 +214,8 @@ pub fn ms_eden_amax_pair(
     let [row, col] =
         hadamards.map(|hadamard| TargetSpec::new(QuantParams::ms_eden(*hadamard, stream)));
     let found = Quantize::new(x).rowwise(row).columnwise(col);
-    let found = found.launch_amax(client)?;
-    Ok([found.rowwise, found.columnwise].map(|amax| amax.expect("requested")))
+    let found = found.launch_amax(client)?.amax;
+    Ok([found.rows, found.cols].map(|amax| amax.expect("requested")))
 }
 
 /// Quantizes by MS-EDEN.
@@ -290,39 +293,10 @@ pub fn mx_requantize(
 
 /// Computes the amax of a matrix, or of the columnwise transformed matrix.
 pub fn amax(client: &Client, x: &Matrix, hadamard: Option<Hadamard>) -> Result<Handle, Nvfp4Error> {
-    let usage = match hadamard {
-        None => Usage::Rowwise,
-        Some(_) => Usage::Columnwise,
-    };
-    let values = AmaxRequest::along(usage, AmaxGranularity::PerTensor, hadamard);
-    let found = ComputeAmax::new(x, values).launch(client)?.amax;
-    Ok(found.rows.or(found.cols).expect("requested"))
-}
-
-/// Computes amax values, by the kernels that compute any number of them in one read.
-pub fn amaxes(
-    client: &Client,
-    x: &Matrix,
-    groups: &Groups,
-    values: &AmaxRequest,
-) -> Result<Amaxes, Nvfp4Error> {
-    let request = ComputeAmax::new(x, *values).groups(groups).by_lines();
-    Ok(request.launch(client)?.amax)
-}
-
-/// Computes the matrix of a fused prologue, and amax values in the same pass.
-pub fn run_prologue_with_amaxes(
-    client: &Client,
-    prologue: Prologue<'_>,
-    groups: &Groups,
-    values: &AmaxRequest,
-) -> Result<(Matrix, Amaxes), Nvfp4Error> {
-    let (x, grad) = match prologue {
-        Prologue::SwiGlu(x) => (x, None),
-        Prologue::SwiGluBackward { grad, gate_up } => (gate_up, Some(grad)),
-    };
-    let kind = Activation::SwiGlu;
-    let request = ComputeAmax::new(Source::Activation { kind, x, grad }, *values);
-    let found = request.groups(groups).launch(client)?;
-    Ok((found.values.expect("an activation"), found.amax))
+    if hadamard.is_none() {
+        return amax_of_matrix(client, x);
+    }
+    let values = AmaxRequest::along(Usage::Columnwise, AmaxGranularity::PerTensor, hadamard);
+    let found = amaxes(client, x, &Groups::One, &values)?;
+    Ok(found.cols.expect("requested"))
 }

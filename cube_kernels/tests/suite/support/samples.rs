@@ -373,7 +373,7 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
         for band in sample.bands(usage) {
             assert_mx(&found, &band, &band.x, "values");
         }
-        let back = quantize::mx_dequantize(client, &found, FloatKind::Bf16).unwrap();
+        let back = quantize::dequantize(client, &found, FloatKind::Bf16).unwrap();
         for band in sample.bands(Usage::Rowwise) {
             let packed =
                 reference::mx_quantize(&band.x, band.rows, band.cols, usage, Format::Mxfp8)
