@@ -69,7 +69,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
              in f32, and the kernels run",
         ),
         GemmBackend::Scalar => {
-            Some("the kernels of such devices are for tests: what is not NVFP4 is Burn's")
+            Some("scalar kernels are for tests; Burn computes GEMMs of unquantized operands")
         }
     };
     if let Some(why) = bf16 {

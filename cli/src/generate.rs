@@ -66,7 +66,7 @@ pub(crate) struct Generate {
     /// model's folder, else 0]
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f64>,
-    /// Sample from this many most probable tokens [default: from the model's folder, else all]
+    /// Sample from the K most probable tokens [default: from the model's folder, else all]
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Sample from the most probable tokens whose probabilities sum to this value [default: from

@@ -57,7 +57,7 @@ const EXCEPTIONS: [(&str, &str, &str); 5] = [
     ),
     (
         "top-k",
-        "Sample from this many most probable tokens",
+        "Sample from the K most probable tokens",
         "routers have a top k as samplers have",
     ),
 ];

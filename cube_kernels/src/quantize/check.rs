@@ -76,16 +76,17 @@ fn check_groups(
             "scales in 128x4 tiles, of groups side by side",
             "compact scales, or whole tiles",
         ),
-        StoredForm::WholeTiles if is_2d => {
-            ("whole tiles, of 16x16 blocks", "a row that ends as it does")
-        }
+        StoredForm::WholeTiles if is_2d => (
+            "whole tiles, of 16x16 blocks",
+            "another form: 16x16 blocks are not padded to whole tiles",
+        ),
         StoredForm::WholeTiles if !side_by_side && !matches!(groups, Groups::One) => (
             "whole tiles, of groups one after another",
             "one matrix, or groups side by side",
         ),
         _ => return Ok(()),
     };
-    Err(Nvfp4Error::value("copy", found, expected))
+    Err(Nvfp4Error::value("form", found, expected))
 }
 
 fn check_columns(rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
@@ -103,8 +104,8 @@ fn check_row_transform(target: &TargetSpec) -> Result<(), Nvfp4Error> {
     match target.params.hadamard {
         Some(hadamard) if hadamard.size() != HadamardSize::H16 => Err(Nvfp4Error::value(
             "hadamard",
-            format!("{:?} on a row-wise copy", hadamard.size()),
-            "H16 there; larger transforms on column-wise copies",
+            format!("{:?} of a rowwise tensor", hadamard.size()),
+            "H16; larger transforms for columnwise tensors",
         )),
         _ => Ok(()),
     }

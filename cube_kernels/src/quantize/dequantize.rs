@@ -47,7 +47,7 @@ pub fn dequantize(
     Ok(result)
 }
 
-/// Launches the kernel for a copy in the orientation of its source.
+/// Launches the kernel for a tensor in the orientation of its source.
 fn dequantize_rows(
     client: &Client,
     packed: &DeviceQuantized,
@@ -103,7 +103,7 @@ fn dequantize_rows(
     Ok(())
 }
 
-/// Launches the kernel for a copy that is stored transposed, or for such copies of groups.
+/// Launches the kernel for a tensor that is stored transposed, or for such tensors of groups.
 fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     let out = result.dtype;
     let blocks = packed.code_blocks();

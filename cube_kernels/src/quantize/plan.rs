@@ -21,7 +21,7 @@ use crate::{
     tensor::{AmaxGranularity, DeviceQuantized, Groups, Matrix, amax_len},
 };
 
-/// Comptime configuration of one copy.
+/// Comptime configuration of one quantized tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QuantPlan {
     /// Quantization of blocks.
@@ -49,11 +49,11 @@ impl QuantPlan {
     }
 }
 
-/// A copy to be written: its plan, run-time arguments and memory.
+/// A tensor to be written: its plan, run-time arguments and memory.
 pub(crate) struct QuantArgs {
     pub plan: QuantPlan,
     pub out: DeviceQuantized,
-    /// Number of amax values of all groups, in any layout of the copy.
+    /// Number of amax values of all groups, in any layout of the tensor.
     maxima: usize,
     stream: Option<RandomStream>,
     device_offset: Option<Handle>,

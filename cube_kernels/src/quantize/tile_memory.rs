@@ -41,7 +41,7 @@ impl TilePlan {
     /// Returns the rowwise tensor, or else the columnwise one: blocks of 16x16 tiles are quantized
     /// along rows for either.
     pub(super) fn either(&self) -> QuantPlan {
-        self.row.or(self.col).expect("a copy is made")
+        self.row.or(self.col).expect("a tensor is made")
     }
 
     /// Returns the rows per tile, if each has its own amax.

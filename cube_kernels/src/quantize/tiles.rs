@@ -26,11 +26,11 @@ use crate::{
 
 /// Makes the tensors `row` and `col` of `x`, if given, from one read of it.
 ///
-/// Tensors of groups follow one another. Those of [`QuantizeStep::BlocksSideBySide`] are operands of the grouped
-/// GEMMs instead, plain matrices with one amax per group, or per stored row of each group: there
-/// are `cols` stored rows, in each of which group `g` takes the columns from entry `g` of
-/// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, unit)` on. `unit`
-/// is 16 or the size of the transform, and at least 64 with whole tiles. There is space for
+/// Tensors of groups follow one another. Those of [`QuantizeStep::BlocksSideBySide`] are operands
+/// of the grouped GEMMs instead, plain matrices with one amax per group, or per stored row of each
+/// group: there are `cols` stored rows, in each of which group `g` takes the columns from entry `g`
+/// of [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, unit)` on.
+/// `unit` is 16 or the size of the transform, and at least 64 with whole tiles. There is space for
 /// `padded_bound(x.rows, groups, unit)` columns; those after the last group are not written.
 pub(super) fn launch_tiles(
     client: &Client,

@@ -349,13 +349,13 @@ fn what_has_no_tiles() {
     let amax = quantize::amax(&client, &x, None).unwrap();
     let plain = || TargetSpec::new(Rounding::Nearest);
     let scope = AmaxGranularity::PerTensor;
-    let request = |copy| quantize::target(&amax, scope, copy);
+    let request = |target| quantize::target(&amax, scope, target);
     let refused = |result: Result<DeviceQuantized, Nvfp4Error>, argument: &str| {
         let error = result.unwrap_err().to_string();
         assert!(error.contains(argument), "{error}");
     };
     let quantized =
-        |usage, copy| quantize::quantize(&client, &x, &Groups::One, usage, &request(copy));
+        |usage, target| quantize::quantize(&client, &x, &Groups::One, usage, &request(target));
     refused(
         quantized(Usage::Rowwise, plain().form(StoredForm::WholeTiles)),
         "form",
@@ -363,7 +363,7 @@ fn what_has_no_tiles() {
     let groups = group_offsets(&client, &[40, 30]);
     let tiles = request(plain().form(StoredForm::TILES));
     let made = quantize::quantize_side_by_side(&client, &x, &groups, None, Some(&tiles));
-    refused(made.map(|(_, col)| col.unwrap()), "copy");
+    refused(made.map(|(_, col)| col.unwrap()), "form");
 
     // Tiles whose starts do not match the groups of the GEMM.
     let tiles = quantized(Usage::Columnwise, tiles).unwrap();

@@ -236,8 +236,8 @@ fn amax_of(client: &Client, geometry: &Geometry, transform: &EdenTransform) -> H
 /// Each group of rows is quantized as a separate matrix with a separate amax. Only the indices of
 /// random bits continue from group to group
 /// ([`reference::ms_eden_at`](crate::reference::ms_eden_at)). Along [`Usage::Columnwise`] each
-/// group is padded to a multiple of 128 rows. Copies of [`Groups::Batch`] are then also a batch.
-/// Copies of [`Groups::Offsets`] are concatenated along the columns, like other NVFP4 tensors:
+/// group is padded to a multiple of 128 rows. Tensors of [`Groups::Batch`] are then also a batch.
+/// Those of [`Groups::Offsets`] are concatenated along the columns, like other NVFP4 tensors:
 /// group `g` takes the elements from entry `g` of
 /// [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, rows, 128)` on. There is
 /// space for [`padded_bound`]`(rows, count, 128)` elements, and those after the

@@ -29,10 +29,10 @@ use crate::{
 ///
 /// Along [`Usage::Rowwise`] this is the tensor of all rows; columnwise tensors are stored
 /// transposed. Along [`Usage::Columnwise`]:
-/// - Copies of [`Groups::Batch`] are stacked. They are rowwise tensors of the transposed matrices,
+/// - Tensors of [`Groups::Batch`] are stacked. They are rowwise tensors of the transposed matrices,
 ///   and the result is labelled as such: `count * x.cols` rows of `x.rows / count`, packed along
 ///   [`Usage::Rowwise`].
-/// - Copies of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
+/// - Tensors of [`Groups::Offsets`] are concatenated along the columns: `x.cols` stored rows, in
 ///   each of which group `g` takes the elements from entry `g` of
 ///   [`GroupOffsets::aligned`](crate::moe::GroupOffsets::aligned)`(client, x.rows, 32)` on. There
 ///   is space for [`padded_bound`](crate::reference::padding::padded_bound)`(x.rows, count, 32)`
