@@ -35,8 +35,7 @@ use super::packed;
 use super::tracker::{Role, tracker};
 use super::wgrad::compute_weight_grad;
 use crate::ops::linear::{LinearRequest, RequiresGrad};
-use crate::ops::operands::QuantSource;
-use crate::ops::{LinearSpec, RowGroups, float_dtype};
+use crate::ops::{LinearSpec, QuantizeSource, RowGroups, float_dtype};
 
 /// Name of the optimization in Burn's registry and logs.
 pub(super) const NAME: &str = "Nvfp4Gemms";
@@ -333,7 +332,7 @@ fn run_gemm(
                 call.layer.counters.dgrad.missed();
                 return plain(context);
             };
-            let grads = saved.backward(QuantSource::Matrix(operands.left()));
+            let grads = saved.backward(QuantizeSource::Matrix(operands.left()));
             {
                 let mut state = call.state();
                 state.weight_grad = grads.w;
@@ -413,7 +412,7 @@ fn run_forward(call: &Call, x: CubeTensor, operands: &mut Operands<'_>) -> Optio
         Some(experts) => RowGroups::Offsets(equal_offsets(&x, experts)),
     };
     let request = LinearRequest::<CubeBackend> {
-        x: QuantSource::Matrix(x),
+        x: QuantizeSource::Matrix(x),
         w: weight,
         bias: bias.into(),
         groups,

@@ -6,8 +6,7 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
 use super::call::{Call, lock};
 use super::counters::count;
-use crate::ops::float_dtype;
-use crate::ops::operands::QuantSource;
+use crate::ops::{QuantizeSource, float_dtype};
 
 /// Computes the gradient of the weight of a call whose input needs none. Returns `false` if the
 /// forward was missed.
@@ -16,7 +15,7 @@ pub(super) fn compute_weight_grad(call: &Call, dy: CubeTensor) -> bool {
         return false;
     };
     saved.w = None;
-    let grads = saved.backward(QuantSource::Matrix(dy));
+    let grads = saved.backward(QuantizeSource::Matrix(dy));
     let mut state = call.state();
     state.weight_grad = grads.w;
     state.bias_grad = grads.bias;

@@ -18,10 +18,9 @@ use super::feed_forward;
 use super::gradients::register;
 use super::kernels::inner_groups;
 use super::linear::{self, LinearRequest, RequiresGrad, SavedForBackward};
-use super::operands::QuantSource;
 use super::{
     FeedForwardSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named, Nvfp4KernelOps,
-    Nvfp4Ops, RowGroups, float_dtype,
+    Nvfp4Ops, QuantizeSource, RowGroups, float_dtype,
 };
 
 /// Backward of a linear layer without a bias: parents `[x, w]`.
@@ -37,7 +36,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 2> for Linear {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let dy = QuantSource::Matrix(grads.consume::<B>(&ops.node));
+        let dy = QuantizeSource::Matrix(grads.consume::<B>(&ops.node));
         let found = ops.state.backward(dy);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 2>(nodes, [found.x, found.w], grads);
@@ -57,7 +56,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 3> for LinearBias {
         grads: &mut Gradients,
         _checkpointer: &mut Checkpointer,
     ) {
-        let dy = QuantSource::Matrix(grads.consume::<B>(&ops.node));
+        let dy = QuantizeSource::Matrix(grads.consume::<B>(&ops.node));
         let found = ops.state.backward(dy);
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 3>(nodes, [found.x, found.w, found.bias], grads);
@@ -78,7 +77,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 3> for AddLinear {
         _checkpointer: &mut Checkpointer,
     ) {
         let dy = grads.consume::<B>(&ops.node);
-        let found = ops.state.backward(QuantSource::Matrix(dy.clone()));
+        let found = ops.state.backward(QuantizeSource::Matrix(dy.clone()));
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         register::<B, 3>(nodes, [Some(dy), found.x, found.w], grads);
     }
@@ -164,7 +163,7 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         let (x, x_node) = x.into_parts();
         let (w, w_node) = w.into_parts();
         let request = |bias| LinearRequest::<B> {
-            x: QuantSource::Matrix(x),
+            x: QuantizeSource::Matrix(x),
             w,
             bias,
             groups: inner_groups(groups),

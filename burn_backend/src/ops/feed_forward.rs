@@ -18,9 +18,9 @@ use burn_core::backend::{
 use super::gradients::register;
 use super::layers::Activation;
 use super::linear::{self, Fprop, LinearRequest, RequiresGrad, SavedForBackward};
-use super::operands::QuantSource;
 use super::{
-    LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4KernelOps, RowGroups, float_dtype,
+    LinearContext, LinearParams, LinearSpec, MaybeTensor, Nvfp4KernelOps, QuantizeSource,
+    RowGroups, float_dtype,
 };
 
 /// Configuration of a feed-forward.
@@ -48,11 +48,11 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let layer = |x, params, (spec, context): &(LinearSpec, LinearContext)| {
         linear::infer::<B>(x, params, &groups, (spec, context))
     };
-    let hidden = layer(QuantSource::Matrix(x), input, &spec.input);
-    let hidden = QuantSource::Activation {
+    let hidden = layer(QuantizeSource::Matrix(x), input, &spec.input);
+    let hidden = QuantizeSource::Activation {
         activation: spec.activation,
         x: hidden,
-        grad: None,
+        grad: MaybeTensor::Absent,
     };
     layer(hidden, output, &spec.output)
 }
@@ -92,7 +92,7 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
             hidden,
             output,
         } = ops.state;
-        let dy = QuantSource::Matrix(grads.consume::<B>(&ops.node));
+        let dy = QuantizeSource::Matrix(grads.consume::<B>(&ops.node));
         let nodes = ops.parents.map(|node| node.map(|node| node.id));
         let of_output = output.backward(dy);
         let found = [None, None, None, of_output.w, of_output.bias];
@@ -105,10 +105,10 @@ impl<B: Nvfp4KernelOps> Backward<B, 5> for FeedForward {
             Hidden::Kept(x) => x,
             Hidden::Recomputed(fprop) => input.run_again(*fprop),
         };
-        let dy = QuantSource::Activation {
+        let dy = QuantizeSource::Activation {
             activation,
             x,
-            grad: Some(grad),
+            grad: MaybeTensor::Present(grad),
         };
         let of_input = input.backward(dy);
         let found = [of_input.x, of_input.w, of_input.bias, None, None];
@@ -176,7 +176,7 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     let hidden_tracked = x_tracked || in_w_tracked || in_bias_tracked;
     let recompute = spec.recompute && hidden_tracked;
     let first = request(
-        QuantSource::Matrix(x),
+        QuantizeSource::Matrix(x),
         (in_w, in_bias),
         requires,
         spec.input,
@@ -184,10 +184,10 @@ pub(super) fn track<B: Nvfp4KernelOps, C: CheckpointStrategy>(
     let (fprop, saved_input) = first.quantize(recompute);
     let kept = recompute.then(|| Box::new(fprop.kept()));
     let hidden = fprop.run();
-    let source = QuantSource::Activation {
+    let source = QuantizeSource::Activation {
         activation: spec.activation,
         x: hidden.clone(),
-        grad: None,
+        grad: MaybeTensor::Absent,
     };
     let requires = (hidden_tracked, out_w_tracked, out_bias_tracked);
     let second = request(source, (out_w, out_bias), requires, spec.output);

@@ -109,7 +109,7 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
         spec: LinearSpec,
         context: LinearContext,
     ) -> FloatTensor<Self> {
-        let x = operands::QuantSource::Matrix(x);
+        let x = QuantizeSource::Matrix(x);
         let params = LinearParams { weight: w, bias };
         linear::infer::<Self>(x, params, &groups, (&spec, &context))
     }

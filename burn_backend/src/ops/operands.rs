@@ -7,32 +7,15 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_formats::{
-    AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage, reference::Activation,
-};
+use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage};
 
 use super::dtype::cast;
+use super::kernels::activated;
 use super::spec::{OperandSpec, QuantParams};
-use super::tensors::{Operand, QuantizeRequest, QuantizeSource, RowGroups};
+use super::tensors::{Operand, QuantizeRequest, QuantizeSource, QuantizedData, RowGroups};
 use super::{Nvfp4KernelOps, float_dtype};
 
-/// Source of a quantization.
-#[derive(Clone, Debug)]
-pub(crate) enum QuantSource<B: Backend> {
-    /// Matrix, or stack of weights.
-    Matrix(FloatTensor<B>),
-    /// Activation of a matrix, or its gradient: [`QuantizeSource::Activation`].
-    Activation {
-        /// Activation.
-        activation: Activation,
-        /// Input of the activation.
-        x: FloatTensor<B>,
-        /// Gradient of the output, if the gradient by the input is quantized.
-        grad: Option<FloatTensor<B>>,
-    },
-}
-
-impl<B: Nvfp4KernelOps> QuantSource<B> {
+impl<B: Nvfp4KernelOps> QuantizeSource<B> {
     /// Returns rows and columns; for a stack, those of its last matrix.
     pub(super) fn shape(&self) -> (usize, usize) {
         let last_two = |x: &FloatTensor<B>| {
@@ -41,84 +24,77 @@ impl<B: Nvfp4KernelOps> QuantSource<B> {
             (shape[axes - 2], shape[axes - 1])
         };
         match self {
-            Self::Matrix(x)
-            | Self::Activation {
-                x, grad: Some(_), ..
-            } => last_two(x),
-            Self::Activation { activation, x, .. } => {
+            Self::Matrix(x) => last_two(x),
+            Self::Activation {
+                x,
+                grad,
+                activation,
+            } => {
                 let (rows, cols) = last_two(x);
-                (rows, cols / activation.inputs())
+                match grad.is_present() {
+                    true => (rows, cols),
+                    false => (rows, cols / activation.inputs()),
+                }
             }
+            Self::Quantized { tensor, .. } => (tensor.layout.rows, tensor.layout.cols),
         }
     }
 
-    /// Returns the dtype.
+    /// Returns the dtype of the values.
     pub(super) fn dtype(&self) -> FloatDType {
-        let (Self::Matrix(x) | Self::Activation { x, .. }) = self;
-        float_dtype(x.dtype())
+        match self {
+            Self::Matrix(x) | Self::Activation { x, .. } => float_dtype(x.dtype()),
+            Self::Quantized { via, .. } => *via,
+        }
     }
 
     /// Returns the device.
     pub(super) fn device(&self) -> B::Device {
-        let (Self::Matrix(x) | Self::Activation { x, .. }) = self;
-        x.device()
+        match self {
+            Self::Matrix(x) | Self::Activation { x, .. } => x.device(),
+            Self::Quantized { tensor, .. } => match &tensor.data {
+                QuantizedData::Packed { codes, .. } => codes.device(),
+                QuantizedData::Bf16Unscaled(values) => values.device(),
+            },
+        }
     }
 
-    /// Returns the matrix, computing the activation if necessary.
+    /// Returns the values, computing the activation if necessary.
     pub(super) fn into_values(self) -> FloatTensor<B> {
         match self {
             Self::Matrix(x) => x,
             Self::Activation {
-                activation,
                 x,
-                grad: None,
-            } => B::nvfp4_activation(x, activation),
-            Self::Activation {
+                grad,
                 activation,
-                x,
-                grad: Some(grad),
-            } => B::nvfp4_activation_backward(grad, x, activation),
+            } => activated::<B>(x, grad, activation),
+            Self::Quantized { tensor, via } => B::nvfp4_dequantize(tensor, RowGroups::Whole, via),
         }
     }
 
-    /// Computes the activation, if any, and stores it as a matrix.
+    /// Computes the values, if necessary, and stores them as a matrix.
     pub(super) fn materialized(self) -> Self {
         Self::Matrix(self.into_values())
     }
 
-    /// Returns the matrix, whose rows are in these groups.
+    /// Returns the values, whose rows are in these groups.
     fn into_values_of(self, groups: &RowGroups<B>) -> FloatTensor<B> {
         match self {
             Self::Matrix(x) => x,
             Self::Activation {
-                activation,
                 x,
                 grad,
-            } => B::nvfp4_activation_of_groups(x, grad.into(), groups.clone(), activation),
+                activation,
+            } => B::nvfp4_activation_of_groups(x, grad, groups.clone(), activation),
+            Self::Quantized { tensor, via } => B::nvfp4_dequantize(tensor, groups.clone(), via),
         }
-    }
-
-    /// Returns a request for no tensor of the matrix yet.
-    pub(super) fn request(self) -> QuantizeRequest<B> {
-        QuantizeRequest::new(match self {
-            Self::Matrix(x) => QuantizeSource::Matrix(x),
-            Self::Activation {
-                activation,
-                x,
-                grad,
-            } => QuantizeSource::Activation {
-                x,
-                grad: grad.into(),
-                activation,
-            },
-        })
     }
 }
 
 /// Returns the operand of `x` by `spec`, with its K dimension along `usage`, in this `form` if
 /// possible. An unquantized operand has the dtype `dtype` of the activations.
 pub(super) fn quantize<B: Nvfp4KernelOps>(
-    x: QuantSource<B>,
+    x: QuantizeSource<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
     usage: Usage,
@@ -142,18 +118,20 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
                 true => groups.clone(),
                 false => RowGroups::Whole,
             };
-            (QuantSource::Matrix(x), groups, Usage::Rowwise)
+            (QuantizeSource::Matrix(x), groups, Usage::Rowwise)
         }
         (RowGroups::Batch(_), _) => {
             let x = flat::<B>(x.into_values(), Usage::Rowwise);
-            (QuantSource::Matrix(x), groups.clone(), usage)
+            (QuantizeSource::Matrix(x), groups.clone(), usage)
         }
         // Random bits depend on the groups if other devices have further groups.
         (RowGroups::Window { .. }, _) if !params.is_deterministic() => (x, groups.clone(), usage),
         (_, Usage::Rowwise) if is_per_row && !has_tiles => (x, RowGroups::Whole, usage),
         _ => (x, groups.clone(), usage),
     };
-    let request = x.request().groups(groups).along(usage, params, form);
+    let request = QuantizeRequest::new(x)
+        .groups(groups)
+        .along(usage, params, form);
     Operand::Quantized(B::nvfp4_quantize(request).into_one())
 }
 
@@ -161,7 +139,7 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
 /// packed form. One kernel writes both from one read if possible; otherwise the packed operand is
 /// returned twice.
 pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
-    x: QuantSource<B>,
+    x: QuantizeSource<B>,
     groups: &RowGroups<B>,
     spec: &OperandSpec,
     dtype: FloatDType,
@@ -170,7 +148,7 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     if let (StoredForm::Bf16Unscaled, RowGroups::Whole, Some(params)) =
         (form, groups, spec.one_amax())
     {
-        let request = x.request().along(Usage::Rowwise, params, StoredForm::ROWS);
+        let request = QuantizeRequest::new(x).along(Usage::Rowwise, params, StoredForm::ROWS);
         let made = B::nvfp4_quantize(request.in_both_storages());
         let (packed, unscaled) = made.into_both_storages();
         return (Operand::Quantized(unscaled), Operand::Quantized(packed));
@@ -185,7 +163,7 @@ pub(super) type FormedSpec<'a> = (&'a OperandSpec, StoredForm);
 /// Returns the row-wise and the column-wise operand of `x`, with one read if one kernel writes
 /// both.
 pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
-    x: QuantSource<B>,
+    x: QuantizeSource<B>,
     groups: &RowGroups<B>,
     [(row, row_form), (col, col_form)]: [FormedSpec<'_>; 2],
     dtype: FloatDType,
@@ -194,14 +172,16 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
         && (is_one_kernel(groups, &row, &col) || shares_screening(groups, &row, &col))
     {
         let x = match row.is_made_from_codes() {
-            true => QuantSource::Matrix(x.into_values_of(groups)),
+            true => QuantizeSource::Matrix(x.into_values_of(groups)),
             false => x,
         };
         let x = match groups {
-            RowGroups::Batch(_) => QuantSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise)),
+            RowGroups::Batch(_) => {
+                QuantizeSource::Matrix(flat::<B>(x.into_values(), Usage::Rowwise))
+            }
             RowGroups::Whole | RowGroups::Offsets(_) | RowGroups::Window { .. } => x,
         };
-        let request = x.request().groups(groups.clone());
+        let request = QuantizeRequest::new(x).groups(groups.clone());
         let request = request.along(Usage::Rowwise, row, row.stored_form(row_form));
         let request = request.along(Usage::Columnwise, col, col.stored_form(col_form));
         let (row, col) = B::nvfp4_quantize(request).into_both();
@@ -214,7 +194,7 @@ pub(super) fn quantize_pair<B: Nvfp4KernelOps>(
         return (Operand::Float(x, Usage::Rowwise), col);
     }
     // Two kernels read it.
-    let x = QuantSource::Matrix(x.into_values_of(groups));
+    let x = QuantizeSource::Matrix(x.into_values_of(groups));
     let of_rows = quantize::<B>(x.clone(), groups, row, Usage::Rowwise, dtype, row_form);
     let of_columns = quantize::<B>(x, groups, col, Usage::Columnwise, dtype, col_form);
     (of_rows, of_columns)
@@ -292,7 +272,7 @@ pub(super) fn requantize<B: Nvfp4KernelOps>(
                 (Operand::Float(x, _), RowGroups::Batch(count)) => stacked::<B>(x, *count),
                 (Operand::Float(x, _), _) => x,
             };
-            let values = QuantSource::Matrix(values);
+            let values = QuantizeSource::Matrix(values);
             quantize::<B>(values, groups, &spec, usage, dtype, form)
         }
     }
@@ -309,7 +289,7 @@ fn requantize_dtype(spec: &OperandSpec, dtype: FloatDType) -> FloatDType {
 
 /// Returns the values of an unquantized operand in dtype `dtype`.
 fn values<B: Nvfp4KernelOps>(
-    x: QuantSource<B>,
+    x: QuantizeSource<B>,
     groups: &RowGroups<B>,
     dtype: FloatDType,
 ) -> FloatTensor<B> {
@@ -340,11 +320,11 @@ pub(super) fn stacked<B: Backend>(w: FloatTensor<B>, count: usize) -> FloatTenso
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
-    use nvfp4_formats::reference::Gelu;
+    use nvfp4_formats::reference::{Activation, Gelu};
     use nvfp4_formats::{BlockScaling, ErrorNorm, Layout, RandomStream, Rounding, Storage};
 
     use super::super::context::tests::device;
-    use super::super::tensors::{QuantizedData, QuantizedMatrix};
+    use super::super::tensors::{MaybeTensor, QuantizedMatrix};
     use super::*;
 
     const SHAPE: [usize; 2] = [37, 48];
@@ -369,7 +349,7 @@ mod tests {
     }
 
     /// Returns the activations of `SHAPE`, and their materialized values.
-    fn sources() -> [(QuantSource<Dispatch>, QuantSource<Dispatch>); 3] {
+    fn sources() -> [(QuantizeSource<Dispatch>, QuantizeSource<Dispatch>); 3] {
         let (device, dtype, _) = device();
         let random = |cols| {
             let normal = Distribution::Normal(0.0, 1.0);
@@ -377,17 +357,17 @@ mod tests {
             x.cast(dtype).into_dispatch()
         };
         let (activation, x) = (Activation::SwiGlu, random(2 * SHAPE[1]));
-        let forward = QuantSource::Activation {
+        let forward = QuantizeSource::Activation {
             activation,
             x: x.clone(),
-            grad: None,
+            grad: MaybeTensor::Absent,
         };
-        let backward = QuantSource::Activation {
+        let backward = QuantizeSource::Activation {
             activation: Activation::Gelu(Gelu::Tanh),
             x: random(SHAPE[1]),
-            grad: Some(random(SHAPE[1])),
+            grad: MaybeTensor::Present(random(SHAPE[1])),
         };
-        [QuantSource::Matrix(random(SHAPE[1])), forward, backward]
+        [QuantizeSource::Matrix(random(SHAPE[1])), forward, backward]
             .map(|source| (source.clone(), source.materialized()))
     }
 

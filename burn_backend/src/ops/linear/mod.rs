@@ -18,12 +18,12 @@ use nvfp4_formats::{ScaleLayout, StoredForm, Usage};
 use super::context::Slot;
 use super::dtype::cast;
 use super::form::LinearPlan;
-use super::operands::{QuantSource, quantize, quantize_kept, quantize_pair, requantize};
+use super::operands::{quantize, quantize_kept, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
 use super::{
     BackwardSource, BranchPoint, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
-    Nvfp4KernelOps, Operand, OtherRows, RowGroups, float_dtype,
+    Nvfp4KernelOps, Operand, OtherRows, QuantizeSource, RowGroups, float_dtype,
 };
 use branch::MadeBeside;
 pub(super) use fprop::Fprop;
@@ -90,7 +90,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     }
 
     /// Computes the gradients from the gradient `dy` of the output (`[m, d_out]`).
-    pub(crate) fn backward(self, dy: QuantSource<B>) -> LinearGradients<B> {
+    pub(crate) fn backward(self, dy: QuantizeSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
         let probe = self.context.probe.as_ref();
         let dy = match self.bias_dtype.is_some() || probe.is_some() {
@@ -170,7 +170,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     /// Quantizes `dy` for dgrad and for wgrad, as far as required, in the forms of these GEMMs.
     fn quantize_dy(
         &self,
-        dy: QuantSource<B>,
+        dy: QuantizeSource<B>,
         plan: &LinearPlan,
     ) -> (Option<Operand<B>>, Option<Operand<B>>) {
         let LinearSpec {
@@ -219,7 +219,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
 
 /// Computes the output of a layer whose gradients are not required.
 pub(super) fn infer<B: Nvfp4KernelOps>(
-    x: QuantSource<B>,
+    x: QuantizeSource<B>,
     params: LinearParams<B>,
     groups: &RowGroups<B>,
     (spec, context): (&LinearSpec, &LinearContext),
@@ -237,7 +237,7 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
         bias: bias.is_present(),
     };
     let form = layer.fprop(&x.device());
-    let weight = QuantSource::Matrix(weight);
+    let weight = QuantizeSource::Matrix(weight);
     if let Some(sharding) = &context.sharding {
         let (x, _) = sharding.quantize(x, Role::Input, Some((&spec.fprop_x, form)), None, dtype);
         let w = Some((&spec.fprop_w, form.packed()));
@@ -283,7 +283,7 @@ pub(super) fn add<B: Nvfp4KernelOps>(
     requires_grad: RequiresGrad,
 ) -> (FloatTensor<B>, SavedForBackward<B>) {
     let request = LinearRequest {
-        x: QuantSource::Matrix(x),
+        x: QuantizeSource::Matrix(x),
         w,
         bias: MaybeTensor::Absent,
         groups: RowGroups::Whole,

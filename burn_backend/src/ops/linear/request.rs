@@ -3,8 +3,7 @@
 use burn_core::backend::{Backend, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 
-use crate::ops::operands::QuantSource;
-use crate::ops::{LinearContext, LinearSpec, MaybeTensor, RowGroups};
+use crate::ops::{LinearContext, LinearSpec, MaybeTensor, QuantizeSource, RowGroups};
 
 /// Gradients that are required.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +25,7 @@ impl RequiresGrad {
 
 /// Forward request, with the gradients that its backward will compute.
 pub(crate) struct LinearRequest<B: Backend> {
-    pub(crate) x: QuantSource<B>,
+    pub(crate) x: QuantizeSource<B>,
     /// Weight, `[d_in, d_out]`, or a stack of weights, one per group of rows.
     pub(crate) w: FloatTensor<B>,
     pub(crate) bias: MaybeTensor<B>,

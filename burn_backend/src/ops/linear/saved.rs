@@ -51,8 +51,7 @@ mod tests {
     use super::super::{LinearRequest, RequiresGrad};
     use super::*;
     use crate::ops::context::tests::{device, spec};
-    use crate::ops::operands::QuantSource;
-    use crate::ops::{LinearContext, MaybeTensor};
+    use crate::ops::{LinearContext, MaybeTensor, QuantizeSource};
 
     fn storage(operand: &Operand<Dispatch>) -> Storage {
         match operand {
@@ -68,7 +67,7 @@ mod tests {
         let (device, dtype, _) = device();
         let ones = |rows, cols| Tensor::<2>::ones([rows, cols], (&device, DType::F32)).cast(dtype);
         let request = |requires_w| LinearRequest::<Dispatch> {
-            x: QuantSource::Matrix(ones(40, 48).into_dispatch()),
+            x: QuantizeSource::Matrix(ones(40, 48).into_dispatch()),
             w: ones(48, 32).into_dispatch(),
             bias: MaybeTensor::Absent,
             groups: RowGroups::Whole,

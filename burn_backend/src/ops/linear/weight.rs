@@ -10,10 +10,10 @@ use super::saved::SavedOperand;
 use crate::ops::context::Slot;
 use crate::ops::form::LinearPlan;
 use crate::ops::known_amax::{self, KnownAmax};
-use crate::ops::operands::{QuantSource, is_one_kernel, quantize, quantize_pair, requantize};
+use crate::ops::operands::{is_one_kernel, quantize, quantize_pair, requantize};
 use crate::ops::segments::narrow;
 use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
-use crate::ops::tensors::AmaxPair;
+use crate::ops::tensors::{AmaxPair, QuantizeSource};
 use crate::ops::{
     BackwardSource, GivenAmax, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec,
     QuantParams, QuantizeRequest, RowGroups,
@@ -209,7 +209,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         } = &self.spec;
         let is_pair = self.spec.has_weight_pair();
         let (w, groups) = (
-            QuantSource::Matrix(self.w.clone()),
+            QuantizeSource::Matrix(self.w.clone()),
             self.groups.of_weights(),
         );
         let pair = (self.requires_grad.x && is_pair).then_some(dgrad_w);
@@ -311,7 +311,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         if let Some(sharding) = &self.context.sharding {
             return match self.spec.source {
                 BackwardSource::Original => {
-                    let w = QuantSource::Matrix(self.w.clone());
+                    let w = QuantizeSource::Matrix(self.w.clone());
                     let row = Some((spec, form));
                     let (w, _) = sharding.quantize(w, Role::Weight, row, None, dtype);
                     w.expect("asked for")
@@ -323,7 +323,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         }
         match self.spec.source {
             BackwardSource::Original => {
-                let w = QuantSource::Matrix(self.w.clone());
+                let w = QuantizeSource::Matrix(self.w.clone());
                 quantize::<B>(w, &groups, spec, usage, dtype, form)
             }
             BackwardSource::Forward => {

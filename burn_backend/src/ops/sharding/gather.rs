@@ -5,10 +5,9 @@ use burn_core::tensor::Shape;
 use nvfp4_formats::{AmaxGranularity, StoredForm, Usage};
 
 use super::super::collective::Step;
-use super::super::operands::QuantSource;
 use super::super::segments::{offsets, slices};
 use super::super::spec::{OperandSpec, QuantParams};
-use super::super::tensors::{Operand, QuantizedData, QuantizedMatrix};
+use super::super::tensors::{Operand, QuantizeSource, QuantizedData, QuantizedMatrix};
 use super::super::{Nvfp4KernelOps, float_dtype};
 use super::places::Axis;
 use super::{LinearSharding, Role};
@@ -162,7 +161,7 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
         Usage::Rowwise => (asked, None),
         Usage::Columnwise => (None, asked),
     };
-    let (dtype, x) = (float_dtype(x.dtype()), QuantSource::Matrix(x));
+    let (dtype, x) = (float_dtype(x.dtype()), QuantizeSource::Matrix(x));
     let (row, col) = sharding.quantize::<B>(x, Role::Input, row, col, dtype);
     match row.or(col) {
         Some(Operand::Quantized(made)) => made,

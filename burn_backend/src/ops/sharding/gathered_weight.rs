@@ -11,9 +11,9 @@ use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Step, exchange_beside};
 use crate::ops::dtype::cast;
 use crate::ops::form::LinearPlan;
-use crate::ops::operands::{QuantSource, quantize, requantize};
+use crate::ops::operands::{quantize, requantize};
 use crate::ops::spec::{LinearSpec, OperandSpec};
-use crate::ops::tensors::{Operand, RowGroups};
+use crate::ops::tensors::{Operand, QuantizeSource, RowGroups};
 use crate::parallel::ProcessGroup;
 
 /// Shard of a weight on each rank.
@@ -157,7 +157,7 @@ impl GatheredWeight {
                 let (shape, (spec, form)) = (w.shape(), asked);
                 let earlier = self.group.rank() * held;
                 let spec = spec.behind_weights(earlier, usage, [shape[1], shape[2]]);
-                let (w, groups) = (QuantSource::Matrix(w), RowGroups::Batch(held));
+                let (w, groups) = (QuantizeSource::Matrix(w), RowGroups::Batch(held));
                 let part = quantize::<B>(w, &groups, &spec, usage, dtype, form);
                 sharding.gathered(part, Axis::Stack, &[held])
             }
@@ -257,7 +257,7 @@ mod tests {
             None => {
                 let groups = RowGroups::Batch(experts);
                 let made = |spec, usage| {
-                    let w = QuantSource::Matrix(w.clone());
+                    let w = QuantizeSource::Matrix(w.clone());
                     quantize::<Dispatch>(w, &groups, spec, usage, dtype, form)
                 };
                 let fprop = made(&spec.fprop_w, Usage::Columnwise);

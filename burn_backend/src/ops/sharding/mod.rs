@@ -24,12 +24,12 @@ use nvfp4_parallel::Reduction;
 use super::Nvfp4KernelOps;
 use super::collective::{Exchange, Step};
 use super::dtype::cast;
-use super::operands::{FormedSpec, QuantSource, is_one_kernel};
+use super::operands::{FormedSpec, is_one_kernel};
 use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::tensors::{
-    AmaxPair, GemmGroups, GivenAmax, MaybeTensor, Operand, QuantizeRequest, QuantizedMatrix,
-    QuantizedPair, RowGroups,
+    AmaxPair, GemmGroups, GivenAmax, MaybeTensor, Operand, QuantizeRequest, QuantizeSource,
+    QuantizedMatrix, QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 pub(crate) use gather::gathered_tokens;
@@ -137,7 +137,7 @@ impl LinearSharding {
     /// Returns the row-wise and the column-wise operand of `x`, if requested.
     pub(super) fn quantize<B: Nvfp4KernelOps>(
         &self,
-        x: QuantSource<B>,
+        x: QuantizeSource<B>,
         role: Role,
         row: Option<FormedSpec<'_>>,
         col: Option<FormedSpec<'_>>,
@@ -149,20 +149,8 @@ impl LinearSharding {
             params.filter(QuantParams::has_one_amax)
         };
         let (x, found) = match (x, [row, col].map(one_amax)) {
-            (
-                QuantSource::Activation {
-                    activation,
-                    x,
-                    grad,
-                },
-                [Some(row), Some(col)],
-            ) => {
-                let source = QuantSource::Activation {
-                    activation,
-                    x,
-                    grad,
-                };
-                let made = B::nvfp4_amax(source.request().both(row, col));
+            (source @ QuantizeSource::Activation { .. }, [Some(row), Some(col)]) => {
+                let made = B::nvfp4_amax(QuantizeRequest::new(source).both(row, col));
                 let values = made.values.into_option().expect("an activation");
                 let found = AmaxPair {
                     rowwise: made.rowwise.into_option().expect("requested"),
@@ -193,7 +181,7 @@ impl LinearSharding {
     /// Returns the operands of the input by the specs of fprop and, if required, of wgrad.
     pub(super) fn input<B: Nvfp4KernelOps>(
         &self,
-        x: QuantSource<B>,
+        x: QuantizeSource<B>,
         (row, col): (FormedSpec<'_>, Option<FormedSpec<'_>>),
         source: BackwardSource,
         dtype: FloatDType,
