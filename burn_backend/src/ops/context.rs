@@ -5,12 +5,11 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use burn_core::backend::{self, Backend, DispatchTensorKind};
+use burn_core::backend::{self, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_formats::StoredForm;
 
 use super::collective::ReduceDtype;
-use super::form::LayerGemm;
 use super::probe::Probe;
 use super::sharding::{GatheredWeight, LinearSharding};
 use super::{BackwardSource, LinearSpec, OperandSpec};
@@ -35,13 +34,13 @@ pub struct LinearContext {
 }
 
 impl LinearContext {
-    /// Returns the form of the operands of `gemm`, one of the layer's GEMMs, on `device`.
-    pub(super) fn form<B: Backend>(&self, gemm: &LayerGemm<'_>, device: &B::Device) -> StoredForm {
-        match (&self.probe, self.reads) {
+    /// Returns the form that the layer's GEMMs are assumed to read; `None` for what those of the
+    /// device read.
+    pub(super) fn assumed_reads(&self) -> Option<StoredForm> {
+        match &self.probe {
             // Telemetry samples rows of codes and scales.
-            (Some(_), _) => StoredForm::ROWS,
-            (None, Some(reads)) => gemm.form(reads),
-            (None, None) => gemm.form(gemm.reads::<B>(device)),
+            Some(_) => Some(StoredForm::ROWS),
+            None => self.reads,
         }
     }
 

@@ -21,7 +21,6 @@ mod dtype;
 pub(crate) mod feed_forward;
 #[cfg(feature = "flex")]
 mod flex;
-mod form;
 pub mod fp8;
 mod gradients;
 pub mod graph;

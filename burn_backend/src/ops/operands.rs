@@ -336,8 +336,8 @@ mod tests {
         };
         let float = |x| Tensor::<2>::from_dispatch(x).into_data();
         let int = |x| Tensor::<2, Int>::from_dispatch(x).into_data();
-        let amax = amax.into_option().expect("one for all");
-        let mut tensors = vec![Tensor::<1>::from_dispatch(amax).into_data()];
+        let amax = amax.into_option().map(Tensor::<1>::from_dispatch);
+        let mut tensors: Vec<_> = amax.map(Tensor::into_data).into_iter().collect();
         match data {
             QuantizedData::Packed { codes, scales } => tensors.extend([int(codes), int(scales)]),
             QuantizedData::Bf16Unscaled(values) => {
@@ -456,6 +456,41 @@ mod tests {
                 panic!("{operand:?}");
             };
             assert!(bytes(x) == expected);
+        }
+    }
+
+    /// A tensor that was quantized in rows and converted to a form equals one quantized in that
+    /// form, even if its tokens are padded.
+    #[test]
+    fn in_form_as_quantized() {
+        let (device, _, _) = device();
+        let normal = Distribution::Normal(0.0, 1.0);
+        let nvfp4 = QuantParams::nvfp4(Rounding::Nearest);
+        let (rowwise, columnwise) = (Usage::Rowwise, Usage::Columnwise);
+        let cases = [
+            (nvfp4, columnwise, StoredForm::WholeTiles, None),
+            (nvfp4, columnwise, StoredForm::TILES, None),
+            (nvfp4, rowwise, StoredForm::TILES, None),
+            (nvfp4, rowwise, StoredForm::TILES, Some(3)),
+            (QuantParams::mxfp8(), columnwise, StoredForm::TILES, None),
+            (QuantParams::mxfp8(), rowwise, StoredForm::TILES, Some(3)),
+        ];
+        for (params, usage, form, stack) in cases {
+            let what = format!("{:?} {usage:?} {form:?} {stack:?}", params.format);
+            let x = Tensor::<2>::random([210, 80], normal, (&device, DType::F32));
+            let groups = || stack.map_or(RowGroups::Whole, RowGroups::Batch);
+            let made = |form| {
+                let request = QuantizeRequest::of_matrix(x.clone().into_dispatch());
+                let request = request.groups(groups()).along(usage, params, form);
+                Dispatch::nvfp4_quantize(request).into_one()
+            };
+            let parts = |made| parts(Operand::Quantized(made));
+            let found = Dispatch::nvfp4_in_form(made(StoredForm::ROWS), groups(), form);
+            assert_eq!(parts(found), parts(made(form)), "{what}");
+            if form == StoredForm::TILES {
+                let rows = Dispatch::nvfp4_in_form(made(form), groups(), StoredForm::ROWS);
+                assert_eq!(parts(rows), parts(made(StoredForm::ROWS)), "{what}, back");
+            }
         }
     }
 }

@@ -8,7 +8,6 @@ use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
 use nvfp4_formats::{Format, Layout, ScaleLayout, Usage};
 
-use super::form::rows_of_tiles;
 use super::{MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec, QuantizedData};
 
 /// Approximate number of elements of an operand that a sample reads; at least one row per matrix.
@@ -187,6 +186,24 @@ impl Probe {
             .expect("no panic while it is held")
             .push(Box::new(read));
     }
+}
+
+/// Converts block scales from 128x4 tiles, which begin anew at each matrix, to row-major
+/// `[matrices * outer, blocks]`.
+fn rows_of_tiles<B: Backend>(
+    scales: IntTensor<B>,
+    matrices: usize,
+    (outer, blocks): (usize, usize),
+) -> IntTensor<B> {
+    let (down, across) = (outer.div_ceil(128), blocks.div_ceil(4));
+    // A tile is 32 lines of four rows, 32 apart, with four blocks each.
+    let tiles = Shape::new([matrices * down, across, 32, 4, 4]);
+    let tiles = B::int_reshape(scales, tiles);
+    let rows = B::int_permute(tiles, &[0, 3, 2, 1, 4]);
+    let rows = B::int_reshape(rows, Shape::new([matrices, down * 128, across * 4]));
+    let own = [0..matrices, 0..outer, 0..blocks].map(Slice::from);
+    let rows = B::int_slice(rows, &own);
+    B::int_reshape(rows, Shape::new([matrices * outer, blocks]))
 }
 
 /// Sample of an operand on the host: every `step`-th of the stored rows of each matrix.

@@ -15,8 +15,8 @@ use burn_core::backend::{
 use burn_core::tensor::{Device, FloatDType};
 use nvfp4_formats::{BlockScaling, Rounding, StoredForm};
 
-use super::form::{GroupedAxis, LayerGemm};
 use super::kernels::{constant, inner_groups};
+use super::linear::plan::{GroupedAxis, LayerGemm};
 use super::spec::{OperandSpec, QuantParams};
 use super::tensors::{QuantizedMatrix, RowGroups};
 

@@ -10,8 +10,7 @@ use burn_core::backend::Backend;
 use burn_core::tensor::FloatDType;
 use nvfp4_formats::Usage;
 
-use super::request::LinearRequest;
-use super::saved::SavedOperand;
+use super::request::{LinearRequest, SavedOperand};
 use super::weight::SavedWeight;
 use crate::ops::{
     Branch, BranchPoint, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec,

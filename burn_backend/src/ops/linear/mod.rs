@@ -6,9 +6,8 @@
 
 mod branch;
 mod fprop;
-mod plan;
+pub(super) mod plan;
 mod request;
-mod saved;
 mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
@@ -17,7 +16,6 @@ use nvfp4_formats::{ScaleLayout, StoredForm, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
-use super::form::LinearPlan;
 use super::operands::{quantize, quantize_kept, quantize_pair, requantize};
 use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
@@ -28,9 +26,9 @@ use super::{
 use branch::MadeBeside;
 pub(super) use fprop::Fprop;
 use fprop::FpropWeight;
-use plan::PlannedLayer;
+use plan::{LinearPlan, PlannedLayer};
+use request::SavedOperand;
 pub(crate) use request::{LinearRequest, RequiresGrad};
-use saved::SavedOperand;
 use weight::{CachedOperands, SavedWeight, weight_slot};
 
 /// Gradients of `x`, `w` and the bias that are required and do not
@@ -117,7 +115,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
                 let layer = PlannedLayer {
                     spec: &spec,
                     groups,
-                    context: &self.context,
+                    reads: self.context.assumed_reads(),
                     shape: (tokens, self.d_in, dy.shape().1),
                     dtypes: [dtype, written],
                     bias: false,
@@ -231,7 +229,7 @@ pub(super) fn infer<B: Nvfp4KernelOps>(
     let layer = PlannedLayer {
         spec,
         groups,
-        context,
+        reads: context.assumed_reads(),
         shape: (rows, d_in, d_out),
         dtypes: [dtype; 2],
         bias: bias.is_present(),
@@ -418,7 +416,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         let layer = PlannedLayer {
             spec: &self.spec,
             groups: &self.groups,
-            context: &self.context,
+            reads: self.context.assumed_reads(),
             shape: (tokens, d_in, d_out),
             dtypes: [
                 x_dtype,
@@ -426,7 +424,8 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             ],
             bias: self.bias.is_present(),
         };
-        layer.plan(&self.x.device(), self.requires_grad)
+        let RequiresGrad { x, w, .. } = self.requires_grad;
+        layer.plan(&self.x.device(), [x, w])
     }
 }
 

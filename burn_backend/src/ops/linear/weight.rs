@@ -5,10 +5,9 @@ use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::FloatDType;
 use nvfp4_formats::{StoredForm, Usage};
 
-use super::request::LinearRequest;
-use super::saved::SavedOperand;
+use super::plan::LinearPlan;
+use super::request::{LinearRequest, SavedOperand};
 use crate::ops::context::Slot;
-use crate::ops::form::LinearPlan;
 use crate::ops::known_amax::{self, KnownAmax};
 use crate::ops::operands::{is_one_kernel, quantize, quantize_pair, requantize};
 use crate::ops::segments::narrow;

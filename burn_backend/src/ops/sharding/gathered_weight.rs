@@ -10,7 +10,7 @@ use super::{FormedSpec, FoundAmax, LinearSharding, Role, ShardedDim};
 use crate::ops::Nvfp4KernelOps;
 use crate::ops::collective::{Step, exchange_beside};
 use crate::ops::dtype::cast;
-use crate::ops::form::LinearPlan;
+use crate::ops::linear::plan::LinearPlan;
 use crate::ops::operands::{quantize, requantize};
 use crate::ops::spec::{LinearSpec, OperandSpec};
 use crate::ops::tensors::{Operand, QuantizeSource, RowGroups};
