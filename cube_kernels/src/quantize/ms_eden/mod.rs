@@ -21,6 +21,6 @@ pub(super) mod screen;
 pub(super) mod search;
 mod transform;
 
-pub use launch::*;
+pub(super) use launch::*;
 pub(super) use screen::can_screen;
 pub use transform::*;
