@@ -465,7 +465,11 @@ fn mxfp4_is_multiplied_like_its_values() {
     };
     for (what, packed, values) in [
         ("dense", Gemm::new(&a, &b), Gemm::new(&a_values, &b_values)),
-        ("MXFP8", Gemm::new(&a, &other), Gemm::new(&a_values, &other_values)),
+        (
+            "MXFP8",
+            Gemm::new(&a, &other),
+            Gemm::new(&a_values, &other_values),
+        ),
         (
             "groups",
             Gemm::new(&a, &stack).m_grouped(&groups),

@@ -129,7 +129,12 @@ impl Part {
             ("notes", json!(about.notes)),
             (
                 "about",
-                json!(["formats/src", "cube_kernels/src", "burn_backend/src", "lm/src"]),
+                json!([
+                    "formats/src",
+                    "cube_kernels/src",
+                    "burn_backend/src",
+                    "lm/src"
+                ]),
             ),
             ("row", json!("step")),
             (

@@ -116,12 +116,10 @@ pub fn kernels(part: &Part) -> Result<Value> {
             table.push((spelled(&kernel), at, values[..2].to_vec()));
         }
     }
-    let notes = vec![
-        format!(
-            "A share is compulsory bytes a second (each input read once, each output written once) against a device copy of the same process: {}.",
-            copies.join(", ")
-        ),
-    ];
+    let notes = vec![format!(
+        "A share is compulsory bytes a second (each input read once, each output written once) against a device copy of the same process: {}.",
+        copies.join(", ")
+    )];
     let heading = Heading {
         title: "Quantization kernels beside a copy",
         method: "device events around batches of launches, medians",
@@ -216,11 +214,7 @@ pub fn attention(part: &Part) -> Result<Value> {
     let mut table = Vec::new();
     for row in rows(figures, "rows")? {
         let integer = |key| row[key].as_u64().with_context(|| format!("no {key}"));
-        let (tokens, head, heads) = (
-            integer("attention")?,
-            integer("head")?,
-            integer("heads")?,
-        );
+        let (tokens, head, heads) = (integer("attention")?, integer("head")?, integer("heads")?);
         let setting = format!("attention {heads}x{head}, {tokens} tokens");
         let time = |kernel: &str| -> Result<f64> {
             let row = own
@@ -443,12 +437,21 @@ mod tests {
     #[test]
     fn names_of_kernels_are_spelled_out() {
         for (short, long) in [
-            ("row RN + col RHT SR, one read", "rowwise RN + columnwise RHT SR, one read"),
+            (
+                "row RN + col RHT SR, one read",
+                "rowwise RN + columnwise RHT SR, one read",
+            ),
             ("per token RN, f16", "per-row amax: rowwise RN, f16"),
             ("MXFP8 row, f16", "MXFP8 rowwise, f16"),
             ("16x16 tiles, 4/6, both copies", "16x16 tiles, 4/6"),
-            ("amax plain + RHT, one read", "amax and amax after the RHT, one read"),
-            ("per token rows RN + columns RHT SR", "per token rows RN + columns RHT SR"),
+            (
+                "amax plain + RHT, one read",
+                "amax and amax after the RHT, one read",
+            ),
+            (
+                "per token rows RN + columns RHT SR",
+                "per token rows RN + columns RHT SR",
+            ),
         ] {
             assert_eq!(spelled(short), long);
         }
@@ -475,13 +478,16 @@ mod tests {
 
     #[test]
     fn decoding_is_of_the_bandwidth_of_the_gpu() {
-        let pytorch = json!({"results": [{"shape": "llama-3.2-1b", "prefill": null, "step": 0.002}]});
+        let pytorch =
+            json!({"results": [{"shape": "llama-3.2-1b", "prefill": null, "step": 0.002}]});
         let own = json!({"results": [{
             "shape": "llama-3.2-1b", "prefill": 0.02, "step": 0.001, "step_bytes": 2.4e9,
             "copy_bandwidth": 3e12,
         }]});
         let jobs = json!([
-            ["pytorch-decode", pytorch], ["decode-stored", own.clone()], ["decode-fp8", own.clone()],
+            ["pytorch-decode", pytorch],
+            ["decode-stored", own.clone()],
+            ["decode-fp8", own.clone()],
             ["decode-nvfp4", own],
         ]);
         let found = decode(&part("decode", jobs)).unwrap();

@@ -18,9 +18,7 @@ use super::super::dtype::float_kind;
 use super::super::tensors::{Operand, RowGroups};
 use super::super::trace_op;
 use super::dequantize::dequantize;
-use super::tensors::{
-    Source, launched, like, matrix, owned, result, stored_shape, to_device,
-};
+use super::tensors::{Source, launched, like, matrix, owned, result, stored_shape, to_device};
 
 /// Tensor that is added to the sums of a dense GEMM.
 pub(super) enum Addend {
