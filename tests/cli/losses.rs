@@ -25,7 +25,7 @@ const WRITE: &str = "NVFP4_LOCK";
 
 /// Command that writes [`FILE`].
 const WRITE_COMMAND: &str =
-    "NVFP4_LOCK=1 cargo test -p nvfp4-cli --features cpu,cuda --test cli -- losses:: decorate::";
+    "NVFP4_LOCK=1 cargo test -p nvfp4-cli --features cpu,cuda --test cli -- losses::";
 
 const HEADER: &str = "case\trecipe\tloss\tloss bits\tparameters";
 
@@ -41,8 +41,14 @@ const SCHEDULE: &str = "--steps 24 --warmup 2 --log-every 100 --eval-every 100 \
 const SIZES: &str = "--no-compare --width 64 --layers 2 --heads 4 --hidden 128 --context 32 \
                      --batch 4 --lr 4e-3 --eval-batches 1";
 
-/// Case of decorated models.
-const DECORATED: &str = "decorated";
+/// Sizes of decorated models, which train on CubeCL's CPU runtime.
+#[cfg(feature = "cpu")]
+const DECORATED_SIZES: &str = "--decorate --device cpu --no-compare --width 16 --layers 1 --heads 1 \
+                               --hidden 32 --context 8 --batch 2 --eval-batches 1";
+
+/// Cases of decorated models, with their steps: of every run, and of `--full`.
+#[cfg(feature = "cpu")]
+const DECORATED: [(&str, usize); 2] = [("decorated-2", 2), ("decorated", STEPS)];
 
 const FINETUNE: &str = "--device flex --batch 2 --context 32 --lr 3e-3 --valid-share 0.2 \
                         --eval-rows 2";
@@ -104,10 +110,10 @@ impl Run {
         }
     }
 
-    /// Returns the folder of the run after all steps.
-    fn run(&self, data: &str) -> PathBuf {
+    /// Returns the folder of the run after `steps` steps.
+    fn run(&self, data: &str, steps: usize) -> PathBuf {
         let out = folder(&format!("losses-{}-{}", self.case, self.recipe));
-        self.start(&out, data, STEPS);
+        self.start(&out, data, steps);
         out
     }
 
@@ -128,7 +134,7 @@ impl Run {
                 self.recipe
             );
         }
-        assert_eq!(losses(&whole), losses(&resumed));
+        assert_eq!(losses(&whole, STEPS), losses(&resumed, STEPS));
     }
 }
 
@@ -165,7 +171,8 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn read(checkpoint: &Path, loss: f32) -> Self {
+    /// Reads a checkpoint of `steps` steps.
+    fn read(checkpoint: &Path, steps: usize) -> Self {
         let reader = Reader::from_file(checkpoint.join("model.bpk")).unwrap();
         let mut tensors = reader.into_tensors().unwrap();
         tensors.sort_by(|left, right| left.name.cmp(&right.name));
@@ -175,7 +182,7 @@ impl Outcome {
             hash.write(&tensor.into_bytes().unwrap());
         }
         Self {
-            loss,
+            loss: losses(checkpoint, steps)[steps - 1],
             parameters: hash.finish(),
         }
     }
@@ -197,25 +204,29 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Losses of all steps of a checkpoint.
-fn losses(checkpoint: &Path) -> Vec<f32> {
+/// Losses of all `steps` steps of a checkpoint.
+fn losses(checkpoint: &Path, steps: usize) -> Vec<f32> {
     let state = json(&checkpoint.join("state.json"));
     let losses = state["losses"].as_array().unwrap().iter();
     let losses: Vec<f32> = losses.map(|loss| loss.as_f64().unwrap() as f32).collect();
-    assert_eq!(losses.len(), STEPS);
+    assert_eq!(losses.len(), steps);
     losses
 }
 
-/// True if the processor rounds sums as the one that wrote [`FILE`]. Without fused multiply-adds
-/// Flex rounds each product. The mixture also differs between AVX2 and AVX-512.
+/// Returns true if the processor has fused multiply-adds, and if it has AVX-512. On Flex the mixture
+/// also differs between AVX2 and AVX-512, of which [`FILE`] has the values. CubeCL's CPU runtime has
+/// equal bits with both.
 #[cfg(target_arch = "x86_64")]
-fn has_values() -> bool {
-    std::is_x86_feature_detected!("avx512f")
+fn processor() -> [bool; 2] {
+    [
+        std::is_x86_feature_detected!("fma"),
+        std::is_x86_feature_detected!("avx512f"),
+    ]
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn has_values() -> bool {
-    false
+fn processor() -> [bool; 2] {
+    [false; 2]
 }
 
 /// Values of [`FILE`] by run.
@@ -294,26 +305,39 @@ fn losses_and_parameters_are_those_of_the_file() {
     let data = lines(&folder("losses-data"));
     let mut found = Values::new();
     for run in runs() {
-        let out = run.run(&data);
-        let checkpoint = run.checkpoint(&out);
-        let loss = losses(&checkpoint)[STEPS - 1];
-        found.insert(run.name(), Outcome::read(&checkpoint, loss));
+        let out = run.run(&data, STEPS);
+        found.insert(run.name(), Outcome::read(&run.checkpoint(&out), STEPS));
         if ["dense", "distilled"].contains(&run.case) {
             run.assert_resumes(&out, &data);
         }
     }
-    if !has_values() {
+    let [_, has_avx512] = processor();
+    if !has_avx512 {
         nvfp4_test_support::skip!(OtherProcessor);
     }
-    compare(found, |case| case != DECORATED);
+    compare(found, |case| !case.starts_with("decorated"));
 }
 
-/// Compares the checkpoint of a decorated run on CubeCL's CPU runtime, whose last step has `loss`.
+/// Trains a model of Burn's own layers for 2 steps, with `--full` also for [`STEPS`], and compares it
+/// with [`FILE`].
 #[cfg(feature = "cpu")]
-pub fn assert_decorated(recipe: &str, checkpoint: &Path, loss: f32) {
-    if has_values() {
-        let name = (DECORATED.to_owned(), recipe.to_owned());
-        let found = Values::from([(name, Outcome::read(checkpoint, loss))]);
-        compare(found, |case| case == DECORATED);
+#[test]
+fn decorated_losses_and_parameters_are_those_of_the_file() {
+    let [has_fma, _] = processor();
+    if !has_fma {
+        nvfp4_test_support::skip!(OtherProcessor);
+    }
+    let cases = match nvfp4_test_support::is_full() || std::env::var_os(WRITE).is_some() {
+        true => &DECORATED[..],
+        false => &DECORATED[..1],
+    };
+    for &(case, steps) in cases {
+        let mut found = Values::new();
+        for recipe in ["nvidia", "quartet2"] {
+            let run = Run::train(case, recipe, DECORATED_SIZES);
+            let out = run.run("", steps);
+            found.insert(run.name(), Outcome::read(&run.checkpoint(&out), steps));
+        }
+        compare(found, |name| name == case);
     }
 }
