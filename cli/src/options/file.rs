@@ -297,9 +297,12 @@ mod tests {
         assert_eq!(merged(text, &flags).unwrap(), expected);
         let epochs = merged(r#"{"epochs": 2}"#, &["pretrain", "--steps", "5"]).unwrap();
         assert_eq!(epochs, ["nvfp4", "pretrain", "--steps", "5"]);
-        // `train` reads its file itself.
-        let train = merged(r#"{"width": 64}"#, &["train"]).unwrap();
-        assert_eq!(train, ["nvfp4", "train"]);
+        // `train` reads its file itself, but for the keys of its session.
+        let text = r#"{"width": 64, "stop_at": 5, "out": "a"}"#;
+        let train = merged(text, &["train"]).unwrap();
+        assert_eq!(train, ["nvfp4", "train", "--out=a", "--stop-at=5"]);
+        let train = merged(text, &["train", "--out", "b"]).unwrap();
+        assert_eq!(train, ["nvfp4", "train", "--stop-at=5", "--out", "b"]);
     }
 
     #[test]
@@ -307,11 +310,11 @@ mod tests {
         for (text, parts) in [
             (
                 "{\n\"stepz\": 1}",
-                ["line 2: stepz is not an option", "\"steps\""],
+                ["line 2: stepz is not an option", ", steps, "],
             ),
             (
                 "{\"resume\": \"a\"}",
-                ["line 1: resume is not", "\"valid_share\""],
+                ["line 1: resume is not", ", valid_share, "],
             ),
             (
                 "{\"steps\": \"many\"}",

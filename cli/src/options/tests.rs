@@ -186,7 +186,8 @@ fn with_file(name: &str, text: &str, flags: Options) -> Result<RunConfig> {
 
 #[test]
 fn the_file_of_a_recipe_holds_unless_a_flag_is_given() {
-    let own = Nvfp4Recipe::quartet2()
+    let own = Nvfp4Recipe::preset("nvidia_4over6")
+        .unwrap()
         .with_seed(7)
         .with_rht_signs(0x1234)
         .with_rht_seeded(true)
@@ -393,6 +394,7 @@ fn a_schedule_contradicts_recipe_and_healing() {
         ),
         (["--healing", "0.9"], ["healing is 0.9", "nvidia,0.5=mxfp8"]),
         (["--rht", "false"], ["rht is false", "mxfp8"]),
+        (["--rht-signs", "5"], ["rht-signs is 5", "recipe mxfp8"]),
     ] {
         let error = refused(&[schedule, more].concat());
         assert!(parts.iter().all(|part| error.contains(part)), "{error}");

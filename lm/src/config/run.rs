@@ -404,12 +404,11 @@ impl RunConfig {
                 );
             }
         }
-        for recipe in phases.iter().filter(|recipe| !recipe.is_high_precision()) {
-            let operands = self.nvfp4_recipe(recipe)?.operands();
-            if let Some(signs) = self.rht_signs
-                && operands.iter().all(|operand| operand.rht.is_none())
-            {
-                bail!(
+        if let Some(signs) = self.rht_signs {
+            for recipe in phases.iter().filter(|recipe| !recipe.is_high_precision()) {
+                let operands = self.nvfp4_recipe(recipe)?.operands();
+                ensure!(
+                    operands.iter().any(|operand| operand.rht.is_some()),
                     "rht-signs is {signs}, but recipe {recipe} has no transform with these signs: \
                      leave it out"
                 );
