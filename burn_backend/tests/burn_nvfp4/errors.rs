@@ -180,10 +180,10 @@ mod on_different_devices {
         flex_only!();
         let weight = elsewhere([32, 32]);
         let result = try_linear(zeros(4, 32), weight, None, spec(0, 0));
-        assert_error!(result, Device, "weight", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "weight", "cpu", "the device of `x`");
         let bias = elsewhere([32]);
         let result = try_linear(zeros(4, 32), zeros(32, 32), Some(bias), spec(0, 0));
-        assert_error!(result, Device, "bias", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "bias", "cpu", "the device of `x`");
     }
 
     #[test]
@@ -193,13 +193,13 @@ mod on_different_devices {
         let (first, mut second) = (layer(), layer());
         second.weight = param([32, 16]);
         let run = |x| Nvfp4Linear::try_forward_together(&[&first, &second], x);
-        assert_error!(run(zeros(4, 32)), Device, "layers", "number 1 on", "Flex");
+        assert_error!(run(zeros(4, 32)), Device, "layers", "number 1 on", "flex");
         let mut second = layer();
         second.bias = Some(param([16]));
         let result = Nvfp4Linear::try_forward_together(&[&first, &second], zeros(4, 32));
-        assert_error!(result, Device, "bias", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "bias", "cpu", "the device of `x`");
         let result = Nvfp4Linear::try_forward_together(&[&first, &layer()], elsewhere([4, 32]));
-        assert_error!(result, Device, "weight", "Flex", "the device of `x`");
+        assert_error!(result, Device, "weight", "flex", "the device of `x`");
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod on_different_devices {
         let mut swiglu = Nvfp4SwiGluConfig::new(32, 48).init(&device());
         swiglu.down.weight = param([48, 32]);
         let result = swiglu.try_forward(zeros(4, 32));
-        assert_error!(result, Device, "down.weight", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "down.weight", "cpu", "the device of `x`");
     }
 
     #[test]
@@ -219,13 +219,13 @@ mod on_different_devices {
         let mut attention = Nvfp4AttentionConfig::new(32, 2).init(&device());
         let other = RopeCacheConfig::new(4, 16).init(&Device::cpu());
         let result = attention.try_forward(x(), &other, None);
-        assert_error!(result, Device, "positions", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "positions", "cpu", "the device of `x`");
         attention.out.weight = param([32, 32]);
         let result = attention.try_forward(x(), &positions, None);
-        assert_error!(result, Device, "out.weight", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "out.weight", "cpu", "the device of `x`");
         let mut block = Nvfp4TransformerBlockConfig::new(32, 2, 48).init(&device());
         let result = block.try_forward(elsewhere([1, 4, 32]), &other, None);
-        assert_error!(result, Device, "qkv.weight", "Flex", "the device of `x`");
+        assert_error!(result, Device, "qkv.weight", "flex", "the device of `x`");
         block.feed_forward_norm.gamma = param([32]);
         let result = block.try_forward(x(), &positions, None);
         let name = "feed_forward_norm.gamma";
@@ -243,27 +243,27 @@ mod on_different_devices {
             config.init(&device())
         };
         let result = moe().try_forward(elsewhere([4, 32]));
-        assert_error!(result, Device, "router.weight", "Flex", "the device of `x`");
+        assert_error!(result, Device, "router.weight", "flex", "the device of `x`");
         let mut other = moe();
         other.down.weight = param([4, 48, 32]);
         let result = other.try_forward(zeros(4, 32));
-        assert_error!(result, Device, "down.weight", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "down.weight", "cpu", "the device of `x`");
         let mut other = moe();
         other.shared.as_mut().unwrap().gate_up.weight = param([32, 32]);
         let result = other.try_forward(zeros(4, 32));
-        assert_error!(result, Device, "weight", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "weight", "cpu", "the device of `x`");
 
         let layer = Nvfp4GroupedLinearConfig::new(2, 32, 16).init(&device());
         let counts = |device| Tensor::<1, Int>::zeros([2], device);
         let offsets = ExpertOffsets::from_counts(counts(&Device::cpu()), 4);
         let result = layer.try_forward(zeros(4, 32), &offsets);
-        assert_error!(result, Device, "experts", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "experts", "cpu", "the device of `x`");
         let index = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device());
         let far = |len: usize| Tensor::<1, Int>::zeros([len], &Device::cpu());
         let result = try_moe_permute(zeros(4, 32), far(4), index([4, 1]));
-        assert_error!(result, Device, "index", "Cpu", "the device of `x`");
+        assert_error!(result, Device, "index", "cpu", "the device of `x`");
         let result = try_moe_unpermute(zeros(4, 32), zeros(4, 1), index([4, 1]), far(4));
-        assert_error!(result, Device, "choices", "Cpu", "the device of `y`");
+        assert_error!(result, Device, "choices", "cpu", "the device of `y`");
     }
 }
 
