@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
+use super::part::{Part, number, rounded, rows};
 use super::tables;
 
 /// Makes the results file of a table.
@@ -28,11 +29,6 @@ const TABLES: [(&str, &str, Make); 11] = [
 
 /// Name of PyTorch's rows.
 const PYTORCH: &str = "PyTorch, bf16";
-
-/// Figures of one part, as `bench/run.py` writes them.
-pub struct Part {
-    pub value: Value,
-}
 
 /// Time and memory of a step.
 #[derive(Clone, Copy)]
@@ -74,82 +70,50 @@ pub fn record(folder: &Path, root: &Path) -> Result<()> {
     Ok(())
 }
 
-impl Part {
-    /// Returns the figures of a job that did not fail.
-    pub fn job(&self, name: &str) -> Result<&Value> {
-        let jobs = self.value["jobs"].as_array().context("no jobs")?;
-        let job = jobs.iter().find(|job| job["name"] == name);
-        let job = job.with_context(|| format!("no job {name}"))?;
-        match &job["status"] {
-            status if *status == json!(0) => Ok(&job["figures"]),
-            status => bail!("{name} failed: {status}"),
-        }
-    }
-
-    /// Returns the fields of a results file that say where and when it was measured.
-    ///
-    /// # Errors
-    /// Returns an error if one is missing.
-    pub fn origin(&self) -> Result<Value> {
-        let text = |name: &str| {
-            let value = self.value[name].as_str();
-            value.with_context(|| format!("{name} is not a text"))
-        };
+/// Makes a results file of `rows`, relative to PyTorch's row of the same setting.
+fn results(part: &Part, about: About<'_>, rows: &Rows) -> Result<Value> {
+    let mut file = part.origin()?;
+    let percent = |value: f64, of: f64| json!(rounded(100.0 * value / of));
+    let table = rows.iter().map(|(name, at, step)| {
+        let is_baseline = |row: &&(String, String, Step)| row.0 == PYTORCH && row.1 == *at;
+        let (_, _, base) = rows.iter().find(is_baseline).context("no row of PyTorch")?;
+        let memory = step.held.zip(base.held);
+        let memory = memory.map(|(held, of)| percent(held, of));
+        let time = percent(step.milliseconds, base.milliseconds);
         Ok(json!({
-            "title": "",
-            "gpu": text("gpu")?,
-            "driver": text("driver")?,
-            "date": text("date")?,
-            "commit": text("commit")?,
-            "command": format!("cargo xtask bench gpu, part {}", text("part")?),
+            "name": name, "at": at,
+            "values": [rounded(step.milliseconds), time, step.held.map(rounded), memory],
         }))
+    });
+    for (key, value) in [
+        ("title", json!(about.title)),
+        (
+            "method",
+            json!("one call; PyTorch's rows are the fastest of its variants"),
+        ),
+        ("notes", json!(about.notes)),
+        (
+            "about",
+            json!([
+                "formats/src",
+                "cube_kernels/src",
+                "burn_backend/src",
+                "lm/src"
+            ]),
+        ),
+        ("row", json!("step")),
+        (
+            "units",
+            json!([
+                {"name": "ms", "digits": 1}, {"name": "% of PyTorch's time"},
+                {"name": "GB held", "digits": 1}, {"name": "% of PyTorch's memory"},
+            ]),
+        ),
+        ("rows", json!(table.collect::<Result<Vec<_>>>()?)),
+    ] {
+        file[key] = value;
     }
-
-    /// Makes a results file of `rows`, relative to PyTorch's row of the same setting.
-    fn results(&self, about: About<'_>, rows: &Rows) -> Result<Value> {
-        let mut file = self.origin()?;
-        let percent = |value: f64, of: f64| json!(rounded(100.0 * value / of));
-        let table = rows.iter().map(|(name, at, step)| {
-            let is_baseline = |row: &&(String, String, Step)| row.0 == PYTORCH && row.1 == *at;
-            let (_, _, base) = rows.iter().find(is_baseline).context("no row of PyTorch")?;
-            let memory = step.held.zip(base.held);
-            let memory = memory.map(|(held, of)| percent(held, of));
-            let time = percent(step.milliseconds, base.milliseconds);
-            Ok(json!({
-                "name": name, "at": at,
-                "values": [rounded(step.milliseconds), time, step.held.map(rounded), memory],
-            }))
-        });
-        for (key, value) in [
-            ("title", json!(about.title)),
-            (
-                "method",
-                json!("one call; PyTorch's rows are the fastest of its variants"),
-            ),
-            ("notes", json!(about.notes)),
-            (
-                "about",
-                json!([
-                    "formats/src",
-                    "cube_kernels/src",
-                    "burn_backend/src",
-                    "lm/src"
-                ]),
-            ),
-            ("row", json!("step")),
-            (
-                "units",
-                json!([
-                    {"name": "ms", "digits": 1}, {"name": "% of PyTorch's time"},
-                    {"name": "GB held", "digits": 1}, {"name": "% of PyTorch's memory"},
-                ]),
-            ),
-            ("rows", json!(table.collect::<Result<Vec<_>>>()?)),
-        ] {
-            file[key] = value;
-        }
-        Ok(file)
-    }
+    Ok(file)
 }
 
 /// Heading and notes of a table.
@@ -160,21 +124,6 @@ struct About<'a> {
 
 /// Note on memory.
 const MEMORY: &str = "Memory is what the process holds: the pools, and what PyTorch reserves.";
-
-pub fn rounded(value: f64) -> f64 {
-    (value * 1e3).round() / 1e3
-}
-
-pub fn number(value: &Value, name: &str) -> Result<f64> {
-    let found = value[name].as_f64();
-    found.with_context(|| format!("{name} is not a number in {value}"))
-}
-
-pub fn rows<'a>(figures: &'a Value, name: &str) -> Result<&'a Vec<Value>> {
-    figures[name]
-        .as_array()
-        .with_context(|| format!("no {name}"))
-}
 
 /// Steps of the benchmark `layers` by `jobs`, names and prefixes of their settings, beside PyTorch's
 /// steps of `what`.
@@ -223,7 +172,8 @@ fn encoder(part: &Part) -> Result<Value> {
         ("encoder", "encoder "),
         ("encoder-decorated", "decorated encoder "),
     ];
-    part.results(
+    results(
+        part,
         About {
             title: "Training step of a transformer encoder beside `torch.nn.TransformerEncoder`",
             notes: &[
@@ -239,7 +189,8 @@ fn encoder(part: &Part) -> Result<Value> {
 
 /// Steps of a block of a diffusion transformer.
 fn flux(part: &Part) -> Result<Value> {
-    part.results(
+    results(
+        part,
         About {
             title: "Training step of a block of a diffusion transformer beside PyTorch's",
             notes: &[
@@ -288,7 +239,8 @@ fn step(part: &Part) -> Result<Value> {
             table.push((format!("`{recipe}`"), at.into(), step));
         }
     }
-    part.results(
+    results(
+        part,
         About {
             title: "Training step as a CUDA graph beside PyTorch's",
             notes: &[

@@ -5,6 +5,7 @@
 //! `cargo xtask results` makes the tables of README and book.
 
 mod collect;
+mod part;
 mod tables;
 
 use std::fs;

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use super::collect::{Part, number, rounded, rows};
+use super::part::{Part, number, rounded, rows};
 
 /// Heading of a table, as a results file has it.
 struct Heading {
