@@ -4,9 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::part::{Part, number, rounded, rows};
+use super::part::{Heading, Part, Row, number, results, rows};
 use super::tables;
 
 /// Makes the results file of a table.
@@ -71,55 +71,42 @@ pub fn record(folder: &Path, root: &Path) -> Result<()> {
 }
 
 /// Makes a results file of `rows`, relative to PyTorch's row of the same setting.
-fn results(part: &Part, about: About<'_>, rows: &Rows) -> Result<Value> {
-    let mut file = part.origin()?;
-    let percent = |value: f64, of: f64| json!(rounded(100.0 * value / of));
-    let table = rows.iter().map(|(name, at, step)| {
+fn beside_pytorch(part: &Part, about: About, rows: &Rows) -> Result<Value> {
+    let table = rows.iter().map(|(name, at, step)| -> Result<Row> {
         let is_baseline = |row: &&(String, String, Step)| row.0 == PYTORCH && row.1 == *at;
         let (_, _, base) = rows.iter().find(is_baseline).context("no row of PyTorch")?;
+        let percent = |value: f64, of: f64| 100.0 * value / of;
+        let time = percent(step.milliseconds, base.milliseconds);
         let memory = step.held.zip(base.held);
         let memory = memory.map(|(held, of)| percent(held, of));
-        let time = percent(step.milliseconds, base.milliseconds);
-        Ok(json!({
-            "name": name, "at": at,
-            "values": [rounded(step.milliseconds), time, step.held.map(rounded), memory],
-        }))
+        let values = vec![Some(step.milliseconds), Some(time), step.held, memory];
+        Ok((name.clone(), Some(at.clone()), values))
     });
-    for (key, value) in [
-        ("title", json!(about.title)),
-        (
-            "method",
-            json!("one call; PyTorch's rows are the fastest of its variants"),
-        ),
-        ("notes", json!(about.notes)),
-        (
-            "about",
-            json!([
-                "formats/src",
-                "cube_kernels/src",
-                "burn_backend/src",
-                "lm/src"
-            ]),
-        ),
-        ("row", json!("step")),
-        (
-            "units",
-            json!([
-                {"name": "ms", "digits": 1}, {"name": "% of PyTorch's time"},
-                {"name": "GB held", "digits": 1}, {"name": "% of PyTorch's memory"},
-            ]),
-        ),
-        ("rows", json!(table.collect::<Result<Vec<_>>>()?)),
-    ] {
-        file[key] = value;
-    }
-    Ok(file)
+    let heading = Heading {
+        title: about.title,
+        method: "one call; PyTorch's rows are the fastest of its variants",
+        notes: about.notes.iter().map(|&note| note.into()).collect(),
+        about: &[
+            "formats/src",
+            "cube_kernels/src",
+            "burn_backend/src",
+            "lm/src",
+        ],
+        row: "step",
+        units: &[
+            ("ms", 1),
+            ("% of PyTorch's time", 0),
+            ("GB held", 1),
+            ("% of PyTorch's memory", 0),
+        ],
+    };
+    results(part, heading, table.collect::<Result<_>>()?)
 }
 
 /// Heading and notes of a table.
-struct About<'a> {
-    title: &'a str,
-    notes: &'a [&'a str],
+struct About {
+    title: &'static str,
+    notes: &'static [&'static str],
 }
 
 /// Note on memory.
@@ -172,7 +159,7 @@ fn encoder(part: &Part) -> Result<Value> {
         ("encoder", "encoder "),
         ("encoder-decorated", "decorated encoder "),
     ];
-    results(
+    beside_pytorch(
         part,
         About {
             title: "Training step of a transformer encoder beside `torch.nn.TransformerEncoder`",
@@ -189,7 +176,7 @@ fn encoder(part: &Part) -> Result<Value> {
 
 /// Steps of a block of a diffusion transformer.
 fn flux(part: &Part) -> Result<Value> {
-    results(
+    beside_pytorch(
         part,
         About {
             title: "Training step of a block of a diffusion transformer beside PyTorch's",
@@ -239,7 +226,7 @@ fn step(part: &Part) -> Result<Value> {
             table.push((format!("`{recipe}`"), at.into(), step));
         }
     }
-    results(
+    beside_pytorch(
         part,
         About {
             title: "Training step as a CUDA graph beside PyTorch's",
@@ -255,6 +242,8 @@ fn step(part: &Part) -> Result<Value> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn part(jobs: Value) -> Part {

@@ -1,6 +1,6 @@
 //! Figures of a part of the benchmarks.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 /// Figures of one part, as `bench/run.py` writes them.
@@ -38,6 +38,49 @@ impl Part {
             "command": format!("cargo xtask bench gpu, part {}", text("part")?),
         }))
     }
+}
+
+/// Heading of a table, as a results file has it.
+pub struct Heading {
+    pub title: &'static str,
+    pub method: &'static str,
+    pub notes: Vec<String>,
+    /// Folders of the measured code.
+    pub about: &'static [&'static str],
+    pub row: &'static str,
+    /// Name and number of digits.
+    pub units: &'static [(&'static str, usize)],
+}
+
+/// Name, setting and values of a row.
+pub type Row = (String, Option<String>, Vec<Option<f64>>);
+
+/// Makes a results file of `table`.
+pub fn results(part: &Part, heading: Heading, table: Vec<Row>) -> Result<Value> {
+    ensure!(!table.is_empty(), "no figure for {}", heading.title);
+    let mut file = part.origin()?;
+    let unit = |(name, digits): &(&str, usize)| json!({"name": name, "digits": digits});
+    let table = table.into_iter().map(|(name, at, values)| {
+        let values: Vec<Option<f64>> = values.into_iter().map(|one| one.map(rounded)).collect();
+        match at {
+            Some(at) => json!({"name": name, "at": at, "values": values}),
+            None => json!({"name": name, "values": values}),
+        }
+    });
+    let own = json!({
+        "title": heading.title,
+        "method": heading.method,
+        "notes": heading.notes,
+        "about": heading.about,
+        "row": heading.row,
+        "units": heading.units.iter().map(unit).collect::<Vec<_>>(),
+        "rows": table.collect::<Vec<_>>(),
+    });
+    let own = own.as_object().context("a results file is an object")?;
+    for (key, value) in own {
+        file[key] = value.clone();
+    }
+    Ok(file)
 }
 
 /// Rounds to three decimal places.

@@ -1,52 +1,9 @@
 //! Results files of the benchmarks of kernels and layers, some of them joined with PyTorch's times.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::part::{Part, number, rounded, rows};
-
-/// Heading of a table, as a results file has it.
-struct Heading {
-    title: &'static str,
-    method: &'static str,
-    notes: Vec<String>,
-    /// Folders of the measured code.
-    about: &'static [&'static str],
-    row: &'static str,
-    /// Name and number of digits.
-    units: &'static [(&'static str, usize)],
-}
-
-/// Name, setting and values of a row.
-type Row = (String, Option<String>, Vec<Option<f64>>);
-
-/// Makes a results file of `table`.
-fn results(part: &Part, heading: Heading, table: Vec<Row>) -> Result<Value> {
-    ensure!(!table.is_empty(), "no figure for {}", heading.title);
-    let mut file = part.origin()?;
-    let unit = |(name, digits): &(&str, usize)| json!({"name": name, "digits": digits});
-    let table = table.into_iter().map(|(name, at, values)| {
-        let values: Vec<Option<f64>> = values.into_iter().map(|one| one.map(rounded)).collect();
-        match at {
-            Some(at) => json!({"name": name, "at": at, "values": values}),
-            None => json!({"name": name, "values": values}),
-        }
-    });
-    let own = json!({
-        "title": heading.title,
-        "method": heading.method,
-        "notes": heading.notes,
-        "about": heading.about,
-        "row": heading.row,
-        "units": heading.units.iter().map(unit).collect::<Vec<_>>(),
-        "rows": table.collect::<Vec<_>>(),
-    });
-    let own = own.as_object().context("a results file is an object")?;
-    for (key, value) in own {
-        file[key] = value.clone();
-    }
-    Ok(file)
-}
+use super::part::{Heading, Part, Row, number, results, rounded, rows};
 
 /// Returns the rows of the benchmark `job` with the values of `units`. `at` returns the setting of a
 /// row in the table, given its name and setting; rows without one are left out.
