@@ -259,28 +259,27 @@ impl Noise {
         DeviceQuantized::new(Layout::nvfp4(rows, k, Usage::Rowwise), parts)
     }
 
-    /// Returns an operand of arbitrary MXFP8 codes except NaN, with block scales between 2^-4 and
-    /// 2^3.
-    fn mxfp8(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
-        // No code has all of its lower seven bits set.
-        let codes = self.fill(seed, rows * k / 4, |word| word & 0xbfbf_bfbf);
+    /// Returns an operand of arbitrary codes in an MX format except NaN, with block scales between
+    /// 2^-4 and 2^3.
+    fn mx(
+        &self,
+        client: &Client,
+        format: Format,
+        (rows, k): (usize, usize),
+        seed: usize,
+    ) -> DeviceQuantized {
+        // No MXFP8 code has all of its lower seven bits set.
+        let mask = match format {
+            Format::Mxfp8 => 0xbfbf_bfbf,
+            _ => u32::MAX,
+        };
+        let words = rows * k * format.code_bits() / 32;
+        let codes = self.fill(seed, words, |word| word & mask);
         let scales = self.fill(seed + 1, rows * k / 32, |word| 123 + (word >> 9 & 7) as u8);
         let upload = |bytes: &[u8]| client.create_from_slice(bytes);
         let scales = upload(&scales);
         let parts = (upload(bytemuck::cast_slice(&codes)), scales.clone(), scales);
-        let layout = Layout::new(Format::Mxfp8, (rows, k), Usage::Rowwise);
-        DeviceQuantized::new(layout, parts)
-    }
-
-    /// Returns an operand of arbitrary MXFP4 codes, with block scales between 2^-4 and 2^3.
-    fn mxfp4(&self, client: &Client, rows: usize, k: usize, seed: usize) -> DeviceQuantized {
-        let codes = self.fill(seed, rows * k / 8, |word| word);
-        let scales = self.fill(seed + 1, rows * k / 32, |word| 123 + (word >> 9 & 7) as u8);
-        let upload = |bytes: &[u8]| client.create_from_slice(bytes);
-        let scales = upload(&scales);
-        let parts = (upload(bytemuck::cast_slice(&codes)), scales.clone(), scales);
-        let layout = Layout::new(Format::Mxfp4, (rows, k), Usage::Rowwise);
-        DeviceQuantized::new(layout, parts)
+        DeviceQuantized::new(Layout::new(format, (rows, k), Usage::Rowwise), parts)
     }
 
     /// Returns an operand in `format`.
@@ -292,9 +291,8 @@ impl Noise {
         seed: usize,
     ) -> DeviceQuantized {
         match format {
-            Format::Mxfp8 => self.mxfp8(client, rows, k, seed),
             Format::Nvfp4 => self.packed(client, rows, k, seed),
-            Format::Mxfp4 => self.mxfp4(client, rows, k, seed),
+            Format::Mxfp8 | Format::Mxfp4 => self.mx(client, format, (rows, k), seed),
         }
     }
 

@@ -124,7 +124,8 @@ fn along_k(
     time_on_device(criterion, client, record("dense, NVFP4"), |_| {
         into_f32(Gemm::new(&a, &b));
     });
-    let (mx_a, mx_b) = (noise.mxfp8(client, m, k, 1), noise.mxfp8(client, n, k, 2));
+    let [mx_a, mx_b] =
+        [(m, 1), (n, 2)].map(|(rows, seed)| noise.mx(client, Format::Mxfp8, (rows, k), seed));
     let rows_a = with_row_amax(client, &a, groups * m);
     let rows_b = with_row_amax(client, &b, groups * n);
     for (kind, skewed) in [("balanced", false), ("skewed", true)] {
