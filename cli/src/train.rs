@@ -367,7 +367,7 @@ fn describe(config: &RunConfig, corpus: &Corpus, folder: &Path) {
         "run     {}{baseline}: {} steps of {} bytes, {:.2} epochs, on {}, into {}",
         config.recipe,
         config.steps,
-        config.batch * config.model.context,
+        config.tokens_per_step(),
         config.steps as f64 / config.steps_per_epoch(text.train_bytes),
         config.device,
         folder.display()

@@ -352,7 +352,7 @@ impl<M: LanguageModel> Training for ByteTraining<'_, M> {
     fn input(&self, number: u64, device: &Device) -> Result<StepInput<Self::Batch>> {
         let (config, context) = (self.config, self.config.model.context);
         let batch = Batch::random(config.seed, number, config.batch, context);
-        Ok(bytes::step_input(batch, device))
+        Ok(bytes::step_input([batch], device))
     }
 
     fn loss(&self, model: &M, batch: &Self::Batch, scale: Option<&Tensor<1>>) -> Result<Tensor<1>> {

@@ -234,6 +234,8 @@ pub struct Advice {
 
 /// Option that recomputes activations.
 pub(crate) const RECOMPUTE: &str = "a larger --recompute";
+/// Advice of smaller forward passes.
+pub(crate) const ACCUMULATE: &str = "a larger --accumulate in place of the batch";
 
 impl MemoryBudget {
     /// Returns the largest batch that fits into `capacity` together with the memory that does not

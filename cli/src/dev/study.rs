@@ -451,9 +451,8 @@ fn report(out: &Path, all: &[&Planned]) -> Result<()> {
         config.model.width,
         config.model.context,
         config.steps,
-        config.batch * config.model.context,
-        (config.steps as usize * config.batch * config.model.context) as f64
-            / config.parameters() as f64,
+        config.tokens_per_step(),
+        (config.steps as usize * config.tokens_per_step()) as f64 / config.parameters() as f64,
     );
     text.push_str("| recipe | seeds | validation loss | gap | tokens/s |\n|---|---|---|---|---|\n");
     let mut groups: Vec<&str> = Vec::new();

@@ -46,6 +46,7 @@ impl RunConfig {
             balance_loss: None,
             steps: 300,
             batch: 8,
+            accumulate: 1,
             optimizer: OptimizerName::default(),
             lr: 4e-3,
             warmup: 40,

@@ -94,9 +94,14 @@ pub struct RunConfig {
     /// preset's]
     #[arg(long, value_name = "STEPS")]
     pub steps: u64,
-    /// Use a batch of this many sequences; the ranks divide it evenly [default: the preset's]
+    /// Use a batch of this many sequences per forward pass; the ranks divide it evenly [default:
+    /// the preset's]
     #[arg(long, value_name = "N")]
     pub batch: usize,
+    /// Accumulate the gradients of this many forward passes per step [default: 1]
+    #[arg(long, value_name = "N")]
+    #[serde(default = "one")]
+    pub accumulate: usize,
     /// Update the parameters with this optimizer [default: adamw]
     #[arg(long, value_name = "OPTIMIZER")]
     #[serde(default)]
@@ -208,10 +213,20 @@ impl RunConfig {
         }
     }
 
+    /// Returns the number of sequences per step on all ranks.
+    pub fn rows_per_step(&self) -> usize {
+        self.batch * self.accumulate
+    }
+
+    /// Returns the number of tokens per step on all ranks.
+    pub fn tokens_per_step(&self) -> usize {
+        self.rows_per_step() * self.model.context
+    }
+
     /// Returns the number of steps per pass over `bytes` bytes of training text. Steps draw their
     /// sequences at random, so that a pass is an amount of text.
     pub fn steps_per_epoch(&self, bytes: usize) -> f64 {
-        bytes as f64 / (self.batch * self.model.context) as f64
+        bytes as f64 / self.tokens_per_step() as f64
     }
 
     /// Returns the number of steps in `epochs` passes over `bytes` bytes of training text, rounded
@@ -222,6 +237,7 @@ impl RunConfig {
     pub fn steps_of(&self, epochs: f64, bytes: usize) -> Result<u64> {
         check_counts(&[
             ("batch", self.batch as u64),
+            ("accumulate", self.accumulate as u64),
             ("context", self.model.context as u64),
         ])?;
         steps_of(epochs, self.steps_per_epoch(bytes))
@@ -236,6 +252,7 @@ impl RunConfig {
         check_counts(&[
             ("eval-batches", self.eval_batches as u64),
             ("batch", self.batch as u64),
+            ("accumulate", self.accumulate as u64),
         ])?;
         self.step_schedule().check()?;
         self.check_schedule()?;

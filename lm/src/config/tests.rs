@@ -57,11 +57,12 @@ fn experts_are_checked_and_counted() {
 fn errors_name_the_value() {
     let good = RunConfig::preset(Preset::Tiny, "flex");
     type Spoil = fn(&mut RunConfig);
-    let cases: [(&str, Spoil); 21] = [
+    let cases: [(&str, Spoil); 22] = [
         ("width", |c| c.model.width = 100),
         ("hidden", |c| c.model.hidden = 0),
         ("heads", |c| c.model.heads = 3),
         ("batch", |c| c.batch = 0),
+        ("accumulate", |c| c.accumulate = 0),
         ("warmup", |c| c.warmup = c.steps),
         ("lr", |c| c.lr = f64::NAN),
         ("balance-loss", |c| c.balance_loss = Some(0.1)),

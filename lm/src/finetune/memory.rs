@@ -18,7 +18,7 @@ use crate::hf::{DecoderConfig, FeedForwardConfig, GateActivation};
 use crate::interchange::Checkpoint;
 use crate::interchange::checkpoint::is_quantized;
 use crate::interchange::names::{canonical, expert_projection, is_head, is_linear, is_router};
-use crate::memory::{Advice, MemoryBudget, RECOMPUTE, StepSizes};
+use crate::memory::{ACCUMULATE, Advice, MemoryBudget, RECOMPUTE, StepSizes};
 
 /// Returns the memory budget of the run `config` on each of `ranks` ranks, from the configurations
 /// of its model and its teacher. It does not depend on the formats of the operands: it holds for
@@ -36,7 +36,7 @@ pub fn budget(config: &FinetuneConfig, ranks: usize) -> Result<MemoryBudget> {
     let sizes = sizes(config, &model, teacher.as_ref(), ranks)?;
     let has_adapters = config.lora.is_some();
     let options = [
-        Some("a larger --accumulate in place of the batch"),
+        Some(ACCUMULATE),
         (!has_adapters && sizes.can_recompute()).then_some(RECOMPUTE),
         match (has_adapters, config.frozen) {
             (false, _) => Some("or adapters alone (--lora)"),

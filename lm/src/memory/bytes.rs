@@ -1,6 +1,6 @@
 //! Device memory of a step of `nvfp4 train`.
 
-use super::{Advice, MemoryBudget, RECOMPUTE, StepSizes};
+use super::{ACCUMULATE, Advice, MemoryBudget, RECOMPUTE, StepSizes};
 use crate::config::{ExpertDispatchName, RecipeName, RunConfig, VOCABULARY};
 
 /// Returns the memory budget of the run `config` with `recipe`. It depends on the type of the
@@ -10,6 +10,7 @@ pub fn budget(config: &RunConfig, recipe: &RecipeName) -> MemoryBudget {
     let sizes = sizes(config, recipe);
     let is_gpu = config.device.starts_with("cuda");
     let options = [
+        Some(ACCUMULATE),
         (config.decorate.is_none() && sizes.can_recompute()).then_some(RECOMPUTE),
         is_gpu.then_some("or more GPUs (nvfp4 launch), which share each batch"),
     ];

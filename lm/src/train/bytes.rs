@@ -56,10 +56,14 @@ impl<'a, M> ByteTask<'a, M> {
     }
 }
 
-/// Returns the input of a step with one forward pass, on `device`.
-pub(crate) fn step_input(batch: data::Batch, device: &Device) -> StepInput<Batch> {
+/// Returns the input of a step on `device`, with a forward pass for each of `batches`.
+pub(crate) fn step_input(
+    batches: impl IntoIterator<Item = data::Batch>,
+    device: &Device,
+) -> StepInput<Batch> {
+    let batches = batches.into_iter().map(|batch| batch.tensors(device));
     StepInput {
-        batches: vec![batch.tensors(device)],
+        batches: batches.collect(),
         counted: None,
     }
 }
@@ -88,7 +92,7 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
             recipe: recipe.clone(),
             schedule: config.step_schedule(),
             recipes: config.recipe_schedule(recipe)?,
-            tokens_per_step: (config.batch * config.model.context) as u64,
+            tokens_per_step: config.tokens_per_step() as u64,
             steps_per_epoch: config.steps_per_epoch(self.corpus.fingerprint().train_bytes),
             optimizer: Optimizer::new(config)?,
             sharding: match (config.fsdp, config.zero1) {
@@ -98,8 +102,8 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
             },
             loss: LossReduction::Mean,
             // Decorated layers find their weights by the parameters' tensors, which averaging in the
-            // backward would replace.
-            reduces_in_backward: config.decorate.is_none(),
+            // backward would replace. Accumulated gradients are exchanged once, after the last pass.
+            reduces_in_backward: config.decorate.is_none() && config.accumulate == 1,
             budget: budget(config, recipe),
             uncaptured: config.uncaptured(),
         })
@@ -174,17 +178,23 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
         device: &Device,
         groups: &ParallelGroups,
     ) -> Result<StepInput<Batch>> {
-        let RunConfig {
-            seed, batch, model, ..
-        } = self.config;
-        let batch = (self.corpus).train_batch(*seed, step, *batch, model.context);
+        let config = self.config;
+        let (rows, context) = (config.rows_per_step(), config.model.context);
+        let batch = (self.corpus).train_batch(config.seed, step, rows, context);
         let group = groups.batch();
-        let own = batch.split(group.size()).into_iter().nth(group.rank());
-        Ok(step_input(own.expect("a part for each rank"), device))
+        // The shares of the first forward pass, one per rank, then those of the next one.
+        let parts = batch.split(group.size() * config.accumulate).into_iter();
+        let own = parts.skip(group.rank()).step_by(group.size());
+        Ok(step_input(own, device))
     }
 
+    /// Returns this batch's contribution to the mean over the forward passes of a step.
     fn loss(&self, model: &M, batch: &Batch, scale: Option<&Tensor<1>>) -> Result<Tensor<1>> {
-        loss(model, batch, scale)
+        let loss = loss(model, batch, scale)?;
+        Ok(match self.config.accumulate {
+            1 => loss,
+            passes => loss.div_scalar(passes as f64),
+        })
     }
 
     /// Returns the mean loss, in nats per byte.

@@ -512,7 +512,7 @@ mod tests {
         };
         let batch = |step| Batch::random(1, step, config.batch, config.model.context);
         let lr = |step| config.lr * (1.0 + step as f64);
-        let input = |step| step_input(batch(step), &device);
+        let input = |step| step_input([batch(step)], &device);
         let mut ordinary = rank();
         for step in 0..steps {
             let watched = Watched::No;

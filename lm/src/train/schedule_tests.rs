@@ -10,7 +10,7 @@ use nvfp4_test_support::Scratch;
 
 use super::*;
 use crate::checkpoint;
-use crate::config::{Activation, HealingOption, ModelConfig, Preset, RunConfig};
+use crate::config::{Activation, HealingOption, ModelConfig, Preset, RecipeName, RunConfig};
 use crate::data::Corpus;
 use crate::model::{LanguageModel, Transformer};
 
@@ -183,4 +183,31 @@ fn healing_has_the_bits_of_its_schedule() {
         assert_ne!(losses[2][8], losses[other][8]);
     }
     assert_ne!(losses[0][8], losses[1][8]);
+}
+
+/// Two forward passes of two sequences take the step of one with all four.
+#[test]
+fn accumulated_gradients_are_those_of_the_whole_batch() {
+    let folder = Scratch::new("train-accumulate");
+    let corpus = corpus(&folder);
+    let losses = |batch, accumulate| {
+        let mut config = config("f32");
+        (config.batch, config.accumulate) = (batch, accumulate);
+        (config.schedule, config.recipe) = (None, RecipeName::f32());
+        let run = folder.join(format!("{batch}-{accumulate}"));
+        train(&config, &corpus, &run, None);
+        let rows = rows(&run);
+        assert_eq!(rows[0].split(',').nth(2), Some("train_loss"));
+        let losses = rows[1..].iter().filter_map(|row| row.split(',').nth(2));
+        let losses = losses.filter_map(|loss| loss.parse().ok());
+        losses.collect::<Vec<f64>>()
+    };
+    let [whole, parts, half] = [losses(4, 1), losses(2, 2), losses(2, 1)];
+    assert_eq!(whole.len(), 8);
+    let apart = |other: &[f64]| {
+        let distances = whole.iter().zip(other).map(|(a, b)| (a - b).abs());
+        distances.fold(0.0, f64::max)
+    };
+    assert!(apart(&parts) < 1e-5, "{whole:?}, {parts:?}");
+    assert!(apart(&half) > 1e-3, "{whole:?}, {half:?}");
 }
