@@ -9,24 +9,31 @@ use nvfp4::state::assign_layer_ids;
 use super::*;
 use training::{Example, Settings, show, train};
 
+const TINY: Settings = Settings {
+    width: 32,
+    layers: 2,
+    batch: 16,
+    steps: 40,
+    learning_rate: 1e-2,
+};
+
 /// Trains a tiny model in NVFP4 for a few steps. Its loss on a fixed batch must fall below `factor`
 /// times what it was.
 #[track_caller]
 fn trained<E: Example>(factor: f32) -> E {
     let device = Device::flex().autodiff();
     device.seed(0);
-    let settings = Settings {
-        width: 32,
-        layers: 2,
-        batch: 16,
-        steps: 40,
-        learning_rate: 1e-2,
-    };
-    let loss = |model: &E| model.loss(64, u64::MAX).into_scalar::<f32>();
-    let model = E::new(&settings, &device);
+    let model = E::new(&TINY, &device);
     assign_layer_ids(&model);
+    train_below(factor, model, &TINY)
+}
+
+/// Trains `model`. Its loss on a fixed batch must fall below `factor` times what it was.
+#[track_caller]
+fn train_below<E: Example>(factor: f32, model: E, settings: &Settings) -> E {
+    let loss = |model: &E| model.loss(64, u64::MAX).into_scalar::<f32>();
     let before = loss(&model);
-    let (model, _) = train(model, &settings).unwrap();
+    let (model, _) = train(model, settings).unwrap();
     let after = loss(&model);
     assert!(after < factor * before, "{before} -> {after}");
     model
@@ -89,6 +96,26 @@ fn the_report_names_convolutions() {
     assert_eq!(layers, ["hidden"]);
     let expected = ["convolutions.0", "convolutions.1", "head"];
     assert_eq!(report.left_alone, expected);
+}
+
+/// The unchanged model of burn-nn's layers trains after `decorate`, each linear layer in NVFP4.
+#[cfg(feature = "cpu")]
+#[test]
+fn decorated_vision() {
+    nvfp4::decorate::install().unwrap();
+    let device = Device::cpu().autodiff();
+    device.seed(0);
+    let settings = Settings {
+        layers: 1,
+        steps: 8,
+        ..TINY
+    };
+    let model = training::decorated(burn_layers::vision::Vit::new(&settings, &device)).unwrap();
+    let model = train_below(0.95, model, &settings);
+    let report = nvfp4::decorate::report(&model).unwrap();
+    report.check().unwrap();
+    assert_eq!(report.layers.len(), 7, "{report}");
+    assert_eq!(report.left_alone, ["head"]);
 }
 
 #[test]

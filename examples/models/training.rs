@@ -152,7 +152,8 @@ pub fn compare<B: Example, N: Example>(
     Ok(())
 }
 
-fn decorated<E: Example>(model: E) -> Result<E, Box<dyn Error>> {
+/// Decorates a model of burn-nn's layers.
+pub fn decorated<E: Example>(model: E) -> Result<E, Box<dyn Error>> {
     let model = nvfp4::decorate(model, &nvfp4::Nvfp4Recipe::new())?;
     assign_layer_ids(&model);
     Ok(model)
