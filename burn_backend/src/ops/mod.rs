@@ -39,7 +39,6 @@ pub(crate) mod operands;
 pub mod optimizer;
 pub mod packed;
 mod probe;
-mod queued;
 pub mod routing;
 mod rows;
 mod segments;
@@ -67,7 +66,6 @@ pub use kernels::Nvfp4KernelOps;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub(crate) use kernels::inner;
 pub(crate) use probe::{Probe, SampledOperand};
-pub(crate) use queued::run_queued;
 
 pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout, StoredForm};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};

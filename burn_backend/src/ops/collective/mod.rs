@@ -26,7 +26,6 @@ use burn_core::backend::{
 use burn_core::tensor::DType;
 
 use super::dtype::{cast, float_dtype};
-use super::run_queued;
 pub use exchange::{Exchange, ReduceDtype, Step};
 #[cfg(feature = "cuda")]
 pub(crate) use link::DeviceLink;
@@ -148,15 +147,15 @@ pub trait CollectiveOps: Backend {
     }
 }
 
-/// Runs what Burn's fusion holds back and returns `out`, the result of a collective, which is the
-/// last such operation. It could be reordered with the next, independent collective, or still be
-/// held back when this rank waits elsewhere for another rank that waits for the collective: both
-/// are deadlocks.
+/// Flushes Burn's fusion and returns `out`, the result of a collective, which is the last flushed
+/// operation. An operation held back by fusion could be reordered with the next, independent
+/// collective, or still be unqueued when this rank waits elsewhere for another rank that waits for
+/// the collective: both are deadlocks.
 ///
 /// # Panics
 /// If an operation that was held back fails.
 fn handed_over<B: Backend, T: TensorMetadata<Device = B::Device>>(out: T) -> T {
-    run_queued::<B>(&out.device());
+    B::flush(&out.device()).unwrap_or_else(|error| panic!("queueing a collective: {error}"));
     out
 }
 

@@ -21,7 +21,7 @@ use super::probe::OperandSource;
 use super::sharding::{LinearSharding, Role};
 use super::{
     BackwardSource, BranchPoint, GemmGroups, LinearContext, LinearParams, LinearSpec, MaybeTensor,
-    Nvfp4KernelOps, Operand, OtherRows, QuantizeSource, RowGroups, float_dtype, run_queued,
+    Nvfp4KernelOps, Operand, OtherRows, QuantizeSource, RowGroups, float_dtype,
 };
 use branch::MadeBeside;
 pub(super) use fprop::Fprop;
@@ -91,7 +91,6 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
     pub(crate) fn backward(self, dy: QuantizeSource<B>) -> LinearGradients<B> {
         let (spec, dtype, groups) = (self.spec, self.x_dtype, &self.groups);
         let probe = self.context.probe.as_ref();
-        let device = dy.device();
         let dy = match self.bias_dtype.is_some() || probe.is_some() {
             true => dy.materialized(),
             false => dy,
@@ -163,10 +162,6 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
             (Some(gathered), Some(grad)) => gathered.reduce::<B>(grad, self.w_dtype),
             (_, grad) => grad,
         };
-        // Reshapes of a residual stream's gradient keep a block open that fusion could extend, and
-        // with it the queue of the whole backward. Fusion analyzes what remains of its queue again
-        // after each part that it runs, so a long queue takes time quadratic in its length.
-        run_queued::<B>(&device);
         LinearGradients { x, w, bias }
     }
 
