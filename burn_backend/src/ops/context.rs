@@ -5,7 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-use burn_core::backend::{self, DispatchTensorKind};
+use burn_core::backend::{self, DispatchTensor, DispatchTensorKind};
 use burn_core::tensor::{FloatDType, Tensor};
 use nvfp4_formats::StoredForm;
 
@@ -64,7 +64,8 @@ impl WeightIdentity {
     pub(crate) fn of<'a, const D: usize>(
         parts: impl IntoIterator<Item = &'a Tensor<D>>,
     ) -> Option<Self> {
-        let parts: Option<Vec<_>> = parts.into_iter().map(TensorIdentity::of).collect();
+        let of = |part: &Tensor<D>| TensorIdentity::of(&part.clone().into_dispatch());
+        let parts: Option<Vec<_>> = parts.into_iter().map(of).collect();
         parts.map(Self)
     }
 
@@ -79,7 +80,7 @@ impl WeightIdentity {
 
 /// Property that a tensor keeps as long as its value does not change, and that no other tensor has.
 #[derive(Debug, Clone)]
-enum TensorIdentity {
+pub(crate) enum TensorIdentity {
     /// Autodiff node. A node is created with a tensor, has an id that is never reused, and keeps
     /// its initial value: every optimizer step, load, cast and copy creates another node, in the
     /// same memory or not.
@@ -114,34 +115,40 @@ impl PartialEq for TensorIdentity {
 impl Eq for TensorIdentity {}
 
 impl TensorIdentity {
-    /// Returns the identity of `tensor`, if its backend has kernels in this crate.
-    fn of<const D: usize>(tensor: &Tensor<D>) -> Option<Self> {
-        match tensor.clone().into_dispatch().kind {
-            DispatchTensorKind::Autodiff(tensor) => match *tensor {
-                #[cfg(feature = "flex")]
-                DispatchTensorKind::Flex(tensor) => Self::node(tensor),
-                #[cfg(any(feature = "cpu", feature = "cuda"))]
-                DispatchTensorKind::Cube(tensor) => Self::node(tensor),
-                #[allow(unreachable_patterns)]
+    /// Returns the identity of `tensor`, of floats or of booleans, if its backend has kernels in
+    /// this crate. To fusion, a clone on another thread is another tensor.
+    pub(crate) fn of(tensor: &DispatchTensor) -> Option<Self> {
+        Self::of_kind(&tensor.kind)
+    }
+
+    fn of_kind(kind: &DispatchTensorKind) -> Option<Self> {
+        #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
+        use backend::BackendTensor::{Autodiff, Bool, Float};
+        match kind {
+            DispatchTensorKind::Autodiff(kind) => Self::of_kind(kind),
+            #[cfg(feature = "flex")]
+            DispatchTensorKind::Flex(tensor) => match tensor {
+                Autodiff(tensor) => Some(Self::Node(tensor.id().value)),
+                Float(tensor) | Bool(tensor) => Some(Self::Memory(tensor.clone())),
                 _ => None,
             },
-            #[cfg(feature = "flex")]
-            DispatchTensorKind::Flex(backend::BackendTensor::Float(tensor)) => {
-                Some(Self::Memory(tensor))
-            }
             #[cfg(any(feature = "cpu", feature = "cuda"))]
-            DispatchTensorKind::Cube(backend::BackendTensor::Float(tensor)) => {
-                Some(Self::Fusion(tensor.id))
-            }
+            DispatchTensorKind::Cube(tensor) => match tensor {
+                Autodiff(tensor) => Some(Self::Node(tensor.id().value)),
+                Float(tensor) | Bool(tensor) => Some(Self::Fusion(tensor.id)),
+                _ => None,
+            },
+            #[allow(unreachable_patterns, reason = "a build may have no other kind")]
             _ => None,
         }
     }
 
-    #[cfg(any(feature = "flex", feature = "cpu", feature = "cuda"))]
-    fn node<B: backend::BackendTypes>(tensor: backend::BackendTensor<B>) -> Option<Self> {
-        match tensor {
-            backend::BackendTensor::Autodiff(tensor) => Some(Self::Node(tensor.id().value)),
-            _ => None,
+    /// Returns true if no other owner has the memory, if it is held here.
+    pub(crate) fn is_last_owner(&self) -> bool {
+        match self {
+            #[cfg(feature = "flex")]
+            Self::Memory(tensor) => tensor.is_unique(),
+            _ => false,
         }
     }
 }

@@ -57,7 +57,7 @@ use nvfp4_formats::Usage;
 
 pub use branch::{Branch, BranchPoint};
 pub use context::LinearContext;
-pub(crate) use context::{CachedWeight, WeightCache, WeightIdentity};
+pub(crate) use context::{CachedWeight, TensorIdentity, WeightCache, WeightIdentity};
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 pub use cube::device_matrix;
 pub(crate) use dtype::float_dtype;

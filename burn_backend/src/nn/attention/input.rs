@@ -30,15 +30,15 @@ pub(in crate::nn) struct Masks {
 impl Masks {
     /// True if no query sees a later key.
     pub fn is_causal(&self) -> bool {
-        self.causal || matches!(self.attn, Some(AttentionMask::Causal { .. }))
+        self.causal || matches!(self.attn, Some(AttentionMask::Causal(_)))
     }
 
     /// Returns the masks of the last `queries` queries.
     fn of_last(self, queries: usize) -> Self {
         let attn = self.attn.map(|mask| match mask {
-            AttentionMask::Tensor(mask) if mask.dims()[1] != 1 => {
+            AttentionMask::Other(mask) if mask.dims()[1] != 1 => {
                 let [_, rows, _] = mask.dims();
-                mask.narrow(1, rows - queries, queries).into()
+                AttentionMask::Other(mask.narrow(1, rows - queries, queries))
             }
             // The last query sees the last key.
             mask => mask,
@@ -66,17 +66,18 @@ impl Masks {
             fits(names.mask_pad, &mask.dims(), &[batch, keys])?;
             validate::same_device(of_query, (names.mask_pad, &mask.device()))?;
         }
+        if let Some(AttentionMask::Causal(mask) | AttentionMask::Other(mask)) = &self.attn {
+            validate::same_device(of_query, (names.mask_attn, &mask.device()))?;
+        }
         match &self.attn {
             None => {}
-            Some(AttentionMask::Tensor(mask)) => {
+            Some(AttentionMask::Other(mask)) => {
                 fits(names.mask_attn, &mask.dims(), &[batch, queries, keys])?;
-                validate::same_device(of_query, (names.mask_attn, &mask.device()))?;
             }
-            Some(AttentionMask::Causal {
-                batch: found, time, ..
-            }) => {
-                let is_batch = *found == batch || *found == 1;
-                if !is_batch || [*time; 2] != [queries, keys] {
+            Some(AttentionMask::Causal(mask)) => {
+                let [found, time, _] = mask.dims();
+                let is_batch = found == batch || found == 1;
+                if !is_batch || [time; 2] != [queries, keys] {
                     return Err(Nvfp4Error::shape(
                         names.mask_attn,
                         format!("a causal mask of [{found}, {time}, {time}]"),
@@ -150,10 +151,10 @@ impl MhaInput {
         self
     }
 
-    /// Sets the attention mask: that of
-    /// [`generate_autoregressive_mask`](super::generate_autoregressive_mask), or a tensor
-    /// `[batch, queries, keys]`, true where the query does not attend to the key.
-    pub fn mask_attn(mut self, mask_attn: impl Into<AttentionMask>) -> Self {
+    /// Sets the attention mask, `[batch, queries, keys]`: true where the query does not attend to
+    /// the key. The kernels support that of
+    /// [`generate_autoregressive_mask`](super::generate_autoregressive_mask).
+    pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
         self.masks.attn = Some(mask_attn.into());
         self
     }

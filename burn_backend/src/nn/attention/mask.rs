@@ -1,67 +1,78 @@
 //! Masks of queries and keys.
 
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
 use burn_core::tensor::{Bool, Device, Tensor};
 
-/// Mask of an attention, for [`MhaInput::mask_attn`](super::MhaInput::mask_attn).
-///
-/// A tensor converts into it, and it converts into a tensor, for burn-nn's own modules.
+use crate::ops::TensorIdentity;
+
+/// Maximum number of causal masks that are known: one that is not used is evicted by later ones.
+const MOST: usize = 256;
+
+/// Results of [`generate_autoregressive_mask`], last used first.
+static CAUSAL: Mutex<VecDeque<TensorIdentity>> = Mutex::new(VecDeque::new());
+
+/// Mask of an attention: `[batch, queries, keys]`, true where the query does not attend to the key.
 #[derive(Debug, Clone)]
-pub enum AttentionMask {
-    /// Hides later keys from each query. The kernels support it. Made by
-    /// [`generate_autoregressive_mask`].
-    Causal {
-        /// Number of sequences.
-        batch: usize,
-        /// Number of queries and of keys.
-        time: usize,
-        /// Device of the tensor that it converts into.
-        device: Device,
-    },
-    /// `[batch, queries, keys]`, true where the query does not attend to the key.
-    Tensor(Tensor<3, Bool>),
+pub(in crate::nn) enum AttentionMask {
+    /// Result of [`generate_autoregressive_mask`]. The kernels support it.
+    Causal(Tensor<3, Bool>),
+    /// Any other mask.
+    Other(Tensor<3, Bool>),
 }
 
 impl AttentionMask {
-    /// Returns the mask that is given by a tensor.
-    pub(super) fn tensor(self) -> Option<Tensor<3, Bool>> {
+    /// Returns the mask, unless it is causal.
+    pub(super) fn other(self) -> Option<Tensor<3, Bool>> {
         match self {
-            Self::Causal { .. } => None,
-            Self::Tensor(mask) => Some(mask),
+            Self::Causal(_) => None,
+            Self::Other(mask) => Some(mask),
         }
     }
 }
 
 impl From<Tensor<3, Bool>> for AttentionMask {
     fn from(mask: Tensor<3, Bool>) -> Self {
-        Self::Tensor(mask)
-    }
-}
-
-impl From<AttentionMask> for Tensor<3, Bool> {
-    /// Returns `[batch, queries, keys]`.
-    fn from(mask: AttentionMask) -> Self {
-        match mask {
-            AttentionMask::Causal {
-                batch,
-                time,
-                device,
-            } => burn_nn::attention::generate_autoregressive_mask(batch, time, &device),
-            AttentionMask::Tensor(mask) => mask,
+        // The tensor itself: to fusion, a clone on another thread is another tensor.
+        let mask = mask.into_dispatch();
+        let is_causal = TensorIdentity::of(&mask).is_some_and(|mask| is_known(&mask));
+        let mask = Tensor::from_dispatch(mask);
+        match is_causal {
+            true => Self::Causal(mask),
+            false => Self::Other(mask),
         }
     }
 }
 
-/// Returns a mask that hides later keys from each query, for `batch_size` sequences of `seq_length`
-/// positions. Replaces `burn_nn::attention::generate_autoregressive_mask`. It is not a tensor, so
-/// that the kernels compute the attention.
+/// Returns true if `mask` is a known causal mask, which becomes the last used one.
+fn is_known(mask: &TensorIdentity) -> bool {
+    let mut known = CAUSAL.lock().unwrap_or_else(PoisonError::into_inner);
+    let place = known.iter().position(|known| known == mask);
+    let found = place.and_then(|place| known.remove(place));
+    let is_found = found.is_some();
+    found.into_iter().for_each(|mask| known.push_front(mask));
+    is_found
+}
+
+/// Returns a mask that hides later keys from each query, `[batch_size, seq_length, seq_length]`.
+/// Replaces `burn_nn::attention::generate_autoregressive_mask`.
+///
+/// Attentions recognize the tensor, and its clones on the same thread, and use the causal kernels.
+/// An operation on it returns another tensor, with which Burn's operations compute the attention.
+/// [`MhaInput::causal`](super::MhaInput::causal) needs no tensor.
 pub fn generate_autoregressive_mask(
     batch_size: usize,
     seq_length: usize,
     device: &Device,
-) -> AttentionMask {
-    AttentionMask::Causal {
-        batch: batch_size,
-        time: seq_length,
-        device: device.clone(),
+) -> Tensor<3, Bool> {
+    let mask = burn_nn::attention::generate_autoregressive_mask(batch_size, seq_length, device);
+    let mask = mask.into_dispatch();
+    if let Some(identity) = TensorIdentity::of(&mask) {
+        let mut known = CAUSAL.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|known| !known.is_last_owner());
+        known.truncate(MOST - 1);
+        known.push_front(identity);
     }
+    Tensor::from_dispatch(mask)
 }

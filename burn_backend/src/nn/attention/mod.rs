@@ -24,8 +24,8 @@
 //! The kernels of [`crate::attention`](mod@crate::attention) compute scores, softmax and values,
 //! without a matrix of queries by keys. Burn's operations compute these cases, and materialize it:
 //!
-//! - a [`mask_attn`](MhaInput::mask_attn) that is a tensor, even one that masks nothing. The mask of
-//!   [`generate_autoregressive_mask`] is not one;
+//! - a [`mask_attn`](MhaInput::mask_attn), even one that masks nothing, that is not from this
+//!   module's [`generate_autoregressive_mask`];
 //! - a [`mask_pad`](MhaInput::mask_pad) of more than 256 sequences, or of a causal attention with a
 //!   cache or with separate queries and keys;
 //! - dropout in training. The default probability is 0.1, as in burn-nn: set
@@ -63,5 +63,6 @@ pub use cache::MhaCache;
 pub(super) use cache::OutputCache;
 pub use input::MhaInput;
 pub(super) use input::{Masks, Names};
-pub use mask::{AttentionMask, generate_autoregressive_mask};
+pub(super) use mask::AttentionMask;
+pub use mask::generate_autoregressive_mask;
 pub use multi_head::{MhaOutput, MultiHeadAttention, MultiHeadAttentionConfig};

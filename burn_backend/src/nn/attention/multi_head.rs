@@ -353,7 +353,7 @@ impl MultiHeadAttention {
             },
             masked: self.min_float,
             padding: masks.pad,
-            mask: masks.attn.and_then(AttentionMask::tensor),
+            mask: masks.attn.and_then(AttentionMask::other),
         };
         let (mixed, weights) = match unsupported {
             Some(reason) => {
@@ -435,10 +435,13 @@ impl MultiHeadAttention {
         is_whole: bool,
     ) -> Option<&'static str> {
         let is_padded = masks.pad.is_some();
-        let is_tensor = matches!(masks.attn, Some(AttentionMask::Tensor(_)));
+        let is_other = matches!(masks.attn, Some(AttentionMask::Other(_)));
         let drops = drops(&self.dropout, &projected.query().device());
         let reasons = [
-            (is_tensor, "a mask_attn that is a tensor"),
+            (
+                is_other,
+                "a mask_attn that is not the tensor of generate_autoregressive_mask",
+            ),
             (
                 is_padded && masks.is_causal() && !is_whole,
                 "mask_pad of a causal attention with a cache or with separate keys",

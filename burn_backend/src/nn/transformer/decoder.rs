@@ -12,7 +12,7 @@ use nvfp4_formats::Nvfp4Error;
 use super::{add_sublayer, check_cache, norm_between, sublayers};
 use crate::functions::or_panic;
 use crate::nn::attention::{
-    AttentionMask, Masks, MhaCache, MhaInput, MultiHeadAttention, Names, OutputCache,
+    Masks, MhaCache, MhaInput, MultiHeadAttention, Names, OutputCache,
 };
 use crate::nn::{LayerNorm, Nvfp4FeedForward, ResidualStream, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
@@ -138,7 +138,7 @@ impl TransformerDecoderInput {
     }
 
     /// Sets the mask of cross-attention, `[batch, time, keys]`; see [`MhaInput::mask_attn`].
-    pub fn memory_mask_attn(mut self, mask_attn: impl Into<AttentionMask>) -> Self {
+    pub fn memory_mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
         self.memory_masks.attn = Some(mask_attn.into());
         self
     }
@@ -150,7 +150,7 @@ impl TransformerDecoderInput {
     }
 
     /// Sets the mask of self-attention, `[batch, time, time]`; see [`MhaInput::mask_attn`].
-    pub fn target_mask_attn(mut self, mask_attn: impl Into<AttentionMask>) -> Self {
+    pub fn target_mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
         self.target_masks.attn = Some(mask_attn.into());
         self
     }

@@ -133,7 +133,7 @@ impl TransformerEncoderInput {
     }
 
     /// Sets the attention mask, `[batch, time, time]`; see [`MhaInput::mask_attn`].
-    pub fn mask_attn(mut self, mask_attn: impl Into<AttentionMask>) -> Self {
+    pub fn mask_attn(mut self, mask_attn: Tensor<3, Bool>) -> Self {
         self.masks.attn = Some(mask_attn.into());
         self
     }
@@ -259,7 +259,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<AttentionMask>,
+        mask_attn: Option<Tensor<3, Bool>>,
     ) -> Result<Tensor<3>, Nvfp4Error> {
         self.forward_masked(input, separate(mask_pad, mask_attn))
     }
@@ -270,7 +270,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<AttentionMask>,
+        mask_attn: Option<Tensor<3, Bool>>,
     ) -> Tensor<3> {
         let output = self.try_forward(input, mask_pad, mask_attn);
         or_panic("TransformerEncoderLayer::forward", output)
@@ -285,7 +285,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<AttentionMask>,
+        mask_attn: Option<Tensor<3, Bool>>,
         cache: &mut TransformerEncoderLayerAutoregressiveCache,
     ) -> Result<Tensor<3>, Nvfp4Error> {
         self.forward_cached(input, separate(mask_pad, mask_attn), cache)
@@ -298,7 +298,7 @@ impl TransformerEncoderLayer {
         &self,
         input: Tensor<3>,
         mask_pad: Option<Tensor<2, Bool>>,
-        mask_attn: Option<AttentionMask>,
+        mask_attn: Option<Tensor<3, Bool>>,
         cache: &mut TransformerEncoderLayerAutoregressiveCache,
     ) -> Tensor<3> {
         or_panic(
@@ -362,10 +362,10 @@ impl TransformerEncoderLayer {
 }
 
 /// Returns the masks of separate arguments.
-fn separate(pad: Option<Tensor<2, Bool>>, attn: Option<AttentionMask>) -> Masks {
+fn separate(pad: Option<Tensor<2, Bool>>, attn: Option<Tensor<3, Bool>>) -> Masks {
     Masks {
         pad,
-        attn,
+        attn: attn.map(AttentionMask::from),
         causal: false,
     }
 }
