@@ -56,6 +56,15 @@ impl Nvfp4SwiGluConfig {
     /// Returns an error if a width is not a positive multiple of 16, or the device has no
     /// implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4SwiGlu, Nvfp4Error> {
+        self.try_init_with(MlpActivation::SwiGlu, device)
+    }
+
+    /// Creates a feed-forward with another activation, which supports `recompute`.
+    pub(super) fn try_init_with(
+        &self,
+        activation: MlpActivation,
+        device: &Device,
+    ) -> Result<Nvfp4SwiGlu, Nvfp4Error> {
         let linear = |d_in, d_out| {
             Nvfp4LinearConfig::new(d_in, d_out)
                 .with_bias(self.bias)
@@ -64,9 +73,10 @@ impl Nvfp4SwiGluConfig {
                 .try_init(device)
         };
         Ok(Nvfp4SwiGlu {
-            gate_up: linear(self.d_model, 2 * self.d_hidden)?,
+            gate_up: linear(self.d_model, activation.inputs() * self.d_hidden)?,
             down: linear(self.d_hidden, self.d_model)?,
             ids: None,
+            activation,
             recompute: self.recompute,
         })
     }
@@ -82,17 +92,23 @@ impl Nvfp4SwiGluConfig {
 ///
 /// `G` and `U` are one weight: the input is quantized once, and both share one global scale. The
 /// three steps are one operation with the bits of the sequence [`Nvfp4Linear`],
-/// [`SwiGluActivation`], [`Nvfp4Linear`]. One pass computes the activation (or its gradient) and its amax values; the
-/// next pass quantizes it.
+/// [`SwiGluActivation`], [`Nvfp4Linear`]. One pass computes the activation (or its gradient) and
+/// its amax values; the next pass quantizes it.
+///
+/// The shared expert of an [`Nvfp4Moe`](super::Nvfp4Moe) has the activation of the other experts
+/// instead of SwiGLU.
 #[derive(Module, Debug)]
 pub struct Nvfp4SwiGlu {
-    /// Gate and up weights `G` and `U`, concatenated, `[d_model, 2 * d_hidden]`.
+    /// Gate and up weights `G` and `U`, concatenated, `[d_model, 2 * d_hidden]`;
+    /// `[d_model, d_hidden]` if the activation is not gated.
     pub gate_up: Nvfp4Linear,
     /// Down weight `D`, `[d_hidden, d_model]`.
     pub down: Nvfp4Linear,
     /// Ids of the layers that `gate_up` was made from.
     #[module(skip)]
     ids: Option<Vec<PartIds>>,
+    #[module(skip)]
+    activation: MlpActivation,
     #[module(skip)]
     recompute: bool,
 }
@@ -105,7 +121,8 @@ impl Nvfp4SwiGlu {
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
         self.check(&x)?;
         let (x, dims) = rows(x);
-        let y = try_swiglu_of(&self.gate_up, &self.down, x, self.recompute)?;
+        let settings = (self.activation, self.recompute);
+        let y = feed_forward_of((&self.gate_up, &self.down), settings, x)?;
         Ok(y.reshape(dims))
     }
 
@@ -125,10 +142,16 @@ impl Nvfp4SwiGlu {
         self.recompute
     }
 
+    /// Returns the activation.
+    pub fn activation(&self) -> MlpActivation {
+        self.activation
+    }
+
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept `x`.
     pub(super) fn check<const D: usize>(&self, x: &Tensor<D>) -> Result<(), Nvfp4Error> {
+        self.activation.check_recompute(self.recompute)?;
         let down = (["down.weight", "down.bias"], &self.down);
-        check_pair(&self.gate_up, down, MlpActivation::SwiGlu, x)
+        check_pair(&self.gate_up, down, self.activation, x)
     }
 
     /// Panicking version of [`try_forward`](Self::try_forward).
@@ -166,6 +189,7 @@ impl Nvfp4SwiGlu {
             gate_up: Nvfp4Linear::from_linear(side_by_side(&both), recipe)?,
             down: Nvfp4Linear::from_linear(down, recipe)?,
             ids: Some(PartIds::of(&both)),
+            activation: MlpActivation::SwiGlu,
             recompute: false,
         })
     }
@@ -173,7 +197,16 @@ impl Nvfp4SwiGlu {
     /// Returns the parameters as burn-nn's gated activation and the projection that follows it. The
     /// projection keeps its ids; the activation gets the ids of the one that this was made from, or
     /// new ids if there was none.
+    ///
+    /// # Panics
+    /// If the activation is not SwiGLU.
+    #[track_caller]
     pub fn into_swiglu(self) -> (BurnSwiGlu, Linear) {
+        let is_swiglu = self.activation == MlpActivation::SwiGlu;
+        let found = format!("{:?}", self.activation);
+        let error = || Nvfp4Error::value("activation", found, "SwiGlu, as burn-nn's");
+        let checked = is_swiglu.then_some(()).ok_or_else(error);
+        or_panic("Nvfp4SwiGlu::into_swiglu", checked);
         let [linear_inner, linear_outer] = parts(self.gate_up.into_linear(), self.ids.as_deref());
         let swiglu = BurnSwiGlu {
             linear_inner,

@@ -1,5 +1,6 @@
 //! The mixture of experts, against a loop over experts.
 
+mod activations;
 #[cfg(any(feature = "cpu", feature = "cuda"))]
 mod waits;
 

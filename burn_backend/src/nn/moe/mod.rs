@@ -18,7 +18,8 @@ use burn_nn::{Initializer, Linear, LinearConfig};
 use nvfp4_formats::Nvfp4Error;
 
 use super::{
-    Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig, Routing, rows,
+    MlpActivation, Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4SwiGlu, Nvfp4SwiGluConfig,
+    Routing, rows,
 };
 use crate::experts::MoeRoute;
 use crate::functions::or_panic;
@@ -45,8 +46,11 @@ pub struct Nvfp4MoeConfig {
     /// Hidden width of a shared expert, which processes every token with a weight of 1; a positive
     /// multiple of 16. `None` for no shared expert.
     pub shared_hidden: Option<usize>,
-    /// True if the backward recomputes gate and up of the experts instead of keeping them; see
-    /// [`Nvfp4SwiGlu::with_recompute`].
+    /// Activation of all experts, between their two layers.
+    #[config(default = "MlpActivation::SwiGlu")]
+    pub activation: MlpActivation,
+    /// True if the backward recomputes the input of the experts' activation instead of keeping it;
+    /// see [`Nvfp4SwiGlu::with_recompute`]. For GELU and SwiGLU.
     #[config(default = false)]
     pub recompute: bool,
     /// Parameter initializer, as in `burn_nn::LinearConfig`.
@@ -62,7 +66,8 @@ impl Nvfp4MoeConfig {
     ///
     /// # Errors
     /// Returns an error if a width is not a positive multiple of 16, `experts` is not 1 to 512,
-    /// `top_k` is not 1 to `experts`, or the device has no implementation.
+    /// `top_k` is not 1 to `experts`, the activation does not support `recompute`, or the device has
+    /// no implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Moe, Nvfp4Error> {
         if !(1..=self.experts).contains(&self.top_k) {
             return Err(Nvfp4Error::value(
@@ -71,6 +76,7 @@ impl Nvfp4MoeConfig {
                 format!("1 to {}, the number of experts", self.experts),
             ));
         }
+        self.activation.check_recompute(self.recompute)?;
         let grouped = |d_in, d_out| {
             Nvfp4GroupedLinearConfig::new(self.experts, d_in, d_out)
                 .with_initializer(self.initializer.clone())
@@ -78,14 +84,15 @@ impl Nvfp4MoeConfig {
                 .try_init(device)
         };
         let shared = |hidden| {
-            Nvfp4SwiGluConfig::new(self.d_model, hidden)
+            let config = Nvfp4SwiGluConfig::new(self.d_model, hidden)
                 .with_recompute(self.recompute)
                 .with_initializer(self.initializer.clone())
-                .with_recipe(self.recipe.clone())
-                .try_init(device)
+                .with_recipe(self.recipe.clone());
+            config.try_init_with(self.activation, device)
         };
+        let d_inner = self.activation.inputs() * self.d_hidden;
         Ok(Nvfp4Moe {
-            gate_up: grouped(self.d_model, 2 * self.d_hidden)?,
+            gate_up: grouped(self.d_model, d_inner)?,
             down: grouped(self.d_hidden, self.d_model)?,
             shared: self.shared_hidden.map(shared).transpose()?,
             router: LinearConfig::new(self.d_model, self.experts)
@@ -95,6 +102,7 @@ impl Nvfp4MoeConfig {
             settings: MoeSettings {
                 top_k: self.top_k,
                 normalize: self.normalize,
+                activation: self.activation,
                 recompute: self.recompute,
             },
         })
@@ -107,7 +115,8 @@ impl Nvfp4MoeConfig {
     }
 }
 
-/// Mixture of SwiGLU experts, with the experts' GEMMs in NVFP4 and the router in `f32`.
+/// Mixture of experts, with the experts' GEMMs in NVFP4 and the router in `f32`. The experts have
+/// SwiGLU, as below, or another [activation](MlpActivation).
 ///
 /// ```text
 /// p = softmax(x R)                              f32[tokens, experts]
@@ -148,7 +157,8 @@ pub struct Nvfp4Moe {
     /// The router, `[d_model, experts]`, always in high precision.
     pub router: Linear,
     /// Gate and up weights of each expert, concatenated, `[experts, d_model, 2 * d_hidden]`: they
-    /// share one global scale per expert.
+    /// share one global scale per expert. `[experts, d_model, d_hidden]` if the activation is not
+    /// gated.
     pub gate_up: Nvfp4GroupedLinear,
     /// Down weights of each expert, `[experts, d_hidden, d_model]`.
     pub down: Nvfp4GroupedLinear,
@@ -177,8 +187,9 @@ pub struct MoeOutput<const D: usize> {
 }
 
 impl Nvfp4Moe {
-    /// Sets whether the backward recomputes gate and up of all experts instead of keeping them; see
-    /// [`Nvfp4SwiGlu::with_recompute`].
+    /// Sets whether the backward recomputes the input of all experts' activation instead of keeping
+    /// it; see [`Nvfp4SwiGlu::with_recompute`]. A forward with an activation that does not support
+    /// it returns an error.
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.settings.recompute = recompute;
         self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
@@ -190,6 +201,11 @@ impl Nvfp4Moe {
         self.settings.top_k
     }
 
+    /// Activation of all experts.
+    pub fn activation(&self) -> MlpActivation {
+        self.settings.activation
+    }
+
     /// Applies the mixture.
     ///
     /// # Shapes
@@ -199,7 +215,8 @@ impl Nvfp4Moe {
     ///
     /// # Errors
     /// Returns an error if there is no token, the last axis is not `d_model`, devices differ, a
-    /// dtype is not supported, or the shapes of the layers do not match.
+    /// dtype is not supported, the shapes of the layers do not match, or the activation does not
+    /// support recomputation.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<MoeOutput<D>, Nvfp4Error> {
         self.check(&x)?;
         let parts = self.parts();

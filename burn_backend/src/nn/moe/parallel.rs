@@ -117,7 +117,8 @@ type SharedOutput = Result<Option<Tensor<2>>, Nvfp4Error>;
 pub struct ExpertParallelMoe {
     /// Router, `[d_model, experts]`, replicated on all ranks.
     pub router: Linear,
-    /// Gate and up weights of this rank's experts, `[experts / ranks, d_model, 2 * d_hidden]`.
+    /// Gate and up weights of this rank's experts, `[experts / ranks, d_model, 2 * d_hidden]`, or
+    /// `[experts / ranks, d_model, d_hidden]` if the activation is not gated.
     pub gate_up: Nvfp4GroupedLinear,
     /// Down weights of this rank's experts, `[experts / ranks, d_hidden, d_model]`.
     pub down: Nvfp4GroupedLinear,
@@ -278,8 +279,8 @@ impl ExpertParallelMoe {
         self.settings.top_k
     }
 
-    /// Sets whether the backward recomputes gate and up of all experts instead of keeping them; see
-    /// [`Nvfp4SwiGlu::with_recompute`].
+    /// Sets whether the backward recomputes the input of all experts' activation instead of keeping
+    /// it; see [`Nvfp4Moe::with_recompute`].
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.settings.recompute = recompute;
         self.shared = self.shared.map(|shared| shared.with_recompute(recompute));
@@ -297,8 +298,9 @@ impl ExpertParallelMoe {
     ///
     /// # Errors
     /// Returns an error if there is no token, the last axis is not `d_model`, devices differ, a
-    /// dtype is not supported, or the shapes of the layers do not match. Such an error occurs
-    /// before anything is queued, on this rank only; its absence ends the calls of the other ranks.
+    /// dtype is not supported, the shapes of the layers do not match, or the activation does not
+    /// support recomputation. Such an error occurs before anything is queued, on this rank only; its
+    /// absence ends the calls of the other ranks.
     /// Returns an error on all ranks if the rank of an expert would receive 2^31 choices or more;
     /// with [`ExpertDispatch::AllGather`] each rank receives the choices of all ranks.
     ///

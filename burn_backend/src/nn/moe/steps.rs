@@ -20,7 +20,9 @@ pub(super) struct MoeSettings {
     pub top_k: usize,
     /// True to divide the weights of a token's experts by their sum.
     pub normalize: bool,
-    /// True if the backward recomputes gate and up of the experts.
+    /// Activation of the experts.
+    pub activation: MlpActivation,
+    /// True if the backward recomputes the input of the experts' activation.
     pub recompute: bool,
 }
 
@@ -46,6 +48,12 @@ impl MoeParts<'_> {
     /// Returns an error if the layers do not match each other or the input `x`, with `held` experts
     /// on this rank.
     pub fn check<const D: usize>(&self, x: &Tensor<D>, held: usize) -> Result<(), Nvfp4Error> {
+        let MoeSettings {
+            activation,
+            recompute,
+            ..
+        } = self.settings;
+        activation.check_recompute(recompute)?;
         let (dims, device) = (x.dims(), x.device());
         let router = &self.router.weight;
         let [d_model, experts] = whole_dims(router);
@@ -60,12 +68,12 @@ impl MoeParts<'_> {
         validate::parameter(&device, "router.weight", router)?;
         validate::operand("router.weight", router)?;
         check_experts("router.weight", experts)?;
-        let [_, _, both] = whole_dims(&self.gate_up.weight);
+        let [_, _, d_inner] = whole_dims(&self.gate_up.weight);
         let names = ["gate_up.weight", "gate_up.bias"];
-        let shape = [held, d_model, both];
+        let shape = [held, d_model, d_inner];
         self.gate_up.check_part(names, &device, shape)?;
         let names = ["down.weight", "down.bias"];
-        let shape = [held, both / 2, d_model];
+        let shape = [held, d_inner / activation.inputs(), d_model];
         self.down.check_part(names, &device, shape)?;
         self.shared.iter().try_for_each(|shared| shared.check(x))
     }
@@ -137,16 +145,15 @@ impl MoeParts<'_> {
         groups: RowGroups<Dispatch>,
         behind: impl Fn(LinearSpec, [usize; 2]) -> LinearSpec,
     ) -> Result<Tensor<2>, Nvfp4Error> {
+        let MoeSettings {
+            activation,
+            recompute,
+            ..
+        } = self.settings;
         self.gate_up.check(&sorted, experts)?;
         if self.gate_up.packed().or(self.down.packed()).is_some() {
             let layers = (self.gate_up, self.down);
-            return try_feed_forward_of_experts(
-                layers,
-                MlpActivation::SwiGlu,
-                sorted,
-                experts,
-                false,
-            );
+            return try_feed_forward_of_experts(layers, activation, sorted, experts, false);
         }
         let mut input = self.gate_up.part(sorted.is_tracked())?;
         let mut output = self.down.part(input.tracks(&sorted))?;
@@ -154,8 +161,7 @@ impl MoeParts<'_> {
             let [_, d_in, d_out] = part.weight.dims();
             part.spec.0 = behind(part.spec.0, [d_in, d_out]);
         }
-        let settings = (MlpActivation::SwiGlu, self.settings.recompute);
-        feed_forward_between(sorted, (input, output), groups, settings)
+        feed_forward_between(sorted, (input, output), groups, (activation, recompute))
     }
 
     /// Applies the shared expert, if any.

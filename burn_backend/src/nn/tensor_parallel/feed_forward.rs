@@ -7,7 +7,7 @@ use burn_core::tensor::Tensor;
 use nvfp4_formats::Nvfp4Error;
 
 use super::super::feed_forward::feed_forward_between;
-use super::super::{MlpActivation, Nvfp4SwiGlu, rows};
+use super::super::{MlpActivation, Nvfp4Linear, Nvfp4SwiGlu, rows};
 use super::{ColumnParallelLinear, RowParallelLinear, ShardedParameter, TensorParallel};
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
@@ -21,10 +21,13 @@ use crate::whole::whole_dims;
 /// operation, with recomputation if set by [`with_recompute`](Nvfp4SwiGlu::with_recompute).
 #[derive(Module, Debug)]
 pub struct TensorParallelSwiGlu {
-    /// Gate and up weights, `[d_model, 2 * d_hidden / ranks]`.
+    /// Gate and up weights, `[d_model, 2 * d_hidden / ranks]`, or `[d_model, d_hidden / ranks]` if the
+    /// activation is not gated.
     pub gate_up: ColumnParallelLinear,
     /// Down weight, `[d_hidden / ranks, d_model]`.
     pub down: RowParallelLinear,
+    #[module(skip)]
+    activation: MlpActivation,
     #[module(skip)]
     recompute: bool,
 }
@@ -35,13 +38,12 @@ impl TensorParallelSwiGlu {
     /// # Errors
     /// Returns an error if the hidden features per rank are not a multiple of 16.
     pub fn from_swiglu(layer: Nvfp4SwiGlu, parallel: &TensorParallel) -> Result<Self, Nvfp4Error> {
-        let recompute = layer.recomputes();
+        let (activation, recompute) = (layer.activation(), layer.recomputes());
         let Nvfp4SwiGlu { gate_up, down, .. } = layer;
-        let [_, both] = gate_up.weight.lazy_shape().dims();
-        let widths = [both / 2; 2];
         Ok(Self {
-            gate_up: ColumnParallelLinear::from_segments(gate_up, &widths, parallel)?,
+            gate_up: inner_part(gate_up, activation, parallel)?,
             down: RowParallelLinear::from_linear(down, parallel)?,
+            activation,
             recompute,
         })
     }
@@ -51,7 +53,7 @@ impl TensorParallelSwiGlu {
     ///
     /// # Panics
     /// If the group fails.
-    pub fn into_layers(self) -> (crate::Nvfp4Linear, crate::Nvfp4Linear) {
+    pub fn into_layers(self) -> (Nvfp4Linear, Nvfp4Linear) {
         (self.gate_up.into_linear(), self.down.into_linear())
     }
 
@@ -80,10 +82,11 @@ impl TensorParallelSwiGlu {
     /// Same as [`ColumnParallelLinear::try_forward`]; also if the shapes of the two layers do not
     /// match.
     pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, Nvfp4Error> {
-        let (pair, swiglu) = ((&self.gate_up, &self.down), MlpActivation::SwiGlu);
-        check_pair(pair, ["down.weight", "down.bias"], swiglu, &x)?;
+        let pair = (&self.gate_up, &self.down);
+        self.activation.check_recompute(self.recompute)?;
+        check_pair(pair, ["down.weight", "down.bias"], self.activation, &x)?;
         let (x, dims) = rows(x);
-        let y = feed_forward_of(pair, (swiglu, self.recompute), x)?;
+        let y = feed_forward_of(pair, (self.activation, self.recompute), x)?;
         Ok(y.reshape(dims))
     }
 
@@ -92,6 +95,19 @@ impl TensorParallelSwiGlu {
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         or_panic("TensorParallelSwiGlu::forward", self.try_forward(x))
     }
+}
+
+/// Returns this rank's shard of the first layer of a feed-forward: the same hidden features of gate
+/// and factor, if `activation` is gated.
+pub(super) fn inner_part(
+    layer: Nvfp4Linear,
+    activation: MlpActivation,
+    parallel: &TensorParallel,
+) -> Result<ColumnParallelLinear, Nvfp4Error> {
+    let inputs = activation.inputs();
+    let [_, d_inner] = layer.weight.lazy_shape().dims();
+    let widths = vec![d_inner / inputs; inputs];
+    ColumnParallelLinear::from_segments(layer, &widths, parallel)
 }
 
 /// Returns an error if a rank's layers, with `activation` between them, do not match each other or

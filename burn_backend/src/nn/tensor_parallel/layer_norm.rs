@@ -7,7 +7,7 @@ use burn_core::tensor::Tensor;
 use nvfp4_formats::Nvfp4Error;
 
 use super::super::{InputNorm, LayerNormLinear, LayerNormMlp, MlpActivation, rows};
-use super::feed_forward::{check_pair, feed_forward_of};
+use super::feed_forward::{check_pair, feed_forward_of, inner_part};
 use super::{ColumnParallelLinear, RowParallelLinear, ShardedParameter, TensorParallel};
 use crate::functions::or_panic;
 
@@ -132,12 +132,9 @@ impl TensorParallelLayerNormMlp {
             activation,
             recompute,
         } = layer;
-        let inputs = activation.inputs();
-        let [_, d_inner] = linear_inner.weight.lazy_shape().dims();
-        let widths = vec![d_inner / inputs; inputs];
         Ok(Self {
             norm,
-            linear_inner: ColumnParallelLinear::from_segments(linear_inner, &widths, parallel)?,
+            linear_inner: inner_part(linear_inner, activation, parallel)?,
             linear_outer: RowParallelLinear::from_linear(linear_outer, parallel)?,
             activation,
             recompute,

@@ -2,6 +2,7 @@
 
 use burn_core::tensor::DType;
 use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::nn::MlpActivation;
 use burn_nvfp4::recipe::QuantSpec;
 
 use super::{Case, Found, difference, joined, summed};
@@ -209,6 +210,20 @@ fn with_a_shared_expert() {
             let mut case = Case::new(&nearest(preset), 4, 2, tokens);
             case.shared = true;
             check(preset, &case);
+        }
+    }
+}
+
+/// Gated or not, in one operation with the quantization of the output or not.
+#[test]
+fn with_every_activation() {
+    skip_where_small_only!();
+    for (name, activation) in MlpActivation::NAMES {
+        for preset in ["nvidia", "mxfp8"] {
+            let mut case = Case::new(&nearest(preset), 4, 2, &[96, 96]);
+            case.activation = activation;
+            case.shared = preset == "mxfp8";
+            check(&format!("{name}, {preset}"), &case);
         }
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_core::tensor::{DType, Device, Tensor, TensorData};
-use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, MoeOutput};
+use burn_nvfp4::nn::{ExpertDispatch, ExpertParallelMoe, MlpActivation, MoeOutput};
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::recipe::OperandFormat;
 use burn_nvfp4::{Nvfp4Moe, Nvfp4MoeConfig, Nvfp4Recipe, state};
@@ -32,6 +32,8 @@ struct Case {
     tokens: Vec<usize>,
     dtype: DType,
     shared: bool,
+    /// Activation of all experts.
+    activation: MlpActivation,
     /// Factors of the balance loss and the z-loss, if they are part of the loss.
     losses: Option<[f64; 2]>,
     /// Expert that all tokens choose.
@@ -55,6 +57,7 @@ impl Case {
             tokens: tokens.to_vec(),
             dtype: DType::F32,
             shared: false,
+            activation: MlpActivation::SwiGlu,
             losses: None,
             favourite: None,
             dispatch: ExpertDispatch::AllToAll,
@@ -105,6 +108,7 @@ impl Case {
         Nvfp4MoeConfig::new(WIDTH, HIDDEN, self.experts)
             .with_top_k(self.top_k)
             .with_shared_hidden(self.shared.then_some(64))
+            .with_activation(self.activation)
             .with_recipe(self.recipe.clone())
     }
 

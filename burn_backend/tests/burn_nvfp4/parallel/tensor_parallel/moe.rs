@@ -7,8 +7,9 @@ use burn_core::tensor::{DType, Tensor};
 use burn_nvfp4::Nvfp4Recipe;
 use burn_nvfp4::nn::tensor_parallel::{TensorParallel, TensorParallelBlock};
 use burn_nvfp4::nn::{
-    BlockOutput, ExpertDispatch, Nvfp4GroupedLinear, Nvfp4TransformerBlock,
-    Nvfp4TransformerBlockConfig, ResidualStream, RopeCacheConfig, expert_parameters,
+    BlockOutput, ExpertDispatch, MlpActivation, Nvfp4GroupedLinear, Nvfp4MoeConfig,
+    Nvfp4TransformerBlock, Nvfp4TransformerBlockConfig, ResidualStream, RopeCacheConfig,
+    expert_parameters,
 };
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::state::RngState;
@@ -39,11 +40,16 @@ fn fixed_experts(layer: &mut Nvfp4GroupedLinear, id: u64) {
 }
 
 fn block(case: Case) -> Nvfp4TransformerBlock {
+    let (recipe, device) = (Nvfp4Recipe::preset(case.preset).unwrap(), device().autodiff());
     let mut block = Nvfp4TransformerBlockConfig::new(D_MODEL, HEADS, 48)
         .with_experts(Some(EXPERTS))
+        .with_recipe(recipe.clone())
+        .init(&device);
+    let experts = Nvfp4MoeConfig::new(D_MODEL, 48, EXPERTS)
         .with_shared_hidden(case.shared.then_some(SHARED))
-        .with_recipe(Nvfp4Recipe::preset(case.preset).unwrap())
-        .init(&device().autodiff());
+        .with_activation(case.activation)
+        .with_recipe(recipe);
+    block.moe = Some(experts.init(&device));
     fixed(&mut block.attention.qkv, 5);
     fixed(&mut block.attention.out, 6);
     let moe = block.moe.as_mut().unwrap();
@@ -83,6 +89,8 @@ struct Case {
     dispatch: ExpertDispatch,
     /// True if there is a shared expert.
     shared: bool,
+    /// Activation of all experts.
+    activation: MlpActivation,
     /// True if the router losses are part of the loss.
     losses: bool,
 }
@@ -184,7 +192,7 @@ fn check(case: Case) {
             let expected = expected.down.weight.grad(&gradients).unwrap();
             let error = distance(summed(found), own(expected, 0, rank % tp, tp));
             assert!(error < 5e-6, "shared, {what}: {error:e}");
-            shapes.extend([[D_MODEL, 2 * SHARED], [SHARED, D_MODEL]]);
+            shapes.extend([[D_MODEL, case.activation.inputs() * SHARED], [SHARED, D_MODEL]]);
         }
         let sharded = part.sharded_parameters();
         let found: Vec<_> = sharded.iter().map(|(_, part)| &part.shape[..]).collect();
@@ -207,6 +215,7 @@ fn tensor_groups_have_the_bits_of_one_device() {
         preset,
         dispatch,
         shared: false,
+        activation: MlpActivation::SwiGlu,
         losses: false,
     };
     if small_only() {
@@ -226,18 +235,19 @@ fn tensor_groups_have_the_bits_of_one_device() {
 #[test]
 fn tensor_groups_train_all_parts() {
     skip_where_small_only!();
-    for (tp, dispatch) in [2, 4]
-        .into_iter()
-        .flat_map(|tp| DISPATCHES.map(|way| (tp, way)))
-    {
-        check(Case {
-            world: 4,
-            tp,
-            preset: "bf16",
-            dispatch,
-            shared: true,
-            losses: true,
-        });
+    let (swiglu, srelu) = (MlpActivation::SwiGlu, MlpActivation::SRelu);
+    for (tp, activation) in [(2, swiglu), (2, srelu), (4, swiglu)] {
+        for dispatch in DISPATCHES {
+            check(Case {
+                world: 4,
+                tp,
+                preset: "bf16",
+                dispatch,
+                shared: true,
+                activation,
+                losses: true,
+            });
+        }
     }
 }
 
@@ -248,6 +258,7 @@ const REFUSED: Case = Case {
     preset: "nvidia",
     dispatch: ExpertDispatch::AllToAll,
     shared: false,
+    activation: MlpActivation::SwiGlu,
     losses: false,
 };
 
