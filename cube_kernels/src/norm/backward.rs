@@ -3,7 +3,7 @@
 use cubecl::prelude::*;
 
 use super::{
-    forward::find_largest,
+    forward::{begin_row, find_largest, leave_largest},
     plan::{BLOCK, NormPlan, PLANES},
     row::{
         At, Place, RowSum, block_at, load_factors, load_raw, pack_raw, place, store_factors,
@@ -13,7 +13,7 @@ use super::{
 use crate::{
     cube::{exact::fma, hadamard::Signs},
     quantize::amax::{AmaxOut, AmaxPlan, Maxima, Running, STRIP, Strip, fold_strip, leave_group},
-    reference::{Norm, PART_LANES},
+    reference::Norm,
 };
 
 /// Inputs of the backward. Inputs that the plan does not use may be any memory.
@@ -83,6 +83,7 @@ impl Found {
     fn end_row<F: Numeric, N: Size>(
         &mut self,
         x: &[Vector<F, N>],
+        amax: &mut AmaxOut,
         row: usize,
         part: &Part,
         #[comptime] plan: NormPlan,
@@ -100,7 +101,7 @@ impl Found {
                     rows: part.end,
                     row_words: part.cols * comptime!(plan.kind.size()) / 4usize,
                 };
-                fold_strip::<F, N>(x, &strip, &self.signs, &mut self.maxima, of_cols);
+                fold_strip::<F, N>(x, &strip, &self.signs, &mut self.maxima, amax, of_cols);
             }
         }
     }
@@ -374,6 +375,7 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
         let means = Means { dot, scaled };
         // If the part is not a multiple of the slots, the last row is loaded again and not used.
         if row < part.end {
+            begin_row(&mut found.largest, plan);
             #[unroll]
             for k in 0..kept {
                 let at = block_at(row, k, place, cols);
@@ -402,9 +404,11 @@ fn kept_part<F: Numeric, N: Size, G: Size>(
                     find_largest(&loaded.grad, k * words, &mut found.largest, plan);
                 }
             }
+            leave_largest(&found.largest, &mut outputs.amax, row, plan);
         }
         let last_of_step = part.start + step * slots + comptime!(slots - 1);
-        found.end_row::<F, N>(&outputs.x, min(last_of_step, last), part, plan);
+        let last_of_step = min(last_of_step, last);
+        found.end_row::<F, N>(&outputs.x, &mut outputs.amax, last_of_step, part, plan);
         row += slots;
     }
     if comptime!(slots > 1) {
@@ -510,6 +514,7 @@ fn long_part<F: Numeric, N: Size, G: Size>(
             scaled = sums.total(scaled, place, plan) / columns;
         }
         let means = Means { dot, scaled };
+        begin_row(&mut found.largest, plan);
         block = place.unit;
         while block < blocks {
             let at = At { row, block, cols };
@@ -531,7 +536,8 @@ fn long_part<F: Numeric, N: Size, G: Size>(
             find_largest(&loaded, 0usize, &mut found.largest, plan);
             block += place.units;
         }
-        found.end_row::<F, N>(&outputs.x, row, part, plan);
+        leave_largest(&found.largest, &mut outputs.amax, row, plan);
+        found.end_row::<F, N>(&outputs.x, &mut outputs.amax, row, part, plan);
     }
     let mut block = place.unit;
     while block < blocks {
@@ -603,91 +609,4 @@ fn add_lanes(sums: &mut Array<f32>, #[comptime] lanes: usize) {
             }
         }
     }
-}
-
-/// Sums the parts of each column, in the order of
-/// [`reference::norm_backward`](crate::reference::norm_backward).
-///
-/// If units share memory, each has one partial sum of a column: 16 columns in a cube of 256 units.
-#[cube(launch_unchecked, address_type = "dynamic", create_dummy_kernel)]
-pub fn norm_parts_kernel(
-    partial: &[f32],
-    out: &mut [f32],
-    parts: usize,
-    cols: usize,
-    #[comptime] shared: bool,
-) {
-    if comptime!(shared) {
-        let columns = comptime!(32 * PLANES / PART_LANES);
-        let mut scratch = Shared::<[f32]>::new_slice(comptime!(32 * PLANES));
-        let mut first = CUBE_POS * columns;
-        let lane = UNIT_POS as usize / columns;
-        while first < cols {
-            let column = first + UNIT_POS as usize % columns;
-            // Past the end, the last column is read again and not used.
-            let sum = lane_sum(partial, min(column, cols - 1usize), lane, parts, cols);
-            scratch[UNIT_POS as usize] = sum;
-            sync_cube();
-            if lane == 0usize && column < cols {
-                let mut sums = Array::<f32>::new(PART_LANES);
-                #[unroll]
-                for i in 0..PART_LANES {
-                    sums[i] = scratch[i * columns + UNIT_POS as usize];
-                }
-                out[column] = lane_tree(&mut sums);
-            }
-            sync_cube();
-            first += CUBE_COUNT * columns;
-        }
-    } else {
-        let mut column = ABSOLUTE_POS;
-        while column < cols {
-            let mut sums = Array::<f32>::new(PART_LANES);
-            for lane in 0..PART_LANES {
-                sums[lane] = lane_sum(partial, column, lane, parts, cols);
-            }
-            out[column] = lane_tree(&mut sums);
-            column += CUBE_COUNT * CUBE_DIM as usize;
-        }
-    }
-}
-
-/// Loads of a sum that are in flight together.
-const AHEAD: usize = 6;
-
-/// Returns the sum of every 16th part of a column, from `lane` on.
-#[cube]
-fn lane_sum(partial: &[f32], column: usize, lane: usize, parts: usize, cols: usize) -> f32 {
-    let mut sum = 0.0f32;
-    let mut part = lane;
-    while part < parts {
-        let mut values = Array::<f32>::new(AHEAD);
-        #[unroll]
-        for i in 0..AHEAD {
-            let this = part + comptime!(i * PART_LANES);
-            let value = partial[min(this, parts - 1usize) * cols + column];
-            // No sum is -0, which adding +0 would change.
-            values[i] = select(this < parts, value, 0.0f32);
-        }
-        #[unroll]
-        for i in 0..AHEAD {
-            sum += values[i];
-        }
-        part += comptime!(AHEAD * PART_LANES);
-    }
-    sum
-}
-
-/// Returns the sum of 16 lanes, neighbors first.
-#[cube]
-fn lane_tree(sums: &mut Array<f32>) -> f32 {
-    #[unroll]
-    for stage in 0..4u32 {
-        let len = comptime!(PART_LANES >> (stage + 1));
-        #[unroll]
-        for i in 0..len {
-            sums[i] = sums[comptime!(2 * i)] + sums[comptime!(2 * i + 1)];
-        }
-    }
-    sums[0]
 }

@@ -15,7 +15,9 @@ use crate::{
         hadamard::Signs,
         overlap::{let_next_begin, wait_for_previous, written_before},
     },
-    quantize::amax::{AmaxOut, AmaxPlan, Maxima, Running, Strip, fold_strip, leave_group},
+    quantize::amax::{
+        AmaxOut, AmaxPlan, Maxima, Running, Strip, fold_strip, leave_group, leave_row,
+    },
     reference::Norm,
 };
 
@@ -134,7 +136,14 @@ pub fn norm_kernel<F: Numeric, N: Size, G: Size>(
                 rows,
                 row_words: cols * comptime!(plan.kind.size()) / 4usize,
             };
-            fold_strip::<F, N>(&outputs.normed, &strip, &signs, &mut maxima, of_cols);
+            fold_strip::<F, N>(
+                &outputs.normed,
+                &strip,
+                &signs,
+                &mut maxima,
+                &mut outputs.amax,
+                of_cols,
+            );
         }
         first += CUBE_COUNT * cube_rows;
     }
@@ -158,6 +167,28 @@ pub(super) fn find_largest(
         for w in 0..comptime!(plan.raw_words()) {
             largest.fold::<u32>(raw[first + w], false, plan.conversion, plan.kind);
         }
+    }
+}
+
+/// Starts the amax of a row, if each row has one.
+#[cube]
+pub(super) fn begin_row(largest: &mut Running, #[comptime] plan: NormPlan) {
+    if comptime!(plan.has_row_amax()) {
+        largest.clear();
+    }
+}
+
+/// Raises the amax of `row`, if each row has one. All units of the row must call it.
+#[cube]
+pub(super) fn leave_largest(
+    largest: &Running,
+    out: &mut AmaxOut,
+    row: usize,
+    #[comptime] plan: NormPlan,
+) {
+    if comptime!(plan.has_row_amax()) {
+        let bits = largest.bits(false, plan.conversion, plan.kind);
+        leave_row(out, row, bits, comptime!(plan.amax.unwrap()));
     }
 }
 
@@ -349,6 +380,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
     let squares = sums.total(own, place, plan);
     let rstd = row_factor(squares, cols, inputs.epsilon, plan);
     if is_row {
+        begin_row(largest, plan);
         #[unroll]
         for k in 0..kept {
             let at = block_at(row, k, place, cols);
@@ -369,6 +401,7 @@ fn kept_rows<F: Numeric, N: Size, G: Size>(
                 find_largest(&x, k * words, largest, plan);
             }
         }
+        leave_largest(&*largest, &mut outputs.amax, row, plan);
         if place.unit == 0usize {
             outputs.stats[row] = rstd;
             if comptime!(plan.norm == Norm::Layer) {
@@ -442,6 +475,7 @@ fn long_row<F: Numeric, N: Size, G: Size>(
         total = sums.total(own, place, plan);
     }
     let rstd = row_factor(total, cols, inputs.epsilon, plan);
+    begin_row(largest, plan);
     block = place.unit;
     while block < blocks {
         let at = At { row, block, cols };
@@ -460,6 +494,7 @@ fn long_row<F: Numeric, N: Size, G: Size>(
         find_largest(&x, 0usize, largest, plan);
         block += place.units;
     }
+    leave_largest(&*largest, &mut outputs.amax, row, plan);
     if place.unit == 0usize {
         outputs.stats[row] = rstd;
         if comptime!(plan.norm == Norm::Layer) {

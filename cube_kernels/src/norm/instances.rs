@@ -3,10 +3,9 @@
 use cubecl::prelude::*;
 
 use super::{
-    backward::{
-        NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
-    },
+    backward::{NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel},
     forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
+    parts::norm_parts_kernel,
     plan::{NormPlan, PLANES, Pass},
 };
 use crate::{
@@ -84,22 +83,32 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             scalar
         ));
     }
-    // Instances with amax values: of transformed columns and all elements, and of all elements
-    // alone.
-    for (norm, residual, cols, hadamard) in [
-        (Norm::Rms, true, 768, Some(HadamardSize::H16)),
-        (Norm::Layer, true, 768, Some(HadamardSize::H16)),
-        (Norm::Rms, true, 4096, Some(HadamardSize::H16)),
-        (Norm::Rms, true, 768, None),
-        (Norm::Rms, true, 20_480, Some(HadamardSize::H16)),
+    // Instances with amax values: of transformed columns and all elements, of all elements alone,
+    // and of each row and each transformed column.
+    let (whole, each) = (AmaxGranularity::PerTensor, AmaxGranularity::PerRow);
+    let h16 = Some(HadamardSize::H16);
+    for (norm, cols, hadamard, scope) in [
+        (Norm::Rms, 768, h16, whole),
+        (Norm::Layer, 768, h16, whole),
+        (Norm::Rms, 4096, h16, whole),
+        (Norm::Rms, 768, None, whole),
+        (Norm::Rms, 20_480, h16, whole),
+        (Norm::Layer, 768, h16, each),
+        (Norm::Rms, 4096, h16, each),
+        (Norm::Rms, 20_480, h16, each),
     ] {
+        let residual = true;
+        let name = match scope {
+            AmaxGranularity::PerTensor => format!("{norm:?}-{cols}-amax-{hadamard:?}"),
+            AmaxGranularity::PerRow => format!("{norm:?}-{cols}-amax-per-row-{hadamard:?}"),
+        };
         let kind = FloatKind::Bf16;
         let [plan, backward] = [Pass::Forward, Pass::Backward].map(|pass| NormPlan {
             few: false,
             strips: true,
             amax: Some(AmaxPlan {
-                rows: Some(AmaxGranularity::PerTensor),
-                cols: hadamard.map(|_| AmaxGranularity::PerTensor),
+                rows: Some(scope),
+                cols: hadamard.map(|_| scope),
                 hadamard,
                 default_signs: true,
                 grouping: Grouping::One,
@@ -115,7 +124,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         all.push(instance!(
             device,
             norm_kernel,
-            format!("{norm:?}-{cols}-amax-{hadamard:?}"),
+            &name,
             Expected::NONE,
             AddressType::U32,
             width,
@@ -131,7 +140,7 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
         all.push(instance!(
             device,
             norm_backward_kernel,
-            format!("{norm:?}-{cols}-amax-{hadamard:?}"),
+            &name,
             Expected::NONE,
             AddressType::U32,
             width,

@@ -3,10 +3,9 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    backward::{
-        NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel, norm_parts_kernel,
-    },
+    backward::{NormGradInputsLaunch, NormGradOutputsLaunch, norm_backward_kernel},
     forward::{NormInputsLaunch, NormOutputsLaunch, norm_kernel},
+    parts::norm_parts_kernel,
     plan::{NormPlan, Pass, cubes},
 };
 use crate::{
@@ -37,9 +36,9 @@ pub struct NormRequest<'a> {
     pub bias: Option<&'a Handle>,
     /// Term added to the mean square, or to the variance.
     pub epsilon: f32,
-    /// Amax values of the normalized rows to compute, with the results of a separate pass. Amax
-    /// values of the whole matrix are computed in the pass that writes it if it has a multiple of 16
-    /// columns and the transform mixes 16 rows; otherwise in a separate pass.
+    /// Amax values of the normalized rows to compute, with the results of a separate pass. They are
+    /// computed in the pass that writes the rows if these have a multiple of 16 columns and the
+    /// transform mixes 16 rows; otherwise in a separate pass.
     pub amax: AmaxRequest,
 }
 
@@ -75,10 +74,10 @@ pub struct NormBackwardRequest<'a> {
     /// True to compute the gradient of the bias.
     pub bias: bool,
     /// Amax values of the gradient of the normalization's input to compute, with the results of a
-    /// separate pass. Amax values of the whole matrix are computed in the pass that writes it if it
-    /// has a multiple of 16 columns. Column amax values further require that the transform mixes 16
-    /// rows and that [parts begin](crate::reference::norm_parts_are_strips) at multiples of 16 rows.
-    /// Otherwise they are computed in a separate pass.
+    /// separate pass. They are computed in the pass that writes the gradient if it has a multiple of
+    /// 16 columns. Those of columns further require that the transform mixes 16 rows and that [parts
+    /// begin](crate::reference::norm_parts_are_strips) at multiples of 16 rows. Otherwise they are
+    /// computed in a separate pass.
     pub amax: AmaxRequest,
 }
 
@@ -174,14 +173,13 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
         ..NormPlan::new(client, (norm, Pass::Forward), x, are_aligned(&handles))
     };
     let (scalar, width, factors) = plan.loads();
-    let of_whole = amax.of_whole(client, x.dtype).filter(|_| plan.whole);
     let plan = NormPlan {
-        amax: of_whole,
+        amax: (amax.of_written(client, x.dtype)).filter(|_| plan.whole),
         ..plan
     };
-    let amax_out = match of_whole {
+    let amax_out = match plan.amax {
         Some(_) => {
-            let lens = [1, usize::from(amax.cols.is_some())];
+            let lens = amax.lens(1, x.rows, x.cols);
             result.amax = amax.zeros(client, lens);
             result.amax.arg(lens)
         }
@@ -220,7 +218,7 @@ pub fn norm(client: &Client, request: &NormRequest<'_>) -> Result<NormResult, Nv
             scalar,
         );
     }
-    if of_whole.is_none() {
+    if plan.amax.is_none() {
         result.amax = amaxes(client, &result.normed, &Groups::One, &amax)?;
     }
     Ok(result)
@@ -276,12 +274,12 @@ pub fn norm_backward(
         bias,
         ..NormPlan::new(client, (norm, Pass::Backward), x, are_aligned(&handles))
     };
-    let of_whole = amax.of_whole(client, x.dtype);
+    let in_pass = amax.of_written(client, x.dtype);
     let plan = NormPlan {
-        amax: of_whole.filter(|amax| plan.whole && (amax.cols.is_none() || plan.strips)),
+        amax: in_pass.filter(|amax| plan.whole && (amax.cols.is_none() || plan.strips)),
         ..plan
     };
-    let lens = [1, usize::from(amax.cols.is_some())];
+    let lens = amax.lens(1, x.rows, x.cols);
     let mut found = match plan.amax {
         Some(_) => amax.zeros(client, lens),
         None => Amaxes::default(),

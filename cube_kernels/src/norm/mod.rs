@@ -13,6 +13,8 @@ pub(crate) mod forward;
 #[cfg(feature = "proof")]
 pub(crate) mod instances;
 mod launch;
+#[allow(missing_docs)]
+mod parts;
 pub(crate) mod plan;
 #[allow(missing_docs)]
 pub(crate) mod prologue;

@@ -157,6 +157,11 @@ impl NormPlan {
         }
     }
 
+    /// Returns true if each row has an amax.
+    pub fn has_row_amax(&self) -> bool {
+        self.amax.is_some_and(|amax| amax.has_own_rows())
+    }
+
     /// Returns the number of gains that a unit loads before it waits for the rows: those of all
     /// blocks that it keeps if `few` is set, otherwise none.
     pub const fn ready_gains(&self) -> usize {

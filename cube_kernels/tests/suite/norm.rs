@@ -377,10 +377,54 @@ fn amax_requests() -> Vec<AmaxRequest> {
         with_cols(whole, Some((whole, None))),
         with_cols(whole, Some((whole, Some(Hadamard::default())))),
         with_cols(whole, Some((whole, Some(seeded(HadamardSize::H16))))),
+        with_cols(rows, None),
+        with_cols(rows, Some((rows, None))),
+        with_cols(rows, Some((rows, Some(Hadamard::default())))),
+        with_cols(rows, Some((rows, Some(seeded(HadamardSize::H16))))),
+        with_cols(rows, Some((whole, Some(Hadamard::default())))),
+        with_cols(whole, Some((rows, Some(Hadamard::default())))),
         // These take a separate pass.
         with_cols(whole, Some((whole, Some(seeded(HadamardSize::H32))))),
-        with_cols(rows, Some((whole, Some(Hadamard::default())))),
+        with_cols(rows, Some((rows, Some(seeded(HadamardSize::H32))))),
     ]
+}
+
+/// Returns the bits of the oracle's amax values of a matrix.
+fn amax_bits<T: DeviceElement>(
+    x: &[T],
+    [rows, cols]: [usize; 2],
+    request: &AmaxRequest,
+) -> [Option<Vec<u32>>; 2] {
+    let of_rows = request.rows.map(|scope| match scope {
+        AmaxGranularity::PerTensor => vec![reference::amax(x)],
+        AmaxGranularity::PerRow => reference::amax_rows(x, rows, cols),
+    });
+    let of_cols = request.cols.map(|(scope, hadamard)| match (scope, hadamard) {
+        (AmaxGranularity::PerTensor, None) => vec![reference::amax(x)],
+        (AmaxGranularity::PerTensor, Some(hadamard)) => {
+            vec![reference::amax_rht(x, rows, cols, &hadamard)]
+        }
+        (AmaxGranularity::PerRow, None) => reference::amax_cols(x, rows, cols),
+        (AmaxGranularity::PerRow, Some(hadamard)) => {
+            reference::amax_rht_cols(x, rows, cols, &hadamard)
+        }
+    });
+    let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
+    [of_rows, of_cols].map(|values| values.map(bits))
+}
+
+/// Returns the bits of amax values in device memory, as many as are expected.
+fn read_amax(
+    client: &Client,
+    Amaxes { rows, cols }: Amaxes,
+    expected: &[Option<Vec<u32>>; 2],
+) -> [Option<Vec<u32>>; 2] {
+    let [rows_len, cols_len] = expected.each_ref().map(|values| values.as_ref().map_or(0, Vec::len));
+    let bits = |handle: Option<Handle>, len: usize| {
+        let values = handle.map(|handle| read_f32s(client, &handle, len));
+        values.map(|values| values.into_iter().map(f32::to_bits).collect())
+    };
+    [bits(rows, rows_len), bits(cols, cols_len)]
 }
 
 /// The amax values of the output equal those of a separate pass, and the oracle's, and the output
@@ -430,23 +474,9 @@ fn check_amax<T: DeviceElement>(client: &Client) {
                 let normed = read_matrix::<T>(client, &found.normed);
                 assert_floats(&normed, &plain, &what);
                 let passed = amaxes(client, &found.normed, &Groups::One, &amax).unwrap();
-                let of_rows = match amax.rows {
-                    Some(AmaxGranularity::PerTensor) => vec![reference::amax(&normed)],
-                    _ => reference::amax_rows(&normed, rows, cols),
-                };
-                let of_cols = amax.cols.map(|(_, hadamard)| match hadamard {
-                    Some(hadamard) => vec![reference::amax_rht(&normed, rows, cols, &hadamard)],
-                    None => vec![reference::amax(&normed)],
-                });
-                let bits = |handle: Option<Handle>, len| {
-                    let values = handle.map(|handle| read_f32s(client, &handle, len));
-                    values.map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
-                };
-                let len = of_rows.len();
-                let expected = [Some(of_rows), of_cols]
-                    .map(|values| values.map(|of| of.into_iter().map(f32::to_bits).collect()));
-                let [found, passed] = [found.amax, passed]
-                    .map(|Amaxes { rows, cols }| [bits(rows, len), bits(cols, 1)]);
+                let expected = amax_bits(&normed, [rows, cols], &amax);
+                let [found, passed] =
+                    [found.amax, passed].map(|amax| read_amax(client, amax, &expected));
                 assert_eq!(found, expected, "{what}");
                 assert_eq!(passed, expected, "{what}: by a pass");
             }
@@ -498,23 +528,15 @@ fn check_backward_amax<T: DeviceElement>(client: &Client) {
             assert!(plain.amax.rows.is_none() && plain.amax.cols.is_none());
             let plain_x = read_matrix::<T>(client, &plain.x);
             let plain_gain = read_f32s(client, &plain.gain, cols);
-            let of_whole = (amax_requests().into_iter())
-                .filter(|amax| amax.rows == Some(AmaxGranularity::PerTensor));
-            for amax in of_whole {
+            for amax in amax_requests() {
                 let what = format!("{norm_kind:?} {rows}x{cols} {kind:?} {amax:?}");
                 let found =
                     norm_backward(client, &NormBackwardRequest { amax, ..request }).unwrap();
                 let by_x = read_matrix::<T>(client, &found.x);
                 assert_floats(&by_x, &plain_x, &what);
                 assert_floats(&read_f32s(client, &found.gain, cols), &plain_gain, &what);
-                let of_cols = amax.cols.map(|(_, hadamard)| match hadamard {
-                    Some(hadamard) => reference::amax_rht(&by_x, rows, cols, &hadamard),
-                    None => reference::amax(&by_x),
-                });
-                let expected = [Some(reference::amax(&by_x)), of_cols];
-                let found = [found.amax.rows, found.amax.cols]
-                    .map(|amax| amax.map(|amax| read_f32s(client, &amax, 1)[0].to_bits()));
-                assert_eq!(found, expected.map(|amax| amax.map(f32::to_bits)), "{what}");
+                let expected = amax_bits(&by_x, [rows, cols], &amax);
+                assert!(read_amax(client, found.amax, &expected) == expected, "{what}");
             }
         }
     }

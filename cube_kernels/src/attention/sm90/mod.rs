@@ -192,7 +192,8 @@ pub(super) fn amax_plan(
         Sequences::Equal(_) => count == 1 || (tokens / count).is_multiple_of(STRIP),
         Sequences::Offsets { .. } => false,
     };
-    let plan = request.of_whole(client, attention.q.dtype)?;
+    let plan = request.of_written(client, attention.q.dtype)?;
+    let plan = Some(plan).filter(AmaxPlan::is_whole)?;
     (plan.cols.is_none() || whole_strips).then_some(plan)
 }
 

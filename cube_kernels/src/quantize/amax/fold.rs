@@ -102,6 +102,13 @@ impl Running {
         }
     }
 
+    /// Starts anew.
+    pub fn clear(&mut self) {
+        self.magnitude = 0u32;
+        self.high = 0u32;
+        self.low = 0u32;
+    }
+
     pub fn fold<F: Numeric>(
         &mut self,
         stored: F,
@@ -176,8 +183,13 @@ impl AmaxPlan {
     }
 
     /// Returns true if all requested values are of the whole matrix.
-    pub(super) fn is_whole(&self) -> bool {
-        self.rows != Some(AmaxGranularity::PerRow) && !self.has_own_columns()
+    pub(crate) fn is_whole(&self) -> bool {
+        !self.has_own_rows() && !self.has_own_columns()
+    }
+
+    /// Returns true if each row has an amax.
+    pub(crate) fn has_own_rows(&self) -> bool {
+        self.rows == Some(AmaxGranularity::PerRow)
     }
 
     /// Returns true if each column has an amax.
@@ -250,6 +262,20 @@ pub(crate) fn leave_group(
     if comptime!(plan.cols == Some(AmaxGranularity::PerTensor)) {
         let bits = canonical(with_factor(maxima.cols, plan.hadamard));
         atomic_amax(&mut out.cols, group, bits, plan.planes);
+    }
+}
+
+/// Raises the amax of row `row` to `bits` of its units. All units of a plane must call it, if there
+/// are planes.
+#[cube]
+pub(crate) fn leave_row(out: &mut AmaxOut, row: usize, bits: u32, #[comptime] plan: AmaxPlan) {
+    if comptime!(plan.planes) {
+        let largest = plane_max(canonical(bits));
+        if UNIT_POS_PLANE == 0u32 {
+            out.rows[row].fetch_max(largest);
+        }
+    } else {
+        out.rows[row].fetch_max(canonical(bits));
     }
 }
 

@@ -53,10 +53,22 @@ impl AmaxRequest {
 
 impl AmaxRequest {
     /// Returns the plan of a kernel that computes the values while it writes a matrix of `kind` in
-    /// whole words, if all requested values are of the whole matrix and [strips](STRIP) suffice.
-    pub(crate) fn of_whole(&self, client: &Client, kind: FloatKind) -> Option<AmaxPlan> {
+    /// whole words, if [strips](STRIP) suffice.
+    pub(crate) fn of_written(&self, client: &Client, kind: FloatKind) -> Option<AmaxPlan> {
         let plan = self.plan(client, kind);
-        (self.rows.is_some() && plan.has_strips() && plan.is_whole()).then_some(plan)
+        (self.rows.is_some() && plan.has_strips()).then_some(plan)
+    }
+
+    /// Returns the numbers of requested values of a matrix of `rows` x `cols` in `groups`.
+    pub(crate) fn lens(&self, groups: usize, rows: usize, cols: usize) -> [usize; 2] {
+        let len = |scope, each| match scope {
+            AmaxGranularity::PerTensor => groups,
+            AmaxGranularity::PerRow => each,
+        };
+        [
+            self.rows.map_or(0, |scope| len(scope, rows)),
+            self.cols.map_or(0, |(scope, _)| len(scope, groups * cols)),
+        ]
     }
 
     /// Returns the plan of an amax kernel for one group of rows, loading whole words of `kind`.
@@ -181,15 +193,7 @@ fn find(
         matrix: x, words, ..
     } = input;
     groups.check(x.rows)?;
-    let len = |scope, outer| match scope {
-        AmaxGranularity::PerTensor => groups.count(),
-        AmaxGranularity::PerRow => outer,
-    };
-    let rows_len = request.rows.map_or(0, |scope| len(scope, x.rows));
-    let cols_len = request
-        .cols
-        .map_or(0, |(scope, _)| len(scope, groups.count() * x.cols));
-    let lens = [rows_len, cols_len];
+    let lens = request.lens(groups.count(), x.rows, x.cols);
     let found = request.zeros(client, lens);
     if x.is_empty() || (request.rows.is_none() && request.cols.is_none()) {
         return Ok(found);

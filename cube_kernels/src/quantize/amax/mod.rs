@@ -7,7 +7,9 @@ mod launch;
 pub(super) mod strips;
 
 pub(super) use fold::atomic_amax;
-pub(crate) use fold::{AmaxOut, Maxima, Running, STRIP, fold_words, leave_group, leave_plane};
+pub(crate) use fold::{
+    AmaxOut, Maxima, Running, STRIP, fold_words, leave_group, leave_plane, leave_row,
+};
 pub use fold::{AmaxOutLaunch, AmaxPlan};
 pub use launch::*;
 pub(crate) use strips::{Strip, fold_strip};

@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 use super::fold::{
-    AmaxOut, AmaxPlan, Maxima, STRIP, fold_words, leave_group, with_factor, words_amax,
+    AmaxOut, AmaxPlan, Folded, Maxima, STRIP, fold_words, leave_group, with_factor, words_amax,
 };
 use crate::{
     cube::{
@@ -15,7 +15,7 @@ use crate::{
         plane::exchange,
         ptx::{cvta_to_global, ld_global_u32, max_nan_abs_bf16x2, max_nan_bf16x2, prmt},
     },
-    tensor::{AmaxGranularity, FloatKind},
+    tensor::FloatKind,
 };
 
 /// Maximum number of words per vector: four columns of 16 bits, for which a unit has 32 words in
@@ -126,7 +126,7 @@ pub fn amax_lines_kernel<N: Size>(
     for i in 0..comptime!(width * per_word) {
         columns[i] = 0u32;
     }
-    let own_rows = comptime!(plan.rows == Some(AmaxGranularity::PerRow));
+    let own_rows = comptime!(plan.has_own_rows());
     let mut stage = LineStage::new(plan);
     let mut words = Array::<u32>::new(comptime!(STRIP * width));
     let mut index = CUBE_POS_Y as usize;
@@ -218,7 +218,7 @@ fn rows_of_unit(
     #[comptime] plan: AmaxPlan,
 ) -> Array<u32> {
     let pairs = comptime!(rows_in_pairs(&plan));
-    let per_row = comptime!(plan.rows == Some(AmaxGranularity::PerRow));
+    let per_row = comptime!(plan.has_own_rows());
     let mut lines = Array::<u32>::new(comptime!(if pairs { STRIP / 2 } else { STRIP }));
     if comptime!(per_row && pairs) {
         #[unroll]
@@ -271,7 +271,7 @@ struct LineStage {
 #[cube]
 impl LineStage {
     fn new(#[comptime] plan: AmaxPlan) -> LineStage {
-        let stages = comptime!(plan.planes && plan.rows == Some(AmaxGranularity::PerRow));
+        let stages = comptime!(plan.planes && plan.has_own_rows());
         let planes = comptime!(if stages { plan.units.div_ceil(32) } else { 1 });
         let strips = comptime!(if stages { STAGED } else { 1 });
         LineStage {
@@ -387,14 +387,33 @@ pub(crate) struct Strip {
     pub row_words: usize,
 }
 
-/// Folds a strip of `x` that the units of the cube have written, before a barrier. Each unit takes
-/// columns of words. Rows consist of whole vectors of words.
+/// Raises the amax values of the columns of word `word` of a row, if each column has one. Most
+/// strips raise none of them, and a load costs less than an atomic.
+#[cube]
+fn raise_word(folded: &Folded, word: usize, out: &mut AmaxOut, #[comptime] plan: AmaxPlan) {
+    if comptime!(plan.has_own_columns()) {
+        let per_word = comptime!(4 / plan.kind.size());
+        #[unroll]
+        for half in 0..per_word {
+            let bits = canonical(with_factor(folded.columns[half], plan.hadamard));
+            let column = word * per_word + half;
+            if bits > out.cols[column].load() {
+                out.cols[column].fetch_max(bits);
+            }
+        }
+    }
+}
+
+/// Folds a strip of `x` that the units of the cube have written, before a barrier: into `maxima`, or
+/// into the amax values of the columns in `out`. Each unit takes columns of words. Rows consist of
+/// whole vectors of words.
 #[cube]
 pub(crate) fn fold_strip<F: Numeric, N: Size>(
     x: &[Vector<F, N>],
     strip: &Strip,
     signs: &Signs,
     maxima: &mut Maxima,
+    out: &mut AmaxOut,
     #[comptime] plan: AmaxPlan,
 ) {
     let width = N::value();
@@ -416,6 +435,7 @@ pub(crate) fn fold_strip<F: Numeric, N: Size>(
             }
             let folded = fold_words(&column, signs, 0usize, plan);
             maxima.include(&folded, plan);
+            raise_word(&folded, word, out, plan);
             word += CUBE_DIM as usize;
         }
     } else {
@@ -442,6 +462,7 @@ pub(crate) fn fold_strip<F: Numeric, N: Size>(
                 }
                 let folded = fold_words(&column, signs, 0usize, plan);
                 maxima.include(&folded, plan);
+                raise_word(&folded, vector * width + w, out, plan);
             }
             vector += CUBE_DIM as usize;
         }
