@@ -72,9 +72,9 @@ impl LayerNormLinearConfig {
 /// Norm, then a linear layer in NVFP4: TransformerEngine's `LayerNormLinear`.
 ///
 /// Values and gradients have the bits of the two modules. The pass that writes the norm also
-/// computes the amax values with which the layer quantizes it, unless the recipe has one amax per
-/// row. The record is that of a module with the fields `norm` ([`LayerNorm`](super::LayerNorm) or
-/// [`RmsNorm`](super::RmsNorm)) and `linear`, of burn-nn or of this crate.
+/// computes the amax values with which the layer quantizes it. The record is that of a module with
+/// the fields `norm` ([`LayerNorm`](super::LayerNorm) or [`RmsNorm`](super::RmsNorm)) and `linear`,
+/// of burn-nn or of this crate.
 ///
 /// ```
 /// # #[cfg(feature = "flex")] {

@@ -88,9 +88,8 @@ impl LayerNormMlpConfig {
 /// Norm, then a feed-forward with both GEMMs in NVFP4: TransformerEngine's `LayerNormMLP`.
 ///
 /// Values and gradients have the bits of the separate modules. The pass that writes the norm also
-/// computes the amax values with which the first layer quantizes it, unless the recipe has one amax
-/// per row. GELU and SwiGLU are one operation with the quantization of their output, as in
-/// [`Nvfp4SwiGlu`](super::Nvfp4SwiGlu).
+/// computes the amax values with which the first layer quantizes it. GELU and SwiGLU are one
+/// operation with the quantization of their output, as in [`Nvfp4SwiGlu`](super::Nvfp4SwiGlu).
 ///
 /// The record is that of a module with the fields `norm` ([`LayerNorm`](super::LayerNorm) or
 /// [`RmsNorm`](super::RmsNorm)), and `linear_inner` and `linear_outer`, as in burn-nn's

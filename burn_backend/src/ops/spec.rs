@@ -1,7 +1,7 @@
 //! Quantization of the operands of a linear layer's GEMMs, with all random draws resolved.
 
 use nvfp4_formats::{
-    BLOCK, BlockPosition, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Error, Rounding, Usage,
+    AmaxGranularity, BLOCK, BlockPosition, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Error, Rounding, Usage,
 };
 pub use nvfp4_formats::{EdenDraw, QuantParams, QuantRounding};
 use serde::{Deserialize, Serialize};
@@ -81,11 +81,17 @@ impl OperandSpec {
         self.params().map(|params| params.format)
     }
 
+    /// Returns the quantization parameters, if the operand has 1x16 blocks and is quantized from
+    /// amax values of its matrix.
+    fn with_amax(&self) -> Option<QuantParams> {
+        let params = self.params().copied();
+        params.filter(|params| !params.is_made_from_codes() && !params.is_2d())
+    }
+
     /// Returns the quantization parameters, if the operand has 1x16 blocks and one amax of the
     /// whole matrix.
     pub(super) fn one_amax(&self) -> Option<QuantParams> {
-        let params = self.params().copied();
-        params.filter(|params| params.has_one_amax() && !params.is_2d())
+        self.with_amax().filter(QuantParams::has_one_amax)
     }
 
     /// Returns true if the operand has 4-bit codes.
@@ -190,32 +196,40 @@ pub struct LinearSpec {
 /// Amax values of a matrix that is quantized along its rows and optionally along its columns.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OutputAmax {
-    /// Transform of the column-wise tensor, if there is one with a separate amax.
-    pub hadamard: Option<Hadamard>,
+    /// Granularity of the row-wise tensor.
+    pub rows: AmaxGranularity,
+    /// Granularity and transform of the column-wise tensor, if there is one with a separate amax.
+    pub cols: Option<(AmaxGranularity, Option<Hadamard>)>,
+}
+
+impl OutputAmax {
+    /// Returns the amax values of tensors with these parameters: one, if it serves both.
+    fn new(row: QuantParams, col: Option<QuantParams>) -> Self {
+        let col = col.filter(|col| !(row.shares_amax() && col.shares_amax()));
+        Self {
+            rows: row.amax,
+            cols: col.map(|col| (col.amax, col.hadamard)),
+        }
+    }
 }
 
 impl LinearSpec {
-    /// Returns the amax values of `dy` for its operands, if these use an amax of the whole matrix.
+    /// Returns the amax values of `dy` for its operands, if its row-wise operand has them.
     pub(crate) fn gradient_amax(&self) -> Option<OutputAmax> {
-        self.dgrad_dy.one_amax()?;
-        let col = self.wgrad_dy.one_amax();
-        Some(OutputAmax {
-            hadamard: col.and_then(|col| col.hadamard),
-        })
+        let row = self.dgrad_dy.with_amax()?;
+        Some(OutputAmax::new(row, self.wgrad_dy.with_amax()))
     }
 
-    /// Returns the amax values of `x` for its operands, if these use an amax of the whole matrix;
-    /// that for wgrad only if there is a backward.
+    /// Returns the amax values of `x` for its operands, if its row-wise operand has them; those for
+    /// wgrad only if there is a backward.
     pub(crate) fn input_amax(&self, has_backward: bool) -> Option<OutputAmax> {
-        self.fprop_x.one_amax()?;
-        // The operand for wgrad otherwise derives from the other one, or needs no such amax.
+        let row = self.fprop_x.with_amax()?;
+        // The operand for wgrad otherwise derives from the other one.
         let col = match self.source {
-            BackwardSource::Original if has_backward => self.wgrad_x.one_amax(),
+            BackwardSource::Original if has_backward => self.wgrad_x.with_amax(),
             BackwardSource::Original | BackwardSource::Forward => None,
         };
-        Some(OutputAmax {
-            hadamard: col.and_then(|col| col.hadamard),
-        })
+        Some(OutputAmax::new(row, col))
     }
 
     /// Returns true if both operands of `w` are quantized from its values: because of the source,

@@ -5,7 +5,6 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::attention::{
     self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Rotation, Sequences,
 };
-use nvfp4_kernels::quantize::AmaxRequest;
 use nvfp4_kernels::tensor::{FloatKind, Matrix};
 
 use super::super::dtype::float_kind;
@@ -53,9 +52,7 @@ impl AttentionOps for CubeBackend {
         let [q, k, v] = views(&inputs, &spec);
         trace_op("attention", "forward", q.tokens, q.heads * q.head);
         let tokens = q.tokens;
-        let request = spec
-            .amax
-            .map_or_else(AmaxRequest::default, found_amax::request);
+        let request = found_amax::request(spec.amax);
         let (found, amax) = launched(attention::forward_with_amaxes(
             &client,
             &Attention {

@@ -9,7 +9,6 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cubecl::server::Handle;
-use nvfp4_formats::AmaxGranularity;
 use nvfp4_kernels::quantize::{AmaxRequest, Amaxes};
 use nvfp4_kernels::tensor::Matrix;
 
@@ -33,11 +32,10 @@ fn found() -> MutexGuard<'static, VecDeque<Found>> {
 }
 
 /// Returns the request to a kernel.
-pub(in crate::ops) fn request(OutputAmax { hadamard }: OutputAmax) -> AmaxRequest {
-    let whole = AmaxGranularity::PerTensor;
+pub(in crate::ops) fn request(amax: Option<OutputAmax>) -> AmaxRequest {
     AmaxRequest {
-        rows: Some(whole),
-        cols: hadamard.map(|hadamard| (whole, Some(hadamard))),
+        rows: amax.map(|amax| amax.rows),
+        cols: amax.and_then(|amax| amax.cols),
     }
 }
 
@@ -169,7 +167,7 @@ mod tests {
             ("nvidia", 48, true),
             ("nvidia_4over6", 80, true),
             ("quartet2", 112, true),
-            ("per_token", 144, false),
+            ("per_token", 144, true),
         ];
         for (recipe, width, takes) in recipes {
             let mut norm = RmsNormConfig::new(width).init(&device);
@@ -201,40 +199,43 @@ mod tests {
         let device = device.autodiff();
         let test_device = std::env::var("NVFP4_TEST_DEVICE");
         let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
-        let (width, tokens) = (176, 48);
-        let random = Tensor::<2>::random([tokens, width], Distribution::Default, &device);
-        let x = random.into_data();
-        let weight = layer("nvidia", width, &device).weight.val().into_data();
-        // Ranks share no tensors.
-        let run = |finds: bool, parallel: &TensorParallel| {
-            let norm = LayerNormConfig::new(width).init(&device);
-            let x = Tensor::<2>::from_data(x.clone(), &device).cast(dtype);
-            let x = x.detach().require_grad();
-            let mut layer = layer("nvidia", width, &device);
-            layer.weight = Param::from_data(weight.clone(), &device);
-            let layer = ColumnParallelLinear::from_linear(layer, parallel).expect("it fits");
-            let next = finds.then_some(&layer.linear);
-            let neighbours = Neighbours { before: None, next };
-            let stream = x.clone().reshape([1, tokens, width]).into();
-            let (_, normed) = (norm.try_forward_stream_for(neighbours, stream)).expect("it fits");
-            let y = layer.forward(normed.reshape([tokens, width]));
-            let grads = y.clone().powi_scalar(2).sum().backward();
-            let of_weight = layer.linear.weight.val().grad(&grads).expect("a gradient");
-            let of_x = x.grad(&grads).expect("a gradient");
-            [bits(y.inner()), bits(of_weight), bits(of_x)]
-        };
-        std::thread::scope(|scope| {
-            let groups = ProcessGroup::loopback(2, std::time::Duration::from_secs(120));
-            for group in groups {
-                let run = &run;
-                scope.spawn(move || {
-                    let parallel = TensorParallel::new(group).with_sequence_parallel(true);
-                    let [with, without] = [true, false].map(|finds| run(finds, &parallel));
-                    assert!(with == without);
-                });
-            }
-        });
-        assert_eq!(was_taken((tokens, width)), is_cube);
+        let tokens = 48;
+        for (recipe, width) in [("nvidia", 176), ("per_token", 208)] {
+            let random = Tensor::<2>::random([tokens, width], Distribution::Default, &device);
+            let x = random.into_data();
+            let weight = layer(recipe, width, &device).weight.val().into_data();
+            // Ranks share no tensors.
+            let run = |finds: bool, parallel: &TensorParallel| {
+                let norm = LayerNormConfig::new(width).init(&device);
+                let x = Tensor::<2>::from_data(x.clone(), &device).cast(dtype);
+                let x = x.detach().require_grad();
+                let mut layer = layer(recipe, width, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                let layer = ColumnParallelLinear::from_linear(layer, parallel).expect("it fits");
+                let next = finds.then_some(&layer.linear);
+                let neighbours = Neighbours { before: None, next };
+                let stream = x.clone().reshape([1, tokens, width]).into();
+                let made = norm.try_forward_stream_for(neighbours, stream);
+                let (_, normed) = made.expect("it fits");
+                let y = layer.forward(normed.reshape([tokens, width]));
+                let grads = y.clone().powi_scalar(2).sum().backward();
+                let of_weight = layer.linear.weight.val().grad(&grads).expect("a gradient");
+                let of_x = x.grad(&grads).expect("a gradient");
+                [bits(y.inner()), bits(of_weight), bits(of_x)]
+            };
+            std::thread::scope(|scope| {
+                let groups = ProcessGroup::loopback(2, std::time::Duration::from_secs(120));
+                for group in groups {
+                    let run = &run;
+                    scope.spawn(move || {
+                        let parallel = TensorParallel::new(group).with_sequence_parallel(true);
+                        let [with, without] = [true, false].map(|finds| run(finds, &parallel));
+                        assert!(with == without, "{recipe}");
+                    });
+                }
+            });
+            assert_eq!(was_taken((tokens, width)), is_cube, "{recipe}");
+        }
     }
 
     /// Returns the gradients of the input and the weight of a layer followed by a norm. If `finds`,
@@ -271,6 +272,8 @@ mod tests {
         for (recipe, tokens, takes) in [
             ("nvidia", 48, true),
             ("nvidia_headroom", 4224, true),
+            ("per_token", 112, true),
+            ("per_token", 4240, true),
             ("quartet2", 80, false),
         ] {
             let random = Tensor::<2>::random([tokens, 32], Distribution::Default, &device);
@@ -311,7 +314,7 @@ mod tests {
         let (device, dtype, _) = device();
         let device = device.autodiff();
         let test_device = std::env::var("NVFP4_TEST_DEVICE");
-        for (recipe, tokens, takes) in [("nvidia", 32, true), ("per_token", 96, false)] {
+        for (recipe, tokens, takes) in [("nvidia", 32, true), ("per_token", 96, true)] {
             let random = Tensor::<2>::random([tokens, 192], Distribution::Default, &device);
             let qkv = random.cast(dtype).detach();
             let layer = layer(recipe, 64, &device);

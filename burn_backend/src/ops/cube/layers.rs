@@ -7,7 +7,6 @@ use cubecl::server::Handle;
 use nvfp4_formats::reference::{Activation, Norm};
 use nvfp4_kernels::activation;
 use nvfp4_kernels::norm::{self, NormBackwardRequest, NormRequest};
-use nvfp4_kernels::quantize::AmaxRequest;
 use nvfp4_kernels::tensor::Groups;
 
 use super::super::layers::{ActivationOps, NormGradients, NormOps, NormResult, NormSpec};
@@ -34,9 +33,7 @@ impl NormOps for CubeBackend {
         let bias = bias.into_option().map(into_contiguous);
         let (rows, cols) = x.shape();
         trace_op("norm", "forward", rows, cols);
-        let amax = spec
-            .amax
-            .map_or_else(AmaxRequest::default, found_amax::request);
+        let amax = found_amax::request(spec.amax);
         let made = launched(norm::norm(
             &x.tensor.client,
             &NormRequest {
@@ -75,9 +72,7 @@ impl NormOps for CubeBackend {
         let [stats, gain] = [stats, gain].map(into_contiguous);
         let (rows, cols) = x.shape();
         trace_op("norm", "backward", rows, cols);
-        let amax = spec
-            .grad_amax
-            .map_or_else(AmaxRequest::default, found_amax::request);
+        let amax = found_amax::request(spec.grad_amax);
         let made = launched(norm::norm_backward(
             &x.tensor.client,
             &NormBackwardRequest {

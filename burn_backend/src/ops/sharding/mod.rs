@@ -395,7 +395,7 @@ impl LinearSharding {
             (Some(found), [row, col]) => {
                 [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
             }
-            (None, [Some(row), Some(col)]) if row.has_one_amax() && col.has_one_amax() => {
+            (None, [Some(row), Some(col)]) if !row.is_ms_eden() && !col.is_ms_eden() => {
                 let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone()).both(row, col));
                 [found.rowwise, found.columnwise].map(MaybeTensor::into_option)
             }
