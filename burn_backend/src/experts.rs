@@ -35,7 +35,8 @@ pub use nvfp4_formats::reference::Router;
 
 use crate::functions::{into_bias, or_panic};
 use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
-use crate::ops::{LinearContext, LinearSpec, Named, Nvfp4Ops, RowGroups};
+use crate::ops::layers::OutputAmax;
+use crate::ops::{GatherSpec, LinearContext, LinearSpec, Named, Nvfp4Ops, RowGroups};
 use crate::validate::{self, Weight};
 
 /// Maximum number of experts of one layer: their offsets must fit into shared memory.
@@ -383,17 +384,17 @@ pub(crate) fn sort_window(
 
 impl ChoiceWindow {
     /// Copies each token of `x` (`[tokens, width]`) once per choice of these experts to its
-    /// position: `[slots, width]`, undefined after the last position. Differentiable.
-    pub fn dispatch(&self, x: Tensor<2>) -> Tensor<2> {
+    /// position: `[slots, width]`, undefined after the last position. Also computes the `amax`
+    /// values that the experts need. Differentiable.
+    pub fn dispatch(&self, x: Tensor<2>, amax: Option<OutputAmax>) -> Tensor<2> {
         let [_, top_k] = self.places.dims();
         // An invalid choice gives an invalid token.
         let token = self.choices.clone().div_scalar(top_k as i64);
-        Tensor::from_dispatch(Dispatch::nvfp4_moe_permute(
-            x.into_dispatch(),
-            token.into_dispatch(),
-            self.places.clone().into_dispatch(),
-            Named::Some,
-        ))
+        let spec = GatherSpec {
+            named: Named::Some,
+            amax,
+        };
+        permute_unchecked(x, (token, self.places.clone()), self.groups(), spec)
     }
 
     /// Combines the results `y` (`[slots, width]`) of these experts per token, weighted by the
@@ -493,12 +494,37 @@ pub fn try_moe_permute(
             format!("[{tokens}, copies] with {slots} elements: rows of `x`, slots of `index`"),
         ));
     }
-    Ok(Tensor::from_dispatch(Dispatch::nvfp4_moe_permute(
+    let (places, spec) = ((index, inverse), Named::All.into());
+    Ok(permute_unchecked(x, places, RowGroups::Whole, spec))
+}
+
+/// Gathers the rows of tokens of experts, as [`moe_permute`] with checked arguments, and computes the
+/// `amax` values that the experts need.
+pub(crate) fn permute_to_experts(
+    x: Tensor<2>,
+    places: (Tensor<1, Int>, Tensor<2, Int>),
+    experts: &ExpertOffsets,
+    amax: Option<OutputAmax>,
+) -> Tensor<2> {
+    let groups = RowGroups::Offsets(experts.offsets.clone().into_dispatch());
+    let named = Named::All;
+    permute_unchecked(x, places, groups, GatherSpec { named, amax })
+}
+
+/// Gathers rows by `index`, with its `inverse`.
+fn permute_unchecked(
+    x: Tensor<2>,
+    (index, inverse): (Tensor<1, Int>, Tensor<2, Int>),
+    groups: RowGroups<Dispatch>,
+    spec: GatherSpec,
+) -> Tensor<2> {
+    Tensor::from_dispatch(Dispatch::nvfp4_moe_permute(
         x.into_dispatch(),
         index.into_dispatch(),
         inverse.into_dispatch(),
-        Named::All,
-    )))
+        groups,
+        spec,
+    ))
 }
 
 /// Panicking version of [`try_moe_permute`].

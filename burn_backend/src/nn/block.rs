@@ -211,7 +211,8 @@ impl Nvfp4TransformerBlock {
             sum,
             pending: Some(self.attention.try_forward(normed, positions, padding)?),
         };
-        // Experts quantize sorted copies of their tokens, a shared expert quantizes the norm.
+        // Experts quantize sorted copies of their tokens, whose amax values the sorting computes; a
+        // shared expert quantizes the norm.
         let shared = match (&self.moe, &self.expert_parallel) {
             (Some(moe), _) => moe.shared.as_ref(),
             (None, moe) => moe.as_ref().and_then(|moe| moe.shared.as_ref()),

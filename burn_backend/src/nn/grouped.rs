@@ -17,6 +17,7 @@ use crate::experts::{
 };
 use crate::functions::or_panic;
 use crate::ops::RowGroups;
+use crate::ops::layers::OutputAmax;
 use crate::parallel::ProcessGroup;
 use crate::recipe::Nvfp4Recipe;
 use crate::state::LayerState;
@@ -250,6 +251,15 @@ impl Nvfp4GroupedLinear {
     /// Returns the packed weights, if [`quantize`](crate::quantize()) has packed them.
     pub(super) fn packed(&self) -> Option<&PackedParameter> {
         self.weight.reparameterization()
+    }
+
+    /// Returns the amax values with which the layer quantizes its next input, if it does; those for
+    /// wgrad only if there is a backward.
+    pub(super) fn input_amax(&self, has_backward: bool) -> Option<OutputAmax> {
+        match self.packed() {
+            Some(_) => None,
+            None => self.state.next_spec(&self.recipe).input_amax(has_backward),
+        }
     }
 
     /// Returns an error if [`try_forward`](Self::try_forward) does not accept these arguments.

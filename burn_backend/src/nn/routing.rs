@@ -3,7 +3,10 @@
 use burn_core::tensor::{Int, Tensor};
 use nvfp4_formats::Nvfp4Error;
 
-use crate::experts::{ExpertOffsets, SortedChoices, moe_permute, moe_unpermute, sort_choices};
+use super::Nvfp4GroupedLinear;
+use crate::experts::{
+    ExpertOffsets, SortedChoices, moe_permute, moe_unpermute, permute_to_experts, sort_choices,
+};
 
 /// Choices of experts, sorted by expert, for the dispatch and combine of tokens.
 ///
@@ -60,13 +63,24 @@ impl Routing {
     /// Dispatches the tokens `x` (`[tokens, width]`): copies each token once per choice, sorted by
     /// expert, to `[tokens * top_k, width]`. Differentiable.
     pub fn dispatch(&self, x: Tensor<2>) -> Tensor<2> {
+        moe_permute(x, self.tokens(), self.places.clone())
+    }
+
+    /// Version of [`dispatch`](Self::dispatch) before the layer `next`, which quantizes the tokens:
+    /// computes the amax values in the same pass. Results have the same bits.
+    pub fn dispatch_for(&self, next: &Nvfp4GroupedLinear, x: Tensor<2>) -> Tensor<2> {
+        let amax = next.input_amax(x.is_tracked());
+        let places = (self.tokens(), self.places.clone());
+        permute_to_experts(x, places, &self.experts, amax)
+    }
+
+    /// Returns the token at each sorted position.
+    fn tokens(&self) -> Tensor<1, Int> {
         let [_, top_k] = self.places.dims();
-        let token = if top_k == 1 {
-            self.choices.clone()
-        } else {
-            self.choices.clone().div_scalar(top_k as i64)
-        };
-        moe_permute(x, token, self.places.clone())
+        match top_k {
+            1 => self.choices.clone(),
+            _ => self.choices.clone().div_scalar(top_k as i64),
+        }
     }
 
     /// Combines the results `y` (`[tokens * top_k, width]`, sorted by expert): sums those of each

@@ -19,7 +19,7 @@ use super::gradients::register;
 use super::kernels::inner_groups;
 use super::linear::{self, LinearRequest, RequiresGrad, SavedForBackward};
 use super::{
-    FeedForwardSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named, Nvfp4KernelOps,
+    FeedForwardSpec, GatherSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named, Nvfp4KernelOps,
     Nvfp4Ops, QuantizeSource, RowGroups, float_dtype,
 };
 
@@ -228,12 +228,13 @@ impl<B: Nvfp4Ops, C: CheckpointStrategy> Nvfp4Ops for Autodiff<B, C> {
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         inverse: IntTensor<Self>,
-        named: Named,
+        groups: RowGroups<Self>,
+        spec: GatherSpec,
     ) -> FloatTensor<Self> {
         let (x, node) = x.into_parts();
-        let y = B::nvfp4_moe_permute(x, index, inverse.clone(), named);
+        let y = B::nvfp4_moe_permute(x, index, inverse.clone(), inner_groups(groups), spec);
         match Permute.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((inverse, named), y),
+            OpsKind::Tracked(prep) => prep.finish((inverse, spec.named), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
     }

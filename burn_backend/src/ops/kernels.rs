@@ -18,7 +18,7 @@ use super::layers::{Activation, ActivationOps};
 use super::meta;
 use super::rows;
 use super::tensors::{
-    ComputedAmax, GemmGroups, GivenAmax, MaybeTensor, Named, Operand, QuantizeRequest,
+    ComputedAmax, GatherSpec, GemmGroups, GivenAmax, MaybeTensor, Named, Operand, QuantizeRequest,
     QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 
@@ -140,10 +140,17 @@ pub trait Nvfp4KernelOps: ActivationOps + CollectiveOps {
     }
 
     /// Gathers `out[i] = x[numbers[i]]` for `x` (`[rows, width]`) and `numbers` (`[n]`). Rows for
-    /// indices out of range are undefined.
-    #[fusion(meta = meta::named_rows)]
-    fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
-        rows::named::<Self>(x, numbers)
+    /// indices out of range are undefined, and those of none of the `groups` if amax values are
+    /// requested.
+    #[fusion(meta = meta::gather_rows)]
+    fn nvfp4_gather_rows(
+        x: FloatTensor<Self>,
+        numbers: IntTensor<Self>,
+        #[extension_type] groups: RowGroups<Self>,
+        spec: GatherSpec,
+    ) -> FloatTensor<Self> {
+        drop(groups);
+        rows::gather::<Self>(x, numbers, spec.named)
     }
 
     /// Computes `out[i] = Σⱼ weights[i, j] · x[places[i, j]]`, or without `weights` the sum of the
@@ -286,8 +293,14 @@ impl<B: Nvfp4KernelOps, C: CheckpointStrategy> Nvfp4KernelOps for Autodiff<B, C>
         }
     }
 
-    fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_named_rows(x.into_primitive(), numbers))
+    fn nvfp4_gather_rows(
+        x: FloatTensor<Self>,
+        numbers: IntTensor<Self>,
+        groups: RowGroups<Self>,
+        spec: GatherSpec,
+    ) -> FloatTensor<Self> {
+        let (x, groups) = (x.into_primitive(), inner_groups(groups));
+        Self::from_inner(B::nvfp4_gather_rows(x, numbers, groups, spec))
     }
 
     fn nvfp4_sum_rows(

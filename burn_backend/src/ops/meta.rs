@@ -9,7 +9,7 @@ use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::tensors::{
-    ComputedAmaxMetadata, GemmGroupsMetadata, MaybeTensorMetadata, Named, OperandMetadata,
+    ComputedAmaxMetadata, GatherSpec, GemmGroupsMetadata, MaybeTensorMetadata, Named, OperandMetadata,
     QuantizeRequestMetadata, QuantizeSourceMetadata, QuantizedDataMetadata,
     QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
@@ -169,7 +169,12 @@ pub(super) fn sum_rows(
     TensorSpec::new(Shape::new([places.shape[0], x.shape[1]]), x.dtype)
 }
 
-pub(super) fn named_rows(x: &TensorSpec, numbers: &TensorSpec) -> TensorSpec {
+pub(super) fn gather_rows(
+    x: &TensorSpec,
+    numbers: &TensorSpec,
+    _groups: &RowGroupsMetadata,
+    _spec: &GatherSpec,
+) -> TensorSpec {
     TensorSpec::new(Shape::new([numbers.shape[0], x.shape[1]]), x.dtype)
 }
 

@@ -52,7 +52,6 @@ use burn_core::backend::{
     TensorMetadata, backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
-use burn_core::tensor::Shape;
 use nvfp4_formats::Usage;
 
 pub use branch::{Branch, BranchPoint};
@@ -70,8 +69,8 @@ pub(crate) use probe::{Probe, SampledOperand};
 pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout, StoredForm};
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use tensors::{
-    ComputedAmax, GemmGroups, GivenAmax, LinearParams, MaybeTensor, Named, Operand, OtherRows,
-    QuantizeRequest, QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
+    ComputedAmax, GatherSpec, GemmGroups, GivenAmax, LinearParams, MaybeTensor, Named, Operand,
+    OtherRows, QuantizeRequest, QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
     UnpermuteGradients,
 };
 #[cfg(feature = "cubecl-backend")]
@@ -151,20 +150,17 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
     /// every slot once. `Autodiff` overrides it: with the inverse the backward is a gather too,
     /// `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, whereas that of a plain
     /// selection scatters. With [`Named::Some`] indices and slots may be out of range: such rows of
-    /// the result are undefined, and such slots add nothing to a gradient.
+    /// the result are undefined, and such slots add nothing to a gradient. `groups` are those of the
+    /// result, for its amax values.
     #[fusion(default)]
     fn nvfp4_moe_permute(
         x: FloatTensor<Self>,
         index: IntTensor<Self>,
         _inverse: IntTensor<Self>,
-        named: Named,
+        #[extension_type] groups: RowGroups<Self>,
+        spec: GatherSpec,
     ) -> FloatTensor<Self> {
-        if named == Named::Some {
-            return Self::nvfp4_named_rows(x, index);
-        }
-        let slots = index.shape()[0];
-        let places = Self::int_reshape(index, Shape::new([slots, 1]));
-        Self::nvfp4_sum_rows(x, MaybeTensor::Absent, places, named)
+        Self::nvfp4_gather_rows(x, index, groups, spec)
     }
 
     /// Computes `out[t] = Σⱼ weights[t, j] · y[places[t, j]]`, in `f32`, rounded once to the dtype

@@ -65,9 +65,13 @@ pub(super) fn unpermute_backward<B: Backend>(
     }
 }
 
-/// Implements [`nvfp4_named_rows`](super::Nvfp4KernelOps::nvfp4_named_rows).
-pub(super) fn named<B: Backend>(x: FloatTensor<B>, numbers: IntTensor<B>) -> FloatTensor<B> {
-    B::float_select(with_none::<B>(x, Named::Some), 0, numbers)
+/// Implements [`nvfp4_gather_rows`](super::Nvfp4KernelOps::nvfp4_gather_rows).
+pub(super) fn gather<B: Backend>(
+    x: FloatTensor<B>,
+    numbers: IntTensor<B>,
+    named: Named,
+) -> FloatTensor<B> {
+    B::float_select(with_none::<B>(x, named), 0, numbers)
 }
 
 /// Appends a row of zeros to `x` for indices out of range, which equal the number of rows.

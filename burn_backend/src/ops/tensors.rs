@@ -13,7 +13,7 @@ use burn_core::backend::{
 };
 use burn_core::tensor::FloatDType;
 
-use super::spec::QuantParams;
+use super::spec::{OutputAmax, QuantParams};
 
 /// Optional float tensor: arguments of the extension trait cannot contain `Option`.
 #[derive(ExtensionType, Clone, Debug)]
@@ -435,6 +435,23 @@ pub enum Named {
     /// Some indices equal the number of all rows, or positions, and are invalid: those of another
     /// device.
     Some,
+}
+
+/// Gather of rows for experts.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GatherSpec {
+    /// Validity of the indices.
+    pub named: Named,
+    /// Amax values that the experts need to quantize the rows, in their groups; the pass that writes
+    /// the rows computes them. Does not affect any bit of the rows.
+    pub amax: Option<OutputAmax>,
+}
+
+impl From<Named> for GatherSpec {
+    /// Returns a gather without amax values.
+    fn from(named: Named) -> Self {
+        Self { named, amax: None }
+    }
 }
 
 /// Contents of rows of no group after a GEMM.

@@ -24,7 +24,9 @@ mod window;
 pub use earlier::EarlierGroups;
 pub use groups::GroupOffsets;
 pub use padding::{pad_groups, pad_groups_only, unpad_groups};
-pub use permute::{Named, moe_permute, moe_unpermute, moe_unpermute_backward};
+pub use permute::{
+    Named, moe_permute, moe_permute_with_amaxes, moe_unpermute, moe_unpermute_backward,
+};
 pub use router::{
     DeviceRouted, DeviceSortedChoices, route, route_backward, router_losses,
     router_losses_backward, sort_choices,

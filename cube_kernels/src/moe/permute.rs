@@ -10,15 +10,20 @@ use cubecl::{prelude::*, server::Handle};
 use super::groups::to_u32;
 use crate::launch::{Words, buffer, cubes, grid, per_word};
 use crate::{
-    Nvfp4Error,
+    BLOCK, Nvfp4Error,
     capabilities::{conversion_of, is_cpu},
     cube::{
         codec::Conversion,
         exact::product,
         words::{pack, unpack},
     },
-    memory::{address_type, allocate, check_memory},
-    tensor::{FloatKind, Matrix},
+    memory::{address_type, allocate, check_memory, is_aligned},
+    quantize::{
+        AmaxRequest, Amaxes,
+        amax::{amaxes, run_prologue_with_amaxes},
+        prologue::Prologue,
+    },
+    tensor::{FloatKind, Groups, Matrix},
     zeroed::zeros,
 };
 
@@ -73,6 +78,35 @@ pub fn moe_permute(
         );
     }
     Ok(out)
+}
+
+/// Computes [`moe_permute`], and the amax values in `request` of the result in `groups`, with the
+/// results of a separate pass. If the rows of `x` are multiples of 16 elements, at multiples of 16
+/// bytes, one kernel computes both. It does not write rows after the last group, and an index that
+/// is out of range names the last row.
+///
+/// # Errors
+/// Same as [`moe_permute`]; also returns an error if the groups do not fit.
+pub fn moe_permute_with_amaxes(
+    client: &Client,
+    x: &Matrix,
+    (numbers, rows): (&Handle, usize),
+    groups: &Groups,
+    request: &AmaxRequest,
+) -> Result<(Matrix, Amaxes), Nvfp4Error> {
+    let is_whole = x.cols.is_multiple_of(BLOCK) && is_aligned(&x.handle);
+    if *request == AmaxRequest::default() || !is_whole || x.is_empty() || rows == 0 {
+        let out = moe_permute(client, x, numbers, rows)?;
+        let found = match *request == AmaxRequest::default() {
+            true => Amaxes::default(),
+            false => amaxes(client, &out, groups, request)?,
+        };
+        return Ok((out, found));
+    }
+    check_words("x", x)?;
+    to_u32("rows", rows)?;
+    let gather = Prologue::Gather { x, numbers, rows };
+    run_prologue_with_amaxes(client, gather, groups, request)
 }
 
 /// Computes `out[i] = Σⱼ weights[i, j] · x[places[i, j]]` for `rows` rows `i` of `copies` places

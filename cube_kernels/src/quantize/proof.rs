@@ -34,7 +34,7 @@ pub use super::{
     per_token::{PerTokenPlan, TokenRowsLaunch, quantize_per_token_kernel},
     plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
     prologue::{
-        GateInputsLaunch, LaunchedVariant, Prologue, PrologueInputsArgs, PrologueOutArgs,
+        GateInputsLaunch, GatherInputsLaunch, LaunchedVariant, Prologue, PrologueInputsArgs, PrologueOutArgs,
         ProloguePlan, prologue_kernel, run_prologue,
     },
     rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},

@@ -41,6 +41,7 @@ mod mxfp8;
 mod norm;
 mod optimizer;
 mod peers_bugs;
+mod permute_amax;
 mod prologue;
 mod ptq;
 mod quantize;

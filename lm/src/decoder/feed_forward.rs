@@ -215,7 +215,11 @@ impl Moe {
         let correction = self.correction.as_ref().map(|it| it.val());
         let (chosen, weights) = route(logits, correction, router, self.scoring)?;
         let routing = Routing::try_new(chosen, experts)?;
-        let (x, experts) = (routing.dispatch(x), routing.experts());
+        let experts = routing.experts();
+        let x = match &self.gate_up {
+            Experts::Grouped(gate_up) => routing.dispatch_for(gate_up, x),
+            _ => routing.dispatch(x),
+        };
         if let (true, Experts::Grouped(gate_up), Experts::Grouped(down)) =
             (self.recompute, &self.gate_up, &self.down)
             && call.observer.is_none()

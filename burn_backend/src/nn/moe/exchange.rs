@@ -9,7 +9,8 @@
 use burn_core::tensor::{DType, Device, Int, Tensor, TensorData};
 use nvfp4_formats::Nvfp4Error;
 
-use crate::experts::{ExpertOffsets, moe_permute};
+use crate::experts::{ExpertOffsets, moe_permute, permute_to_experts};
+use crate::ops::layers::OutputAmax;
 use crate::parallel::functions::Steps;
 use crate::parallel::{Pending, ProcessGroup};
 
@@ -147,14 +148,14 @@ impl ExpertExchange {
     }
 
     /// Sends this rank's tokens, in expert order, and returns those of this rank's experts from all
-    /// ranks, in expert order. With overlap, the exchange of their gradient runs concurrently with
+    /// ranks, in expert order, for which it computes the `amax` values. With overlap, the exchange of their gradient runs concurrently with
     /// the backward of the router, which computed these `logits`. Differentiable.
     ///
     /// The exchange is queued first: the device was idle while the host waited for the counts, and
     /// the host computes the receive order during the exchange.
     pub fn dispatch(
         &self,
-        sorted: Tensor<2>,
+        (sorted, amax): (Tensor<2>, Option<OutputAmax>),
         logits: &Tensor<2>,
         overlaps: bool,
     ) -> (Tensor<2>, Arrived) {
@@ -165,9 +166,16 @@ impl ExpertExchange {
         let Order { rows, places } = self.plan.order();
         let (rows, places) = (ints(&rows, &device), ints(&places, &device));
         let received = received.end(Some(logits));
-        let tokens = self.permute(received, &rows, &places);
+        let experts = ExpertOffsets::of_counts(&self.plan.rows_of_experts(), &device);
+        let tokens = match self.is_in_order() {
+            true => received,
+            false => {
+                let places = (rows.clone(), column(&places));
+                permute_to_experts(received, places, &experts, amax)
+            }
+        };
         let arrived = Arrived {
-            experts: ExpertOffsets::of_counts(&self.plan.rows_of_experts(), &device),
+            experts,
             rows,
             places,
         };
@@ -178,21 +186,26 @@ impl ExpertExchange {
     /// `overlaps`, the exchange runs concurrently with kernels. Differentiable.
     pub fn combine(&self, results: Tensor<2>, arrived: &Arrived, overlaps: bool) -> Pending {
         let Plan { send, receive, .. } = &self.plan;
-        let results = self.permute(results, &arrived.places, &arrived.rows);
+        let results = match self.is_in_order() {
+            true => results,
+            false => moe_permute(results, arrived.places.clone(), column(&arrived.rows)),
+        };
         let steps = Steps::all_to_all(receive, send);
         Pending::begin(results, steps, &self.group, overlaps)
     }
 
-    /// Permutes rows by `index`. The step is skipped only for a single rank, independently of the
-    /// data: ranks with different graphs would run their exchanges in different orders in the
-    /// backward.
-    fn permute(&self, x: Tensor<2>, index: &Tensor<1, Int>, inverse: &Tensor<1, Int>) -> Tensor<2> {
-        if self.group.size() == 1 {
-            return x;
-        }
-        let [rows] = inverse.dims();
-        moe_permute(x, index.clone(), inverse.clone().reshape([rows, 1]))
+    /// Returns true if rows arrive in expert order. The permutation is skipped only for a single
+    /// rank, independently of the data: ranks with different graphs would run their exchanges in
+    /// different orders in the backward.
+    fn is_in_order(&self) -> bool {
+        self.group.size() == 1
     }
+}
+
+/// Returns the positions of each row, of which there is one.
+fn column(positions: &Tensor<1, Int>) -> Tensor<2, Int> {
+    let [rows] = positions.dims();
+    positions.clone().reshape([rows, 1])
 }
 
 /// Gathers the choices per expert of each rank of `group`, in rank order, given those of this rank.

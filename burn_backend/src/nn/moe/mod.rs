@@ -229,7 +229,8 @@ impl Nvfp4Moe {
             counts,
         } = parts.route(parts.logits(x.clone()))?;
         let routing = Routing::try_new(chosen, parts.experts())?;
-        let results = parts.run(routing.dispatch(x.clone()), routing.experts(), &[])?;
+        let sorted = routing.dispatch_for(&self.gate_up, x.clone());
+        let results = parts.run(sorted, routing.experts(), &[])?;
         let mut output = routing.combine(results, weights);
         if let Some(shared) = parts.run_shared(x)? {
             output = output + shared;

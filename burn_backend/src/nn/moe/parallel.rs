@@ -355,7 +355,8 @@ impl ExpertParallelMoe {
         // device is busy in the meantime.
         let sorted = routing.dispatch(x.clone());
         let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
-        let (tokens, arrived) = exchange.dispatch(sorted, &logits, self.overlaps());
+        let amax = self.gate_up.input_amax(x.is_tracked());
+        let (tokens, arrived) = exchange.dispatch((sorted, amax), &logits, self.overlaps());
         let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
         let results = exchange.combine(results, &arrived, self.overlaps_shared());
         let shared = shared(results.behind(x.clone()))?;
@@ -403,7 +404,8 @@ impl ExpertParallelMoe {
         let all = all.end(Some(&logits));
         let choices = GatheredChoices::try_new(chosen, weights, parts.experts(), &self.group)?;
         let (window, first) = (&choices.window, choices.first);
-        let results = parts.run_window(window.dispatch(all), window, first)?;
+        let amax = self.gate_up.input_amax(all.is_tracked());
+        let results = parts.run_window(window.dispatch(all, amax), window, first)?;
         let counts = match self.has_all_tokens() {
             true => window.counts.clone(),
             false => self.ranks.sum_counts(counts),

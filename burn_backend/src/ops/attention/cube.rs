@@ -5,7 +5,7 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::attention::{
     self, Attention, AttentionGradients, AttentionOutput, Heads, Rope, Rotation, Sequences,
 };
-use nvfp4_kernels::tensor::{FloatKind, Matrix};
+use nvfp4_kernels::tensor::{FloatKind, Groups, Matrix};
 
 use super::super::dtype::float_kind;
 use super::{
@@ -67,7 +67,7 @@ impl AttentionOps for CubeBackend {
         let like = like(&inputs).clone();
         let width = spec.heads * spec.head;
         let matrix = Matrix::new(found.out.handle.clone(), tokens, width, found.out.dtype);
-        found_amax::remember(&launched(matrix), request, amax);
+        found_amax::remember((&launched(matrix), &Groups::One), request, amax);
         let shape = Shape::new([tokens, width]);
         let rows = Shape::new([spec.heads, tokens]);
         AttentionForward {

@@ -9,8 +9,9 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cubecl::server::Handle;
+use nvfp4_formats::AmaxGranularity;
 use nvfp4_kernels::quantize::{AmaxRequest, Amaxes};
-use nvfp4_kernels::tensor::Matrix;
+use nvfp4_kernels::tensor::{Groups, Matrix};
 
 use super::super::spec::OutputAmax;
 
@@ -18,9 +19,10 @@ use super::super::spec::OutputAmax;
 /// ones. The layer after a norm follows it immediately.
 const MOST: usize = 4;
 
-/// Amax values of a matrix.
+/// Amax values of a matrix, in groups of rows.
 struct Found {
     of: Matrix,
+    groups: Groups,
     request: AmaxRequest,
     amax: Amaxes,
 }
@@ -39,8 +41,13 @@ pub(in crate::ops) fn request(amax: Option<OutputAmax>) -> AmaxRequest {
     }
 }
 
-/// Keeps the amax values of `matrix` that were computed by `request`, unless the request is empty.
-pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amaxes) {
+/// Keeps the amax values of `matrix` in `groups` that were computed by `request`, unless the request
+/// is empty.
+pub(in crate::ops) fn remember(
+    (matrix, groups): (&Matrix, &Groups),
+    request: AmaxRequest,
+    amax: Amaxes,
+) {
     if request == AmaxRequest::default() {
         return;
     }
@@ -48,13 +55,17 @@ pub(in crate::ops) fn remember(matrix: &Matrix, request: AmaxRequest, amax: Amax
     found.truncate(MOST - 1);
     found.push_front(Found {
         of: matrix.clone(),
+        groups: groups.clone(),
         request,
         amax,
     });
 }
 
-/// Removes and returns the amax values of `matrix` for `request`, if they are known.
-pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
+/// Removes and returns the amax values of `matrix` in `groups` for `request`, if they are known.
+pub(super) fn take(
+    (matrix, groups): (&Matrix, &Groups),
+    request: &AmaxRequest,
+) -> Option<Amaxes> {
     if *request == AmaxRequest::default() {
         return None;
     }
@@ -62,8 +73,11 @@ pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
     let mut of_matrix = found.iter().map(|one| is_same(&one.of, matrix));
     let place = of_matrix.position(|same| same)?;
     let of = found.remove(place)?;
-    let has_rows = request.rows.is_none() || request.rows == of.request.rows;
-    let has_cols = request.cols.is_none() || request.cols == of.request.cols;
+    // One amax per row does not depend on the groups.
+    let is_same = is_of(&of.groups, groups);
+    let serves_rows = is_same || request.rows == Some(AmaxGranularity::PerRow);
+    let has_rows = request.rows.is_none() || serves_rows && request.rows == of.request.rows;
+    let has_cols = request.cols.is_none() || is_same && request.cols == of.request.cols;
     if !has_rows || !has_cols {
         return None;
     }
@@ -76,32 +90,52 @@ pub(super) fn take(matrix: &Matrix, request: &AmaxRequest) -> Option<Amaxes> {
 }
 
 fn is_same(a: &Matrix, b: &Matrix) -> bool {
-    let place = |matrix: &Matrix| {
-        let Handle {
-            memory,
-            service,
-            offset_start,
-            ..
-        } = &matrix.handle;
-        let start = offset_start.unwrap_or(0);
-        (memory.descriptor().id, *service, start)
-    };
     let shape = |matrix: &Matrix| (matrix.rows, matrix.cols, matrix.dtype);
-    place(a) == place(b) && shape(a) == shape(b)
+    is_in_place(&a.handle, &b.handle) && shape(a) == shape(b)
+}
+
+fn is_of(a: &Groups, b: &Groups) -> bool {
+    match (a, b) {
+        (Groups::One, Groups::One) => true,
+        (Groups::Batch(a), Groups::Batch(b)) => a == b,
+        (
+            Groups::Offsets { offsets, count },
+            Groups::Offsets {
+                offsets: others,
+                count: other,
+            },
+        ) => count == other && is_in_place(offsets, others),
+        _ => false,
+    }
+}
+
+/// Returns true if both begin at the same place of the same memory.
+fn is_in_place(a: &Handle, b: &Handle) -> bool {
+    let place = |handle: &Handle| {
+        let start = handle.offset_start.unwrap_or(0);
+        (handle.memory.descriptor().id, handle.service, start)
+    };
+    place(a) == place(b)
 }
 
 #[cfg(test)]
 mod tests {
     use burn_core::module::Param;
-    use burn_core::tensor::{Device, Distribution, Tensor};
+    use burn_core::tensor::{Device, Distribution, Int, Tensor, TensorData};
 
     use super::super::super::context::tests::device;
     use super::*;
     use crate::attention::{AttentionParams, Sequences, try_attention_qkv_with_amax};
     use crate::nn::tensor_parallel::{ColumnParallelLinear, TensorParallel};
-    use crate::nn::{LayerNormConfig, Neighbours, ResidualStream, RmsNorm, RmsNormConfig};
+    use crate::nn::{
+        ExpertDispatch, ExpertParallelMoe, LayerNormConfig, Neighbours, ResidualStream, RmsNorm,
+        RmsNormConfig, Routing,
+    };
     use crate::parallel::ProcessGroup;
-    use crate::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe};
+    use crate::{
+        Nvfp4GroupedLinear, Nvfp4GroupedLinearConfig, Nvfp4Linear, Nvfp4LinearConfig,
+        Nvfp4MoeConfig, Nvfp4Recipe,
+    };
 
     /// Rows and columns of the matrices whose values were taken.
     static TAKEN: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
@@ -327,6 +361,93 @@ mod tests {
             assert!(with == without, "{recipe}");
             let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
             assert_eq!(was_taken((tokens, 64)), takes && is_cube, "{recipe}");
+        }
+    }
+
+    fn experts(recipe: &str, width: usize, device: &Device) -> Nvfp4GroupedLinear {
+        let recipe = Nvfp4Recipe::preset(recipe).expect("a preset");
+        let config = Nvfp4GroupedLinearConfig::new(3, width, 64).with_recipe(recipe);
+        config.with_layer(Some(1)).init(device)
+    }
+
+    /// Experts that quantize with the amax values of the sorting of their tokens give the same bits
+    /// as those that compute them. The second expert has no tokens.
+    #[test]
+    fn experts_take_what_the_sorting_found() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+        let (tokens, top_k) = (37, 2);
+        let chosen = [0i32, 2].repeat(tokens);
+        let chosen = TensorData::new(chosen, [tokens, top_k]);
+        let routing = Tensor::<2, Int>::from_data(chosen, &device.clone().inner());
+        let routing = Routing::try_new(routing, 3).expect("it fits");
+        // Experts with MXFP8 have no amax.
+        for (recipe, width, takes) in [
+            ("nvidia", 240, true),
+            ("nvidia_4over6", 272, true),
+            ("per_token", 304, true),
+            ("quartet2", 336, true),
+            ("fwd_nvfp4_bwd_mxfp8", 368, true),
+            ("mxfp8", 400, false),
+        ] {
+            let shape = [tokens, width];
+            let random = Tensor::<2>::random(shape, Distribution::Default, &device);
+            let x = random.cast(dtype).detach();
+            let weight = experts(recipe, width, &device).weight.val().into_data();
+            let [with, without] = [true, false].map(|finds| {
+                let mut layer = experts(recipe, width, &device);
+                layer.weight = Param::from_data(weight.clone(), &device);
+                let x = x.clone().require_grad();
+                let sorted = match finds {
+                    true => routing.dispatch_for(&layer, x.clone()),
+                    false => routing.dispatch(x.clone()),
+                };
+                let y = layer.forward(sorted, routing.experts());
+                let grads = y.clone().powi_scalar(2).sum().backward();
+                let of_weight = layer.weight.val().grad(&grads).expect("a gradient");
+                let of_x = x.grad(&grads).expect("a gradient");
+                [bits(y.inner()), bits(of_weight), bits(of_x)]
+            });
+            assert!(with == without, "{recipe}");
+            let shape = (tokens * top_k, width);
+            assert_eq!(was_taken(shape), takes && is_cube, "{recipe}");
+        }
+    }
+
+    /// The experts of a mixture do, on one rank and on two, by both dispatch modes.
+    #[test]
+    fn mixtures_find_the_amax_where_they_sort() {
+        let (device, dtype, _) = device();
+        let device = device.autodiff();
+        let test_device = std::env::var("NVFP4_TEST_DEVICE");
+        let is_cube = matches!(test_device.as_deref(), Ok("cpu" | "cuda"));
+        // All tokens choose both experts, so a rank has as many rows as there are tokens.
+        let config = |width| Nvfp4MoeConfig::new(width, 32, 2).with_top_k(2);
+        let tokens = |count, width| {
+            let x = Tensor::<2>::random([count, width], Distribution::Default, &device);
+            x.cast(dtype).detach().require_grad()
+        };
+        let step = |output: Tensor<2>| output.powi_scalar(2).sum().backward();
+        step(config(432).init(&device).forward(tokens(11, 432)).output);
+        assert_eq!(was_taken((22, 432)), is_cube);
+        for (dispatch, width, rows) in [
+            (ExpertDispatch::AllToAll, 464, 22),
+            (ExpertDispatch::AllGather, 496, 44),
+        ] {
+            std::thread::scope(|scope| {
+                let groups = ProcessGroup::loopback(2, std::time::Duration::from_secs(120));
+                for group in groups {
+                    let (device, config, tokens, step) = (&device, &config, &tokens, &step);
+                    scope.spawn(move || {
+                        let moe = ExpertParallelMoe::new(&config(width), device, &group);
+                        let moe = moe.with_dispatch(dispatch);
+                        step(moe.forward(tokens(11, width)).output);
+                    });
+                }
+            });
+            assert_eq!(was_taken((rows, width)), is_cube, "{dispatch:?}");
         }
     }
 }

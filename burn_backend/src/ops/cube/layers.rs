@@ -46,7 +46,7 @@ impl NormOps for CubeBackend {
                 amax,
             },
         ));
-        found_amax::remember(&made.normed, amax, made.amax);
+        found_amax::remember((&made.normed, &Groups::One), amax, made.amax);
         let stats = match spec.norm {
             Norm::Rms => rows,
             Norm::Layer => 2 * rows,
@@ -86,7 +86,7 @@ impl NormOps for CubeBackend {
                 amax,
             },
         ));
-        found_amax::remember(&made.x, amax, made.amax);
+        found_amax::remember((&made.x, &Groups::One), amax, made.amax);
         NormGradients {
             x: result(&x.tensor, made.x),
             gain: floats(&x.tensor, made.gain, cols),

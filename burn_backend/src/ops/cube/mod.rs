@@ -24,7 +24,7 @@ use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;
 use super::packed::PackedOps;
 use super::tensors::{
-    ComputedAmax, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest, QuantizedMatrix,
+    ComputedAmax, GatherSpec, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest, QuantizedMatrix,
     QuantizedPair, RowGroups, UnpermuteGradients,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops, float_dtype};
@@ -118,8 +118,13 @@ impl Nvfp4KernelOps for CubeBackend {
         moe::sum_rows(x, weights, places, named)
     }
 
-    fn nvfp4_named_rows(x: FloatTensor<Self>, numbers: IntTensor<Self>) -> FloatTensor<Self> {
-        moe::named_rows(x, numbers)
+    fn nvfp4_gather_rows(
+        x: FloatTensor<Self>,
+        numbers: IntTensor<Self>,
+        groups: RowGroups<Self>,
+        spec: GatherSpec,
+    ) -> FloatTensor<Self> {
+        moe::gather_rows(x, numbers, groups, spec)
     }
 
     fn nvfp4_activation_of_groups(

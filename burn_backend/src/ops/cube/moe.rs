@@ -6,8 +6,11 @@ use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
 use nvfp4_kernels::moe;
 
 use super::super::rows;
-use super::super::tensors::{MaybeTensor, Named, UnpermuteGradients};
-use super::tensors::{Source, group_offsets, launched, matrix, new_tensor, result};
+use super::super::tensors::{GatherSpec, MaybeTensor, Named, RowGroups, UnpermuteGradients};
+use super::found_amax;
+use super::tensors::{
+    Source, device_groups, group_offsets, launched, matrix, new_tensor, result,
+};
 
 pub(super) fn broadcast_group_values(
     values: CubeTensor,
@@ -83,18 +86,26 @@ pub(super) fn unpermute_backward(
     }
 }
 
-pub(super) fn named_rows(x: CubeTensor, index: CubeTensor) -> CubeTensor {
+pub(super) fn gather_rows(
+    x: CubeTensor,
+    index: CubeTensor,
+    groups: RowGroups<CubeBackend>,
+    spec: GatherSpec,
+) -> CubeTensor {
     if !has_whole_words(&x) {
-        return rows::named::<CubeBackend>(x, index);
+        return rows::gather::<CubeBackend>(x, index, spec.named);
     }
     let (x, index) = (into_contiguous(x), numbers(index));
     let count = index.meta.shape()[0];
-    let found = launched(moe::moe_permute(
+    let (groups, request) = (device_groups(groups), found_amax::request(spec.amax));
+    let (found, amax) = launched(moe::moe_permute_with_amaxes(
         &x.client,
         &matrix(&x),
-        &index.handle,
-        count,
+        (&index.handle, count),
+        &groups,
+        &request,
     ));
+    found_amax::remember((&found, &groups), request, amax);
     result(&x, found)
 }
 

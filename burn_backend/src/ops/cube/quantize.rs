@@ -129,8 +129,9 @@ impl Inputs {
             .rowwise(rowwise.map(|made| self.target(made, row_amax)))
             .columnwise(columnwise.map(|made| self.target(made, col_amax)))
             .unscaled(self.unscaled);
-        if let (Values::Matrix(x), Groups::One) = (&self.values, &self.groups)
-            && let Some(found) = found_amax::take(&x.matrix, &request.missing_amax())
+        if let Values::Matrix(x) = &self.values
+            && let Some(found) =
+                found_amax::take((&x.matrix, &self.groups), &request.missing_amax())
         {
             request.set_amax(&found);
         }

@@ -228,7 +228,7 @@ fn find(
             client,
             count,
             dim,
-            address_type(x.len()),
+            address_type(input.longest()),
             words.width,
             words.arg(),
             input.prologue_inputs(),

@@ -114,9 +114,10 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
             (Some(HadamardSize::H128), Grouping::Batch, "Plain"),
             (Some(HadamardSize::H16), Grouping::Offsets(16), "SwiGlu"),
             (Some(HadamardSize::H16), Grouping::One, "SwiGluBackward"),
+            (Some(HadamardSize::H16), Grouping::Offsets(16), "Gather"),
         ] {
             let written = match computed {
-                "SwiGlu" | "SwiGluBackward" => PrologueOutArgs::Matrix(b(words / 4)),
+                "SwiGlu" | "SwiGluBackward" | "Gather" => PrologueOutArgs::Matrix(b(words / 4)),
                 _ => PrologueOutArgs::None,
             };
             all.push(instance!(

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::{
     quantize::proof::{
-        GateInputsLaunch, Grouping, LaunchedVariant, PackedRowsLaunch, PrologueInputsArgs,
+        GateInputsLaunch, GatherInputsLaunch, Grouping, LaunchedVariant, PackedRowsLaunch, PrologueInputsArgs,
         ShapeLaunch, SourcePlan,
     },
     registry::instance::DummyDevice,
@@ -69,6 +69,9 @@ pub(super) fn prologue_inputs(device: &DummyDevice, name: &str) -> PrologueInput
         "SwiGlu" => PrologueInputsArgs::SwiGlu(gates(LaunchedVariant::SwiGlu)),
         "SwiGluBackward" => {
             PrologueInputsArgs::SwiGluBackward(gates(LaunchedVariant::SwiGluBackward))
+        }
+        "Gather" => {
+            PrologueInputsArgs::Gather(GatherInputsLaunch::new(b(64), 64, LaunchedVariant::Gather))
         }
         _ => PrologueInputsArgs::Plain,
     }

@@ -29,6 +29,8 @@ pub enum LaunchedVariant {
     SwiGlu,
     /// `PrologueInputs::SwiGluBackward`.
     SwiGluBackward,
+    /// `PrologueInputs::Gather`.
+    Gather,
 }
 
 /// Prologue and its inputs besides `x`.
@@ -41,6 +43,8 @@ pub enum PrologueInputs {
     SwiGlu(GateInputs),
     /// Concatenated gradients of a gated activation; `x` is the gradient of its output.
     SwiGluBackward(GateInputs),
+    /// Rows of `x` by index.
+    Gather(GatherInputs),
 }
 
 /// Inputs of a gated activation.
@@ -55,6 +59,19 @@ pub struct GateInputs {
     /// Offset of `up` in a row, in vectors.
     pub up_start: usize,
     /// [`LaunchedVariant::SwiGlu`] or [`LaunchedVariant::SwiGluBackward`].
+    #[cube(comptime)]
+    #[allow(dead_code, reason = "read when the kernel is expanded")]
+    pub variant: LaunchedVariant,
+}
+
+/// Indices of gathered rows.
+#[derive(CubeType, CubeLaunch)]
+pub struct GatherInputs {
+    /// Row of `x` for each row.
+    pub numbers: Box<[u32]>,
+    /// Number of rows of `x`.
+    pub rows: usize,
+    /// [`LaunchedVariant::Gather`].
     #[cube(comptime)]
     #[allow(dead_code, reason = "read when the kernel is expanded")]
     pub variant: LaunchedVariant,
@@ -123,6 +140,7 @@ impl PrologueInputs {
                 written_before(&inputs.gate, overlaps);
                 written_before(&inputs.up, overlaps);
             }
+            PrologueInputs::Gather(inputs) => written_before(&inputs.numbers, overlaps),
         }
     }
 
@@ -158,6 +176,15 @@ impl PrologueInputs {
                     up: words_of::<u32, Const<4>>(inputs.up[start + inputs.up_start]),
                 }
             }
+            PrologueInputs::Gather(inputs) => {
+                // No access is out of bounds, for any index.
+                let from = min(inputs.numbers[row] as usize, inputs.rows - 1usize);
+                Loaded {
+                    first: words_of::<F, N>(x[from * row_vectors + vector]),
+                    gate: no_words(),
+                    up: no_words(),
+                }
+            }
         }
     }
 
@@ -173,7 +200,7 @@ impl PrologueInputs {
         let unrolled = comptime!(conversion.has_ptx());
         #[comptime]
         match self {
-            PrologueInputs::Plain => {
+            PrologueInputs::Plain | PrologueInputs::Gather(_) => {
                 let mut words = Array::<u32>::new(VECTOR);
                 #[unroll]
                 for w in 0..VECTOR {

@@ -3,14 +3,16 @@
 use cubecl::{prelude::*, server::Handle};
 
 use super::{
-    inputs::{GateInputsLaunch, LaunchedVariant, PrologueInputsArgs, per_vector},
+    inputs::{
+        GateInputsLaunch, GatherInputsLaunch, LaunchedVariant, PrologueInputsArgs, per_vector,
+    },
     kernel::{ProloguePlan, prologue_kernel},
 };
 use crate::{
     BLOCK, Nvfp4Error,
     capabilities::{conversion_of, overlaps_kernels},
     launch::{Words, buffer, grid},
-    memory::{address_type, is_aligned},
+    memory::{address_type, check_memory, is_aligned},
     moe::GroupOffsets,
     tensor::{FloatKind, Groups, Matrix},
 };
@@ -34,6 +36,16 @@ pub enum Prologue<'a> {
         /// Input of the forward pass: gate and up.
         gate_up: &'a Matrix,
     },
+    /// Rows of a matrix by index: row `i` is row `numbers[i]` of `x`, or the last one if the index is
+    /// out of range.
+    Gather {
+        /// Matrix with at least one row.
+        x: &'a Matrix,
+        /// Indices, `u32[rows]`.
+        numbers: &'a Handle,
+        /// Number of gathered rows.
+        rows: usize,
+    },
 }
 
 /// Launch data of a checked [`Prologue`] or matrix.
@@ -50,6 +62,8 @@ enum Operands {
     None,
     SwiGlu(Matrix),
     SwiGluBackward(Matrix),
+    /// Indices, and the number of rows that they select from.
+    Gather(Handle, usize),
 }
 
 /// Returns the kernel arguments of the concatenated gate and up.
@@ -113,31 +127,49 @@ impl Input {
 
     /// Checks a prologue.
     pub fn new(prologue: Prologue<'_>) -> Result<Self, Nvfp4Error> {
-        let (first, cols, operands) = match prologue {
+        let (first, [rows, cols], operands) = match prologue {
             Prologue::SwiGlu(gate_up) => {
                 check_input("gate_up", gate_up, 2)?;
-                (gate_up, gate_up.cols / 2, Operands::SwiGlu(gate_up.clone()))
+                let shape = [gate_up.rows, gate_up.cols / 2];
+                (gate_up, shape, Operands::SwiGlu(gate_up.clone()))
+            }
+            Prologue::Gather { x, numbers, rows } => {
+                check_input("x", x, 1)?;
+                check_memory("numbers", numbers, rows * 4)?;
+                if x.rows == 0 {
+                    let found = format!("0 x {}", x.cols);
+                    return Err(Nvfp4Error::shape("x", found, "at least one row"));
+                }
+                let operands = Operands::Gather(numbers.clone(), x.rows);
+                (x, [rows, x.cols], operands)
             }
             Prologue::SwiGluBackward { grad, gate_up } => {
                 check_input("gate_up", gate_up, 2)?;
                 check_input("grad", grad, 1)?;
                 let (rows, width) = (gate_up.rows, gate_up.cols / 2);
                 check_same("grad", grad, "gate", (rows, width, gate_up.dtype))?;
-                (
-                    grad,
-                    gate_up.cols,
-                    Operands::SwiGluBackward(gate_up.clone()),
-                )
+                let shape = [rows, gate_up.cols];
+                (grad, shape, Operands::SwiGluBackward(gate_up.clone()))
             }
         };
         Ok(Self {
             matrix: Matrix {
+                rows,
                 cols,
                 ..first.clone()
             },
             words: Words::of(first),
             operands,
         })
+    }
+
+    /// Returns the number of elements of the computed matrix, or of the first input, if that has
+    /// more.
+    pub fn longest(&self) -> usize {
+        match &self.operands {
+            Operands::Gather(_, rows) => self.matrix.rows.max(*rows) * self.matrix.cols,
+            Operands::None | Operands::SwiGlu(_) | Operands::SwiGluBackward(_) => self.matrix.len(),
+        }
     }
 
     /// Returns true if the matrix is in memory.
@@ -156,6 +188,12 @@ impl Input {
                 gate_up,
                 LaunchedVariant::SwiGluBackward,
             )),
+            Operands::Gather(numbers, rows) => {
+                // SAFETY: as many numbers as rows of the computed matrix were checked.
+                let numbers = unsafe { buffer(numbers, self.matrix.rows) };
+                let variant = LaunchedVariant::Gather;
+                PrologueInputsArgs::Gather(GatherInputsLaunch::new(numbers, *rows, variant))
+            }
         }
     }
 }
@@ -204,7 +242,7 @@ pub fn run_prologue_of_groups(
             client,
             count,
             dim,
-            address_type(x.len()),
+            address_type(input.longest()),
             input.words.width,
             input.words.arg(),
             input.prologue_inputs(),
