@@ -1,8 +1,7 @@
-//! Calls of burn-nn's attention and transformer modules, compiled for both crates: only the path of
-//! the module differs.
+//! Calls of burn-nn's modules, compiled for both crates: only the path of the module differs.
 
 use burn_core::module::Module;
-use burn_core::tensor::{Bool, Device, Tensor};
+use burn_core::tensor::{Bool, Device, Int, Tensor};
 
 use super::{BATCH, HEADS, HIDDEN, MEMORY, TIME, WIDTH, first, input, near, padding, same, thirds};
 use crate::support::{counted, device, flex_only, values};
@@ -12,6 +11,11 @@ macro_rules! calls {
     ($name:ident, $($nn:ident)::+) => {
         mod $name {
             use super::*;
+            use $($nn)::+::loss::{CrossEntropyLoss, CrossEntropyLossConfig};
+            use $($nn)::+::{
+                Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig,
+                RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig,
+            };
             use $($nn)::+::attention::{
                 MhaCache, MhaInput, MhaOutput, MultiHeadAttention, MultiHeadAttentionConfig,
                 generate_autoregressive_mask, generate_padding_mask,
@@ -32,6 +36,22 @@ macro_rules! calls {
             /// Types of burn-nn's functions.
             #[allow(clippy::type_complexity, reason = "one type per function")]
             pub fn signatures() {
+                let _: fn(&LinearConfig, &Device) -> Linear = LinearConfig::init;
+                let _: fn(&Linear, Tensor<3>) -> Tensor<3> = Linear::forward;
+                let _: fn(&SwiGluConfig, &Device) -> SwiGlu = SwiGluConfig::init;
+                let _: fn(&SwiGlu, Tensor<3>) -> Tensor<3> = SwiGlu::forward;
+                let _: fn(&LayerNormConfig, &Device) -> LayerNorm = LayerNormConfig::init;
+                let _: fn(&LayerNorm, Tensor<3>) -> Tensor<3> = LayerNorm::forward;
+                let _: fn(&RmsNormConfig, &Device) -> RmsNorm = RmsNormConfig::init;
+                let _: fn(&RmsNorm, Tensor<3>) -> Tensor<3> = RmsNorm::forward;
+                let _: fn(&EmbeddingConfig, &Device) -> Embedding = EmbeddingConfig::init;
+                let _: fn(&Embedding, Tensor<2, Int>) -> Tensor<3> = Embedding::forward;
+                let _: fn(&CrossEntropyLossConfig, &Device) -> CrossEntropyLoss =
+                    CrossEntropyLossConfig::init;
+                let _: fn(Option<usize>, &Device) -> CrossEntropyLoss = CrossEntropyLoss::new;
+                let _: fn(&CrossEntropyLoss, Tensor<2>, Tensor<1, Int>) -> Tensor<1> =
+                    CrossEntropyLoss::forward;
+
                 let _: fn(usize, usize, &Device) -> Mask = generate_autoregressive_mask;
                 let _: fn(Tensor<3>) -> MhaInput = MhaInput::self_attn;
                 let _: fn(Tensor<3>, Tensor<3>, Tensor<3>) -> MhaInput = MhaInput::new;
