@@ -34,8 +34,8 @@ use nvfp4_formats::Nvfp4Error;
 pub use nvfp4_formats::reference::Router;
 
 use crate::functions::{into_bias, or_panic};
-use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
 use crate::ops::layers::OutputAmax;
+use crate::ops::routing::{RoutedTensors, RoutingOps, SortedTensors, WindowTensors};
 use crate::ops::{GatherSpec, LinearContext, LinearSpec, Named, Nvfp4Ops, RowGroups};
 use crate::validate::{self, Weight};
 

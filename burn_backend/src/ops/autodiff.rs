@@ -19,8 +19,8 @@ use super::gradients::register;
 use super::kernels::inner_groups;
 use super::linear::{self, LinearRequest, RequiresGrad, SavedForBackward};
 use super::{
-    FeedForwardSpec, GatherSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named, Nvfp4KernelOps,
-    Nvfp4Ops, QuantizeSource, RowGroups, float_dtype,
+    FeedForwardSpec, GatherSpec, LinearContext, LinearParams, LinearSpec, MaybeTensor, Named,
+    Nvfp4KernelOps, Nvfp4Ops, QuantizeSource, RowGroups, float_dtype,
 };
 
 /// Backward of a linear layer without a bias: parents `[x, w]`.

@@ -9,8 +9,8 @@ use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};
 use super::spec::QuantParams;
 use super::tensors::{
-    ComputedAmaxMetadata, GatherSpec, GemmGroupsMetadata, MaybeTensorMetadata, Named, OperandMetadata,
-    QuantizeRequestMetadata, QuantizeSourceMetadata, QuantizedDataMetadata,
+    ComputedAmaxMetadata, GatherSpec, GemmGroupsMetadata, MaybeTensorMetadata, Named,
+    OperandMetadata, QuantizeRequestMetadata, QuantizeSourceMetadata, QuantizedDataMetadata,
     QuantizedMatrixMetadata, QuantizedPairMetadata, RowGroupsMetadata, UnpermuteGradientsMetadata,
 };
 

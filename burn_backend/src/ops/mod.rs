@@ -70,8 +70,8 @@ pub use nvfp4_formats::{AmaxGranularity, BlockShape, Format, Layout, StoredForm}
 pub use spec::{BackwardSource, EdenDraw, LinearSpec, OperandSpec, QuantParams, QuantRounding};
 pub use tensors::{
     ComputedAmax, GatherSpec, GemmGroups, GivenAmax, LinearParams, MaybeTensor, Named, Operand,
-    OtherRows, QuantizeRequest, QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair, RowGroups,
-    UnpermuteGradients,
+    OtherRows, QuantizeRequest, QuantizeSource, QuantizedData, QuantizedMatrix, QuantizedPair,
+    RowGroups, UnpermuteGradients,
 };
 #[cfg(feature = "cubecl-backend")]
 pub use tensors::{

@@ -1,7 +1,8 @@
 //! Quantization of the operands of a linear layer's GEMMs, with all random draws resolved.
 
 use nvfp4_formats::{
-    AmaxGranularity, BLOCK, BlockPosition, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Error, Rounding, Usage,
+    AmaxGranularity, BLOCK, BlockPosition, BlockScaling, Format, Hadamard, HadamardSize,
+    Nvfp4Error, Rounding, Usage,
 };
 pub use nvfp4_formats::{EdenDraw, QuantParams, QuantRounding};
 use serde::{Deserialize, Serialize};

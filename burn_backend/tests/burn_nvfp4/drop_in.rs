@@ -238,11 +238,7 @@ fn attention_replaces_burn_nns() {
         let expected = burns_own().mask_attn(triangle.clone());
         check("causal", own().causal(), expected.clone());
         let mask = generate_autoregressive_mask(BATCH, TIME, &device);
-        check(
-            "burn's name",
-            own().mask_attn(mask),
-            expected.clone(),
-        );
+        check("burn's name", own().mask_attn(mask), expected.clone());
         let masked = own().mask_attn(triangle.clone());
         check("triangle", masked, expected.clone());
         let masked = own().mask_attn(triangle).mask_pad(pad.clone());

@@ -34,8 +34,8 @@ pub use super::{
     per_token::{PerTokenPlan, TokenRowsLaunch, quantize_per_token_kernel},
     plan::{DrawLaunch, PackedOutLaunch, QuantOutArgs, QuantPlan, QuantTargetLaunch},
     prologue::{
-        GateInputsLaunch, GatherInputsLaunch, LaunchedVariant, Prologue, PrologueInputsArgs, PrologueOutArgs,
-        ProloguePlan, prologue_kernel, run_prologue,
+        GateInputsLaunch, GatherInputsLaunch, LaunchedVariant, Prologue, PrologueInputsArgs,
+        PrologueOutArgs, ProloguePlan, prologue_kernel, run_prologue,
     },
     rowwise::{RowGroupsLaunch, RowPlan, quantize_row_kernel},
     step::{QuantizeStep, Usages},

@@ -399,16 +399,18 @@ fn amax_bits<T: DeviceElement>(
         AmaxGranularity::PerTensor => vec![reference::amax(x)],
         AmaxGranularity::PerRow => reference::amax_rows(x, rows, cols),
     });
-    let of_cols = request.cols.map(|(scope, hadamard)| match (scope, hadamard) {
-        (AmaxGranularity::PerTensor, None) => vec![reference::amax(x)],
-        (AmaxGranularity::PerTensor, Some(hadamard)) => {
-            vec![reference::amax_rht(x, rows, cols, &hadamard)]
-        }
-        (AmaxGranularity::PerRow, None) => reference::amax_cols(x, rows, cols),
-        (AmaxGranularity::PerRow, Some(hadamard)) => {
-            reference::amax_rht_cols(x, rows, cols, &hadamard)
-        }
-    });
+    let of_cols = request
+        .cols
+        .map(|(scope, hadamard)| match (scope, hadamard) {
+            (AmaxGranularity::PerTensor, None) => vec![reference::amax(x)],
+            (AmaxGranularity::PerTensor, Some(hadamard)) => {
+                vec![reference::amax_rht(x, rows, cols, &hadamard)]
+            }
+            (AmaxGranularity::PerRow, None) => reference::amax_cols(x, rows, cols),
+            (AmaxGranularity::PerRow, Some(hadamard)) => {
+                reference::amax_rht_cols(x, rows, cols, &hadamard)
+            }
+        });
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
     [of_rows, of_cols].map(|values| values.map(bits))
 }
@@ -419,7 +421,9 @@ fn read_amax(
     Amaxes { rows, cols }: Amaxes,
     expected: &[Option<Vec<u32>>; 2],
 ) -> [Option<Vec<u32>>; 2] {
-    let [rows_len, cols_len] = expected.each_ref().map(|values| values.as_ref().map_or(0, Vec::len));
+    let [rows_len, cols_len] = expected
+        .each_ref()
+        .map(|values| values.as_ref().map_or(0, Vec::len));
     let bits = |handle: Option<Handle>, len: usize| {
         let values = handle.map(|handle| read_f32s(client, &handle, len));
         values.map(|values| values.into_iter().map(f32::to_bits).collect())
@@ -536,7 +540,10 @@ fn check_backward_amax<T: DeviceElement>(client: &Client) {
                 assert_floats(&by_x, &plain_x, &what);
                 assert_floats(&read_f32s(client, &found.gain, cols), &plain_gain, &what);
                 let expected = amax_bits(&by_x, [rows, cols], &amax);
-                assert!(read_amax(client, found.amax, &expected) == expected, "{what}");
+                assert!(
+                    read_amax(client, found.amax, &expected) == expected,
+                    "{what}"
+                );
             }
         }
     }

@@ -69,10 +69,7 @@ fn expected<T: Element>(
         first += rows;
     }
     let [rows, cols] = found;
-    [
-        request.rows.map(|_| rows),
-        request.cols.map(|_| cols),
-    ]
+    [request.rows.map(|_| rows), request.cols.map(|_| cols)]
 }
 
 /// Groups of any size, empty ones too; rows after the last group; tokens that are sent to no expert,

@@ -11,9 +11,7 @@ use nvfp4_formats::Nvfp4Error;
 
 use super::{add_sublayer, check_cache, norm_between, sublayers};
 use crate::functions::or_panic;
-use crate::nn::attention::{
-    Masks, MhaCache, MhaInput, MultiHeadAttention, Names, OutputCache,
-};
+use crate::nn::attention::{Masks, MhaCache, MhaInput, MultiHeadAttention, Names, OutputCache};
 use crate::nn::{LayerNorm, Nvfp4FeedForward, ResidualStream, checked_dropout};
 use crate::recipe::Nvfp4Recipe;
 

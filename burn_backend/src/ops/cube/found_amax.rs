@@ -62,10 +62,7 @@ pub(in crate::ops) fn remember(
 }
 
 /// Removes and returns the amax values of `matrix` in `groups` for `request`, if they are known.
-pub(super) fn take(
-    (matrix, groups): (&Matrix, &Groups),
-    request: &AmaxRequest,
-) -> Option<Amaxes> {
+pub(super) fn take((matrix, groups): (&Matrix, &Groups), request: &AmaxRequest) -> Option<Amaxes> {
     if *request == AmaxRequest::default() {
         return None;
     }

@@ -24,8 +24,8 @@ use super::branch::{Branch, BranchPoint};
 use super::layers::Activation;
 use super::packed::PackedOps;
 use super::tensors::{
-    ComputedAmax, GatherSpec, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest, QuantizedMatrix,
-    QuantizedPair, RowGroups, UnpermuteGradients,
+    ComputedAmax, GatherSpec, GemmGroups, MaybeTensor, Named, Operand, QuantizeRequest,
+    QuantizedMatrix, QuantizedPair, RowGroups, UnpermuteGradients,
 };
 use super::{Nvfp4KernelOps, Nvfp4Ops, float_dtype};
 

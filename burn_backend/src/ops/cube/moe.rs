@@ -8,9 +8,7 @@ use nvfp4_kernels::moe;
 use super::super::rows;
 use super::super::tensors::{GatherSpec, MaybeTensor, Named, RowGroups, UnpermuteGradients};
 use super::found_amax;
-use super::tensors::{
-    Source, device_groups, group_offsets, launched, matrix, new_tensor, result,
-};
+use super::tensors::{Source, device_groups, group_offsets, launched, matrix, new_tensor, result};
 
 pub(super) fn broadcast_group_values(
     values: CubeTensor,

@@ -254,7 +254,10 @@ fn causal_masks_are_recognized_until_they_are_changed() {
     assert!(is_by_kernel(mask.clone()));
     assert!(is_by_kernel(mask.clone()), "again");
     let elsewhere = std::thread::spawn(|| mask).join().unwrap();
-    assert!(is_by_kernel(elsewhere.clone()), "moved to a thread and back");
+    assert!(
+        is_by_kernel(elsewhere.clone()),
+        "moved to a thread and back"
+    );
     // In place, if no other clone is left.
     let later = elsewhere.bool_not();
     assert!(!is_by_kernel(later.clone()));

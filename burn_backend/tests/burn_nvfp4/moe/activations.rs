@@ -121,7 +121,15 @@ fn each_is_between_two_layers() {
                 routing.combine(results, route.weights) + shared.down.forward(hidden)
             };
             let expected = results(&moe, by_parts, &device);
-            let parts = ["y", "dx", "router", "gate_up", "down", "shared up", "shared down"];
+            let parts = [
+                "y",
+                "dx",
+                "router",
+                "gate_up",
+                "down",
+                "shared up",
+                "shared down",
+            ];
             for ((part, found), expected) in parts.into_iter().zip(&found).zip(&expected) {
                 let what = format!("{name}, {preset}: {part}");
                 assert!(found.iter().any(|x| *x != 0.0), "{what}");

@@ -4,8 +4,8 @@ use cubecl::prelude::*;
 
 use crate::{
     quantize::proof::{
-        GateInputsLaunch, GatherInputsLaunch, Grouping, LaunchedVariant, PackedRowsLaunch, PrologueInputsArgs,
-        ShapeLaunch, SourcePlan,
+        GateInputsLaunch, GatherInputsLaunch, Grouping, LaunchedVariant, PackedRowsLaunch,
+        PrologueInputsArgs, ShapeLaunch, SourcePlan,
     },
     registry::instance::DummyDevice,
     tensor::FloatKind,

@@ -40,7 +40,10 @@ fn fixed_experts(layer: &mut Nvfp4GroupedLinear, id: u64) {
 }
 
 fn block(case: Case) -> Nvfp4TransformerBlock {
-    let (recipe, device) = (Nvfp4Recipe::preset(case.preset).unwrap(), device().autodiff());
+    let (recipe, device) = (
+        Nvfp4Recipe::preset(case.preset).unwrap(),
+        device().autodiff(),
+    );
     let mut block = Nvfp4TransformerBlockConfig::new(D_MODEL, HEADS, 48)
         .with_experts(Some(EXPERTS))
         .with_recipe(recipe.clone())
@@ -192,7 +195,10 @@ fn check(case: Case) {
             let expected = expected.down.weight.grad(&gradients).unwrap();
             let error = distance(summed(found), own(expected, 0, rank % tp, tp));
             assert!(error < 5e-6, "shared, {what}: {error:e}");
-            shapes.extend([[D_MODEL, case.activation.inputs() * SHARED], [SHARED, D_MODEL]]);
+            shapes.extend([
+                [D_MODEL, case.activation.inputs() * SHARED],
+                [SHARED, D_MODEL],
+            ]);
         }
         let sharded = part.sharded_parameters();
         let found: Vec<_> = sharded.iter().map(|(_, part)| &part.shape[..]).collect();
