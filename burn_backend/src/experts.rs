@@ -498,8 +498,8 @@ pub fn try_moe_permute(
     Ok(permute_unchecked(x, places, RowGroups::Whole, spec))
 }
 
-/// Gathers the rows of tokens of experts, as [`moe_permute`] with checked arguments, and computes the
-/// `amax` values that the experts need.
+/// Gathers the rows of tokens of experts, as [`moe_permute`] with checked arguments, and computes
+/// the `amax` values that the experts need.
 pub(crate) fn permute_to_experts(
     x: Tensor<2>,
     places: (Tensor<1, Int>, Tensor<2, Int>),

@@ -150,8 +150,8 @@ pub trait Nvfp4Ops: Nvfp4KernelOps {
     /// every slot once. `Autodiff` overrides it: with the inverse the backward is a gather too,
     /// `dx[t] = Σⱼ dout[inverse[t, j]]`, in a fixed order and in `f32`, whereas that of a plain
     /// selection scatters. With [`Named::Some`] indices and slots may be out of range: such rows of
-    /// the result are undefined, and such slots add nothing to a gradient. `groups` are those of the
-    /// result, for its amax values.
+    /// the result are undefined, and such slots add nothing to a gradient. `groups` are those of
+    /// the result, for its amax values.
     #[fusion(default)]
     fn nvfp4_moe_permute(
         x: FloatTensor<Self>,

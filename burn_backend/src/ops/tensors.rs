@@ -442,8 +442,8 @@ pub enum Named {
 pub struct GatherSpec {
     /// Validity of the indices.
     pub named: Named,
-    /// Amax values that the experts need to quantize the rows, in their groups; the pass that writes
-    /// the rows computes them. Does not affect any bit of the rows.
+    /// Amax values that the experts need to quantize the rows, in their groups; the pass that
+    /// writes the rows computes them. Does not affect any bit of the rows.
     pub amax: Option<OutputAmax>,
 }
 

@@ -74,10 +74,10 @@ pub struct NormBackwardRequest<'a> {
     /// True to compute the gradient of the bias.
     pub bias: bool,
     /// Amax values of the gradient of the normalization's input to compute, with the results of a
-    /// separate pass. They are computed in the pass that writes the gradient if it has a multiple of
-    /// 16 columns. Those of columns further require that the transform mixes 16 rows and that [parts
-    /// begin](crate::reference::norm_parts_are_strips) at multiples of 16 rows. Otherwise they are
-    /// computed in a separate pass.
+    /// separate pass. They are computed in the pass that writes the gradient if it has a multiple
+    /// of 16 columns. Those of columns further require that the transform mixes 16 rows and that
+    /// [parts begin](crate::reference::norm_parts_are_strips) at multiples of 16 rows. Otherwise
+    /// they are computed in a separate pass.
     pub amax: AmaxRequest,
 }
 

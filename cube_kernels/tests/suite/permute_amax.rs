@@ -72,8 +72,9 @@ fn expected<T: Element>(
     [request.rows.map(|_| rows), request.cols.map(|_| cols)]
 }
 
-/// Groups of any size, empty ones too; rows after the last group; tokens that are sent to no expert,
-/// to one and to several; rows without whole vectors, for which a separate pass computes the values.
+/// Groups of any size, empty ones too; rows after the last group; tokens that are sent to no
+/// expert, to one and to several; rows without whole vectors, for which a separate pass computes
+/// the values.
 fn check<T: DeviceElement>(client: &Client) {
     let cases: [(usize, &[usize], usize, usize); 5] = [
         (40, &[0, 5, 128, 0, 29], 0, 80),

@@ -148,8 +148,9 @@ impl ExpertExchange {
     }
 
     /// Sends this rank's tokens, in expert order, and returns those of this rank's experts from all
-    /// ranks, in expert order, for which it computes the `amax` values. With overlap, the exchange of their gradient runs concurrently with
-    /// the backward of the router, which computed these `logits`. Differentiable.
+    /// ranks, in expert order, for which it computes the `amax` values. With overlap, the exchange
+    /// of their gradient runs concurrently with the backward of the router, which computed these
+    /// `logits`. Differentiable.
     ///
     /// The exchange is queued first: the device was idle while the host waited for the counts, and
     /// the host computes the receive order during the exchange.

@@ -66,8 +66,8 @@ impl Nvfp4MoeConfig {
     ///
     /// # Errors
     /// Returns an error if a width is not a positive multiple of 16, `experts` is not 1 to 512,
-    /// `top_k` is not 1 to `experts`, the activation does not support `recompute`, or the device has
-    /// no implementation.
+    /// `top_k` is not 1 to `experts`, the activation does not support `recompute`, or the device
+    /// has no implementation.
     pub fn try_init(&self, device: &Device) -> Result<Nvfp4Moe, Nvfp4Error> {
         if !(1..=self.experts).contains(&self.top_k) {
             return Err(Nvfp4Error::value(

@@ -299,10 +299,10 @@ impl ExpertParallelMoe {
     /// # Errors
     /// Returns an error if there is no token, the last axis is not `d_model`, devices differ, a
     /// dtype is not supported, the shapes of the layers do not match, or the activation does not
-    /// support recomputation. Such an error occurs before anything is queued, on this rank only; its
-    /// absence ends the calls of the other ranks.
-    /// Returns an error on all ranks if the rank of an expert would receive 2^31 choices or more;
-    /// with [`ExpertDispatch::AllGather`] each rank receives the choices of all ranks.
+    /// support recomputation. Such an error occurs before anything is queued, on this rank only;
+    /// its absence ends the calls of the other ranks. Returns an error on all ranks if the rank of
+    /// an expert would receive 2^31 choices or more; with [`ExpertDispatch::AllGather`] each rank
+    /// receives the choices of all ranks.
     ///
     /// # Panics
     /// If the group fails.

@@ -21,8 +21,8 @@ use crate::whole::whole_dims;
 /// operation, with recomputation if set by [`with_recompute`](Nvfp4SwiGlu::with_recompute).
 #[derive(Module, Debug)]
 pub struct TensorParallelSwiGlu {
-    /// Gate and up weights, `[d_model, 2 * d_hidden / ranks]`, or `[d_model, d_hidden / ranks]` if the
-    /// activation is not gated.
+    /// Gate and up weights, `[d_model, 2 * d_hidden / ranks]`, or `[d_model, d_hidden / ranks]` if
+    /// the activation is not gated.
     pub gate_up: ColumnParallelLinear,
     /// Down weight, `[d_hidden / ranks, d_model]`.
     pub down: RowParallelLinear,

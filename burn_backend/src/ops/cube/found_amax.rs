@@ -41,8 +41,8 @@ pub(in crate::ops) fn request(amax: Option<OutputAmax>) -> AmaxRequest {
     }
 }
 
-/// Keeps the amax values of `matrix` in `groups` that were computed by `request`, unless the request
-/// is empty.
+/// Keeps the amax values of `matrix` in `groups` that were computed by `request`, unless the
+/// request is empty.
 pub(in crate::ops) fn remember(
     (matrix, groups): (&Matrix, &Groups),
     request: AmaxRequest,

@@ -404,9 +404,9 @@ fn raise_word(folded: &Folded, word: usize, out: &mut AmaxOut, #[comptime] plan:
     }
 }
 
-/// Folds a strip of `x` that the units of the cube have written, before a barrier: into `maxima`, or
-/// into the amax values of the columns in `out`. Each unit takes columns of words. Rows consist of
-/// whole vectors of words.
+/// Folds a strip of `x` that the units of the cube have written, before a barrier: into `maxima`,
+/// or into the amax values of the columns in `out`. Each unit takes columns of words. Rows consist
+/// of whole vectors of words.
 #[cube]
 pub(crate) fn fold_strip<F: Numeric, N: Size>(
     x: &[Vector<F, N>],

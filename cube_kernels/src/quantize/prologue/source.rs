@@ -36,8 +36,8 @@ pub enum Prologue<'a> {
         /// Input of the forward pass: gate and up.
         gate_up: &'a Matrix,
     },
-    /// Rows of a matrix by index: row `i` is row `numbers[i]` of `x`, or the last one if the index is
-    /// out of range.
+    /// Rows of a matrix by index: row `i` is row `numbers[i]` of `x`, or the last one if the index
+    /// is out of range.
     Gather {
         /// Matrix with at least one row.
         x: &'a Matrix,
