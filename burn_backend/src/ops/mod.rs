@@ -49,7 +49,7 @@ mod tensors;
 use burn_core as burn;
 
 use burn_core::backend::{
-    TensorMetadata, backend_extension,
+    backend_extension,
     tensor::{FloatTensor, IntTensor},
 };
 use nvfp4_formats::Usage;
