@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use burn_core::module::{Module, ParamGroup};
+use burn_core::module::{Module, ParamGroup, Reparameterizer};
 use nvfp4_formats::Nvfp4Error;
 
 use crate::recipe::Nvfp4Recipe;
@@ -70,6 +70,16 @@ pub fn install() -> Result<(), Nvfp4Error> {
 
 /// Removes the decoration of the model, and all other reparameterizations.
 pub fn undecorate<M: Module>(model: M) -> M {
+    model.materialize()
+}
+
+/// Returns `model`, which is not decorated, with the exchanges between ranks.
+pub(crate) fn reparameterize<M: Module, R: Reparameterizer>(model: M, exchanges: R) -> M {
+    model.apply_reparameterization(exchanges)
+}
+
+/// Returns `model`, which is not decorated, with gathered parameters.
+pub(crate) fn gathered<M: Module>(model: M) -> M {
     model.materialize()
 }
 

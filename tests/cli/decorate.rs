@@ -1,16 +1,22 @@
 //! Tests of decorated models.
 
+#[cfg(feature = "cpu")]
+use std::path::Path;
+
 use crate::support::*;
 
-/// Sizes of a decorated model.
+/// Run of a decorated model. No gradient is clipped: ranks that shard the model sum its norm in
+/// another order.
 #[cfg(feature = "cpu")]
 const DECORATED: &str = "--decorate --recipe nvidia --no-compare --device cpu --width 16 \
                          --layers 1 --heads 1 --hidden 32 --context 8 --batch 2 --steps 2 \
-                         --eval-every 2 --eval-batches 1 --log-every 1 --checkpoint-every 2";
+                         --eval-every 2 --eval-batches 1 --log-every 1 --checkpoint-every 2 \
+                         --grad-clip 1e9";
 
 /// A model of Burn's own layers is trained, stopped and resumed, and every GEMM is accounted for. Two
 /// ranks, each with a share of every batch, also average the gradients of decorated layers: a
-/// checkpoint is not written if their weights differ.
+/// checkpoint is not written if their weights differ. Ranks that shard the optimizer's state or the
+/// model have the same losses, also if they are stopped and resumed.
 #[cfg(feature = "cpu")]
 #[test]
 fn a_decorated_model_trains_and_resumes() {
@@ -30,13 +36,14 @@ fn a_decorated_model_trains_and_resumes() {
     let rows = metrics(&out.join("nvidia").join("metrics.csv"));
     let steps: Vec<&str> = rows.iter().map(|row| row[0].as_str()).collect();
     assert_eq!(steps, ["0", "1", "2"]);
+    let launch = |out: &Path, flags: &str| {
+        let paths = ["--data", text(), "--out", out.to_str().unwrap()];
+        let command = format!("launch --gpus 2 -- train {DECORATED} {flags}");
+        let said = succeeds(nvfp4(&command, &paths));
+        assert!(said.contains("encoder.layers.0.mha.query"), "{said}");
+    };
     let two = folder("decorated-two");
-    let paths = ["--data", text(), "--out", two.to_str().unwrap()];
-    let said = succeeds(nvfp4(
-        &format!("launch --gpus 2 -- train {DECORATED}"),
-        &paths,
-    ));
-    assert!(said.contains("encoder.layers.0.mha.query"), "{said}");
+    launch(&two, "");
     let losses = |rows: &[Vec<String>]| -> Vec<f64> {
         let losses = rows.iter().flat_map(|row| [&row[2], &row[3]]);
         let losses = losses.filter(|loss| !loss.is_empty());
@@ -51,6 +58,17 @@ fn a_decorated_model_trains_and_resumes() {
             (two / one - 1.0).abs() < 0.01,
             "{one} on one rank, {two} on two"
         );
+    }
+    for (flags, of_model) in [("--zero1", false), ("--fsdp", true)] {
+        let sharded = folder(&format!("decorated{flags}"));
+        launch(&sharded, &format!("{flags} --stop-at 1"));
+        let files = checkpoint(&sharded.join("nvidia"));
+        assert!(files.join("optimizer-1.bpk").exists());
+        assert_eq!(files.join("model-1.bpk").exists(), of_model);
+        let resumed = [sharded.to_str().unwrap()];
+        succeeds(nvfp4("launch --gpus 2 -- train --resume", &resumed));
+        let found = losses(&metrics(&sharded.join("nvidia").join("metrics.csv")));
+        assert_eq!(found, two, "{flags}");
     }
     let prompt = [out.to_str().unwrap(), "--prompt", "a"];
     fails(

@@ -1,15 +1,17 @@
 //! Marks on the parameters of an unmodified model.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
 use burn_core::backend::Dispatch;
-use burn_core::module::{Content, Module, ModuleVisitor, Reparameterization};
+use burn_core::module::{Content, Module, ModuleVisitor, Param, ParamId, Reparameterization};
 use burn_core::tensor::{Device, Tensor};
 
 use super::call::{Call, CallRef, Layer};
 use super::check::check_device;
 use super::counters::count;
+use super::exchanged::Exchanged;
 use super::ops::MarkOps;
 use super::tracker::tracker;
 use crate::functions::or_panic;
@@ -34,6 +36,8 @@ pub(super) struct Mark {
     pub layer: Arc<Layer>,
     pub state: LayerState,
     pub recipe: Arc<Nvfp4Recipe>,
+    /// Exchange with other ranks, if the model is on several.
+    pub exchanged: Option<Exchanged>,
 }
 
 thread_local! {
@@ -41,8 +45,16 @@ thread_local! {
     static LAST: RefCell<Weak<Call>> = const { RefCell::new(Weak::new()) };
     /// True while marks have no effect.
     static BYPASSED: Cell<bool> = const { Cell::new(false) };
-    /// Layers that [`collect`] has found so far.
-    static FOUND: RefCell<Option<Vec<Mark>>> = const { RefCell::new(None) };
+    /// Traversal of [`visit_marks`].
+    static FOUND: RefCell<Option<Found>> = const { RefCell::new(None) };
+}
+
+/// State of a traversal of marks.
+#[derive(Default)]
+struct Found {
+    /// Last parameter. Burn visits its mark after it.
+    last: Option<ParamId>,
+    marks: Vec<(ParamId, Mark)>,
 }
 
 /// Runs `body` while marks have no effect.
@@ -65,18 +77,37 @@ pub(super) fn is_bypassed() -> bool {
 
 /// Returns the marks on the weights of `model`, in the order of its fields.
 pub(super) fn collect<M: Module>(model: &M) -> Vec<Mark> {
-    struct Nothing;
-    impl ModuleVisitor for Nothing {}
+    let marks = visit_marks(model).into_iter().map(|(_, mark)| mark);
+    marks.filter(|mark| mark.kind == Kind::Weight).collect()
+}
+
+/// Returns all marks of `model`, by parameter.
+pub(super) fn marks<M: Module>(model: &M) -> HashMap<ParamId, Mark> {
+    visit_marks(model).into_iter().collect()
+}
+
+/// Returns all marks of `model` with their parameters, in the order of its fields.
+fn visit_marks<M: Module>(model: &M) -> Vec<(ParamId, Mark)> {
+    struct Last;
+    impl ModuleVisitor for Last {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            FOUND.with_borrow_mut(|found| {
+                if let Some(found) = found {
+                    found.last = Some(param.id);
+                }
+            });
+        }
+    }
     struct End;
     impl Drop for End {
         fn drop(&mut self) {
             FOUND.set(None);
         }
     }
-    FOUND.set(Some(Vec::new()));
+    FOUND.set(Some(Found::default()));
     let _end = End;
-    model.visit(&mut Nothing);
-    FOUND.take().unwrap_or_default()
+    model.visit(&mut Last);
+    FOUND.take().unwrap_or_default().marks
 }
 
 impl Mark {
@@ -124,6 +155,11 @@ impl Reparameterization for Mark {
     const NAME: &'static str = "nvfp4";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        // Taken before the exchange and the reshape: these are new nodes in each call.
+        let (identity, base) = match &self.exchanged {
+            Some(exchanged) => (exchanged.identity(&base), exchanged.apply(base)),
+            None => (WeightIdentity::of([&base]), base),
+        };
         if is_bypassed() || self.state.is_high_precision() {
             return base;
         }
@@ -138,8 +174,6 @@ impl Reparameterization for Mark {
         }
         let marked = match self.kind {
             Kind::Weight => {
-                // Taken before the reshape: the view is a new node in each call.
-                let identity = WeightIdentity::of([&base]);
                 let dims = base.dims();
                 match self.layer.experts {
                     None => {
@@ -165,12 +199,16 @@ impl Reparameterization for Mark {
 
 impl Parameterless for Mark {
     fn pass<V: ModuleVisitor>(&self, visitor: &mut V) {
+        FOUND.with_borrow_mut(|found| {
+            if let Some(found) = found {
+                let marks = found.last.map(|id| (id, self.clone()));
+                found.marks.extend(marks);
+            }
+        });
+        if let Some(exchanged) = &self.exchanged {
+            exchanged.visit(visitor);
+        }
         if self.kind == Kind::Weight {
-            FOUND.with_borrow_mut(|found| {
-                if let Some(found) = found {
-                    found.push(self.clone());
-                }
-            });
             self.state.visit(visitor);
         }
     }
@@ -183,6 +221,10 @@ impl Parameterless for Mark {
     }
 
     fn show(&self, content: Content) -> Option<Content> {
+        let content = match &self.exchanged {
+            Some(exchanged) => content.add_formatted(&format!("{exchanged:?}")),
+            None => content,
+        };
         self.state.show(content)
     }
 }

@@ -32,6 +32,7 @@
 mod call;
 mod check;
 mod counters;
+mod exchanged;
 mod fill;
 mod fuser;
 mod mark;
@@ -51,6 +52,7 @@ use burn_cubecl::fusion::RegistryError;
 use nvfp4_formats::Nvfp4Error;
 
 pub use counters::GemmFormat;
+pub(crate) use exchanged::{gathered, reparameterize};
 pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
 
 use crate::experts::check_experts;
@@ -79,6 +81,9 @@ const BURN_MATMUL: &str = burn_cubecl_fusion::optim::matmul::NAME;
 /// Parameters, their ids and the records of the model do not change: an undecorated model loads the
 /// records. [`Nvfp4State`](crate::Nvfp4State) and
 /// [`assign_layer_ids`](crate::state::assign_layer_ids) include the decorated layers.
+///
+/// On several ranks, decorate the model before [`fully_shard`](crate::parallel::fully_shard) or
+/// [`average_in_backward`](crate::parallel::average_in_backward).
 ///
 /// # Errors
 /// Returns an error if the model is not on a CubeCL CPU or CUDA device, fusion has started without
@@ -197,6 +202,7 @@ impl Decorator {
                 }),
                 state,
                 recipe: recipe.clone(),
+                exchanged: None,
             };
             if let Some(bias) = found.bias {
                 let kind = Kind::Bias;
@@ -245,7 +251,8 @@ pub fn install() -> Result<(), Nvfp4Error> {
 /// Removes the decoration of the model.
 ///
 /// Clones keep theirs. Use it instead of `Module::materialize`, which would replace the weights by
-/// the marked values (NaN).
+/// the marked values (NaN). All ranks of a [sharded](crate::parallel::fully_shard) model call this
+/// together: its parameters are gathered.
 pub fn undecorate<M: Module>(model: M) -> M {
     mark::bypassed(|| model.materialize())
 }

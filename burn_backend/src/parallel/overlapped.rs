@@ -7,6 +7,7 @@ use nvfp4_parallel::Reduction;
 use super::functions::copy_beside;
 use super::sharded::Sharded;
 use super::{ExpertGroups, ProcessGroup};
+use crate::decorate;
 use crate::ops::collective::ReduceDtype;
 use crate::parameterless::{Parameterless, parameterless_module};
 
@@ -78,7 +79,7 @@ pub fn average_replicated_in_backward<M: Module>(
     if groups.batch.size() == 1 {
         return module;
     }
-    module.apply_reparameterization(Average { groups, smallest })
+    decorate::reparameterize(module, Average { groups, smallest })
 }
 
 /// Mapper that marks the parameters that are large enough.

@@ -11,6 +11,7 @@ use nvfp4_parallel::Reduction;
 use super::ProcessGroup;
 use super::functions::gather_beside;
 use super::shards::{ExpertGroups, Shards};
+use crate::decorate;
 use crate::ops::LinearSpec;
 use crate::ops::sharding::{GatheredWeight, WeightPart};
 use crate::parameterless::{Parameterless, parameterless_module};
@@ -84,6 +85,9 @@ pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
 ///   separate global scales. It quantizes them, and gathers codes, block scales and amax values in
 ///   the same way, for any number of rows.
 /// - In high precision both gather values in the dtype of the activations.
+/// - A layer of a [decorated](crate::decorate()) module gathers the weight in its dtype, and frees
+///   it once the forward GEMM has run: it keeps the quantized operands for the backward. In lenient
+///   mode, autodiff keeps the weight as well. Decorate the module before it is sharded.
 /// - Other layers gather the parameter in its dtype, and keep it. So do these two while telemetry
 ///   is on, and if the recipe applies MS-EDEN to weights, for which each rank draws different
 ///   signs.
@@ -117,7 +121,7 @@ pub fn fully_shard_experts<M: Module>(module: M, groups: ExpertGroups<'_>) -> M 
     if groups.batch.size() == 1 {
         return module;
     }
-    module.apply_reparameterization(Shard { groups })
+    decorate::reparameterize(module, Shard { groups })
 }
 
 /// Mapper that takes the shard of a rank.
@@ -166,9 +170,10 @@ fn like<const D: usize>(model: &Tensor<D>, tensor: Tensor<D>) -> Tensor<D> {
     tensor.set_require_grad(model.is_require_grad())
 }
 
-/// Gathers the unsharded parameters of `module` on all ranks, which all call this.
+/// Gathers the unsharded parameters of `module` on all ranks, which all call this. A decorated
+/// module stays decorated.
 pub fn gather<M: Module>(module: M) -> M {
-    module.materialize()
+    decorate::gathered(module)
 }
 
 impl Shards {

@@ -24,7 +24,7 @@ pub fn memory_usage(device: &Device) -> MemoryUsage {
 
 /// Returns the bytes in use. A worker of CubeCL's CPU runtime drops the buffers of a kernel shortly
 /// after it has signalled the kernel's end.
-fn in_use(device: &Device) -> u64 {
+pub fn in_use(device: &Device) -> u64 {
     let readings = (0..5).map(|_| {
         std::thread::sleep(Duration::from_millis(10));
         memory_usage(device).bytes_in_use

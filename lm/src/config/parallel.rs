@@ -139,11 +139,6 @@ impl RunConfig {
             "{flag} is true and optimizer is muon, but it must be adamw: Muon orthogonalises whole \
              matrices"
         );
-        ensure!(
-            self.decorate.is_none(),
-            "{flag} is true and decorate is given, but decorated layers hold their weights \
-             themselves: leave out one of them"
-        );
         Ok(())
     }
 

@@ -101,9 +101,8 @@ impl<M: LanguageModel> Task for ByteTask<'_, M> {
                 (false, false) => Sharding::None,
             },
             loss: LossReduction::Mean,
-            // Decorated layers find their weights by the parameters' tensors, which averaging in the
-            // backward would replace. Accumulated gradients are exchanged once, after the last pass.
-            reduces_in_backward: config.decorate.is_none() && config.accumulate == 1,
+            // Accumulated gradients are exchanged once, after the last pass.
+            reduces_in_backward: config.accumulate == 1,
             budget: budget(config, recipe),
             uncaptured: config.uncaptured(),
         })

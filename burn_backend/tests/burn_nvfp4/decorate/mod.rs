@@ -9,6 +9,7 @@ mod graph;
 mod misuse;
 mod models;
 mod quantize;
+mod ranks;
 mod refuse;
 mod stacked;
 mod transformer;

@@ -7,8 +7,10 @@ use burn_core as burn;
 use burn_core::module::{Module, Param, ParamGroup};
 use burn_core::tensor::{DType, Device, Tensor};
 use burn_nn::{Linear, LinearConfig};
+use burn_nvfp4::parallel::fully_shard;
 use burn_nvfp4::{Decorator, Nvfp4Recipe, decorate};
 
+use crate::parallel::on_ranks;
 use crate::support::own_process::own_process;
 
 use super::models::{Plain, bits, device, tensor};
@@ -61,6 +63,19 @@ fn models_twice_or_without_layers() {
     );
     let norm = burn_nn::LayerNormConfig::new(32).init(&device);
     refused(decorate(norm, &Nvfp4Recipe::new()), &["no linear layer"]);
+}
+
+/// A mark needs the exchange of its parameter, so it comes first.
+#[test]
+fn sharded_models() {
+    own_process!("decorate");
+    on_ranks(2, |group| {
+        let model = fully_shard(Plain::new(true, &device()), &group);
+        refused(
+            decorate(model, &Nvfp4Recipe::new()),
+            &["reparameterization at `first.weight`", "sharded"],
+        );
+    });
 }
 
 #[test]

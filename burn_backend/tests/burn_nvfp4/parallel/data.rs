@@ -39,7 +39,7 @@ struct Model {
 }
 
 /// Gives each model the same values.
-pub(super) struct Initialise(pub(super) u64);
+pub struct Initialise(pub u64);
 
 impl ModuleMapper for Initialise {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -97,7 +97,8 @@ impl ModuleVisitor for Values {
     }
 }
 
-fn weights(model: &Model) -> Vec<Vec<f32>> {
+/// Returns the values of all parameters of `model`, in order.
+pub fn weights<M: Module>(model: &M) -> Vec<Vec<f32>> {
     let mut values = Values(Vec::new());
     model.visit(&mut values);
     values.0
@@ -111,7 +112,7 @@ fn config(clip: Option<f64>) -> AdamWConfig {
 }
 
 /// Losses of a rank, and final weights.
-type Trained = (Vec<f32>, Vec<Vec<f32>>);
+pub type Trained = (Vec<f32>, Vec<Vec<f32>>);
 
 fn train(
     group: &ProcessGroup,
@@ -175,13 +176,8 @@ fn one_after_the_other(size: usize, recipe: &str, clip: Option<f64>) -> Vec<Trai
         ranks = ranks
             .into_iter()
             .map(|(model, mut optimizer)| {
-                let mut mean = Mean {
-                    of: &gradients,
-                    to: GradientsParams::new(),
-                };
-                model.visit(&mut mean);
-                let model = optimizer.step(RATE, model, mean.to);
-                (model, optimizer)
+                let mean = mean(&model, &gradients);
+                (optimizer.step(RATE, model, mean), optimizer)
             })
             .collect();
     }
@@ -189,7 +185,15 @@ fn one_after_the_other(size: usize, recipe: &str, clip: Option<f64>) -> Vec<Trai
     losses.into_iter().zip(ranks).collect()
 }
 
-/// Means of gradients, summed in rank order.
+/// Returns the means of the gradients of `model` of all ranks, summed in rank order.
+pub fn mean<M: Module>(model: &M, of: &[GradientsParams]) -> GradientsParams {
+    let to = GradientsParams::new();
+    let mut mean = Mean { of, to };
+    model.visit(&mut mean);
+    mean.to
+}
+
+/// Visitor of [`mean`].
 struct Mean<'a> {
     of: &'a [GradientsParams],
     to: GradientsParams,

@@ -1,6 +1,6 @@
 //! Layers and training on several ranks, as threads with loopback groups.
 
-mod data;
+pub mod data;
 mod experts;
 mod functions;
 mod gathered_experts;

@@ -1,0 +1,145 @@
+//! Decorated models on several ranks: exchanges of marked parameters.
+//!
+//! Burn attaches at most one reparameterization to a parameter. The exchange of a marked parameter
+//! is therefore a part of its mark, which applies it before it marks the value.
+
+use std::collections::HashMap;
+
+use burn_core::module::{
+    Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
+};
+use burn_core::tensor::Tensor;
+
+use super::mark::{Mark, marks};
+use super::{Marker, undecorate};
+use crate::ops::WeightIdentity;
+use crate::parallel::{Averaged, Sharded};
+
+/// Exchange of a marked parameter with other ranks.
+#[derive(Clone, Debug)]
+pub(crate) enum Exchanged {
+    /// Replicated: the gradient is averaged.
+    Averaged(Averaged),
+    /// Sharded: the value is gathered, and the gradient reduced to that of the shard.
+    Sharded(Sharded),
+}
+
+impl From<Averaged> for Exchanged {
+    fn from(averaged: Averaged) -> Self {
+        Self::Averaged(averaged)
+    }
+}
+
+impl From<Sharded> for Exchanged {
+    fn from(sharded: Sharded) -> Self {
+        Self::Sharded(sharded)
+    }
+}
+
+impl Exchanged {
+    /// Returns the whole value of the parameter that holds `base`.
+    pub(super) fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        match self {
+            Self::Averaged(averaged) => averaged.apply(base),
+            Self::Sharded(sharded) => sharded.apply(base),
+        }
+    }
+
+    /// Returns the identity of the whole weight whose parameter holds `base`, the key of its cached
+    /// operands. A gathered weight has none: no later forward gathers the same tensor, so the cache
+    /// would only keep its operands alive.
+    pub(super) fn identity<const D: usize>(&self, base: &Tensor<D>) -> Option<WeightIdentity> {
+        match self {
+            Self::Averaged(_) => WeightIdentity::of([base]),
+            Self::Sharded(_) => None,
+        }
+    }
+
+    /// Shows the exchange to `visitor` as the reparameterization that it is without a mark.
+    pub(super) fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        let name = match self {
+            Self::Averaged(_) => Averaged::NAME,
+            Self::Sharded(_) => Sharded::NAME,
+        };
+        visitor.enter_module(name, "Reparameterization");
+        visitor.exit_module(name, "Reparameterization");
+    }
+}
+
+/// Version of [`Module::apply_reparameterization`] for exchanges between ranks, for a `model` that
+/// may be decorated.
+pub(crate) fn reparameterize<M, R>(model: M, mut exchanges: R) -> M
+where
+    M: Module,
+    R: Reparameterizer,
+    R::Reparam: Into<Exchanged>,
+{
+    let marks = marks(&model);
+    if marks.is_empty() {
+        return model.apply_reparameterization(exchanges);
+    }
+    let model = undecorate(model).apply_reparameterization(Unmarked {
+        marks: &marks,
+        exchanges: &mut exchanges,
+    });
+    model.apply_reparameterization(Marked { marks, exchanges })
+}
+
+/// Version of [`Module::materialize`] for a `model` that may be decorated: gathers its parameters,
+/// and keeps the marks.
+pub(crate) fn gathered<M: Module>(model: M) -> M {
+    let marks = marks(&model).into_iter().map(|(id, mark)| {
+        let exchanged = None;
+        (id, Mark { exchanged, ..mark })
+    });
+    let marks = marks.collect();
+    undecorate(model).apply_reparameterization(Marker { marks })
+}
+
+/// Adds the exchanges of parameters without a mark.
+struct Unmarked<'a, R> {
+    marks: &'a HashMap<ParamId, Mark>,
+    exchanges: &'a mut R,
+}
+
+impl<R: Reparameterizer> Reparameterizer for Unmarked<'_, R> {
+    type Reparam = R::Reparam;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<R::Reparam>) {
+        match self.marks.contains_key(&param.id) {
+            true => (param, None),
+            false => self.exchanges.reparameterize(path, param),
+        }
+    }
+}
+
+/// Adds the marks, with the exchanges of their parameters.
+struct Marked<R> {
+    marks: HashMap<ParamId, Mark>,
+    exchanges: R,
+}
+
+impl<R> Reparameterizer for Marked<R>
+where
+    R: Reparameterizer,
+    R::Reparam: Into<Exchanged>,
+{
+    type Reparam = Mark;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Mark>) {
+        let Some(mark) = self.marks.get(&param.id).cloned() else {
+            return (param, None);
+        };
+        let (param, exchanged) = self.exchanges.reparameterize(path, param);
+        let exchanged = exchanged.map(Into::into);
+        (param, Some(Mark { exchanged, ..mark }))
+    }
+}
