@@ -85,12 +85,12 @@ pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
 ///   separate global scales. It quantizes them, and gathers codes, block scales and amax values in
 ///   the same way, for any number of rows.
 /// - In high precision both gather values in the dtype of the activations.
-/// - A layer of a [decorated](crate::decorate()) module gathers the weight in its dtype, and frees
-///   it once the forward GEMM has run: it keeps the quantized operands for the backward. In lenient
-///   mode, autodiff keeps the weight as well. Decorate the module before it is sharded.
 /// - Other layers gather the parameter in its dtype, and keep it. So do these two while telemetry
 ///   is on, and if the recipe applies MS-EDEN to weights, for which each rank draws different
 ///   signs.
+/// - A layer of a [decorated](crate::decorate()) module gathers the weight in its dtype, and frees
+///   it once the forward GEMM has run: it keeps the quantized operands for the backward. In lenient
+///   mode, autodiff keeps the weight as well. Decorate the module before it is sharded.
 ///
 /// The gradient of a parameter is this rank's shard of the mean over the ranks, which each have a
 /// shard of the batch. The mean is computed concurrently with the rest of the backward: call
