@@ -4,13 +4,15 @@
 //! is therefore a part of its mark, which applies it before it marks the value.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use burn_core::module::{
     Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
 use burn_core::tensor::Tensor;
 
-use super::mark::{Mark, marks};
+use super::call::Layer;
+use super::mark::{Kind, Mark, marks};
 use super::{Marker, undecorate};
 use crate::ops::WeightIdentity;
 use crate::parallel::{Averaged, Sharded};
@@ -82,7 +84,11 @@ where
         marks: &marks,
         exchanges: &mut exchanges,
     });
-    model.apply_reparameterization(Marked { marks, exchanges })
+    model.apply_reparameterization(Marked {
+        marks,
+        exchanges,
+        weight: None,
+    })
 }
 
 /// Version of [`Module::materialize`] for a `model` that may be decorated: gathers its parameters,
@@ -118,9 +124,15 @@ impl<R: Reparameterizer> Reparameterizer for Unmarked<'_, R> {
 }
 
 /// Adds the marks, with the exchanges of their parameters.
+///
+/// A bias is exchanged only if the weight of its layer is. Autodiff visits operations by their
+/// distance from the parameters: with an exchange of the bias alone, its mark would ask for the
+/// gradient before the GEMM that computes it.
 struct Marked<R> {
     marks: HashMap<ParamId, Mark>,
     exchanges: R,
+    /// Layer of the last exchanged weight. Burn visits the bias of a layer after its weight.
+    weight: Option<Arc<Layer>>,
 }
 
 impl<R> Reparameterizer for Marked<R>
@@ -138,7 +150,15 @@ where
         let Some(mark) = self.marks.get(&param.id).cloned() else {
             return (param, None);
         };
+        let is_of_weight = |layer: &Arc<Layer>| Arc::ptr_eq(layer, &mark.layer);
+        if mark.kind == Kind::Bias && !self.weight.as_ref().is_some_and(is_of_weight) {
+            let exchanged = None;
+            return (param, Some(Mark { exchanged, ..mark }));
+        }
         let (param, exchanged) = self.exchanges.reparameterize(path, param);
+        if exchanged.is_some() {
+            self.weight = Some(mark.layer.clone());
+        }
         let exchanged = exchanged.map(Into::into);
         (param, Some(Mark { exchanged, ..mark }))
     }

@@ -198,7 +198,13 @@ fn ranks_train_as_one_thread_does() {
             Layout::Sharded,
         ] {
             let found = on_ranks(ranks, |group| train(&group, &decorator(), layout));
-            assert_eq!(found, expected, "{layout:?} on {ranks} ranks");
+            for (rank, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let what = format!("{layout:?}, rank {rank} of {ranks}");
+                assert_eq!(found.0, expected.0, "{what}: losses");
+                for (index, (found, expected)) in found.1.iter().zip(&expected.1).enumerate() {
+                    assert!(found == expected, "{what}: parameter {index}");
+                }
+            }
         }
     }
 }
