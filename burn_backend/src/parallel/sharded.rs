@@ -99,8 +99,9 @@ pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
 /// program.
 ///
 /// Modules need no change, including those of burn-nn: [`Param::val`] gathers. Code that reads the
-/// shape of a parameter itself sees that of the shard. [`gather`] and `Module::materialize` restore
-/// the unsharded parameters.
+/// shape of a parameter itself sees that of the shard; burn-nn's `PositionWiseFeedForward` compares
+/// its input with it, and panics. [`gather`] and `Module::materialize` restore the unsharded
+/// parameters.
 ///
 /// [`Nvfp4Linear`]: crate::Nvfp4Linear
 /// [`Nvfp4GroupedLinear`]: crate::Nvfp4GroupedLinear

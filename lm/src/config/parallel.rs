@@ -139,6 +139,11 @@ impl RunConfig {
             "{flag} is true and optimizer is muon, but it must be adamw: Muon orthogonalises whole \
              matrices"
         );
+        ensure!(
+            !self.fsdp || self.decorate.is_none(),
+            "fsdp is true and decorate is given, but Burn's feed-forward reads the shape of its \
+             weight, of which a rank has a shard: leave out one of them, or give zero1"
+        );
         Ok(())
     }
 
