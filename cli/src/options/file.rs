@@ -1,8 +1,7 @@
 //! Files of options (`--config`).
 //!
-//! `train` lays the values of the file over those of a preset, except [`OF_SESSION`]. For these and
-//! for `finetune` and `pretrain`, the values become arguments of the command line, so that all rules
-//! of its parser apply to them.
+//! The values of a file become arguments of the command line, so that all rules of its parser apply
+//! to them. `train` lays those that are not in [`OF_SESSION`] over the values of a preset instead.
 
 use std::any::TypeId;
 use std::ffi::OsString;
@@ -17,10 +16,14 @@ use serde_json::{Map, Value};
 /// Values by key: the name of a flag with `_` instead of `-`.
 pub(crate) type Fields = Map<String, Value>;
 
-/// Commands whose files become arguments.
-const COMMANDS: [&str; 2] = ["finetune", "pretrain"];
 /// Keys of a file of `train` that become arguments: a preset has no values for them.
 pub(crate) const OF_SESSION: [&str; 3] = ["out", "stop_at", "tensorboard"];
+/// Commands with files, and the keys of their files that become arguments; `None` if all do.
+const COMMANDS: [(&str, Option<&[&str]>); 3] = [
+    ("finetune", None),
+    ("pretrain", None),
+    ("train", Some(&OF_SESSION)),
+];
 /// Arguments that a file cannot have: they select or print it, name another run, or are of all
 /// commands.
 const NO_KEYS: [&str; 6] = [
@@ -92,11 +95,10 @@ pub(crate) fn parsed<C: Parser>(arguments: Vec<OsString>) -> Result<C> {
     let command = C::command();
     let arguments = with_file(&command, arguments)?;
     let mut matches = command.clone().try_get_matches_from(arguments)?;
-    if let Some((options, of_command)) = of_command(&command, &matches)
-        && COMMANDS.contains(&options.get_name())
-        && of_command.get_flag("print_config")
+    if let Some((options, given, None)) = of_command(&command, &matches)
+        && given.get_flag("print_config")
     {
-        let printed = printed(options, of_command)?;
+        let printed = printed(options, given)?;
         println!("{}", serde_json::to_string_pretty(&printed)?);
         std::process::exit(0);
     }
@@ -104,14 +106,15 @@ pub(crate) fn parsed<C: Parser>(arguments: Vec<OsString>) -> Result<C> {
     Ok(parsed.map_err(|error| error.format(&mut C::command()))?)
 }
 
-/// Returns the command that runs, with its arguments, if a file can have arguments of it.
+/// Returns the command that runs, its arguments and the keys of its file that become arguments, if
+/// it is one of [`COMMANDS`].
 fn of_command<'a>(
     command: &'a Command,
     matches: &'a ArgMatches,
-) -> Option<(&'a Command, &'a ArgMatches)> {
+) -> Option<(&'a Command, &'a ArgMatches, Option<&'static [&'static str]>)> {
     let (name, matches) = matches.subcommand()?;
-    let is_one = name == "train" || COMMANDS.contains(&name);
-    is_one.then(|| Some((command.find_subcommand(name)?, matches)))?
+    let (_, passed) = COMMANDS.into_iter().find(|(command, _)| *command == name)?;
+    Some((command.find_subcommand(name)?, matches, passed))
 }
 
 /// Inserts the values of a `--config` file into `arguments`, except those that `arguments` override
@@ -122,7 +125,7 @@ fn with_file(command: &Command, arguments: Vec<OsString>) -> Result<Vec<OsString
     let Ok(matches) = lenient.try_get_matches_from(&arguments) else {
         return Ok(arguments);
     };
-    let Some((options, given)) = of_command(command, &matches) else {
+    let Some((options, given, passed)) = of_command(command, &matches) else {
         return Ok(arguments);
     };
     let Some(path) = given.get_one::<PathBuf>("config") else {
@@ -137,8 +140,8 @@ fn with_file(command: &Command, arguments: Vec<OsString>) -> Result<Vec<OsString
             || options.get_arg_conflicts_with(right).contains(&left)
     };
     let mut file = OptionsFile::read(path)?;
-    if !COMMANDS.contains(&options.get_name()) {
-        file.fields.retain(|key, _| OF_SESSION.contains(&&**key));
+    if let Some(passed) = passed {
+        file.fields.retain(|key, _| passed.contains(&&**key));
     }
     let (mut before, mut flags) = (Vec::new(), Vec::new());
     for (key, value) in &file.fields {
