@@ -22,7 +22,7 @@ use nvfp4_lm::train::Checkpoint;
 use crate::adapter;
 use crate::chat::converse;
 use crate::device::install_decorator;
-use crate::options::shared::{DecodingOptions, InferenceOptions, KvName};
+use crate::options::shared::{DecodingOptions, InferenceOptions};
 use crate::terminal::note;
 
 /// Default limit on the number of generated tokens.
@@ -172,7 +172,7 @@ impl Generate {
             sampling,
             eos: settings.eos.clone(),
             graph: self.decoding.graph(name),
-            kv: self.decoding.kv.map(KvName::precision),
+            kv: self.decoding.kv,
             ..Generation::greedy(0)
         };
         let mut writer = TextWriter {

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::FloatDType;
 use clap::Args;
 use fnv::FnvHasher;
-use nvfp4_lm::decoder::Decoder;
+use nvfp4_lm::decoder::{Decoder, KvPrecision};
 use nvfp4_lm::eval::Windows;
 use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::hf::{DecoderConfig, NewFolder};
@@ -24,7 +24,7 @@ use nvfp4_lm::tokens::Texts;
 use regex::Regex;
 
 use crate::device::ComputeType;
-use crate::options::shared::{DeviceOption, JsonOption, KvName, OutFolder};
+use crate::options::shared::{DeviceOption, JsonOption, OutFolder};
 use crate::perplexity::{TextsPerplexity, perplexity, windows};
 use crate::terminal::warn;
 use interrupt::Interrupt;
@@ -104,7 +104,7 @@ pub(crate) struct Quantize {
     /// For fp8, the folder contains the scales of the cache: amax / 448 per layer; keys are
     /// measured after the rotary embedding. Requires --calibration.
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
-    kv: KvName,
+    kv: KvPrecision,
     /// Calibrate on the texts in these files and folders, with an f32 forward pass
     ///
     /// Provides the importance of each input feature (`search`, `gptq`), second moments (`gptq`),
@@ -309,7 +309,7 @@ impl Quantize {
             exclude: regexes("exclude", &self.exclude)?,
             fp8: regexes("fp8", &self.fp8)?,
             input_scale: scale,
-            kv_cache_fp8: self.kv == KvName::Fp8,
+            kv_cache_fp8: self.kv == KvPrecision::Fp8,
             smooth: self.smooth,
             formats: None,
         })

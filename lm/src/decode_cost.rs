@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::json;
 
@@ -13,15 +14,17 @@ use crate::decoder::{DecodeSteps, Decoder, FrozenForm, HeadPrecision, KvCache, K
 use crate::hf::DecoderConfig;
 
 /// Shape of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 pub enum Shape {
-    /// Llama 3.2 1B: 16 layers of width 2048, head dimension 64, tied embeddings.
+    /// Llama 3.2 1B: 16 layers of width 2048, head dimension 64, tied embeddings
     #[serde(rename = "llama-3.2-1b")]
+    #[value(name = "llama-3.2-1b")]
     Llama1b,
-    /// Llama 3.1 8B: 32 layers of width 4096, head dimension 128.
+    /// Llama 3.1 8B: 32 layers of width 4096, head dimension 128
     #[serde(rename = "llama-3.1-8b")]
+    #[value(name = "llama-3.1-8b")]
     Llama8b,
-    /// Two layers of width 64, for tests.
+    /// Two layers of width 64, for tests
     #[serde(rename = "tiny")]
     Tiny,
 }

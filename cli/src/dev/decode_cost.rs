@@ -9,31 +9,8 @@ use serde::Serialize;
 use super::measure::MeasureOptions;
 use crate::device::hardware;
 use crate::kernels;
-use crate::options::shared::{ComputeOptions, DecodingOptions, KvName};
+use crate::options::shared::{ComputeOptions, DecodingOptions};
 use crate::terminal::note;
-
-/// Named shape.
-#[derive(Clone, Copy, ValueEnum)]
-enum ShapeName {
-    /// Llama 3.2 1B
-    #[value(name = "llama-3.2-1b")]
-    Llama1b,
-    /// Llama 3.1 8B
-    #[value(name = "llama-3.1-8b")]
-    Llama8b,
-    /// Two layers of width 64, for tests
-    Tiny,
-}
-
-impl ShapeName {
-    fn shape(self) -> Shape {
-        match self {
-            Self::Llama1b => Shape::Llama1b,
-            Self::Llama8b => Shape::Llama8b,
-            Self::Tiny => Shape::Tiny,
-        }
-    }
-}
 
 #[derive(Args)]
 pub(crate) struct CostOfDecoding {
@@ -43,7 +20,7 @@ pub(crate) struct CostOfDecoding {
         value_delimiter = ',',
         default_value = "llama-3.2-1b,llama-3.1-8b"
     )]
-    shapes: Vec<ShapeName>,
+    shapes: Vec<Shape>,
     /// Prefill a prompt of this many tokens
     #[arg(long, value_name = "N", default_value_t = 2048)]
     prompt_length: usize,
@@ -79,14 +56,12 @@ impl CostOfDecoding {
             rounds: self.measure.rounds,
             graph: decoding.graph(name),
             // Random weights are in no folder whose cache is quantized.
-            kv: decoding
-                .kv
-                .map_or(KvPrecision::Activations, KvName::precision),
+            kv: decoding.kv.unwrap_or(KvPrecision::Activations),
             head: decoding.head.unwrap_or_default(),
         };
         let mut results = Vec::new();
-        for shape in &self.shapes {
-            let cost = measure(shape.shape(), &device, dtype, effort)?;
+        for shape in self.shapes {
+            let cost = measure(shape, &device, dtype, effort)?;
             print(&cost);
             self.measure.print_kernels("  ", &cost.kernels);
             results.push(cost);
@@ -99,9 +74,10 @@ impl CostOfDecoding {
 }
 
 fn print(cost: &DecodeCost) {
+    let shape = cost.shape.to_possible_value().expect("no shape is hidden");
     println!(
         "{}: first token after {:.2} s, prefill of {} x {} tokens {:.2} ms ({:.0} tokens/s)",
-        shape_name(cost.shape),
+        shape.get_name(),
         cost.first_token,
         cost.batch,
         cost.prompt,
@@ -126,13 +102,5 @@ fn print(cost: &DecodeCost) {
             bandwidth / 1e9,
             100.0 * share
         );
-    }
-}
-
-fn shape_name(shape: Shape) -> &'static str {
-    match shape {
-        Shape::Llama1b => "llama-3.2-1b",
-        Shape::Llama8b => "llama-3.1-8b",
-        Shape::Tiny => "tiny",
     }
 }

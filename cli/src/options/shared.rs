@@ -92,24 +92,6 @@ pub(crate) struct InferenceOptions {
     pub(crate) compute: ComputeOptions,
 }
 
-/// Storage format of keys and values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum KvName {
-    /// The type of the activations
-    Bf16,
-    /// FP8 (E4M3), with one scale for the keys and one for the values per layer
-    Fp8,
-}
-
-impl KvName {
-    pub(crate) fn precision(self) -> KvPrecision {
-        match self {
-            Self::Bf16 => KvPrecision::Activations,
-            Self::Fp8 => KvPrecision::Fp8,
-        }
-    }
-}
-
 /// Storage and launches of decoding.
 #[derive(Debug, Clone, Copy, Args)]
 #[group(skip)]
@@ -117,7 +99,7 @@ pub(crate) struct DecodingOptions {
     /// Store keys and values in this format [default: fp8 if the model's folder quantizes the
     /// cache, else bf16]
     #[arg(long, value_name = "TYPE")]
-    pub(crate) kv: Option<KvName>,
+    pub(crate) kv: Option<KvPrecision>,
     /// Compute the logits with the head in this precision; a lower one decodes faster and changes
     /// the logits slightly [default: stored]
     #[arg(long, value_name = "TYPE")]

@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nvfp4::attention::Sequences;
 use burn_nvfp4::decode::{KvFormat, KvLayer, KvShape, Places};
+use clap::ValueEnum;
 
 use crate::hf::DecoderConfig;
 
@@ -12,12 +13,14 @@ use crate::hf::DecoderConfig;
 pub(super) const FEW: usize = 8;
 
 /// Storage format of keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KvPrecision {
-    /// Type of the model's activations.
+    /// The type of the activations
+    #[value(name = "bf16")]
     Activations,
-    /// FP8 (E4M3). All keys and all values of a layer share one scale factor each, from the model's
-    /// folder, or 1.
+    /// FP8 (E4M3), with one scale for the keys and one for the values per layer
+    ///
+    /// The scales are those of the model's folder, or 1.
     Fp8,
 }
 
