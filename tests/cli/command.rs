@@ -9,14 +9,7 @@ use crate::support::*;
 fn commands_of_developers_are_in_one_group() {
     let help = succeeds(nvfp4("dev --help", &[]));
     let all = succeeds(nvfp4("--help", &[]));
-    for name in [
-        "cost",
-        "decode-cost",
-        "finetune-cost",
-        "oracle",
-        "soak",
-        "study",
-    ] {
+    for name in ["cost", "decode-cost", "finetune-cost", "oracle", "study"] {
         let has = |help: &str| {
             let mut listed = help.lines().filter_map(|line| line.strip_prefix("  "));
             listed.any(|line| line.split(' ').next() == Some(name))

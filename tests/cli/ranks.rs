@@ -4,6 +4,11 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+#[cfg(target_os = "linux")]
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 use crate::support::*;
 
@@ -246,53 +251,59 @@ fn a_resumed_run_of_ranks_reaches_the_same_bytes() {
     }
 }
 
-/// Runs of ranks produce the same bytes each time. Killing a rank ends the run within seconds, and
-/// the run resumes from its checkpoint to the bytes of an undisturbed run.
+/// Returns the process of `rank`, which `launcher` started.
+#[cfg(target_os = "linux")]
+fn process_of(rank: &str, launcher: u32) -> String {
+    let children = format!("/proc/{launcher}/task/{launcher}/children");
+    let children = fs::read_to_string(children).unwrap();
+    let variable = format!("RANK={rank}");
+    let mut children = children.split_whitespace();
+    let found = children.find(|child| {
+        let environment = fs::read(format!("/proc/{child}/environ")).unwrap_or_default();
+        let mut variables = environment.split(|byte| *byte == 0);
+        variables.any(|text| text == variable.as_bytes())
+    });
+    found.expect("the rank runs").to_owned()
+}
+
+/// Killing a rank ends the run within seconds, and the run resumes from its checkpoint to the bytes
+/// of an undisturbed run.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_soak_kills_ranks_of_runs_which_resume() {
-    let out = folder("ranks-soak").join("new");
-    let soak = |more: &str, command: &str| {
-        let options = format!("dev soak --steps 30 --seed 1 --limit 120 {more} --out");
-        let command = format!("-- {command} {SMALL} --warmup 2");
-        let mut rest = vec![out.to_str().unwrap()];
-        rest.extend(command.split_whitespace());
-        rest.extend(["--data", text()]);
-        nvfp4(&options, &rest)
-    };
-    let few = "--runs 2 --kills 2";
-    fails(soak("--runs 0", "train"), &["runs is 0", "at least 1"]);
-    fails(soak(few, "study"), &["study", "train"]);
-    fails(soak(few, "train --steps 4"), &["--steps", "leave it out"]);
-    fails(soak(few, "train --tp 3"), &["first run", "tp is 3"]);
-    assert!(!out.join("soak.json").exists());
-
-    let said = succeeds(soak(few, "train --fsdp"));
-    assert!(said.contains("undisturbed"), "{said}");
-    let report = json(&out.join("soak.json"));
-    assert_eq!(report["command"][1], "--fsdp");
-    let runs = report["runs"].as_array().unwrap();
-    let kills = report["kills"].as_array().unwrap();
-    assert_eq!((runs.len(), kills.len()), (2, 2));
-    assert!(runs.iter().all(|run| run["outcome"] == "same"));
-    for kill in kills {
-        assert_eq!(kill["resumed"]["outcome"], "same");
-        assert_eq!(
-            (&kill["late"], &kill["code"]),
-            (&false.into(), &(128 + 9).into())
+fn a_run_whose_rank_is_killed_resumes() {
+    let [whole, killed] = ["whole", "killed"].map(|name| folder(&format!("ranks-kill-{name}")));
+    let start = |out: &Path| {
+        let run = "--steps 100 --warmup 2 --log-every 10 --eval-every 100 --checkpoint-every 10";
+        let mut command = command(
+            &format!("launch --gpus 2 -- train {SMALL} {run} --no-compare --fsdp"),
+            &["--data", text(), "--out", out.to_str().unwrap()],
         );
-        assert!(kill["end_seconds"].as_f64().unwrap() < 30.0);
-        let problem = kill["problem"].as_str().unwrap();
-        let name = format!("rank {} failed (signal: 9", kill["rank"]);
-        assert!(problem.contains(&name), "{problem}");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    succeeds(start(&whole).wait_with_output().unwrap());
+    let mut launcher = start(&killed);
+    let metrics = killed.join("nvidia").join("metrics.csv");
+    let has_checkpoint = || fs::read_to_string(&metrics).is_ok_and(|rows| rows.contains("\n20,"));
+    while !has_checkpoint() {
+        assert_eq!(launcher.try_wait().unwrap(), None);
+        thread::sleep(Duration::from_millis(2));
     }
-    // The folders of runs that match are removed.
-    let left = fs::read_dir(&out)
-        .unwrap()
-        .map(|file| file.unwrap().file_name());
-    let left: Vec<_> = left.filter(|name| name != "run-0.log").collect();
-    assert_eq!(left, ["soak.json"]);
-    fails(soak(few, "train --fsdp"), &["already holds a soak"]);
+    let began = Instant::now();
+    let kill = format!("kill -KILL -{}", process_of("1", launcher.id()));
+    assert!(
+        Command::new("sh")
+            .args(["-c", &kill])
+            .status()
+            .unwrap()
+            .success()
+    );
+    let ended = launcher.wait_with_output().unwrap();
+    assert!(began.elapsed() < Duration::from_secs(30));
+    assert_eq!(ended.status.code(), Some(128 + 9));
+    fails(ended, &["rank 1 failed (signal: 9"]);
+    succeeds(resume(2, &killed));
+    assert_same_files(&whole, &killed, "nvidia");
 }
 
 /// Without the launcher, which ends the other ranks itself.

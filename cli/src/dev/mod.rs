@@ -6,7 +6,6 @@ mod finetune_cost;
 mod measure;
 mod name;
 mod oracle;
-mod soak;
 mod study;
 
 use std::process::ExitCode;
@@ -37,12 +36,6 @@ enum Task {
     FinetuneCost(Box<finetune_cost::CostOfFinetuning>),
     /// Compare undocumented device behaviour with the CPU oracle
     Oracle(oracle::Oracle),
-    /// Launch many short multi-rank runs, kill ranks in some of them, and compare the results
-    ///
-    /// Example: `nvfp4 dev soak --gpus 2 --out soak -- train --preset 10m --fsdp`. Exit codes: 3 if
-    /// a launch hung, 4 if one failed, 5 if the bytes of a run differ from those of the first, 0
-    /// otherwise.
-    Soak(soak::Soak),
     /// Train with several recipes and seeds and report the losses; resumes an unfinished study
     Study(study::Study),
 }
@@ -55,7 +48,6 @@ impl Dev {
             Task::DecodeCost(cost) => alone("decode-cost", || cost.run().map(done)),
             Task::FinetuneCost(cost) => alone("finetune-cost", || cost.run().map(done)),
             Task::Oracle(oracle) => alone("oracle", || oracle.run().map(done)),
-            Task::Soak(soak) => alone("soak", || soak.run()),
             Task::Study(study) => alone("study", || study.run()),
         }
     }

@@ -1,10 +1,10 @@
-//! `nvfp4 dev soak`: launches many multi-rank runs, kills ranks in some of them, and compares the
+//! `cargo xtask soak`: launches many multi-rank runs, kills ranks in some of them, and compares the
 //! results.
 
+mod output;
 mod process;
 mod report;
 
-use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,17 +14,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::Args;
-use fnv::FnvHasher;
-use nvfp4_lm::checkpoint::{self, write_json};
-use nvfp4_lm::metrics::{METRICS, Row, read_metrics};
+
+use crate::workspace;
+use output::{METRICS, RunOutput, rows_in};
 use process::{End, Launched};
 use report::{KilledRun, Outcome, Report, UndisturbedRun};
 
 /// Seconds within which all processes must end after a rank was killed.
 const END_LIMIT: u64 = 30;
-/// Files that differ from run to run: timings, and checksums of them.
-const OF_TIME: [&str; 2] = ["timing.json", "manifest.json"];
 /// Options of `train` that the soak sets itself.
 const OWN_OPTIONS: [&str; 6] = [
     "--out",
@@ -36,8 +33,9 @@ const OWN_OPTIONS: [&str; 6] = [
 ];
 const NO_COMPARE: &str = "--no-compare";
 
-#[derive(Args)]
-pub(crate) struct Soak {
+/// Options of `cargo xtask soak`.
+#[derive(clap::Args)]
+pub struct Args {
     /// Start this many ranks, each with one GPU
     #[arg(
         long,
@@ -65,54 +63,72 @@ pub(crate) struct Soak {
     /// runs that match the first are removed
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Run this program [default: nvfp4, built with optimizations and the features cpu and cuda]
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
     /// `train` and its options, after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 
-impl Soak {
-    pub(crate) fn run(self) -> Result<ExitCode> {
-        self.check()?;
-        fs::create_dir_all(&self.out)
-            .with_context(|| format!("out {} cannot be made", self.out.display()))?;
-        let text = |part: &OsString| part.to_string_lossy().into_owned();
-        let report = Report {
-            command: self.command.iter().map(text).collect(),
-            gpus: self.gpus,
-            steps: self.steps,
-            seed: self.seed,
-            limit: self.limit,
-            end_limit: END_LIMIT,
-            runs: Vec::new(),
-            kills: Vec::new(),
-        };
-        let mut session = Session {
-            options: &self,
-            first: None,
-            report,
-        };
-        for number in 0..self.runs {
-            session.undisturbed(number)?;
+/// Launches the runs, kills ranks, and writes and prints the report. The exit code is that of
+/// [`Report::code`].
+///
+/// # Errors
+/// Returns an error if an option is not valid, if the first run fails, or if too few kills come
+/// before the end of their runs.
+pub fn run(args: &Args) -> Result<ExitCode> {
+    args.check()?;
+    fs::create_dir_all(&args.out)
+        .with_context(|| format!("out {} cannot be made", args.out.display()))?;
+    let text = |part: &OsString| part.to_string_lossy().into_owned();
+    let report = Report {
+        command: args.command.iter().map(text).collect(),
+        gpus: args.gpus,
+        steps: args.steps,
+        seed: args.seed,
+        limit: args.limit,
+        end_limit: END_LIMIT,
+        runs: Vec::new(),
+        kills: Vec::new(),
+    };
+    let mut session = Session {
+        options: args,
+        program: args.program()?,
+        first: None,
+        report,
+    };
+    for number in 0..args.runs {
+        session.undisturbed(number)?;
+    }
+    // A kill that comes after the end of the run is tried again.
+    for attempt in 0..2 * args.kills {
+        if session.report.kills.len() < args.kills {
+            session.killed(attempt)?;
         }
-        // A kill that comes after the end of the run is tried again.
-        for attempt in 0..2 * self.kills {
-            if session.report.kills.len() < self.kills {
-                session.killed(attempt)?;
-            }
+    }
+    let kills = session.report.kills.len();
+    ensure!(
+        kills == args.kills,
+        "{kills} of {} kills came before the end of their runs: give more --steps",
+        args.kills
+    );
+    let lines = session.report.lines();
+    lines.iter().for_each(|line| println!("{line}"));
+    println!("wrote {}", args.report_path().display());
+    Ok(ExitCode::from(session.report.code()))
+}
+
+impl Args {
+    /// Returns the program to launch; builds it if none is given.
+    fn program(&self) -> Result<PathBuf> {
+        if let Some(program) = &self.program {
+            return Ok(program.clone());
         }
-        let kills = session.report.kills.len();
-        ensure!(
-            kills == self.kills,
-            "{kills} of {} kills came before the end of their runs: give more --steps",
-            self.kills
-        );
-        session
-            .report
-            .lines()
-            .iter()
-            .for_each(|line| println!("{line}"));
-        println!("wrote {}", self.report_path().display());
-        Ok(ExitCode::from(session.report.code()))
+        let mut build = workspace::cargo();
+        build.args(["build", "--release", "--package", "nvfp4-cli"]);
+        workspace::spawn(build.args(["--features", workspace::FEATURES]))?;
+        Ok(workspace::target_folder()?.join("release/nvfp4"))
     }
 
     fn report_path(&self) -> PathBuf {
@@ -184,77 +200,21 @@ impl Soak {
     }
 }
 
-/// Result of a run: hashes of its files by name.
-struct Left {
-    /// Name of the recipe's subfolder.
-    recipe: OsString,
-    /// Hashes of the files of the last checkpoint, and of the rows of metrics.
-    files: BTreeMap<String, u64>,
-    /// Shortest time between two rows, in seconds.
-    interval: f64,
-}
-
-impl Left {
-    fn of(folder: &Path) -> Result<Self> {
-        let last = checkpoint::resolve(folder)?;
-        let hash = |bytes: &[u8]| {
-            let mut hasher = FnvHasher::default();
-            hasher.write(bytes);
-            hasher.finish()
-        };
-        let mut files = BTreeMap::new();
-        for file in fs::read_dir(&last)? {
-            let file = file?;
-            let name = file.file_name().to_string_lossy().into_owned();
-            if !OF_TIME.contains(&&name[..]) {
-                files.insert(name, hash(&fs::read(file.path())?));
-            }
-        }
-        let step = last.file_name().context("a checkpoint has a name")?;
-        files.insert(step.to_string_lossy().into_owned(), 0);
-        let of_recipe = last.parent().context("a checkpoint is in a folder")?;
-        let rows = read_metrics(&of_recipe.join(METRICS))?;
-        let timeless = rows.iter().map(|row| Row {
-            tokens_per_s: None,
-            ..*row
-        });
-        let text = format!("{:?}", timeless.collect::<Vec<_>>());
-        files.insert(METRICS.into(), hash(text.as_bytes()));
-        let seconds = rows.windows(2).filter_map(|pair| {
-            let tokens = (pair[1].tokens - pair[0].tokens) as f64;
-            Some(tokens / pair[1].tokens_per_s?)
-        });
-        let interval = seconds.reduce(f64::min).unwrap_or_default();
-        let recipe = of_recipe.file_name().context("a recipe has a folder")?;
-        Ok(Self {
-            recipe: recipe.into(),
-            files,
-            interval,
-        })
-    }
-
-    /// Returns the names of the files that differ.
-    fn differences(&self, other: &Self) -> Vec<String> {
-        let names = self.files.keys().chain(other.files.keys());
-        let mut names: Vec<String> = names
-            .filter(|name| self.files.get(*name) != other.files.get(*name))
-            .cloned()
-            .collect();
-        names.sort();
-        names.dedup();
-        names
-    }
-}
-
 /// A soak in progress.
 struct Session<'a> {
-    options: &'a Soak,
+    options: &'a Args,
+    /// Program that launches the ranks.
+    program: PathBuf,
     /// Result of the first run, once it has finished.
-    first: Option<Left>,
+    first: Option<RunOutput>,
     report: Report,
 }
 
 impl Session<'_> {
+    fn launch(&self, command: &[OsString], log: &Path) -> Result<Launched> {
+        Launched::start(&self.program, self.options.gpus, command, log)
+    }
+
     fn limit(&self) -> Instant {
         Instant::now() + Duration::from_secs(self.options.limit)
     }
@@ -280,7 +240,7 @@ impl Session<'_> {
     /// Launches `command`, which trains into `folder`, and waits for its end.
     fn finish(&mut self, command: &[OsString], folder: &Path) -> Result<UndisturbedRun> {
         let began = Instant::now();
-        let mut launched = Launched::start(self.options.gpus, command, &log_of(folder))?;
+        let mut launched = self.launch(command, &log_of(folder))?;
         let end = launched.wait(self.limit())?;
         let seconds = began.elapsed().as_secs_f64();
         let outcome = match end {
@@ -306,7 +266,7 @@ impl Session<'_> {
     /// Compares the result in `folder` with that of the first run. The first call records the
     /// result.
     fn compare(&mut self, folder: &Path) -> Result<Outcome> {
-        let left = Left::of(folder)?;
+        let left = RunOutput::of(folder)?;
         let differences = match &self.first {
             Some(first) => first.differences(&left),
             None => {
@@ -336,10 +296,10 @@ impl Session<'_> {
         let metrics = folder.join(&first.recipe).join(METRICS);
         let command = options.train(&folder);
         let log = log_of(&folder);
-        let mut launched = Launched::start(options.gpus, &command, &log)?;
+        let mut launched = self.launch(&command, &log)?;
         let deadline = self.limit();
         let last_step = || {
-            let rows = read_metrics(&metrics).unwrap_or_default();
+            let rows = rows_in(&metrics).unwrap_or_default();
             rows.last().map(|row| row.step)
         };
         while last_step().is_none_or(|step| step < after) {
@@ -419,7 +379,9 @@ impl Session<'_> {
 
     /// Called after each run, so that an interrupted soak keeps its findings.
     fn write(&self) -> Result<()> {
-        write_json(&self.options.report_path(), &self.report)
+        let text = serde_json::to_string_pretty(&self.report)? + "\n";
+        let path = self.options.report_path();
+        fs::write(&path, text).with_context(|| path.display().to_string())
     }
 }
 
@@ -436,13 +398,89 @@ fn remove(folder: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use nvfp4_test_support::Scratch;
+    use serde_json::{Value, json};
+
     use super::*;
+
+    /// Stand-in for `nvfp4 launch` on two ranks. Run 1 leaves other bytes than all others.
+    #[cfg(target_os = "linux")]
+    const PROGRAM: &str = r#"#!/bin/sh
+for word; do
+    case $before in
+    --out | --resume) folder=$word ;;
+    esac
+    before=$word
+done
+recipe="$folder/f32"
+mkdir -p "$recipe/checkpoint-30"
+echo "step,tokens,train_loss,valid_loss,lr,tokens_per_s" > "$recipe/metrics.csv"
+for step in 3 6 9 12 15 18 21 24 27 30; do
+    echo "$step,${step}00,4.0,,1e-3,9000.0" >> "$recipe/metrics.csv"
+done
+for rank in 0 1; do
+    RANK=$rank setsid sleep 0.4 &
+    ranks="$ranks $!"
+done
+for rank in $ranks; do
+    wait "$rank" || { code=$?; echo "error: a rank failed"; exit $code; }
+done
+case $folder in
+*run-1) echo other ;;
+*) echo weights ;;
+esac > "$recipe/checkpoint-30/model.bpk"
+"#;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn runs_are_compared_and_ranks_are_killed() {
+        let folder = Scratch::new("soak");
+        let program = folder.join("nvfp4");
+        fs::write(&program, PROGRAM).unwrap();
+        crate::setup::staging::make_executable(&program).unwrap();
+        let args = |command: &str| Args {
+            gpus: 2,
+            runs: 3,
+            kills: 2,
+            steps: 30,
+            limit: 60,
+            seed: 1,
+            out: folder.join("out"),
+            program: Some(program.clone()),
+            command: command.split(' ').map(OsString::from).collect(),
+        };
+        for (command, part) in [("study", "study"), ("train --steps 4", "--steps")] {
+            let error = run(&args(command)).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        run(&args("train --fsdp")).unwrap();
+        let report = fs::read(folder.join("out/soak.json")).unwrap();
+        let report: Value = serde_json::from_slice(&report).unwrap();
+        let outcomes: Vec<&Value> = (0..3).map(|run| &report["runs"][run]["outcome"]).collect();
+        assert_eq!(
+            json!(outcomes),
+            json!(["same", {"differs": ["model.bpk"]}, "same"])
+        );
+        for kill in report["kills"].as_array().unwrap() {
+            assert_eq!((&kill["late"], &kill["code"]), (&json!(false), &json!(137)));
+            assert_eq!(kill["problem"], "a rank failed");
+            assert_eq!(kill["resumed"]["outcome"], "same");
+        }
+        assert_eq!(report["kills"].as_array().unwrap().len(), 2);
+        // Only the folders of runs that differ are kept.
+        let kept = fs::read_dir(folder.join("out")).unwrap();
+        let mut kept: Vec<_> = kept.map(|file| file.unwrap().file_name()).collect();
+        kept.sort();
+        assert_eq!(kept, ["run-1", "run-1.log", "soak.json"]);
+        let again = run(&args("train")).unwrap_err().to_string();
+        assert!(again.contains("already holds a soak"), "{again}");
+    }
 
     /// Different seeds choose different ranks and steps, and over many seeds all of them.
     #[test]
     fn kills_are_drawn_by_the_seed() {
         let draws = |seed| {
-            let soak = Soak {
+            let soak = Args {
                 gpus: 4,
                 runs: 1,
                 kills: 40,
@@ -450,6 +488,7 @@ mod tests {
                 limit: 600,
                 seed,
                 out: PathBuf::new(),
+                program: None,
                 command: Vec::new(),
             };
             let draws =
@@ -463,19 +502,5 @@ mod tests {
             assert!((0..4).all(|rank| ranks.contains(&rank)), "{ranks:?}");
             assert_ne!(ranks[..4], ranks[4..8]);
         }
-    }
-
-    #[test]
-    fn what_differs_or_is_missing_is_named() {
-        let left = |files: &[(&str, u64)]| Left {
-            recipe: "f32".into(),
-            files: (files.iter().map(|(name, hash)| ((*name).into(), *hash))).collect(),
-            interval: 0.0,
-        };
-        let first = left(&[("model.bpk", 1), ("state.json", 2)]);
-        assert!(first.differences(&first).is_empty());
-        let other = left(&[("model.bpk", 3), ("optimizer.bpk", 2)]);
-        let expected = ["model.bpk", "optimizer.bpk", "state.json"];
-        assert_eq!(first.differences(&other), expected);
     }
 }

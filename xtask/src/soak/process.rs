@@ -8,8 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use nvfp4_parallel::environment::RANK;
 
+/// Environment variable with the number of a rank.
+const RANK: &str = "RANK";
 /// Polling interval for processes.
 const TICK: Duration = Duration::from_millis(2);
 
@@ -29,15 +30,19 @@ pub(super) struct Launched {
 }
 
 impl Launched {
-    /// Starts `command` of this program on `ranks` ranks.
+    /// Starts `command` of `program` on `ranks` ranks.
     ///
     /// # Errors
     /// Returns an error if the program cannot be started or `log` cannot be written.
-    pub(super) fn start(ranks: usize, command: &[OsString], log: &Path) -> Result<Self> {
-        let program = std::env::current_exe().context("the path of this program")?;
+    pub(super) fn start(
+        program: &Path,
+        ranks: usize,
+        command: &[OsString],
+        log: &Path,
+    ) -> Result<Self> {
         let output =
             File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
-        let launcher = Command::new(&program)
+        let launcher = Command::new(program)
             .args(["launch", "--gpus", &ranks.to_string(), "--"])
             .args(command)
             .stdin(Stdio::null())
@@ -131,12 +136,9 @@ impl Drop for Launched {
     }
 }
 
-/// Kills a rank and its children by SIGKILL.
-#[cfg(unix)]
+/// Kills a rank and its children by SIGKILL: a rank leads a process group with its number. Does
+/// nothing if they have ended.
 pub(super) fn kill(pid: u32) {
-    // SAFETY: no memory is passed. A rank leads a process group with its number.
-    unsafe { libc::killpg(pid as libc::pid_t, libc::SIGKILL) };
+    let mut shell = Command::new("sh");
+    let _ = shell.args(["-c", &format!("kill -KILL -{pid}")]).output();
 }
-
-#[cfg(not(unix))]
-pub(super) fn kill(_pid: u32) {}

@@ -4,8 +4,6 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::table::table;
-
 /// Exit code if a launch hung.
 const HUNG: u8 = 3;
 /// Exit code if a launch failed without a kill.
@@ -126,7 +124,11 @@ impl Report {
             ],
             row("resumed after it", self.resumed().collect()),
         ];
-        table("lrrrrr", &rows)
+        let line = |row: &Vec<String>| {
+            let numbers = row[1..].iter().map(|cell| format!("  {cell:>11}"));
+            format!("{:<36}{}", row[0], numbers.collect::<String>())
+        };
+        rows.iter().map(line).collect()
     }
 }
 
