@@ -60,7 +60,7 @@ pub(crate) fn cube(client: &nvfp4::kernels::cubecl::client::Client) -> Vec<CodeP
     };
 
     let capabilities = Capabilities::of(client);
-    let mut rows = quantize::describe(capabilities);
+    let mut rows = quantize::describe(client);
     rows.extend(gemm::describe_typical(client));
     let bf16 = match capabilities.gemm {
         GemmBackend::Sm90Wgmma | GemmBackend::CublasLt | GemmBackend::Sm100Tcgen05 => None,

@@ -1,9 +1,15 @@
 //! Quantization kernels of a device with reasons: rows of `nvfp4 doctor`.
 
+use cubecl::client::Client;
+
+use super::{request::Quantize, target::TargetSpec};
 use crate::{
+    BlockScaling, Format, Hadamard, QuantParams, RandomStream, Rounding,
     capabilities::{Capabilities, GemmBackend},
     cube::codec::Conversion,
     describe::CodePath,
+    policy::AmaxGranularity,
+    tensor::{FloatKind, Matrix},
 };
 
 /// Returns one row.
@@ -19,8 +25,13 @@ fn target(capabilities: &Capabilities) -> String {
     }
 }
 
-/// Returns how the operations of this module run on a device with these capabilities.
-pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
+/// Returns how the operations of this module run on the device of `client`.
+pub fn describe(client: &Client) -> Vec<CodePath> {
+    describe_as(client, Capabilities::of(client))
+}
+
+/// Returns the rows of [`describe`] on a device with these capabilities.
+fn describe_as(client: &Client, capabilities: &Capabilities) -> Vec<CodePath> {
     let target = target(capabilities);
     let (nearest, why_nearest) = nearest(capabilities.conversion, &target);
     let (stochastic, why_stochastic) = stochastic(capabilities.conversion, &target);
@@ -46,64 +57,104 @@ pub fn describe(capabilities: &Capabilities) -> Vec<CodePath> {
             "the GEMM kernels of this device read scales in rows; quantize::swizzle converts",
         ),
     };
-    let (kernel, why) = one_kernel(capabilities);
-    let (e4m3, why_e4m3) = e4m3(capabilities);
-    vec![
-        row("amax", kernel, why),
-        row("quantize rowwise, 1x16", kernel, why),
-        row(
-            "quantize columnwise, 16x1",
-            format!("{kernel}, transposed in shared memory"),
-            "memory is read along rows, and wgrad contracts down the columns",
-        ),
-        row(
-            "quantize tiles, 16x16",
-            format!("{kernel}, both tensors from one read"),
-            "the columnwise tensor is the exact transpose of the rowwise one",
-        ),
-        row(
-            "quantize by amax per row",
-            format!("{kernel}, one read (rotated: two)"),
-            "a row's amax is found while its elements are in registers",
-        ),
+    let (e4m3, why_e4m3) = e4m3(capabilities.conversion, &target);
+    let mut rows = plans(client, capabilities);
+    rows.extend([
         row("random Hadamard transform", hadamard, why_hadamard),
         row("round to nearest", nearest, why_nearest),
         row("round stochastically", stochastic, why_stochastic),
-        row(
-            "MS-EDEN",
-            format!("{kernel}, twice; dequantized on load"),
-            "codes depend on the rotated amax, and nothing between the two kernels is in memory",
-        ),
-        row("MXFP8", format!("{kernel}; {e4m3}"), why_e4m3),
+        row("scales and MXFP8 elements", e4m3, why_e4m3),
         layout,
-        row("dequantize", kernel, why),
-    ]
+        threads(capabilities),
+    ]);
+    rows
 }
 
-/// Returns the kernel of an operation that takes one on every device, with the reason.
-fn one_kernel(capabilities: &Capabilities) -> (&'static str, &'static str) {
-    match capabilities.runtime == "cpu" {
+/// Returns the kernels of typical requests in the order of their launch, as the planner chooses
+/// them.
+fn plans(client: &Client, capabilities: &Capabilities) -> Vec<CodePath> {
+    let x = Matrix::empty(client, 128, 256, FloatKind::Bf16);
+    let request = || Quantize::new(&x);
+    let nearest = || TargetSpec::new(Rounding::Nearest);
+    let random = RandomStream::new(0, 0, 0);
+    let transformed = || {
+        TargetSpec::new(QuantParams {
+            hadamard: Some(Hadamard::default()),
+            ..QuantParams::nvfp4(Rounding::Stochastic(random))
+        })
+    };
+    let tiles = || TargetSpec::new(QuantParams::nvfp4_2d(BlockScaling::Standard));
+    let eden = || TargetSpec::new(QuantParams::ms_eden(Hadamard::default(), random));
+    [
+        (
+            "quantize rowwise, 1x16",
+            request().rowwise(nearest()),
+            "all elements share one amax, so a pass before the quantization computes it",
+        ),
+        (
+            "quantize columnwise, 16x1",
+            request().columnwise(transformed()),
+            "memory is read along rows, and wgrad contracts down the columns",
+        ),
+        (
+            "quantize both",
+            request().rowwise(nearest()).columnwise(transformed()),
+            "one read of the source serves both tensors",
+        ),
+        (
+            "quantize both, 16x16",
+            request().rowwise(tiles()).columnwise(tiles()),
+            "the columnwise tensor is the exact transpose of the rowwise one",
+        ),
+        (
+            "quantize by amax per row",
+            request().rowwise(nearest().granularity(AmaxGranularity::PerRow)),
+            "a row's amax is computed while its elements are in registers",
+        ),
+        (
+            "MS-EDEN, both",
+            request().rowwise(eden()).columnwise(eden()),
+            "codes depend on the rotated amax; the rotated values are never in memory",
+        ),
+        (
+            "MXFP8, rowwise",
+            request().rowwise(TargetSpec::from(Format::Mxfp8)),
+            "MX formats have no global scale, and need no amax of the tensor",
+        ),
+    ]
+    .into_iter()
+    .map(|(operation, request, why)| {
+        let steps = request.steps(capabilities, false);
+        let kernels: Vec<_> = steps.iter().map(ToString::to_string).collect();
+        row(operation, kernels.join("; "), why)
+    })
+    .collect()
+}
+
+/// Returns the number of threads of the kernels.
+fn threads(capabilities: &Capabilities) -> CodePath {
+    let (threads, why) = match capabilities.runtime == "cpu" {
         true => (
             "one thread in a CTA",
             "threads of this runtime are threads of the CPU: with more than it has cores, barriers \
              make them wait for each other",
         ),
         false => (
-            "one kernel",
+            "many threads in a CTA",
             "the same source runs on every CubeCL device; nothing is read back to the host",
         ),
-    }
+    };
+    row("amax, quantize, dequantize", threads, why)
 }
 
-fn e4m3(capabilities: &Capabilities) -> (&'static str, String) {
-    let target = target(capabilities);
-    match capabilities.compute_capability {
-        Some(89..) => (
-            "E4M3 by cvt.rn.satfinite.e4m3x2",
+fn e4m3(conversion: Conversion, target: &str) -> (&'static str, String) {
+    match conversion.has_e4m3() {
+        true => (
+            "cvt.rn.satfinite.e4m3x2",
             format!("{target} has the instruction"),
         ),
-        _ => (
-            "E4M3 by integer arithmetic",
+        false => (
+            "integer arithmetic",
             format!("{target} has no E4M3 conversion"),
         ),
     }
@@ -155,7 +206,7 @@ fn stochastic(conversion: Conversion, target: &str) -> (&'static str, String) {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "cpu"))]
 mod tests {
     use super::*;
 
@@ -164,6 +215,7 @@ mod tests {
     fn every_architecture_says_what_it_does() {
         use Conversion::{Hardware, HardwareNearest, Sm80, Sm89, Software};
         use GemmBackend::{Cmma, CublasLt, Scalar, Sm90Wgmma, Sm120BlockScaled};
+        let client = crate::cpu_client();
         for (compute_capability, conversion, gemm, part) in [
             (None, Software, Scalar, "arithmetic"),
             (Some(80), Sm80, Cmma, "in PTX"),
@@ -172,13 +224,14 @@ mod tests {
             (Some(120), HardwareNearest, Sm120BlockScaled, "cvt.rn"),
         ] {
             let has_gpu = compute_capability.is_some();
-            let rows = describe(&Capabilities {
+            let capabilities = Capabilities {
                 device: "a test".into(),
                 runtime: if has_gpu { "cuda" } else { "cpu" },
                 compute_capability,
                 conversion,
                 gemm,
-            });
+            };
+            let rows = describe_as(&client, &capabilities);
             let kernel = |operation| {
                 let mut found = rows.iter().filter(|row| row.operation == operation);
                 found.next().expect(operation).kernel.clone()
@@ -189,6 +242,9 @@ mod tests {
             let stochastic = kernel("round stochastically");
             let has_instruction = stochastic.contains("cvt.rs");
             assert_eq!(has_instruction, conversion == Hardware, "{stochastic}");
+            let eden = kernel("MS-EDEN, both");
+            let has_screen = eden.starts_with("both rotated amax values;");
+            assert_eq!(has_screen, matches!(conversion, Sm80 | Sm89), "{eden}");
             let layout = kernel("128x4 scale layout");
             assert_eq!(layout == "not used", gemm != CublasLt, "{layout}");
         }

@@ -7,7 +7,7 @@ use super::{
     rowwise::by_rows,
     source::Source,
     step::{QuantizeStep, Usages},
-    target::{TargetSpec, amax_of_both},
+    target::TargetSpec,
 };
 use crate::{
     StoredForm, Usage, activation::prologue_of, capabilities::Capabilities, memory::is_aligned,
@@ -22,7 +22,7 @@ impl Quantize<'_> {
             request: self,
             capabilities,
             only_amax,
-            missing: self.needs_amax(),
+            is_amax_found: false,
             steps: Vec::new(),
         };
         planner.steps()
@@ -35,8 +35,8 @@ struct Planner<'a> {
     capabilities: &'a Capabilities,
     /// True to leave out the kernels that quantize.
     only_amax: bool,
-    /// True if the amax of the rowwise, or of the columnwise tensor is to be computed.
-    missing: [bool; 2],
+    /// True if a planned step computes the amax values of all tensors.
+    is_amax_found: bool,
     steps: Vec<QuantizeStep>,
 }
 
@@ -60,31 +60,20 @@ impl Planner<'_> {
     /// same pass if it `is_fused`.
     fn activation(&mut self, is_fused: bool) {
         let request = self.request;
-        let needs_pass = |target: &TargetSpec| {
-            target.amax.is_none()
-                && !target.params.is_made_from_codes()
-                && (!target.params.is_2d() || self.only_amax)
+        // The pass that quantizes a row computes its amax.
+        let is_per_token = |target: &TargetSpec| {
+            request.columnwise.is_none() && target.params.amax == AmaxGranularity::PerRow
         };
-        let found = match (&request.rowwise, &request.columnwise) {
-            (Some(row), Some(col)) if needs_pass(row) && needs_pass(col) => {
-                Some((amax_of_both(row, col), Usages::Both))
-            }
-            // Otherwise the pass that quantizes a row computes its amax.
-            (Some(row), None)
-                if needs_pass(row)
-                    && (row.params.amax == AmaxGranularity::PerTensor || self.only_amax) =>
-            {
-                Some((row.amax_along(Usage::Rowwise), Usages::Rowwise))
-            }
-            (None, Some(col)) if needs_pass(col) => {
-                Some((col.amax_along(Usage::Columnwise), Usages::Columnwise))
-            }
-            _ => None,
-        };
+        let found = request.missing().filter(|(_, of)| {
+            request.targets().all(|(usage, target)| {
+                let is_later = target.params.is_2d() || is_per_token(target);
+                of.has(usage) && (self.only_amax || !is_later)
+            })
+        });
         let Some((values, of)) = found else {
             return self.steps.push(QuantizeStep::Activation);
         };
-        self.missing = [false; 2];
+        self.is_amax_found = true;
         if is_fused {
             return (self.steps).push(QuantizeStep::ActivationWithAmax(values, of));
         }
@@ -95,7 +84,7 @@ impl Planner<'_> {
     /// Plans one tensor.
     fn one(&mut self, target: &TargetSpec, usage: Usage) {
         let groups = self.request.groups;
-        let is_missing = self.is_missing(usage);
+        let is_missing = target.needs_amax() && !self.is_amax_found;
         if target.params.format.is_mx() {
             return self.quantize(match self.request.source {
                 Source::Quantized { .. } => QuantizeStep::MxRequantize(usage),
@@ -120,13 +109,7 @@ impl Planner<'_> {
             return self.quantize(QuantizeStep::PerToken);
         }
         if is_missing {
-            // One amax per matrix of a stack, or of a matrix in tiles, serves both usages.
-            let along = match groups {
-                Groups::Batch(_) => Usage::Rowwise,
-                _ if target.params.is_2d() => Usage::Rowwise,
-                _ => usage,
-            };
-            self.amax(target.amax_along(along), usage.into());
+            self.amax(target.amax_along(usage), usage.into());
         }
         self.quantize(match target.params.is_2d() {
             true => QuantizeStep::Tiles(usage.into()),
@@ -139,9 +122,9 @@ impl Planner<'_> {
         let is_matrix = !matches!(self.request.source, Source::Quantized { .. })
             && matches!(self.request.groups, Groups::One);
         if is_matrix
-            && row.params.is_ms_eden()
-            && col.params.is_ms_eden()
-            && self.missing == [true; 2]
+            && [row, col]
+                .iter()
+                .all(|target| target.params.is_ms_eden() && target.needs_amax())
         {
             match self.can_screen() {
                 true => self.steps.push(QuantizeStep::MsEdenAmaxPair),
@@ -160,13 +143,9 @@ impl Planner<'_> {
             self.one(row, Usage::Rowwise);
             return self.one(col, Usage::Columnwise);
         }
-        let missing = match self.missing {
-            [true, true] => Some((amax_of_both(row, col), Usages::Both)),
-            [true, false] => Some((row.amax_along(Usage::Rowwise), Usages::Rowwise)),
-            [false, true] => Some((col.amax_along(Usage::Columnwise), Usages::Columnwise)),
-            [false, false] => None,
-        };
-        if let Some((values, of)) = missing {
+        if let Some((values, of)) = self.request.missing()
+            && !self.is_amax_found
+        {
             self.amax(values, of);
         }
         self.quantize(match row.params.is_2d() {
@@ -201,14 +180,6 @@ impl Planner<'_> {
             Groups::One if values.is_one_amax() => QuantizeStep::AmaxOfMatrix(of),
             _ => QuantizeStep::Amax(values, of),
         });
-    }
-
-    fn is_missing(&self, usage: Usage) -> bool {
-        let [rowwise, columnwise] = self.missing;
-        match usage {
-            Usage::Rowwise => rowwise,
-            Usage::Columnwise => columnwise,
-        }
     }
 
     /// Returns true if the device computes both amax values of MS-EDEN in one read.

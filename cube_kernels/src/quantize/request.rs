@@ -118,7 +118,7 @@ impl<'a> Quantize<'a> {
     }
 
     /// Returns the tensors with their usages.
-    fn targets(&self) -> impl Iterator<Item = (Usage, &TargetSpec)> {
+    pub(super) fn targets(&self) -> impl Iterator<Item = (Usage, &TargetSpec)> {
         let rowwise = self.rowwise.iter().map(|one| (Usage::Rowwise, one));
         let columnwise = self.columnwise.iter().map(|one| (Usage::Columnwise, one));
         rowwise.chain(columnwise)
@@ -198,43 +198,30 @@ impl<'a> Quantize<'a> {
         }
     }
 
-    /// Returns true for the rowwise, and the columnwise tensor if its amax is not given.
-    pub(super) fn needs_amax(&self) -> [bool; 2] {
-        let needs =
-            |target: &TargetSpec| target.params.format.has_global_scale() && target.amax.is_none();
-        [&self.rowwise, &self.columnwise].map(|target| target.as_ref().is_some_and(needs))
-    }
-
-    /// Returns the tensors whose amax is not given and is one of the source. That of MS-EDEN is of
-    /// rotated values.
-    fn without_amax(&self) -> [Option<&TargetSpec>; 2] {
-        let [row, col] = self.needs_amax();
-        [(&self.rowwise, row), (&self.columnwise, col)].map(|(target, needs)| {
-            let target = target.as_ref().filter(|_| needs);
-            target.filter(|target| !target.params.is_made_from_codes())
-        })
+    /// Returns the amax values of the source that are not given, and the tensors that need them.
+    /// MS-EDEN needs the amax of rotated values instead.
+    pub(super) fn missing(&self) -> Option<(AmaxRequest, Usages)> {
+        let needs = |target: &&TargetSpec| target.needs_amax() && !target.params.is_ms_eden();
+        let targets = [&self.rowwise, &self.columnwise];
+        match targets.map(|target| target.as_ref().filter(needs)) {
+            [Some(row), Some(col)] => Some((amax_of_both(row, col), Usages::Both)),
+            [Some(row), None] => Some((row.amax_along(Usage::Rowwise), Usages::Rowwise)),
+            [None, Some(col)] => Some((col.amax_along(Usage::Columnwise), Usages::Columnwise)),
+            [None, None] => None,
+        }
     }
 
     /// Returns the amax values of the source that the tensors need and that are not given. A kernel
     /// that writes the source may have computed them: see [`Self::set_amax`].
     pub fn missing_amax(&self) -> AmaxRequest {
-        match self.without_amax() {
-            [Some(row), Some(col)] => amax_of_both(row, col),
-            [Some(row), None] => row.amax_along(Usage::Rowwise),
-            // One amax of untransformed values serves both usages.
-            [None, Some(col)] if col.params.shares_amax() => col.amax_along(Usage::Rowwise),
-            [None, Some(col)] => col.amax_along(Usage::Columnwise),
-            [None, None] => AmaxRequest::default(),
-        }
+        self.missing()
+            .map_or_else(AmaxRequest::default, |(values, _)| values)
     }
 
     /// Sets the [missing](Self::missing_amax) amax values.
     pub fn set_amax(&mut self, found: &Amaxes) {
-        let missing = self.without_amax().map(|target| target.is_some());
-        for (usage, is_missing) in [Usage::Rowwise, Usage::Columnwise].into_iter().zip(missing) {
-            if is_missing {
-                self.set_amax_of(usage.into(), found);
-            }
+        if let Some((_, of)) = self.missing() {
+            self.set_amax_of(of, found);
         }
     }
 

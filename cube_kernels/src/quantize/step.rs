@@ -1,5 +1,7 @@
 //! Steps of a quantization: the kernels that a request launches, in order.
 
+use std::fmt;
+
 use super::{amax::AmaxRequest, source::Source};
 use crate::Usage;
 
@@ -69,6 +71,26 @@ pub enum QuantizeStep {
     Mx(Usage),
     /// Quantizes an NVFP4 tensor to a microscaling format.
     MxRequantize(Usage),
+}
+
+impl fmt::Display for QuantizeStep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Activation => "activation",
+            Self::ActivationWithAmax(..) => "activation and amax",
+            Self::AmaxOfMatrix(_) | Self::Amax(..) => "amax",
+            Self::MsEdenAmax(_) => "rotated amax",
+            Self::MsEdenAmaxPair => "both rotated amax values",
+            Self::PerToken => "rows and their amax in one read",
+            Self::Rows => "rows",
+            Self::RowsInBothStorages => "rows, packed and bf16",
+            Self::Blocks(_) | Self::BlocksSideBySide(_) => "1x16 blocks in shared memory",
+            Self::Tiles(_) => "16x16 blocks",
+            Self::MsEden(_) => "MS-EDEN",
+            Self::Mx(_) => "MX blocks",
+            Self::MxRequantize(_) => "MX blocks from codes",
+        })
+    }
 }
 
 impl QuantizeStep {

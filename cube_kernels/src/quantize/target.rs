@@ -75,8 +75,18 @@ impl TargetSpec {
         amax.expect("an earlier step computed the amax values")
     }
 
-    /// Returns the amax values of a tensor along `usage`.
+    /// Returns true if the tensor needs an amax that is not known.
+    pub(super) fn needs_amax(&self) -> bool {
+        self.params.format.has_global_scale() && self.amax.is_none()
+    }
+
+    /// Returns the amax values of a tensor along `usage`. One amax of untransformed values serves
+    /// both usages.
     pub(super) fn amax_along(&self, usage: Usage) -> AmaxRequest {
+        let usage = match self.params.shares_amax() {
+            true => Usage::Rowwise,
+            false => usage,
+        };
         AmaxRequest::along(usage, self.params.amax, self.params.hadamard)
     }
 }

@@ -261,6 +261,17 @@ fn groups_of_rows() {
         &Quantize::new(x).groups(&stack).rowwise(nearest()),
         &[Amax(ONE, Rowwise), Blocks(Rowwise)],
     );
+    // An amax per column, or of transformed columns, does not.
+    let per_column = AmaxRequest::along(Usage::Columnwise, PER_ROW, None);
+    for (target, values) in [
+        (nearest().granularity(PER_ROW), per_column),
+        (transformed(), cols_of(Some(Hadamard::default()))),
+    ] {
+        assert_steps(
+            &Quantize::new(x).groups(&stack).columnwise(target),
+            &[Amax(values, Columnwise), Blocks(Columnwise)],
+        );
+    }
 }
 
 /// The device decides how MS-EDEN finds its amax along both axes.
