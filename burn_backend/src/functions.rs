@@ -49,7 +49,7 @@ impl Nvfp4Tensor {
     ) -> Result<Self, Nvfp4Error> {
         validate::device("codes", &codes.device())?;
         let plain = Layout::nvfp4(layout.rows, layout.cols, layout.usage);
-        let kind = |layout: &Layout| (layout.format, layout.storage, layout.scale_layout);
+        let kind = |layout: &Layout| (layout.format, layout.form);
         if kind(&layout) != kind(&plain) {
             return Err(Nvfp4Error::value(
                 "layout",

@@ -8,7 +8,7 @@ use cubecl::{
 
 pub(crate) use crate::AmaxGranularity;
 use crate::{
-    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, ScaleLayout, Storage, Usage,
+    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, ScaleLayout, Usage,
     format::{check_extent, padding::padded_bound},
     memory::{allocate, check_memory, download, upload},
 };
@@ -212,9 +212,9 @@ impl DeviceQuantized {
     pub(crate) fn empty(client: &Client, layout: Layout, groups: Groups, amax: &Handle) -> Self {
         let codes = allocate(client, code_bytes(&layout, &groups));
         Self {
-            scales: match layout.storage {
-                Storage::Packed => allocate(client, scale_bytes(&layout, &groups)),
-                Storage::Bf16Unscaled => codes.clone(),
+            scales: match layout.form.is_packed() {
+                true => allocate(client, scale_bytes(&layout, &groups)),
+                false => codes.clone(),
             },
             amax: amax.clone(),
             codes,
@@ -293,13 +293,13 @@ impl DeviceQuantized {
 
     /// True if codes and scales are stored, not their bf16 products.
     pub fn is_packed(&self) -> bool {
-        self.layout.storage == Storage::Packed
+        self.layout.form.is_packed()
     }
 
     /// Returns the bf16 values in stored orientation, including padding, if they are stored in
     /// order.
     pub fn values(&self) -> Option<Matrix> {
-        (self.layout.storage == Storage::Bf16Unscaled).then(|| Matrix {
+        (!self.is_packed()).then(|| Matrix {
             handle: self.codes.clone(),
             rows: self.outer(),
             cols: self.blocks() * self.layout.format.block(),
@@ -320,14 +320,18 @@ impl DeviceQuantized {
         argument: &'static str,
         format: Format,
     ) -> Result<(), Nvfp4Error> {
-        let (found, storage) = (self.layout.format, self.layout.storage);
-        if found == format && storage == Storage::Packed {
+        let Layout {
+            format: found,
+            form,
+            ..
+        } = self.layout;
+        if found == format && form.is_packed() {
             return Ok(());
         }
         Err(Nvfp4Error::value(
             argument,
-            format!("{found:?} as {storage:?}"),
-            format!("{format:?} as {:?}", Storage::Packed),
+            format!("{found:?} as {form:?}"),
+            format!("{format:?} as codes"),
         ))
     }
 
@@ -345,7 +349,7 @@ impl DeviceQuantized {
 
     /// Returns an error unless scales are compact and there are no groups.
     pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        let order = self.layout.scale_layout;
+        let order = self.layout.form.scale_layout();
         if order == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
             return Ok(());
         }
@@ -408,14 +412,14 @@ fn code_bytes(layout: &Layout, groups: &Groups) -> usize {
 /// See [`DeviceQuantized::scale_bytes`].
 fn scale_bytes(layout: &Layout, groups: &Groups) -> usize {
     let block = layout.format.block();
-    match (layout.storage, layout.scale_layout, layout.usage) {
-        (Storage::Bf16Unscaled, ..) => 0,
-        (_, ScaleLayout::Compact, _) => layout.outer() * blocks(layout, groups),
-        (_, ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
+    match (layout.form.scale_layout(), layout.usage) {
+        _ if !layout.form.is_packed() => 0,
+        (ScaleLayout::Compact, _) => layout.outer() * blocks(layout, groups),
+        (ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
             let blocks = layout.blocks().next_multiple_of(4);
             groups.units(layout.rows, 128) * 128 * blocks
         }
-        (_, ScaleLayout::Swizzled128x4, Usage::Columnwise) => {
+        (ScaleLayout::Swizzled128x4, Usage::Columnwise) => {
             let unit = layout.unit().max(4 * block);
             let blocks = groups.units(layout.rows, unit) * (unit / block);
             layout.cols.next_multiple_of(128) * blocks

@@ -203,8 +203,7 @@ impl QuantParams {
             scaling: self.scaling,
             amax: self.amax,
             hadamard: self.hadamard,
-            storage: form.storage(),
-            scale_layout: form.scale_layout(),
+            form: form.of_padded(),
             ..Layout::new(self.format, shape, usage)
         }
     }

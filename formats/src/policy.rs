@@ -15,18 +15,6 @@ pub enum Rounding {
     Stochastic(RandomStream),
 }
 
-/// Storage of a quantized tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Storage {
-    /// Codes and block scales.
-    #[default]
-    Packed,
-    /// Code times block scale in bf16, which represents the product exactly; not yet multiplied by
-    /// the global scale. For a GEMM that would otherwise dequantize a packed operand to bf16 first.
-    Bf16Unscaled,
-}
-
 /// Order of the block scales in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum ScaleLayout {
@@ -40,7 +28,8 @@ pub enum ScaleLayout {
 
 /// Form in which a quantized operand is stored, and in which a GEMM reads it. It affects only the
 /// number of passes before a GEMM, never the result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum StoredForm {
     /// Codes, and block scales in this layout. 128x4 tiles begin anew at each matrix of a stack,
     /// and at each group of rows of a row-wise tensor. A column-wise tensor of grouped tokens,
@@ -50,7 +39,9 @@ pub enum StoredForm {
     /// tokens to a multiple of 64, and each group of tokens too, so that the scales of all groups
     /// are one matrix.
     WholeTiles,
-    /// Code times block scale in bf16, as in [`Storage::Bf16Unscaled`]; for one matrix only.
+    /// Code times block scale in bf16, which represents the product exactly; not yet multiplied by
+    /// the global scale. For one matrix only, and a GEMM that would otherwise dequantize a packed
+    /// operand to bf16 first.
     Bf16Unscaled,
 }
 
@@ -60,11 +51,16 @@ impl StoredForm {
     /// Codes, and block scales in 128x4 tiles.
     pub const TILES: Self = Self::Packed(ScaleLayout::Swizzled128x4);
 
-    /// Returns the kind of storage.
-    pub const fn storage(self) -> Storage {
+    /// Returns true for codes and block scales.
+    pub const fn is_packed(self) -> bool {
+        !matches!(self, Self::Bf16Unscaled)
+    }
+
+    /// Returns the form of the buffers of a tensor that is already padded.
+    pub const fn of_padded(self) -> Self {
         match self {
-            Self::Packed(_) | Self::WholeTiles => Storage::Packed,
-            Self::Bf16Unscaled => Storage::Bf16Unscaled,
+            Self::WholeTiles => Self::TILES,
+            Self::Packed(_) | Self::Bf16Unscaled => self,
         }
     }
 
@@ -80,10 +76,7 @@ impl StoredForm {
     /// Returns this form, or rows if it is not packed: that of a tensor which is also kept for
     /// another use.
     pub const fn packed(self) -> Self {
-        match self {
-            Self::Packed(_) | Self::WholeTiles => self,
-            Self::Bf16Unscaled => Self::ROWS,
-        }
+        if self.is_packed() { self } else { Self::ROWS }
     }
 
     /// Returns the unit to whose multiple a column-wise tensor of tokens is padded; at least

@@ -74,7 +74,7 @@ impl GroupCount {
     pub(super) fn scale_shape(self, layout: &Layout) -> [usize; 2] {
         use nvfp4_formats::reference::swizzle::row_group_tiles;
         let (outer, blocks) = (layout.outer(), layout.blocks());
-        let rows = match (layout.scale_layout, layout.usage, self) {
+        let rows = match (layout.form.scale_layout(), layout.usage, self) {
             (ScaleLayout::Compact, ..) => return [outer, blocks],
             (_, Usage::Rowwise, Self::Batch(count)) => {
                 count * (outer / count).next_multiple_of(128)

@@ -3,7 +3,7 @@
 use burn_core::backend::fusion::custom::TensorSpec;
 use burn_core::tensor::{DType, FloatDType, Shape};
 use nvfp4_formats::reference::Activation;
-use nvfp4_formats::{Layout, Storage, StoredForm, Usage};
+use nvfp4_formats::{Layout, StoredForm, Usage};
 
 use super::branch::{Branch, BranchPoint};
 use super::layout::{GroupCount, code_words};
@@ -215,15 +215,15 @@ fn outer(operand: &OperandMetadata) -> usize {
 /// Returns a quantized matrix of this layout.
 pub(super) fn quantized(groups: GroupCount, layout: Layout) -> QuantizedMatrixMetadata {
     let outer = layout.outer();
-    let data = match layout.storage {
-        Storage::Packed => {
+    let data = match layout.form.is_packed() {
+        true => {
             let (width, dtype) = code_words(&layout);
             QuantizedDataMetadata::Packed {
                 codes: TensorSpec::new(Shape::new([outer, width]), dtype),
                 scales: TensorSpec::new(Shape::new(groups.scale_shape(&layout)), DType::U8),
             }
         }
-        Storage::Bf16Unscaled => {
+        false => {
             let shape = Shape::new([outer, layout.padded_inner()]);
             QuantizedDataMetadata::Bf16Unscaled(TensorSpec::new(shape, DType::BF16))
         }

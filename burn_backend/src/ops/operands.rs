@@ -321,7 +321,7 @@ mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Distribution, Int, Tensor};
     use nvfp4_formats::reference::{Activation, Gelu};
-    use nvfp4_formats::{BlockScaling, ErrorNorm, Layout, RandomStream, Rounding, Storage};
+    use nvfp4_formats::{BlockScaling, ErrorNorm, Layout, RandomStream, Rounding};
 
     use super::super::context::tests::device;
     use super::super::tensors::{MaybeTensor, QuantizedMatrix};
@@ -401,8 +401,8 @@ mod tests {
                     let made = quantize(x, &whole, &spec, Usage::Rowwise, dtype, form);
                     parts(made)
                 });
-                let storages = two.each_ref().map(|(layout, _)| layout.storage);
-                assert_eq!(storages, [Storage::Bf16Unscaled, Storage::Packed]);
+                let forms = two.each_ref().map(|(layout, _)| layout.form);
+                assert_eq!(forms, [StoredForm::Bf16Unscaled, StoredForm::ROWS]);
                 assert!([once, kept] == two, "source {case}, {params:?}");
             }
         }
@@ -433,7 +433,7 @@ mod tests {
                 StoredForm::ROWS,
             );
             let expected = parts(expected);
-            assert_eq!(expected.0.storage, Storage::Packed);
+            assert_eq!(expected.0.form, StoredForm::ROWS);
             assert!([found.0, found.1].map(parts) == [expected.clone(), expected]);
         }
         let [(source, values), ..] = sources();

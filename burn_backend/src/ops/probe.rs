@@ -142,7 +142,7 @@ impl Probe {
         };
         let blocks = layout.blocks();
         // A weight may have been quantized before telemetry began.
-        let scales = match layout.scale_layout {
+        let scales = match layout.form.scale_layout() {
             ScaleLayout::Compact => scales.clone(),
             ScaleLayout::Swizzled128x4 => {
                 rows_of_tiles::<B>(scales.clone(), count, (outer, blocks))

@@ -125,10 +125,10 @@ pub struct QuantizeRequest<B: Backend> {
     pub rowwise: Option<(QuantParams, StoredForm)>,
     /// Parameters and form of the column-wise tensor, if requested.
     pub columnwise: Option<(QuantParams, StoredForm)>,
-    /// True for a row-wise tensor in both [storages](nvfp4_formats::Storage), as
-    /// [`StoredForm::ROWS`] and as [`StoredForm::Bf16Unscaled`], with the same random bits, if any.
-    /// For a GEMM that multiplies values while the tensor is kept for another use, GPUs write both
-    /// from one read. The tensor must be NVFP4 in 1x16 blocks, without MS-EDEN.
+    /// True for a row-wise tensor in both storages, as [`StoredForm::ROWS`] and as
+    /// [`StoredForm::Bf16Unscaled`], with the same random bits, if any. For a GEMM that multiplies
+    /// values while the tensor is kept for another use, GPUs write both from one read. The tensor
+    /// must be NVFP4 in 1x16 blocks, without MS-EDEN.
     pub unscaled: bool,
 }
 
@@ -219,7 +219,7 @@ impl<B: Backend> AmaxPair<B> {
     }
 }
 
-/// Elements of a quantized matrix, by [`Storage`](nvfp4_formats::Storage).
+/// Elements of a quantized matrix, by the [`form`](Layout::form) of its layout.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]
 pub enum QuantizedData<B: Backend> {
@@ -268,7 +268,7 @@ impl<B: Backend> QuantizedMatrix<B> {
     /// Returns the codes and block scales.
     ///
     /// # Panics
-    /// If the storage is not [`Storage::Packed`](nvfp4_formats::Storage::Packed).
+    /// If the tensor is stored as bf16 values.
     pub fn into_packed(self) -> (IntTensor<B>, IntTensor<B>) {
         match self.data {
             QuantizedData::Packed { codes, scales } => (codes, scales),
@@ -292,7 +292,7 @@ pub enum QuantizedPair<B: Backend> {
         #[extension_type] QuantizedMatrix<B>,
         #[extension_type] QuantizedMatrix<B>,
     ),
-    /// Row-wise tensor in both [storages](nvfp4_formats::Storage).
+    /// Row-wise tensor in both storages: codes and scales, and bf16 values.
     BothStorages {
         /// Codes, with row-major block scales.
         #[extension_type]

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 
 use super::{materialize::Materialized, operand::OperandLayout};
 use crate::{
-    BLOCK, Nvfp4Error, ScaleLayout,
+    BLOCK, Nvfp4Error, StoredForm,
     format::{padding::padded_bound, swizzle},
     launch::{buffer, grid},
     memory::{address_type, allocate},
@@ -51,10 +51,10 @@ impl AlignedGroups {
         packed: &DeviceQuantized,
         groups: &GroupOffsets,
     ) -> Result<Materialized, Nvfp4Error> {
-        if packed.layout.scale_layout != ScaleLayout::Compact {
+        if packed.layout.form == StoredForm::TILES {
             return Err(Nvfp4Error::value(
                 "scales",
-                format!("{:?} in groups along K", packed.layout.scale_layout),
+                format!("{:?} in groups along K", packed.layout.form.scale_layout()),
                 "compact ones",
             ));
         }
@@ -236,7 +236,7 @@ mod tests {
         let client = crate::cpu_client();
         let memory = upload(&client, &[0; 1024]);
         let layout = Layout {
-            scale_layout: ScaleLayout::Swizzled128x4,
+            form: StoredForm::TILES,
             ..Layout::nvfp4(8, 64, Usage::Rowwise)
         };
         let parts = (memory.clone(), memory.clone(), memory.clone());

@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    BLOCK, Layout, Nvfp4Error, ScaleLayout,
+    BLOCK, Layout, Nvfp4Error, ScaleLayout, StoredForm,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -137,7 +137,7 @@ fn decode_mx(
     let scales = block_scales(client, packed, ScaleLayout::Compact, tiling)?;
     let stored = DeviceQuantized {
         layout: Layout {
-            scale_layout: ScaleLayout::Compact,
+            form: StoredForm::ROWS,
             ..packed.layout.stored()
         },
         scales,
@@ -156,7 +156,7 @@ fn block_scales(
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
     let (outer, blocks) = (packed.outer(), packed.blocks());
-    match (packed.layout.scale_layout, scale_layout) {
+    match (packed.layout.form.scale_layout(), scale_layout) {
         (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => match tiling {
             ScaleTiling::Matrix | ScaleTiling::WholeTiles => {
                 quantize::swizzle(client, &packed.scales, outer, blocks)

@@ -406,7 +406,7 @@ fn check_packed(
 ) -> Result<(), Nvfp4Error> {
     packed.check_codes(argument, format)?;
     packed.check(argument)?;
-    match packed.layout.scale_layout {
+    match packed.layout.form.scale_layout() {
         ScaleLayout::Compact => packed.check_compact(argument),
         ScaleLayout::Swizzled128x4 => tiling.check(argument, packed),
     }

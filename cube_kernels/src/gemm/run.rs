@@ -179,8 +179,7 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 /// This is the single source for the form in which they should be written. Operands in another form
 /// are converted by a separate pass, with bit-identical results.
 ///
-/// - [`StoredForm::Bf16Unscaled`]: an operand that nothing else reads may as well be
-///   [`Storage::Bf16Unscaled`](crate::Storage::Bf16Unscaled).
+/// - [`StoredForm::Bf16Unscaled`]: an operand that nothing else reads may as well be in this form.
 /// - [`StoredForm::TILES`]: block scales in 128x4 tiles. If K is the token dimension, which may
 ///   have any length, K of NVFP4 operands must be padded to whole tiles
 ///   ([`StoredForm::WholeTiles`](crate::StoredForm::WholeTiles)), and so must the `k` of

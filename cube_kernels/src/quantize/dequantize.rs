@@ -10,7 +10,7 @@ use super::{
 };
 use crate::launch::{buffer, grid};
 use crate::{
-    BLOCK, Format, Nvfp4Error, ScaleLayout, Usage,
+    BLOCK, Format, Nvfp4Error, StoredForm, Usage,
     cube::{
         codec::{BlockFactors, store},
         scale::swizzled_at,
@@ -54,7 +54,7 @@ fn dequantize_rows(
     result: &Matrix,
 ) -> Result<(), Nvfp4Error> {
     // The kernel handles rows but not groups, at each of which tiles of scales start anew.
-    let is_tiled = packed.layout.scale_layout == ScaleLayout::Swizzled128x4;
+    let is_tiled = packed.layout.form == StoredForm::TILES;
     let in_rows = match &packed.groups {
         Groups::Batch(_) | Groups::Offsets { .. } if is_tiled => {
             Some(scales_in_rows(client, packed)?)
@@ -110,7 +110,7 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     let address = address_type(blocks * BLOCK);
     let plan = SourcePlan {
         per_row: packed.layout.amax == AmaxGranularity::PerRow,
-        swizzled: packed.layout.scale_layout == ScaleLayout::Swizzled128x4,
+        swizzled: packed.layout.form == StoredForm::TILES,
         grouping: Grouping::of(&packed.groups),
     };
     let whole_sectors = packed.outer().is_multiple_of(2)

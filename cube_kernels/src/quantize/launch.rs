@@ -15,7 +15,7 @@ use super::{
     tiles::launch_tiles,
 };
 use crate::{
-    Nvfp4Error, ScaleLayout, Usage,
+    Nvfp4Error, StoredForm, Usage,
     activation::{activation_of_groups, prologue_of},
     capabilities::Capabilities,
     reference::Activation,
@@ -183,8 +183,8 @@ impl<'a> Launch<'a> {
     /// Returns a rowwise tensor of groups as that of one matrix, if its scales do not start anew at
     /// each group.
     fn rows_of_matrix(&self, made: DeviceQuantized) -> DeviceQuantized {
-        match (self.request.is_side_by_side(), made.layout.scale_layout) {
-            (true, ScaleLayout::Compact) => DeviceQuantized {
+        match (self.request.is_side_by_side(), made.layout.form) {
+            (true, StoredForm::ROWS | StoredForm::Bf16Unscaled) => DeviceQuantized {
                 groups: Groups::One,
                 ..made
             },

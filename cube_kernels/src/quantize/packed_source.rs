@@ -6,7 +6,7 @@ use super::tile::Grouping;
 use crate::launch::buffer;
 use crate::moe::{groups::GroupOffsets, segments::broadcast_group_values};
 use crate::{
-    Format, Nvfp4Error, ScaleLayout, Usage,
+    Format, Nvfp4Error, StoredForm, Usage,
     cube::{codec::BlockFactors, scale::swizzled_at},
     tensor::{AmaxGranularity, DeviceQuantized, Groups},
 };
@@ -63,7 +63,7 @@ impl<'a> PackedSource<'a> {
         };
         let plan = SourcePlan {
             per_row: packed.layout.amax == AmaxGranularity::PerRow,
-            swizzled: packed.layout.scale_layout == ScaleLayout::Swizzled128x4,
+            swizzled: packed.layout.form == StoredForm::TILES,
             grouping: Grouping::of(&groups),
         };
         Ok(Some(Self {

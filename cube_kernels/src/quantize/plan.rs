@@ -4,7 +4,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::target::TargetSpec;
 use crate::{
-    BLOCK, BlockPosition, Hadamard, HadamardSize, Nvfp4Error, RandomStream, ScaleLayout, Storage,
+    BLOCK, BlockPosition, Hadamard, HadamardSize, Nvfp4Error, RandomStream, ScaleLayout,
     StoredForm, Usage,
     capabilities::conversion_of,
     cube::{
@@ -102,11 +102,9 @@ fn position_of(stream: Option<RandomStream>) -> BlockPosition {
 pub(super) fn memory_of(out: &DeviceQuantized) -> QuantOutArgs {
     let blocks = out.code_blocks();
     // SAFETY (of every argument): allocated for it.
-    match out.layout.storage {
-        Storage::Bf16Unscaled => {
-            QuantOutArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) })
-        }
-        Storage::Packed => {
+    match out.layout.form.is_packed() {
+        false => QuantOutArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) }),
+        true => {
             let codes = unsafe { buffer(&out.codes, blocks) };
             let scales = unsafe { buffer(&out.scales, out.scale_bytes()) };
             QuantOutArgs::Packed(PackedOutLaunch::new(codes, scales))

@@ -7,7 +7,7 @@ use super::{
     target::TargetSpec,
 };
 use crate::{
-    BLOCK, BlockScaling, HadamardSize, Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
+    BLOCK, BlockScaling, HadamardSize, Layout, Nvfp4Error, ScaleLayout, StoredForm, Usage,
     cube::{
         block::{Encoded, block_amax, pairs_amax, quantize_with_amax},
         hadamard::{Signs, butterfly, normalize},
@@ -56,7 +56,7 @@ pub(super) fn quantize_rows_in_both_storages(
 ) -> Result<(DeviceQuantized, DeviceQuantized), Nvfp4Error> {
     let args = QuantArgs::new(client, x, &Groups::One, Usage::Rowwise, target)?;
     let layout = Layout {
-        storage: Storage::Bf16Unscaled,
+        form: StoredForm::Bf16Unscaled,
         ..args.out.layout
     };
     let values = DeviceQuantized::empty(client, layout, Groups::One, &args.out.amax);

@@ -4,7 +4,7 @@ use cubecl::{client::Client, server::Handle};
 
 use super::swizzle;
 use crate::{
-    Layout, Nvfp4Error, ScaleLayout, Storage, Usage,
+    Layout, Nvfp4Error, ScaleLayout, StoredForm, Usage,
     moe::groups::GroupOffsets,
     tensor::{DeviceQuantized, Groups},
 };
@@ -42,20 +42,21 @@ fn in_order(
 ) -> Result<DeviceQuantized, Nvfp4Error> {
     packed.check("packed")?;
     packed.groups.check(packed.rows())?;
-    if packed.layout.storage != Storage::Packed {
+    if !packed.is_packed() {
         return Err(Nvfp4Error::value(
             "packed",
             "bf16 values",
             "codes and block scales",
         ));
     }
-    if packed.layout.scale_layout == order {
+    let form = StoredForm::Packed(order);
+    if packed.layout.form == form {
         return Ok(packed.clone());
     }
     Ok(DeviceQuantized {
         scales: reordered(client, packed, order)?,
         layout: Layout {
-            scale_layout: order,
+            form,
             ..packed.layout
         },
         ..packed.clone()

@@ -12,7 +12,7 @@ use crate::support::quantize;
 use crate::support::{device, inputs};
 use cubecl::{client::Client, prelude::*, server::Handle};
 use half::{bf16, f16};
-use nvfp4_formats::{Layout, Nvfp4Error, ScaleLayout, format::e4m3, reference};
+use nvfp4_formats::{Layout, Nvfp4Error, StoredForm, format::e4m3, reference};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
@@ -449,7 +449,7 @@ fn swizzled(client: &Client, packed: &DeviceQuantized) -> DeviceQuantized {
     DeviceQuantized {
         scales: quantize::swizzle(client, &packed.scales, outer, blocks).unwrap(),
         layout: Layout {
-            scale_layout: ScaleLayout::Swizzled128x4,
+            form: StoredForm::TILES,
             ..packed.layout
         },
         ..packed.clone()

@@ -15,7 +15,7 @@ use crate::support::{
 };
 use cubecl::prelude::*;
 use half::bf16;
-use nvfp4_formats::{Layout, Nvfp4Params, Rounding, ScaleLayout, Usage, reference};
+use nvfp4_formats::{Layout, Nvfp4Params, Rounding, StoredForm, Usage, reference};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
@@ -258,7 +258,7 @@ fn other_forms_of_operands() {
     let tiles = quantize::swizzle(&client, &right.scales, k, n / 16).unwrap();
     let tiled = DeviceQuantized {
         layout: Layout {
-            scale_layout: ScaleLayout::Swizzled128x4,
+            form: StoredForm::TILES,
             ..right.layout
         },
         scales: tiles,

@@ -15,7 +15,7 @@ use crate::support::{
 };
 use crate::tcgen05_model::ordered_sums;
 use cubecl::prelude::*;
-use nvfp4_formats::{Format, Layout, ScaleLayout, Usage, format::swizzle::swizzle};
+use nvfp4_formats::{Format, Layout, StoredForm, Usage, format::swizzle::swizzle};
 use nvfp4_kernels::{
     capabilities::GemmBackend,
     gemm::{
@@ -417,7 +417,7 @@ fn any_device_takes_mxfp8() {
     let tiles = swizzle(&a.scales, m, a.blocks);
     let swizzled = DeviceQuantized {
         layout: Layout {
-            scale_layout: ScaleLayout::Swizzled128x4,
+            form: StoredForm::TILES,
             ..left.layout
         },
         scales: client.create_from_slice(&tiles),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{block::Format, swizzle};
-use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, ScaleLayout, Storage, StoredForm};
+use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, ScaleLayout, StoredForm};
 
 /// Axis of the source along which blocks lie; it decides which GEMM operand the quantized tensor
 /// can be.
@@ -50,16 +50,14 @@ pub struct Layout {
     pub usage: Usage,
     /// Block format.
     pub format: Format,
-    /// Order of the block scales.
-    pub scale_layout: ScaleLayout,
+    /// Form of the buffers. That of a tensor padded to whole tiles is [`StoredForm::TILES`].
+    pub form: StoredForm,
     /// Rule for the block scales, which decides the range that an amax stands for.
     pub scaling: BlockScaling,
     /// Granularity of the amax, if the format has a global scale.
     pub amax: AmaxGranularity,
     /// Transform that was applied along the blocks.
     pub hadamard: Option<Hadamard>,
-    /// Codes and scales, or their bf16 products.
-    pub storage: Storage,
 }
 
 impl Layout {
@@ -71,7 +69,7 @@ impl Layout {
         };
         Self {
             rows,
-            scale_layout: form.scale_layout(),
+            form: form.of_padded(),
             ..self
         }
     }
@@ -84,11 +82,10 @@ impl Layout {
             cols,
             usage,
             format,
-            scale_layout: ScaleLayout::Compact,
+            form: StoredForm::ROWS,
             scaling: BlockScaling::Standard,
             amax: AmaxGranularity::PerTensor,
             hadamard: None,
-            storage: Storage::Packed,
         }
     }
 
@@ -129,10 +126,11 @@ impl Layout {
 
     /// Returns the size in bytes of one block's codes, or of its bf16 values if these are stored.
     pub const fn block_bytes(&self) -> usize {
-        match self.storage {
-            Storage::Packed => self.format.block() * self.format.code_bits() / 8,
-            Storage::Bf16Unscaled => self.format.block() * 2,
-        }
+        let bits = match self.form.is_packed() {
+            true => self.format.code_bits(),
+            false => 16,
+        };
+        self.format.block() * bits / 8
     }
 
     /// Returns the size in bytes of the codes, or of the bf16 values.
@@ -142,12 +140,10 @@ impl Layout {
 
     /// Returns the size in bytes of the block scales, in their layout; 0 for bf16 values.
     pub const fn scale_bytes(&self) -> usize {
-        match (self.storage, self.scale_layout) {
-            (Storage::Bf16Unscaled, _) => 0,
-            (Storage::Packed, ScaleLayout::Compact) => self.outer() * self.blocks(),
-            (Storage::Packed, ScaleLayout::Swizzled128x4) => {
-                swizzle::padded_len(self.outer(), self.blocks())
-            }
+        match self.form.scale_layout() {
+            _ if !self.form.is_packed() => 0,
+            ScaleLayout::Compact => self.outer() * self.blocks(),
+            ScaleLayout::Swizzled128x4 => swizzle::padded_len(self.outer(), self.blocks()),
         }
     }
 
@@ -177,14 +173,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_are_those_of_format_and_storage() {
+    fn bytes_are_those_of_format_and_form() {
         let packed = Layout::nvfp4(3, 40, Usage::Rowwise);
         let tiles = Layout {
-            scale_layout: ScaleLayout::Swizzled128x4,
+            form: StoredForm::TILES,
             ..packed
         };
         let bf16 = Layout {
-            storage: Storage::Bf16Unscaled,
+            form: StoredForm::Bf16Unscaled,
             ..packed
         };
         let mxfp8 = Layout::new(Format::Mxfp8, (40, 3), Usage::Columnwise);

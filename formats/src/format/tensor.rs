@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{block::ScaleFormat, check_extent, layout::Layout, layout::Usage, swizzle};
 use crate::{
     error::Nvfp4Error,
-    policy::{AmaxGranularity, BlockScaling, BlockShape, Rounding, ScaleLayout, Storage},
+    policy::{AmaxGranularity, BlockScaling, BlockShape, Rounding, ScaleLayout, StoredForm},
 };
 
 /// Amax values from which the global scales derive.
@@ -193,7 +193,7 @@ impl QuantizedTensor {
         let has_amax = layout.format.has_global_scale();
         let absent = matches!(amax, Amax::Absent);
         let agrees = has_amax != absent && (absent || amax.granularity() == layout.amax);
-        if !agrees || layout.storage != Storage::Packed {
+        if !agrees || !layout.form.is_packed() {
             return Err(Nvfp4Error::value(
                 "layout",
                 format!("{layout:?}, {:?} amax", amax.granularity()),
@@ -239,7 +239,7 @@ impl QuantizedTensor {
                 "E4M3 bytes without a sign, 0x00 to 0x7f",
             ));
         }
-        if layout.scale_layout == ScaleLayout::Swizzled128x4
+        if layout.form == StoredForm::TILES
             && let Some((row, block)) = swizzle::first_unclean_padding(&scales, outer, blocks)
         {
             return Err(Nvfp4Error::value(
@@ -301,7 +301,7 @@ impl QuantizedTensor {
         &self.codes
     }
 
-    /// Returns the block scales, in the order of [`Layout::scale_layout`].
+    /// Returns the block scales, in the order of the layout's form.
     pub fn scales(&self) -> &[u8] {
         &self.scales
     }
@@ -324,7 +324,7 @@ impl QuantizedTensor {
     /// Returns the tensor with its scales in `scale_layout`.
     pub fn with_scale_layout(mut self, scale_layout: ScaleLayout) -> Self {
         let (outer, blocks) = (self.outer(), self.blocks());
-        self.scales = match (self.layout.scale_layout, scale_layout) {
+        self.scales = match (self.layout.form.scale_layout(), scale_layout) {
             (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => {
                 swizzle::swizzle(&self.scales, outer, blocks)
             }
@@ -333,7 +333,7 @@ impl QuantizedTensor {
             }
             _ => self.scales,
         };
-        self.layout.scale_layout = scale_layout;
+        self.layout.form = StoredForm::Packed(scale_layout);
         self
     }
 }
@@ -367,7 +367,7 @@ mod tests {
         fn swizzled() -> Self {
             Self {
                 layout: Layout {
-                    scale_layout: ScaleLayout::Swizzled128x4,
+                    form: StoredForm::TILES,
                     ..Self::good().layout
                 },
                 scales: swizzle::swizzle(&[0x38; 32], 16, 2),
@@ -465,7 +465,7 @@ mod tests {
                 ["`amax`", "found 15"]),
             (Case { amax: per_row(16), ..Case::good() }, ["`layout`", "PerRow amax"]),
             (Case { amax: Amax::Absent, ..Case::good() }, ["`layout`", "Nvfp4"]),
-            (Case { layout: Layout { storage: Storage::Bf16Unscaled, ..good }, ..Case::good() },
+            (Case { layout: Layout { form: StoredForm::Bf16Unscaled, ..good }, ..Case::good() },
                 ["`layout`", "Bf16Unscaled"]),
             (Case { amax: Amax::Tensor(-1.0), ..Case::good() }, ["`amax`", "-1 at 0"]),
             (Case { layout: shaped(1 << 62, 64), codes: 0, ..Case::good() },

@@ -46,7 +46,7 @@ pub fn decode_blocks(packed: &QuantizedTensor) -> Vec<f32> {
 
 /// Returns the block scales in block order.
 pub(super) fn compact_scales(packed: &QuantizedTensor) -> Cow<'_, [u8]> {
-    match packed.layout().scale_layout {
+    match packed.layout().form.scale_layout() {
         ScaleLayout::Compact => Cow::Borrowed(packed.scales()),
         ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::unswizzle(
             packed.scales(),

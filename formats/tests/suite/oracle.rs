@@ -131,7 +131,7 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                         let swizzled =
                             reference::quantize(&x, rows, cols, usage, &amax, &swizzled, first)
                                 .unwrap();
-                        assert_eq!(swizzled.layout().scale_layout, ScaleLayout::Swizzled128x4);
+                        assert_eq!(swizzled.layout().form, StoredForm::TILES);
                         assert!(swizzled.scales().len().is_multiple_of(512), "{what}");
                         assert_is(&swizzled, &expected, &what);
                     }
@@ -269,7 +269,10 @@ fn tiles_are_literal_and_their_copies_transposes() {
                 let (row, col) =
                     reference::quantize_tile(&x, rows, cols, &Amax::Tensor(amax), scaling, layouts)
                         .unwrap();
-                assert_eq!([&row, &col].map(|made| made.layout().scale_layout), layouts);
+                assert_eq!(
+                    [&row, &col].map(|made| made.layout().form.scale_layout()),
+                    layouts
+                );
                 for copy in [&row, &col] {
                     assert_eq!(copy.origin().block, BlockShape::Block2d);
                     assert_eq!(copy.layout().scaling, scaling);

@@ -2,7 +2,7 @@
 
 use nvfp4_formats::{
     AmaxGranularity, BlockPosition, BlockScaling, Format, Hadamard, HadamardSize, QuantParams,
-    RandomStream, Rounding, ScaleLayout, Storage, StoredForm, Usage,
+    RandomStream, Rounding, StoredForm, Usage,
 };
 
 const STREAM: RandomStream = RandomStream::new(1, 2, 3);
@@ -146,12 +146,10 @@ fn layouts_are_those_of_the_parameters() {
             assert_eq!((layout.usage, layout.format), (usage, params.format));
             assert_eq!((layout.scaling, layout.amax), (params.scaling, params.amax));
             assert_eq!(layout.hadamard, params.hadamard, "{name}");
-            assert_eq!(layout.storage, Storage::Packed, "{name}");
-            assert_eq!(layout.scale_layout, ScaleLayout::Swizzled128x4, "{name}");
+            assert_eq!(layout.form, StoredForm::TILES, "{name}");
         }
     }
     let nearest = QuantParams::from(Format::Nvfp4);
     let layout = nearest.layout((16, 16), Usage::Rowwise, StoredForm::Bf16Unscaled);
-    assert_eq!(layout.storage, Storage::Bf16Unscaled);
-    assert_eq!(layout.scale_layout, ScaleLayout::Compact);
+    assert_eq!(layout.form, StoredForm::Bf16Unscaled);
 }

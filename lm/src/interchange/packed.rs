@@ -3,9 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use nvfp4_formats::format::e4m3;
 use nvfp4_formats::ptq::{GlobalScale, MIN_FACTOR, values};
-use nvfp4_formats::{
-    Amax, BLOCK, BlockScaling, Format, QuantizedTensor, ScaleLayout, Storage, Usage,
-};
+use nvfp4_formats::{Amax, BLOCK, BlockScaling, Format, QuantizedTensor, StoredForm, Usage};
 
 use super::PreQuantScale;
 
@@ -111,8 +109,7 @@ impl PackedWeight {
         let layout = tensor.layout();
         let plain = layout.usage == Usage::Rowwise
             && layout.format == Format::Nvfp4
-            && layout.storage == Storage::Packed
-            && layout.scale_layout == ScaleLayout::Compact
+            && layout.form == StoredForm::ROWS
             && layout.hadamard.is_none()
             && layout.cols.is_multiple_of(BLOCK);
         let &Amax::Tensor(amax) = tensor.amax() else {

@@ -219,7 +219,7 @@ impl Nvfp4Weight {
             amax: MaybeTensor::Present(self.global.val().into_dispatch()),
             layout: Layout {
                 scaling: BlockScaling::Static,
-                scale_layout: self.scales.order(),
+                form: StoredForm::Packed(self.scales.order()),
                 ..Layout::nvfp4(n, k, Usage::Rowwise)
             },
         }

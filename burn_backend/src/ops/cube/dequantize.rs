@@ -2,7 +2,7 @@
 
 use burn_core::tensor::FloatDType;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
-use nvfp4_formats::{Layout, ScaleLayout, Storage};
+use nvfp4_formats::{Layout, ScaleLayout};
 use nvfp4_kernels::quantize;
 use nvfp4_kernels::tensor::Groups;
 
@@ -21,7 +21,7 @@ pub(super) fn dequantize(
     let source = with_amax_per_row::<CubeBackend>(source, groups);
     let layout = source.layout;
     let Layout { rows, cols, .. } = layout;
-    if layout.storage == Storage::Bf16Unscaled {
+    if !layout.form.is_packed() {
         return scaled::<CubeBackend>(source, dtype);
     }
     let op = match layout.format.is_mx() {
@@ -31,7 +31,7 @@ pub(super) fn dequantize(
     trace_op(op, usage_name(layout.usage), rows, cols);
     let (like, kind) = (like_quantized(&source), float_kind(dtype));
     // Groups affect only tiles of scales, which begin at each group: each row has its own amax.
-    let groups = match layout.scale_layout {
+    let groups = match layout.form.scale_layout() {
         ScaleLayout::Compact => Groups::One,
         ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
     };

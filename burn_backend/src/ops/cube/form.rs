@@ -22,13 +22,13 @@ pub(super) fn in_form(
         return source;
     }
     let (like, count) = (like_quantized(&source), groups.count());
-    let (op, usage) = match layout.scale_layout {
+    let (op, usage) = match layout.form.scale_layout() {
         ScaleLayout::Swizzled128x4 => ("swizzle", usage_name(layout.usage)),
         ScaleLayout::Compact => ("unswizzle", usage_name(layout.usage)),
     };
     trace_op(op, usage, layout.rows, layout.cols);
     let source = to_device(padded(source, layout), device_groups(groups));
-    let made = match layout.scale_layout {
+    let made = match layout.form.scale_layout() {
         ScaleLayout::Swizzled128x4 => quantize::scales_in_tiles(&like.client, &source),
         ScaleLayout::Compact => quantize::scales_in_rows(&like.client, &source),
     };

@@ -7,7 +7,7 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
-use nvfp4_formats::{AmaxGranularity, Format, Storage, Usage};
+use nvfp4_formats::{AmaxGranularity, Format, Usage};
 use nvfp4_kernels::capabilities::GemmBackend;
 use nvfp4_kernels::gemm::{
     self, EpilogueKind, Factor, Gemm, OperandLayout, Problem, Scale, Target,
@@ -139,8 +139,7 @@ pub(super) fn is_wide(operand: &Operand<CubeBackend>) -> bool {
 fn operand_layout(operand: &Operand<CubeBackend>) -> OperandLayout {
     match operand {
         Operand::Quantized(quantized)
-            if quantized.layout.format == Format::Nvfp4
-                && quantized.layout.storage == Storage::Packed =>
+            if quantized.layout.format == Format::Nvfp4 && quantized.layout.form.is_packed() =>
         {
             OperandLayout::Packed
         }

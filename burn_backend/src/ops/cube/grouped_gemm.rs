@@ -105,7 +105,7 @@ pub(super) fn k_grouped(
     let unit = match &a {
         Operand::Quantized(quantized) => {
             let layout = &quantized.layout;
-            match (layout.scale_layout, layout.format) {
+            match (layout.form.scale_layout(), layout.format) {
                 (ScaleLayout::Swizzled128x4, Format::Nvfp4) => layout.unit().max(TILE_INNER),
                 // Groups of MXFP8 can begin inside tiles.
                 _ => layout.unit(),

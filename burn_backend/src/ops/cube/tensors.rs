@@ -4,7 +4,7 @@ use burn_core::backend::tensor::IntTensor;
 use burn_core::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::{MemoryReport, MemoryScope, client::Client, server::Handle};
-use nvfp4_formats::{Layout, Nvfp4Error, Storage};
+use nvfp4_formats::{Layout, Nvfp4Error};
 use nvfp4_kernels::graph::hold_for_branch;
 use nvfp4_kernels::moe::{EarlierGroups, GroupOffsets};
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
@@ -126,8 +126,8 @@ pub(in crate::ops) fn to_burn(
         }
         false => MaybeTensor::Absent,
     };
-    let data = match layout.storage {
-        Storage::Packed => {
+    let data = match layout.form.is_packed() {
+        true => {
             let (width, dtype) = code_words(&layout);
             let scales = Shape::new(groups.scale_shape(&layout));
             QuantizedData::Packed {
@@ -135,7 +135,7 @@ pub(in crate::ops) fn to_burn(
                 scales: new_tensor(like, made.scales, scales, DType::U8),
             }
         }
-        Storage::Bf16Unscaled => {
+        false => {
             let shape = Shape::new([outer, layout.padded_inner()]);
             QuantizedData::Bf16Unscaled(new_tensor(like, made.codes, shape, DType::BF16))
         }

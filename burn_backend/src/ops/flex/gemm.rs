@@ -7,8 +7,7 @@ use burn_core::backend::{Flex, ops::FloatTensorOps};
 use burn_core::tensor::{DType, FloatDType, Shape, Slice, TensorData};
 use burn_flex::FlexTensor;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BLOCK, Format, Layout, Origin, QuantizedTensor, Storage, Usage,
-    reference,
+    Amax, AmaxGranularity, BLOCK, Format, Layout, Origin, QuantizedTensor, Usage, reference,
 };
 use rayon::prelude::*;
 
@@ -229,7 +228,7 @@ impl StoredOperand {
     fn mn_major(quantized: QuantizedMatrix<Flex>) -> Self {
         let layout = quantized.layout;
         let is_taken = layout.format == Format::Nvfp4
-            && layout.storage == Storage::Packed
+            && layout.form.is_packed()
             && layout.amax == AmaxGranularity::PerTensor
             && layout.hadamard.is_none();
         assert!(

@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_formats::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout, Storage,
+    Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout,
     StoredForm, Usage,
 };
 
@@ -58,7 +58,7 @@ pub(super) fn quantize(request: QuantizeRequest<Flex>) -> QuantizedPair<Flex> {
     }
     let packed = made.into_one();
     QuantizedPair::BothStorages {
-        unscaled: stored_as(packed.clone(), Storage::Bf16Unscaled),
+        unscaled: stored_as(packed.clone(), StoredForm::Bf16Unscaled),
         packed,
     }
 }
@@ -128,7 +128,7 @@ fn quantize_values(
             let packed = with_elements!(x, |values| {
                 groups.quantize(values, usage, &params, &|_| amax.clone())
             });
-            stored_as(packed, form.storage())
+            stored_as(packed, form)
         })
     };
     // One amax of the whole matrix serves both usages if neither is transformed (MS-EDEN is).
@@ -205,22 +205,17 @@ fn trace(groups: &GroupedRows, [rowwise, columnwise]: Targets) {
     }
 }
 
-/// Converts `packed` to the given storage.
-fn stored_as(packed: QuantizedMatrix<Flex>, storage: Storage) -> QuantizedMatrix<Flex> {
-    match storage {
-        Storage::Packed => packed,
-        Storage::Bf16Unscaled => {
-            let (amax, layout) = (packed.amax.clone(), packed.layout);
-            let values = StoredOperand::quantized(packed).rows(&(0..layout.outer()));
-            QuantizedMatrix {
-                data: QuantizedData::Bf16Unscaled(narrow(values, FloatDType::BF16)),
-                amax,
-                layout: Layout {
-                    storage: Storage::Bf16Unscaled,
-                    ..layout
-                },
-            }
-        }
+/// Converts `packed` to bf16 values if that is the given form; packed tensors are stored in rows.
+fn stored_as(packed: QuantizedMatrix<Flex>, form: StoredForm) -> QuantizedMatrix<Flex> {
+    if form.is_packed() {
+        return packed;
+    }
+    let (amax, layout) = (packed.amax.clone(), packed.layout);
+    let values = StoredOperand::quantized(packed).rows(&(0..layout.outer()));
+    QuantizedMatrix {
+        data: QuantizedData::Bf16Unscaled(narrow(values, FloatDType::BF16)),
+        amax,
+        layout: Layout { form, ..layout },
     }
 }
 
@@ -232,7 +227,7 @@ pub(super) fn dequantize(
 ) -> FlexTensor {
     let source = with_amax_per_row::<Flex>(source, groups);
     let layout = source.layout;
-    if layout.storage == Storage::Bf16Unscaled {
+    if !layout.form.is_packed() {
         return scaled::<Flex>(source, dtype);
     }
     let Layout { rows, cols, .. } = layout;

@@ -12,7 +12,7 @@ mod weight;
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor, tensor::IntTensor};
 use burn_core::tensor::FloatDType;
-use nvfp4_formats::{ScaleLayout, StoredForm, Usage};
+use nvfp4_formats::{StoredForm, Usage};
 
 use super::context::Slot;
 use super::dtype::cast;
@@ -179,7 +179,7 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         // The K dimension of both operands of wgrad is padded like that of the saved operand.
         let col_form = match &self.x {
             Some(SavedOperand::Made(Operand::Quantized(x)))
-                if x.layout.scale_layout != ScaleLayout::Compact =>
+                if x.layout.form == StoredForm::TILES =>
             {
                 StoredForm::WholeTiles
             }

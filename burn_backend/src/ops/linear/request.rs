@@ -81,14 +81,13 @@ impl<B: Nvfp4KernelOps> SavedOperand<B> {
 mod tests {
     use burn_core::backend::Dispatch;
     use burn_core::tensor::{DType, Tensor};
-    use nvfp4_formats::Storage;
 
     use super::*;
     use crate::ops::context::tests::{device, spec};
 
-    fn storage(operand: &Operand<Dispatch>) -> Storage {
+    fn form(operand: &Operand<Dispatch>) -> StoredForm {
         match operand {
-            Operand::Quantized(quantized) => quantized.layout.storage,
+            Operand::Quantized(quantized) => quantized.layout.form,
             other => panic!("{other:?} is not quantized"),
         }
     }
@@ -115,15 +114,15 @@ mod tests {
                 bias: None,
             },
         };
-        for (kept, expected) in [(false, Storage::Bf16Unscaled), (true, Storage::Packed)] {
+        for (kept, expected) in [(false, StoredForm::Bf16Unscaled), (true, StoredForm::ROWS)] {
             let (fprop, saved) = request(true).quantize(kept);
-            assert_eq!(storage(&fprop.x), expected, "kept: {kept}");
+            assert_eq!(form(&fprop.x), expected, "kept: {kept}");
             let Some(SavedOperand::Forward(x)) = saved.x else {
                 panic!("{:?}", saved.x);
             };
-            assert_eq!(storage(&x), Storage::Packed, "kept: {kept}");
+            assert_eq!(form(&x), StoredForm::ROWS, "kept: {kept}");
             let (fprop, saved) = request(false).quantize(kept);
-            assert_eq!(storage(&fprop.x), expected, "kept: {kept}, a frozen weight");
+            assert_eq!(form(&fprop.x), expected, "kept: {kept}, a frozen weight");
             assert!(saved.x.is_none());
         }
     }

@@ -30,7 +30,7 @@ pub(in crate::quantize) fn mx_dequantize(
     packed.check_codes("packed", packed.layout.format)?;
     packed.check("packed")?;
     // GEMMs read tiles directly; dequantizing tiles is not performance-critical.
-    let in_rows = match packed.layout.scale_layout {
+    let in_rows = match packed.layout.form.scale_layout() {
         ScaleLayout::Compact => None,
         ScaleLayout::Swizzled128x4 => Some(DeviceQuantized {
             // Groups only affect tiles of scales.

@@ -4,7 +4,7 @@ use cubecl::client::Client;
 
 use super::super::{target::TargetSpec, tile::Grouping};
 use crate::{
-    Layout, ScaleLayout, Usage,
+    Layout, ScaleLayout, StoredForm, Usage,
     capabilities::Capabilities,
     format::block::ElementFormat,
     reference::padding::padded_bound,
@@ -82,7 +82,7 @@ pub(super) fn empty_of_groups(
         (ScaleLayout::Swizzled128x4, groups, _) => groups.clone(),
     };
     let layout = Layout {
-        scale_layout: layout,
+        form: StoredForm::Packed(layout),
         ..Layout::new(format, shape, stored)
     };
     DeviceQuantized::empty_unscaled(client, layout, groups)

@@ -173,13 +173,13 @@ fn assert_lines(
         &format!("{what}: codes"),
     );
     let scales = Memory::new(client, &found.scales);
-    let place = |line, block| match found.layout.scale_layout {
+    let place = |line, block| match found.layout.form.scale_layout() {
         ScaleLayout::Compact => line * blocks + block,
         ScaleLayout::Swizzled128x4 => swizzle::offset(line, block, blocks),
     };
     // Both layouts keep bands of rows of 128x4 tiles contiguous.
     let start = place(lines.start / 128 * 128, 0);
-    let end = match found.layout.scale_layout {
+    let end = match found.layout.form.scale_layout() {
         ScaleLayout::Compact => lines.end * blocks,
         ScaleLayout::Swizzled128x4 => start + swizzle::padded_len(128, blocks),
     };
