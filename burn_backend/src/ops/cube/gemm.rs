@@ -213,17 +213,16 @@ fn stored_rows(operand: Operand<CubeBackend>, dtype: FloatDType) -> CubeTensor {
 
 /// Operand for the GEMM kernels, holding its memory.
 pub(super) enum DeviceOperand {
-    /// Quantized operand; the flag is true if each group has its own amax.
-    Quantized(Box<DeviceQuantized>, bool),
-    /// MN-major NVFP4 operand: each stored row is one index of K. The flag is true if each group
-    /// has its own amax.
-    QuantizedMnMajor(Box<DeviceQuantized>, bool),
+    /// Quantized operand.
+    Quantized(Box<DeviceQuantized>),
+    /// MN-major NVFP4 operand: each stored row is one index of K.
+    QuantizedMnMajor(Box<DeviceQuantized>),
     /// bf16 operand whose K dimension is along its columns or, for [`Usage::Columnwise`], its rows.
     Bf16(Matrix, Usage),
 }
 
 impl DeviceOperand {
-    /// Converts an operand of a dense GEMM.
+    /// Converts an operand.
     pub fn new(operand: Operand<CubeBackend>) -> Self {
         match operand {
             Operand::Quantized(quantized) => {
@@ -233,10 +232,10 @@ impl DeviceOperand {
                     // In stored orientation, including padding.
                     stored.layout = stored.layout.stored();
                 }
-                Self::Quantized(Box::new(stored), false)
+                Self::Quantized(Box::new(stored))
             }
             Operand::QuantizedMnMajor(quantized) => {
-                Self::QuantizedMnMajor(Box::new(to_device(quantized, Groups::One)), false)
+                Self::QuantizedMnMajor(Box::new(to_device(quantized, Groups::One)))
             }
             Operand::Float(x, usage) => {
                 let (x, usage) = as_in_memory(cast(x, DType::BF16), usage);
@@ -245,53 +244,34 @@ impl DeviceOperand {
         }
     }
 
-    /// Converts an operand of a grouped GEMM.
-    pub fn grouped(operand: Operand<CubeBackend>) -> Self {
-        let has_one =
-            |quantized: &DeviceQuantized| quantized.layout.amax == AmaxGranularity::PerTensor;
-        match Self::new(operand) {
-            Self::Quantized(quantized, _) => {
-                let is_per_group = has_one(&quantized);
-                Self::Quantized(quantized, is_per_group)
-            }
-            Self::QuantizedMnMajor(quantized, _) => {
-                let is_per_group = has_one(&quantized);
-                Self::QuantizedMnMajor(quantized, is_per_group)
-            }
-            bf16 => bf16,
-        }
-    }
-
     /// Converts the weights of a grouped GEMM, which are stacked along the rows in memory.
     pub fn stack(operand: Operand<CubeBackend>) -> Self {
-        Self::grouped(match operand {
+        Self::new(match operand {
             Operand::Float(x, usage) => Operand::Float(into_contiguous(x), usage),
             quantized => quantized,
         })
     }
 
+    /// Returns the operand of a dense GEMM.
     pub fn view(&self) -> gemm::Operand<'_> {
         match self {
-            Self::Quantized(quantized, is_per_group) => {
-                scaled(gemm::Operand::from(&**quantized), *is_per_group)
-            }
-            Self::QuantizedMnMajor(quantized, is_per_group) => {
-                scaled(gemm::Operand::packed_mn_major(quantized), *is_per_group)
-            }
+            Self::Quantized(quantized) => gemm::Operand::from(&**quantized),
+            Self::QuantizedMnMajor(quantized) => gemm::Operand::packed_mn_major(quantized),
             Self::Bf16(matrix, Usage::Rowwise) => matrix.into(),
             Self::Bf16(matrix, Usage::Columnwise) => gemm::Operand::mn_major(matrix),
         }
     }
-}
 
-/// Marks the amax values of `operand` as one per group if `is_per_group`.
-fn scaled(operand: gemm::Operand<'_>, is_per_group: bool) -> gemm::Operand<'_> {
-    match operand.scale {
-        Scale::Tensor(amax, range) if is_per_group => gemm::Operand {
-            scale: Scale::PerGroup(amax, range),
-            ..operand
-        },
-        _ => operand,
+    /// Returns the operand of a grouped GEMM: one amax per tensor is one per group.
+    pub fn view_of_groups(&self) -> gemm::Operand<'_> {
+        let operand = self.view();
+        match operand.scale {
+            Scale::Tensor(amax, range) => gemm::Operand {
+                scale: Scale::PerGroup(amax, range),
+                ..operand
+            },
+            _ => operand,
+        }
     }
 }
 

@@ -66,8 +66,8 @@ pub(super) fn m_grouped(
         launched(Matrix::new(out.handle, rows, columns, kind))
     } else {
         let bias = bias.map(bias_matrix);
-        let (a, b) = (DeviceOperand::grouped(a), DeviceOperand::stack(b));
-        let request = Gemm::new(a.view(), b.view())
+        let (a, b) = (DeviceOperand::new(a), DeviceOperand::stack(b));
+        let request = Gemm::new(a.view_of_groups(), b.view_of_groups())
             .m_grouped(&groups)
             .bias(bias.as_ref())
             .out(float_kind(dtype));
@@ -117,7 +117,7 @@ pub(super) fn k_grouped(
     let groups = group_offsets(offsets);
     let aligned = launched(groups.aligned(&like.client, tokens, unit));
     let [a, b] = [a, b].map(|operand| {
-        DeviceOperand::grouped(match operand {
+        DeviceOperand::new(match operand {
             Operand::Float(x, usage) => {
                 let x = Source::new(x);
                 let padded = match others {
@@ -131,7 +131,7 @@ pub(super) fn k_grouped(
             quantized => quantized,
         })
     });
-    let request = Gemm::new(a.view(), b.view())
+    let request = Gemm::new(a.view_of_groups(), b.view_of_groups())
         .k_grouped(&aligned)
         .k_alignment(unit)
         .out(float_kind(dtype));
