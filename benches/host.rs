@@ -10,7 +10,7 @@ use std::{
 use burn::tensor::bf16;
 use criterion::{Criterion, Throughput};
 use nvfp4::formats::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params, RandomStream, Rounding,
+    Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding,
     ScaleLayout, Usage,
     reference::{self, Element},
 };
@@ -110,9 +110,9 @@ fn bench<T: Element>(criterion: &mut Criterion, kind: &str, x: &[T]) {
             });
         }
     }
-    let policy = Nvfp4Params {
+    let policy = QuantParams {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
-        ..Nvfp4Params::new(nearest)
+        ..QuantParams::nvfp4(nearest)
     };
     run("row 4/6", read + PACKED, &mut || {
         let usage = Usage::Rowwise;

@@ -45,8 +45,8 @@ pub use cubecl;
 pub(crate) use nvfp4_formats::{
     Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, CrossEntropy,
     ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout, MX_BLOCK,
-    Nvfp4Error, Nvfp4Params, Origin, QuantParams, QuantRounding, QuantizedTensor, RandomStream,
-    Reduction, Rounding, ScaleLayout, StoredForm, Usage, describe, format, policy, reference,
+    Nvfp4Error, Origin, QuantParams, QuantRounding, QuantizedTensor, RandomStream, Reduction,
+    Rounding, ScaleLayout, StoredForm, Usage, describe, format, policy, reference,
 };
 
 /// Returns the client of CubeCL's CPU runtime, for unit tests.

@@ -2,7 +2,7 @@
 
 use crate::{
     AmaxGranularity, BlockPosition, BlockScaling, BlockShape, Format, Hadamard, Layout,
-    Nvfp4Params, RandomStream, Rounding, StoredForm, Usage, reference::EDEN_GROUP,
+    RandomStream, Rounding, StoredForm, Usage, policy::EDEN_GROUP,
 };
 
 /// Rounding of the elements of a quantized tensor, with the random bits of the draw.
@@ -218,15 +218,5 @@ impl From<Format> for QuantParams {
 impl From<Rounding> for QuantParams {
     fn from(rounding: Rounding) -> Self {
         Self::nvfp4(rounding)
-    }
-}
-
-impl From<Nvfp4Params> for QuantParams {
-    fn from(params: Nvfp4Params) -> Self {
-        Self {
-            hadamard: params.hadamard,
-            scaling: params.scaling,
-            ..Self::nvfp4(params.rounding)
-        }
     }
 }

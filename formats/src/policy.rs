@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Nvfp4Error, format::swizzle::TILE_INNER};
 
+/// Number of elements that share one correction factor of MS-EDEN.
+pub const EDEN_GROUP: usize = 128;
+
 /// Rounding of a scaled value to a 4-bit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rounding {
@@ -413,32 +416,6 @@ impl BlockScaling {
         match self {
             Self::Static => 1.0,
             _ => 6.0 * self.bound() as f32,
-        }
-    }
-}
-
-/// Quantization of one matrix to NVFP4, independent of its usage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Nvfp4Params {
-    /// Rounding of elements. Four over six rounds to nearest only.
-    pub rounding: Rounding,
-    /// Transform along the contraction before quantization, if any.
-    pub hadamard: Option<Hadamard>,
-    /// Rule for block scales.
-    pub scaling: BlockScaling,
-    /// Order in which the block scales are stored.
-    pub layout: ScaleLayout,
-}
-
-impl Nvfp4Params {
-    /// Returns parameters with rounding `rounding` and otherwise defaults: no transform, standard
-    /// scales, compact layout.
-    pub const fn new(rounding: Rounding) -> Self {
-        Self {
-            rounding,
-            hadamard: None,
-            scaling: BlockScaling::Standard,
-            layout: ScaleLayout::Compact,
         }
     }
 }

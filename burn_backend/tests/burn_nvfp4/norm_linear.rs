@@ -8,7 +8,7 @@ use burn_nvfp4::nn::{
     Activations, NormLinear, Nvfp4PackedLinear, Nvfp4Weight, ResidualStream, RmsNorm, RmsNormConfig,
 };
 use burn_nvfp4::{Nvfp4Error, Rounding, Usage};
-use nvfp4_formats::{Amax, Nvfp4Params, reference};
+use nvfp4_formats::{Amax, QuantParams, reference};
 
 use crate::support::counted::{collect, taken};
 use crate::support::{Matrix, activation, device, gaussian, gpu_only, values};
@@ -21,7 +21,7 @@ const COUNTED: usize = 136;
 fn weight(n: usize, device: &Device) -> Nvfp4Weight {
     let source = gaussian(n * K, 31);
     let amax = Amax::Tensor(reference::amax(&source));
-    let params = Nvfp4Params::new(Rounding::Nearest);
+    let params = QuantParams::nvfp4(Rounding::Nearest);
     let made = reference::quantize(&source, n, K, Usage::Rowwise, &amax, &params, 0).unwrap();
     let (codes, scales) = (made.codes().to_vec(), made.scales().to_vec());
     Nvfp4Weight::try_from_bytes([n, K], codes, scales, vec![0.01], device).unwrap()

@@ -8,7 +8,7 @@ use burn_nvfp4::nn::{Activations, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear, N
 use burn_nvfp4::{
     ExpertOffsets, Nvfp4GroupedLinearConfig, Nvfp4LinearConfig, Nvfp4Recipe, Rounding, Usage,
 };
-use nvfp4_formats::{Amax, BlockScaling, Nvfp4Params, reference};
+use nvfp4_formats::{Amax, BlockScaling, QuantParams, reference};
 
 use crate::support::counted::{Work, collect, taken};
 use crate::support::{Matrix, activation, device, skip_where_small_only, values};
@@ -20,7 +20,7 @@ const N: usize = 48;
 fn bytes(n: usize, k: usize, seed: u64) -> (Vec<u8>, Vec<u8>) {
     let source = crate::support::gaussian(n * k, seed);
     let amax = Amax::Tensor(reference::amax(&source));
-    let params = Nvfp4Params::new(Rounding::Nearest);
+    let params = QuantParams::nvfp4(Rounding::Nearest);
     let made = reference::quantize(&source, n, k, Usage::Rowwise, &amax, &params, 0).unwrap();
     (made.codes().to_vec(), made.scales().to_vec())
 }
@@ -103,9 +103,9 @@ fn static_inputs_are_quantized_under_the_scale_of_the_checkpoint() {
     // One value out of the range of the scale.
     let mut x = crate::support::gaussian(3 * K, 5);
     x[7] = 1e4;
-    let params = Nvfp4Params {
+    let params = QuantParams {
         scaling: BlockScaling::Static,
-        ..Nvfp4Params::new(Rounding::Nearest)
+        ..QuantParams::nvfp4(Rounding::Nearest)
     };
     let amax = Amax::Tensor(global);
     let quantized = reference::quantize(&x, 3, K, Usage::Rowwise, &amax, &params, 0).unwrap();

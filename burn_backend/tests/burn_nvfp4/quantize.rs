@@ -15,7 +15,7 @@ use burn_nvfp4::{
     Nvfp4Error, Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4TransformerBlockConfig,
     QuantizeConfig, QuantizeReport, Rounding, Usage, quantize, quantize_calibrated,
 };
-use nvfp4_formats::{Amax, BlockScaling, Nvfp4Params, reference};
+use nvfp4_formats::{Amax, BlockScaling, QuantParams, reference};
 
 use crate::module::saved;
 use crate::support::{Matrix, burn_matmul_error, device, skip_where_small_only, sqnr, values};
@@ -65,9 +65,9 @@ fn rounded(x: &[f32], k: usize, scale: Option<f32>) -> Vec<f32> {
         Some(scale) => (BlockScaling::Static, scale),
         None => (BlockScaling::Standard, reference::amax(x)),
     };
-    let params = Nvfp4Params {
+    let params = QuantParams {
         scaling,
-        ..Nvfp4Params::new(Rounding::Nearest)
+        ..QuantParams::nvfp4(Rounding::Nearest)
     };
     let amax = Amax::Tensor(amax);
     let made = reference::quantize(x, x.len() / k, k, Usage::Rowwise, &amax, &params, 0);

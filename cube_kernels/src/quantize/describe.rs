@@ -118,7 +118,7 @@ fn plans(client: &Client, capabilities: &Capabilities) -> Vec<CodePath> {
         ),
         (
             "MXFP8, rowwise",
-            request().rowwise(TargetSpec::from(Format::Mxfp8)),
+            request().rowwise(TargetSpec::new(Format::Mxfp8)),
             "MX formats have no global scale, and need no amax of the tensor",
         ),
     ]

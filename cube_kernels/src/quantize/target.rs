@@ -3,10 +3,7 @@
 use cubecl::server::Handle;
 
 use super::amax::AmaxRequest;
-use crate::{
-    Format, Nvfp4Params, QuantParams, StoredForm, Usage, moe::EarlierGroups,
-    policy::AmaxGranularity,
-};
+use crate::{Format, QuantParams, StoredForm, Usage, moe::EarlierGroups, policy::AmaxGranularity};
 
 /// One quantized tensor to make of a source, along either axis.
 #[derive(Debug, Clone)]
@@ -97,9 +94,15 @@ impl From<Format> for TargetSpec {
     }
 }
 
-impl From<Nvfp4Params> for TargetSpec {
-    fn from(params: Nvfp4Params) -> Self {
-        Self::new(params).form(StoredForm::Packed(params.layout))
+impl From<QuantParams> for TargetSpec {
+    fn from(params: QuantParams) -> Self {
+        Self::new(params)
+    }
+}
+
+impl From<(QuantParams, StoredForm)> for TargetSpec {
+    fn from((params, form): (QuantParams, StoredForm)) -> Self {
+        Self::new(params).form(form)
     }
 }
 

@@ -7,7 +7,7 @@ use crate::support::inputs::{Kind, convert, values};
 use crate::support::quantize;
 use half::bf16;
 use nvfp4_formats::{
-    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, Nvfp4Params, QuantizedTensor,
+    Amax, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, QuantParams, QuantizedTensor,
     RandomStream, Rounding, Usage,
     reference::{self, EdenParams},
 };
@@ -29,9 +29,9 @@ fn copy(usage: Usage, scaling: BlockScaling, per_row: bool) -> QuantizedTensor {
         (true, Usage::Rowwise) => Amax::PerRow(reference::amax_rows(&x, rows, cols)),
         (true, Usage::Columnwise) => Amax::PerRow(reference::amax_cols(&x, rows, cols)),
     };
-    let policy = Nvfp4Params {
+    let policy = QuantParams {
         scaling,
-        ..Nvfp4Params::new(Rounding::Nearest)
+        ..QuantParams::nvfp4(Rounding::Nearest)
     };
     reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap()
 }

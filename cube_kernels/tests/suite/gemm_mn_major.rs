@@ -15,7 +15,7 @@ use crate::support::{
 };
 use cubecl::prelude::*;
 use half::bf16;
-use nvfp4_formats::{Layout, Nvfp4Params, Rounding, StoredForm, Usage, reference};
+use nvfp4_formats::{Layout, QuantParams, Rounding, StoredForm, Usage, reference};
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
     gemm::{
@@ -211,7 +211,7 @@ fn columns_of_part_of_a_block() {
     let mut random = Generator::new(9);
     let w: Vec<f32> = (0..k * n).map(|_| random.normal()).collect();
     let amax = nvfp4_formats::Amax::Tensor(reference::amax(&w));
-    let policy = Nvfp4Params::new(Rounding::Nearest);
+    let policy = QuantParams::nvfp4(Rounding::Nearest);
     let packed = reference::quantize(&w, n, k, Usage::Columnwise, &amax, &policy, 0).unwrap();
     let y = reference::decode_blocks(&packed);
     let device = DeviceQuantized::from_host(&client, &packed);

@@ -12,8 +12,7 @@ use crate::support::quantize::{self, Quantize, TargetSpec};
 use cubecl::{MemoryScope, prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Hadamard, HadamardSize, Nvfp4Params, QuantParams, RandomStream,
-    Rounding, Usage,
+    Amax, AmaxGranularity, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding, Usage,
     reference::{self, AdamWParams, AdamWSchedule, EdenParams},
 };
 use nvfp4_kernels::{
@@ -123,9 +122,9 @@ fn at(offset: &Handle) -> TargetSpec {
 }
 
 /// Returns the policy at offset `value`, for the oracle.
-fn policy_at(value: u64) -> Nvfp4Params {
+fn policy_at(value: u64) -> QuantParams {
     let stream = RandomStream::new(1, 2, STREAM.offset + value);
-    Nvfp4Params::new(Rounding::Stochastic(stream))
+    QuantParams::nvfp4(Rounding::Stochastic(stream))
 }
 
 /// Both quantized tensors with a given amax, also compared with the oracle.

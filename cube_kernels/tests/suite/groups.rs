@@ -7,12 +7,13 @@ use crate::support::device::{
     read_u32, upload, upload_bytes,
 };
 use crate::support::inputs::{Kind, convert, values};
+use crate::support::policies::{COMPACT, NEAREST, PLAIN, Policy, SWIZZLED, policy, transformed};
 use crate::support::quantize::{self, EdenSource};
 use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
     Amax, AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize,
-    Nvfp4Error, Nvfp4Params, RandomStream, Rounding, ScaleLayout, StoredForm, Usage,
+    Nvfp4Error, RandomStream, StoredForm, Usage,
     reference::{self, EdenParams, Element},
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups};
@@ -301,7 +302,7 @@ fn packed(
     case: &Case,
     x: &[f32],
     usage: Usage,
-    (policy, scope): (Nvfp4Params, AmaxGranularity),
+    (policy, scope): (Policy, AmaxGranularity),
 ) -> (DeviceQuantized, Vec<Vec<f32>>) {
     let matrix = upload(client, x, case.rows(), case.cols);
     let mut all = Vec::new();
@@ -309,7 +310,8 @@ fn packed(
     for (part, rows) in case.split(x) {
         let amax = host_amax(part, rows, case.cols, usage, scope);
         all.extend(amax.values());
-        let packed = reference::quantize(part, rows, case.cols, usage, &amax, &policy, 0).unwrap();
+        let packed =
+            reference::quantize(part, rows, case.cols, usage, &amax, &policy.0, 0).unwrap();
         decoded.push(reference::dequantize(&packed));
     }
     if (scope, usage) == (AmaxGranularity::PerRow, Usage::Rowwise) {
@@ -331,7 +333,7 @@ fn check_packed(
     case: &Case,
     kind: Kind,
     usage: Usage,
-    copy: (Nvfp4Params, AmaxGranularity),
+    copy: (Policy, AmaxGranularity),
 ) {
     let x = case.values(kind);
     let (packed, decoded) = packed(client, case, &x, usage, copy);
@@ -389,23 +391,6 @@ fn assert_refused<T>(found: Result<T, Nvfp4Error>, argument: &str) {
     assert!(error.to_string().contains(argument), "{error}");
 }
 
-const PLAIN: Nvfp4Params = Nvfp4Params::new(Rounding::Nearest);
-
-fn scaled(scaling: BlockScaling, layout: ScaleLayout) -> Nvfp4Params {
-    Nvfp4Params {
-        scaling,
-        layout,
-        ..PLAIN
-    }
-}
-
-fn transformed(size: HadamardSize) -> Nvfp4Params {
-    Nvfp4Params {
-        hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..PLAIN
-    }
-}
-
 #[test]
 fn packed_along_rows() {
     let client = client!("packed_along_rows");
@@ -458,7 +443,7 @@ fn padding_of_transforms() {
         Case::new(&client, &[0, 33, 129, 0, 1], 2, 32),
     ] {
         for size in [HadamardSize::H16, HadamardSize::H64] {
-            let copy = (transformed(size), AmaxGranularity::PerTensor);
+            let copy = (transformed(size, NEAREST), AmaxGranularity::PerTensor);
             check_packed(&client, &case, Kind::Normal, Usage::Columnwise, copy);
         }
     }
@@ -469,7 +454,7 @@ fn padding_of_transforms() {
 fn other_scales() {
     let client = client!("other_scales");
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
-    let swizzled = scaled(BlockScaling::Standard, ScaleLayout::Swizzled128x4);
+    let swizzled = policy(NEAREST, BlockScaling::Standard, SWIZZLED);
     let mut cases = vec![
         Case::new(&client, &[0, 40, 129, 0], 0, 80),
         Case::batch(2, 33, 48),
@@ -482,11 +467,11 @@ fn other_scales() {
         for usage in USAGES {
             for copy in [
                 (
-                    scaled(four_over_six, ScaleLayout::Compact),
+                    policy(NEAREST, four_over_six, COMPACT),
                     AmaxGranularity::PerRow,
                 ),
                 (
-                    scaled(four_over_six, ScaleLayout::Compact),
+                    policy(NEAREST, four_over_six, COMPACT),
                     AmaxGranularity::PerTensor,
                 ),
                 (swizzled, AmaxGranularity::PerTensor),

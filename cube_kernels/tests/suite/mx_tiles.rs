@@ -14,7 +14,7 @@ use crate::support::{
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Format, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout, StoredForm,
+    Amax, AmaxGranularity, Format, QuantParams, QuantizedTensor, Rounding, ScaleLayout, StoredForm,
     Usage,
     reference::{self, Element, swizzle},
 };
@@ -28,7 +28,7 @@ const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const FORMATS: [Format; 2] = [Format::Mxfp8, Format::Mxfp4];
 
 fn in_tiles(format: Format) -> TargetSpec {
-    TargetSpec::from(format).form(StoredForm::TILES)
+    TargetSpec::new(format).form(StoredForm::TILES)
 }
 
 /// A matrix whose rows are in groups, with some rows after the last group.
@@ -236,11 +236,9 @@ fn requantized() {
                 // Stored rows of different lengths are refused.
                 continue;
             }
-            let params = Nvfp4Params {
-                layout,
-                ..Nvfp4Params::new(Rounding::Nearest)
-            };
-            let request = quantize::target(&amax_on_device, AmaxGranularity::PerTensor, params);
+            let params = QuantParams::nvfp4(Rounding::Nearest);
+            let target = (params, StoredForm::Packed(layout));
+            let request = quantize::target(&amax_on_device, AmaxGranularity::PerTensor, target);
             let source = quantize::quantize(&client, &matrix, &case.groups, usage, &request);
             let source = source.unwrap();
             let decoded = decoded(&case, &x, usage, &params, amax[0]);
@@ -260,7 +258,7 @@ fn requantized() {
 }
 
 /// Returns the values of the groups of `x` in NVFP4, in bf16.
-fn decoded(case: &Case, x: &[f32], usage: Usage, params: &Nvfp4Params, amax: f32) -> Vec<bf16> {
+fn decoded(case: &Case, x: &[f32], usage: Usage, params: &QuantParams, amax: f32) -> Vec<bf16> {
     let (amax, mut start) = (Amax::Tensor(amax), 0);
     let mut all = Vec::new();
     for &rows in &case.sizes {
@@ -307,7 +305,7 @@ fn there_and_back() {
     let request = quantize::target(
         &amax,
         AmaxGranularity::PerTensor,
-        Nvfp4Params::new(Rounding::Nearest),
+        QuantParams::nvfp4(Rounding::Nearest),
     );
     let request = Some((&request, StoredForm::Bf16Unscaled));
     let made = quantize::quantize_operands(&client, &bf16_values, request, None).unwrap();

@@ -10,7 +10,7 @@ use crate::support::quantize::{self, AmaxRequest, TargetSpec};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Nvfp4Params, RandomStream, Rounding, ScaleLayout, StoredForm, Usage,
+    Amax, AmaxGranularity, QuantParams, RandomStream, Rounding, ScaleLayout, StoredForm, Usage,
     format::{e2m1, e4m3},
     reference::{self, GlobalScale, swizzle},
 };
@@ -241,12 +241,10 @@ fn padding_of_scales_is_written() {
             let packed =
                 quantize::quantize(&client, &matrix, &Groups::One, usage, &request).unwrap();
             let found = read_bytes(&client, &packed.scales, len);
-            let policy = Nvfp4Params {
-                layout: ScaleLayout::Swizzled128x4,
-                ..Nvfp4Params::new(Rounding::Nearest)
-            };
+            let params = QuantParams::nvfp4(Rounding::Nearest);
             let amax = Amax::Tensor(reference::amax(&x));
-            let expected = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
+            let expected = reference::quantize(&x, rows, cols, usage, &amax, &params, 0).unwrap();
+            let expected = expected.with_scale_layout(ScaleLayout::Swizzled128x4);
             assert_eq!(found, expected.scales(), "{rows}x{cols} {usage:?}");
             assert!(found.len() > outer * blocks, "nothing is padded here");
         }

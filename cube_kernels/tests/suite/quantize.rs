@@ -4,10 +4,10 @@
 use crate::support::device::{DeviceElement, is_brief, offsets, upload, upload_bytes};
 use crate::support::inputs::{ALL_KINDS, Kind, convert, values};
 use crate::support::policies::{
-    COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, assert_copies, check,
-    check_per_token, check_policies, check_tiles, col_policies, device_amax, expected_copies,
-    floats, host_amax, per_token_policies, policy, quantize_per_token_both, read, row_policies,
-    split, transformed,
+    COMPACT, MAE, MSE, NEAREST, PLAIN, Policy, STOCHASTIC, STREAM, SWIZZLED, assert_bytes,
+    assert_copies, check, check_per_token, check_policies, check_tiles, col_policies, device_amax,
+    expected_copies, floats, host_amax, per_token_policies, policy, quantize_per_token_both, read,
+    row_policies, split, transformed,
 };
 use crate::support::quantize::{
     self, AmaxRequest, TargetSpec,
@@ -19,7 +19,7 @@ use crate::support::quantize::{
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockScaling, Hadamard, HadamardSize, Nvfp4Params, Usage,
+    Amax, AmaxGranularity, BlockScaling, Hadamard, HadamardSize, QuantParams, StoredForm, Usage,
     reference::{self, padding, swizzle},
 };
 use nvfp4_kernels::{
@@ -192,10 +192,10 @@ fn groups_lie_side_by_side() {
                 quantize::target(
                     &amax,
                     AmaxGranularity::PerTensor,
-                    Nvfp4Params { hadamard, ..copy },
+                    (QuantParams { hadamard, ..copy.0 }, copy.1),
                 )
             };
-            let (row, col) = (request(None), request(copy.hadamard));
+            let (row, col) = (request(None), request(copy.0.hadamard));
             let (expected_row, expected) =
                 quantize::quantize_both(&client, &matrix, &groups, &row, &col).unwrap();
             let (found_row, found) =
@@ -261,14 +261,13 @@ fn swizzle_tiling_restarts_at_groups() {
     let matrix = upload(&client, &x, 160, cols);
     let found = quantize::quantize(&client, &matrix, &groups, Usage::Rowwise, &request).unwrap();
     let found = read(&client, &found.scales);
-    let compact = policy(NEAREST, BlockScaling::Standard, COMPACT);
     let second = reference::quantize(
         &x[100 * cols..],
         60,
         cols,
         Usage::Rowwise,
         &Amax::Tensor(5.0),
-        &compact,
+        &PLAIN.0,
         0,
     )
     .unwrap();
@@ -464,16 +463,18 @@ fn per_token_of_columns() {
         let parts = split(&x, &sizes, cols);
         for col in [
             policy(NEAREST, BlockScaling::Standard, COMPACT),
-            Nvfp4Params {
-                rounding: STOCHASTIC,
-                hadamard: Some(Hadamard::default()),
-                ..policy(NEAREST, BlockScaling::Headroom, SWIZZLED)
-            },
+            (
+                QuantParams {
+                    hadamard: Some(Hadamard::default()),
+                    ..policy(STOCHASTIC, BlockScaling::Headroom, SWIZZLED).0
+                },
+                StoredForm::TILES,
+            ),
             transformed(HadamardSize::H64, STOCHASTIC),
         ] {
             let row = policy(STOCHASTIC, BlockScaling::Standard, COMPACT);
-            let expected = |usage, copy: &Nvfp4Params| {
-                let hadamard = copy.hadamard.as_ref();
+            let expected = |usage, copy: &Policy| {
+                let hadamard = copy.0.hadamard.as_ref();
                 let amax = host_amax(&parts, cols, usage, AmaxGranularity::PerRow, hadamard);
                 expected_copies(&parts, cols, usage, &amax, copy)
             };
@@ -515,10 +516,14 @@ fn launch_geometry_does_not_matter() {
     let matrix = upload(&client, &x, rows, cols);
     let host_amax = Amax::Tensor(reference::amax(&x));
     let amax = device_amax(&client, std::slice::from_ref(&host_amax));
-    let policy = Nvfp4Params::new(STOCHASTIC);
+    let policy = QuantParams::nvfp4(STOCHASTIC);
     let expected =
         reference::quantize(&x, rows, cols, Usage::Rowwise, &host_amax, &policy, 0).unwrap();
-    let request = quantize::target(&amax, AmaxGranularity::PerTensor, Nvfp4Params::new(NEAREST));
+    let request = quantize::target(
+        &amax,
+        AmaxGranularity::PerTensor,
+        QuantParams::nvfp4(NEAREST),
+    );
     let key = STREAM.key();
     for (cubes, units) in [(1, 1), (3, 1), (2, 2), (5, 32), (1, 64), (7, 96)] {
         let found =
@@ -585,13 +590,12 @@ fn bad_requests_are_named() {
     let client = client!("bad_requests_are_named");
     let matrix = Matrix::empty(&client, 6, 32, FloatKind::Bf16);
     let amax = device_amax(&client, &[Amax::Tensor(1.0)]);
-    let request = |copy: Nvfp4Params, scope| quantize::target(&amax, scope, copy);
+    let request = |copy: Policy, scope| quantize::target(&amax, scope, copy);
     let quantize = |groups: Groups, usage, request: TargetSpec| {
         quantize::quantize(&client, &matrix, &groups, usage, &request)
             .unwrap_err()
             .to_string()
     };
-    let plain = Nvfp4Params::new(NEAREST);
     let error = quantize(
         Groups::One,
         Usage::Rowwise,
@@ -604,13 +608,13 @@ fn bad_requests_are_named() {
     let error = quantize(
         Groups::One,
         Usage::Rowwise,
-        request(plain, AmaxGranularity::PerRow),
+        request(PLAIN, AmaxGranularity::PerRow),
     );
     assert!(error.contains("amax"), "{error}");
     let error = quantize(
         Groups::Batch(4),
         Usage::Columnwise,
-        request(plain, AmaxGranularity::PerTensor),
+        request(PLAIN, AmaxGranularity::PerTensor),
     );
     assert!(error.contains("groups"), "{error}");
     let error = quantize(

@@ -214,7 +214,7 @@ fn tiles_and_mixed_pairs() {
     assert_steps(
         &Quantize::new(x)
             .rowwise(nearest())
-            .columnwise(TargetSpec::from(Format::Mxfp8)),
+            .columnwise(TargetSpec::new(Format::Mxfp8)),
         &[AmaxOfMatrix(Rowwise), Rows, Mx(Usage::Columnwise)],
     );
 }
@@ -355,7 +355,7 @@ fn quantized_sources() {
         &[MsEdenAmax(Usage::Columnwise), MsEden(Usage::Columnwise)],
     );
     assert_steps(
-        &request().rowwise(TargetSpec::from(Format::Mxfp4)),
+        &request().rowwise(TargetSpec::new(Format::Mxfp4)),
         &[MxRequantize(Usage::Rowwise)],
     );
     // Elements are not rounded from codes.
@@ -387,7 +387,7 @@ fn missing_amax_values() {
         ),
         (request().rowwise(nearest().amax(amax)), none),
         (request().rowwise(eden()).columnwise(eden()), none),
-        (request().rowwise(TargetSpec::from(Format::Mxfp8)), none),
+        (request().rowwise(TargetSpec::new(Format::Mxfp8)), none),
     ];
     for (mut request, missing) in cases {
         assert_eq!(request.missing_amax(), missing, "{request:?}");
@@ -435,6 +435,6 @@ fn refused_requests() {
     assert_refused(&request().rowwise(eden()).unscaled(true), "unscaled");
     let groups = &Groups::Batch(2);
     assert_refused(&request().groups(groups).rowwise(values), "groups");
-    let mx = TargetSpec::from(Format::Mxfp8).form(StoredForm::Bf16Unscaled);
+    let mx = TargetSpec::new(Format::Mxfp8).form(StoredForm::Bf16Unscaled);
     assert_refused(&request().rowwise(mx), "form");
 }

@@ -5,15 +5,13 @@ use crate::support::device;
 use crate::support::device::{offsets, upload, upload_bytes};
 use crate::support::inputs::{Kind, convert, values};
 use crate::support::policies::{
-    COMPACT, MAE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, col_policies, per_token_policies, policy,
-    quantize_per_token_both, row_policies, transformed,
+    COMPACT, MAE, NEAREST, PLAIN, Policy, STOCHASTIC, STREAM, SWIZZLED, col_policies,
+    per_token_policies, policy, quantize_per_token_both, row_policies, transformed,
 };
 use crate::support::quantize::{self, AmaxRequest, Prologue, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
-use nvfp4_formats::{
-    AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params, Usage,
-};
+use nvfp4_formats::{AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Usage};
 use nvfp4_kernels::{
     moe::{self, GroupOffsets},
     tensor::{DeviceQuantized, FloatKind, Groups, Matrix},
@@ -71,7 +69,7 @@ fn amax(client: &Client, count: usize) -> Handle {
     upload_bytes(client, bytemuck::cast_slice(&vec![90.0f32; count]))
 }
 
-fn request(amax: &Handle, copy: Nvfp4Params, scope: AmaxGranularity) -> TargetSpec {
+fn request(amax: &Handle, copy: Policy, scope: AmaxGranularity) -> TargetSpec {
     quantize::target(amax, scope, copy)
 }
 
@@ -109,7 +107,7 @@ fn copies_of_every_policy() {
     let amax = amax(&client, ROWS + COLS);
     let one = Groups::One;
     let training = (
-        (Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor),
+        (PLAIN, AmaxGranularity::PerTensor),
         (
             transformed(HadamardSize::H16, STOCHASTIC),
             AmaxGranularity::PerTensor,
@@ -201,7 +199,7 @@ fn mxfp8_and_values() {
     let client = client!("mxfp8_and_values");
     let x = matrix(&client);
     let amax = amax(&client, 1);
-    let plain = request(&amax, Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor);
+    let plain = request(&amax, PLAIN, AmaxGranularity::PerTensor);
     for usage in USAGES {
         repeat(&client, &format!("MXFP8 {usage:?}"), || {
             of_packed(quantize::mx_quantize(&client, &x, usage, Format::Mxfp8).unwrap())

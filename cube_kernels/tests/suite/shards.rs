@@ -6,8 +6,8 @@ use crate::support::quantize::{self, Quantize, TargetSpec};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Nvfp4Params, Origin,
-    QuantParams, QuantizedTensor, RandomStream, Rounding, Usage,
+    Amax, AmaxGranularity, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Origin, QuantParams,
+    QuantRounding, QuantizedTensor, RandomStream, Rounding, Usage,
     reference::{self, EdenParams},
 };
 use nvfp4_kernels::{
@@ -112,10 +112,10 @@ fn assert_part(found: &QuantizedTensor, whole: &QuantizedTensor, shard: Shard, w
     }
 }
 
-fn params(stream: RandomStream, hadamard: Option<Hadamard>) -> Nvfp4Params {
-    Nvfp4Params {
+fn params(stream: RandomStream, hadamard: Option<Hadamard>) -> QuantParams {
+    QuantParams {
         hadamard,
-        ..Nvfp4Params::new(Rounding::Stochastic(stream))
+        ..QuantParams::nvfp4(Rounding::Stochastic(stream))
     }
 }
 
@@ -125,7 +125,7 @@ fn of_oracle(
     shard: Shard,
     usage: Usage,
     scope: AmaxGranularity,
-    params: &Nvfp4Params,
+    params: &QuantParams,
 ) -> QuantizedTensor {
     let (x, (rows, cols)) = (whole.values(shard), shard.shape);
     let amax = whole.amax(scope, shard, usage);
@@ -147,7 +147,7 @@ fn transforms(usage: Usage) -> Vec<Option<Hadamard>> {
 /// Runs `check` on each shard of each kind of tensor, with the tensor of the whole matrix.
 fn each_shard(
     whole: &Whole,
-    check: impl Fn(Shard, Usage, AmaxGranularity, &Nvfp4Params, &QuantizedTensor),
+    check: impl Fn(Shard, Usage, AmaxGranularity, &QuantParams, &QuantizedTensor),
 ) {
     let all = whole.shards()[0];
     for usage in USAGES {
@@ -173,8 +173,8 @@ fn shards_of_the_oracle() {
             let what = format!("{rows} x {cols} {usage:?} {scope:?} {:?}", params.hadamard);
             assert_part(&found, expected, shard, &what);
             // A shard that draws as a separate tensor has other bits.
-            let own = Nvfp4Params {
-                rounding: Rounding::Stochastic(STREAM),
+            let own = QuantParams {
+                rounding: QuantRounding::Elements(Rounding::Stochastic(STREAM)),
                 ..*params
             };
             let own = of_oracle(&whole, shard, usage, scope, &own);

@@ -12,7 +12,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::{bf16, f16};
 use nvfp4_formats::{
     AmaxGranularity, BLOCK, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error,
-    Nvfp4Params, RandomStream, Rounding, ScaleLayout, StoredForm, Usage, reference,
+    QuantParams, RandomStream, Rounding, StoredForm, Usage, reference,
 };
 use nvfp4_kernels::{
     capabilities::{Capabilities, GemmBackend},
@@ -26,19 +26,19 @@ use nvfp4_kernels::{
 const NEAREST: Rounding = Rounding::Nearest;
 const STOCHASTIC: Rounding = Rounding::Stochastic(RandomStream::new(0x0123_4567, 5, 0xffff_ffff));
 
-type Policy = (Nvfp4Params, AmaxGranularity);
+type Policy = (QuantParams, AmaxGranularity);
 
-fn policy(rounding: Rounding, scaling: BlockScaling) -> Nvfp4Params {
-    Nvfp4Params {
+fn policy(rounding: Rounding, scaling: BlockScaling) -> QuantParams {
+    QuantParams {
         scaling,
-        ..Nvfp4Params::new(rounding)
+        ..QuantParams::nvfp4(rounding)
     }
 }
 
-fn transformed(size: HadamardSize, rounding: Rounding) -> Nvfp4Params {
-    Nvfp4Params {
+fn transformed(size: HadamardSize, rounding: Rounding) -> QuantParams {
+    QuantParams {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..Nvfp4Params::new(rounding)
+        ..QuantParams::nvfp4(rounding)
     }
 }
 
@@ -60,9 +60,9 @@ fn policies() -> Vec<Policy> {
 fn col_policies() -> Vec<Policy> {
     let mut all = policies();
     all.push((
-        Nvfp4Params {
+        QuantParams {
             hadamard: Some(Hadamard::default()),
-            ..Nvfp4Params::new(NEAREST)
+            ..QuantParams::nvfp4(NEAREST)
         },
         AmaxGranularity::PerTensor,
     ));
@@ -74,7 +74,7 @@ fn col_policies() -> Vec<Policy> {
 
 /// A policy with the amax values that it requires.
 struct Copy {
-    policy: Nvfp4Params,
+    policy: QuantParams,
     scope: AmaxGranularity,
     amax: Handle,
 }
@@ -291,7 +291,7 @@ fn products_have_the_same_bits() {
                 let (rows, cols) = usage.stored_shape(outer, k);
                 let x = convert::<bf16>(&values(Kind::Normal, outer * k, seed));
                 let x = upload(&client, &x, rows, cols);
-                let copy = Copy::new(&client, &x, usage, (Nvfp4Params::new(rounding), scope));
+                let copy = Copy::new(&client, &x, usage, (QuantParams::nvfp4(rounding), scope));
                 [StoredForm::ROWS, StoredForm::Bf16Unscaled].map(|form| {
                     let asked = Some((&copy, form));
                     let [row, col] = match usage {
@@ -370,15 +370,12 @@ fn what_values_cannot_be_is_refused() {
     let wide = upload(&client, &vec![1.0f32; 256], 16, 16);
     let narrow = upload(&client, &vec![1.0f32; 128], 16, 8);
     let amax = quantize::amax(&client, &wide, None).unwrap();
-    let request = |params: Nvfp4Params| quantize::target(&amax, AmaxGranularity::PerTensor, params);
+    let request = |params: QuantParams| quantize::target(&amax, AmaxGranularity::PerTensor, params);
     let argument = |found: Result<(), Nvfp4Error>| match found {
         Err(Nvfp4Error::Value { argument, .. } | Nvfp4Error::Shape { argument, .. }) => argument,
         other => panic!("{other:?}"),
     };
-    let swizzled = request(Nvfp4Params {
-        layout: ScaleLayout::Swizzled128x4,
-        ..Nvfp4Params::new(NEAREST)
-    });
+    let swizzled = request(QuantParams::nvfp4(NEAREST)).form(StoredForm::TILES);
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
     for (x, request, expected) in [
         (&wide, swizzled, "form"),
@@ -405,7 +402,7 @@ fn an_empty_matrix_has_both_storages() {
     let x = upload::<f32>(&client, &[], 0, 32);
     let amax = client.create_from_slice(&0f32.to_le_bytes());
     let row = Copy {
-        policy: Nvfp4Params::new(NEAREST),
+        policy: QuantParams::nvfp4(NEAREST),
         scope: AmaxGranularity::PerTensor,
         amax,
     };

@@ -41,6 +41,7 @@ mod simd;
 pub mod philox;
 pub use crate::format::{padding, swizzle};
 
+pub use crate::policy::EDEN_GROUP;
 pub use activation::{Activation, activation, activation_backward, swiglu, swiglu_backward};
 pub use amax::{amax, amax_cols, amax_rht, amax_rht_cols, amax_rows};
 pub use choice_window::{ChoiceWindow, EARLIER_UNITS, sort_window};
@@ -64,8 +65,8 @@ pub use loss::{
     target_scale,
 };
 pub use ms_eden::{
-    EDEN_AMAX_FACTOR, EDEN_BLOCK_FACTOR, EDEN_GROUP, EdenParams, check_eden_hadamard, eden_amax,
-    eden_position, ms_eden, ms_eden_amax, ms_eden_at, round_scale_stochastic,
+    EDEN_AMAX_FACTOR, EDEN_BLOCK_FACTOR, EdenParams, check_eden_hadamard, eden_amax, eden_position,
+    ms_eden, ms_eden_amax, ms_eden_at, round_scale_stochastic,
 };
 pub use mx::{mx_dequantize, mx_quantize};
 pub use norm::{

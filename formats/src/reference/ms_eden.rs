@@ -43,10 +43,8 @@ use crate::{
     Amax, BLOCK, BlockPosition, Gap, Gaps, Hadamard, HadamardSize, Layout, Nvfp4Error, Origin,
     QuantizedTensor, RandomStream, Rounding, Usage,
     format::{e2m1, e4m3},
+    policy::EDEN_GROUP,
 };
-
-/// Number of elements that share one correction factor.
-pub const EDEN_GROUP: usize = 128;
 
 /// Blocks per group.
 const BLOCKS: usize = EDEN_GROUP / BLOCK;

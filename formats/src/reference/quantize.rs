@@ -13,18 +13,18 @@ use super::{
     simd::{self, Isa, Lanes, Task, Tile, lanes},
 };
 use crate::{
-    Amax, BLOCK, BlockPosition, BlockScaling, BlockShape, Hadamard, Layout, Nvfp4Error,
-    Nvfp4Params, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
+    Amax, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard, Layout, Nvfp4Error,
+    Origin, QuantParams, QuantRounding, QuantizedTensor, Rounding, ScaleLayout, StoredForm, Usage,
 };
 
-/// Quantizes a `rows` x `cols` matrix to one packed tensor, as specified by `policy` (numerics,
-/// sections 4 to 8): 1x16 blocks along each row ([`Usage::Rowwise`]), or 16x1 blocks along each
-/// column, stored transposed ([`Usage::Columnwise`]).
+/// Quantizes a `rows` x `cols` matrix to one packed tensor with compact scales, as specified by
+/// `params` (numerics, sections 4 to 8): 1x16 blocks along each row ([`Usage::Rowwise`]), or 16x1
+/// blocks along each column, stored transposed ([`Usage::Columnwise`]).
 ///
 /// With a transform, the contraction is padded with zeros to a multiple of its size, all of which
 /// is stored, and `amax` must be that of the transformed values ([`amax_rht`](super::amax_rht),
 /// [`amax_rht_cols`](super::amax_rht_cols)). One `amax` per stored row gives a row-scaled tensor
-/// (per token).
+/// (per token), whatever the granularity of `params`.
 ///
 /// `first_block` is added to the logical index of each block, as given by the
 /// [position](crate::BlockPosition) of the stream, before stochastic rounding draws its bits:
@@ -32,15 +32,15 @@ use crate::{
 ///
 /// # Errors
 /// Returns an error if `x` does not have `rows * cols` elements, `cols` is not a multiple of 16 for
-/// a rowwise tensor, the length of a per-row `amax` is not the number of stored rows, or `policy`
-/// combines four over six with stochastic rounding.
+/// a rowwise tensor, the length of a per-row `amax` is not the number of stored rows, or `params`
+/// are not those of NVFP4 in 1x16 blocks or combine four over six with stochastic rounding.
 pub fn quantize<T: Element>(
     x: &[T],
     rows: usize,
     cols: usize,
     usage: Usage,
     amax: &Amax,
-    policy: &Nvfp4Params,
+    params: &QuantParams,
     first_block: u64,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
     let (outer, _) = usage.stored_shape(rows, cols);
@@ -49,21 +49,19 @@ pub fn quantize<T: Element>(
         check_packed_cols(cols)?;
     }
     check_amax(amax, outer)?;
-    check_policy(policy)?;
+    let rounding = rounding_of(params)?;
     let layout = Layout {
-        scaling: policy.scaling,
-        hadamard: policy.hadamard,
         amax: amax.granularity(),
-        ..Layout::nvfp4(rows, cols, usage)
+        ..params.layout((rows, cols), usage, StoredForm::ROWS)
     };
     Source {
         x: T::elements(x),
         layout,
         amax,
-        origin: Origin::block_1d(policy.rounding),
+        origin: Origin::block_1d(rounding),
         first_block,
     }
-    .pack(policy.layout)
+    .pack(ScaleLayout::Compact)
 }
 
 /// Quantizes a `rows` x `cols` matrix to a rowwise tensor with standard, compact scales:
@@ -78,8 +76,8 @@ pub fn quantize_row<T: Element>(
     amax: &Amax,
     rounding: &Rounding,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
-    let policy = Nvfp4Params::new(*rounding);
-    quantize(x, rows, cols, Usage::Rowwise, amax, &policy, 0)
+    let params = QuantParams::nvfp4(*rounding);
+    quantize(x, rows, cols, Usage::Rowwise, amax, &params, 0)
 }
 
 /// Quantizes a `rows` x `cols` matrix to a columnwise tensor with standard, compact scales,
@@ -95,11 +93,11 @@ pub fn quantize_col<T: Element>(
     rounding: &Rounding,
     hadamard: Option<&Hadamard>,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
-    let policy = Nvfp4Params {
+    let params = QuantParams {
         hadamard: hadamard.copied(),
-        ..Nvfp4Params::new(*rounding)
+        ..QuantParams::nvfp4(*rounding)
     };
-    quantize(x, rows, cols, Usage::Columnwise, amax, &policy, 0)
+    quantize(x, rows, cols, Usage::Columnwise, amax, &params, 0)
 }
 
 /// Quantizes a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest. Returns the rowwise and
@@ -467,15 +465,27 @@ fn check_amax(amax: &Amax, outer: usize) -> Result<(), Nvfp4Error> {
     }
 }
 
-fn check_policy(policy: &Nvfp4Params) -> Result<(), Nvfp4Error> {
-    match (policy.scaling, policy.rounding) {
-        (BlockScaling::FourOverSix(_), Rounding::Stochastic(_)) => Err(Nvfp4Error::value(
-            "policy",
-            "four over six with stochastic rounding",
-            "Rounding::Nearest, whose error is what four over six compares; choosing the scale by \
-             the data would bias stochastic rounding",
+/// Returns the rounding of elements by `params`, which must be those of NVFP4 in 1x16 blocks.
+fn rounding_of(params: &QuantParams) -> Result<Rounding, Nvfp4Error> {
+    match (params.scaling, params.rounding) {
+        (BlockScaling::FourOverSix(_), QuantRounding::Elements(Rounding::Stochastic(_))) => {
+            Err(Nvfp4Error::value(
+                "params",
+                "four over six with stochastic rounding",
+                "Rounding::Nearest, whose error is what four over six compares; choosing the scale \
+                 by the data would bias stochastic rounding",
+            ))
+        }
+        (_, QuantRounding::Elements(rounding))
+            if params.format == Format::Nvfp4 && !params.is_2d() =>
+        {
+            Ok(rounding)
+        }
+        _ => Err(Nvfp4Error::value(
+            "params",
+            format!("{params:?}"),
+            "NVFP4 in 1x16 blocks, without MS-EDEN",
         )),
-        _ => Ok(()),
     }
 }
 

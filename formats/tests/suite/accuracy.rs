@@ -1,7 +1,7 @@
 //! Signal-to-noise ratio of quantization in cases that require a scale per row or a global scale.
 
 use crate::support::inputs::{Kind, values};
-use nvfp4_formats::{Amax, BlockScaling, Nvfp4Params, Rounding, Usage, reference};
+use nvfp4_formats::{Amax, BlockScaling, QuantParams, Rounding, Usage, reference};
 
 const ROWS: usize = 64;
 const COLS: usize = 256;
@@ -21,9 +21,9 @@ fn rows(factor: impl Fn(usize) -> f32) -> Vec<f32> {
 
 /// Quantizes `x` to nearest, and dequantizes it.
 fn quantized(x: &[f32], amax: &Amax) -> Vec<f32> {
-    let params = Nvfp4Params {
+    let params = QuantParams {
         scaling: BlockScaling::Standard,
-        ..Nvfp4Params::new(Rounding::Nearest)
+        ..QuantParams::nvfp4(Rounding::Nearest)
     };
     let usage = Usage::Rowwise;
     let packed = reference::quantize(x, ROWS, COLS, usage, amax, &params, 0).unwrap();

@@ -5,7 +5,7 @@ use std::{cell::RefCell, collections::BTreeSet};
 
 use half::bf16;
 use nvfp4_formats::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, Nvfp4Params, QuantizedTensor, Rounding, ScaleLayout,
+    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, QuantizedTensor, Rounding, ScaleLayout,
     Usage, reference,
 };
 use safetensors::{Dtype, SafeTensors};
@@ -183,9 +183,9 @@ fn four_over_six() {
 
             let mode = format!("4over6_{name}_1x16");
             let amax = tensor_amax(case);
-            let policy = Nvfp4Params {
+            let policy = QuantParams {
                 scaling,
-                ..Nvfp4Params::new(Rounding::Nearest)
+                ..QuantParams::nvfp4(Rounding::Nearest)
             };
             let row = reference::quantize(&case.x, rows, cols, Usage::Rowwise, &amax, &policy, 0);
             case.check(&mode, "row", &row.unwrap());

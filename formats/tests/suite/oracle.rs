@@ -5,8 +5,9 @@ use crate::support::inputs::{ALL_KINDS, Kind, TestElement, convert, values};
 use crate::support::literal;
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, Nvfp4Params,
-    QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, format::e2m1, reference,
+    Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
+    QuantizedTensor, RandomStream, Rounding, ScaleLayout, StoredForm, Usage, format::e2m1,
+    reference,
 };
 
 const SCALINGS: [BlockScaling; 4] = [
@@ -41,7 +42,7 @@ fn transforms() -> impl Iterator<Item = Option<Hadamard>> {
 }
 
 /// Returns every policy that the oracle supports, with compact scales.
-fn policies() -> Vec<Nvfp4Params> {
+fn policies() -> Vec<QuantParams> {
     let mut policies = Vec::new();
     for hadamard in transforms() {
         for scaling in SCALINGS {
@@ -49,10 +50,10 @@ fn policies() -> Vec<Nvfp4Params> {
                 let refused = matches!(scaling, BlockScaling::FourOverSix(_))
                     && rounding != Rounding::Nearest;
                 if !refused {
-                    policies.push(Nvfp4Params {
+                    policies.push(QuantParams {
                         hadamard,
                         scaling,
-                        ..Nvfp4Params::new(rounding)
+                        ..QuantParams::nvfp4(rounding)
                     });
                 }
             }
@@ -124,13 +125,7 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                         let inner = usage.stored_shape(rows, cols).1;
                         assert_eq!(found.blocks() * 16, inner.next_multiple_of(group));
 
-                        let swizzled = Nvfp4Params {
-                            layout: ScaleLayout::Swizzled128x4,
-                            ..policy
-                        };
-                        let swizzled =
-                            reference::quantize(&x, rows, cols, usage, &amax, &swizzled, first)
-                                .unwrap();
+                        let swizzled = found.with_scale_layout(ScaleLayout::Swizzled128x4);
                         assert_eq!(swizzled.layout().form, StoredForm::TILES);
                         assert!(swizzled.scales().len().is_multiple_of(512), "{what}");
                         assert_is(&swizzled, &expected, &what);
@@ -163,9 +158,9 @@ fn matrices_of_several_tasks() {
         let x = values(Kind::Heavy, rows * cols, 21);
         for usage in USAGES {
             for hadamard in [None, Some(Hadamard::seeded_with_size(HadamardSize::H64, 2))] {
-                let policy = Nvfp4Params {
+                let policy = QuantParams {
                     hadamard,
-                    ..Nvfp4Params::new(stochastic(4))
+                    ..QuantParams::nvfp4(stochastic(4))
                 };
                 let stored = literal::stored_rows(&x, (rows, cols), usage, hadamard.as_ref());
                 for per_row in [false, true] {
@@ -239,7 +234,7 @@ fn groups_of_a_buffer_draw_the_bits_of_the_whole() {
     let (rows, cols, split) = (40, 48, 23);
     let x = values(Kind::Normal, rows * cols, 4);
     let amax = Amax::Tensor(reference::amax(&x));
-    let policy = Nvfp4Params::new(stochastic(9));
+    let policy = QuantParams::nvfp4(stochastic(9));
     let copy = |x: &[f32], first| {
         let rows = x.len() / cols;
         reference::quantize(x, rows, cols, Usage::Rowwise, &amax, &policy, first).unwrap()
@@ -307,9 +302,9 @@ fn tiles_are_literal_and_their_copies_transposes() {
 /// Returns the largest scaled magnitude of each block whose scale byte is a normal number.
 fn largest_scaled(x: &[f32], scaling: BlockScaling) -> f32 {
     let amax = reference::amax(x);
-    let policy = Nvfp4Params {
+    let policy = QuantParams {
         scaling,
-        ..Nvfp4Params::new(Rounding::Nearest)
+        ..QuantParams::nvfp4(Rounding::Nearest)
     };
     let (rows, usage) = (x.len() / 16, Usage::Rowwise);
     let packed = reference::quantize(x, rows, 16, usage, &Amax::Tensor(amax), &policy, 0).unwrap();
@@ -352,9 +347,9 @@ fn headroom_ends_at_subnormal_scales() {
     // 2.35 · 17/16 units of 2^-9 round to 2 units.
     let x = [2.35 * 6.0 / 512.0; 16];
     let amax = Amax::Tensor(2688.0);
-    let policy = Nvfp4Params {
+    let policy = QuantParams {
         scaling: BlockScaling::Headroom,
-        ..Nvfp4Params::new(Rounding::Nearest)
+        ..QuantParams::nvfp4(Rounding::Nearest)
     };
     let packed = reference::quantize(&x, 1, 16, Usage::Rowwise, &amax, &policy, 0).unwrap();
     assert_eq!(packed.scales(), [2]);
@@ -374,9 +369,9 @@ fn headroom_makes_stochastic_rounding_unbiased() {
     let amax = Amax::Tensor(2688.0);
     let x = block.repeat(draws);
     let bias = |scaling: BlockScaling| -> Vec<f32> {
-        let policy = Nvfp4Params {
+        let policy = QuantParams {
             scaling,
-            ..Nvfp4Params::new(stochastic(1))
+            ..QuantParams::nvfp4(stochastic(1))
         };
         let packed = reference::quantize(&x, draws, 16, usage, &amax, &policy, 0).unwrap();
         let decoded = reference::dequantize(&packed);
@@ -426,9 +421,9 @@ fn four_over_six_is_never_worse_than_six() {
         let x = values(kind, rows * cols, 8);
         for norm in [ErrorNorm::Mae, ErrorNorm::Mse] {
             let scaling = BlockScaling::FourOverSix(norm);
-            let policy = Nvfp4Params {
+            let policy = QuantParams {
                 scaling,
-                ..Nvfp4Params::new(Rounding::Nearest)
+                ..QuantParams::nvfp4(Rounding::Nearest)
             };
             let amax = reference::amax(&x);
             let usage = Usage::Rowwise;
@@ -468,9 +463,9 @@ fn dequantization_divides_by_the_range_of_the_scaling() {
             for usage in USAGES {
                 let stored = literal::stored_rows(&x, (rows, cols), usage, None);
                 let amax = maxima(&stored, per_row);
-                let policy = Nvfp4Params {
+                let policy = QuantParams {
                     scaling,
-                    ..Nvfp4Params::new(Rounding::Nearest)
+                    ..QuantParams::nvfp4(Rounding::Nearest)
                 };
                 let packed = reference::quantize(&x, rows, cols, usage, &amax, &policy, 0).unwrap();
                 let decoded = reference::dequantize(&packed);
@@ -504,10 +499,10 @@ fn products_survive_transforms_and_scalings() {
     for hadamard in transforms() {
         for scaling in SCALINGS {
             for per_row in [false, true] {
-                let policy = Nvfp4Params {
+                let policy = QuantParams {
                     hadamard,
                     scaling,
-                    ..Nvfp4Params::new(Rounding::Nearest)
+                    ..QuantParams::nvfp4(Rounding::Nearest)
                 };
                 let pack = |x: &[f32], cols| {
                     let usage = Usage::Columnwise;
@@ -559,8 +554,8 @@ fn products_survive_transforms_and_scalings() {
 fn arguments_that_cannot_be_are_refused() {
     let x = vec![1f32; 32 * 48];
     let tensor = Amax::Tensor(1.0);
-    let nearest = Nvfp4Params::new(Rounding::Nearest);
-    let refused = |rows, cols, usage, amax: &Amax, policy: &Nvfp4Params| match reference::quantize(
+    let nearest = QuantParams::nvfp4(Rounding::Nearest);
+    let refused = |rows, cols, usage, amax: &Amax, policy: &QuantParams| match reference::quantize(
         &x, rows, cols, usage, amax, policy, 0,
     )
     .unwrap_err()
@@ -576,11 +571,14 @@ fn arguments_that_cannot_be_are_refused() {
         let amax = Amax::PerRow(vec![1.0; len]);
         assert_eq!(refused(32, 48, usage, &amax, &nearest), "amax");
     }
-    let policy = Nvfp4Params {
+    let policy = QuantParams {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
-        ..Nvfp4Params::new(stochastic(0))
+        ..QuantParams::nvfp4(stochastic(0))
     };
-    assert_eq!(refused(32, 48, by_rows, &tensor, &policy), "policy");
+    let tiles = QuantParams::nvfp4_2d(BlockScaling::Standard);
+    for params in [policy, tiles, QuantParams::mxfp8()] {
+        assert_eq!(refused(32, 48, by_rows, &tensor, &params), "params");
+    }
     let layouts = [ScaleLayout::Compact; 2];
     let rows = Amax::PerRow(vec![1.0; 32]);
     for scaling in SCALINGS {

@@ -260,7 +260,7 @@ impl PackedWeight {
 mod tests {
     use nvfp4_formats::format::e2m1;
     use nvfp4_formats::ptq::RANGE;
-    use nvfp4_formats::{BlockShape, ErrorNorm, Nvfp4Params, Rounding, reference};
+    use nvfp4_formats::{BlockShape, ErrorNorm, QuantParams, Rounding, ScaleLayout, reference};
 
     use super::*;
 
@@ -380,7 +380,7 @@ mod tests {
                 BlockScaling::FourOverSix(ErrorNorm::Mae),
             ),
         ] {
-            let mut policy = Nvfp4Params::new(Rounding::Nearest);
+            let mut policy = QuantParams::nvfp4(Rounding::Nearest);
             policy.scaling = scaling;
             let amax = Amax::Tensor(reference::amax(&x));
             let tensor = match block {
@@ -404,7 +404,7 @@ mod tests {
                 "{block:?}, {scaling:?}"
             );
         }
-        let policy = Nvfp4Params::new(Rounding::Nearest);
+        let policy = QuantParams::nvfp4(Rounding::Nearest);
         let amax = Amax::Tensor(1.0);
         let other = reference::quantize(&x, 32, 64, Usage::Columnwise, &amax, &policy, 0);
         let error = PackedWeight::from_quantized(&other.unwrap()).unwrap_err();

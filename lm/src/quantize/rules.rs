@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use nvfp4_formats::ptq::{BlockQuantizer, Rule, ScaleChoice, round_rows, values};
-use nvfp4_formats::{Amax, BLOCK, Nvfp4Params, Rounding, Usage, reference};
+use nvfp4_formats::{Amax, BLOCK, QuantParams, Rounding, Usage, reference};
 
 use crate::interchange::{Dialect, PackedWeight};
 
@@ -23,7 +23,7 @@ pub const fn rule_of(dialect: Dialect) -> Rule {
 pub fn quantize(rule: Rule, values: &[f32], [n, k]: [usize; 2], amax: f32) -> Result<PackedWeight> {
     check_matrix(values, [n, k], amax)?;
     if rule == Rule::TransformerEngine {
-        let policy = Nvfp4Params::new(Rounding::Nearest);
+        let policy = QuantParams::nvfp4(Rounding::Nearest);
         let amax = Amax::Tensor(amax);
         let tensor = reference::quantize(values, n, k, Usage::Rowwise, &amax, &policy, 0)?;
         return PackedWeight::from_quantized(&tensor);

@@ -144,12 +144,11 @@ impl Inputs {
         (params, form): (QuantParams, StoredForm),
         amax: Option<Handle>,
     ) -> TargetSpec {
-        let offset = params.offset_in_memory.then(|| offset_beside(&self.like));
         TargetSpec {
             params,
             form,
             amax,
-            offset,
+            offset: params.offset_in_memory.then(|| offset_beside(&self.like)),
             earlier: self.earlier.clone(),
         }
     }

@@ -329,7 +329,7 @@ fn code_rows(codes: &FlexTensor, rows: &Range<usize>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use nvfp4_formats::{Nvfp4Params, Rounding, StoredForm};
+    use nvfp4_formats::{Rounding, StoredForm};
 
     use super::super::super::Nvfp4KernelOps;
     use super::super::super::spec::QuantParams;
@@ -356,7 +356,7 @@ mod tests {
             .map(|_| next() as f32 / u32::MAX as f32 - 0.5)
             .collect();
         let amax = Amax::Tensor(reference::amax(&values));
-        let policy = Nvfp4Params::new(Rounding::Nearest);
+        let policy = QuantParams::nvfp4(Rounding::Nearest);
         let usage = Usage::Rowwise;
         let packed = reference::quantize(&values, outer, depth, usage, &amax, &policy, 0);
         uploaded(trusted(packed))
@@ -416,7 +416,7 @@ mod tests {
         let nvfp4 = |x: FlexTensor| {
             let (outer, depth) = matrix(&x);
             let amax = Amax::Tensor(2688.0);
-            let policy = Nvfp4Params::new(Rounding::Nearest);
+            let policy = QuantParams::nvfp4(Rounding::Nearest);
             let usage = Usage::Rowwise;
             let values = x.storage::<f32>();
             let packed = reference::quantize(values, outer, depth, usage, &amax, &policy, 0);

@@ -8,8 +8,7 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_formats::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockShape, Layout, Nvfp4Params, QuantizedTensor, ScaleLayout,
-    StoredForm, Usage,
+    Amax, AmaxGranularity, BlockShape, Layout, QuantizedTensor, ScaleLayout, StoredForm, Usage,
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
@@ -289,41 +288,25 @@ fn quantize_one<T: Element>(
         let format = params.format;
         return trusted(reference::mx_quantize(values, rows, cols, usage, format));
     }
-    let rounding = match (params.rounding, &params.hadamard) {
-        (QuantRounding::Elements(rounding), _) => rounding,
-        (QuantRounding::MsEden(draw), Some(hadamard)) => {
+    trusted(match (params.rounding, &params.hadamard, params.block) {
+        (QuantRounding::MsEden(draw), Some(hadamard), _) => {
             let by = EdenParams {
                 hadamard: *hadamard,
                 stream: draw.stream,
             };
             // Numbered in groups of 128.
             let first = first / (EDEN_GROUP / params.format.block()) as u64;
-            return trusted(reference::ms_eden_at(
-                values,
-                rows,
-                cols,
-                usage,
-                amax.of(0),
-                &by,
-                first,
-            ));
+            reference::ms_eden_at(values, rows, cols, usage, amax.of(0), &by, first)
         }
-        (QuantRounding::MsEden(_), None) => unreachable!("MS-EDEN has a transform"),
-    };
-    if params.block == BlockShape::Block2d {
-        let (scaling, compact) = (params.scaling, ScaleLayout::Compact);
-        return trusted(reference::quantize_tile_copy(
-            values, rows, cols, usage, amax, scaling, compact,
-        ));
-    }
-    let params = Nvfp4Params {
-        hadamard: params.hadamard,
-        scaling: params.scaling,
-        ..Nvfp4Params::new(rounding)
-    };
-    trusted(reference::quantize(
-        values, rows, cols, usage, amax, &params, first,
-    ))
+        (QuantRounding::MsEden(_), None, _) => unreachable!("MS-EDEN has a transform"),
+        (_, _, BlockShape::Block2d) => {
+            let (scaling, compact) = (params.scaling, ScaleLayout::Compact);
+            reference::quantize_tile_copy(values, rows, cols, usage, amax, scaling, compact)
+        }
+        (_, _, BlockShape::Block1d) => {
+            reference::quantize(values, rows, cols, usage, amax, params, first)
+        }
+    })
 }
 
 /// Groups of the rows of a matrix.

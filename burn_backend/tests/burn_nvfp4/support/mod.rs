@@ -13,9 +13,7 @@ use burn_nvfp4::ops::{
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
 use nvfp4_formats::reference::{self, EdenParams, Element};
-use nvfp4_formats::{
-    Amax, BLOCK, BlockScaling, Format, MX_BLOCK, Nvfp4Params, QuantizedTensor, ScaleLayout,
-};
+use nvfp4_formats::{Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantizedTensor, ScaleLayout};
 #[cfg(feature = "cuda")]
 use nvfp4_kernels::bring_up::match_random_bits;
 
@@ -232,15 +230,7 @@ impl Matrix {
                     Amax::PerRow(reference::amax_rht_cols(x, rows, cols, hadamard))
                 }
             };
-            let QuantRounding::Elements(rounding) = params.rounding else {
-                panic!("{params:?}");
-            };
-            let params = Nvfp4Params {
-                hadamard: params.hadamard,
-                scaling: params.scaling,
-                ..Nvfp4Params::new(rounding)
-            };
-            reference::quantize(x, rows, cols, usage, &amax, &params, first as u64).unwrap()
+            reference::quantize(x, rows, cols, usage, &amax, params, first as u64).unwrap()
         }
         let shape = (self.rows, self.cols);
         in_dtype!(self, |values| run(values, shape, usage, params, first))

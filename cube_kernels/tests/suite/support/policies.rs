@@ -7,10 +7,13 @@ use super::{
 };
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, Nvfp4Params,
-    QuantizedTensor, RandomStream, Rounding, ScaleLayout, Usage, reference,
+    Amax, AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams,
+    QuantizedTensor, RandomStream, Rounding, ScaleLayout, StoredForm, Usage, reference,
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
+
+/// Parameters of a tensor, and the form in which it is stored.
+pub type Policy = (QuantParams, StoredForm);
 
 pub const STREAM: RandomStream = RandomStream::new(0x0123_4567_89ab_cdef, 5, 0xffff_ffff);
 pub const NEAREST: Rounding = Rounding::Nearest;
@@ -86,7 +89,7 @@ pub fn expected_copies<T: DeviceElement>(
     cols: usize,
     usage: Usage,
     amax: &[Amax],
-    policy: &Nvfp4Params,
+    (params, form): &Policy,
 ) -> Vec<QuantizedTensor> {
     let mut first = 0;
     groups
@@ -94,9 +97,9 @@ pub fn expected_copies<T: DeviceElement>(
         .zip(amax)
         .map(|(group, amax)| {
             let packed =
-                reference::quantize(group.x, group.rows, cols, usage, amax, policy, first).unwrap();
+                reference::quantize(group.x, group.rows, cols, usage, amax, params, first).unwrap();
             first += (packed.codes().len() / 8) as u64;
-            packed
+            packed.with_scale_layout(form.scale_layout())
         })
         .collect()
 }
@@ -149,8 +152,8 @@ pub fn check<T: DeviceElement>(
     (rows, cols): (usize, usize),
     sizes: &[usize],
     groups: &Groups,
-    row: Option<(Nvfp4Params, AmaxGranularity)>,
-    col: Option<(Nvfp4Params, AmaxGranularity)>,
+    row: Option<(Policy, AmaxGranularity)>,
+    col: Option<(Policy, AmaxGranularity)>,
 ) {
     let what = format!(
         "{rows}x{cols} {:?} groups {sizes:?} row {row:?} col {col:?}",
@@ -158,10 +161,10 @@ pub fn check<T: DeviceElement>(
     );
     let matrix = upload(client, x, rows, cols);
     let parts = split(x, sizes, cols);
-    let prepare = |usage, copy: Option<(Nvfp4Params, AmaxGranularity)>| {
+    let prepare = |usage, copy: Option<(Policy, AmaxGranularity)>| {
         copy.map(|(policy, scope)| {
             let hadamard = (usage == Usage::Columnwise)
-                .then_some(policy.hadamard)
+                .then_some(policy.0.hadamard)
                 .flatten();
             let amax = host_amax(&parts, cols, usage, scope, hadamard.as_ref());
             let handle = device_amax(client, &amax);
@@ -171,7 +174,7 @@ pub fn check<T: DeviceElement>(
     };
     let row = prepare(Usage::Rowwise, row);
     let col = prepare(Usage::Columnwise, col);
-    fn request(copy: &(Nvfp4Params, AmaxGranularity, Handle, Vec<QuantizedTensor>)) -> TargetSpec {
+    fn request(copy: &(Policy, AmaxGranularity, Handle, Vec<QuantizedTensor>)) -> TargetSpec {
         quantize::target(&copy.2, copy.1, copy.0)
     }
     let (found_row, found_col) = match (&row, &col) {
@@ -203,26 +206,30 @@ pub fn check<T: DeviceElement>(
     }
 }
 
-pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> Nvfp4Params {
-    Nvfp4Params {
+pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> Policy {
+    let params = QuantParams {
         scaling,
-        layout,
-        ..Nvfp4Params::new(rounding)
-    }
+        ..QuantParams::nvfp4(rounding)
+    };
+    (params, StoredForm::Packed(layout))
 }
 
-pub fn transformed(size: HadamardSize, rounding: Rounding) -> Nvfp4Params {
-    Nvfp4Params {
+pub fn transformed(size: HadamardSize, rounding: Rounding) -> Policy {
+    let params = QuantParams {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
-        ..Nvfp4Params::new(rounding)
-    }
+        ..QuantParams::nvfp4(rounding)
+    };
+    (params, StoredForm::ROWS)
 }
+
+/// Rounding to nearest, with standard scales in rows.
+pub const PLAIN: Policy = (QuantParams::nvfp4(NEAREST), StoredForm::ROWS);
 
 pub const COMPACT: ScaleLayout = ScaleLayout::Compact;
 pub const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
 
 /// Returns the policies of a rowwise tensor.
-pub fn row_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
+pub fn row_policies() -> Vec<(Policy, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
     vec![
         (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
@@ -238,12 +245,9 @@ pub fn row_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
 }
 
 /// Returns the policies of a columnwise tensor.
-pub fn col_policies() -> Vec<(Nvfp4Params, AmaxGranularity)> {
+pub fn col_policies() -> Vec<(Policy, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
-    let swizzled = |copy: Nvfp4Params| Nvfp4Params {
-        layout: SWIZZLED,
-        ..copy
-    };
+    let swizzled = |(params, _): Policy| (params, StoredForm::TILES);
     vec![
         (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
         (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), PerRow),
@@ -339,15 +343,16 @@ pub fn check_per_token<T: DeviceElement>(
     client: &Client,
     x: &[T],
     (rows, cols): (usize, usize),
-    copy: &Nvfp4Params,
+    copy: &Policy,
 ) {
     let matrix = upload(client, x, rows, cols);
     let maxima = reference::amax_rows(x, rows, cols);
     let amax = Amax::PerRow(maxima.clone());
     let found = quantize::quantize_per_token(client, &matrix, &(*copy).into()).unwrap();
-    let expected = reference::quantize(x, rows, cols, Usage::Rowwise, &amax, copy, 0).unwrap();
+    let part = Group { x, rows };
+    let expected = expected_copies(&[part], cols, Usage::Rowwise, &[amax], copy);
     let what = format!("per token {rows}x{cols} {:?} {copy:?}", T::KIND);
-    assert_copies(client, &found, &[expected], &what);
+    assert_copies(client, &found, &expected, &what);
     let bytes = bytemuck::cast_slice(&maxima);
     assert_bytes(&read(client, &found.amax), bytes, &format!("{what}: amax"));
 }
@@ -374,7 +379,7 @@ pub fn quantize_per_token_both(
 }
 
 /// Returns the policies of a per-token tensor.
-pub fn per_token_policies() -> [Nvfp4Params; 3] {
+pub fn per_token_policies() -> [Policy; 3] {
     [
         policy(NEAREST, BlockScaling::Standard, COMPACT),
         policy(STOCHASTIC, BlockScaling::Headroom, SWIZZLED),

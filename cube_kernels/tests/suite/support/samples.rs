@@ -5,14 +5,15 @@
 use super::device::{read_f32, upload};
 use super::inputs::{Kind, convert, values};
 use super::policies::{
-    self, COMPACT, MAE, MSE, NEAREST, STOCHASTIC, STREAM, SWIZZLED, assert_bytes, col_policies,
-    device_amax, per_token_policies, policy, quantize_per_token_both, row_policies, transformed,
+    self, COMPACT, MAE, MSE, NEAREST, PLAIN, Policy, STOCHASTIC, STREAM, SWIZZLED, assert_bytes,
+    col_policies, device_amax, per_token_policies, policy, quantize_per_token_both, row_policies,
+    transformed,
 };
 use super::quantize::{self, AmaxRequest, EdenSource, Prologue, TargetSpec};
 use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, Nvfp4Params,
+    Amax, AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, QuantParams,
     QuantizedTensor, ScaleLayout, Usage,
     reference::{self, EDEN_GROUP, EdenParams, swizzle},
 };
@@ -99,13 +100,9 @@ struct Band {
 impl Band {
     /// Quantizes the band by the oracle, with compact scales; without `amax` each line has a
     /// separate amax.
-    fn quantize(&self, amax: Option<f32>, policy: &Nvfp4Params) -> QuantizedTensor {
-        let compact = Nvfp4Params {
-            layout: COMPACT,
-            ..*policy
-        };
+    fn quantize(&self, amax: Option<f32>, params: &QuantParams) -> QuantizedTensor {
         let (rows, cols, usage) = (self.rows, self.cols, self.usage);
-        let amax = match (amax, usage, &policy.hadamard) {
+        let amax = match (amax, usage, &params.hadamard) {
             (Some(amax), ..) => Amax::Tensor(amax),
             (None, Usage::Rowwise, _) => Amax::PerRow(reference::amax_rows(&self.x, rows, cols)),
             (None, Usage::Columnwise, None) => {
@@ -116,10 +113,10 @@ impl Band {
             }
         };
         let (_, inner) = usage.stored_shape(rows, cols);
-        let unit = (policy.hadamard).map_or(16, |hadamard| hadamard.size().elements());
+        let unit = params.unit();
         let blocks = inner.div_ceil(unit) * (unit / 16);
         let first = (self.first * blocks) as u64;
-        reference::quantize(&self.x, rows, cols, usage, &amax, &compact, first).unwrap()
+        reference::quantize(&self.x, rows, cols, usage, &amax, params, first).unwrap()
     }
 }
 
@@ -204,7 +201,7 @@ fn assert_rows(client: &Client, found: &Matrix, first: usize, expected: &[bf16],
 /// Parameters of a quantized tensor along `usage`: one amax for all, or one per line.
 struct Request {
     usage: Usage,
-    policy: Nvfp4Params,
+    policy: Policy,
     scope: AmaxGranularity,
     given: Option<f32>,
     amax: Handle,
@@ -215,19 +212,19 @@ impl Request {
         client: &Client,
         sample: &Sample,
         usage: Usage,
-        copy: (Nvfp4Params, AmaxGranularity),
+        copy: (Policy, AmaxGranularity),
     ) -> Self {
         let (policy, scope) = copy;
         let given = match scope {
             // Transformed values have a different amax; any value works.
-            AmaxGranularity::PerTensor if policy.hadamard.is_some() => Some(2.0 * sample.amax),
+            AmaxGranularity::PerTensor if policy.0.hadamard.is_some() => Some(2.0 * sample.amax),
             AmaxGranularity::PerTensor => Some(sample.amax),
             AmaxGranularity::PerRow => None,
         };
         let amax = match given {
             Some(amax) => device_amax(client, &[Amax::Tensor(amax)]),
             None => {
-                let request = AmaxRequest::along(usage, scope, policy.hadamard);
+                let request = AmaxRequest::along(usage, scope, policy.0.hadamard);
                 let found = quantize::amaxes(client, &sample.matrix, ONE, &request).unwrap();
                 found.rows.or(found.cols).unwrap()
             }
@@ -254,7 +251,7 @@ impl Request {
             self.policy
         );
         for band in sample.bands(self.usage) {
-            let expected = band.quantize(self.given, &self.policy);
+            let expected = band.quantize(self.given, &self.policy.0);
             assert_lines(client, found, band.first, &expected, &what);
         }
     }
@@ -263,7 +260,7 @@ impl Request {
 /// Checks blocks along rows and columns, made in one read if both are requested.
 pub fn blocks(client: &Client, sample: &Sample) {
     let training = (
-        (Nvfp4Params::new(NEAREST), AmaxGranularity::PerTensor),
+        (PLAIN, AmaxGranularity::PerTensor),
         (
             transformed(HadamardSize::H16, STOCHASTIC),
             AmaxGranularity::PerTensor,
@@ -279,7 +276,8 @@ pub fn blocks(client: &Client, sample: &Sample) {
         col.compare(client, sample, &found.1);
     }
     let rows = [STOCHASTIC, NEAREST].map(|rounding| {
-        let copy = (Nvfp4Params::new(rounding), AmaxGranularity::PerTensor);
+        let policy = policy(rounding, BlockScaling::Standard, COMPACT);
+        let copy = (policy, AmaxGranularity::PerTensor);
         Request::new(client, sample, Usage::Rowwise, copy)
     });
     let cols = (col_policies().into_iter().skip(row_policies().len()))
@@ -318,9 +316,9 @@ pub fn tiles(client: &Client, sample: &Sample) {
 
 pub fn per_token(client: &Client, sample: &Sample) {
     let x = &sample.matrix;
-    let compare = |usage, policy: Nvfp4Params, found: &DeviceQuantized| {
+    let compare = |usage, policy: Policy, found: &DeviceQuantized| {
         for band in sample.bands(usage) {
-            let expected = band.quantize(None, &policy);
+            let expected = band.quantize(None, &policy.0);
             let what = format!("{:?} per token {usage:?} {policy:?}", sample.shape());
             assert_lines(client, found, band.first, &expected, &what);
             let Amax::PerRow(maxima) = expected.amax() else {
@@ -384,14 +382,14 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
         }
     }
     let amax = Amax::Tensor(sample.amax);
-    let plain = Nvfp4Params::new(NEAREST);
     for from in USAGES {
-        let request = Request::new(client, sample, from, (plain, AmaxGranularity::PerTensor));
+        let request = Request::new(client, sample, from, (PLAIN, AmaxGranularity::PerTensor));
         let packed =
             quantize::quantize(client, &sample.matrix, ONE, from, &request.copy()).unwrap();
         let values = |band: &Band| {
             let (rows, cols) = (band.rows, band.cols);
-            let packed = reference::quantize(&band.x, rows, cols, from, &amax, &plain, 0).unwrap();
+            let packed =
+                reference::quantize(&band.x, rows, cols, from, &amax, &PLAIN.0, 0).unwrap();
             convert::<bf16>(&reference::dequantize(&packed))
         };
         for to in USAGES {
@@ -415,9 +413,8 @@ pub fn mxfp8(client: &Client, sample: &Sample) {
 pub fn ms_eden(client: &Client, sample: &Sample) {
     let (rows, cols) = sample.shape();
     let hadamard = Hadamard::seeded_with_size(HadamardSize::H128, 5);
-    let plain = Nvfp4Params::new(NEAREST);
     let usage = Usage::Rowwise;
-    let request = Request::new(client, sample, usage, (plain, AmaxGranularity::PerTensor));
+    let request = Request::new(client, sample, usage, (PLAIN, AmaxGranularity::PerTensor));
     let packed = quantize::quantize(client, &sample.matrix, ONE, usage, &request.copy()).unwrap();
     let dequantized = |x: &[bf16], rows: usize, cols: usize| {
         let amax = Amax::Tensor(sample.amax);

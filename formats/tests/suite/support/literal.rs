@@ -2,8 +2,8 @@
 //! instead of bit tricks. It shares only Philox (which has known answers) with the oracle.
 
 use nvfp4_formats::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, Nvfp4Params, RandomStream, Rounding, Usage,
-    reference::philox,
+    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, QuantRounding, RandomStream, Rounding,
+    Usage, reference::philox,
 };
 
 const GRID: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
@@ -220,7 +220,7 @@ fn random_byte(stream: &RandomStream, index: u64, i: usize) -> u8 {
 }
 
 /// Quantizes to 1x16 blocks.
-pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &Nvfp4Params, first_block: u64) -> Copy {
+pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &QuantParams, first_block: u64) -> Copy {
     let (mut codes, mut scales) = (Vec::new(), Vec::new());
     let mut index = first_block;
     for (o, row) in stored.iter().enumerate() {
@@ -233,10 +233,11 @@ pub fn quantize(stored: &[Vec<f32>], amax: &Amax, policy: &Nvfp4Params, first_bl
                     .iter()
                     .enumerate()
                     .map(|(i, x)| match &policy.rounding {
-                        Rounding::Nearest => nearest(x * e),
-                        Rounding::Stochastic(stream) => {
+                        QuantRounding::Elements(Rounding::Nearest) => nearest(x * e),
+                        QuantRounding::Elements(Rounding::Stochastic(stream)) => {
                             stochastic(x * e, random_byte(stream, index, i))
                         }
+                        QuantRounding::MsEden(_) => unreachable!("another reference quantizes so"),
                     }),
             );
             index = index.wrapping_add(1);
