@@ -200,25 +200,6 @@ pub struct ComputedAmax<B: Backend> {
     pub columnwise: MaybeTensor<B>,
 }
 
-/// Amax values of a row-wise and a column-wise tensor, one each: `f32[1]`.
-#[derive(Clone, Debug)]
-pub(crate) struct AmaxPair<B: Backend> {
-    /// Amax of the row-wise tensor.
-    pub(crate) rowwise: FloatTensor<B>,
-    /// Amax of the column-wise tensor.
-    pub(crate) columnwise: FloatTensor<B>,
-}
-
-impl<B: Backend> AmaxPair<B> {
-    /// Uses one value for both.
-    pub(super) fn of_both(amax: FloatTensor<B>) -> Self {
-        Self {
-            rowwise: amax.clone(),
-            columnwise: amax,
-        }
-    }
-}
-
 /// Elements of a quantized matrix, by the [`form`](Layout::form) of its layout.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "cubecl-backend"))]

@@ -12,7 +12,7 @@ use crate::ops::known_amax::{self, KnownAmax};
 use crate::ops::operands::{is_one_kernel, quantize, quantize_pair, requantize};
 use crate::ops::segments::narrow;
 use crate::ops::sharding::{FoundAmax, GatheredWeight, Role};
-use crate::ops::tensors::{AmaxPair, QuantizeSource};
+use crate::ops::tensors::QuantizeSource;
 use crate::ops::{
     BackwardSource, GivenAmax, LinearContext, LinearSpec, Nvfp4KernelOps, Operand, OperandSpec,
     QuantParams, QuantizeRequest, RowGroups,
@@ -139,8 +139,9 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
             of_group,
         } = self.known_amax(specs)?;
         let of_group = of_group.filter(|amax| amax.group.is_of(&group.link()));
+        let own = narrow::<B>(maxima, 0, entry, 1);
         Some(FoundAmax {
-            of_part: AmaxPair::of_both(narrow::<B>(maxima, 0, entry, 1)),
+            of_part: [own.clone(), own],
             // A copy: the saved state may outlive the optimizer's next step.
             of_group: of_group.map(|amax| {
                 let own = narrow::<B>(amax.maxima, 0, amax.entry, 1);
@@ -157,7 +158,7 @@ impl<B: Nvfp4KernelOps> LinearRequest<B> {
         };
         let amax = forward.amax.clone().into_option()?;
         shares_amax(&self.spec.fprop_w).then(|| FoundAmax {
-            of_part: AmaxPair::of_both(amax.clone()),
+            of_part: [amax.clone(), amax.clone()],
             of_group: Some(amax),
         })
     }

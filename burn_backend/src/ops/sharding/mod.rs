@@ -28,8 +28,8 @@ use super::operands::{FormedSpec, is_one_kernel};
 use super::segments::narrow;
 use super::spec::{BackwardSource, OperandSpec, QuantParams};
 use super::tensors::{
-    AmaxPair, GemmGroups, GivenAmax, MaybeTensor, Operand, QuantizeRequest, QuantizeSource,
-    QuantizedMatrix, QuantizedPair, RowGroups,
+    GemmGroups, GivenAmax, MaybeTensor, Operand, QuantizeRequest, QuantizeSource, QuantizedMatrix,
+    QuantizedPair, RowGroups,
 };
 use crate::parallel::ProcessGroup;
 pub(crate) use gather::gathered_tokens;
@@ -74,19 +74,10 @@ pub(super) enum Role {
 /// Known amax values of a rank's shard.
 #[derive(Clone, Debug)]
 pub(crate) struct FoundAmax<B: Backend> {
-    /// Amax values of the rank's shard.
-    pub(crate) of_part: AmaxPair<B>,
+    /// Amax of the row-wise and of the column-wise tensor of the rank's shard: `f32[1]`.
+    pub(crate) of_part: [FloatTensor<B>; 2],
     /// Amax over the group, if known, for both usages.
     pub(crate) of_group: Option<FloatTensor<B>>,
-}
-
-impl<B: Backend> From<AmaxPair<B>> for FoundAmax<B> {
-    fn from(of_part: AmaxPair<B>) -> Self {
-        Self {
-            of_part,
-            of_group: None,
-        }
-    }
 }
 
 /// Part of one device's operand that a rank has.
@@ -152,11 +143,12 @@ impl LinearSharding {
             (source @ QuantizeSource::Activation { .. }, [Some(row), Some(col)]) => {
                 let made = B::nvfp4_amax(QuantizeRequest::new(source).both(row, col));
                 let values = made.values.into_option().expect("an activation");
-                let found = AmaxPair {
-                    rowwise: made.rowwise.into_option().expect("requested"),
-                    columnwise: made.columnwise.into_option().expect("requested"),
+                let amax = [made.rowwise, made.columnwise];
+                let found = FoundAmax {
+                    of_part: amax.map(|amax| amax.into_option().expect("requested")),
+                    of_group: None,
                 };
-                (values, Some(found.into()))
+                (values, Some(found))
             }
             (x, _) => (x.into_values(), None),
         };
@@ -392,8 +384,8 @@ impl LinearSharding {
             None => (None, None),
         };
         let found = match (found, params) {
-            (Some(found), [row, col]) => {
-                [row.map(|_| found.rowwise), col.map(|_| found.columnwise)]
+            (Some([row_amax, col_amax]), [row, col]) => {
+                [row.map(|_| row_amax), col.map(|_| col_amax)]
             }
             (None, [Some(row), Some(col)]) if !row.is_ms_eden() && !col.is_ms_eden() => {
                 let found = B::nvfp4_amax(QuantizeRequest::of_matrix(x.clone()).both(row, col));
