@@ -112,6 +112,15 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     section.time("rows permuted", 2.0 * bytes, |i| {
         moe::moe_permute(&client, inputs.get(i), &places, count).unwrap();
     });
+    let request = plain_and_transformed();
+    section.time(
+        "rows permuted, amax and amax after the RHT",
+        2.0 * bytes,
+        |i| {
+            let rows = (&places, count);
+            moe::moe_permute_with_amaxes(&client, inputs.get(i), rows, &groups, &request).unwrap();
+        },
+    );
     section.time("rows gathered", 2.0 * bytes, |i| {
         moe::moe_unpermute(&client, inputs.get(i), &places, None, (count, 1)).unwrap();
     });

@@ -121,11 +121,16 @@ pub(crate) fn instances(device: &DummyDevice) -> Vec<Instance> {
             ..plan((norm, pass), kind, residual, cols, device)
         });
         let (scalar, width, factors) = plan.loads();
+        // For Blackwell ptxas spills registers of the first instance with an amax of each row.
+        let forward = Expected {
+            spills: (norm == Norm::Rms || scope == whole || !device.has_nearest()).then_some(false),
+            ..Expected::NONE
+        };
         all.push(instance!(
             device,
             norm_kernel,
             &name,
-            Expected::NONE,
+            forward,
             AddressType::U32,
             width,
             factors,

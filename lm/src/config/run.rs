@@ -98,7 +98,7 @@ pub struct RunConfig {
     /// the preset's]
     #[arg(long, value_name = "N")]
     pub batch: usize,
-    /// Accumulate the gradients of this many forward passes per step [default: 1]
+    /// Accumulate the gradients of this many batches per step [default: 1]
     #[arg(long, value_name = "N")]
     #[serde(default = "one")]
     pub accumulate: usize,
