@@ -38,6 +38,7 @@ mod fuser;
 mod mark;
 mod ops;
 pub(crate) mod packed;
+mod ranks;
 mod report;
 mod tracker;
 mod wgrad;
@@ -52,7 +53,7 @@ use burn_cubecl::fusion::RegistryError;
 use nvfp4_formats::Nvfp4Error;
 
 pub use counters::GemmFormat;
-pub(crate) use exchanged::{gathered, reparameterize};
+pub(crate) use ranks::{gathered, reparameterize};
 pub use report::{LayerReport, Nvfp4Report, RoleReport, report};
 
 use crate::experts::check_experts;

@@ -25,6 +25,7 @@ mod meter;
 mod overlapped;
 mod pending;
 mod quantized;
+mod reparameterizations;
 mod sharded;
 mod shards;
 
@@ -37,11 +38,10 @@ pub use gradients::{
 pub use group::ProcessGroup;
 pub use meter::{CommunicationMeter, ExposedCommunication};
 pub(crate) use overlapped::reduce_dtype_of;
-pub use overlapped::{
-    Averaged, SMALLEST_ALONE, average_in_backward, average_replicated_in_backward,
-};
+pub use overlapped::{SMALLEST_ALONE, average_in_backward, average_replicated_in_backward};
 pub(crate) use pending::Pending;
 pub use quantized::try_quantize_all_gather;
-pub use sharded::{Sharded, fully_shard, fully_shard_experts, gather};
+pub use reparameterizations::{Averaged, Sharded};
+pub use sharded::{fully_shard, fully_shard_experts, gather};
 pub(crate) use sharded::{is_shardable, is_sharded, part};
 pub use shards::{ExpertGroups, RankLoss, Shards, SplitParameters};

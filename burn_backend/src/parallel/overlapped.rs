@@ -1,47 +1,16 @@
 //! Gradients that are averaged during the backward.
 
-use burn_core::module::{Content, Module, Param, Reparameterization, Reparameterizer};
+use burn_core::module::{Module, Param, Reparameterizer};
 use burn_core::tensor::Tensor;
-use nvfp4_parallel::Reduction;
 
-use super::functions::copy_beside;
-use super::sharded::Sharded;
+use super::reparameterizations::{Averaged, Sharded};
 use super::{ExpertGroups, ProcessGroup};
 use crate::decorate;
 use crate::ops::collective::ReduceDtype;
-use crate::parameterless::{Parameterless, parameterless_module};
 
 /// Number of elements from which a gradient is exchanged separately between GPUs of a machine: a
 /// collective of fewer elements takes as long as an empty one.
 pub const SMALLEST_ALONE: usize = 1 << 16;
-
-/// Reparameterization of a replicated parameter: its gradient is averaged over the ranks as soon as
-/// the backward has computed it. Created by [`average_in_backward`].
-#[derive(Clone, Debug)]
-pub struct Averaged {
-    group: ProcessGroup,
-    /// Id of the parameter, the key of its pending gradient.
-    id: u64,
-    reduction: Reduction,
-}
-
-impl Parameterless for Averaged {
-    fn show(&self, content: Content) -> Option<Content> {
-        content
-            .add_formatted(&format!("{:?}", self.group))
-            .optional()
-    }
-}
-
-parameterless_module!(Averaged);
-
-impl Reparameterization for Averaged {
-    const NAME: &'static str = "averaged";
-
-    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        copy_beside(base, &self.group, (self.id, self.reduction))
-    }
-}
 
 /// Returns the dtype in which ranks exchange the gradient of `param`, if they do so during the
 /// backward.

@@ -3,68 +3,14 @@
 use std::collections::BTreeSet;
 
 use burn_core::module::{
-    Content, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
+    Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
 use burn_core::tensor::Tensor;
-use nvfp4_parallel::Reduction;
 
 use super::ProcessGroup;
-use super::functions::gather_beside;
+use super::reparameterizations::Sharded;
 use super::shards::{ExpertGroups, Shards};
 use crate::decorate;
-use crate::ops::LinearSpec;
-use crate::ops::sharding::{GatheredWeight, WeightPart};
-use crate::parameterless::{Parameterless, parameterless_module};
-
-/// Reparameterization of a sharded parameter: the parameter holds this rank's shard, and the shards
-/// of all ranks are gathered at each use. Burn's traversals see the shard.
-///
-/// Created by [`fully_shard`].
-#[derive(Clone, Debug)]
-pub struct Sharded {
-    group: ProcessGroup,
-    /// Id of the parameter, the key of its pending gradient.
-    id: u64,
-    reduction: Reduction,
-}
-
-impl Parameterless for Sharded {
-    fn show(&self, content: Content) -> Option<Content> {
-        content
-            .add_formatted(&format!("{:?}", self.group))
-            .optional()
-    }
-}
-
-parameterless_module!(Sharded);
-
-impl Reparameterization for Sharded {
-    const NAME: &'static str = "sharded";
-
-    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        gather_beside(base, &self.group, (self.id, self.reduction))
-    }
-}
-
-impl Sharded {
-    /// Returns the ranks.
-    pub(crate) fn group(&self) -> &ProcessGroup {
-        &self.group
-    }
-
-    /// Returns the gather of the quantized operands of the parameter for `spec`, given this rank's
-    /// shard `part` of the weight; `None` if operands cannot be gathered. `is_alone` is true if the
-    /// weight of the layer is this parameter and nothing else.
-    pub(crate) fn operands(
-        &self,
-        is_alone: bool,
-        part: WeightPart,
-        spec: &LinearSpec,
-    ) -> Option<GatheredWeight> {
-        let parameter = is_alone.then_some(self.id);
-        GatheredWeight::new(&self.group, (parameter, self.reduction), part, spec)
-    }
-}
 
 /// Returns true if the parameter is sharded and gathered at each use.
 pub(crate) fn is_sharded<const D: usize>(param: &Param<Tensor<D>>) -> bool {
