@@ -118,7 +118,8 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
         2.0 * bytes,
         |i| {
             let rows = (&places, count);
-            moe::moe_permute_with_amaxes(&client, inputs.get(i), rows, &groups, &request).unwrap();
+            moe::moe_permute_with_amaxes(&client, inputs.get(i), rows, &of_experts, &request)
+                .unwrap();
         },
     );
     section.time("rows gathered", 2.0 * bytes, |i| {
