@@ -112,7 +112,7 @@ pub fn rows(section: &mut Section<'_>, inputs: &Inputs) {
     section.time("rows permuted", 2.0 * bytes, |i| {
         moe::moe_permute(&client, inputs.get(i), &places, count).unwrap();
     });
-    let request = plain_and_transformed();
+    let (of_experts, request) = (groups_of(&groups), plain_and_transformed());
     section.time(
         "rows permuted, amax and amax after the RHT",
         2.0 * bytes,
