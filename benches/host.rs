@@ -11,7 +11,7 @@ use burn::tensor::bf16;
 use criterion::{Criterion, Throughput};
 use nvfp4::formats::{
     Amax, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams, RandomStream, Rounding,
-    ScaleLayout, Usage,
+    Usage,
     reference::{self, Element},
 };
 
@@ -120,9 +120,8 @@ fn bench<T: Element>(criterion: &mut Criterion, kind: &str, x: &[T]) {
     });
     // The row-wise and the column-wise tensor each read the input.
     run("tile 16x16, both", 2.0 * (read + PACKED), &mut || {
-        let layouts = [ScaleLayout::Compact; 2];
         let scaling = BlockScaling::Standard;
-        black_box(reference::quantize_tile(x, SIDE, SIDE, &plain, scaling, layouts).unwrap());
+        black_box(reference::quantize_tile(x, SIDE, SIDE, &plain, scaling).unwrap());
     });
 }
 

@@ -130,7 +130,7 @@ pub fn try_quantize(
 ) -> Result<Nvfp4Tensor, Nvfp4Error> {
     let params = quantize_params(&x, usage, rounding, hadamard)?;
     let request = QuantizeRequest::of_matrix(x.into_dispatch());
-    let made = Dispatch::nvfp4_quantize(request.along(usage, params, StoredForm::ROWS));
+    let made = Dispatch::nvfp4_quantize(request.along(usage, params, StoredForm::Rows));
     Ok(Nvfp4Tensor::from_dispatch(made.into_one()))
 }
 

@@ -46,7 +46,7 @@ pub(crate) use nvfp4_formats::{
     Amax, AmaxGranularity, AttentionParams, BLOCK, BlockPosition, BlockScaling, CrossEntropy,
     ErrorNorm, Format, Gap, Gaps, Hadamard, HadamardSize, KlDivergence, Layout, MX_BLOCK,
     Nvfp4Error, Origin, QuantParams, QuantRounding, QuantizedTensor, RandomStream, Reduction,
-    Rounding, ScaleLayout, StoredForm, Usage, describe, format, policy, reference,
+    Rounding, StoredForm, Usage, describe, format, policy, reference,
 };
 
 /// Returns the client of CubeCL's CPU runtime, for unit tests.

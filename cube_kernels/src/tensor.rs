@@ -8,7 +8,7 @@ use cubecl::{
 
 pub(crate) use crate::AmaxGranularity;
 use crate::{
-    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, ScaleLayout, Usage,
+    Amax, Format, Layout, Nvfp4Error, Origin, QuantizedTensor, Usage,
     format::{check_extent, padding::padded_bound},
     memory::{allocate, check_memory, download, upload},
 };
@@ -347,16 +347,16 @@ impl DeviceQuantized {
         }
     }
 
-    /// Returns an error unless scales are compact and there are no groups.
+    /// Returns an error unless block scales are in rows and there are no groups.
     pub(crate) fn check_compact(&self, argument: &'static str) -> Result<(), Nvfp4Error> {
-        let order = self.layout.form.scale_layout();
-        if order == ScaleLayout::Compact && matches!(self.groups, Groups::One) {
+        let form = self.layout.form;
+        if !form.has_tiles() && matches!(self.groups, Groups::One) {
             return Ok(());
         }
         Err(Nvfp4Error::value(
             argument,
-            format!("{order:?} scales, {} groups", self.groups.count()),
-            "compact scales, no groups",
+            format!("{form:?}, {} groups", self.groups.count()),
+            "block scales in rows, no groups",
         ))
     }
 
@@ -412,14 +412,14 @@ fn code_bytes(layout: &Layout, groups: &Groups) -> usize {
 /// See [`DeviceQuantized::scale_bytes`].
 fn scale_bytes(layout: &Layout, groups: &Groups) -> usize {
     let block = layout.format.block();
-    match (layout.form.scale_layout(), layout.usage) {
+    match (layout.form.has_tiles(), layout.usage) {
         _ if !layout.form.is_packed() => 0,
-        (ScaleLayout::Compact, _) => layout.outer() * blocks(layout, groups),
-        (ScaleLayout::Swizzled128x4, Usage::Rowwise) => {
+        (false, _) => layout.outer() * blocks(layout, groups),
+        (true, Usage::Rowwise) => {
             let blocks = layout.blocks().next_multiple_of(4);
             groups.units(layout.rows, 128) * 128 * blocks
         }
-        (ScaleLayout::Swizzled128x4, Usage::Columnwise) => {
+        (true, Usage::Columnwise) => {
             let unit = layout.unit().max(4 * block);
             let blocks = groups.units(layout.rows, unit) * (unit / block);
             layout.cols.next_multiple_of(128) * blocks

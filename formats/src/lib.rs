@@ -28,6 +28,6 @@ pub use format::{
 pub use params::{EdenDraw, QuantParams, QuantRounding};
 pub use policy::{
     AmaxGranularity, AttentionParams, BlockPosition, BlockScaling, BlockShape, ErrorNorm, Gap,
-    Gaps, Hadamard, HadamardSize, RandomStream, Rounding, ScaleLayout, StoredForm,
+    Gaps, Hadamard, HadamardSize, RandomStream, Rounding, StoredForm,
 };
 pub use reference::{CrossEntropy, KlDivergence, Reduction};

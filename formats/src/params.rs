@@ -181,13 +181,13 @@ impl QuantParams {
     pub fn stored_form(&self, form: StoredForm) -> StoredForm {
         match (form, self.format) {
             (StoredForm::Bf16Unscaled, _) if self.is_2d() || self.format.is_mx() => {
-                StoredForm::ROWS
+                StoredForm::Rows
             }
             // GEMMs dequantize MXFP4 codes, from rows of scales.
-            (_, Format::Mxfp4) => StoredForm::ROWS,
+            (_, Format::Mxfp4) => StoredForm::Rows,
             // An instruction multiplies one MXFP8 block, so groups of tokens can begin inside
             // tiles.
-            (StoredForm::WholeTiles, Format::Mxfp8) => StoredForm::TILES,
+            (StoredForm::WholeTiles, Format::Mxfp8) => StoredForm::Tiles,
             (form, _) => form,
         }
     }

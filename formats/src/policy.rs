@@ -18,26 +18,18 @@ pub enum Rounding {
     Stochastic(RandomStream),
 }
 
-/// Order of the block scales in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-pub enum ScaleLayout {
-    /// `[outer, blocks]`, row-major, without padding.
-    #[default]
-    Compact,
-    /// The 128x4 tiles that FP4 tensor cores read, padded with zeros; see
-    /// [`swizzle`](crate::format::swizzle).
-    Swizzled128x4,
-}
-
 /// Form in which a quantized operand is stored, and in which a GEMM reads it. It affects only the
 /// number of passes before a GEMM, never the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StoredForm {
-    /// Codes, and block scales in this layout. 128x4 tiles begin anew at each matrix of a stack,
-    /// and at each group of rows of a row-wise tensor. A column-wise tensor of grouped tokens,
-    /// which must be MXFP8, has the tiles of one matrix.
-    Packed(ScaleLayout),
+    /// Codes, and block scales `[outer, blocks]`, row-major, without padding.
+    Rows,
+    /// Codes, and block scales in the 128x4 tiles that FP4 tensor cores read, padded with zeros;
+    /// see [`swizzle`](crate::format::swizzle). Tiles begin anew at each matrix of a stack, and at
+    /// each group of rows of a row-wise tensor. A column-wise tensor of grouped tokens, which must
+    /// be MXFP8, has the tiles of one matrix.
+    Tiles,
     /// Column-wise NVFP4 tensor of tokens, with block scales in 128x4 tiles: padded with zero
     /// tokens to a multiple of 64, and each group of tokens too, so that the scales of all groups
     /// are one matrix.
@@ -49,11 +41,6 @@ pub enum StoredForm {
 }
 
 impl StoredForm {
-    /// Codes, and block scales in rows.
-    pub const ROWS: Self = Self::Packed(ScaleLayout::Compact);
-    /// Codes, and block scales in 128x4 tiles.
-    pub const TILES: Self = Self::Packed(ScaleLayout::Swizzled128x4);
-
     /// Returns true for codes and block scales.
     pub const fn is_packed(self) -> bool {
         !matches!(self, Self::Bf16Unscaled)
@@ -62,24 +49,20 @@ impl StoredForm {
     /// Returns the form of the buffers of a tensor that is already padded.
     pub const fn of_padded(self) -> Self {
         match self {
-            Self::WholeTiles => Self::TILES,
-            Self::Packed(_) | Self::Bf16Unscaled => self,
+            Self::WholeTiles => Self::Tiles,
+            Self::Rows | Self::Tiles | Self::Bf16Unscaled => self,
         }
     }
 
-    /// Returns the layout of the block scales.
-    pub const fn scale_layout(self) -> ScaleLayout {
-        match self {
-            Self::Packed(layout) => layout,
-            Self::WholeTiles => ScaleLayout::Swizzled128x4,
-            Self::Bf16Unscaled => ScaleLayout::Compact,
-        }
+    /// Returns true if the block scales are in 128x4 tiles.
+    pub const fn has_tiles(self) -> bool {
+        matches!(self, Self::Tiles | Self::WholeTiles)
     }
 
     /// Returns this form, or rows if it is not packed: that of a tensor which is also kept for
     /// another use.
     pub const fn packed(self) -> Self {
-        if self.is_packed() { self } else { Self::ROWS }
+        if self.is_packed() { self } else { Self::Rows }
     }
 
     /// Returns the unit to whose multiple a column-wise tensor of tokens is padded; at least
@@ -87,7 +70,7 @@ impl StoredForm {
     pub fn unit(self, unit: usize) -> usize {
         match self {
             Self::WholeTiles => unit.max(TILE_INNER),
-            Self::Packed(_) | Self::Bf16Unscaled => unit,
+            Self::Rows | Self::Tiles | Self::Bf16Unscaled => unit,
         }
     }
 }

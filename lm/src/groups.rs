@@ -3,7 +3,7 @@
 use anyhow::Result;
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_nvfp4::nn::ExpertParallelMoe;
+use burn_nvfp4::nn::Nvfp4GroupedLinear;
 use burn_nvfp4::parallel::{Overlap, ProcessGroup, ReduceDtype};
 use burn_nvfp4::state::set_rank;
 use nvfp4_parallel::{Axis, Layout};
@@ -37,18 +37,6 @@ impl ParallelGroups {
         }
     }
 
-    /// Creates the groups of ranks that share a batch and have the same model. They exchange
-    /// gradients in `dtype`.
-    pub fn data_parallel(world: &ProcessGroup, dtype: ReduceDtype) -> Self {
-        let world = world.clone().with_reduce_dtype(dtype);
-        Self {
-            batch: world.clone(),
-            data: world.clone(),
-            world,
-            ..Self::single()
-        }
-    }
-
     /// Creates the groups of the run `config` on the ranks of `world`. All ranks call this
     /// function.
     ///
@@ -56,10 +44,19 @@ impl ParallelGroups {
     /// Returns the errors of [`RunConfig::check_ranks`].
     pub fn new(world: &ProcessGroup, config: &RunConfig) -> Result<Self> {
         config.check_ranks(world.size())?;
-        let world = world.clone().with_reduce_dtype(config.grad_reduce.into());
+        Self::split(world, [config.tp, config.ep], config.grad_reduce.into())
+    }
+
+    /// Creates the groups of the ranks of `world`, of which `tp` split each matrix and `ep` the
+    /// experts of each mixture. They exchange gradients in `dtype`. All ranks call this function.
+    ///
+    /// # Errors
+    /// Returns an error if the ranks cannot be divided in this way.
+    pub fn split(world: &ProcessGroup, [tp, ep]: [usize; 2], dtype: ReduceDtype) -> Result<Self> {
+        let world = world.clone().with_reduce_dtype(dtype);
         // Experts are distributed over whole tensor groups.
-        let tensor_groups = (config.ep / config.tp).max(1);
-        let layout = Layout::new(world.size(), config.tp, tensor_groups, 1)?;
+        let tensor_groups = (ep / tp).max(1);
+        let layout = Layout::new(world.size(), tp, tensor_groups, 1)?;
         let along = |axes: &[Axis]| -> Result<ProcessGroup> {
             let members = layout.group(world.rank(), axes)?;
             Ok(match members.len() == world.size() {
@@ -70,8 +67,8 @@ impl ParallelGroups {
         let tensor = along(&[Axis::Tensor])?;
         let batch = along(&[Axis::Expert, Axis::Data])?;
         Ok(Self {
-            expert: match config.ep {
-                ep if ep == config.tp => tensor.clone(),
+            expert: match ep {
+                _ if ep == tp => tensor.clone(),
                 1 => ProcessGroup::single(),
                 _ => along(&[Axis::Tensor, Axis::Expert])?,
             },
@@ -171,13 +168,15 @@ impl ParallelGroups {
         Ok(())
     }
 
-    /// Selects the same random stream for the experts of `moe` on all ranks that share one mixture.
+    /// Selects the same random stream for these `layers` of a mixture's experts on all ranks that
+    /// share the mixture.
     ///
     /// # Errors
     /// Returns the errors of [`number_draws`](Self::number_draws).
-    pub(crate) fn number_expert_draws(&self, moe: &ExpertParallelMoe) -> Result<()> {
-        set_rank(&moe.gate_up, self.data.rank())?;
-        set_rank(&moe.down, self.data.rank())?;
+    pub(crate) fn number_expert_draws(&self, layers: [&Nvfp4GroupedLinear; 2]) -> Result<()> {
+        for layer in layers {
+            set_rank(layer, self.data.rank())?;
+        }
         Ok(())
     }
 }

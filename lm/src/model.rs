@@ -134,7 +134,7 @@ pub struct ModelPartition {
 
 impl ModelPartition {
     /// Returns the partition of the experts of `model`, if other ranks hold different experts.
-    fn of_experts<M: Module>(model: &M, groups: &ParallelGroups) -> Option<Self> {
+    pub(crate) fn of_experts<M: Module>(model: &M, groups: &ParallelGroups) -> Option<Self> {
         let experts = expert_parameters(model);
         (!experts.is_empty()).then(|| Self {
             shards: Shards {
@@ -332,7 +332,7 @@ impl LanguageModel for Transformer {
             let dispatch = config.expert_dispatch().into();
             block.expert_parallel = (block.expert_parallel).map(|moe| moe.with_dispatch(dispatch));
             if let Some(moe) = &block.expert_parallel {
-                groups.number_expert_draws(moe)?;
+                groups.number_expert_draws([&moe.gate_up, &moe.down])?;
             }
             Ok(block)
         });

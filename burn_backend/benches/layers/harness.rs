@@ -169,9 +169,9 @@ impl Bench {
     pub fn packed_form(&self) -> StoredForm {
         #[cfg(feature = "cuda")]
         if self.is_gpu() && nvfp4_kernels::gemm::may_read_tiles(&client()) {
-            return StoredForm::TILES;
+            return StoredForm::Tiles;
         }
-        StoredForm::ROWS
+        StoredForm::Rows
     }
 
     /// Returns unused memory to a GPU, so that the memory of the next measurement is its own.

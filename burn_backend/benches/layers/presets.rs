@@ -55,7 +55,7 @@ pub fn parts(bench: &mut Bench) {
                 let request = wanted.into_iter().flatten().fold(request, |request, one| {
                     let (usage, params) = one;
                     let tiles = match usage {
-                        Usage::Rowwise => StoredForm::TILES,
+                        Usage::Rowwise => StoredForm::Tiles,
                         Usage::Columnwise => StoredForm::WholeTiles,
                     };
                     request.along(usage, params, params.stored_form(tiles))

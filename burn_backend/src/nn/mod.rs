@@ -88,7 +88,8 @@ pub use linear::{
     Nvfp4Linear, Nvfp4Linear as Linear, Nvfp4LinearConfig, Nvfp4LinearConfig as LinearConfig,
 };
 pub use moe::{
-    ExpertDispatch, ExpertParallelMoe, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig, expert_parameters,
+    ExpertDispatch, ExpertParallelMoe, ExpertShard, MoeOutput, Nvfp4Moe, Nvfp4MoeConfig,
+    RoutedTokens, ShardedExperts, expert_parameters,
 };
 pub(crate) use norm::Neighbours;
 pub use norm::{LayerNorm, LayerNormConfig, ResidualStream, RmsNorm, RmsNormConfig};

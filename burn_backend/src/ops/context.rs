@@ -39,7 +39,7 @@ impl LinearContext {
     pub(super) fn assumed_reads(&self) -> Option<StoredForm> {
         match &self.probe {
             // Telemetry samples rows of codes and scales.
-            Some(_) => Some(StoredForm::ROWS),
+            Some(_) => Some(StoredForm::Rows),
             None => self.reads,
         }
     }
@@ -347,10 +347,10 @@ pub(crate) mod tests {
         for &[tokens, d_in, d_out] in shapes {
             let case = Case::new(tokens, d_in, d_out, &device, dtype);
             let bytes = |reads| (case.run(spec, reads)).map(|x| x.into_data().as_bytes().to_vec());
-            let expected = bytes(Some(StoredForm::ROWS));
+            let expected = bytes(Some(StoredForm::Rows));
             for reads in [
                 Some(StoredForm::Bf16Unscaled),
-                Some(StoredForm::TILES),
+                Some(StoredForm::Tiles),
                 None,
             ] {
                 let same = bytes(reads) == expected;
@@ -387,10 +387,10 @@ pub(crate) mod tests {
                 bytes(w.grad(&grads).expect("a gradient").into_data()),
             ]
         };
-        let expected = bytes(Some(StoredForm::ROWS));
+        let expected = bytes(Some(StoredForm::Rows));
         for reads in [
             Some(StoredForm::Bf16Unscaled),
-            Some(StoredForm::TILES),
+            Some(StoredForm::Tiles),
             None,
         ] {
             assert!(bytes(reads) == expected, "{reads:?}");
@@ -432,8 +432,8 @@ pub(crate) mod tests {
                 .map(|sample| (sample.name, sample.scales));
             operands.collect::<Vec<_>>()
         };
-        let expected = sampled(Some(StoredForm::ROWS));
-        assert_eq!(sampled(Some(StoredForm::TILES)), expected);
+        let expected = sampled(Some(StoredForm::Rows));
+        assert_eq!(sampled(Some(StoredForm::Tiles)), expected);
     }
 
     /// Presets whose kernels CubeCL's CPU runtime compiles in each run, because they have all kinds

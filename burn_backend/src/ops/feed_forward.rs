@@ -267,8 +267,8 @@ mod tests {
                 let bytes = all.into_iter().map(|x| x.into_data().as_bytes().to_vec());
                 bytes.collect::<Vec<_>>()
             };
-            let expected = bytes(Some(StoredForm::ROWS), false);
-            for reads in [Some(StoredForm::ROWS), Some(StoredForm::Bf16Unscaled), None] {
+            let expected = bytes(Some(StoredForm::Rows), false);
+            for reads in [Some(StoredForm::Rows), Some(StoredForm::Bf16Unscaled), None] {
                 for recompute in [false, true] {
                     let same = bytes(reads, recompute) == expected;
                     assert!(same, "{preset}, {reads:?}, recompute: {recompute}");

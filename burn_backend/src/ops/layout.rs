@@ -2,8 +2,6 @@
 
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::DType;
-#[cfg(feature = "cubecl-backend")]
-use nvfp4_formats::ScaleLayout;
 use nvfp4_formats::reference::padding::padded_bound;
 use nvfp4_formats::{AmaxGranularity, Layout, StoredForm, Usage};
 
@@ -74,8 +72,8 @@ impl GroupCount {
     pub(super) fn scale_shape(self, layout: &Layout) -> [usize; 2] {
         use nvfp4_formats::reference::swizzle::row_group_tiles;
         let (outer, blocks) = (layout.outer(), layout.blocks());
-        let rows = match (layout.form.scale_layout(), layout.usage, self) {
-            (ScaleLayout::Compact, ..) => return [outer, blocks],
+        let rows = match (layout.form.has_tiles(), layout.usage, self) {
+            (false, ..) => return [outer, blocks],
             (_, Usage::Rowwise, Self::Batch(count)) => {
                 count * (outer / count).next_multiple_of(128)
             }

@@ -42,7 +42,7 @@ pub(super) fn amax(request: &QuantizeRequestMetadata) -> ComputedAmaxMetadata {
     let (groups, shape) = (request.groups.count(), shape_of(&request.source));
     let amax = |made: Option<(QuantParams, StoredForm)>, usage| match made {
         Some((params, _)) if params.format.has_global_scale() => {
-            let layout = groups.layout(shape, usage, &params, StoredForm::ROWS);
+            let layout = groups.layout(shape, usage, &params, StoredForm::Rows);
             let shape = Shape::new([groups.amax_len(&layout)]);
             MaybeTensorMetadata::Present(TensorSpec::new(shape, DType::F32))
         }

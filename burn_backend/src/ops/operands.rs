@@ -7,7 +7,7 @@
 
 use burn_core::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn_core::tensor::{FloatDType, Shape};
-use nvfp4_formats::{AmaxGranularity, BlockShape, ScaleLayout, StoredForm, Usage};
+use nvfp4_formats::{AmaxGranularity, BlockShape, StoredForm, Usage};
 
 use super::dtype::cast;
 use super::kernels::activated;
@@ -106,7 +106,7 @@ pub(super) fn quantize<B: Nvfp4KernelOps>(
     };
     let is_per_row = params.amax == AmaxGranularity::PerRow;
     let form = params.stored_form(form);
-    let has_tiles = form.scale_layout() == ScaleLayout::Swizzled128x4;
+    let has_tiles = form.has_tiles();
     // A quantized tensor with an amax per row of the source does not depend on its groups, except
     // for the beginnings of tiles of scales.
     let (x, groups, usage) = match (groups, usage) {
@@ -148,7 +148,7 @@ pub(super) fn quantize_kept<B: Nvfp4KernelOps>(
     if let (StoredForm::Bf16Unscaled, RowGroups::Whole, Some(params)) =
         (form, groups, spec.one_amax())
     {
-        let request = QuantizeRequest::new(x).along(Usage::Rowwise, params, StoredForm::ROWS);
+        let request = QuantizeRequest::new(x).along(Usage::Rowwise, params, StoredForm::Rows);
         let made = B::nvfp4_quantize(request.in_both_storages());
         let (packed, unscaled) = made.into_both_storages();
         return (Operand::Quantized(unscaled), Operand::Quantized(packed));
@@ -396,13 +396,13 @@ mod tests {
                     StoredForm::Bf16Unscaled,
                 );
                 let (once, kept) = (parts(found.0), parts(found.1));
-                let two = [StoredForm::Bf16Unscaled, StoredForm::ROWS].map(|form| {
+                let two = [StoredForm::Bf16Unscaled, StoredForm::Rows].map(|form| {
                     let x = values.clone();
                     let made = quantize(x, &whole, &spec, Usage::Rowwise, dtype, form);
                     parts(made)
                 });
                 let forms = two.each_ref().map(|(layout, _)| layout.form);
-                assert_eq!(forms, [StoredForm::Bf16Unscaled, StoredForm::ROWS]);
+                assert_eq!(forms, [StoredForm::Bf16Unscaled, StoredForm::Rows]);
                 assert!([once, kept] == two, "source {case}, {params:?}");
             }
         }
@@ -417,7 +417,7 @@ mod tests {
             ..nearest
         };
         for (params, form) in [
-            (nearest, StoredForm::ROWS),
+            (nearest, StoredForm::Rows),
             (per_row, StoredForm::Bf16Unscaled),
         ] {
             let spec = OperandSpec::Quantized(params);
@@ -430,10 +430,10 @@ mod tests {
                 &spec,
                 Usage::Rowwise,
                 dtype,
-                StoredForm::ROWS,
+                StoredForm::Rows,
             );
             let expected = parts(expected);
-            assert_eq!(expected.0.form, StoredForm::ROWS);
+            assert_eq!(expected.0.form, StoredForm::Rows);
             assert!([found.0, found.1].map(parts) == [expected.clone(), expected]);
         }
         let [(source, values), ..] = sources();
@@ -469,11 +469,11 @@ mod tests {
         let (rowwise, columnwise) = (Usage::Rowwise, Usage::Columnwise);
         let cases = [
             (nvfp4, columnwise, StoredForm::WholeTiles, None),
-            (nvfp4, columnwise, StoredForm::TILES, None),
-            (nvfp4, rowwise, StoredForm::TILES, None),
-            (nvfp4, rowwise, StoredForm::TILES, Some(3)),
-            (QuantParams::mxfp8(), columnwise, StoredForm::TILES, None),
-            (QuantParams::mxfp8(), rowwise, StoredForm::TILES, Some(3)),
+            (nvfp4, columnwise, StoredForm::Tiles, None),
+            (nvfp4, rowwise, StoredForm::Tiles, None),
+            (nvfp4, rowwise, StoredForm::Tiles, Some(3)),
+            (QuantParams::mxfp8(), columnwise, StoredForm::Tiles, None),
+            (QuantParams::mxfp8(), rowwise, StoredForm::Tiles, Some(3)),
         ];
         for (params, usage, form, stack) in cases {
             let what = format!("{:?} {usage:?} {form:?} {stack:?}", params.format);
@@ -485,11 +485,11 @@ mod tests {
                 Dispatch::nvfp4_quantize(request).into_one()
             };
             let parts = |made| parts(Operand::Quantized(made));
-            let found = Dispatch::nvfp4_in_form(made(StoredForm::ROWS), groups(), form);
+            let found = Dispatch::nvfp4_in_form(made(StoredForm::Rows), groups(), form);
             assert_eq!(parts(found), parts(made(form)), "{what}");
-            if form == StoredForm::TILES {
-                let rows = Dispatch::nvfp4_in_form(made(form), groups(), StoredForm::ROWS);
-                assert_eq!(parts(rows), parts(made(StoredForm::ROWS)), "{what}, back");
+            if form == StoredForm::Tiles {
+                let rows = Dispatch::nvfp4_in_form(made(form), groups(), StoredForm::Rows);
+                assert_eq!(parts(rows), parts(made(StoredForm::Rows)), "{what}, back");
             }
         }
     }

@@ -6,7 +6,7 @@ use burn_core::backend::tensor::{FloatTensor, IntTensor};
 use burn_core::backend::{Backend, TensorMetadata};
 use burn_core::tensor::{FloatDType, Shape, Slice, TensorData};
 use futures_lite::future::block_on;
-use nvfp4_formats::{Format, Layout, ScaleLayout, Usage};
+use nvfp4_formats::{Format, Layout, Usage};
 
 use super::{MaybeTensor, Nvfp4KernelOps, Operand, OperandSpec, QuantizedData};
 
@@ -142,11 +142,9 @@ impl Probe {
         };
         let blocks = layout.blocks();
         // A weight may have been quantized before telemetry began.
-        let scales = match layout.form.scale_layout() {
-            ScaleLayout::Compact => scales.clone(),
-            ScaleLayout::Swizzled128x4 => {
-                rows_of_tiles::<B>(scales.clone(), count, (outer, blocks))
-            }
+        let scales = match layout.form.has_tiles() {
+            false => scales.clone(),
+            true => rows_of_tiles::<B>(scales.clone(), count, (outer, blocks)),
         };
         let x = B::float_cast(x, FloatDType::F32);
         let (codes, scales) = (part(codes, blocks * 2), part(&scales, blocks));

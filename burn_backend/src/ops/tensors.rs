@@ -125,7 +125,7 @@ pub struct QuantizeRequest<B: Backend> {
     pub rowwise: Option<(QuantParams, StoredForm)>,
     /// Parameters and form of the column-wise tensor, if requested.
     pub columnwise: Option<(QuantParams, StoredForm)>,
-    /// True for a row-wise tensor in both storages, as [`StoredForm::ROWS`] and as
+    /// True for a row-wise tensor in both storages, as [`StoredForm::Rows`] and as
     /// [`StoredForm::Bf16Unscaled`], with the same random bits, if any. For a GEMM that multiplies
     /// values while the tensor is kept for another use, GPUs write both from one read. The tensor
     /// must be NVFP4 in 1x16 blocks, without MS-EDEN.
@@ -161,10 +161,10 @@ impl<B: Backend> QuantizeRequest<B> {
 
     /// Requests both tensors, packed, with row-major block scales.
     pub fn both(self, rowwise: QuantParams, columnwise: QuantParams) -> Self {
-        self.along(Usage::Rowwise, rowwise, StoredForm::ROWS).along(
+        self.along(Usage::Rowwise, rowwise, StoredForm::Rows).along(
             Usage::Columnwise,
             columnwise,
-            StoredForm::ROWS,
+            StoredForm::Rows,
         )
     }
 

@@ -102,7 +102,7 @@ fn quantize_one(
     params: QuantParams,
 ) -> QuantizedMatrix<Dispatch> {
     let request = QuantizeRequest::of_matrix(x.into_dispatch()).groups(groups);
-    let request = request.along(usage, params, StoredForm::ROWS);
+    let request = request.along(usage, params, StoredForm::Rows);
     Dispatch::nvfp4_quantize(request).into_one()
 }
 
@@ -115,7 +115,7 @@ fn requantize(
     via: FloatDType,
 ) -> QuantizedMatrix<Dispatch> {
     let request = QuantizeRequest::new(QuantizeSource::Quantized { tensor, via });
-    let request = request.along(usage, params, StoredForm::ROWS);
+    let request = request.along(usage, params, StoredForm::Rows);
     Dispatch::nvfp4_quantize(request.groups(groups)).into_one()
 }
 

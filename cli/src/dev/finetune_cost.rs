@@ -153,6 +153,8 @@ impl CostOfFinetuning {
             recompute: self.recompute,
             no_graph: self.no_graph,
             fsdp: false,
+            ep: 1,
+            ep_dispatch: None,
             grad_reduce: GradReduce::F32,
             device,
         })

@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 use clap::Args;
 use nvfp4::Nvfp4Recipe;
 use nvfp4::recipe::{NamedSchedule, RecipeSchedule};
-use nvfp4_lm::config::{Activation, GradReduce, Preset, RecipeName, RunConfig};
+use nvfp4_lm::config::{Activation, ExpertDispatchName, GradReduce, Preset, RecipeName, RunConfig};
 use nvfp4_lm::decoder::FrozenForm;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 
@@ -181,6 +181,15 @@ pub(crate) struct TrainingOptions {
     /// replicating them (FSDP)
     #[arg(long)]
     pub(crate) fsdp: bool,
+    /// Distribute the experts of each block over this many neighbouring ranks (expert parallelism)
+    /// [default: 1]
+    #[arg(long, value_name = "RANKS")]
+    pub(crate) ep: Option<usize>,
+    /// Choose the exchange of tokens with the ranks of their experts, with --ep [default:
+    /// all-gather if steps run as a CUDA graph, or if --ep is at most the number of experts of a
+    /// token; else all-to-all]
+    #[arg(long, value_name = "HOW")]
+    pub(crate) ep_dispatch: Option<ExpertDispatchName>,
     /// Exchange gradients between ranks in this type; bf16 halves the traffic and rounds each
     /// gradient once before the exchange
     #[arg(long, value_name = "TYPE", default_value = "f32")]

@@ -12,7 +12,6 @@ use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::finetune::memory::{check_model, trained};
 use nvfp4_lm::finetune::saved::saved_loss;
 use nvfp4_lm::finetune::{Finetune, FinetuneConfig, FinetuneTask, Objective, TrainingData};
-use nvfp4_lm::groups::ParallelGroups;
 use nvfp4_lm::interchange::{Dialect, Scheme};
 use nvfp4_lm::metrics::{METRICS, read_metrics};
 use nvfp4_lm::quantize::journal::JOURNAL;
@@ -219,6 +218,8 @@ impl FinetuneRun {
             recompute: options.recompute,
             no_graph: options.no_graph,
             fsdp: options.fsdp,
+            ep: options.ep.unwrap_or(1),
+            ep_dispatch: options.ep_dispatch,
             grad_reduce: options.grad_reduce,
             device: device.to_string(),
         };
@@ -271,6 +272,8 @@ impl FinetuneRun {
         };
         let device = ranks.device(device);
         config.device = device.to_string();
+        config.ep = options.ep.unwrap_or(config.ep);
+        config.ep_dispatch = options.ep_dispatch.or(config.ep_dispatch);
         let old = config.steps;
         let steps = match (options.steps, options.epochs) {
             (None, Some(epochs)) => Some(steps_of(&config, epochs)?),
@@ -298,10 +301,7 @@ impl FinetuneRun {
     /// Trains, then writes the model.
     pub(crate) fn run(self, ranks: &Ranks) -> Result<ExitCode> {
         let Self { config, folder, .. } = &self;
-        let groups = |world: &_| {
-            let dtype = config.grad_reduce.into();
-            Ok(ParallelGroups::data_parallel(world, dtype))
-        };
+        let groups = |world: &_| config.groups(world);
         let session = Session::open(
             ranks,
             self.device,

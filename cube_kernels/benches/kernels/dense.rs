@@ -3,7 +3,7 @@
 use crate::quantize::{self, AmaxRequest, TargetSpec};
 use nvfp4_formats::{
     AmaxGranularity, BlockScaling, ErrorNorm, Format, Hadamard, HadamardSize, QuantParams,
-    Rounding, ScaleLayout, StoredForm, Usage,
+    Rounding, StoredForm, Usage,
 };
 use nvfp4_kernels::{
     gemm::proof::decode,
@@ -24,7 +24,7 @@ const PER_STEP: usize = 32;
 const ONE: &Groups = &Groups::One;
 const MAE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mae);
 const MSE: BlockScaling = BlockScaling::FourOverSix(ErrorNorm::Mse);
-const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
+const SWIZZLED: StoredForm = StoredForm::Tiles;
 
 pub fn copy(section: &mut Section<'_>, inputs: &Inputs) {
     let bytes = inputs.rows * inputs.cols * inputs.dtype.size();
@@ -122,13 +122,7 @@ fn per_token(section: &mut Section<'_>, name: &str, inputs: &Inputs, copy: Targe
 pub fn tiles(section: &mut Section<'_>, suffix: &str, inputs: &Inputs, groups: &Groups) {
     for (policy, scaling) in [("", BlockScaling::Standard), (", 4/6", MAE)] {
         let name = format!("16x16 tiles{policy}, both copies{suffix}");
-        tiles_with(
-            section,
-            &name,
-            inputs,
-            groups,
-            (scaling, ScaleLayout::Compact),
-        );
+        tiles_with(section, &name, inputs, groups, (scaling, StoredForm::Rows));
     }
 }
 
@@ -137,7 +131,7 @@ fn tiles_with(
     name: &str,
     inputs: &Inputs,
     groups: &Groups,
-    (scaling, layout): (BlockScaling, ScaleLayout),
+    (scaling, layout): (BlockScaling, StoredForm),
 ) {
     let client = section.client();
     let amax = words(&client, (0..groups.count()).map(|_| 1.0f32.to_bits()));
@@ -175,7 +169,7 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
         });
     }
     let nearest = || TargetSpec::new(NEAREST);
-    let swizzled = |copy: TargetSpec| copy.form(StoredForm::TILES);
+    let swizzled = |copy: TargetSpec| copy.form(StoredForm::Tiles);
     let headroom = || scaled(stochastic(), BlockScaling::Headroom);
     four_over_six(section, inputs);
     let rows = [
@@ -226,10 +220,7 @@ pub fn policies(section: &mut Section<'_>, inputs: &Inputs) {
         pair_of(section, &format!("{name}, one read"), inputs, copies);
     }
     let tiles = [
-        (
-            "16x16 tiles, 4/6 MSE, both copies",
-            (MSE, ScaleLayout::Compact),
-        ),
+        ("16x16 tiles, 4/6 MSE, both copies", (MSE, StoredForm::Rows)),
         (
             "16x16 tiles, 128x4 scales, both copies",
             (BlockScaling::Standard, SWIZZLED),
@@ -335,7 +326,7 @@ fn values(section: &mut Section<'_>, inputs: &Inputs) {
 /// both tensors packed, packed and then dequantized, and as unscaled bf16. The columnwise tensor of
 /// activations is saved for the backward and stays packed.
 pub fn unscaled(section: &mut Section<'_>, inputs: &Inputs) {
-    const PACKED: StoredForm = StoredForm::ROWS;
+    const PACKED: StoredForm = StoredForm::Rows;
     use StoredForm::Bf16Unscaled;
     let client = section.client();
     let cases = [("dy", stochastic(), Bf16Unscaled), ("x", NEAREST, PACKED)];

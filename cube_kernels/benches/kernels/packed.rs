@@ -38,12 +38,12 @@ pub fn packed(section: &mut Section<'_>, inputs: &Inputs) {
     for (from, packed) in &quantized {
         let scales = 2.0 * n / BLOCK as f64;
         section.time(&format!("scales of {from} into 128x4 tiles"), scales, |i| {
-            quantize::scales_in_tiles(&client, &packed[i]).unwrap();
+            quantize::in_form(&client, &packed[i], StoredForm::Tiles).unwrap();
         });
-        let make = |i: usize| quantize::scales_in_tiles(&client, &packed[i]).unwrap();
+        let make = |i: usize| quantize::in_form(&client, &packed[i], StoredForm::Tiles).unwrap();
         let tiled = Rotated::new(one_size, make);
         section.time(&format!("scales of {from} into rows"), scales, |i| {
-            quantize::scales_in_rows(&client, &tiled[i]).unwrap();
+            quantize::in_form(&client, &tiled[i], StoredForm::Rows).unwrap();
         });
         section.time(&format!("dequantize {from}"), n * (PACKED + 2.0), |i| {
             quantize::dequantize(&client, &packed[i], FloatKind::Bf16).unwrap();

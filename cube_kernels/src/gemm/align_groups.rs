@@ -51,11 +51,11 @@ impl AlignedGroups {
         packed: &DeviceQuantized,
         groups: &GroupOffsets,
     ) -> Result<Materialized, Nvfp4Error> {
-        if packed.layout.form == StoredForm::TILES {
+        if packed.layout.form == StoredForm::Tiles {
             return Err(Nvfp4Error::value(
                 "scales",
-                format!("{:?} in groups along K", packed.layout.form.scale_layout()),
-                "compact ones",
+                format!("{:?} in groups along K", packed.layout.form),
+                "block scales in rows",
             ));
         }
         let (rows, blocks) = (packed.outer(), packed.blocks());
@@ -236,7 +236,7 @@ mod tests {
         let client = crate::cpu_client();
         let memory = upload(&client, &[0; 1024]);
         let layout = Layout {
-            form: StoredForm::TILES,
+            form: StoredForm::Tiles,
             ..Layout::nvfp4(8, 64, Usage::Rowwise)
         };
         let parts = (memory.clone(), memory.clone(), memory.clone());

@@ -163,7 +163,7 @@ pub fn fused_linear(
         "fused linear"
     );
     let read = |operand: &Operand, layout: OperandLayout| {
-        let scales = (SmallM.reads().scale_layout(), ScaleTiling::Matrix);
+        let scales = (SmallM.reads().has_tiles(), ScaleTiling::Matrix);
         materialize(client, operand, 1, SmallM.layout_read(layout), scales, None)
     };
     let x = Operand::from(request.x);

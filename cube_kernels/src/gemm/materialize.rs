@@ -6,7 +6,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::operand::{Elements, Operand, OperandLayout, ScaleTiling};
 use crate::{
-    BLOCK, Layout, Nvfp4Error, ScaleLayout, StoredForm,
+    BLOCK, Layout, Nvfp4Error, StoredForm,
     cube::{codec::decode_e2m1x8, unscaled::scale_pair},
     launch::tile_grid,
     memory::{address_type, allocate, is_aligned},
@@ -57,8 +57,8 @@ impl Materialized {
     }
 }
 
-/// Converts `operand`, which stacks `stack` matrices along K, to `layout`, with block scales in the
-/// given order. Buffers that it allocates live until the last kernel that reads them has run. If
+/// Converts `operand`, which stacks `stack` matrices along K, to `layout`, with block scales in 128x4
+/// tiles or in rows. Buffers that it allocates live until the last kernel that reads them has run. If
 /// `ends` has groups along K, elements after the last group are left undefined.
 ///
 /// # Errors
@@ -68,7 +68,7 @@ pub(crate) fn materialize(
     operand: &Operand,
     stack: usize,
     layout: OperandLayout,
-    (scale_layout, tiling): (ScaleLayout, ScaleTiling),
+    (has_tiles, tiling): (bool, ScaleTiling),
     ends: Option<&GroupOffsets>,
 ) -> Result<Materialized, Nvfp4Error> {
     let rows = operand.outer();
@@ -100,7 +100,7 @@ pub(crate) fn materialize(
             rows,
             stack,
             elements: packed.codes.clone(),
-            scales: block_scales(client, packed, ScaleLayout::Compact, tiling)?,
+            scales: block_scales(client, packed, false, tiling)?,
         }),
         Elements::Quantized(values) if !values.is_packed() => {
             Ok(dense(OperandLayout::KMajor, &values.codes))
@@ -111,7 +111,7 @@ pub(crate) fn materialize(
                 let values = decode_mx(client, packed, tiling)?;
                 return Ok(dense(OperandLayout::KMajor, &values));
             }
-            let scales = block_scales(client, packed, scale_layout, tiling)?;
+            let scales = block_scales(client, packed, has_tiles, tiling)?;
             if is_dense {
                 let values = decode_from(client, packed, &scales, ends);
                 return Ok(dense(OperandLayout::KMajor, &values));
@@ -134,10 +134,10 @@ fn decode_mx(
     packed: &DeviceQuantized,
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
-    let scales = block_scales(client, packed, ScaleLayout::Compact, tiling)?;
+    let scales = block_scales(client, packed, false, tiling)?;
     let stored = DeviceQuantized {
         layout: Layout {
-            form: StoredForm::ROWS,
+            form: StoredForm::Rows,
             ..packed.layout.stored()
         },
         scales,
@@ -148,16 +148,16 @@ fn decode_mx(
     Ok(quantize::dequantize(client, &stored, FloatKind::Bf16)?.handle)
 }
 
-/// Returns the block scales of `packed` in the order `scale_layout`.
+/// Returns the block scales of `packed` in 128x4 tiles or in rows.
 fn block_scales(
     client: &Client,
     packed: &DeviceQuantized,
-    scale_layout: ScaleLayout,
+    has_tiles: bool,
     tiling: ScaleTiling,
 ) -> Result<Handle, Nvfp4Error> {
     let (outer, blocks) = (packed.outer(), packed.blocks());
-    match (packed.layout.form.scale_layout(), scale_layout) {
-        (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => match tiling {
+    match (packed.layout.form.has_tiles(), has_tiles) {
+        (false, true) => match tiling {
             ScaleTiling::Matrix | ScaleTiling::WholeTiles => {
                 quantize::swizzle(client, &packed.scales, outer, blocks)
             }
@@ -171,7 +171,7 @@ fn block_scales(
                 tiled.map(|(scales, _)| scales)
             }
         },
-        (ScaleLayout::Swizzled128x4, ScaleLayout::Compact) => {
+        (true, false) => {
             tracing::debug!(outer, blocks, "gemm: block scales from tiles to rows");
             let scales = &packed.scales;
             match tiling {
@@ -186,8 +186,7 @@ fn block_scales(
                 }
             }
         }
-        (ScaleLayout::Compact, ScaleLayout::Compact)
-        | (ScaleLayout::Swizzled128x4, ScaleLayout::Swizzled128x4) => Ok(packed.scales.clone()),
+        (false, false) | (true, true) => Ok(packed.scales.clone()),
     }
 }
 

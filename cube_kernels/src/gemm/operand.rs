@@ -4,7 +4,7 @@ use cubecl::server::Handle;
 
 use super::epilogue::Factor;
 use crate::{
-    BLOCK, Format, Nvfp4Error, ScaleLayout, Usage,
+    BLOCK, Format, Nvfp4Error, Usage,
     format::swizzle::{TILE_INNER, padded_len, row_group_tiles},
     memory::{check_memory, is_aligned},
     moe::GroupOffsets,
@@ -406,8 +406,8 @@ fn check_packed(
 ) -> Result<(), Nvfp4Error> {
     packed.check_codes(argument, format)?;
     packed.check(argument)?;
-    match packed.layout.form.scale_layout() {
-        ScaleLayout::Compact => packed.check_compact(argument),
-        ScaleLayout::Swizzled128x4 => tiling.check(argument, packed),
+    match packed.layout.form.has_tiles() {
+        false => packed.check_compact(argument),
+        true => tiling.check(argument, packed),
     }
 }

@@ -63,7 +63,7 @@ pub(crate) trait GemmPlan: Any + fmt::Debug + fmt::Display + Send + Sync {
 
     /// Returns the form in which the kernel reads packed operands.
     fn reads(&self) -> StoredForm {
-        StoredForm::ROWS
+        StoredForm::Rows
     }
 
     /// Returns true if the kernel reads MN-major bf16.

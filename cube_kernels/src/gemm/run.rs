@@ -70,7 +70,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
     trace(&capabilities, &problem, &choice);
 
     let plan = choice.plan.object();
-    let scale_layout = plan.reads().scale_layout();
+    let has_tiles = plan.reads().has_tiles();
     let [a_tiling, b_tiling] = gemm.scale_tilings();
     let needed = plan.k_alignment();
     let ends = match gemm.grouped {
@@ -89,7 +89,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
                 &gemm.a,
                 1,
                 plan.layout_read(problem.a),
-                (scale_layout, a_tiling),
+                (has_tiles, a_tiling),
                 ends,
             )?,
             materialize(
@@ -97,7 +97,7 @@ pub fn gemm(client: &Client, gemm: &Gemm) -> Result<GemmOutput, Nvfp4Error> {
                 &gemm.b,
                 gemm.stack(),
                 plan.layout_read(problem.b),
-                (scale_layout, b_tiling),
+                (has_tiles, b_tiling),
                 ends,
             )?,
         ),
@@ -180,7 +180,7 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 /// are converted by a separate pass, with bit-identical results.
 ///
 /// - [`StoredForm::Bf16Unscaled`]: an operand that nothing else reads may as well be in this form.
-/// - [`StoredForm::TILES`]: block scales in 128x4 tiles. If K is the token dimension, which may
+/// - [`StoredForm::Tiles`]: block scales in 128x4 tiles. If K is the token dimension, which may
 ///   have any length, K of NVFP4 operands must be padded to whole tiles
 ///   ([`StoredForm::WholeTiles`](crate::StoredForm::WholeTiles)), and so must the `k` of
 ///   `problem`. MXFP8 needs no padding, because an instruction multiplies one of its blocks.
@@ -193,12 +193,12 @@ pub fn choose(client: &Client, problem: &Problem) -> Result<Arc<Choice>, Nvfp4Er
 /// then get them unswizzled first, with bit-identical results.
 pub fn packed_reads(client: &Client, problem: &Problem) -> StoredForm {
     if Environment::get().scale_tiles {
-        return StoredForm::TILES;
+        return StoredForm::Tiles;
     }
     match choose(client, problem) {
         Ok(choice) => choice.packed_reads(problem),
         // The GEMM reports problems that cannot be computed.
-        Err(_) => StoredForm::ROWS,
+        Err(_) => StoredForm::Rows,
     }
 }
 

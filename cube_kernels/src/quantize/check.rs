@@ -72,7 +72,7 @@ fn check_groups(
 ) -> Result<(), Nvfp4Error> {
     let is_2d = target.params.is_2d();
     let (found, expected) = match target.form {
-        StoredForm::TILES if side_by_side && !is_2d => (
+        StoredForm::Tiles if side_by_side && !is_2d => (
             "scales in 128x4 tiles, of groups side by side",
             "compact scales, or whole tiles",
         ),

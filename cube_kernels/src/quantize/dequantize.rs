@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::{
     mx::mx_dequantize,
     packed_source::{PackedRows, PackedRowsLaunch, PackedSource, SourcePlan, scale_at},
-    scale_order::scales_in_rows,
+    scale_order::in_form,
     tile::{Grouping, ROWS, Shape, ShapeLaunch, group_place, map_tiles, padded_unit, tile_from},
 };
 use crate::launch::{buffer, grid};
@@ -54,10 +54,10 @@ fn dequantize_rows(
     result: &Matrix,
 ) -> Result<(), Nvfp4Error> {
     // The kernel handles rows but not groups, at each of which tiles of scales start anew.
-    let is_tiled = packed.layout.form == StoredForm::TILES;
+    let is_tiled = packed.layout.form == StoredForm::Tiles;
     let in_rows = match &packed.groups {
         Groups::Batch(_) | Groups::Offsets { .. } if is_tiled => {
-            Some(scales_in_rows(client, packed)?)
+            Some(in_form(client, packed, StoredForm::Rows)?)
         }
         _ => None,
     };
@@ -110,7 +110,7 @@ fn dequantize_cols(client: &Client, packed: &DeviceQuantized, result: &Matrix) {
     let address = address_type(blocks * BLOCK);
     let plan = SourcePlan {
         per_row: packed.layout.amax == AmaxGranularity::PerRow,
-        swizzled: packed.layout.form == StoredForm::TILES,
+        swizzled: packed.layout.form == StoredForm::Tiles,
         grouping: Grouping::of(&packed.groups),
     };
     let whole_sectors = packed.outer().is_multiple_of(2)

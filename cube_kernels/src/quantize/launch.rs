@@ -184,7 +184,7 @@ impl<'a> Launch<'a> {
     /// each group.
     fn rows_of_matrix(&self, made: DeviceQuantized) -> DeviceQuantized {
         match (self.request.is_side_by_side(), made.layout.form) {
-            (true, StoredForm::ROWS | StoredForm::Bf16Unscaled) => DeviceQuantized {
+            (true, StoredForm::Rows | StoredForm::Bf16Unscaled) => DeviceQuantized {
                 groups: Groups::One,
                 ..made
             },

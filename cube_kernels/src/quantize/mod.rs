@@ -72,7 +72,7 @@ pub use dequantize::dequantize;
 pub use describe::describe;
 pub use offset::advance_offset;
 pub use request::{Quantize, Quantized};
-pub use scale_order::{scales_in_rows, scales_in_tiles};
+pub use scale_order::in_form;
 pub use source::Source;
 pub use step::Operation;
 pub(crate) use swizzle::{

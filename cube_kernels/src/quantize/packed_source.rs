@@ -63,7 +63,7 @@ impl<'a> PackedSource<'a> {
         };
         let plan = SourcePlan {
             per_row: packed.layout.amax == AmaxGranularity::PerRow,
-            swizzled: packed.layout.form == StoredForm::TILES,
+            swizzled: packed.layout.form == StoredForm::Tiles,
             grouping: Grouping::of(&groups),
         };
         Ok(Some(Self {

@@ -4,8 +4,7 @@ use cubecl::{prelude::*, server::Handle};
 
 use super::target::TargetSpec;
 use crate::{
-    BLOCK, BlockPosition, Hadamard, HadamardSize, Nvfp4Error, RandomStream, ScaleLayout,
-    StoredForm, Usage,
+    BLOCK, BlockPosition, Hadamard, HadamardSize, Nvfp4Error, RandomStream, StoredForm, Usage,
     capabilities::conversion_of,
     cube::{
         block::{BlockPlan, Encoded, resolve_offset},
@@ -162,7 +161,7 @@ impl QuantArgs {
                 },
                 hadamard: params.hadamard.map(|hadamard| hadamard.size()),
                 default_signs: params.hadamard == Some(Hadamard::default()),
-                swizzled: form.scale_layout() == ScaleLayout::Swizzled128x4,
+                swizzled: form.has_tiles(),
                 whole_tiles,
                 per_row: params.amax == AmaxGranularity::PerRow,
                 unscaled: form == StoredForm::Bf16Unscaled,

@@ -186,13 +186,13 @@ impl<'a> Quantize<'a> {
             }
         };
         match target.form {
-            StoredForm::ROWS => check_unscaled(self.groups),
+            StoredForm::Rows => check_unscaled(self.groups),
             other => Err(Nvfp4Error::value(
                 "form",
                 format!("{other:?} of a tensor in both storages"),
                 format!(
                     "{:?}: no GEMM that reads values reads tiles",
-                    StoredForm::ROWS
+                    StoredForm::Rows
                 ),
             )),
         }

@@ -7,7 +7,7 @@ use super::{
     target::TargetSpec,
 };
 use crate::{
-    BLOCK, BlockScaling, HadamardSize, Layout, Nvfp4Error, ScaleLayout, StoredForm, Usage,
+    BLOCK, BlockScaling, HadamardSize, Layout, Nvfp4Error, StoredForm, Usage,
     cube::{
         block::{Encoded, block_amax, pairs_amax, quantize_with_amax},
         hadamard::{Signs, butterfly, normalize},
@@ -28,7 +28,7 @@ pub(super) fn by_rows(groups: &Groups, target: &TargetSpec) -> bool {
         Groups::One => true,
         Groups::Offsets { .. } => {
             let chooses = matches!(target.params.scaling, BlockScaling::FourOverSix(_));
-            target.form.scale_layout() == ScaleLayout::Compact && !chooses
+            !target.form.has_tiles() && !chooses
         }
         Groups::Batch(_) => false,
     }

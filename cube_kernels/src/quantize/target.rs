@@ -30,7 +30,7 @@ impl TargetSpec {
     pub fn new(params: impl Into<QuantParams>) -> Self {
         Self {
             params: params.into(),
-            form: StoredForm::ROWS,
+            form: StoredForm::Rows,
             amax: None,
             offset: None,
             earlier: None,

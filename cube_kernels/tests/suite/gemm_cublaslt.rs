@@ -449,7 +449,7 @@ fn swizzled(client: &Client, packed: &DeviceQuantized) -> DeviceQuantized {
     DeviceQuantized {
         scales: quantize::swizzle(client, &packed.scales, outer, blocks).unwrap(),
         layout: Layout {
-            form: StoredForm::TILES,
+            form: StoredForm::Tiles,
             ..packed.layout
         },
         ..packed.clone()

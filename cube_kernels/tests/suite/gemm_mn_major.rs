@@ -258,7 +258,7 @@ fn other_forms_of_operands() {
     let tiles = quantize::swizzle(&client, &right.scales, k, n / 16).unwrap();
     let tiled = DeviceQuantized {
         layout: Layout {
-            form: StoredForm::TILES,
+            form: StoredForm::Tiles,
             ..right.layout
         },
         scales: tiles,

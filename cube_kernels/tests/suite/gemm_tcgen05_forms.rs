@@ -417,7 +417,7 @@ fn any_device_takes_mxfp8() {
     let tiles = swizzle(&a.scales, m, a.blocks);
     let swizzled = DeviceQuantized {
         layout: Layout {
-            form: StoredForm::TILES,
+            form: StoredForm::Tiles,
             ..left.layout
         },
         scales: client.create_from_slice(&tiles),

@@ -245,7 +245,7 @@ fn assert_eden<'a, T: Element>(
     if matches!(case.groups, Groups::Offsets { .. }) && usage == Usage::Columnwise {
         return;
     }
-    let found = made(StoredForm::TILES).unwrap();
+    let found = made(StoredForm::Tiles).unwrap();
     let scales = expected.iter().map(|packed| {
         reference::swizzle::swizzle(packed.scales(), packed.outer(), packed.blocks())
     });

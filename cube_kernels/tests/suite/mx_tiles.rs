@@ -14,8 +14,7 @@ use crate::support::{
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, Format, QuantParams, QuantizedTensor, Rounding, ScaleLayout, StoredForm,
-    Usage,
+    Amax, AmaxGranularity, Format, QuantParams, QuantizedTensor, Rounding, StoredForm, Usage,
     reference::{self, Element, swizzle},
 };
 use nvfp4_kernels::{
@@ -28,7 +27,7 @@ const USAGES: [Usage; 2] = [Usage::Rowwise, Usage::Columnwise];
 const FORMATS: [Format; 2] = [Format::Mxfp8, Format::Mxfp4];
 
 fn in_tiles(format: Format) -> TargetSpec {
-    TargetSpec::new(format).form(StoredForm::TILES)
+    TargetSpec::new(format).form(StoredForm::Tiles)
 }
 
 /// A matrix whose rows are in groups, with some rows after the last group.
@@ -229,15 +228,16 @@ fn requantized() {
         // One amax per group, here equal for all of them.
         let amax = vec![reference::amax(&x); case.sizes.len()];
         let amax_on_device = upload_bytes(&client, bytemuck::cast_slice(&amax));
-        for (usage, layout) in USAGES.into_iter().flat_map(|usage| {
-            [ScaleLayout::Compact, ScaleLayout::Swizzled128x4].map(|layout| (usage, layout))
-        }) {
+        for (usage, layout) in USAGES
+            .into_iter()
+            .flat_map(|usage| [StoredForm::Rows, StoredForm::Tiles].map(|layout| (usage, layout)))
+        {
             if case.has_offsets() && usage == Usage::Columnwise {
                 // Stored rows of different lengths are refused.
                 continue;
             }
             let params = QuantParams::nvfp4(Rounding::Nearest);
-            let target = (params, StoredForm::Packed(layout));
+            let target = (params, layout);
             let request = quantize::target(&amax_on_device, AmaxGranularity::PerTensor, target);
             let source = quantize::quantize(&client, &matrix, &case.groups, usage, &request);
             let source = source.unwrap();
@@ -285,7 +285,7 @@ fn there_and_back() {
             in_tiles(Format::Mxfp8),
         );
         let made = made.unwrap();
-        let rows = quantize::scales_in_rows(&client, &made).unwrap();
+        let rows = quantize::in_form(&client, &made, StoredForm::Rows).unwrap();
         let expected = case.oracle(&x, Usage::Rowwise, Format::Mxfp8);
         let scales = expected.iter().map(QuantizedTensor::scales);
         let scales = scales.collect::<Vec<_>>().concat();
@@ -295,7 +295,7 @@ fn there_and_back() {
             &scales,
             &format!("{:?}", case.sizes),
         );
-        let tiles = quantize::scales_in_tiles(&client, &rows).unwrap();
+        let tiles = quantize::in_form(&client, &rows, StoredForm::Tiles).unwrap();
         assert_eq!(tiles.layout, made.layout);
         let bytes = |made: &DeviceQuantized| read_bytes(&client, &made.scales, made.scale_bytes());
         assert_bytes(&bytes(&tiles), &bytes(&made), &format!("{:?}", case.sizes));
@@ -309,7 +309,7 @@ fn there_and_back() {
     );
     let request = Some((&request, StoredForm::Bf16Unscaled));
     let made = quantize::quantize_operands(&client, &bf16_values, request, None).unwrap();
-    let error = quantize::scales_in_tiles(&client, &made.0.unwrap()).unwrap_err();
+    let error = quantize::in_form(&client, &made.0.unwrap(), StoredForm::Tiles).unwrap_err();
     assert!(error.to_string().contains("packed"), "{error}");
 }
 

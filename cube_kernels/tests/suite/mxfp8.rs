@@ -7,8 +7,7 @@ use crate::support::quantize;
 use cubecl::prelude::*;
 use half::{bf16, f16};
 use nvfp4_formats::{
-    Amax, BlockScaling, Format, Hadamard, Origin, QuantizedTensor, Rounding, ScaleLayout, Usage,
-    reference,
+    Amax, BlockScaling, Format, Hadamard, Origin, QuantizedTensor, Rounding, Usage, reference,
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Matrix};
 
@@ -176,15 +175,8 @@ fn check_requantized(client: &Client, rows: usize, cols: usize, kind: Kind) {
     let mut packed = vec![packed_col(None), packed_col(Some(&transform))];
     if cols.is_multiple_of(16) {
         packed.push(reference::quantize_row(&x, rows, cols, &amax, &Rounding::Nearest).unwrap());
-        let (row, col) = reference::quantize_tile(
-            &x,
-            rows,
-            cols,
-            &amax,
-            BlockScaling::Standard,
-            [ScaleLayout::Compact; 2],
-        )
-        .unwrap();
+        let (row, col) =
+            reference::quantize_tile(&x, rows, cols, &amax, BlockScaling::Standard).unwrap();
         packed.extend([row, col]);
     }
     for packed in &packed {

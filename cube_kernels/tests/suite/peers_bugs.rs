@@ -10,7 +10,7 @@ use crate::support::quantize::{self, AmaxRequest, TargetSpec};
 use cubecl::prelude::*;
 use half::bf16;
 use nvfp4_formats::{
-    Amax, AmaxGranularity, QuantParams, RandomStream, Rounding, ScaleLayout, StoredForm, Usage,
+    Amax, AmaxGranularity, QuantParams, RandomStream, Rounding, StoredForm, Usage,
     format::{e2m1, e4m3},
     reference::{self, GlobalScale, swizzle},
 };
@@ -226,7 +226,7 @@ fn padding_of_scales_is_written() {
         let request = quantize::target(
             &amax,
             AmaxGranularity::PerTensor,
-            TargetSpec::new(Rounding::Nearest).form(StoredForm::TILES),
+            TargetSpec::new(Rounding::Nearest).form(StoredForm::Tiles),
         );
         for usage in [Usage::Rowwise, Usage::Columnwise] {
             let (outer, blocks) = match usage {
@@ -244,7 +244,7 @@ fn padding_of_scales_is_written() {
             let params = QuantParams::nvfp4(Rounding::Nearest);
             let amax = Amax::Tensor(reference::amax(&x));
             let expected = reference::quantize(&x, rows, cols, usage, &amax, &params, 0).unwrap();
-            let expected = expected.with_scale_layout(ScaleLayout::Swizzled128x4);
+            let expected = expected.in_form(StoredForm::Tiles);
             assert_eq!(found, expected.scales(), "{rows}x{cols} {usage:?}");
             assert!(found.len() > outer * blocks, "nothing is padded here");
         }

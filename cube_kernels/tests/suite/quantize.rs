@@ -468,7 +468,7 @@ fn per_token_of_columns() {
                     hadamard: Some(Hadamard::default()),
                     ..policy(STOCHASTIC, BlockScaling::Headroom, SWIZZLED).0
                 },
-                StoredForm::TILES,
+                StoredForm::Tiles,
             ),
             transformed(HadamardSize::H64, STOCHASTIC),
         ] {

@@ -236,7 +236,7 @@ fn groups_of_rows() {
         &[Amax(ONE, Both), Blocks(Both)],
     );
     // The kernel of rows takes neither tiles of scales that start anew, nor four over six.
-    let swizzled = nearest().form(StoredForm::TILES);
+    let swizzled = nearest().form(StoredForm::Tiles);
     let four_over_six = TargetSpec::new(QuantParams {
         scaling: BlockScaling::FourOverSix(ErrorNorm::Mae),
         ..nearest().params

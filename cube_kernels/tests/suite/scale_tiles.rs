@@ -183,7 +183,7 @@ fn groups_of_tokens() {
             let (row, col) = made.unwrap();
             (row.unwrap(), col.unwrap())
         };
-        let tiles_of_row = row_policy.0.clone().form(StoredForm::TILES);
+        let tiles_of_row = row_policy.0.clone().form(StoredForm::Tiles);
         let (row, col) = made(row_policy.0, copy.clone());
         let (row_tiles, col_tiles) = made(tiles_of_row, copy.form(StoredForm::WholeTiles));
         SideBySide::new(&col_tiles, &sizes, unit.max(64)).assert_tiles(
@@ -227,7 +227,7 @@ fn ms_eden_of_groups_of_tokens() {
     let made = |form| {
         quantize::ms_eden_as(&client, source, usage, &amax, &hadamard, STREAM, form).unwrap()
     };
-    let (own, tiles) = (made(StoredForm::ROWS), made(StoredForm::TILES));
+    let (own, tiles) = (made(StoredForm::Rows), made(StoredForm::Tiles));
     let place = SideBySide::new(&own, &sizes, 128);
     let (found, expected) = (bytes(&client, &tiles), bytes(&client, &own));
     place.assert_tiles(&found, (&place, &expected), "MS-EDEN");
@@ -297,8 +297,8 @@ fn grouped_gemms() {
     let scope = AmaxGranularity::PerTensor;
     let products = |in_tiles: bool| {
         let (row, col) = match in_tiles {
-            true => (StoredForm::TILES, StoredForm::WholeTiles),
-            false => (StoredForm::ROWS, StoredForm::ROWS),
+            true => (StoredForm::Tiles, StoredForm::WholeTiles),
+            false => (StoredForm::Rows, StoredForm::Rows),
         };
         let (row, col, usage) = (plain(row), plain(col), Usage::Rowwise);
         let made = |x: &Matrix, usage, copy: &TargetSpec| {
@@ -361,7 +361,7 @@ fn what_has_no_tiles() {
         "form",
     );
     let groups = group_offsets(&client, &[40, 30]);
-    let tiles = request(plain().form(StoredForm::TILES));
+    let tiles = request(plain().form(StoredForm::Tiles));
     let made = quantize::quantize_side_by_side(&client, &x, &groups, None, Some(&tiles));
     refused(made.map(|(_, col)| col.unwrap()), "form");
 

@@ -13,8 +13,8 @@ fn tiles_on_every_device() {
     if ran_in_own_process("scales_asked", "tiles_on_every_device", &environment) {
         // Without it, the layout is the one that the device's kernels read.
         let asked = std::env::var_os("NVFP4_SCALES").is_some();
-        assert!(asked || client.name() != "cpu" || reads == StoredForm::ROWS);
+        assert!(asked || client.name() != "cpu" || reads == StoredForm::Rows);
         return;
     }
-    assert_eq!(reads, StoredForm::TILES);
+    assert_eq!(reads, StoredForm::Tiles);
 }

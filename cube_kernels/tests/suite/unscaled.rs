@@ -169,7 +169,7 @@ fn check<T: DeviceElement>(
     let x = upload(client, x, rows, cols);
     let row = &Copy::new(client, &x, Usage::Rowwise, row);
     let col = &Copy::new(client, &x, Usage::Columnwise, col);
-    const PACKED: StoredForm = StoredForm::ROWS;
+    const PACKED: StoredForm = StoredForm::Rows;
     use StoredForm::Bf16Unscaled;
     // The rowwise kernel, the other one with both tensors as values, and all forms for the first
     // policy.
@@ -292,7 +292,7 @@ fn products_have_the_same_bits() {
                 let x = convert::<bf16>(&values(Kind::Normal, outer * k, seed));
                 let x = upload(&client, &x, rows, cols);
                 let copy = Copy::new(&client, &x, usage, (QuantParams::nvfp4(rounding), scope));
-                [StoredForm::ROWS, StoredForm::Bf16Unscaled].map(|form| {
+                [StoredForm::Rows, StoredForm::Bf16Unscaled].map(|form| {
                     let asked = Some((&copy, form));
                     let [row, col] = match usage {
                         Usage::Rowwise => copies(&client, &x, asked, None),
@@ -349,7 +349,7 @@ fn values_are_those_of_the_workspace() {
             let what = format!("{kind:?} both forms {:?}", row.policy);
             assert_bytes(&bits(&client, &values), &expected, &what);
             let made = |form| copies(&client, &x, Some((row, form)), Some((col, form)));
-            for (packed, decoded) in made(StoredForm::ROWS)
+            for (packed, decoded) in made(StoredForm::Rows)
                 .into_iter()
                 .zip(made(StoredForm::Bf16Unscaled))
             {
@@ -375,7 +375,7 @@ fn what_values_cannot_be_is_refused() {
         Err(Nvfp4Error::Value { argument, .. } | Nvfp4Error::Shape { argument, .. }) => argument,
         other => panic!("{other:?}"),
     };
-    let swizzled = request(QuantParams::nvfp4(NEAREST)).form(StoredForm::TILES);
+    let swizzled = request(QuantParams::nvfp4(NEAREST)).form(StoredForm::Tiles);
     let four_over_six = BlockScaling::FourOverSix(ErrorNorm::Mae);
     for (x, request, expected) in [
         (&wide, swizzled, "form"),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{block::Format, swizzle};
-use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, ScaleLayout, StoredForm};
+use crate::policy::{AmaxGranularity, BlockScaling, Hadamard, StoredForm};
 
 /// Axis of the source along which blocks lie; it decides which GEMM operand the quantized tensor
 /// can be.
@@ -50,7 +50,7 @@ pub struct Layout {
     pub usage: Usage,
     /// Block format.
     pub format: Format,
-    /// Form of the buffers. That of a tensor padded to whole tiles is [`StoredForm::TILES`].
+    /// Form of the buffers. That of a tensor padded to whole tiles is [`StoredForm::Tiles`].
     pub form: StoredForm,
     /// Rule for the block scales, which decides the range that an amax stands for.
     pub scaling: BlockScaling,
@@ -82,7 +82,7 @@ impl Layout {
             cols,
             usage,
             format,
-            form: StoredForm::ROWS,
+            form: StoredForm::Rows,
             scaling: BlockScaling::Standard,
             amax: AmaxGranularity::PerTensor,
             hadamard: None,
@@ -138,12 +138,14 @@ impl Layout {
         self.outer() * self.blocks() * self.block_bytes()
     }
 
-    /// Returns the size in bytes of the block scales, in their layout; 0 for bf16 values.
+    /// Returns the size in bytes of the block scales; 0 for bf16 values.
     pub const fn scale_bytes(&self) -> usize {
-        match self.form.scale_layout() {
-            _ if !self.form.is_packed() => 0,
-            ScaleLayout::Compact => self.outer() * self.blocks(),
-            ScaleLayout::Swizzled128x4 => swizzle::padded_len(self.outer(), self.blocks()),
+        match self.form {
+            StoredForm::Bf16Unscaled => 0,
+            StoredForm::Rows => self.outer() * self.blocks(),
+            StoredForm::Tiles | StoredForm::WholeTiles => {
+                swizzle::padded_len(self.outer(), self.blocks())
+            }
         }
     }
 
@@ -176,7 +178,7 @@ mod tests {
     fn bytes_are_those_of_format_and_form() {
         let packed = Layout::nvfp4(3, 40, Usage::Rowwise);
         let tiles = Layout {
-            form: StoredForm::TILES,
+            form: StoredForm::Tiles,
             ..packed
         };
         let bf16 = Layout {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{block::ScaleFormat, check_extent, layout::Layout, layout::Usage, swizzle};
 use crate::{
     error::Nvfp4Error,
-    policy::{AmaxGranularity, BlockScaling, BlockShape, Rounding, ScaleLayout, StoredForm},
+    policy::{AmaxGranularity, BlockScaling, BlockShape, Rounding, StoredForm},
 };
 
 /// Amax values from which the global scales derive.
@@ -239,7 +239,7 @@ impl QuantizedTensor {
                 "E4M3 bytes without a sign, 0x00 to 0x7f",
             ));
         }
-        if layout.form == StoredForm::TILES
+        if layout.form == StoredForm::Tiles
             && let Some((row, block)) = swizzle::first_unclean_padding(&scales, outer, blocks)
         {
             return Err(Nvfp4Error::value(
@@ -321,19 +321,20 @@ impl QuantizedTensor {
         self.layout.scaling.range()
     }
 
-    /// Returns the tensor with its scales in `scale_layout`.
-    pub fn with_scale_layout(mut self, scale_layout: ScaleLayout) -> Self {
+    /// Returns the tensor with its block scales in the order of `form`: in rows, or in 128x4 tiles.
+    pub fn in_form(mut self, form: StoredForm) -> Self {
         let (outer, blocks) = (self.outer(), self.blocks());
-        self.scales = match (self.layout.form.scale_layout(), scale_layout) {
-            (ScaleLayout::Compact, ScaleLayout::Swizzled128x4) => {
-                swizzle::swizzle(&self.scales, outer, blocks)
-            }
-            (ScaleLayout::Swizzled128x4, ScaleLayout::Compact) => {
-                swizzle::unswizzle(&self.scales, outer, blocks)
-            }
-            _ => self.scales,
+        (self.scales, self.layout.form) = match (self.layout.form.has_tiles(), form.has_tiles()) {
+            (false, true) => (
+                swizzle::swizzle(&self.scales, outer, blocks),
+                StoredForm::Tiles,
+            ),
+            (true, false) => (
+                swizzle::unswizzle(&self.scales, outer, blocks),
+                StoredForm::Rows,
+            ),
+            _ => return self,
         };
-        self.layout.form = StoredForm::Packed(scale_layout);
         self
     }
 }
@@ -367,7 +368,7 @@ mod tests {
         fn swizzled() -> Self {
             Self {
                 layout: Layout {
-                    form: StoredForm::TILES,
+                    form: StoredForm::Tiles,
                     ..Self::good().layout
                 },
                 scales: swizzle::swizzle(&[0x38; 32], 16, 2),

@@ -5,7 +5,7 @@ use std::{borrow::Cow, ops::Range};
 use rayon::prelude::*;
 
 use crate::{
-    BLOCK, QuantizedTensor, ScaleLayout, Usage,
+    BLOCK, QuantizedTensor, Usage,
     format::{e2m1, e4m3, swizzle},
     reference::simd::{self, Isa, Task},
 };
@@ -46,9 +46,9 @@ pub fn decode_blocks(packed: &QuantizedTensor) -> Vec<f32> {
 
 /// Returns the block scales in block order.
 pub(super) fn compact_scales(packed: &QuantizedTensor) -> Cow<'_, [u8]> {
-    match packed.layout().form.scale_layout() {
-        ScaleLayout::Compact => Cow::Borrowed(packed.scales()),
-        ScaleLayout::Swizzled128x4 => Cow::Owned(swizzle::unswizzle(
+    match packed.layout().form.has_tiles() {
+        false => Cow::Borrowed(packed.scales()),
+        true => Cow::Owned(swizzle::unswizzle(
             packed.scales(),
             packed.outer(),
             packed.blocks(),

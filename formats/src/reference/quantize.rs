@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Amax, BLOCK, BlockPosition, BlockScaling, BlockShape, Format, Hadamard, Layout, Nvfp4Error,
-    Origin, QuantParams, QuantRounding, QuantizedTensor, Rounding, ScaleLayout, StoredForm, Usage,
+    Origin, QuantParams, QuantRounding, QuantizedTensor, Rounding, StoredForm, Usage,
 };
 
 /// Quantizes a `rows` x `cols` matrix to one packed tensor with compact scales, as specified by
@@ -52,7 +52,7 @@ pub fn quantize<T: Element>(
     let rounding = rounding_of(params)?;
     let layout = Layout {
         amax: amax.granularity(),
-        ..params.layout((rows, cols), usage, StoredForm::ROWS)
+        ..params.layout((rows, cols), usage, StoredForm::Rows)
     };
     Source {
         x: T::elements(x),
@@ -61,7 +61,7 @@ pub fn quantize<T: Element>(
         origin: Origin::block_1d(rounding),
         first_block,
     }
-    .pack(ScaleLayout::Compact)
+    .pack()
 }
 
 /// Quantizes a `rows` x `cols` matrix to a rowwise tensor with standard, compact scales:
@@ -101,8 +101,7 @@ pub fn quantize_col<T: Element>(
 }
 
 /// Quantizes a `rows` x `cols` matrix in 16x16 tiles, rounded to nearest. Returns the rowwise and
-/// the columnwise tensor, with their scales in `layouts`; one is the exact transpose of the other.
-/// Each tile has one scale, chosen by `scaling` (numerics, sections 4, 7 and 8). Rows beyond the
+/// the columnwise tensor, of which one is the exact transpose of the other. Each tile has one scale, chosen by `scaling` (numerics, sections 4, 7 and 8). Rows beyond the
 /// matrix count as zeros.
 ///
 /// # Errors
@@ -114,15 +113,11 @@ pub fn quantize_tile<T: Element>(
     cols: usize,
     amax: &Amax,
     scaling: BlockScaling,
-    layouts: [ScaleLayout; 2],
 ) -> Result<(QuantizedTensor, QuantizedTensor), Nvfp4Error> {
     // Each tensor is written by its own pass over disjoint slices. The second pass reads the matrix
     // again, which costs less than transposing nibbles across threads.
-    let copy = |usage, layout| quantize_tile_copy(x, rows, cols, usage, amax, scaling, layout);
-    Ok((
-        copy(Usage::Rowwise, layouts[0])?,
-        copy(Usage::Columnwise, layouts[1])?,
-    ))
+    let copy = |usage| quantize_tile_copy(x, rows, cols, usage, amax, scaling);
+    Ok((copy(Usage::Rowwise)?, copy(Usage::Columnwise)?))
 }
 
 /// Returns the tensor of [`quantize_tile`] along `usage`.
@@ -136,7 +131,6 @@ pub fn quantize_tile_copy<T: Element>(
     usage: Usage,
     amax: &Amax,
     scaling: BlockScaling,
-    layout: ScaleLayout,
 ) -> Result<QuantizedTensor, Nvfp4Error> {
     check_matrix(x.len(), rows, cols)?;
     check_packed_cols(cols)?;
@@ -157,13 +151,13 @@ pub fn quantize_tile_copy<T: Element>(
         origin: Origin::block_2d(),
         first_block: 0,
     };
-    source.pack(layout)
+    source.pack()
 }
 
 /// A matrix and its quantization parameters, shared by all tasks of one tensor.
 struct Source<'a> {
     x: Elements<'a>,
-    /// Layout of the result, with scales in compact order.
+    /// Layout of the result, with block scales in rows.
     layout: Layout,
     amax: &'a Amax,
     origin: Origin,
@@ -181,8 +175,8 @@ const COLUMNS: usize = 256;
 const GATHERED: usize = 8;
 
 impl Source<'_> {
-    /// Returns the quantized tensor, with its scales in `scale_layout`.
-    fn pack(&self, scale_layout: ScaleLayout) -> Result<QuantizedTensor, Nvfp4Error> {
+    /// Returns the quantized tensor.
+    fn pack(&self) -> Result<QuantizedTensor, Nvfp4Error> {
         let usage = self.layout.usage;
         let (outer, blocks) = (self.layout.outer(), self.layout.blocks());
         let count = outer * blocks;
@@ -217,7 +211,6 @@ impl Source<'_> {
         }
         let amax = self.amax.clone();
         QuantizedTensor::from_parts(self.layout, codes, scales, amax, self.origin)
-            .map(|packed| packed.with_scale_layout(scale_layout))
     }
 }
 
@@ -537,7 +530,7 @@ mod tests {
                     origin,
                     first_block: 5,
                 };
-                let packed = source.pack(ScaleLayout::Compact).unwrap();
+                let packed = source.pack().unwrap();
                 // Runs one task after the other, each on its own 16 stored rows.
                 let len = BLOCK * packed.blocks();
                 let mut codes = vec![0; packed.codes().len()];

@@ -5,8 +5,8 @@ use std::{cell::RefCell, collections::BTreeSet};
 
 use half::bf16;
 use nvfp4_formats::{
-    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, QuantizedTensor, Rounding, ScaleLayout,
-    Usage, reference,
+    Amax, BlockScaling, ErrorNorm, Hadamard, QuantParams, QuantizedTensor, Rounding, Usage,
+    reference,
 };
 use safetensors::{Dtype, SafeTensors};
 
@@ -129,8 +129,7 @@ fn one_by_16() {
 }
 
 fn tiles_of(case: &Case, amax: &Amax, scaling: BlockScaling) -> (QuantizedTensor, QuantizedTensor) {
-    let compact = [ScaleLayout::Compact; 2];
-    reference::quantize_tile(&case.x, case.rows, case.cols, amax, scaling, compact).unwrap()
+    reference::quantize_tile(&case.x, case.rows, case.cols, amax, scaling).unwrap()
 }
 
 #[test]

@@ -6,8 +6,7 @@ use crate::support::literal;
 use half::{bf16, f16};
 use nvfp4_formats::{
     Amax, BlockScaling, BlockShape, ErrorNorm, Hadamard, HadamardSize, Nvfp4Error, QuantParams,
-    QuantizedTensor, RandomStream, Rounding, ScaleLayout, StoredForm, Usage, format::e2m1,
-    reference,
+    QuantizedTensor, RandomStream, Rounding, StoredForm, Usage, format::e2m1, reference,
 };
 
 const SCALINGS: [BlockScaling; 4] = [
@@ -83,7 +82,7 @@ fn codes(packed: &QuantizedTensor) -> Vec<u8> {
 }
 
 fn assert_is(found: &QuantizedTensor, expected: &literal::Copy, what: &str) {
-    let found = found.clone().with_scale_layout(ScaleLayout::Compact);
+    let found = found.clone().in_form(StoredForm::Rows);
     assert_eq!(found.scales(), expected.scales, "{what}: scales");
     assert_eq!(codes(&found), expected.codes, "{what}: codes");
 }
@@ -125,8 +124,8 @@ fn every_combination<T: TestElement>(kinds: &[Kind]) {
                         let inner = usage.stored_shape(rows, cols).1;
                         assert_eq!(found.blocks() * 16, inner.next_multiple_of(group));
 
-                        let swizzled = found.with_scale_layout(ScaleLayout::Swizzled128x4);
-                        assert_eq!(swizzled.layout().form, StoredForm::TILES);
+                        let swizzled = found.in_form(StoredForm::Tiles);
+                        assert_eq!(swizzled.layout().form, StoredForm::Tiles);
                         assert!(swizzled.scales().len().is_multiple_of(512), "{what}");
                         assert_is(&swizzled, &expected, &what);
                     }
@@ -253,7 +252,6 @@ fn groups_of_a_buffer_draw_the_bits_of_the_whole() {
 
 #[test]
 fn tiles_are_literal_and_their_copies_transposes() {
-    let layouts = [ScaleLayout::Compact, ScaleLayout::Swizzled128x4];
     for (rows, cols) in SHAPES.into_iter().chain([(150, 400)]) {
         for kind in ALL_KINDS {
             let x = values(kind, rows * cols, 6);
@@ -261,13 +259,9 @@ fn tiles_are_literal_and_their_copies_transposes() {
             let amax = reference::amax(&x);
             for scaling in SCALINGS {
                 let what = format!("{kind:?} {rows}x{cols} {scaling:?}");
+                let amax_of_tensor = Amax::Tensor(amax);
                 let (row, col) =
-                    reference::quantize_tile(&x, rows, cols, &Amax::Tensor(amax), scaling, layouts)
-                        .unwrap();
-                assert_eq!(
-                    [&row, &col].map(|made| made.layout().form.scale_layout()),
-                    layouts
-                );
+                    reference::quantize_tile(&x, rows, cols, &amax_of_tensor, scaling).unwrap();
                 for copy in [&row, &col] {
                     assert_eq!(copy.origin().block, BlockShape::Block2d);
                     assert_eq!(copy.layout().scaling, scaling);
@@ -277,7 +271,6 @@ fn tiles_are_literal_and_their_copies_transposes() {
                     &literal::quantize_tiles(&stored, amax, scaling),
                     &what,
                 );
-                let col = col.with_scale_layout(ScaleLayout::Compact);
                 let (row_codes, col_codes) = (codes(&row), codes(&col));
                 let (row_width, col_width) = (row.blocks(), col.blocks());
                 for r in 0..rows {
@@ -579,10 +572,9 @@ fn arguments_that_cannot_be_are_refused() {
     for params in [policy, tiles, QuantParams::mxfp8()] {
         assert_eq!(refused(32, 48, by_rows, &tensor, &params), "params");
     }
-    let layouts = [ScaleLayout::Compact; 2];
     let rows = Amax::PerRow(vec![1.0; 32]);
     for scaling in SCALINGS {
-        assert!(reference::quantize_tile(&x, 32, 48, &rows, scaling, layouts).is_err());
-        assert!(reference::quantize_tile(&x, 64, 24, &tensor, scaling, layouts).is_err());
+        assert!(reference::quantize_tile(&x, 32, 48, &rows, scaling).is_err());
+        assert!(reference::quantize_tile(&x, 64, 24, &tensor, scaling).is_err());
     }
 }

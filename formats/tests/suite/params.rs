@@ -120,7 +120,7 @@ fn units_are_those_of_blocks_or_transforms() {
 
 #[test]
 fn forms_are_those_that_a_format_has() {
-    let (rows, tiles) = (StoredForm::ROWS, StoredForm::TILES);
+    let (rows, tiles) = (StoredForm::Rows, StoredForm::Tiles);
     let (whole, unscaled) = (StoredForm::WholeTiles, StoredForm::Bf16Unscaled);
     let forms = [rows, tiles, whole, unscaled];
     let stored = |params: QuantParams| forms.map(|form| params.stored_form(form));
@@ -136,7 +136,7 @@ fn forms_are_those_that_a_format_has() {
 fn layouts_are_those_of_the_parameters() {
     for (name, params) in all() {
         for usage in [Usage::Rowwise, Usage::Columnwise] {
-            let layout = params.layout((33, 80), usage, StoredForm::TILES);
+            let layout = params.layout((33, 80), usage, StoredForm::Tiles);
             let shape = match (name, usage) {
                 ("eden", Usage::Rowwise) => (33, 128),
                 ("eden", Usage::Columnwise) => (128, 80),
@@ -146,7 +146,7 @@ fn layouts_are_those_of_the_parameters() {
             assert_eq!((layout.usage, layout.format), (usage, params.format));
             assert_eq!((layout.scaling, layout.amax), (params.scaling, params.amax));
             assert_eq!(layout.hadamard, params.hadamard, "{name}");
-            assert_eq!(layout.form, StoredForm::TILES, "{name}");
+            assert_eq!(layout.form, StoredForm::Tiles, "{name}");
         }
     }
     let nearest = QuantParams::from(Format::Nvfp4);

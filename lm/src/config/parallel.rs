@@ -19,16 +19,11 @@ impl RunConfig {
         (self.parameters() - experts) / self.tp + experts / self.ep
     }
 
-    /// Returns the exchange of tokens with the ranks of their experts: the run's choice if given.
-    /// Otherwise an all-gather if steps run as a CUDA graph, or if the all-gather sends no more than an
-    /// all-to-all, which sends each token to at most as many ranks as it has experts; else an
-    /// all-to-all.
+    /// Returns the exchange of tokens with the ranks of their experts: the run's choice if given,
+    /// otherwise [the default](ExpertDispatchName::default_of).
     pub fn expert_dispatch(&self) -> ExpertDispatchName {
-        let sends_no_more = self.ep <= self.model.top_k;
-        let default = match self.uncaptured().is_none() || sends_no_more {
-            true => ExpertDispatchName::AllGather,
-            false => ExpertDispatchName::AllToAll,
-        };
+        let is_captured = self.uncaptured().is_none();
+        let default = ExpertDispatchName::default_of(is_captured, self.ep, self.model.top_k);
         self.ep_dispatch.unwrap_or(default)
     }
 

@@ -155,18 +155,19 @@ pub struct RunConfig {
     #[serde(default)]
     pub dp: Option<usize>,
     /// Split each matrix over this many ranks (tensor parallelism), and the activations between
-    /// matrices by tokens (sequence parallelism); experts stay whole and are placed by --ep
-    /// [default: 1]
+    /// matrices by tokens (sequence parallelism); experts stay whole and are distributed over --ep
+    /// ranks, a multiple of --tp [default: 1]
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub tp: usize,
-    /// Distribute the experts of each block over this many ranks (expert parallelism):
-    /// data-parallel ranks, or with --tp whole tensor groups (a multiple of --tp) [default: 1]
+    /// Distribute the experts of each block over this many neighbouring ranks (expert parallelism)
+    /// [default: 1]
     #[arg(long, value_name = "RANKS")]
     #[serde(default = "one")]
     pub ep: usize,
     /// Choose the exchange of tokens with the ranks of their experts, with --ep [default:
-    /// all-gather if steps run as a CUDA graph, or if --ep is at most --top-k; else all-to-all]
+    /// all-gather if steps run as a CUDA graph, or if --ep is at most the number of experts of a
+    /// token; else all-to-all]
     #[arg(long, value_name = "HOW")]
     #[serde(default)]
     pub ep_dispatch: Option<ExpertDispatchName>,

@@ -7,7 +7,8 @@ use burn::tensor::{FloatDType, Tensor};
 use burn_nvfp4::experts::Router;
 use burn_nvfp4::functions::{Gelu, try_gelu, try_swiglu};
 use burn_nvfp4::nn::{
-    MlpActivation, ResidualStream, RmsNorm, Routing, try_feed_forward_of_experts, try_swiglu_of,
+    ExpertDispatch, MlpActivation, ResidualStream, RmsNorm, RoutedTokens, Routing, ShardedExperts,
+    try_feed_forward_of_experts, try_swiglu_of,
 };
 
 use super::call::Call;
@@ -70,6 +71,9 @@ pub struct Moe {
     /// True if the backward recomputes the inputs of the activation.
     #[module(skip)]
     pub(super) recompute: bool,
+    /// Exchange of tokens with the ranks of their experts, if the experts are sharded.
+    #[module(skip)]
+    pub(super) dispatch: ExpertDispatch,
 }
 
 impl Gated {
@@ -214,6 +218,16 @@ impl Moe {
         };
         let correction = self.correction.as_ref().map(|it| it.val());
         let (chosen, weights) = route(logits, correction, router, self.scoring)?;
+        if let (Experts::Sharded(gate_up), Experts::Sharded(down)) = (&self.gate_up, &self.down) {
+            let experts = ShardedExperts {
+                gate_up,
+                down,
+                activation: MlpActivation::SwiGlu,
+                recompute: self.recompute,
+                dispatch: self.dispatch,
+            };
+            return Ok(experts.try_forward(RoutedTokens { x, chosen, weights })?);
+        }
         let routing = Routing::try_new(chosen, experts)?;
         let experts = routing.experts();
         let x = match &self.gate_up {

@@ -12,7 +12,9 @@ use burn::module::{Param, ParamId};
 use burn::nn::{Initializer, Linear};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_nvfp4::Nvfp4Recipe;
-use burn_nvfp4::nn::{Embedding, LmHead, Nvfp4GroupedLinearConfig, RmsNorm, RmsNormConfig};
+use burn_nvfp4::nn::{
+    Embedding, ExpertDispatch, LmHead, Nvfp4GroupedLinearConfig, RmsNorm, RmsNormConfig,
+};
 use nvfp4_formats::BLOCK;
 
 use super::attention::{Attention, Heads};
@@ -425,6 +427,7 @@ impl Loader<'_> {
                     normalize,
                     activation: self.config.block.activation,
                     recompute: false,
+                    dispatch: ExpertDispatch::default(),
                 }))
             }
         }

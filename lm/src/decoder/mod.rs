@@ -6,6 +6,7 @@
 //!   parameters, and [`fused`] splits tensors of all experts.
 //! - [`lora`]: low-rank adapters beside projections. [`Decoder::into_lora`] adds them for training;
 //!   [`Decoder::with_adapter`] applies those of an [`AdapterFolder`] to a loaded model.
+//! - [`Decoder::into_expert_parallel`]: distributes the experts of mixtures over ranks.
 //! - [`FrozenForm`]: form of frozen weights, in high precision or packed.
 //! - [`projection`]: linear layers, with a weight in one of several forms.
 //! - [`attention`], [`latent`], [`feed_forward`] and [`positions`]: the parts of a layer.
@@ -23,6 +24,7 @@ pub mod attention;
 pub mod cache;
 mod call;
 mod dense;
+mod expert_parallel;
 pub mod feed_forward;
 mod frozen;
 pub mod fused;

@@ -8,8 +8,8 @@ use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 use burn_nvfp4::nn::{
-    NormLinear, Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear, Nvfp4PackedLinear,
-    RmsNorm,
+    ExpertShard, NormLinear, Nvfp4GroupedLinear, Nvfp4Linear, Nvfp4PackedGroupedLinear,
+    Nvfp4PackedLinear, RmsNorm,
 };
 use burn_nvfp4::{ExpertOffsets, Nvfp4Recipe};
 
@@ -157,6 +157,8 @@ pub enum Experts {
     /// All weights in high precision, `[experts, d_in, d_out]`; the recipe of the layer decides
     /// whether they are quantized on use.
     Grouped(Nvfp4GroupedLinear),
+    /// Training with the experts of the layer on several ranks; this rank has some of them.
+    Sharded(ExpertShard),
     /// Inference or frozen: all weights are stored in NVFP4.
     Packed(Nvfp4PackedGroupedLinear),
     /// Stored in NVFP4, with a scale per input feature and expert.
@@ -173,15 +175,18 @@ impl Experts {
     pub fn forward(&self, x: Tensor<2>, experts: &ExpertOffsets) -> Result<Tensor<2>> {
         match self {
             Self::Grouped(linear) => Ok(linear.try_forward(x, experts)?),
+            Self::Sharded(_) => bail!("experts on several ranks exchange their tokens first"),
             Self::Packed(linear) => Ok(linear.try_forward(x, experts)?),
             Self::Scaled(linear) => linear.forward(x, experts),
             Self::Rounded(linear) => linear.forward(x, experts),
         }
     }
 
-    /// Returns the weights in high precision, `[experts, d_in, d_out]`.
+    /// Returns the weights in high precision, `[experts, d_in, d_out]`; those of this rank's experts
+    /// if they are sharded.
     pub fn dense(&self) -> Tensor<3> {
         match self {
+            Self::Sharded(shard) => shard.layer.weight.val(),
             Self::Grouped(linear) | Self::Rounded(RoundedExperts { linear, .. }) => {
                 linear.weight.val()
             }
@@ -193,6 +198,7 @@ impl Experts {
     /// Returns the biases, `[experts, d_out]`, if any.
     pub fn bias(&self) -> Option<Tensor<2>> {
         let bias = match self {
+            Self::Sharded(shard) => &shard.layer.bias,
             Self::Grouped(linear) | Self::Rounded(RoundedExperts { linear, .. }) => &linear.bias,
             Self::Packed(linear) => &linear.bias,
             Self::Scaled(scaled) => &scaled.linear.bias,

@@ -4,13 +4,16 @@ use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use burn_nvfp4::Nvfp4Recipe;
+use burn_nvfp4::parallel::ProcessGroup;
 use burn_nvfp4::recipe::{RecipePhase, RecipeSchedule};
 use serde::{Deserialize, Serialize};
 
 use crate::config::{
-    Activation, GradReduce, RecipeName, Schedule, Uncaptured, check_counts, extension, steps_of,
+    Activation, ExpertDispatchName, GradReduce, RecipeName, Schedule, Uncaptured, check_counts,
+    extension, steps_of,
 };
 use crate::decoder::{FrozenForm, LoraConfig};
+use crate::groups::ParallelGroups;
 use crate::hf::folder::FINETUNING;
 
 /// Configuration file in the folder of a run.
@@ -99,6 +102,13 @@ pub struct FinetuneConfig {
     /// replicating them.
     #[serde(default)]
     pub fsdp: bool,
+    /// Number of ranks that the experts of each mixture are distributed over.
+    #[serde(default = "one")]
+    pub ep: usize,
+    /// Exchange of tokens with the ranks of their experts; if none, the
+    /// [default](ExpertDispatchName::default_of).
+    #[serde(default)]
+    pub ep_dispatch: Option<ExpertDispatchName>,
     /// Type in which ranks exchange gradients.
     #[serde(default)]
     pub grad_reduce: GradReduce,
@@ -117,6 +127,7 @@ impl FinetuneConfig {
             ("accumulate", self.accumulate as u64),
             ("context", self.context as u64),
             ("eval-rows", self.eval_rows as u64),
+            ("ep", self.ep as u64),
         ])?;
         self.step_schedule().check()?;
         let recipes = self.recipes()?;
@@ -159,6 +170,12 @@ impl FinetuneConfig {
              out fsdp, each rank then has the frozen weights"
         );
         ensure!(
+            self.ep == 1 || self.lora.is_none(),
+            "ep is {} and lora is given, but experts beside adapters are not distributed: leave out \
+             one of them",
+            self.ep
+        );
+        ensure!(
             !self.data.is_empty(),
             "data is empty, but a run needs tokens"
         );
@@ -194,7 +211,25 @@ impl FinetuneConfig {
     /// Returns why the kernels of a step are launched one by one; `None` if steps run as a CUDA
     /// graph.
     pub(crate) fn uncaptured(&self) -> Option<Uncaptured> {
+        let is_all_to_all = self.ep > 1 && self.ep_dispatch == Some(ExpertDispatchName::AllToAll);
         Uncaptured::of_device(&self.device, self.no_graph)
+            .or(is_all_to_all.then_some(Uncaptured::AllToAll))
+    }
+
+    /// Returns the exchange of tokens, which have `top_k` experts, with the ranks of these.
+    pub(crate) fn expert_dispatch(&self, top_k: usize) -> ExpertDispatchName {
+        let is_captured = self.uncaptured().is_none();
+        let default = ExpertDispatchName::default_of(is_captured, self.ep, top_k);
+        self.ep_dispatch.unwrap_or(default)
+    }
+
+    /// Creates the process groups of the run on the ranks of `world`. All ranks call this function.
+    ///
+    /// # Errors
+    /// Returns the errors of [`check_ranks`](Self::check_ranks).
+    pub fn groups(&self, world: &ProcessGroup) -> Result<ParallelGroups> {
+        self.check_ranks(world.size())?;
+        ParallelGroups::split(world, [1, self.ep], self.grad_reduce.into())
     }
 
     /// Checks that `ranks` ranks, one process each, can split the rows of each forward pass.
@@ -207,6 +242,11 @@ impl FinetuneConfig {
             "batch is {}, but it must be a multiple of the number of ranks ({ranks}), which take \
              equal parts of its rows",
             self.batch
+        );
+        ensure!(
+            ranks.is_multiple_of(self.ep),
+            "ep is {}, but the launch has {ranks} ranks: their number must be a multiple of ep",
+            self.ep
         );
         Ok(())
     }
@@ -239,4 +279,9 @@ impl FinetuneConfig {
         self.steps = steps;
         Ok(said)
     }
+}
+
+/// Returns the default of `ep`.
+fn one() -> usize {
+    1
 }

@@ -27,7 +27,7 @@ impl Finetune<'_> {
     /// # Errors
     /// Returns the errors of `write`, on all ranks.
     fn with_model<T>(&self, write: impl FnOnce(Decoder) -> Result<T>) -> Result<Option<T>> {
-        let model = self.gathered_model();
+        let model = self.gathered_model().gathered_experts();
         on_first(self.world(), || write(model))
     }
 

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::config::{FinetuneConfig, Objective};
 use crate::checkpoint::read_json;
-use crate::config::Activation;
+use crate::config::{Activation, ExpertDispatchName};
 use crate::decoder::lora::joined_rank;
 use crate::decoder::names::{self, Expected, Site, expected};
 use crate::decoder::{FrozenForm, LoraConfig};
@@ -161,9 +161,12 @@ fn sizes(
     teacher: Option<&SizedModel>,
     ranks: usize,
 ) -> Result<StepSizes> {
-    let element = config.activation.bytes() as u64;
+    let (element, ep) = (config.activation.bytes() as u64, config.ep as u64);
     let (trained, base) = match &config.lora {
-        None => (parameters(&model.config), 0),
+        None => {
+            let experts = expert_parameters(&model.config);
+            (parameters(&model.config) - experts + experts / ep, 0)
+        }
         Some(lora) => {
             let base = model.frozen(config.frozen, element);
             // With bf16, kernels read packed weights directly. With f32, Burn multiplies one
@@ -182,6 +185,11 @@ fn sizes(
         _ => 0,
     };
     let model = &model.config;
+    // With an all-gather, a rank may receive the tokens of all ranks that share its experts.
+    let gathered = match config.expert_dispatch(model.most_experts_of_token()) {
+        ExpertDispatchName::AllGather => config.ep,
+        ExpertDispatchName::AllToAll => 1,
+    };
     // Inputs of the norms; queries, keys and values; inputs of the feed-forward's activation, and
     // its output if another kernel multiplies it by up.
     let norms = if model.block.post_norms { 4 } else { 2 };
@@ -198,7 +206,7 @@ fn sizes(
                 top_k,
                 shared,
                 ..
-            } => hidden * top_k + shared.unwrap_or(0),
+            } => hidden * top_k * gathered + shared.unwrap_or(0),
         };
         let always = norms * model.d_model + heads + low_rank;
         match model.block.activation {
@@ -207,7 +215,11 @@ fn sizes(
             GateActivation::ClampedSwiGlu { .. } => [always + 6 * hidden, 0],
         }
     });
-    let shards = if config.fsdp { ranks as u64 } else { 1 };
+    // Experts are sharded over the ranks that hold the same ones, all other parameters over all.
+    let (trained, shards) = match config.fsdp {
+        true => (parameters(model), ranks as u64),
+        false => (trained, 1),
+    };
     Ok(StepSizes {
         trained: trained / shards,
         optimized: trained / shards,
@@ -244,15 +256,25 @@ pub fn trained(config: &FinetuneConfig) -> Result<[u64; 2]> {
 /// Checks the values of a run that depend on the configuration of its model, without its tensors.
 ///
 /// # Errors
-/// Returns an error if the configuration cannot be read, `context` exceeds the model's positions, or
-/// `lora-targets` matches no projection.
+/// Returns an error if the configuration cannot be read, `context` exceeds the model's positions,
+/// `lora-targets` matches no projection, or experts cannot be distributed over `ep` ranks.
 pub fn check_model(config: &FinetuneConfig) -> Result<()> {
     let model = SizedModel::read(&config.model)?.config;
     model.check_length("context", config.context)?;
     if let Some(lora) = &config.lora {
         adapters(&model, lora)?;
     }
-    Ok(())
+    model.check_experts(config.ep)
+}
+
+/// Returns the number of elements in the tensors of all experts of a model.
+fn expert_parameters(model: &DecoderConfig) -> u64 {
+    let tensors = expected(model);
+    let of_experts = tensors.iter().filter(|tensor| {
+        let module = tensor.name.strip_suffix(".weight");
+        module.is_some_and(|module| expert_projection(module).is_some())
+    });
+    of_experts.map(|tensor| elements(&tensor.shape)).sum()
 }
 
 /// Returns the number of elements in all tensors of a model.
@@ -364,6 +386,8 @@ mod tests {
             recompute: 0,
             no_graph: false,
             fsdp: false,
+            ep: 1,
+            ep_dispatch: None,
             grad_reduce: GradReduce::F32,
             device: "cpu".into(),
         }

@@ -5,16 +5,17 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use burn::tensor::{Bytes, Device};
+use burn::tensor::{Bytes, Device, FloatDType};
 use burn_nvfp4::parallel::ProcessGroup;
 use burn_pack::Reader;
 
+use super::memory::check_model;
 use super::tests::{config, data, files};
 use super::*;
 use crate::checkpoint::{latest, resolve};
-use crate::config::GradReduce;
-use crate::decoder::{FrozenForm, LoraConfig};
-use crate::groups::ParallelGroups;
+use crate::config::{ExpertDispatchName, GradReduce};
+use crate::decoder::feed_forward::FeedForward;
+use crate::decoder::{Decoder, FrozenForm, LoraConfig};
 use crate::hf::Dtype;
 use crate::interchange::{Dialect, Scheme};
 use nvfp4_test_support::{Scratch, golden, golden_with_tokenizer, is_full};
@@ -30,7 +31,7 @@ fn on_ranks<T: Send>(
     let worlds = ProcessGroup::loopback(ranks, Duration::from_secs(120));
     thread::scope(|scope| {
         let threads = worlds.into_iter().map(|world| {
-            let groups = ParallelGroups::data_parallel(&world, config.grad_reduce.into());
+            let groups = config.groups(&world).unwrap();
             let task = FinetuneTask::new(config, data);
             let open = move || Finetune::open_rank(task, &Device::flex(), folder, groups);
             scope.spawn(move || body(&mut open().unwrap()))
@@ -254,6 +255,171 @@ fn rank_zero_writes_the_model() {
         ..config
     };
     assert!(written(&config, "whole") == written(&fsdp(&config), "sharded"));
+}
+
+fn on_experts(config: &FinetuneConfig, dispatch: ExpertDispatchName) -> FinetuneConfig {
+    FinetuneConfig {
+        ep: 2,
+        ep_dispatch: Some(dispatch),
+        ..config.clone()
+    }
+}
+
+const DISPATCHES: [ExpertDispatchName; 2] =
+    [ExpertDispatchName::AllToAll, ExpertDispatchName::AllGather];
+
+/// In high precision, ranks with different experts train like a single rank with all experts and
+/// rows, up to the order of sums: by either exchange, in several groups, with accumulation, and with
+/// sharded parameters.
+#[test]
+fn expert_parallel_ranks_train_as_one() {
+    for name in ["mixtral-tiny", "qwen3moe-tiny", "deepseek3-tiny"] {
+        let model = golden_with_tokenizer(name);
+        let folder = Scratch::new(&format!("finetune-experts-{name}"));
+        let config = FinetuneConfig {
+            steps: 4,
+            ..four_rows(&model, &folder, "bf16")
+        };
+        let accumulated = FinetuneConfig {
+            accumulate: 2,
+            ..config.clone()
+        };
+        let expected = losses(&config, &folder.join("one"), 1);
+        let of_accumulated = losses(&accumulated, &folder.join("one-accumulated"), 1);
+        for dispatch in DISPATCHES {
+            let cases = [
+                ("two", on_experts(&config, dispatch), 2, &expected),
+                ("four", on_experts(&config, dispatch), 4, &expected),
+                (
+                    "sharded",
+                    fsdp(&on_experts(&config, dispatch)),
+                    4,
+                    &expected,
+                ),
+                (
+                    "accumulated",
+                    on_experts(&accumulated, dispatch),
+                    2,
+                    &of_accumulated,
+                ),
+            ];
+            for (case, config, ranks, expected) in cases {
+                let out = folder.join(format!("{case}-{dispatch:?}"));
+                let error = largest_difference(&losses(&config, &out, ranks), expected);
+                let what = format!("{name}, {dispatch:?}, {case}");
+                eprintln!("{what}: {error:e}");
+                assert!(error < 2e-6, "{what}: {error:e}");
+            }
+        }
+    }
+}
+
+/// A checkpoint of ranks with different experts is that of a single rank, which continues it, and
+/// the other way round; the written model has all experts.
+#[test]
+fn runs_move_between_distributions_of_experts() {
+    let model = golden_with_tokenizer("deepseek3-tiny");
+    let folder = Scratch::new("finetune-experts-moved");
+    let one = FinetuneConfig {
+        steps: 4,
+        checkpoint_every: 2,
+        ..four_rows(&model, &folder, "bf16")
+    };
+    let two = on_experts(&one, ExpertDispatchName::AllToAll);
+    let expected = losses(&one, &folder.join("one"), 1);
+    for (name, [(first, ranks), (then, others)]) in [
+        ("apart", [(&one, 1), (&two, 2)]),
+        ("together", [(&two, 2), (&one, 1)]),
+        ("regrouped", [(&two, 2), (&two, 4)]),
+    ] {
+        let out = folder.join(name);
+        on_ranks(first, &out, ranks, |run| {
+            run.train(Some(2), &mut ()).unwrap();
+        });
+        let error = largest_difference(&losses(then, &out, others), &expected);
+        assert!(error < 2e-6, "{name}: {error:e}");
+    }
+    let [whole, parts] = [("one", &one, 1), ("together", &two, 2)].map(|(name, config, ranks)| {
+        let out = folder.join(format!("{name}-model"));
+        on_ranks(config, &folder.join(name), ranks, |run| {
+            run.save_model(&out, Dtype::F32).unwrap();
+        });
+        Decoder::load(&out, &Device::flex(), FloatDType::F32).unwrap()
+    });
+    for (index, [whole, parts]) in (whole.layers.iter().zip(&parts.layers))
+        .map(|(whole, parts)| [whole, parts].map(|layer| &layer.feed_forward))
+        .enumerate()
+    {
+        let (FeedForward::Moe(whole), FeedForward::Moe(parts)) = (whole, parts) else {
+            continue;
+        };
+        for (whole, parts) in [(&whole.gate_up, &parts.gate_up), (&whole.down, &parts.down)] {
+            let (whole, parts) = (whole.dense(), parts.dense());
+            assert_eq!(whole.dims(), parts.dims());
+            let error = (whole - parts).abs().max().into_scalar::<f32>();
+            assert!(error < 1e-5, "layer {index}: {error:e}");
+        }
+    }
+}
+
+/// In NVFP4, losses are as near to those of a single rank as those of ranks with all experts.
+#[test]
+fn experts_of_several_ranks_are_quantized() {
+    let model = golden_with_tokenizer("deepseek3-tiny");
+    let folder = Scratch::new("finetune-experts-nvfp4");
+    let config = FinetuneConfig {
+        steps: 4,
+        ..four_rows(&model, &folder, "nvidia")
+    };
+    let one = losses(&config, &folder.join("one"), 1);
+    // Random bits and amax values of the other layers are those of a rank's own tokens.
+    let replicated = losses(&config, &folder.join("two"), 2);
+    let bound = 2.0 * largest_difference(&replicated, &one);
+    for dispatch in DISPATCHES {
+        let config = on_experts(&config, dispatch);
+        let found = losses(&config, &folder.join(format!("{dispatch:?}")), 2);
+        let error = largest_difference(&found, &one);
+        let what = format!("{dispatch:?}: {error:e} of {bound:e}");
+        eprintln!("{what}");
+        assert!(error > 0.0 && error < bound, "{what}");
+    }
+}
+
+#[test]
+fn experts_that_ranks_cannot_share_are_named() {
+    let folder = Scratch::new("finetune-experts-errors");
+    let of = |model: &Path, ep: usize| FinetuneConfig {
+        ep,
+        ..four_rows(model, &folder, "bf16")
+    };
+    let error = |result: anyhow::Result<()>| result.unwrap_err().to_string();
+    let mixtral = golden_with_tokenizer("mixtral-tiny");
+    let found = error(of(&mixtral, 2).check_ranks(1));
+    assert!(
+        found.contains("ep is 2") && found.contains("1 ranks"),
+        "{found}"
+    );
+    let found = error(of(&mixtral, 0).check());
+    assert!(found.contains("ep is 0"), "{found}");
+    for (name, ep, expected) in [
+        ("llama3-tiny", 2, "the model has no experts"),
+        ("gptoss-tiny", 2, "ClampedSwiGlu"),
+        ("deepseek3-tiny", 3, "experts"),
+    ] {
+        let model = golden_with_tokenizer(name);
+        let found = error(check_model(&of(&model, ep)));
+        let is_named = found.contains(&format!("ep is {ep}")) && found.contains(expected);
+        assert!(is_named, "{found}");
+    }
+    let adapters = FinetuneConfig {
+        lora: lora(),
+        ..of(&mixtral, 2)
+    };
+    let found = error(adapters.check());
+    assert!(
+        found.contains("ep is 2") && found.contains("lora"),
+        "{found}"
+    );
 }
 
 #[test]

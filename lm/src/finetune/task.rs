@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 use burn::tensor::{Bytes, Device, FloatDType, Tensor};
 use burn_nvfp4::loss::{CHUNK_BYTES, Head, KlDivergence, try_linear_kl_divergence};
+use burn_nvfp4::nn::ExpertDispatch;
 use burn_nvfp4::parallel::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -21,6 +22,7 @@ use crate::decoder::{Decoder, FrozenForm};
 use crate::groups::ParallelGroups;
 use crate::hf::config::CONFIG_FILE;
 use crate::hf::{DecoderConfig, TensorFolder};
+use crate::model::ModelPartition;
 use crate::optim::Optimizer;
 use crate::random::hash;
 use crate::tokens::{Order, Position, RowBatch};
@@ -209,9 +211,18 @@ impl Task for FinetuneTask<'_> {
         Ok(model)
     }
 
+    /// Keeps the experts of this rank.
     fn part_of(&self, whole: Decoder, groups: &ParallelGroups) -> Result<Decoder> {
         groups.number_draws(&whole)?;
-        Ok(whole)
+        if groups.expert().size() == 1 {
+            return Ok(whole);
+        }
+        let top_k = whole.config().most_experts_of_token();
+        whole.into_expert_parallel(groups, self.config.expert_dispatch(top_k).into())
+    }
+
+    fn partitions(&self, model: &Decoder, groups: &ParallelGroups) -> Vec<ModelPartition> {
+        Vec::from_iter(ModelPartition::of_experts(model, groups))
     }
 
     fn record(&self, model: &Decoder) -> Result<Bytes> {
@@ -238,6 +249,8 @@ impl Task for FinetuneTask<'_> {
             steps: self.config.steps.max(run.config.steps),
             device: self.config.device.clone(),
             no_graph: self.config.no_graph,
+            ep: self.config.ep,
+            ep_dispatch: self.config.ep_dispatch,
             ..run.config
         };
         let [saved, own] = [&config, self.config].map(FinetuneConfig::recipes);
@@ -307,6 +320,9 @@ impl Task for FinetuneTask<'_> {
         let &FinetuneConfig {
             batch, eval_rows, ..
         } = self.config;
+        // The last batch has fewer rows than those of the other ranks, and an all-gather needs as
+        // many.
+        let model = &model.clone().with_expert_dispatch(ExpertDispatch::AllToAll);
         cross_entropy_of(model, &self.data.valid, [batch, eval_rows], device, group)
     }
 }

@@ -71,6 +71,8 @@ pub(super) fn config(model: &Path, folder: &Path, recipe: &str) -> FinetuneConfi
         recompute: 0,
         no_graph: false,
         fsdp: false,
+        ep: 1,
+        ep_dispatch: None,
         grad_reduce: GradReduce::F32,
         device: "flex".into(),
     }

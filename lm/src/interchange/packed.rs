@@ -109,7 +109,7 @@ impl PackedWeight {
         let layout = tensor.layout();
         let plain = layout.usage == Usage::Rowwise
             && layout.format == Format::Nvfp4
-            && layout.form == StoredForm::ROWS
+            && layout.form == StoredForm::Rows
             && layout.hadamard.is_none()
             && layout.cols.is_multiple_of(BLOCK);
         let &Amax::Tensor(amax) = tensor.amax() else {
@@ -260,7 +260,7 @@ impl PackedWeight {
 mod tests {
     use nvfp4_formats::format::e2m1;
     use nvfp4_formats::ptq::RANGE;
-    use nvfp4_formats::{BlockShape, ErrorNorm, QuantParams, Rounding, ScaleLayout, reference};
+    use nvfp4_formats::{BlockShape, ErrorNorm, QuantParams, Rounding, reference};
 
     use super::*;
 
@@ -388,9 +388,7 @@ mod tests {
                     reference::quantize(&x, 32, 64, Usage::Rowwise, &amax, &policy, 0)
                 }
                 BlockShape::Block2d => {
-                    let layouts = [ScaleLayout::Compact; 2];
-                    reference::quantize_tile(&x, 32, 64, &amax, scaling, layouts)
-                        .map(|(rowwise, _)| rowwise)
+                    reference::quantize_tile(&x, 32, 64, &amax, scaling).map(|(rowwise, _)| rowwise)
                 }
             };
             let tensor = tensor.unwrap();

@@ -112,7 +112,7 @@ impl LanguageModel for ParallelTransformer {
             block.check_parts(tokens).with_context(context)?;
             block.moe = block.moe.take().map(|moe| moe.with_dispatch(dispatch));
             if let Some(moe) = &block.moe {
-                groups.number_expert_draws(&moe.experts)?;
+                groups.number_expert_draws([&moe.experts.gate_up, &moe.experts.down])?;
             }
         }
         Ok(part)

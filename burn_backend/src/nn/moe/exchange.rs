@@ -148,25 +148,24 @@ impl ExpertExchange {
     }
 
     /// Sends this rank's tokens, in expert order, and returns those of this rank's experts from all
-    /// ranks, in expert order, for which it computes the `amax` values. With overlap, the exchange
-    /// of their gradient runs concurrently with the backward of the router, which computed these
-    /// `logits`. Differentiable.
+    /// ranks, in expert order, for which it computes the `amax` values. With `logits`, exchanges
+    /// overlap: that of the gradient with the backward of the router, which computed these logits.
+    /// Differentiable.
     ///
     /// The exchange is queued first: the device was idle while the host waited for the counts, and
     /// the host computes the receive order during the exchange.
     pub fn dispatch(
         &self,
         (sorted, amax): (Tensor<2>, Option<OutputAmax>),
-        logits: &Tensor<2>,
-        overlaps: bool,
+        logits: Option<&Tensor<2>>,
     ) -> (Tensor<2>, Arrived) {
         let Plan { send, receive, .. } = &self.plan;
         let device = sorted.device();
         let steps = Steps::all_to_all(send, receive);
-        let received = Pending::begin(sorted, steps, &self.group, overlaps);
+        let received = Pending::begin(sorted, steps, &self.group, logits.is_some());
         let Order { rows, places } = self.plan.order();
         let (rows, places) = (ints(&rows, &device), ints(&places, &device));
-        let received = received.end(Some(logits));
+        let received = received.end(logits);
         let experts = ExpertOffsets::of_counts(&self.plan.rows_of_experts(), &device);
         let tokens = match self.is_in_order() {
             true => received,

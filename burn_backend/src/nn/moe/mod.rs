@@ -4,10 +4,12 @@ mod exchange;
 mod gathered;
 mod losses;
 mod parallel;
+mod sharded;
 mod steps;
 
 pub(super) use losses::BatchRanks;
 pub use parallel::{ExpertDispatch, ExpertParallelMoe, expert_parameters};
+pub use sharded::{ExpertShard, RoutedTokens, ShardedExperts};
 
 use burn_core as burn;
 
@@ -230,7 +232,7 @@ impl Nvfp4Moe {
         } = parts.route(parts.logits(x.clone()))?;
         let routing = Routing::try_new(chosen, parts.experts())?;
         let sorted = routing.dispatch_for(&self.gate_up, x.clone());
-        let results = parts.run(sorted, routing.experts(), &[])?;
+        let results = parts.layers().run(sorted, routing.experts(), &[])?;
         let mut output = routing.combine(results, weights);
         if let Some(shared) = parts.run_shared(x)? {
             output = output + shared;

@@ -356,8 +356,11 @@ impl ExpertParallelMoe {
         let sorted = routing.dispatch(x.clone());
         let exchange = ExpertExchange::try_new(routing.counts(), &self.group)?;
         let amax = self.gate_up.input_amax(x.is_tracked());
-        let (tokens, arrived) = exchange.dispatch((sorted, amax), &logits, self.overlaps());
-        let results = parts.run(tokens, &arrived.experts, exchange.earlier())?;
+        let (tokens, arrived) =
+            exchange.dispatch((sorted, amax), self.overlaps().then_some(&logits));
+        let results = parts
+            .layers()
+            .run(tokens, &arrived.experts, exchange.earlier())?;
         let results = exchange.combine(results, &arrived, self.overlaps_shared());
         let shared = shared(results.behind(x.clone()))?;
         let results = results.end(shared.as_ref());
@@ -405,7 +408,9 @@ impl ExpertParallelMoe {
         let choices = GatheredChoices::try_new(chosen, weights, parts.experts(), &self.group)?;
         let (window, first) = (&choices.window, choices.first);
         let amax = self.gate_up.input_amax(all.is_tracked());
-        let results = parts.run_window(window.dispatch(all, amax), window, first)?;
+        let results = parts
+            .layers()
+            .run_window(window.dispatch(all, amax), window, first)?;
         let counts = match self.has_all_tokens() {
             true => window.counts.clone(),
             false => self.ranks.sum_counts(counts),
@@ -483,7 +488,7 @@ impl ExpertParallelMoe {
 }
 
 /// Returns an error if the experts cannot be divided equally among the ranks.
-fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
+pub(super) fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
     if experts.is_multiple_of(group.size()) {
         return Ok(());
     }
@@ -495,7 +500,7 @@ fn check_parts(experts: usize, group: &ProcessGroup) -> Result<(), Nvfp4Error> {
 }
 
 /// Returns the ids of the parameters of `model` that differ between ranks: the experts of each
-/// [`ExpertParallelMoe`] in it.
+/// [`ExpertParallelMoe`] and each [`ExpertShard`](super::ExpertShard) in it.
 ///
 /// If experts are sharded over the ranks of a group and the batch over all ranks, the gradients of
 /// these parameters are reduced over the ranks with the same experts, and those of all other
@@ -516,8 +521,10 @@ struct ExpertVisitor {
 impl ModuleVisitor for ExpertVisitor {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         let is_within = self.within.last().is_some_and(|&within| within);
-        let is_experts =
-            container_type == "Struct:ExpertParallelMoe" && matches!(name, "gate_up" | "down");
+        let is_experts = matches!(
+            (container_type, name),
+            ("Struct:ExpertParallelMoe", "gate_up" | "down") | ("Struct:ExpertShard", "layer")
+        );
         self.within.push(is_within || is_experts);
     }
 

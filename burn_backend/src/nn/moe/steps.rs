@@ -48,12 +48,6 @@ impl MoeParts<'_> {
     /// Returns an error if the layers do not match each other or the input `x`, with `held` experts
     /// on this rank.
     pub fn check<const D: usize>(&self, x: &Tensor<D>, held: usize) -> Result<(), Nvfp4Error> {
-        let MoeSettings {
-            activation,
-            recompute,
-            ..
-        } = self.settings;
-        activation.check_recompute(recompute)?;
         let (dims, device) = (x.dims(), x.device());
         let router = &self.router.weight;
         let [d_model, experts] = whole_dims(router);
@@ -64,17 +58,10 @@ impl MoeParts<'_> {
                 format!("at least one token, and a last axis of {d_model}"),
             ));
         }
-        validate::operand("x", x)?;
         validate::parameter(&device, "router.weight", router)?;
         validate::operand("router.weight", router)?;
         check_experts("router.weight", experts)?;
-        let [_, _, d_inner] = whole_dims(&self.gate_up.weight);
-        let names = ["gate_up.weight", "gate_up.bias"];
-        let shape = [held, d_model, d_inner];
-        self.gate_up.check_part(names, &device, shape)?;
-        let names = ["down.weight", "down.bias"];
-        let shape = [held, d_inner / activation.inputs(), d_model];
-        self.down.check_part(names, &device, shape)?;
+        self.layers().check((x, d_model), held)?;
         self.shared.iter().try_for_each(|shared| shared.check(x))
     }
 
@@ -108,6 +95,50 @@ impl MoeParts<'_> {
                 normalize: self.settings.normalize,
             },
         )
+    }
+
+    /// Returns the layers of the experts.
+    pub fn layers(&self) -> ExpertLayers<'_> {
+        ExpertLayers {
+            gate_up: self.gate_up,
+            down: self.down,
+            activation: self.settings.activation,
+            recompute: self.settings.recompute,
+        }
+    }
+
+    /// Applies the shared expert, if any.
+    pub fn run_shared(&self, x: Tensor<2>) -> Result<Option<Tensor<2>>, Nvfp4Error> {
+        self.shared.map(|shared| shared.try_forward(x)).transpose()
+    }
+}
+
+/// Layers of the experts of this rank, one matrix per expert, with an activation between them.
+pub(super) struct ExpertLayers<'a> {
+    pub gate_up: &'a Nvfp4GroupedLinear,
+    pub down: &'a Nvfp4GroupedLinear,
+    pub activation: MlpActivation,
+    /// True if the backward recomputes the input of the activation.
+    pub recompute: bool,
+}
+
+impl ExpertLayers<'_> {
+    /// Returns an error if the layers do not have `held` experts, do not match each other or the
+    /// input `x` of width `d_model`, or if the activation does not support recomputation.
+    pub fn check<const D: usize>(
+        &self,
+        (x, d_model): (&Tensor<D>, usize),
+        held: usize,
+    ) -> Result<(), Nvfp4Error> {
+        self.activation.check_recompute(self.recompute)?;
+        validate::operand("x", x)?;
+        let (device, [_, _, d_inner]) = (x.device(), whole_dims(&self.gate_up.weight));
+        let names = ["gate_up.weight", "gate_up.bias"];
+        let shape = [held, d_model, d_inner];
+        self.gate_up.check_part(names, &device, shape)?;
+        let names = ["down.weight", "down.bias"];
+        let shape = [held, d_inner / self.activation.inputs(), d_model];
+        self.down.check_part(names, &device, shape)
     }
 
     /// Runs the experts of this rank on tokens sorted by expert. `earlier` are the token counts of
@@ -145,11 +176,11 @@ impl MoeParts<'_> {
         groups: RowGroups<Dispatch>,
         behind: impl Fn(LinearSpec, [usize; 2]) -> LinearSpec,
     ) -> Result<Tensor<2>, Nvfp4Error> {
-        let MoeSettings {
+        let Self {
             activation,
             recompute,
             ..
-        } = self.settings;
+        } = *self;
         self.gate_up.check(&sorted, experts)?;
         if self.gate_up.packed().or(self.down.packed()).is_some() {
             let layers = (self.gate_up, self.down);
@@ -162,11 +193,6 @@ impl MoeParts<'_> {
             part.spec.0 = behind(part.spec.0, [d_in, d_out]);
         }
         feed_forward_between(sorted, (input, output), groups, (activation, recompute))
-    }
-
-    /// Applies the shared expert, if any.
-    pub fn run_shared(&self, x: Tensor<2>) -> Result<Option<Tensor<2>>, Nvfp4Error> {
-        self.shared.map(|shared| shared.try_forward(x)).transpose()
     }
 }
 

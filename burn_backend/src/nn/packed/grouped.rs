@@ -123,7 +123,7 @@ impl Nvfp4GroupedLinear {
         let weight = self.weight.val().detach().reshape([experts * d_in, d_out]);
         let groups = RowGroups::Batch(experts);
         let request = QuantizeRequest::of_matrix(weight.into_dispatch()).groups(groups);
-        let request = request.along(Usage::Columnwise, params, StoredForm::ROWS);
+        let request = request.along(Usage::Columnwise, params, StoredForm::Rows);
         let made = Dispatch::nvfp4_quantize(request).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = Nvfp4Weight::from_trained(made)?;

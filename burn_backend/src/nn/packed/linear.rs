@@ -131,7 +131,7 @@ impl Nvfp4Linear {
         let (activations, params) = super::trained(&spec, self.state.is_high_precision())?;
         let weight = self.weight.val().detach().into_dispatch();
         let request = QuantizeRequest::of_matrix(weight);
-        let request = request.along(Usage::Columnwise, params, StoredForm::ROWS);
+        let request = request.along(Usage::Columnwise, params, StoredForm::Rows);
         let made = Dispatch::nvfp4_quantize(request).into_one();
         let bias = self.bias.as_ref().map(|bias| bias.val());
         let weight = Nvfp4Weight::from_trained(made)?;

@@ -55,7 +55,7 @@ impl PackedParameter {
         let params = QuantParams::nvfp4(Rounding::Nearest);
         let matrix: Tensor<2> = weight.detach().reshape([stack * d_in, d_out]);
         let request = QuantizeRequest::of_matrix(matrix.into_dispatch());
-        let request = request.along(Usage::Columnwise, params, StoredForm::ROWS);
+        let request = request.along(Usage::Columnwise, params, StoredForm::Rows);
         let request = match stack {
             1 => request,
             _ => request.groups(RowGroups::Batch(stack)),

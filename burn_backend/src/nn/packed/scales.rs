@@ -8,7 +8,7 @@ use burn_core::module::{
     Param, ParamId,
 };
 use burn_core::tensor::{DType, Device, Int, Tensor};
-use nvfp4_formats::ScaleLayout;
+use nvfp4_formats::StoredForm;
 
 /// Block scales of a packed weight, E4M3 bytes, in the layout that the GEMMs of its layer read.
 ///
@@ -30,11 +30,11 @@ impl BlockScales {
         }
     }
 
-    /// Returns the layout.
-    pub fn order(&self) -> ScaleLayout {
+    /// Returns the form of a packed weight with these scales: in rows or in 128x4 tiles.
+    pub fn form(&self) -> StoredForm {
         match self.tiled {
-            None => ScaleLayout::Compact,
-            Some(_) => ScaleLayout::Swizzled128x4,
+            None => StoredForm::Rows,
+            Some(_) => StoredForm::Tiles,
         }
     }
 
@@ -52,15 +52,15 @@ impl BlockScales {
         }
     }
 
-    /// Converts the scales of these `matrices` to this layout.
-    pub(super) fn ordered(self, order: ScaleLayout, matrices: Matrices) -> Self {
-        match (order, self.tiled) {
-            (ScaleLayout::Compact, None) | (ScaleLayout::Swizzled128x4, Some(_)) => self,
-            (ScaleLayout::Compact, Some(_)) => Self {
+    /// Converts the scales of these `matrices` to tiles or to rows.
+    pub(super) fn in_form(self, form: StoredForm, matrices: Matrices) -> Self {
+        match (form.has_tiles(), self.tiled) {
+            (false, None) | (true, Some(_)) => self,
+            (false, Some(_)) => Self {
                 scales: self.parameter(),
                 tiled: None,
             },
-            (ScaleLayout::Swizzled128x4, None) => Self::tiled(self.scales, matrices),
+            (true, None) => Self::tiled(self.scales, matrices),
         }
     }
 
@@ -138,7 +138,7 @@ impl ModuleDisplayDefault for BlockScales {
     fn content(&self, content: Content) -> Option<Content> {
         let [rows, blocks] = self.scales.lazy_shape().dims();
         content
-            .add_formatted(&format!("u8[{rows}, {blocks}] {:?}", self.order()))
+            .add_formatted(&format!("u8[{rows}, {blocks}] {:?}", self.form()))
             .optional()
     }
 }

@@ -5,7 +5,7 @@ use burn_core as burn;
 use burn_core::backend::Dispatch;
 use burn_core::module::{Module, Param, ParamId};
 use burn_core::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use nvfp4_formats::{BLOCK, BlockScaling, Layout, Nvfp4Error, ScaleLayout, Usage};
+use nvfp4_formats::{BLOCK, BlockScaling, Layout, Nvfp4Error, Usage};
 
 use super::scales::{BlockScales, Matrices};
 use crate::functions::into_bias;
@@ -154,10 +154,10 @@ impl Nvfp4Weight {
         let (device, shape) = (self.codes.device(), self.packed_shape(experts));
         // With one row, a GEMM takes only as long as reading its weight: there is no time for a
         // conversion pass.
-        let reads_tiles = |rows| shape.form(&device, x, rows) == StoredForm::TILES;
+        let reads_tiles = |rows| shape.form(&device, x, rows) == StoredForm::Tiles;
         match [1, 4096].into_iter().all(reads_tiles) {
-            true => self.ordered(ScaleLayout::Swizzled128x4),
-            false => self.ordered(ScaleLayout::Compact),
+            true => self.in_form(StoredForm::Tiles),
+            false => self.in_form(StoredForm::Rows),
         }
     }
 
@@ -171,8 +171,8 @@ impl Nvfp4Weight {
         }
     }
 
-    /// Converts the block scales to this layout.
-    fn ordered(self, order: ScaleLayout) -> Self {
+    /// Converts the block scales to tiles or to rows.
+    fn in_form(self, form: StoredForm) -> Self {
         let ([n, k], stack) = (self.shape(), self.stack());
         let matrices = Matrices {
             count: stack,
@@ -180,7 +180,7 @@ impl Nvfp4Weight {
             blocks: k / BLOCK,
         };
         Self {
-            scales: self.scales.ordered(order, matrices),
+            scales: self.scales.in_form(form, matrices),
             ..self
         }
     }
@@ -219,7 +219,7 @@ impl Nvfp4Weight {
             amax: MaybeTensor::Present(self.global.val().into_dispatch()),
             layout: Layout {
                 scaling: BlockScaling::Static,
-                form: StoredForm::Packed(self.scales.order()),
+                form: self.scales.form(),
                 ..Layout::nvfp4(n, k, Usage::Rowwise)
             },
         }
@@ -271,11 +271,11 @@ mod tests {
     fn tiles_are_those_of_the_oracle() {
         for stack in [1, 3] {
             let (weight, rows) = weight(stack, 0);
-            let tiled = weight.ordered(ScaleLayout::Swizzled128x4);
+            let tiled = weight.in_form(StoredForm::Tiles);
             let expected = swizzle::swizzle_batch(&rows, stack, ROWS, K / BLOCK);
             assert_eq!(scales(&tiled), expected);
             assert_eq!((tiled.shape(), tiled.stack()), ([stack * ROWS, K], stack));
-            assert_eq!(scales(&tiled.ordered(ScaleLayout::Compact)), rows);
+            assert_eq!(scales(&tiled.in_form(StoredForm::Rows)), rows);
         }
     }
 
@@ -284,16 +284,14 @@ mod tests {
     #[test]
     fn records_hold_rows() {
         let ((rows, bytes), (other, _)) = (weight(3, 0), weight(3, 0x55));
-        let tiled = rows.clone().ordered(ScaleLayout::Swizzled128x4);
+        let tiled = rows.clone().in_form(StoredForm::Tiles);
         let record = |weight: &Nvfp4Weight| weight.clone().into_record().into_bytes().unwrap();
         let saved = record(&rows);
         assert_eq!(saved, record(&tiled));
         let saved = || ModuleRecord::from_bytes(saved.clone()).unwrap();
         let into_rows = other.clone().load_record(saved());
         assert_eq!(scales(&into_rows), bytes);
-        let into_tiles = other
-            .ordered(ScaleLayout::Swizzled128x4)
-            .load_record(saved());
+        let into_tiles = other.in_form(StoredForm::Tiles).load_record(saved());
         assert_eq!(scales(&into_tiles), scales(&tiled));
         let codes = |weight: &Nvfp4Weight| weight.codes.val().into_data();
         assert_eq!(codes(&into_tiles), codes(&rows));
@@ -314,13 +312,13 @@ mod tests {
         for activations in [Activations::HighPrecision, Activations::DYNAMIC] {
             let (weight, _) = weight(1, 0);
             let layer = Nvfp4PackedLinear::try_new(weight, activations, None, None).unwrap();
-            let in_order = |order| {
+            let in_this_form = |form| {
                 let mut layer = layer.clone();
-                layer.weight = layer.weight.ordered(order);
+                layer.weight = layer.weight.in_form(form);
                 layer
             };
-            let rows = in_order(ScaleLayout::Compact);
-            let tiles = in_order(ScaleLayout::Swizzled128x4);
+            let rows = in_this_form(StoredForm::Rows);
+            let tiles = in_this_form(StoredForm::Tiles);
             let x = Tensor::<2>::random([5, K], normal, (&device, DType::F32));
             let y = |layer: &Nvfp4PackedLinear| layer.forward(x.clone()).into_data();
             assert_eq!(y(&rows), y(&tiles), "{activations:?}");
@@ -332,7 +330,7 @@ mod tests {
         }
         let (stack, _) = weight(3, 0);
         let values = |weight: &Nvfp4Weight| weight.try_dequantize(FloatDType::F32).unwrap();
-        let tiled = stack.clone().ordered(ScaleLayout::Swizzled128x4);
+        let tiled = stack.clone().in_form(StoredForm::Tiles);
         assert_eq!(values(&stack).into_data(), values(&tiled).into_data());
     }
 }

@@ -2,7 +2,7 @@
 
 use burn_core::tensor::FloatDType;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
-use nvfp4_formats::{Layout, ScaleLayout};
+use nvfp4_formats::Layout;
 use nvfp4_kernels::quantize;
 use nvfp4_kernels::tensor::Groups;
 
@@ -31,9 +31,9 @@ pub(super) fn dequantize(
     trace_op(op, usage_name(layout.usage), rows, cols);
     let (like, kind) = (like_quantized(&source), float_kind(dtype));
     // Groups affect only tiles of scales, which begin at each group: each row has its own amax.
-    let groups = match layout.form.scale_layout() {
-        ScaleLayout::Compact => Groups::One,
-        ScaleLayout::Swizzled128x4 => device_groups(groups.clone()),
+    let groups = match layout.form.has_tiles() {
+        false => Groups::One,
+        true => device_groups(groups.clone()),
     };
     let source = to_device(source, groups);
     let values = launched(quantize::dequantize(&like.client, &source, kind));

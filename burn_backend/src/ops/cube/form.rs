@@ -3,7 +3,7 @@
 use burn_core::backend::ops::IntTensorOps;
 use burn_core::tensor::{DType, IntDType, Shape};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
-use nvfp4_formats::{Layout, ScaleLayout, StoredForm};
+use nvfp4_formats::{Layout, StoredForm};
 use nvfp4_kernels::quantize;
 
 use super::super::layout::code_words;
@@ -22,17 +22,14 @@ pub(super) fn in_form(
         return source;
     }
     let (like, count) = (like_quantized(&source), groups.count());
-    let (op, usage) = match layout.form.scale_layout() {
-        ScaleLayout::Swizzled128x4 => ("swizzle", usage_name(layout.usage)),
-        ScaleLayout::Compact => ("unswizzle", usage_name(layout.usage)),
+    let (op, usage) = match layout.form.has_tiles() {
+        true => ("swizzle", usage_name(layout.usage)),
+        false => ("unswizzle", usage_name(layout.usage)),
     };
     trace_op(op, usage, layout.rows, layout.cols);
     let source = to_device(padded(source, layout), device_groups(groups));
-    let made = match layout.form.scale_layout() {
-        ScaleLayout::Swizzled128x4 => quantize::scales_in_tiles(&like.client, &source),
-        ScaleLayout::Compact => quantize::scales_in_rows(&like.client, &source),
-    };
-    to_burn(&like, launched(made), count, layout)
+    let made = launched(quantize::in_form(&like.client, &source, form));
+    to_burn(&like, made, count, layout)
 }
 
 /// Pads `source`, which has row-major scales, with zero rows up to those of `layout`.

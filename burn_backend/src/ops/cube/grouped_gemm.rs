@@ -11,7 +11,7 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use nvfp4_formats::reference::swizzle::TILE_INNER;
-use nvfp4_formats::{BLOCK, Format, ScaleLayout, Usage};
+use nvfp4_formats::{BLOCK, Format, Usage};
 use nvfp4_kernels::gemm::{self, Gemm};
 use nvfp4_kernels::moe;
 use nvfp4_kernels::tensor::Matrix;
@@ -105,8 +105,8 @@ pub(super) fn k_grouped(
     let unit = match &a {
         Operand::Quantized(quantized) => {
             let layout = &quantized.layout;
-            match (layout.form.scale_layout(), layout.format) {
-                (ScaleLayout::Swizzled128x4, Format::Nvfp4) => layout.unit().max(TILE_INNER),
+            match (layout.form.has_tiles(), layout.format) {
+                (true, Format::Nvfp4) => layout.unit().max(TILE_INNER),
                 // Groups of MXFP8 can begin inside tiles.
                 _ => layout.unit(),
             }

@@ -45,7 +45,7 @@ pub(super) fn amax(request: QuantizeRequest<CubeBackend>) -> ComputedAmax<CubeBa
     trace(&found.operations);
     let amax = |amax: Option<Handle>, made: Option<(QuantParams, StoredForm)>, usage| {
         let (amax, (params, _)) = amax.zip(made)?;
-        let layout = (inputs.count).layout(inputs.shape, usage, &params, StoredForm::ROWS);
+        let layout = (inputs.count).layout(inputs.shape, usage, &params, StoredForm::Rows);
         let shape = Shape::new([inputs.count.amax_len(&layout)]);
         Some(new_tensor(&inputs.like, amax, shape, DType::F32))
     };

@@ -425,7 +425,7 @@ mod tests {
         let mxfp8 = |x| {
             let usage = Usage::Rowwise;
             let request = QuantizeRequest::of_matrix(x);
-            let request = request.along(usage, QuantParams::mxfp8(), StoredForm::ROWS);
+            let request = request.along(usage, QuantParams::mxfp8(), StoredForm::Rows);
             let made = Flex::nvfp4_quantize(request);
             Operand::Quantized(made.into_one())
         };

@@ -8,7 +8,7 @@ use burn_flex::FlexTensor;
 use half::{bf16, f16};
 use nvfp4_formats::reference::{self, EARLIER_UNITS, EDEN_GROUP, EdenParams, Element};
 use nvfp4_formats::{
-    Amax, AmaxGranularity, BlockShape, Layout, QuantizedTensor, ScaleLayout, StoredForm, Usage,
+    Amax, AmaxGranularity, BlockShape, Layout, QuantizedTensor, StoredForm, Usage,
 };
 
 use super::super::dequantize::{scaled, with_amax_per_row};
@@ -155,7 +155,7 @@ fn quantize_from_amax(
     trace(&groups, [rowwise, columnwise]);
     let made = |usage, request: Option<(QuantParams, StoredForm)>, amax: MaybeTensor<Flex>| {
         request.map(|(params, _)| {
-            let layout = (groups.count).layout(groups.shape, usage, &params, StoredForm::ROWS);
+            let layout = (groups.count).layout(groups.shape, usage, &params, StoredForm::Rows);
             let known = Amax::new(&layout, amax_values(amax));
             with_elements!(x, |values| {
                 groups.quantize(values, usage, &params, &|_| Some(known.clone()))
@@ -300,8 +300,8 @@ fn quantize_one<T: Element>(
         }
         (QuantRounding::MsEden(_), None, _) => unreachable!("MS-EDEN has a transform"),
         (_, _, BlockShape::Block2d) => {
-            let (scaling, compact) = (params.scaling, ScaleLayout::Compact);
-            reference::quantize_tile_copy(values, rows, cols, usage, amax, scaling, compact)
+            let scaling = params.scaling;
+            reference::quantize_tile_copy(values, rows, cols, usage, amax, scaling)
         }
         (_, _, BlockShape::Block1d) => {
             reference::quantize(values, rows, cols, usage, amax, params, first)
@@ -363,7 +363,7 @@ impl GroupedRows {
     ) -> QuantizedMatrix<Flex> {
         let layout = self
             .count
-            .layout(self.shape, usage, params, StoredForm::ROWS);
+            .layout(self.shape, usage, params, StoredForm::Rows);
         if let GroupCount::Whole = self.count {
             let amax = amax(0).unwrap_or_else(|| amax_of(values, self.shape, usage, params));
             let made = quantize_one(values, self.shape, usage, params, &amax, 0);

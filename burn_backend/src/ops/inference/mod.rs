@@ -60,14 +60,14 @@ fn reads(gemm: &LayerGemm<'_>, device: &DispatchDevice) -> StoredForm {
         DispatchDevice::Cube(device) => gemm.reads::<burn_cubecl::CubeBackend>(device),
         // Flex reads rows.
         #[allow(unreachable_patterns, reason = "a build may have one backend")]
-        _ => StoredForm::ROWS,
+        _ => StoredForm::Rows,
     }
 }
 
 /// Returns rows, which Flex reads.
 #[cfg(not(any(feature = "cpu", feature = "cuda")))]
 fn reads(_gemm: &LayerGemm<'_>, _device: &DispatchDevice) -> StoredForm {
-    StoredForm::ROWS
+    StoredForm::Rows
 }
 
 /// Operations of inference. Under `Autodiff` their results are constants.

@@ -179,14 +179,14 @@ impl<B: Nvfp4KernelOps> SavedForBackward<B> {
         // The K dimension of both operands of wgrad is padded like that of the saved operand.
         let col_form = match &self.x {
             Some(SavedOperand::Made(Operand::Quantized(x)))
-                if x.layout.form == StoredForm::TILES =>
+                if x.layout.form == StoredForm::Tiles =>
             {
                 StoredForm::WholeTiles
             }
             Some(SavedOperand::Forward(_)) => plan.wgrad,
             _ => match plan.wgrad {
                 StoredForm::Bf16Unscaled => StoredForm::Bf16Unscaled,
-                StoredForm::Packed(_) | StoredForm::WholeTiles => StoredForm::ROWS,
+                StoredForm::Rows | StoredForm::Tiles | StoredForm::WholeTiles => StoredForm::Rows,
             },
         };
         if let Some(sharding) = &self.context.sharding {

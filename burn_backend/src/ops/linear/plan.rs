@@ -58,7 +58,7 @@ impl LayerGemm<'_> {
         let format = match self.specs.map(OperandSpec::format) {
             [Some(Format::Nvfp4), Some(Format::Nvfp4)] => Format::Nvfp4,
             [Some(Format::Mxfp8), Some(Format::Mxfp8)] => Format::Mxfp8,
-            _ => return StoredForm::ROWS,
+            _ => return StoredForm::Rows,
         };
         self.reads_on::<B>(device, format)
     }
@@ -110,7 +110,7 @@ impl LayerGemm<'_> {
     fn reads_on<B: Backend>(&self, device: &B::Device, format: Format) -> StoredForm {
         let device: &dyn std::any::Any = device;
         let Some(device) = device.downcast_ref::<burn_cubecl::CubeDevice>() else {
-            return StoredForm::ROWS;
+            return StoredForm::Rows;
         };
         let client = device.client();
         let own = self.specs[0].unit().max(self.specs[1].unit());
@@ -120,7 +120,7 @@ impl LayerGemm<'_> {
         let is_padded = self.along_tokens && self.stored_k(own) != self.stored_k(whole);
         if is_padded && format == Format::Nvfp4 && may_read_tiles(&client) {
             let reads = packed_reads(&client, &self.problem(format, whole));
-            if reads == StoredForm::TILES {
+            if reads == StoredForm::Tiles {
                 return reads;
             }
         }
@@ -130,7 +130,7 @@ impl LayerGemm<'_> {
     /// Version of [`reads`](Self::reads) for operands of a format: Flex reads rows.
     #[cfg(not(any(feature = "cpu", feature = "cuda")))]
     fn reads_on<B: Backend>(&self, _: &B::Device, _: Format) -> StoredForm {
-        StoredForm::ROWS
+        StoredForm::Rows
     }
 
     /// Returns the form of the GEMM's operands if it reads them as `reads`. Operands that are kept
@@ -138,8 +138,8 @@ impl LayerGemm<'_> {
     pub fn form(&self, reads: StoredForm) -> StoredForm {
         match reads {
             // For one matrix only.
-            StoredForm::Bf16Unscaled if self.grouped != GroupedAxis::None => StoredForm::ROWS,
-            StoredForm::TILES if self.along_tokens => StoredForm::WholeTiles,
+            StoredForm::Bf16Unscaled if self.grouped != GroupedAxis::None => StoredForm::Rows,
+            StoredForm::Tiles if self.along_tokens => StoredForm::WholeTiles,
             reads => reads,
         }
     }
@@ -175,7 +175,7 @@ impl<B: Backend> PlannedLayer<'_, B> {
     /// Returns the plan on `device`, with the GEMMs of the gradients of the input and of the weight
     /// that are required.
     pub(super) fn plan(&self, device: &B::Device, [x, w]: [bool; 2]) -> LinearPlan {
-        let rows = StoredForm::ROWS;
+        let rows = StoredForm::Rows;
         LinearPlan {
             fprop: self.fprop(device),
             dgrad: if x { self.dgrad(device) } else { rows },

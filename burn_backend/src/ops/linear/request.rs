@@ -114,13 +114,13 @@ mod tests {
                 bias: None,
             },
         };
-        for (kept, expected) in [(false, StoredForm::Bf16Unscaled), (true, StoredForm::ROWS)] {
+        for (kept, expected) in [(false, StoredForm::Bf16Unscaled), (true, StoredForm::Rows)] {
             let (fprop, saved) = request(true).quantize(kept);
             assert_eq!(form(&fprop.x), expected, "kept: {kept}");
             let Some(SavedOperand::Forward(x)) = saved.x else {
                 panic!("{:?}", saved.x);
             };
-            assert_eq!(form(&x), StoredForm::ROWS, "kept: {kept}");
+            assert_eq!(form(&x), StoredForm::Rows, "kept: {kept}");
             let (fprop, saved) = request(false).quantize(kept);
             assert_eq!(form(&fprop.x), expected, "kept: {kept}, a frozen weight");
             assert!(saved.x.is_none());

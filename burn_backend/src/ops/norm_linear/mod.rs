@@ -45,7 +45,7 @@ pub struct NormLinearResult<B: Backend> {
 /// Unquantized input of a layer with packed weights (W4A16).
 const AS_IT_IS: PackedInput = PackedInput {
     activations: Activations::HighPrecision,
-    form: StoredForm::ROWS,
+    form: StoredForm::Rows,
 };
 
 /// Linear layers after norms.

@@ -156,7 +156,7 @@ pub(crate) fn gathered_tokens<B: Nvfp4KernelOps>(
 ) -> QuantizedMatrix<B> {
     let sharding = LinearSharding::of_rows(group);
     let spec = OperandSpec::Quantized(params);
-    let asked = Some((&spec, StoredForm::ROWS));
+    let asked = Some((&spec, StoredForm::Rows));
     let (row, col) = match usage {
         Usage::Rowwise => (asked, None),
         Usage::Columnwise => (None, asked),

@@ -281,7 +281,7 @@ mod tests {
         let normal = Distribution::Normal(0.0, 1.0);
         for [d_in, d_out] in [[48, 80], [128, 256]] {
             let w = Tensor::<3>::random([4, d_in, d_out], normal, (&device, DType::F32));
-            for form in [StoredForm::ROWS, StoredForm::TILES] {
+            for form in [StoredForm::Rows, StoredForm::Tiles] {
                 let expected = operands(spec, form, w.clone(), None);
                 thread::scope(|scope| {
                     for group in ProcessGroup::loopback(2, Duration::from_secs(60)) {

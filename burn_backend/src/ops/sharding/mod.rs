@@ -251,7 +251,7 @@ impl LinearSharding {
         let [row_params, col_params] = [params(row), params(col)];
         let read = |spec: Option<FormedSpec<'_>>| match (params(spec), spec) {
             (Some(params), Some((_, form))) => params.stored_form(form),
-            _ => StoredForm::ROWS,
+            _ => StoredForm::Rows,
         };
         let [row_read, col_read] = [read(row), read(col)];
         let draws = [row_params, col_params]
@@ -261,7 +261,7 @@ impl LinearSharding {
         let is_moved = matches!(part, Part::Tokens(_)) || draws && self.is_cut(part);
         // Tensors to be gathered are stored as rows of codes and scales, which can be concatenated.
         let [row_form, col_form] = match is_moved {
-            true => [StoredForm::ROWS; 2],
+            true => [StoredForm::Rows; 2],
             false => [row_read, col_read],
         };
         let [row, col] = [row, col].map(|spec| spec.map(|(spec, _)| spec));
@@ -309,7 +309,7 @@ impl LinearSharding {
                     Usage::Rowwise => row_read,
                     Usage::Columnwise => col_read,
                 };
-                Operand::Quantized(match is_moved && form != StoredForm::ROWS {
+                Operand::Quantized(match is_moved && form != StoredForm::Rows {
                     true => B::nvfp4_in_form(made, RowGroups::Whole, form),
                     false => made,
                 })
@@ -333,9 +333,9 @@ impl LinearSharding {
         let readable = |usage, (spec, form): FormedSpec<'a>| {
             let is_gathered = self.deterministic && self.splits_contraction(role, usage);
             match form {
-                _ if is_gathered => (spec, StoredForm::ROWS),
+                _ if is_gathered => (spec, StoredForm::Rows),
                 // Shards are packed.
-                StoredForm::Bf16Unscaled => (spec, StoredForm::ROWS),
+                StoredForm::Bf16Unscaled => (spec, StoredForm::Rows),
                 form => (spec, form),
             }
         };
@@ -393,7 +393,7 @@ impl LinearSharding {
             }
             _ => [0, 1].map(|i| {
                 let request = QuantizeRequest::of_matrix(x.clone());
-                let found = B::nvfp4_amax(request.along(usages[i], params[i]?, StoredForm::ROWS));
+                let found = B::nvfp4_amax(request.along(usages[i], params[i]?, StoredForm::Rows));
                 let [row, col] = [found.rowwise, found.columnwise].map(MaybeTensor::into_option);
                 row.or(col)
             }),

@@ -115,8 +115,8 @@ fn forms_change_no_bit(preset: &str, tokens: usize, segments: &[usize]) {
                 segments: segments.to_vec(),
             };
             let cases = [(); 2].map(|()| Case::new(&shares, tokens, &device));
-            let rows = of_ranks(&cases, &shares, spec, StoredForm::ROWS);
-            let tiles = of_ranks(&cases, &shares, spec, StoredForm::TILES);
+            let rows = of_ranks(&cases, &shares, spec, StoredForm::Rows);
+            let tiles = of_ranks(&cases, &shares, spec, StoredForm::Tiles);
             assert!(rows == tiles, "{preset}, {shares:?}");
         }
     }

@@ -13,7 +13,7 @@ use burn_nvfp4::ops::{
 use burn_nvfp4::{Hadamard, RandomStream, Rounding, Usage};
 use half::{bf16, f16};
 use nvfp4_formats::reference::{self, EdenParams, Element};
-use nvfp4_formats::{Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantizedTensor, ScaleLayout};
+use nvfp4_formats::{Amax, BLOCK, BlockScaling, Format, MX_BLOCK, QuantizedTensor};
 #[cfg(feature = "cuda")]
 use nvfp4_kernels::bring_up::match_random_bits;
 
@@ -244,8 +244,7 @@ impl Matrix {
             scaling: BlockScaling,
         ) -> (QuantizedTensor, QuantizedTensor) {
             let amax = Amax::Tensor(reference::amax(x));
-            let compact = [ScaleLayout::Compact; 2];
-            reference::quantize_tile(x, rows, cols, &amax, scaling, compact).unwrap()
+            reference::quantize_tile(x, rows, cols, &amax, scaling).unwrap()
         }
         in_dtype!(self, |values| run(values, self.rows, self.cols, scaling))
     }

@@ -66,7 +66,7 @@ impl Choice {
         let plan = self.plan.object();
         match is_mxfp8 && !plan.kernel().takes_mxfp8() {
             // Dequantized before the GEMM, from rows of scales.
-            true => StoredForm::ROWS,
+            true => StoredForm::Rows,
             false => plan.reads(),
         }
     }

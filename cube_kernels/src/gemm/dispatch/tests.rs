@@ -388,7 +388,7 @@ fn the_library_and_what_it_refuses() {
 /// kernels read rows of scales, or bf16.
 #[test]
 fn who_reads_tiles_of_scales() {
-    let (rows, tiles) = (StoredForm::ROWS, StoredForm::TILES);
+    let (rows, tiles) = (StoredForm::Rows, StoredForm::Tiles);
     let shape = (4096, 4096, 4096);
     let dense = Problem::new(PACKED, shape);
     let mut per_row = dense;

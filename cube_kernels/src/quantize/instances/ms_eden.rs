@@ -12,7 +12,7 @@ use super::{
     inputs::{BLOCKS, ELEMENTS, PLAIN, SOURCES, packed, shape},
 };
 use crate::{
-    ScaleLayout, StoredForm,
+    StoredForm,
     cube::{
         hadamard::SignsLaunch,
         philox::{Numbering, PositionLaunch, RandomLaunch},
@@ -35,8 +35,8 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
     let out = |form: StoredForm| {
         let packed = |scales| EdenValuesArgs::Packed(EdenPackedLaunch::new(b(BLOCKS), scales));
         let values = match form {
-            StoredForm::Packed(ScaleLayout::Compact) => packed(EdenScalesArgs::Compact(b(BLOCKS))),
-            StoredForm::Packed(_) | StoredForm::WholeTiles => {
+            StoredForm::Rows => packed(EdenScalesArgs::Compact(b(BLOCKS))),
+            StoredForm::Tiles | StoredForm::WholeTiles => {
                 packed(EdenScalesArgs::Swizzled(b(BLOCKS)))
             }
             StoredForm::Bf16Unscaled => EdenValuesArgs::Bf16Unscaled(b(BLOCKS)),
@@ -48,7 +48,7 @@ pub(super) fn instances(device: &DummyDevice) -> Vec<Instance> {
         packed,
         words,
         source,
-        swizzled: form == StoredForm::Packed(ScaleLayout::Swizzled128x4),
+        swizzled: form == StoredForm::Tiles,
         device_offset: across,
         numbering: match across && source.grouping == Grouping::One {
             true => Numbering::BlockGaps,
@@ -244,8 +244,8 @@ fn forms(source: SourcePlan) -> (StoredForm, &'static [(&'static str, StoredForm
         false => &[("-unscaled", StoredForm::Bf16Unscaled)],
     };
     let scales = match source.swizzled {
-        true => ScaleLayout::Swizzled128x4,
-        false => ScaleLayout::Compact,
+        true => StoredForm::Tiles,
+        false => StoredForm::Rows,
     };
-    (StoredForm::Packed(scales), others)
+    (scales, others)
 }

@@ -23,7 +23,7 @@ use super::{
     transform::EdenTransform,
 };
 use crate::{
-    BLOCK, BlockPosition, Nvfp4Error, RandomStream, ScaleLayout, StoredForm, Usage,
+    BLOCK, BlockPosition, Nvfp4Error, RandomStream, StoredForm, Usage,
     capabilities::Capabilities,
     cube::{
         eden::LINES,
@@ -273,13 +273,9 @@ pub(in crate::quantize) fn ms_eden(
             EdenValuesArgs::Bf16Unscaled(unsafe { buffer(&out.codes, blocks * 2) })
         }
         form => {
-            let scales = match form.scale_layout() {
-                ScaleLayout::Swizzled128x4 => {
-                    EdenScalesArgs::Swizzled(unsafe { buffer(&out.scales, words) })
-                }
-                ScaleLayout::Compact => {
-                    EdenScalesArgs::Compact(unsafe { buffer(&out.scales, words / 2) })
-                }
+            let scales = match form.has_tiles() {
+                true => EdenScalesArgs::Swizzled(unsafe { buffer(&out.scales, words) }),
+                false => EdenScalesArgs::Compact(unsafe { buffer(&out.scales, words / 2) }),
             };
             let codes = unsafe { buffer(&out.codes, blocks) };
             EdenValuesArgs::Packed(EdenPackedLaunch::new(codes, scales))
@@ -408,8 +404,8 @@ impl<'a> Geometry<'a> {
         transform.check()?;
         let offset = target.and_then(|target| target.offset.as_ref());
         // RHT groups are whole tiles of scales.
-        let form = target.map_or(StoredForm::ROWS, |target| target.form);
-        let swizzled = form.scale_layout() == ScaleLayout::Swizzled128x4;
+        let form = target.map_or(StoredForm::Rows, |target| target.form);
+        let swizzled = form.has_tiles();
         let unscaled = form == StoredForm::Bf16Unscaled;
         if let Some(offset) = offset {
             check_memory("offset", offset, 8)?;

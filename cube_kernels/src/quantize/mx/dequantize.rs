@@ -3,11 +3,11 @@
 use cubecl::prelude::*;
 
 use super::{
-    super::scale_order::scales_in_rows,
+    super::scale_order::in_form,
     columns::{TILE_COLS, TILE_ROWS, stage_pitch},
 };
 use crate::{
-    MX_BLOCK, Nvfp4Error, ScaleLayout, Usage,
+    MX_BLOCK, Nvfp4Error, StoredForm, Usage,
     cube::{
         codec::store,
         mx::{decode_element, decode_ue8m0},
@@ -30,12 +30,12 @@ pub(in crate::quantize) fn mx_dequantize(
     packed.check_codes("packed", packed.layout.format)?;
     packed.check("packed")?;
     // GEMMs read tiles directly; dequantizing tiles is not performance-critical.
-    let in_rows = match packed.layout.form.scale_layout() {
-        ScaleLayout::Compact => None,
-        ScaleLayout::Swizzled128x4 => Some(DeviceQuantized {
+    let in_rows = match packed.layout.form.has_tiles() {
+        false => None,
+        true => Some(DeviceQuantized {
             // Groups only affect tiles of scales.
             groups: Groups::One,
-            ..scales_in_rows(client, packed)?
+            ..in_form(client, packed, StoredForm::Rows)?
         }),
     };
     let packed = in_rows.as_ref().unwrap_or(packed);

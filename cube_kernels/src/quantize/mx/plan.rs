@@ -4,7 +4,7 @@ use cubecl::client::Client;
 
 use super::super::{target::TargetSpec, tile::Grouping};
 use crate::{
-    Layout, ScaleLayout, StoredForm, Usage,
+    Layout, Usage,
     capabilities::Capabilities,
     format::block::ElementFormat,
     reference::padding::padded_bound,
@@ -30,7 +30,7 @@ impl MxPlan {
             element: target.params.format.element(),
             hardware: has_e4m3(client),
             kind,
-            swizzled: target.form.scale_layout() == ScaleLayout::Swizzled128x4,
+            swizzled: target.form.has_tiles(),
         }
     }
 
@@ -68,7 +68,7 @@ pub(super) fn empty_of_groups(
     usage: Usage,
     target: &TargetSpec,
 ) -> DeviceQuantized {
-    let (format, layout) = (target.params.format, target.form.scale_layout());
+    let format = target.params.format;
     let (shape, stored) = match (groups, usage) {
         (Groups::Batch(count), Usage::Columnwise) => ((count * cols, rows / count), Usage::Rowwise),
         (Groups::Offsets { count, .. }, Usage::Columnwise) => {
@@ -77,12 +77,12 @@ pub(super) fn empty_of_groups(
         _ => ((rows, cols), usage),
     };
     // Groups at which tiles of scales start anew.
-    let groups = match (layout, groups, usage) {
-        (ScaleLayout::Compact, ..) | (_, Groups::Offsets { .. }, Usage::Columnwise) => Groups::One,
-        (ScaleLayout::Swizzled128x4, groups, _) => groups.clone(),
+    let groups = match (target.form.has_tiles(), groups, usage) {
+        (false, ..) | (_, Groups::Offsets { .. }, Usage::Columnwise) => Groups::One,
+        (true, groups, _) => groups.clone(),
     };
     let layout = Layout {
-        form: StoredForm::Packed(layout),
+        form: target.form.of_padded(),
         ..Layout::new(format, shape, stored)
     };
     DeviceQuantized::empty_unscaled(client, layout, groups)

@@ -8,7 +8,7 @@ use super::{
 use cubecl::{prelude::*, server::Handle};
 use nvfp4_formats::{
     Amax, AmaxGranularity, BlockScaling, ErrorNorm, Hadamard, HadamardSize, QuantParams,
-    QuantizedTensor, RandomStream, Rounding, ScaleLayout, StoredForm, Usage, reference,
+    QuantizedTensor, RandomStream, Rounding, StoredForm, Usage, reference,
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, Groups, Matrix};
 
@@ -99,7 +99,7 @@ pub fn expected_copies<T: DeviceElement>(
             let packed =
                 reference::quantize(group.x, group.rows, cols, usage, amax, params, first).unwrap();
             first += (packed.codes().len() / 8) as u64;
-            packed.with_scale_layout(form.scale_layout())
+            packed.in_form(*form)
         })
         .collect()
 }
@@ -206,12 +206,12 @@ pub fn check<T: DeviceElement>(
     }
 }
 
-pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: ScaleLayout) -> Policy {
+pub fn policy(rounding: Rounding, scaling: BlockScaling, layout: StoredForm) -> Policy {
     let params = QuantParams {
         scaling,
         ..QuantParams::nvfp4(rounding)
     };
-    (params, StoredForm::Packed(layout))
+    (params, layout)
 }
 
 pub fn transformed(size: HadamardSize, rounding: Rounding) -> Policy {
@@ -219,14 +219,14 @@ pub fn transformed(size: HadamardSize, rounding: Rounding) -> Policy {
         hadamard: Some(Hadamard::seeded_with_size(size, 11)),
         ..QuantParams::nvfp4(rounding)
     };
-    (params, StoredForm::ROWS)
+    (params, StoredForm::Rows)
 }
 
 /// Rounding to nearest, with standard scales in rows.
-pub const PLAIN: Policy = (QuantParams::nvfp4(NEAREST), StoredForm::ROWS);
+pub const PLAIN: Policy = (QuantParams::nvfp4(NEAREST), StoredForm::Rows);
 
-pub const COMPACT: ScaleLayout = ScaleLayout::Compact;
-pub const SWIZZLED: ScaleLayout = ScaleLayout::Swizzled128x4;
+pub const COMPACT: StoredForm = StoredForm::Rows;
+pub const SWIZZLED: StoredForm = StoredForm::Tiles;
 
 /// Returns the policies of a rowwise tensor.
 pub fn row_policies() -> Vec<(Policy, AmaxGranularity)> {
@@ -247,7 +247,7 @@ pub fn row_policies() -> Vec<(Policy, AmaxGranularity)> {
 /// Returns the policies of a columnwise tensor.
 pub fn col_policies() -> Vec<(Policy, AmaxGranularity)> {
     use AmaxGranularity::{PerRow, PerTensor};
-    let swizzled = |(params, _): Policy| (params, StoredForm::TILES);
+    let swizzled = |(params, _): Policy| (params, StoredForm::Tiles);
     vec![
         (policy(NEAREST, BlockScaling::Standard, SWIZZLED), PerTensor),
         (policy(STOCHASTIC, BlockScaling::Headroom, COMPACT), PerRow),
@@ -299,7 +299,7 @@ pub fn check_tiles<T: DeviceElement>(
     sizes: &[usize],
     groups: &Groups,
     scaling: BlockScaling,
-    layouts: [ScaleLayout; 2],
+    layouts: [StoredForm; 2],
 ) {
     let parts = split(x, sizes, cols);
     let amax = host_amax(
@@ -315,7 +315,9 @@ pub fn check_tiles<T: DeviceElement>(
         quantize::quantize_tile_with(client, &matrix, groups, &handle, scaling, layouts).unwrap();
     let (rows, columns): (Vec<_>, Vec<_>) = (parts.iter().zip(&amax))
         .map(|(part, amax)| {
-            reference::quantize_tile(part.x, part.rows, cols, amax, scaling, layouts).unwrap()
+            let (row, col) =
+                reference::quantize_tile(part.x, part.rows, cols, amax, scaling).unwrap();
+            (row.in_form(layouts[0]), col.in_form(layouts[1]))
         })
         .unzip();
     let what = format!(

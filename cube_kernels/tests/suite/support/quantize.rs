@@ -3,7 +3,7 @@
 use cubecl::{client::Client, server::Handle};
 use nvfp4_formats::{
     AmaxGranularity, BlockScaling, Hadamard, Nvfp4Error, QuantParams, RandomStream, Rounding,
-    ScaleLayout, StoredForm, Usage,
+    StoredForm, Usage,
 };
 use nvfp4_kernels::{
     moe::GroupOffsets,
@@ -151,7 +151,7 @@ pub fn quantize_col(
 
 /// Quantizes both tensors in 16x16 tiles.
 pub fn quantize_tile(client: &Client, x: &Matrix, amax: &Handle) -> MadeBoth {
-    let (scaling, layouts) = (BlockScaling::Standard, [ScaleLayout::Compact; 2]);
+    let (scaling, layouts) = (BlockScaling::Standard, [StoredForm::Rows; 2]);
     quantize_tile_with(client, x, &Groups::One, amax, scaling, layouts)
 }
 
@@ -162,11 +162,11 @@ pub fn quantize_tile_with(
     groups: &Groups,
     amax: &Handle,
     scaling: BlockScaling,
-    layouts: [ScaleLayout; 2],
+    layouts: [StoredForm; 2],
 ) -> MadeBoth {
     let [row, col] = layouts.map(|layout| {
         let target = TargetSpec::new(QuantParams::nvfp4_2d(scaling)).amax(amax);
-        target.form(StoredForm::Packed(layout))
+        target.form(layout)
     });
     quantize_both(client, x, groups, &row, &col)
 }
@@ -179,10 +179,10 @@ pub fn quantize_tile_copy(
     usage: Usage,
     amax: &Handle,
     scaling: BlockScaling,
-    layout: ScaleLayout,
+    layout: StoredForm,
 ) -> Made {
     let target = TargetSpec::new(QuantParams::nvfp4_2d(scaling)).amax(amax);
-    let target = target.form(StoredForm::Packed(layout));
+    let target = target.form(layout);
     quantize(client, x, groups, usage, &target)
 }
 
@@ -234,7 +234,7 @@ pub fn ms_eden<'a>(
         amax,
         hadamard,
         stream,
-        StoredForm::ROWS,
+        StoredForm::Rows,
     )
 }
 

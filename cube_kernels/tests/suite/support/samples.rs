@@ -14,7 +14,7 @@ use cubecl::{prelude::*, server::Handle};
 use half::bf16;
 use nvfp4_formats::{
     Amax, AmaxGranularity, BlockScaling, Format, Hadamard, HadamardSize, QuantParams,
-    QuantizedTensor, ScaleLayout, Usage,
+    QuantizedTensor, Usage,
     reference::{self, EDEN_GROUP, EdenParams, swizzle},
 };
 use nvfp4_kernels::tensor::{DeviceQuantized, FloatKind, Groups, Matrix};
@@ -170,15 +170,15 @@ fn assert_lines(
         &format!("{what}: codes"),
     );
     let scales = Memory::new(client, &found.scales);
-    let place = |line, block| match found.layout.form.scale_layout() {
-        ScaleLayout::Compact => line * blocks + block,
-        ScaleLayout::Swizzled128x4 => swizzle::offset(line, block, blocks),
+    let place = |line, block| match found.layout.form.has_tiles() {
+        false => line * blocks + block,
+        true => swizzle::offset(line, block, blocks),
     };
     // Both layouts keep bands of rows of 128x4 tiles contiguous.
     let start = place(lines.start / 128 * 128, 0);
-    let end = match found.layout.form.scale_layout() {
-        ScaleLayout::Compact => lines.end * blocks,
-        ScaleLayout::Swizzled128x4 => start + swizzle::padded_len(128, blocks),
+    let end = match found.layout.form.has_tiles() {
+        false => lines.end * blocks,
+        true => start + swizzle::padded_len(128, blocks),
     };
     let bytes = scales.get(start..end);
     let scales: Vec<u8> = lines
@@ -301,8 +301,7 @@ pub fn tiles(client: &Client, sample: &Sample) {
         for (usage, found) in USAGES.into_iter().zip([row, col]) {
             for band in sample.bands(usage) {
                 let (rows, cols) = (band.rows, band.cols);
-                let copies =
-                    reference::quantize_tile(&band.x, rows, cols, &amax, scaling, [COMPACT; 2]);
+                let copies = reference::quantize_tile(&band.x, rows, cols, &amax, scaling);
                 let (row, col) = copies.unwrap();
                 let expected = match usage {
                     Usage::Rowwise => row,

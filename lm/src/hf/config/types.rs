@@ -234,6 +234,46 @@ impl DecoderConfig {
         self.block.latent.map_or(self.head, |latent| latent.rope)
     }
 
+    /// Returns the largest number of experts of a token in any layer; 0 without experts.
+    pub fn most_experts_of_token(&self) -> usize {
+        let of_layers = self.layers.iter().map(|layer| match layer.feed_forward {
+            FeedForwardConfig::Dense { .. } => 0,
+            FeedForwardConfig::Moe { top_k, .. } => top_k,
+        });
+        of_layers.max().unwrap_or(0)
+    }
+
+    /// Checks that the experts of the model can be distributed over `ep` ranks.
+    ///
+    /// # Errors
+    /// Returns an error if the model has no experts, their number is not a multiple of `ep`, or
+    /// their activation is not SiLU.
+    pub fn check_experts(&self, ep: usize) -> Result<()> {
+        if ep == 1 {
+            return Ok(());
+        }
+        ensure!(
+            self.most_experts_of_token() > 0,
+            "ep is {ep}, but the model has no experts: leave it out"
+        );
+        let activation = self.block.activation;
+        ensure!(
+            activation == GateActivation::Silu,
+            "ep is {ep}, but the activation of the experts is {activation:?}: only experts with \
+             SiLU are distributed over ranks"
+        );
+        for layer in &self.layers {
+            if let FeedForwardConfig::Moe { experts, .. } = layer.feed_forward {
+                ensure!(
+                    experts.is_multiple_of(ep),
+                    "ep is {ep} and the model has {experts} experts, but each rank has as many \
+                     experts: their number must be a multiple of ep"
+                );
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the maximum number of tokens of a text: the model's maximum context, or unlimited if
     /// the rotary embedding adapts to the length of the text.
     pub fn longest(&self) -> usize {

@@ -4,6 +4,7 @@ mod equal;
 mod module;
 mod order;
 mod overlap;
+mod sharded;
 mod training;
 mod window;
 

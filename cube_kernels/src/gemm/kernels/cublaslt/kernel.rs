@@ -95,7 +95,7 @@ impl GemmPlan for CublasLtPlan {
 
     fn reads(&self) -> StoredForm {
         match self.0 {
-            CublasLtFormat::Nvfp4 => StoredForm::TILES,
+            CublasLtFormat::Nvfp4 => StoredForm::Tiles,
             _ => StoredForm::Bf16Unscaled,
         }
     }

@@ -123,7 +123,7 @@ impl GemmPlan for Tcgen05 {
     }
 
     fn reads(&self) -> StoredForm {
-        StoredForm::TILES
+        StoredForm::Tiles
     }
 
     fn k_alignment(&self) -> usize {
