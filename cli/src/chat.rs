@@ -5,6 +5,8 @@ use std::io::{BufRead, Write};
 use anyhow::{Context, Result};
 use nvfp4_lm::tokens::chat::Message;
 
+use crate::terminal::warn;
+
 /// Line that ends the conversation.
 const EXIT: &str = "/exit";
 /// Line that drops the messages so far.
@@ -14,7 +16,8 @@ const MARK: &str = "> ";
 
 /// Reads one message of the user per line of `input`, until its end or [`EXIT`]. `answer` gets all
 /// messages of the conversation, which begins with `system`, writes the answer to `out` and returns
-/// it. Empty lines are skipped. If `has_mark`, a mark precedes every line.
+/// it. Empty lines are skipped, and so are lines that look like a command and are none, with a
+/// warning. If `has_mark`, a mark precedes every line.
 ///
 /// # Errors
 /// Returns an error if a line is not UTF-8, `out` cannot be written, or `answer` fails.
@@ -43,6 +46,10 @@ pub(crate) fn converse<W: Write>(
             "" => {}
             EXIT => return Ok(()),
             RESET => messages.clone_from(&first),
+            other if is_command(other) => warn(format!(
+                "{other} is no command and was not sent: {RESET} drops the messages so far, {EXIT} \
+                 ends the conversation"
+            )),
             _ => {
                 messages.push(Message::new("user", line.trim_end_matches(['\r', '\n'])));
                 let text = answer(&messages, out)?;
@@ -50,6 +57,15 @@ pub(crate) fn converse<W: Write>(
             }
         }
     }
+}
+
+/// Returns true if `line` is a slash and one word.
+fn is_command(line: &str) -> bool {
+    let word = line.strip_prefix('/').unwrap_or_default();
+    !word.is_empty()
+        && word
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "-_?".contains(c))
 }
 
 #[cfg(test)]
@@ -77,8 +93,9 @@ mod tests {
 
     #[test]
     fn a_conversation_keeps_its_messages() {
-        let (out, seen) = conversation("one\r\n\n two \n/reset\n/three\n /exit\nfour\n", false);
-        assert_eq!(out, "2\n4\n2\n");
+        let lines = "one\r\n\n two \n/reset\n/help\n/etc/hosts\n/rest now\n /exit\nfour\n";
+        let (out, seen) = conversation(lines, false);
+        assert_eq!(out, "2\n4\n2\n4\n");
         let expected = [
             &["system: Be brief.", "user: one"][..],
             &[
@@ -87,8 +104,14 @@ mod tests {
                 "assistant: 2",
                 "user:  two ",
             ],
-            // Other lines that begin with a slash are messages.
-            &["system: Be brief.", "user: /three"],
+            // A slash and one word is not sent; other lines that begin with a slash are.
+            &["system: Be brief.", "user: /etc/hosts"],
+            &[
+                "system: Be brief.",
+                "user: /etc/hosts",
+                "assistant: 2",
+                "user: /rest now",
+            ],
         ];
         assert_eq!(seen, expected);
         // A terminal's last line ends with the input.

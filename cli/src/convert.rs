@@ -7,6 +7,7 @@ use clap::Args;
 use nvfp4_lm::interchange::{Checkpoint, Dialect, convert};
 
 use crate::options::shared::OutFolder;
+use crate::terminal::{warn, without_tokenizer};
 
 #[derive(Args)]
 pub(crate) struct Convert {
@@ -23,6 +24,7 @@ pub(crate) struct Convert {
 impl Convert {
     pub(crate) fn run(self) -> Result<()> {
         let checkpoint = Checkpoint::open(&self.model)?;
+        without_tokenizer(&self.model).into_iter().for_each(warn);
         let done = convert(&checkpoint, self.dialect, &self.out)?;
         println!(
             "{} quantized layers written to {}, their codes and block scales unchanged",

@@ -66,7 +66,7 @@ impl Eval {
     pub(crate) fn run(self) -> Result<()> {
         ensure!(
             !self.data.is_empty() || self.choices.is_some(),
-            "data and choices are not given, but one of them says what to evaluate"
+            "--data and --choices are not given, but one of them says what to evaluate"
         );
         let questions = self.choices.as_deref().map(Question::read).transpose()?;
         let config = DecoderConfig::read(&self.model)?;

@@ -46,8 +46,9 @@ pub(crate) struct Generate {
     /// --prompt, hold a conversation
     ///
     /// A conversation reads one message per line from the standard input until its end or a line
-    /// `/exit`; a line `/reset` drops the messages so far. If the conversation exceeds the model's
-    /// maximum context, the command ends with an error.
+    /// `/exit`; a line `/reset` drops the messages so far. Any other line of a slash and one word is
+    /// not sent. If the conversation exceeds the model's maximum context, the command ends with an
+    /// error.
     #[arg(long, conflicts_with = "no_special_tokens")]
     chat: bool,
     /// Begin the chat with this system message
@@ -64,7 +65,7 @@ pub(crate) struct Generate {
     tokens: Option<usize>,
     /// Divide the logits by this temperature; 0 takes the most probable token [default: from the
     /// model's folder, else 0]
-    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    #[arg(long, value_name = "T")]
     temperature: Option<f64>,
     /// Sample from the K most probable tokens [default: from the model's folder, else all]
     #[arg(long, value_name = "K")]

@@ -9,7 +9,7 @@ use clap::{Args, Parser};
 use nvfp4_parallel::launch::{Launch, Show};
 
 use crate::device::cuda_count;
-use crate::options::file::parsed;
+use crate::options::line::parsed;
 use crate::terminal::{self, is_quiet};
 
 /// Time that the other ranks have to exit after one has failed.

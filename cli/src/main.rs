@@ -38,6 +38,8 @@ mod wrap;
 
 use std::process::ExitCode;
 
+use options::line;
+
 /// Log filter used if `RUST_LOG` is not set. CubeCL warns about each allocation that it retries and
 /// about each kernel that a failed allocation takes down; one error reports all of it
 /// (`nvfp4_lm::memory`).
@@ -55,13 +57,15 @@ fn main() -> ExitCode {
     // `init` would take the logger of the crate `log`, which `kernels` uses to count.
     tracing::subscriber::set_global_default(subscriber).expect("a process has one `main`");
     nvfp4_lm::memory::mute_memory_panics();
-    let parsed = options::file::parsed::<command::Command>(std::env::args_os().collect());
+    let arguments: Vec<_> = std::env::args_os().collect();
+    let parsed = line::parsed::<command::Command>(arguments.clone());
     match parsed.and_then(command::Command::run) {
         Ok(code) => code,
         Err(error) => match error.downcast::<clap::Error>() {
             Ok(refused) => refused.exit(),
             Err(error) => {
-                terminal::error(format!("{error:#}"));
+                let error = format!("{error:#}");
+                terminal::error(line::dashed::<command::Command>(&error, &arguments));
                 ExitCode::FAILURE
             }
         },

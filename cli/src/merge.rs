@@ -13,7 +13,7 @@ use nvfp4_lm::interchange::{Checkpoint, Dialect, QuantConfig, Scheme};
 use crate::adapter;
 use crate::device::DeviceName;
 use crate::options::shared::{OutFolder, SaveOption};
-use crate::terminal::warn_of;
+use crate::terminal::{warn, warn_of, without_tokenizer};
 
 #[derive(Args)]
 pub(crate) struct Merge {
@@ -65,6 +65,7 @@ impl Merge {
         // Packed weights are dequantized one at a time while the model is written.
         let form = FrozenForm::of(&self.model)?;
         warn_of(&self.model)?;
+        without_tokenizer(&self.model).into_iter().for_each(warn);
         let model = Decoder::load_frozen(&self.model, &device, FloatDType::F32, form)?;
         let model = model.with_adapter(&adapter)?;
         let written = match self.export {

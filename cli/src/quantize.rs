@@ -3,6 +3,7 @@
 mod interrupt;
 mod result;
 
+use std::fs;
 use std::hash::Hasher;
 use std::path::{Path, PathBuf};
 
@@ -15,10 +16,11 @@ use nvfp4_lm::eval::Windows;
 use nvfp4_lm::finetune::data::TextReader;
 use nvfp4_lm::hf::{DecoderConfig, NewFolder};
 use nvfp4_lm::interchange::{Dialect, Scheme};
-use nvfp4_lm::quantize::journal::{JOURNAL, MadeFrom};
+use nvfp4_lm::quantize::journal::{MadeFrom, has_journal};
 use nvfp4_lm::quantize::text::{CalibrationText, calibrate, sample};
 use nvfp4_lm::quantize::{
-    Calibration, Engine, Method, Quantization, QuantizeOptions, Smoothing, choose_formats,
+    Calibration, Engine, Method, Quantization, QuantizeOptions, Smoothing, check_bits,
+    choose_formats,
 };
 use nvfp4_lm::tokens::Texts;
 use regex::Regex;
@@ -26,7 +28,7 @@ use regex::Regex;
 use crate::device::ComputeType;
 use crate::options::shared::{DeviceOption, JsonOption, OutFolder};
 use crate::perplexity::{TextsPerplexity, perplexity, windows};
-use crate::terminal::warn;
+use crate::terminal::{note, warn, without_tokenizer};
 use interrupt::Interrupt;
 use result::{CalibrationData, Evaluation, QuantizeResult};
 
@@ -154,6 +156,10 @@ impl Quantize {
         let config = DecoderConfig::read(&self.model)?;
         let windows = windows("eval-length", self.eval_length, self.eval_stride, &config)?;
         let read = self.calibration_text(&config)?;
+        self.check_out()?;
+        if let Some(bits) = self.bits {
+            check_bits(&self.model, &options, bits)?;
+        }
         let reader = match self.calibration.is_empty() && self.eval.is_empty() {
             // Quantization alone needs no tokenizer.
             true => None,
@@ -174,6 +180,9 @@ impl Quantize {
             warn(&text);
             warnings.push(text);
         };
+        without_tokenizer(&self.model)
+            .into_iter()
+            .for_each(&mut warning);
         let few = tokens.as_ref().and_then(|it| few_tokens(it.len(), read));
         few.into_iter().for_each(&mut warning);
         if tokens.is_none() && matches!(self.method, Method::Search | Method::FourOverSix) {
@@ -184,10 +193,6 @@ impl Quantize {
         let reads = calibrates_on(tokens.as_deref(), read);
         let mut calibration = None;
         if let (Some(bits), Some(tokens)) = (self.bits, &tokens) {
-            if !self.resume && !self.out.join(JOURNAL).exists() {
-                // Fails before the measurement if the folder has files; nothing is kept.
-                drop(NewFolder::create(&self.out)?);
-            }
             let model = self.decoder()?;
             let found = calibrate(&model, tokens, read)?;
             let text = (&tokens[..], read.length);
@@ -231,6 +236,28 @@ impl Quantize {
             warnings,
         };
         self.json.print(&result, QuantizeResult::lines)
+    }
+
+    /// Checks the folder of the output before anything else is read. A resumed run says so if there
+    /// is nothing in it.
+    fn check_out(&self) -> Result<()> {
+        let out = self.out.display();
+        if has_journal(&self.out) {
+            return Ok(());
+        }
+        if !self.resume {
+            // Nothing is kept.
+            drop(NewFolder::create(&self.out)?);
+            return Ok(());
+        }
+        ensure!(
+            self.out.is_dir(),
+            "resume is given, but there is nothing to resume in out {out}: it does not exist"
+        );
+        if fs::read_dir(&*self.out)?.next().is_none() {
+            note!("out {out} is empty: nothing to resume, the quantization begins");
+        }
+        Ok(())
     }
 
     /// Returns the amount of text that calibration reads.

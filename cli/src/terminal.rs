@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
+use nvfp4_lm::hf::tokenizer::TOKENIZER_FILE;
 use nvfp4_lm::interchange::checkpoint::remark;
 
 /// True if `--quiet` is given.
@@ -53,6 +54,17 @@ pub(crate) fn warn_of(model: &Path) -> Result<()> {
         warn(format!("{}: {remark}", model.display()));
     }
     Ok(())
+}
+
+/// Returns the warning that a model written from the one in `model` has no tokenizer, if it has none.
+pub(crate) fn without_tokenizer(model: &Path) -> Option<String> {
+    (!model.join(TOKENIZER_FILE).exists()).then(|| {
+        format!(
+            "{} has no {TOKENIZER_FILE}, so the output has none either, and commands and engines \
+             that read texts need it: add it before they run",
+            model.display()
+        )
+    })
 }
 
 /// Returns `text` in the color of the escape code `code`, if there are colors.

@@ -29,7 +29,9 @@ pub(crate) fn show() {
     let shown = Mutex::new(None);
     listen(Some(Arc::new(move |progress: &Progress<'_>| {
         let mut shown = shown.lock().unwrap_or_else(PoisonError::into_inner);
-        update(&mut shown, progress);
+        if let Some(line) = update(&mut shown, progress, has_bars()) {
+            note!("{line}");
+        }
     })));
 }
 
@@ -38,9 +40,13 @@ pub(crate) fn hide() {
     listen(None);
 }
 
-/// Work that is shown.
+/// Work that is shown. Work that begins before it ends is a part of it.
 struct Shown {
     task: &'static str,
+    unit: Unit,
+    done: usize,
+    total: usize,
+    part: String,
     /// Amount that was done at the beginning.
     first: usize,
     begun: Instant,
@@ -54,10 +60,37 @@ impl Shown {
         let now = Instant::now();
         Self {
             task: progress.task,
+            unit: progress.unit,
+            done: progress.done,
+            total: progress.total,
+            part: progress.part.to_owned(),
             first: progress.done,
             begun: now,
             printed: now,
             bar: None,
+        }
+    }
+
+    /// Takes over the amounts of `progress`, which is of this work.
+    fn update(&mut self, progress: &Progress<'_>) {
+        (self.done, self.total) = (progress.done, progress.total);
+        progress.part.clone_into(&mut self.part);
+    }
+
+    /// Describes the work, and the part `inner` of it if there is one in progress.
+    fn text(&self, inner: Option<&Progress<'_>>) -> String {
+        let own = Progress {
+            task: self.task,
+            unit: self.unit,
+            done: self.done,
+            total: self.total,
+            part: &self.part,
+            has_ended: false,
+        };
+        let text = figures(&own, self.first, self.begun.elapsed());
+        match inner {
+            None => text,
+            Some(inner) => format!("{text} ({} {})", inner.task, amounts(inner)),
         }
     }
 }
@@ -70,33 +103,63 @@ impl Drop for Shown {
     }
 }
 
-/// Shows `progress` in place of what is shown.
-fn update(shown: &mut Option<Shown>, progress: &Progress<'_>) {
-    let is_same = |shown: &Shown| shown.task == progress.task;
-    if progress.has_ended || IS_HIDDEN.load(Ordering::Relaxed) {
-        shown.take_if(|shown| is_same(shown));
-        return;
-    }
-    if !shown.as_ref().is_some_and(is_same) {
-        // Removes the bar of the former work before there is another one.
+/// Shows `progress` by a bar if `has_bars` is true; else returns the line to print, if one is due.
+fn update(shown: &mut Option<Shown>, progress: &Progress<'_>, has_bars: bool) -> Option<String> {
+    let is_inner = (shown.as_ref()).is_some_and(|shown| shown.task != progress.task);
+    if IS_HIDDEN.load(Ordering::Relaxed) || (progress.has_ended && !is_inner) {
         *shown = None;
+        return None;
     }
     let shown = shown.get_or_insert_with(|| Shown::new(progress));
-    let taken = shown.begun.elapsed();
-    let text = || figures(progress, shown.first, taken);
-    if has_bars() && taken >= SHORT {
-        let text = text();
-        let bar = shown.bar.get_or_insert_with(|| {
-            let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
-            // Complete before it is drawn.
-            let bar = ProgressBar::new(progress.total as u64).with_prefix(progress.task);
-            bar.with_message(text.clone()).with_style(style)
-        });
-        bar.set_message(text);
-        bar.set_position(progress.done as u64);
-    } else if !has_bars() && shown.printed.elapsed() >= EVERY {
-        note!("{} {}", progress.task, text());
-        shown.printed = Instant::now();
+    if !is_inner {
+        shown.update(progress);
+    }
+    let inner = Some(progress).filter(|it| is_inner && !it.has_ended);
+    if has_bars {
+        if shown.begun.elapsed() >= SHORT {
+            let text = shown.text(inner);
+            let (task, done, total) = (shown.task, shown.done, shown.total);
+            let bar = shown.bar.get_or_insert_with(|| {
+                let style = ProgressStyle::with_template(TEMPLATE).expect("the template is valid");
+                // Complete before it is drawn.
+                let bar = ProgressBar::new(total as u64).with_prefix(task);
+                bar.with_message(text.clone()).with_style(style)
+            });
+            bar.set_message(text);
+            bar.set_position(done as u64);
+        }
+        return None;
+    }
+    if shown.printed.elapsed() < EVERY {
+        return None;
+    }
+    shown.printed = Instant::now();
+    Some(format!("{} {}", shown.task, shown.text(inner)))
+}
+
+/// Formats the amount done, the amount of the whole work, and their unit.
+fn amounts(progress: &Progress<'_>) -> String {
+    let &Progress { unit, total, .. } = progress;
+    let amount = |amount: usize| match unit {
+        Unit::Bytes => HumanBytes(amount as u64).to_string(),
+        _ => amount.to_string(),
+    };
+    format!(
+        "{}/{}{}",
+        amount(progress.done.min(total)),
+        amount(total),
+        name(unit)
+    )
+}
+
+/// Returns the name of the unit after an amount.
+const fn name(unit: Unit) -> &'static str {
+    match unit {
+        Unit::Bytes => "",
+        Unit::Layers => " layers",
+        Unit::Sequences => " sequences",
+        Unit::Tokens => " tokens",
+        Unit::Questions => " questions",
     }
 }
 
@@ -106,19 +169,8 @@ fn figures(progress: &Progress<'_>, first: usize, taken: Duration) -> String {
     let &Progress {
         unit, total, part, ..
     } = progress;
-    let done = progress.done.min(total);
-    let amount = |amount: usize| match unit {
-        Unit::Bytes => HumanBytes(amount as u64).to_string(),
-        _ => amount.to_string(),
-    };
-    let name = match unit {
-        Unit::Bytes => "",
-        Unit::Layers => " layers",
-        Unit::Sequences => " sequences",
-        Unit::Tokens => " tokens",
-        Unit::Questions => " questions",
-    };
-    let mut text = format!("{}/{}{name}", amount(done), amount(total));
+    let (done, name) = (progress.done.min(total), name(unit));
+    let mut text = amounts(progress);
     let rate = (done - first.min(done)) as f64 / taken.as_secs_f64().max(1e-3);
     if rate > 0.0 {
         let left = Duration::from_secs_f64((total - done) as f64 / rate);
@@ -178,21 +230,65 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_end_of_another_work_is_not_that_of_the_shown_one() {
-        let progress = |task, has_ended| Progress {
+    fn progress<'a>(task: &'static str, done: usize, part: &'a str) -> Progress<'a> {
+        Progress {
             task,
             unit: Unit::Layers,
-            done: 1,
+            done,
             total: 2,
-            part: "",
-            has_ended,
+            part,
+            has_ended: false,
+        }
+    }
+
+    fn ended(task: &'static str) -> Progress<'static> {
+        Progress {
+            has_ended: true,
+            ..progress(task, 1, "")
+        }
+    }
+
+    #[test]
+    fn work_within_the_shown_one_is_a_part_of_it() {
+        let mut shown: Option<Shown> = None;
+        let mut tell = |progress: &Progress<'_>, is_due: bool| {
+            if let Some(shown) = shown.as_mut().filter(|_| is_due) {
+                shown.printed = Instant::now() - EVERY;
+            }
+            let line = update(&mut shown, progress, false);
+            (line, shown.as_ref().map(|shown| shown.task))
         };
-        let mut shown = None;
-        update(&mut shown, &progress("quantize", false));
-        update(&mut shown, &progress("load", true));
-        assert_eq!(shown.as_ref().map(|shown| shown.task), Some("quantize"));
-        update(&mut shown, &progress("quantize", true));
-        assert!(shown.is_none());
+        assert_eq!(
+            tell(&progress("quantize", 1, "q"), false),
+            (None, Some("quantize"))
+        );
+        // Its lines are due although the inner work begins and ends in between.
+        let (line, task) = tell(&progress("load", 0, ""), true);
+        assert_eq!(
+            line.as_deref(),
+            Some("quantize 1/2 layers  q (load 0/2 layers)")
+        );
+        assert_eq!(task, Some("quantize"));
+        let (line, task) = tell(&ended("load"), true);
+        assert_eq!(line.as_deref(), Some("quantize 1/2 layers  q"));
+        assert_eq!(task, Some("quantize"));
+        assert_eq!(
+            tell(&progress("quantize", 2, ""), false),
+            (None, Some("quantize"))
+        );
+        assert_eq!(tell(&ended("quantize"), true), (None, None));
+        // The end of work that is not shown shows nothing.
+        assert_eq!(tell(&ended("load"), true), (None, None));
+    }
+
+    #[test]
+    fn lines_have_no_colors_and_no_carriage_returns() {
+        let mut shown = Some(Shown::new(&progress("quantize", 0, "")));
+        shown.as_mut().unwrap().printed = Instant::now() - EVERY;
+        let line = update(&mut shown, &progress("quantize", 1, "q"), false).unwrap();
+        assert!(line.chars().all(|c| !c.is_control()), "{line:?}");
+        assert!(line.starts_with("quantize 1/2 layers  "), "{line}");
+        // The next line is not due.
+        assert!(update(&mut shown, &progress("quantize", 2, ""), false).is_none());
     }
 }

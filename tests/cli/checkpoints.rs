@@ -310,7 +310,7 @@ fn generate_continues_a_prompt() {
     assert_eq!(drawn, said(&["--temperature", "2", "--seed", "5"]));
     let sampled = ["--temperature", "1", "--top-p", "3"];
     let arguments = [&[model.as_str()], &options[..], &sampled].concat();
-    fails(nvfp4("generate", &arguments), &["top_p", "3"]);
+    fails(nvfp4("generate", &arguments), &["--top-p is 3"]);
     // Uses packed weights, with high-precision and with quantized activations.
     let out = absent("generate-quantized");
     let out = out.to_str().unwrap();

@@ -436,7 +436,17 @@ fn adapters_are_trained_and_merged() {
     let [left, right] =
         [&trained, &later].map(|model| fs::read(model.join("model.safetensors")).unwrap());
     assert!(left == right, "the models differ");
-    fails(merge(&[], &later), &["later", "must be empty"]);
+    fails(merge(&[], &later), &["--out", "later", "must be empty"]);
+    // Adapters are no model, and the folder of their run is none of adapters.
+    for folder in [adapter, out.to_str().unwrap()] {
+        let other = merged.join("other");
+        let quantize = [folder, "--out", other.to_str().unwrap()];
+        let says = format!("`nvfp4 merge MODEL {adapter} --out DIR`");
+        fails(nvfp4("quantize", &quantize), &["adapters", &says]);
+    }
+    let run = merged.to_str().unwrap();
+    let says = format!("which has written {run}/adapter: give this folder");
+    fails(nvfp4("merge", &[quantized, run, "--out", "none"]), &[&says]);
     // As shells complete the name of a folder.
     let said = succeeds(merge(&["--export", "modelopt"], &packed.join("")));
     assert!(said.contains("modelopt w4a16 written"), "{said}");

@@ -83,6 +83,12 @@ fn conversations_keep_their_messages() {
     let answer = succeeds(chat("hi\n", &[]));
     let said = succeeds(chat("hi\n/reset\n\nhi\n/exit\nhi\n", &[]));
     assert_eq!(said, format!("{answer}{answer}"));
+    let output = chat("/help\nhi\n", &[]);
+    let warned = String::from_utf8_lossy(&output.stderr).into_owned();
+    for part in ["warning: /help is no command", "/reset", "/exit"] {
+        assert!(warned.contains(part), "no {part:?}: {warned}");
+    }
+    assert_eq!(succeeds(output), answer);
     // The answer is that to a prompt, and is printed alone.
     assert_eq!(succeeds(chat("", &["--prompt", "hi"])), answer);
     assert_eq!(succeeds(chat("", &[])), "");

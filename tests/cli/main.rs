@@ -15,6 +15,7 @@ mod generate;
 mod input;
 mod losses;
 mod machine;
+mod mistakes;
 mod mixed;
 mod quantize;
 mod ranks;

@@ -1,5 +1,5 @@
 //! `cargo xtask book`: builds the book, checks the links of all documents, and checks the file
-//! paths named in README and book.
+//! paths and the examples in README and book.
 //!
 //! lychee is not used, because it does not check file paths in code, nor is mdbook-linkcheck, which
 //! does not work with mdBook 0.5.
@@ -24,7 +24,8 @@ const NOT_CHAPTERS: [&str; 3] = ["print.html", "toc.html", "404.html"];
 ///
 /// # Errors
 ///
-/// Returns an error if a link is broken, or if a page names a file that does not exist.
+/// Returns an error if a link is broken, if a page names a file that does not exist, or if an example
+/// has hidden lines.
 pub fn run() -> Result<()> {
     let root = workspace::root();
     let built = workspace::target_folder()?.join("book");
@@ -63,9 +64,17 @@ pub fn run() -> Result<()> {
         }
     }
     let paths = check_paths(&root, &mut problems)?;
+    for page in pages_of(&root)? {
+        let text = fs::read_to_string(&page)?;
+        let hidden = hidden_lines(&text).into_iter();
+        problems.extend(hidden.map(|(number, line)| {
+            let page = shown(&page, &root);
+            format!("{page}:{number}: `{line}` is hidden in the book only, and GitHub shows it")
+        }));
+    }
     ensure!(
         problems.is_empty(),
-        "links or paths that lead nowhere:\n  {}",
+        "links or paths that lead nowhere, or hidden lines:\n  {}",
         problems.join("\n  ")
     );
     println!(
@@ -79,10 +88,8 @@ pub fn run() -> Result<()> {
 /// repository. Returns the number of paths checked.
 fn check_paths(root: &Path, problems: &mut Vec<String>) -> Result<usize> {
     let repository = Repository::read(root)?;
-    let mut pages = files(&root.join("docs"), "md")?;
-    pages.push(root.join("README.md"));
     let mut count = 0;
-    for page in pages {
+    for page in pages_of(root)? {
         let text = fs::read_to_string(&page)?;
         for path in code_words(&text).filter(|word| repository.is_path(word)) {
             count += 1;
@@ -95,6 +102,26 @@ fn check_paths(root: &Path, problems: &mut Vec<String>) -> Result<usize> {
         }
     }
     Ok(count)
+}
+
+/// Returns the pages of the book, and README.
+fn pages_of(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut pages = files(&root.join("docs"), "md")?;
+    pages.push(root.join("README.md"));
+    Ok(pages)
+}
+
+/// Returns the lines of the Rust examples in `text` that mdBook and rustdoc hide, with their numbers.
+fn hidden_lines(text: &str) -> Vec<(usize, &str)> {
+    let (mut found, mut is_rust) = (Vec::new(), false);
+    for (line, number) in text.lines().map(str::trim).zip(1..) {
+        if let Some(language) = line.strip_prefix("```") {
+            is_rust = !is_rust && language.starts_with("rust");
+        } else if is_rust && (line == "#" || line.starts_with("# ")) {
+            found.push((number, line));
+        }
+    }
+    found
 }
 
 /// Files and folders of the repository that git does not ignore.
@@ -275,6 +302,16 @@ mod tests {
     fn links_of_markdown() {
         let text = "See [a](a.md#b), `[no](code)` and [`c`](c.md \"title\").\n```\n[no](d)\n```\n";
         assert_eq!(markdown_links(text), ["a.md#b", "c.md"]);
+    }
+
+    #[test]
+    fn hidden_lines_of_examples() {
+        let text = "# A\n```rust,no_run\n# use a;\n#[test]\n  # }\n```\n# B\n```sh\n# c\n```\n";
+        assert_eq!(hidden_lines(text), [(3, "# use a;"), (5, "# }")]);
+        for page in pages_of(&workspace::root()).unwrap() {
+            let text = fs::read_to_string(&page).unwrap();
+            assert_eq!(hidden_lines(&text), [], "{}", page.display());
+        }
     }
 
     #[test]

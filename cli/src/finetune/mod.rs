@@ -46,7 +46,7 @@ pub(crate) struct Finetune {
     #[arg(long, value_name = "FORM")]
     teacher_form: Option<FrozenForm>,
     /// Divide the logits by this temperature: those of both models [default: 1]
-    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    #[arg(long, value_name = "T")]
     temperature: Option<f64>,
     /// Freeze the model and train LoRA adapters of this rank on its projections
     #[arg(long, value_name = "RANK")]
@@ -61,12 +61,7 @@ pub(crate) struct Finetune {
     frozen: Option<FrozenForm>,
     /// Scale the adapters' output by this value (LoRA alpha) divided by the rank [default: twice
     /// the rank]
-    #[arg(
-        long,
-        value_name = "A",
-        requires = "lora",
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "A", requires = "lora")]
     lora_alpha: Option<f64>,
     /// Train adapters on modules whose name matches this regular expression [default: all
     /// projections of attention and dense feed-forwards]

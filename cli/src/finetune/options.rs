@@ -122,7 +122,7 @@ pub(crate) struct TrainingOptions {
     pub(crate) steps: Option<u64>,
     /// Train for this many passes over the training data, instead of --steps; parts of a pass are
     /// allowed, and the steps are rounded up
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     pub(crate) epochs: Option<f64>,
     /// Use a batch of this many sequences; the ranks divide it evenly
     #[arg(long, value_name = "N", default_value_t = 8)]
@@ -135,22 +135,17 @@ pub(crate) struct TrainingOptions {
     #[arg(long, value_name = "N")]
     pub(crate) context: Option<usize>,
     /// Set the peak learning rate [default: 1e-5; 2e-4 with --lora; 3e-4 for pretrain]
-    #[arg(long, value_name = "RATE", allow_negative_numbers = true)]
+    #[arg(long, value_name = "RATE")]
     pub(crate) lr: Option<f64>,
     /// Warm up the learning rate over this many steps; it then decays to a tenth along a cosine
     /// [default: a tenth of the steps, at most 100]
     #[arg(long, value_name = "STEPS")]
     pub(crate) warmup: Option<u64>,
     /// Set the decoupled weight decay of the matrices [default: 0; 0.1 for pretrain]
-    #[arg(long, value_name = "DECAY", allow_negative_numbers = true)]
+    #[arg(long, value_name = "DECAY")]
     pub(crate) weight_decay: Option<f64>,
     /// Clip gradients to this global norm
-    #[arg(
-        long,
-        value_name = "NORM",
-        default_value_t = 1.0,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
     pub(crate) grad_clip: f64,
     /// Seed the random numbers: row order and stochastic rounding
     #[arg(long, value_name = "SEED", default_value_t = 0)]

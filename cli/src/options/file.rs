@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command, Parser};
+use clap::{Arg, ArgMatches, Command};
 use serde_json::{Map, Value};
 
 /// Values by key: the name of a flag with `_` instead of `-`.
@@ -86,29 +86,9 @@ pub(crate) fn unknown_option<'a>(key: &str, names: impl Iterator<Item = &'a str>
     )
 }
 
-/// Parses the command line `arguments`, the program first, with the options of a `--config` file.
-/// Prints the options and ends the process if this is what the command line asks for.
-///
-/// # Errors
-/// Returns a [`clap::Error`] if the command line is refused, and another error if the file is.
-pub(crate) fn parsed<C: Parser>(arguments: Vec<OsString>) -> Result<C> {
-    let command = C::command();
-    let arguments = with_file(&command, arguments)?;
-    let mut matches = command.clone().try_get_matches_from(arguments)?;
-    if let Some((options, given, None)) = of_command(&command, &matches)
-        && given.get_flag("print_config")
-    {
-        let printed = printed(options, given)?;
-        println!("{}", serde_json::to_string_pretty(&printed)?);
-        std::process::exit(0);
-    }
-    let parsed = C::from_arg_matches_mut(&mut matches);
-    Ok(parsed.map_err(|error| error.format(&mut C::command()))?)
-}
-
 /// Returns the command that runs, its arguments and the keys of its file that become arguments, if
 /// it is one of [`COMMANDS`].
-fn of_command<'a>(
+pub(super) fn of_command<'a>(
     command: &'a Command,
     matches: &'a ArgMatches,
 ) -> Option<(&'a Command, &'a ArgMatches, Option<&'static [&'static str]>)> {
@@ -119,7 +99,7 @@ fn of_command<'a>(
 
 /// Inserts the values of a `--config` file into `arguments`, except those that `arguments` override
 /// or contradict.
-fn with_file(command: &Command, arguments: Vec<OsString>) -> Result<Vec<OsString>> {
+pub(super) fn with_file(command: &Command, arguments: Vec<OsString>) -> Result<Vec<OsString>> {
     // Required arguments may be in the file.
     let lenient = command.clone().ignore_errors(true);
     let Ok(matches) = lenient.try_get_matches_from(&arguments) else {
@@ -211,7 +191,7 @@ fn of_value(arg: &Arg, value: &Value) -> Result<Vec<OsString>> {
 }
 
 /// Returns the given and the default values of `options`, as a file has them. Paths are absolute.
-fn printed(options: &Command, matches: &ArgMatches) -> Result<Fields> {
+pub(super) fn printed(options: &Command, matches: &ArgMatches) -> Result<Fields> {
     let mut fields = Fields::new();
     for arg in keys(options) {
         let id = arg.get_id().as_str();

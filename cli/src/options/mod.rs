@@ -4,6 +4,7 @@
 //! structs also define the flags, so no list of keys is repeated here.
 
 pub(crate) mod file;
+pub(crate) mod line;
 pub(crate) mod listed;
 pub(crate) mod recipes;
 mod request;

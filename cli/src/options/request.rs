@@ -62,12 +62,7 @@ pub(super) struct Request {
     pub(super) model: Option<ModelKind>,
     /// Train for this many passes over the training data, instead of --steps; parts of a pass are
     /// allowed, and the steps are rounded up
-    #[arg(
-        long,
-        value_name = "N",
-        allow_negative_numbers = true,
-        conflicts_with = "steps"
-    )]
+    #[arg(long, value_name = "N", conflicts_with = "steps")]
     pub(super) epochs: Option<f64>,
 }
 

@@ -2,7 +2,7 @@
 
 use cubecl::client::Client;
 
-use super::{request::Quantize, target::TargetSpec};
+use super::{request::Quantize, step::QuantizeStep, target::TargetSpec};
 use crate::{
     BlockScaling, Format, Hadamard, QuantParams, RandomStream, Rounding,
     capabilities::{Capabilities, GemmBackend},
@@ -125,10 +125,20 @@ fn plans(client: &Client, capabilities: &Capabilities) -> Vec<CodePath> {
     .into_iter()
     .map(|(operation, request, why)| {
         let steps = request.steps(capabilities, false);
-        let kernels: Vec<_> = steps.iter().map(ToString::to_string).collect();
-        row(operation, kernels.join("; "), why)
+        row(operation, listed(&steps), why)
     })
     .collect()
+}
+
+/// Returns the names of `steps` in their order; equal steps in a row are counted.
+fn listed(steps: &[QuantizeStep]) -> String {
+    let names: Vec<String> = steps.iter().map(ToString::to_string).collect();
+    let runs = names.chunk_by(|one, next| one == next);
+    let run = |run: &[String]| match run.len() {
+        1 => run[0].clone(),
+        count => format!("{count} x {}", run[0]),
+    };
+    runs.map(run).collect::<Vec<_>>().join("; ")
 }
 
 /// Returns the number of threads of the kernels.
@@ -245,6 +255,11 @@ mod tests {
             let eden = kernel("MS-EDEN, both");
             let has_screen = eden.starts_with("both rotated amax values;");
             assert_eq!(has_screen, matches!(conversion, Sm80 | Sm89), "{eden}");
+            // Rows and columns have a step each of one name, which is listed once.
+            for row in &rows {
+                let steps: Vec<&str> = row.kernel.split("; ").collect();
+                assert!(steps.windows(2).all(|pair| pair[0] != pair[1]), "{row}");
+            }
             let layout = kernel("128x4 scale layout");
             assert_eq!(layout == "not used", gemm != CublasLt, "{layout}");
         }

@@ -94,8 +94,7 @@ pub struct RunConfig {
     /// preset's]
     #[arg(long, value_name = "STEPS")]
     pub steps: u64,
-    /// Use a batch of this many sequences per forward pass; the ranks divide it evenly [default:
-    /// the preset's]
+    /// Use a batch of this many sequences; the ranks divide it evenly [default: the preset's]
     #[arg(long, value_name = "N")]
     pub batch: usize,
     /// Accumulate the gradients of this many batches per step [default: 1]
@@ -107,17 +106,17 @@ pub struct RunConfig {
     #[serde(default)]
     pub optimizer: OptimizerName,
     /// Set the peak learning rate [default: the preset's]
-    #[arg(long, value_name = "RATE", allow_negative_numbers = true, value_parser = finite)]
+    #[arg(long, value_name = "RATE", value_parser = finite)]
     pub lr: f64,
     /// Warm up the learning rate over this many steps; it then decays to a tenth along a cosine
     /// [default: the preset's, at most a tenth of the steps]
     #[arg(long, value_name = "STEPS")]
     pub warmup: u64,
     /// Set the decoupled weight decay of the matrices [default: 0.1]
-    #[arg(long, value_name = "DECAY", allow_negative_numbers = true, value_parser = finite)]
+    #[arg(long, value_name = "DECAY", value_parser = finite)]
     pub weight_decay: f64,
     /// Clip gradients to this global norm [default: 1]
-    #[arg(long, value_name = "NORM", allow_negative_numbers = true, value_parser = finite)]
+    #[arg(long, value_name = "NORM", value_parser = finite)]
     pub grad_clip: f64,
     /// Seed the random numbers: weights, batches and stochastic rounding [default: the value in the
     /// recipe's file, else 0]

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::read_json;
-use crate::hf::folder::check_folder;
+use crate::hf::folder::check_adapter_folder;
 use crate::hf::tensors::{ADAPTER_FILE, list};
 use crate::hf::{StoredTensor, TensorFolder, is_neutral};
 
@@ -117,7 +117,7 @@ impl AdapterFolder {
     /// an unsupported kind of adapter.
     pub fn read(folder: &Path) -> Result<Self> {
         let context = || format!("adapter {}", folder.display());
-        check_folder(folder).with_context(context)?;
+        check_adapter_folder(folder).with_context(context)?;
         for file in [ADAPTER_FILE, TENSORS] {
             ensure!(folder.join(file).exists(), "{} has no {file}", context());
         }

@@ -10,6 +10,7 @@ use super::load::Loader;
 use super::observe::Observer;
 use super::positions::Positions;
 use crate::hf::{DecoderConfig, TensorFolder};
+use crate::progress::{Unit, Work};
 
 /// Sequences on their way through the layers of a decoder, whose weights are in high precision.
 pub struct LayerwiseDecoder<'a> {
@@ -65,6 +66,7 @@ impl<'a> LayerwiseDecoder<'a> {
         let layers = &self.loader.config.layers;
         ensure!(index < layers.len(), "the decoder has {index} layers");
         let layer = self.loader.layer(index, &layers[index])?;
+        let mut work = Work::begin("run", Unit::Sequences, 0, self.streams.len());
         for stream in &mut self.streams {
             let [_, time, _] = stream.sum.dims();
             let tables = self.positions.tables(time, self.loader.device)?;
@@ -75,6 +77,7 @@ impl<'a> LayerwiseDecoder<'a> {
                 observer: Some(&mut *observer),
             };
             *stream = layer.forward(stream.clone(), index, &mut call)?;
+            work.add(1);
         }
         self.next += 1;
         Ok(())

@@ -24,7 +24,11 @@ impl NewFolder {
             Ok(mut entries) => entries.next().is_none(),
             Err(error) => error.kind() == ErrorKind::NotFound,
         };
-        ensure!(is_free, "{} must be empty, but it is not", target.display());
+        ensure!(
+            is_free,
+            "out {} must be empty, but it is not: give a folder that is empty or absent",
+            target.display()
+        );
         let name = target
             .file_name()
             .with_context(|| format!("{} has no name that a folder can get", target.display()))?;

@@ -175,7 +175,11 @@ pub fn create_empty(out: &Path) -> Result<()> {
     let name = || out.display().to_string();
     fs::create_dir_all(out).with_context(name)?;
     let is_empty = fs::read_dir(out).with_context(name)?.next().is_none();
-    ensure!(is_empty, "{} must be empty, but it is not", out.display());
+    ensure!(
+        is_empty,
+        "out {} must be empty, but it is not: give a folder that is empty or absent",
+        out.display()
+    );
     Ok(())
 }
 

@@ -93,13 +93,33 @@ impl Step {
     }
 }
 
+/// Checks that `groups` can have `budget` bits per weight: at least those of the smallest formats,
+/// and fewer than those of the model.
+///
+/// # Errors
+/// Returns an error that names the possible range if the budget is outside of it.
+pub fn check_budget(groups: &[Sensitivity], budget: f64) -> Result<()> {
+    let weights: usize = groups.iter().map(|group| group.weights).sum();
+    let smallest = |group: &Sensitivity| group.formats.iter().map(|cost| cost.bits).min();
+    let least: usize = groups.iter().filter_map(smallest).sum();
+    let most: usize = groups.iter().map(|group| high(group).bits).sum();
+    let [least, most] = [least, most].map(|bits| bits as f64 / weights as f64);
+    ensure!(
+        budget >= least && budget < most,
+        "bits is {budget}, but this model allows at least {:.4}, with every layer in its smallest \
+         format, and less than {most:.4}, its own: choose a number between them",
+        (least * 1e4).ceil() / 1e4
+    );
+    Ok(())
+}
+
 /// Chooses formats of `groups` with at most `budget` bits per weight; the KL divergences were
 /// measured over `tokens` tokens.
 ///
 /// # Errors
-/// Returns an error that names the possible range if the budget is outside of it, or if a KL
-/// divergence is not finite.
+/// Returns the error of [`check_budget`], or an error if a KL divergence is not finite.
 pub fn choose(groups: &[Sensitivity], budget: f64, tokens: usize) -> Result<Choices> {
+    check_budget(groups, budget)?;
     let weights: usize = groups.iter().map(|group| group.weights).sum();
     for group in groups {
         for cost in &group.formats {
@@ -113,23 +133,10 @@ pub fn choose(groups: &[Sensitivity], budget: f64, tokens: usize) -> Result<Choi
         }
     }
     let hulls: Vec<Vec<usize>> = groups.iter().map(|group| hull(&group.formats)).collect();
-    let total = |pick: fn(&[usize]) -> usize| -> usize {
-        let picked = groups.iter().zip(&hulls);
-        picked
-            .map(|(group, hull)| group.formats[pick(hull)].bits)
-            .sum()
-    };
-    let least = total(|hull| hull[0]) as f64 / weights as f64;
-    let most: usize = groups.iter().map(|group| high(group).bits).sum();
-    let most = most as f64 / weights as f64;
-    ensure!(
-        budget >= least && budget < most,
-        "bits is {budget}, but this model allows at least {:.4}, with every layer in its smallest \
-         format, and less than {most:.4}, its own: choose a number between them",
-        (least * 1e4).ceil() / 1e4
-    );
+    let first = groups.iter().zip(&hulls);
+    let least: usize = first.map(|(group, hull)| group.formats[hull[0]].bits).sum();
     let allowed = (budget * weights as f64).floor() as usize;
-    let mut left = allowed.saturating_sub(total(|hull| hull[0]));
+    let mut left = allowed.saturating_sub(least);
     let steps = hulls
         .iter()
         .enumerate()

@@ -48,6 +48,12 @@ const PARTIAL: &str = ".partial";
 /// Inputs of a run, by option name.
 pub type MadeFrom = BTreeMap<String, Value>;
 
+/// Returns true if the folder `out` holds a journal, also one that is not complete.
+pub fn has_journal(out: &Path) -> bool {
+    let journal = Journal::in_folder(out);
+    journal.folder.exists() || journal.partial().exists()
+}
+
 /// The journal of a run.
 pub(crate) struct Journal {
     out: PathBuf,
@@ -126,8 +132,8 @@ impl Journal {
         }
         ensure!(
             journal.entries()?.is_empty(),
-            "{} must be empty, but it holds a quantization that is not finished: --resume continues \
-             it, and removing the folder starts anew",
+            "out {} must be empty, but it holds a quantization that is not finished: --resume \
+             continues it, and removing the folder starts anew",
             out.display()
         );
         for folder in [&journal.folder, &journal.partial()] {
@@ -165,7 +171,7 @@ impl Journal {
         }
         ensure!(
             path.exists(),
-            "there is nothing to resume in {}: {}",
+            "resume is given, but there is nothing to resume in out {}: {}",
             out.display(),
             match is_finished {
                 true => "the quantization is finished",

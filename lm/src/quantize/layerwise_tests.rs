@@ -139,6 +139,21 @@ fn a_run_that_is_killed_between_layers_resumes_to_the_same_bytes() {
     assert_same_files(&killed, &whole);
 }
 
+/// The sequences of a layer take long on a CPU, so each of them is told.
+#[test]
+fn the_sequences_of_a_calibration_are_told() {
+    let scratch = Scratch::new("quantize-layerwise-told");
+    let device = Device::flex();
+    let options = smoothed(Dialect::ModelOpt);
+    let run = start(&golden("llama3-tiny"), &scratch.join("out"), &options);
+    let (done, told) = told("run", || run.calibrate(&device, &tokens(), TEXT));
+    done.unwrap();
+    let count = told[0].1;
+    let of_layer: Vec<_> = (0..=count).map(|done| (done, count)).collect();
+    assert!(count > 1, "{told:?}");
+    assert_eq!(told, [&of_layer[..], &of_layer].concat());
+}
+
 #[test]
 fn calibrations_without_text_are_refused() {
     let scratch = Scratch::new("quantize-layerwise-refused");

@@ -215,6 +215,10 @@ fn bits_are_spent_where_the_divergence_decreases_most() {
             let text = (&tokens[..], 32);
             choose_formats(&folder, &model, &options, &calibration, text, bits)
         };
+        for (bits, is_possible) in [(4.0, false), (4.4, false), (4.6, true), (16.0, false)] {
+            let checked = check_bits(&folder, &options, bits);
+            assert_eq!(checked.is_ok(), is_possible, "{name}: {bits}");
+        }
         let choices = choose(7.0).unwrap();
         assert_eq!(choices, choose(7.0).unwrap(), "{name}: not deterministic");
         assert_eq!((choices.groups.len(), choices.tokens), (groups, 96));

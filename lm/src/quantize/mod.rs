@@ -44,7 +44,7 @@ pub use engine::Engine;
 pub use folder::{Quantization, quantize_folder};
 pub use options::QuantizeOptions;
 pub use report::{KeptLayer, LayerReport, Quantized};
-pub use sensitivity::choose_formats;
+pub use sensitivity::{check_bits, choose_formats};
 pub use smooth::Smoothing;
 pub use stats::{Calibration, InputStats};
 pub use weight::quantize_weight;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
-use super::budget::{Choices, Cost, Sensitivity, choose};
+use super::budget::{Choices, Cost, Sensitivity, check_budget, choose};
 use super::folder::{casts, copied_spec};
 use super::fp8;
 use super::inputs::Inputs;
@@ -18,20 +18,36 @@ use super::weight_format::WeightFormat;
 use crate::decoder::Decoder;
 use crate::decoder::replace::Weights;
 use crate::eval::{Windows, compare};
-use crate::hf::StoredTensor;
+use crate::hf::{StoredTensor, TensorSpec};
 use crate::interchange::names::expert_layer;
-use crate::progress::{Unit, Work, listen, listener};
+use crate::interchange::{Fp8Format, Fp8Inputs, Fp8Weight};
+use crate::progress::{Unit, Work};
 
 /// Maximum number of sequences over which the KL divergences are measured.
 pub const SEQUENCES: usize = 16;
 
-/// Chooses the formats of the layers of the model in the folder `folder` for `bits` bits per
-/// weight. `model` is the same model, loaded in f32. The KL divergences are measured over the first
-/// [`SEQUENCES`] sequences of `length` of `tokens`; `calibration` is of the same text.
+/// Checks that the linear layers of the model in the folder `folder` can have `bits` bits per
+/// weight, from their shapes.
 ///
 /// # Errors
-/// Returns an error if the budget is out of range, if there are fewer than two tokens, or if a
-/// weight cannot be quantized.
+/// Returns an error that names the possible range if `bits` is outside of it, if the options do not
+/// allow layers in FP8, or if the model cannot be opened.
+pub fn check_bits(folder: &Path, options: &QuantizeOptions, bits: f64) -> Result<()> {
+    options.refuse_smoothing()?;
+    let source = Source::open(folder, options)?;
+    let units = units(&source.plan.groups);
+    let groups = units.iter().map(|unit| unmeasured(&source, unit, options));
+    check_budget(&groups.collect::<Result<Vec<_>>>()?, bits)
+}
+
+/// Chooses the formats of the layers of the model in the folder `folder` for `bits` bits per
+/// weight, which [`check_bits`] accepts. `model` is the same model, loaded in f32. The KL
+/// divergences are measured over the first [`SEQUENCES`] sequences of `length` of `tokens`;
+/// `calibration` is of the same text.
+///
+/// # Errors
+/// Returns the errors of [`check_bits`]. Also returns an error if there are fewer than two tokens,
+/// or if a weight cannot be quantized.
 pub fn choose_formats(
     folder: &Path,
     model: &Decoder,
@@ -55,46 +71,68 @@ pub fn choose_formats(
     let mut work = Work::begin("measure", Unit::Layers, 0, units.len());
     let mut groups = Vec::new();
     for unit in units {
-        let modules: Vec<String> = unit
-            .iter()
-            .flat_map(|group| group.iter().cloned())
-            .collect();
-        work.part(&modules[0]);
-        let mut weights: BTreeMap<WeightFormat, (Weights, usize)> = BTreeMap::new();
-        let (mut count, mut high) = (0, 0);
+        let mut measured = unmeasured(&source, &unit, options)?;
+        let name = measured.modules[0].clone();
+        work.part(&name);
+        let mut weights: BTreeMap<WeightFormat, Weights> = BTreeMap::new();
         for group in unit {
             for weight in quantized(&source, group, options, &inputs)? {
-                let (all, bits) = weights.entry(weight.format).or_default();
-                all.insert(weight.module, weight.values);
-                *bits += 8 * weight.bytes;
-            }
-            for module in group {
-                let tensor = source.tensors.get(&format!("{module}.weight"))?;
-                let elements = tensor.shape.iter().product::<usize>();
-                count += elements;
-                high += elements * copied_spec(&tensor).dtype.bitsize();
+                let of_format = weights.entry(weight.format).or_default();
+                of_format.insert(weight.module, weight.values);
             }
         }
-        let mut formats = Vec::new();
-        for (format, (weights, bits)) in weights {
-            let changed = model.clone().with_weights(&weights)?;
-            let kl = divergence(&changed, model, &texts, length);
-            let kl = kl.with_context(|| format!("{} in {}", modules[0], format.name()))?;
-            formats.push(Cost { format, bits, kl });
+        for cost in &mut measured.formats {
+            if let Some(weights) = weights.get(&cost.format) {
+                let changed = model.clone().with_weights(weights)?;
+                let kl = divergence(&changed, model, &texts, length);
+                cost.kl = kl.with_context(|| format!("{name} in {}", cost.format.name()))?;
+            }
         }
-        formats.push(Cost {
-            format: WeightFormat::High,
-            bits: high,
-            kl: 0.0,
-        });
-        groups.push(Sensitivity {
-            modules,
-            weights: count,
-            formats,
-        });
+        groups.push(measured);
         work.add(1);
     }
     choose(&groups, bits, texts.iter().map(Vec::len).sum())
+}
+
+/// Returns the modules of `unit` with the bits of each format, and KL divergences of 0.
+fn unmeasured(
+    source: &Source,
+    unit: &[&Vec<String>],
+    options: &QuantizeOptions,
+) -> Result<Sensitivity> {
+    let dialect = options.dialect;
+    let fp8 = Fp8Format {
+        inputs: Fp8Inputs::HighPrecision,
+        ..fp8::format_for(dialect, options.scheme)
+    };
+    let (mut weights, mut bits) = (0, [0; 3]);
+    for module in unit.iter().copied().flatten() {
+        let tensor = source.tensors.get(&format!("{module}.weight"))?;
+        let shape = [tensor.shape[0], tensor.shape[1]];
+        weights += shape[0] * shape[1];
+        for (bits, specs) in bits.iter_mut().zip([
+            dialect.specs(module, shape, false),
+            Fp8Weight::specs(dialect, module, shape, fp8),
+            vec![copied_spec(&tensor)],
+        ]) {
+            let of_spec =
+                |spec: &TensorSpec| spec.shape.iter().product::<usize>() * spec.dtype.bitsize();
+            *bits += specs.iter().map(of_spec).sum::<usize>();
+        }
+    }
+    let formats = [WeightFormat::Nvfp4, WeightFormat::Fp8, WeightFormat::High];
+    let costs = formats.into_iter().zip(bits);
+    Ok(Sensitivity {
+        modules: unit.iter().copied().flatten().cloned().collect(),
+        weights,
+        formats: costs
+            .map(|(format, bits)| Cost {
+                format,
+                bits,
+                kl: 0.0,
+            })
+            .collect(),
+    })
 }
 
 /// Joins groups that must have one format: those of the experts of a layer.
@@ -122,8 +160,6 @@ struct Weight {
     module: String,
     /// Dequantized values.
     values: Vec<f32>,
-    /// Bytes of codes and scales.
-    bytes: usize,
 }
 
 /// Returns the weights of the modules of `group` in NVFP4 and FP8, as they would be written.
@@ -156,7 +192,6 @@ fn quantized(
             format: WeightFormat::Nvfp4,
             module: (*module).clone(),
             values: nvfp4,
-            bytes: weight.bytes(),
         });
         let format = fp8::format_for(dialect, options.scheme);
         let weight = fp8::quantize(values, shape, amax, format);
@@ -165,7 +200,6 @@ fn quantized(
             format: WeightFormat::Fp8,
             module: (*module).clone(),
             values: weight.dequantize(),
-            bytes: weight.bytes(),
         });
     }
     Ok(found)
@@ -182,12 +216,7 @@ fn divergence(
         length,
         stride: length - 1,
     };
-    // The groups are the progress, not the texts of each.
-    let progress = listener();
-    listen(None);
-    let found = compare(changed, model, texts, windows);
-    listen(progress);
-    let found = found?;
+    let found = compare(changed, model, texts, windows)?;
     let nats: f64 = found.iter().map(|window| window.divergence).sum();
     let tokens: usize = found.iter().map(|window| window.tokens).sum();
     // Rounding may make the divergence of an exact weight negative.

@@ -20,6 +20,8 @@ use crate::hf::TokenizerConfig;
 const CONFIG: &str = "tokenizer_config.json";
 /// File with the template.
 const TEMPLATE: &str = "chat_template.jinja";
+/// Roles of messages that every template may get.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 /// Name of the template in the environment.
 const NAME: &str = "chat_template";
 /// Name of the filter that marks text of the assistant.
@@ -155,6 +157,7 @@ impl ChatTemplate {
             bail!("message {index} has U+FDD0 or U+FDD1, which are no characters");
         }
         let template = self.environment.get_template(NAME)?;
+        check_roles(messages, template.source())?;
         let rendered = template.render(context! {
             messages => Serde(messages),
             add_generation_prompt => prompt,
@@ -197,6 +200,25 @@ impl ChatTemplate {
         );
         Ok(Conversation { text, answers })
     }
+}
+
+/// Checks that `messages` have known roles, or roles that the template `source` names as texts. Most
+/// templates render any other role, too, which no model has learned.
+fn check_roles(messages: &[Message], source: &str) -> Result<()> {
+    let names = |role: &str| {
+        ['\'', '"']
+            .iter()
+            .any(|q| source.contains(&format!("{q}{role}{q}")))
+    };
+    for (index, Message { role, .. }) in messages.iter().enumerate() {
+        ensure!(
+            ROLES.contains(&&**role) || (!role.is_empty() && names(role)),
+            "`messages[{index}]`: `role` is {role:?}, but must be {}, or a role that the chat \
+             template names",
+            ROLES.join(", ")
+        );
+    }
+    Ok(())
 }
 
 /// Formats the time `seconds` after the beginning of 1970 in UTC. Supports the `strftime` codes
@@ -414,6 +436,18 @@ pub(crate) mod tests {
     #[test]
     fn what_cannot_be_rendered_is_an_error() {
         let user = [Message::new("user", "a")];
+        let unknown = [Message::new("usr", "a"), Message::new("assistant", "b")];
+        for error in [
+            template(CHATML).conversation(&unknown).err(),
+            template(CHATML).render(&unknown, false).err(),
+        ] {
+            let error = error.unwrap().to_string();
+            let says = "`messages[0]`: `role` is \"usr\", but must be system, developer, user,";
+            assert!(error.starts_with(says), "{error}");
+        }
+        // A role of the template.
+        let own = format!("{{# 'usr' #}}{CHATML}");
+        template(&own).conversation(&unknown).unwrap();
         let error = template(CHATML).conversation(&user).unwrap_err();
         assert!(error.to_string().contains("`assistant`"), "{error}");
         let refuses = template("{{ raise_exception('no ' + bos_token) }}");

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 
 use super::chat::{ChatTemplate, Message};
-use super::line::{Line, each_row, has_rows};
+use super::line::{Line, check_formats, each_row, has_rows};
 use super::shard::{Document, ShardWriter};
 use crate::data::files;
 use crate::hf::Tokenizer;
@@ -156,9 +156,10 @@ impl<'a> Encoder<'a> {
     /// are empty or not UTF-8 text are skipped and counted.
     ///
     /// # Errors
-    /// Returns an error if a path cannot be read, or a row is not a document; the error gives the
-    /// line number or the index of the row.
+    /// Returns an error if a path cannot be read, if a file is a table or JSON without rows, or if a
+    /// row is not a document; the error gives the line number or the index of the row.
     pub fn encode_files(&self, paths: &[PathBuf], writer: &mut ShardWriter) -> Result<Encoded> {
+        check_formats("data", paths)?;
         let mut found = Encoded::default();
         let files = files(paths)?;
         let mut work = reading("tokenize", &files);
@@ -212,6 +213,7 @@ fn text_of(path: &Path) -> Result<Option<String>> {
 /// Returns an error if a path cannot be read or is a shard of tokens, or if a row is not a document;
 /// the error gives the line number or the index of the row.
 pub fn texts(paths: &[PathBuf]) -> Result<Vec<String>> {
+    check_formats("data", paths)?;
     let mut found = Vec::new();
     let files = files(paths)?;
     let mut work = reading("read", &files);
@@ -416,9 +418,13 @@ mod tests {
             tokens(&lines)
         );
         assert_eq!(texts(&[folder.join("rows.json")]).unwrap().len(), 2);
-        // An object is a text, as any other file.
-        let object = encoded("object.json", rows[1]).unwrap();
-        assert_eq!(object.documents(), 1);
+        // An object is no list; in a folder it is a text, as any other file.
+        let error = encoded("object.json", rows[1]).unwrap_err().to_string();
+        assert!(error.contains("no list of rows"), "{error}");
+        fs::remove_file(folder.join("all.tokens")).unwrap();
+        let mut writer = ShardWriter::new(vocabulary).unwrap();
+        let all = encoder.encode_files(&[folder.to_path_buf()], &mut writer);
+        assert_eq!(all.unwrap().documents, 5);
         for (list, says) in [
             (
                 r#"[{"text": "a"}, {"text": 5}]"#,

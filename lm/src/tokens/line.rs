@@ -1,6 +1,8 @@
 //! Rows of JSON in training data, one per line or in one list: the forms of a document.
 
-use std::path::Path;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
@@ -13,6 +15,9 @@ use crate::progress::Work;
 pub(crate) const JSON_LINES: &str = "jsonl";
 /// Extension of files that may hold a list of rows.
 pub(crate) const JSON: &str = "json";
+
+/// Extensions of tables, whose rows are not read.
+const TABLES: [&str; 6] = ["arrow", "csv", "feather", "parquet", "tsv", "xlsx"];
 
 /// Keys that select the form of a row.
 const FORMS: [&str; 5] = ["text", "prompt", "messages", "conversations", "instruction"];
@@ -133,6 +138,36 @@ impl Line {
             }
         }
     }
+}
+
+/// Checks that the files among `paths`, those of the option `option`, are in a format that is read:
+/// no tables, and no `.json` files without a list of rows. Files in folders are not checked.
+///
+/// # Errors
+/// Returns an error that names the file and the formats.
+pub(crate) fn check_formats(option: &str, paths: &[PathBuf]) -> Result<()> {
+    for path in paths.iter().filter(|path| path.is_file()) {
+        let end = path.extension().and_then(|end| end.to_str());
+        let end = end.unwrap_or_default().to_ascii_lowercase();
+        let problem = match &*end {
+            JSON if !begins_a_list(path) => "is JSON, but no list of rows",
+            table if TABLES.contains(&table) => "is a table",
+            _ => continue,
+        };
+        bail!(
+            "{option} {} {problem}, and would be read as plain text: give one row of JSON per line \
+             (.jsonl), a list of them (.json), or text in a file with another ending, such as .txt",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
+/// Returns true if the file `path` begins with `[`, after at most 63 bytes of white space.
+pub(crate) fn begins_a_list(path: &Path) -> bool {
+    let mut begin = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
+    read.is_ok() && has_rows(path, &String::from_utf8_lossy(&begin))
 }
 
 /// Returns true if the file `path`, which contains `text`, holds rows: JSON lines, or a `.json`
@@ -269,7 +304,46 @@ const fn kind(value: &Value) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
+    use nvfp4_test_support::Scratch;
+
     use super::*;
+
+    #[test]
+    fn tables_and_json_without_rows_are_refused() {
+        let folder = Scratch::new("formats");
+        let path = |name: &str, text: &str| {
+            let path = folder.join(name);
+            fs::write(&path, text).unwrap();
+            path
+        };
+        let object = "{\n  \"text\": \"one\"\n}\n";
+        for (name, text, says) in [
+            ("a.csv", "prompt,completion\na,b\n", "is a table"),
+            ("a.TSV", "a\tb\n", "is a table"),
+            ("a.parquet", "PAR1", "is a table"),
+            ("a.json", object, "is JSON, but no list of rows"),
+        ] {
+            let path = path(name, text);
+            let error = check_formats("data", std::slice::from_ref(&path)).unwrap_err();
+            let error = error.to_string();
+            assert!(
+                error.starts_with(&format!("data {} {says}", path.display()))
+                    && error.contains(".jsonl"),
+                "{error}"
+            );
+        }
+        let read = [
+            path("b.json", " [{\"text\": \"one\"}]"),
+            path("b.jsonl", "{\"text\": \"one\"}"),
+            path("b.txt", object),
+            path("b", "text"),
+            // A folder of programs has such files, too.
+            folder.to_path_buf(),
+        ];
+        check_formats("data", &read).unwrap();
+    }
 
     #[test]
     fn lines_have_five_forms() {

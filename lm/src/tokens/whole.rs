@@ -1,14 +1,13 @@
 //! Reads texts whole, for calibration and evaluation: every token counts.
 
 use std::ffi::OsStr;
-use std::fs::{self, File};
-use std::io::Read;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
 use super::encode::{Encoder, is_shard};
-use super::line::{JSON, JSON_LINES, each_row, has_rows};
+use super::line::{JSON, JSON_LINES, begins_a_list, check_formats, each_row, has_rows};
 use crate::data::wanted_files;
 use crate::hf::Tokenizer;
 use crate::progress::Work;
@@ -77,18 +76,12 @@ impl TextFile {
 /// Lists the files of `paths`, which are those of `option`; also returns the number of files in
 /// folders that are not read.
 pub(crate) fn list(option: &str, paths: &[PathBuf]) -> Result<(Vec<PathBuf>, usize)> {
+    check_formats(option, paths)?;
     wanted_files(option, paths, |path| {
         let end = path.extension();
         let is_listed = |end: &OsStr| EXTENSIONS.iter().any(|extension| end == *extension);
         end.is_some_and(|end| is_listed(end) || (end == JSON && begins_a_list(path)))
     })
-}
-
-/// Returns true if the file `path` begins with `[`, after at most 63 bytes of white space.
-fn begins_a_list(path: &Path) -> bool {
-    let mut begin = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(64).read_to_end(&mut begin));
-    read.is_ok() && has_rows(path, &String::from_utf8_lossy(&begin))
 }
 
 /// Returns true if `path` may hold rows, for which the chat template is needed.

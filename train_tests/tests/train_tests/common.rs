@@ -1,13 +1,11 @@
 //! Model and data of the tests.
 
-use burn_core as burn;
-
-use burn_core::data::dataloader::batcher::Batcher;
-use burn_core::module::Module;
-use burn_core::tensor::{Device, Tensor, TensorData, activation::gelu};
-use burn_nvfp4::state::assign_layer_ids;
-use burn_nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
+use burn::data::dataloader::batcher::Batcher;
+use burn::module::Module;
+use burn::tensor::{Device, Tensor, TensorData, activation::gelu};
 use burn_train::{InferenceStep, RegressionOutput, TrainOutput, TrainStep};
+use nvfp4::state::assign_layer_ids;
+use nvfp4::{Nvfp4Linear, Nvfp4LinearConfig, Nvfp4Recipe, Nvfp4State};
 
 pub const WIDTH: usize = 32;
 pub const BATCH: usize = 16;

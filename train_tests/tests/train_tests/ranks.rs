@@ -6,20 +6,18 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use burn_core as burn;
-
-use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
-use burn_core::data::dataset::InMemDataset;
-use burn_core::module::Module;
-use burn_core::tensor::Device;
-use burn_nvfp4::parallel::{ProcessGroup, average_gradients, broadcast};
-use burn_nvfp4::state::set_rank;
-use burn_nvfp4::{Nvfp4Recipe, Nvfp4State};
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
+use burn::data::dataset::InMemDataset;
+use burn::module::Module;
+use burn::tensor::Device;
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
 use burn_train::metric::LossMetric;
 use burn_train::{
     InferenceStep, Learner, RegressionOutput, SupervisedTraining, TrainOutput, TrainStep,
 };
+use nvfp4::parallel::{ProcessGroup, average_gradients, broadcast};
+use nvfp4::state::set_rank;
+use nvfp4::{Nvfp4Recipe, Nvfp4State};
 
 use crate::common::{BATCH, Net, RATE, RowBatcher, Rows};
 

@@ -6,13 +6,13 @@
 
 use std::path::Path;
 
-use burn_core::tensor::Device;
-use burn_nvfp4::checkpoint::Nvfp4Checkpoints;
-use burn_nvfp4::{LayerMode, Nvfp4State, set_mode};
+use burn::tensor::Device;
 use burn_optim::AdamWConfig;
 use burn_train::checkpoint::KeepLastNCheckpoints;
 use burn_train::metric::LossMetric;
 use burn_train::{ExecutionStrategy, Learner, SupervisedTraining};
+use nvfp4::checkpoint::Nvfp4Checkpoints;
+use nvfp4::{LayerMode, Nvfp4State, set_mode};
 
 use crate::common::{Net, RATE};
 use crate::process::ran_in_own_process;

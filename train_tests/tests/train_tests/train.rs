@@ -3,21 +3,19 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn_core as burn;
-
-use burn_core::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
-use burn_core::data::dataset::InMemDataset;
-use burn_core::module::Module;
-use burn_core::tensor::{Device, ExecutionError};
-use burn_nvfp4::Nvfp4State;
-use burn_nvfp4::telemetry::metrics::{Statistic, TelemetryInput, TelemetryMetric};
-use burn_nvfp4::telemetry::{Telemetry, TelemetrySampler};
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
+use burn::data::dataset::InMemDataset;
+use burn::module::Module;
+use burn::tensor::{Device, ExecutionError};
 use burn_optim::{AdamWConfig, GradientsAccumulator, GradientsParams};
 use burn_train::metric::{Adaptor, LossInput, LossMetric};
 use burn_train::{
     ExecutionStrategy, InferenceStep, ItemLazy, Learner, RegressionOutput, SupervisedTraining,
     TrainOutput, TrainStep,
 };
+use nvfp4::Nvfp4State;
+use nvfp4::telemetry::metrics::{Statistic, TelemetryInput, TelemetryMetric};
+use nvfp4::telemetry::{Telemetry, TelemetrySampler};
 
 use crate::common::{BATCH, Net, RATE, RowBatcher, Rows};
 
@@ -133,7 +131,7 @@ fn records_and_state_continue() {
     let record = net.clone().into_record().into_bytes().unwrap();
     let state = Nvfp4State::collect(&net);
     let other =
-        Net::new(&device).load_record(burn_core::store::ModuleRecord::from_bytes(record).unwrap());
+        Net::new(&device).load_record(burn::store::ModuleRecord::from_bytes(record).unwrap());
     state.apply(&other).unwrap();
     let one = by_burn_train("one", net.copy(&device), &device, |training| training);
     let two = by_burn_train("two", other, &device, |training| training);
