@@ -99,8 +99,10 @@ impl Rope {
         let field = "rope_theta";
         let written = fields.optional_number(field)?.map(|theta| (field, theta));
         let read = |(name, value): (&str, Option<&Value>)| match value {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => Self::from_value(name, value, (written, theta), max_positions).map(Some),
+            Some(value) if !is_empty(value) => {
+                Self::from_value(name, value, (written, theta), max_positions).map(Some)
+            }
+            _ => Ok(None),
         };
         let old = ("rope_scaling", fields.take("rope_scaling"));
         let text = |value: Option<&Value>| value.map_or_else(String::new, Value::to_string);
@@ -213,7 +215,7 @@ impl Rope {
                     beta_fast: positive("beta_fast", Some(32.0))?,
                     beta_slow: positive("beta_slow", Some(1.0))?,
                     attention_factor: yarn_attention_factor(fields, factor)?,
-                    truncate: fields.bool_or("truncate", true)?,
+                    truncate: fields.truth_or("truncate", true)?,
                 }
             }
             "dynamic" => {
@@ -349,6 +351,11 @@ impl Rope {
             .map(|angle| (angle.cos() as f32 * scale, angle.sin() as f32 * scale))
             .unzip())
     }
+}
+
+/// Returns true for null and `{}`, which say nothing of a rotary embedding.
+pub(crate) fn is_empty(value: &Value) -> bool {
+    value.is_null() || value.as_object().is_some_and(serde_json::Map::is_empty)
 }
 
 /// Computes one frequency of Llama 3.
