@@ -186,7 +186,7 @@ impl Rope {
             );
             Ok(factor)
         };
-        let original = |default| positive("original_max_position_embeddings", default);
+        let original = || positive("original_max_position_embeddings", Some(max));
         let scaling = match kind {
             "default" => RopeScaling::Default,
             "linear" => RopeScaling::Linear { factor: factor()? },
@@ -204,14 +204,14 @@ impl Rope {
                     factor: factor()?,
                     low,
                     high,
-                    original: original(None)?,
+                    original: original()?,
                 }
             }
             "yarn" => {
                 let factor = factor()?;
                 RopeScaling::Yarn {
                     factor,
-                    original: original(Some(max))?,
+                    original: original()?,
                     beta_fast: positive("beta_fast", Some(32.0))?,
                     beta_slow: positive("beta_slow", Some(1.0))?,
                     attention_factor: yarn_attention_factor(fields, factor)?,
@@ -219,7 +219,7 @@ impl Rope {
                 }
             }
             "dynamic" => {
-                let original = original(Some(max))?;
+                let original = original()?;
                 ensure!(
                     original == max,
                     "`{name}.original_max_position_embeddings` is {original}, but must be \

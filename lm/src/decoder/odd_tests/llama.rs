@@ -152,6 +152,11 @@ fn tied_heads_and_vocabularies() {
 fn rotary_embeddings() {
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 32});
+    let mut short = llama3.clone();
+    short
+        .as_object_mut()
+        .unwrap()
+        .remove("original_max_position_embeddings");
     let with_theta = |scaling: &Value| {
         let mut scaling = scaling.clone();
         scaling["rope_theta"] = json!(5e5);
@@ -173,6 +178,15 @@ fn rotary_embeddings() {
         [
             (old(llama3.clone()), Same),
             (all([old(llama3.clone()), new(llama3.clone())]), Same),
+            // The original context is that of the model unless it is given.
+            (
+                new(short),
+                Like(new(with(
+                    &llama3,
+                    "original_max_position_embeddings",
+                    json!(256),
+                ))),
+            ),
             (set(json!({"rope_scaling": null})), Same),
             (set(json!({"rope_scaling": {}})), Same),
             (set(json!({"rope_theta": 5e5})), Same),
@@ -216,7 +230,6 @@ fn rotary_embeddings() {
                 old(json!({"type": "dynamic", "factor": 4.0})),
                 Like(new(json!({"rope_type": "dynamic", "factor": 4.0}))),
             ),
-            // The original context of YaRN is that of the model unless it is given.
             (
                 old(yarn.clone()),
                 Like(new(with(

@@ -1,10 +1,10 @@
 //! Odd folders of each family, as people have them: absent and neutral fields, fields of several
-//! versions, missing and extra tensors. Each loads with the logits of transformers, or is refused by
-//! name.
+//! versions, missing and extra tensors. Each has the logits that transformers computes, or is
+//! refused by name.
 //!
 //! The expected results are those of transformers 5.23: defaults of its configuration classes, and
-//! fields that its models read. Where transformers only warns (missing or unexpected tensors,
-//! contradictory fields), the folder is refused.
+//! fields that its models read. Folders are also refused if transformers only warns, or takes one
+//! of two contradictory fields.
 
 mod deepseek;
 mod experts;

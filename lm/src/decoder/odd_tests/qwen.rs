@@ -14,7 +14,11 @@ fn window(fields: Value) -> Change {
 
 /// Cases of windows, which are those of both families.
 fn windows() -> [(Change, Expected); 11] {
-    let used = |first: usize| json!({"use_sliding_window": true, "sliding_window": 8, "max_window_layers": first});
+    let used = |first: usize| {
+        let mut fields = json!({"use_sliding_window": true, "sliding_window": 8});
+        fields["max_window_layers"] = json!(first);
+        fields
+    };
     let types = |is_used: bool, types: [&str; 2]| {
         set(json!({"use_sliding_window": is_used, "sliding_window": 8, "layer_types": types}))
     };

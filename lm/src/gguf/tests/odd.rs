@@ -3,6 +3,7 @@
 use super::*;
 
 type Change = fn(&mut Made);
+type Tensors = BTreeMap<String, Vec<f32>>;
 
 /// Replaces the value of `key`.
 fn put(made: &mut Made, key: &str, kind: u32, value: &[u8]) {
@@ -24,7 +25,7 @@ fn float(made: &mut Made, key: &str, value: f32) {
 }
 
 /// Imports `made`; returns the configuration and the tensors of the folder.
-fn imported(made: &Made) -> Result<(DecoderConfig, Vec<(String, Vec<f32>)>)> {
+fn imported(made: &Made) -> Result<(DecoderConfig, Tensors)> {
     let folder = Scratch::new("gguf-odd");
     let target = folder.join("out");
     let found = import(&write(&folder, made), &target, Dtype::F32)?;
