@@ -77,7 +77,8 @@ impl Config {
         );
         for (field, value) in json {
             let is_supported = match &**field {
-                "peft_type" | "r" | "lora_alpha" | "use_rslora" => true,
+                "peft_type" | "r" | "lora_alpha" => true,
+                "use_rslora" => value.is_null() || value.is_boolean(),
                 "bias" => value == "none",
                 "init_lora_weights" => {
                     let is_known = || INITIALIZATIONS.iter().any(|name| value == name);
@@ -90,10 +91,14 @@ impl Config {
                 "`{field}` is {value}, which is not supported: it changes what the adapters compute"
             );
         }
-        let rank = json.get("r").and_then(Value::as_u64).unwrap_or(0) as usize;
-        ensure!(rank > 0, "`r` must be the rank, a number of at least 1");
-        let alpha = json.get("lora_alpha").and_then(Value::as_f64);
-        let alpha = alpha.context("`lora_alpha` must be a number")?;
+        let field = |name: &str| json.get(name).unwrap_or(&Value::Null);
+        let (rank, alpha) = (field("r"), field("lora_alpha"));
+        let read = rank.as_u64().filter(|rank| *rank > 0);
+        let read = read.with_context(|| format!("`r` is {rank}, but must be a rank of at least 1"));
+        let rank = read? as usize;
+        let read = alpha.as_f64();
+        let alpha =
+            read.with_context(|| format!("`lora_alpha` is {alpha}, but must be a number"))?;
         let is_rank_stabilized = json.get("use_rslora") == Some(&Value::Bool(true));
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let targets = json.get("target_modules").and_then(Value::as_array);

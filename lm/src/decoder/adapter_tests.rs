@@ -290,7 +290,7 @@ fn adapters_that_do_not_fit_are_named() {
         ),
         (
             |made| made.json["lora_alpha"] = Value::Null,
-            &["`lora_alpha` must be a number"],
+            &["`lora_alpha` is null, but must be a number"],
         ),
     ];
     for (number, (change, says)) in cases.into_iter().enumerate() {
@@ -312,4 +312,127 @@ fn adapters_that_do_not_fit_are_named() {
         error.to_string().contains("has no adapter_config.json"),
         "{error}"
     );
+}
+
+/// Returns the logits of `llama3-tiny` with the adapters of `made`.
+fn adapted(made: &Made) -> Result<Vec<f32>> {
+    let folder = Scratch::new("adapter-odd");
+    made.write(&folder);
+    let model = Decoder::load(&golden("llama3-tiny"), &Device::flex(), FloatDType::F32)?;
+    Ok(logits(&model.with_adapter(&AdapterFolder::read(&folder)?)?))
+}
+
+/// Fields of PEFT 0.21 that say how adapters were trained, or nothing.
+#[test]
+fn fields_that_change_nothing_are_accepted() {
+    let expected = adapted(&adapters()).unwrap();
+    for fields in [
+        // All fields of `LoraConfig` with their defaults.
+        json!({"alora_invocation_tokens": null, "arrow_config": null, "auto_mapping": null,
+            "corda_config": null, "ensure_weight_tying": false, "eva_config": null,
+            "exclude_modules": null, "kasa_config": null, "layer_replication": null,
+            "layers_pattern": null, "layers_to_transform": null, "lora_ga_config": null,
+            "megatron_config": null, "monteclora_config": null, "revision": null,
+            "runtime_config": {"ephemeral_gpu_offload": false}, "target_parameters": null,
+            "trainable_token_indices": null, "use_bdlora": null, "use_qalora": false,
+            "velora_config": null}),
+        json!({"modules_to_save": [], "use_rslora": null, "layer_replication": []}),
+        json!({"target_modules": "all-linear", "exclude_modules": ["lm_head"]}),
+        json!({"target_modules": ".*(q_proj|v_proj|down_proj)$", "layers_to_transform": [0, 1]}),
+        json!({"init_lora_weights": "gaussian", "lora_dropout": 0.5}),
+        json!({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}),
+        json!({"init_lora_weights": false, "task_type": null, "revision": "main"}),
+        json!({"lora_alpha": 6.0}),
+    ] {
+        let mut made = adapters();
+        for (name, value) in fields.as_object().unwrap() {
+            made.json[name] = value.clone();
+        }
+        assert_eq!(adapted(&made).unwrap(), expected, "{fields}");
+    }
+    // The few fields of the first versions.
+    let mut made = adapters();
+    let first = ["peft_type", "r", "lora_alpha", "target_modules", "bias"];
+    let json = made.json.as_object_mut().unwrap();
+    json.retain(|name, _| first.contains(&name.as_str()));
+    assert_eq!(adapted(&made).unwrap(), expected);
+}
+
+/// Fields and tensors that make an adapter compute something else, each refused by its name.
+#[test]
+fn fields_that_change_adapters_are_refused() {
+    for (fields, says) in [
+        (json!({"rank_pattern": {"q_proj": 8}}), "`rank_pattern` is"),
+        (
+            json!({"alpha_pattern": {"q_proj": 32}}),
+            "`alpha_pattern` is",
+        ),
+        (
+            json!({"modules_to_save": ["lm_head"]}),
+            "`modules_to_save` is",
+        ),
+        (json!({"fan_in_fan_out": true}), "`fan_in_fan_out` is true"),
+        (json!({"bias": "lora_only"}), "`bias` is \"lora_only\""),
+        (json!({"lora_bias": true}), "`lora_bias` is true"),
+        (
+            json!({"layer_replication": [[0, 2], [1, 2]]}),
+            "`layer_replication` is",
+        ),
+        (
+            json!({"trainable_token_indices": [1]}),
+            "`trainable_token_indices` is",
+        ),
+        (
+            json!({"target_parameters": ["mlp.experts.gate_up_proj"]}),
+            "`target_parameters` is",
+        ),
+        (
+            json!({"alora_invocation_tokens": [1]}),
+            "`alora_invocation_tokens` is",
+        ),
+        (json!({"use_qalora": true}), "`use_qalora` is true"),
+        (json!({"kasa_config": {"beta": 1e-4}}), "`kasa_config` is"),
+        (json!({"use_rslora": "true"}), "`use_rslora` is \"true\""),
+        (json!({"use_rslora": 1}), "`use_rslora` is 1"),
+        (
+            json!({"init_lora_weights": "olora"}),
+            "`init_lora_weights` is \"olora\"",
+        ),
+        (
+            json!({"init_lora_weights": "pissa_niter_4"}),
+            "`init_lora_weights` is \"pissa_niter_4\"",
+        ),
+        (
+            json!({"init_lora_weights": "loftq"}),
+            "`init_lora_weights` is \"loftq\"",
+        ),
+        (json!({"r": 4.5}), "`r` is 4.5, but must be a rank"),
+        (json!({"r": 0}), "`r` is 0, but must be a rank"),
+        (json!({"lora_alpha": "6"}), "`lora_alpha` is \"6\""),
+        (
+            json!({"peft_type": "ADALORA"}),
+            "`peft_type` is \"ADALORA\"",
+        ),
+    ] {
+        let mut made = adapters();
+        for (name, value) in fields.as_object().unwrap() {
+            made.json[name] = value.clone();
+        }
+        let error = format!("{:#}", adapted(&made).unwrap_err());
+        assert!(error.contains(says), "{fields}: {error}");
+    }
+    // A head saved beside adapters, names of the first versions and of other wrappers, embeddings.
+    for name in [
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+        "model.layers.0.self_attn.k_proj.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias",
+    ] {
+        let mut made = adapters();
+        made.tensors.insert(name.into(), vec![4, 96]);
+        let error = format!("{:#}", adapted(&made).unwrap_err());
+        let says = format!("of no LoRA adapter: `{name}`");
+        assert!(error.contains(&says), "{error}");
+    }
 }

@@ -430,6 +430,8 @@ mod load_tests;
 #[cfg(all(test, feature = "flex"))]
 mod lora_tests;
 #[cfg(all(test, feature = "flex"))]
+mod odd_tests;
+#[cfg(all(test, feature = "flex"))]
 mod packed_tests;
 #[cfg(all(test, feature = "flex"))]
 mod steps_tests;

@@ -270,7 +270,10 @@ const UNUSED: [(&str, &str); 3] = [
 ];
 
 /// Returns the reason why a tensor of this name is not used, if it is known to have no meaning.
-fn unused(config: &DecoderConfig, name: &str) -> Option<&'static str> {
+fn unused(config: &DecoderConfig, name: &str, shape: &[usize]) -> Option<&'static str> {
+    if name.contains(".mlp.shared_experts.") && shape.contains(&0) {
+        return Some("a shared expert without elements, as `n_shared_experts` is 0");
+    }
     if is_extra(config, name) {
         return Some("a layer that predicts further tokens, which no text here is made with");
     }
@@ -371,7 +374,8 @@ pub fn differences<'a>(
     }
     for name in plain.iter().filter(|name| !known.contains(**name)) {
         let bytes = |name: &str| tensors.find(name).map(|tensor| tensor.bytes());
-        if let Some(reason) = unused(config, name) {
+        let shape = tensors.find(name).map_or(&[][..], |tensor| tensor.shape);
+        if let Some(reason) = unused(config, name, shape) {
             found.unused.push(((*name).into(), reason));
         } else if config.tied && *name == HEAD && bytes(HEAD) == bytes(EMBEDDING) {
             found

@@ -10,8 +10,10 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::decoder::AdapterFolder;
+use crate::decoder::fused::split;
 use crate::eval::Question;
 use crate::gguf;
+use crate::hf::fp8::{block_size, is_fp8};
 use crate::hf::{DecoderConfig, Dtype, GenerationConfig, TensorFolder, Tokenizer};
 use crate::interchange::{Checkpoint, QuantConfig};
 use crate::quantize::journal::{JOURNAL, Journal, MadeFrom};
@@ -45,6 +47,14 @@ pub const TARGETS: &[Target] = &[
     Target {
         name: "config",
         run: config,
+    },
+    Target {
+        name: "experts",
+        run: experts,
+    },
+    Target {
+        name: "fp8",
+        run: fp8,
     },
     Target {
         name: "generation_config",
@@ -190,20 +200,60 @@ pub fn config(data: &[u8]) {
 pub fn generation_config(data: &[u8]) {
     let folder = folder("generation_config");
     write(&folder.join("generation_config.json"), data);
-    if let Ok(found) = GenerationConfig::read(&folder, &small_config()) {
+    if let Ok(found) = GenerationConfig::read(&folder, &small_config("llama")) {
         let ids = found.eos.iter().chain(&found.bos).chain(&found.pad);
         assert!(ids.into_iter().all(|id| *id < 288));
     }
 }
 
-fn small_config() -> DecoderConfig {
-    let json = serde_json::json!({
-        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
+/// Returns a model of one layer and 288 tokens; with experts if `model_type` has them.
+fn small_config(model_type: &str) -> DecoderConfig {
+    let mut json = serde_json::json!({
+        "model_type": model_type, "hidden_size": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64,
         "vocab_size": 288, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     });
+    if model_type != "llama" {
+        json["num_local_experts"] = 2.into();
+        json["num_experts_per_tok"] = 1.into();
+    }
+    if model_type == "qwen3_moe" {
+        json["moe_intermediate_size"] = 64.into();
+    }
     let json = json.as_object().expect("it is one");
     DecoderConfig::from_json(json).expect("a small model")
+}
+
+/// Experts in one tensor, in both layouts, and in MXFP4.
+pub fn experts(data: &[u8]) {
+    let path = folder("experts").join("model.safetensors");
+    write(&path, data);
+    for model_type in ["gpt_oss", "qwen3_moe"] {
+        let Ok(tensors) = TensorFolder::open_file(&path) else {
+            return;
+        };
+        if let Ok(tensors) = split(tensors, &small_config(model_type)) {
+            for tensor in tensors.iter() {
+                let _ = tensor.to_f32();
+            }
+        }
+    }
+}
+
+/// Weights in FP8 with a scale for each block of 32 by 32.
+pub fn fp8(data: &[u8]) {
+    let path = folder("fp8").join("model.safetensors");
+    write(&path, data);
+    let json = serde_json::json!({"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [32, 32],
+    }});
+    let json = json.as_object().expect("it is one");
+    let tensors = TensorFolder::open_file(&path);
+    if let Ok(tensors) = tensors.and_then(|tensors| tensors.with_fp8_scales(json)) {
+        for tensor in tensors.iter() {
+            let _ = tensor.to_f32();
+        }
+    }
 }
 
 /// An object of `config` (config.json) and `hf_quant_config`, which may be absent.
@@ -212,6 +262,9 @@ pub fn quantization_config(data: &[u8]) {
         return;
     };
     let config = json.get("config").unwrap_or(&Value::Null);
+    if let Some(config) = config.as_object().filter(|config| is_fp8(config)) {
+        let _ = block_size(config);
+    }
     let Ok(Some(config)) = QuantConfig::read(config, json.get("hf_quant_config")) else {
         return;
     };

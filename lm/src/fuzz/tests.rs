@@ -273,6 +273,39 @@ fn seeds_of_folders_are_read() {
     assert!(resume().part(0).unwrap().is_some());
 }
 
+/// Seeds of the two targets that read many forms are accepted, so that mutations reach each form.
+#[test]
+fn seeds_of_all_forms_are_accepted() {
+    for seed in seeds("config") {
+        let json = serde_json::from_slice(&seed).unwrap();
+        DecoderConfig::from_json(&json).unwrap();
+    }
+    for seed in seeds("quantization_config") {
+        let json: Value = serde_json::from_slice(&seed).unwrap();
+        let config = &json["config"];
+        QuantConfig::read(config, json.get("hf_quant_config")).unwrap();
+        if is_fp8(config.as_object().unwrap()) {
+            block_size(config.as_object().unwrap()).unwrap();
+        }
+    }
+    let open = |name: &str| {
+        let path = repository().join("fuzz/seeds").join(name);
+        TensorFolder::open_file(&path).unwrap()
+    };
+    for (name, tensor) in [("mxfp4", "gate_proj"), ("down", "down_proj")] {
+        let tensors = open(&format!("experts/{name}.safetensors"));
+        let tensors = split(tensors, &small_config("gpt_oss")).unwrap();
+        let name = format!("model.layers.0.mlp.experts.1.{tensor}.weight");
+        assert!(tensors.get(&name).unwrap().to_f32().is_ok());
+    }
+    let json = serde_json::json!({"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [32, 32],
+    }});
+    let tensors = open("fp8/blocks.safetensors");
+    let tensors = tensors.with_fp8_scales(json.as_object().unwrap()).unwrap();
+    assert!(tensors.scales_of("a.weight").is_some());
+}
+
 #[test]
 fn the_bound_is_one() {
     fn greedy(data: &[u8]) {

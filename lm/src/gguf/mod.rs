@@ -80,6 +80,12 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
     };
     let config = config(file)?;
     refuse_unknown(file)?;
+    let mut json = config.to_json(type_name);
+    let read = DecoderConfig::from_json(&json).context("config.json of this file")?;
+    ensure!(
+        read == config,
+        "the metadata has a number that config.json cannot hold"
+    );
     // This tensor is known: `config` derived the rope scaling from it.
     let mut known = BTreeSet::from([rope::FACTORS.to_owned()]);
     let new = NewFolder::create(target)?;
@@ -137,7 +143,6 @@ fn import_file(file: &GgufFile, target: &Path, dtype: Dtype) -> Result<Imported>
         tensors::list(&unknown)
     );
     writer.finish()?;
-    let mut json = config.to_json(type_name);
     match layers.quantization()? {
         None => write_json(&new.path().join(CONFIG_FILE), &json)?,
         Some(quantization) => {
@@ -357,7 +362,13 @@ fn refuse_unknown(file: &GgufFile) -> Result<()> {
             let name = key.strip_prefix("llama.");
             let says_nothing = match value {
                 Value::Integer(number) => *number == 0,
-                Value::Float(number) => *number == 0.0 || *number == 1.0,
+                // `attention.scale` replaces the scale of scores instead of multiplying it.
+                Value::Float(number) => {
+                    let is_factor = ["_scale", "scale_", "_factor"]
+                        .iter()
+                        .any(|part| key.contains(part));
+                    *number == 0.0 || is_factor && *number == 1.0
+                }
                 Value::Bool(flag) => *flag == key.ends_with("causal"),
                 Value::String(text) => text.is_empty(),
                 _ => false,

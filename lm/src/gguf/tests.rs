@@ -9,6 +9,7 @@ use crate::hf::TensorFolder;
 use crate::interchange::{Arithmetic, Checkpoint};
 use nvfp4_test_support::{Scratch, golden};
 
+mod odd;
 mod split;
 
 /// A GGUF file under construction.

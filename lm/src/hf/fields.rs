@@ -153,6 +153,11 @@ impl<'a> Fields<'a> {
         Ok(self.optional_bool(field)?.unwrap_or(default))
     }
 
+    /// Returns the field, and false if it is null, as in Python, where null counts as false.
+    pub fn truth_or(&self, field: &'static str, default: bool) -> Result<bool> {
+        self.bool_or(field, default && !self.has(field))
+    }
+
     pub fn optional_number(&self, field: &'static str) -> Result<Option<f64>> {
         self.typed(field, "a number", Value::as_f64)
     }

@@ -23,7 +23,10 @@ pub(crate) fn is_fp8(json: &Map<String, Value>) -> bool {
 }
 
 /// Reads the rows and columns of a block from `quantization_config`.
-fn block_size(json: &Map<String, Value>) -> Result<[usize; 2]> {
+///
+/// # Errors
+/// Returns an error if it has an unknown field or value.
+pub(crate) fn block_size(json: &Map<String, Value>) -> Result<[usize; 2]> {
     let object = json.get(FIELD).and_then(Value::as_object);
     let fields = Fields::new(object.context("it must be an object")?);
     fields.take("quant_method");

@@ -99,8 +99,10 @@ impl Rope {
         let field = "rope_theta";
         let written = fields.optional_number(field)?.map(|theta| (field, theta));
         let read = |(name, value): (&str, Option<&Value>)| match value {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => Self::from_value(name, value, (written, theta), max_positions).map(Some),
+            Some(value) if !is_empty(value) => {
+                Self::from_value(name, value, (written, theta), max_positions).map(Some)
+            }
+            _ => Ok(None),
         };
         let old = ("rope_scaling", fields.take("rope_scaling"));
         let text = |value: Option<&Value>| value.map_or_else(String::new, Value::to_string);
@@ -184,7 +186,7 @@ impl Rope {
             );
             Ok(factor)
         };
-        let original = |default| positive("original_max_position_embeddings", default);
+        let original = || positive("original_max_position_embeddings", Some(max));
         let scaling = match kind {
             "default" => RopeScaling::Default,
             "linear" => RopeScaling::Linear { factor: factor()? },
@@ -202,22 +204,22 @@ impl Rope {
                     factor: factor()?,
                     low,
                     high,
-                    original: original(None)?,
+                    original: original()?,
                 }
             }
             "yarn" => {
                 let factor = factor()?;
                 RopeScaling::Yarn {
                     factor,
-                    original: original(Some(max))?,
+                    original: original()?,
                     beta_fast: positive("beta_fast", Some(32.0))?,
                     beta_slow: positive("beta_slow", Some(1.0))?,
                     attention_factor: yarn_attention_factor(fields, factor)?,
-                    truncate: fields.bool_or("truncate", true)?,
+                    truncate: fields.truth_or("truncate", true)?,
                 }
             }
             "dynamic" => {
-                let original = original(Some(max))?;
+                let original = original()?;
                 ensure!(
                     original == max,
                     "`{name}.original_max_position_embeddings` is {original}, but must be \
@@ -349,6 +351,11 @@ impl Rope {
             .map(|angle| (angle.cos() as f32 * scale, angle.sin() as f32 * scale))
             .unzip())
     }
+}
+
+/// Returns true for null and `{}`, which say nothing of a rotary embedding.
+pub(crate) fn is_empty(value: &Value) -> bool {
+    value.is_null() || value.as_object().is_some_and(serde_json::Map::is_empty)
 }
 
 /// Computes one frequency of Llama 3.

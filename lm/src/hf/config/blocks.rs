@@ -69,8 +69,8 @@ pub(super) fn decoder(
     );
     let epsilon = fields.number_or("rms_norm_eps", defaults.epsilon)?;
     ensure!(
-        epsilon.is_finite() && epsilon >= 0.0,
-        "`rms_norm_eps` is {epsilon}, but must be zero or positive"
+        epsilon.is_finite() && epsilon > 0.0,
+        "`rms_norm_eps` is {epsilon}, but must be positive"
     );
     let count = fields.positive("num_hidden_layers")?;
     ensure!(
@@ -191,29 +191,37 @@ impl Sliding {
 /// returns true.
 pub(super) fn set_windows(
     fields: &Fields,
-    layers: &mut [LayerConfig],
+    config: &mut DecoderConfig,
     window: Option<usize>,
     is_sliding: impl Fn(usize) -> bool,
 ) -> Result<()> {
-    for (index, layer) in layers.iter_mut().enumerate() {
-        layer.window = window.filter(|_| is_sliding(index));
-    }
+    let count = config.layers.len();
     let Some(types) = fields.take("layer_types").filter(|types| !types.is_null()) else {
+        ensure!(
+            window.is_some() || !(0..count).any(&is_sliding),
+            "`sliding_window` is null, but layers of a model of type `{}` have a window unless \
+             `layer_types` says otherwise",
+            config.family.model_type()
+        );
+        for (index, layer) in config.layers.iter_mut().enumerate() {
+            layer.window = window.filter(|_| is_sliding(index));
+        }
         return Ok(());
     };
     let types = types.as_array().map_or(&[][..], |types| types);
-    let count = layers.len();
     ensure!(
         types.len() == count,
         "`layer_types` has {} entries, but must have {count}, one for each layer",
         types.len()
     );
-    for (index, (layer, kind)) in layers.iter_mut().zip(types).enumerate() {
+    for (index, (layer, kind)) in config.layers.iter_mut().zip(types).enumerate() {
         layer.window = match kind.as_str() {
             Some("full_attention") => None,
             Some("sliding_attention") if window.is_some() => window,
             Some("sliding_attention") => bail!(
-                "`layer_types[{index}]` is sliding_attention, but there is no `sliding_window`"
+                "`layer_types[{index}]` is sliding_attention, but there is no `sliding_window` in \
+                 use: it must be a number, and `use_sliding_window` must be true where a family has \
+                 it"
             ),
             _ => bail!(
                 "`layer_types[{index}]` is {kind}, but must be full_attention or sliding_attention"
@@ -223,19 +231,40 @@ pub(super) fn set_windows(
     Ok(())
 }
 
-/// Returns the number of experts and of those per token. `name` is the field of the count in
-/// transformers 4; transformers 5 uses `num_local_experts` for all.
-pub(super) fn experts(fields: &Fields, name: &'static str) -> Result<[usize; 2]> {
-    let experts = match fields.optional_positive("num_local_experts")? {
+/// Gives all layers the window `window`. transformers does not read `layer_types` in these families,
+/// so it must agree.
+pub(super) fn set_window(
+    fields: &Fields,
+    config: &mut DecoderConfig,
+    window: Option<usize>,
+) -> Result<()> {
+    set_windows(fields, config, window, |_| window.is_some())?;
+    let other = config.layers.iter().position(|it| it.window != window);
+    ensure!(
+        other.is_none(),
+        "`layer_types[{}]` is full_attention, but `sliding_window` is {}: a model of type `{}` has \
+         its window in all layers",
+        other.unwrap_or_default(),
+        window.unwrap_or_default(),
+        config.family.model_type()
+    );
+    Ok(())
+}
+
+/// Returns the number of experts and of those per token. transformers takes the two `names` of the
+/// count for one field.
+pub(super) fn experts(fields: &Fields, names: [&'static str; 2]) -> Result<[usize; 2]> {
+    let [first, second] = names;
+    let experts = match fields.optional_positive(second)? {
         Some(experts) => {
-            let other = fields.positive_or("num_experts", experts)?;
+            let other = fields.positive_or(first, experts)?;
             ensure!(
                 other == experts,
-                "`num_local_experts` is {experts}, but `num_experts` is {other}: they are the same"
+                "`{first}` is {other}, but `{second}` is {experts}: they are the same"
             );
             experts
         }
-        None => fields.positive(name)?,
+        None => fields.positive(first)?,
     };
     let top_k = fields.positive("num_experts_per_tok")?;
     ensure!(

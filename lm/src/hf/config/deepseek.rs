@@ -88,16 +88,24 @@ fn latent(fields: &Fields, rope: usize) -> Result<LatentConfig> {
         fields.has("q_lora_rank"),
         "`q_lora_rank` is absent: it must be a rank, or null for queries without one"
     );
-    let all_dim = |name: &'static str| -> Result<f64> {
-        let Some(Value::Object(object)) = fields.take(name) else {
-            return Ok(0.0);
-        };
-        Fields::new(object).number_or("mscale_all_dim", 0.0)
+    let all_dim = |name: &'static str| -> Result<Option<f64>> {
+        match fields.take(name) {
+            Some(Value::Object(object)) if !object.is_empty() => {
+                let found = Fields::new(object).number_or("mscale_all_dim", 0.0);
+                found.map(Some)
+            }
+            _ => Ok(None),
+        }
     };
-    let mscale_all_dim = match all_dim("rope_parameters")? {
-        0.0 => all_dim("rope_scaling")?,
-        found => found,
-    };
+    let [old, new] = [all_dim("rope_scaling")?, all_dim("rope_parameters")?];
+    ensure!(
+        [old, new].contains(&None) || old == new,
+        "`rope_scaling.mscale_all_dim` is {}, but `rope_parameters.mscale_all_dim` is {}: delete the \
+         one that is wrong",
+        old.unwrap_or_default(),
+        new.unwrap_or_default()
+    );
+    let mscale_all_dim = old.or(new).unwrap_or(0.0);
     ensure!(
         mscale_all_dim.is_finite() && mscale_all_dim >= 0.0,
         "`mscale_all_dim` is {mscale_all_dim}, but must be zero or positive"
@@ -108,7 +116,7 @@ fn latent(fields: &Fields, rope: usize) -> Result<LatentConfig> {
         nope: fields.positive("qk_nope_head_dim")?,
         rope,
         value: fields.positive("v_head_dim")?,
-        interleaved: fields.bool_or("rope_interleave", true)?,
+        interleaved: fields.truth_or("rope_interleave", true)?,
         mscale_all_dim,
     })
 }
@@ -153,7 +161,7 @@ fn set_experts(fields: &Fields, config: &mut DecoderConfig) -> Result<()> {
     // Of the training loss that no inference computes.
     fields.take("aux_loss_alpha");
     fields.take("seq_aux");
-    let [experts, top_k] = blocks::experts(fields, "n_routed_experts")?;
+    let [experts, top_k] = blocks::experts(fields, ["n_routed_experts", "num_local_experts"])?;
     let groups = fields.positive("n_group")?;
     let top_groups = fields.positive("topk_group")?;
     ensure!(
@@ -170,8 +178,7 @@ fn set_experts(fields: &Fields, config: &mut DecoderConfig) -> Result<()> {
         "`num_experts_per_tok` is {top_k}, but {top_groups} groups (`topk_group`) have {reached} \
          experts"
     );
-    let factor = fields.optional_number("routed_scaling_factor")?;
-    let factor = factor.context("`routed_scaling_factor` is absent")?;
+    let factor = fields.number_or("routed_scaling_factor", 2.5)?;
     ensure!(
         factor.is_finite() && factor > 0.0,
         "`routed_scaling_factor` is {factor}, but must be positive"
@@ -183,7 +190,7 @@ fn set_experts(fields: &Fields, config: &mut DecoderConfig) -> Result<()> {
         experts,
         top_k,
         hidden,
-        normalize: fields.bool_or("norm_topk_prob", true)?,
+        normalize: fields.truth_or("norm_topk_prob", true)?,
         scoring: Scoring::GroupedSigmoid {
             groups,
             top_groups,

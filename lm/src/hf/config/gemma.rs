@@ -103,14 +103,7 @@ fn gemma(
         );
     }
     let is_sliding = |layer: usize| !(layer + 1).is_multiple_of(pattern);
-    let types = fields.take("layer_types").filter(|types| !types.is_null());
-    ensure!(
-        sliding.window.is_some() || types.is_some(),
-        "`sliding_window` is null, but layers of a model of type `{}` have a window unless \
-         `layer_types` says otherwise",
-        family.model_type()
-    );
-    blocks::set_windows(fields, &mut config.layers, sliding.window, is_sliding)?;
+    blocks::set_windows(fields, &mut config, sliding.window, is_sliding)?;
     Ok(config)
 }
 

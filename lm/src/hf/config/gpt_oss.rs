@@ -5,7 +5,7 @@ use anyhow::{Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 use super::super::fields::Fields;
-use super::super::rope::{Rope, RopeScaling};
+use super::super::rope::{Rope, RopeScaling, is_empty};
 use super::blocks::{self, Defaults, Sliding};
 use super::json::layer_types;
 use super::types::{
@@ -45,10 +45,10 @@ fn gpt_oss(fields: &Fields, family: Family) -> Result<DecoderConfig> {
         ..config.block
     };
     let sliding = Sliding::read(fields, Some(128))?;
-    blocks::set_windows(fields, &mut config.layers, sliding.window, |layer| {
+    blocks::set_windows(fields, &mut config, sliding.window, |layer| {
         layer.is_multiple_of(2)
     })?;
-    let [experts, top_k] = blocks::experts(fields, "num_experts")?;
+    let [experts, top_k] = blocks::experts(fields, ["num_local_experts", "num_experts"])?;
     if let Some(other) = fields.optional_positive("experts_per_token")? {
         ensure!(
             other == top_k,
@@ -84,8 +84,10 @@ fn positive(fields: &Fields, name: &'static str, default: f64) -> Result<f32> {
 
 /// Reads the rotary embedding; without fields, it is the YaRN of the published models.
 fn ropes(fields: &Fields, theta: f64, max: usize) -> Result<Vec<Rope>> {
-    let is_given = |name: &'static str| fields.take(name).is_some_and(|value| !value.is_null());
-    if is_given("rope_scaling") || is_given("rope_parameters") {
+    let scaling = fields.take("rope_scaling");
+    let parameters = fields.take("rope_parameters");
+    // transformers takes an empty `rope_scaling` for an absent one, but not `rope_parameters`.
+    if scaling.is_some_and(|it| !is_empty(it)) || parameters.is_some_and(|it| !it.is_null()) {
         return Ok(vec![Rope::from_fields(fields, theta, max)?]);
     }
     let factor: f64 = 32.0;

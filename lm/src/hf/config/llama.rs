@@ -43,7 +43,7 @@ fn llama(fields: &Fields, family: Family) -> Result<DecoderConfig> {
         "`sliding_window` is {}, but a model of type `llama` has none",
         sliding.window.unwrap_or_default()
     );
-    blocks::set_windows(fields, &mut config.layers, None, |_| false)?;
+    blocks::set_window(fields, &mut config, None)?;
     Ok(config)
 }
 
@@ -52,7 +52,7 @@ fn mistral(fields: &Fields, family: Family) -> Result<DecoderConfig> {
     blocks::refuse_biases(fields, family, &["attention_bias", "mlp_bias"])?;
     // The class has a window unless the file disables it.
     let sliding = Sliding::read(fields, Some(4096))?;
-    blocks::set_windows(fields, &mut config.layers, sliding.window, |_| true)?;
+    blocks::set_window(fields, &mut config, sliding.window)?;
     Ok(config)
 }
 

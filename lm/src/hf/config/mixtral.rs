@@ -37,8 +37,8 @@ fn mixtral(fields: &Fields, family: Family) -> Result<DecoderConfig> {
     let mut config = blocks::decoder(fields, family, defaults)?;
     blocks::refuse_biases(fields, family, &["attention_bias", "mlp_bias"])?;
     let sliding = Sliding::read(fields, None)?;
-    blocks::set_windows(fields, &mut config.layers, sliding.window, |_| true)?;
-    let [experts, top_k] = blocks::experts(fields, "num_local_experts")?;
+    blocks::set_window(fields, &mut config, sliding.window)?;
+    let [experts, top_k] = blocks::experts(fields, ["num_local_experts", "num_experts"])?;
     let hidden = fields.positive("intermediate_size")?;
     for layer in &mut config.layers {
         layer.feed_forward = FeedForwardConfig::Moe {

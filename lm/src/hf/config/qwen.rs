@@ -19,8 +19,8 @@ pub(super) const QWEN3: Spec = Spec {
     model_type: "qwen3",
     architecture: "Qwen3ForCausalLM",
     read: |fields, family| {
-        let mut config = qwen3(fields, family)?;
-        set_windows_after(28, fields, &mut config)?;
+        let mut config = qwen3(fields, family, Some(128))?;
+        set_windows(fields, &mut config)?;
         Ok(config)
     },
     write: |config, json| {
@@ -49,13 +49,14 @@ fn qwen2(fields: &Fields, family: Family) -> Result<DecoderConfig> {
         qkv: true,
         ..Biases::default()
     };
-    set_windows_after(28, fields, &mut config)?;
+    set_windows(fields, &mut config)?;
     Ok(config)
 }
 
-fn qwen3(fields: &Fields, family: Family) -> Result<DecoderConfig> {
+/// Reads what the two have in common; `head` is the default of [`Defaults`].
+fn qwen3(fields: &Fields, family: Family, head: Option<usize>) -> Result<DecoderConfig> {
     let defaults = Defaults {
-        head: Some(128),
+        head,
         ..Defaults::default()
     };
     let mut config = blocks::decoder(fields, family, defaults)?;
@@ -71,10 +72,11 @@ fn qwen3(fields: &Fields, family: Family) -> Result<DecoderConfig> {
 }
 
 fn qwen3_moe(fields: &Fields, family: Family) -> Result<DecoderConfig> {
-    let mut config = qwen3(fields, family)?;
-    set_windows_after(0, fields, &mut config)?;
+    let mut config = qwen3(fields, family, None)?;
+    let window = used_window(&sliding(fields)?);
+    blocks::set_window(fields, &mut config, window)?;
     let count = config.layers.len();
-    let [experts, top_k] = blocks::experts(fields, "num_experts")?;
+    let [experts, top_k] = blocks::experts(fields, ["num_experts", "num_local_experts"])?;
     let moe = FeedForwardConfig::Moe {
         experts,
         top_k,
@@ -93,17 +95,24 @@ fn qwen3_moe(fields: &Fields, family: Family) -> Result<DecoderConfig> {
     Ok(config)
 }
 
-/// Gives layers a window if `use_sliding_window` is true. The dense classes skip the first
-/// `max_window_layers` layers, by default `first`; the class with experts skips none, whose `first`
-/// is 0.
-fn set_windows_after(first: usize, fields: &Fields, config: &mut DecoderConfig) -> Result<()> {
-    let sliding = Sliding::read(fields, None)?;
-    let window = sliding.window.filter(|_| sliding.is_used == Some(true));
-    let first = match first {
-        0 => 0,
-        _ => sliding.full_layers.unwrap_or(first),
-    };
-    blocks::set_windows(fields, &mut config.layers, window, |layer| layer >= first)
+/// Reads the fields of the window, which is 4096 if it is used without a number.
+fn sliding(fields: &Fields) -> Result<Sliding> {
+    Sliding::read(fields, Some(4096))
+}
+
+/// Returns the window if `use_sliding_window` is true.
+fn used_window(sliding: &Sliding) -> Option<usize> {
+    sliding.window.filter(|_| sliding.is_used == Some(true))
+}
+
+/// Gives layers a window if it is used, by default those after the first `max_window_layers`.
+fn set_windows(fields: &Fields, config: &mut DecoderConfig) -> Result<()> {
+    let sliding = sliding(fields)?;
+    let window = used_window(&sliding);
+    let first = sliding.full_layers.unwrap_or(28);
+    blocks::set_windows(fields, config, window, |layer| {
+        window.is_some() && layer >= first
+    })
 }
 
 fn write_windows(config: &DecoderConfig, json: &mut Map<String, Value>) {

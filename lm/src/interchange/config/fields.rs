@@ -36,6 +36,14 @@ pub(super) fn strings(object: &Value, key: &str) -> Result<Vec<String>> {
     list.iter().map(name).collect()
 }
 
+/// Returns the names in the list `key`, none if it is absent or null.
+pub(super) fn strings_if_given(object: &Value, key: &str) -> Result<Vec<String>> {
+    match object.get(key) {
+        None | Some(Value::Null) => Ok(vec![]),
+        Some(_) => strings(object, key),
+    }
+}
+
 /// Returns the text of the field `key`.
 pub(super) fn text<'a>(object: &'a Value, key: &str) -> Result<&'a str> {
     let value = object

@@ -18,7 +18,7 @@ use crate::hf::is_neutral;
 mod fields;
 mod groups;
 
-use fields::{NVFP4_NAMES, expect, expect_if_given, refuse_unknown, strings, text};
+use fields::{NVFP4_NAMES, expect, expect_if_given, refuse_unknown, strings_if_given, text};
 use groups::{
     by_format, check_layers, format_of, groups_json, layers_json, read_groups, read_layers,
 };
@@ -271,11 +271,7 @@ fn read_hf_quant_config(file: &Value) -> Result<QuantConfig> {
             groups,
             kv_cache_fp8: read_kv_cache_algo(quantization)?.unwrap_or(false),
             pre_quant: algo == Algo::Awq,
-            exclude: match (algo, quantization.get("exclude_modules")) {
-                // A mixed file lists the layers that are quantized.
-                (Algo::Mixed, None | Some(Value::Null)) => vec![],
-                _ => strings(quantization, "exclude_modules")?,
-            },
+            exclude: strings_if_given(quantization, "exclude_modules")?,
         })
     };
     read().context("hf_quant_config.json")
@@ -438,7 +434,7 @@ fn read_inline(inline: &Value) -> Result<QuantConfig> {
         groups,
         kv_cache_fp8,
         pre_quant,
-        exclude: strings(inline, "ignore")?,
+        exclude: strings_if_given(inline, "ignore")?,
     };
     // Two groups of all linear layers contradict each other.
     if config.is_mixed() {
