@@ -7,8 +7,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
 use crate::checkpoint::read_json;
-use crate::hf::folder::check_adapter_folder;
-use crate::hf::tensors::{ADAPTER_FILE, list};
+use crate::hf::folder::{ADAPTER_FILE, check_adapter_folder};
+use crate::hf::tensors::list;
 use crate::hf::{StoredTensor, TensorFolder, is_neutral};
 
 /// File with the adapters' tensors.

@@ -16,7 +16,8 @@ use super::lora::{AdaptedModule, Adapter, FrozenBase, LoraConfig, LoraProjection
 use super::names::{self, Part, Site};
 use super::projection::Projection;
 use crate::checkpoint::write_json;
-use crate::hf::tensors::{ADAPTER_FILE, list};
+use crate::hf::folder::ADAPTER_FILE;
+use crate::hf::tensors::list;
 use crate::hf::{Dtype, FeedForwardConfig, NewFolder, TensorWriter, WHOLE_FILE};
 use crate::random::normal;
 

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail, ensure};
 
 use super::CONFIG_FILE;
-use super::tensors::ADAPTER_FILE;
 
+/// File that PEFT writes. transformers adds the adapters that it describes to a model on loading.
+pub(crate) const ADAPTER_FILE: &str = "adapter_config.json";
 /// File of the run in the folder of a finetuning.
 pub(crate) const FINETUNING: &str = "finetune.json";
 /// Subfolder of an unfinished quantization.

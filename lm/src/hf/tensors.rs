@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 use serde::Deserialize;
 
-use super::folder::check_folder;
+use super::folder::{ADAPTER_FILE, check_folder};
 use super::header::{Entry, Header};
 use super::{INDEX_FILE, TensorSpec, WHOLE_FILE};
 use crate::progress::{Unit, Work};
@@ -66,9 +66,6 @@ pub struct StoredTensor<'a> {
     /// Scales by which the elements of blocks are multiplied, if any.
     pub(crate) scales: Option<BlockScales<'a>>,
 }
-
-/// File that PEFT writes. transformers adds the adapters that it describes to a model on loading.
-pub(crate) const ADAPTER_FILE: &str = "adapter_config.json";
 
 /// Contents of `model.safetensors.index.json`.
 #[derive(Deserialize)]
