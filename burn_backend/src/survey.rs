@@ -20,10 +20,11 @@ const EXPERTS: &str = "experts";
 const OWN: [&str; 2] = ["Struct:Nvfp4Linear", "Struct:Nvfp4GroupedLinear"];
 
 /// Modules of this crate that shard the weights of their linear layers over ranks.
-const SHARDED: [&str; 3] = [
+const SHARDED: [&str; 4] = [
     "Struct:ColumnParallelLinear",
     "Struct:RowParallelLinear",
     "Struct:ExpertParallelMoe",
+    "Struct:ExpertShard",
 ];
 
 /// Linear layer.

@@ -179,7 +179,7 @@ impl ExpertDispatchName {
     /// Returns the default exchange of a run whose tokens have `top_k` experts on `ep` ranks: an
     /// all-gather if steps run as a CUDA graph, or if it sends no more than an all-to-all, which
     /// sends each token to at most as many ranks as it has experts; else an all-to-all.
-    pub(crate) fn default_of(is_captured: bool, ep: usize, top_k: usize) -> Self {
+    pub fn default_of(is_captured: bool, ep: usize, top_k: usize) -> Self {
         match is_captured || ep <= top_k {
             true => Self::AllGather,
             false => Self::AllToAll,
