@@ -21,6 +21,7 @@ pub use choices::{
 };
 pub(crate) use extend::{extension, steps_of};
 pub use model::{ModelConfig, VOCABULARY};
+pub(crate) use run::one;
 pub use run::{BALANCE_SHARE, RunConfig};
 pub use schedule::Schedule;
 pub(crate) use schedule::check_counts;

@@ -22,7 +22,8 @@ use super::uncaptured::Uncaptured;
 /// Default weight of a block's load-balancing loss in the training loss.
 pub const BALANCE_SHARE: f64 = 0.01;
 
-fn one() -> usize {
+/// Returns the default number of ranks.
+pub(crate) fn one() -> usize {
     1
 }
 

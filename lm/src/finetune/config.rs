@@ -103,7 +103,7 @@ pub struct FinetuneConfig {
     #[serde(default)]
     pub fsdp: bool,
     /// Number of ranks that the experts of each mixture are distributed over.
-    #[serde(default = "one")]
+    #[serde(default = "crate::config::one")]
     pub ep: usize,
     /// Exchange of tokens with the ranks of their experts; if none, the
     /// [default](ExpertDispatchName::default_of).
@@ -279,9 +279,4 @@ impl FinetuneConfig {
         self.steps = steps;
         Ok(said)
     }
-}
-
-/// Returns the default of `ep`.
-fn one() -> usize {
-    1
 }
